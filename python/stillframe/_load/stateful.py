@@ -7,10 +7,10 @@ second copy of its state:
     optimizer      tensors in place, then `load_state_dict` with these very tensors: it keeps them
     anything else  its part of the file is loaded into new memory, then `load_state_dict`
 
-"Plain" means that torch's own `load_state_dict` would only copy tensors. "Anything else" is a
-module with hooks or methods of its own, an optimizer without state (a fresh process), a scheduler,
-a scaler, or a user's object. torch.distributed.checkpoint and Fabric treat these in the same way:
-they pass them the loaded dictionary.
+"Plain" means that torch's own `load_state_dict` would only copy tensors. The last row covers
+modules with hooks or methods of their own, and optimizers without state (a fresh process). It also
+covers schedulers, scalers, and users' objects. For these, as in torch.distributed.checkpoint and
+Fabric, the object gets the loaded dictionary.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Files made of parts: the core's threads write them from memory that must not change until the
-end.
+"""Files made of parts, which the core's threads write from memory that must not change meanwhile.
 
     parts = Parts()
     places = parts.append([row_of(tensor), b"bytes", ...])     an archive of torch.save, or bytes

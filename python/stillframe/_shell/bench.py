@@ -1,8 +1,8 @@
-"""`stillframe bench DIR`: what this memory and disk can do, and what saves and loads make of it.
+"""`stillframe bench DIR`: the speed of memory and disk, and of saves and loads beside it.
 
-In turns, a few rounds of: a memcpy; a write of as many bytes with a sync; `async_save` of a model
-with AdamW; a read; `load`. The shares compare medians of the same run. Half a minute, whatever the
-disk: the size is chosen by a first short write.
+A few rounds measure in turn a memcpy, a write of as many bytes with a sync, `async_save` of a model
+with AdamW, a read, and `load`. The shares compare medians of the same run. A first short write
+chooses the size, so the command takes half a minute on any disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TENSOR_NUMEL = 512 << 10
 
 
 class BenchError(Exception):
-    """It cannot be measured here; the text says why."""
+    """The error of a measurement that cannot be made here; the text says why."""
 
 
 # ---- measuring -------------------------------------------------------------------------------
@@ -102,12 +102,13 @@ class _Bench:
         return statistics.median(self.values[name])
 
     def first_save(self) -> None:
-        """Not among the medians: the pool gets its memory in it."""
+        """Make the first save, which is not among the medians: the pool gets its memory in it."""
         self._progress("first save")
         self.first_durable_s = self._save().durable_after_s
 
     def round(self) -> None:
-        """Everything once, in turns, so that a slow moment of the machine hits all alike."""
+        """Measure everything once, in turn, so that a slow moment of the machine affects all
+        alike."""
         self._progress("raw memcpy")
         self._add("memcpy", raw.copy_seconds(self._source, self._target))
         self._progress("raw write + sync")
@@ -148,7 +149,10 @@ class _Bench:
 
 
 def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], None]) -> int:
-    """Bytes of the state: as asked, or what the disk writes in a second, within memory and room."""
+    """Return the bytes of the state: as asked, or what the disk writes in a second.
+
+    Without a size it stays within memory and disk space.
+    """
     progress("how fast is this disk?")
     memory = raw.free_memory() // _MEMORY_TIMES
     room = shutil.disk_usage(directory).free // _DISK_TIMES
@@ -175,7 +179,7 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
 
 
 def measure(directory: Path, asked: int | None, progress: Callable[[str], None]) -> Result:
-    """Measures in `directory`, which is empty; leaves files there.
+    """Measure in `directory`, which is empty; leave files there.
 
     Raises:
         BenchError: Too little memory or room.
@@ -214,7 +218,7 @@ def measure(directory: Path, asked: int | None, progress: Callable[[str], None])
 
 
 def _scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
-    """A directory of our own in `parent`, gone afterwards."""
+    """Make a directory of our own in `parent`, removed afterwards."""
     if not parent.exists():
         raise BenchError(f"{parent}: there is no such directory")
     if not parent.is_dir():
@@ -230,7 +234,7 @@ def _scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command. Exit status 0, or 2 where nothing can be measured; Ctrl-C passes on."""
+    """Run the command; return 0, or 2 if nothing can be measured. Ctrl-C passes on."""
     from stillframe.errors import StillframeError
 
     try:

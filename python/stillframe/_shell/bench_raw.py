@@ -1,8 +1,8 @@
-"""What memory and a disk can do at best, with nothing of ours in between; who else uses them; and
-what every measurement needs: a directory of its own, and a line that says how far it is.
+"""Measurements without stillframe: what memory and a disk can do at best.
 
-The scripts in benchmarks/ measure with it too, in processes without torch, so it imports nothing
-of the package.
+Beside these are tools of every measurement: the load of other processes, a directory of its own,
+and a line that shows progress. The scripts in benchmarks/ use this module in processes without
+torch, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-CALL_BYTES = 4 << 20  # of one write or read: larger ones gain nothing
+CALL_BYTES = 4 << 20  # bytes of one write or read; larger ones gain nothing
 PAGE_BYTES = mmap.PAGESIZE
 
 MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -34,18 +34,21 @@ NETWORK = frozenset(
 
 
 def is_network(file_system: str) -> bool:
-    """Whether files of this type live on another machine; FUSE may be anything, and counts."""
+    """Return whether files of this type are on another machine; FUSE may be anything, and
+    counts."""
     return file_system in NETWORK or file_system.split(".")[0] in ("fuse", "fuseblk")
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds `path`, such as "ext4"."""
+    """Return the type of the file system that holds `path`, such as "ext4"."""
     return mount_of(path)[0]
 
 
 def mount_of(path: Path) -> tuple[str, str, str]:
-    """(type, source, options) of the mount that holds `path`; "unknown" where /proc does not
-    say."""
+    """Return (type, source, options) of the mount that holds `path`.
+
+    The type is "unknown" where /proc does not say.
+    """
     found = ("unknown", "unknown", "")
     try:
         device = os.stat(path).st_dev
@@ -67,7 +70,7 @@ def mount_of(path: Path) -> tuple[str, str, str]:
 
 
 def free_memory() -> int:
-    """Bytes that may still be taken: what the system and our cgroup leave."""
+    """Return the bytes that the system and our cgroup still allow to be taken."""
     left = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -79,15 +82,15 @@ def free_memory() -> int:
             if not controllers and (limit := (node / "memory.max").read_text().strip()) != "max":
                 left = min(left, int(limit) - int((node / "memory.current").read_text()))
     except (OSError, ValueError):
-        pass  # no cgroup here, or none that limits
+        pass  # no cgroup, or no limit
     return max(left, 0)
 
 
 class Others:
-    """The share of the machine that other processes take from the making on.
+    """The share of the machine that other processes take, from the object's creation on.
 
-    Their user time and what the hypervisor gives to others; the kernel's own threads work for
-    whoever writes, so their time is not counted.
+    It counts their user time and the time that the hypervisor gives to others. The kernel's own
+    threads work for any process that writes, so their time is not counted.
     """
 
     def __init__(self) -> None:
@@ -106,15 +109,21 @@ class Others:
         return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
     def share(self) -> float:
-        """0 on a quiet machine or one that does not tell, 1 where others keep every core busy."""
+        """Return 0 for a quiet machine, and 1 if others keep every core busy.
+
+        It is also 0 where /proc does not say.
+        """
         elapsed = (time.monotonic() - self._started) * (os.cpu_count() or 1)
         return min(max((self._seconds() - self._before) / max(elapsed, 1e-9), 0.0), 1.0)
 
 
 @contextlib.contextmanager
 def status_line(*, elsewhere: bool = False) -> Iterator[Callable[[str], None]]:
-    """One line on stderr where that is a terminal, drawn when its function is called and never in
-    between; `elsewhere`, a line for each call."""
+    """Show one line on stderr if that is a terminal, drawn only when its function is called.
+
+    Args:
+        elsewhere: If stderr is no terminal, print a line for each call.
+    """
     stream = sys.stderr
     terminal = stream is not None and stream.isatty()
 
@@ -141,13 +150,13 @@ def _interrupted(signum: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def gone_afterwards(directory: Path) -> Iterator[Path]:
-    """Removes the directory at the end, after Ctrl-C and SIGTERM too."""
+    """Remove the directory at the end, after Ctrl-C and SIGTERM too."""
     on_main = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGTERM, _interrupted) if on_main else None
     try:
         yield directory
     finally:
-        # An impatient second Ctrl-C must not leave gigabytes behind.
+        # A second Ctrl-C must not leave gigabytes behind.
         patient = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
         shutil.rmtree(directory, ignore_errors=True)
         if on_main:
@@ -175,7 +184,7 @@ def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> f
     from_, to = (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in (source, target))
     part = -(-len(source) // nr_threads)
 
-    def copy(off: int) -> None:  # ctypes lets go of the interpreter lock meanwhile
+    def copy(off: int) -> None:  # ctypes releases the interpreter lock meanwhile
         ctypes.memmove(to + off, from_ + off, min(part, len(source) - off))
 
     others = [threading.Thread(target=copy, args=(n * part,)) for n in range(1, nr_threads)]
@@ -193,14 +202,15 @@ def write_seconds(
 ) -> tuple[float, bool]:
     """Write `source` to a new file and have it on the disk. The file stays.
 
-    Counted are writes and sync, and past the page cache room as well; open and close are not.
+    The time includes writes and sync, and with O_DIRECT the reservation of disk space. It excludes
+    open and close.
 
     Args:
-        direct: Past the page cache; by default where the file system can.
+        direct: Bypass the page cache; by default where the file system can.
         nbytes: Length of the file: a source that is shorter is repeated.
 
     Returns:
-        The seconds, and whether it went past the page cache.
+        The seconds, and whether the page cache was bypassed.
 
     Raises:
         OSError: (EINVAL, EOPNOTSUPP) `direct` is asked for, and the file system cannot.
@@ -226,9 +236,12 @@ def write_seconds(
 
 
 def read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
-    """Seconds to read the file into `target`, which is as long; and whether past the page cache.
+    """Read the file into `target`, which is as long.
 
-    Where that is refused the page cache is asked to forget the file first, which it may not do.
+    Without O_DIRECT the page cache is first asked to drop the file, which it may not do.
+
+    Returns:
+        The seconds, and whether the page cache was bypassed.
     """
 
     def read(direct: int) -> float:
@@ -257,7 +270,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _direct_if_it_goes(measure: Callable[[int], float]) -> tuple[float, bool]:
-    """What `measure` says of O_DIRECT, or of no flag where the file system has none."""
+    """Return what `measure` says of O_DIRECT, or of no flag if the file system has none."""
     try:
         return measure(os.O_DIRECT), True
     except OSError as error:
@@ -269,13 +282,16 @@ def _direct_if_it_goes(measure: Callable[[int], float]) -> tuple[float, bool]:
 def forget(path: Path) -> None:
     """Ask the page cache to drop a file, so that reading it means the disk."""
     with _opened(path, os.O_RDONLY) as fd:
-        os.fsync(fd)  # it keeps what is not on the disk
+        os.fsync(fd)  # the cache keeps pages that are not on the disk
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """fallocate(2), as a save makes it; not posix_fallocate, which writes where a file system has
-    none. What it says does not matter: the writes say it again."""
+    """Reserve disk space with fallocate(2), as a save does; errors do not matter here.
+
+    posix_fallocate would write where a file system has no fallocate. A lack of space shows up in
+    the writes.
+    """
     libc = ctypes.CDLL(None)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     libc.fallocate(fd, 0, 0, nbytes)

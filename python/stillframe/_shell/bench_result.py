@@ -1,4 +1,4 @@
-"""What `stillframe bench` has found: figures, the table, and what to do about them."""
+"""The result of `stillframe bench`: figures, the table, and advice."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _BUSY_SHARE = 0.1
 
 @dataclass
 class Result:
-    """Medians of one run. Times in seconds, None where there is none; sizes in bytes.
+    """The medians of one run. Times are in seconds, None where there is none; sizes in bytes.
 
     Attributes:
         memcpy_s, write_s, read_s: The raw limits; write and read are O_DIRECT where `raw_direct`.
         call_s, staged_s, durable_s: From the call: when it returned, when every byte was copied,
             when the file was durable.
-        first_durable_s: The first save, whose pool had to be made.
+        first_durable_s: The same for the first save, in which the pool gets its memory.
         load_s: `stillframe.load` of a file that is not in the page cache.
-        io_mode, fallbacks: Of the last save's report.
-        pool_bytes: The cap of an engine that is given none.
+        io_mode, fallbacks: From the last save's report.
+        pool_bytes: The pool's cap in an engine with default options.
         others: Share of the machine that other processes took meanwhile.
     """
 
@@ -46,7 +46,7 @@ class Result:
     fallbacks: list[str] = field(default_factory=list)
 
     def shares(self) -> dict[str, float]:
-        """How near we come to the raw limit of each: 1 is as fast, 0.5 takes twice as long."""
+        """Return how near we come to each raw limit: 1 is as fast, 0.5 takes twice as long."""
         return {
             "copy": self.memcpy_s / self.staged_s,
             "save": self.write_s / self.durable_s,
@@ -61,7 +61,7 @@ class Result:
 
 
 def advice(result: Result) -> list[str]:
-    """Sentences for the user, the gravest first; never empty."""
+    """Return sentences for the user, the most important first; never empty."""
     found = []
     if result.file_system in raw.MEMORY:
         found.append(
@@ -119,7 +119,7 @@ def _time(seconds: float) -> str:
 
 
 def show(result: Result) -> None:
-    """The table, and the advice below it, on stdout."""
+    """Print the table, and the advice below it, on stdout."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,6 +1,6 @@
-"""Runs the command line, once it is parsed, and `stillframe verify PATH...`.
+"""The command line: it runs the parsed command, and implements `stillframe verify PATH...`.
 
-Exit status of verify, of several paths the largest:
+Exit status of verify; of several paths the largest counts:
 
     0   every checkpoint is whole
     1   damaged: truncated, empty, wrong bytes
@@ -31,12 +31,12 @@ from stillframe.errors import CorruptCheckpointError
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 
-# What a checkpoint is called. Other programs have .bin files too, so those are named whole.
+# The names of checkpoints. Other programs have .bin files too, so these are listed in full.
 _NAMES = re.compile(
     r".*\.(ckpt|pt|pth|safetensors|safetensors\.index\.json)"
     r"|(.*pytorch_model.*|adapter_model|training_args)\.bin"
 )
-_LONG_NBYTES = 256 << 20  # from here on a progress display is worth its flicker
+_LONG_NBYTES = 256 << 20  # files from this size on get a progress display
 _NOTHING = "there is no checkpoint in this directory"
 _WITHOUT_ENGINE = ("verify", "inspect")
 _MAX_SHOWN = 8  # bad records of one file in the table; --json has all
@@ -46,7 +46,7 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What verify found out about one path."""
+    """The result of verify for one path."""
 
     path: str
     status: int
@@ -54,11 +54,11 @@ class Finding:
     nbytes: int | None = None
     num_records: int = 0
     num_unchecked: int = 0
-    num_compressed: int = 0  # of these
-    num_behind: int = 0  # bytes
+    num_compressed: int = 0  # among the unchecked
+    num_behind: int = 0  # bytes after the archive's end
     num_bad: int = 0
     legacy: bool = False
-    bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, what is wrong with it
+    bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, error
 
     @property
     def ok(self) -> bool:
@@ -79,21 +79,21 @@ class Finding:
 
 
 def verify_file(path: str, progress: Progress | None = None) -> Finding:
-    """Checks structure and every CRC of one file. Raises nothing but KeyboardInterrupt.
+    """Check structure and every CRC of one file. Raise nothing but KeyboardInterrupt.
 
     Args:
         progress: Called now and then with the bytes done and the file's length.
     """
     try:
-        # A pipe without a writer must not keep us waiting.
+        # O_NONBLOCK: opening a pipe without a writer must not wait.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         return Finding(path, UNUSABLE, _reason(error))
     try:
-        found = _core.check(fd, True, progress, True)  # past the page cache
+        found = _core.check(fd, True, progress, True)  # bypassing the page cache
         strange = None if found["ok"] else looks.no_checkpoint(fd, path, found)
     except OSError as error:
-        # It is there and may be read, yet its bytes do not come: the disk has lost them.
+        # The file exists and is readable, but its bytes are not: the disk has lost them.
         status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
         return Finding(path, status, _reason(error), _size(fd))
     except MemoryError:
@@ -117,8 +117,10 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
 
 
 def verify_directory(path: str) -> Finding:
-    """Checks a checkpoint of torch.distributed.checkpoint: every item, and whether the files are
-    those that its metadata names."""
+    """Check a checkpoint of torch.distributed.checkpoint.
+
+    Every item is checked, and whether the files are those that its metadata names.
+    """
     from stillframe._dcp import check
     from stillframe._shell import contents
 
@@ -176,11 +178,15 @@ def _size(fd: int) -> int | None:
 
 
 def checkpoints_in(directory: str, failures: list[OSError]) -> Iterator[str]:
-    """Paths of the checkpoints under a directory, sorted; what cannot be listed goes to `failures`.
+    """Iterate over the paths of checkpoints under a directory, sorted.
 
-    A checkpoint is what has a checkpoint's suffix or begins like one, a file of a Hugging Face
-    checkpoint, and a directory that torch.distributed.checkpoint has saved to. Left out are hidden
-    files (temporaries of saves in flight are among them) and the shards in such directories.
+    A file counts if it has a checkpoint's suffix, begins like a checkpoint, or has the name of a
+    Hugging Face checkpoint. A directory counts if torch.distributed.checkpoint has saved to it.
+    Hidden files are left out (temporaries of saves in flight are among them), and so are the shards
+    in such directories.
+
+    Args:
+        failures: Gets an error for each directory that cannot be listed.
     """
     for root, directories, names in os.walk(directory, onerror=failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
@@ -195,7 +201,7 @@ def checkpoints_in(directory: str, failures: list[OSError]) -> Iterator[str]:
 
 
 def _begins_like_one(path: str) -> bool:
-    """Whether a file of another name begins as torch.save's archives do, or its legacy format."""
+    """Return whether a file begins like torch.save's archives, or like its legacy format."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -215,7 +221,7 @@ def _begins_like_one(path: str) -> bool:
 
 
 def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
-    """Checks files, and the checkpoints in directories, in the order given."""
+    """Check files, and the checkpoints in directories, in the order given."""
     findings: list[Finding] = []
     for argument in arguments:
         if not os.path.isdir(argument):
@@ -239,8 +245,10 @@ def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
 
 
 class _Display:
-    """Verifies files, says what it has found as each is done and, where stderr is a terminal, how
-    far a long one is."""
+    """The output of verify: a result as each file is done, and the progress of a long one.
+
+    Progress is shown only where stderr is a terminal.
+    """
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -269,7 +277,7 @@ class _Display:
 
 
 def _result(finding: Finding) -> str:
-    """What was found: one line, and one more for each bad record."""
+    """Return the result: one line, and one more for each bad record."""
     if finding.ok:
         return "ok"
     if finding.status != DAMAGED or not finding.bad_records:
@@ -282,7 +290,7 @@ def _result(finding: Finding) -> str:
 
 
 def _printed(finding: Finding) -> list[str]:
-    """What is said of a path: a line, and one more for each bad record."""
+    """Return the lines about a path: one, and one more for each bad record."""
     first, *rest = _result(finding).split("\n")
     notes = [] if finding.nbytes is None else [decimal(finding.nbytes)]
     if finding.num_records:
@@ -294,7 +302,7 @@ def _printed(finding: Finding) -> list[str]:
 
 
 def _left_unchecked(finding: Finding) -> list[str]:
-    """What of a whole checkpoint was not checked."""
+    """Return notes on the parts of a whole checkpoint that were not checked."""
     notes = []
     if without := finding.num_unchecked - finding.num_compressed:
         notes.append(f"{_records(without)} without a checksum")
@@ -323,9 +331,11 @@ def _total(findings: Sequence[Finding]) -> str:
 
 
 def folded(text: str, width: int, indent: str = "    ", behind: str = " /") -> list[str]:
-    """`text` in lines of at most `width` letters, broken behind spaces and slashes only (the
-    letters of `behind`), so that a path's parts stay whole; one that is wider than a line has a
-    line of its own."""
+    """Break `text` into lines of at most `width` letters.
+
+    Lines break only after spaces and slashes (the letters of `behind`), so that a path's parts stay
+    whole. A part that is wider than a line gets its own line.
+    """
     lines: list[str] = []
     line = ""
     for part in re.findall(rf"[^{behind}]*(?:[{behind}]\s*|$)", text):
@@ -337,7 +347,7 @@ def folded(text: str, width: int, indent: str = "    ", behind: str = " /") -> l
 
 
 def _print(finding: Finding) -> None:
-    """At once, so that a long list can be read while it grows."""
+    """Print a finding at once, so that a long list can be read while it grows."""
     first, *rest = _printed(finding)
     if not sys.stdout.isatty():
         print("\n".join([first, *(f"    {line}" for line in rest)]), flush=True)
@@ -353,7 +363,7 @@ def _print(finding: Finding) -> None:
     )
 
 
-# ---- the program ------------------------------------------------------------------------------
+# ---- the commands ------------------------------------------------------------------------------
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -367,10 +377,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command that was parsed; returns the exit status."""
+    """Run the command that was parsed; return the exit status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an ASCII terminal gets a ? and no traceback
+            stream.reconfigure(errors="replace")  # an ASCII terminal gets a ?, not a traceback
     run_command = _command(options.command)
     if options.command not in _WITHOUT_ENGINE and (complaint := _complaint_of_environment()):
         print(f"stillframe {options.command}: {complaint}", file=sys.stderr)
@@ -379,7 +389,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _complaint_of_environment() -> str | None:
-    """Return what is wrong with the variables that every engine reads; None where nothing is."""
+    """Return what is wrong with the variables that every engine reads, or None."""
     from stillframe._save.engine import Engine
 
     try:
@@ -390,7 +400,7 @@ def _complaint_of_environment() -> str | None:
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    """What runs the command; the module of it is imported only now."""
+    """Return the function of a command; its module is imported only now."""
     if name == "verify":
         return _verify
     module = importlib.import_module(f"stillframe._shell.{name}")

@@ -6,8 +6,11 @@ import rich.console
 
 
 class Console(rich.console.Console):
-    """rich's own ends the process with status 1, which is "damaged" here, when its reader has
-    gone (`| head`): this one leaves the exit status to the program."""
+    """A console that leaves the exit status to the program.
+
+    If its reader has gone (`| head`), rich's own ends the process with status 1, which means
+    "damaged" here.
+    """
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

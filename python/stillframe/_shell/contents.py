@@ -1,8 +1,8 @@
-"""What is in a checkpoint's pickle: its tensors and the other values, by key path.
+"""The contents of a checkpoint's pickle: its tensors and the other values, by key path.
 
-The pickle is read by `keypaths`' stubs: nothing that it names is imported or called, so it is safe
-on any file and works without the classes. Nor is torch needed: what its types are called says how
-wide they are.
+The pickle is read by `keypaths`' stubs: nothing that it names is imported or called. So this is
+safe on any file and works without the classes. torch is not needed either, because the names of its
+types give their sizes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_reb
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _MOST_BYTES = 1 << 63
-_ALWAYS, _FOR_A_BYTE = 256 << 20, 64  # bytes of memory; a tensor takes a fifth of it
-_STORAGES = {  # torch's classes of them, and the types of their elements
+# Bytes of memory a pickle may always take, and for each of its bytes; a tensor takes a fifth of it.
+_ALWAYS, _FOR_A_BYTE = 256 << 20, 64
+_STORAGES = {  # torch's storage classes, and the types of their elements
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -46,14 +47,16 @@ _STORAGES = {  # torch's classes of them, and the types of their elements
     "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": "uint8",
 }
-# float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2: those narrower than a byte share or fill one.
+# Matches float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2. Types narrower than a byte are packed
+# into one or fill one.
 _DTYPE = re.compile(
     r"(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:_e\d+m\d+[a-z]*)?(?:_?x\d)?", re.ASCII
 )
 
 
 class Tensor(NamedTuple):
-    """A tensor as a pickle describes it; `nbytes` is of its elements, `storage` a record's key."""
+    """A tensor as a pickle describes it; `nbytes` counts its elements, `storage` is a record's
+    key."""
 
     path: str
     kind: str
@@ -66,20 +69,22 @@ class Tensor(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Anything else; `kind` is its type's name."""
+    """A value that is not a tensor; `kind` is its type's name."""
 
     kind: str
 
 
-_Path: TypeAlias = "tuple[_Path, str] | None"  # the path before, and the part behind it
+_Path: TypeAlias = "tuple[_Path, str] | None"  # (the parent's path, the last part)
 
 
 def read(file: IO[bytes], *, legacy: bool = False) -> Any:
-    """The object of a pickle, made of stubs; of the legacy format the fourth is it.
+    """Return the object of a pickle, made of stubs.
+
+    In the legacy format the object is in the fourth pickle.
 
     Raises:
-        pickle.UnpicklingError: It is none, or it is cut.
-        MemoryError: It needs more than a pickle of its length has to.
+        pickle.UnpicklingError: It is no pickle, or it is cut short.
+        MemoryError: It needs more memory than a pickle of its length should.
     """
     here, end = file.tell(), file.seek(0, os.SEEK_END)
     file.seek(here)
@@ -96,10 +101,10 @@ def read(file: IO[bytes], *, legacy: bool = False) -> Any:
 
 @contextlib.contextmanager
 def _bounded(nbytes: int) -> Iterator[None]:
-    """Lets this process have so much new memory, and no more, as a pickle of so many bytes needs.
+    """Limit this process's new memory to what a pickle of so many bytes needs.
 
-    A wrong bit in the number of a place in the unpickler's list of objects has CPython fill a list
-    of any length: 64 GB. Only commands may: it is all of the process that is bounded.
+    A flipped bit in an index of the unpickler's list of objects makes CPython fill a list of any
+    length: 64 GB. The limit is for the whole process, so only commands may use this.
     """
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
@@ -113,7 +118,7 @@ def _bounded(nbytes: int) -> Iterator[None]:
 
 
 def walk(root: Any) -> Iterator[Tensor | Value]:
-    """Everything in the tree once, in its order; containers themselves are not told."""
+    """Iterate over every value in the tree once, in its order, without the containers."""
     seen: set[int] = set()
     stack: list[tuple[_Path, Any]] = [(None, root)]
     while stack:
@@ -144,7 +149,8 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
 
 
 def _joined(path: _Path) -> str:
-    """Only tensors' are: a tree may be as deep as its pickle is long."""
+    """Join a path's parts. Only tensors' paths are joined: a tree may be as deep as its pickle is
+    long."""
     parts: list[str] = []
     while path is not None:
         path, part = path
@@ -153,7 +159,7 @@ def _joined(path: _Path) -> str:
 
 
 def _as_tensor(node: Any) -> Tensor | None:
-    """The node as a tensor without a path, if it is one."""
+    """Return the node as a tensor without a path, or None if it is no tensor."""
     if not isinstance(node, (Storage, Stub)):
         return None
     try:
@@ -174,7 +180,7 @@ def _as_tensor(node: Any) -> Tensor | None:
             kind = "quantized" if function == "_rebuild_qtensor" else "tensor"
             return _tensor(kind, storage, size, dtype)
     except (AttributeError, IndexError, TypeError, ValueError):
-        pass  # not as torch writes it: it is shown as the call that it is
+        pass  # not as torch writes it: it is shown as a call
     return None
 
 
@@ -191,11 +197,12 @@ def _tensor(kind: str, storage: Storage, size: Any, dtype: Any) -> Tensor:
 
 @functools.lru_cache(maxsize=128)
 def _dtype(name: str) -> tuple[str, int]:
-    """The type of a storage's class, or of the name of one (``torch.FloatStorage``,
-    ``torch.int8``), and the bytes of its elements.
+    """Return the type named by a storage's class or a dtype, and the bytes of its elements.
+
+    Such names are ``torch.FloatStorage`` and ``torch.int8``.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such type.
     """
     name = name.rpartition(".")[2]
     name = _STORAGES.get(name, name)

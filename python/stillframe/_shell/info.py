@@ -78,7 +78,7 @@ def _engine() -> dict[str, Any]:
 
 
 def _disk(directory: str) -> dict[str, Any]:
-    """What the directory is, and what becomes of a save there."""
+    """Return facts about the directory, and about a save there."""
     import torch
 
     from stillframe._save.api import save
@@ -98,7 +98,7 @@ def _disk(directory: str) -> dict[str, Any]:
 
 
 def look(directory: str) -> dict[str, Any]:
-    """Everything, as `--json` prints it."""
+    """Return everything, as `--json` prints it."""
     return {
         "versions": _versions(),
         "machine": _machine(),
@@ -108,7 +108,7 @@ def look(directory: str) -> dict[str, Any]:
 
 
 def _threads(machine: dict[str, Any]) -> str:
-    """Where stillframe's threads run, and the main thread where that differs."""
+    """Return where stillframe's threads run, and the main thread if that differs."""
     ours, main = _ranges(machine["cpus"]), _ranges(machine["main_thread_cpus"])
     if ours == main:
         return f"on CPUs {ours}"
@@ -125,7 +125,7 @@ def _ranges(cpus: list[int]) -> str:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """Return the same as lines to read."""
     machine, engine, disk = found["machine"], found["engine"], found["disk"]
     told = [f"{name}: {version}" for name, version in found["versions"].items()]
     told += [
@@ -149,7 +149,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command. Exit status 0; 2 where a save into the directory fails."""
+    """Run the command; return 0, or 2 if a save into the directory fails."""
     found = look(options.directory)
     print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
     return UNUSABLE if found["disk"]["error"] else GOOD

@@ -1,7 +1,7 @@
-"""`stillframe inspect FILE`: what is in a checkpoint, without loading it and without obeying it.
+"""`stillframe inspect FILE`: the contents of a checkpoint, without loading it or running its code.
 
-Exit status: 0 the file's structure is whole; 1 it is damaged (what can be shown, is); 2 it is
-missing, may not be read, or is no checkpoint.
+Exit status: 0 the file's structure is whole; 1 it is damaged (as much as possible is shown); 2 it
+is missing, may not be read, or is no checkpoint.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from stillframe._shell.contents import Tensor, Value
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 _LOCAL = 30  # bytes of a record's header before its name
 _INDENT = "  "
-_DEEPEST = 24  # of a tree; what lies deeper has the rest of its path for a name
-_WIDEST = 200  # of a table's column: few longer paths do not widen all its lines
+_DEEPEST = 24  # levels of a tree; the names of deeper tensors hold the rest of the path
+_WIDEST = 200  # letters of a table's column; a few longer paths do not widen all lines
 _COLUMNS = ("tensor", "shape", "dtype", "device", "bytes", "kind")
 
 
 @dataclass(slots=True)
 class Found:
-    """What is known of a file."""
+    """The facts about a file."""
 
     path: str
     status: int = GOOD
@@ -50,8 +50,13 @@ class Found:
     others: Counter[str] = field(default_factory=Counter)
 
     def totals(self, depth: int = 1) -> dict[str, int]:
-        """Bytes of the storages under each prefix of so many parts at most of a tensor's path,
-        ``""`` for all; each storage counts once."""
+        """Return the bytes of the storages under each prefix of the tensors' paths.
+
+        ``""`` stands for all; each storage counts once under each prefix.
+
+        Args:
+            depth: The most parts of a prefix.
+        """
         under: dict[str, dict[str, int]] = {"": {}}
         for each in self.tensors:
             parts = each.path.split(".", depth)[:depth]
@@ -61,7 +66,7 @@ class Found:
         return {prefix: sum(storages.values()) for prefix, storages in under.items()}
 
     def prefixes(self) -> list[str]:
-        """The first parts of the tensors' paths, in their order."""
+        """Return the first parts of the tensors' paths, in their order."""
         return list(dict.fromkeys(each.path.partition(".")[0] for each in self.tensors))
 
     def as_json(self) -> dict[str, Any]:
@@ -78,7 +83,7 @@ class Found:
 
 
 def look(path: str) -> Found:
-    """Looks into one file. Raises nothing of the file's."""
+    """Read one file. An error of the file is noted, not raised."""
     found = Found(path)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -119,12 +124,12 @@ def _read(file: IO[bytes], found: Found) -> None:
                 found.others[each.kind] += 1
             else:
                 found.tensors.append(each)
-    except (RecursionError, ValueError) as error:  # keys of keys, numbers of many thousand digits
+    except (RecursionError, ValueError) as error:  # nested keys, numbers of many thousand digits
         raise pickle.UnpicklingError(f"its pickle cannot be shown: {error}") from None
 
 
 def _pickle(file: IO[bytes], found: Found) -> IO[bytes]:
-    """Where an archive's pickle begins; what is wrong with it is noted."""
+    """Return an archive's pickle as a file; note what is wrong with it."""
     for verify in (True, False):
         core = _core.restore(file.fileno(), verify)[1]
         if core is None:
@@ -144,14 +149,16 @@ def _pickle(file: IO[bytes], found: Found) -> IO[bytes]:
 
 
 def _note(found: Found, failure: records.Failure) -> None:
-    """Other records are `verify`'s to find."""
+    """Note a failure of data.pkl; other records are left to `verify`."""
     if failure.record == "data.pkl" and found.status == GOOD:
         found.status, found.error = DAMAGED, f"record data.pkl: {failure.reason}"
 
 
 def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
-    """The same of an archive that another program packed; of one whose directory is lost, the
-    first record is it."""
+    """Return the pickle of an archive that another program packed.
+
+    If the directory is lost, the first record is taken.
+    """
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
@@ -184,7 +191,7 @@ def _show(found: Found, *, as_tree: bool) -> None:
 
 
 def _told(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
-    """All lines."""
+    """Iterate over all lines of output."""
     if found.error:
         word = "damaged: " if found.status == DAMAGED else ""
         yield printable(f"{found.path}: {word}{found.error}")
@@ -201,7 +208,7 @@ def _told(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
 
 
 def _folded(line: str, width: int) -> Iterator[str]:
-    """Further lines stand to the right of the first; what is wider than a line is cut."""
+    """Break a line; further lines are indented, and a part wider than a line is cut."""
     indent = len(line) - len(line.lstrip()) + 4
     for part in folded(line, width, " " * min(indent, width // 2), behind=" /."):
         yield from (part[at : at + width] for at in range(0, len(part), width))
@@ -214,7 +221,7 @@ def _rows(found: Found) -> Iterator[list[str]]:
 
 
 def _table(found: Found, width: int | None) -> Iterator[str]:
-    """A line for each tensor, or two where the terminal is narrower."""
+    """Iterate over lines: one for each tensor, or two if the terminal is too narrow."""
     rows = [[*_COLUMNS], *_rows(found)]
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
     if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
@@ -231,9 +238,11 @@ def _table(found: Found, width: int | None) -> Iterator[str]:
 
 
 def _tree(found: Found) -> Iterator[str]:
-    """A line for each prefix and each tensor, as far to the right as it is deep."""
+    """Iterate over lines: one for each prefix and each tensor, indented by its depth."""
     totals = found.totals(_DEEPEST)
-    under: dict[str, list[tuple[str, str | None]]] = {"": []}  # lines, and which prefix they are
+    under: dict[str, list[tuple[str, str | None]]] = {
+        "": []
+    }  # lines, and the prefix each stands for
     for each in found.tensors:
         *above, last = each.path.split(".", _DEEPEST)
         here = ""
@@ -257,10 +266,10 @@ def _tree(found: Found) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command."""
+    """Run the command."""
     found = look(options.path)
     if options.json:
-        print(json.dumps(found.as_json()))  # one line: the quick encoder knows no other
+        print(json.dumps(found.as_json()))  # one line, because only json's slow encoder indents
     else:
         _show(found, as_tree=options.tree)
     return found.status

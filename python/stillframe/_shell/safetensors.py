@@ -1,7 +1,7 @@
 """Checks of safetensors files and of the index that names several of them.
 
-A file begins with the length of its header (8 bytes, little endian). The header is JSON, and says
-of each tensor where its bytes lie behind it. They follow each other without a gap and end with the
+A file begins with the length of its header (8 bytes, little endian). The header is JSON, and gives
+for each tensor where its bytes are after it. These follow each other without a gap and end with the
 file (https://github.com/huggingface/safetensors#format). There are no checksums, so a file of the
 right length may still have wrong bytes.
 """
@@ -18,7 +18,7 @@ _MAX_HEADER = 100 << 20  # the format's own limit
 
 
 class Damaged(Exception):
-    """The file is not what its header or its index says."""
+    """The error of a file that is not what its header or its index says."""
 
 
 def check_file(path: str) -> tuple[int, int]:
@@ -68,7 +68,7 @@ def _offsets(tensor: Any) -> Any:
 
 
 def check_index(path: str) -> int:
-    """Return how many files an index names, all of which are there.
+    """Return how many files an index names, if all of them exist.
 
     Raises:
         Damaged: A file is missing, or the index makes no sense.

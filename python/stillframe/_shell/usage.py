@@ -1,4 +1,4 @@
-"""What the command `stillframe` takes: its commands, their options, and completion for shells.
+"""The usage of the command `stillframe`: its commands, their options, and completion for shells.
 
 `_stillframe_command` imports it without the package's front: nothing here needs torch.
 """
@@ -61,7 +61,7 @@ def _completion(completion: argparse.ArgumentParser) -> None:
     completion.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 
 
-# Of each command: its line in the list, what it does, its exit status, its arguments.
+# For each command: its line in the list, a description, its exit status, its arguments.
 _COMMANDS = {
     "verify": (
         "check that checkpoints are whole",
@@ -106,13 +106,16 @@ _COMMANDS = {
 
 
 def completion(top: argparse.ArgumentParser, shell: str) -> str:
-    """A script that completes commands, options and, behind those, files."""
+    """Return a script that completes commands, options and, after those, files."""
     words, helps = _words(top)
     return _bash(words) if shell == "bash" else _zsh(words, helps)
 
 
 def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """What may follow each command ("" is none yet), and what the commands are for."""
+    """Return the words that may follow each command, and each command's help.
+
+    The command "" stands for none yet.
+    """
     (commands,) = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
     words = {name: _options(each) for name, each in commands.choices.items()}
     words["completion"] = ["bash", "zsh", *words["completion"]]

@@ -1,2 +1,1 @@
-"""Optimizers as saves see them: which storages they own, what only their steps change, and the
-gate."""
+"""Optimizers as saves see them: their storages, what only their steps change, and the gate."""
