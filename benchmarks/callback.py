@@ -2,10 +2,10 @@
 
     python benchmarks/callback.py [--rounds N] [--only NAME ...] [--json FILE]
 
-Three callbacks for the same checkpoint: none; a naive one that calls `.to("cpu", copy=True)` on
+Three callbacks handle the same checkpoint: none; a naive one that calls `.to("cpu", copy=True)` on
 each tensor; stillframe's. Each runs in a process of its own, and the processes take turns, one save
-each; so does one memcpy of as many bytes, from warm memory to warm memory. Where torch sees a GPU,
-the checkpoint is on it. README.md says how each figure is counted.
+each. One memcpy of as many bytes takes turns with them, from warm memory to warm memory. Where
+torch sees a GPU, the checkpoint is on it. README.md says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from process import Worker
 
 STATES = {"1 GB in 1,200 tensors": (10**9, 1_200), "64 MB in 20,000 tensors": (64 * 10**6, 20_000)}
 WAYS = ("memcpy", "none", "naive", "stillframe")
-GOAL = 1.1  # of one memcpy of the bytes, on CPU tensors
+GOAL = 1.1  # times one memcpy of the bytes, on CPU tensors
 
 
 def plain_tensors(nbytes: int, nr_tensors: int) -> dict[str, Any]:
-    """A dict of float32 tensors that no optimizer owns; `nbytes` in all."""
+    """Return a dict of float32 tensors that no optimizer owns; `nbytes` in all."""
     import torch
 
     numel = max(1, nbytes // (4 * nr_tensors))
@@ -38,7 +38,7 @@ def plain_tensors(nbytes: int, nr_tensors: int) -> dict[str, Any]:
 
 
 def _copies(nbytes: int) -> Any:
-    """A hook that copies `nbytes` once."""
+    """Return a hook that copies `nbytes` once."""
     import torch
 
     source = torch.randint(255, (nbytes,), dtype=torch.uint8)
@@ -47,7 +47,7 @@ def _copies(nbytes: int) -> Any:
 
 
 def _hook(way: str) -> Any:
-    """`on_save_checkpoint(checkpoint)` of one way."""
+    """Return the function `on_save_checkpoint(checkpoint)` of one way."""
     if way == "none":
         return lambda checkpoint: None
     if way == "naive":
@@ -84,8 +84,12 @@ class Saves:
         self._before = status_bytes("VmRSS")
 
     def save(self) -> tuple[float, int, int]:
-        """(seconds in the hook, bytes of resident memory more than before the first save while
-        the checkpoint is held, bytes of GPU memory freed)"""
+        """Call the hook once on a checkpoint.
+
+        Returns:
+            Seconds in the hook; bytes of resident memory beyond those before the first save, while
+            the checkpoint is held; bytes of GPU memory freed.
+        """
         gpu = self._gpu
         held = gpu.memory_allocated() if gpu else 0
         checkpoint = {} if self._state is None else {"state_dict": dict(self._state)}
@@ -99,7 +103,7 @@ class Saves:
 
 
 def run_state(name: str, rounds: int) -> dict[str, Any]:
-    """Figures of every way for one state; the first round is apart."""
+    """Return the figures of every way for one state; the first round is kept apart."""
     nbytes, nr_tensors = STATES[name]
     answers: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
     with contextlib.ExitStack() as stack:

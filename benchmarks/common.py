@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: sizes, statistics, ticks, output.
+"""The code that the benchmark scripts share: sizes, statistics, ticks, output.
 
 Nothing here imports torch: the parent process of a benchmark stays small, and only the processes
 that save pay for torch.
@@ -21,12 +21,12 @@ from typing import Any, NoReturn, TypeVar
 
 from _stillframe_command import module_without_front
 
-# What `stillframe bench` measures with; the package itself would import torch.
+# The measurements of `stillframe bench`, loaded without the package's front, which imports torch.
 raw: Any = module_without_front("_shell.bench_raw")
 
 
 class BenchError(Exception):
-    """A benchmark cannot run here, or a measured process failed; the text says why."""
+    """The error of a benchmark that cannot run here, or whose process failed; the text says why."""
 
 
 # ---- sizes and formats ---------------------------------------------------------------------
@@ -36,7 +36,8 @@ T = TypeVar("T")
 
 
 def parse_size(text: str) -> int:
-    """`160MB`, `1.07e9`, `4GiB` -> bytes. Raises argparse.ArgumentTypeError otherwise."""
+    """Return the bytes in `160MB`, `1.07e9` or `4GiB`; raise argparse.ArgumentTypeError
+    otherwise."""
     units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?b)?\s*", text.lower())
     try:
@@ -49,7 +50,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """Decimal units, three digits: `160 MB`, `1.07 GB`."""
+    """Format with decimal units and three digits: `160 MB`, `1.07 GB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
@@ -57,12 +58,12 @@ def format_size(nbytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and the unit that suits: `1.62 ms`, `123 ms`, `15.2 s`."""
+    """Format with three digits and a suitable unit: `1.62 ms`, `123 ms`, `15.2 s`."""
     return format_times([seconds])
 
 
 def format_times(seconds: Sequence[float]) -> str:
-    """The first value as `format_seconds`, the others in brackets and the same unit.
+    """Format the first value like `format_seconds`, and the others in brackets and the same unit.
 
     `126 ms (107..146)`: a median with the smallest and the largest value.
     """
@@ -78,7 +79,7 @@ def format_times(seconds: Sequence[float]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """What is kept of the values of one figure over the rounds of one run.
+    """The statistics of one figure's values over the rounds of one run.
 
     error: Standard error of the median, from the median absolute deviation. One disturbed round
         hardly moves it: 1.4826 x MAD estimates the deviation of a normal distribution, and the
@@ -101,7 +102,7 @@ class Series:
 
     @property
     def spread(self) -> tuple[float, float, float]:
-        """The median, the smallest and the largest value, as `format_times` shows them."""
+        """Return the median, the smallest and the largest value, as `format_times` shows them."""
         return self.median, self.min, self.max
 
     def to_json(self) -> dict[str, Any]:
@@ -109,8 +110,10 @@ class Series:
 
 
 def turned(ways: Sequence[T], round_number: int) -> list[T]:
-    """The same ones, another first in each round: whoever comes behind a heavy one does not always
-    come behind it."""
+    """Return the ways in the order of a round: each round begins with another one.
+
+    So a way that follows a heavy one does not follow it in every round.
+    """
     first = round_number % len(ways) if ways else 0
     return [*ways[first:], *ways[:first]]
 
@@ -136,7 +139,10 @@ class Stamp:
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """`count` ticks in `elapsed_ns`; `worst_ns` is the longest gap between two of them."""
+    """The ticks of one measurement: `count` in `elapsed_ns`.
+
+    `worst_ns` is the longest gap between two of them.
+    """
 
     count: int
     elapsed_ns: int
@@ -147,15 +153,15 @@ class Ticks:
         return self.count / max(self.elapsed_ns, 1)
 
 
-IDLE_TICK_S = 0.001  # what an idle main thread sleeps between two ticks
+IDLE_TICK_S = 0.001  # an idle main thread sleeps this long between two ticks
 
 
 def tick(stop: Stamp, start_ns: int, until_ns: int, *, busy: bool) -> Ticks:
-    """Ticks from `start_ns` until `stop` is stamped, or until the clock passes `until_ns`.
+    """Tick from `start_ns` until `stop` is stamped, or until the clock passes `until_ns`.
 
-    busy: pure Python without a pause, which wants the interpreter lock all the time; the loop's
-    own work is what is counted, and the interpreter's switch interval stays as it is.
-    Otherwise the thread sleeps 1 ms a tick, and a gap is what it overslept.
+    busy: pure Python without a pause, which wants the interpreter lock all the time; the loop's own
+    work is what is counted, and the interpreter's switch interval stays as it is. Otherwise the
+    thread sleeps 1 ms a tick, and a gap is the time that it overslept.
     """
     clock, sleep, pause_ns = time.perf_counter_ns, time.sleep, int(IDLE_TICK_S * 1e9)
     count = worst = 0
@@ -185,7 +191,7 @@ TENSOR_BYTES = 4 * 472 * 472  # 1.07 GB in 3 x 400 tensors
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a measured process holds.
+    """The state that a measured process holds.
 
     nbytes: parameters and optimizer state together. kind: a key of `KINDS`. nr_params: weights
     ("mlp": a third of the tensors; "few", "plain": all of them; "lightning": layers). threads:
@@ -203,8 +209,10 @@ class Spec:
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with what `main` returns; with a sentence on stderr and 2 where it cannot
-    run, 130 after Ctrl-C."""
+    """End the process with the status that `main` returns.
+
+    The status is 2, with a sentence on stderr, where it cannot run, and 130 after Ctrl-C.
+    """
     name = Path(sys.argv[0]).name
     try:
         sys.exit(main())
@@ -221,14 +229,14 @@ def end_with(main: Callable[[], int]) -> NoReturn:
 
 @contextlib.contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """One line on stderr that is drawn between measurements only, never while one runs."""
+    """Show one line on stderr that is drawn only between measurements, never during one."""
     start = time.monotonic()
     with raw.status_line(elsewhere=True) as show:
         yield lambda text: show(f"[{time.monotonic() - start:5.0f} s] {text}")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None]) -> None:
-    """One table on stdout; a row of None is left empty.
+    """Print one table on stdout; a row of None is left empty.
 
     A row whose cells after the first are all empty is a heading.
     """

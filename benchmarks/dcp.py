@@ -2,24 +2,26 @@
 
     python benchmarks/dcp.py --dir DIR [--state 256MB] [--layers 64] [--ranks 2] [--rounds 2]
 
-Each rank has its part of an FSDP2 model and its AdamW. Each way has rank processes of its own,
-which make a first save that is not counted and are kept until the end; the ways take turns. A turn
-saves beside an idle main thread, beside one that is busy in Python, and in a training loop. Ours is
-synced when it has finished, directory included; of PyTorch's the files are, and the directory is
-not; torch_checkpointing, Meta's package, syncs nothing. The bound is one file a rank of the same
-bytes, and then two collectives.
+Each rank has its part of an FSDP2 model and its AdamW. Each way has rank processes of its own. They
+make a first save that is not counted and are kept until the end; the ways take turns. A turn saves
+beside an idle main thread, beside one that is busy in Python, and in a training loop.
 
-What a save costs a loop is the time of its call and of the steps until it has ended, less that of
-as many steps at the median of those around it. Steps without a save are taken for such a save too:
-what they come to is noise, and stands in a row of its own. get_state_dict, which every way needs,
-is not in it. A turn that has taken --turn-s makes no second save of a kind, and after --most-s no
-turn begins, but for each way's first.
+When our save has finished, files and directory are synced. PyTorch syncs the files but not the
+directory; torch_checkpointing, Meta's package, syncs nothing. The bound is one file of the same
+bytes for each rank, and then two collectives.
 
-Whatever goes wrong, there is a table of what was measured until then, and a line on what was not.
+The cost of a save to a loop is the time of its call and of the steps until it has ended, less the
+time of as many plain steps. A plain step takes the median of those around the save. The same is
+computed for steps without a save: this is noise, and has a row of its own. get_state_dict, which
+every way needs, is left out. A turn that has taken --turn-s makes no second save of a kind. After
+--most-s no turn begins, except each way's first.
 
---lightning adds what Lightning's sharded strategies do (DCP's save, in the call) and what pull
-request 21515 of Lightning has open, its DistributedAsyncCheckpointIO(no_dist=False): in a process,
-with plans kept, each save after the one before.
+After an error or an interrupt, the table still shows what was measured until then. A line names
+what was not measured.
+
+--lightning adds two ways. One is that of Lightning's sharded strategies: DCP's save, in the call.
+The other is DistributedAsyncCheckpointIO(no_dist=False) from Lightning's open pull request 21515.
+It saves in a process, with plans kept, and each save waits for the one before.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from machine import (
 from measured import Figures
 from peers import OURS
 
-# A fork server imports these once, and not each rank.
+# The fork server imports these once, instead of each rank.
 IMPORTED = (
     "torch",
     "torch.distributed.checkpoint",
@@ -57,14 +59,14 @@ IMPORTED = (
 
 
 class WayError(BenchError):
-    """No more is to be had of this way."""
+    """The error of a way that cannot be measured any further."""
 
 
 class Way:
     """The processes of one way's ranks.
 
     Raises:
-        WayError: They did not come as far as the first turn.
+        WayError: They did not reach the first turn.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, directory: Path) -> None:
@@ -73,7 +75,7 @@ class Way:
         self._limit_s = options.limit_s
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
-        self.turn_s = 0.0  # what the last one took
+        self.turn_s = 0.0  # seconds of the last turn
         context = multiprocessing.get_context("forkserver")
         for rank in range(options.ranks):
             ours, theirs = context.Pipe()
@@ -90,7 +92,7 @@ class Way:
             raise
 
     def turn(self) -> list[Turn]:
-        """What each rank has found.
+        """Measure one turn; return the figures of each rank.
 
         Raises:
             WayError: Some rank did not get through.
@@ -133,7 +135,7 @@ class Way:
 
 
 class Run:
-    """What is measured of all ways, and why of some it is not."""
+    """The measurements of all ways, and the reasons why some are missing."""
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
         self.figures, self.failed = Figures(), dict[str, str]()
@@ -156,7 +158,7 @@ class Run:
         except KeyboardInterrupt:
             self.failed["the run"] = "interrupted"
         finally:
-            # Whoever stops it may say so twice, and there is still a table.
+            # A second Ctrl-C must not prevent the table.
             calls = (signal.SIGINT, signal.SIGTERM)
             before = [(each, signal.signal(each, signal.SIG_IGN)) for each in calls]
             for way in self._ways.values():
@@ -216,7 +218,10 @@ def show(run: Run, options: argparse.Namespace, facts: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; 0, 1 where ours failed, 2 with a sentence on stderr where it cannot run."""
+    """Run the command line; return 0, or 1 where ours failed.
+
+    It returns 2, with a sentence on stderr, where it cannot run.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--state", type=parse_size, default=256 * 10**6, help="of all ranks")
     parser.add_argument("--layers", type=int, default=64, help="of six tensors each")

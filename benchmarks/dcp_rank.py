@@ -1,5 +1,5 @@
-"""What dcp.py runs in the process of each rank: a training, and one way to save it, kept from turn
-to turn."""
+"""The process of each rank in dcp.py: a training, and one way to save it, kept from turn to
+turn."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dcp_ways import ALL
 from machine import keep_memory, reset_peak_rss, status_bytes
 from peers import OURS
 
-SAVES = 2  # of a turn, beside an idle main thread and beside a busy one, if there is time
-LOOP_SAVES = 3  # of a turn, if there is time
+SAVES = 2  # in a turn, beside an idle main thread and beside a busy one each, if there is time
+LOOP_SAVES = 3  # in a turn's training loop, if there is time
 MANY = 1200  # DTensors of 256 bytes each: a larger one of an optimizer is not copied in the call
-LOOP_STEPS = 4  # plain ones on either side, and at least so many beside a save
-UNITS = 4  # of FSDP: a step's time is that of their collectives, not of the layers
+LOOP_STEPS = 4  # plain steps before and after, and at least so many beside a save
+UNITS = 4  # FSDP units; their collectives, not the layers, take a step's time
 GIVE_UP_NS = 100 * 10**9
 
 Turn = dict[str, dict[str, list[float]]]  # scenario -> metric -> values
@@ -44,7 +44,7 @@ class Rank:
             "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=options.ranks
         )
         self.barrier = dist.barrier
-        # AdamW: three times four bytes.
+        # Three float32 for each weight: itself and AdamW's two moments.
         self.width = round((options.state / 12 / options.layers) ** 0.5)
         layers = [torch.nn.Linear(self.width, self.width) for _ in range(options.layers)]
         size = -(-len(layers) // UNITS)
@@ -57,17 +57,17 @@ class Rank:
         self.batch = torch.ones(4, self.width)
         self.is_first, self.is_ours = rank == 0, way == OURS
         self.many = directory / f"many{rank}"
-        self.turn_s, self.ends = options.turn_s, 0.0  # when a turn has taken long enough
+        self.turn_s, self.ends = options.turn_s, 0.0  # ends: when the turn has taken long enough
         self.path = directory / "checkpoint"
         self.save = ALL[way]()
         self.started = 0.0  # when the last save was called
-        self.rss = 0  # what the process had then
-        self.state_s = 0.0  # what get_state_dict took before that
+        self.rss = 0  # the process's resident bytes then
+        self.state_s = 0.0  # seconds of get_state_dict before that
         for _ in range(4):
             self.step()
         self.nbytes = options.state / options.ranks
-        # Makes pools, plans and processes, and is the one whose memory is measured: later the
-        # training's own heap grows as well.
+        # The first save makes pools, plans and processes. Only its memory is measured, because
+        # later the training's own heap grows as well.
         self.memory = self.one(busy=False)["memory"]
 
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
@@ -77,7 +77,7 @@ class Rank:
         self.optimizer.zero_grad()
 
     def begin(self) -> tuple[Any, dict[str, float], Stamp]:
-        """A save under way: what the call returned, what it took, and a stamp of the end."""
+        """Begin a save; return the call's result, its times, and a stamp of the save's end."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         start = time.perf_counter()
@@ -86,7 +86,7 @@ class Rank:
         stamp = Stamp()
         self.barrier()
         self.rss = status_bytes("VmRSS")
-        reset_peak_rss()  # now: steps before and after a save take memory of their own
+        reset_peak_rss()  # now: other steps take memory of their own
         cpu, start = time.thread_time(), time.perf_counter()
         self.started = start
         response = self.save({"model": model, "optimizer": optimizer}, self.path)
@@ -119,7 +119,7 @@ class Rank:
         return figures
 
     def loop(self) -> dict[str, list[float]]:
-        """Of several saves: what each has cost, and what as many steps without one would have."""
+        """Return the cost of each of several saves, and that of as many steps without one."""
         names = ("lost_s", "noise_s", "step_s", "state_s", "finished_s")
         found: dict[str, list[float]] = {name: [] for name in names}
         before = self._steps(LOOP_STEPS)
@@ -136,7 +136,7 @@ class Rank:
         return found
 
     def _steps_beside_a_save(self, found: dict[str, list[float]]) -> tuple[float, list[float]]:
-        """The call's seconds, and each step's until all ranks have saved."""
+        """Return the call's seconds, and those of each step until all ranks have saved."""
         response, took, stamp = self.begin()
         staged = getattr(response, "staging_completion", None)
         steps: list[float] = []
@@ -149,7 +149,7 @@ class Rank:
         return took["call_s"], steps
 
     def _steps(self, count: int, before_update: Callable[[], object] = lambda: None) -> list[float]:
-        """The seconds of each. Gradients go through all ranks, so none is ahead of another."""
+        """Return the seconds of each step. Gradients are reduced, so no rank gets ahead."""
         times = []
         for _ in range(count):
             start = time.perf_counter()
@@ -158,7 +158,7 @@ class Rank:
         return times
 
     def _all(self, here: bool) -> bool:
-        """Whether it holds on all ranks: they have to make as many steps."""
+        """Return whether it holds on all ranks, which have to make as many steps."""
         import torch
         import torch.distributed as dist
 
@@ -167,11 +167,11 @@ class Rank:
         return bool(flag)
 
     def _is_late(self) -> bool:
-        """Whether the turn has taken long enough, on any rank."""
+        """Return whether the turn has taken long enough, on any rank."""
         return not self._all(time.monotonic() < self.ends)
 
     def dtensors(self) -> dict[str, list[float]]:
-        """The processor time of calls with many small DTensors; each rank saves for itself."""
+        """Return the processor time of calls with many small DTensors; each rank saves alone."""
         import torch
         from stillframe import dcp
         from torch.distributed.tensor import DTensor, Shard, init_device_mesh
@@ -192,8 +192,8 @@ class Rank:
         return {"call_cpu_s": found[1:]}
 
     def turn(self) -> Turn:
-        # As in a training, where a step comes right before: memory that nobody has touched for the
-        # minutes of the other ways' turns is slow at first, whoever reads it.
+        # A step, as there is one before each save in a training. After minutes of the other ways'
+        # turns, the first access to untouched memory is slow.
         self.step()
         self.ends = time.monotonic() + self.turn_s
         found: Turn = {"idle": {}, "busy": {}}
@@ -212,15 +212,17 @@ class Rank:
 
 
 def _over(steps: list[float], plain: list[float]) -> float:
-    """What steps took beyond as many plain ones."""
+    """Return by how much steps took longer than as many plain ones."""
     return sum(steps) - len(steps) * statistics.median(plain)
 
 
 def serve(
     connection: Connection, way: str, rank: int, options: argparse.Namespace, directory: Path
 ) -> None:
-    """Says that it is ready, and then what each turn has found; or a sentence, and ends. What it
-    and its processes print goes to a file."""
+    """Send None when ready, and then the figures of each turn; on an error a sentence, and end.
+
+    Output of this process and its children goes to a file.
+    """
     with open(directory / f"rank{rank}.log", "wb") as log:
         os.dup2(log.fileno(), 2)
     try:

@@ -1,12 +1,12 @@
-"""What a checkpoint costs on many ranks, from what one machine can measure: an estimate.
+"""What does a checkpoint cost on many ranks? An estimate from measurements on one machine.
 
     python benchmarks/dcp_scale.py --dir DIR [--items 400] [--state-per-rank 2GB] [--disk 20GB]
 
-Measured here: the coordinator's work for each item of a plan (merging plans, making and pickling
-`.metadata`, unpickling what ranks send), a small file that is synced and renamed, and a directory's
-sync. Computed from them: what the coordinator does at 8 to 10,240 ranks, with plans made anew and
-with plans that are kept, beside the time in which a shared file system takes the bytes. Ranks'
-networks and slow ranks are not in it.
+It measures the coordinator's work for each item of a plan: merging plans, making and pickling
+`.metadata`, and unpickling what ranks send. It also measures a small file that is synced and
+renamed, and a directory's sync. From these it computes the coordinator's time at 8 to 10,240 ranks,
+with plans made anew and with plans that are kept. Beside that is the time in which a shared file
+system takes the bytes. The ranks' network and slow ranks are not included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEASURED_RANKS, ROUNDS = 32, 5
 
 
 def plans(nr_ranks: int, nr_items: int) -> list[Any]:
-    """A plan a rank: its shard of each of so many tensors."""
+    """Return a plan for each rank: its shard of each of so many tensors."""
     import torch
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -64,7 +64,7 @@ def plans(nr_ranks: int, nr_items: int) -> list[Any]:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """The median of some rounds."""
+    """Return the median seconds of some rounds."""
     found = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -74,7 +74,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure_items(nr_items: int) -> dict[str, float]:
-    """Seconds and bytes an item, on the coordinator."""
+    """Return seconds and bytes for each item, on the coordinator."""
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
@@ -103,7 +103,8 @@ def measure_items(nr_items: int) -> dict[str, float]:
 
 
 def measure_files(directory: Path) -> dict[str, float]:
-    """Seconds of a small file, written, synced and renamed, and of its directory's sync."""
+    """Return the seconds of a small file, written, synced and renamed, and of its directory's
+    sync."""
 
     def file() -> None:
         fd = os.open(directory / "t", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -128,7 +129,7 @@ def measure_files(directory: Path) -> dict[str, float]:
 def estimate(
     nr_ranks: int, options: argparse.Namespace, cost: dict[str, float]
 ) -> dict[str, float]:
-    """Of one checkpoint: seconds of the coordinator, bytes, and the disk's seconds."""
+    """Return the coordinator's seconds, the bytes, and the disk's seconds of one checkpoint."""
     count = nr_ranks * options.items
     commit = count * (cost["receive_result_s"] + cost["write_s"]) + 3 * cost["directory_s"]
     return {
@@ -162,7 +163,7 @@ def show(options: argparse.Namespace, cost: dict[str, float]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
+    """Run the command line; return 0, or 2 with a sentence on stderr where it cannot run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--items", type=int, default=400, help="tensors that each rank has a shard of"

@@ -1,4 +1,4 @@
-"""The table of dcp.py, on the terminal and in the docs, and what its figures have to reach."""
+"""The table of dcp.py, on the terminal and in the docs, and the goals for its figures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHORT = {  # the columns of the docs
 
 
 def goals() -> tuple[Goal, ...]:
-    """As they were set before anything was measured."""
+    """Return the goals as they were set before anything was measured."""
     found = []
     for scenario in ("idle", "busy"):
         place = ((scenario, DEFAULT, "call_s"),)
@@ -57,7 +57,7 @@ def goals() -> tuple[Goal, ...]:
 
 
 def figures_of(document: dict[str, Any]) -> Figures:
-    """Those that a run has written."""
+    """Return the figures that a run has written."""
     figures = Figures()
     for scenario, ways in document["figures"].items():
         for way, metrics in ways.items():
@@ -88,7 +88,8 @@ def rows(figures: Figures, ways: list[str]) -> list[list[str]]:
 
 
 def verdicts(figures: Figures) -> list[str]:
-    """Each goal, whether it is met, and the medians that were compared, with their errors."""
+    """Return a line for each goal: whether it is met, and the compared medians with their
+    errors."""
     return [f"{goal.verdict(figures)}{_compared(goal, figures)}" for goal in goals()]
 
 
@@ -109,7 +110,7 @@ def _with_error(metric: str, series: Series) -> str:
 
 
 def page(document: dict[str, Any]) -> list[str]:
-    """The section of the docs."""
+    """Return the section of the docs."""
     facts, settings, figures = document["facts"], document["settings"], figures_of(document)
     ways = ways_of(figures)
     lines = [

@@ -1,5 +1,7 @@
-"""The ways of saving on many ranks that dcp.py compares: each is made once on a rank, and called
-with a state dict and a path."""
+"""The ways of saving on many ranks that dcp.py compares.
+
+Each is made once on a rank, and called with a state dict and a path.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def _stager() -> Callable[..., Any]:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     group = dist.new_group(backend="gloo")
-    # On a thread, into memory that is used again; what is pinned or shared wants a device.
+    # It copies on a thread into reused memory. Pinned or shared memory would need a device.
     stager = DefaultStager(StagingOptions(False, False, True, False))
     return lambda state, path: stock.async_save(
         state, checkpoint_id=path, process_group=group, async_stager=stager
@@ -69,10 +71,10 @@ class _Meta:
 
 
 def _meta() -> Callable[..., Any]:
-    """Meta's package, in its configuration without an accelerator.
+    """Return the save of Meta's package, in its configuration without an accelerator.
 
-    0.1.1 gathers what it needs for another number of ranks through CUDA, so here a checkpoint loads
-    on the same ranks only. Past the page cache its writes of this state fail (EINVAL on ext4).
+    0.1.1 uses CUDA to gather what loading on another number of ranks needs. So a checkpoint made
+    here loads only on the same ranks. With O_DIRECT its writes of this state fail (EINVAL on ext4).
     """
     import torch_checkpointing as meta
     from torch_checkpointing.staging import CheckpointStagerConfig
@@ -94,8 +96,7 @@ def _ours() -> Callable[..., Any]:
 
 
 def _bound() -> Callable[..., Any]:
-    """What no save of many ranks can be sooner than: one file a rank, and then two collectives, as
-    long as neither knows of more than that."""
+    """Return a lower bound: one file for each rank, and then two collectives of one number."""
     import stillframe
     import torch
     import torch.distributed as dist
@@ -171,7 +172,7 @@ WAYS = {
 }
 LIGHTNING = {SHARDED: _sharded, PEER: _peer}
 ALL = {**WAYS, **LIGHTNING}
-PACKAGES = {META: "torch_checkpointing"}  # what a way needs beside torch
+PACKAGES = {META: "torch_checkpointing"}  # the package that a way needs beside torch
 
 
 def is_installed(way: str) -> bool:

@@ -1,4 +1,4 @@
-"""The figures of one run of vs_peers.py, and the table that shows them."""
+"""The table that shows the figures of one run of vs_peers.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _times(values: Sequence[float]) -> str:
 
 
 TIME: Format = format_times
-# What "finished" means; DCP syncs its file and not the directory.
+# The meaning of "finished"; DCP syncs its file but not the directory.
 ENDS = {OURS: "durable", DCP: "file synced", DCP_STAGER: "file synced"}
 
 
@@ -93,7 +93,7 @@ def _cell(series: Series | None, form: Format) -> str:
 
 
 def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[list[str] | None]:
-    """One row a figure and scenario: what, each way to save, the raw disk, the goal's verdict."""
+    """Return a row for each figure and scenario: title, each way to save, raw disk, verdict."""
     rows: list[list[str] | None] = []
     for scenario, title, metrics in _sections(settings):
         if not any(figures.series(scenario, p, metrics[0][0]) for p in peers):
@@ -122,7 +122,7 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
 def print_results(
     figures: Figures, settings: Settings, peers: list[str], facts: dict[str, Any], small: bool
 ) -> None:
-    """The machine, the raw limits, the table and a line that counts the goals."""
+    """Print the machine, the raw limits, the table and a line that counts the goals."""
     print("\n".join(facts_lines(facts)))
     if small:
         print("A smaller run than the full one: the goals are set for that, on two quiet cores.")

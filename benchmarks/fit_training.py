@@ -17,7 +17,7 @@ from machine import reset_peak_rss, status_bytes
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-SKIPPED = 3  # as in lightning_fit.py: Lightning makes caches in them
+SKIPPED = 3  # steps, as in lightning_fit.py: Lightning fills caches in them
 LAYERS = 8
 
 
@@ -49,7 +49,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
 
 
 class Times(Callback):
-    """When each step began, and when the last one had ended."""
+    """The times at which each step began, and at which the last one had ended."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -66,7 +66,7 @@ class Training:
 
     def __init__(self, way: str, nbytes: int, directory: Path) -> None:
         self.way = way
-        # Weights, and two tensors of AdamW's for each.
+        # Weights, and two moments of AdamW for each.
         self.width = int((nbytes / 4 / 3 / LAYERS) ** 0.5)
         self.directory = directory
 
@@ -78,7 +78,7 @@ class Training:
         return AsyncCheckpointIO() if self.way == "lightning" else TorchCheckpointIO()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
-        """One, with a checkpoint every so many steps (0: none)."""
+        """Fit once, with a checkpoint every so many steps (0: none)."""
         torch.manual_seed(1)
         times = Times()
         callbacks: list[Any] = [times]

@@ -1,4 +1,4 @@
-"""What vs_peers.py's figures have to reach."""
+"""The goals for the figures of vs_peers.py."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MET, MISSED, UNCLEAR, ABSENT = "met", "missed", "within the error", "not measure
 class Goal:
     """A bound on our median, or on its ratio to the least of other medians of the same run.
 
-    It counts as met or missed where the distance to the bound is more than its standard error. A
-    peer whose figure is zero or less (lost times are differences) stays the least of all: ours has
-    to be below it too, where it cannot be a multiple of it.
+    It is met or missed if the distance to the bound is more than its standard error, and unclear
+    otherwise. A peer's figure may be zero or less, since lost times are differences. Such a peer
+    stays the least of all: ours has to be below the figure itself, as no multiple of it is a bound.
 
-    row: the metric beside which the verdict stands, where it is another. at_most: False turns
-    the bound round.
+    row: the metric whose row shows the verdict, if it is another one. at_most: False turns the
+    bound into a lower one.
     """
 
     scenario: str
@@ -36,14 +36,15 @@ class Goal:
     row: str = ""
 
     def _sides(self, figures: Figures) -> tuple[Series, Series | None] | None:
-        """Ours, and the least of the others; None where the run has no such figures."""
+        """Return our series, and the least of the others; None if the run has no such figures."""
         ours = figures.series(self.scenario, OURS, self.metric)
         found = [figures.series(*place) for place in self.others]
         least = min((each for each in found if each), key=lambda each: each.median, default=None)
         return None if ours is None or (self.others and least is None) else (ours, least)
 
     def value(self, figures: Figures) -> float | None:
-        """What is compared with the bound; None where there is no such figure or ratio."""
+        """Return the value that is compared with the bound; None if there is no such figure or
+        ratio."""
         sides = self._sides(figures)
         if sides is None:
             return None
@@ -53,14 +54,14 @@ class Goal:
         return ours.median / least.median if least.median > 0 else None
 
     def judge(self, figures: Figures) -> str:
-        """MET, MISSED, UNCLEAR or ABSENT."""
+        """Return MET, MISSED, UNCLEAR or ABSENT."""
         sides = self._sides(figures)
         if sides is None:
             return ABSENT
         ours, least = sides
         limit, error = self.bound, ours.error
         if least is not None:
-            # No multiple of what is below zero is a bound: then it is that figure itself.
+            # No multiple of a negative figure is a bound, so the figure itself is the bound.
             factor = self.bound if least.median > 0 else 1.0
             limit, error = factor * least.median, math.hypot(error, factor * least.error)
         beyond = ours.median - limit if self.at_most else limit - ours.median
@@ -69,11 +70,12 @@ class Goal:
         return MET if beyond <= 0 else MISSED
 
     def met(self, figures: Figures) -> bool | None:
-        """None where it is not measured, or not clear."""
+        """Return whether it is met; None if it is not measured, or not clear."""
         return {MET: True, MISSED: False}.get(self.judge(figures))
 
     def miss(self, figures: Figures) -> float | None:
-        """How many times the bound it is (below 1: within it); None where it is not measured."""
+        """Return how many times the bound it is (below 1: within it); None if it is not
+        measured."""
         value = self.value(figures)
         if value is None:
             return None
@@ -101,7 +103,7 @@ def _format_ratio(value: float | None) -> str:
 
 
 def count(figures: Figures) -> str:
-    """How many goals came out how, in one line."""
+    """Return one line with the number of goals met, missed, unclear and absent."""
     judged = [goal.judge(figures) for goal in GOALS]
     return ", ".join(
         f"{judged.count(each)} {'goals ' if each == MET else ''}{each}"
@@ -147,7 +149,7 @@ def _goals() -> tuple[Goal, ...]:
     memcpy = (("gate", RAW, "memcpy_s"),)
     goals.append(Goal("gate", "gate_at_once_s", 1.3, "≤ 1.3 x raw memcpy", memcpy))
     goals.append(Goal("gate", "gate_late_s", 0.001, "≤ 1 ms"))
-    # Less than one page a save is what the kernel's own bookkeeping moves.
+    # The kernel's own bookkeeping accounts for less than one page a save.
     goals.append(Goal("growth", "growth_nbytes", 1 << 20, "no growth (≤ 1 MiB)"))
     return tuple(goals)
 

@@ -1,15 +1,15 @@
-"""What saving from a GPU costs, beside its peers, in one run: `make gpu`, or parts of it by hand.
+"""What does saving from a GPU cost, beside its peers? One run: `make gpu`, or parts of it by hand.
 
     saves      every way: call, GPU memory, steps meanwhile, `.item()` of others, time to the end
-    sweep      size of the pieces x pieces in flight: copy speed and `.item()` of others
+    sweep      size of copies x copies in flight: copy speed and `.item()` of others
     pinning    how fast memory is pinned, and a first save with nothing warmed up
     profile    torch.profiler over one save: copies under compute, no synchronise (a Perfetto file)
     ahead      a training whose host runs ahead of the device: steps with saves beside steps without
 
-Each measured way runs in a process of its own; ours and a plain pinned copy of the same bytes stand
-in every table, so that figures compare within one run. One JSON, one table. Without a GPU it says
-so and ends well. `--rehearse` runs everything with a tiny state on the CPU over the tests' driver:
-it shows that the script works, and its figures mean nothing.
+Each measured way runs in a process of its own. Ours and a plain pinned copy of the same bytes are
+in every table, so that figures can be compared within one run. It writes one JSON and one table.
+Without a GPU it says so and exits with success. `--rehearse` runs everything with a tiny state on
+the CPU over the tests' driver: it shows that the script works, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLUMNS = ("", "blocked", "GPU memory", "reserved", "steps", "D2H GB/s", ".item(
 
 
 def in_process(part: str, limit_s: float, *arguments: Any) -> Any:
-    """What a measure returns, or a sentence on why it did not."""
+    """Return the result of a measure, or a sentence on why there is none."""
     limit_s = min(limit_s, WAY_TIMEOUT_S)
     if limit_s < 1:
         return "not begun: the time was over"
@@ -55,7 +55,7 @@ def in_process(part: str, limit_s: float, *arguments: Any) -> Any:
 
 
 def missing() -> str:
-    """Why there is nothing to measure, or ""."""
+    """Return why there is nothing to measure, or ""."""
     try:
         import torch
     except ImportError as error:
@@ -95,8 +95,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any]) -> Rows:
-    """Fills `results` part by part, written down after each: figures come out of the parts that
-    ran, whatever comes. Returns the table's rows."""
+    """Fill `results` part by part and write them after each; return the table's rows.
+
+    The figures of finished parts are kept even if a later part fails.
+    """
     rows: Rows = []
     until = time.monotonic() + options.until_s
 
@@ -107,7 +109,7 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
     def keep() -> None:
         write_json(options.json, {"options": str(options), "results": results})
 
-    # Where the time may be cut short, the cheap and the telling come first.
+    # Cheap and informative parts come first, since the time may be cut short.
     for size in options.states if "saves" in options.parts else ():
         ways: dict[str, Any] = {}
         for name in options.ways:
@@ -127,7 +129,7 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
 
 
 def has_failed(results: dict[str, Any]) -> bool:
-    """Whether a part of ours has; a peer may."""
+    """Return whether one of our parts has failed; peers may fail."""
     found = {**results, **results.get("saves small", {}), **results.get("saves large", {})}
     return any(isinstance(found.get(name), str) for name in (OURS, *PARTS))
 

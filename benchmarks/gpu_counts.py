@@ -1,11 +1,11 @@
-"""What a save from a device asks of the driver: calls and bytes, counted over the tests' driver.
+"""How many driver calls and bytes does a save from a device need? Counts over the tests' driver.
 
     python benchmarks/gpu_counts.py [--dir DIR]
 
-Needs no GPU, and measures no time: a model of 400 parameters and AdamW's state, 1,200 tensors and
-576 MiB, trains on the CPU and is shown to stillframe as a device's. Counted are the steps until
-its bytes are deferred, the driver's calls inside `async_save` and inside the gate of the next
-step, and the calls that take samples: those of the thread that calls.
+It needs no GPU and measures no time. A model of 400 parameters with AdamW's state, 1,200 tensors
+and 576 MiB, trains on the CPU and is shown to stillframe as a device's. It counts the steps until
+its bytes are deferred, the driver calls inside `async_save` and inside the gate of the next step,
+and the calls that take samples. Only calls of the calling thread count.
 
 Exit status 1 when a figure is beyond its bound.
 """
@@ -29,8 +29,10 @@ COPIES = ("cuMemcpyBatchAsync_v2", "cuMemcpyDtoHAsync_v2")
 
 
 class Counted:
-    """This thread's calls of the driver since the last look: those of the lane, which begins to
-    copy when it can, are not a call's."""
+    """The driver calls of this thread since the last look.
+
+    Calls of the lane, which copies when it can, do not count as a call's.
+    """
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -54,7 +56,7 @@ class Counted:
 
 @contextmanager
 def stream_of_its_own(driver: Any) -> Iterator[None]:
-    """Calls meet a current stream that is not the calling thread, as on a real device."""
+    """Give calls a current stream that is not the calling thread, as on a real device."""
     from stillframe._base import device
 
     was, handle = device.current_stream, driver.stream()
@@ -66,7 +68,7 @@ def stream_of_its_own(driver: Any) -> Iterator[None]:
 
 
 def training(nr: int, nbytes: int) -> tuple[Any, Any, Any]:
-    """Parameters, their AdamW, and a step."""
+    """Return parameters, their AdamW, and a step."""
     import torch
 
     parameters = [torch.nn.Parameter(torch.zeros(nbytes // 4)) for _ in range(nr)]
@@ -87,7 +89,7 @@ def count(
     nbytes: int = TENSOR_BYTES,
     block_bytes: int = BLOCK_BYTES,
 ) -> dict[str, Any]:
-    """The figures of one training; inside `stillframe.testing.host_as_device()`."""
+    """Return the figures of one training, inside `stillframe.testing.host_as_device()`."""
     import stillframe
     from stillframe import testing
     from stillframe._watch import gate
@@ -137,7 +139,7 @@ def count(
 
 
 def bounds(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(what, figure, at most)."""
+    """Return (description, figure, upper bound) for each bound."""
     return [
         ("bytes not deferred after the third step", 1 - found["deferred_after_step"][2], 0.05),
         ("calls in async_save", found["call"]["calls"], 40 + found["call_blocks"]),

@@ -1,13 +1,13 @@
-"""The CUDA driver alone: what its calls and copies cost, measured without stillframe.
+"""What do the CUDA driver's calls and copies cost by themselves? Measured without stillframe.
 
     small spans    4,096 x 64 B: one batch, rows in one batch, rows one by one, spans one by one
     tensors        1,200 and 20,000 x 4 KiB: batches and single copies
     large          16 MiB copies in batches of 1, 4 and 16: GB/s
-    queue          how many operations stand behind a sleeping kernel before a call takes 1 ms
+    queue          how many operations wait behind a sleeping kernel before a call takes 1 ms
     register       16 MiB, 128 MiB and 1 GiB beside a loop of launches: its longest gap
 
-Each figure is measured on its own; one that cannot be had is a sentence. Needs torch with a device
-(for the context, memory and kernels). `--rehearse` runs it over the tests' driver.
+Each figure is measured on its own; a sentence replaces one that cannot be measured. It needs torch
+with a device (for the context, memory and kernels). `--rehearse` runs it over the tests' driver.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Machine:
             raise RuntimeError(f"{name}: {code}")
 
     def finish(self) -> None:
-        """Waits for the stream."""
+        """Wait for the stream."""
         event = ctypes.c_void_p()
         self.call("cuEventCreate", ctypes.byref(event), 2)
         self.call("cuEventRecord", event, self.stream)
@@ -118,7 +118,7 @@ class Machine:
         self.call("cuEventDestroy_v2", event)
 
     def sleep(self, seconds: float) -> None:
-        """Keeps the stream busy; its work stands behind a kernel that does nothing."""
+        """Keep the stream busy with a kernel that does nothing; later work waits behind it."""
         if self.rehearse:
             return
         torch = self.torch
@@ -129,7 +129,7 @@ class Machine:
     # ---- ways to copy ----
 
     def batch(self, spans: list[tuple[int, int, int]]) -> None:
-        """One cuMemcpyBatchAsync of (to, from, length)."""
+        """Copy spans of (to, from, length) with one cuMemcpyBatchAsync."""
         nr = len(spans)
         arrays = [(ctypes.c_uint64 * nr)(*column) for column in zip(*spans, strict=True)]
         attributes, at = Attributes(order=1, flags=1), ctypes.c_size_t(0)
@@ -167,7 +167,7 @@ class Machine:
 
 
 def timed(machine: Machine, work: Callable[[], None]) -> dict[str, float]:
-    """Seconds of the calls, and until all of it has run; the best of five."""
+    """Return the seconds of the calls, and those until all work has run; the best of five."""
     best = {"calls_s": float("inf"), "all_s": float("inf")}
     for _ in range(5):
         machine.finish()
@@ -227,7 +227,7 @@ def large(machine: Machine) -> dict[str, Any]:
 
 
 def queue(machine: Machine) -> dict[str, Any]:
-    """Copies queued behind a kernel of half a second until one call takes a millisecond."""
+    """Queue copies behind a kernel of half a second until one call takes a millisecond."""
     machine.finish()
     machine.sleep(0.5)
     slowest, taken = 0.0, 0
@@ -244,7 +244,7 @@ def queue(machine: Machine) -> dict[str, Any]:
 
 
 def register(machine: Machine) -> dict[str, Any]:
-    """The longest gap of a thread that launches kernels while another registers memory."""
+    """Measure the longest gap of a thread that launches kernels while another registers memory."""
     import mmap
 
     torch = machine.torch

@@ -1,11 +1,11 @@
-"""The first half hour on a GPU: everything that needs one, in parts that fail on their own.
+"""The first half hour on a GPU: everything that needs one, in parts that fail separately.
 
     python benchmarks/gpu_first.py --out DIR [--parts facts tests ...] [--dir DIR] [--rehearse]
 
-Each part is a command of its own with at most ten minutes; what it says goes to DIR/NAME.log, its
-figures to DIR/NAME.json. A part that fails or is ended leaves the others alone, and the table at
-the end says of each how it ended. Together the files stay below 16 MiB: what is larger is cut in
-the middle (logs) or left out (traces). `make gpu` runs it; nothing is installed or fetched.
+Each part is a command of its own with at most ten minutes. Its output goes to DIR/NAME.log, its
+figures to DIR/NAME.json. A part that fails or is ended does not affect the others, and the table at
+the end says how each one ended. Together the files stay below 16 MiB: larger logs are cut in the
+middle, and larger traces are left out. `make gpu` runs it; nothing is installed or fetched.
 
     facts       driver, topology, memlock, ZONE_MOVABLE, huge pages, disk
     tests       tests/gpu
@@ -16,7 +16,7 @@ the middle (logs) or left out (traces). `make gpu` runs it; nothing is installed
     small       saves of a small state, every way
     large       saves of a large one
     busy        the large one with a busy process on every core
-    sweep       pieces and pieces in flight
+    sweep       size of copies, and copies in flight
     profile     copies under compute, no synchronise
     ahead       a training whose host runs ahead of the device
     offload     weights that come layer by layer and leave again, six ways
@@ -56,7 +56,7 @@ true
 
 @dataclass(frozen=True)
 class Part:
-    """A command, what it finds in its environment, and busy processes beside it."""
+    """A command, the variables it finds in its environment, and busy processes beside it."""
 
     name: str
     command: list[str]
@@ -103,7 +103,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
 
 @contextlib.contextmanager
 def busy_beside(count: int) -> Iterator[None]:
-    """Processes that do nothing but take processor time."""
+    """Run processes that only take processor time."""
     spin = [sys.executable, "-c", "while True: pass"]
     beside = [subprocess.Popen(spin) for _ in range(count)]
     try:
@@ -115,7 +115,7 @@ def busy_beside(count: int) -> Iterator[None]:
 
 
 def run(part: Part, out: Path) -> str:
-    """Runs a part; how it ended."""
+    """Run a part; return how it ended."""
     log = out / f"{part.name}.log"
     paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, **part.env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -130,7 +130,7 @@ def run(part: Part, out: Path) -> str:
         except subprocess.TimeoutExpired:
             ended = f"took more than {PART_S - GRACE_S} s and was ended"
         finally:
-            # What the part started itself, too.
+            # The whole group, with the processes that the part started itself.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -139,7 +139,7 @@ def run(part: Part, out: Path) -> str:
 
 
 def shorten(log: Path) -> None:
-    """Leaves begin and end of a log that is too long."""
+    """Keep only the beginning and end of a log that is too long."""
     text = log.read_bytes()
     if len(text) > LOG_BYTES:
         half = LOG_BYTES // 2
@@ -147,7 +147,7 @@ def shorten(log: Path) -> None:
 
 
 def keep_small(out: Path) -> list[str]:
-    """Removes the largest files until all fit; their names."""
+    """Remove the largest files until all fit; return their names."""
     gone = []
     files = sorted((each for each in out.rglob("*") if each.is_file()), key=size_of)
     while files and sum(map(size_of, files)) > OUT_BYTES:

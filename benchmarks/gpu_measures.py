@@ -1,4 +1,4 @@
-"""What `gpu.py` measures, each in a process of its own."""
+"""The measures of `gpu.py`, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from machine import reset_peak_rss, status_bytes
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
-RAW_BYTES = 2 << 30  # of the disk's own speed; a slow one takes long enough for that
+RAW_BYTES = 2 << 30  # bytes that measure the disk's own speed; a slow disk takes long enough
 
 
 @contextlib.contextmanager
@@ -41,9 +41,10 @@ def _training(options: argparse.Namespace, size: str, device: str) -> Train:
 
 
 def plain_copy(train: Train) -> float:
-    """Seconds to copy the state's bytes into pinned memory, best of three, in one piece at a time.
+    """Return the seconds to copy the state's bytes into pinned memory, best of three.
 
-    The upper bound for every way: one large source, one large pinned target, nothing else.
+    It copies in chunks of at most 512 MiB, one after the other. This is the upper bound for every
+    way: a large source and a large pinned target, and nothing else.
     """
     torch, nbytes = train.torch, train.nbytes()
     piece = min(nbytes, 512 * MIB)
@@ -62,7 +63,7 @@ def plain_copy(train: Train) -> float:
 
 
 def one_round(train: Train, way: Any, path: Path, steps: int) -> dict[str, Any]:
-    """One save, `steps` steps of training behind it, and its end."""
+    """Measure one save, `steps` steps of training after it, and its end."""
     train.synchronize()
     allocated, reserved = train.reset_memory()
     reset_peak_rss()
@@ -71,7 +72,7 @@ def one_round(train: Train, way: Any, path: Path, steps: int) -> dict[str, Any]:
     began = time.perf_counter()
     way.start(tree, path)
     called = time.perf_counter()
-    # The first step behind the save: its optimizer is where who still copies has to wait.
+    # The first step after the save: a way that still copies has to wait at its optimizer step.
     first = train.mark()
     train.forward_backward()
     at = time.perf_counter()
@@ -99,7 +100,7 @@ def one_round(train: Train, way: Any, path: Path, steps: int) -> dict[str, Any]:
 
 
 def measure_way(options: argparse.Namespace, size: str, name: str, directory: Path) -> Any:
-    """Figures of one way for one state."""
+    """Return the figures of one way for one state."""
     with _device(options) as device:
         train = _training(options, size, device)
         nbytes = train.nbytes()
@@ -111,16 +112,16 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
             stillframe.default_engine().warm_up(nbytes)
         way = WAYS[name]()
         path = directory / "state"
-        # What steps are by themselves, and what memory they take, is known before the first save.
+        # Steps by themselves, and their memory, are measured before the first save.
         base = train.timed_steps(options.steps)
         idle_item = probe.for_a_while(options.probe_s)
         rounds = []
         start = time.perf_counter()
-        for _ in range(options.rounds + 1):  # the first is apart
+        for _ in range(options.rounds + 1):  # the first round is kept apart
             rounds.append(one_round(train, way, path, options.steps))
             if time.perf_counter() - start > options.cap_s:
                 break
-        # `.item()` on another stream while bytes are copied and no step hurries them.
+        # `.item()` on another stream during a copy that no step waits for.
         way.start(train.tree(), path)
         item = probe.for_a_while(options.probe_s)
         way.gate()
@@ -146,7 +147,11 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
 
 
 def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> Any:
-    """Pieces x pieces in flight: GB/s of a save that nobody hurries, and `.item()` meanwhile."""
+    """Measure copy sizes x copies in flight, without a step that waits.
+
+    Returns:
+        GB/s of a save, and `.item()` times meanwhile.
+    """
     import stillframe
     from stillframe import _core
 
@@ -187,7 +192,8 @@ def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> An
 
 
 def measure_pinning(options: argparse.Namespace, size: str, directory: Path) -> Any:
-    """Seconds of warm_up, of torch's own pinned memory of that size, and a cold first save."""
+    """Return the seconds of warm_up, of as much of torch's pinned memory, and of a cold first
+    save."""
     import stillframe
 
     with _device(options) as device:
@@ -219,8 +225,12 @@ def measure_pinning(options: argparse.Namespace, size: str, directory: Path) -> 
 
 
 def measure_ahead(options: argparse.Namespace, size: str, directory: Path) -> Any:
-    """Steps that nobody waits for, without saves and with one every ten: the device's time of each
-    and the host's, the calls of the saves, and the share of bytes that was deferred."""
+    """Measure steps whose host does not wait for the device, without saves and with one every ten.
+
+    Returns:
+        The device's time of each and the host's, the calls of the saves, and the share of bytes
+        that was deferred.
+    """
     import stillframe
 
     with _device(options) as device:
@@ -262,7 +272,7 @@ SYNCHRONISES = ("Synchronize",)
 
 
 def measure_profile(options: argparse.Namespace, size: str, directory: Path) -> Any:
-    """One save under torch.profiler: what it called, and how much of the copies ran under compute.
+    """Profile one save with torch.profiler: its calls, and the share of copies under compute.
 
     Kineto's trace and our own timeline are left in build/.
     """
@@ -293,10 +303,11 @@ def measure_profile(options: argparse.Namespace, size: str, directory: Path) -> 
 
 
 def read_profile(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Copies to pinned memory, the share of their time under kernels, and waits for the device.
+    """Return copies to pinned memory, the share of their time under kernels, and waits for the
+    device.
 
-    The profiler itself synchronises when it begins and ends: what stands outside the first and last
-    kernel is its own.
+    The profiler itself synchronises when it begins and ends, so events outside the first and last
+    kernel are its own.
     """
     kernels = sorted(
         (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel" and "dur" in e
@@ -341,5 +352,5 @@ MEASURES: dict[str, Callable[..., Any]] = {
 
 
 def measure(part: str, *arguments: Any) -> Any:
-    """What one part finds; its process is its own."""
+    """Return the result of one part, in the process that is its own."""
     return MEASURES[part](*arguments)

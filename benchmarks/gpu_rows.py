@@ -1,4 +1,4 @@
-"""The table of `gpu.py`: a row a way or a part, and the goals beside what was reached."""
+"""The table of `gpu.py`: a row for each way or part, with goals beside the figures reached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def saves_rows(size: str, ways: dict[str, Any]) -> Rows:
         warm = result["rounds"]
         blocked = Series.of([each["call_s"] + each["gate_s"] for each in warm]).median
         base = Series.of(result["base_step_s"]).median
-        # The mean: what one step waits for another has no share in.
+        # The mean, because a wait falls into one step only.
         step = Series.of([statistics.fmean(each["step_s"]) for each in warm]).median
         item, idle = Series.of(result["item_s"]), Series.of(result["item_idle_s"])
         staged = [each["report"].get("staged_after_s") for each in warm]
@@ -53,7 +53,7 @@ def saves_rows(size: str, ways: dict[str, Any]) -> Rows:
 def goal_row(
     result: dict[str, Any], blocked: float, step: float, copy: float, end: float
 ) -> list[str]:
-    """The goals beside what was reached."""
+    """Return a row with the goals beside the figures reached."""
     warm = result["rounds"]
     allowed = 2e-6 * warm[0]["report"]["num_tensors"] + 2e-3
     most = max(max(each["allocated"], each["reserved"]) for each in warm)

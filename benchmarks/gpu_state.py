@@ -15,7 +15,7 @@ SIZES = {
 
 
 class Train:
-    """Model and optimizer on a device, and one step of training."""
+    """A model and its optimizer on a device."""
 
     def __init__(self, size: str, device: str) -> None:
         import torch
@@ -79,21 +79,21 @@ class Train:
                 stack.extend(node)
         return total
 
-    # ---- what a GPU is asked ----
+    # ---- the GPU's figures ----
 
     def synchronize(self) -> None:
         if self.device == "cuda":
             self.torch.cuda.synchronize()
 
     def memory(self) -> tuple[int, int]:
-        """Bytes (allocated, reserved) at their highest since `reset_memory`."""
+        """Return the highest (allocated, reserved) bytes since `reset_memory`."""
         if self.device != "cuda":
             return 0, 0
         cuda = self.torch.cuda
         return cuda.max_memory_allocated(), cuda.max_memory_reserved()
 
     def reset_memory(self) -> tuple[int, int]:
-        """Bytes (allocated, reserved) now; the highest begins here."""
+        """Return (allocated, reserved) bytes now, and start a new maximum."""
         if self.device != "cuda":
             return 0, 0
         cuda = self.torch.cuda
@@ -101,7 +101,7 @@ class Train:
         return cuda.memory_allocated(), cuda.memory_reserved()
 
     def mark(self) -> Any:
-        """A moment of the device's clock."""
+        """Return a moment of the device's clock."""
         if self.device != "cuda":
             return time.perf_counter()
         event = self.torch.cuda.Event(enable_timing=True)
@@ -109,11 +109,11 @@ class Train:
         return event
 
     def between(self, one: Any, two: Any) -> float:
-        """Seconds between two moments that are over."""
+        """Return the seconds between two moments that are over."""
         return float(two - one if self.device != "cuda" else one.elapsed_time(two) / 1e3)
 
     def timed_steps(self, count: int) -> list[float]:
-        """Seconds of each of `count` steps, by the device's clock, with no wait in between."""
+        """Return the seconds of `count` steps by the device's clock, with no wait in between."""
         marks = [self.mark()]
         for _ in range(count):
             self.step()

@@ -1,8 +1,8 @@
 """Ways to save from a GPU, each as its users call it, behind one small interface.
 
-`start(tree, path)` is what the training calls; `gate()` is what has to be called before the next
-optimizer step (ours does it by itself); `finish()` returns when the save is as done as that way
-ever says it is. Peers are used as their documentation shows, with the options that are best here.
+The training calls `start(tree, path)`. It calls `gate()` before the next optimizer step; ours does
+this by itself. `finish()` returns when the save is as complete as that way ever reports. Peers are
+used as their documentation shows, with the options that are best here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CACHED = "DCP + cached pinned writer"
 
 
 class Way:
-    """One way to save; `durable` says whether its end means that the disk has the bytes."""
+    """One way to save; `durable` says whether at its end the bytes are on the disk."""
 
     durable = False
 
@@ -28,10 +28,10 @@ class Way:
         raise NotImplementedError
 
     def gate(self) -> None:
-        """Nothing: what the call read is copied when it returns."""
+        """Do nothing: everything that the call reads is copied when it returns."""
 
     def finish(self) -> dict[str, Any]:
-        """Further figures, if the way tells any."""
+        """Wait for the end; return further figures, if the way has any."""
         return {}
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class DetachCpu(Way):
 
 
 class LightningAsync(Way):
-    """Clones every tensor on the GPU, then torch.save on a thread."""
+    """A way that clones every tensor on the GPU, and then calls torch.save on a thread."""
 
     def __init__(self) -> None:
         from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -106,7 +106,7 @@ class DcpStager(Way):
 
 
 class DcpCached(Way):
-    """The writer keeps pinned copies from save to save; the call waits for the copy."""
+    """DCP with a writer that keeps pinned copies from save to save; the call waits for the copy."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -168,11 +168,11 @@ WAYS: dict[str, type[Way]] = {
 }
 
 
-MOST_TIMES = 1000  # of one series that are kept
+MOST_TIMES = 1000  # times that are kept of one series
 
 
 class Probe:
-    """How long an `.item()` on a stream of its own takes while something else is going on."""
+    """A timer of `.item()` on a stream of its own, while something else is going on."""
 
     def __init__(self, torch: Any, device: str) -> None:
         self._torch = torch
@@ -189,8 +189,11 @@ class Probe:
         return time.perf_counter() - start
 
     def for_a_while(self, seconds: float, until: Any = None) -> list[float]:
-        """Probes until the time is over or `until()` says so. Of a hundred thousand times, these
-        stand for their distribution: the shortest and the longest, and as many between them."""
+        """Probe until the time is over or `until()` returns true.
+
+        Of very many times a sample represents their distribution: the shortest, the longest, and
+        evenly spaced ones between them.
+        """
         found, end = [], time.perf_counter() + seconds
         while time.perf_counter() < end and not (until is not None and until()):
             found.append(self.once())

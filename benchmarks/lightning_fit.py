@@ -2,11 +2,11 @@
 
     python benchmarks/lightning_fit.py --dir DIR [--state 160MB ...] [--every 20 5] [--json FILE]
 
-The same `Trainer.fit`: with no checkpoints, with Lightning's synchronous saving, its
-AsyncCheckpointIO, and ours, by ModelCheckpoint every N steps (`save_top_k=1`). Each way has a
-process of its own. In its turn a process runs a fit without checkpoints and one with them, and what
-saving took is the difference between the two: processes differ in the memory that they have got,
-and minutes of the machine in their speed. README.md says how each figure is counted.
+The same `Trainer.fit` runs with no checkpoints, with Lightning's synchronous saving, its
+AsyncCheckpointIO, and ours. ModelCheckpoint saves every N steps (`save_top_k=1`). Each way has a
+process of its own. In its turn a process runs a fit without checkpoints and one with them, and the
+cost of saving is the difference between the two. Processes differ in the memory they got, and the
+machine's speed differs from minute to minute. README.md says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from process import Worker
 WAYS = ("none", "synchronous", "lightning", "stillframe")
 STEP_S = 0.12  # a step takes at least 0.1 s
 SKIPPED = 3  # steps at the start of each fit that are not counted
-GOAL = 0.02  # of the steps per second, with 160 MB and one save every 20 steps
+GOAL = 0.02  # share of the steps per second, with 160 MB and one save every 20 steps
 GOAL_BYTES, GOAL_EVERY = 160 * 10**6, 20
 
 
 class Fits:
-    """One way, in a process of its own."""
+    """The fits of one way, in a process of its own."""
 
     def __init__(self, way: str, nbytes: int, directory: Path) -> None:
         warnings.simplefilter("ignore")
         from fit_training import Training
 
         self._fit = Training(way, nbytes, directory).fit
-        for name in ("lightning.pytorch", "lightning.fabric"):  # which set their levels on import
+        for name in ("lightning.pytorch", "lightning.fabric"):  # they set their levels on import
             logging.getLogger(name).setLevel(logging.ERROR)
         keep_memory()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
-        os.sync()  # nobody pays for what another has left to write
+        os.sync()  # so that earlier writes of others do not slow this fit
         return self._fit(batch, steps, every)
 
 
 def find_batch(none: Worker) -> int:
-    """Rows a batch, so that a step takes STEP_S."""
+    """Return the rows in a batch with which a step takes STEP_S."""
     batch = 16
     while True:
         step = none.call("fit", batch, SKIPPED + 5, 0)["step_s"]
@@ -81,7 +81,7 @@ def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, director
 
 
 def judge(shares: dict[str, Series], goal: float | None) -> str:
-    """Met or missed where the errors leave no doubt."""
+    """Return met or missed where the errors leave no doubt."""
     ours = shares["stillframe"]
     apart = [
         (shares[way].median - ours.median) / (shares[way].error + ours.error or 1e-9)

@@ -2,9 +2,9 @@
 
     python benchmarks/limits.py --dir DIR
 
-Three figures for the same number of bytes: a copy from memory to memory; a write past the page
-cache (O_DIRECT, 4 MiB a call, one thread, into a fallocated file) with fdatasync; a write
-through the page cache with fsync. README.md says how each is counted.
+It measures three figures for the same number of bytes: a copy from memory to memory, a direct write
+and a buffered write. The direct write uses O_DIRECT (4 MiB a call, one thread, into a fallocated
+file) and fdatasync; the buffered one uses fsync. README.md says how each is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pictures
 from common import Series, end_with, format_size, format_times, parse_size, print_table, raw
 from machine import add_directory_options, facts_lines, measured_in
 
-LONGEST_SOURCE = 1 << 30  # bytes that a raw write is made from
+LONGEST_SOURCE = 1 << 30  # most bytes of a raw write's source; longer writes repeat it
 
 
 class RawDisk:
@@ -37,7 +37,7 @@ class RawDisk:
             path.unlink(missing_ok=True)
 
     def direct(self) -> float:
-        """Seconds; falls back to nan where the filesystem has no O_DIRECT."""
+        """Return the seconds of an O_DIRECT write; nan if the file system has none."""
         try:
             return self._write("raw.direct", direct=True)
         except OSError as error:
@@ -46,12 +46,12 @@ class RawDisk:
             raise
 
     def buffered(self) -> float:
-        """Seconds."""
+        """Return the seconds of a write through the page cache."""
         return self._write("raw.buffered", direct=False)
 
 
 def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> list[float]:
-    """Return the seconds of each copy of `nbytes`, warm: the first copy is thrown away."""
+    """Return the seconds of each copy of `nbytes`, warm: the first copy is not counted."""
     nbytes = -(-nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
     source, target = raw.make_buffer(nbytes), raw.make_buffer(nbytes)
     values = [raw.copy_seconds(source, target, nr_threads) for _ in range(rounds + 1)]

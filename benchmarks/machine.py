@@ -1,6 +1,6 @@
-"""The machine under a benchmark: what it is, what is free on it, who else uses it.
+"""The machine under a benchmark: its hardware, its free resources, and its other users.
 
-Also the directory that is written to, and the memory of the measured process.
+This module also has the directory that is written to, and the memory of the measured process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from common import BenchError, format_size, raw
 
 
 def status_bytes(key: str) -> int:
-    """`VmRSS`, `VmHWM` … of this process, in bytes."""
+    """Return `VmRSS`, `VmHWM` … of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
@@ -36,24 +36,26 @@ def status_bytes(key: str) -> int:
 
 
 def reset_peak_rss() -> None:
-    """Makes VmHWM start again from the present RSS (proc(5): clear_refs, 5)."""
+    """Make VmHWM start again from the present RSS (proc(5): clear_refs, 5)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def keep_memory() -> None:
-    """Has glibc keep what is freed, from now on: giving gradients back and taking them anew moves
-    steps by a third, with saves and without. Elsewhere nothing happens."""
+    """Make glibc keep freed memory from now on; elsewhere do nothing.
+
+    Returning and reallocating gradients changes step times by a third, with saves and without.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
 
 
-# ---- who else is at work -------------------------------------------------------------------
+# ---- other processes -----------------------------------------------------------------------
 
 
 def _user_ticks(pid: int | None) -> int:
-    """The user time of a child, 0 if it has ended just now."""
+    """Return the user time of a child, 0 if it has just ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
     except FileNotFoundError:
@@ -61,7 +63,7 @@ def _user_ticks(pid: int | None) -> int:
 
 
 class Others(raw.Others):  # type: ignore[misc,name-defined]
-    """The same beside the processes that this one has started, whose time is ours."""
+    """The same, where processes that this one has started count as ours."""
 
     def _own_seconds(self) -> float:
         children = multiprocessing.active_children()
@@ -100,7 +102,7 @@ def _version(package: str) -> str | None:
 
 
 def machine_facts(directory: Path) -> dict[str, Any]:
-    """Everything a reader needs to judge the figures."""
+    """Return everything a reader needs to judge the figures."""
     filesystem, source, options = raw.mount_of(directory)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -124,7 +126,7 @@ def machine_facts(directory: Path) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """As somebody else would type it: their directories have other names."""
+    """Return the command as somebody else would type it, with other directories."""
     words = [Path(sys.executable).name, *sys.argv]
     for option, name in (("--dir", "DIR"), ("--json", "FILE")):
         if option in words[:-1]:
@@ -133,7 +135,7 @@ def _command() -> str:
 
 
 def facts_lines(facts: dict[str, Any]) -> list[str]:
-    """The machine in three lines, for the head of a table."""
+    """Return the machine in three lines, for the head of a table."""
     return [
         f"{facts['cpu']}, {facts['cores']} cores, "
         f"{format_size(facts['memory_available_bytes'])} of memory free, "
@@ -150,7 +152,7 @@ def facts_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def add_directory_options(parser: argparse.ArgumentParser) -> None:
-    """`--dir`, `--allow-tmpfs` and `--json`, alike in every script."""
+    """Add `--dir`, `--allow-tmpfs` and `--json`, which are the same in every script."""
     parser.add_argument(
         "--dir",
         type=Path,
@@ -166,9 +168,9 @@ def add_directory_options(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> Iterator[Path]:
-    """A fresh directory under `parent`, gone afterwards, after Ctrl-C and SIGTERM too.
+    """Make a fresh directory under `parent`; remove it afterwards, after Ctrl-C and SIGTERM too.
 
-    Raises BenchError where `parent` is no directory, lies in memory, or has no room.
+    Raises BenchError if `parent` is no directory, is in memory, or has no room.
     """
     if not parent.is_dir():
         raise BenchError(f"--dir {parent}: no such directory")
@@ -194,7 +196,7 @@ def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> It
 def measured_in(
     options: argparse.Namespace, *, memory: int, disk: int
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(scratch directory, the machine's facts), where there is so much memory and room."""
+    """Yield (scratch directory, the machine's facts), if there is enough memory and room."""
     check_memory(memory)
     with scratch_directory(
         options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=disk
@@ -203,7 +205,7 @@ def measured_in(
 
 
 def check_memory(need_bytes: int) -> None:
-    """Raises BenchError where the run would not fit into memory."""
+    """Raise BenchError if the run would not fit into memory."""
     left = raw.free_memory()
     if left < need_bytes:
         raise BenchError(

@@ -1,4 +1,4 @@
-"""What vs_peers.py measured, and with what."""
+"""The settings and figures of a run of vs_peers.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common import Series
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes in bytes, counts a way to save."""
+    """The settings of a run: sizes in bytes, counts for each way to save."""
 
     state: int
     many: int
@@ -33,20 +33,20 @@ class Settings:
 
 
 class Figures:
-    """scenario -> way to save -> metric -> one value a round."""
+    """The figures: scenario -> way to save -> metric -> one value a round."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
         self._kept: dict[tuple[str, str, str], Series] = {}
 
     def add(self, scenario: str, who: str, figures: dict[str, float]) -> None:
-        """`figures`: a metric's value; nan is none."""
+        """Add the values of metrics; nan is left out."""
         for metric, value in figures.items():
             if not math.isnan(value):
                 self._values[scenario, who, metric].append(value)
 
     def keep(self, scenario: str, who: str, metric: str, series: Series) -> None:
-        """Takes what an earlier run has kept of its values."""
+        """Add the statistics that an earlier run has kept of its values."""
         self._kept[scenario, who, metric] = series
 
     def series(self, scenario: str, who: str, metric: str) -> Series | None:
@@ -58,7 +58,7 @@ class Figures:
         return None if series is None else series.median
 
     def everywhere(self, metric: str) -> list[float]:
-        """Every value of one metric, of all scenarios and ways to save."""
+        """Return every value of one metric, of all scenarios and ways to save."""
         return [v for key, values in self._values.items() if key[2] == metric for v in values]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""What the odds are that samples notice a write behind a call: `python benchmarks/odds.py`.
+"""How likely do samples notice a write after a call? `python benchmarks/odds.py`.
 
 A deferred storage is cut into as many strata as it has samples. One cache line of each stratum, at
-random, is compared with the copy. A write as long as x strata is missed with the probability
-1 - x + x³/6 if x <= 1, and (2 - x)³/6 if x <= 2: it lies in one to three neighbouring strata, whose
-lines are drawn independently. A longer write is always noticed.
+random, is compared with the copy. A write as long as x strata is missed with the probability 1 - x
++ x³/6 if x <= 1, and (2 - x)³/6 if x <= 2. It covers parts of one to three neighbouring strata,
+whose lines are drawn independently. A longer write is always noticed.
 `tests/c/stage/test_samples.c` compares this with what the samples of the product notice.
 """
 
@@ -20,7 +20,7 @@ WRITES = ((1, 256), (1, 4 * KIB), (1, 16 * KIB), (1, 100_000), (1, 300_000), (10
 
 
 def most_samples() -> int:
-    """Return how many samples a save takes of host memory, from the header that says so."""
+    """Return how many samples a save takes of host memory, from the header that defines it."""
     found = re.search(r"#define SFR__MAX_SAMPLES (\d+)", HEADER.read_text())
     assert found is not None
     return int(found[1])
@@ -34,7 +34,7 @@ def samples_of(nbytes: float, tensors: int, total: float) -> int:
 
 
 def missed(written: float, stratum: float) -> float:
-    """Return the probability that nobody notices a contiguous write.
+    """Return the probability that no sample notices a contiguous write.
 
     Args:
         written: Bytes of the write.
@@ -47,7 +47,7 @@ def missed(written: float, stratum: float) -> float:
 
 
 def noticed(miss: float) -> str:
-    """Return the probability of the contrary with two digits: "3.2 %"."""
+    """Return the opposite probability with two digits: "3.2 %"."""
     if miss < 0.0001:
         return "> 99.99 %" if miss > 0 else "always"
     return f"{100 * (1 - miss):.2g} %"

@@ -1,12 +1,12 @@
-"""Weights that come to a device layer by layer and leave again: six ways to move them, and goals.
+"""How fast do weights come to a device layer by layer and leave again? Six ways, and goals.
 
     python benchmarks/offload.py [--layers 24] [--mib 64] [--steps 5] [--device cuda] [--out FILE]
 
-A stack of square layers, whose weights live in host memory, runs forward and then through the same
-weights in reverse, as a backward does; in reverse each layer's result, as large as its weights,
-leaves for the host. The ways take turns, each from the same state:
+A stack of square layers, whose weights are in host memory, runs forward. Then it runs through the
+same weights in reverse, as a backward does. In reverse each layer's result, as large as its
+weights, leaves for the host. The ways take turns, each from the same state:
 
-    resident    everything is on the device: what compute alone takes
+    resident    everything is on the device: the time of compute alone
     copies      the copies alone: pinned memory, a stream each way, both at once
     pageable    .to(device, non_blocking=True) from ordinary memory, and back
     pinned      the same from memory pinned beforehand
@@ -14,14 +14,18 @@ leaves for the host. The ways take turns, each from the same state:
     streams     three streams and events by hand, two buffers, pinned memory
     ours        stillframe.offload.Offloader
 
-On a GPU each has its steps per second, the device memory it needed, and, of ours, what stats()
-says: GB/s each way, and the share of the copies that was hidden; and how often its profile shows a
-call that waits for the device. Then the goals are judged: at least 90 % of the copies hidden, where
-compute takes as long as they do; at least 95 % of the speed of the copies alone, each way; a step
-of at most 1.05 times the longer of compute and copies; no call that waits. Without a GPU there is
-no time worth telling: the ways run over the tests' driver (build/libfake_cuda.so), their results
-are compared bit for bit with those of plain memory, and the driver's calls are counted: of the loop
-by hand and of ours none waits for the device, and every goal is said not to be measured.
+On a GPU each way gets its steps per second, the device memory it needed, and the number of calls in
+its profile that wait for the device. For ours, stats() adds GB/s each way and the share of the
+copies that was hidden. Then the goals are judged:
+
+    at least 90 % of the copies hidden, where compute takes as long as they do
+    at least 95 % of the speed of the copies alone, each way
+    a step of at most 1.05 times the longer of compute and copies
+    no call that waits
+
+Without a GPU times mean nothing. The ways run over the tests' driver (build/libfake_cuda.so), and
+their results are compared bit for bit with those of plain memory. The driver's calls are counted:
+neither the loop by hand nor ours waits for the device. Every goal is then "not measured".
 """
 
 from __future__ import annotations
@@ -61,11 +65,12 @@ from stillframe.offload import Offloader  # noqa: E402
 
 
 def synchronised(way: Callable[[], Results], own: dict[str, int]) -> dict[str, int]:
-    """How often each call that waits for the device stands in the profile of a way. Those by hand
-    wait once, at their end, since nothing else tells them of it.
+    """Count each call that waits for the device in the profile of a way.
+
+    Ways by hand wait once, at their end, since nothing else tells them of it.
 
     Args:
-        own: Those of the profiler itself, which are left out.
+        own: Such calls of the profiler itself, which are left out.
     """
     with torch.profiler.profile() as profile:
         way()
@@ -76,7 +81,7 @@ def synchronised(way: Callable[[], Results], own: dict[str, int]) -> dict[str, i
 
 
 def copy_speeds(pinned: Weights, device: torch.device) -> dict[str, float]:
-    """How long the copies alone take, and their GB/s each way while both run."""
+    """Return the seconds of the copies alone, and their GB/s each way while both run."""
     spans = []
     for nr, way in ((2, "in"), (1, "out")):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -102,7 +107,7 @@ def copy_speeds(pinned: Weights, device: torch.device) -> dict[str, float]:
 
 
 def goals(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each goal: what was found, its bound, and whether it is met; None: not measured."""
+    """Return for each goal the figure, its bound, and whether it is met; None: not measured."""
     found: dict[str, tuple[float | None, float, bool]] = {
         "share hidden": (None, 0.90, True),
         "speed inward, of the copies alone": (None, 0.95, True),
@@ -168,7 +173,7 @@ def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
                 figures[name]["seconds"].append(took)
             others = 0 if name == "resident" else sum(weight.nbytes for weight in here)
             figures[name]["peak_device_bytes"] = torch.cuda.max_memory_allocated(device) - others
-            if name != "save_on_cpu":  # whose gradients are others
+            if name != "save_on_cpu":  # it has other gradients
                 assert all(map(torch.equal, (each.cpu() for each in got), wanted)), name
             del got
         alone.append(copy_speeds(pinned, device))
@@ -188,7 +193,7 @@ def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def since(before: Any, after: Any) -> dict[str, Any]:
-    """What stats() says of the steps in between."""
+    """Return the differences of two stats(), for the steps in between."""
     states = ("slots", "slots_in_use", "bytes_lingering")
     stats = {name: after[name] - (0 if name in states else before[name]) for name in after}
     for way in ("offload", "onload"):

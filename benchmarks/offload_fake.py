@@ -1,5 +1,7 @@
-"""The ways of offload.py over the tests' driver: which calls each makes, and that its results are
-those of plain memory."""
+"""The ways of offload.py over the tests' driver.
+
+It counts the calls that each makes, and checks its results against those of plain memory.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ MIB = 1 << 20
 
 
 class FakeStreams(Streams):
-    """The same over the tests' driver, whose calling thread is its default stream."""
+    """Streams of the tests' driver, whose default stream is the calling thread."""
 
     def __init__(self, driver: Any) -> None:
         self.device, self.compute = torch.device("cpu"), ctypes.c_void_p(None)
@@ -38,7 +40,7 @@ class FakeStreams(Streams):
         self.sent: list[torch.Tensor] = []
         self.pinned: list[ctypes.c_void_p] = []
         self.only: Any = None
-        self.used: set[int] = set()  # streams with copies that nobody has waited for
+        self.used: set[int] = set()  # streams with copies that were not waited for
         self.context = ctypes.c_void_p()
 
     def __enter__(self) -> FakeStreams:
@@ -57,7 +59,7 @@ class FakeStreams(Streams):
 
     def event(self) -> Any:
         event = ctypes.c_void_p()
-        self._check(self.call.cuEventCreate(ctypes.byref(event), 2))  # takes no time
+        self._check(self.call.cuEventCreate(ctypes.byref(event), 2))  # 2: CU_EVENT_DISABLE_TIMING
         return event
 
     def record(self, event: Any, stream: Any) -> None:
@@ -89,8 +91,11 @@ class FakeStreams(Streams):
         self.used.clear()
 
     def in_line(self, copy: Callable[..., None], to: torch.Tensor, source: torch.Tensor) -> None:
-        """A copy between what is computed, as on one stream. The events stand for the order that
-        one stream has by itself: this driver copies nothing on its default stream."""
+        """Copy in order with the computation, as on one stream.
+
+        This driver copies nothing on its default stream, so events establish the order that one
+        stream has by itself.
+        """
         if self.only is None:
             self.only = self.stream()
         for before, behind in ((self.compute, self.only), (self.only, self.compute)):
@@ -114,7 +119,7 @@ class FakeStreams(Streams):
 
 
 def copies(host: Weights, streams: FakeStreams) -> None:
-    """What a step copies, each way on a stream of its own, both at once."""
+    """Copy the bytes of a step, each way on a stream of its own, both at once."""
     inward, outward, begun = streams.stream(), streams.stream(), streams.event()
     streams.record(begun, streams.compute)
     for stream in (inward, outward):
@@ -134,7 +139,7 @@ CALLS = (*COPIES, "cuEventRecord", "cuStreamWaitEvent", "cuMemHostRegister_v2")
 
 
 def by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned: bool) -> Results:
-    """`plain`, by the calls that torch makes for it."""
+    """Run `plain` with the driver calls that torch makes for it."""
     out = []
     streams.driver.allow_pageable(not pinned)
 
@@ -154,7 +159,7 @@ def by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned: bool
 
 
 def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Results:
-    """`saved_on_cpu`, by the calls that torch makes for it: its copies to the host wait."""
+    """Run `saved_on_cpu` with the driver calls that torch makes for it; copies to the host wait."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach().contiguous()
@@ -182,7 +187,7 @@ def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Res
 def counted(
     driver: Any, way: Callable[[], Any], wanted: Results | None, names: tuple[str, ...] = CALLS
 ) -> dict[str, int]:
-    """The calls that a way makes of the driver. It breaks no rule, and its results are right."""
+    """Return the driver calls of a way; check that it breaks no rule and its results are right."""
     driver.reset()
     got = way()
     calls = {name: driver.calls(name) for name in names}
@@ -192,7 +197,7 @@ def counted(
 
 
 def over_the_fake(options: argparse.Namespace) -> dict[str, Any]:
-    """Counts and correctness: on a machine without a GPU."""
+    """Count calls and check results, on a machine without a GPU."""
     host = weights(options.layers, options.side)
     x = torch.randn(options.batch, options.side, generator=torch.Generator().manual_seed(2))
     wanted = resident(host, x)

@@ -1,4 +1,4 @@
-"""What offload.py measures: a stack of layers that runs forward and in reverse, six ways."""
+"""The six ways that offload.py measures: a stack of layers that runs forward and in reverse."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def reverse(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What leaves: as large as the weight, and made of it."""
+    """Return the tensor that leaves: made from the weight, and as large."""
     return x.t() @ (x @ weight)
 
 
 def resident(here: Weights, x: torch.Tensor) -> Results:
-    """All of it computed, nothing moved."""
+    """Compute everything; move nothing."""
     for weight in here:
         x = forward(x, weight)
     return [reverse(x, weight) for weight in reversed(here)]
 
 
 def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
-    """Pageable or pinned, as `host` is."""
+    """Copy each weight on use; `host` is pageable or pinned."""
     for weight in host:
         x = forward(x, weight.to(device, non_blocking=True))
     out = []
@@ -49,7 +49,7 @@ def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
 
 
 def saved_on_cpu(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
-    """Weights come as in `plain`; what autograd saves of them goes to the host and comes back."""
+    """Copy weights as in `plain`; tensors that autograd saves go to the host and come back."""
     with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
         given = [weight.to(device, non_blocking=True).requires_grad_() for weight in host]
         for weight in given:
@@ -59,7 +59,7 @@ def saved_on_cpu(host: Weights, x: torch.Tensor, device: torch.device) -> Result
 
 
 class Streams:
-    """What a loop by hand needs of a device: streams, events, copies that nobody waits for."""
+    """A device's streams, events and asynchronous copies, as a loop by hand needs them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -93,7 +93,7 @@ class Streams:
 
 
 def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
-    """As one writes it by hand: a buffer comes while the other is computed with."""
+    """Overlap by hand: one buffer is filled while the other is computed with."""
     compute, inward, outward = streams.compute, streams.stream(), streams.stream()
     buffers = [torch.empty_like(host[0], device=streams.device) for _ in range(2)]
     come, used = ([streams.event() for _ in range(2)] for _ in range(2))

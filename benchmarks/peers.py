@@ -1,8 +1,8 @@
 """The ways to save that are compared.
 
-A peer hides one way behind `save(tree, path, stamp)`: it returns when the call returns to the
-training thread, and `stamp` is called by whatever thread finishes the save. session.py runs one
-peer in a process of its own.
+A peer hides one way behind `save(tree, path, stamp)`. The method returns when the call returns to
+the training thread, and the thread that finishes the save calls `stamp`. session.py runs one peer
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ TORCH_NO_CRC, DCP, DCP_STAGER = "torch.save, no CRC", "DCP", "DCP + DefaultStage
 
 
 class Peer:
-    """One way to save. Subclasses override what is theirs."""
+    """One way to save. Subclasses override the methods in which it differs."""
 
     def save(self, tree: Any, path: str, stamp: Stamp) -> None:
-        """Begins to save `tree`; `stamp` is called when the save has finished."""
+        """Begin to save `tree`; `stamp` is called when the save has finished."""
         raise NotImplementedError
 
     def collect(self) -> dict[str, float]:
-        """After the stamp: raises what went wrong; gives the peer's own figures of that save."""
+        """Raise the save's error after the stamp; return the peer's own figures of that save."""
         return {}
 
     def progress(self, directory: Path) -> int:
-        """Bytes of the save in flight that are written; by default the files' lengths."""
+        """Return how many bytes of the save in flight are written; by default the files'
+        lengths."""
         return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
 
     def load(self, path: Path, tree: Any) -> Any:
-        """What was saved of `tree`."""
+        """Return what was saved of `tree`."""
         import torch
 
         return torch.load(path, mmap=True, weights_only=False)
 
     def close(self) -> None:
-        """Ends what the peer keeps between saves."""
+        """End what the peer keeps between saves."""
 
 
 class TorchSave(Peer):
@@ -58,7 +59,7 @@ class TorchSave(Peer):
 
 
 class TorchSaveNoCrc(TorchSave):
-    """The same with `compute_crc32=False`: damage to the file is not noticed."""
+    """torch.save with `compute_crc32=False`: damage to the file is not noticed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class TorchSaveNoCrc(TorchSave):
 
 
 class _WatchedExecutor(ThreadPoolExecutor):
-    """Stamps the end of each job: Lightning keeps no future of its saves.
+    """An executor that stamps the end of each job, since Lightning keeps no future of its saves.
 
     The stamp is a done callback, called by the saving thread itself: nobody polls.
     """
@@ -87,7 +88,7 @@ class _WatchedExecutor(ThreadPoolExecutor):
 class LightningAsync(Peer):
     """Lightning's AsyncCheckpointIO over its TorchCheckpointIO, as a Trainer sets it up.
 
-    The one thing replaced is its executor, by one of the same kind and size that stamps the end.
+    Only its executor is replaced, by one of the same kind and size that stamps the end.
     """
 
     def __init__(self) -> None:
@@ -149,9 +150,9 @@ class Dcp(Peer):
 
 
 class DcpStager(Dcp):
-    """The same with a DefaultStager that copies on a thread, into memory that is not pinned.
+    """DCP with a DefaultStager that copies on a thread, into memory that is not pinned.
 
-    The next optimizer step has to wait for it, which its user must see to: here a step hook does,
+    The next optimizer step has to wait for it, and users must see to that. Here a step hook waits,
     and the wait is counted as the gate.
     """
 
@@ -227,7 +228,7 @@ class Stillframe(Peer):
         return facts
 
     def progress(self, directory: Path) -> int:
-        """The room is reserved beforehand, so the file's length says nothing."""
+        """Return the bytes written; the file's length is reserved beforehand and tells nothing."""
         return int(self._handle.progress()[0])
 
     def close(self) -> None:

@@ -1,10 +1,11 @@
 """Draws the figures of a run as a PNG beside its JSON; also on its own:
 
     python benchmarks/pictures.py vs_peers.json [limits.json ...]
-    make pictures            those of benchmarks/results, which README and docs show
+    make pictures            the results in benchmarks/results, which README and docs show
 
-A way to save has one colour in every picture, and every bar its spread. matplotlib is needed
-(benchmarks/requirements.txt); without it the figures are saved and a sentence says what to install.
+A way to save has the same colour in every picture, and every bar shows its spread. matplotlib is
+needed (benchmarks/requirements.txt). Without it the figures are saved, and a sentence says what to
+install.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ MISSING = (
     "pip install -r benchmarks/requirements.txt, then python benchmarks/pictures.py {json}"
 )
 COLOURS = ("#7f9c6d", "#c3cad2", "#e0a458", "#7c98b3", "#52708f", "#c8352b")
-MACHINE = "#9aa5b1"  # what no way of saving is: memcpy, raw reads and writes
-WAY_COLOURS = {  # ours stands out
+MACHINE = "#9aa5b1"  # memcpy, raw reads and writes
+WAY_COLOURS = {  # ours is the brightest
     TORCH: COLOURS[0],
     TORCH_NO_CRC: COLOURS[1],
     LIGHTNING: COLOURS[2],
@@ -32,7 +33,7 @@ WAY_COLOURS = {  # ours stands out
     DCP_STAGER: COLOURS[4],
     OURS: COLOURS[5],
     "none": "#dfe3e8",
-    "synchronous": COLOURS[0],  # Lightning's, which is torch.save
+    "synchronous": COLOURS[0],  # Lightning's saving, which calls torch.save
     "lightning": COLOURS[2],
     "torch.load": COLOURS[0],  # a load has the colour of its save
     "torch.load(mmap=True)": COLOURS[1],
@@ -57,15 +58,17 @@ PARTS = (("call_s", "call", 1.0), ("gate_s", "gate", 0.65), ("slowdown_s", "slow
 
 
 def keep(json_path: Path | None, document: dict[str, Any]) -> None:
-    """Saves the document of a run, where that is wanted, and its pictures beside it."""
+    """Save the document of a run, if that is wanted, and its pictures beside it."""
     if json_path is not None:
         write_json(json_path, document)
         beside(json_path, document)
 
 
 def beside(json_path: Path, document: dict[str, Any], out: Path | None = None) -> Path | None:
-    """Draws `document` into a PNG of the same name (in `out`, if given). None where there is
-    nothing to draw, or matplotlib is missing, which is said on stderr."""
+    """Draw `document` into a PNG of the same name (in `out`, if given).
+
+    Return None if there is nothing to draw, or if matplotlib is missing; stderr then says so.
+    """
     try:
         import matplotlib
 
@@ -106,7 +109,7 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     if "states" in document:  # restore.json
         return [(_loads, (document["states"],)), (_reads, (document["states"],))]
     figures = document["figures"]
-    if "ranks" in document["settings"]:  # dcp.json: a table is all that there is
+    if "ranks" in document["settings"]:  # dcp.json has only a table
         return []
     titles = {
         "loop": document["settings"]["loop_state"],
@@ -136,7 +139,8 @@ def _colour(peer: str) -> str:
 
 
 def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
-    """One bar a way to save: its call, its gate and what its save slowed the steps by."""
+    """Draw one bar for each way: its call, its gate, and the time by which its save slowed
+    steps."""
     peers = _names(figures)
     for row, peer in enumerate(peers):
         left = 0.0
@@ -163,11 +167,13 @@ def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float)
 
 
 def _bytes_over_time(axes: Any, curves: dict[str, Any], ends: dict[str, Any]) -> None:
-    """A line a way to save: bytes written so far, in one round. The dot is the end, with all rounds
-    as a bar."""
+    """Draw a line for each way: bytes written so far, in one round.
+
+    The dot is the end, and its bar shows all rounds.
+    """
     for row, peer in enumerate(reversed(_names(curves))):
         points = list(zip(curves[peer]["times_s"], curves[peer]["nbytes"], strict=True))
-        # One that writes in its call shows nothing before its end: so far the line is dashed.
+        # A way that writes in its call shows nothing before its end; until then the line is dashed.
         axes.plot((0, points[0][0]), (0, points[0][1] / 1e9), "--", color=_colour(peer), lw=1)
         times, written = zip(*((t, n / 1e9) for t, n in points), strict=True)
         axes.plot(times, written, color=_colour(peer), label=peer, lw=2.4 if peer == OURS else 1.4)
@@ -190,7 +196,7 @@ def _ended(axes: Any, found: dict[str, Any], level: float, colour: str) -> None:
 
 
 def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
-    """Two bars a way to save: the call, and until it has finished; medians and all rounds."""
+    """Draw two bars for each way: the call, and until it has finished; medians and all rounds."""
     peers = _names(figures)
     most = max(figures[peer]["finished_s"]["max"] for peer in peers)
     for row, peer in enumerate(peers):
@@ -213,7 +219,7 @@ def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> 
 
 
 def _fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
-    """What checkpoints take of a training's steps a second: medians with their standard errors."""
+    """Draw the cost of checkpoints in a training's steps a second: medians with standard errors."""
     for place, fits in enumerate(result["every"].values()):
         for number, way in enumerate(FITS):
             lost, error = (100 * fits[way]["lost"][name] for name in ("median", "error"))
@@ -233,7 +239,7 @@ def _fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
 
 
 def _timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
-    """Two lanes a way: the training thread, and what goes on behind it. Zero is the call."""
+    """Draw two lanes for each way: the training thread, and background work. Zero is the call."""
     chosen = {way: each["shown"] for way, each in turns.items()}
     step = max(each["step_s"] for each in chosen.values())
     left, right = -1.6 * step, max(9 * step, 1.15 * chosen[OURS]["ended_s"])
@@ -256,7 +262,7 @@ def _timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
 
 
 def _lost(lost: dict[str, float]) -> str:
-    """What is said of the lost time: nothing where noise is larger."""
+    """Return a label of the lost time, or none where noise is larger."""
     middle, least, most = (lost[name] * 1e3 for name in ("median", "min", "max"))
     if most - least > 2 * abs(middle):
         return "lost time:\nnot told from noise"
@@ -280,13 +286,14 @@ def _training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None:
 
 
 def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
-    """The spans of one kind of background work: begins and ends alternate."""
+    """Return the spans of one kind of background work: begins and ends alternate."""
     times = found["background"].get(name, [])
     return zip(times[::2], times[1::2], strict=True)
 
 
 def _behind(axes: Any, row: float, way: str, found: dict[str, Any], right: float) -> None:
-    """Copying is dark, writing lighter; of others than ours only begin and end are known."""
+    """Draw background work: copying dark, writing lighter; of others only begin and end are
+    known."""
     strengths = {"copy": 1.0, "write": 0.5, "sync": 0.25}
     for name, strength in strengths.items():
         for begin, end in _pairs(found, name):
@@ -346,7 +353,7 @@ def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
 
 
 def _loads(axes: Any, states: dict[str, Any]) -> None:
-    """A bar for each way, in each state and situation."""
+    """Draw a bar for each way, in each state and situation."""
     labels: list[str] = []
     named: set[str] = set()
     for state, figures in states.items():
@@ -368,7 +375,7 @@ def _loads(axes: Any, states: dict[str, Any]) -> None:
 
 
 def _reads(axes: Any, states: dict[str, Any]) -> None:
-    """The rates of verify beside those of raw reads."""
+    """Draw the rates of verify beside those of raw reads."""
     labels: list[str] = []
     for state, figures in states.items():
         for name, found in figures["reads"].items():
@@ -389,7 +396,8 @@ def _plain(axes: Any) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Draws each JSON named, beside it or in the directory behind --out; 2 where one cannot be."""
+    """Draw each named JSON, beside it or in the directory behind --out; return 2 if one cannot
+    be."""
     out = None
     if arguments[:1] == ["--out"]:
         out, arguments = Path(arguments[1]), arguments[2:]

@@ -1,6 +1,6 @@
-"""A process of its own for what is measured, and the parent's hold on it.
+"""A separate process for each measured way, and the parent's handle on it.
 
-Memory, allocator and thread pools of one way never show up in the figures of another. The process
+Memory, allocator and thread pools of one way never appear in the figures of another. The process
 answers one request at a time and sleeps in between.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 
 from common import BenchError
 
-GIVE_UP_S = 660.0  # what takes longer has hung
+GIVE_UP_S = 660.0  # a request that takes longer has hung
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """The child's main: calls methods of what `make` made, until the parent's end."""
+    """Call methods of the object that `make` made, until the parent ends: the child's main."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, and removes the files
     try:
         measured = make(*arguments)
@@ -37,13 +37,14 @@ def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[An
 
 
 class Worker:
-    """`make(*arguments)` in a fresh process (spawned, never forked); a context manager."""
+    """An object `make(*arguments)` in a fresh process (spawned, never forked); a context
+    manager."""
 
     def __init__(
         self, name: str, make: Callable[..., Any], *arguments: Any, limit_s: float = GIVE_UP_S
     ) -> None:
         self.name = name
-        self._limit_s = limit_s  # of one answer
+        self._limit_s = limit_s  # for one answer
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
@@ -51,12 +52,15 @@ class Worker:
         theirs.close()
 
     def ready(self) -> Worker:
-        """Waits until it is made."""
+        """Wait until the object is made."""
         self._answer()
         return self
 
     def call(self, method: str, *values: Any, **named: Any) -> Any:
-        """What the method returns there; BenchError with the traceback of there if it raises."""
+        """Call a method there and return its result.
+
+        Raise BenchError with the child's traceback if the method raises.
+        """
         with contextlib.suppress(BrokenPipeError):  # the answer says why
             self._connection.send((method, values, named))
         return self._answer()

@@ -2,10 +2,10 @@
 
     python benchmarks/recording.py --out docs/assets/demo.svg [--size 300MB] [--steps N]
 
-The demo runs in a pseudo-terminal as it would in anybody's. What it writes goes through a terminal
-emulator (pyte), and the screens that come of it into one SVG, shown faster than they came. Without
-animation, or where the reader prefers none, the SVG shows the last screen. Nothing is edited but
-the time: the words and figures are those of the run.
+The demo runs in a pseudo-terminal, as for any user. Its output goes through a terminal emulator
+(pyte), and the resulting screens go into one SVG, shown faster than they came. Without animation,
+or for readers who prefer none, the SVG shows the last screen. Only the time is edited: the words
+and figures are those of the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 DEMO = Path(__file__).parents[1] / "examples/demo/demo.py"
 COLUMNS, ROWS = 100, 70  # rows that stay empty are cut off
-SHOWN_S = 12.0  # the whole recording
-FRAMES_S = 10  # of its frames in a second
+SHOWN_S = 12.0  # length of the whole recording
+FRAMES_S = 10  # frames a second
 GLYPH, LINE, MARGIN = 8.4, 19, 18  # pixels of a letter, a line, the frame; the font has 14
 BACKGROUND, FOREGROUND, DIM = "#1e2227", "#d5dae0", "#8a929c"
 COLOURS = {
@@ -49,7 +49,7 @@ text{font:14px ui-monospace,Menlo,Consolas,'Liberation Mono',monospace;white-spa
 
 
 class Run(NamedTuple):
-    """Letters of one look, from a column on."""
+    """Adjacent letters of one look, from a column on."""
 
     column: int
     text: str
@@ -58,11 +58,11 @@ class Run(NamedTuple):
 
 
 Line = tuple[Run, ...]
-Screen = dict[int, Line]  # what is not empty, by row
+Screen = dict[int, Line]  # rows that are not empty
 
 
 def record(command: list[str]) -> tuple[list[tuple[float, Screen]], float]:
-    """Runs the command; returns its screens with their seconds, and how long it took.
+    """Run the command; return its screens with their seconds, and how long it took.
 
     Raises:
         SystemExit: The command failed.
@@ -132,7 +132,7 @@ def _colour(name: str) -> str:
 
 
 def drawn(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> str:
-    """The SVG. Each line stands in it once for each stretch of time in which it is to be seen."""
+    """Return the SVG. Each line is in it once for each span of time in which it is visible."""
     last = screens[-1][1]
     rows = 2 + max(row for _, each in screens for row in each)
     width, height = COLUMNS * GLYPH + 2 * MARGIN, (rows + 1) * LINE + 2 * MARGIN
@@ -167,7 +167,10 @@ def drawn(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> st
 def _stretches(
     screens: list[tuple[float, Screen]], row: int, speed: float
 ) -> list[tuple[Line, float, float | None]]:
-    """What a row shows, from when and until when (None: to the end), at so many frames a second."""
+    """Return what a row shows, from when and until when, at so many frames a second.
+
+    An end of None means the end of the recording.
+    """
     found: list[tuple[Line, float, float | None]] = []
     for at, screen in screens:
         line = screen.get(row, ())
@@ -177,7 +180,7 @@ def _stretches(
         if found:
             found[-1] = (found[-1][0], found[-1][1], now)
         found.append((line, now, None))
-    return [each for each in found if each[1] != each[2]]  # of one frame the last counts
+    return [each for each in found if each[1] != each[2]]  # the last line of a frame counts
 
 
 def _text(row: int, line: Line, look: str) -> str:

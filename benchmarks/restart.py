@@ -2,9 +2,10 @@
 
     python benchmarks/restart.py --dir DIR
 
-From the start of the process to the end of the first step of `Trainer.fit(ckpt_path=)`, imports and
-all, with Lightning's own CheckpointIO and with stillframe's, the file in the page cache and not;
-and how far the resident set was over the model when training began. README.md says more.
+It measures from the start of the process to the end of the first step of `Trainer.fit(ckpt_path=)`,
+imports included. It compares Lightning's own CheckpointIO with stillframe's, with the file in the
+page cache and without. It also measures by how much the resident set exceeded the model when
+training began. README.md says more.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SECONDS = 600  # for one process
 
 
 def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
-    """One training: makes `path`, or goes on from it. Says when its first step had ended."""
+    """Run one training that makes `path`, or resumes from it; return when its first step ended."""
     import lightning as L
     import torch
     from stillframe.lightning import AsyncCheckpointIO
@@ -75,7 +76,7 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
             found.setdefault("at", time.monotonic())
 
     found: dict[str, float] = {}
-    warnings.simplefilter("ignore")  # of few workers, few batches and no validation
+    warnings.simplefilter("ignore")  # about few workers, few batches and no validation
     plain = way == LIGHTNING
     trainer = L.Trainer(
         max_steps=2 if way == MAKE else 3,
@@ -94,11 +95,11 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
     return found
 
 
-# ---- the others --------------------------------------------------------------------------------
+# ---- in the parent -----------------------------------------------------------------------------
 
 
 def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
-    """`run` in a fresh one; "seconds" from its start to the end of its first step."""
+    """Call `run` in a fresh process; "seconds" is from its start to the end of its first step."""
     start = time.monotonic()
     child = subprocess.run(
         [sys.executable, __file__, "--run", way, str(path), str(nbytes)],
@@ -114,7 +115,7 @@ def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
 
 
 def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
-    """Series of seconds and of the peak over the model, by situation and way."""
+    """Return series of seconds and of the peak over the model, by situation and way."""
     path = directory / "restart.ckpt"
     _in_a_process(MAKE, path, nbytes)
     runs: dict[str, dict[str, list[dict[str, float]]]] = {
@@ -144,7 +145,7 @@ def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], rounds: int) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     rows: list[list[str] | None] = []
     for situation, ways in found["restarts"].items():
         rows.append([situation, "", ""])

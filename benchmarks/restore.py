@@ -2,11 +2,11 @@
 
     python benchmarks/restore.py --dir DIR
 
-`stillframe.load` beside `torch.load` (with mmap too), DCP's load and safetensors', where that is
-installed, of the same tensors: the first load of a process, one more in the same process, and one
-from the disk, until every byte has been used; beside it raw reads of as many bytes past the page
-cache on four threads and a memcpy of as many, processor time and peak memory. `verify` beside raw
-reads on two threads. README.md says how each figure is counted.
+It compares `stillframe.load` with `torch.load` (with mmap too), DCP's load and, where installed,
+safetensors', for the same tensors. Each is measured as the first load of a process, one more in the
+same process, and one from the disk, until every byte has been used. Beside these are direct reads
+of as many bytes on four threads, a memcpy of as many, processor time and peak memory. `verify` is
+compared with direct reads on two threads. README.md says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ SITUATIONS = {
 VERIFY, RAW_ONE, RAW_TWO = "verify", "O_DIRECT reads, one thread", "O_DIRECT reads, two threads"
 MEMCPY = "memcpy"
 READS = (VERIFY, RAW_ONE, RAW_TWO)
-LARGE = 1_000_000_000  # bytes: below, tensors are the time and not their bytes
+LARGE = 1_000_000_000  # bytes; below, the number of tensors takes the time, not their bytes
 SMALL_GOAL = 1.3  # times as fast as torch.load, in every situation
-GOALS = {  # of a large state; (situation, other way): how many times as fast
+GOALS = {  # for a large state; (situation, other way): how many times as fast
     (COLD, RAW): 0.9,
     (COLD, TORCH): 2.0,
     (COLD, MMAP): 1.0,
     (FIRST, TORCH): 1.5,
     (AGAIN, TORCH): 1.5,
 }
-MEMORY_GOAL = 1.02  # of the bytes of the file
-VERIFY_GOAL = 0.8  # of the rate of RAW_TWO
+MEMORY_GOAL = 1.02  # times the bytes of the file
+VERIFY_GOAL = 0.8  # times the rate of RAW_TWO
 
 
 @dataclass(frozen=True)
 class File:
-    """What is loaded: a state, and who saved it. The ways of loading read the same file."""
+    """A file to load: its state, and the program that saved it. All ways read the same file."""
 
     spec: Spec
     saved_by: str = SAVED_BY_TORCH
@@ -73,7 +73,7 @@ STATES = {
     "1.07 GB in 1,200": File(Spec(1_070_000_000, "mlp", 400, 2)),
     "64 MB in 20,000": File(Spec(64_000_000, "mlp", 6_667, 2)),
     "4 GB in 24": File(Spec(4_000_000_000, "few", 24, 2)),
-    # More than a load has in memory ahead of the pickle, and a file past 4 GiB.
+    # More than a load reads ahead of the pickle, and a file longer than 4 GiB.
     "1.2 GiB in one": File(Spec(1_200 << 20, "plain", 1, 2), SAVED_BY_STILLFRAME),
     "4.4 GB in 200": File(Spec(4_400_000_000, "plain", 200, 2), SAVED_BY_STILLFRAME),
 }
@@ -88,16 +88,17 @@ QUICK_STATES = {
 
 
 def _keep(path: Path) -> None:
-    """Reads the file, so that it lies in the page cache."""
+    """Read the file, so that it is in the page cache."""
     with open(path, "rb", buffering=0) as file:
         while file.read(raw.CALL_BYTES):
             pass
 
 
 def raw_seconds(path: Path, nr_threads: int) -> float:
-    """Seconds to read the file past the page cache, `nr_threads` taking turns at its pieces.
+    """Return the seconds to read the file with O_DIRECT, `nr_threads` taking its chunks in turn.
 
-    Each has one buffer of raw.CALL_BYTES, whose pages are there. nan where O_DIRECT is refused.
+    Each thread has one buffer of raw.CALL_BYTES, already in memory. The result is nan where
+    O_DIRECT is refused.
     """
     buffers = [mmap.mmap(-1, raw.CALL_BYTES) for _ in range(nr_threads)]
     for buffer in buffers:
@@ -131,19 +132,20 @@ def raw_seconds(path: Path, nr_threads: int) -> float:
 
 @contextlib.contextmanager
 def worker() -> Iterator[Callable[..., Any]]:
-    """A fresh process that has imported everything; call it with a function's name and more."""
+    """Start a fresh process that has imported everything; call it with a function's name and
+    more."""
     with Worker("a measured process", import_module, "restore_process") as process:
         process.ready().call("prepare")
         yield process.call
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files that the ways read."""
+    """Return the files that the ways read."""
     return [path, *path.parent.glob(f"{path.name}.dcp/*"), *path.parent.glob("*.safetensors")]
 
 
 def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]]) -> None:
-    """Each way once in each situation; every other round in the other order."""
+    """Load once by each way in each situation; every other round in the reverse order."""
     ways = WAYS if number % 2 == 0 else WAYS[::-1]
     raw.forget(path)
     values[COLD][RAW].append(Load(raw_seconds(path, 4), math.nan, math.nan))
@@ -168,7 +170,7 @@ def _verify_round(
         RAW_ONE: lambda: raw_seconds(path, 1),
         RAW_TWO: lambda: raw_seconds(path, 2),
     }
-    for name in READS[number % 3 :] + READS[: number % 3]:  # whoever is first may find it faster
+    for name in READS[number % 3 :] + READS[: number % 3]:  # the first may find the disk faster
         raw.forget(path)
         values[name].append(calls[name]())
 
@@ -178,7 +180,7 @@ def _ratio(ours: list[float], theirs: list[float]) -> Series:
 
 
 def _figures(found: dict[str, list[Load]]) -> dict[str, dict[str, Any]]:
-    """Of each way: its seconds, and beside them processor time and memory."""
+    """Return for each way its seconds, processor time and memory."""
     return {
         way: {
             **Series.of([each.seconds for each in loads]).to_json(),
@@ -190,7 +192,7 @@ def _figures(found: dict[str, list[Load]]) -> dict[str, dict[str, Any]]:
 
 
 def _speedups(loads: dict[str, dict[str, list[Load]]]) -> dict[str, dict[str, Any]]:
-    """How many times as fast ours was, in each round, by situation and other way."""
+    """Return how many times as fast ours was, in each round, by situation and other way."""
     return {
         situation: {
             way: _ratio(
@@ -206,7 +208,7 @@ def _speedups(loads: dict[str, dict[str, list[Load]]]) -> dict[str, dict[str, An
 def measure(
     directory: Path, chosen: dict[str, File], rounds: int, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Every figure, in seconds, and the ratios of each round, by state."""
+    """Return every figure, in seconds, and the ratios of each round, by state."""
     document: dict[str, Any] = {}
     for state, file in chosen.items():
         path = directory / "state.pt"
@@ -232,7 +234,7 @@ def measure(
             "loads": {situation: _figures(found) for situation, found in loads.items()},
             "speedups": _speedups(loads),
             "reads": {name: Series.of(values).to_json() for name, values in reads.items()},
-            # of rates, so the other way round
+            # A ratio of rates, so the seconds are swapped.
             "verify_ratio": _ratio(reads[RAW_TWO], reads[VERIFY]).to_json(),
         }
         for each in files_of(path):
@@ -274,7 +276,7 @@ def _load_row(figures: dict[str, Any], situation: str, way: str, series: Any) ->
 
 
 def show(found: dict[str, Any], rounds: int) -> None:
-    """Two tables on stdout."""
+    """Print two tables on stdout."""
     rows: list[list[str] | None] = []
     for state, figures in found.items():
         rows.append([f"{state}, saved by {figures['saved_by']}", *[""] * 3])

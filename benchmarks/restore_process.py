@@ -1,4 +1,4 @@
-"""What `restore.py` measures, in processes of their own."""
+"""The measured processes of `restore.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMCPY_BYTES = 256 << 20  # far more than the caches hold
 
 
 class Load(NamedTuple):
-    """One load: seconds until every byte was used and of the processor; bytes at its peak."""
+    """One load: seconds until every byte was used, processor seconds, and bytes at its peak."""
 
     seconds: float
     cpu_seconds: float
@@ -31,7 +31,7 @@ class Load(NamedTuple):
 
 
 def prepare() -> None:
-    """Imports everything: the first call is not to pay for it."""
+    """Import everything, so that the first call does not pay for it."""
     import torch
     from stillframe._shell import cli  # noqa: F401
     from torch.distributed import checkpoint  # noqa: F401
@@ -40,8 +40,10 @@ def prepare() -> None:
 
 
 def make(path: str, spec: Spec, saved_by: str) -> None:
-    """Make the files, synced: torch's format by one writer; DCP's and safetensors' of the same
-    tensors."""
+    """Make and sync the files.
+
+    One is in torch's format by one writer; DCP's and safetensors' have the same tensors.
+    """
     import states
     import stillframe
     import torch
@@ -57,7 +59,7 @@ def make(path: str, spec: Spec, saved_by: str) -> None:
             os.fsync(file.fileno())
     flat = {str(number): each for number, each in enumerate(states.tensors_of(state.tree()))}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is one process
+        warnings.simplefilter("ignore")  # it warns that there is only one process
         dcp.save(flat, checkpoint_id=f"{path}.dcp", no_dist=True)
     if HAS_SAFETENSORS:
         _safetensors().save_file(flat, f"{path}.safetensors")
@@ -65,7 +67,7 @@ def make(path: str, spec: Spec, saved_by: str) -> None:
 
 
 def load(path: str, way: str) -> Load:
-    """One load, every byte used; the peak begins before it."""
+    """Load once and use every byte; the peak begins before it."""
     import states
 
     gc.collect()
@@ -94,7 +96,7 @@ def verify(path: str) -> float:
 
 
 def memcpy(path: str) -> float:
-    """Of as many bytes as the file has."""
+    """Copy as many bytes as the file has."""
     import torch
 
     left = nbytes = os.stat(path).st_size

@@ -1,4 +1,4 @@
-"""What vs_peers.py measures: states, and what the main thread does beside their saves."""
+"""The scenarios of vs_peers.py: states, and the main thread's work beside their saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peers import OURS
 LEAST_POOL_BYTES = 16 << 20  # one block of an engine's defaults
 FEW_TENSORS = 24
 MANY_TENSORS = 20_000
-LAYERS = 6  # of the transformer
+LAYERS = 6  # in the transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Scenario:
 
     @property
     def cold(self) -> str:
-        """Where the first round of its processes goes: it is in no median."""
+        """Return the name of its first round, which is in no median."""
         return f"{self.name}_cold" if self.kind == "save" else f"{self.name}_first"
 
 
@@ -59,12 +59,12 @@ SCENARIOS = (
     Scenario("large_small_pool", "large_small_pool", "save", "main thread idle", only_ours=True),
     Scenario("growth", "growth", "growth", "saves one after another", only_ours=True),
 )
-# Two copies of this state are more than a machine of the goals holds: one process at a time.
+# Two copies of this state exceed the memory that the goals assume, so one process runs at a time.
 ONE_AFTER_ANOTHER = ("large", "large_small_pool")
 
 
 def spec_of(state: str, s: Settings) -> Spec:
-    """The state of that name, as its processes make it."""
+    """Return the state of that name, as its processes make it."""
 
     def mlp(nbytes: int, pool_bytes: int = 0) -> Spec:
         nr_params = max(1, round(nbytes / (3 * TENSOR_BYTES)))
@@ -89,7 +89,7 @@ def spec_of(state: str, s: Settings) -> Spec:
 
 
 def title_of(scenario: Scenario, s: Settings) -> str:
-    """The heading of its block: the state, and what goes on beside the saves."""
+    """Return the heading of its block: the state, and what goes on beside the saves."""
     spec = spec_of(scenario.state, s)
     size = format_size(spec.nbytes)
     states = {

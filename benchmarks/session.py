@@ -1,4 +1,4 @@
-"""What one peer over one state is asked to do, in the process that it is measured in."""
+"""The measurements of one peer over one state, in the process that is measured."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from common import BenchError, Spec, Stamp, tick
 from machine import Others, keep_memory, reset_peak_rss, status_bytes
 from peers import PEERS, Peer
 
-CALIBRATE_NS = 400_000_000  # the main thread's own speed is taken over this long before each save
-TAIL_NS = 50_000_000  # stalls are watched for this long after the end: memory is given back there
+CALIBRATE_NS = 400_000_000  # the main thread's own speed is measured so long before each save
+TAIL_NS = 50_000_000  # stalls are watched so long after the end, when memory is given back
 WARM_STEPS = 5  # real steps before the first save
 SAVE_BATCH = 8  # rows a step between the saves of the idle and busy scenarios
 GIVE_UP_NS = 600 * 10**9  # a save that takes longer has hung
-LATE_STEP_S = 1.0  # after that a step finds its copy made, unless it takes longer than a second
-SAMPLE_S = 0.002  # between two looks at the bytes written
+LATE_STEP_S = 1.0  # pause after which the copy is made, unless it takes longer than a second
+SAMPLE_S = 0.002  # pause between two readings of the bytes written
 
 # An answer: numbers, and for pictures lists of them.
 Answer = dict[str, float]
@@ -36,12 +36,12 @@ class Session:
         import states
 
         self._directory = Path(tempfile.mkdtemp(dir=directory))
-        # Lightning writes its temporary where tempfile says; keep it on the disk that is measured.
+        # Lightning writes its temporary where tempfile says: on the measured disk.
         os.environ["TMPDIR"] = str(self._directory)
 
         self._state = states.make(spec)
         self._tensors_of = states.tensors_of
-        # After the state: a peer may read the environment, and Lightning's Trainer is made there.
+        # After the state, which sets environment variables and makes Lightning's Trainer.
         self._peer: Peer = PEERS[peer][0]()
         self._number = 0
         for _ in range(WARM_STEPS):
@@ -60,13 +60,12 @@ class Session:
         return self._directory / f"save{self._number}.pt"
 
     def save(self, busy: bool, check: bool, computing: int = 0) -> Answer:
-        """One save with the main thread busy or idle beside it.
+        """Save once with the main thread busy or idle beside it.
 
-        check: load the file afterwards and compare the first, middle and last tensors.
-        computing: so many threads want the interpreter lock all the time, until the save has
-        ended.
+        check: load the file afterwards and compare the first, middle and last tensors. computing:
+        so many threads want the interpreter lock all the time, until the save has ended.
         """
-        self._state.step(SAVE_BATCH)  # before them: a step beside them takes half a minute
+        self._state.step(SAVE_BATCH)  # before the threads: a step beside them takes half a minute
         tree = self._state.tree()
         with _computing(computing):
             figures, path = self._timed_save(tree, busy)
@@ -124,15 +123,15 @@ class Session:
                 raise BenchError(f"{path.name}: tensor {i} differs from what was saved")
 
     def pair(self, steps: int, batch: int) -> Answer:
-        """Training steps with one save before the first, between as many without a save.
+        """Time training steps with one save before the first, between as many without a save.
 
-        Half of the plain steps come before and half after, so a machine that grows slower or
-        faster does not count as lost time. The steps with a save go on until it has finished,
-        so that none of its work is left out.
+        Half of the plain steps come before and half after, so a machine that grows slower or faster
+        does not count as lost time. The steps with a save go on until it has finished, so that none
+        of its work is left out.
         """
         state = self._state
         keep_memory()
-        os.sync()  # nobody pays for what another has left to write
+        os.sync()  # so that earlier writes of others do not slow these steps
         others = Others()
         plain_s = self._timed_steps(steps // 2, batch)
         path, stamp, count = self._next_path(), Stamp(), 0
@@ -166,14 +165,14 @@ class Session:
         }
 
     def _timed_steps(self, steps: int, batch: int) -> float:
-        self._state.step(batch)  # not counted: it wakes what a pause has let fall asleep
+        self._state.step(batch)  # not counted: threads wake up in it after a pause
         start = time.perf_counter_ns()
         for _ in range(steps):
             self._state.step(batch)
         return (time.perf_counter_ns() - start) / 1e9
 
     def gate(self) -> Answer:
-        """A save with the optimizer's step at once, then one with a step that comes late."""
+        """Save with the optimizer's step at once, then with a step that comes late."""
         answer: Answer = {}
         for name, pause_s in (("gate_at_once_s", 0.0), ("gate_late_s", LATE_STEP_S)):
             self._state.step(SAVE_BATCH)
@@ -190,7 +189,7 @@ class Session:
         return answer
 
     def growth(self, saves: int) -> dict[str, Any]:
-        """The process's memory after each of `saves` saves with a step before each."""
+        """Return the process's memory after each of `saves` saves with a step before each."""
         resident = []
         for _ in range(saves):
             self._state.step(SAVE_BATCH)
@@ -205,7 +204,7 @@ class Session:
         return {"growth_nbytes": float(resident[-1] - warm), "resident_nbytes": resident}
 
     def watch(self) -> dict[str, Any]:
-        """One save, the main thread idle but for looks at how many bytes are written."""
+        """Save once; the idle main thread only reads how many bytes are written."""
         self._state.step(SAVE_BATCH)
         tree, path, stamp = self._state.tree(), self._next_path(), Stamp()
         time.sleep(0.2)
@@ -213,7 +212,7 @@ class Session:
         start = time.perf_counter_ns()
         self._peer.save(tree, str(path), stamp)
         while not stamp.at_ns and time.perf_counter_ns() - start < GIVE_UP_NS:
-            with contextlib.suppress(FileNotFoundError):  # renamed between two looks
+            with contextlib.suppress(FileNotFoundError):  # renamed between two readings
                 nbytes.append(self._peer.progress(self._directory))
                 times.append((time.perf_counter_ns() - start) / 1e9)
             time.sleep(SAMPLE_S)
@@ -230,7 +229,7 @@ class Session:
 
 @contextlib.contextmanager
 def _computing(nr_threads: int) -> Iterator[None]:
-    """Threads that compute in pure Python: a loader that makes tokens, a logger, an evaluator."""
+    """Run threads that compute in pure Python: like a tokenizing loader, a logger, an evaluator."""
     stop = threading.Event()
 
     def compute() -> None:

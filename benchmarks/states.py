@@ -1,7 +1,7 @@
-"""The states that are saved: what is trained, and the tree that a training would save of it.
+"""The states that are saved: a model in training, and the tree that a training would save.
 
-Each is made in the measured process. `step(batch)` is one real training step, `tree()` what goes
-to the peers, `nbytes` the tensors in it and `num_tensors` how many.
+Each is made in the measured process. `step(batch)` is one real training step, `tree()` is passed to
+the peers, `nbytes` is the size of its tensors and `num_tensors` their number.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class State(Protocol):
     num_tensors: int
 
     def step(self, batch: int) -> None:
-        """One training step on `batch` rows."""
+        """Train one step on `batch` rows."""
 
     def update(self) -> None:
-        """The optimizer's step alone, with the gradients that are there."""
+        """Make the optimizer's step alone, with the present gradients."""
 
     def tree(self) -> Any:
-        """What a training saves now."""
+        """Return what a training would save now."""
 
 
 class Mlp:
@@ -68,7 +68,7 @@ class Mlp:
 
 
 class _Residual(torch.nn.Module):
-    """With `scale` one over their number, thousands in a row still end in finite values."""
+    """A residual layer. With `scale` one over their number, thousands in a row stay finite."""
 
     def __init__(self, width: int, scale: float) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ class _Residual(torch.nn.Module):
 
 
 class Few:
-    """`nr_params` weights under plain SGD, the first of them 0.55 of `nbytes`: 2.2 GB of 4 GB.
+    """Weights under plain SGD: `nr_params` of them, the first 0.55 of `nbytes`: 2.2 GB of 4 GB.
 
-    With moments one tensor of more than 2 GB would be three, so this optimizer keeps none. Steps
-    have gradients that take no memory (one number, expanded), and no forward.
+    With moments a tensor of more than 2 GB would become three, so this optimizer keeps none. Its
+    steps have gradients that take no memory (one number, expanded), and no forward.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -131,7 +131,7 @@ class LightningTransformer:
     """A transformer with AdamW after a Trainer's fit; the tree is the Trainer's whole checkpoint.
 
     Loops, callbacks, hyperparameters and the scheduler are in it, as `trainer.save_checkpoint`
-    would dump them. `nr_params` encoder layers; their width follows from `nbytes`.
+    would dump them. `nr_params` is the number of encoder layers; their width follows from `nbytes`.
     """
 
     LENGTH = 32  # tokens a row
@@ -204,7 +204,8 @@ def _module(pl: Any, width: int, layers: int) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Lightning talks about devices and workers, in the middle of our progress line."""
+    """Silence Lightning's messages about devices and workers, which would break our progress
+    line."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -212,7 +213,7 @@ def _quiet() -> Iterator[None]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in dicts and lists, in order."""
+    """Return the tensors in dicts and lists, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -231,7 +232,7 @@ KINDS: dict[str, type[Mlp] | type[Few] | type[Plain] | type[LightningTransformer
 
 
 def make(spec: Spec) -> State:
-    """The state of `spec`, in this process."""
+    """Make the state of `spec` in this process."""
     if spec.pool_bytes:
         os.environ["STILLFRAME_POOL_BYTES"] = str(spec.pool_bytes)
     torch.set_num_threads(spec.threads)

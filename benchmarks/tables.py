@@ -1,9 +1,9 @@
 """Writes the tables of README and docs from the figures in benchmarks/results: `make tables`.
 
-    python benchmarks/tables.py           writes them where they stand
-    python benchmarks/tables.py --check   exit status 1 where one is not what the figures say
+    python benchmarks/tables.py           writes them into the pages
+    python benchmarks/tables.py --check   exit status 1 where one differs from the figures
 
-A table stands between two comments, `<!-- table NAME -->` and `<!-- end of table -->`. So do the
+A table is between two comments, `<!-- table NAME -->` and `<!-- end of table -->`. So are the
 pictures that `make pictures` has drawn: each is shown once its figures are in the tree.
 """
 
@@ -51,7 +51,7 @@ def memory(figure: dict[str, Any]) -> str:
 
 
 def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
-    """What a save costs: the main thread busy or idle, or others that want the interpreter."""
+    """Return the cost of a save: main thread busy or idle, or other threads that compute."""
     facts, settings, time = document["facts"], document["settings"], time_of(spread)
     rows = [
         ("busy", "call_s", "main thread busy: the call blocks", time),
@@ -85,7 +85,7 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
 
 
 def loads(document: dict[str, Any]) -> list[str]:
-    """Seconds until every byte of a load has been used."""
+    """Return the seconds until every byte of a load has been used."""
     lines = [f"| | {' | '.join(LOADS.values())} |", "|---|" + "---|" * len(LOADS)]
     for state, figures in document["states"].items():
         for situation, title in SITUATIONS.items():
@@ -96,7 +96,7 @@ def loads(document: dict[str, Any]) -> list[str]:
 
 
 def lost_time(document: dict[str, Any]) -> list[str]:
-    """Lost time a save in a training loop, with the standard error of its median."""
+    """Return the lost time for each save in a training loop, with its median's standard error."""
     found = document["figures"]["loop"]
     cells, ways = [], sorted(found, key=[*WAYS, *found].index)
     for way in ways:
@@ -107,7 +107,8 @@ def lost_time(document: dict[str, Any]) -> list[str]:
 
 
 def fits(document: dict[str, Any]) -> list[str]:
-    """What checkpoints take of a Lightning training's speed, with the standard error."""
+    """Return the share of a Lightning training's speed that checkpoints cost, with standard
+    error."""
     titles = {**FITS, "none": "none against none"}
     (result,) = document["results"].values()
     lines = [f"| | {' | '.join(titles.values())} |", "|---|" + "---|" * len(titles)]
@@ -122,7 +123,7 @@ def fits(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-PICTURES = {  # a file of results, and what its picture shows
+PICTURES = {  # a file of results, and its picture's caption
     "saves": "Saves beside a busy main thread and an idle one: the call, and until it has finished",
     "bytes_over_time": "Bytes written over time, with an idle main thread",
     "lost_time": "Lost time a save, in a training loop",
@@ -132,13 +133,13 @@ PICTURES = {  # a file of results, and what its picture shows
 
 
 def pictures() -> list[str]:
-    """What `make pictures` draws of the figures that are in the tree."""
+    """Return links to what `make pictures` draws from figures in the tree."""
     there = [name for name in PICTURES if (RESULTS / f"{name}.json").exists()]
     return [line for name in there for line in (f"![{PICTURES[name]}](assets/{name}.png)", "")][:-1]
 
 
 def recording() -> list[str]:
-    """What `make recording` has recorded."""
+    """Return a link to what `make recording` has recorded."""
     if not (ROOT / "docs/assets/demo.svg").exists():
         return []
     return ["![`make demo`, recorded in a terminal](assets/demo.svg)"]
@@ -164,7 +165,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
 
 
 def written(text: str) -> str:
-    """The text with its tables as the figures have them."""
+    """Return the text with its tables as the figures have them."""
 
     def table(found: re.Match[str]) -> str:
         if found[1] in MADE:

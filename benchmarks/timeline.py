@@ -1,13 +1,15 @@
-"""What a save does to the training steps around it, way by way: the picture README begins with.
+"""What does a save do to the training steps around it? The first picture of README, way by way.
 
     python benchmarks/timeline.py --dir DIR --json benchmarks/results/timeline.json
 
-The same training, saved in four ways that take turns, each turn in a process of its own: a warm-up
-save, plain steps, one save and steps until it has ended, plain steps again. The training's parts
-are time stamps around forward and backward, the call and the optimizer's step; what our threads do
-meanwhile comes from `stillframe.trace`. Of each way the turn with the fastest plain steps is drawn,
-since that was disturbed least. Beside it stands the lost time: the median of all turns, with the
-smallest and largest, or that it cannot be told from noise.
+The same training is saved in four ways that take turns, each turn in a process of its own. A turn
+has a warm-up save, plain steps, one save with steps until it has ended, and plain steps again. Time
+stamps around forward and backward, the call and the optimizer's step give the training's parts.
+`stillframe.trace` gives the work of our threads meanwhile.
+
+For each way the turn with the fastest plain steps is drawn, since that was disturbed least. Beside
+it is the lost time: the median of all turns, with the smallest and largest. Where it cannot be told
+from noise, the picture says so.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from process import Worker
 
 WAYS = (TORCH, LIGHTNING, DCP, OURS)
 BEFORE = 3  # steps that are drawn before the save
-AFTER = 8  # and after it, at least
-PLAIN = 8  # on each side, that say what a step takes
-BACKGROUND = {  # spans of our threads, and what they are in the picture
+AFTER = 8  # least steps that are drawn after it
+PLAIN = 8  # steps on each side that measure a plain step
+BACKGROUND = {  # spans of our threads, and their names in the picture
     "copy piece": "copy",
     "copy": "copy",
     "checksum": "write",
@@ -79,7 +81,8 @@ class _Training:
 
 
 def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dict[str, Any]:
-    """One turn of one way, in this process: its spans from the call on, and what it lost."""
+    """Run one turn of one way in this process; return its spans from the call on, and its lost
+    time."""
     keep_memory()
     training = _Training(Spec(nbytes, "mlp", 120, threads), batch)
     peer = PEERS[way][0]()
@@ -123,7 +126,11 @@ def _wait(stamp: Stamp) -> None:
 
 
 def _measured(training: _Training, peer: Any, path: str) -> tuple[Any, float, float, float, float]:
-    """(steps and their time with the save, start, return and end of the save, wait for staging)"""
+    """Make a save with steps beside it.
+
+    Returns:
+        Steps and their time with the save; start, return and end of the save; wait for staging.
+    """
     stamp = Stamp()
     begun = time.perf_counter()
     tree = training.state.tree()
@@ -174,7 +181,9 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, list[dict[str
     for number in range(options.rounds):
         for way in WAYS if number % 2 == 0 else reversed(WAYS):
             with tempfile.TemporaryDirectory(dir=directory) as scratch:
-                subprocess.run(["sync", "-f", scratch], check=True)  # nobody pays for another's
+                subprocess.run(
+                    ["sync", "-f", scratch], check=True
+                )  # so that earlier writes do not slow this turn
                 sizes = (options.state, options.batch, options.threads)
                 with Worker(way, import_module, "timeline") as worker:
                     turns[way].append(worker.ready().call("turn", way, *sizes, scratch))

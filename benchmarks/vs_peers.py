@@ -30,14 +30,14 @@ from process import Worker
 from scenarios import ONE_AFTER_ANOTHER, SCENARIOS, Scenario, peers_of, spec_of
 from session import Session
 
-SLOW_S = 10.0  # a way to save that takes longer
-FEW_ROUNDS = 2  # has only that many warm rounds
+SLOW_S = 10.0  # a way whose save takes longer
+FEW_ROUNDS = 2  # gets only so many warm rounds
 
 # ---- the run -------------------------------------------------------------------------------
 
 
 class Run:
-    """Runs the scenarios with the given ways to save and fills `figures`.
+    """One run of the scenarios with the given ways to save; it fills `figures`.
 
     Attributes:
         curves: way to save -> {"times_s", "nbytes"}: bytes written over time, of scenario watch.
@@ -57,7 +57,7 @@ class Run:
         self._disk: RawDisk | None = None
 
     def all(self, names: list[str]) -> None:
-        """The scenarios of those names; those of one state share its processes."""
+        """Run the scenarios of those names; those of one state share its processes."""
         wanted = [s for s in SCENARIOS if s.name in names and peers_of(s, self._peers)]
         for state in dict.fromkeys(s.state for s in wanted):
             here = [s for s in wanted if s.state == state]
@@ -91,7 +91,7 @@ class Run:
 
     @contextlib.contextmanager
     def _fleet(self, state: str, peers: list[str]) -> Iterator[list[Worker]]:
-        """One process a way to save, all over the same state; gone afterwards."""
+        """Start a process for each way to save, all over the same state; end them afterwards."""
         spec = spec_of(state, self.settings)
         self._progress(f"{state}: building {format_size(spec.nbytes)} in {len(peers)} processes")
         with contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ class Run:
                 worker.call("close")
 
     def _saves(self, fleet: list[Worker], scenario: Scenario, *, cold: bool) -> None:
-        """Rounds of one save each; the first is cold unless the processes saved before."""
+        """Run rounds of one save each; the first is cold unless the processes saved before."""
         names = ([scenario.cold] if cold else []) + [scenario.name] * self.settings.rounds
         slow: set[str] = set()
         for number, name in enumerate(names):
@@ -129,7 +129,7 @@ class Run:
             self.figures.add(name, RAW, raw)
 
     def _loop(self, fleet: list[Worker], scenario: Scenario) -> None:
-        """Rounds of a pair each; the first is a warm-up kept apart."""
+        """Run rounds of a pair each; the first is a warm-up kept apart."""
         s = self.settings
         pairs, steps, batch = {
             "loop": (s.pairs, s.loop_steps, s.loop_batch),
@@ -158,7 +158,7 @@ class Run:
         for worker in fleet:
             self._progress(f"{scenario.name}: {worker.name}")
             if scenario.kind == "watch":
-                worker.call("save", busy=False, check=False)  # whoever is cold is not any more
+                worker.call("save", busy=False, check=False)  # so that no way is cold
                 curve = worker.call("watch")
                 self.curves[worker.name] = curve
                 self.figures.add(scenario.name, worker.name, {"finished_s": curve["times_s"][-1]})
@@ -217,8 +217,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _need_memory(settings: Settings, names: list[str], nr_peers: int) -> int:
-    """Of the largest fleet: weights, state, gradients and torch in each process; on top the
-    largest clone, pool and file, and the source of raw writes."""
+    """Return the bytes that the largest fleet needs.
+
+    Each process has weights, state, gradients and torch. On top come the largest clone, pool and
+    file, and the source of raw writes.
+    """
     most = 0
     for scenario in SCENARIOS:
         if scenario.name not in names:
@@ -227,7 +230,7 @@ def _need_memory(settings: Settings, names: list[str], nr_peers: int) -> int:
         alone = scenario.state in ONE_AFTER_ANOTHER or scenario.only_ours
         processes = 1 if alone else nr_peers
         gradients = 1.0 if spec.kind == "few" else 1.4
-        # Warm pools and staging caches stay, one of each peer that has one.
+        # Warm pools and staging caches stay allocated in each peer that has one.
         need = processes * (gradients * spec.nbytes + 5e8) + (3 if alone else 5.5) * spec.nbytes
         most = max(most, int(need))
     return most
@@ -249,7 +252,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _document(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a run, for tables and pictures."""
+    """Return the part of a run that is kept for tables and pictures."""
     return {
         "facts": facts,
         "settings": dataclasses.asdict(run.settings),

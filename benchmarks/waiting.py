@@ -1,4 +1,4 @@
-"""What a step right behind the call waits for, and what calls cost while the pool is new.
+"""How long does a step right after the call wait, and what do calls cost while the pool is new?
 
     python benchmarks/waiting.py [--dir DIR] [--megabytes 400] [--rounds 9] [--only QUESTION ...]
 
@@ -8,9 +8,9 @@ Four questions, each with its ways taking turns in one process:
   (deferred), against copying all of it in the call (``overlap=False``). The ratio is to stay
   at most 1.05.
 * growth: the same bytes with no optimizer, in a new engine: calls 1 to 4, beside one plain copy of
-  them into memory that is there, with the bytes the pool took and the minor faults in each call.
+  them into existing memory, with the bytes the pool took and the minor faults in each call.
 * unowned: the calls of ``async_save`` and ``snapshot`` for the same bytes with no optimizer, a warm
-  pool, as a ratio to torch's own copy into memory that is there. It is to stay at most 1.3.
+  pool, as a ratio to torch's own copy into existing memory. It is to stay at most 1.3.
 * snapshot: an optimizer step right behind a deferred snapshot, beside ``--busy`` processes that
   compute, against the same step alone.
 """
@@ -34,7 +34,7 @@ from stillframe import _core
 
 
 def plain_copy_s(state: dict[str, torch.Tensor]) -> float:
-    """Seconds of one copy of the state into memory that is there, the best of five."""
+    """Return the seconds of one copy of the state into existing memory, the best of five."""
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     best = float("inf")
     for _ in range(5):
@@ -46,7 +46,7 @@ def plain_copy_s(state: dict[str, torch.Tensor]) -> float:
 
 
 def growth(nbytes: int, directory: Path) -> None:
-    """Prints what the first four calls of a new engine cost."""
+    """Print the cost of the first four calls of a new engine."""
     state = {f"t{i}": torch.ones(nbytes // 64 // 4) for i in range(64)}
     copy_s = plain_copy_s(state)
     print(f"growth: {nbytes / 1e6:.0f} MB, one plain copy {copy_s * 1e3:.0f} ms")
@@ -110,7 +110,7 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
         parameter.grad = torch.ones_like(parameter)
     for _ in range(4):
         optimizer.step()
-    torch.set_num_threads(1)  # else its threads wait for each other beside busy processes
+    torch.set_num_threads(1)  # else torch's threads wait for each other beside busy processes
     took: dict[bool, list[float]] = {True: [], False: []}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(nr_busy)]
     try:
@@ -142,7 +142,7 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
 
 
 def gate(nbytes: int, directory: Path, rounds: int) -> None:
-    """Prints the medians of both ways and their ratio."""
+    """Print the medians of both ways and their ratio."""
     size = nbytes // 12 // 16
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for _ in range(16)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -174,7 +174,7 @@ def gate(nbytes: int, directory: Path, rounds: int) -> None:
 
 
 def main() -> None:
-    """All questions, or those that are asked for."""
+    """Answer all questions, or those that are asked for."""
     questions = ("gate", "growth", "unowned", "snapshot")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", default=None)

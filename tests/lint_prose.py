@@ -28,6 +28,7 @@ CHECKED = [
     *("csrc/python/skeleton/*.[ch]", "csrc/python/torch/*.[ch]", "csrc/python/*.[ch]"),
     *("python/stillframe/*.py", "python/stillframe/_base/*.py", "python/stillframe/_tree/*.py"),
     *("python/stillframe/_offload/*.py", "examples/*.py", "examples/demo/*.py"),
+    "benchmarks/*.py",
     *("python/stillframe/_lightning/*.py", "python/stillframe/_watch/*.py"),
     *(f"python/stillframe/{name}/*.py" for name in ("_save", "_snapshot", "_load", "_shell")),
 ]
