@@ -50,7 +50,7 @@ class Fill:
         }
         places = {i: _device.place_of_tensor(target) for i, target in self._straight.items()}
         self._devices = {index: place for index, place in places.items() if place > 0}
-        self._on_their_way: dict[int, torch.UntypedStorage] = {}
+        self._temporary: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, torch.UntypedStorage] = {}  # by record: memory of the new tensors
         self._placed = 0
 
@@ -63,27 +63,27 @@ class Fill:
         try:
             restore.open_devices(self._core, {place - 1 for place in self._devices.values()})
             for index in sorted(self._wanted):
-                self._place(self._core.reach(index))
+                self._assign_memory(self._core.reach(index))
                 self._wait(index)
                 self._hand_over(index)
-            self._place(self._core.nr)
+            self._assign_memory(self._core.nr)
             self._wait(self._core.nr)
         finally:
             self.failure = Failure(*self._core.failure())
             # The threads end before the memory that they write to is freed.
             self._core.close()
-        self._give_memory()
+        self._adopt_memory()
         self._plan.finish()
 
     def _wait(self, index: int) -> None:
         if not self._core.wait(index):
             raise RestoreFailed
 
-    def _place(self, least: int) -> None:
+    def _assign_memory(self, least: int) -> None:
         """Give records their memory: at least the first `least`, and those that may be read
         ahead."""
         first, addresses = self._placed, []
-        ahead = sum(storage.nbytes() for storage in self._on_their_way.values())
+        ahead = sum(storage.nbytes() for storage in self._temporary.values())
         while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD_BYTES):
             index = self._placed
             address = 0  # a record that nobody wants is only checked
@@ -93,7 +93,7 @@ class Fill:
                 storage = self._made[index] = restore.new_storage(self._sizes[index])
                 address = storage.data_ptr()
             elif index in self._wanted and index not in self._straight:
-                storage = self._on_their_way[index] = restore.new_storage(self._sizes[index])
+                storage = self._temporary[index] = restore.new_storage(self._sizes[index])
                 address = storage.data_ptr()
                 ahead += self._sizes[index]
             addresses.append(address)
@@ -115,11 +115,11 @@ class Fill:
         elif index in self._made:
             storage, start = self._made[index], 0
         else:
-            storage, start = self._on_their_way.pop(index), 0
+            storage, start = self._temporary.pop(index), 0
         for target, found in pairs:
             copy_tensor(target, _over(storage, start, found))
 
-    def _give_memory(self) -> None:
+    def _adopt_memory(self) -> None:
         """Put the new tensors over the bytes that were read; they stay the same objects."""
         none = restore.new_storage(0)
         for index, found in self._new:

@@ -26,7 +26,7 @@ from stillframe._tree.rebuild import (
     reach,
 )
 
-_MOST_TOLD = 8
+_MAX_SHOWN = 8
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _OVERLAPS = 1  # at::MemOverlap::Yes
@@ -52,9 +52,9 @@ class Plan:
     def refuse_problems(self) -> None:
         """Raise ValueError when something does not fit."""
         if self.problems:
-            more = len(self.problems) - _MOST_TOLD
-            told = [*self.problems[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else [])]
-            raise ValueError("the file does not fit what into= names: " + "; ".join(told))
+            more = len(self.problems) - _MAX_SHOWN
+            shown = [*self.problems[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+            raise ValueError("the file does not fit what into= names: " + "; ".join(shown))
 
     def refuse_short(self, sizes: list[int]) -> None:
         """Raise ValueError when something does not fit, or a record is too short for its tensor.

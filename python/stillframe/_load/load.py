@@ -174,10 +174,10 @@ def _load_fd(fd: int, how: _How) -> Any:
         found["error"] = f"it is not a torch.save file; it looks like {words}"
     _refuse_damaged(found, how.path)
     why: str | None = _PACKED if found["format"] == "archive" else "it is in the legacy format"
-    core, why = _able(core, how.map_location, why)
+    core, why = _usable(core, how.map_location, why)
     if core is not None:
         devices: dict[int, torch.device] = {}
-        if placement.worth_a_look(how.map_location):
+        if placement.may_find(how.map_location):
             devices = placement.find(how.open_again(fd), how.map_location)
         archive = restore.open_archive(core, fd, found["nbytes"], how.map_location, devices)
         try:
@@ -203,7 +203,7 @@ def _load_fd(fd: int, how: _How) -> Any:
     return _load_generally(fd, how)
 
 
-def _able(
+def _usable(
     core: _core.Restore | None, map_location: MapLocation, why: str | None
 ) -> tuple[_core.Restore | None, str | None]:
     """Return the restore if it can read the archive; otherwise close it and return why it
@@ -221,7 +221,7 @@ def _load_into(fd: int, into: Any, how: _How) -> Any:
     """Check and load an open file, like `_load_fd`, into the tensors of `into`."""
     found, core = how.open(fd)
     _refuse_damaged(found, how.path)
-    core, why = _able(core, None, "it is no archive of torch's")
+    core, why = _usable(core, None, "it is no archive of torch's")
     if core is not None:
         ahead = _plan_ahead(core, into, how)
         if ahead is not None:

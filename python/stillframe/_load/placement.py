@@ -49,7 +49,7 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
     }
 
 
-def worth_a_look(map_location: Any) -> bool:
+def may_find(map_location: Any) -> bool:
     """Return whether `find` may find any, judging by this process and map_location alone."""
     if callable(map_location) or not (_device.may_be_loaded_to() and _torch_places_as_known()):
         return False

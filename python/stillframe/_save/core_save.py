@@ -143,7 +143,7 @@ class CoreSave(SaveHandle):
             copied: No step needs to wait for this save any more.
         """
         if self._verdict.is_needed and not self._confirmed:
-            self._ticket.confirm(self._verdict.look())
+            self._ticket.confirm(self._verdict.judge())
             self._confirmed = True
         if copied:
             self._verdict.over(self)

@@ -44,10 +44,10 @@ def _announce_wait() -> None:
 
 
 def _wait_for_log() -> None:
-    told = False
+    announced = False
     while not _core.log_drain(_QUIET_S):
-        if not told and (sentence := _core.log_unanswered()):
-            told = True
+        if not announced and (sentence := _core.log_unanswered()):
+            announced = True
             _say(f"stillframe: {sentence}; Ctrl-C twice leaves it")
 
 

@@ -46,7 +46,7 @@ class _Worker:
             entry.append()
             if completion.completion.over or not self._start():
                 while entry.number in self._waiting:  # no thread is left to do it
-                    self._turn()
+                    self._do_next()
         except BaseException:
             # Ctrl-C may come at any line, even when the entry is in the log or its work is running.
             if self._waiting.pop(entry.number, None) is not None:
@@ -70,7 +70,7 @@ class _Worker:
             return completion.start_once(self._thread)
 
     def _run(self) -> None:
-        while self._turn():
+        while self._do_next():
             pass
         with self._lock:
             self._thread = None
@@ -78,7 +78,7 @@ class _Worker:
         if again:
             self._start()
 
-    def _turn(self) -> bool:
+    def _do_next(self) -> bool:
         """Do the work at the head of the log; return False when the log is being stopped."""
         turn = _core.log_work_next()
         if turn is None:
@@ -141,9 +141,9 @@ class Turn:
     def __init__(self, key: bytes) -> None:
         self._come, self._over = threading.Event(), threading.Event()
         self._before = _core.LogLoad(key)
-        self._entry = submit(key, _core.WORK_SAVE, self._stand)
+        self._entry = submit(key, _core.WORK_SAVE, self._hold_the_log)
 
-    def _stand(self, after_good: bool) -> bool:
+    def _hold_the_log(self, after_good: bool) -> bool:
         """Hold the head of the log until the save has ended."""
         self._come.set()
         self._over.wait()

@@ -1,7 +1,7 @@
 """`Verdict`: whether a deferred copy holds the state at the call.
 
     made ──launched──▶ steps wait for the copy ──over──▶ no step waits ──▶ ended
-                          │ look: compares versions, once
+                          │ judge: compares versions, once
 
 The core compares samples of the copied bytes; this module compares torch's version counters. The
 first to need the answer asks: an optimizer's step, a waiting caller, the completion thread, or a
@@ -46,10 +46,10 @@ class Verdict:
         if self._over:  # another thread called `over` in the meantime
             gate.untrack(pending)
 
-    def look(self) -> int:
+    def judge(self) -> int:
         """Return the number of a storage that something wrote to since the call, or -1."""
         if not self._answers:
-            self._answers.append(self._deferral.torn())  # atomic: two threads may look
+            self._answers.append(self._deferral.torn())  # atomic: two threads may judge
         return self._answers[0]
 
     def over(self, pending: gate.Pending) -> None:

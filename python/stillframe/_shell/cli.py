@@ -91,7 +91,7 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         return Finding(path, UNUSABLE, _reason(error))
     try:
         found = _core.check(fd, True, progress, True)  # bypassing the page cache
-        strange = None if found["ok"] else looks.no_checkpoint(fd, path, found)
+        reason = None if found["ok"] else looks.no_checkpoint(fd, path, found)
     except OSError as error:
         # The file exists and is readable, but its bytes are not: the disk has lost them.
         status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
@@ -100,11 +100,11 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         return Finding(path, UNUSABLE, "not enough memory to check it", _size(fd))
     finally:
         os.close(fd)
-    status = GOOD if found["ok"] else DAMAGED if strange is None else UNUSABLE
+    status = GOOD if found["ok"] else DAMAGED if reason is None else UNUSABLE
     return Finding(
         path,
         status,
-        strange or found["error"],
+        reason or found["error"],
         found["nbytes"],
         found["num_records"],
         found["num_unchecked"],
@@ -289,7 +289,7 @@ def _result(finding: Finding) -> str:
     return "\n".join([*lines, f"and {rest} more"] if rest > 0 else lines)
 
 
-def _printed(finding: Finding) -> list[str]:
+def _lines_about(finding: Finding) -> list[str]:
     """Return the lines about a path: one, and one more for each bad record."""
     first, *rest = _result(finding).split("\n")
     notes = [] if finding.nbytes is None else [decimal(finding.nbytes)]
@@ -348,7 +348,7 @@ def folded(text: str, width: int, indent: str = "    ", behind: str = " /") -> l
 
 def _print(finding: Finding) -> None:
     """Print a finding at once, so that a long list can be read while it grows."""
-    first, *rest = _printed(finding)
+    first, *rest = _lines_about(finding)
     if not sys.stdout.isatty():
         print("\n".join([first, *(f"    {line}" for line in rest)]), flush=True)
         return

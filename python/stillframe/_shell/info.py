@@ -97,7 +97,7 @@ def _disk(directory: str) -> dict[str, Any]:
     return found
 
 
-def look(directory: str) -> dict[str, Any]:
+def collect(directory: str) -> dict[str, Any]:
     """Return everything, as `--json` prints it."""
     return {
         "versions": _versions(),
@@ -150,6 +150,6 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return 0, or 2 if a save into the directory fails."""
-    found = look(options.directory)
+    found = collect(options.directory)
     print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
     return UNUSABLE if found["disk"]["error"] else GOOD

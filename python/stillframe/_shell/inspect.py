@@ -82,7 +82,7 @@ class Found:
         }
 
 
-def look(path: str) -> Found:
+def examine(path: str) -> Found:
     """Read one file. An error of the file is noted, not raised."""
     found = Found(path)
     try:
@@ -98,9 +98,9 @@ def look(path: str) -> Found:
         try:
             checked = _core.check(fd, False)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
-            strange = None if checked["ok"] else looks.no_checkpoint(fd, path, checked)
-            if strange is not None:
-                found.status, found.error = UNUSABLE, strange
+            reason = None if checked["ok"] else looks.no_checkpoint(fd, path, checked)
+            if reason is not None:
+                found.status, found.error = UNUSABLE, reason
                 return found
             if not checked["ok"]:
                 found.status, found.error = DAMAGED, checked["error"]
@@ -185,12 +185,12 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _show(found: Found, *, as_tree: bool) -> None:
     # A file or a pipe has no width.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in _told(found, _tree(found) if as_tree else _table(found, width), as_tree):
+    for line in _lines(found, _tree(found) if as_tree else _table(found, width), as_tree):
         for part in [line] if width is None or len(line) <= width else _folded(line, width):
             print(part)
 
 
-def _told(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
+def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
     """Iterate over all lines of output."""
     if found.error:
         word = "damaged: " if found.status == DAMAGED else ""
@@ -267,7 +267,7 @@ def _tree(found: Found) -> Iterator[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    found = look(options.path)
+    found = examine(options.path)
     if options.json:
         print(json.dumps(found.as_json()))  # one line, because only json's slow encoder indents
     else:

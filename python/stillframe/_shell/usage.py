@@ -17,8 +17,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"stillframe {support.VERSION}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (told, description, epilog, arguments) in _COMMANDS.items():
-        one = commands.add_parser(name, help=told, description=description, epilog=epilog)
+    for name, (summary, description, epilog, arguments) in _COMMANDS.items():
+        one = commands.add_parser(name, help=summary, description=description, epilog=epilog)
         arguments(one)
     return top
 
@@ -150,7 +150,7 @@ complete -o default -F _stillframe stillframe
 
 
 def _zsh(words: dict[str, list[str]], helps: dict[str, str]) -> str:
-    commands = "\n".join(f"        '{name}:{told}'" for name, told in helps.items())
+    commands = "\n".join(f"        '{name}:{summary}'" for name, summary in helps.items())
     cases = "".join(
         f"        {name}) words_of=({' '.join(found)}) ;;\n"
         for name, found in words.items()

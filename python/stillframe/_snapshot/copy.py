@@ -52,7 +52,7 @@ class Copy:
         self.seen = False  # the error was raised to somebody
         self.gate_wait_s = 0.0
         self.owner: Callable[[], Owner | None] | None = None
-        self._told: list[Callable[[], object]] = []  # called once it is settled
+        self._when_settled: list[Callable[[], object]] = []  # called once it is settled
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
@@ -90,7 +90,7 @@ class Copy:
             if copied:
                 self.settle()
             else:  # the step changes versions before the devices' copies end
-                self.verdict.look()
+                self.verdict.judge()
         return copied
 
     def finish(self) -> None:
@@ -113,7 +113,7 @@ class Copy:
                 return
             failed = self.core.error()
             if torn < 0 and not failed:
-                torn = self.verdict.look()
+                torn = self.verdict.judge()
             # A signal handler may have settled it in between.
             settled, self._settled = self._settled, True
             if settled:
@@ -125,15 +125,15 @@ class Copy:
                 self._tear(torn)
             self.verdict.release()
             self.sources = []
-            for function in self._told:
+            for function in self._when_settled:
                 completion.callbacks.put(function)
-            self._told = []
+            self._when_settled = []
 
-    def tell(self, function: Callable[[], object]) -> None:
+    def call_when_settled(self, function: Callable[[], object]) -> None:
         """Have the callback thread call `function` once the verdict is known."""
         with self._lock:
             if not self._settled:
-                self._told.append(function)
+                self._when_settled.append(function)
                 return
         completion.callbacks.put(function)
 

@@ -143,7 +143,7 @@ class Loan:
                 if not said or not self._lend():
                     return
             except TimeoutError:
-                self._tire()
+                self._count_as_used()
             except OSError:  # the borrower was killed in between
                 return
 
@@ -154,7 +154,7 @@ class Loan:
             socket.send_fds(self._channel, [b"\0"], [self.lender.descriptor])
         return self._asked
 
-    def _tire(self) -> None:
+    def _count_as_used(self) -> None:
         """Let others stop waiting for this loan: its memory counts as in use."""
         core = self.lender.core
         core.view()
@@ -217,7 +217,7 @@ def _register_tensors() -> None:
         ForkingPickler.register(kind, _reduce_tensor)
 
 
-def sentence() -> str:
+def explanation() -> str:
     """Return a sentence about lent memory for the error of a full pool, or ""."""
     if not _loans:
         return ""

@@ -265,7 +265,7 @@ def snapshot(
     """
     refuse_unclear(overlap=overlap)
     with inside():
-        return _take(tree, overlap, shared, _able(engine_or_default(engine), shared))
+        return _take(tree, overlap, shared, _check_shared(engine_or_default(engine), shared))
 
 
 def snapshot_at_once(tree: T) -> Snapshot[T]:
@@ -316,7 +316,7 @@ def recall(taken: Snapshot[Any]) -> None:
         taken._lender.recall()
 
 
-def _able(engine: Engine, shared: Shared) -> Engine:
+def _check_shared(engine: Engine, shared: Shared) -> Engine:
     if not (isinstance(shared, bool) or shared == "spawn"):
         raise ValueError(f"shared has to be False, True or 'spawn', not {shared!r}")
     if shared == "spawn" and not limits_of(engine).shared_memory:
@@ -337,7 +337,7 @@ def _able(engine: Engine, shared: Shared) -> Engine:
 def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> None:
     """Have the callback thread call `function` once `taken.wait()` would return or raise at
     once."""
-    taken._copy.tell(function)
+    taken._copy.call_when_settled(function)
 
 
 def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
@@ -441,7 +441,7 @@ def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | N
             raise  # from a signal handler whose snapshot did not fit
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
-            f" {usage(engine)}{lent.sentence()}"
+            f" {usage(engine)}{lent.explanation()}"
         ) from None
     note_use(engine)
     return memory

@@ -28,7 +28,7 @@ from stillframe._watch import gate, ownership
 _MOVERS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
-def _waits(mover: Callable[..., Any]) -> Callable[..., Any]:
+def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(mover)
     def moves(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if gate.anything_copied():
@@ -38,13 +38,13 @@ def _waits(mover: Callable[..., Any]) -> Callable[..., Any]:
     return moves
 
 
-def _lets_go(swap: Callable[..., Any]) -> Callable[..., Any]:
+def _release_references(swap: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(swap)
     def swap_tensors(*args: Any, **kwargs: Any) -> Any:
         if gate.anything_copied():
             gate.wait()
         if any(map(_is_referred_to, (*args, *kwargs.values()))):
-            ownership.let_go()
+            ownership.forget_all()
         return swap(*args, **kwargs)
 
     return swap_tensors
@@ -57,5 +57,5 @@ def _is_referred_to(tensor: Any) -> bool:
 def install() -> None:
     """Wrap the methods and the function; their names, signatures and docstrings stay."""
     for name in _MOVERS:
-        setattr(torch.UntypedStorage, name, _waits(getattr(torch.UntypedStorage, name)))
-    torch.utils.swap_tensors = _lets_go(torch.utils.swap_tensors)
+        setattr(torch.UntypedStorage, name, _wait_for_copies(getattr(torch.UntypedStorage, name)))
+    torch.utils.swap_tensors = _release_references(torch.utils.swap_tensors)

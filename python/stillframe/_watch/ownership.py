@@ -119,7 +119,7 @@ class Owner:
         self.gated = True
         self.kind = type(optimizer)
         self.observer = _core.Observer(_claimed, self._serial)
-        self.ref = weakref.ref(optimizer, _Burial(id(optimizer)))
+        self.ref = weakref.ref(optimizer, _OwnerRemoval(id(optimizer)))
 
     @property
     def distrusted(self) -> bool:
@@ -190,7 +190,7 @@ class Owner:
                     clashes = self.observer.enrol(groups, state)
                 except MemoryError:
                     return  # nothing is watched now, so everything is captured
-            self._look()
+            self._probe()
         for serial, storage in clashes:
             for rival in living():
                 if rival._serial == serial:
@@ -205,9 +205,9 @@ class Owner:
             return
         with torch._C.DisableTorchFunction():
             self.observer.compare()
-            self._look()
+            self._probe()
 
-    def _look(self) -> None:
+    def _probe(self) -> None:
         """Have devices copy down the probes that are not decided yet, on the current streams."""
         devices = self.observer.due()
         if devices:
@@ -256,7 +256,7 @@ class Owner:
                     return not marks.is_late(number)
         return False
 
-    def bury(self) -> None:
+    def release_rivals(self) -> None:
         """Forget the storages that it shared with other owners: the optimizer is gone.
 
         Each of them may now belong to one optimizer alone.
@@ -265,7 +265,7 @@ class Owner:
             rival.observer.forget()
 
 
-class _Burial:
+class _OwnerRemoval:
     """The callback of an owner's weak reference: it removes the owner of a dead optimizer."""
 
     __slots__ = ("_key",)
@@ -278,7 +278,7 @@ class _Burial:
         if owner is not None and owner.ref is ref:
             del _owners[self._key]
             _active.pop(self._key, None)
-            owner.bury()
+            owner.release_rivals()
 
 
 def _steps_on_stack(optimizer: Optimizer) -> int:
@@ -322,7 +322,7 @@ def living() -> Iterator[Owner]:
     return iter(list(_owners.values()))
 
 
-def let_go() -> None:
+def forget_all() -> None:
     """Drop every reference to tensors; each optimizer is learned anew at its next step."""
     for owner in living():
         owner.observer.forget()

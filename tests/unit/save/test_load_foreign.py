@@ -41,7 +41,7 @@ def torch_reads(content: bytes) -> bool:
 
 
 def printed(path: Path) -> str:
-    return "\n".join(cli._printed(cli.verify_file(str(path))))
+    return "\n".join(cli._lines_about(cli.verify_file(str(path))))
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -59,7 +59,7 @@ def test_bytes_behind_the_archive_are_told_by_verify(
         assert torch.equal(stillframe.load(path, mmap=True)["a"], state()["a"])
         assert cli.verify_file(str(path)).status == cli.GOOD
         assert f"{nr_behind} bytes behind the archive, not checked" in printed(path)
-        assert inspect.look(str(path)).status == inspect.GOOD
+        assert inspect.examine(str(path)).status == inspect.GOOD
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -109,7 +109,7 @@ def test_compressed_archive_is_loaded_and_verify_says_what_it_did_not_check(
     number = f"{len(names)} records" if all_of_it else "1 record"
     assert f"{number} compressed, bytes not checked" in printed(path)
     assert "without a checksum" not in printed(path)
-    found = inspect.look(str(path))
+    found = inspect.examine(str(path))
     assert (found.status, len(found.tensors)) == (inspect.GOOD, 2)
 
 
@@ -132,6 +132,6 @@ def test_truncated_file_is_damaged_whatever_its_shape(kind: str, tmp_path: Path)
     for cut in (least, least + 21, least + 100, len(content) // 2, len(content) - 100):
         path.write_bytes(content[:-cut])
         assert cli.verify_file(str(path)).status == cli.DAMAGED, cut
-        assert inspect.look(str(path)).status != inspect.GOOD, cut
+        assert inspect.examine(str(path)).status != inspect.GOOD, cut
         with pytest.raises(CorruptCheckpointError):
             stillframe.load(path)

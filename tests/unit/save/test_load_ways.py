@@ -340,7 +340,7 @@ def restores(monkeypatch):
 
 
 def test_why_no_places_are_found_ahead_is_told(path, monkeypatch, caplog, restores):
-    monkeypatch.setattr(placement, "worth_a_look", lambda map_location: True)
+    monkeypatch.setattr(placement, "may_find", lambda map_location: True)
     monkeypatch.setattr(placement, "_locations", lambda peek: 1 / 0)
     with caplog.at_level("DEBUG", "stillframe"):
         assert same(stillframe.load(path), small_state())

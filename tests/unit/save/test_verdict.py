@@ -37,7 +37,7 @@ def is_waited_for(pending: Pending) -> bool:
 
 def test_versions_are_compared_once() -> None:
     verdict = Verdict(Deferral(-1, 0))
-    assert [verdict.look(), verdict.look()] == [-1, -1]
+    assert [verdict.judge(), verdict.judge()] == [-1, -1]
 
 
 def test_first_answer_counts_when_a_signal_handler_looks_in_the_middle(
@@ -50,11 +50,11 @@ def test_first_answer_counts_when_a_signal_handler_looks_in_the_middle(
     def torn() -> int:
         if not inner:
             inner.append(None)
-            inner.append(verdict.look())
+            inner.append(verdict.judge())
         return answer()
 
     monkeypatch.setattr(deferral, "torn", torn, raising=False)
-    assert verdict.look() == -1 and inner == [None, -1]
+    assert verdict.judge() == -1 and inner == [None, -1]
 
 
 def test_step_waits_from_the_launch_until_the_copy_is_over() -> None:

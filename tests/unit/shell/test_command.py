@@ -276,6 +276,6 @@ def test_info_of_a_directory_that_cannot_be_written_to_says_why(
 
 
 def test_info_shows_what_a_save_had_to_do_without() -> None:
-    found = info.look(".")
+    found = info.collect(".")
     found["disk"]["fallbacks"] = ["Written through the page cache: no O_DIRECT."]
     assert "fallback: Written through the page cache: no O_DIRECT." in info.lines(found)

@@ -151,8 +151,8 @@ def test_a_forked_child_has_no_loans_and_may_lend_its_own() -> None:
             )
             thread.start()
             thread.join()
-            os._exit(0 if free == [True] and lent.sentence() == "" else 1)
+            os._exit(0 if free == [True] and lent.explanation() == "" else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert "lent to them" in lent.sentence()
+        assert "lent to them" in lent.explanation()
         taken.release()
         assert pickle.loads(data)["w"].eq(1).all()

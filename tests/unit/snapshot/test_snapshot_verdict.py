@@ -153,10 +153,10 @@ def test_who_wants_the_verdict_is_told_once_before_or_after(
     told: list[Any] = []
     monkeypatch.setattr(completion.callbacks, "put", told.append)
     copy = made(Deferral(-1))
-    copy.tell("before")
+    copy.call_when_settled("before")
     assert told == []
     ended(copy)
-    copy.tell("after")
+    copy.call_when_settled("after")
     assert told == ["before", "after"]
 
 
@@ -205,7 +205,7 @@ def test_a_signal_handler_that_asks_for_the_verdict_while_it_is_given_gives_none
     monkeypatch.setattr(completion.callbacks, "put", told.append)
     deferral = Deferral(0, 0)
     copy = made(deferral)
-    copy.tell("once")
+    copy.call_when_settled("once")
     says, handled = deferral.torn, []
 
     def torn() -> int:
