@@ -23,7 +23,7 @@ CHECKED = [
         f"csrc/core/{name}/*.[ch]"
         for name in ("commit", "device", "engine", "offload", "save", "check")
     ),
-    *(f"csrc/core/{name}/*.[ch]" for name in ("archive", "snapshot", "stage")),
+    *(f"csrc/core/{name}/*.[ch]" for name in ("archive", "snapshot", "stage", "restore")),
     "csrc/python/core/*.[ch]",
     *("csrc/python/skeleton/*.[ch]", "csrc/python/torch/*.[ch]", "csrc/python/*.[ch]"),
     *("python/stillframe/*.py", "python/stillframe/_base/*.py", "python/stillframe/_tree/*.py"),
