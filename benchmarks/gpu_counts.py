@@ -90,7 +90,7 @@ def count(
     """The figures of one training; inside `stillframe.testing.host_as_device()`."""
     import stillframe
     from stillframe import testing
-    from stillframe._save import gate
+    from stillframe._watch import gate
 
     driver = testing.FakeDriver()
     parameters, optimizer, step = training(NR_PARAMETERS, nbytes)

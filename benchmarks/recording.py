@@ -202,7 +202,8 @@ def main() -> int:
         f"--{name}={value}" for name in ("size", "steps") if (value := vars(options)[name])
     ]
     screens, seconds = record([sys.executable, str(DEMO), *arguments])
-    options.out.write_text(drawn(screens, seconds, " ".join(["make demo", *arguments])))
+    given = f" ARGS='{' '.join(arguments)}'" if arguments else ""
+    options.out.write_text(drawn(screens, seconds, f"make demo{given}"))
     print(f"{options.out}: {len(screens)} screens", file=sys.stderr)
     return 0
 

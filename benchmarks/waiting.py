@@ -1,14 +1,18 @@
 """What a step right behind the call waits for, and what calls cost while the pool is new.
 
-    python benchmarks/waiting.py [--dir DIR] [--megabytes 400] [--rounds 9]
+    python benchmarks/waiting.py [--dir DIR] [--megabytes 400] [--rounds 9] [--only QUESTION ...]
 
-Two questions, each with its ways taking turns in one process:
+Four questions, each with its ways taking turns in one process:
 
 * gate: a model and AdamW of so many megabytes; ``async_save`` and at once ``optimizer.step``'s gate
   (deferred), against copying all of it in the call (``overlap=False``). The ratio is to stay
   at most 1.05.
 * growth: the same bytes with no optimizer, in a new engine: calls 1 to 4, beside one plain copy of
   them into memory that is there, with the bytes the pool took and the minor faults in each call.
+* unowned: the calls of ``async_save`` and ``snapshot`` for the same bytes with no optimizer, a warm
+  pool, as a ratio to torch's own copy into memory that is there. It is to stay at most 1.3.
+* snapshot: an optimizer step right behind a deferred snapshot, beside ``--busy`` processes that
+  compute, against the same step alone.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import argparse
 import os
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -60,6 +66,81 @@ def growth(nbytes: int, directory: Path) -> None:
             os.sync()
 
 
+def unowned(nbytes: int, directory: Path, rounds: int) -> None:
+    """Print the medians and least times of the three ways, and the ratios."""
+    state = {f"t{i}": torch.ones(nbytes // 64 // 4) for i in range(64)}
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    took: dict[str, list[float]] = {"torch's copy": [], "async_save": [], "snapshot": []}
+    with stillframe.Engine(pool_bytes=2 * nbytes) as engine:
+        engine.warm_up(2 * nbytes)
+        for turn in range(rounds + 1):
+            for way, times in took.items():
+                start = time.perf_counter()
+                if way == "snapshot":
+                    taken = stillframe.snapshot(state, engine=engine)
+                elif way == "async_save":
+                    saved = stillframe.async_save(
+                        state, directory / "u.pt", engine=engine, durable=False
+                    )
+                else:
+                    for name, tensor in state.items():
+                        into[name].copy_(tensor)
+                if turn > 0:
+                    times.append(time.perf_counter() - start)
+                if way == "snapshot":
+                    taken.release()
+                elif way == "async_save":
+                    saved.result()
+    copy = took["torch's copy"]
+    print(f"unowned: {nbytes / 1e6:.0f} MB, {torch.get_num_threads()} threads of torch")
+    for way, times in took.items():
+        print(
+            f"  {way:12} {statistics.median(times) * 1e3:6.0f} ms, at best {min(times) * 1e3:.0f};"
+            f" {statistics.median(times) / statistics.median(copy):.2f} x torch's copy, at best"
+            f" {min(times) / min(copy):.2f}"
+        )
+
+
+def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
+    """Print the medians of a step alone and of one behind a deferred snapshot."""
+    size = nbytes // 12 // 16
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for _ in range(16)])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(4):
+        optimizer.step()
+    torch.set_num_threads(1)  # else its threads wait for each other beside busy processes
+    took: dict[bool, list[float]] = {True: [], False: []}
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(nr_busy)]
+    try:
+        with stillframe.Engine(pool_bytes=2 * nbytes) as engine:
+            engine.warm_up(2 * nbytes)
+            for turn in range(2 * rounds + 2):
+                state: dict[str, Any] = {"m": model.state_dict(), "o": optimizer.state_dict()}
+                behind = turn % 2 == 0
+                if behind:
+                    taken = stillframe.snapshot(state, overlap=True, engine=engine)
+                start = time.perf_counter()
+                optimizer.step()
+                if turn >= 2:
+                    took[behind].append(time.perf_counter() - start)
+                if behind:
+                    taken.wait()
+                    taken.release()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    times, alone = took[True], took[False]
+    print(
+        f"snapshot: {nbytes / 1e6:.0f} MB beside {nr_busy} busy processes, a step alone"
+        f" {statistics.median(alone) * 1e3:.0f} ms, behind a deferred snapshot"
+        f" {statistics.median(times) * 1e3:.0f} ms ({min(times) * 1e3:.0f} to"
+        f" {max(times) * 1e3:.0f})"
+    )
+
+
 def gate(nbytes: int, directory: Path, rounds: int) -> None:
     """Prints the medians of both ways and their ratio."""
     size = nbytes // 12 // 16
@@ -93,15 +174,25 @@ def gate(nbytes: int, directory: Path, rounds: int) -> None:
 
 
 def main() -> None:
-    """Both questions."""
+    """All questions, or those that are asked for."""
+    questions = ("gate", "growth", "unowned", "snapshot")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", default=None)
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", choices=questions, default=questions)
+    parser.add_argument("--busy", type=int, default=2, help="processes beside a snapshot (2)")
     args = parser.parse_args()
+    nbytes = args.megabytes * 1_000_000
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
-        gate(args.megabytes * 1_000_000, Path(directory), args.rounds)
-        growth(args.megabytes * 1_000_000, Path(directory))
+        if "gate" in args.only:
+            gate(nbytes, Path(directory), args.rounds)
+        if "growth" in args.only:
+            growth(nbytes, Path(directory))
+        if "unowned" in args.only:
+            unowned(nbytes, Path(directory), args.rounds)
+        if "snapshot" in args.only:
+            snapshot(nbytes, args.rounds, args.busy)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ _refuse_elsewhere()  # first, because the other imports would fail with less cle
 # isort: on
 
 from stillframe._base.trace import trace
+from stillframe._load.load import load
 from stillframe._save.api import (
     async_save,
     configure,
@@ -35,13 +36,12 @@ from stillframe._save.api import (
 )
 from stillframe._save.engine import Engine
 from stillframe._save.exit import install as _install_exit
-from stillframe._save.gate import register_optimizer
 from stillframe._save.handle import SaveHandle
-from stillframe._save.load import load
-from stillframe._save.moves import install as _install_moves
 from stillframe._save.report import SaveReport
-from stillframe._save.step_hooks import install as _install_step_hooks
 from stillframe._snapshot.snapshot import Snapshot, snapshot
+from stillframe._watch.gate import register_optimizer
+from stillframe._watch.moves import install as _install_moves
+from stillframe._watch.step_hooks import install as _install_step_hooks
 from stillframe.errors import (
     BusyError,
     CorruptCheckpointError,

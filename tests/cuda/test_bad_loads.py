@@ -20,7 +20,7 @@ from fix_loads import living
 from fix_loads import nothing_is_left as nothing_is_left
 from fix_loads import stream as stream
 from stillframe import _save, testing
-from stillframe._save import fill, restore
+from stillframe._load import fill, restore
 from stillframe.testing import FakeDriver
 
 NR, NUMEL = 6, 300_000

@@ -14,7 +14,7 @@ import stillframe
 import torch
 from fix_training import adamw
 from stillframe._base import device as _device
-from stillframe._save import gate, ownership
+from stillframe._watch import gate, ownership
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import few_threads, warmed_up
 

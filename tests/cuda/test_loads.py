@@ -14,7 +14,7 @@ import torch
 from fix_loads import file as file
 from fix_loads import nothing_is_left as nothing_is_left
 from fix_loads import stream as stream
-from stillframe._save import restore
+from stillframe._load import restore
 from stillframe.testing import FakeDriver
 
 COPY = "cuMemcpyHtoDAsync_v2"

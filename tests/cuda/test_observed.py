@@ -15,7 +15,7 @@ import torch
 from fix_training import Training, adamw, adamw_fused, sgd
 from fix_waits import eventually
 from stillframe._base import device
-from stillframe._save import ownership
+from stillframe._watch import ownership
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import WRITES, assert_same, few_threads, now, read, warmed_up
 
@@ -200,7 +200,7 @@ sys.path.append(sys.argv[1])
 import stillframe, torch
 from fix_training import WIDTH, adamw
 from stillframe import testing
-from stillframe._save import ownership
+from stillframe._watch import ownership
 with testing.host_as_device():
     training = adamw()
     training.advance()  # there is room for these

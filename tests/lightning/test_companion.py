@@ -12,7 +12,7 @@ import stillframe
 import torch
 from fix_lightning import PACKAGES, assert_same, copied, every_steps, load, loader, package, trainer
 from stillframe._lightning.wraps import Wraps
-from stillframe._save import gate
+from stillframe._watch import gate
 from stillframe.testing import slow
 
 OUTSIDE_THE_STEP = {

@@ -11,7 +11,7 @@ import torch
 from fix_checkpoints import flip, offset_of_storage
 from fix_memory import in_a_child, resident
 from stillframe._lightning import reading
-from stillframe._save import gate
+from stillframe._watch import gate
 
 STATE = {"x": torch.arange(5000.0), "n": 3}
 

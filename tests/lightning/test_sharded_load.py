@@ -3,7 +3,8 @@
 import stillframe
 import torch
 from stillframe._lightning.sharded import sharded
-from stillframe._save import gate, ordered
+from stillframe._save import ordered
+from stillframe._watch import gate
 
 
 def save_checkpoint(self):

@@ -7,7 +7,7 @@ import stillframe
 import torch
 from fix_gate import FakePending
 from fix_offloading import adam, mlp, numbers, squares
-from stillframe._save import gate
+from stillframe._watch import gate
 from stillframe.offload import offload_layers
 from torch import nn
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from stillframe import _core
-from stillframe._save import gate
 from stillframe._tree.skeleton import Skeleton
+from stillframe._watch import gate
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
-from stillframe._save import gate
+from stillframe._watch import gate
 from stillframe.testing import held
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports

@@ -14,7 +14,7 @@ import pytest
 import stillframe
 import torch
 from fix_gate import FakePending, deferred, param, run_steps, skeleton_of
-from stillframe._save import gate, moves
+from stillframe._watch import gate, moves
 from stillframe.testing import slow
 from torch.optim import SGD
 

@@ -20,7 +20,7 @@ import pytest
 import stillframe
 import torch
 from fix_training import TRAININGS, Training, adamw, adamw_fused, owned, sgd
-from stillframe._save import gate
+from stillframe._watch import gate
 from stillframe.testing import slow
 from torch import Tensor
 

@@ -24,9 +24,9 @@ from fix_gate import (
     state_tensors,
 )
 from stillframe import _core
-from stillframe._save import gate, ownership
-from stillframe._save.keepers import Marks
 from stillframe._tree.skeleton import SOURCE
+from stillframe._watch import gate, ownership
+from stillframe._watch.keepers import Marks
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 

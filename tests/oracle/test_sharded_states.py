@@ -11,7 +11,7 @@ import stillframe
 import torch
 import torch.distributed as dist
 from fix_gate import deferred, give_gradients
-from stillframe._save import ownership
+from stillframe._watch import ownership
 from stillframe.testing import slow
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict

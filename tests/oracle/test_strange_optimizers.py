@@ -14,7 +14,7 @@ import stillframe
 import torch
 from fix_gate import FakePending, deferred, give_gradients, param, run_steps
 from fix_strange import STRANGE, Plain, StateIsNoDict, train
-from stillframe._save import gate, ownership
+from stillframe._watch import gate, ownership
 from stillframe.testing import slow
 from torch.optim import SGD, Adam
 

@@ -20,8 +20,8 @@ import pytest
 import stillframe
 import torch
 from fix_gate import FakePending, deferred, param, run_steps, state_tensors
-from stillframe._save import gate, steps
-from stillframe._save.third_party import PACKAGES, Package
+from stillframe._watch import gate, steps
+from stillframe._watch.third_party import PACKAGES, Package
 from stillframe.testing import slow
 from torch import Tensor, nn
 from torch.optim import Optimizer

@@ -16,7 +16,7 @@ import torch
 from fix_handovers import Counter
 from stillframe import _core
 from stillframe._lightning.offload import OffloadHooks
-from stillframe._save import gate, step_hooks
+from stillframe._watch import gate, step_hooks
 
 MANY_RANKS = "save of many ranks, beside the call"
 LOAD, TORCHS_LOAD = "load", "torch's load"

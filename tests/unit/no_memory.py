@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from stillframe import _core
-from stillframe._save.keepers import Marks
 from stillframe._tree import skeleton
 from stillframe._tree.skeleton import SOURCE
+from stillframe._watch.keepers import Marks
 
 failing = (0, 0)  # the present try fails allocations behind the n-th, to the second; (n, 0): all
 MOST = 5000  # allocations of a call

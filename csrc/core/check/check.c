@@ -114,6 +114,7 @@ static int find_end(struct sfr_check *c, const char **wrong)
 	const unsigned char *bytes;
 	size_t len = 0;
 
+	*wrong = NULL;
 	for (size_t i = 0; i < 2; i++) {
 		int rc;
 

@@ -137,7 +137,7 @@ class Round:
         """
         if self.turn is not None:
             self.turn.wait_to_write()
-        path = self.place.text
+        path = self.place.name
         if self.asked.makes_way and (os.path.islink(path) or os.path.isfile(path)):
             if self.turn is not None:
                 self.turn.wait_to_commit()  # until then it may be all that there is

@@ -27,7 +27,7 @@ from types import CodeType
 from typing import Any
 
 from stillframe._base.calls import stack
-from stillframe._save.guard import code_of
+from stillframe._watch.guard import code_of
 
 _SIGNALS = tuple(sorted(signal.valid_signals()))
 _MAX_WRAPPERS = 16  # wrappers around one plugin; more mean a cycle

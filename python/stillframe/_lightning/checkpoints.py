@@ -59,8 +59,9 @@ from stillframe._lightning.sharded_save import Parts
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
 from stillframe._lightning.waiting import WaitingLine
 from stillframe._lightning.writers import Writers
-from stillframe._save import gate, ordered
-from stillframe._save.handle import SaveHandle
+from stillframe._save import ordered
+from stillframe._save.handle import SaveHandle, SkippedSave
+from stillframe._watch import gate
 
 if TYPE_CHECKING:
     from stillframe._lightning.wrapped import Inner
@@ -72,15 +73,9 @@ log = logging.getLogger("stillframe")
 Submit = Callable[[Work, Place, bool], SaveHandle]
 
 
-class _Group:
-    """A save of several ranks, whose error is raised behind their barrier.
-
-    Attributes:
-        unmade: It failed in its call.
-    """
-
-    error: BaseException | None = None
-    unmade = False
+# Of saves that several ranks make together: the error of each that is to be raised behind their
+# barrier, and whether its call failed.
+Group = list[tuple[BaseException | None, bool]]
 
 
 class Checkpoints:
@@ -103,7 +98,7 @@ class Checkpoints:
     def _begin(self) -> None:
         self._work = self._new_work()
         self.trainers = Trainers()
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
 
     def __getstate__(self) -> dict[str, Any]:
         if self._options.engine is not None:
@@ -147,17 +142,16 @@ class Checkpoints:
         group = self._groups[-1] if self._groups else None
         work = self._current_work()
         in_handler = inside_signal_handler()
-        interrupted = work.newest, work.failed
-        work.newest, work.failed = None, True
+        interrupted, work.newest = work.newest, SkippedSave(repr(path))  # until it is made
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
             error = self._outcome(work, save, path, quiet)
-            unmade = work.newest is None
+            unmade = not work.is_newest_made()
         finally:
             if in_handler:  # the call that it interrupted goes on with its own
-                work.newest, work.failed = interrupted
+                work.newest = interrupted
         if group is not None:
-            group.error, group.unmade = error, unmade
+            group.append((error, unmade))
             return
         if error is None:
             return
@@ -175,7 +169,7 @@ class Checkpoints:
         try:
             save()
         except Exception as caught:
-            error, of_save = caught, work.newest is not None
+            error, of_save = caught, work.is_newest_made()
         work.collect_ended(but=work.newest)
         if error is not None and (quiet or self._warns(error, of_save)):
             if not of_save:
@@ -204,7 +198,7 @@ class Checkpoints:
         overlap = self._options.overlap and asynchronous and not swaps_weights(trainer)
         handle = submit(work, place, overlap)
         work.pending.append(handle)
-        work.newest, work.failed = handle, False
+        work.newest = handle
         if self._options.log_metrics and is_trainer(trainer):
             work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
         if not asynchronous:
@@ -283,11 +277,11 @@ class Checkpoints:
         """`tell(checkpoint_callback)` once the last checkpoint is durable; at once where it was not
         ours."""
         work = self._current_work()
-        if work.newest is None:
-            if not work.failed:
-                tell(checkpoint_callback)
-            return
         handle = work.newest
+        if handle is None:
+            tell(checkpoint_callback)
+        if handle is None or not work.is_newest_made():
+            return
         work.rotation.publications.append(
             Publication(handle, Place.of(handle.path), logger_call(tell, checkpoint_callback))
         )
@@ -317,13 +311,13 @@ class Checkpoints:
         if self._groups:
             yield
             return
-        group = _Group()
+        group: Group = []
         self._groups.append(group)
         try:
             yield
         finally:
             self._groups.remove(group)
-        error, unmade = ranks.agree(strategy, group.error, group.unmade)
+        error, unmade = ranks.agree(strategy, *(group[-1] if group else (None, False)))
         if unmade:
             self._current_work().forget_newest()  # it fails with what is raised here
         if error is not None:

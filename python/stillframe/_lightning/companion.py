@@ -47,7 +47,7 @@ from stillframe._lightning.checkpoints import Checkpoints
 from stillframe._lightning.plugin import checkpoints_of
 from stillframe._lightning.publish import listens
 from stillframe._lightning.wraps import Method, Wraps
-from stillframe._save import gate
+from stillframe._watch import gate
 
 
 class CompanionHooks:

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stillframe._save.handle import SaveHandle, is_collected
+from stillframe._save.handle import SaveHandle, SkippedSave, is_collected
 from stillframe.errors import StillframeError
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ class Work:
         engine: The plugin's own engine.
         pending: Saves whose end has not been looked at, oldest first.
         errors: Errors of saves that have ended, oldest first, until they are raised or logged.
-        newest: The last save; None before the first and when it failed in its call.
-        failed: The last save failed in its call, and that was not raised.
+        newest: The last save; None before the first. One that failed in its call is a SkippedSave.
     """
 
     rotation: Rotation
@@ -42,7 +41,6 @@ class Work:
     pending: list[SaveHandle] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     newest: SaveHandle | None = None
-    failed: bool = False
 
     def under_way(self) -> bool:
         return bool(self.pending or self.engine or self.rotation.under_way())
@@ -62,6 +60,10 @@ class Work:
         except ValueError:
             return False
         return True
+
+    def is_newest_made(self) -> bool:
+        """Whether the last save got beyond its call."""
+        return not isinstance(self.newest, SkippedSave)
 
     def forget_newest(self) -> None:
         """Its error has been raised; waits for its end."""

@@ -11,7 +11,7 @@ import torch
 
 from stillframe._base.distributed import may_have_ranks_beside
 from stillframe._base.paths import Place
-from stillframe._save.load import load
+from stillframe._load.load import load
 
 _FORCED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 

@@ -29,7 +29,7 @@ from stillframe._lightning.sharded_save import META, Parts
 from stillframe._lightning.strategies import sharded_as
 from stillframe._lightning.wraps import Wraps
 from stillframe._lightning.writers import Writers
-from stillframe._save import gate
+from stillframe._watch import gate
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
 log = logging.getLogger("stillframe")

@@ -27,8 +27,8 @@ from stillframe import _core
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
-from stillframe._save import keepers, steps
 from stillframe._save.engine import Engine
+from stillframe._watch import keepers, steps
 
 _MIN_BYTES = 4096  # smaller tensors, such as step counts, stay where the optimizer made them
 
@@ -60,7 +60,7 @@ class _State(defaultdict[Any, Any]):
 class _Keeper:
     """Lets saves defer the state in the pool (see `keepers.Keeper`) if it changes only in steps.
 
-    That is learned by observation, as for state that is not offloaded (`_save/ownership.py`): no
+    That is learned by observation, as for state that is not offloaded (`_watch/ownership.py`): no
     version may change in two intervals from the end of a step to the next one. One change ends it
     for good.
     """

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stillframe._offload import graph
-from stillframe._save import gate
+from stillframe._watch import gate
 
 
 class Reader(Protocol):

@@ -18,12 +18,13 @@ from typing import Any, cast
 from stillframe import _core
 from stillframe._base import device
 from stillframe._base.calls import inside
-from stillframe._save import completion, gate, ordered
+from stillframe._save import completion, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
 from stillframe._save.report import Interval, SaveReport
 from stillframe._save.verdict import Verdict
 from stillframe._tree.skeleton import Skeleton
+from stillframe._watch import gate
 from stillframe.errors import (
     PoolExhaustedError,
     SaveError,
@@ -112,7 +113,7 @@ class CoreSave(SaveHandle):
     def gate(self) -> bool:
         """Returns when every byte of host memory is copied, and the calling thread's current
         streams wait for those of devices, or when the save has ended. See
-        `stillframe._save.gate.Pending`."""
+        `stillframe._watch.gate.Pending`."""
         if self._outcome.settled:
             return True
         began, wait = _core.trace_begin(), Interval(time.perf_counter())  # the trace has all of it

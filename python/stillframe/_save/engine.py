@@ -20,7 +20,7 @@ from stillframe import _core
 from stillframe._base import cpus, device, paths, sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside, no_collection
-from stillframe._save import completion, gate, ordered
+from stillframe._save import completion, ordered
 from stillframe._save.core_save import CoreSave
 from stillframe._save.handle import SaveHandle, SkippedSave, wait_for_end
 from stillframe._save.options import (
@@ -34,6 +34,7 @@ from stillframe._save.options import (
     copiers,
 )
 from stillframe._tree import skeleton
+from stillframe._watch import gate
 from stillframe.errors import BusyError, PoolExhaustedError, StillframeError
 
 log = logging.getLogger("stillframe")

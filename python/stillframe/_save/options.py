@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
 from stillframe import _core
-from stillframe._base import sizes
+from stillframe._base import cpus, sizes
 from stillframe._base.flags import refuse_unclear
 from stillframe._save.report import SaveReport
 
@@ -121,8 +121,13 @@ class Limits:
 
 
 def copiers() -> int:
-    """Return how many threads may help with a large copy: one for each other core."""
-    return min(len(os.sched_getaffinity(0)) - 1, _MOST_COPIERS)
+    """Return how many threads may help with a large copy: one for each other core.
+
+    The ranks of a machine, of which torchrun says the number, share its cores.
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(1, int(text)) if text.isdecimal() else 1
+    return max(0, min(cpus.count() // ranks - 1, _MOST_COPIERS))
 
 
 def _count(value: object, name: str, most: int) -> int:

@@ -21,12 +21,13 @@ from torch import Tensor
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import inside
-from stillframe._save import completion, gate
+from stillframe._save import completion
 from stillframe._save.core_save import CoreSave
 from stillframe._save.engine import Engine, Path, core_of, note_use
 from stillframe._save.handle import SaveHandle
 from stillframe._save.options import SaveOptions
 from stillframe._tree.skeleton import Skeleton
+from stillframe._watch import gate
 
 Parts = _core.Parts
 Row = tuple[str, int, tuple[int, ...], tuple[int, ...], int, int]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stillframe._save import gate
+from stillframe._watch import gate
 
 _NOTHING = gate.Deferral()
 

@@ -137,7 +137,7 @@ class _Bench:
         return self.report
 
     def _load(self) -> None:
-        from stillframe._save.load import load
+        from stillframe._load.load import load
 
         path = self._directory / "save.pt"
         raw.forget(path)

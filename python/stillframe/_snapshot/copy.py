@@ -20,9 +20,9 @@ from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base.calls import inside
 from stillframe._save import completion
-from stillframe._save.gate import Deferral
 from stillframe._save.verdict import Verdict
 from stillframe._tree.walk import Tree
+from stillframe._watch.gate import Deferral
 from stillframe.errors import StillframeError, TornSnapshotError
 
 log = logging.getLogger("stillframe")

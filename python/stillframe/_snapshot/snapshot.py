@@ -32,13 +32,14 @@ from stillframe._base.calls import inside
 from stillframe._base.dtensor import memory_of
 from stillframe._base.flags import refuse_unclear
 from stillframe._base.timeouts import seconds
-from stillframe._save import completion, gate, ordered
+from stillframe._save import completion, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, limits_of, note_use, usage
 from stillframe._snapshot import lent
 from stillframe._snapshot.copy import Copy
 from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
 from stillframe._tree.walk import Tree, paths
+from stillframe._watch import gate
 from stillframe.errors import ForkError, PoolExhaustedError, StillframeError
 
 log = logging.getLogger("stillframe")

@@ -11,10 +11,11 @@ import pytest
 import stillframe
 import torch
 from stillframe import _core
-from stillframe._save import completion, gate
+from stillframe._save import completion
 from stillframe._save.core_save import CoreSave
 from stillframe._save.handle import SaveHandle
 from stillframe._tree import skeleton
+from stillframe._watch import gate
 
 FACTS = {
     "state": "durable",

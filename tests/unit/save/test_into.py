@@ -9,8 +9,9 @@ import stillframe
 import torch
 from fix_checkpoints import by_path, by_stillframe, flip, legacy
 from stillframe import CorruptCheckpointError, _core, testing
-from stillframe._save import fill as fill_module
-from stillframe._save import gate, restore
+from stillframe._load import fill as fill_module
+from stillframe._load import restore
+from stillframe._watch import gate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 

@@ -10,7 +10,7 @@ import stillframe
 import torch
 from fix_checkpoints import by_path, by_stillframe, legacy
 from stillframe import testing
-from stillframe._save import restore
+from stillframe._load import restore
 from torch import nn
 
 WRITERS = [by_path, by_stillframe, legacy]  # the last one goes through torch.load

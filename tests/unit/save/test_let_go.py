@@ -12,8 +12,9 @@ import pytest
 import stillframe
 import torch
 from fix_holds import held_until_awaited
-from stillframe._save import completion, gate
+from stillframe._save import completion
 from stillframe._save.core_save import CoreSave
+from stillframe._watch import gate
 from stillframe.testing import held, slow
 
 

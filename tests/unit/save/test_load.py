@@ -29,7 +29,7 @@ from fix_checkpoints import (
     unprivileged,
 )
 from stillframe import CorruptCheckpointError, _core, testing
-from stillframe._save import restore
+from stillframe._load import restore
 from torch.utils.serialization import config
 
 

@@ -9,7 +9,7 @@ import pytest
 import stillframe
 import torch
 from fix_memory import peak_of
-from stillframe._save import restore
+from stillframe._load import restore
 
 NBYTES, NR = 1 << 20, 64
 # A buffer of a MiB for each of four threads, the directory, the pickle, pages of libraries, what
@@ -47,7 +47,7 @@ def test_a_load_into_tensors_takes_no_second_copy(path: Path) -> None:
 def test_a_load_by_way_of_memory_takes_as_much_as_may_be_on_its_way(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stillframe._save.fill._AHEAD_BYTES", 8 << 20)
+    monkeypatch.setattr("stillframe._load.fill._AHEAD_BYTES", 8 << 20)
     columns = {f"t{i}": torch.zeros(NBYTES // 4, 2)[:, 0] for i in range(NR)}
     assert peak_of(lambda: stillframe.load(path, into=columns)) <= NBYTES * NR // 2 + FIXED // 2
 

@@ -11,7 +11,7 @@ import pytest
 import stillframe
 import torch
 from stillframe import _core
-from stillframe._save import fill, restore
+from stillframe._load import fill, restore
 from stillframe.errors import StillframeError
 
 KIB = 1 << 10

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fix_checkpoints import flip, legacy, offset_of_storage, same, small_state
 from stillframe import CorruptCheckpointError
 from stillframe._base import bar
-from stillframe._save import load, placement, restore
+from stillframe._load import load, placement, restore
 from stillframe.testing import slow
 from torch.utils.serialization import config
 

@@ -20,7 +20,7 @@ import pytest
 import stillframe
 import torch
 from fix_holds import held_until_awaited
-from stillframe._save import gate
+from stillframe._watch import gate
 from stillframe.testing import fault, held, slow
 
 STATE = {"w": torch.arange(100_000, dtype=torch.float32), "step": 3}

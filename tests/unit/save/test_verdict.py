@@ -7,8 +7,8 @@ import weakref
 from typing import Any
 
 import pytest
-from stillframe._save import gate
 from stillframe._save.verdict import Verdict
+from stillframe._watch import gate
 
 
 class Deferral(gate.Deferral):

@@ -16,11 +16,12 @@ import stillframe
 import torch
 from fix_snapshots import MIB, engine, state_of, trained
 from fix_waits import leased
-from stillframe._save import completion, gate
+from stillframe._save import completion
 from stillframe._save.engine import is_used
 from stillframe._snapshot import copy as copies
 from stillframe._snapshot.copy import Copy
 from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
+from stillframe._watch import gate
 
 __all__ = ["engine"]  # a fixture
 

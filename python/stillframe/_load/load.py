@@ -20,10 +20,12 @@ from stillframe._base import bar, cpus, looks, paths, records
 from stillframe._base.calls import no_collection
 from stillframe._base.flags import refuse_unclear
 from stillframe._base.records import Failure, RestoreFailed
-from stillframe._save import gate, ordered, placement, restore
-from stillframe._save.fill import Fill
-from stillframe._save.into import WAS_FREED, Plan, copy, match
+from stillframe._load import placement, restore
+from stillframe._load.fill import Fill
+from stillframe._load.into import WAS_FREED, Plan, copy, match
+from stillframe._save import ordered
 from stillframe._tree import keypaths
+from stillframe._watch import gate
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
 _PACKED = "another program packed it"

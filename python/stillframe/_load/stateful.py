@@ -23,7 +23,7 @@ from torch import Tensor, strided
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from stillframe._save import restore
+from stillframe._load import restore
 
 _EXTRA_STATE = "_extra_state"
 _PLAIN_TENSORS = (Tensor, Parameter)

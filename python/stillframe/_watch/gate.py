@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 from torch.optim import Optimizer
 
-from stillframe._save import ownership
-from stillframe._save.deferral import Deferral, Sources, calls
-from stillframe._save.steps import register_optimizer
+from stillframe._watch import ownership
+from stillframe._watch.deferral import Deferral, Sources, calls
+from stillframe._watch.steps import register_optimizer
 
 __all__ = [
     "Deferral",

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from stillframe._save import gate, ownership
+from stillframe._watch import gate, ownership
 
 _MOVERS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 

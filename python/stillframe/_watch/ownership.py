@@ -1,8 +1,8 @@
 """Who owns which storage: what is known of every optimizer that has stepped.
 
 An `Owner` stands for one optimizer, found by a weak reference. It knows whether the optimizer
-`qualifies` (its step is known, see `stillframe._save.steps`), whether a step of it is going on, and
-through its ``Observer`` (C) which of its storages change in steps only. Nothing here keeps an
+`qualifies` (its step is known, see `stillframe._watch.steps`), whether a step of it is going on,
+and through its ``Observer`` (C) which of its storages change in steps only. Nothing here keeps an
 optimizer or a tensor alive.
 
 What looks at an optimizer does so as `bookkeeping`: it may fail there, and then everything of that
@@ -34,9 +34,9 @@ from stillframe import _core
 from stillframe._base import device
 from stillframe._base.calls import stack
 from stillframe._base.dtensor import dtensor, memory_of
-from stillframe._save import steps
-from stillframe._save.guard import guarded
-from stillframe._save.keepers import Marks
+from stillframe._watch import steps
+from stillframe._watch.guard import guarded
+from stillframe._watch.keepers import Marks
 
 log = logging.getLogger("stillframe")
 

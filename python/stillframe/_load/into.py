@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 
-from stillframe._save import restore, stateful
+from stillframe._load import restore, stateful
 from stillframe._tree.rebuild import (
     ATOMS,
     attributes_of,

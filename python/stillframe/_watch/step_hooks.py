@@ -34,8 +34,8 @@ from torch.optim.optimizer import (
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._save import gate, keepers, ownership, steps
-from stillframe._save.ownership import Owner, bookkeeping
+from stillframe._watch import gate, keepers, ownership, steps
+from stillframe._watch.ownership import Owner, bookkeeping
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base.records import Failure, RestoreFailed
-from stillframe._save import restore
-from stillframe._save.into import Plan, copy_tensor
+from stillframe._load import restore
+from stillframe._load.into import Plan, copy_tensor
 
 _AHEAD_BYTES = 128 << 20  # bytes of memory on its way, at most, but for a single longer storage
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from stillframe import _core
-from stillframe._save import keepers, ownership
-from stillframe._save.keepers import Keeper, Marks
-from stillframe._save.ownership import Owner
+from stillframe._watch import keepers, ownership
+from stillframe._watch.keepers import Keeper, Marks
+from stillframe._watch.ownership import Owner
 
 
 class Sources(Protocol):

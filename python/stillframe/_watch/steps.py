@@ -1,7 +1,7 @@
 """Which optimizers' steps are known to call the closure first and to be the only ones that write.
 
 Known are torch's own steps, those of classes that were vouched for with `register_optimizer`, and
-those of `stillframe._save.third_party`. A step is recognised by its function: a class that
+those of `stillframe._watch.third_party`. A step is recognised by its function: a class that
 overrides it is another matter, whatever it inherits from.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from stillframe._save.third_party import PACKAGES, Package
+from stillframe._watch.third_party import PACKAGES, Package
 
 # The code of the wrapper in which torch runs the hooks of a step.
 HOOKED = Optimizer.profile_hook_step(lambda *_: None).__code__

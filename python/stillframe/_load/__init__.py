@@ -1,0 +1,1 @@
+"""Reading back: archives read ahead, whole objects, and objects that are there already."""
