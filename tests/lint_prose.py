@@ -19,8 +19,11 @@ MOST_WORDS = 30  # of a sentence, or of its part up to a colon or semicolon; aim
 CHECKED = [
     *("*.md", "docs/*.md"),
     *(f"csrc/core/{name}/*.[ch]" for name in ("sfr", "base", "trace", "cuda", "memory", "file")),
-    *(f"csrc/core/{name}/*.[ch]" for name in ("commit", "device", "engine", "offload")),
-    *(f"csrc/core/archive/{name}" for name in ("layout.*", "parts.*", "tensor.c")),
+    *(
+        f"csrc/core/{name}/*.[ch]"
+        for name in ("commit", "device", "engine", "offload", "save", "check")
+    ),
+    *(f"csrc/core/{name}/*.[ch]" for name in ("archive", "snapshot", "stage")),
     "csrc/python/core/*.[ch]",
     *("csrc/python/skeleton/*.[ch]", "csrc/python/torch/*.[ch]", "csrc/python/*.[ch]"),
     *("python/stillframe/*.py", "python/stillframe/_base/*.py", "python/stillframe/_tree/*.py"),

@@ -261,7 +261,7 @@ def test_our_hook_puts_itself_before_older_ones() -> None:
         "from torch.optim.optimizer import register_optimizer_step_pre_hook as r\n"
         "from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks\n"
         "r(lambda *a: None)\n"
-        "from stillframe._save import step_hooks\n"
+        "from stillframe._watch import step_hooks\n"
         "assert next(iter(hooks.values())) is step_hooks._before_step, hooks\n"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", script]) == 0

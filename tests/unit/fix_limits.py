@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 from stillframe import _core
-from stillframe._save import fill, restore
+from stillframe._load import fill, restore
 
 KIB = 1 << 10
 PAGE = 4 * KIB

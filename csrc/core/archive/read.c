@@ -1,13 +1,12 @@
-/* Reading the bytes of a zip file that are not data: end records, directory, headers, descriptors.
+/* Checks the bytes of a zip file that are not data: end records, directory, headers, descriptors.
  *
- * Each function looks at bytes somebody else has read and says what is wrong with them, or fills
- * a struct of plain numbers. Nothing here reads, waits or allocates, and no number is believed:
- * a sum is made only of terms that were compared with something smaller before. The bytes may
- * be anyone's.
+ * Each function gets bytes that the caller has read, and returns what is wrong with them or fills a
+ * struct of plain numbers. Nothing here reads, waits or allocates. The bytes may be hostile, so no
+ * number is trusted: a sum has only terms that were compared with a smaller bound before.
  *
- * A zip file says most things twice: a record's name, sizes and CRC stand in the directory, in
- * the local header in front of its data, and in the descriptor behind them. Damage shows as
- * disagreement, so everything said twice is compared, time stamps included. What writers do:
+ * A zip file stores most facts twice. A record's name, sizes and CRC are in the directory, in the
+ * local header before its data, and in the descriptor after its data. Damage shows as disagreement,
+ * so everything stored twice is compared, including time stamps. Different writers do this:
  *
  *   torch     flag bit 3 (sizes and CRC are zero in the local header, true in the descriptor),
  *             but no descriptor and no bit 3 for an empty record. Zip64 end records always; their
@@ -19,14 +18,13 @@
  *   others    (zip -0, Python's zipfile) no bit 3, true numbers in the local header, a zip64
  *             field with {size, size} where it is 0xffffffff, no zip64 end records.
  *
- * Behind the end record there may be a comment, or padding of any bytes: torch's reader takes the
- * last end record that begins within SFR__UNZIP_END_REACH of the file's end, and so does this one. Of
- * what stands there nothing is known but how long it is.
+ * After the end record there may be a comment, or padding of any bytes. torch's reader takes the
+ * last end record that begins within SFR__UNZIP_END_REACH of the file's end. This one does the
+ * same, and knows only the length of the rest.
  *
- * All of these are accepted. What has no second copy and steers no reader is not looked at:
- * versions needed and made by, attributes but for the directory bit, contents of extra fields other than zip64's, comments
- * of records, bytes in the gaps.
- */
+ * All of these are accepted. Fields without a second copy that steer no reader are not checked:
+ * versions needed and made by, attributes except for the directory bit, contents of extra fields
+ * other than zip64's, comments of records, bytes in the gaps. */
 #include <stdbool.h>
 #include <string.h>
 
@@ -47,10 +45,10 @@
 #define END64_LEN 56u
 
 #define TAG_ZIP64 1u
-/* Of the attributes the one that a reader obeys: torch's leaves the memory of a tensor as it was
- * when the record it should come from is marked so. */
+/* The only attribute that a reader obeys: if a tensor's record has it, torch leaves the tensor's
+ * memory as it was. */
 #define DOS_DIRECTORY 0x10u
-/* Descriptor, UTF-8 names, and the two bits that tell how hard a deflater tried. */
+/* Descriptor, UTF-8 names, and the two bits for a deflater's effort. */
 #define FLAGS_KNOWN 0x080eu
 
 static uint16_t le16(const unsigned char *p)
@@ -80,7 +78,7 @@ size_t sfr__unzip_behind(const unsigned char *tail, size_t len)
 	return SIZE_MAX;
 }
 
-/* Whether a short field says what the long one does, or leaves it to that one. */
+/* Whether a short field has the value of the long one, or refers to it. */
 static bool says16(uint16_t shorter, uint64_t value)
 {
 	return shorter == value || shorter == MAX16;
@@ -122,7 +120,8 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 	len -= behind;
 	last = tail + len - END_LEN;
 	end->len = file_len - behind;
-	/* torch's reader does not ask for the comment; of one that is cut off, the file is truncated. */
+	/* torch's reader does not check the comment. If the comment is cut off, the file is
+	 * truncated. */
 	if (le16(last + 20) > behind || le16(last + 4) != 0 || le16(last + 6) != 0)
 		return damaged;
 	if (le16(last + 8) != le16(last + 10))
@@ -177,7 +176,7 @@ const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_rec
 	return NULL;
 }
 
-/* Finds a zip64 field: *field and *field_len, or NULL. False: the fields do not fill `len`. */
+/* Finds a zip64 field: *field and *field_len, or NULL. False if the fields do not fill `len`. */
 static bool find_zip64(const unsigned char *extra, size_t len, const unsigned char **field,
 		       size_t *field_len)
 {
@@ -200,7 +199,7 @@ static bool find_zip64(const unsigned char *extra, size_t len, const unsigned ch
 	return true;
 }
 
-/* The next 64-bit number of a zip64 field, if `value` was too large for its own field. */
+/* Takes the next 64-bit number of a zip64 field, if `value` was too large for its own field. */
 static bool widen(uint64_t *value, const unsigned char **field, size_t *left)
 {
 	if (*value != MAX32)
@@ -239,7 +238,7 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 {
 	if (memchr(name, 0, rec->name_len) != NULL)
 		return "its name holds a zero byte";
-	/* zip -r writes directories as records of their own: harmless, but never with data. */
+	/* zip -r writes records for directories: harmless, but never with data. */
 	if (name[rec->name_len - 1] == '/' && rec->ulen != 0)
 		return "it is a directory and yet has data";
 	if (name[rec->name_len - 1] != '/' && rec->is_dir)
@@ -249,8 +248,8 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 
 /* ---- local header and descriptor --------------------------------------------- */
 
-/* What a local header may say of a number that the directory knows: with a descriptor to follow,
- * nothing (0); and 0xffffffff where its zip64 field tells. */
+/* Whether a local header's number agrees with the directory's. It may be 0 if a descriptor follows,
+ * and 0xffffffff if its zip64 field has the number. */
 static bool tells(uint32_t said, uint64_t value, const struct sfr__unzip_record *rec)
 {
 	return said == value || said == MAX32 ||
@@ -281,7 +280,7 @@ const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned ch
 	static const char wrong[] = "its zip64 sizes in the local header are not the directory's";
 	const bool described = (rec->flags & SFR__UNZIP_DESCRIBED) != 0;
 	const uint64_t all[3] = { rec->ulen, rec->clen, rec->hdr_off };
-	/* torch leaves sizes out that need no zip64: then the offset is the only number. */
+	/* torch omits sizes that need no zip64; then the offset is the only number. */
 	const uint64_t *want = all;
 	const unsigned char *field;
 	size_t len;
@@ -313,7 +312,7 @@ const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
 		return "the descriptor behind its data is missing";
 	if (le32(bytes + 4) != rec->crc)
 		return "its CRC in the descriptor is not the directory's";
-	/* Nothing says which of the two lengths it has but that its sizes are right. */
+	/* Only the sizes tell which of the two lengths the descriptor has. */
 	if (le32(bytes + 8) == rec->clen && le32(bytes + 12) == rec->ulen)
 		*desc_len = 16;
 	else if (len >= 24 && le64(bytes + 8) == rec->clen && le64(bytes + 16) == rec->ulen)

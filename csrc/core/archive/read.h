@@ -1,4 +1,4 @@
-/* Reading zip records: bytes in, a verdict out. See archive/read.c; check.c does the I/O. */
+/* Checks zip records: bytes in, a verdict out. See archive/read.c; check.c does the I/O. */
 #ifndef SFR_READ_H
 #define SFR_READ_H
 
@@ -7,8 +7,8 @@
 #include <stdint.h>
 
 #define SFR__UNZIP_TAIL 98u /* zip64 end record, its locator, end record */
-/* torch's reader (miniz) looks for the end record that far from the file's end: in buffers of 4096
- * bytes, each 4093 before the last, until it has gone back 65,557. */
+/* torch's reader (miniz) searches that far from the file's end for the end record: in buffers of
+ * 4096 bytes, each 4093 before the last, until it has gone back 65,557. */
 #define SFR__UNZIP_END_REACH (4096u + 16u * 4093u)
 #define SFR__UNZIP_TAIL_MAX (SFR__UNZIP_END_REACH + SFR__UNZIP_TAIL)
 #define SFR__UNZIP_CENTRAL 46u /* fixed part of a directory record */
@@ -20,51 +20,52 @@
 #define SFR__UNZIP_STORED 0u
 #define SFR__UNZIP_DEFLATED 8u
 
-/* The functions return NULL, or what is wrong in words that go behind a subject ("its end
- * record is damaged", said of the file; "its local header is missing", said of a record). The
- * words are constants. */
+/* The functions return NULL, or the damage in words that follow a subject ("its end record is
+ * damaged", said of the file; "its local header is missing", said of a record). The words are
+ * constants. */
 
 struct sfr__unzip_end {
 	uint64_t
-		len; /* of the archive: the file's length, less what stands behind the end record */
+		len; /* length of the archive: the file's, without the bytes after the end record */
 	uint64_t nr_records;
 	uint64_t dir_off, dir_len; /* the directory: inside the file, up to its end records */
 };
 
 /* One record, as the directory describes it. */
 struct sfr__unzip_record {
-	uint64_t hdr_off;    /* of the local header; below dir_off */
-	uint64_t clen, ulen; /* bytes in the file, and unpacked; equal when stored */
+	uint64_t hdr_off;    /* offset of the local header; below dir_off */
+	uint64_t clen, ulen; /* bytes in the file, and unpacked; equal if stored */
 	uint32_t crc;
 	uint32_t stamp; /* time and date, only to be compared */
 	uint16_t flags, method;
 	bool is_dir;
 	uint16_t name_len, extra_len,
-		comment_len; /* what follows in the directory, in this order */
+		comment_len; /* lengths of what follows in the directory, in this order */
 };
 
-/* How many bytes stand behind the last end record in a file's last `len` bytes: a comment, padding.
- * SIZE_MAX: there is none where torch's reader looks for it. */
+/* Returns how many bytes follow the last end record in a file's last `len` bytes: a comment or
+ * padding. SIZE_MAX if there is no end record where torch's reader searches. */
 size_t sfr__unzip_behind(const unsigned char *tail, size_t len);
-/* `tail`: the file's last `len` bytes, SFR__UNZIP_TAIL and what stands behind the end record or more,
- * or the whole file if that is shorter. */
+/* Checks the end of a file. `tail` has its last `len` bytes: at least SFR__UNZIP_TAIL and the bytes
+ * after the end record, or the whole file if that is shorter. */
 const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,
 			   struct sfr__unzip_end *end);
-/* A directory record's fixed part. Sizes and offset are final only after
- * sfr__unzip_central_extra, which is to be called with its extra fields. */
+/* Checks a directory record's fixed part. Sizes and offset are final only after
+ * sfr__unzip_central_extra, which must be called with its extra fields. */
 const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
 const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
 				     const struct sfr__unzip_end *end);
-/* The name, rec->name_len bytes, and rec->ulen final: only what a name must not be. */
+/* Checks a name of rec->name_len bytes, when rec->ulen is final: only for what a name must not
+ * be. */
 const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec);
-/* A local header's fixed part against the directory. *extra_len: of the fields behind its name,
- * which is as long as rec's. */
+/* Compares a local header's fixed part with the directory. *extra_len receives the length of the
+ * fields after its name, which is as long as rec's. */
 const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
 			     size_t *extra_len);
 const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
 				   size_t extra_len, const struct sfr__unzip_record *rec);
-/* `len` bytes from the end of the data on, at most SFR__UNZIP_DESC of them needed. *desc_len:
- * how many of them are the descriptor. */
+/* Checks the descriptor in `len` bytes after the data, of which at most SFR__UNZIP_DESC are needed.
+ * *desc_len receives the descriptor's length. */
 const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
 			    const struct sfr__unzip_record *rec, size_t *desc_len);
 

@@ -1,15 +1,15 @@
-/* The bytes of a zip file that are not data: headers, descriptors, the tail.
+/* Writes the bytes of a zip file that are not data: headers, descriptors, the tail.
  *
- * layout.c decides where an entry stands; this file knows how torch's dialect of zip says so.
- * It has the length of each record (needed before a byte moves) and its bytes (needed when the
- * CRCs are known) side by side, because the two must agree. How entries are written, and why:
+ * layout.c decides the offset of each entry; this file knows torch's dialect of zip. It has the
+ * length of each record (needed before a byte moves) and its bytes (needed when the CRCs are known)
+ * side by side, because the two must agree. How entries are written, and why:
  *
- *   - CRC and sizes in the local header are zero and flag bit 3 says that a descriptor follows
+ *   - CRC and sizes in the local header are zero, and flag bit 3 means that a descriptor follows
  *     the data (torch does the same). A CRC in the header would keep an entry's first block
  *     from the disk until its last byte is copied, and a small pool would hang.
- *   - Sizes and offsets of 0xffffffff and more (sfr_limits.zip64_bytes) go to a zip64 extra field. Torch's rule for a
- *     long descriptor holds here too: 24 bytes where size or header offset needs zip64. The
- *     local extra field always has both sizes then, as the zip format wants it.
+ *   - Sizes and offsets of 0xffffffff and more (sfr_limits.zip64_bytes) go to a zip64 extra
+ *     field. The descriptor is long, as torch's, if size or header offset needs zip64: 24 bytes.
+ *     The local extra field always has both sizes then, as the zip format requires.
  *   - An extra field "FB", filled with 'Z', aligns the data (torch's own trick).
  *   - The zip64 end records are always there, as in torch's files; the old end record saturates
  *     where they are needed.
@@ -18,12 +18,11 @@
  *
  *         zeros | .data/serialization_id | central directory | end records
  *
- *     The zeros, which make the file's length a multiple of 4096, stand in front, because what
- *     follows the directory has to end the file.
+ *     The zeros, which make the file's length a multiple of 4096, come first, because the end
+ *     records must be at the end of the file.
  *
- * A header or descriptor may straddle two blocks: both are made whole on the stack and the part
- * asked for is copied out. No function here waits, allocates or changes the image.
- */
+ * A header or descriptor may span two blocks. Both are built whole on the stack, and the requested
+ * part is copied out. No function here waits, allocates or changes the image. */
 #include <string.h>
 
 #include "sfr/crc.h"
@@ -40,7 +39,7 @@
 #define HEADER_MAX                                                                                 \
 	(LOCAL_LEN + sizeof(((struct sfr__entry *)0)->name) + ZIP64_LEN + PAD_TAG_LEN + SFR_ALIGN)
 
-#define MAX16 0xffffu /* in place of a number that a zip64 field has */
+#define MAX16 0xffffu /* replaces a number that a zip64 field has */
 #define MAX32 UINT32_C(0xffffffff)
 #define FLAGS 0x0808u /* bit 3: a descriptor follows; bit 11: names are UTF-8 */
 
@@ -52,7 +51,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "zip's integers are st
 
 /* ---- sizes --------------------------------------------------------------- */
 
-/* Whether a size or an offset is left to a zip64 field. */
+/* Whether a size or an offset goes to a zip64 field. */
 static bool is_long(uint64_t value)
 {
 	return value >= sfr_limits.zip64_bytes;
@@ -80,7 +79,7 @@ uint32_t sfr__zip_desc_len(const struct sfr__entry *e)
 	return is_zip64(e) ? DESC64_LEN : DESC_LEN;
 }
 
-/* An entry's record in the central directory. */
+/* Length of an entry's record in the central directory. */
 static uint64_t central_len(const struct sfr__entry *e)
 {
 	uint64_t extra = (is_long(e->nbytes) ? 16u : 0) + (is_long(e->hdr_off) ? 8u : 0);
@@ -88,15 +87,16 @@ static uint64_t central_len(const struct sfr__entry *e)
 	return CENTRAL_LEN + strlen(e->name) + (extra != 0 ? 4 + extra : 0);
 }
 
-/* Whether the tail's own entry gets the long form. Decided by where the last page that its header
- * can begin in ends, so that the lengths do not depend on the exact place: the long form is
- * right for a smaller offset too. */
+/* Whether the tail's own entry has the long form. This depends on the end of the last page in which
+ * its header can begin, so that the lengths do not depend on the exact offset. The long form is
+ * valid for smaller offsets too. */
 static bool tail_is_zip64(const struct sfr__image *img)
 {
 	return img->tail_off + SFR_PAGE > sfr_limits.zip64_bytes;
 }
 
-/* Bytes of the tail from its entry's header to the end of the file, and of its directory. */
+/* Returns the bytes of the tail from its entry's header to the end of the file, and of its
+ * directory. */
 static uint64_t tail_used(const struct sfr__image *img, uint64_t *central)
 {
 	bool zip64 = tail_is_zip64(img);
@@ -117,7 +117,7 @@ uint64_t sfr__zip_tail_len(const struct sfr__image *img)
 
 /* ---- records ------------------------------------------------------------- */
 
-/* Little-endian stores at a moving place. */
+/* Little-endian stores at a moving address. */
 struct out {
 	unsigned char *at;
 };
@@ -147,13 +147,13 @@ static void put64(struct out *out, uint64_t value)
 	put(out, &value, sizeof(value));
 }
 
-/* 32 bits of a value that zip64 repeats in full. */
+/* Stores 32 bits of a value that zip64 repeats in full. */
 static void put32_max(struct out *out, uint64_t value)
 {
 	put32(out, is_long(value) ? MAX32 : value);
 }
 
-/* `pad` = bytes of the "FB" field behind its tag. */
+/* Writes a local header; `pad` counts the bytes of the "FB" field after its tag. */
 static void put_local(struct out *out, const char *name, uint64_t nbytes, bool zip64, size_t pad)
 {
 	size_t name_len = strlen(name);
@@ -163,7 +163,7 @@ static void put_local(struct out *out, const char *name, uint64_t nbytes, bool z
 	put16(out, FLAGS);
 	put16(out, 0); /* stored */
 	put32(out, 0); /* time and date */
-	put32(out, 0); /* CRC and sizes: in the descriptor */
+	put32(out, 0); /* CRC and sizes are in the descriptor */
 	put32(out, 0);
 	put32(out, 0);
 	put16(out, name_len);
@@ -194,7 +194,7 @@ static void put_descriptor(struct out *out, uint32_t crc, uint64_t nbytes, bool 
 	}
 }
 
-/* `long_off`: the offset goes to the zip64 field, whatever its value. */
+/* Writes a directory record; `long_off`: the offset goes to the zip64 field, whatever its value. */
 static void put_central(struct out *out, const char *name, uint32_t crc, uint64_t nbytes,
 			uint64_t hdr_off, bool long_off)
 {
@@ -230,7 +230,7 @@ static void put_central(struct out *out, const char *name, uint32_t crc, uint64_
 		put64(out, hdr_off);
 }
 
-/* The three records that end the file. */
+/* Writes the three records that end the file. */
 static void put_end(struct out *out, uint64_t nr, uint64_t central_off, uint64_t size)
 {
 	uint64_t end_off = central_off + size;
@@ -335,8 +335,9 @@ static uint64_t fnv1a(uint64_t hash, const void *src, size_t len)
 	return hash;
 }
 
-/* Forty digits, twenty from the names and twenty from sizes and CRCs: the same content has the
- * same id, and a changed bit another one. It names a file in logs and secures nothing. */
+/* Makes forty digits: twenty from the names and twenty from sizes and CRCs. The same content has
+ * the same id, and a changed bit changes it. It identifies a file in logs and is not
+ * cryptographic. */
 static void make_id(const struct sfr__image *img, char id[ID_LEN])
 {
 	uint64_t half[2] = { UINT64_C(0xcbf29ce484222325), UINT64_C(0xcbf29ce484222325) };

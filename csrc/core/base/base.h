@@ -62,6 +62,9 @@ uint64_t sfr__deadline(uint64_t slice_ns);
 uint64_t sfr__time_left(uint64_t deadline_ns);
 /* Writes all bytes, retrying short writes and EINTR. *done counts those written. 0 or -errno. */
 int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *done);
+
+/* ---- thread.c ---- */
+
 enum sfr__thread_kind {
 	SFR__BACKGROUND, /* runs at nice 10; the other kinds keep the caller's priority */
 	SFR__AWAITED,    /* its maker does nothing but wait for it */
@@ -74,6 +77,7 @@ int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind
 
 /* ---- cpus.c ---- */
 
+/* Moves the calling thread to the CPUs that sfr_cpus_set gave. */
 void sfr__cpus_take(void);
 
 /* ---- err.c ---- */

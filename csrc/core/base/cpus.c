@@ -34,7 +34,7 @@ int sfr_cpus_set(const int *cpus, size_t nr)
 	return 0;
 }
 
-/* Moves the calling thread to these CPUs. If the system refuses, the thread stays where it is, which
+/* If the system refuses, the thread stays where it is, which
  * only costs time. */
 void sfr__cpus_take(void)
 {

@@ -1,25 +1,24 @@
-/* Reading a file front to back on threads of its own, ahead of who looks at the bytes.
+/* Reads a file front to back on threads of its own, ahead of the caller that uses the bytes.
  *
- * One thread that reads a piece and then compares its CRC leaves the disk idle meanwhile, and where
- * the kernel reads ahead too little, it waits for the disk as well. Two threads read pieces in
- * turn, into a ring of slots, and the caller only ever looks at bytes that are there:
+ * One thread that reads a chunk and then compares its CRC leaves the disk idle meanwhile. If the
+ * kernel reads ahead too little, the thread waits for the disk as well. Here two threads read
+ * chunks in turn, into a ring of slots, and the caller uses only bytes that are there:
  *
  *     file     | piece 0 | piece 1 | piece 2 | piece 3 | piece 4 | ...
  *     slots      [view]    filled    reading   reading              piece i is in slot i % NR_SLOTS
  *
  *     FREE --next piece--> READING --read--> FILLED --take--> VIEW --take of the next--> FREE
  *
- * A header may lie across two pieces. So each slot has room in front of it, and when the view moves
- * on, the bytes of the old piece that are still asked for are copied there: what is asked for is in
- * one place, and nothing else is ever copied.
+ * A header may span two chunks. So each slot has room in front of it. When the view moves on, the
+ * bytes of the old chunk that are still needed are copied there, which makes the requested range
+ * contiguous. Nothing else is copied.
  *
- * With `direct` they read past the page cache where they can (direct.c).
+ * With `direct` the threads read past the page cache where they can (direct.c).
  *
- * A fork leaves the child without the threads: there the window reads by itself (window.c).
+ * After a fork the child has no such threads; there the window reads by itself (window.c).
  *
- * verify reads past the page cache with it: so it says what the disk holds, and leaves the page
- * cache to the training.
- */
+ * verify uses this to read past the page cache: it then reports what the disk holds, and leaves the
+ * page cache to the training. */
 #include <errno.h>
 #include <string.h>
 
@@ -29,31 +28,31 @@
 #include "base/base.h"
 
 #define NR_THREADS 2u
-#define NR_SLOTS 5u /* the view, one in each thread's hands, and as many filled */
+#define NR_SLOTS 5u /* the view, one that each thread reads, and as many filled */
 #define STRIDE ((size_t)SFR__AHEAD_MOST + SFR__AHEAD_PIECE_MAX)
 _Static_assert(SFR__AHEAD_MOST % SFR_PAGE == 0, "pieces begin on pages, for O_DIRECT");
 
 struct slot {
 	bool filled; /* guarded by mu */
-	int code;    /* 0, or why the piece could not be read; constant once filled */
+	int code;    /* 0, or the error of reading the chunk; constant once filled */
 	size_t len;
 };
 
 struct sfr__ahead {
-	int fd, direct_fd; /* constant; direct_fd negative: there is none */
+	int fd, direct_fd; /* constant; direct_fd is negative if there is none */
 	uint64_t end, nr_pieces, fork_generation;
 	size_t piece; /* bytes read at a time; constant */
 	unsigned char *mem, *slots_at;
-	struct sfr__mutex mu; /* a leaf: nothing is called under it */
+	struct sfr__mutex mu; /* a leaf: no other lock is taken under it */
 	pthread_cond_t filled, freed;
 	struct slot slots[NR_SLOTS];
-	uint64_t next;     /* piece that nobody reads yet; guarded by mu */
-	uint64_t freed_to; /* pieces before it are no longer looked at; guarded by mu */
+	uint64_t next;     /* next chunk to read; guarded by mu */
+	uint64_t freed_to; /* chunks before it are no longer used; guarded by mu */
 	bool stop;         /* guarded by mu */
 	pthread_t threads[NR_THREADS];
 	unsigned nr_threads;
-	/* the caller's alone */
-	uint64_t taken; /* pieces taken so far */
+	/* used only by the caller */
+	uint64_t taken; /* chunks taken so far */
 	const unsigned char *view;
 	uint64_t view_off;
 	size_t view_len;
@@ -74,7 +73,7 @@ static void *reader_main(void *arg)
 		struct slot *slot;
 
 		while (!a->stop && a->next < a->nr_pieces && a->next >= a->freed_to + NR_SLOTS)
-			(void)sfr__cond_wait(&a->freed, &a->mu, SFR_FOREVER); /* 0, always */
+			(void)sfr__cond_wait(&a->freed, &a->mu, SFR_FOREVER); /* always 0 */
 		if (a->stop || a->next >= a->nr_pieces)
 			break;
 		piece = a->next++;
@@ -88,7 +87,7 @@ static void *reader_main(void *arg)
 
 		sfr__lock(&a->mu);
 		slot->filled = true;
-		(void)pthread_cond_signal(&a->filled); /* only one ever waits */
+		(void)pthread_cond_signal(&a->filled); /* there is only one waiter */
 	}
 	sfr__unlock(&a->mu);
 	return NULL;
@@ -101,7 +100,7 @@ static void end_threads(struct sfr__ahead *a)
 	(void)pthread_cond_broadcast(&a->freed);
 	sfr__unlock(&a->mu);
 	for (unsigned i = 0; i < a->nr_threads; i++)
-		(void)sfr_sys.thread_join(a->threads[i], NULL); /* a thread of ours, once */
+		(void)sfr_sys.thread_join(a->threads[i], NULL); /* our own thread, joined once */
 	if (a->direct_fd >= 0)
 		(void)sfr__fd_close(a->direct_fd); /* nothing was written to it */
 	(void)pthread_cond_destroy(&a->freed);
@@ -156,7 +155,7 @@ bool sfr__ahead_can(const struct sfr__ahead *a, uint64_t off, uint64_t limit)
 	return off >= a->view_off && limit == a->end && a->fork_generation == sfr_fork_generation();
 }
 
-/* The next piece becomes the view, with what is left of the old one from `off` on before it. */
+/* Makes the next chunk the view, with the rest of the old one from `off` on in front of it. */
 static int take(struct sfr__ahead *a, uint64_t off)
 {
 	const uint64_t view_end = a->view_off + a->view_len;
@@ -165,13 +164,13 @@ static int take(struct sfr__ahead *a, uint64_t off)
 	unsigned char *data = piece_at(a, a->taken);
 
 	if (a->taken == a->nr_pieces || left > SFR__AHEAD_MOST)
-		return SFR_ECORRUPT; /* cannot be: better a wrong verdict than a wild write */
+		return SFR_ECORRUPT; /* impossible; a wrong verdict is better than a wild write */
 	sfr__lock(&a->mu);
 	while (!slot->filled)
-		(void)sfr__cond_wait(&a->filled, &a->mu, SFR_FOREVER); /* 0, always */
+		(void)sfr__cond_wait(&a->filled, &a->mu, SFR_FOREVER); /* always 0 */
 	sfr__unlock(&a->mu);
 	if (slot->code != 0)
-		return slot->code; /* and again, whenever it is asked for */
+		return slot->code; /* the same for every later call */
 	if (left != 0)
 		memcpy(data - left, a->view + (off - a->view_off), left);
 	a->view = data - left;
@@ -179,8 +178,8 @@ static int take(struct sfr__ahead *a, uint64_t off)
 	a->view_len = left + slot->len;
 
 	sfr__lock(&a->mu);
-	slot->filled = false;     /* for the piece that has this slot next */
-	a->freed_to = a->taken++; /* all before the one in view */
+	slot->filled = false;     /* for the chunk that uses this slot next */
+	a->freed_to = a->taken++; /* all chunks before the view */
 	(void)pthread_cond_broadcast(&a->freed);
 	sfr__unlock(&a->mu);
 	return 0;
@@ -190,7 +189,7 @@ int sfr__ahead_get(struct sfr__ahead *a, uint64_t off, size_t len, const unsigne
 		   size_t *got)
 {
 	if (off > a->end || len > a->end - off || len > SFR__AHEAD_MOST)
-		return SFR_ECORRUPT; /* cannot be: the callers compared it */
+		return SFR_ECORRUPT; /* impossible: callers compare first */
 	while (off + len > a->view_off + a->view_len) {
 		int rc = take(a, off);
 
@@ -207,7 +206,7 @@ void sfr__ahead_stop(struct sfr__ahead *a)
 {
 	if (a == NULL)
 		return;
-	/* In a child there are no threads, and the handler has closed the descriptor. */
+	/* A child has no such threads, and the fork handler has closed the descriptor. */
 	if (a->fork_generation == sfr_fork_generation())
 		end_threads(a);
 	sfr_sys.free(a->mem);

@@ -1,11 +1,11 @@
-/* Whether a file is a whole checkpoint: the structure of the archive and, if asked for, the CRC
- * of every record.
+/* Decides whether a file is a complete checkpoint: checks the structure of the archive and, if
+ * asked for, the CRC of every record.
  *
- * The walk. Records of a checkpoint stand in the file in the order in which the directory names
- * them, without overlap, and the check insists on that: so the directory and the data are each
- * read once, front to back, and the memory needed is two windows and 16 bytes a record (for
- * names that occur twice), whatever the numbers in the file claim. The data of a long file is read
- * ahead, by threads (ahead.c: 12 MiB more).
+ * The walk. Records of a checkpoint are in the file in the order of the directory, without overlap,
+ * and the check insists on that. So the directory and the data are each read once, front to back.
+ * The memory needed is two windows and 16 bytes a record (to find names that occur twice), whatever
+ * the numbers in the file claim. The data of a long file is read ahead by threads (ahead.c), which
+ * takes 12 MiB more.
  *
  *     the file    | header data desc | header data desc | gap | ... | directory | end records |
  *                           ^ body window                             ^ directory window
@@ -14,24 +14,26 @@
  *       |         |          (only with SFR_CHECK_BYTES)                 ^
  *       +---------+--- foreign, truncated, no directory -----------------+
  *
- *     START   start_check    what the file is; its end records
+ *     START   start_check    the kind of file; its end records
  *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
- *     BYTES   record_bytes   one piece of the record's data (records.c)
- *     SORT    sort_names     the names by their hashes, a bounded number of moves
- *     NAMES   check_names    one pair of names; none occurs twice, data.pkl and version are there
+ *     BYTES   record_bytes   one chunk of the record's data (records.c)
+ *     SORT    sort_names     sorts the names by their hashes, a bounded number of moves
+ *     NAMES   check_names    one pair of names; none occurs twice, data.pkl and version exist
  *     DONE                   the result is final
  *
- * With SFR_CHECK_DIRECTORY the data part of the file is not read at all. A look at the header of each
- * record leaves a cold file in the page cache by scattered pages, and whoever reads it front to back
- * afterwards gets no readahead across them: a load that began with it took half as long again. With
- * SFR_CHECK_LATER that is left for later where it matters; many short records are read in one go.
+ * With SFR_CHECK_DIRECTORY the data part of the file is not read at all. Reading each record's
+ * header would leave scattered pages of a cold file in the page cache, and a later front-to-back
+ * read gets no readahead across them: a load after that took half as long again. With
+ * SFR_CHECK_LATER headers are left for later if records are long; many short records are read in
+ * one pass.
  *
- * Two kinds of damage. What makes the rest unreadable (end records, the directory's own frame)
- * ends the check with a sentence. What concerns one record puts it on the list of bad ones and
- * the walk goes on, so that the user learns which tensors are lost. archive/read.c has the rules.
+ * Two kinds of damage. Damage that makes the rest unreadable (in the end records, or in the
+ * directory's own structure) ends the check with a message. Damage of one record puts that record
+ * on the list of bad ones, and the walk continues, so that the user learns which tensors are lost.
+ * archive/read.c has the rules.
  *
- * Errors of reading are no verdict: they come back from sfr_check_run as -errno, and for good.
- */
+ * An error of reading is not a verdict: sfr_check_run returns it as -errno, then and in every later
+ * call. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 #include <string.h>
@@ -41,13 +43,13 @@
 #include "sfr/limits.h"
 #include "base/base.h"
 
-#define HEADER_PIECE (1u << 14) /* read at a time without SFR_CHECK_BYTES */
+#define HEADER_PIECE (1u << 14) /* bytes read at a time without SFR_CHECK_BYTES */
 #define DIR_PIECE (1u << 16)
-/* Bytes a record, from which on their headers lie apart: twice readahead's start. */
+/* Average bytes a record from which on headers are far apart: twice the initial readahead. */
 #define SPARSE (1u << 16)
-#define MOVES 512u     /* of a sort, in a step: a tenth of a millisecond */
-#define MOST_ALIKE 64u /* different names with one hash of 64 bits: by chance there is none */
-/* A local header whole, or a directory record whole, at any offset in a page. */
+#define MOVES 512u     /* moves of the sort in a step: a tenth of a millisecond */
+#define MOST_ALIKE 64u /* different names with the same 64-bit hash; by chance there is none */
+/* Fits a whole local header or directory record, at any offset in a page. */
 #define WINDOW (3u << 16)
 _Static_assert(SFR__UNZIP_TAIL_MAX + SFR_PAGE <= WINDOW, "the file's tail fits the window");
 _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE <= WINDOW,
@@ -55,7 +57,7 @@ _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE
 
 /* ---- START ------------------------------------------------------------------- */
 
-/* torch's legacy format begins with a pickled number, in whatever protocol the user chose. */
+/* torch's legacy format begins with a pickled number, in the protocol that the user chose. */
 static bool is_legacy(const unsigned char *head, size_t len)
 {
 	static const char text[] = "L119547037146038801333356L\n.";
@@ -67,7 +69,7 @@ static bool is_legacy(const unsigned char *head, size_t len)
 		return true;
 	if (len < 2 || head[0] != 0x80)
 		return false;
-	if (len > 2 && head[2] == 0x95) /* a frame's opcode and length, from protocol 4 on */
+	if (len > 2 && head[2] == 0x95) /* opcode and length of a frame, from protocol 4 on */
 		at += 9;
 	return len >= at + sizeof(binary) && memcmp(head + at, binary, sizeof(binary)) == 0;
 }
@@ -80,7 +82,7 @@ static const char *foreign(const unsigned char *head, size_t len)
 	return "it begins with zeros, like a file whose bytes never reached the disk";
 }
 
-/* No longer than the file, for the many that are short. */
+/* Windows are no longer than the file, because many files are short. */
 static int make_windows(struct sfr_check *c)
 {
 	const bool bytes = (c->flags & SFR_CHECK_BYTES) != 0;
@@ -96,7 +98,7 @@ static int make_windows(struct sfr_check *c)
 	return sfr__window_init(&c->body, c->fd, len < cap ? (size_t)len : cap, piece);
 }
 
-/* Without it the window reads by itself, and all that is lost is time. */
+/* If this fails, the window reads by itself, which only costs time. */
 static void read_ahead(struct sfr_check *c)
 {
 	if ((c->flags & SFR_CHECK_BYTES) != 0 && c->end.dir_off >= sfr_limits.ahead_bytes)
@@ -104,7 +106,7 @@ static void read_ahead(struct sfr_check *c)
 				       &c->body.ahead);
 }
 
-/* Finds the end of the archive. What stands behind its end record is short, if there is anything. */
+/* Finds the end of the archive. Few bytes may follow its end record. */
 static int find_end(struct sfr_check *c, const char **wrong)
 {
 	static const uint32_t tails[] = { SFR__UNZIP_TAIL, SFR__UNZIP_TAIL_MAX };
@@ -112,6 +114,7 @@ static int find_end(struct sfr_check *c, const char **wrong)
 	const unsigned char *bytes;
 	size_t len = 0;
 
+	*wrong = NULL;
 	for (size_t i = 0; i < 2; i++) {
 		int rc;
 
@@ -160,7 +163,7 @@ static int start_check(struct sfr_check *c)
 		c->state = SFR__CHECK_DONE;
 		return 0;
 	}
-	/* torch.load, too, takes a file for an archive by these four bytes. */
+	/* torch.load also recognises an archive by these four bytes. */
 	if (memcmp(bytes, "PK\3\4", len < 4 ? len : 4) != 0)
 		return sfr__check_fatal(c, foreign(bytes, len));
 	r->format = SFR_FORMAT_ARCHIVE;
@@ -182,7 +185,7 @@ static int start_check(struct sfr_check *c)
 
 /* ---- NAMES ------------------------------------------------------------------- */
 
-/* Reads a directory record's name again: c->name and c->rec.name_len are its. */
+/* Reads a directory record's name again, into c->name and c->rec.name_len. */
 static int reread_name(struct sfr_check *c, uint64_t off)
 {
 	size_t len = SFR__UNZIP_CENTRAL;
@@ -191,7 +194,7 @@ static int reread_name(struct sfr_check *c, uint64_t off)
 
 	if (rc != 0)
 		return rc;
-	/* It was all right before, but somebody may have changed the file since. */
+	/* It was valid before, but the file may have been changed since. */
 	if (sfr__unzip_central(fixed, &c->rec) != NULL ||
 	    c->rec.name_len > sfr__check_dir_end(c) - off - len)
 		return SFR_ECORRUPT;
@@ -204,7 +207,7 @@ static int reread_name(struct sfr_check *c, uint64_t off)
 	return 0;
 }
 
-/* One pair of equal hashes: a bad record if the names are equal too. */
+/* Compares one pair with equal hashes. If the names are equal too, the record is bad. */
 static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 {
 	char name[sizeof(c->name)];
@@ -230,10 +233,11 @@ static int sort_names(struct sfr_check *c)
 	return 0;
 }
 
-/* Every record has been looked at by itself. */
+/* Decides, after every record was checked by itself. */
 static int conclude(struct sfr_check *c)
 {
-	/* A record that is damaged and therefore not recognised is the better explanation. */
+	/* If a record is damaged, it may be the missing one, and its damage is the better
+	 * message. */
 	if (c->result.nr_bad == 0 && !c->has_pickle)
 		return sfr__check_fatal(
 			c, "it is not a torch.save file: the archive has no record data.pkl");
@@ -246,8 +250,8 @@ static int conclude(struct sfr_check *c)
 	return 0;
 }
 
-/* One pair a step. A name that occurs twice is damage enough: who wrote one may have written a
- * million of them. */
+/* Checks one pair. The first name that occurs twice ends the check, because a hostile file may have
+ * a million of them. */
 static int check_names(struct sfr_check *c)
 {
 	const uint64_t nr_bad = c->result.nr_bad;

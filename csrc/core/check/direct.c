@@ -1,10 +1,9 @@
-/* Reading whole pages of a file past the page cache.
+/* Reads whole pages of a file past the page cache.
  *
- * Who reads a large file once would push out of the page cache what a training on the machine reads
- * again and again, pay for copies of its own bytes, and believe bytes that the disk does not have.
- * So the file is opened once more, with O_DIRECT. Whatever refuses that, or a part of it, is read
- * through the page cache: it costs time and nothing else.
- */
+ * Reading a large file once through the page cache would evict what a training on the machine reads
+ * again and again. It would also copy every byte, and believe bytes that the disk does not have. So
+ * the file is opened once more, with O_DIRECT. If the system refuses that, or part of it, the page
+ * cache is used, which only costs time. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h> /* snprintf */
@@ -29,8 +28,8 @@ int sfr__direct_read(int fd, int direct_fd, char *buf, size_t len, uint64_t off)
 		size_t want = len - done;
 		ssize_t n;
 
-		direct = direct && done % SFR_PAGE == 0; /* a short read ends anywhere */
-		if (direct) /* whole pages; the file's last one gives what it has */
+		direct = direct && done % SFR_PAGE == 0; /* a short read may end anywhere */
+		if (direct) /* whole pages; the last page of the file returns what it has */
 			want = (size_t)sfr__round_up(want, SFR_PAGE);
 		n = sfr_sys.pread(direct ? direct_fd : fd, buf + done, want, (off_t)(off + done));
 		if (n < 0 && errno == EINTR)

@@ -1,14 +1,13 @@
-/* Which names of a long list occur twice.
+/* Finds names that occur twice in a long list.
  *
- * A directory may name millions of records, and its names are still in the file: so only a hash of
- * each name is kept, and where it stands. Sorted by hash, equal names are neighbours. The list
- * grows by doubling as names really turn up, never to a length that a file merely claims.
+ * A directory may name millions of records, and the names remain in the file. So only a hash of
+ * each name and its offset are kept. Sorted by hash, equal names are neighbours. The list grows by
+ * doubling as names are read, never to a length that a file merely claims.
  *
- * The order and the hashes may be chosen by someone hostile. Heap sort has no slow case, needs no
- * memory, is short, and can be left off after any move and gone on with, so that a list of millions
- * keeps nobody waiting; a hash table would have a slow case. Different names with one hash cost two
- * small reads and may hide a pair that occurs twice, which harms nobody but their maker.
- */
+ * A hostile file may choose the order and the hashes. Heap sort has no slow case, needs no memory,
+ * is short, and can be interrupted after any move, so that a list of millions does not block the
+ * caller. A hash table would have a slow case. Different names with the same hash cost two small
+ * reads and may hide a pair that occurs twice, which harms only the author of such a file. */
 #include <errno.h>
 
 #include "check/names.h"
@@ -45,7 +44,7 @@ static bool less(const struct sfr__named *a, const struct sfr__named *b)
 	return a->hash != b->hash ? a->hash < b->hash : a->place < b->place;
 }
 
-/* One element sinks from a hole at `at` to where it belongs in the heap [0, end). */
+/* Moves one element down from a hole at `at` to its position in the heap [0, end). */
 static void sink(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__named moved)
 {
 	uint64_t child;
@@ -60,8 +59,8 @@ static void sink(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__na
 	v[at] = moved;
 }
 
-/* Heap sort. While `heap_from` goes down the heap is built; then the largest goes to the end,
- * again and again. */
+/* Heap sort. While `heap_from` decreases, the heap is built; then the largest element goes to the
+ * end, repeatedly. */
 bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
 {
 	struct sfr__named *v = names->v;

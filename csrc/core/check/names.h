@@ -1,4 +1,4 @@
-/* Which names of a long list occur twice, in 16 bytes a name. See names.c. */
+/* Finds names that occur twice in a long list, with 16 bytes a name. See names.c. */
 #ifndef SFR_NAMES_H
 #define SFR_NAMES_H
 
@@ -10,24 +10,24 @@ struct sfr__named {
 	uint64_t hash, place;
 };
 
-struct sfr__names { /* zeroed is an empty list */
+struct sfr__names { /* a zeroed one is an empty list */
 	struct sfr__named *v;
 	uint64_t nr, cap;
-	uint64_t heap_from, heap_to; /* how far the sort is: names.c */
+	uint64_t heap_from, heap_to; /* progress of the sort: names.c */
 	bool sorting;
 };
 
-/* `place` is where the caller finds the name again. -ENOMEM. */
+/* `place` is the offset at which the caller finds the name again. -ENOMEM. */
 int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t len, uint64_t place);
-/* Once all are there: does `moves` moves of a sort, each of them short, and says whether it is
- * done. Then sfr__names_suspect can be called. */
+/* Sorts by at most `moves` short moves, once all names are added. Returns whether the sort is done;
+ * then sfr__names_suspect may be called. */
 bool sfr__names_sort(struct sfr__names *names, uint64_t moves);
-/* The next two places whose names have one hash, the smaller place first; *it starts as 0. The
- * names are almost certainly the same: the caller compares them. False at the end. */
+/* Returns the next two offsets whose names have the same hash, the smaller first; *it starts as 0.
+ * The names are almost certainly equal, and the caller compares them. False at the end. */
 bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *first,
 			uint64_t *second);
-/* The place of the first name with this one's hash, at or behind *it, which starts as 0 and moves
- * on; false when there is none. Only once they are sorted. */
+/* Returns the offset of the first name with the hash of `name`, at or after *it, which starts as 0
+ * and moves on. False if there is none. Only after the sort. */
 bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *it,
 		     uint64_t *place);
 void sfr__names_fini(struct sfr__names *names);

@@ -1,18 +1,17 @@
-/* The records of an archive, as its directory has them.
+/* Keeps the records of an archive, as its directory lists them.
  *
- * A check forgets a record when it has looked at it. Who wants to read the records afterwards has
- * it keep them: 48 bytes and the name of each, in the order of the file. The list grows as records
- * really turn up, and only to a length that every real checkpoint stays below; past it the list is
- * incomplete, and whoever wanted it does without.
- */
+ * A check forgets each record after checking it. A caller that reads the records afterwards makes
+ * the check keep them: 48 bytes and the name of each, in the order of the file. The list grows as
+ * records are read, up to a limit that every real checkpoint stays below. Beyond it the list is
+ * marked incomplete, and the caller has to work without it. */
 #include <errno.h>
 #include <string.h>
 
 #include "check/places.h"
 #include "base/base.h"
 
-#define MOST (1u << 20)        /* records */
-#define MOST_NAMES (64u << 20) /* bytes of names */
+#define MOST (1u << 20)        /* records that are kept */
+#define MOST_NAMES (64u << 20) /* bytes of names that are kept */
 
 static int make_room(void **v, size_t unit, uint64_t *cap, uint64_t need)
 {

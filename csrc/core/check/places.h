@@ -1,4 +1,5 @@
-/* The records of an archive, as its directory has them: what a restore reads by. See places.c. */
+/* Keeps the records of an archive as its directory lists them; a restore reads by this list. See
+ * places.c. */
 #ifndef SFR_PLACES_H
 #define SFR_PLACES_H
 
@@ -9,25 +10,25 @@
 #include "archive/read.h"
 
 struct sfr__place {
-	uint64_t hdr_off, len; /* of the local header; bytes of data */
-	uint64_t central;      /* of its record in the directory */
+	uint64_t hdr_off, len; /* offset of the local header; bytes of data */
+	uint64_t central;      /* offset of its record in the directory */
 	uint32_t crc, stamp;
-	uint32_t name_at; /* in the names */
+	uint32_t name_at; /* offset in the names */
 	uint16_t name_len, flags;
 };
 
-struct sfr__places { /* zeroed is an empty list; in the order of the file */
+struct sfr__places { /* a zeroed one is an empty list; in the order of the file */
 	struct sfr__place *v;
-	char *names; /* one behind the other, whole */
+	char *names; /* complete names, one after the other */
 	uint64_t nr, cap;
 	size_t names_len, names_cap;
-	bool incomplete; /* some record was not taken: it is compressed, or there are too many */
+	bool incomplete; /* a record was left out: it is compressed, or there are too many */
 };
 
-/* -ENOMEM. */
+/* Adds a record. -ENOMEM. */
 int sfr__places_add(struct sfr__places *p, const struct sfr__unzip_record *rec, const char *name,
 		    uint64_t central);
-/* Which record the directory has at `central`; p->nr when none. */
+/* Returns the index of the record that the directory has at `central`; p->nr if there is none. */
 uint64_t sfr__places_at(const struct sfr__places *p, uint64_t central);
 void sfr__places_fini(struct sfr__places *p);
 

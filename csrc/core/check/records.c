@@ -1,23 +1,23 @@
-/* One record of a checkpoint's archive: two of the steps of a check (check.c has the picture).
+/* Checks one record of a checkpoint's archive: two of the steps of a check (check.c has the
+ * picture).
  *
- *     directory record --> local header --> [data, piece by piece] --> descriptor --> next
+ *     directory record --> local header --> [data, chunk by chunk] --> descriptor --> next
  *       read_central        read_local         record_bytes            read_desc
  *                      or  place_by_directory, and nothing else, with SFR_CHECK_DIRECTORY
  *
  * The directory is read through one window, the data part of the file through another. `wrong`
- * collects what is the matter with this record; the first finding ends it, and the record goes on
- * the list of bad ones. c->body_pos never goes back: a record that begins below it overlaps.
+ * receives the first damage found in this record, which ends its check and puts it on the list of
+ * bad ones. c->body_pos never decreases: a record that begins below it overlaps another.
  *
- * sfr__check_record_bytes is the only place that costs time. A core's CRC is several times as fast
- * as a disk, so one thread makes it and others read (ahead.c).
- */
+ * Only sfr__check_record_bytes takes much time. A core's CRC is several times as fast as a disk, so
+ * one thread computes it and others read (ahead.c). */
 #include <string.h>
 
 #include "sfr/crc.h"
 #include "check/records.h"
 #include "base/base.h"
 
-/* Keeps the name for messages, and looks at what it says. NULL or what is wrong with it. */
+/* Keeps the name for messages, and checks it. NULL, or the name's damage. */
 static const char *take_name(struct sfr_check *c, const unsigned char *name)
 {
 	size_t len = c->rec.name_len;
@@ -40,7 +40,7 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 	if (len < c->prefix_len || memcmp(name, c->prefix, c->prefix_len) != 0)
 		return "it is not in the same directory of the archive as the first record";
 
-	/* No zero byte is inside the name, so it is a string from here on. */
+	/* The name contains no zero byte, so it is a string from here on. */
 	bare = c->name + c->prefix_len;
 	if (strcmp(bare, "data.pkl") == 0)
 		c->has_pickle = true;
@@ -49,8 +49,8 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 	return NULL;
 }
 
-/* Reads the next directory record into c->rec and c->name. *wrong: damage of this record alone.
- * A fatal verdict leaves c->state at DONE. */
+/* Reads the next directory record into c->rec and c->name. *wrong receives damage of this record
+ * alone. A fatal verdict leaves c->state at DONE. */
 static int read_central(struct sfr_check *c, const char **wrong)
 {
 	static const char short_dir[] = "its directory ends in the middle of a record";
@@ -95,8 +95,8 @@ static bool is_out_of_order(const struct sfr_check *c)
 	return c->rec.hdr_off < c->body_pos || (c->names.nr == 1 && c->rec.hdr_off != 0);
 }
 
-/* Whether there is room for the record where the directory says it is; its own header may be longer
- * than what is known of it here. But for its name there is: see sfr__unzip_central_extra. */
+/* Checks that the record has room where the directory says it is. Its local header may be longer
+ * than the directory shows. Room for all but the name is certain (sfr__unzip_central_extra). */
 static void place_by_directory(struct sfr_check *c, const char **wrong)
 {
 	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL + c->rec.clen;
@@ -125,7 +125,7 @@ static int read_local(struct sfr_check *c, const char **wrong)
 	rc = sfr__window_get(&c->body, rec->hdr_off, SFR__UNZIP_LOCAL, limit, &fixed, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	/* Even if the rest is wrong: the next record begins behind this one. */
+	/* Even if the rest is wrong: the next record begins after this header. */
 	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL;
 	*wrong = sfr__unzip_local(fixed, rec, &extra_len);
 	if (*wrong != NULL)
@@ -187,7 +187,7 @@ int sfr__check_next_record(struct sfr_check *c)
 		rc = read_local(c, &wrong);
 	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL &&
 	    (c->flags & SFR_CHECK_BYTES) != 0 && c->rec.method == SFR__UNZIP_STORED) {
-		/* The descriptor waits until the body window gets there. */
+		/* The descriptor is read when the body window gets there. */
 		c->data_done = 0;
 		c->crc = 0;
 		c->state = SFR__CHECK_BYTES;
@@ -238,7 +238,7 @@ int sfr__check_record_bytes(struct sfr_check *c)
 	if (rc != 0 || c->state != SFR__CHECK_BYTES)
 		return rc;
 	c->state = SFR__CHECK_RECORD;
-	/* With torch's compute_crc32=False all CRCs are zero: nothing is known of such bytes. */
+	/* With torch's compute_crc32=False all CRCs are zero, and the bytes cannot be checked. */
 	if (c->crc != c->rec.crc && c->rec.crc == 0 && wrong == NULL)
 		c->result.nr_unchecked++;
 	else if (c->crc != c->rec.crc && wrong == NULL)

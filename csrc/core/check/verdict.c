@@ -1,4 +1,4 @@
-/* What a check has found wrong: of the file, of its bad records. */
+/* Records damage of the file and of its records. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 #include <string.h>
@@ -22,7 +22,7 @@ int sfr__check_unreadable(struct sfr_check *c, int rc)
 	return rc;
 }
 
-/* A copy of the name in hand, fit to be shown: no control characters, zero bytes among them. */
+/* Copies the current name for display, with '?' for control characters, including zero bytes. */
 static char *show_name(const struct sfr_check *c)
 {
 	size_t len = c->rec.name_len;

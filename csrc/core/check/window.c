@@ -1,16 +1,14 @@
-/* A part of a file in memory.
+/* Keeps a part of a file in memory.
  *
  * A reader that goes through a file front to back asks for a few bytes here and a megabyte there.
- * The window answers from what it has, and otherwise reads one piece that begins on a page, so
- * that the file is read once, in calls of one size:
+ * The window answers from memory, or reads one chunk that begins on a page. So the file is read
+ * once, in calls of one size:
  *
  *     file     |-------|-------|-------|-------|-------|    pages
  *     window           [buf         ^off ..... len   ]      off may be anywhere in it
  *
- * Asking backwards works and costs another read. Where somebody reads ahead (ahead.c), what goes
- * forward is answered from there. Memory is fixed at the start, whatever is asked
- * later, so a file cannot make it grow.
- */
+ * Asking backwards works and costs another read. With a read-ahead (ahead.c), forward requests are
+ * answered from that. The memory is fixed at the start, so a file cannot make it grow. */
 #include <errno.h>
 
 #include "check/ahead.h"
@@ -35,7 +33,7 @@ void sfr__window_fini(struct sfr__window *w)
 	w->mem = NULL;
 }
 
-/* Reads [w->off, w->off + want), short reads and EINTR gone on with. */
+/* Reads [w->off, w->off + want), continuing after short reads and EINTR. */
 static int refill(struct sfr__window *w, size_t want)
 {
 	w->len = 0;
@@ -65,12 +63,13 @@ int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t li
 		int rc;
 
 		if (off > limit || len > limit - off)
-			return SFR_ECORRUPT; /* cannot be: the callers compared it */
+			return SFR_ECORRUPT; /* impossible: callers compare first */
 		w->off = off - lead;
 		if (want > limit - w->off)
 			want = (size_t)(limit - w->off);
 		if (want > w->cap)
-			return SFR_ECORRUPT; /* nor this: better a wrong verdict than a wild write */
+			/* impossible too; a wrong verdict is better than a wild write */
+			return SFR_ECORRUPT;
 		rc = refill(w, want);
 		if (rc != 0) {
 			w->len = 0;

@@ -1,9 +1,8 @@
-/* A save's entry in the log: its rename, when its turn has come. See commit/log.c. One that is
- * unordered has none: a writer renames it.
+/* The commit of a save: its entry in the log, which renames the file when it is at the head of the
+ * log (commit/log.c). A save without order has no entry; a writer renames its file.
  *
- * It looks at its destination first: a directory gives EISDIR and a special file EINVAL here too
- * and not only in the call, since an earlier remove in the log may have been what made room.
- */
+ * The commit checks its destination first. A directory gives EISDIR and a special file EINVAL here,
+ * not only in the call, because a remove that was in the log at the call may have made room. */
 #include "save/save.h"
 #include "trace/trace.h"
 
@@ -12,11 +11,11 @@ static struct sfr_ticket *ticket_of(struct sfr__log_entry *entry)
 	return sfr__container(entry, struct sfr_ticket, log);
 }
 
-/* A span of its own: it has ended before anybody hears of the save's end. */
+/* Has a span of its own, which ends before anybody is told of the save's end. */
 static void rename_file(struct sfr_ticket *t, struct sfr_err *err)
 {
 	SFR__TRACE(SFR_TRACE_COMMIT, t->number, 0);
-	(void)sfr__file_commit(&t->file, err); /* err holds what it returns */
+	(void)sfr__file_commit(&t->file, err); /* err holds the result */
 	sfr__file_fini(&t->file);
 }
 
@@ -33,8 +32,8 @@ bool sfr__save_commit(struct sfr_ticket *t)
 
 static void run(struct sfr__log_entry *entry, bool after_good)
 {
-	(void)after_good;                         /* a save takes nothing away */
-	(void)sfr__save_commit(ticket_of(entry)); /* or it ends as any failed save does */
+	(void)after_good;                         /* a save removes nothing */
+	(void)sfr__save_commit(ticket_of(entry)); /* a failed commit has ended the save already */
 }
 
 static void left(struct sfr__log_entry *entry)

@@ -1,16 +1,16 @@
-/* A save's copies from a device: blocks, samples, checksums.
+/* Queues a save's copies from a device: blocks, samples and checksums.
  *
- * A block's headers and padding are written at once, its tensor bytes by copies that are queued, one
- * for each extent of a tensor. While a gate waits, and in the call, a piece is a few blocks: one or
- * two batches and one event. While nobody hurries a piece is a few MiB, and few are in flight. The
- * piece that has the blocks is made before anything is queued, so that nothing can ever be in
- * flight with nobody to hear of its end.
+ * Headers and padding of a block are written at once. Its tensor bytes are copied by the device,
+ * with one queued copy for each extent of a tensor. In the call, and while a gate waits, a transfer
+ * holds a few blocks: one or two batches of copies and one event. Otherwise a transfer holds a few
+ * MiB, and few are in flight. The transfer that owns the blocks is allocated before anything is
+ * queued, so that no copy can be in flight without a transfer that reports its end.
  *
- * Samples are rows of each deferred source, right into the array that the staged bytes are later
- * compared with.
+ * Samples are gathered from each deferred source as rows, directly into the array that the staged
+ * bytes are compared with later.
  *
- * A device that fails a call fails the save; what it had been given before is still watched.
- */
+ * If a call to the device fails, the save fails; copies that were queued before are still
+ * watched. */
 #include <errno.h>
 
 #include "sfr/crc.h"
@@ -18,7 +18,7 @@
 
 enum { BLOCKS_A_PIECE = 4 };
 
-/* ---- pieces ------------------------------------------------------------------------ */
+/* ---- transfers --------------------------------------------------------------------- */
 
 void sfr__cuda_fill_begin(struct sfr__cuda_fill *fill, struct sfr__cuda_part *part,
 			  const struct sfr__run *run)
@@ -26,7 +26,7 @@ void sfr__cuda_fill_begin(struct sfr__cuda_fill *fill, struct sfr__cuda_part *pa
 	*fill = (struct sfr__cuda_fill){ .part = part, .run = run, .err.index = -1 };
 }
 
-/* In a turn: has a piece fly behind what was queued. */
+/* Sends a transfer after the queued copies. The caller is between turn_begin and turn_end. */
 static void fly(struct sfr__cuda_part *part, struct sfr__cuda_piece *piece, struct sfr_err *err)
 {
 	piece->landing = &part->landing;
@@ -36,19 +36,19 @@ static void fly(struct sfr__cuda_part *part, struct sfr__cuda_piece *piece, stru
 	sfr__cuda_fly(part->lane, piece, err);
 }
 
-/* In a turn: queues the copies that stand in the arrays. */
+/* Queues the copies in the arrays. The caller is between turn_begin and turn_end. */
 static void queue(struct sfr__cuda_fill *fill)
 {
 	if (fill->nr > 0 && !fill->err.code && !sfr__cuda_is_dead(fill->part->lane)) {
-		fill->touched = true; /* what a call that fails has done is not known */
+		fill->touched = true; /* a failed call may have queued some copies */
 		sfr__cuda_copy(fill->part->lane, fill->dst, fill->src, fill->len, fill->nr,
 			       fill->pinned, &fill->err);
 	}
 	fill->nr = 0;
 }
 
-/* Queues what stands in the arrays. With an event of its own where there is memory for it: without,
- * the event of the piece that has the blocks is behind these copies too. */
+/* Queues the copies in the arrays, with a transfer of their own if wanted and if there is memory
+ * for it. Without one, the event of the transfer that owns the blocks covers these copies too. */
 static void send(struct sfr__cuda_fill *fill, bool with_event)
 {
 	struct sfr__cuda_lane *lane = fill->part->lane;
@@ -63,7 +63,7 @@ static void send(struct sfr__cuda_fill *fill, bool with_event)
 	sfr__cuda_turn_end(lane);
 }
 
-/* Blocks of which nothing was given to the device, which is dead: no copy can be running. */
+/* Returns blocks of which nothing was queued on a dead device: no copy can be running. */
 static void give_back(struct sfr__cuda_fill *fill)
 {
 	struct sfr__block *block = fill->piece->blocks, *next;
@@ -75,7 +75,7 @@ static void give_back(struct sfr__cuda_fill *fill)
 	sfr__cuda_piece_put(fill->part->lane, fill->piece);
 }
 
-/* Has the piece with the blocks fly. */
+/* Sends the transfer that owns the blocks. */
 static void send_blocks(struct sfr__cuda_fill *fill)
 {
 	struct sfr__cuda_lane *lane = fill->part->lane;
@@ -112,7 +112,7 @@ static void add_copy(struct sfr__cuda_fill *fill, char *dst, const char *src, si
 	}
 }
 
-/* An extent of a tensor: one copy, or several where pieces are to be small. */
+/* Queues an extent of a tensor: as one copy, or as several if transfers must be small. */
 static void add_extent(struct sfr__cuda_fill *fill, char *dst, const char *src, size_t nbytes)
 {
 	for (size_t done = 0, len; done < nbytes && !fill->err.code; done += len) {
@@ -127,7 +127,7 @@ static void add_extent(struct sfr__cuda_fill *fill, char *dst, const char *src, 
 	}
 }
 
-/* Puts the block among those of the next piece. False without memory for one. */
+/* Adds the block to the next transfer. False if there is no memory for a transfer. */
 static bool add_to_piece(struct sfr__cuda_fill *fill, uint32_t blk, struct sfr__block *block)
 {
 	bool pinned = sfr__pin_is_pinned(block);
@@ -184,7 +184,7 @@ void sfr__cuda_fill_end(struct sfr__cuda_fill *fill)
 
 /* ---- samples ---------------------------------------------------------------------- */
 
-/* Gets memory for the samples of the part's deferred sources, unless it has some. 0 or -errno. */
+/* Gets memory for the samples of the deferred sources, unless the part has some. 0 or -errno. */
 static int store_get(struct sfr__cuda_part *part, const struct sfr__sampled *sources)
 {
 	const uint32_t nr = part->deferred->nr_entries;
@@ -197,7 +197,7 @@ static int store_get(struct sfr__cuda_part *part, const struct sfr__sampled *sou
 				   &part->store);
 }
 
-/* Queues the copies that gather the samples, with a piece behind them; they land in the store. */
+/* Queues the copies that gather the samples into the store, and a transfer after them. */
 static void queue_rows(struct sfr__cuda_part *part, const struct sfr__cuda_rows *rows, size_t nr,
 		       struct sfr__cuda_piece *piece, struct sfr_err *err)
 {
@@ -238,7 +238,7 @@ void sfr__cuda_take_samples(struct sfr__cuda_part *part)
 
 /* ---- checksums ------------------------------------------------------------------ */
 
-/* For a thread that asks the device every now and then. */
+/* Waits 50 us, for a thread that polls the device. */
 static void pause_a_little(struct sfr__cuda_lane *lane, pthread_cond_t *never)
 {
 	sfr__lock(&lane->mu);
@@ -246,8 +246,8 @@ static void pause_a_little(struct sfr__cuda_lane *lane, pthread_cond_t *never)
 	sfr__unlock(&lane->mu);
 }
 
-/* Waits until nothing of the stream runs any more, or the device is given up: whoever gives memory
- * back has to know. */
+/* Waits until nothing runs on the stream any more, or the device is dead. The caller gives memory
+ * back afterwards. */
 static void drain(struct sfr__cuda_lane *lane, pthread_cond_t *never)
 {
 	uint32_t failed = 0;
@@ -258,7 +258,7 @@ static void drain(struct sfr__cuda_lane *lane, pthread_cond_t *never)
 		pause_a_little(lane, never);
 }
 
-/* Copies one chunk and waits for it, asking like the lane does. */
+/* Copies one chunk and waits for it by polling, as the lane does. */
 static int fetch(struct sfr__cuda_part *part, const char *src, size_t len, pthread_cond_t *never,
 		 struct sfr_err *err)
 {
@@ -313,7 +313,7 @@ void sfr__cuda_sum(struct sfr__cuda_part *part)
 				t->sums[i] = sfr_crc32(t->sums[i], part->store.mem, (size_t)len);
 		}
 	}
-	(void)pthread_cond_destroy(&never); /* nobody waits */
+	(void)pthread_cond_destroy(&never); /* no thread waits on it */
 	if (err.code)
 		sfr__ticket_fail(t, &err);
 }

@@ -1,10 +1,9 @@
-/* The gate: before a step changes what a save copies, everything left is queued, and the stream of the
- * step waits for S. See stage_cuda.c for the events.
+/* The gate: before a step changes the sources of a save, all remaining copies are queued, and the
+ * step's stream waits for the event S. stage_cuda.c explains the events.
  *
- * A wait for an event that was never recorded is a silent nothing. So the gate has the lane queue all
- * that is left, waits on the host until S is recorded, and only then inserts the wait; where no stream
- * can wait, the host does until the copies have ended.
- */
+ * Waiting for an event that was never recorded silently does nothing. So the gate makes the lane
+ * queue all remaining copies, waits on the host until S is recorded, and only then inserts the
+ * wait. If no stream can wait for S, the host waits until the copies have completed. */
 #include "save/parts.h"
 
 static bool is_open(const void *ticket)
@@ -26,7 +25,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
 	if (sfr__under(&engine->mu, sfr__ticket_is_open_locked(t) &&
 					    (t->copied || sfr__ticket_failing_locked(t))))
-		return 0; /* copied, or discarded */
+		return 0; /* copied, or the save is failing */
 	for (uint32_t i = 0; i < t->nr_parts; i++)
 		if (t->parts[i].lane)
 			sfr__cuda_rush(t->parts[i].lane, t->seq);

@@ -1,16 +1,15 @@
-/* Saves of parts: writers read the sources where they are, when they write them.
+/* Saves of parts: writers read the sources in place, when they write them.
  *
- *   direct run    memory and file agree: the CRC is made, and the source itself is written
- *   other runs    glue and sources are put together in a buffer, the CRC made in the same pass
+ *   direct run    source and file are aligned alike: the CRC is computed, the source itself written
+ *   other runs    glue and sources are put together in a buffer; the CRC is computed in that pass
  *
- * A few blocks at a time are in the queue of the writers, so that other saves come between, and so
- * that a few buffers are all that it takes. A buffer is a block of the pool where one is to be had at
- * once, else memory of its own: what is saved is often a snapshot, and may fill the pool itself.
+ * Only a few blocks of such a save are in the writers' queue at a time, so that other saves come
+ * between, and so that a few buffers are enough. A buffer is a block of the pool if one is free at
+ * once, else memory of its own: the sources are often a snapshot, which may fill the pool itself.
  *
- * A block with the CRC of a source is parked until the source's other blocks are summed, as any
- * block. These are handed out before it, so one of those that are in the writers' hands can always
- * go on.
- */
+ * As in any save, a block with the CRC of a source is parked until the source's other blocks are
+ * summed. Those are queued before it, so at least one block that the writers have can always
+ * proceed. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -18,9 +17,10 @@
 #include "trace/trace.h"
 
 enum {
-	AHEAD = 2,             /* blocks in the queue besides one a writer */
-	MOST_BYTES = 4u << 20, /* of a block: buffers are memory beside that of the snapshot, and
-				  * a disk is at its speed with writes of so many */
+	AHEAD = 2, /* blocks in the queue beyond one for each writer */
+	/* of a block: buffers need memory beside the snapshot's, and larger writes are not
+	 * faster */
+	MOST_BYTES = 4u << 20,
 };
 
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
@@ -53,7 +53,7 @@ void sfr__in_place_begin_locked(struct sfr_ticket *t)
 		sfr__in_place_next_locked(t);
 }
 
-/* 0 or -ENOMEM. */
+/* Gets memory for a block that is put together. 0 or -ENOMEM. */
 static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 {
 	struct sfr_engine *engine = t->engine;
@@ -103,9 +103,9 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	int rc;
 
 	if (job->run->direct != NULL) {
-		/* Written only: nothing is put into it, since no field stands in a source. */
+		/* The source is only read: CRC fields are never inside a source. */
 		job->mem = (char *)(uintptr_t)job->run->direct + job->blk * t->img.block_bytes;
-		return 0; /* summed as any block */
+		return 0; /* the CRC is computed as for any block */
 	}
 	rc = get_buffer(t, job, len);
 	if (rc < 0) {
@@ -120,6 +120,6 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 void sfr__in_place_release(struct sfr__job *job)
 {
 	if (job->own_len != 0)
-		(void)sfr_sys.munmap(job->mem, job->own_len); /* cannot fail for one of our own */
+		(void)sfr_sys.munmap(job->mem, job->own_len); /* cannot fail for our own mapping */
 	job->own_len = 0;
 }

@@ -1,4 +1,4 @@
-/* A save's jobs for the writers. They live in the ticket, so that queueing one cannot fail. */
+/* The jobs of a save for the writers. They live in the ticket, so that queueing one cannot fail. */
 #include "sfr/crc.h"
 #include "save/save.h"
 
@@ -54,7 +54,8 @@ void sfr__unpark_locked(struct sfr_ticket *t)
 	}
 }
 
-/* A part's CRC counts with all that comes behind it in the entry, so parts add up in any order. */
+/* The CRC of a stretch is combined with the length after it in the entry, so stretches can be added
+ * in any order. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)
 {
 	struct sfr__entry *entry = &t->img.entries[seg->entry];

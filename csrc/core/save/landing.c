@@ -1,19 +1,20 @@
-/* What becomes of a save's copies when they have landed: blocks go on to the writers.
+/* Handles the completed copies of a save: passes blocks to the writers.
  *
- * On the lane's thread. Deferred bytes are compared with the samples first, which have landed before
- * them. What landed on a dead device nobody knows: those blocks are retired, and the save fails.
+ * Runs on the lane's thread. Deferred bytes are compared with the samples first; the samples'
+ * copies have completed before theirs. After a device has died, the contents of its blocks are
+ * unknown: those blocks are retired, and the save fails.
  *
- * A part is over when the call is through with it, nothing will be queued any more and nothing is in
- * flight. Whoever brings about the last of the three settles it, and leaves it alone from then on:
- * another thread may free the ticket.
- */
+ * A device's part of the save is over when three things hold: the capturing thread is done with it,
+ * nothing more will be queued, and nothing is in flight. The caller that makes the last of them
+ * true settles the part and does not touch it afterwards, because another thread may free the
+ * ticket. */
 #include <errno.h>
 #include <string.h>
 
 #include "save/parts.h"
 
-/* Compares one block with the samples, and with the sums where there are any. The index of a torn
- * source, or -1. */
+/* Compares one block with the samples, and with the checksums if there are any. Returns the index
+ * of a torn source, or -1. */
 static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
 		     const struct sfr__block *block)
 {
@@ -43,7 +44,8 @@ static void end_block(struct sfr__cuda_part *part, const struct sfr__run *run, u
 	int64_t torn = ok && run == part->deferred ? check(part, run, blk, block) : -1;
 
 	if (!ok)
-		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, part->lane->why); /* constant once dead */
+		/* constant once the lane is dead */
+		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, part->lane->why);
 	if (torn >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
 		err.index = torn;
@@ -56,7 +58,7 @@ static void end_block(struct sfr__cuda_part *part, const struct sfr__run *run, u
 	else
 		t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
-	/* Only now: who waits for a block and hears that there is none looks for the reason. */
+	/* Last, because a waiter for blocks that finds none left looks for the error. */
 	if (!ok)
 		sfr__pool_retire(t->engine->pool, block);
 }
@@ -127,12 +129,12 @@ void sfr__cuda_part_submitted(struct sfr__cuda_part *part)
 
 	sfr__lock(&t->engine->mu);
 	t->cuda_unsubmitted--;
-	pthread_cond_broadcast(&t->engine->cv_state); /* the gate may look at S */
+	pthread_cond_broadcast(&t->engine->cv_state); /* the gate may now use S */
 	sfr__unlock(&t->engine->mu);
 	sfr__lock(&part->lane->mu);
 	part->submitted = true;
 	over = is_over_locked(part);
-	sfr__unlock(&part->lane->mu); /* the ticket may be gone from here on */
+	sfr__unlock(&part->lane->mu); /* the ticket may be freed from here on */
 	if (over)
 		settle(part);
 }

@@ -1,22 +1,20 @@
-/* A save's first half, on the caller's thread: lay out, take a slot, capture, launch.
+/* The first half of a save, on the caller's thread: lay out, take a slot, capture, launch.
  *
- *   sfr_save_new      the image is laid out; nothing is held yet
- *   sfr_save_begin    where sources live on a device: their state is marked on its stream
- *   sfr_save_admit    a slot is taken, a writer begins to open the file
- *   sfr_save_capture  captured sources are copied, deferred ones sampled
- *   sfr_save_launch   the log has it, the lane has it, the call may return
+ *   sfr_save_new      lays out the image; nothing is held yet
+ *   sfr_save_begin    marks the state of sources on devices, on their streams
+ *   sfr_save_admit    takes a slot; a writer begins to open the file
+ *   sfr_save_capture  copies captured sources and samples deferred ones
+ *   sfr_save_launch   gives the save to the log and the lane; the call may return
  *
- * Each is called again after SFR_EAGAIN and goes on where it stopped; between two calls it holds
- * no block and no lock, so a signal handler of the caller may make a whole other save there.
- * What goes wrong after admit is the ticket's own error: the caller goes on to launch, and the
- * save ends as any failed save does.
+ * After SFR_EAGAIN the caller calls the same function again, and it resumes. Between two calls it
+ * holds no block and no lock, so a signal handler of the caller may make another whole save there.
+ * An error after admit becomes the ticket's: the caller continues to launch, and the save ends as
+ * any failed save does.
  *
- * A save enters the log at launch, when its call is through, and not when it begins: a save that a
- * signal handler makes in the middle of another call can so be waited for there, since the
- * interrupted one is not in front of it. Nor does such a one need memory beyond the pool on the
- * host: an interrupted call holds no block while it waits. It takes a slot beyond max_in_flight,
- * and says so.
- */
+ * A save enters the log at launch, not when it begins. So a save by a signal handler in the middle
+ * of another call can be waited for there, because the interrupted save is not before it in the
+ * log. It needs no memory beyond the pool on the host, because an interrupted call holds no block
+ * while it waits. It takes a slot beyond max_in_flight, and reports that. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -24,7 +22,7 @@
 #include "save/save.h"
 #include "trace/trace.h"
 
-/* A ticket without an image. -ENOMEM, SFR_EFORK. */
+/* Makes a ticket without an image. -ENOMEM or SFR_EFORK. */
 static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		      struct sfr_ticket **out)
 {
@@ -57,7 +55,7 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	return 0;
 }
 
-/* What a laid out image needs to be written to dir/name. */
+/* Allocates what writing a laid-out image to dir/name needs. */
 static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 {
 	const char *dir = desc->dir, *name = desc->name;
@@ -76,7 +74,8 @@ static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 	return sfr__file_init(&t->file, dir, name, t->img.len, (t->flags & SFR_SAVE_DURABLE) != 0);
 }
 
-/* The image of what is described, or (not NULL) of parts, and what goes with it. */
+/* Lays out the image of a description or, if parts is not NULL, of parts. Allocates what belongs to
+ * it. */
 static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc,
 			  struct sfr_parts *parts)
 {
@@ -121,8 +120,8 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	return sfr_save_new_parts(engine, desc, NULL, out);
 }
 
-/* Blocks of the image that need all their memory: all but the shorter last ones of runs. A device
- * is given whole blocks only. */
+/* Counts the image's blocks that need a whole block of memory: all but the shorter last blocks of
+ * runs. Devices always get whole blocks. */
 static uint32_t nr_whole_blocks(const struct sfr_ticket *t)
 {
 	uint32_t nr = t->nr_blocks;
@@ -154,7 +153,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0 && sfr__ticket_is_ordered(t))
-		rc = sfr__log_reserve(); /* the launch, or who gives the save up, has it then */
+		/* the launch uses the reservation, or an abandon returns it */
+		rc = sfr__log_reserve();
 	if (rc == 0) {
 		if (!t->in_place) {
 			t->nr_whole = nr_whole_blocks(t);
@@ -189,11 +189,11 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc < 0)
 		return rc;
 	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->img.captured_nbytes);
-	/* Devices first: they copy while the host does. */
+	/* Devices first: they copy while the host copies. */
 	if (!t->capture_done)
 		rc = sfr__cuda_capture(t, slice_ns);
 	if (rc < 0)
-		return rc; /* as below */
+		return rc; /* SFR_EAGAIN or SFR_EEXHAUSTED */
 	rc = sfr__host_copy_now(&t->captured.copy, deadline);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 		return rc;
@@ -226,7 +226,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 		t->flight.in_call = false;
 		t->launched_ns = sfr__now_ns();
 		if (sfr__ticket_is_ordered(t)) {
-			sfr_ticket_get(t); /* the log's */
+			sfr_ticket_get(t); /* the log's reference */
 			(void)sfr__log_append(&t->log);
 		}
 		if (t->state == SFR_CAPTURING)
@@ -236,7 +236,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 			sfr__host_begin_locked(&t->deferred.copy, false);
 		}
 		if (t->img.runs[t->img.nr_runs - 1].lane == SFR_CAPTURED) {
-			/* Nothing is deferred, so nobody has anything to give a verdict on. */
+			/* Nothing is deferred, so there is no verdict to wait for. */
 			t->confirmed = true;
 			t->copied = t->nr_parts == 0 && !t->in_place;
 		}

@@ -1,21 +1,20 @@
-/* A save's part in a device: from the caller's stream to blocks in the host's memory.
+/* Stages the part of a save on one device: from the caller's stream to blocks in host memory.
  *
- *     caller's stream   ... work  E   |              waits C |  ... forward, backward   waits S | step
- *     lane's stream               waits E | captured, samples, C |  deferred, in pieces      S |
+ *   caller's stream   ... work  E   |              waits C | forward, backward   waits S | step
+ *   lane's stream               waits E | captured, samples, C | deferred              S |
  *
- *   begin     E is recorded on the caller's current stream and the lane's stream waits for it, in
- *             one go, before anything else of the call: what is copied is what was there then
- *   capture   captured sources and samples of the others are queued, then C
+ *   begin     E is recorded on the caller's current stream, and the lane's stream waits for it,
+ *             before anything else of the call: the copies see the state at E
+ *   capture   captured sources and samples of deferred ones are queued, then C
  *   end       the caller's stream waits for C, and for nothing more
- *   launch    the lane's thread queues deferred sources, in pieces, then S
+ *   launch    the lane's thread queues deferred sources in small transfers, then S
  *   gate      everything left is queued, and the stream of the step waits for S
  *
- * A wait for an event that was never recorded is a silent nothing: so C and S are recorded before
- * the waits are put in, and the gate waits on the host until the lane has come that far.
+ * Waiting for an event that was never recorded silently does nothing. So C and S are recorded
+ * before the waits are inserted, and the gate waits on the host until the lane has recorded S.
  *
- * Nothing here waits for the device. Sources are held by the save's maker until the ticket says
- * that they are copied, which is when the events of all pieces have completed.
- */
+ * Nothing here waits for the device. The caller holds the sources until the ticket reports that
+ * they are copied, which is when the events of all transfers have completed. */
 #include <errno.h>
 
 #include "save/parts.h"
@@ -115,17 +114,17 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 		t->cuda_unsubmitted += t->parts[i].lane != NULL;
 	}
 	if (err.code)
-		t->err = err; /* a NEW save's; it takes effect when it is admitted */
+		t->err = err; /* takes effect when the NEW save is admitted */
 	sfr__unlock(&t->engine->mu);
 	return 0;
 }
 
 /* ---- capture ------------------------------------------------------------------------ */
 
-/* Leases a block with memory that the device can write to. A pool without such memory registers it
- * here, block by block, for captured bytes inside the call. That is bought once: copies to pageable
- * memory would hold up the call for as long (the driver stages them, and returns when they have run),
- * at this save and the next. warm_up() takes it out of the call. */
+/* Leases a block that the device can write to. If the pool is not registered with the driver, this
+ * registers it block by block, for captured bytes inside the call. That is paid once. Copies to
+ * pageable memory would delay the call as long at every save: the driver stages them, and returns
+ * when they have run. warm_up() takes the registration out of the call. */
 static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__block **block)
 {
 	struct sfr_ticket *t = part->ticket;
@@ -146,8 +145,9 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 	return 0;
 }
 
-/* Leases and fills the next block of a run. While there is none, nothing that has been filled is held
- * back: its blocks may be the ones to wait for. SFR_EAGAIN when there was none within the slice. */
+/* Leases and fills the next block of a run. Before waiting for a block it sends everything filled
+ * so far, because those blocks may be the ones to wait for. SFR_EAGAIN if there was none within the
+ * slice. */
 static int fill_next(struct sfr__cuda_fill *fill, uint32_t *blk, uint64_t slice_ns)
 {
 	struct sfr_ticket *t = fill->part->ticket;
@@ -160,7 +160,7 @@ static int fill_next(struct sfr__cuda_fill *fill, uint32_t *blk, uint64_t slice_
 		start = sfr__now_ns();
 		rc = lease(fill->part, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
-		if (fill->run == fill->part->captured) /* a lane's wait shows at the gate */
+		if (fill->run == fill->part->captured) /* a lane's wait is part of the gate's */
 			t->block_wait_ns += sfr__now_ns() - start;
 		sfr__unlock(&t->engine->mu);
 	}
@@ -171,7 +171,7 @@ static int fill_next(struct sfr__cuda_fill *fill, uint32_t *blk, uint64_t slice_
 	return rc;
 }
 
-/* C: recorded behind everything that the caller's stream has to wait for. */
+/* Records C after everything that the caller's stream has to wait for. */
 static void close_capture(struct sfr__cuda_part *part)
 {
 	struct sfr_err err = { .index = -1 };
@@ -192,7 +192,7 @@ static int capture_blocks(struct sfr__cuda_part *part, uint64_t deadline)
 	while (part->capture_blk < part->captured->nr_blocks && rc == 0 &&
 	       !sfr__ticket_failing(part->ticket))
 		rc = fill_next(&fill, &part->capture_blk, sfr__time_left(deadline));
-	sfr__cuda_fill_end(&fill); /* tells the ticket of an error */
+	sfr__cuda_fill_end(&fill); /* reports an error to the ticket */
 	return rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED ? rc : 0;
 }
 
@@ -217,7 +217,7 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	uint64_t deadline = sfr__deadline(slice_ns);
 
 	if (t->nr_parts && sfr__ticket_failing(t)) {
-		/* What begin said; the save has a state now in which it can fail. */
+		/* An error of begin: only now has the save a state in which it can fail. */
 		sfr__lock(&t->engine->mu);
 		sfr__ticket_fail_locked(t, &t->err);
 		sfr__unlock(&t->engine->mu);
@@ -273,7 +273,7 @@ void sfr__cuda_launch(struct sfr_ticket *t)
 	}
 }
 
-/* On the lane's thread: queues the deferred blocks, few at a time until somebody waits for them. */
+/* On the lane's thread: queues the deferred blocks, few at a time until a thread waits for them. */
 static void stage_blocks(struct sfr__cuda_part *part)
 {
 	struct sfr__cuda_lane *lane = part->lane;
@@ -294,7 +294,8 @@ static void stage_blocks(struct sfr__cuda_part *part)
 			sfr__err_set(&fill.err, -EIO, SFR_PHASE_STAGE, lane->why);
 			break;
 		}
-		/* A block of our own in flight may be the one to wait for: it is polled for. */
+		/* A block of this save in flight may be the one to wait for, so the wait is short
+		 * and the loop polls. */
 		rc = fill_next(&fill, &blk, 100 * 1000);
 	}
 	if (rc == SFR_EEXHAUSTED)

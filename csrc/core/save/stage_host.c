@@ -1,17 +1,16 @@
-/* A save's bytes of host memory: from the sources to blocks of the pool.
+/* Stages a save's bytes of host memory: copies them from the sources to blocks of the pool.
  *
- * A block is filled front to back: local headers are generated, tensor bytes copied, padding zeroed;
- * only data descriptors stay open until a writer knows their CRC. Captured sources are copied in the
- * call, deferred ones by the lane and by everybody who waits for them (stage/host.c).
+ * A block is filled front to back. Local headers are generated, tensor bytes copied, padding
+ * zeroed. Only data descriptors stay open until a writer knows their CRC. Captured sources are
+ * copied in the call; deferred ones by the lane and by threads that wait for them (stage/host.c).
  *
- * While nobody waits, the CRC of deferred bytes is made in the same pass as the copy: a second pass
- * over the bytes costs the training half as much again (crc.c). Blocks that are begun while somebody
- * waits leave it to the writers, as captured ones do.
+ * While no thread waits, the CRC of deferred bytes is computed in the same pass as the copy: a
+ * second pass would cost the training half as much again (crc.c). A block that is begun while a
+ * thread waits leaves its CRC to the writers, and so do captured blocks.
  *
- * The second detector sits here too. At the call, sfr__take_samples keeps some cache lines of every
- * deferred storage. The thread that has copied a piece compares the *staged* bytes with them. A
- * difference means that somebody wrote between the call and the copy, and the save fails.
- */
+ * This file also has the second detector of torn copies. At the call, sfr__take_samples keeps some
+ * cache lines of every deferred storage. The thread that has copied bytes compares the staged bytes
+ * with them. A difference means a write between the call and the copy, and the save fails. */
 #include <errno.h>
 #include <string.h>
 
@@ -85,19 +84,19 @@ void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst
 	if (seg->kind == SFR__SEG_HEADER)
 		sfr__image_put_header(&t->img, seg->entry, seg->off, seg->len, dst);
 	else
-		/* Descriptors are put in by the writer; old bytes of the pool, which may be another
-		 * file's, must not reach the disk in them nor in padding. */
+		/* Writers fill in descriptors later. Old bytes of the pool may belong to another
+		 * file and must not reach the disk in descriptors or padding. */
 		memset(dst, 0, seg->len);
 }
 
-/* Whether the piece [from, to) of the file has the entry's data and descriptor: then nobody else
- * knows of it. */
+/* Whether the bytes [from, to) of the file contain the entry's data and descriptor. Then no other
+ * thread uses the entry. */
 static bool is_own(const struct sfr__entry *entry, uint64_t from, uint64_t to)
 {
 	return entry->data_off >= from && entry->data_off + entry->nbytes + entry->desc_len <= to;
 }
 
-/* Copies one storage's part of a piece; -1, or the source that was torn. */
+/* Copies the bytes of one storage. Returns the torn source, or -1. */
 static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst, bool own,
 			 bool summed)
 {
@@ -123,7 +122,7 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	return sfr__check_piece(t, &t->samples, seg->entry, seg->off, dst, seg->len);
 }
 
-/* ---- a run, as stage/host.c copies it ---- */
+/* ---- a run, for stage/host.c ---- */
 
 static struct sfr__run_copy *run_copy_of(struct sfr__host_copy *copy)
 {
@@ -170,7 +169,7 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	int64_t torn = -1, found;
 	uint64_t from;
 
-	(void)hurried; /* whether the CRC is made is decided for a whole block */
+	(void)hurried; /* whether the CRC is computed here is decided for a whole block */
 	sfr__seg_iter_init(&it, &t->img, run_copy->run, blk);
 	from = it.off += off;
 	it.end = from + len;
@@ -212,7 +211,7 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 	sfr__push_block_locked(run_copy->ticket, run_copy->run, blk, job->block, job->summed);
 }
 
-/* Of the deferred run: the sources are free. */
+/* Called at the end of the deferred run: its sources are free. */
 static void over(struct sfr__host_copy *copy)
 {
 	struct sfr_ticket *t = run_copy_of(copy)->ticket;

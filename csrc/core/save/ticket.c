@@ -1,4 +1,4 @@
-/* The ticket: everything that is known of one save, in one place.
+/* The ticket: the state of one save.
  *
  *   NEW ──admit──▶ CAPTURING ──launch──▶ STAGING ──▶ STAGED ──▶ WRITING ──▶ READY ──▶ COMMITTING ──▶ DURABLE
  *                      │                    │           │          │          │            │
@@ -24,23 +24,21 @@
  *
  * Invariants
  *   1. The first error is kept; err.code != 0 means that the state goes to ENDING.
- *   2. A block is put back only by the thread that had it, after its copy and its write: so a
- *      failed save gives its memory back no earlier than a running copy into it has ended.
+ *   2. Only the thread that has a block gives it back, after its copy and its write. So a failed
+ *      save gives memory back only after a running copy into it has ended.
  *   3. Tail and sync do not wait for the detectors; the rename does (READY comes after STAGED).
  *   4. From CAPTURING to the end the engine counts the ticket and holds a reference, which
- *      goes over to the notice of its end.
- *   5. A save ends, either way, when no job of it is queued or running. Jobs hold no reference:
- *      a writer that has told of its work and not yet come back for its lock is still in the
- *      ticket.
- *   6. What only the work needed (image, jobs, samples) goes at the end: a handle that is kept
- *      for its report costs no more than that.
- */
+ *      passes to the notice of its end.
+ *   5. A save ends, either way, when no job of it is queued or running. Jobs hold no reference: a
+ *      writer that has reported its work and still needs the lock is counted as a running job.
+ *   6. Memory that only the work needs (image, jobs, samples) is freed at the end, so a handle that
+ *      is kept for its report costs little. */
 #include <string.h>
 
 #include "save/save.h"
 #include "trace/trace.h"
 
-/* How often each arrow was taken, so that a test can ask for all of them. */
+/* How often each arrow was taken, so that a test can check all of them. */
 static atomic_uint arrows[SFR_NR_STATES][SFR_NR_STATES];
 
 unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to)
@@ -64,7 +62,8 @@ static bool ended(const struct sfr_ticket *t)
 
 /* ---- life ---- */
 
-/* Frees what only the work needed; the figures of the image stay. Nobody works any more. */
+/* Frees memory that only the work needs; the image's figures stay. No thread works on it any
+ * more. */
 static void free_tools(struct sfr_ticket *t)
 {
 	sfr__image_fini(&t->img);
@@ -80,7 +79,7 @@ void sfr__ticket_free(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 
 	sfr__file_fini(&t->file);
-	sfr_sys.free(t->parts); /* each has let go of all it had when it was over */
+	sfr_sys.free(t->parts); /* each part has released everything when it was over */
 	free_tools(t);
 	sfr_sys.free(t->log.key);
 	sfr_sys.free(t);
@@ -130,14 +129,14 @@ bool sfr__ticket_failing(struct sfr_ticket *t)
 
 void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block)
 {
-	/* Not counted any more before it can be leased again. */
+	/* No longer counted before it can be leased again. */
 	sfr__lock(&t->engine->mu);
 	t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
 	sfr__pool_put(t->engine->pool, block);
 }
 
-/* What is left of the save may wait in the log for work that waits for memory itself. */
+/* The rest of the save may wait in the log for work that itself waits for memory. */
 static void leave_pool_locked(struct sfr_ticket *t)
 {
 	if (t->needs_blocks)
@@ -150,7 +149,7 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	if (t->state == SFR_ENDING) {
 		bool called = t->launched || t->abandoned;
 
-		/* It is a job out itself, until the state is another: so it is pushed once. */
+		/* The job counts in jobs_out until the state changes, so it is pushed once. */
 		if (called && !t->lane_owns && t->cuda_out == 0 && t->jobs_out == 0)
 			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_CLEAN));
 		return;
@@ -183,7 +182,7 @@ void sfr__ticket_released_locked(struct sfr_ticket *t)
 		return;
 	if (!sfr__ticket_failing_locked(t))
 		t->copied = true;
-	/* Waiters for "copied" look at a failed save too: its sources are free now. */
+	/* Waiters for "copied" wait for failed saves too: their sources are free now. */
 	pthread_cond_broadcast(&t->engine->cv_state);
 	sfr_ticket_get(t);
 	sfr__notice_post(&t->notice_copied);
@@ -217,7 +216,8 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	leave_pool_locked(t);
 	sfr__engine_wake_idle_locked(engine);
 	sfr__engine_leave_locked(engine, &t->flight);
-	/* Before the log says so: who has waited for the log finds the save ended, without a lock. */
+	/* Before the log reports the end, so that a waiter for the log finds the save ended without
+	 * a lock. */
 	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
 					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
 									SFR_FAILED);
@@ -226,7 +226,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__trace_save(t->number, t->created_ns, t->ended_ns, t->img.len, t->state,
 			strrchr(t->log.key, '/') + 1);
 	sfr__unlock(&engine->mu);
-	sfr__notice_post(&t->notice_ended); /* with the engine's reference */
+	sfr__notice_post(&t->notice_ended); /* passes the engine's reference on */
 }
 
 /* ---- waiting, verdict, cancel, report ---- */
@@ -237,7 +237,7 @@ bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 		return true;
 	switch (what) {
 	case SFR_WAIT_COPIED:
-		/* A failed save's sources are free once the lane has let go of it. */
+		/* A failed save's sources are free once the lane has released them. */
 		return t->copied || (t->state == SFR_ENDING && t->launched && !t->lane_owns &&
 				     t->cuda_out == 0 && !t->in_place);
 	case SFR_WAIT_STAGED:
@@ -309,7 +309,7 @@ int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	*written_nbytes = t->written_nbytes;
-	*nbytes = t->img.len; /* constant, as the image's other figures */
+	*nbytes = t->img.len; /* constant, like the image's other figures */
 	return 0;
 }
 

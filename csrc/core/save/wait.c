@@ -1,4 +1,5 @@
-/* Waiting for a save. A thread that waits for copies helps with them: stage/host.c. */
+/* Waits for saves. A thread that waits for copies of host memory helps to make them
+ * (stage/host.c). */
 #include "save/save.h"
 
 static bool is_copied(const void *ticket)

@@ -1,4 +1,4 @@
-/* Writers: threads that take jobs from the engine's queue, first come first served.
+/* Writer threads take jobs from the engine's queue in the order of arrival.
  *
  *   OPEN    make the temporary, probe, preallocate                 (once a save, first)
  *   BLOCK   CRC of its pieces if the lane has not made them,
@@ -7,13 +7,12 @@
  *   PLACE   rename, sync the directory                         (of what is not in the log)
  *   CLEAN   remove the temporary of a failed save, end it          (last)
  *
- * A data descriptor holds the CRC of a whole entry, whose earlier parts may be with another writer,
- * or with somebody who still copies. Nobody waits for them: such a block is parked at its ticket,
- * and whoever adds the last part to an entry's CRC puts what is parked back into the queue.
+ * A data descriptor contains the CRC of a whole entry. Earlier bytes of the entry may still be with
+ * another writer or not be copied yet. No thread waits for them: the block is parked at its ticket,
+ * and the thread that completes the entry's CRC puts parked blocks back into the queue.
  *
- * The temporary is opened here and not in the call: probing and preallocating are I/O. The call
- * itself checks only what it can say without writing (parent, directory, special file).
- */
+ * The temporary file is opened here and not in the call, because probing and preallocating do I/O.
+ * The call checks only what it can without writing (parent, directory, special file). */
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -22,7 +21,7 @@
 #include "save/save.h"
 #include "trace/trace.h"
 
-/* Waits for the OPEN job. False when the save is failing. */
+/* Waits for the OPEN job. False if the save is failing. */
 static bool wait_opened(struct sfr_ticket *t)
 {
 	struct sfr_engine *engine = t->engine;
@@ -52,8 +51,8 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 	sfr__unlock(&t->engine->mu);
 }
 
-/* CRCs of the block's pieces. An entry that lies in the block with its whole descriptor is nobody
- * else's business and needs no lock. */
+/* Computes the CRCs of the block's bytes. If an entry and its descriptor are wholly inside the
+ * block, no other thread touches them, and no lock is needed. */
 static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 {
 	uint64_t from = sfr__image_block_off(&t->img, job->run, job->blk);
@@ -70,7 +69,8 @@ static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
 		crc = sfr_crc32(0, job->mem + seg.pos, seg.len);
-		/* Of parts the CRC stands anywhere behind, and its block may be parked. */
+		/* In a file of parts a CRC may be anywhere after its source, and that block may be
+		 * parked. */
 		if (t->in_place || entry->data_off < from ||
 		    entry->data_off + entry->nbytes + entry->desc_len > to) {
 			(void)sfr__add_crc(t, &seg, crc);
@@ -82,8 +82,8 @@ static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 	job->summed = true;
 }
 
-/* Whether every CRC is known that stands in a block of torch's file. Only the first entry may have a
- * part elsewhere that is not. */
+/* Whether all CRCs in a block of torch's format are known. Only the first entry can have bytes in
+ * earlier blocks. */
 static bool is_described_locked(const struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__entry *entry;
@@ -91,14 +91,14 @@ static bool is_described_locked(const struct sfr_ticket *t, const struct sfr__jo
 
 	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
 	if (it.entry == job->run->first_entry + job->run->nr_entries)
-		return true; /* padding alone */
+		return true; /* only padding */
 	entry = &t->img.entries[it.entry];
 	if (entry->data_off + entry->nbytes >= it.end)
-		return true; /* its descriptor stands in a later block */
+		return true; /* its descriptor is in a later block */
 	return entry->crc_len == entry->nbytes;
 }
 
-/* Whether every CRC is known that stands in the block; otherwise it is parked. */
+/* Whether all CRCs in the block are known; otherwise parks the block. */
 static bool is_known(struct sfr_ticket *t, struct sfr__job *job)
 {
 	size_t len = sfr__image_block_len(&t->img, job->run, job->blk);
@@ -134,8 +134,8 @@ static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
 					    job->mem + seg.pos);
 }
 
-/* The CRCs of the block's pieces, and of parts the memory to write. False: it is parked, and somebody
- * else's by now. */
+/* Computes the CRCs of the block and, for a file of parts, prepares the memory to write. False if
+ * the block is parked; another thread may have it then. */
 static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	if (sfr__ticket_failing(t))
@@ -157,8 +157,9 @@ static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 	struct sfr_engine *engine = t->engine;
 	uint32_t nr_left;
 
-	/* Not counted any more before it can be leased again; counted as written only when the
-	 * pool has it back, since from then on the save may end and the pool go. */
+	/* The block is no longer counted as held before it can be leased again. It is counted as
+	 * written only after the pool has it back, because then the save may end and the pool be
+	 * freed. */
 	if (job->block != NULL) {
 		sfr__lock(&engine->mu);
 		t->flight.blocks_held--;
@@ -171,7 +172,7 @@ static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 	}
 }
 
-/* False: it is parked. */
+/* Writes the block. False if it is parked. */
 static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
@@ -182,10 +183,10 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	bool written;
 
 	if (!prepare_block(t, job, err)) {
-		span.number = 0; /* its bytes count when it is taken up again */
+		span.number = 0; /* no span: its bytes are counted when it is resumed */
 		return false;
 	}
-	written = err->code == 0 && wait_opened(t); /* and it has not failed */
+	written = err->code == 0 && wait_opened(t); /* and the save is not failing */
 	if (written) {
 		describe_block(t, job);
 		written = sfr__file_write(&t->file, job->mem, len, off, err) == 0;
@@ -202,7 +203,7 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	return true;
 }
 
-/* 0, or -1 and `err` says why. */
+/* 0, or -1 with the reason in err. */
 static int write_tail(struct sfr_ticket *t, struct sfr_err *err)
 {
 	size_t len = t->img.tail_len;
@@ -216,8 +217,8 @@ static int write_tail(struct sfr_ticket *t, struct sfr_err *err)
 		return -1;
 	}
 	sfr__image_put_tail(&t->img, tail);
-	(void)sfr__file_write(&t->file, tail, len, t->img.tail_off, err); /* err holds it */
-	(void)sfr_sys.munmap(tail, len); /* cannot fail for a mapping of our own */
+	(void)sfr__file_write(&t->file, tail, len, t->img.tail_off, err); /* err holds the result */
+	(void)sfr_sys.munmap(tail, len); /* cannot fail for our own mapping */
 	return err->code == 0 ? 0 : -1;
 }
 
@@ -225,11 +226,11 @@ static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
 {
 	size_t len = t->img.tail_len;
 
-	if (!wait_opened(t)) /* nobody has where there are no blocks */
+	if (!wait_opened(t)) /* a save without blocks has not waited for it yet */
 		return;
 	SFR__TRACE(SFR_TRACE_TAIL, t->number, len);
 	if (write_tail(t, err) == 0)
-		(void)sfr__file_sync(&t->file, err); /* err holds it */
+		(void)sfr__file_sync(&t->file, err); /* err holds the result */
 	if (err->code == 0) {
 		sfr__lock(&t->engine->mu);
 		t->synced = true;
@@ -258,12 +259,12 @@ void sfr__job_run(struct sfr__task *task)
 		break;
 	case SFR__JOB_PLACE:
 		if (sfr__save_commit(t))
-			return; /* the ticket may be gone */
+			return; /* the ticket may be freed */
 		break;
 	case SFR__JOB_CLEAN:
 		sfr__file_fini(&t->file);
 		sfr__ticket_finish(t, NULL);
-		return; /* the ticket may be gone */
+		return; /* the ticket may be freed */
 	}
 	sfr__lock(&engine->mu);
 	t->jobs_out--;

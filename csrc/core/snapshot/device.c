@@ -1,21 +1,23 @@
-/* A snapshot's part in a device: copies right into the leased memory, all queued in the call.
+/* Copies the part of a snapshot on one device directly into the leased memory; all copies are
+ * queued in the call.
  *
- *     caller's stream   ... work  E   |                    waits C |  forward, backward  waits S | step
- *     lane's stream               waits E | captured, samples, C | deferred, S
+ *   caller's stream   ... work  E   |                    waits C | forward, backward  waits S | step
+ *   lane's stream               waits E | captured, samples, C | deferred, S
  *
- * A save's deferred bytes trickle (stage_cuda.c); a snapshot's do not: it has all of its memory
- * already, whoever takes it mostly waits for it at once, and so each group is one batch, handed
- * over in one call of the driver. The price is that other streams' copies stand in line behind it.
+ * A save's deferred bytes are queued in small transfers (stage_cuda.c), but a snapshot's are not: all of
+ * its memory is leased already, and its caller mostly waits for it at once. So each group of copies
+ * is one batch, given to the driver in one call. The price is that copies of other streams queue
+ * behind it.
  *
- * One piece flies behind everything, so the lane's thread hears of the end, compares samples, and
- * the snapshot's memory can go back no earlier. Where nothing was queued, nothing flies.
+ * One transfer follows all copies. It tells the lane's thread of the end, so that it compares the
+ * samples, and the snapshot's memory goes back no earlier. If nothing was queued, there is no
+ * transfer.
  *
- * Of what leaves (SFR_SNAPSHOT_LEAVES) all is captured, there is no C, and S is what who writes to the
- * sources again has to wait for.
+ * For groups of an Offloader (SFR_SNAPSHOT_LEAVES) everything is captured and there is no C.
+ * Before the sources are written to again, their writer has to wait for S.
  *
- * A copy goes to one registration: the driver refuses others, so sources are cut where the pieces
- * of the pool's memory meet. Blocks that could not be pinned get copies of their own.
- */
+ * The driver refuses a copy into more than one registration, so sources are cut where regions of
+ * the pool meet. Blocks that could not be pinned get copies of their own. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -25,23 +27,25 @@
 #include "snapshot/snapshot.h"
 
 struct sfr__snapshot_part {
-	struct sfr__cuda_landing landing; /* first: the lane knows the part by it */
-	struct sfr_snapshot *snapshot;    /* constant, as the next */
+	struct sfr__cuda_landing landing; /* first: the lane finds the part by it */
+	struct sfr_snapshot *snapshot;    /* constant, like the next */
 	uint32_t device;
-	CUstream stream;             /* the caller's current one */
-	struct sfr__cuda_lane *lane; /* NULL until start */
+	CUstream stream;             /* the caller's current stream */
+	struct sfr__cuda_lane *lane; /* NULL before start */
 
-	CUevent captured;             /* C: only the caller's thread touches it */
-	struct sfr__cuda_store store; /* the caller's until the piece flies, then the lane's */
-	struct sfr__samples samples;  /* in the store */
+	CUevent captured;             /* event C; used only by the caller's thread */
+	struct sfr__cuda_store store; /* the caller's until the transfer is sent, then the lane's */
+	struct sfr__samples samples;  /* items are in the store */
 
-	struct sfr__cuda_staged staged; /* S; over: landed, or nothing was queued */
-	struct sfr__cuda_timer copying; /* of what leaves */
+	/* event S; over: the copies have completed, or nothing was queued */
+	struct sfr__cuda_staged staged;
+	struct sfr__cuda_timer copying; /* times the copies of SFR_SNAPSHOT_LEAVES */
 };
 
-/* ---- which copies ----------------------------------------------------------------- */
+/* ---- choosing the copies ------------------------------------------------------------- */
 
-/* The copies of one kind of the part's sources: to pinned memory, and to memory that is not. */
+/* Collects the copies of the part's captured or deferred sources, to pinned and to pageable
+ * memory. */
 static int collect(const struct sfr__snapshot_part *part, bool captured,
 		   struct sfr__cuda_batch *pinned, struct sfr__cuda_batch *pageable)
 {
@@ -67,7 +71,8 @@ static int collect(const struct sfr__snapshot_part *part, bool captured,
 	return rc;
 }
 
-/* Places samples of the deferred sources in memory of the lane's; *rows: which, from malloc. */
+/* Places samples of the deferred sources in memory of the lane's. *rows receives the copies that
+ * gather them, from malloc. */
 static int sample(struct sfr__snapshot_part *part, struct sfr__cuda_rows **rows, size_t *nr_rows)
 {
 	uint32_t nr;
@@ -95,12 +100,12 @@ static int sample(struct sfr__snapshot_part *part, struct sfr__cuda_rows **rows,
 
 /* ---- start ------------------------------------------------------------------------- */
 
-/* What is queued for one part. */
+/* The copies to queue for one part. */
 struct plan {
 	struct sfr__cuda_batch captured, captured_pageable, deferred, deferred_pageable;
-	struct sfr__cuda_rows *rows; /* samples */
+	struct sfr__cuda_rows *rows; /* gather the samples */
 	size_t nr_rows;
-	struct sfr__cuda_piece *piece; /* NULL once it flies */
+	struct sfr__cuda_piece *piece; /* NULL once it is sent */
 };
 
 static void plan_free(struct sfr__snapshot_part *part, struct plan *plan)
@@ -129,8 +134,8 @@ static int plan_make(struct sfr__snapshot_part *part, struct plan *plan)
 	return rc;
 }
 
-/* Queues the plan, between E and S. What a call that fails has done is not known, so from the
- * first copy on a piece flies, whatever comes. */
+/* Queues the plan, between E and S. A failed call may have queued some copies, so from the first
+ * copy on a transfer is sent in any case. */
 static void queue(struct sfr__snapshot_part *part, struct plan *plan, struct sfr_err *err)
 {
 	struct sfr__cuda_lane *lane = part->lane;
@@ -142,7 +147,7 @@ static void queue(struct sfr__snapshot_part *part, struct plan *plan, struct sfr
 	if (err->code)
 		return;
 	sfr__lock(&lane->mu);
-	part->staged.over = false; /* before it can land */
+	part->staged.over = false; /* before the transfer can complete */
 	sfr__unlock(&lane->mu);
 	if (part->snapshot->leaves)
 		sfr__cuda_timer_begin(lane, &part->copying, lane->stream);
@@ -165,7 +170,7 @@ static void queue(struct sfr__snapshot_part *part, struct plan *plan, struct sfr
 	plan->piece = NULL;
 }
 
-/* 0; or a code with err->code == 0: nothing is queued and the call is refused. */
+/* 0; or a code with err->code == 0, if nothing is queued and the call is refused. */
 static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 {
 	struct sfr_snapshot *s = part->snapshot;
@@ -201,7 +206,7 @@ static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 	if (ret < 0) {
 		sfr__err_set(err, ret, SFR_PHASE_STAGE, NULL);
 	} else {
-		sfr__snapshot_out(s); /* before it can land */
+		sfr__snapshot_out(s); /* before the transfer can complete */
 		sfr__cuda_turn_begin(part->lane);
 		queue(part, &plan, err);
 		sfr__cuda_turn_end(part->lane);
@@ -233,9 +238,9 @@ void sfr__snapshot_parts_captured(struct sfr_snapshot *s, struct sfr_err *err)
 					err);
 }
 
-/* ---- afterwards --------------------------------------------------------------------- */
+/* ---- after the call -------------------------------------------------------------------- */
 
-/* On the lane's thread: the piece behind all copies is off the list. */
+/* Called on the lane's thread when the transfer after all copies has completed. */
 static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *piece, bool ok)
 {
 	struct sfr__snapshot_part *part =
@@ -245,20 +250,23 @@ static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *pi
 	struct sfr_err err = { .index = -1 };
 	int64_t torn = -1;
 
-	(void)piece; /* it has no blocks */
+	(void)piece; /* has no blocks */
 	if (ok)
 		torn = sfr__snapshot_compare(s, part->device + 1, &part->samples);
 	else
-		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why); /* constant once dead */
+		/* constant once the lane is dead */
+		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why);
 	sfr__lock(&lane->mu);
 	sfr__cuda_staged_over_locked(lane, &part->staged);
 	sfr__unlock(&lane->mu);
 	sfr__cuda_store_put(lane, &part->store);
 	if (!ok)
 		sfr__snapshot_lost(s);
-	(void)sfr__cuda_timer_read(lane, &part->copying); /* it has ended */
+	/* ready: the copies have ended */
+	(void)sfr__cuda_timer_read(lane, &part->copying);
 	atomic_fetch_add_explicit(&s->copying_ns, part->copying.ns, memory_order_relaxed);
-	sfr__snapshot_in(s, torn, err.code ? &err : NULL); /* it may be gone from here on */
+	/* the snapshot may be freed from here on */
+	sfr__snapshot_in(s, torn, err.code ? &err : NULL);
 }
 
 bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr)
@@ -300,7 +308,7 @@ int sfr__snapshot_parts_new(struct sfr_snapshot *s)
 			k++;
 		if (k < nr)
 			continue;
-		/* Devices are few, and mostly one. */
+		/* There are few devices, mostly one. */
 		struct sfr__snapshot_part *more =
 			sfr_sys.realloc(s->parts, (nr + 1) * sizeof(*more));
 		if (!more)

@@ -1,8 +1,7 @@
-/* A snapshot's sources in host memory, as stage/host.c copies them.
+/* Copies a snapshot's sources in host memory, through stage/host.c.
  *
- * The memory is there before the first byte is copied, so all captured sources are one block, and
- * all deferred ones another: a piece may end in the middle of a source, and hold many small ones.
- */
+ * All memory is leased before the first byte is copied, so all captured sources form one block, and
+ * all deferred ones another. A chunk may end inside a source, and may contain many small ones. */
 #include <errno.h>
 
 #include "snapshot/snapshot.h"
@@ -14,7 +13,7 @@ static struct sfr__snapshot_run *run_of(struct sfr__host_copy *copy)
 
 static struct sfr__host_block *block(struct sfr__host_copy *copy, uint32_t blk)
 {
-	(void)blk; /* the only one */
+	(void)blk; /* there is only one */
 	return &run_of(copy)->block;
 }
 
@@ -26,14 +25,14 @@ static size_t block_len(struct sfr__host_copy *copy, uint32_t blk)
 	return (size_t)run->starts[run->snapshot->nr_sources];
 }
 
-/* Copies a part of one source; -1, or its number if it was torn. */
+/* Copies bytes of one source. Returns its index if it was torn, else -1. */
 static int64_t copy_part(struct sfr_snapshot *s, uint32_t i, uint64_t off, size_t len, bool hurried)
 {
 	const char *src = sfr__bytes_of(&s->sources[i]) + off;
 	char *dst = s->copies[i] + off;
 
-	/* Nobody wants a CRC here. While nobody waits it costs nothing, and its stores pass by the caches
-	 * for small sources as well. */
+	/* The CRC is not used. While no thread waits, lane_copy's CRC costs nothing, and its stores
+	 * bypass the caches for small sources too. */
 	if (hurried)
 		sfr_sys.capture_copy(dst, src, len);
 	else
@@ -48,7 +47,7 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	struct sfr_snapshot *s = run->snapshot;
 	uint64_t at = off;
 	int64_t torn = -1;
-	/* The first source that ends behind the beginning of the piece. */
+	/* The first source that ends after the beginning of the chunk. */
 	uint32_t i = (uint32_t)sfr__lower_bound(k, 0, s->nr_sources, run->starts[k + 1] <= at);
 
 	(void)blk;
@@ -57,7 +56,7 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 		int64_t found;
 
 		if (end == at)
-			continue; /* not of this run */
+			continue; /* not in this run */
 		if (i + 1 < s->nr_sources && run->starts[i + 2] > run->starts[i + 1])
 			sfr__host_prefetch(sfr__bytes_of(&s->sources[i + 1]),
 					   s->sources[i + 1].nbytes);
@@ -78,14 +77,14 @@ static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 {
 	struct sfr_snapshot *s = run_of(copy)->snapshot;
 
-	(void)code; /* SFR_ETORN: it needs no memory */
+	(void)code; /* always SFR_ETORN: no memory is leased */
 	if (s->torn < 0 || source < s->torn)
 		s->torn = source;
 }
 
 static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 {
-	(void)copy; /* nobody waits for less than all of it */
+	(void)copy; /* all waiters wait for the whole copy */
 	(void)blk;
 }
 
@@ -104,7 +103,7 @@ static const struct sfr__host_ops ops = {
 	.over = over,
 };
 
-/* 0 or -ENOMEM. */
+/* Makes a run of the captured or the deferred sources. 0 or -ENOMEM. */
 static int run_new(struct sfr_snapshot *s, struct sfr__snapshot_run *run, bool captured)
 {
 	uint64_t all = 0;
@@ -116,7 +115,7 @@ static int run_new(struct sfr_snapshot *s, struct sfr__snapshot_run *run, bool c
 		const struct sfr_source *source = &s->sources[i];
 
 		run->starts[i] = all;
-		/* Without an address it is memory that somebody else fills. */
+		/* A source without an address is memory that the caller fills. */
 		if (source->device == 0 && source->addr != 0 &&
 		    (source->lane == SFR_CAPTURED) == captured)
 			all += source->nbytes;
@@ -142,7 +141,7 @@ void sfr__snapshot_runs_free(struct sfr_snapshot *s)
 	sfr_sys.free(s->deferred.starts);
 }
 
-/* The memory is leased. */
+/* Aims the run at the leased memory. */
 static void place(struct sfr__snapshot_run *run)
 {
 	run->block = (struct sfr__host_block){ .mem = run->snapshot->base,
@@ -152,11 +151,11 @@ static void place(struct sfr__snapshot_run *run)
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all)
 {
 	place(&s->captured);
-	(void)sfr__host_copy_now(&s->captured.copy, SFR_FOREVER); /* it waits for nothing */
+	(void)sfr__host_copy_now(&s->captured.copy, SFR_FOREVER); /* waits for nothing */
 	if (!all)
 		return;
 	place(&s->deferred);
-	(void)sfr__host_copy_now(&s->deferred.copy, SFR_FOREVER); /* as above */
+	(void)sfr__host_copy_now(&s->deferred.copy, SFR_FOREVER); /* waits for nothing */
 }
 
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s)

@@ -1,4 +1,4 @@
-/* A snapshot's states, those who copy, those who use its memory, and when it goes back: see
+/* A snapshot's states, its copying threads, its users, and the return of its memory. See
  * snapshot.c. */
 #include "snapshot/snapshot.h"
 
@@ -16,14 +16,14 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 	pthread_cond_broadcast(&s->engine->cv_state);
 }
 
-/* Asks whether the memory goes back, and lets go of the lock. */
+/* Checks whether the memory goes back, and releases the engine's lock. */
 static void settle_and_unlock(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = NULL;
 	bool goes = false;
 
-	/* Before it is known that nobody has it any more: who waits for memory has to see that this
-	 * comes back. The pool's lock stands in the order after the engine's. */
+	/* Before the memory is known to be free: a thread that waits for memory must see that this
+	 * memory will come back. The pool's lock comes after the engine's in the order of locks. */
 	if (s->nr_views == 0 && s->lot)
 		sfr__lot_hold_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
@@ -68,10 +68,10 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 	engine->nr_copying--;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
 	settle_and_unlock(s);
-	sfr__notice_post(&s->notice); /* with the reference of those who copy */
+	sfr__notice_post(&s->notice); /* passes on the reference of the copying threads */
 }
 
-/* ---- who uses the memory ---- */
+/* ---- users of the memory ---- */
 
 static int use(struct sfr_snapshot *s, uint32_t *count)
 {

@@ -1,35 +1,35 @@
-/* Lots: memory of the pool that one snapshot has, or several small ones share.
+/* Lots: memory of the pool that belongs to one snapshot, or that several small ones share.
  *
- * What leaves a device takes whole blocks, which a driver can be told of. Of the many small things
- * that leave, such as activations, each would take one: so those that need a quarter of a block or
- * less are cut out of a common one, one behind the other, until the next finds no room.
+ * Snapshots of an Offloader take whole blocks, which can be registered with a driver. There may be
+ * many small ones, such as activations, and each would take a block. So a snapshot that needs a
+ * quarter of a block or less gets a range of a common block, after the ranges of others, until the
+ * next does not fit.
  *
  *     lot    | one   | two       | three |  room         |      one block, pinned once
  *     users    gone    a snapshot  gone                         goes back with the last of them
  *
- * What is cut out is never given out again before the whole block is: so there is one count of users
- * for it, and nothing is moved or searched. At worst a lot lives for the sake of one small snapshot,
- * which then has the block that it would have had to itself.
+ * A range is not used again before the whole block is free, so one count of users is enough, and
+ * nothing is moved or searched. At worst one small snapshot keeps a lot alive, which is the block
+ * that it would have had to itself.
  *
- * A lot is held, as far as the pool is concerned, while any of its users is; it is retired when a copy
- * for any of them may never end, and nobody else gets in from then on.
- */
+ * For the pool a lot is held while any of its users is. It is retired if a copy for any of them may
+ * never end; then it gets no more users. */
 #include <errno.h>
 
 #include "snapshot/snapshot.h"
 
-enum { SMALL_PARTS = 4 /* of a block, that a small snapshot needs one of at most */ };
+enum { SMALL_PARTS = 4 /* a small snapshot needs at most one of so many parts of a block */ };
 
 struct sfr__lot {
-	struct sfr__lease lease; /* constant, but for `retired` */
-	char *base;              /* of a common one; constant, as the next */
-	uint64_t len;            /* 0: it is one snapshot's */
-	atomic_bool pinning;     /* some thread is about to pin it, or has done so; atomic */
+	struct sfr__lease lease; /* constant, except for `retired` */
+	char *base;              /* only of a common lot; constant, like the next */
+	uint64_t len;            /* 0 if the lot belongs to one snapshot */
+	atomic_bool pinning;     /* a thread is pinning it or has pinned it; atomic */
 
 	/* guarded by engine->mu */
 	uint64_t used;
 	uint32_t nr_users;
-	uint32_t nr_held; /* of them, that only their callers can end */
+	uint32_t nr_held; /* users whose use only their callers can end */
 };
 
 static uint64_t sum(const uint64_t *lens, uint32_t nr)
@@ -49,7 +49,7 @@ static bool is_small(const struct sfr_snapshot *s, uint64_t total)
 	return s->leaves && total > 0 && total <= s->engine->opts.block_bytes / SMALL_PARTS;
 }
 
-/* ---- getting one ---- */
+/* ---- getting a lot ---- */
 
 static void use_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 {
@@ -71,13 +71,14 @@ static bool cut_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t to
 	return true;
 }
 
-/* A lot with memory, and no users yet. */
+/* Makes a lot with memory and without users. */
 static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint32_t nr_own,
 		uint64_t slice_ns, struct sfr__lot **out)
 {
 	struct sfr__pool *pool = s->engine->pool;
 	const uint64_t block_bytes = s->engine->opts.block_bytes;
-	const bool whole = s->nr_parts || s->leaves; /* small ones leave, too */
+	/* small snapshots are of SFR_SNAPSHOT_LEAVES too */
+	const bool whole = s->nr_parts || s->leaves;
 	struct sfr__lot *lot = sfr_sys.calloc(1, sizeof(*lot));
 	int rc;
 
@@ -89,7 +90,8 @@ static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint3
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(pool, &lot->lease, true);
 		if (rc < 0) {
-			(void)sfr__pool_share(pool, &lot->lease, false); /* what it can */
+			/* undoes what was shared; a failure is harmless */
+			(void)sfr__pool_share(pool, &lot->lease, false);
 			sfr__pool_unplace(pool, &lot->lease);
 		}
 	}
@@ -130,7 +132,7 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, 
 	return 0;
 }
 
-/* ---- as long as it lasts ---- */
+/* ---- using a lot ---- */
 
 void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held)
 {
@@ -141,7 +143,7 @@ void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held)
 	s->held = held;
 	lot->nr_held += held;
 	lot->nr_held -= !held;
-	if (lot->nr_held == (uint32_t)held) /* the first of them, or none is left */
+	if (lot->nr_held == (uint32_t)held) /* the first held user, or none is left */
 		sfr__pool_hold(s->engine->pool, &lot->lease, held);
 }
 
@@ -154,7 +156,7 @@ void sfr__lot_pin(const struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = s->lot;
 
-	/* Who comes second copies meanwhile to or from what may not be pinned yet. */
+	/* A second caller does not wait, and copies memory that may not be pinned yet. */
 	if (atomic_exchange_explicit(&lot->pinning, true, memory_order_acq_rel))
 		return;
 	if (!sfr__pool_pin_lease(s->engine->pool, &lot->lease))
@@ -178,8 +180,8 @@ void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot)
 {
 	if (!lot)
 		return;
-	/* Where the system refuses (a process has a limited number of mappings), later children
-	 * have these pages too: that costs them memory, and harms nobody. */
+	/* The system may refuse, because a process has a limited number of mappings. Then later
+	 * children have these pages too, which only costs them memory. */
 	if (s->shared)
 		(void)sfr__pool_share(s->engine->pool, &lot->lease, false);
 	sfr__pool_unplace(s->engine->pool, &lot->lease);

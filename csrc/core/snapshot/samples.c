@@ -1,7 +1,7 @@
-/* What a snapshot has sampled, and with what it is compared: see stage/samples.h. */
+/* Takes and compares the samples of a snapshot. See stage/samples.h. */
 #include "snapshot/snapshot.h"
 
-/* Copied after the call, in one kind of memory (sfr_source.device). */
+/* Whether a source is copied after the call, in one kind of memory (sfr_source.device). */
 static bool is_deferred_on(const struct sfr_source *source, uint32_t device)
 {
 	return source->lane != SFR_CAPTURED && source->nbytes != 0 && source->device == device;

@@ -1,4 +1,4 @@
-/* Snapshots: copies that live in the pool until nobody uses them any more.
+/* Snapshots: copies that stay in the pool until they have no users.
  *
  *     NEW --lease--> LEASED --start--> COPYING --------> COPIED
  *                      |                                   ^
@@ -6,32 +6,31 @@
  *
  *     from     to       by
  *     NEW      LEASED   sfr_snapshot_lease
- *     LEASED   COPIED   sfr_snapshot_start, when all was captured from the host, or it has failed
+ *     LEASED   COPIED   sfr_snapshot_start, if everything was captured from the host, or it failed
  *     LEASED   COPYING  sfr_snapshot_start
- *     COPYING  COPIED   sfr__snapshot_in, by the last of those who copy
+ *     COPYING  COPIED   sfr__snapshot_in, by the last thread or device that copies
  *
- * The memory is in lot.c's hands: a snapshot has a lot to itself, or a small one some of a common one.
- * When it goes back is a question of its own, asked after each of these events: the copy
- * has ended, a view is closed, a hold has ended, the last reference is dropped. It goes when none
- * of the first three is left, or with the last reference.
+ * lot.c manages the memory: a snapshot has a lot of its own, or a small one has a range of a common
+ * lot. Whether the memory goes back is checked after each of these events: the copy has ended, a
+ * view is closed, a hold has ended, the last reference is dropped. It goes back when none of the
+ * first three is left, or with the last reference.
  *
- *   view   someone can read the memory (an object that tensors refer to): while there is one, a
- *          wait for this memory is one that only the caller could end
- *   hold   a process or a future that reads it, and will end by itself
+ *   view   something can read the memory (an object that tensors refer to); while there is one,
+ *          only the caller can make this memory free
+ *   hold   a process or a future reads the memory, and will end by itself
  *
- * Deferred sources are watched as those of a save are: lines of each are kept in the call and
- * compared with the copy.
+ * Deferred sources are watched like those of a save: some cache lines of each are kept in the call
+ * and compared with the copy.
  *
- * Several may copy at a time: the call itself, threads of the host (snapshot/host.c), each device
- * (snapshot/device.c). They are counted (`nr_out`), and the last one to end settles the snapshot.
+ * Several can copy at a time: the call itself, threads of the host (snapshot/host.c), and each
+ * device (snapshot/device.c). `nr_out` counts them, and the last one to end settles the snapshot.
  *
- * The reference of those who copy goes over to the notice of the end: a thread of the engine never
+ * The reference of those that copy passes to the notice of the end, so a thread of the engine never
  * drops the last one.
  *
- * Shared memory is the same memory with MADV_DOFORK for as long as its lease lasts: a child has a
- * copy-on-write view of its own, which nothing that the parent does later can reach, and a fork
- * waits until a shared snapshot has been copied.
- */
+ * Shared memory is the same memory with MADV_DOFORK while its lease lasts. A child has a
+ * copy-on-write view of it, which later writes of the parent cannot reach. A fork waits until a
+ * shared snapshot has been copied. */
 #include <errno.h>
 #include <string.h>
 
@@ -67,7 +66,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 		.snapshot = s,
 		.what = SFR_NOTICE_SNAPSHOT,
 	};
-	/* One more than needed: no bytes at all may be NULL. */
+	/* One more than needed, because an allocation of no bytes may be NULL. */
 	s->sources = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->sources));
 	s->copies = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->copies));
 	if (!s->sources || !s->copies)
@@ -91,7 +90,7 @@ fail:
 	return rc;
 }
 
-/* The one range that all copies lie in. */
+/* Sets the range that contains all copies. */
 static void set_range(struct sfr_snapshot *s)
 {
 	char *end = NULL;
@@ -130,7 +129,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	else if (engine->closing)
 		rc = SFR_ECLOSED;
 	else
-		engine->nr_snapshots++; /* the pool stays */
+		engine->nr_snapshots++; /* keeps the pool */
 	nr_own = sfr__engine_nr_own_locked(engine);
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
@@ -165,7 +164,7 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
 
 /* ---- copying ---- */
 
-/* Of the deferred sources in host memory. -ENOMEM. */
+/* Takes samples of the deferred sources in host memory. -ENOMEM. */
 static int take_samples(struct sfr_snapshot *s)
 {
 	uint32_t nr;
@@ -176,7 +175,7 @@ static int take_samples(struct sfr_snapshot *s)
 	return rc;
 }
 
-/* Nobody but the caller copies: the snapshot was started too late, or has nothing to defer. */
+/* Copies on the caller's thread alone: the engine is closing, or nothing is deferred. */
 static int copy_here(struct sfr_snapshot *s, int rc)
 {
 	if (rc == 0)
@@ -220,15 +219,15 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		queued = rc == 0;
 	}
 	if (queued) {
-		sfr_snapshot_get(s); /* of those who copy */
+		sfr_snapshot_get(s); /* for those that copy */
 		s->nr_out = 1;       /* this call */
 		engine->nr_copying++;
 		sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPYING);
 	}
 	sfr__unlock(&engine->mu);
-	if (!queued) /* the engine may have been closed meanwhile: nothing is left to do it later */
+	if (!queued) /* the engine may have been closed meanwhile: no thread could do it later */
 		return copy_here(s, rc == 0 && s->nr_parts ? SFR_ECLOSED : rc);
-	/* Devices first: they copy while the host does. */
+	/* Devices first: they copy while the host copies. */
 	rc = sfr__snapshot_parts_start(s, &err);
 	sfr__snapshot_copy_now(s, false);
 	sfr__snapshot_parts_captured(s, &err);
@@ -247,7 +246,8 @@ static bool is_copied(const void *snapshot)
 	return ((const struct sfr_snapshot *)snapshot)->state != SFR__SNAPSHOT_COPYING;
 }
 
-/* Until it is copied, helping with that, but not at all with a slice of 0: 0, or SFR_EAGAIN. */
+/* Waits until the snapshot is copied, and helps to copy; a slice of 0 does not wait. 0 or
+ * SFR_EAGAIN. */
 static int wait_locked(struct sfr_snapshot *s, uint64_t slice_ns, uint64_t deadline_ns)
 {
 	if (slice_ns == 0)
@@ -277,7 +277,7 @@ void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
 	*out = (struct sfr_err){ .index = -1 };
 	if (sfr__snapshot_is_foreign(s))
 		return;
-	if (s->state != SFR__SNAPSHOT_COPYING) { /* without the lock, as sfr_snapshot_wait */
+	if (s->state != SFR__SNAPSHOT_COPYING) { /* without the lock, as in sfr_snapshot_wait */
 		*out = s->err;
 		return;
 	}
@@ -294,7 +294,7 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	*torn = -1;
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
-	if (slice_ns == 0) { /* asked with the interpreter lock held: see sfr_save_reached */
+	if (slice_ns == 0) { /* called with the interpreter lock held, as sfr_save_reached */
 		if (s->state == SFR__SNAPSHOT_COPYING)
 			return SFR_EAGAIN;
 		*torn = s->torn;

@@ -1,4 +1,4 @@
-/* A snapshot, as snapshot.c and the lane know it. */
+/* A snapshot, for the files of this folder. */
 #ifndef SFR_SNAPSHOT_H
 #define SFR_SNAPSHOT_H
 
@@ -13,48 +13,50 @@ struct sfr__lot;
 enum sfr__snapshot_state {
 	SFR__SNAPSHOT_NEW,
 	SFR__SNAPSHOT_LEASED,
-	SFR__SNAPSHOT_COPYING, /* queued at, or being copied by, lanes */
-	SFR__SNAPSHOT_COPIED,  /* or failed, or given up: nobody writes into the memory any more */
+	SFR__SNAPSHOT_COPYING, /* copies are queued or running */
+	/* or failed, or abandoned: nothing writes into the memory any more */
+	SFR__SNAPSHOT_COPIED,
 	SFR__NR_SNAPSHOT_STATES
 };
 
-/* Sources in host memory that are copied together: one block of stage/host.c, as the memory is there
- * already. */
+/* Sources in host memory that are copied together. They are one block of stage/host.c, because the
+ * memory is leased before. */
 struct sfr__snapshot_run {
 	struct sfr__host_copy copy;
 	struct sfr__host_block block;
-	struct sfr_snapshot *snapshot; /* constant, as the next */
-	uint64_t *starts; /* bytes of the run in front of each source, and in all of them */
+	struct sfr_snapshot *snapshot; /* constant, like the next */
+	uint64_t *starts; /* for each source, the bytes of the run before it; then all of them */
 };
 
 struct sfr_snapshot {
-	struct sfr_engine *engine; /* a reference; constant, as the next five */
+	struct sfr_engine *engine; /* holds a reference; constant, like the next five */
 	atomic_uint refs;          /* atomic */
 	uint64_t fork_generation;
 	struct sfr_source *sources;
 	uint32_t nr_sources;
 	bool shared, leaves;
-	char **copies; /* where each source goes; constant from LEASED on, as the next two */
+	/* the destination of each source; constant from LEASED on, like the next two */
+	char **copies;
 	char *base;
 	uint64_t len;
 
 	/* the rest is guarded by engine->mu */
-	_Atomic enum sfr__snapshot_state state; /* read without the lock, too */
-	struct sfr__lot *lot;                   /* its memory, NULL: not leased, or gone back */
-	bool held;      /* of the lot: only its callers can end that; lot.c's */
-	bool abandoned; /* nobody can read the copy any more: what is left of it is not copied */
+	_Atomic enum sfr__snapshot_state state; /* also read without the lock */
+	struct sfr__lot *lot;                   /* its memory; NULL if not leased, or gone back */
+	bool held;      /* only its callers can end the use of the lot; for lot.c */
+	bool abandoned; /* no reader is left, so the rest is not copied */
 	uint32_t nr_views, nr_holds;
-	uint32_t nr_out;    /* of those who copy: the call, the host's threads, parts in devices */
+	uint32_t nr_out;    /* those that copy: the call, threads of the host, device parts */
 	int64_t torn;       /* final once the state is COPIED */
-	struct sfr_err err; /* of a device; the first; final as torn is */
-	_Atomic uint64_t copying_ns; /* that devices took for what leaves; atomic */
+	struct sfr_err err; /* first error of a device; final like torn */
+	_Atomic uint64_t copying_ns; /* time of devices for SFR_SNAPSHOT_LEAVES; atomic */
 
 	struct sfr__samples
-		samples; /* of the host's; entry is a source; taken by start, then the lane's */
+		samples; /* of host memory; an entry is a source; taken by start, then the lane's */
 	struct sfr__snapshot_part *parts; /* one for each device; the array is constant */
 	uint32_t nr_parts;
 
-	struct sfr__snapshot_run captured, deferred; /* of the host's */
+	struct sfr__snapshot_run captured, deferred; /* sources in host memory */
 
 	struct sfr__notice notice;
 };
@@ -65,66 +67,69 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 }
 
 /* ---- lot.c ---- */
-/* Gets memory for copies of `lens` bytes, multiples of SFR_APART where they leave; fills s->copies. Held
- * from then on. As sfr__pool_place. */
+/* Gets memory for copies of `lens` bytes, multiples of SFR_APART with SFR_SNAPSHOT_LEAVES; fills
+ * s->copies. The memory is held from then on. Waits and fails as sfr__pool_place. */
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
-/* Whether a wait for the memory is one that only a caller could end. Idempotent. */
+/* Sets whether only a caller can make the memory free. Idempotent. */
 void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held);
-/* It is nobody's again. */
+/* Retires the memory: it is not used again. */
 void sfr__lot_retire_locked(struct sfr_snapshot *s);
-/* Pins it as far as that goes. Needs a context. The snapshot keeps its memory meanwhile. */
+/* Pins the memory as far as possible. Needs a context. The snapshot must keep its memory
+ * meanwhile. */
 void sfr__lot_pin(const struct sfr_snapshot *s);
-/* The snapshot has no memory any more. What is returned is to be freed without the lock: the last
- * user's; or NULL. */
+/* Takes the memory from the snapshot. Returns the lot of a last user, which must be freed without
+ * the lock, or NULL. */
 struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s);
-void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is fine */
+void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is allowed */
 
 /* ---- life.c ---- */
 void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
-/* One more, and one less, of those who copy; what it found. The last one settles the snapshot. */
+/* out counts one more that copies; in counts one less, with its result. The last one settles the
+ * snapshot. */
 void sfr__snapshot_out(struct sfr_snapshot *s);
 void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
-/* A copy into the memory may never end: it is nobody's again. */
+/* A copy into the memory may never end: retires the memory. */
 void sfr__snapshot_lost(struct sfr_snapshot *s);
 
 /* ---- snapshot/host.c ---- */
-/* Says which sources in host memory are copied in the call, and which later. -ENOMEM. */
+/* Decides which sources in host memory are copied in the call, and which later. -ENOMEM. */
 int sfr__snapshot_runs_new(struct sfr_snapshot *s);
 void sfr__snapshot_runs_free(struct sfr_snapshot *s);
-/* Copies the captured ones; `all`: the deferred ones, too. */
+/* Copies the captured sources; `all`: the deferred ones too. */
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all);
-/* Hands out the deferred ones. Who copies is counted already. */
+/* Hands out the deferred sources. Their copy must be counted in nr_out before. */
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 
 /* ---- snapshot/samples.c ---- */
-/* Sources that are copied after the call, in one kind of memory (sfr_source.device). */
+/* Counts the sources that are copied after the call, in one kind of memory (sfr_source.device). */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
-/* Those, for sampling: from malloc, or NULL. */
+/* Returns these sources for sampling, from malloc, or NULL. */
 struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
 					   uint32_t *nr);
-/* The first of those whose copy differs from its samples, or -1. */
+/* Returns the first of them whose copy differs from its samples, or -1. */
 int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, uint32_t device,
 			      const struct sfr__samples *samples);
 
 /* ---- snapshot/device.c ---- */
-/* Pins the leased memory as far as that goes, where some device is in use. */
+/* Pins the leased memory as far as possible, if a device is in use. */
 void sfr__snapshot_pin(struct sfr_snapshot *s);
-/* Makes the parts of the sources that live on devices. -ENOMEM. */
+/* Makes the device parts of the sources. -ENOMEM. */
 int sfr__snapshot_parts_new(struct sfr_snapshot *s);
-/* The caller's current streams. SFR_ESTATE when a device has none. */
+/* Sets the caller's current streams. SFR_ESTATE if a device has none. */
 int sfr__snapshot_parts_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 				uint32_t nr);
-/* Queues all copies. SFR_ECAPTURING, SFR_ECLOSED: refused; what else fails is in *err. */
+/* Queues all copies. SFR_ECAPTURING or SFR_ECLOSED if refused; other errors are in *err. */
 int sfr__snapshot_parts_start(struct sfr_snapshot *s, struct sfr_err *err);
-/* The caller's streams wait for the captured ones. */
+/* Makes the caller's streams wait for the captured sources. */
 void sfr__snapshot_parts_captured(struct sfr_snapshot *s, struct sfr_err *err);
-/* These streams wait for all copies of their devices. False when the host has to. */
+/* Makes these streams wait for all copies of their devices. False if the host has to wait. */
 bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
 			      uint32_t nr);
-/* How often a state followed another, in the whole process; for tests. */
+/* Returns how often the process took an arrow between states; for tests. */
 unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
 
-/* Made before a fork that this process came out of: nothing of it may be touched. */
+/* Whether the snapshot was made before a fork that created this process; then nothing may touch
+ * it. */
 static inline bool sfr__snapshot_is_foreign(const struct sfr_snapshot *s)
 {
 	return s->fork_generation != sfr_fork_generation();

@@ -1,18 +1,17 @@
-/* Who copies which piece, and when a copy is over: see host.h for the rules.
+/* Hands out chunks of a copy to threads, and finds when the copy is over. host.h has the rules.
  *
- * A thread that waits would rather not wait for a niced one that another process keeps from
- * running, and a thread cannot be made less nice again without privileges. So the pieces are small,
- * and what the lane has in hand when somebody arrives is all that is waited for.
- */
+ * A waiting thread should not depend on a niced thread that other processes keep from running, and
+ * a thread cannot lower its niceness again without privileges. So chunks are small, and a waiter
+ * waits at most for the chunk that the lane is copying. */
 #include "stage/host.h"
 #include "trace/trace.h"
 
-#define FETCH_SLICE_NS (UINT64_C(50) * 1000 * 1000) /* a cancel is seen at the latest then */
+#define FETCH_SLICE_NS (UINT64_C(50) * 1000 * 1000) /* the longest time until a cancel is seen */
 
-/* Constant but for tests. */
+/* Constant except in tests. */
 static struct {
 	size_t piece;
-	uint64_t help_from; /* bytes; with fewer, a copy is over before a helper is awake */
+	uint64_t help_from; /* bytes; a smaller copy ends before a helper is awake */
 } tuned = { 1 << 20, 4 << 20 };
 
 void sfr__host_tune(size_t piece, uint64_t help_from)
@@ -29,7 +28,7 @@ void sfr__host_prefetch(const char *src, uint64_t nbytes)
 		__builtin_prefetch(src + off);
 }
 
-/* ---- one piece, one block -------------------------------------------------------------- */
+/* ---- one chunk, one block -------------------------------------------------------------- */
 
 static bool has_pieces_locked(struct sfr__host_copy *copy)
 {
@@ -41,8 +40,8 @@ static struct sfr__host_block *next_block(struct sfr__host_copy *copy)
 	return copy->ops->block(copy, copy->blk);
 }
 
-/* Leases memory for the next block. SFR_EAGAIN when there is none within the slice; *waited: how long
- * that took. */
+/* Leases memory for the next block. SFR_EAGAIN if there was none within the slice. *waited receives
+ * the time that took. */
 static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
 		 struct sfr__block **block, uint64_t *waited)
 {
@@ -79,7 +78,7 @@ static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 		copy->ops->leased_locked(copy, blk, block);
 		*next = (struct sfr__host_block){ .mem = block->mem, .left = need };
 	}
-	/* It is there, or it is another thread's turn to get it. */
+	/* The memory is there, or another thread has to get it. */
 	sfr__shared_wake_locked(copy->engine);
 	return rc;
 }
@@ -113,7 +112,7 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 		pthread_cond_broadcast(&copy->engine->cv_state);
 }
 
-/* Nothing will be handed out any more, and nobody has a piece in hand: sources are free. */
+/* Whether nothing will be handed out any more and no thread copies: the sources are free. */
 static bool is_through_locked(struct sfr__host_copy *copy)
 {
 	if (has_pieces_locked(copy))
@@ -125,7 +124,7 @@ static bool is_through_locked(struct sfr__host_copy *copy)
 		const uint32_t blk = copy->blk;
 
 		copy->blk = copy->nr_blocks;
-		if (copy->ops->block(copy, blk)->mem) /* a part of it is copied, for nothing */
+		if (copy->ops->block(copy, blk)->mem) /* partly copied, and not used */
 			copy->ops->filled_locked(copy, blk);
 	}
 	return true;
@@ -153,19 +152,19 @@ static bool turn_locked(struct sfr__shared *work, bool may_wait)
 
 		copy->open = false;
 		sfr__unlock(&engine->mu);
-		copy->ops->over(copy); /* its owner may be gone from here on */
+		copy->ops->over(copy); /* the owner may free the copy from here on */
 		sfr__lock(&engine->mu);
 		did = true;
 	}
 	return did;
 }
 
-/* Whether it pays to wake other threads for the rest; then they are started. */
+/* Returns whether waking other threads pays for the rest, and starts copiers then. */
 static bool is_large_locked(struct sfr__host_copy *copy)
 {
 	uint64_t left = copy->blk < copy->nr_blocks ? copy->ops->block_len(copy, copy->blk) : 0;
 
-	left *= copy->nr_blocks - copy->blk; /* all but the last are of this length */
+	left *= copy->nr_blocks - copy->blk; /* all but the last have this length */
 	if (left >= tuned.help_from)
 		sfr__copiers_start_locked(copy->engine);
 	return left >= tuned.help_from;
@@ -176,11 +175,12 @@ void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
 	copy->open = true;
 	copy->shared.turn_locked = turn_locked;
 	copy->shared.rank = has_memory ? SFR__AT_ONCE : SFR__IN_TURN;
-	(void)is_large_locked(copy); /* those who wait for it later may have help */
+	(void)is_large_locked(copy); /* starts copiers, for threads that wait later */
 	sfr__shared_push_locked(copy->engine, &copy->shared);
 }
 
-/* What has to be done for a copy to go on: a piece of it, or one of the oldest that needs blocks. */
+/* Does one step towards the end of a copy: copies a chunk of it or, if it needs memory, of the
+ * oldest copy that needs blocks. */
 static bool help_locked(struct sfr__host_copy *copy)
 {
 	struct sfr__shared *work = &copy->shared;
@@ -212,8 +212,8 @@ int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 
 /* ---- in the call ------------------------------------------------------------------------- */
 
-/* Takes the copy off the list, and waits for what other threads have in hand: they do not read sources
- * that the caller may change when it returns. */
+/* Takes the copy off the list, and waits until no other thread copies a chunk: the caller may
+ * change the sources when it returns. */
 static void drain_locked(struct sfr__host_copy *copy)
 {
 	sfr__shared_remove_locked(copy->engine, &copy->shared);
@@ -241,7 +241,7 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 	drain_locked(copy);
 	if (rc < 0 && rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		copy->ops->fail_locked(copy, rc, -1);
-	(void)is_through_locked(copy); /* gives a block back that a cancel has left unfinished */
+	(void)is_through_locked(copy); /* returns a block that a cancel has left unfinished */
 	sfr__unlock(&copy->engine->mu);
 	return rc;
 }

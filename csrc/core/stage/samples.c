@@ -1,15 +1,15 @@
-/* Which cache lines of a source are sampled, and whether a copy agrees with them: see samples.h. */
+/* Chooses the sampled cache lines of a source, and compares a copy with them. See samples.h. */
 #include <errno.h>
 #include <string.h>
 
 #include "stage/samples.h"
 
-enum { PREFETCH_AHEAD = 64 /* each line is a cache miss; asked for ahead of time they overlap */ };
+enum { PREFETCH_AHEAD = 64 /* each line is a cache miss; prefetching makes them overlap */ };
 
 /* ---- in host memory ---- */
 
-/* The i-th of n sampled lines of a source with nr_lines lines: the first, the last, and one at
- * a place of its own in each stratum between them, so that no stride goes unseen for ever. */
+/* The i-th of n sampled lines of a source with nr_lines lines: the first, the last, and one at a
+ * random offset in each stratum between them, so that no stride of writes is missed every time. */
 static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
 {
 	uint64_t from, to;
@@ -30,8 +30,8 @@ static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *ran
 	return from + (*random >> 33) % (to > from ? to - from : 1);
 }
 
-/* Half of the samples are shared out evenly, so that a small source has its share beside a large one.
- * Half go by bytes, so that lines of a large one do not lie far apart. */
+/* Half of the samples are shared out evenly, so that a small source gets some beside a large one.
+ * Half go by bytes, so that the samples of a large one are not far apart. */
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most)
 {
 	uint64_t even = nr_sources ? most / 2 / nr_sources : 0, by_bytes = 0;
@@ -50,7 +50,7 @@ static uint64_t bytes_of(const struct sfr__sampled *sources, uint32_t nr)
 	return total;
 }
 
-/* How many samples all of them have at most. */
+/* Returns the most samples that all sources together can have. */
 static uint64_t most_of(const struct sfr__sampled *sources, uint32_t nr, uint64_t total)
 {
 	uint64_t all = 0;
@@ -85,8 +85,8 @@ uint32_t sfr__samples_place(struct sfr__sample *items, const struct sfr__sampled
 	return nr;
 }
 
-/* Where a sample's line lies. The source is `*source` or a later one of the list, and found for the
- * next call as well. */
+/* Returns the address of a sample's line. The source is `*source` or a later one of the list, and
+ * is kept for the next call. */
 static const char *line_at(const struct sfr__sample *sample, const struct sfr__sampled **source)
 {
 	while ((*source)->entry != sample->entry)
@@ -132,7 +132,7 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 {
 	const struct sfr__sample *s = samples->items, *end = s + samples->nr;
 
-	/* The first one that ends behind the beginning of the piece. */
+	/* The first sample that ends after the beginning of the range. */
 	s += sfr__lower_bound(k, 0, samples->nr,
 			      s[k].entry < entry ||
 				      (s[k].entry == entry && s[k].off + s[k].len <= off));
@@ -148,7 +148,7 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 
 /* ---- on a device ---- */
 
-#define MOST_PITCH ((uint64_t)1 << 30) /* devices take twice as much */
+#define MOST_PITCH ((uint64_t)1 << 30) /* devices allow twice as much */
 
 uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each)
 {
@@ -157,8 +157,8 @@ uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each)
 	return each > least ? each : least;
 }
 
-/* How many rows there can be: odd, so that one of them is in the middle; fewer at random, so that
- * their distance changes and no stride goes unseen for ever. */
+/* Returns the number of rows: odd, so that one is in the middle; reduced at random, so that their
+ * distance changes and no stride of writes is missed every time. */
 static uint64_t rows_of(uint64_t nbytes, uint64_t each, uint64_t *random)
 {
 	uint64_t most = nbytes / SFR__SAMPLE_LEN, n = each < most ? each : most;

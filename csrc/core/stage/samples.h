@@ -1,25 +1,24 @@
 /* Samples of deferred sources: cache lines kept in the call and compared with the staged copy.
  *
- * A difference means that somebody wrote between the call and the copy. What is staged then is a state
- * that the training was never in, and the save or snapshot fails.
- */
+ * A difference means that something wrote between the call and the copy. The copy is then a state
+ * that the training was never in, and the save or snapshot fails. */
 #ifndef SFR_STAGE_SAMPLES_H
 #define SFR_STAGE_SAMPLES_H
 
 #include "base/base.h"
 #include "device/lane.h"
 
-/* Samples of one list of sources. In host memory so many take a call 0.20 ms with huge pages and
- * 0.35 ms with small ones (AMD EPYC, 1 GB, each a cache miss; 4,096 of them take 0.12 and 0.20 ms). On
- * a device each costs up to 2 us on the engine that copies everything else. benchmarks/odds.py says
- * which writes they notice. */
+/* The most samples of one list of sources. In host memory that many take a call 0.20 ms with huge
+ * pages and 0.35 ms with small ones (AMD EPYC, 1 GB, each a cache miss; 4,096 of them take 0.12 and
+ * 0.20 ms). On a device each costs up to 2 us on the engine that copies everything else.
+ * benchmarks/odds.py shows which writes they detect. */
 #define SFR__MAX_SAMPLES 8192
 #define SFR__MAX_ROWS 4096
-#define SFR__SAMPLE_LEN 64 /* bytes of one: a cache line */
+#define SFR__SAMPLE_LEN 64 /* bytes of a sample: a cache line */
 
-/* One cache line as it was at the call. Its bytes stand in the struct, where a device writes them. */
+/* One cache line as it was at the call. Its bytes are in the struct, where a device writes them. */
 struct sfr__sample {
-	uint32_t entry; /* the source's number */
+	uint32_t entry; /* the index of the source */
 	uint32_t len;
 	uint64_t off;
 	unsigned char bytes[SFR__SAMPLE_LEN];
@@ -31,40 +30,40 @@ struct sfr__samples {
 	uint32_t nr;
 };
 
-/* A source to be sampled. A list of them has ascending entries. */
+/* A source to sample. A list of them has ascending entries. */
 struct sfr__sampled {
 	uint32_t entry;
 	uint64_t addr, nbytes;
 };
 
-/* Takes samples of sources in host memory; sfr__samples_free them. The seed decides which lines are
- * taken. -ENOMEM. */
+/* Takes samples of sources in host memory; free them with sfr__samples_free. The seed chooses the
+ * lines. -ENOMEM. */
 int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *sources, uint32_t nr,
 		      uint64_t seed);
 void sfr__samples_free(struct sfr__samples *samples);
 
-/* On a device, the samples of a source are rows at one distance, which one copy can gather. Returns
- * how many samples there can be at most. */
+/* On a device, the samples of a source are rows at equal distances, which one copy can gather.
+ * Returns the most samples that there can be. */
 size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr);
-/* Fills in samples->items, all but the bytes, and the copies that gather these: at most `nr` rows.
- * Returns how many. */
+/* Fills in samples->items, except for the bytes, and the copies that gather these: at most `nr`
+ * rows. Returns their number. */
 size_t sfr__samples_place_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
 			       uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows);
 
-/* Whether the staged bytes [off, off + len) of a source are those that were sampled. */
+/* Whether the staged bytes [off, off + len) of a source agree with its samples. */
 bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint64_t off,
 			const char *staged, size_t len);
 
 /* ---- for tests ---- */
 
-/* How many samples of a source there are at most, among nr_sources that have `total` bytes together:
- * `most` of all of them, but one of each at least. */
+/* The most samples of a source, among nr_sources with `total` bytes together: a share of `most`,
+ * but at least one. */
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most);
-/* Fills in all but the bytes of at most `each` items of one source. *random goes on. Returns how
- * many. */
+/* Fills in all but the bytes of at most `each` items of one source. *random advances. Returns the
+ * number of items. */
 uint32_t sfr__samples_place(struct sfr__sample *items, const struct sfr__sampled *source,
 			    uint64_t each, uint64_t *random);
-/* The same for rows; *pitch: from row to row. At most sfr__samples_rows_most. */
+/* The same for rows; *pitch receives the distance between rows. At most sfr__samples_rows_most. */
 uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled *source,
 			   uint64_t each, uint64_t *random, uint64_t *pitch);
 uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each);

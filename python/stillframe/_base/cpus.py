@@ -107,6 +107,15 @@ def spread() -> None:
             _core.set_cpus(tuple(_known.ours if _known.bound else ()))
 
 
+def count() -> int:
+    """Return how many CPUs threads of the core run on, as `spread` found them."""
+    if _known is not None:
+        return len(_known.ours)
+    with contextlib.suppress(OSError):  # a sandbox
+        return len(_of_main_thread())
+    return 1
+
+
 def spread_thread(thread: threading.Thread) -> None:
     """Move a running thread of ours to the CPUs that `spread` found."""
     if _known is not None and _known.bound and thread.native_id is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
 from stillframe import _core
-from stillframe._base import sizes
+from stillframe._base import cpus, sizes
 from stillframe._base.flags import refuse_unclear
 from stillframe._save.report import SaveReport
 
@@ -127,7 +127,7 @@ def copiers() -> int:
     """
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(1, int(text)) if text.isdecimal() else 1
-    return max(0, min(len(os.sched_getaffinity(0)) // ranks - 1, _MOST_COPIERS))
+    return max(0, min(cpus.count() // ranks - 1, _MOST_COPIERS))
 
 
 def _count(value: object, name: str, most: int) -> int:

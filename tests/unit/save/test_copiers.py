@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
+from stillframe._base import cpus
 from stillframe._save import options
 
 LARGE = 3 << 20  # elements of float32: more than a copy needs to be helped with
@@ -23,7 +24,7 @@ LARGE = 3 << 20  # elements of float32: more than a copy needs to be helped with
 def test_ranks_of_a_machine_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: str | None, copiers: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(cpus, "count", lambda: cores)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
@@ -49,7 +50,7 @@ def copiers_running() -> int:
 def test_a_large_copy_has_helpers_of_the_callers_priority(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
+    monkeypatch.setattr(cpus, "count", lambda: 3)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     state = {"w": torch.arange(LARGE, dtype=torch.float32)}
     before = copiers_running()

@@ -20,7 +20,7 @@ from fix_limits import CORE, KIB, PAGE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stillframe import _core
-from stillframe._save import restore
+from stillframe._load import restore
 
 random_layouts = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=80)
 

@@ -1,0 +1,70 @@
+/* The start of the core's threads: their name, CPUs, priority and signals. */
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+
+#include "base/base.h"
+
+#define PROMPT_SLACK_NS 1000 /* the kernel's default, 50 us, is as long as the sleeps themselves */
+#define WORKER_NICE 10       /* below the training thread, above idle work */
+
+/* The arguments of a new thread, which frees them. */
+struct start {
+	void *(*main)(void *);
+	void *arg;
+	char name[16]; /* the kernel's limit, with the final zero */
+	enum sfr__thread_kind kind;
+};
+
+/* The thread sets its own name, CPUs and priority, so that they hold before it does any work. */
+static void *thread_main(void *arg)
+{
+	struct start start = *(struct start *)arg;
+
+	sfr_sys.free(arg);
+	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
+	sfr__cpus_take();
+	/* A sandbox may forbid the call. Then the thread competes with the training thread at the
+	 * same priority, which is slower but not wrong. */
+	if (start.kind == SFR__BACKGROUND)
+		(void)sfr_sys.set_nice(WORKER_NICE);
+	if (start.kind == SFR__PROMPT)
+		(void)sfr_sys.set_slack(PROMPT_SLACK_NS); /* on failure it wakes a little late */
+	return start.main(start.arg);
+}
+
+/* Signals are blocked around the creation so that the thread inherits the mask: no handler of the
+ * program (Python's, SLURM's) ever runs on it. Signals that a thread raises itself stay open. If
+ * they were blocked, the kernel would end the process without a handler, and faulthandler or a core
+ * dumper could not say where it crashed. */
+int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
+		      void *(*main)(void *), void *arg)
+{
+	static const int own[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
+	struct start *start;
+	sigset_t all, old;
+	int rc;
+
+	start = sfr_sys.malloc(sizeof(*start));
+	if (!start)
+		return -ENOMEM;
+	start->main = main;
+	start->arg = arg;
+	start->kind = kind;
+	memset(start->name, 0, sizeof(start->name));
+	strncpy(start->name, name, sizeof(start->name) - 1);
+
+	(void)sigfillset(&all);
+	for (size_t i = 0; i < sizeof(own) / sizeof(own[0]); i++)
+		(void)sigdelset(&all, own[i]);
+	rc = pthread_sigmask(SIG_SETMASK, &all, &old);
+	if (rc == 0) {
+		rc = sfr_sys.thread_create(thread, NULL, thread_main, start);
+		/* cannot fail: the mask was valid a moment ago */
+		(void)pthread_sigmask(SIG_SETMASK, &old, NULL);
+	}
+	if (rc != 0)
+		sfr_sys.free(start);
+	return -rc;
+}
