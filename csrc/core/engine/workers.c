@@ -139,7 +139,8 @@ static void serve(struct crew *crew)
 			sfr__lock(&engine->mu);
 		} else if (work && work->turn_locked(work, crew->kind == LANE)) {
 			continue;
-		} else if (engine->stopping && !work) {
+		} else if (engine->stopping && (!work || crew->kind == COPIER)) {
+			/* A call may still copy for a snapshot; it needs no copier. */
 			break;
 		} else if ((work || !supply_locked(crew)) && is_idle_locked(crew) &&
 			   work_locked(crew) == work) {

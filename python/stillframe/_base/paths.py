@@ -47,7 +47,7 @@ class Place:
             TypeError: It is not a path.
         """
         if not isinstance(path, (str, bytes, os.PathLike)):
-            raise TypeError(f"a path has to be a str or os.PathLike, not {type(path).__name__}")
+            raise no_path(path)
         text = os.fsdecode(path)
         remote = _is_remote(text)
         return cls(path, text if remote else os.path.abspath(text), remote)
@@ -76,6 +76,14 @@ def _is_remote(text: str) -> bool:
     return _REMOTE.match(text) is not None
 
 
+def no_path(path: object) -> TypeError:
+    """Return the error for what is given in the place of a path."""
+    told = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
+    if hasattr(path, "write") or hasattr(path, "read"):
+        told += ": stillframe saves to files by name. torch.save and torch.load take open files"
+    return TypeError(told)
+
+
 def as_text(path: object) -> str:
     """Return the path as a string.
 
@@ -85,7 +93,7 @@ def as_text(path: object) -> str:
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
-        raise TypeError(f"a path has to be a str or os.PathLike, not {type(path).__name__}")
+        raise no_path(path)
     if _is_remote(text):
         raise ValueError(f"{text}: remote paths are not supported; give a local path")
     if not text:

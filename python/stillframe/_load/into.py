@@ -72,12 +72,15 @@ class Plan:
         """Return the file's tensors that get memory of their own: those in values and arguments.
 
         Return None where the tensors of `restore.Shapes` do not tell which bytes are theirs: some
-        wrap others, hang on objects that are no containers, or are cut short.
+        wrap others, hang on objects that are no containers, or are cut short. Return None too where
+        the order of the tree decides which bytes a target keeps.
 
         Args:
             sizes: How long each record is.
         """
         if any(restore.record_of(found) is None for *_, found in self.tensors):
+            return None
+        if _are_contested(self.tensors):
             return None
         trees = [value for *_, value in self.values]
         trees += [tree for call in self.calls for tree in call.trees]
@@ -123,6 +126,35 @@ def _leaves(trees: list[Any]) -> Iterator[Any]:
             yield node
 
 
+def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
+    """Return whether targets share memory that different bytes of the file go to.
+
+    The last of them in the tree counts, but records are read in the file's order, and several at a
+    time. Targets that only interleave, as columns do, count as sharing.
+    """
+    spans: list[tuple[str, int, int, object]] = []
+    for _, target, found in tensors:
+        if type(target) in _PLAIN and target.numel():
+            first = target.data_ptr()
+            start = int(target.storage_offset()) * target.element_size()
+            # Equal for targets that agree in each byte that they share.
+            shift = int(found.storage_offset()) * found.element_size() - first
+            strides = target.stride(), found.stride()
+            turned = strides[0] != strides[1] and (*strides, target.shape)
+            sign = found.is_conj(), found.is_neg()
+            source: object = (restore.record_of(found), shift, turned, sign)
+            spans.append((str(target.device), first, first + reach(target) - start, source))
+    spans.sort(key=lambda span: span[:3])
+    where, end = "", 0  # the device and the end of the spans before
+    last: object = None
+    for device, first, behind, source in spans:
+        if device == where and first < end and source != last:
+            return True
+        end = max(end, behind) if device == where else behind
+        where, last = device, source
+    return False
+
+
 def _is_over_its_record(found: Tensor, sizes: list[int]) -> bool:
     if type(found) not in _PLAIN or not _is_strided(found) or found.is_quantized:
         return False
@@ -155,7 +187,7 @@ def match(target: Any, found: Any) -> Plan:
         for name, value in reversed(list(_items(here))):
             place = f"{path}.{name}" if path else str(name)
             try:
-                its = there[name]
+                its = _item(there, name)
             except (KeyError, IndexError, TypeError):
                 plan.problems.append(f"{place} is not in the file")
                 continue
@@ -166,6 +198,19 @@ def match(target: Any, found: Any) -> Plan:
             elif not isinstance(here, tuple):
                 plan.values.append((here, name, its))
     return plan
+
+
+def _item(found: Any, name: Any) -> Any:
+    """Return an item of a container in the file.
+
+    Raises:
+        KeyError, IndexError, TypeError: There is none, or `found` is no container.
+    """
+    if isinstance(found, (Tensor, str, bytes)) or is_array(found):
+        raise TypeError
+    if isinstance(found, dict) and name not in found:
+        raise KeyError(name)  # a defaultdict would make one
+    return found[name]
 
 
 def _is_walked(value: Any) -> bool:

@@ -106,8 +106,9 @@ def load(
             - Other values in dictionaries and lists are replaced by the file's. Values in a tuple
               that also holds tensors stay.
 
-            Where the file has tensors that wrap others (quantized ones, DTensors), all of it is
-            loaded into memory first, and copied.
+            Where the file has tensors that wrap others (quantized ones, DTensors), or targets share
+            memory that different bytes of it go to, all of it is loaded into memory first, and
+            copied in the order of `into`.
         mmap: As for `torch.load`: storages on the CPU are the file's pages, read when used and
             copied when written to. The file may be replaced or removed (as saves do), but must not
             be modified. With `verify`, every byte is read and checked first, which leaves the file

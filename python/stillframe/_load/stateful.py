@@ -23,10 +23,15 @@ from torch import Tensor, strided
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from stillframe._load import restore
-
 _EXTRA_STATE = "_extra_state"
 _PLAIN_TENSORS = (Tensor, Parameter)
+# An instance may replace these methods of its class.
+_STATE_METHODS = {
+    "state_dict",
+    "load_state_dict",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+}
 _MODULE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
@@ -87,8 +92,9 @@ def filling(path: str, node: Any, found: Any) -> Filling:
     if not isinstance(node, (Module, Optimizer)):
         return _by_load_state_dict(path, node, found)
     if not isinstance(found, dict):
-        kind = type(node).__name__
-        return Filling(problems=(f"{path} is a {kind}, and {type(found).__name__} in the file",))
+        where, kind = path or "the object itself", type(node).__name__
+        said = f"{where} is a {kind}, and {type(found).__name__} in the file, not its state_dict"
+        return Filling(problems=(said,))
     if isinstance(node, Module):
         return _of_module(path, node, found)
     return _of_optimizer(path, node, found)
@@ -126,9 +132,6 @@ def _of_module(path: str, module: Module, found: dict[str, Any]) -> Filling:
     pairs = [(_below(path, name), live[name], found[name]) for name in names]
     if not all(_is_copied(target, its) for _, target, its in pairs):
         return _by_load_state_dict(path, module, found)
-    both = [pair for pair in pairs if _is_memory(pair[1]) and _is_memory(pair[2])]
-    if _is_tied_anew(both):
-        return _by_load_state_dict(path, module, found)
     calls = (_set_extra_state(path, module, name, found[name]) for name in extra)
     return Filling(tuple(pairs), tuple(calls))
 
@@ -150,7 +153,7 @@ def _is_plain(module: Module) -> bool:
         and type(each)._save_to_state_dict is Module._save_to_state_dict
         and type(each)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
         and not any(getattr(each, hooks) for hooks in _MODULE_HOOKS)
-        and not {"state_dict", "load_state_dict"} & vars(each).keys()
+        and not _STATE_METHODS & vars(each).keys()
         for each in module.modules()
     )
 
@@ -165,29 +168,10 @@ def _is_copied(target: Any, found: Any) -> bool:
     """Return whether the bytes can be copied unchanged, or do not fit and are refused by shape."""
     if not isinstance(target, Tensor) or not isinstance(found, Tensor):
         return isinstance(target, Tensor)  # no tensor in the file: refused later
-    return type(target) in _PLAIN_TENSORS and (
-        target.dtype == found.dtype or target.shape != found.shape
-    )
-
-
-def _is_memory(value: Any) -> bool:
-    """Return whether it is a tensor with bytes; one without bytes is not tied to any other."""
-    return isinstance(value, Tensor) and value.layout is strided and value.numel() > 0
-
-
-def _is_tied_anew(pairs: list[tuple[str, Tensor, Tensor]]) -> bool:
-    """Return whether tensors share memory here but not in the file.
-
-    The last of them by name counts then.
-    """
-    places: dict[tuple[int, int], tuple[int, int]] = {}
-    for _, target, found in pairs:
-        record = restore.record_of(found)  # tensors of `Shapes` share no storages, only records
-        there = found.untyped_storage()._cdata if record is None else record
-        here = (target.untyped_storage()._cdata, int(target.storage_offset()))
-        if places.setdefault(here, place := (there, int(found.storage_offset()))) != place:
-            return True
-    return False
+    if target.shape != found.shape:
+        return target.dim() > 0 or found.shape != (1,)  # torch accepts that, from old versions
+    strided_both = target.layout is found.layout is strided
+    return type(target) in _PLAIN_TENSORS and strided_both and target.dtype == found.dtype
 
 
 # ---- optimizers ----
@@ -197,6 +181,7 @@ def _of_optimizer(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Fil
     plain = (
         type(optimizer).state_dict is Optimizer.state_dict
         and type(optimizer).load_state_dict is Optimizer.load_state_dict
+        and not _STATE_METHODS & vars(optimizer).keys()
         and not any(getattr(optimizer, hooks) for hooks in _OPTIMIZER_HOOKS)
     )
     if not plain:

@@ -1,1 +1,1 @@
-"""Snapshots: copies of a tree's tensors in the pool's memory."""
+"""Copies trees into the pool's memory."""

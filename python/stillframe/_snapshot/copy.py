@@ -1,9 +1,9 @@
-"""The copy behind a snapshot: its sources, its end, and the verdict on them.
+"""Tracks the copy of a snapshot: its sources, its end, and the verdict on torn sources.
 
     started -> copying -> ended -> settled: the verdict of the two detectors, given once
 
-The first to need the verdict gives it: an optimizer's step, `Snapshot.wait()`, the completion
-thread, a fork, or the end of the process.
+The first caller that needs the verdict gives it: an optimizer's step, `Snapshot.wait()`, the
+completion thread, a fork, or the end of the process.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ log = logging.getLogger("stillframe")
 
 
 class Owner(Protocol):
-    """The Snapshot that a copy belongs to."""
+    """The Snapshot of a copy."""
 
     def _names(self, index: int) -> list[str]: ...
 
 
 class Copy:
-    """The copy behind one snapshot: its sources, and what the detectors say.
+    """The copy of one snapshot, with its sources and detectors.
 
-    It lives until the copy has ended, even if the Snapshot is gone before.
+    Lives until the copy has ended, whatever becomes of the Snapshot.
     """
 
     def __init__(
         self, core: _core.Snapshot, tree: Tree, deferral: Deferral, *, shared: bool
     ) -> None:
         self.core = core
-        self.sources = tree.storages  # the lane reads them
+        self.sources = tree.storages  # kept alive while the lane reads them
         self.verdict = Verdict(deferral)
         self.devices = tree.devices
         self.shared = shared
         self.error: StillframeError | None = None
-        self.seen = False  # the error was raised to somebody
+        self.seen = False  # the error was raised to a caller
         self.gate_wait_s = 0.0
         self.owner: Callable[[], Owner | None] | None = None
-        self._when_settled: list[Callable[[], object]] = []  # called once it is settled
+        self._when_settled: list[Callable[[], object]] = []  # functions to call once it is settled
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
 
     def start(self) -> None:
-        """Copy what has to be copied now, and have the lane and the devices copy the rest."""
+        """Copy what must be copied now, and make the lane and the devices copy the rest."""
         later = bool(self.verdict.is_needed or self.devices)
         if later:
             completion.completion.start()
@@ -66,18 +66,18 @@ class Copy:
         try:
             self.core.start(_device.streams(self.devices))
         finally:
-            # Ctrl-C may come just after: a running copy keeps its sources until it has ended. A
-            # copy of no bytes sends no notice of its end.
+            # After a Ctrl-C too, the entry in `copying` keeps the sources until the copy has ended.
+            # A copy without bytes gets no notice of its end, so its entry is removed here.
             if later and self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.verdict.launched(self)
         self.settle()
 
     def gate(self) -> bool:
-        """Wait until no host memory of the tree is read any more.
+        """Wait until no host memory of the tree is read, and make the current streams wait.
 
-        The calling thread's current streams wait for the copies from devices. Return False when
-        these go on.
+        The calling thread's current streams then wait for the copies from devices. Returns False
+        if such copies still run.
         """
         entered = time.perf_counter()
         with inside():
@@ -89,22 +89,22 @@ class Copy:
             self.gate_wait_s += time.perf_counter() - entered
             if copied:
                 self.settle()
-            else:  # the step changes versions before the devices' copies end
+            else:  # a step that waits on the device changes versions before the end
                 self.verdict.judge()
         return copied
 
     def finish(self) -> None:
-        """Wait for the end, when no completion thread will settle the copy."""
+        """Wait for the end without the completion thread."""
         with inside():
             self.core.wait(None)
             self.settle()
 
     def after_copy(self) -> None:
-        """Settle the copy, on the completion thread."""
+        """Handle the end of the copy; called on the completion thread."""
         self.settle()
 
     def settle(self) -> None:
-        """Give the verdict if the copy has ended; the first call counts."""
+        """Give the verdict if the copy has ended and no other caller has given it."""
         with self._lock:
             if self.is_settled():
                 return
@@ -130,7 +130,7 @@ class Copy:
             self._when_settled = []
 
     def call_when_settled(self, function: Callable[[], object]) -> None:
-        """Have the callback thread call `function` once the verdict is known."""
+        """Call `function` on the callbacks' thread once the verdict is known."""
         with self._lock:
             if not self._settled:
                 self._when_settled.append(function)
@@ -162,14 +162,14 @@ def _copies() -> list[Copy]:
 
 
 def _before_fork() -> None:
-    """Wait for copies in shared memory, since a child gets that memory as it is at the fork."""
+    """Complete shared copies, because a child gets shared memory as it is at the fork."""
     for copy in _copies():
         if copy.shared:
             copy.core.wait(None)
 
 
 def _finish_at_exit() -> None:
-    """Wait for all copies: the lane reads tensors that the interpreter is about to free."""
+    """Finish running copies, because the interpreter is about to free their sources."""
     for copy in _copies():
         copy.finish()
 

@@ -1,26 +1,26 @@
-"""Snapshot memory in processes that were not forked: `snapshot(tree, shared="spawn")`.
+"""Lends a snapshot's memory to processes that were not forked: `snapshot(tree, shared="spawn")`.
 
-    multiprocessing pickles a tree    each storage as its offset in the memory, with an offer of it
+    multiprocessing pickles a tree    as offsets of its storages in the memory, and an offer
     a process unpickles it            asks for the memory, gets the descriptor, maps it
-    its last tensor is freed, or it   the channel closes; the memory goes back to the pool
-    ends in any way
+    its last tensor is gone, or the   the channel ends; the memory goes back to the pool
+    process has ended in any way
 
     offered ──asked for──▶ lent ──the channel ends──▶ over
        └──────────withdrawn, recalled──────────────────▲
 
-The descriptor is sent only when a borrower asks for it. So one thread, the lender's, decides
-whether a borrower still gets the memory. A refused borrower is told and maps nothing. One offer,
-and so one descriptor, serves all storages of a pickle.
+The descriptor is sent only when the borrower asks for it. So one place, the lender's thread,
+decides whether a borrower still gets the memory. A borrower that does not gets an error, and maps
+nothing. One offer, and so one descriptor, serves all storages of a pickle.
 
-A borrower maps the memory privately: its writes are its own, as in a forked child, and neither the
-snapshot nor another process sees them.
+A borrower maps the memory privately: as in a forked child, its writes are seen neither by the
+snapshot nor by another process.
 
-Callers that want pool memory wait up to two minutes for lent memory. A loop that waits for its next
-item keeps the last one, and may never give it back. After two minutes, lent memory counts as in use
-for good.
+Callers that need memory of the pool wait for lent memory for two minutes. A loop that waits for its
+next item keeps the last one, and may never give it back. So after that time lent memory counts as
+held by its user.
 
-These reducers replace those of `torch.multiprocessing`, which would move each storage to shared
-memory of its own. Tensors that are not lent still go to torch's reducers.
+The reducers here handle lent storages, which `torch.multiprocessing` would move to shared memory of
+its own, one by one. torch's reducer gets all others.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from stillframe import _core
 from stillframe._snapshot.holds import in_thread
 from stillframe.errors import StillframeError
 
-PATIENCE_S = 120.0  # how long others wait for lent memory
+PATIENCE_S = 120.0  # how long others wait for lent memory, in seconds
 
-_loans: list[Loan] = []  # running loans; any thread changes the list, with atomic operations
-_offering = threading.RLock()  # held over a fork: no child inherits a channel that it never closes
+_loans: list[Loan] = []  # current loans; changed in single steps, by any thread
+_offering = threading.RLock()  # no fork while a channel is made: its end would leak
 _lenders: weakref.WeakKeyDictionary[_core.SnapshotMemory, Lender] = weakref.WeakKeyDictionary()
 
 
@@ -58,13 +58,11 @@ _thread = _Thread()
 
 
 class Lender:
-    """The owner of one snapshot's memory, from which it lends.
-
-    It is known as long as that memory has tensors in this process.
+    """The lender of one snapshot's memory, kept as long as the memory has tensors here.
 
     Args:
-        place: The memory's (descriptor, offset, address, length), as `_core.Snapshot.file` says.
-        patience_s: How long others wait for lent memory; None if the caller sees to its end.
+        place: The position of the memory, as `_core.Snapshot.file` returns it.
+        patience_s: How long others wait for lent memory; None if it comes back for sure.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class Lender:
         self.core = core
         self.descriptor, self.offset, self.begin, self.nbytes = place
         self.patience_s = patience_s
-        self._offsets = set(core.offsets())  # others' memory may lie between them
+        self._offsets = set(core.offsets())  # other snapshots' memory may be between them
         self._readers: list[object] = []
 
     def __reduce__(self) -> Any:
@@ -86,7 +84,7 @@ class Lender:
         return address - self.begin in self._offsets
 
     def offer(self) -> resource_sharer.DupFd:
-        """Return a channel by which one process can ask for the memory."""
+        """Make a channel through which one process can ask for the memory."""
         with _offering:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -97,9 +95,9 @@ class Lender:
         return channel
 
     def reader(self) -> Callable[[], None]:
-        """Register a reader of lent memory; return the function that ends it.
+        """Register a reader of lent memory; return the function to call at its end.
 
-        At the end of the last reader, offers that nobody has taken are withdrawn.
+        When the last reader ends, offers that no process has taken are withdrawn.
         """
         mark = object()
         self._readers.append(mark)
@@ -113,7 +111,7 @@ class Lender:
         return ended
 
     def recall(self) -> None:
-        """End every loan, even where tensors are left: nobody reads the memory any more."""
+        """End every loan, even if processes still have tensors."""
         for loan in self._loans():
             loan.recall()
 
@@ -122,12 +120,12 @@ class Lender:
 
 
 class Loan:
-    """The memory as lent to one process, and the channel to it."""
+    """The loan to one process, with the channel to it."""
 
     def __init__(self, lender: Lender, channel: socket.socket) -> None:
         self.lender = lender
         self._channel = channel
-        self._lock = threading.RLock()  # decides which comes first: asked for or withdrawn
+        self._lock = threading.RLock()  # decides between asked for and withdrawn
         self._asked = self._over = False
         channel.settimeout(lender.patience_s)
         if not lender.core.hold():
@@ -136,7 +134,7 @@ class Loan:
         self._give_back = lender.core.unhold
 
     def serve(self) -> None:
-        """Serve the channel until the loan is over, on a thread of its own."""
+        """Serve the channel until the loan is over; called on a thread of its own."""
         while True:
             try:
                 said = self._channel.recv(1)
@@ -144,7 +142,7 @@ class Loan:
                     return
             except TimeoutError:
                 self._count_as_used()
-            except OSError:  # the borrower was killed in between
+            except OSError:  # the borrower was killed meanwhile
                 return
 
     def _lend(self) -> bool:
@@ -155,7 +153,7 @@ class Loan:
         return self._asked
 
     def _count_as_used(self) -> None:
-        """Let others stop waiting for this loan: its memory counts as in use."""
+        """Stop others from waiting for this memory."""
         core = self.lender.core
         core.view()
         core.will_return(False)
@@ -169,14 +167,14 @@ class Loan:
         self._give_back()
 
     def withdraw(self) -> None:
-        """End the loan, unless the memory was asked for."""
+        """End the loan unless the memory was asked for."""
         with self._lock:
             if self._asked:
                 return
             self.recall()
 
     def forget(self) -> None:
-        """Close the channel in a forked child, whose copy would hide the borrower's end."""
+        """Close a forked child's copy of the channel, which would hide the borrower's end."""
         self._channel.close()
 
     def recall(self) -> None:
@@ -189,9 +187,9 @@ class Loan:
 def lend(
     core: _core.Snapshot, memory: _core.SnapshotMemory, patience_s: float | None
 ) -> Lender | None:
-    """Make multiprocessing pickle the tensors over `memory` by their offset in it.
+    """Make multiprocessing pickle the tensors over `memory` by their offsets in it.
 
-    Return None if there is nothing to lend: the memory is private, or empty.
+    Returns None if there is nothing to lend: the memory is private, or empty.
     """
     place = core.file()
     if place is None:
@@ -204,9 +202,9 @@ def lend(
 
 
 def keep_bits() -> None:
-    """Keep the conjugate and negative bits of all tensors that this thread pickles.
+    """Keep conjugate and negative bits of all tensors that multiprocessing pickles on this thread.
 
-    This includes tensors whose memory is not lent.
+    Without this, only tensors in lent memory keep them.
     """
     _register_tensors()
     _thread.keeps_bits = True
@@ -218,7 +216,7 @@ def _register_tensors() -> None:
 
 
 def explanation() -> str:
-    """Return a sentence about lent memory for the error of a full pool, or ""."""
+    """Return a sentence on lent memory for the message about a full pool."""
     if not _loans:
         return ""
     return (
@@ -229,10 +227,9 @@ def explanation() -> str:
 
 
 def _forked() -> None:
-    """Forget the parent's loans in a forked child, and close inherited channels.
+    """Drop the parent's loans in a forked child, and multiprocessing's copies of their channels.
 
-    multiprocessing's own children close copies of channels that nobody has asked for yet; children
-    of a bare `os.fork` do not.
+    multiprocessing drops these copies in its own processes, but not after `os.fork`.
     """
     _offering.release()
     if _loans:
@@ -247,7 +244,7 @@ os.register_at_fork(
 )
 
 
-# ---- in the lending process: pickling ----
+# ---- in the lending process ----
 
 
 def _lender_of(storage: torch.UntypedStorage) -> Lender | None:
@@ -286,13 +283,13 @@ def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
     return torch._neg_view(tensor) if neg else tensor
 
 
-# ---- in the borrowing process: unpickling ----
+# ---- in the borrowing process ----
 
 
 class Borrowed(mmap.mmap):
-    """The mapped memory, as long as a tensor refers to it.
+    """Lent memory, kept as long as a tensor refers to it.
 
-    When it is freed its channel closes, which ends the loan.
+    When it is freed, it closes the channel, which tells the lender.
     """
 
     channel: socket.socket
@@ -302,17 +299,17 @@ class Borrowed(mmap.mmap):
 
 
 def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> Borrowed:
-    """Ask for the memory and map it.
+    """Ask the lender for the memory and map it.
 
     Raises:
-        StillframeError: The memory is no longer lent.
+        StillframeError: The memory is not lent any more.
     """
     descriptors: list[int] = []
     asked = socket.socket(fileno=channel.detach())
     try:
         asked.sendall(b"\0")
         _, descriptors, _, _ = socket.recv_fds(asked, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    except OSError:  # the other end is closed
+    except OSError:  # the other end is gone
         pass
     if not descriptors:
         asked.close()

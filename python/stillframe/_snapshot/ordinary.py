@@ -1,4 +1,4 @@
-"""`ordinary_copy`: a copy like that of `snapshot`, for callers that find the pool full."""
+"""Implements `ordinary_copy`: a copy like `snapshot`'s in ordinary memory, for a full pool."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stillframe._tree.walk import Tree
 
 T = TypeVar("T")
 
-_ALIGN = 64  # of each storage, as in the pool
+_ALIGN = 64  # bytes; alignment of each storage, as in the pool
 
 
 def ordinary_copy(tree: T) -> tuple[T, int, int]:
-    """Copy a tree like `snapshot`, but into memory of its own, outside any pool.
+    """Copy a tree as `snapshot` does, into ordinary memory.
 
     Returns:
         The tree, the number of its tensors, and the bytes of its storages.
@@ -27,7 +27,7 @@ def ordinary_copy(tree: T) -> tuple[T, int, int]:
     for _, nbytes in source.sources():
         offsets.append(end)
         end += -(-nbytes // _ALIGN) * _ALIGN
-    # The mapping lives as long as a tensor over it.
+    # The memory lives as long as a tensor over it.
     memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):

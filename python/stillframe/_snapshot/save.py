@@ -1,8 +1,8 @@
-"""`SnapshotSave`: a save whose bytes Python writes from a snapshot, or from the state itself.
+"""Implements `SnapshotSave`: a save that Python writes from a snapshot, or from the state itself.
 
-Such a save is written by another CheckpointIO on the thread of external work
-(`_lightning/wrapped.py`), or by all ranks together through torch.distributed.checkpoint
-(`_dcp/rounds.py`). Users get the same handle and outcome from both.
+Another CheckpointIO writes such a save on the thread of the log (`_lightning/wrapped.py`), and all
+ranks together write one through torch.distributed.checkpoint (`_dcp/rounds.py`). Users get the same
+kind of handle for both.
 
     made ──begin──▶ under way ──copied──▶ staged ──end──▶ durable or failed
 """
@@ -25,17 +25,17 @@ from stillframe.errors import StillframeError
 
 
 class SnapshotSave(SaveHandle):
-    """A save that Python writes.
+    """The handle of a save that Python writes.
 
     Args:
-        path: The path for messages and the report.
-        given: The path for `on_durable`.
+        path: The path to show.
+        given: The path as given, for `on_durable`.
         entered: `time.perf_counter()` at the call's entry.
-        slot: The engine's slot that the save holds, given back at the end. None if it has none.
-        known_as: What the log calls a failed save whose error nobody asked for.
+        slot: The save's slot in the engine, which is given back at the end; None without one.
+        known_as: The name for the save in the log message about an error that was not collected.
 
     Attributes:
-        told: The caller already knows the error, so nobody else has to be told.
+        told: The caller knows the save's error already, so it is not reported again.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SnapshotSave(SaveHandle):
         return "durable" if self._outcome.error is None else "failed"
 
     def progress(self) -> tuple[int, int]:
-        """Return all bytes or none, since nobody counts what others have written."""
+        """Return all or nothing, because bytes written by other code are not counted."""
         return (self._nbytes if self._outcome.settled else 0), self._nbytes
 
     def _is_staged(self) -> bool:
@@ -85,7 +85,7 @@ class SnapshotSave(SaveHandle):
                 taken.wait(deadline.left())
             except TimeoutError:
                 raise self._late(deadline, "staged") from None
-            except StillframeError:  # the copy failed, and the save is about to
+            except StillframeError:  # an error of the copy, with which the save fails soon
                 return False
         return self._outcome.error is None
 
@@ -97,14 +97,14 @@ class SnapshotSave(SaveHandle):
                 raise self._late(deadline, "durable")
         self._settle()
 
-    # ---- for the code that writes it ----
+    # ---- for the code that makes the save ----
 
     def waited(self) -> None:
-        """Note that the call has waited for others until now."""
+        """Record that the call has waited for other saves until now."""
         self._waited_s = time.perf_counter() - self._entered
 
     def copies(self, taken: Snapshot[Any]) -> None:
-        """Set the snapshot that it saves; without one it saves the state itself."""
+        """Set the snapshot to save; without one, the state itself is saved."""
         self._taken = taken
         self._nbytes, self._num_tensors = taken.nbytes, taken.num_tensors
         self._deferred_nbytes = taken.deferred_nbytes
@@ -113,25 +113,25 @@ class SnapshotSave(SaveHandle):
         return self._taken
 
     def begin(self) -> None:
-        """Register the save as in flight; the registry keeps it alive."""
+        """Keep the save alive from here on, until it ends."""
         completion.in_flight[self._number] = self
 
     def launched(self) -> None:
-        """Note that the save will end by itself, even if the call is interrupted."""
+        """Record that the save now ends by itself, whatever becomes of the call."""
         if self._slot is not None:
             self._slot.launched()
 
     def was_not_launched(self) -> None:
-        """Undo `begin`: there is no such save."""
+        """Undo `begin`: the save was not made."""
         self._give_back_slot()
         completion.in_flight.pop(self._number, None)
 
     def call_is_over(self) -> None:
-        """Note that the call that asked for the save returns now."""
+        """Record that the call that asked for the save returns now."""
         self._call.end()
 
     def copied(self) -> None:
-        """Note that the copy has ended, with or without an error. May be called again."""
+        """Record the end of the copy, successful or not. May be called again."""
         if self._copied_s is None:
             self._copied_s = time.perf_counter() - self._entered
         taken = self._taken
@@ -146,11 +146,11 @@ class SnapshotSave(SaveHandle):
         fallbacks: Sequence[str] = (),
         more_pool_bytes: int = 0,
     ) -> SaveReport:
-        """Return the report of a save that was written.
+        """Make the report of a successful save.
 
         Args:
-            nbytes: Bytes written.
-            more_pool_bytes: Pool memory that writing took beside the snapshot.
+            nbytes: Bytes that were written.
+            more_pool_bytes: Memory of the pool that writing has taken, beside the snapshot.
         """
         self.copied()
         assert self._copied_s is not None
@@ -184,8 +184,8 @@ class SnapshotSave(SaveHandle):
 
         Args:
             value: The result of `upload_completion`, if that is not the report.
-            turn: The save's log entry. Later entries go on once the error is recorded, and before
-                users are notified.
+            turn: The save's entry in the log. Later entries learn of the end before the save's
+                users do, but not before its error can be read.
         """
         self._give_back_slot()
         self._outcome.settle(report, error, value=value, told=self.told)

@@ -27,7 +27,7 @@ static struct {
 /* What the threads do in their pieces. */
 static pthread_t caller;
 static atomic_int nr_by_caller, nr_by_copiers, nr_by_lane;
-static atomic_bool wait_for_copier, cancel_then, hold_copiers, hold_lane;
+static atomic_bool wait_for_copier, cancel_then, hold_copiers, hold_lane, outlast_copiers;
 static sem_t copier_stands, lane_stands;
 
 static bool is_named(const char *prefix)
@@ -43,6 +43,27 @@ static void stand(sem_t *stands, atomic_bool *hold)
 	(void)sem_post(stands);
 	while (*hold)
 		(void)usleep(100);
+}
+
+static bool is_stopping(struct sfr_engine *engine)
+{
+	bool stopping;
+
+	sfr__lock(&engine->mu);
+	stopping = engine->stopping;
+	sfr__unlock(&engine->mu);
+	return stopping;
+}
+
+/* The copier has a piece in hand when the engine stops, and then takes all that are left. */
+static void wait_for_stop(struct sfr_engine *engine)
+{
+	while (!is_stopping(engine))
+		(void)usleep(100);
+	hold_copiers = false;
+	while (nr_by_copiers < NR_BLOCKS * NR_PIECES - 1)
+		(void)usleep(100);
+	(void)usleep(20000); /* it has looked for more by now, or there is nothing to see */
 }
 
 static struct sfr__host_block *block(struct sfr__host_copy *copy, uint32_t blk)
@@ -72,6 +93,8 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 		nr_by_caller++;
 		for (int ms = 0; wait_for_copier && nr_by_copiers == 0 && ms < 10000; ms++)
 			(void)usleep(1000);
+		if (outlast_copiers && blk == 0 && off == 0)
+			wait_for_stop(copy->engine);
 		if (cancel_then) {
 			sfr__lock(&copy->engine->mu);
 			c.failing = true;
@@ -161,7 +184,7 @@ static struct sfr_engine *begin(uint32_t nr_copiers, uint32_t nr_pool_blocks, bo
 	};
 	caller = pthread_self();
 	nr_by_caller = nr_by_copiers = nr_by_lane = 0;
-	wait_for_copier = cancel_then = hold_copiers = hold_lane = false;
+	wait_for_copier = cancel_then = hold_copiers = hold_lane = outlast_copiers = false;
 	CHECK_EQ(sem_init(&copier_stands, 0, 0), 0);
 	CHECK_EQ(sem_init(&lane_stands, 0, 0), 0);
 	sfr__host_tune(PIECE, 2 * PIECE);
@@ -317,6 +340,29 @@ static void a_cancel_in_the_call_gives_the_unfinished_block_back(void)
 	end(engine);
 }
 
+static void *stop_threads(void *engine)
+{
+	CHECK_EQ(sem_wait(&copier_stands), 0);
+	sfr__workers_stop(engine);
+	return NULL;
+}
+
+/* A snapshot copies in its call while another thread closes the engine. */
+static void copiers_leave_a_call_when_the_engine_stops(void)
+{
+	struct sfr_engine *engine = begin(1, 2, true);
+	pthread_t other;
+
+	/* The caller has the last piece in hand until the copier has ended. */
+	outlast_copiers = hold_copiers = true;
+	CHECK_EQ(pthread_create(&other, NULL, stop_threads, engine), 0);
+	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
+	CHECK_EQ(pthread_join(other, NULL), 0);
+	CHECK_EQ(nr_by_copiers + nr_by_caller, NR_BLOCKS * NR_PIECES);
+	check_copied();
+	end(engine);
+}
+
 /* ---- deferred ------------------------------------------------------------------------ */
 
 static void defer(struct sfr_engine *engine, bool has_memory)
@@ -388,6 +434,7 @@ int main(void)
 	RUN(no_copier_reads_a_source_when_the_call_has_returned);
 	RUN(a_call_that_finds_no_block_leaves_nobody_at_work_and_goes_on_later);
 	RUN(a_cancel_in_the_call_gives_the_unfinished_block_back);
+	RUN(copiers_leave_a_call_when_the_engine_stops);
 	RUN(who_waits_copies_and_copiers_help);
 	RUN(a_copy_that_fails_is_over_when_the_last_piece_in_hand_is);
 	return check_done();

@@ -3,6 +3,7 @@
 import argparse
 import os
 import zipfile
+from collections import defaultdict
 
 import pytest
 import stillframe
@@ -10,6 +11,7 @@ import torch
 from fix_checkpoints import by_path, by_stillframe, flip, legacy
 from stillframe import CorruptCheckpointError, _core, testing
 from stillframe._load import fill as fill_module
+from stillframe._load import load as load_module
 from stillframe._load import restore
 from stillframe._watch import gate
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -424,3 +426,54 @@ def test_records_that_are_not_there_are_refused(write, tmp_path):
         found.close()
         with pytest.raises(ValueError, match="closed"):
             found.done()
+
+
+def _row_and_whole() -> tuple[torch.Tensor, torch.Tensor]:
+    whole = torch.zeros(3_000, 1_000)
+    return whole, whole[1]
+
+
+def _twice() -> tuple[torch.Tensor, torch.Tensor]:
+    once = torch.zeros(3_000_000)
+    return once, once
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("make", [_row_and_whole, _twice])
+def test_last_in_the_tree_counts_where_targets_share_memory(make, write, tmp_path):
+    first, last = make()
+    saved = {"b": torch.full(first.shape, 1.0), "a": torch.full(last.shape, 2.0)}
+    write(saved, tmp_path / "x.pt")
+    stillframe.load(tmp_path / "x.pt", into={"b": first, "a": last})
+    assert torch.equal(last, saved["a"])
+    stillframe.load(tmp_path / "x.pt", into={"a": last, "b": first})
+    assert torch.equal(first, saved["b"])
+
+
+def test_targets_that_share_memory_as_in_the_file_need_no_second_copy(tmp_path, monkeypatch):
+    saved = torch.arange(6e5).view(600, 1000)
+    by_path({"whole": saved, "part": saved[5:9]}, tmp_path / "x.pt")
+    target = torch.zeros(600, 1000)
+    monkeypatch.setattr(load_module, "_load_fd", None)  # the road by way of a second copy
+    into = {"whole": target, "part": target[5:9]}
+    stillframe.load(tmp_path / "x.pt", into=into)
+    assert torch.equal(target, saved)
+
+
+@pytest.mark.parametrize("found", [torch.ones(2, 3), "ab", b"ab", [torch.ones(3)]])
+def test_list_is_not_filled_from_what_is_no_list_of_its_length(found, tmp_path):
+    by_path({"a": found}, tmp_path / "x.pt")
+    into = {"a": [torch.zeros(3), torch.zeros(3)]}
+    with pytest.raises(ValueError, match=r"a\.1 is not in the file"):
+        stillframe.load(tmp_path / "x.pt", into=into)
+    assert not into["a"][0].any()
+
+
+def test_key_that_a_defaultdict_lacks_is_told_by_name(tmp_path):
+    saved = defaultdict(int, w=torch.ones(2))
+    by_path(saved, tmp_path / "x.pt")
+    into = {"w": torch.zeros(2), "epoch": 7}
+    with pytest.raises(ValueError, match="epoch is not in the file"):
+        stillframe.load(tmp_path / "x.pt", into=into, weights_only=False)
+    assert into["epoch"] == 7
+    assert not into["w"].any()

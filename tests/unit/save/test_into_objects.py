@@ -306,6 +306,48 @@ def test_tied_weights_get_what_load_state_dict_gives_them(untied: bool, tmp_path
     assert equal(*states(target, expected))
 
 
+class Sparse(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("mask", (torch.eye(3) * value).to_sparse())
+
+
+class Scalar(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full(shape, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"), [(Sparse(5), Sparse(1)), (Scalar(1), Scalar())], ids=["sparse", "scalar"]
+)
+def test_module_that_load_state_dict_takes_is_filled(
+    saved: nn.Module, target: nn.Module, tmp_path: Path
+) -> None:
+    by_stillframe({"model": saved.state_dict()}, tmp_path / "x.pt")
+    stillframe.load(tmp_path / "x.pt", into={"model": target})
+    for name, value in target.state_dict().items():
+        expected = saved.state_dict()[name].to_dense().reshape(value.shape)
+        assert torch.equal(value.to_dense(), expected)
+
+
+def test_methods_of_an_instance_are_called(tmp_path: Path) -> None:
+    saved, target = trained(1), trained(0)
+    state = {"model": saved[0].state_dict(), "optim": saved[1].state_dict()}
+    by_stillframe(state, tmp_path / "x.pt")
+    called = []
+
+    def watch(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+        setattr(owner, name, lambda *args: (called.append(name), method(*args)))
+
+    watch(target[0].last, "_load_from_state_dict")
+    watch(target[1], "load_state_dict")
+    stillframe.load(tmp_path / "x.pt", into={"model": target[0], "optim": target[1]})
+    assert called == ["_load_from_state_dict", "load_state_dict"]
+    assert equal(states(*saved[:2]), states(*target[:2]))
+
+
 def test_wrapped_module_is_filled(tmp_path: Path) -> None:
     saved = trained(1)[0]
     by_stillframe({f"module.{k}": v for k, v in saved.state_dict().items()}, tmp_path / "x.pt")
@@ -353,7 +395,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(write: Any, tmp_pa
         "norm.weight is float32 (40,), and float32 (7,) in the file",
         "optim: loaded state dict contains a parameter group that doesn't match the size",
         "other: loaded state dict has a different number of parameter groups",
-        "tensor is a Linear, and Tensor in the file",
+        "tensor is a Linear, and Tensor in the file, not its state_dict",
     ):
         assert words in str(error.value)
     del into["first"], into["last"], into["norm"], into["optim"], into["other"], into["tensor"]

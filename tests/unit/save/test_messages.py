@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import threading
@@ -51,6 +52,12 @@ def test_swapped_arguments_are_noticed() -> None:
         stillframe.async_save("a.pt", STATE)
     with pytest.raises(TypeError, match=r"a path has to be a str or os\.PathLike, not int$"):
         stillframe.async_save(STATE, 3)
+
+
+def test_open_file_in_the_place_of_a_path_is_referred_to_torch(tmp_path: Path) -> None:
+    for call in (stillframe.save, stillframe.async_save, lambda _, file: stillframe.load(file)):
+        with pytest.raises(TypeError, match="not BytesIO: stillframe saves to files by name"):
+            call(STATE, io.BytesIO())
 
 
 def test_a_tilde_is_not_expanded_and_said_so() -> None:
