@@ -8,6 +8,7 @@ import torch
 from fix_offloading import group, same
 from fix_waits import eventually
 from stillframe import testing
+from stillframe._base import device as _device
 from stillframe._save import completion
 from stillframe.offload import Offloader
 
@@ -20,6 +21,18 @@ def test_what_leaves_comes_back_bit_for_bit(either: str, engine: stillframe.Engi
         assert ticket.nbytes == 4 * 5000 + 2 * 77 + 8 * 13
         assert same(offloader.onload(ticket), group(1))
         assert same(ticket.tensors(), group(1))
+
+
+def test_offloader_may_be_the_first_use_of_a_device(
+    fake: testing.FakeDriver, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver makes no context for it, so torch has to."""
+    made = []
+    with monkeypatch.context() as patch:
+        patch.setattr(_device, "in_use", list)
+        patch.setattr(torch, "empty", lambda *size, device: made.append(device))
+        Offloader("cpu", engine=engine).close()
+    assert made == [torch.device("cuda", 0)]
 
 
 def test_a_group_without_bytes_leaves_nothing_behind(

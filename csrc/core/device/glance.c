@@ -1,22 +1,22 @@
-/* Looks at memory of a device: are its bytes before a step what they were after the one before?
+/* Probes of device memory: are a storage's bytes before a step the same as after the step before?
  *
- * Who watches an optimizer's storages has to look at their bytes, and the host cannot read them. So
- * three lines of each are copied down twice, and compared when they are there:
+ * The observer of an optimizer's storages has to compare their bytes, and the host cannot read
+ * them. So three cache lines of each are copied to the host twice, and compared when both copies
+ * have completed:
  *
  *     caller's stream   step | waits  forward, backward  | waits  step ...
  *     the eye's               \ lines /                   \ lines /   done?  same?
  *
- * The caller's stream waits for each copy, and the host for none: whether they have landed is asked
- * at some later time, and a verdict lags as far as the device lags behind the host.
+ * The caller's stream waits for each copy, the host for none. Whether the copies have completed is
+ * queried later, so a verdict lags as far as the device lags behind the host.
  *
- * There is one eye for each device and process, with a stream of its own; it stays as long as the
- * process. Only one thread at a time looks through it: another one is told that it is busy, and
- * looks after its next step. So nobody ever waits for who may have to wait for room on the stream.
- * The eye's lock is held for no call of the driver.
+ * There is one eye for each device and process, with a stream of its own. It stays as long as the
+ * process. Only one thread at a time uses it: another one is told that it is busy, and probes after
+ * its next step. So no thread waits for one that may have to wait for room on the stream. The eye's
+ * lock is held during no call of the driver.
  *
- * Nothing depends on a look but that a copy may be made later than it could be. So an eye that meets
- * an error is closed for good, and says so.
- */
+ * A missing verdict only means that a copy is made in the call that could be deferred. So an eye
+ * that meets an error is closed for good, and reports it. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -29,21 +29,23 @@ enum { LINES = 3, LINE = 64, EVENTS = 2 };
 
 struct eye {
 	struct eye *next;
-	uint32_t device; /* constant, as the next four */
+	uint32_t device; /* constant, like the next four */
 	uint64_t fork_generation;
 	const struct sfr__cuda *cu;
 	CUcontext context;
 	CUstream stream;
 	/* guarded by eyes.mu */
 	bool busy, closed;
-	struct sfr_glance *graves; /* freed by their users, and perhaps still written to */
+	/* tombstones: freed by their users, and perhaps still written to */
+	struct sfr_glance *graves;
 };
 
 struct sfr_glance {
-	struct sfr_glance *next; /* among the graves */
+	struct sfr_glance *next; /* in the list of tombstones */
 	struct eye *eye;
-	CUevent ready, landed;        /* E, and behind the last lines */
-	struct sfr__cuda_store store; /* LINES lines of each, as first seen; then as seen again */
+	CUevent ready, landed; /* E, and the event after the last lines */
+	/* LINES lines of each storage, of the first probe and of the second */
+	struct sfr__cuda_store store;
 	struct sfr__cuda_rows *rows;
 	uint32_t room, nr;
 	bool in_flight;
@@ -124,7 +126,7 @@ static int eye_get(uint32_t device, struct eye **out)
 		made = NULL;
 	}
 	sfr__unlock(&eyes.mu);
-	if (made) { /* another thread was first; the stream has seen no work */
+	if (made) { /* another thread was first; this stream has no work */
 		(void)made->cu->stream_free(made->stream);
 		sfr__cuda_release(made->cu, device);
 		sfr_sys.free(made);
@@ -132,7 +134,7 @@ static int eye_get(uint32_t device, struct eye **out)
 	return 0;
 }
 
-/* False when another thread looks through it, or it is closed. */
+/* Takes the eye for this thread. False if another thread uses it, or it is closed. */
 static bool take(struct eye *eye)
 {
 	bool free;
@@ -152,9 +154,9 @@ static void give(struct eye *eye)
 	sfr__unlock(&eyes.mu);
 }
 
-/* ---- looks ------------------------------------------------------------------------- */
+/* ---- probes ------------------------------------------------------------------------ */
 
-/* Within the eye's context. */
+/* Frees a probe. Needs the eye's context. */
 static void destroy(struct sfr_glance *look)
 {
 	const struct sfr__cuda *cu = look->eye->cu;
@@ -169,7 +171,7 @@ static void destroy(struct sfr_glance *look)
 	sfr_sys.free(look);
 }
 
-/* Whether nothing is written into its memory any more; within the context. */
+/* Whether its copies have completed. Needs the context. */
 static bool has_landed(struct sfr_glance *look)
 {
 	CUresult rc = look->in_flight ? look->eye->cu->event_query(look->landed) : CUDA_SUCCESS;
@@ -189,7 +191,7 @@ static void push_grave(struct eye *eye, struct sfr_glance *look)
 	sfr__unlock(&eyes.mu);
 }
 
-/* Frees what has landed meanwhile; by who has the eye, within the context. */
+/* Frees the tombstones whose copies have completed. Needs the eye and its context. */
 static void bury(struct eye *eye)
 {
 	struct sfr_glance *look, *next;
@@ -232,8 +234,8 @@ void sfr_glance_free(struct sfr_glance *look)
 		return;
 	eye = look->eye;
 	push_grave(eye, look);
-	/* Else who looks next does it; behind a closed eye the memory stays for as long as the
-	 * process, since nobody can know. */
+	/* Otherwise the next probe frees it. With a closed eye the memory stays for as long as the
+	 * process, because nobody knows whether a copy still runs. */
 	if (!take(eye))
 		return;
 	if (sfr__cuda_enter(&scope, eye->cu, eye->context) == CUDA_SUCCESS) {
@@ -243,7 +245,7 @@ void sfr_glance_free(struct sfr_glance *look)
 	give(eye);
 }
 
-/* Memory and events for `nr` storages. Within the context, with nothing in flight. */
+/* Makes memory and events for `nr` storages. Needs the context; nothing may be in flight. */
 static CUresult make_room(struct sfr_glance *look, uint32_t nr)
 {
 	const struct sfr__cuda *cu = look->eye->cu;
@@ -261,7 +263,8 @@ static CUresult make_room(struct sfr_glance *look, uint32_t nr)
 	look->rows = sfr_sys.malloc(nr * sizeof(*look->rows));
 	if (!look->rows || sfr__cuda_store_new(cu, (size_t)nr * 2 * LINES * LINE, &look->store) < 0)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	/* A copy to other memory returns when it has run: that would be waiting for the device. */
+	/* A copy to pageable memory returns only when it has run, which would wait for the
+	 * device. */
 	if (!look->store.pinned)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	look->room = nr;
@@ -273,7 +276,7 @@ static char *lines_of(const struct sfr_glance *look, uint32_t i, bool again)
 	return (char *)look->store.mem + ((size_t)again * look->room + i) * LINES * LINE;
 }
 
-/* Start, middle and end of each storage that is wanted. How many. */
+/* Sets up the copies of start, middle and end of each wanted storage. Returns their number. */
 static uint32_t place(struct sfr_glance *look, const struct sfr_glance_at *at, uint32_t nr,
 		      bool again)
 {
@@ -302,7 +305,8 @@ static CUresult queue_rows(struct eye *eye, const struct sfr__cuda_rows *rows, u
 	return rc;
 }
 
-/* E on the caller's stream, the lines on the eye's, and the caller's stream waits for them. */
+/* Records E on the caller's stream, queues the lines on the eye's, and makes the caller's stream
+ * wait for them. */
 static CUresult queue(struct sfr_glance *look, CUstream stream, uint32_t nr_rows)
 {
 	struct eye *eye = look->eye;

@@ -1,23 +1,23 @@
-/* Records whose place is in a device's memory.
+/* Restores records into a device's memory.
  *
- *     reader 0   read into buffer A | send A, event | read into B | send B, event | A has landed? ...
- *     reader 1        read into C | send C, event | read into D | ...
- *     stream     E    A's parts, event   C's parts, event   B's ...
+ *   reader 0   read into buffer A | send A, event | read into B | send B, event | A completed? ...
+ *   reader 1        read into C | send C, event | read into D | ...
+ *   stream     E    copies from A, event   copies from C, event   copies from B ...
  *
- * A piece is read into memory that the driver has pinned, its CRCs are made there, and its parts are
- * sent from there to where they belong: the processor copies nothing, and host memory beyond the
- * readers' buffers (two of a MiB for each thread) is not needed, however large the model is. A reader
- * goes on with its other buffer meanwhile, and asks for the first one's event when it needs it again.
+ * A chunk is read into memory that the driver has pinned, its CRCs are computed there, and its data
+ * are sent from there to their destinations. The processor copies nothing. The only host memory
+ * needed is the readers' buffers (two of a MiB for each thread), however large the model is. A
+ * reader continues with its other buffer meanwhile, and queries the first one's event when it needs
+ * that buffer again.
  *
- * The stream is ours. It waits for an event (E) that was recorded on the caller's: torch may give out
- * memory with which work on that stream is not through yet. The other way round nothing waits: what has come
- * of a record counts when the event behind its copies has completed, so who waited for the record
- * may use it on any stream.
+ * The stream is the restore's own. It waits for an event (E) that was recorded on the caller's
+ * stream, because torch may hand out memory that work on that stream still uses. Nothing waits in
+ * the other direction: bytes of a record count only when the event after their copies has
+ * completed, so a caller that has waited for the record may use it on any stream.
  *
- * The driver's own waits are not used (they spin, or hold locks that others need): an event is asked
- * every 50 us. Nobody can know what becomes of copies when a device has failed; the buffers they came
- * from are then nobody's again.
- */
+ * The driver's own waits are not used, because they spin, or hold locks that others need: an event
+ * is queried every 50 us. After a device has failed, nobody knows whether its copies still run, so
+ * the buffers that they read are retired. */
 #include <errno.h>
 #include <stdio.h>
 
@@ -39,7 +39,7 @@ static void device_failed(struct sfr_restore *r, const struct sfr__restore_devic
 	sfr__restore_fail(r, -EIO, index, r->targets[index].data_off, r->why);
 }
 
-/* ---- the caller's -------------------------------------------------------------- */
+/* ---- for the caller ----------------------------------------------------------- */
 
 static struct sfr__restore_device *find(struct sfr_restore *r, uint32_t device)
 {
@@ -49,7 +49,8 @@ static struct sfr__restore_device *find(struct sfr_restore *r, uint32_t device)
 	return NULL;
 }
 
-/* The device with a stream of ours; its context stays retained until the restore is freed. */
+/* Returns the device with a stream of the restore's. Its context stays retained until the restore
+ * is freed. */
 static int open_device(struct sfr_restore *r, uint32_t number, char *why, size_t why_len)
 {
 	struct sfr__restore_device device = { .device = number };
@@ -67,7 +68,8 @@ static int open_device(struct sfr_restore *r, uint32_t number, char *why, size_t
 	return 0;
 }
 
-/* E: our stream waits for what is on the caller's. `call`: the one that failed. */
+/* Event E: makes our stream wait for the work on the caller's. `call` receives the call that
+ * failed. */
 static CUresult follow(const struct sfr__cuda *cu, const struct sfr__restore_device *device,
 		       CUstream stream, const char **call)
 {
@@ -80,7 +82,7 @@ static CUresult follow(const struct sfr__cuda *cu, const struct sfr__restore_dev
 	SFR__CUDA_THEN(rc, *call, "cuEventRecord", cu->event_record(event, stream));
 	SFR__CUDA_THEN(rc, *call, "cuStreamWaitEvent", cu->stream_wait(device->stream, event, 0));
 	if (event != NULL)
-		(void)cu->event_free(event); /* the wait is for it as it was recorded */
+		(void)cu->event_free(event); /* the wait refers to the event as it was recorded */
 	sfr__cuda_leave(&scope);
 	return rc;
 }
@@ -120,20 +122,22 @@ void sfr__restore_leave_devices(struct sfr_restore *r)
 		struct sfr__cuda_scope scope;
 
 		if (sfr__cuda_enter(&scope, r->cu, r->devices[i].context) == CUDA_SUCCESS)
-			(void)r->cu->stream_free(r->devices[i].stream); /* all on it has run */
+			/* all its work has completed */
+			(void)r->cu->stream_free(r->devices[i].stream);
 		sfr__cuda_leave(&scope);
 		sfr__cuda_release(r->cu, r->devices[i].device);
 	}
 	r->nr_devices = 0;
 }
 
-/* ---- a reader's ------------------------------------------------------------------ */
+/* ---- for a reader ------------------------------------------------------------------ */
 
 void sfr__restore_enter(const struct sfr_restore *r, struct sfr__cuda_scope *scope)
 {
 	*scope = (struct sfr__cuda_scope){ 0 };
 	if (r->nr_devices != 0)
-		(void)sfr__cuda_enter(scope, r->cu, r->devices[0].context); /* shows in the next */
+		/* an error shows in the next call */
+		(void)sfr__cuda_enter(scope, r->cu, r->devices[0].context);
 }
 
 int sfr__restore_pin(struct sfr__reader *reader)
@@ -167,7 +171,7 @@ void sfr__restore_unpin(struct sfr__reader *reader)
 
 		for (unsigned k = 0; k < r->nr_devices; k++)
 			if (buffer->landed[k] != NULL)
-				(void)r->cu->event_free(buffer->landed[k]); /* is lost at worst */
+				(void)r->cu->event_free(buffer->landed[k]); /* is leaked at worst */
 		if (buffer->mem != NULL)
 			(void)r->cu->host_free(buffer->mem);
 		sfr_sys.free(buffer->parts);
@@ -210,7 +214,8 @@ int sfr__restore_later(struct sfr__buffer *buffer, const struct sfr__part *part)
 	return 0;
 }
 
-/* An event of the buffer behind what is on the device's stream. `call`: the one that failed. */
+/* Records an event of the buffer after the work on the device's stream. `call` receives the call
+ * that failed. */
 static CUresult record(const struct sfr_restore *r, unsigned k, struct sfr__buffer *buffer,
 		       const char **call)
 {
@@ -235,8 +240,8 @@ static void sleep_a_little(struct sfr_restore *r)
 	sfr__unlock(&r->mu);
 }
 
-/* No event tells of the copies from the buffer: the streams as a whole are asked. Where they do not
- * answer either, nobody can know whether a copy still runs, and the memory is nobody's again. */
+/* Without an event for the copies from the buffer, queries the streams as a whole. If these fail
+ * too, nobody knows whether a copy still runs, and the memory is retired. */
 static void give_up(struct sfr_restore *r, struct sfr__buffer *buffer)
 {
 	CUresult rc = CUDA_SUCCESS;

@@ -1,19 +1,18 @@
-/* One piece of the file: what is in it, and whether it is right.
+/* Checks and distributes one chunk of the file.
  *
- *     the piece   |..data of 3 | desc | header of 4 | data of 4 | desc | gap | header of 5 | data..|
- *                   |                                 |                                      |
- *                   v copied, and its CRC made on the way                                    v
- *     memory      record 3's                        record 4's                             record 5's
+ *   the chunk   |..data of 3 | desc | header of 4 | data of 4 | desc | gap | header of 5 | data..|
+ *                 |                                 |                                      |
+ *                 v copied, CRC computed on the way                                        v
+ *   memory      record 3's                        record 4's                             record 5's
  *
- * A record may begin and end in pieces that different threads look at, in any order. CRCs do not
- * mind: that of a whole is the sum of its parts' CRCs, each moved by what stands behind it
- * (sfr_crc32_combine with nothing). A header or descriptor that lies across the end of the piece is
- * read once more, from its beginning: few bytes, and seldom.
+ * A record may begin and end in chunks that different threads handle, in any order. CRCs allow
+ * that: the CRC of a whole is the sum of the CRCs of its stretches, each shifted by the length
+ * after it (sfr_crc32_combine with nothing). A header or descriptor that crosses the end of the
+ * chunk is read once more from its beginning, which is rare and costs few bytes.
  *
- * The places of data and descriptors are computed (plan.c) and true only if the record's header
- * confirms them. So no descriptor is called wrong before its header has been looked at: otherwise it
- * would depend on the order of the threads whether a file that another program packed is damaged.
- */
+ * The offsets of data and descriptors are computed (plan.c), and valid only if the record's header
+ * confirms them. So a descriptor is called wrong only after its header was checked. Otherwise the
+ * verdict on a file packed by another program would depend on the order of the threads. */
 #include <errno.h>
 #include <string.h>
 
@@ -21,7 +20,7 @@
 #include "restore/plan.h"
 #include "base/base.h"
 
-#define WORTH_POPULATING (256u << 10) /* bytes: below, the memory is mostly not new */
+#define WORTH_POPULATING (256u << 10) /* bytes; smaller memory is mostly not new */
 
 struct piece {
 	struct sfr_restore *r;
@@ -35,8 +34,8 @@ static bool covers(const struct piece *p, uint64_t off)
 	return off >= p->off && off < p->end;
 }
 
-/* [off, off + len) of the file, where len is at most SFR__RESTORE_HEADER_MAX: from the piece if all
- * of it is there. NULL: it could not be read. */
+/* Returns [off, off + len) of the file, len at most SFR__RESTORE_HEADER_MAX: from the chunk if all
+ * of it is there. NULL if it could not be read. */
 static const unsigned char *bytes_at(const struct piece *p, uint64_t off, size_t len,
 				     uint64_t index)
 {
@@ -52,7 +51,7 @@ static const unsigned char *bytes_at(const struct piece *p, uint64_t off, size_t
 	return NULL;
 }
 
-/* What the directory says of a record. */
+/* Returns a record as the directory describes it. */
 static struct sfr__unzip_record as_unzipped(const struct sfr__place *place)
 {
 	return (struct sfr__unzip_record){
@@ -67,8 +66,8 @@ static struct sfr__unzip_record as_unzipped(const struct sfr__place *place)
 	};
 }
 
-/* Compares the local header with the directory, and with where the data were taken to be. False:
- * a failure was noted. */
+/* Compares the local header with the directory, and with the computed offset of the data. False: a
+ * failure was recorded. */
 static bool header_is_right(const struct piece *p, uint64_t i)
 {
 	const struct sfr__place *place = &p->r->places[i];
@@ -106,14 +105,15 @@ static bool descriptor_is_right(const struct piece *p, uint64_t i)
 	if (bytes == NULL)
 		return false;
 	wrong = sfr__unzip_desc(bytes, len, &rec, &len);
-	/* The header tells whether this is the place of the descriptor at all, and another thread may
-	 * not have come to it yet. */
+	/* Only the header tells whether a descriptor is there at all, and another thread may not
+	 * have checked it yet. */
 	if (wrong != NULL && header_is_right(p, i))
 		sfr__restore_fail(p->r, SFR_ECORRUPT, i, off, wrong);
 	return wrong == NULL;
 }
 
-/* Puts bytes where they belong, and makes their CRC on the way. False: a failure was noted. */
+/* Copies bytes to their destination and computes their CRC on the way. False: a failure was
+ * recorded. */
 static bool put(const struct piece *p, uint64_t i, char *mem, const char *src, size_t len,
 		uint32_t *crc)
 {
@@ -132,7 +132,7 @@ static bool put(const struct piece *p, uint64_t i, char *mem, const char *src, s
 	return true;
 }
 
-/* Hands out the record's data that are in the piece: how many, and their CRC's part. */
+/* Distributes the record's data in the chunk; adds their number and CRC to `part`. */
 static bool hand_out(const struct piece *p, struct sfr__part *part)
 {
 	const struct sfr__target *t = &p->r->targets[part->index];
@@ -152,7 +152,7 @@ static bool hand_out(const struct piece *p, struct sfr__part *part)
 	return true;
 }
 
-/* What has come of a record counts at once, or when it has landed on its device. */
+/* Counts the bytes of a record: at once, or when they are on their device. */
 static bool count(const struct piece *p, const struct sfr__part *part)
 {
 	int rc = 0;

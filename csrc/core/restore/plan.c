@@ -1,25 +1,24 @@
-/* Where the data of each record are, before a byte of it has been read.
+/* Computes the offset of each record's data before a byte of it was read.
  *
- * The directory says where a record's local header is. Its data follow behind that header, whose
- * length only the header itself tells. To look at each would cost a cold file an access of its disk
- * for every record; but torch and stillframe both fill the header so that the data begin at the
+ * The directory gives the offset of a record's local header. The data follow that header, but only
+ * the header itself tells its length. Reading each would cost one disk access a record in a file
+ * that is not cached. But both torch and stillframe fill the header so that the data begin at the
  * next multiple of the archive's alignment:
  *
  *     header   30 bytes, name, a zip64 field if there must be one, at least 4 bytes of padding
  *
- * and the archive names that alignment (64 where it does not: an older torch). So the place is
- * computed, and compared with what the header says when it has been read with the rest (piece.c).
- * An archive that other programs packed again is found out there at the first record, and is read
- * by the general road.
+ * and the archive names that alignment (64 if it does not: an older torch). So the offset is
+ * computed, and compared with the header when that has been read with the rest (piece.c). An
+ * archive that another program has packed again fails there at the first record, and is then read
+ * by the general loader.
  *
- * The last record of stillframe's files, their identification, is not aligned. Its header stands
- * beside the directory, which has just been read. A header is the writer's to fill: its lengths are
- * compared with the directory's before anything is counted from them.
+ * The last record of stillframe's files, their identification, is not aligned. Its header is beside
+ * the directory, which has just been read. Headers may be hostile: their lengths are compared with
+ * the directory's before they are used in sums.
  *
- * The zip64 field is where the two writers differ: past 4 GiB stillframe has both sizes in it, as its
- * writer says (archive/write.h), torch the sizes of a long record and the offset of a far one. The
- * first header of which they differ tells them apart.
- */
+ * The two writers differ in the zip64 field. Past 4 GiB stillframe writes both sizes in it
+ * (archive/write.h), torch the sizes of a long record and the offset of a far one. The first header
+ * in which they differ tells which writer it was. */
 #include <errno.h>
 #include <stdlib.h>
 
@@ -27,13 +26,13 @@
 #include "restore/plan.h"
 #include "base/base.h"
 
-#define TORCH_LONG UINT32_C(0xffffffff) /* from here on torch does not use 32 bits */
+#define TORCH_LONG UINT32_C(0xffffffff) /* from this size on torch does not use 32 bits */
 #define TORCH_PADDING 4u
 #define MOST_ALIGN 32768u
 
 enum writer { STILLFRAME, TORCH };
 
-/* A local header as torch writes it, without the bytes that align its data. */
+/* Length of a local header as torch writes it, without the bytes that align its data. */
 static uint64_t torch_local_len(const struct sfr__place *p)
 {
 	const bool is_long = p->len >= TORCH_LONG, is_far = p->hdr_off >= TORCH_LONG;
@@ -51,13 +50,13 @@ static uint64_t data_off(const struct sfr__place *p, uint64_t align, enum writer
 	return sfr__round_up(p->hdr_off + len, align);
 }
 
-/* Up to `len` bytes. How many, or -errno. */
+/* Reads up to `len` bytes. Returns their number, or -errno. */
 static int64_t read_some(const struct sfr_restore *r, void *buf, size_t len, uint64_t off)
 {
 	return sfr_fill(r->source.fd, buf, len, off);
 }
 
-/* Where a record's data begin as its header has it, or -errno, -EOPNOTSUPP. */
+/* Returns the offset of a record's data according to its header, or -errno, -EOPNOTSUPP. */
 static int64_t look(const struct sfr_restore *r, const struct sfr__place *p)
 {
 	unsigned char header[SFR__UNZIP_LOCAL];
@@ -66,7 +65,7 @@ static int64_t look(const struct sfr_restore *r, const struct sfr__place *p)
 	if (got < 0)
 		return got;
 	if (got != sizeof(header) || (header[26] | header[27] << 8) != p->name_len)
-		return -EOPNOTSUPP; /* a check of the headers says what is wrong */
+		return -EOPNOTSUPP; /* a check of the headers reports the damage */
 	return (int64_t)(p->hdr_off + SFR__UNZIP_LOCAL + p->name_len +
 			 (uint64_t)(header[28] | header[29] << 8));
 }

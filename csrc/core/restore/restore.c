@@ -1,32 +1,30 @@
-/* Reading a checkpoint's records back, each straight to where it belongs, checked on the way.
+/* Reads a checkpoint's records back, each directly to its destination, and checks them on the way.
  *
- * Whoever loads a checkpoint wants its tensors in the order of the pickle, one by one; a disk wants
- * to be read front to back, in large pieces, several at a time. So threads read the file in its own
- * order, ahead of who waits:
+ * A loader needs its tensors in the order of the pickle, one by one. A disk is fastest when read
+ * front to back, in large chunks, several at a time. So threads read the file in its own order,
+ * ahead of the loader:
  *
- *     the file    | piece | piece | piece | piece | piece | ...   each a MiB; a thread takes the next
- *                     |       |
- *                     v       v            into the thread's bounce buffer, in a core's own cache,
- *     memory      | record 0 | record 1 | record 2 | ...          and from there to the records,
- *                                                                 their CRC made by the same copy
+ *   the file    | chunk | chunk | chunk | chunk | chunk | ...   1 MiB each; a thread takes the next
+ *                   |       |
+ *                   v       v              into the thread's bounce buffer, in a core's own cache,
+ *   memory      | record 0 | record 1 | record 2 | ...            and from there to the records;
+ *                                                                 that copy computes their CRC
  *
- * Why not into the records themselves: a tensor's memory comes from torch, so that it can be resized
- * and given back like any other, and then it does not lie on the sectors of the file. The copy costs
- * a twentieth of what the disk takes and is made while the others wait for theirs.
+ * The chunks are not read directly into the records' memory. A tensor's memory comes from torch, so
+ * that it can be resized and freed like any other, and is not aligned to the file's sectors. The
+ * copy costs a twentieth of the disk's time, and is made while other threads wait for the disk.
  *
- * A record, of which header, data and descriptor may come in any order and from several threads:
+ * Header, data and descriptor of a record may come in any order and from several threads:
  *
  *     TO COME --got: its last unit, CRC right--> GOOD
  *        |
  *        +--header, descriptor, CRC wrong; reading failed--> the restore has failed, for good
  *
- * The owner says how far memory has been found (`upto`); threads stop there, at the first piece
- * that holds a part of a record beyond. A piece belongs to all records in it, so the owner has to
- * find memory for more than the record it wants (sfr_restore_reach); a wait that only the owner
- * could end is refused. It waits for single records, and nothing in it runs before the record it
- * wants is GOOD: so no code ever sees bytes that were not checked. The first failure ends the
- * reading.
- */
+ * The caller says up to which record memory is available (`upto`); threads stop at the first chunk
+ * that has bytes of a later record. A chunk belongs to all records in it, so the caller must
+ * provide memory for more than the record it wants (sfr_restore_reach). A wait that only the caller
+ * could end is refused. The caller waits for single records and uses none before it is GOOD, so no
+ * code ever sees unchecked bytes. The first failure ends the reading. */
 #include <errno.h>
 
 #include "restore/plan.h"
@@ -40,7 +38,7 @@ struct piece {
 	size_t len;
 };
 
-/* The next piece in which there is something. False at the end. */
+/* Finds the next chunk with records in it. False at the end. */
 static bool find_piece_locked(struct sfr_restore *r, struct piece *piece)
 {
 	for (;;) {
@@ -53,7 +51,8 @@ static bool find_piece_locked(struct sfr_restore *r, struct piece *piece)
 		to = r->next_off + r->piece;
 		if (to > r->end)
 			to = r->end;
-		/* Nothing but a gap behind a record: whoever made it long does not make us read it. */
+		/* Only a gap follows the record here. It may be made long by a hostile file, so it
+		 * is skipped. */
 		if (sfr__restore_data_end(r, r->next_rec) + SFR__UNZIP_DESC <= r->next_off &&
 		    sfr__restore_limit(r, r->next_rec) >= to) {
 			r->next_off = sfr__restore_limit(r, r->next_rec) / r->piece * r->piece;
@@ -72,14 +71,14 @@ static bool find_piece_locked(struct sfr_restore *r, struct piece *piece)
 
 static void land_all(struct sfr__reader *reader)
 {
-	/* The one whose turn is next has flown for longer. */
+	/* The buffer whose turn is next was sent first. */
 	for (unsigned i = 0; i < SFR__RESTORE_BUFFERS && reader->r->nr_devices != 0; i++)
 		sfr__restore_land(reader->r,
 				  &reader->buffers[(reader->turn + i) % SFR__RESTORE_BUFFERS]);
 }
 
-/* Waits until the next piece may be read, and takes it. Who may sleep long counts before what has
- * landed from its buffers. */
+/* Waits until the next chunk may be read, and takes it. Before a wait that may be long, counts what
+ * has been copied from the reader's buffers. */
 static bool take_piece(struct sfr__reader *reader, struct piece *piece)
 {
 	struct sfr_restore *r = reader->r;
@@ -88,7 +87,7 @@ static bool take_piece(struct sfr__reader *reader, struct piece *piece)
 	sfr__lock(&r->mu);
 	while ((found = !r->stop && find_piece_locked(r, piece)) && piece->last > r->upto) {
 		if (counted) {
-			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* 0, always */
+			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* always 0 */
 			continue;
 		}
 		sfr__unlock(&r->mu);
@@ -102,7 +101,7 @@ static bool take_piece(struct sfr__reader *reader, struct piece *piece)
 	return found;
 }
 
-/* Whose bytes stand at `off`. */
+/* Returns the record whose bytes are at `off`. */
 static uint64_t whose(const struct sfr_restore *r, const struct piece *piece, uint64_t off)
 {
 	uint64_t i = piece->first;
@@ -112,7 +111,7 @@ static uint64_t whose(const struct sfr_restore *r, const struct piece *piece, ui
 	return i;
 }
 
-/* The buffer whose turn it is, with nothing in it that is still on its way. */
+/* Returns the next buffer, after waiting for the copies from it. */
 static struct sfr__buffer *next_buffer(struct sfr__reader *reader)
 {
 	struct sfr__buffer *buffer = &reader->buffers[reader->turn];
@@ -261,7 +260,7 @@ void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem)
 
 uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index)
 {
-	/* The descriptor's first byte is in the last piece that is looked at for the record. */
+	/* The descriptor's first byte is in the last chunk that the record needs. */
 	const uint64_t to = sfr__round_up(sfr__restore_data_end(r, index) + 1, r->piece);
 
 	return sfr__lower_bound(i, index + 1, r->nr, r->places[i].hdr_off < to);
@@ -283,11 +282,11 @@ int sfr_restore_go(struct sfr_restore *r, uint64_t upto)
 		return 0;
 	while (r->nr_threads < SFR__RESTORE_THREADS && r->nr_threads < nr_pieces && rc == 0)
 		rc = start_thread(r);
-	return r->nr_threads == 0 ? rc : 0; /* fewer are slower, and nothing worse */
+	return r->nr_threads == 0 ? rc : 0; /* fewer threads are only slower */
 }
 
-/* Whether the readers may read the record whole, as far as places go. Only the caller gives places:
- * a wait for any other record would never end. */
+/* Whether the readers may read the record completely. Only the caller extends `upto`, so a wait for
+ * any other record would never end. */
 static bool is_within_reach(const struct sfr_restore *r, uint64_t index)
 {
 	return (index < r->nr ? sfr_restore_reach(r, index) : r->nr) <= r->upto;
@@ -338,7 +337,8 @@ static void end_threads(struct sfr_restore *r)
 	(void)pthread_cond_broadcast(&r->work);
 	sfr__unlock(&r->mu);
 	for (unsigned i = 0; i < r->nr_threads; i++)
-		(void)sfr_sys.thread_join(r->readers[i].thread, NULL); /* a thread of ours, once */
+		/* our own thread, joined once */
+		(void)sfr_sys.thread_join(r->readers[i].thread, NULL);
 	for (unsigned i = 0; i < r->nr_threads; i++)
 		sfr__restore_unpin(&r->readers[i]);
 	sfr__restore_leave_devices(r);
@@ -353,7 +353,7 @@ void sfr_restore_free(struct sfr_restore *r)
 {
 	if (r == NULL)
 		return;
-	/* In a child there are no threads, and the handler has closed the descriptor. */
+	/* A child has no such threads, and the fork handler has closed the descriptor. */
 	if (r->fork_generation == sfr_fork_generation())
 		end_threads(r);
 	sfr__source_unmap(&r->source);

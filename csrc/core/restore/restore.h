@@ -1,5 +1,5 @@
-/* Reading a checkpoint's records back, each straight to where it belongs, checked on the way. See
- * restore.c.
+/* Reads a checkpoint's records back, each directly to its destination, and checks them on the way.
+ * See restore.c.
  *
  *     sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &check);    run it; it is ok
  *     sfr_restore_new(check, fd, SFR_RESTORE_VERIFY, &restore);
@@ -10,9 +10,8 @@
  *             ...;
  *     sfr_restore_free(restore);
  *
- * One thread at a time uses a restore; threads of its own read. A fork leaves the child nothing
- * but the right to free it.
- */
+ * One thread at a time uses a restore; threads of its own read. After a fork the child may only
+ * free it. */
 #ifndef SFR_RESTORE_H
 #define SFR_RESTORE_H
 
@@ -23,54 +22,57 @@ struct sfr_check;
 struct sfr_restore;
 
 #define SFR_RESTORE_VERIFY 1u /* compare the CRC of every record */
-#define SFR_RESTORE_SHARED                                                                         \
-	2u /* other processes read the file now: through the page cache, once for all */
+/* other processes read the file now: use the page cache, so that the disk reads it once */
+#define SFR_RESTORE_SHARED 2u
 
-/* What went wrong first. */
+/* The first failure. */
 struct sfr_restore_failure {
-	/* 0; SFR_ECORRUPT; -EOPNOTSUPP: no archive that can be read so; -errno of the file; -EIO with a
-	 * reason: of a device */
+	/* 0; SFR_ECORRUPT; -EOPNOTSUPP: the archive cannot be read in this way; -errno of the file;
+	 * -EIO with a reason: of a device */
 	int code;
-	uint64_t index;     /* the record */
-	uint64_t off;       /* in the file */
-	const char *reason; /* words to go behind the record's name; the restore's. Or NULL */
+	uint64_t index; /* index of the record */
+	uint64_t off;   /* offset in the file */
+	/* words to show after the record's name, owned by the restore; or NULL */
+	const char *reason;
 };
 
-/* The check is the restore's from now on, and freed here if there is none. `fd` stays the caller's
- * and must stay open. -EOPNOTSUPP: the records of this archive are not where torch and stillframe
- * put them, or not as they are in memory; the file may be good. -ENOMEM, -errno of reading. */
+/* The restore owns the check from now on, and frees it on failure too. `fd` stays the caller's and
+ * must stay open. -EOPNOTSUPP: the records of this archive are not where torch and stillframe put
+ * them, or not stored as in memory; the file may be good. -ENOMEM, -errno of reading. */
 int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_restore **out);
-/* Records, counted in the order of the file. */
+/* Records are numbered in the order of the file. */
 uint64_t sfr_restore_nr(const struct sfr_restore *r);
 uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index);
-/* Without the archive's own directory, not ended by a zero byte. */
+/* Returns the name without the archive's own directory, not ended by a zero byte. */
 const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len);
-/* The record of that name, or sfr_restore_nr. */
+/* Returns the record of that name, or sfr_restore_nr. */
 uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len);
-/* Where a record's bytes go; without it they are only checked. The memory stays the caller's, and
- * is written to until the record was waited for or the restore is freed. */
+/* Sets the destination of a record's bytes; without one they are only checked. The memory stays the
+ * caller's, and is written to until the record was waited for or the restore is freed. */
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
-/* The same for memory of a device. `stream` is the caller's on it: what is on that now comes before
- * all that is written to memory given from here on, until the next call that names the device
- * (sfr_restore_device; it has to come before the first `go`, and before the record may be read).
- * -EOPNOTSUPP: too many devices; -ENODEV, -EIO with `why`. */
+/* The same for memory of a device. `stream` is the caller's on it. Work that is on it now comes
+ * before all writes to memory given from here on, until the next call that names the device. The
+ * call of sfr_restore_device must come before the first sfr_restore_go, and before the record may
+ * be read. Too many devices give -EOPNOTSUPP; else -ENODEV or -EIO with `why`. */
 int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
 		       size_t why_len);
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem);
-/* How many records have to be given a place before this one can be read whole: it and those which
- * share its last bytes' piece of the file. */
+/* Returns how many records need a destination before this one can be read completely: all up to it,
+ * and those that share the chunk with its last bytes. */
 uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index);
-/* The first `upto` records have their places: they may be read. A lower number than before changes
- * nothing. The first call starts the threads. -ENOMEM, -errno: none could be started. */
+/* Declares that the first `upto` records have their destinations and may be read. A lower number
+ * than before has no effect. The first call starts the threads. -ENOMEM, -errno: none could be
+ * started. */
 int sfr_restore_go(struct sfr_restore *r, uint64_t upto);
-/* 0: the record (sfr_restore_nr: each of them) is there and good. SFR_EAGAIN: call again. The code
- * of the failure otherwise; SFR_EFORK. SFR_EUNPLACED, at once: the readers cannot get there, since
- * sfr_restore_go has not allowed as many records as sfr_restore_reach says (all, for all). */
+/* 0: the record is there and good (sfr_restore_nr: all of them). SFR_EAGAIN: call again.
+ * SFR_EUNPLACED, at once: the readers cannot get there, because sfr_restore_go has allowed fewer
+ * records than sfr_restore_reach returns (or fewer than all). SFR_EFORK; else the code of the
+ * failure. */
 int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns);
 const struct sfr_restore_failure *sfr_restore_failure(const struct sfr_restore *r);
-/* Bytes of the file that need no further look. */
+/* Returns the bytes of the file that are done. */
 uint64_t sfr_restore_done(struct sfr_restore *r);
-/* Waits for the reads under way, one a thread at most. NULL is fine. */
+/* Waits for the reads in flight, at most one a thread. NULL is allowed. */
 void sfr_restore_free(struct sfr_restore *r);
 
 #endif

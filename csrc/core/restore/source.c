@@ -1,18 +1,17 @@
-/* Where the bytes of a file are taken from: the page cache as far as they are in it, else the disk
- * past it.
+/* Reads a file from the page cache where it is cached, else past it from the disk.
  *
- * A checkpoint that was just written, or that another rank reads too, is in the page cache, and
- * read from the disk again it would come several times as late. One that is not there is large and
- * is read once: going through the page cache costs a copy and pushes out what others read again.
+ * A checkpoint that was just written, or that another rank reads too, is in the page cache; reading
+ * it from the disk again would take several times as long. A checkpoint that is not cached is large
+ * and read once: going through the page cache would cost a copy and evict what others read again.
  *
- * mincore tells what is there without touching anything. (preadv2 with RWF_NOWAIT tells it too, but
- * a refused read starts the kernel's readahead: asking so for a cold gigabyte read all of it into
- * the page cache, on Linux 6.18.) It answers truthfully to those who own the file or may write to
- * it, and to all others that all is there: for them the page cache reads the file.
+ * mincore tells what is cached without reading anything. It tells the truth to users who own the
+ * file or may write to it. To all others it reports everything as cached, and they read through the
+ * page cache. (preadv2 with RWF_NOWAIT tells it too, but a refused read starts the kernel's
+ * readahead. On Linux 6.18, asking so about a gigabyte that was not cached read all of it into the
+ * page cache.)
  *
- * Where several processes read the file at about the same time, they share the page cache: who comes
- * to a page first has the disk read it, and the others wait for that.
- */
+ * Processes that read the file at about the same time share the page cache: the first to need a
+ * page reads it from the disk, and the others wait for that. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -23,10 +22,10 @@
 #include "base/base.h"
 
 #define NR_PAGES (SFR__RESTORE_PIECE_MAX / SFR_PAGE)
-#define WORTH_CACHE 16u /* pages: fewer in one place are not worth a call of their own */
+#define WORTH_CACHE 16u /* pages; fewer cached pages in a row are not worth a call of their own */
 
-/* The mapping that mincore asks for. One for the whole file: whoever maps or unmaps has to have the
- * process's address space to himself, and would wait for every reader that fills new memory. */
+/* The mapping for mincore covers the whole file. To map or unmap takes the process's address space
+ * exclusively, and would wait for every reader that fills new memory. */
 static void map(struct sfr__source *s)
 {
 	struct stat st;
@@ -50,7 +49,7 @@ void sfr__source_open(struct sfr__source *s, int fd, bool shared)
 void sfr__source_unmap(struct sfr__source *s)
 {
 	if (s->map != MAP_FAILED)
-		(void)sfr_sys.munmap(s->map, s->map_len); /* a mapping of ours, whole */
+		(void)sfr_sys.munmap(s->map, s->map_len); /* our own mapping, whole */
 	s->map = MAP_FAILED;
 }
 
@@ -61,14 +60,14 @@ void sfr__source_close(struct sfr__source *s)
 	s->direct_fd = -1;
 }
 
-/* Which pages are in the page cache; false: it cannot be told. */
+/* Gets the pages that are cached. False if that is not known. */
 static bool ask(const struct sfr__source *s, uint64_t off, size_t len, unsigned char *there)
 {
 	return s->map != MAP_FAILED && off + len <= s->map_len &&
 	       sfr_sys.mincore((char *)s->map + off, len, there) == 0;
 }
 
-/* Pages in the page cache from `at` on. */
+/* Counts the cached pages from `at` on. */
 static size_t cached_run(const unsigned char *there, size_t at, size_t nr)
 {
 	size_t to = at;
@@ -78,7 +77,7 @@ static size_t cached_run(const unsigned char *there, size_t at, size_t nr)
 	return to - at;
 }
 
-/* How many pages from `at` on are to be read in the same way, and which. */
+/* Returns how many pages from `at` on are read in the same way, and which way. */
 static size_t alike(const unsigned char *there, size_t at, size_t nr, bool *cached)
 {
 	size_t run = cached_run(there, at, nr), to = at;

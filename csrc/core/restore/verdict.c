@@ -1,4 +1,4 @@
-/* What the readers of a restore report: so much more of a record, or what went wrong first. */
+/* Records results of a restore's readers: more bytes of a record, or the first failure. */
 #include "restore/plan.h"
 #include "base/base.h"
 
@@ -24,7 +24,7 @@ void sfr__restore_got(struct sfr_restore *r, uint64_t index, uint64_t units, uin
 	t->left -= units;
 	t->crc ^= crc;
 	whole = t->left == 0;
-	/* With torch's compute_crc32=False all CRCs are zero: nothing is known of such bytes. */
+	/* With torch's compute_crc32=False all CRCs are zero, and the bytes cannot be checked. */
 	if (whole && (r->flags & SFR_RESTORE_VERIFY) != 0)
 		wrong = t->crc != p->crc && p->crc != 0;
 	if (whole && !wrong) {

@@ -1,13 +1,13 @@
 /* Copies the part of a snapshot on one device directly into the leased memory; all copies are
  * queued in the call.
  *
- *   caller's stream   ... work  E   |                    waits C | forward, backward  waits S | step
+ *   caller's stream   ... work  E   |                    waits C | forward, backward waits S | step
  *   lane's stream               waits E | captured, samples, C | deferred, S
  *
- * A save's deferred bytes are queued in small transfers (stage_cuda.c), but a snapshot's are not: all of
- * its memory is leased already, and its caller mostly waits for it at once. So each group of copies
- * is one batch, given to the driver in one call. The price is that copies of other streams queue
- * behind it.
+ * A save's deferred bytes are queued in small transfers (stage_cuda.c), but a snapshot's are not:
+ * all of its memory is leased already, and its caller mostly waits for it at once. So each group of
+ * copies is one batch, given to the driver in one call. The price is that copies of other streams
+ * queue behind it.
  *
  * One transfer follows all copies. It tells the lane's thread of the end, so that it compares the
  * samples, and the snapshot's memory goes back no earlier. If nothing was queued, there is no

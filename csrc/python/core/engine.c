@@ -1,4 +1,4 @@
-/* _core.Engine: a handle on struct sfr_engine. */
+/* _core.Engine: a handle of struct sfr_engine. */
 #include "module.h"
 #include "core/objects.h"
 #include "offload/offload.h"
@@ -26,7 +26,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 					      .max_in_flight = in_flight,
 					      .shared_memory = (uint32_t)shared,
 					      .nr_copiers = copiers };
-	/* With the interpreter lock: what it reads is the kernel's, and nothing there waits. */
+	/* With the interpreter lock: this reads only from the kernel, and does not wait. */
 	rc = sfr_engine_new(&opts, &engine);
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
@@ -43,7 +43,7 @@ static void engine_dealloc(PyObject *object)
 {
 	struct sfr_engine *engine = ((struct sfr_py_engine *)object)->engine;
 
-	/* The last reference joins idle threads, none of which ever wants the lock. */
+	/* The last reference joins idle threads, which never take the interpreter lock. */
 	Py_BEGIN_ALLOW_THREADS
 	sfr_engine_put(engine);
 	Py_END_ALLOW_THREADS

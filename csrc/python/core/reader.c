@@ -1,7 +1,7 @@
-/* Reading back, for Python: a check of an open file, and CRC-32.
+/* Reads files back, for Python: a check of an open file, and CRC-32.
  *
- * A check runs in slices without the interpreter lock. In between signals are answered and, if the
- * caller wants to show progress, a callable is told how far it is; whatever either raises ends the
+ * A check runs in slices without the interpreter lock. Between slices signals are answered and,
+ * if the caller wants to show progress, a callable is called. An exception of either ends the
  * check. */
 #include "check/check.h"
 #include "restore/restore.h"
@@ -9,14 +9,14 @@
 #include "sfr/crc.h"
 
 #define SLICE_NS 100000000u
-#define CRC_ALONE 65536 /* bytes: less is done before others have noticed that the lock was free */
+#define CRC_ALONE 65536 /* bytes; shorter data are done before other threads could use the lock */
 
 static PyObject *records_as_list(const struct sfr_check_result *result)
 {
 	PyObject *list = PyList_New((Py_ssize_t)result->nr_listed);
 
 	for (uint32_t i = 0; list != NULL && i < result->nr_listed; i++) {
-		/* A damaged name may be any bytes. */
+		/* A damaged name may have any bytes. */
 		PyObject *pair = Py_BuildValue("(Ns)", sfr_py_text(result->bad[i].name),
 					       result->bad[i].reason);
 
@@ -35,7 +35,7 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 	};
 	PyObject *error = result->error[0] ? sfr_py_text(result->error) : Py_NewRef(Py_None);
 
-	/* Of a NULL among them it makes NULL, and lets go of the others. */
+	/* If one of the values is NULL, this returns NULL and releases the others. */
 	return Py_BuildValue("{s:O,s:O,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K,s:N}", "ok",
 			     result->ok ? Py_True : Py_False, "headers",
 			     result->headers ? Py_True : Py_False, "error", error, "format",
@@ -48,7 +48,7 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 			     records_as_list(result));
 }
 
-/* Between two slices: 0, or -1 with an exception set. */
+/* Runs between two slices. 0, or -1 with an exception set. */
 static int pause_check(const struct sfr_check *check, PyObject *progress)
 {
 	PyObject *answer;
@@ -65,7 +65,7 @@ static int pause_check(const struct sfr_check *check, PyObject *progress)
 	return 0;
 }
 
-/* Runs a check to its end: 0, or -1 with an exception set. */
+/* Runs a check to its end. 0, or -1 with an exception set. */
 static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress)
 {
 	int rc;
@@ -78,9 +78,9 @@ static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress
 			return -1;
 	}
 	if (rc != 0 && sfr_check_os_error(run))
-		(void)sfr_py_raise_os(sfr_py_state(module), rc); /* returns NULL, always */
+		(void)sfr_py_raise_os(sfr_py_state(module), rc); /* always returns NULL */
 	else if (rc != 0)
-		(void)sfr_py_raise(sfr_py_state(module), rc); /* the same */
+		(void)sfr_py_raise(sfr_py_state(module), rc); /* always returns NULL */
 	return rc == 0 ? 0 : -1;
 }
 

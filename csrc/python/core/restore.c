@@ -1,8 +1,8 @@
-/* _core.Restore: a file's records on their way into memory.
+/* _core.Restore: reads a file's records into memory.
  *
- * Records are counted in the order of the file. The memory they go to is the caller's, who keeps it
- * until a record was waited for or the restore is closed. Waits go in slices, without the
- * interpreter lock, and answer signals. */
+ * Records are numbered in the order of the file. Their memory is the caller's, who keeps it until a
+ * record was waited for or the restore is closed. Waits run in slices, without the interpreter
+ * lock, and answer signals. */
 #include <errno.h>
 
 #include "check/check.h"
@@ -11,7 +11,7 @@
 
 struct sfr_py_restore {
 	PyObject_HEAD
-	struct sfr_restore *restore; /* NULL: closed */
+	struct sfr_restore *restore; /* NULL if closed */
 };
 
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
@@ -36,7 +36,7 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 	return (PyObject *)self;
 }
 
-/* Waits for the reads under way. */
+/* Waits for the reads in flight. */
 static void end(struct sfr_py_restore *self)
 {
 	struct sfr_restore *restore = self->restore;
@@ -53,7 +53,7 @@ static void restore_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* NULL with an exception set when it is closed. */
+/* Returns NULL with an exception set if it is closed. */
 static struct sfr_restore *get(PyObject *object)
 {
 	struct sfr_restore *restore = ((struct sfr_py_restore *)object)->restore;
@@ -63,7 +63,8 @@ static struct sfr_restore *get(PyObject *object)
 	return restore;
 }
 
-/* 0 with an exception set for what is none; with `all`, the number behind the last stands for each. */
+/* Returns 0 with an exception set if there is no such record. With `all`, the number after the last
+ * one stands for all records and is allowed. */
 static int is_record(const struct sfr_restore *restore, uint64_t index, int all)
 {
 	if (index < sfr_restore_nr(restore) + (all != 0))

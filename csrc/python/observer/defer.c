@@ -1,14 +1,13 @@
-/* Observer: the storages of a save that may be copied behind its call.
+/* Observer: marks the storages of a save that may be deferred.
  *
- * What an optimizer owns is deferred when a storage's verdict says so and it still owns it as it did at
- * the enrolment: each of the tensors over it is met by a walk of now, and its memory is where it was.
- * What a keeper has is deferred because it says so.
- */
+ * A storage of an optimizer is deferred if its verdict allows it and the optimizer still owns it as
+ * at the enrolment: a new walk meets each of the tensors over it, and its memory is at the same
+ * address. A keeper's storages are deferred because the keeper says so. */
 #include "observer/observer.h"
 #include "sfr/source.h"
 
-/* Marks the claims that the optimizer still has over the storages it had; notes that an enrolment
- * is wanted where it has others. */
+/* Marks the claims that the optimizer still has over its known storages. Sets `wanted` for an
+ * enrolment if it has others. */
 static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
 {
 	struct sfr_py_table *t = &self->table;
@@ -42,7 +41,7 @@ static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *w
 		self->wanted = 1;
 }
 
-/* Notes a tensor that is looked at when the save has been copied. 0 or -1. */
+/* Adds a tensor that is checked when the save has been copied. 0 or -1. */
 static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObject *tensor)
 {
 	PyObject *version;
@@ -57,7 +56,8 @@ static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObjec
 	return ret;
 }
 
-/* Defers a storage whose tensors are noted from `start` on, unless noting them has failed (`ret`). */
+/* Defers a storage whose tensors were added from `start` on, unless adding them has failed
+ * (`ret`). */
 static int defer_one(const struct sfr_py_marks *marks, PyObject *index, struct sfr_source *row,
 		     Py_ssize_t start, int ret)
 {
@@ -67,7 +67,7 @@ static int defer_one(const struct sfr_py_marks *marks, PyObject *index, struct s
 		row->lane = SFR_LANE_HOST;
 		return 0;
 	}
-	/* What stands in the lists without a lane is only looked at in vain. */
+	/* Entries of the lists without a lane are only checked in vain. */
 	for (int i = 0; i < 3; i++) {
 		PyObject *type, *value, *trace;
 
@@ -97,9 +97,9 @@ static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 	return defer_one(marks, index, row, start, ret);
 }
 
-/* The row of a storage in the save, NULL where it is in none, and a new reference to its number.
- * 0, or -1 with an exception set. Asked for anew each time: what the lists let go of may run code that
- * resizes the array. */
+/* Finds the row of a storage in the save: *row is NULL if the save does not have the storage.
+ * *index receives a new reference to its number. 0, or -1 with an exception set. The row is looked
+ * up each time, because objects that the lists release may run code that resizes the array. */
 static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObject **index,
 		    struct sfr_source **row)
 {
@@ -119,7 +119,7 @@ static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObjec
 	return *index ? 0 : -1;
 }
 
-/* Whether a save that has this row for the storage may copy it late. */
+/* Whether a save that has this row for the storage may defer it. */
 static int is_deferred(struct sfr_py_observer *self, const struct sfr_py_watch *watch,
 		       const struct sfr_source *row)
 {

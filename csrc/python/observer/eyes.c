@@ -1,32 +1,32 @@
-/* Looking at storages on devices, whose memory the host cannot read.
+/* Observes storages on devices, whose memory the host cannot read.
  *
  *   IDLE -- a step has ended: recorded --> DUE -- look() --> LOOKED -- gate --> DUE_AGAIN
  *     ^                                                                            | look()
  *     +------------- landed: verdicts ---------------------------- IN_FLIGHT <-----+
  *
- * Versions are read and compared by the host, at the step's end and at the gate. The bytes are looked
- * at by the core, which copies three lines of each storage at both moments, with the caller's stream
- * waiting for the copies and the host for nothing: so a verdict comes when both have landed, a step
- * later or several where the host runs far ahead. Until then nothing else is asked of that device.
+ * The host reads and compares versions, at the step's end and at the gate. The core compares the
+ * bytes with probes: it copies three lines of each storage at both moments. The caller's stream
+ * waits for the copies, the host does not. So a verdict comes when both copies have completed: a
+ * step later, or several if the host runs far ahead. Until then no other probe of that device
+ * starts.
  *
- * Two whole cycles from a step's end to the next gate are looked at, so the earliest verdict comes
- * at the third step, and not the second: with one cycle, a buffer that is written every other step
- * would pass.
+ * Two whole cycles from a step's end to the next gate are probed, so the earliest verdict comes at
+ * the third step, not the second. With one cycle, a buffer that is written every other step would
+ * pass.
  *
- * What fails or is not possible (a capture, another thread that is looking) leaves storages
+ * If a probe fails or is impossible (a graph capture, a probe by another thread), its storages stay
  * undecided, and so captured.
  *
- * The budget is the device's time: a look at a storage is one small copy, for which the training's
- * stream waits. An enrolment brings an allowance of its own, once: what deferring gains at the first
- * save is many times as much.
- */
+ * The budget is time of the device: a probe of a storage is one small copy, for which the
+ * training's stream waits. An enrolment adds an allowance once, because deferring gains many times
+ * as much at the first save. */
 #include "observer/observer.h"
 #include "sfr/glance.h"
 
-#define LOOK_NS 2000u /* of the device, for one storage */
-#define NR_LOOKS 2u   /* in a cycle */
+#define LOOK_NS 2000u /* time of the device for one storage */
+#define NR_LOOKS 2u   /* probes in a cycle */
 
-/* The eye on a device, a new one if need be; NULL when there is none for it. */
+/* Returns the eye of a device, a new one if needed; NULL if there is no room. */
 static struct sfr_py_eye *eye_of(struct sfr_py_observer *self, uint32_t device)
 {
 	struct sfr_py_eye *eye = self->eyes;
@@ -174,7 +174,7 @@ PyObject *sfr_py_eyes_due(struct sfr_py_observer *self)
 	return tuple;
 }
 
-/* Calls of the driver's: somebody else may have the interpreter lock meanwhile. */
+/* Calls the driver: another thread may have the interpreter lock meanwhile. */
 static void look(struct sfr_py_eye *eye, uint64_t stream)
 {
 	int again = eye->state == SFR_PY_DUE_AGAIN, rc;

@@ -1,30 +1,29 @@
-/* Looking at storages: what they are at the end of a step, and whether the next gate finds them so.
+/* Observes storages: records their contents at the end of a step, and compares them at the next
+ * gate.
  *
- * A look reads the `_version` of each tensor over the storage and three cache lines of its bytes.
- * Before a byte is read, the storage is asked where its memory is, since it may have been resized
- * or freed meanwhile. All of that is cheap only when it is in the caches, which a step has just
- * streamed the whole state through; so a look starts with prefetching what a later one will
- * touch, and a step has a budget.
- */
+ * An observation reads the `_version` of each tensor over the storage and three cache lines of its
+ * bytes. Before that the storage is asked for its address, because it may have been resized or
+ * freed meanwhile. All of that is cheap only in the caches, through which a step has just streamed
+ * the whole state. So each observation prefetches what a later one will read, and a step has a
+ * budget. */
 #include "observer/observer.h"
 
 #include <string.h>
 
-#define NR_IMPL_LINES 3 /* of a TensorImpl: storage, sizes, version counter */
-#define AHEAD 8         /* storages whose memory is prefetched before it is looked at */
-#define BUDGET_EACH 16  /* storages between two looks at the clock */
-/* CPU time that a step may spend on looking, on average: 0.2 ms, or 1 % of the time since the step
- * before where that is more. After a step a look is 0.6 to 1 us of cache and page-table misses
- * (measured; 0.2 us with everything warm), and a storage takes four. So an enrolment brings an
- * allowance of its own, once, for the looks that follow it: 1,200 storages are decided by the
- * second gate after it, and the first save that defers them gains more than all the looks cost.
- */
+#define NR_IMPL_LINES 3 /* lines of a TensorImpl: storage, sizes, version counter */
+#define AHEAD 8         /* how many storages ahead memory is prefetched */
+#define BUDGET_EACH 16  /* storages between two checks of the clock */
+/* CPU time that a step may spend on observing, on average: 0.2 ms, or 1 % of the time since the
+ * step before if that is more. After a step an observation has 0.6 to 1 us of cache and page-table
+ * misses (measured; 0.2 us with everything warm), and a storage needs four. So an enrolment adds an
+ * allowance, once, for the observations that follow it: 1,200 storages are decided by the second
+ * gate after it. The first save that defers them gains more than all observations cost. */
 #define STEP_MIN_NS 200000u
 #define STEP_MAX_NS 2000000u
 #define STEP_SHARE 100
 #define ENROLLED_NS 3000u /* for each undecided storage */
 #define ENROLLED_MAX_NS 4000000u
-/* The same of a device's time, of which a look takes 2 us: twice two looks. */
+/* The same in time of a device, of which a probe takes 2 us: twice two probes. */
 #define ENROLLED_DEVICE_NS 8000u
 #define ENROLLED_DEVICE_MAX_NS 10000000u
 
@@ -36,8 +35,8 @@ uint64_t sfr_py_clock_ns(clockid_t id)
 	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* A step has ended: what looking may cost until the next one ends. What is not needed is there for
- * the next two; an enrolment's allowance lasts. */
+/* Sets what observing may cost until the next step ends. Unused credit lasts for the next two
+ * steps; an enrolment's allowance lasts. */
 static void grant(struct sfr_py_observer *self)
 {
 	uint64_t now = sfr_py_clock_ns(CLOCK_MONOTONIC);
@@ -55,9 +54,9 @@ static void grant(struct sfr_py_observer *self)
 		self->device_credit_ns + share < most ? self->device_credit_ns + share : most;
 }
 
-/* A stretch of looking, and what it may cost. The budget is CPU time: a thread that was off the
- * CPU has not spent the training's time. That clock is a system call of 0.5 us, so it is asked
- * only once the cheap one says that the time is over. */
+/* A stretch of observing, and its budget. The budget is CPU time, because a thread that is off the
+ * CPU does not use the training's time. That clock is a system call of 0.5 us, so it is read only
+ * when the cheap clock says that the time is over. */
 struct stretch {
 	uint64_t wall, cpu, budget;
 };
@@ -74,7 +73,7 @@ static int stretch_is_over(const struct stretch *s)
 	       sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu >= s->budget;
 }
 
-/* Takes what was spent from the credit. */
+/* Subtracts the time spent from the credit. */
 static void stretch_end(const struct stretch *s, uint64_t *credit_ns)
 {
 	uint64_t spent = sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu;
@@ -82,7 +81,7 @@ static void stretch_end(const struct stretch *s, uint64_t *credit_ns)
 	*credit_ns -= spent < *credit_ns ? spent : *credit_ns;
 }
 
-/* The three places that are looked at; a storage here is larger than 4 KiB. */
+/* Returns one of the three lines that are read; a storage here is larger than 4 KiB. */
 static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 {
 	uint64_t at = watch->addr;
@@ -94,9 +93,8 @@ static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 	return (const unsigned char *)(uintptr_t)at; /* NOLINT: an address that torch gave */
 }
 
-/* Starts loading what a look at this storage will touch: a step has streamed the whole state
- * through the caches, and a look is a dozen misses long otherwise. Prefetching cannot fault, so
- * the addresses may be stale. */
+/* Prefetches what an observation of this storage will read; without that it is a dozen cache misses
+ * long. Prefetching cannot fault, so the addresses may be stale. */
 static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 {
 	const struct sfr_py_watch *watch = &self->table.watches[number];
@@ -116,9 +114,10 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 	}
 }
 
-/* 1: every tensor over the storage lives and still has this memory; 0: not so, or torch does not say.
- * Only then may the bytes be read. That it is still the same storage is looked at where it matters, in defer(): what
- * is learned of a storage that is gone is never used. No exception is left set. */
+/* Returns 1 if every tensor over the storage is alive and still has this memory, 0 if not or if
+ * torch does not tell. Only then may the bytes be read. Whether it is still the same storage is
+ * checked in defer(): what was learned of a freed storage is never used. Leaves no exception
+ * set. */
 static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watch *watch)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -144,8 +143,8 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	return 1;
 }
 
-/* Reads the version of each tensor over the storage: into the claims, or (`compare`) against
- * them. Returns 1 when all could be read (and are the same), else 0. */
+/* Reads the version of each tensor over the storage: into the claims, or (`compare`) to compare
+ * with them. Returns 1 if all could be read (and are the same), else 0. */
 static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *watch, int compare)
 {
 	uint32_t i;
@@ -161,7 +160,8 @@ static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 		failed = sfr_py_version_of(tensor, &version);
 		Py_DECREF(tensor);
 		if (failed) {
-			PyErr_Clear(); /* an inference tensor counts none, nor does one that is gone */
+			/* an inference tensor counts no versions, and a freed one has none */
+			PyErr_Clear();
 			return 0;
 		}
 		if (compare && version != t->claims[i].version)
@@ -171,7 +171,7 @@ static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 	return 1;
 }
 
-/* Remembers what one storage looks like. `fresh`: it was enrolled a moment ago. */
+/* Records the contents of one storage. `fresh`: it was enrolled a moment ago. */
 static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 {
 	struct sfr_py_table *t = &self->table;
@@ -192,8 +192,8 @@ static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 	self->armed[self->nr_armed++] = number;
 }
 
-/* Arms undecided storages from the cursor on, for at most half of the credit: the other half is
- * what comparing them will take. */
+/* Arms undecided storages from the cursor on, for at most half of the credit; the comparison takes
+ * the other half. */
 void sfr_py_observer_record(struct sfr_py_observer *self)
 {
 	struct sfr_py_table *t = &self->table;
@@ -240,7 +240,8 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 	grant(self);
 }
 
-/* What the host can see of a storage: 1 when it is what it was. Gives the verdict when not. */
+/* Compares what the host can see of a storage. Returns 1 if it is unchanged, else gives the
+ * verdict. */
 static int is_same(struct sfr_py_observer *self, uint32_t number)
 {
 	struct sfr_py_table *t = &self->table;
@@ -253,12 +254,12 @@ static int is_same(struct sfr_py_observer *self, uint32_t number)
 	if (whole && watch_versions(t, watch, 1))
 		return 1;
 	sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
-	/* The tensor or its storage was replaced; the next enrolment finds the successor. */
+	/* The tensor or its storage was replaced; the next enrolment finds the new one. */
 	self->wanted |= !whole;
 	return 0;
 }
 
-/* Compares one storage with what it was. */
+/* Compares one storage with its recorded contents. */
 static void compare_one(struct sfr_py_observer *self, uint32_t number)
 {
 	struct sfr_py_watch *watch = &self->table.watches[number];
@@ -292,6 +293,6 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 			break;
 	}
 	stretch_end(&stretch, &self->credit_ns);
-	self->cursor = self->armed[n - 1] + 1; /* the next undecided one is behind it */
+	self->cursor = self->armed[n - 1] + 1; /* the next undecided one is after it */
 	self->nr_armed = 0;
 }

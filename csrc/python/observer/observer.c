@@ -1,40 +1,41 @@
-/* Observer: what of an optimizer's memory only its steps change.
+/* Observer: finds the memory of an optimizer that only its steps change.
  *
  * One Observer watches the storages of one optimizer: those of its trained parameters and of the
- * tensors in their state. A save may copy such a storage late, under the next forward and
- * backward, if nothing but the next step will write it, and that is found out by looking: what
- * it was at the end of a step must be found unchanged at the next step's gate.
+ * tensors in their state. A save may defer such a storage, to copy it under the next forward and
+ * backward, if only the next step writes to it. That is learned by observation: the contents at the
+ * end of a step must be unchanged at the next step's gate.
  *
  *        enrol                record          compare: same, twice
  *   (new) ----> UNDECIDED --> (armed) ------------------------------> DEFERRABLE
  *                   ^            |  same, once       |  changed, gone, or owned twice
  *                   +------------+                   +---------------> CAPTURED
  *
- * Both ends are final for the storage; only a new storage, or forget() (after load_state_dict),
- * starts again. What is looked at: the `_version` of each tensor over the storage, and three cache
- * lines of its bytes, since fused kernels and `.data` do not count versions. The work of a step is
- * bounded by a budget of CPU time of the calling thread; a cursor goes on where it ran out.
+ * Both end states are final for the storage; only a new storage, or forget() (after
+ * load_state_dict), starts again. An observation covers the `_version` of each tensor over the
+ * storage, and three cache lines of its bytes, because fused kernels and `.data` do not count
+ * versions. A budget of CPU time of the calling thread bounds the work in a step; a cursor
+ * continues where it ran out.
  *
- * Nothing here keeps memory alive: tensors are held by weak references, and a storage by torch's
+ * Nothing here keeps memory alive. Tensors are held by weak references, and a storage by torch's
  * weak reference, which frees the bytes but keeps the StorageImpl's address from being used again.
  * So equal addresses (`_cdata`) mean the same storage.
  *
- * Everything runs under the interpreter lock, and no collection is started meanwhile, so no Python
- * code runs in between unless an object's end runs some. `busy` turns a second entry into a
- * harmless refusal then (nothing is deferred, nothing is counted); nothing ever waits.
+ * Everything runs under the interpreter lock, with the garbage collector off. So no Python code
+ * runs in between, except for the destructor of an object. If that enters again, `busy` refuses it
+ * harmlessly: nothing is deferred or counted, and nothing waits.
  *
- * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c holds it, look.c looks
- * at it, defer.c marks a save's storages; here is the type.
+ * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c stores it, look.c
+ * observes it, defer.c marks a save's storages; this file has the type.
  *
- * Looking costs more than 0.2 ms in an optimizer's first steps: one look after a step is a cache
- * and page-table miss (0.6 to 1 us; 0.2 us warm), and a storage needs four. The budget is the
- * larger of 0.2 ms and 1 % of the step, at most 2 ms, and once after each enrolment 3 us a storage,
- * at most 4 ms. So 1,200 storages are decided by the third step; from then on a step costs 6 us.
- */
+ * Observing costs more than 0.2 ms in an optimizer's first steps. After a step, one observation has
+ * cache and page-table misses (0.6 to 1 us; 0.2 us warm), and a storage needs four. The budget is
+ * the larger of 0.2 ms and 1 % of the step, at most 2 ms, and once after each enrolment 3 us a
+ * storage, at most 4 ms. So 1,200 storages are decided by the third step; after that a step costs 6
+ * us. */
 #include "observer/observer.h"
 
-/* No second entry until leave(), and no garbage collection: what allocates in between runs no
- * Python code then, and the collections that a thousand small objects would start come later. */
+/* Refuses a second entry until leave(), and stops the garbage collector. Then allocations run no
+ * Python code, and collections that a thousand small objects would start come later. */
 static void enter(struct sfr_py_observer *self)
 {
 	self->busy = 1;
@@ -118,7 +119,7 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 	if (self->busy)
 		Py_RETURN_FALSE;
 	self->nr_armed = 0;
-	self->busy = 1; /* not enter(): the interpreter lock may be given up in between */
+	self->busy = 1; /* not enter(): the interpreter lock may be released in between */
 	sfr_py_eyes_harvest(self);
 	self->busy = 0;
 	if (wants_enrolment(self, groups, state))
@@ -173,7 +174,7 @@ static PyObject *observer_look(struct sfr_py_observer *self, PyObject *streams)
 	}
 	if (self->busy)
 		Py_RETURN_NONE;
-	self->busy = 1; /* not enter(): the interpreter lock is given up in between */
+	self->busy = 1; /* not enter(): the interpreter lock is released in between */
 	ret = sfr_py_eyes_look(self, streams);
 	self->busy = 0;
 	if (ret)

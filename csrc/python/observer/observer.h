@@ -1,4 +1,4 @@
-/* Private to observer.c, table.c, look.c, eyes.c, walk.c and read.c. */
+/* Private to the files of this folder. */
 #ifndef SFR_PY_OBSERVER_H
 #define SFR_PY_OBSERVER_H
 
@@ -8,9 +8,9 @@
 #include "torch/map.h"
 #include "torch/numbers.h"
 
-/* What a weak reference refers to, borrowed: Py_None once it is gone, NULL with an exception set for
- * what is no weak reference. CPython 3.13 deprecates the function; the one in its place is not in
- * the limited API of 3.11. */
+/* Returns the borrowed referent of a weak reference: Py_None if it was freed, NULL with an
+ * exception set if `ref` is not a weak reference. CPython 3.13 deprecates the function; its
+ * replacement is not in the limited API of 3.11. */
 static inline PyObject *sfr_py_referent(PyObject *ref)
 {
 #pragma GCC diagnostic push
@@ -19,9 +19,9 @@ static inline PyObject *sfr_py_referent(PyObject *ref)
 #pragma GCC diagnostic pop
 }
 
-/* One attribute or method without arguments of torch's tensors or storages. The function behind
- * the descriptor is called directly where the type's own table names it (15-30 ns instead of
- * 50-100); otherwise the ordinary way is taken. */
+/* One attribute or method without arguments of torch's tensors or storages. The function behind the
+ * descriptor is called directly if the type's own table names it (15-30 ns instead of 50-100); else
+ * the attribute is read normally. */
 struct sfr_py_access {
 	getter get;
 	void *closure;
@@ -30,52 +30,55 @@ struct sfr_py_access {
 	int is_method;
 };
 
-/* What the observer reads of torch. Filled once a process, by the first Observer, and kept: torch
- * itself can be loaded only once and never unloads. */
+/* The types and attributes of torch that the observer uses. Filled once a process, by the first
+ * Observer, and kept, because torch can be loaded only once and never unloads. */
 struct sfr_py_torch {
 	PyTypeObject *tensor, *parameter; /* the exact types that may be deferred */
-	PyTypeObject *wrapper; /* and the one that is seen through; NULL until it is known */
-	PyObject *str_local;   /* where that has the tensor whose memory it shows */
+	PyTypeObject *wrapper; /* the type that is seen through; NULL until it is known */
+	PyObject *str_local;   /* name of its attribute with the tensor that has the memory */
 	PyObject *free_weak;   /* UntypedStorage._free_weak_ref */
 	PyObject *str_params;
-	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage; /* tensors */
-	struct sfr_py_access device; /* of a tensor not of the host's: CUDA's number of it, or -1 */
-	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref; /* storages */
+	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage; /* of tensors */
+	/* of a tensor that is not on the host: CUDA's number of its device, or -1 */
+	struct sfr_py_access device;
+	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref; /* of storages */
 	int ready;
 };
 extern struct sfr_py_torch sfr_py_torch;
 
-/* Fills sfr_py_torch; 0, or -1 with an exception set. */
+/* Fills sfr_py_torch. 0, or -1 with an exception set. */
 int sfr_py_torch_init(void);
-/* Has one attribute answered by a function of one argument, or (None) by torch again: for tests that
- * show the host's memory as a device's. 0, or -1 with an exception set: no such attribute. */
+/* Makes a function of one argument answer for one attribute, or (None) torch again: for tests that
+ * present the host's memory as a device's. 0, or -1 with an exception set if there is no such
+ * attribute. */
 int sfr_py_torch_present(PyObject *name, PyObject *function);
-/* A new reference, or NULL with an exception set. */
+/* Returns a new reference, or NULL with an exception set. */
 PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
 /* 0, or -1 with an exception set. */
 int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out);
 /* 1, 0, or -1 with an exception set. */
 int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object);
-/* Sees from now on through tensors that are exactly of this type: `name` is the attribute with the
- * tensor whose memory they show. Everything of such a type that is asked of it here runs no Python
- * code. 0, or -1 with an exception set. */
+/* Makes all observers see through tensors that are exactly of this type: `name` is the attribute
+ * with the tensor that has the memory. Reading such a tensor here runs no Python code. 0, or -1
+ * with an exception set. */
 int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name);
-/* The tensor that has the memory: `tensor` itself where it is exactly a Tensor or a Parameter, the one
- * inside where it is seen through. A new reference. NULL, with no exception, for any other: subclasses
- * may run Python code in any attribute, and nothing is known about who writes them. */
+/* Returns a new reference to the tensor that has the memory: `tensor` itself if it is exactly a
+ * Tensor or a Parameter, the inner one if it is seen through. NULL without an exception for others:
+ * subclasses may run Python code in any attribute, and nothing is known of what writes to them. */
 PyObject *sfr_py_memory_of(PyObject *tensor);
 int sfr_py_is_seen(PyObject *tensor);
-/* The storage of that memory, a new reference; or NULL with an exception set. */
+/* Returns a new reference to the storage of that memory, or NULL with an exception set. */
 PyObject *sfr_py_storage_of(PyObject *tensor);
-/* The address of its StorageImpl, 0 where there is none, as sparse tensors and the like have none. */
+/* Returns the address of its StorageImpl; 0 if there is none, as for sparse tensors. */
 uint64_t sfr_py_identity_of(PyObject *tensor);
-/* A number that grows with every write that torch counts, under either name. 0, or -1 with an exception
- * set: it has no memory, or (inference tensors) counts nothing. */
+/* Returns in *out a number that grows with every write that torch counts, of the tensor or the one
+ * inside. 0, or -1 with an exception set: the tensor has no memory, or is an inference tensor,
+ * which counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
 #define SFR_PY_NONE UINT32_MAX
 
-/* ---- what an optimizer owns -------------------------------------------- */
+/* ---- the tensors of an optimizer ------------------------------------------- */
 
 struct sfr_py_refs {
 	PyObject **items; /* strong references */
@@ -83,41 +86,41 @@ struct sfr_py_refs {
 };
 
 struct sfr_py_walk {
-	struct sfr_py_refs found;  /* candidates: trained parameters, tensors of their state */
-	struct sfr_py_refs others; /* tensors of the groups that are no candidates */
-	int stateless;             /* the state has no entry at all */
+	struct sfr_py_refs found;  /* candidates: trained parameters and tensors of their state */
+	struct sfr_py_refs others; /* tensors of the groups that are not candidates */
+	int stateless;             /* the state has no entry */
 };
 
-/* Collects what `groups` (Optimizer.param_groups) and `state` (Optimizer.state) hold. Runs no
- * Python code and allocates no object of Python's, so nothing can change under it. Shapes that
- * no optimizer of torch has are passed over. 0, or -1 with an exception set (no memory); the
- * walk is to be given back in either case. */
+/* Collects the tensors in `groups` (Optimizer.param_groups) and `state` (Optimizer.state). Runs no
+ * Python code and allocates no Python object, so nothing changes meanwhile. Shapes that no
+ * optimizer of torch has are ignored. 0, or -1 with an exception set (no memory); call
+ * sfr_py_walk_fini in either case. */
 int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk);
 void sfr_py_walk_fini(struct sfr_py_walk *walk);
-/* A number that changes when a group, a parameter or a parameter's state is added or removed. */
+/* Returns a number that changes when a group, a parameter or a parameter's state is added or
+ * removed. */
 uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
 
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
 #define SFR_PY_DEVICE_MIN_NBYTES 65536 /* storages on a device up to this size are captured */
-#define SFR_PY_KEPT_MIN_NBYTES 65536   /* the same of what a keeper has, wherever it lies */
+#define SFR_PY_KEPT_MIN_NBYTES 65536   /* the same for a keeper's storages, on any device */
 #define SFR_PY_LINE 64                 /* bytes of a cache line */
-#define SFR_PY_NR_CYCLES 2             /* without a change until a storage may be deferred */
-#define SFR_PY_NR_LINES 3              /* looked at in each storage: start, middle, end */
+#define SFR_PY_NR_CYCLES 2             /* cycles without a change until a storage may be deferred */
+#define SFR_PY_NR_LINES 3              /* lines that are read of each storage: start, middle, end */
 
 enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
 
 /* One storage. */
 struct sfr_py_watch {
-	PyObject *ident; /* int: StorageImpl's address */
+	PyObject *ident; /* int: the StorageImpl's address */
 	uint64_t cdata;  /* the same */
 	uint64_t addr, nbytes;
-	uint32_t
-		device; /* 0: the host's memory, n: of CUDA device n - 1, which the host cannot read */
-	uintptr_t wrapper;    /* Python's object for the storage; only to prefetch */
+	uint32_t device;      /* 0: host memory; n: CUDA device n - 1, which the host cannot read */
+	uintptr_t wrapper;    /* address of Python's storage object; only to prefetch */
 	uint32_t first_claim; /* chain through claim.next */
 	uint32_t nr_claims;
-	uint32_t epoch, nr_marked; /* claims met by the walk number `epoch` */
+	uint32_t epoch, nr_marked; /* claims met by walk number `epoch` */
 	uint8_t verdict;
 	uint8_t nr_cycles;
 };
@@ -125,7 +128,7 @@ struct sfr_py_watch {
 /* One tensor over a storage. */
 struct sfr_py_claim {
 	PyObject *ref;          /* weak reference to the tensor */
-	uintptr_t tensor, impl; /* where the tensor and its TensorImpl are; only to prefetch */
+	uintptr_t tensor, impl; /* addresses of the tensor and its TensorImpl; only to prefetch */
 	uint64_t version;       /* as recorded */
 	uint32_t watch, next;
 	uint32_t epoch;
@@ -135,24 +138,24 @@ struct sfr_py_table {
 	struct sfr_py_watch *watches;
 	struct sfr_py_claim *claims;
 	uint32_t nr_watches, nr_claims;
-	struct sfr_py_map by_storage, by_tensor; /* -> their numbers */
+	struct sfr_py_map by_storage, by_tensor; /* to indices of watches and claims */
 };
 
-/* What is looked at on one device; eyes.c has the states. */
+/* The probes of one device; eyes.c has the states. */
 enum sfr_py_eye_state {
 	SFR_PY_IDLE,
-	SFR_PY_DUE,       /* storages are recorded; the first look is to be taken */
-	SFR_PY_LOOKED,    /* it was taken */
-	SFR_PY_DUE_AGAIN, /* the next gate is here; the second is to be taken */
-	SFR_PY_IN_FLIGHT, /* it was taken, and has not landed */
-	SFR_PY_BLIND,     /* the device cannot be looked at */
+	SFR_PY_DUE,       /* storages are recorded; the first probe is to be taken */
+	SFR_PY_LOOKED,    /* the first probe was taken */
+	SFR_PY_DUE_AGAIN, /* the next gate is reached; the second probe is to be taken */
+	SFR_PY_IN_FLIGHT, /* the second probe was taken, and its copies may run */
+	SFR_PY_BLIND,     /* the device cannot be probed */
 };
 struct sfr_py_eye {
 	uint32_t device; /* as in a watch */
 	enum sfr_py_eye_state state;
 	struct sfr_glance *look;
-	struct sfr_glance_at *at; /* of the storages asked about */
-	uint32_t *asked;          /* their numbers */
+	struct sfr_glance_at *at; /* addresses of the storages that are probed */
+	uint32_t *asked;          /* their indices */
 	uint32_t nr_asked, room;
 };
 #define SFR_PY_MAX_EYES 16 /* storages on further devices stay undecided */
@@ -160,19 +163,19 @@ struct sfr_py_eye {
 struct sfr_py_observer {
 	PyObject_HEAD
 	PyObject *owned;  /* dict shared by all observers: storage -> serial of the first owner */
-	PyObject *serial; /* int: this observer in `owned` */
+	PyObject *serial; /* int: this observer's name in `owned` */
 	struct sfr_py_table table;
 	unsigned char (*lines)[SFR_PY_NR_LINES]
-			      [SFR_PY_LINE]; /* of the storage with the same number */
-	uint32_t *armed; /* numbers of the storages recorded and not yet compared */
+			      [SFR_PY_LINE]; /* for each watch, the recorded lines */
+	uint32_t *armed; /* indices of watches that are recorded and not yet compared */
 	uint32_t nr_armed, nr_undecided, cursor, epoch;
 	size_t nr_passed_over;     /* tensors of the last enrolment that can never be deferred */
 	uint64_t size;             /* sfr_py_walk_size at the last enrolment */
-	uint64_t credit_ns;        /* CPU time that may be spent on looking now */
-	uint64_t device_credit_ns; /* time of devices */
+	uint64_t credit_ns;        /* CPU time that may be spent on observing now */
+	uint64_t device_credit_ns; /* the same in time of devices */
 	struct sfr_py_eye eyes[SFR_PY_MAX_EYES];
 	uint32_t nr_eyes;
-	uint64_t stepped_ns; /* when a step ended last; at first when this was made */
+	uint64_t stepped_ns; /* when a step last ended; at first when this object was made */
 	int busy, wanted, forget, gc_was_on;
 };
 
@@ -180,54 +183,54 @@ struct sfr_py_observer {
 void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
 			    enum sfr_py_verdict verdict);
 
-/* table.c. The claim of this very tensor, or NULL. */
+/* table.c: returns the claim of this very tensor, or NULL. */
 struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *table, PyObject *tensor);
-/* Stops watching everything. Keeps whatever exception is set. */
+/* Stops watching everything. Keeps the exception that is set. */
 void sfr_py_observer_drop(struct sfr_py_observer *self);
-/* Finds what the optimizer owns now; [serial, storage] of each storage that another observer
+/* Finds what the optimizer owns now. [serial, storage] of each storage that another observer
  * watches is appended to `clashes`. 0, or -1 with an exception set and nothing watched. */
 int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  PyObject *clashes);
 
-/* eyes.c; all between enter() and leave(), but for the look itself. Whether a storage on a device is
- * recorded for the next look, the budget allowing. */
+/* eyes.c; all between enter() and leave(), except for the probe itself. Records a storage on a
+ * device for the next probe, if the budget allows. */
 void sfr_py_eyes_record(struct sfr_py_observer *self, uint32_t number);
-/* All storages of this step are recorded. */
+/* Ends the recording of a step's storages. */
 void sfr_py_eyes_recorded(struct sfr_py_observer *self);
-/* The gate of the next step: `is_same` says of a storage what the host can see. */
+/* Marks the second probes at the next step's gate; `is_same` compares what the host can see. */
 void sfr_py_eyes_compare(struct sfr_py_observer *self,
 			 int (*is_same)(struct sfr_py_observer *self, uint32_t number));
-/* Gives verdicts on what has landed. A call of the driver's: somebody else may have the interpreter
- * lock meanwhile, so `busy` is set. */
+/* Gives verdicts on completed probes. Calls the driver: another thread may have the interpreter
+ * lock meanwhile, so `busy` must be set. */
 void sfr_py_eyes_harvest(struct sfr_py_observer *self);
-/* Whether no device waits for a look, or was looked at with no verdict yet. */
+/* Whether no device waits for a probe or for a verdict. */
 int sfr_py_eyes_rest(const struct sfr_py_observer *self);
-/* The numbers of storages mean others from now on. */
+/* Forgets probes, because the indices of storages change. */
 void sfr_py_eyes_reset(struct sfr_py_observer *self);
-/* Devices that wait for a look: a tuple of their numbers as torch has them. */
+/* Returns the devices that wait for a probe: a tuple of torch's numbers. */
 PyObject *sfr_py_eyes_due(struct sfr_py_observer *self);
-/* Takes them, on (device, stream) of each. 0, or -1 with an exception set. */
+/* Takes these probes, on (device, stream) of each. 0, or -1 with an exception set. */
 int sfr_py_eyes_look(struct sfr_py_observer *self, PyObject *streams);
 void sfr_py_eyes_fini(struct sfr_py_observer *self);
 
-/* What a save consists of, and what of it is copied behind its call: keepers.Marks, borrowed. */
+/* The storages of a save and its marks of deferred ones: keepers.Marks, borrowed. */
 struct sfr_py_marks {
-	struct sfr_py_numbers *numbers;                  /* of the storages */
-	PyObject *rows;                                  /* by number */
+	struct sfr_py_numbers *numbers;                  /* numbers of the storages */
+	PyObject *rows;                                  /* rows by number */
 	PyObject *indices, *owners, *tensors, *versions; /* lists that are appended to */
 };
 
-/* defer.c; the first one between enter() and leave(). Marks what of a save may be copied behind its
- * call: of what the optimizer owns, or of what a keeper has. 0, or -1 with an exception set. */
+/* defer.c; the first one between enter() and leave(). Marks what of a save may be deferred: of the
+ * optimizer's storages, or of a keeper's. 0, or -1 with an exception set. */
 int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  const struct sfr_py_marks *marks);
 int sfr_py_defer_kept(PyObject *tensors, const struct sfr_py_marks *marks);
 
-/* look.c; all between enter() and leave(). A step has ended: records undecided storages
- * as far as the budget goes; all of them without looking at the budget after an enrolment. */
+/* look.c; all between enter() and leave(). record, after a step: records undecided storages within
+ * the budget. record_all, after an enrolment: all of them, without the budget. */
 void sfr_py_observer_record(struct sfr_py_observer *self);
 void sfr_py_observer_record_all(struct sfr_py_observer *self);
-/* The next step's gate: compares what was recorded, once, as far as the budget goes. */
+/* At the next step's gate: compares recorded storages once, within the budget. */
 void sfr_py_observer_compare(struct sfr_py_observer *self);
 uint64_t sfr_py_clock_ns(clockid_t id);
 

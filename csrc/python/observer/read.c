@@ -1,14 +1,14 @@
-/* Reading torch's tensors, and seeing through those that only wrap another.
+/* Reads torch's tensors, and sees through tensors that only wrap another.
  *
- * A look reads a handful of attributes of each tensor, after every step, so attributes are read through
- * the getter functions that torch's types publish in their slots, past the interpreter.
+ * An observation reads a handful of attributes of each tensor, after every step. So attributes are
+ * read through the getter functions that torch's types publish in their slots, bypassing the
+ * interpreter.
  *
- * A DTensor has no memory of its own: its bytes are its local tensor's, which stands in a slot of the
- * object. Whoever owns, trains or writes it does so under the DTensor's name, so the DTensor is what
- * is found, held and asked for its gradient; place and bytes are asked of the local tensor. Its
- * operators write the local one below the layer that counts versions, and whoever writes the
- * local one directly does not touch the DTensor's count. So both counts are looked at.
- */
+ * A DTensor has no memory of its own: its bytes are those of its local tensor, which is in a slot
+ * of the object. Code owns, trains and writes it as the DTensor, so the DTensor is found, held and
+ * asked for its gradient; the local tensor is asked for address and bytes. The DTensor's operators
+ * write the local tensor below the layer that counts versions, and code that writes the local
+ * tensor directly does not change the DTensor's count. So both counts are compared. */
 #include "observer/observer.h"
 #include "torch/slots.h"
 #include "torch/words.h"
@@ -19,8 +19,8 @@ struct sfr_py_torch sfr_py_torch;
 
 /* ---- reading ------------------------------------------------------------ */
 
-/* Finds `name` in the table of `base`, whose meaning `type` (a subclass) may have replaced.
- * 0, or -1 with an exception set. */
+/* Finds `name` in the table of `base`, unless `type` (a subclass) has overridden it. 0, or -1 with
+ * an exception set. */
 static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
 		       const char *name, int is_method)
 {
@@ -44,8 +44,8 @@ static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *b
 	return access->name ? 0 : -1;
 }
 
-/* The number of the device of a tensor that is not the host's, -1 for any that is not CUDA's: a build
- * of torch for AMD's calls them "cuda" too, and the driver behind is another one. */
+/* Returns -1 as the number of a device that is not CUDA's. A build of torch for AMD calls its
+ * devices "cuda" too, but they have another driver. */
 static PyObject *no_device(PyObject *tensor, void *closure)
 {
 	(void)tensor, (void)closure;
@@ -238,7 +238,7 @@ PyObject *sfr_py_memory_of(PyObject *tensor)
 		return Py_NewRef(tensor);
 	if (!sfr_py_torch.wrapper || Py_TYPE(tensor) != sfr_py_torch.wrapper)
 		return NULL;
-	/* The slot itself, whatever __getattribute__ and __torch_function__ say. */
+	/* Reads the slot itself, bypassing __getattribute__ and __torch_function__. */
 	local = PyObject_GenericGetAttr(tensor, sfr_py_torch.str_local);
 	if (local && !is_plain_tensor(local))
 		Py_CLEAR(local);
@@ -296,7 +296,7 @@ int sfr_py_version_of(PyObject *tensor, uint64_t *out)
 		 (memory == tensor || !sfr_py_read_u64(&sfr_py_torch.version, memory, &inner)))
 		ret = 0;
 	if (!ret)
-		*out = own + inner; /* neither is ever less than it was */
+		*out = own + inner; /* neither ever decreases */
 	Py_XDECREF(memory);
 	return ret;
 }

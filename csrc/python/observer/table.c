@@ -1,14 +1,13 @@
-/* What an observer watches, and how that follows what the optimizer owns.
+/* The storages and tensors that an observer watches, and their update at an enrolment.
  *
- * An enrolment builds a new table from a walk over the optimizer and moves into it what is known
- * of storages that are still there; what is left in the old table is let go. So storages and
- * tensors that the optimizer dropped need no book-keeping of their own.
- */
+ * An enrolment builds a new table from a walk over the optimizer, and moves into it what is known
+ * of storages that still exist. The rest is freed with the old table, so storages and tensors that
+ * the optimizer dropped need no book-keeping of their own. */
 #include "observer/observer.h"
 
 #include <string.h>
 
-#define MIN_NBYTES 4096 /* host storages up to this size are captured whoever owns them */
+#define MIN_NBYTES 4096 /* host storages up to this size are captured, whoever owns them */
 
 static int table_init(struct sfr_py_table *t, size_t nr)
 {
@@ -24,8 +23,9 @@ static int table_init(struct sfr_py_table *t, size_t nr)
 		       0;
 }
 
-/* Lets a storage go: its name in `owned`, if it is ours and the table in use does not go on with
- * it, and torch's weak reference. A watch that has moved to another table has no ident. */
+/* Releases a storage: its entry in `owned`, if it is this observer's and the current table does not
+ * have the storage, and torch's weak reference. A watch that has moved to another table has no
+ * ident. */
 static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 {
 	PyObject *holder, *answer;
@@ -41,8 +41,8 @@ static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 	Py_CLEAR(watch->ident);
 }
 
-/* Gives everything of a table back, which is no longer the one in use. Tolerates one half built, and
- * keeps whatever exception is set. */
+/* Frees a table that is no longer the current one. Accepts a half-built table, and keeps the
+ * exception that is set. */
 static void table_fini(struct sfr_py_observer *self, struct sfr_py_table *t)
 {
 	PyObject *type, *value, *trace;
@@ -71,7 +71,7 @@ void sfr_py_observer_drop(struct sfr_py_observer *self)
 	table_fini(self, &old);
 }
 
-/* The claim of this very tensor, or NULL: a dead tensor's address may have a new owner. */
+/* Returns the claim of this very tensor, or NULL: a freed tensor's address may be another's. */
 struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *t, PyObject *tensor)
 {
 	const uint64_t *place = sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor);
@@ -102,8 +102,8 @@ static int claim_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 	return 0;
 }
 
-/* Says where the storage's memory is. 0; other than 0 when it can never be deferred: small ones, what
- * other processes share, and devices that are not CUDA's. */
+/* Sets the device of the storage's memory. Returns nonzero if it can never be deferred: a small
+ * one, one shared with other processes, or one on a device that is not CUDA's. */
 static int watch_place(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -119,16 +119,16 @@ static int watch_place(struct sfr_py_watch *watch, PyObject *tensor, PyObject *s
 	Py_XDECREF(memory);
 	if (on_host < 0)
 		return -1;
-	if (on_host) /* torch says of every storage of CUDA's that it is shared */
+	if (on_host) /* torch reports every CUDA storage as shared */
 		return watch->nbytes <= MIN_NBYTES ||
 		       sfr_py_read_flag(&torch->is_shared, storage) != 0;
 	watch->device = (uint32_t)(number + 1);
 	return number < 0 || watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES;
 }
 
-/* Starts to watch a storage not yet in the table. Returns 1 when it is the last one there, 0 when it
- * can never be deferred, -1 with an exception set. Another observer's storage is captured in both:
- * [the other's serial, storage] goes to `clashes`. */
+/* Starts to watch a storage that is not in the table. Returns 1 if it was added as the last one, 0
+ * if it can never be deferred, -1 with an exception set. Another observer's storage is captured in
+ * both: [the other's serial, storage] is appended to `clashes`. */
 static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     PyObject *storage, uint64_t cdata, PyObject *clashes)
 {
@@ -159,7 +159,7 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 			       -1 :
 			       1;
 	if (holder == self->serial)
-		return 1; /* the table that this one replaces still holds it */
+		return 1; /* the table that this one replaces still has it */
 	watch->verdict = SFR_PY_CAPTURED;
 	pair = PyTuple_Pack(2, holder, watch->ident);
 	ret = pair ? PyList_Append(clashes, pair) : -1;
@@ -167,7 +167,8 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	return ret ? -1 : 1;
 }
 
-/* The same for one of the table before, with what is known of it. 1, or -1 with an exception set. */
+/* The same for a storage of the old table, with what is known of it. 1, or -1 with an exception
+ * set. */
 static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 {
 	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
@@ -183,7 +184,7 @@ static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 	return 1;
 }
 
-/* Whether a storage's memory is where it was: resize_ and share_memory_ give it other memory. */
+/* Whether a storage's memory is unmoved: resize_ and share_memory_ give it other memory. */
 static int is_in_place(const struct sfr_py_watch *watch, PyObject *storage)
 {
 	uint64_t addr, nbytes;
@@ -211,7 +212,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	if (sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor))
 		return 0; /* state of two parameters */
 	if (stateless && !known) {
-		/* Without state, a gradient at a step is what makes a parameter a trained one. */
+		/* Without state, a gradient at a step shows that a parameter is trained. */
 		grad = sfr_py_read(&torch->grad, tensor);
 		PyErr_Clear();
 		Py_XDECREF(grad);
@@ -220,7 +221,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	}
 	storage = sfr_py_storage_of(tensor);
 	if (!storage || sfr_py_read_u64(&torch->cdata, storage, &cdata)) {
-		PyErr_Clear(); /* sparse and the like have none */
+		PyErr_Clear(); /* sparse tensors and the like have none */
 		self->nr_passed_over++;
 		goto out;
 	}
@@ -231,7 +232,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	place = sfr_py_map_find(&t->by_storage, cdata);
 	if (place) {
 		watch = (uint32_t)*place;
-		/* A tensor that was not there while the storage was observed. */
+		/* This tensor did not exist while the storage was observed. */
 		if (!known && t->watches[watch].verdict == SFR_PY_DEFERRABLE)
 			t->watches[watch].verdict = SFR_PY_UNDECIDED;
 		if (!known)
@@ -252,7 +253,7 @@ out:
 	return ret;
 }
 
-/* A tensor of the groups that is not trained may write to whatever it shares storage with. */
+/* A tensor of the groups that is not trained may write to any storage that it shares. */
 static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 {
 	uint64_t identity = sfr_py_identity_of(tensor);
@@ -262,7 +263,7 @@ static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 		t->watches[*place].verdict = SFR_PY_CAPTURED;
 }
 
-/* Makes room for what record() keeps and counts what is undecided. */
+/* Allocates what record() needs, and counts undecided storages. */
 static int enrol_arm(struct sfr_py_observer *self, const struct sfr_py_table *t)
 {
 	uint32_t i;

@@ -1,16 +1,15 @@
-/* What an optimizer owns: walking param_groups and state.
+/* Walks param_groups and state to find what an optimizer owns.
  *
- * An optimizer of 400 parameters has 1,600 tensors, and the walk over them happens inside saves
- * and steps, so it avoids the interpreter: containers are read through the C API.
+ * An optimizer of 400 parameters has 1,600 tensors, and the walk over them happens inside saves and
+ * steps. So it avoids the interpreter and reads containers through the C API.
  *
- * The walk takes strong references to everything it finds before anything is read that could
- * allocate: an allocation may start a garbage collection, and with it any Python code.
- */
+ * The walk takes strong references to everything it finds before it reads anything that could
+ * allocate, because an allocation may start a garbage collection, which may run any Python code. */
 #include "observer/observer.h"
 
 #include <string.h>
 
-/* State deeper than this is nothing that an optimizer of torch builds; it also ends cycles. */
+/* No optimizer of torch builds deeper state; the limit also ends cycles. */
 #define WALK_DEPTH 8
 
 static int refs_push(struct sfr_py_refs *refs, PyObject *object)
@@ -40,7 +39,7 @@ static void refs_fini(struct sfr_py_refs *refs)
 	memset(refs, 0, sizeof(*refs));
 }
 
-/* Borrowed: the list or tuple of one group's parameters, or NULL. */
+/* Returns the borrowed list of one group's parameters, or NULL. */
 static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 {
 	PyObject *group = PyList_GetItem(groups, i), *params;
@@ -53,7 +52,7 @@ static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth);
 
-/* A subclass that wraps other tensors (quantized states are such) has them as attributes. */
+/* A subclass that wraps other tensors, such as a quantized state, has them as attributes. */
 static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 {
 	PyObject *attributes = PyObject_GenericGetDict(tensor, NULL);
@@ -99,7 +98,7 @@ static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 	return 0;
 }
 
-/* Every tensor of the groups, in order. */
+/* Pushes every tensor of the groups, in order. */
 static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 {
 	Py_ssize_t i, j;
@@ -119,7 +118,7 @@ static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 {
 	struct sfr_py_refs params = { 0 };
-	struct sfr_py_map trained = { 0 }; /* whether it has state */
+	struct sfr_py_map trained = { 0 }; /* value: whether it has state */
 	PyObject *key, *value;
 	Py_ssize_t pos = 0;
 	size_t i;
@@ -183,7 +182,8 @@ uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state)
 	for (i = 0; i < PyList_Size(groups); i++) {
 		PyObject *list = group_params(groups, i);
 
-		/* Weighted by the group's place: a parameter that moves between groups counts. */
+		/* Weighted by the group's index, so that a parameter that moves between groups
+		 * changes the sum. */
 		if (list)
 			params += (uint64_t)PyList_Size(list) * (uint64_t)(2 * i + 1);
 	}

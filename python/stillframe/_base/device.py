@@ -1,6 +1,6 @@
 """Questions to torch about CUDA: where a tensor lives, and the current stream.
 
-Nothing here initialises CUDA in a process that has not used it, because its forked children could
+Only `begin` initialises CUDA in a process that has not used it, because its forked children can
 then never use it.
 
 The stream comes from Python, where the handle of `torch.cuda.current_stream` costs 0.2 us; the
@@ -85,5 +85,17 @@ def in_use() -> list[int]:
         return []
     has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
     current = torch.cuda.current_device()
-    others = [i for i in range(torch.cuda.device_count()) if i != current and has_context(i)]
-    return [current, *others]
+    numbers = sorted(range(torch.cuda.device_count()), key=lambda number: number != current)
+    return [number for number in numbers if has_context(number)]
+
+
+def begin(number: int) -> None:
+    """Make torch's context on a device, if this process has not used the device yet.
+
+    The driver's calls of the core find a context there, and make none.
+
+    Raises:
+        RuntimeError: torch cannot use the device.
+    """
+    if number not in in_use():
+        torch.empty(1, device=torch.device("cuda", number))

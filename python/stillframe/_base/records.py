@@ -1,4 +1,4 @@
-"""Single records of an archive, read by the core's threads into memory of Python's."""
+"""Reads single records of an archive, with the core's threads, into Python's memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stillframe import _core
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong first: `code` is ECORRUPT, for which there is a reason, or -errno."""
+    """The first failure of a restore: `code` is ECORRUPT, with a reason, or -errno."""
 
     code: int
     record: str
@@ -19,7 +19,7 @@ class Failure:
 
 
 class RestoreFailed(Exception):
-    """A record is damaged or could not be read; `failure` says which, where it is told here."""
+    """A record is damaged or could not be read; `failure` tells which, if it is known here."""
 
     def __init__(self, failure: Failure | None = None) -> None:
         super().__init__(failure)
@@ -27,12 +27,12 @@ class RestoreFailed(Exception):
 
 
 def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
-    """Single records, of a restore that has not begun: empty where there is none.
+    """Read single records with a restore that has not begun; a missing record gives b"".
 
-    What is raised in here closes the restore.
+    An exception closes the restore.
 
     Raises:
-        RestoreFailed: One is damaged or could not be read.
+        RestoreFailed: A record is damaged or could not be read.
     """
     numbers = [core.find(name) for name in names]
     wanted = {number: bytearray(core.sizes(number, 1)[0]) for number in numbers if number >= 0}
@@ -44,7 +44,7 @@ def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
             if not core.wait(number):
                 raise RestoreFailed(Failure(*core.failure()))
     except BaseException:
-        core.close()  # first the threads, then the memory that they write to
+        core.close()  # ends the threads before the memory that they write to is freed
         raise
     return [bytes(wanted[number]) if number >= 0 else b"" for number in numbers]
 

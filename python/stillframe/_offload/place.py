@@ -93,6 +93,8 @@ class Place:
         self.number = _device.place_of(self.device)  # 0 means the host
         if self.number < 0:
             raise ValueError(f"an Offloader serves CUDA devices and the CPU, not {self.device}")
+        if self.number:
+            _device.begin(self.number - 1)
         if self.number and (why := self.core.use_device(self.number - 1)):
             raise StillframeError(f"nothing can be brought to {self.device}: {why}")
         self.stats = new_stats(slots)

@@ -1,1 +1,1 @@
-"""A copy of a tree in the pool's memory."""
+"""Copies trees into the pool's memory."""

@@ -1,9 +1,9 @@
-"""The copy under a snapshot: what it reads, when it has ended, and whether what it read was whole.
+"""Tracks the copy of a snapshot: its sources, its end, and the verdict on torn sources.
 
     started -> copying -> ended -> settled: the verdict of the two detectors, given once
 
-Whoever needs the verdict first gives it: an optimizer's step, `Snapshot.wait()`, the completion
-thread, a fork, or the end of the process.
+The first caller that needs the verdict gives it: an optimizer's step, `Snapshot.wait()`, the
+completion thread, a fork, or the end of the process.
 """
 
 from __future__ import annotations
@@ -35,28 +35,30 @@ class Owner(Protocol):
 
 
 class Copy:
-    """The copy under one snapshot: its sources, and what the detectors say. Lives until the copy
-    has ended, whatever becomes of the Snapshot."""
+    """The copy of one snapshot, with its sources and detectors.
+
+    Lives until the copy has ended, whatever becomes of the Snapshot.
+    """
 
     def __init__(
         self, core: _core.Snapshot, tree: Tree, deferral: Deferral, *, shared: bool
     ) -> None:
         self.core = core
-        self.sources = tree.storages  # the lane reads them
+        self.sources = tree.storages  # kept alive while the lane reads them
         self.verdict = Verdict(deferral)
         self.devices = tree.devices
         self.shared = shared
         self.error: StillframeError | None = None
-        self.seen = False  # somebody knows of the error
+        self.seen = False  # the error was raised to a caller
         self.gate_wait_s = 0.0
         self.owner: Callable[[], Owner | None] | None = None
-        self._told: list[Callable[[], object]] = []  # once it is settled
+        self._told: list[Callable[[], object]] = []  # functions to call once it is settled
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
 
     def start(self) -> None:
-        """Copies what has to be copied now, and has the lane and the devices copy the rest."""
+        """Copy what must be copied now, and make the lane and the devices copy the rest."""
         later = bool(self.verdict.is_needed or self.devices)
         if later:
             completion.completion.start()
@@ -64,16 +66,19 @@ class Copy:
         try:
             self.core.start(_device.streams(self.devices))
         finally:
-            # Ctrl-C may come just after: a copy that goes on keeps its sources until it has ended.
-            # Where there are no bytes to copy, nobody tells the end.
+            # After a Ctrl-C too, the entry in `copying` keeps the sources until the copy has ended.
+            # A copy without bytes gets no notice of its end, so its entry is removed here.
             if later and self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.verdict.launched(self)
         self.settle()
 
     def gate(self) -> bool:
-        """Returns when no host memory of the tree is read any more and the calling thread's
-        current streams wait for what is copied from devices. False when that goes on."""
+        """Wait until no host memory of the tree is read, and make the current streams wait.
+
+        The calling thread's current streams then wait for the copies from devices. Returns False
+        if such copies still run.
+        """
         entered = time.perf_counter()
         with inside():
             if self.devices:
@@ -89,17 +94,17 @@ class Copy:
         return copied
 
     def finish(self) -> None:
-        """Waits for the end where no completion thread will come."""
+        """Wait for the end without the completion thread."""
         with inside():
             self.core.wait(None)
             self.settle()
 
     def after_copy(self) -> None:
-        """On the completion thread."""
+        """Handle the end of the copy; called on the completion thread."""
         self.settle()
 
     def settle(self) -> None:
-        """The verdict, where the copy has ended: whoever comes first gives it."""
+        """Give the verdict if the copy has ended and no other caller has given it."""
         with self._lock:
             if self.is_settled():
                 return
@@ -125,7 +130,7 @@ class Copy:
             self._told = []
 
     def tell(self, function: Callable[[], object]) -> None:
-        """Has the callbacks' thread call `function` once the verdict is known."""
+        """Call `function` on the callbacks' thread once the verdict is known."""
         with self._lock:
             if not self._settled:
                 self._told.append(function)
@@ -157,14 +162,14 @@ def _copies() -> list[Copy]:
 
 
 def _before_fork() -> None:
-    """A child gets shared memory as it is at the fork, so it has to be complete."""
+    """Complete shared copies, because a child gets shared memory as it is at the fork."""
     for copy in _copies():
         if copy.shared:
             copy.core.wait(None)
 
 
 def _finish_at_exit() -> None:
-    """The lane reads tensors that the interpreter is about to free."""
+    """Finish running copies, because the interpreter is about to free their sources."""
     for copy in _copies():
         copy.finish()
 

@@ -1,4 +1,4 @@
-"""Waiting for the end of processes and futures, on behalf of those who cannot wait themselves."""
+"""Waits for the end of processes and futures, for callers that cannot wait themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ log = logging.getLogger("stillframe")
 
 
 def call_at_end(of: Any, function: Callable[[], object]) -> None:
-    """Calls `function()` once a process or future has ended, on whatever thread sees it first.
+    """Call `function()` once a process or future has ended, on any thread.
+
 
     Args:
         of: A started `multiprocessing.Process` of any start method, a `subprocess.Popen`, or
@@ -27,8 +28,8 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
 
     Raises:
         TypeError: `of` is none of these.
-        ValueError: A process that was not started, or was closed.
-        OSError: The system has no thread to give that could wait for the process.
+        ValueError: The process was not started, or was closed.
+        OSError: The system refuses the thread that would wait for the process.
     """
     register = getattr(of, "add_done_callback", None)
     if callable(register):
@@ -39,7 +40,7 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
             function()
             return
         try:
-            # Our own descriptor: the process object closes its own when it is joined and closed.
+            # A duplicate, because the process object closes its own when it is closed.
             end = os.dup(of.sentinel)
         except ValueError as error:
             raise ValueError(f"{of!r} has to be started before something is held for it") from error
@@ -63,7 +64,7 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
 
 
 def has_memory_of_its_own(of: Any) -> bool:
-    """Whether it is a process that was not forked, and so was given copies when it was started."""
+    """Return whether `of` is a process that was not forked, and so got copies at its start."""
     if not isinstance(of, BaseProcess):
         return False
     method = getattr(of, "_start_method", None) or multiprocessing.get_start_method()
@@ -85,7 +86,7 @@ def _wait_child(process: subprocess.Popen[Any]) -> None:
 
 
 def in_thread(wait: Callable[[], None], function: Callable[[], object]) -> None:
-    """Calls `wait()` and then, whatever came of it, `function()`, on a thread of their own."""
+    """Call `wait()` and then, even after an error, `function()`, on a new thread."""
 
     def run() -> None:
         try:

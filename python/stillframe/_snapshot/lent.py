@@ -1,26 +1,26 @@
-"""Memory of a snapshot in other processes that were not forked: `snapshot(tree, shared="spawn")`.
+"""Lends a snapshot's memory to processes that were not forked: `snapshot(tree, shared="spawn")`.
 
-    multiprocessing pickles a tree    its storages by their place in the memory, and an offer of it
+    multiprocessing pickles a tree    as offsets of its storages in the memory, and an offer
     a process unpickles it            asks for the memory, gets the descriptor, maps it
-    its last tensor is gone, or it    the channel's end says so; the memory goes back to the pool
-    has ended, however
+    its last tensor is gone, or the   the channel ends; the memory goes back to the pool
+    process has ended in any way
 
     offered ──asked for──▶ lent ──the channel ends──▶ over
        └──────────withdrawn, recalled──────────────────▲
 
-The descriptor goes over the channel only when somebody asks: so it is decided in one place, the
-lender's thread, whether a borrower still gets the memory. One that does not is told, and maps
+The descriptor is sent only when the borrower asks for it. So one place, the lender's thread,
+decides whether a borrower still gets the memory. A borrower that does not gets an error, and maps
 nothing. One offer, and so one descriptor, serves all storages of a pickle.
 
-A borrower maps the memory privately: what it writes is its own, as in a forked child, and neither
-the snapshot nor another process sees it.
+A borrower maps the memory privately: as in a forked child, its writes are seen neither by the
+snapshot nor by another process.
 
-Others who want memory of the pool wait for what is lent, for two minutes: a loop that waits for its
-next item keeps the last one, and may never come back with it. After that it counts as what it is,
-memory in somebody's hands.
+Callers that need memory of the pool wait for lent memory for two minutes. A loop that waits for its
+next item keeps the last one, and may never give it back. So after that time lent memory counts as
+held by its user.
 
-What is reduced here is what `torch.multiprocessing` would move to shared memory of its own, storage
-by storage: its reducer gets all that is not lent.
+The reducers here handle lent storages, which `torch.multiprocessing` would move to shared memory of
+its own, one by one. torch's reducer gets all others.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from stillframe import _core
 from stillframe._snapshot.holds import in_thread
 from stillframe.errors import StillframeError
 
-PATIENCE_S = 120.0  # in which others wait for what is lent
+PATIENCE_S = 120.0  # how long others wait for lent memory, in seconds
 
-_loans: list[Loan] = []  # under way; changed in one step each, by any thread
-_offering = threading.RLock()  # no process is forked with an end of a channel that nobody closes
+_loans: list[Loan] = []  # current loans; changed in single steps, by any thread
+_offering = threading.RLock()  # no fork while a channel is made: its end would leak
 _lenders: weakref.WeakKeyDictionary[_core.SnapshotMemory, Lender] = weakref.WeakKeyDictionary()
 
 
@@ -58,11 +58,11 @@ _thread = _Thread()
 
 
 class Lender:
-    """Who lends one snapshot's memory: known as long as that memory has tensors here.
+    """The lender of one snapshot's memory, kept as long as the memory has tensors here.
 
     Args:
-        place: Of the memory, as `_core.Snapshot.file` says.
-        patience_s: How long others wait for what is lent; None where somebody sees to its end.
+        place: The position of the memory, as `_core.Snapshot.file` returns it.
+        patience_s: How long others wait for lent memory; None if it comes back for sure.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Lender:
         self.core = core
         self.descriptor, self.offset, self.begin, self.nbytes = place
         self.patience_s = patience_s
-        self._offsets = set(core.offsets())  # others' memory may lie between them
+        self._offsets = set(core.offsets())  # other snapshots' memory may be between them
         self._readers: list[object] = []
 
     def __reduce__(self) -> Any:
@@ -84,7 +84,7 @@ class Lender:
         return address - self.begin in self._offsets
 
     def offer(self) -> resource_sharer.DupFd:
-        """The channel by which one process can ask for the memory."""
+        """Make a channel through which one process can ask for the memory."""
         with _offering:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -95,8 +95,10 @@ class Lender:
         return channel
 
     def reader(self) -> Callable[[], None]:
-        """Somebody who reads what is lent; to be called at the end. With the last one's end the
-        offers that nobody has taken are withdrawn: nobody will."""
+        """Register a reader of lent memory; return the function to call at its end.
+
+        When the last reader ends, offers that no process has taken are withdrawn.
+        """
         mark = object()
         self._readers.append(mark)
 
@@ -109,7 +111,7 @@ class Lender:
         return ended
 
     def recall(self) -> None:
-        """Nobody reads it any more: every loan is over, whoever still has its tensors."""
+        """End every loan, even if processes still have tensors."""
         for loan in self._loans():
             loan.recall()
 
@@ -118,12 +120,12 @@ class Lender:
 
 
 class Loan:
-    """What one process may have, and the channel to it."""
+    """The loan to one process, with the channel to it."""
 
     def __init__(self, lender: Lender, channel: socket.socket) -> None:
         self.lender = lender
         self._channel = channel
-        self._lock = threading.RLock()  # asked for or withdrawn: whichever is first
+        self._lock = threading.RLock()  # decides between asked for and withdrawn
         self._asked = self._over = False
         channel.settimeout(lender.patience_s)
         if not lender.core.hold():
@@ -132,7 +134,7 @@ class Loan:
         self._give_back = lender.core.unhold
 
     def serve(self) -> None:
-        """Until it is over. On a thread of its own."""
+        """Serve the channel until the loan is over; called on a thread of its own."""
         while True:
             try:
                 said = self._channel.recv(1)
@@ -140,7 +142,7 @@ class Loan:
                     return
             except TimeoutError:
                 self._tire()
-            except OSError:  # the borrower was killed in between
+            except OSError:  # the borrower was killed meanwhile
                 return
 
     def _lend(self) -> bool:
@@ -151,7 +153,7 @@ class Loan:
         return self._asked
 
     def _tire(self) -> None:
-        """Others do not wait for it any more."""
+        """Stop others from waiting for this memory."""
         core = self.lender.core
         core.view()
         core.will_return(False)
@@ -165,28 +167,30 @@ class Loan:
         self._give_back()
 
     def withdraw(self) -> None:
-        """Where nobody has asked for it."""
+        """End the loan unless the memory was asked for."""
         with self._lock:
             if self._asked:
                 return
             self.recall()
 
     def forget(self) -> None:
-        """In a forked child, whose copy of the channel would hide the borrower's end."""
+        """Close a forked child's copy of the channel, which would hide the borrower's end."""
         self._channel.close()
 
     def recall(self) -> None:
         with self._lock:
             self._over = True
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the channel has ended
             self._channel.shutdown(socket.SHUT_RDWR)
 
 
 def lend(
     core: _core.Snapshot, memory: _core.SnapshotMemory, patience_s: float | None
 ) -> Lender | None:
-    """Has multiprocessing pickle the tensors over `memory` by their place in it. None where there
-    is nothing to lend: the memory is private, or empty."""
+    """Make multiprocessing pickle the tensors over `memory` by their offsets in it.
+
+    Returns None if there is nothing to lend: the memory is private, or empty.
+    """
     place = core.file()
     if place is None:
         return None
@@ -198,8 +202,10 @@ def lend(
 
 
 def keep_bits() -> None:
-    """Has all tensors that multiprocessing pickles on this thread keep their conjugate and negative
-    bits, those too whose memory is not lent."""
+    """Keep conjugate and negative bits of all tensors that multiprocessing pickles on this thread.
+
+    Without this, only tensors in lent memory keep them.
+    """
     _register_tensors()
     _thread.keeps_bits = True
 
@@ -210,7 +216,7 @@ def _register_tensors() -> None:
 
 
 def sentence() -> str:
-    """For who finds the pool full."""
+    """Return a sentence on lent memory for the message about a full pool."""
     if not _loans:
         return ""
     return (
@@ -221,8 +227,10 @@ def sentence() -> str:
 
 
 def _forked() -> None:
-    """In the child: the loans are the parent's, and so are multiprocessing's copies of channels
-    that nobody has asked for yet. Its own processes let go of them; `os.fork` knows of none."""
+    """Drop the parent's loans in a forked child, and multiprocessing's copies of their channels.
+
+    multiprocessing drops these copies in its own processes, but not after `os.fork`.
+    """
     _offering.release()
     if _loans:
         resource_sharer._resource_sharer._afterfork()  # type: ignore[attr-defined]
@@ -236,7 +244,7 @@ os.register_at_fork(
 )
 
 
-# ---- here: what pickles ----
+# ---- in the lending process ----
 
 
 def _lender_of(storage: torch.UntypedStorage) -> Lender | None:
@@ -258,7 +266,7 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """torch's way loses the conjugate and the negative bit."""
+    """Reduce a tensor with its conjugate and negative bits, which torch's reducer loses."""
     if (
         tensor.layout is not torch.strided
         or not (tensor.is_conj() or tensor.is_neg())
@@ -275,12 +283,14 @@ def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
     return torch._neg_view(tensor) if neg else tensor
 
 
-# ---- in the other process ----
+# ---- in the borrowing process ----
 
 
 class Borrowed(mmap.mmap):
-    """The memory, as long as a tensor refers to it. With it goes the channel, which tells the
-    lender."""
+    """Lent memory, kept as long as a tensor refers to it.
+
+    When it is freed, it closes the channel, which tells the lender.
+    """
 
     channel: socket.socket
 
@@ -289,9 +299,10 @@ class Borrowed(mmap.mmap):
 
 
 def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> Borrowed:
-    """
+    """Ask the lender for the memory and map it.
+
     Raises:
-        StillframeError: The memory is not to be had any more.
+        StillframeError: The memory is not lent any more.
     """
     descriptors: list[int] = []
     asked = socket.socket(fileno=channel.detach())

@@ -1,8 +1,8 @@
-"""`SnapshotSave`: a save whose bytes Python writes from a snapshot, or from the state itself.
+"""Implements `SnapshotSave`: a save that Python writes from a snapshot, or from the state itself.
 
 Another CheckpointIO writes such a save on the thread of the log (`_lightning/wrapped.py`), and all
-ranks together write one through torch.distributed.checkpoint (`_dcp/rounds.py`). Both are the same
-handle to their users, with the same outcome.
+ranks together write one through torch.distributed.checkpoint (`_dcp/rounds.py`). Users get the same
+kind of handle for both.
 
     made ──begin──▶ under way ──copied──▶ staged ──end──▶ durable or failed
 """
@@ -25,16 +25,17 @@ from stillframe.errors import StillframeError
 
 
 class SnapshotSave(SaveHandle):
-    """
+    """The handle of a save that Python writes.
+
     Args:
-        path: To be shown.
-        given: For `on_durable`.
+        path: The path to show.
+        given: The path as given, for `on_durable`.
         entered: `time.perf_counter()` at the call's entry.
-        slot: Among the engine's saves under way; given back at the end. None where it has none.
-        known_as: What the log calls a failed save whose error nobody asked for.
+        slot: The save's slot in the engine, which is given back at the end; None without one.
+        known_as: The name for the save in the log message about an error that was not collected.
 
     Attributes:
-        told: Whoever asked for the save knows its error already, so nobody else has to hear of it.
+        told: The caller knows the save's error already, so it is not reported again.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class SnapshotSave(SaveHandle):
         self._call = Interval(entered)
         self._over = threading.Event()
 
-    # ---- what users call ----
+    # ---- for users ----
 
     @property
     def state(self) -> State:
@@ -70,7 +71,7 @@ class SnapshotSave(SaveHandle):
         return "durable" if self._outcome.error is None else "failed"
 
     def progress(self) -> tuple[int, int]:
-        """Nobody counts what others have written: all of it or nothing."""
+        """Return all or nothing, because bytes written by other code are not counted."""
         return (self._nbytes if self._outcome.settled else 0), self._nbytes
 
     def _is_staged(self) -> bool:
@@ -84,7 +85,7 @@ class SnapshotSave(SaveHandle):
                 taken.wait(deadline.left())
             except TimeoutError:
                 raise self._late(deadline, "staged") from None
-            except StillframeError:  # of the copy: the save is about to fail with it
+            except StillframeError:  # an error of the copy, with which the save fails soon
                 return False
         return self._outcome.error is None
 
@@ -96,14 +97,14 @@ class SnapshotSave(SaveHandle):
                 raise self._late(deadline, "durable")
         self._settle()
 
-    # ---- what those who make it call ----
+    # ---- for the code that makes the save ----
 
     def waited(self) -> None:
-        """The call has waited for others until now."""
+        """Record that the call has waited for other saves until now."""
         self._waited_s = time.perf_counter() - self._entered
 
     def copies(self, taken: Snapshot[Any]) -> None:
-        """It saves this snapshot; without one, the state itself."""
+        """Set the snapshot to save; without one, the state itself is saved."""
         self._taken = taken
         self._nbytes, self._num_tensors = taken.nbytes, taken.num_tensors
         self._deferred_nbytes = taken.deferred_nbytes
@@ -112,25 +113,25 @@ class SnapshotSave(SaveHandle):
         return self._taken
 
     def begin(self) -> None:
-        """It is under way from here on, whoever holds it."""
+        """Keep the save alive from here on, until it ends."""
         completion.in_flight[self._number] = self
 
     def launched(self) -> None:
-        """It ends by itself, whatever becomes of the call."""
+        """Record that the save now ends by itself, whatever becomes of the call."""
         if self._slot is not None:
             self._slot.launched()
 
     def was_not_launched(self) -> None:
-        """There is no such save."""
+        """Undo `begin`: the save was not made."""
         self._give_back_slot()
         completion.in_flight.pop(self._number, None)
 
     def call_is_over(self) -> None:
-        """The call that asked for the save returns now."""
+        """Record that the call that asked for the save returns now."""
         self._call.end()
 
     def copied(self) -> None:
-        """The copy has ended, well or not. May be called again."""
+        """Record the end of the copy, successful or not. May be called again."""
         if self._copied_s is None:
             self._copied_s = time.perf_counter() - self._entered
         taken = self._taken
@@ -145,10 +146,11 @@ class SnapshotSave(SaveHandle):
         fallbacks: Sequence[str] = (),
         more_pool_bytes: int = 0,
     ) -> SaveReport:
-        """
+        """Make the report of a successful save.
+
         Args:
-            nbytes: Written.
-            more_pool_bytes: That writing has taken, beside the snapshot.
+            nbytes: Bytes that were written.
+            more_pool_bytes: Memory of the pool that writing has taken, beside the snapshot.
         """
         self.copied()
         assert self._copied_s is not None
@@ -178,12 +180,12 @@ class SnapshotSave(SaveHandle):
         value: object = None,
         turn: Turn | None = None,
     ) -> None:
-        """Settles it.
+        """Settle the save.
 
         Args:
-            value: The result of `upload_completion`, where that is not the report.
-            turn: What stands behind it in the log hears of the end before its users do, and no
-                sooner than its error can be had.
+            value: The result of `upload_completion`, if that is not the report.
+            turn: The save's entry in the log. Later entries learn of the end before the save's
+                users do, but not before its error can be read.
         """
         self._give_back_slot()
         self._outcome.settle(report, error, value=value, told=self.told)

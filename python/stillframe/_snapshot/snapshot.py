@@ -1,18 +1,18 @@
-"""`snapshot`: a tree's tensors as they are now, on the CPU, over memory of an engine's pool.
+"""Implements `snapshot`: copies a tree's tensors to the CPU, into memory of an engine's pool.
 
     snapshot(tree)
-      Tree        which storages are under it
-      gate.defer  which of them may be copied later (with overlap=True)
-      core        memory of the pool, the copy; what lives on CUDA devices is copied on streams of
-                  their lanes, and nobody waits for that before `wait()` or `tree`
-      Tree        the same tree over the copies
+      Tree        finds the storages under the tree
+      gate.defer  decides which of them may be copied later (with overlap=True)
+      core        leases memory of the pool and copies; storages on CUDA devices are copied on
+                  streams of their lanes, and only `wait()` and `tree` wait for that
+      Tree        builds the same tree over the copies
 
-The memory belongs to whoever holds one of the tensors: each refers to an object of the core that
-gives the memory back when the last of them is gone. So the tree may be handed on, its `Snapshot`
-dropped, and nothing is overwritten while somebody can still read it.
+Each tensor of the new tree refers to an object of the core that gives the memory back when the last
+of them is gone. So the tree may be passed on and its `Snapshot` dropped, and nothing is overwritten
+while something can still read it.
 
-`tree` waits for the copy: a tree whose bytes are not there yet would be garbage that looks like
-tensors. Trees with tensors that check what they are made from (sparse ones) wait in the call.
+`tree` waits for the copy, because the bytes of its tensors are undefined before. For trees with
+tensors that check their contents when they are made (sparse ones), the call waits.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ log = logging.getLogger("stillframe")
 T = TypeVar("T")
 Shared = Literal[False, True, "spawn"]
 
-_INSIDE_S = 10.0  # of a wait inside work in the order of the log, which may itself hold the memory
+_INSIDE_S = 10.0  # limit of a wait inside external work of the log, which may hold the memory
 
 
 class Snapshot(Generic[T]):
-    """A tree on CPU tensors over pool memory. Made by `snapshot`.
+    """A tree of CPU tensors over memory of the pool, made by `snapshot`.
 
-    Use it as a context manager to have `release()` called. It belongs to the process that made it:
-    in a child of fork every use raises `ForkError`, but for `tree` where `shared=True`.
+    As a context manager it calls `release()` on exit. It belongs to the process that made it: in a
+    child of fork every use raises `ForkError`, except for `tree` with `shared=True`.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Snapshot(Generic[T]):
     ) -> None:
         self._copy = copy
         self._tree: T | None = tree
-        self._begins = begins  # by number of the storage: the address of its copy
+        self._begins = begins  # address of the copy of each storage
         self._shared = shared
         self._lender = lender
         self._birth = Birth("this Snapshot")
         self._released = False
-        self.num_tensors = 0  # for the callback
+        self.num_tensors = 0  # read by CPUOffloadCallback and saves
         self.nbytes = 0
         self.deferred_nbytes = 0
 
@@ -100,8 +100,10 @@ class Snapshot(Generic[T]):
 
     @property
     def tree(self) -> T:
-        """The same tree on CPU tensors, with the bytes of the call. With `overlap=True`, and where
-        tensors live on a CUDA device, this waits for the copy, as `wait()` does.
+        """The same tree of CPU tensors, with the contents of the call.
+
+        With `overlap=True`, and if tensors are on a CUDA device, this waits for the copy, as
+        `wait()` does.
 
         Raises:
             TornSnapshotError, StillframeError: As `wait`.
@@ -109,7 +111,7 @@ class Snapshot(Generic[T]):
             StillframeError: `release()` was called.
         """
         if self._birth.foreign():
-            # Shared memory was complete before the fork.
+            # The fork has waited until shared memory was complete.
             if not self._shared:
                 raise ForkError(
                     "this Snapshot's memory does not exist in a forked child: take it with"
@@ -122,7 +124,7 @@ class Snapshot(Generic[T]):
         return self._tree  # type: ignore[return-value]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until every byte is copied: from then on the sources may change in any way.
+        """Wait until every byte is copied; the sources may change in any way from then on.
 
         Raises:
             TornSnapshotError: Something other than an optimizer's step changed a source before it
@@ -138,13 +140,14 @@ class Snapshot(Generic[T]):
             self._copy.settle()
         if self._copy.error is not None:
             self._copy.seen = True
-            self._tree = None  # not to be had any more; the traceback would keep its memory
+            self._tree = None  # unusable; frees the memory, which the traceback would keep
             raise self._copy.error
 
     def release(self) -> None:
-        """Gives up the tree. The memory goes back to the pool at once, or, where tensors of the
-        tree are still alive elsewhere or something is held, when these are gone. May be called
-        again.
+        """Drop the tree.
+
+        The memory goes back to the pool at once, or when the last tensor of the tree is gone and
+        every process or future given to `hold_until` has ended. May be called again.
 
         Raises:
             ForkError: In a child of fork.
@@ -154,23 +157,23 @@ class Snapshot(Generic[T]):
         self._tree = None
 
     def hold_until(self, process_or_future: Any) -> None:
-        """Keeps the memory until a writer has ended, whatever becomes of the tensors here.
+        """Keep the memory until a writer has ended, whatever becomes of the tensors here.
 
         Args:
             process_or_future: A started `multiprocessing.Process`, a `subprocess.Popen`, or a
-                future (anything with `add_done_callback`). A process that was spawned has
-                copies of its own and needs nothing of the pool, but for `shared="spawn"`: what was
-                pickled for it and never arrived is taken back when it has ended.
+                future (anything with `add_done_callback`). A spawned process has copies of its own
+                and needs no memory of the pool. With `shared="spawn"`, memory that was offered to
+                it and never asked for is taken back when it has ended.
 
         Raises:
-            TypeError, ValueError: It is none of these, or has not been started.
+            TypeError, ValueError: The argument is none of these, or has not been started.
             StillframeError: The memory has gone back already.
             ForkError: In a child of fork.
         """
         self._birth.refuse_child()
         core = self._copy.core
         if not core.hold():
-            # Pickling the tensors for a spawned process has moved them out of the pool.
+            # Pickling for a spawned process has moved the tensors out of the pool.
             if has_memory_of_its_own(process_or_future):
                 return
             raise StillframeError("the snapshot's memory has gone back to the pool already")
@@ -184,7 +187,7 @@ class Snapshot(Generic[T]):
             raise
 
     def _names(self, index: int) -> list[str]:
-        """Key paths of the tensors over a storage."""
+        """Return the key paths of the tensors over a storage."""
         begin = self._begins[index]
 
         def over(node: Any) -> bool:
@@ -199,13 +202,13 @@ class Snapshot(Generic[T]):
 
 
 def is_copied(taken: Snapshot[Any]) -> bool:
-    """Whether `wait` would return at once, and raise nothing."""
+    """Return whether `wait` would return at once, without an error."""
     copied, _ = taken._copy.core.wait(0)
     return copied and taken._copy.error is None
 
 
 def _end_once(held: list[Callable[[], None]]) -> None:
-    """Ends a hold, however often a future calls back."""
+    """End a hold once, however often a future calls back."""
     while held:
         try:
             end = held.pop()
@@ -217,26 +220,25 @@ def _end_once(held: list[Callable[[], None]]) -> None:
 def snapshot(
     tree: T, *, overlap: bool = False, shared: Shared = False, engine: Engine | None = None
 ) -> Snapshot[T]:
-    """Copies the tensors of `tree` into memory of the pool and returns the same tree over the
-    copies.
+    """Copy the tensors of `tree` into memory of the pool, and return the same tree over the copies.
 
-    Dicts, lists, tuples (their subclasses too), deques and sets are made anew; tensors of any
-    device, layout, dtype and class become CPU tensors, parameters parameters, views and ties of
-    the same storage views and ties of its copy. NumPy arrays are copied. Every other object is
-    left whole: it is the same object, with whatever tensors it has (give a module's `state_dict()`,
-    not the module).
+    Dicts, lists, tuples (their subclasses too), deques and sets are made anew. Tensors of any
+    device, layout, dtype and class become CPU tensors, and parameters stay parameters. Views and
+    ties of one storage become views and ties of its copy. NumPy arrays are copied. Every other
+    object stays the same object, with the tensors that it has: give a module's `state_dict()`, not
+    the module.
 
     Args:
         tree: Containers with tensors, such as a checkpoint.
-        overlap: Copy what only an optimizer's step changes under the next forward and backward, as
-            `async_save` does. The next step waits for it; so do `.wait()` and `.tree`.
+        overlap: Copy storages that only an optimizer's step changes under the next forward and
+            backward, as `async_save` does. The next step, `.wait()` and `.tree` wait for them.
         shared: True lets processes that are forked from now on read the memory. Without it,
             reading a tensor of the tree in a forked child crashes the child. "spawn" lets
-            processes that are not forked map it: whatever multiprocessing pickles of the tree (the
-            arguments of a Process, a Queue, a Pipe) is no copy, and the memory is kept until the
-            tensors over there are gone too, or the process is. What a process writes into the
-            tensors, only it sees, either way. It needs an `Engine(shared_memory=True)`, and True
-            one without.
+            processes that are not forked map the memory: multiprocessing then pickles tensors of
+            the tree (as arguments of a Process, through a Queue or a Pipe) without a copy. The
+            memory is kept until the tensors in the other process are gone, or that has ended. In
+            both cases only the writing process sees what it writes into the tensors. "spawn" needs
+            an `Engine(shared_memory=True)`, and True needs an engine without.
         engine: The engine whose pool is used, `default_engine()` by default.
 
     Returns:
@@ -246,20 +248,21 @@ def snapshot(
         ended.
 
     Raises:
-        PoolExhaustedError: The tree does not fit beside what other snapshots hold. Waiting for
-            saves happens here; waiting for snapshots is the caller's business.
+        PoolExhaustedError: The tree does not fit beside what other snapshots hold. The call waits
+            for saves; waiting for snapshots is up to the caller.
         MemoryError: The system has no memory for the pool.
         ForkError: See `Engine`.
-        ValueError: `shared` is none of these, or the engine's memory is not of that kind.
+        ValueError: `shared` is none of these, or does not fit the engine's memory.
         StillframeError: The engine is closed; the tensors of a CUDA device cannot be copied (no
-            usable driver, a device that is dead); a CUDA graph is being captured.
-        Exception: What a tensor of an unusual kind raises when it is asked what it is made of, as
-            for `torch.save`.
+            usable driver, or the device has failed); a CUDA graph is being captured.
+        Exception: An error of a tensor of an unusual kind when its parts are read, as in
+            `torch.save`.
 
-    Tensors on a CUDA device are copied on a stream of ours straight into pinned memory of the pool:
-    they take no memory of the device, all of it is queued in the call, the caller's current stream
-    waits for the copies and the host does not (`.wait()` and `.tree` do). Their storages are held
-    until then. Tensors on other devices are copied by torch during the call.
+    Tensors on a CUDA device are copied on a separate stream directly into pinned memory of the
+    pool. The copies take no memory of the device, and all of them are queued in the call. The
+    caller's current stream waits for them, but the host does not (`.wait()` and `.tree` do). The
+    tensors' storages are kept until then. Tensors on other devices are copied by torch during the
+    call.
     """
     refuse_unclear(overlap=overlap)
     with inside():
@@ -267,7 +270,7 @@ def snapshot(
 
 
 def snapshot_at_once(tree: T) -> Snapshot[T]:
-    """`snapshot(tree)`, for those who have other memory and need not wait.
+    """Take a snapshot without waiting, for callers that can use other memory.
 
     Raises:
         PoolExhaustedError: The tree does not fit beside what is in use at the moment.
@@ -283,15 +286,14 @@ def snapshot_to_write(
     engine: Engine | None,
     wait_for_room: Callable[[], bool] = lambda: False,
 ) -> Snapshot[T]:
-    """`snapshot(tree)` for a writer that pickles the tree later: the objects in it are copied too,
-    as they are at the call.
+    """Take a snapshot for a writer that pickles the tree later: its other objects are copied too.
 
-    The core waits for saves, and for memory that will return by itself. Where that is not enough,
-    this looks again as long as the caller knows of something else to wait for.
+    The core waits for saves, and for memory that comes back without a call. If that is not enough,
+    this tries again for as long as the caller has something else to wait for.
 
     Args:
-        wait_for_room: Waits for something that may give memory back, and returns False where there
-            is nothing left to wait for. It raises only what a signal handler does.
+        wait_for_room: Waits for something that may give memory back, and returns False if there
+            is nothing left to wait for. It raises only exceptions of signal handlers.
 
     Raises:
         PoolExhaustedError: The tree does not fit, and `wait_for_room` has returned False.
@@ -301,7 +303,7 @@ def snapshot_to_write(
             with inside():
                 used = engine_or_default(engine)
                 shared: Shared = "spawn" if limits_of(used).shared_memory else False
-                # The writer's end is known: until then others wait, however long it takes.
+                # The writer ends by itself, so others wait for it without a limit.
                 return _take(tree, overlap, shared, used, own_objects=True, patience_s=None)
         except PoolExhaustedError:
             if not wait_for_room():
@@ -309,7 +311,7 @@ def snapshot_to_write(
 
 
 def recall(taken: Snapshot[Any]) -> None:
-    """No other process reads its memory any more, whatever tensors it has left."""
+    """Take the memory back from other processes, even if they still have tensors over it."""
     if taken._lender is not None:
         taken._lender.recall()
 
@@ -333,24 +335,22 @@ def _able(engine: Engine, shared: Shared) -> Engine:
 
 
 def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> None:
-    """Has the callbacks' thread call `function` once `taken.wait()` would return, or raise, at
-    once."""
+    """Call `function` on the callbacks' thread once `taken.wait()` would not wait any more."""
     taken._copy.tell(function)
 
 
 def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
-    """Whoever wants memory waits for this snapshot's from now on: it ends by itself, whatever they
-    do. False takes that back."""
+    """Let others wait for this snapshot's memory, because it ends by itself; False undoes that."""
     taken._copy.core.will_return(yes)
 
 
 def copy_error(taken: Snapshot[Any]) -> StillframeError | None:
-    """What its copy failed with, where that is known."""
+    """Return the error of its copy, if it is known."""
     return taken._copy.error
 
 
 def gate_wait_s(taken: Snapshot[Any]) -> float:
-    """How long steps have waited for its copy so far."""
+    """Return how long steps have waited for its copy so far, in seconds."""
     return taken._copy.gate_wait_s
 
 
@@ -359,13 +359,15 @@ def _most_s() -> float | None:
 
 
 def tree_to_be(taken: Snapshot[T]) -> T | None:
-    """Its tree, whose bytes need not be there before `taken.wait()` has returned; None once it has
-    failed or was released."""
+    """Return the tree without waiting; None after a failure or `release()`.
+
+    The contents of its tensors are undefined until `taken.wait()` has returned.
+    """
     return taken._tree
 
 
 def is_leased(taken: Snapshot[Any]) -> bool:
-    """Whether its memory has not gone back to the pool."""
+    """Return whether its memory has not gone back to the pool."""
     return taken._copy.core.leased()
 
 
@@ -383,7 +385,7 @@ def _take(
     source = Tree(tree)
     objects = source.own_objects() if own_objects else {}
     _warn_of_modules(source, objects)
-    # At exit nobody would come to give the verdict.
+    # At exit the completion thread gives no verdict any more.
     deferral = gate.defer(source, overlap=overlap and not completion.completion.exiting)
     try:
         forks = shared is True
@@ -395,11 +397,11 @@ def _take(
     except BaseException:
         deferral.close()
         raise
-    # What failed in the call is raised by it. Making the tree may look at the bytes.
+    # The call raises its own failures. Rebuilding some tensors reads their bytes.
     if source.devices and (source.reads_bytes or core.error()):
         copy.finish()
         if copy.error is not None:
-            del memory  # a traceback would keep it
+            del memory  # the traceback would keep it
             raise StillframeError(str(copy.error))
     offsets = core.offsets()
     built, address = source.rebuild(memory, offsets, objects=objects)
@@ -409,7 +411,7 @@ def _take(
         nbytes = [nbytes for _, nbytes in source.sources()]
         taken.deferred_nbytes = sum(nbytes[index] for index in deferral.indices)
     copy.owner = weakref.ref(taken)
-    if copy.error is not None:  # found before there was an owner to tell
+    if copy.error is not None:  # found before the copy had an owner
         del memory, built
         taken.wait()
     source.forget()
@@ -427,12 +429,12 @@ def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
 
 
 def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | None) -> Any:
-    """Memory of the pool for the copies: the object that the new tensors refer to."""
+    """Lease memory of the pool; return the object that the new tensors will refer to."""
     try:
         memory = core.lease(most_s)
     except PoolExhaustedError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # a signal handler's, whose snapshot did not fit
+            raise  # raised by a signal handler, whose own snapshot did not fit
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
             f" {usage(engine)}{lent.sentence()}"
