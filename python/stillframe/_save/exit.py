@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable
 from multiprocessing import process, util
@@ -125,6 +126,12 @@ def _finish_child(_: object = None) -> None:
     util.Finalize(None, _drain_child, exitpriority=_PRIORITY)
 
 
+def _finish_inner_child() -> None:
+    """Do the same where a child of multiprocessing calls os.fork: it may end by `os._exit` too."""
+    if process.parent_process() is not None:
+        _finish_child()
+
+
 def _say_what_failed() -> None:
     for failure in take_failures(first_only=False):
         if not failure.logged:
@@ -139,8 +146,6 @@ def _say(sentence: str) -> None:
 def install() -> None:
     """Register the drain; called once, when the package is imported."""
     atexit.register(_drain)
-    util.register_after_fork(
-        _drain_child, _finish_child
-    )  # runs in each child, however it is started
-    if process.parent_process() is not None:  # a child's work imports us
-        _finish_child()
+    util.register_after_fork(_drain_child, _finish_child)  # by every start method, in each child
+    _finish_inner_child()  # imported by the work of a child
+    os.register_at_fork(after_in_child=_finish_inner_child)

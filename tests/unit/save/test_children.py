@@ -60,6 +60,20 @@ def spawn():
 def daemonic():
     processes(multiprocessing.get_context("fork"), daemon=True)
 
+def forked_again():
+    context = multiprocessing.get_context("fork")
+    for task in TASKS:
+        child = context.Process(target=fork_and, args=(task,))
+        child.start()
+        child.join()
+
+def fork_and(task):
+    pid = os.fork()
+    if pid == 0:
+        task(task.__name__)
+    else:
+        os.waitpid(pid, 0)
+
 def torch_spawn():
     for task in TASKS:
         torch.multiprocessing.start_processes(
@@ -106,6 +120,7 @@ KINDS = (
     "forkserver",
     "spawn",
     "daemonic",
+    "forked_again",
     "torch_spawn",
     "pool",
     "executor",
