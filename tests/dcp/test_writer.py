@@ -249,6 +249,15 @@ def test_the_metadata_names_the_save(tmp_path):
     assert found.save_id and found.checkpoint_id == str(tmp_path)
 
 
+def test_a_save_returns_the_metadata_that_it_wrote(tmp_path):
+    state = {"a": torch.arange(3.0)}
+    returned = dcp.save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    written = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert returned.storage_data == written.storage_data != {}
+    assert returned.storage_meta.save_id == written.storage_meta.save_id
+    assert returned.version == written.version
+
+
 KILLED = """
 import shutil, sys, warnings
 warnings.simplefilter("ignore")

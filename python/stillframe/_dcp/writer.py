@@ -214,13 +214,21 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: the commit.
+        """Commit the checkpoint. Only the coordinator calls this.
+
+        Args:
+            metadata: Gets `version`, `storage_data` and `storage_meta` once the checkpoint is
+                committed: `dcp.save` returns it, and PyTorch's writer fills it too.
 
         Raises:
             OSError: See `checkpoint.put_in_place`.
         """
         where = {each.index: each.storage_data for rank in results for each in rank}
-        self.commit(self.describe(metadata, where))
+        new = self.describe(metadata, where)
+        self.commit(new)
+        metadata.version = new.metadata.version
+        metadata.storage_data = new.metadata.storage_data
+        metadata.storage_meta = new.metadata.storage_meta
         self.tidy()
 
     # ---- the steps of these two, for `JointSave` ----
