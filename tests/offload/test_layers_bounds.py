@@ -118,9 +118,9 @@ def test_gradients_are_under_way_of_no_more_layers_than_there_are_slots(either, 
     with offload_layers(model, device="cpu", keep=1) as handle:
         seen, real = [], handle._gradients.send
 
-        def send(sent, gradients):
-            real(sent, gradients)
-            seen.append(len(sent.root.under_way))
+        def send(*args):
+            real(*args)
+            seen.append(len(handle._gradients._under_way))
 
         monkeypatch.setattr(handle._gradients, "send", send)
         squares(model, numbers(0)).backward()

@@ -143,7 +143,7 @@ def test_a_gradient_that_cannot_be_added_is_told_and_costs_no_other(either, nth,
         monkeypatch.undo()
         others = [layer for i, layer in enumerate(model) if i != nth]
         assert all(p.grad is not None for layer in others for p in layer.parameters())
-        assert not handle._sent
+        assert not handle._gradients._under_way and not handle._gradients._sums
         assert works(model)
 
 

@@ -302,21 +302,20 @@ class FailsAt(nn.Module):
         return Bang.apply(y) if self.fail else y
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_backward_that_fails_in_the_middle_adds_nothing(either, accumulated):
-    def steps(model, fails):
+def test_an_error_in_the_middle_of_backward_leaves_what_a_plain_one_leaves(either):
+    def steps(model):
         opt, seen = adam(model), []
         for step in range(4):
             model[2].fail = step == 2
-            if step != 3 and not (step == 2 and accumulated):
+            if step != 3:  # what the failed backward has left is stepped with
                 opt.zero_grad()
             loss = squares(model, numbers(step))
-            if step != 2:
-                loss.backward()
-            elif fails:
+            if step == 2:
                 with pytest.raises(ArithmeticError):
                     loss.backward()
-            del loss
+                del loss
+            else:
+                loss.backward()
             seen += state(model)
             opt.step()
         return [*seen, *state(model, opt)]
@@ -324,7 +323,7 @@ def test_backward_that_fails_in_the_middle_adds_nothing(either, accumulated):
     model = nn.Sequential(*mlp(depth=2), FailsAt(), *mlp(depth=2))
     other = copy.deepcopy(model)
     with offload_layers(other, device="cpu"):
-        assert same(steps(model, fails=False), steps(other, fails=True))
+        assert same(steps(model), steps(other))
         assert all(isinstance(p, nn.Parameter) for p in other.parameters())
 
 

@@ -1,15 +1,8 @@
 """Asks autograd's engine about a running backward, and learns when it ends.
 
 The engine calls a backward pass a *task* and numbers it. It runs a queued callback when the
-backward succeeds, before the caller goes on. When the backward fails, the engine drops the callback
-uncalled. On the CPU it does so before the error reaches the caller. With a device, the device's
-thread drops it, and the caller may be in its next forward by then:
-
-    caller          backward() ───────────── raises │ zero_grad │ next forward
-    device thread        node, node fails ──────────┼───────────┼── drops the callback
-
-So a pass is an object that ends once, by what comes first: its callback, the drop of its callback,
-or the next use of the layers outside of any backward.
+backward succeeds. When the backward fails, the engine drops the callback uncalled before the error
+reaches the caller. The callback's destructor detects that, so a failed backward is cleaned up too.
 """
 
 from __future__ import annotations
@@ -21,8 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stillframe.errors import StillframeError
-
 log = logging.getLogger("stillframe")
 
 NO_TASK = -1
@@ -33,149 +24,56 @@ def task() -> int:
     return torch._C._current_graph_task_id()
 
 
-class Pass:
-    """One backward through offloaded layers.
-
-    Attributes:
-        number: The engine's number of it.
-        outer: The backward in one of whose nodes this one was called, as a reentrant checkpoint
-            does.
-        caller: The thread that is taken for its caller.
-        ended: Whether it has ended, or counts as failed.
-        dropped: Whether the engine has let go of its callback.
-    """
-
-    def __init__(self, number: int, outer: Pass | None, caller: int) -> None:
-        self.number = number
-        self.outer = outer
-        self.caller = caller
-        self.ended = self.dropped = False
-
-
 class _AtEnd:
-    """A callback for the engine, which ends a pass when it is called or dropped."""
+    """A callback for the engine that runs once: at the end, or when it is dropped."""
 
-    def __init__(self, passes: Passes, one: Pass) -> None:
-        self._passes, self._pass = passes, one
+    def __init__(self, function: Callable[[bool], None]) -> None:
+        self._function: Callable[[bool], None] | None = function
 
-    def __call__(self) -> None:
-        self._passes._succeeded(self._pass)
+    def __call__(self, succeeded: bool = True) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function(succeeded)
 
     def __del__(self) -> None:
-        self._passes._dropped(self._pass)
+        try:
+            self(False)
+        except Exception as error:  # the caller gets the error of the backward itself
+            log.error("stillframe: a backward has failed, and so has its end: %r", error)
 
 
-class Passes:
-    """The backwards that go through the layers of one handle.
+class Ends:
+    """Calls `function(task, succeeded)` at the end of every backward that has called `join`."""
 
-    Calls `end(pass, succeeded)` once for each of them, one at a time.
+    def __init__(self, function: Callable[[int, bool], None]) -> None:
+        self._function = function
+        self._joined: set[int] = set()
+        self._lock = threading.Lock()
 
-    The lock is held while a pass ends. A drop may come on any thread and in the middle of anything,
-    since the garbage collector may cause it. So a drop never waits for the lock: if another thread
-    has it, the pass stays open until the next use.
-    """
+    def is_inside(self) -> bool:
+        """Return whether the backward that ends now ran inside another one, as a checkpoint's
+        does: whether another joined backward is still to end."""
+        return bool(self._joined)
 
-    def __init__(self, end: Callable[[Pass, bool], None]) -> None:
-        self._end = end
-        # Those that are open, and those whose callback the engine still holds.
-        self._passes: dict[int, Pass] = {}
-        self._lock = threading.RLock()
-        self._ending = False
-        # torch passes the thread's values under such a key on to the backwards that it calls.
-        self._key = f"stillframe.offload.{id(self)}"
+    def join(self) -> int:
+        """Register the current backward, and return its number.
 
-    def join(self, caller: int) -> Pass:
-        """Return the backward that the calling thread runs. It is told of its end from now on.
-
-        Args:
-            caller: The thread that called it.
 
         Raises:
-            StillframeError: The backward counts as failed already.
             RuntimeError: The calling thread runs no backward.
         """
         number = task()
-        one = self._passes.get(number)
-        if one is None:
-            one = Pass(number, self._outer(), caller)
-            self._passes[number] = one
-            torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(self, one))
-        if one.ended:
-            raise _too_late()
-        torch._C._stash_obj_in_tls(self._key, one)
-        return one
-
-    def _outer(self) -> Pass | None:
-        if not torch._C._is_key_in_tls(self._key):
-            return None
-        outer: Pass = torch._C._get_obj_in_tls(self._key)
-        return None if outer.ended else outer
-
-    def is_alone(self, one: Pass) -> bool:
-        """Return whether no other pass is open."""
-        return all(each is one or each.ended for each in tuple(self._passes.values()))
-
-    def end_failed(self, caller: int | None = None) -> None:
-        """End the passes that are still open outside of any backward: they have failed.
-
-        Args:
-            caller: End only those that this thread has called; by default all.
-        """
-        if not self._passes or task() != NO_TASK:
-            return
-        passes = [
-            each
-            for each in reversed(tuple(self._passes.values()))  # from the inside outwards
-            if caller is None or each.caller == caller
-        ]
-        if passes:
-            with self._lock:
-                for one in passes:
-                    self._end_once(one, False)
-
-    def _succeeded(self, one: Pass) -> None:
-        one.dropped = True
         with self._lock:
-            if one.ended:
-                self._passes.pop(one.number, None)
-                raise _too_late()
-            self._end_once(one, True)
+            if number in self._joined:
+                return number
+            self._joined.add(number)
 
-    def _dropped(self, one: Pass) -> None:
-        one.dropped = True
-        if self._lock.acquire(blocking=False):
-            try:
-                self._end_once(one, False)
-            finally:
-                self._lock.release()
+        def end(succeeded: bool) -> None:
+            self._joined.discard(number)
+            self._function(number, succeeded)
 
-    def _end_once(self, one: Pass, succeeded: bool) -> None:
-        """End a pass, unless another one is ending on this thread. The caller holds the lock."""
-        if self._ending:
-            return
-        if one.ended:
-            if one.dropped:
-                self._passes.pop(one.number, None)
-            return
-        one.ended = self._ending = True
-        try:
-            self._end(one, succeeded)
-        except Exception as error:
-            if succeeded:
-                raise
-            # The caller has got the error of the backward itself.
-            log.error("stillframe: a backward has failed, and so has its end: %r", error)
-        finally:
-            self._ending = False
-            if one.dropped:
-                self._passes.pop(one.number, None)
-
-
-def _too_late() -> StillframeError:
-    return StillframeError(
-        "offloaded layers were used outside of a backward while the backward ran, in another"
-        " thread: it counts as failed, and its gradients are not added"
-    )
+        torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(end))
+        return number
 
 
 def comes(node: torch.autograd.graph.Node | None) -> bool:

@@ -14,7 +14,6 @@ parts of its forward.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from stillframe._offload import given, graph, optimizers
 from stillframe._offload.course import Course
 from stillframe._offload.every import every
-from stillframe._offload.gradients import Gradient, Gradients, Sent
+from stillframe._offload.gradients import Gradient, Gradients
 from stillframe._offload.layer import Former, Hook, Layer, Stay
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.residents import Group, Residents
@@ -69,12 +68,10 @@ class OffloadedLayers:
         self._offloader = offloader
         self._residents = Residents(offloader, layers, slots)
         self._gradients = Gradients(offloader, slots)
-        self._passes = graph.Passes(self._backward_ended)
-        self._sent: dict[graph.Pass, Sent] = {}  # by backward that is open
-        self._caller = threading.get_ident()  # the thread of the last forward
+        self._ends = graph.Ends(self._backward_ended)
         self._open: list[Use] = []  # forwards that are running
         self._current: Use | None = None  # the use that backward has reached
-        self._current_pass: graph.Pass | None = None  # the backward that has reached it
+        self._current_task = graph.NO_TASK  # the backward that has reached it
         self._last: Layer | None = None  # the last layer used with gradients
         self._users: dict[Tensor, list[Layer]] = {}
         self._handles: list[Any] = []
@@ -98,10 +95,9 @@ class OffloadedLayers:
         """
         if self._removed:
             return
-        self._passes.end_failed()
         self._removed = True
         optimizers.unwatch(self._residents)
-        steps: list[Callable[[], object]] = [self._leave]
+        steps = [self._leave, self._gradients.join_all]
         steps += [handle.remove for handle in self._handles]
         steps += [functools.partial(self._residents.give_up_others, ())]
         steps += [layer.settle for layer in self._layers]
@@ -121,17 +117,14 @@ class OffloadedLayers:
         optimizer's step waits before it begins. Call this before you write to the weights by hand
         after any other forward.
         """
-        self._end_failed()
         self._offloader.wait_read()
 
     def stats(self) -> Any:
         """Return what was copied in each direction so far; see `Offloader.stats`."""
-        self._end_failed()
         return self._offloader.stats()
 
     def resident(self) -> list[str]:
         """Return the names of the layers that are on the device or on their way there."""
-        self._end_failed()
         return [layer.name for layer in self._layers if self._residents.has(layer)]
 
     def _watch(self, layer: Layer) -> None:
@@ -145,10 +138,6 @@ class OffloadedLayers:
         for each in module.modules():
             self._handles.append(each.register_state_dict_pre_hook(state))  # type: ignore[no-untyped-call]
 
-    def _end_failed(self) -> None:
-        """End backwards that this thread has called and that have failed; see `graph`."""
-        self._passes.end_failed(threading.get_ident())
-
     # ---- forward ----
 
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
@@ -157,12 +146,9 @@ class OffloadedLayers:
             self._open.append(next(use for use in self._open if use.layer is layer))
             return
         again = graph.task() != graph.NO_TASK  # a checkpoint repeats it
-        if not again:
-            self._passes.end_failed()
-            self._caller = threading.get_ident()
         use = Use(self._enter, layer, self._course.preceder(layer) if again else self._last)
         if again:
-            self._join()  # joins the outer backward: what is repeated may have one of its own
+            self._ends.join()  # joins the outer backward: what is repeated may have one of its own
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
         else:
@@ -256,17 +242,9 @@ class OffloadedLayers:
         self._residents.prefetch(None if layer is None or layer.partners else layer, anew)
 
     def _before_state(self, layer: Layer, module: nn.Module, *args: Any) -> None:
-        self._end_failed()
         layer.settle()
 
     # ---- backward ----
-
-    def _join(self) -> graph.Pass:
-        """Return the backward that the calling thread runs, which is told of its end."""
-        one = self._passes.join(self._caller)
-        if one not in self._sent:
-            self._sent[one] = Sent(None if one.outer is None else self._sent.get(one.outer))
-        return one
 
     def _enter(self, use: Use) -> Group:
         """Bring a layer to the device: backward has reached it, or asks for one of its weights."""
@@ -281,7 +259,7 @@ class OffloadedLayers:
                 "a backward with create_graph=True cannot go through offloaded layers: what it"
                 " computes with is gone before it could be differentiated"
             )
-        one = self._join()
+        task = self._ends.join()
         following = self._go_back(use, leave=True)
         group = self._residents.bring(use.layer, anew=False)
         # A checkpoint inside the layer may repeat its part of forward, and a reentrant one
@@ -291,7 +269,7 @@ class OffloadedLayers:
         with torch.enable_grad():
             use.put(self._on_device(inside, group))
         self._current = use
-        self._current_pass = one
+        self._current_task = task
         self._prefetch(following, anew=False)
         return group
 
@@ -327,8 +305,7 @@ class OffloadedLayers:
         self, use: Use, indices: list[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Send a layer's gradients to the CPU; return those that autograd expects as results."""
-        one = self._join()
-        use.task = one.number
+        use.task = self._ends.join()
         handed: list[Tensor | None] = [None] * len(grads)
         sent: list[Gradient] = []
         fetched: list[tuple[int, Gradient]] = []
@@ -343,7 +320,7 @@ class OffloadedLayers:
                 sent.append(Gradient(parameter, grad, self._is_last(use, parameter)))
             else:
                 fetched.append((place, Gradient(parameter, grad, True)))
-        self._gradients.send(self._sent[one], sent)
+        self._gradients.send(use.task, sent)
         came = self._gradients.fetch([each for _, each in fetched])
         for (place, _), value in zip(fetched, came, strict=True):
             handed[place] = value
@@ -360,34 +337,24 @@ class OffloadedLayers:
             for other in tuple(layer.uses)
         )
 
-    def _backward_ended(self, one: graph.Pass, succeeded: bool) -> None:
+    def _backward_ended(self, task: int, succeeded: bool) -> None:
+        inside = self._ends.is_inside()
         steps: list[Callable[[], object]] = []
-        if self._current is None or self._current_pass is one:  # else: a backward inside another
+        if self._current is None or self._current_task == task:  # else: a backward inside another
             steps.append(self._leave)
             self._last = None
-        if self._passes.is_alone(one):
+        if not inside:
             self._course.end_backward(succeeded)
             steps.append(functools.partial(self._residents.give_up_others, ()))
-        sent = self._sent.pop(one)
-        if sent.root is not sent:  # the backward around it waits
-            _end_after(steps, functools.partial(self._gradients.finish, sent), succeeded)
-            return
-        steps += [layer.settle for layer in self._layers]
-        steps.append(self._offloader.wait_read)
+        end = self._gradients.finish if inside else self._wait_for_end
+        every([*steps, functools.partial(end, task, succeeded)])
+
+    def _wait_for_end(self, task: int, succeeded: bool) -> None:
+        """Wait for the gradients, the changed buffers and the copies that still read weights."""
+        join = functools.partial(self._gradients.join, task, succeeded)
+        settle = [layer.settle for layer in self._layers]
         with self._offloader._waiting():
-            _end_after(steps, functools.partial(self._gradients.join, sent), succeeded)
-
-
-def _end_after(
-    steps: list[Callable[[], object]], end: Callable[[bool], None], succeeded: bool
-) -> None:
-    """Run the steps, then tell `end` whether the backward and all of them have succeeded."""
-    try:
-        every(steps)
-    except BaseException as error:
-        every([functools.partial(end, False)], error)
-    else:
-        end(succeeded)
+            every([join, *settle, self._offloader.wait_read])
 
 
 def _tell_of_backward(use: Use, output: Any) -> None:
