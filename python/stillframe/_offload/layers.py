@@ -81,6 +81,7 @@ class OffloadedLayers:
                 self._users.setdefault(parameter, []).append(layer)
             self._watch(layer)
         optimizers.watch(self._residents)
+        graph.watch()
 
     def __enter__(self) -> OffloadedLayers:
         return self
@@ -97,6 +98,7 @@ class OffloadedLayers:
             return
         self._removed = True
         optimizers.unwatch(self._residents)
+        graph.unwatch()
         steps = [self._leave, self._gradients.join_all]
         steps += [handle.remove for handle in self._handles]
         steps += [functools.partial(self._residents.give_up_others, ())]
@@ -338,7 +340,7 @@ class OffloadedLayers:
         )
 
     def _backward_ended(self, task: int, succeeded: bool) -> None:
-        inside = self._ends.is_inside()
+        inside = self._ends.is_inside(task)
         steps: list[Callable[[], object]] = []
         if self._current is None or self._current_task == task:  # else: a backward inside another
             steps.append(self._leave)
