@@ -62,16 +62,35 @@ def plain_copy(train: Train) -> float:
     return best * nbytes / (max(nbytes // piece, 1) * piece)
 
 
-def one_round(train: Train, way: Any, path: Path, steps: int) -> dict[str, Any]:
-    """Measure one save, `steps` steps of training after it, and its end."""
+def highest_alone(train: Train, steps: int) -> tuple[int, int]:
+    """Return the highest bytes (allocated, reserved) of steps with no save: activations too."""
     train.synchronize()
-    allocated, reserved = train.reset_memory()
+    train.reset_memory()
+    train.timed_steps(steps)
+    return train.memory()
+
+
+def one_round(
+    train: Train, way: Any, path: Path, steps: int, alone: tuple[int, int]
+) -> dict[str, Any]:
+    """Measure one save, `steps` steps of training after it, and its end.
+
+    The memory of a save is what the call takes above the state at rest, or what the steps after it
+    take above the same steps with no save, whichever is more.
+
+    Args:
+        alone: The result of `highest_alone`.
+    """
+    train.synchronize()
+    at_rest = train.reset_memory()
     reset_peak_rss()
     rss = status_bytes("VmRSS")
     tree = train.tree()
     began = time.perf_counter()
     way.start(tree, path)
     called = time.perf_counter()
+    in_call = train.memory()
+    train.reset_memory()
     # The first step after the save: a way that still copies has to wait at its optimizer step.
     first = train.mark()
     train.forward_backward()
@@ -83,17 +102,20 @@ def one_round(train: Train, way: Any, path: Path, steps: int) -> dict[str, Any]:
     second = train.mark()
     times = train.timed_steps(steps)
     times.insert(0, train.between(first, second))
-    peak_allocated, peak_reserved = train.memory()
+    in_steps = train.memory()
     more = way.finish()
     ended = time.perf_counter()
     del tree
+    own = [
+        max(in_call[i] - at_rest[i], in_steps[i] - max(alone[i], at_rest[i]), 0) for i in range(2)
+    ]
     return {
         "call_s": called - began,
         "gate_s": gated + more.get("gate_wait_s", 0.0),
         "end_s": more.get("durable_after_s", ended - began),
         "step_s": times,
-        "allocated": max(peak_allocated - allocated, 0),
-        "reserved": max(peak_reserved - reserved, 0),
+        "allocated": own[0],
+        "reserved": own[1],
         "rss": max(status_bytes("VmHWM") - rss, 0),
         "report": more,
     }
@@ -114,11 +136,12 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
         path = directory / "state"
         # Steps by themselves, and their memory, are measured before the first save.
         base = train.timed_steps(options.steps)
+        alone = highest_alone(train, options.steps)
         idle_item = probe.for_a_while(options.probe_s)
         rounds = []
         start = time.perf_counter()
-        for _ in range(options.rounds + 1):  # the first round is kept apart
-            rounds.append(one_round(train, way, path, options.steps))
+        for _ in range(options.rounds + 1):  # the first is apart
+            rounds.append(one_round(train, way, path, options.steps, alone))
             if time.perf_counter() - start > options.cap_s:
                 break
         # `.item()` on another stream during a copy that no step waits for.

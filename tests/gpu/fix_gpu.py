@@ -17,6 +17,8 @@ class Training:
         self.input = torch.randn(64, width, device=device)
         for _ in range(8):
             self.step()
+            # What may be deferred is known after step 4, and later if the host runs ahead.
+            torch.cuda.synchronize(device)
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)

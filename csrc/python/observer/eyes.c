@@ -10,9 +10,10 @@
  * step later, or several if the host runs far ahead. Until then no other probe of that device
  * starts.
  *
- * Two whole cycles from a step's end to the next gate are probed, so the earliest verdict comes at
- * the third step, not the second. With one cycle, a buffer that is written every other step would
- * pass.
+ * Two whole cycles from a step's end to the next gate are probed: with one cycle, a buffer that is
+ * written every other step would pass. Each cycle has to complete before the next one begins. So a
+ * storage has its verdict after step 4 if the host waits for the device at every step, and two steps
+ * later for each step that the host runs ahead.
  *
  * If a probe fails or is impossible (a graph capture, a probe by another thread), its storages stay
  * undecided, and so captured.
