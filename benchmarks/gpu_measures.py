@@ -75,8 +75,8 @@ def one_round(
 ) -> dict[str, Any]:
     """Measure one save, `steps` steps of training after it, and its end.
 
-    The memory of a save is what the call takes above the state at rest, or what the steps after it
-    take above the same steps with no save, whichever is more.
+    The memory of a save is the larger of two figures: what the call takes above the state at rest,
+    and what the steps after it take above the same steps with no save.
 
     Args:
         alone: The result of `highest_alone`.

@@ -12,8 +12,8 @@
  *
  * Two whole cycles from a step's end to the next gate are probed: with one cycle, a buffer that is
  * written every other step would pass. Each cycle has to complete before the next one begins. So a
- * storage has its verdict after step 4 if the host waits for the device at every step, and two steps
- * later for each step that the host runs ahead.
+ * storage has its verdict after step 4 if the host waits for the device at every step. Each step
+ * that the host runs ahead adds two.
  *
  * If a probe fails or is impossible (a graph capture, a probe by another thread), its storages stay
  * undecided, and so captured.

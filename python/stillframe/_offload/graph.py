@@ -7,7 +7,7 @@ runs their nodes, and hear of its end on the thread that made the call, before t
     device's thread      node, node, node fails │ drops the pass ──────▶ waited for
 
 The engine itself tells only the end of a pass that succeeds. It drops the callbacks of one that
-fails, and on a device it does so on a thread of its own, when the caller may be in its next forward
+fails. On a device it drops them on a thread of its own, when the caller may be in its next forward
 already. So `watch` replaces the engine object of `torch.autograd`, through which every call of
 Python's goes, for as long as layers are offloaded. A dropped callback then has one effect only: the
 caller learns that no thread runs a node of the pass any more.
