@@ -235,10 +235,9 @@ def _set_limits(
     *,
     zip64_bytes: int = ...,
     zip64_records: int = ...,
-    restore_piece_bytes: int = ...,
+    reader_piece_bytes: int = ...,
     check_piece_bytes: int = ...,
     ahead_bytes: int = ...,
-    ahead_piece_bytes: int = ...,
 ) -> None: ...
 
 # observer.c; `marks`: a keepers.Marks

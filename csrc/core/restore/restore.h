@@ -18,23 +18,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "reader/reader.h"
+
 struct sfr_check;
 struct sfr_restore;
 
 #define SFR_RESTORE_VERIFY 1u /* compare the CRC of every record */
 /* other processes read the file now: use the page cache, so that the disk reads it once */
 #define SFR_RESTORE_SHARED 2u
-
-/* The first failure. */
-struct sfr_restore_failure {
-	/* 0; SFR_ECORRUPT; -EOPNOTSUPP: the archive cannot be read in this way; -errno of the file;
-	 * -EIO with a reason: of a device */
-	int code;
-	uint64_t index; /* index of the record */
-	uint64_t off;   /* offset in the file */
-	/* words to show after the record's name, owned by the restore; or NULL */
-	const char *reason;
-};
 
 /* The restore owns the check from now on, and frees it on failure too. `fd` stays the caller's and
  * must stay open. -EOPNOTSUPP: the records of this archive are not where torch and stillframe put
@@ -58,7 +49,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, 
 		       size_t why_len);
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem);
 /* Returns how many records need a destination before this one can be read completely: all up to it,
- * and those that share the chunk with its last bytes. */
+ * and those that share the piece with its last bytes. */
 uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index);
 /* Declares that the first `upto` records have their destinations and may be read. A lower number
  * than before has no effect. The first call starts the threads. -ENOMEM, -errno: none could be
@@ -69,7 +60,7 @@ int sfr_restore_go(struct sfr_restore *r, uint64_t upto);
  * records than sfr_restore_reach returns (or fewer than all). SFR_EFORK; else the code of the
  * failure. */
 int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns);
-const struct sfr_restore_failure *sfr_restore_failure(const struct sfr_restore *r);
+const struct sfr_reader_failure *sfr_restore_failure(const struct sfr_restore *r);
 /* Returns the bytes of the file that are done. */
 uint64_t sfr_restore_done(struct sfr_restore *r);
 /* Waits for the reads in flight, at most one a thread. NULL is allowed. */

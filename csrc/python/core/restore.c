@@ -211,7 +211,7 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 static PyObject *restore_failure(PyObject *object, PyObject *unused)
 {
 	struct sfr_restore *restore = get(object);
-	const struct sfr_restore_failure *failure;
+	const struct sfr_reader_failure *failure;
 	const char *name;
 	size_t len;
 

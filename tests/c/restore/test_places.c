@@ -29,7 +29,7 @@ static void lower_the_piece(void)
 {
 	struct sfr_limits limits = sfr_limits;
 
-	limits.restore_piece_bytes = SMALL_PIECE;
+	limits.reader_piece_bytes = SMALL_PIECE;
 	CHECK_EQ(sfr_limits_set(&limits), 0);
 }
 
@@ -125,7 +125,7 @@ static void header_whose_name_is_longer_than_in_the_directory_is_refused(void)
 	int fd, rc;
 
 	archive_add(&a, "archive/data/0", padding, 0);
-	archive_gap(&a, SFR__RESTORE_PIECE_MAX - 10 - a.len); /* it lies across two pieces */
+	archive_gap(&a, SFR__READER_PIECE_MAX - 10 - a.len); /* it lies across two pieces */
 	archive_add(&a, "archive/data/1", "x", 1);
 	archive_gap(&a, 3 * 0xffffu);
 	archive_finish(&a);
@@ -156,7 +156,7 @@ static void longest_header_is_read_across_two_pieces(void)
 	int fd, rc;
 
 	memset(name + 8, 'n', MOST - 8);
-	archive_gap(&a, SFR__RESTORE_PIECE_MAX - 10 - a.len);
+	archive_gap(&a, SFR__READER_PIECE_MAX - 10 - a.len);
 	a.align = 0;
 	at = a.len;
 	archive_add(&a, name, "", 0);
@@ -168,7 +168,7 @@ static void longest_header_is_read_across_two_pieces(void)
 	fd = file_of(a.buf, a.len);
 	r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	if (CHECK(r != NULL)) {
-		CHECK_EQ(r->targets[a.nr - 1].data_off - at, SFR__RESTORE_HEADER_MAX);
+		CHECK_EQ(r->reader->records[a.nr - 1].data_off - at, SFR__READER_HEADER_MAX);
 		CHECK_EQ(sfr_restore_go(r, a.nr), 0);
 		CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), 0);
 	}
@@ -204,8 +204,8 @@ static void archive_of_another_program_is_never_called_damaged(void)
 
 		CHECK(r != NULL);
 		/* Those before it are as torch has them; their header is not what is late. */
-		r->next_off = SMALL_PIECE;
-		r->next_rec = 2;
+		r->reader->next_off = SMALL_PIECE;
+		r->reader->next_rec = 2;
 		sfr_inject_clear();
 		CHECK_EQ(sfr_inject_set(&late), 0);
 		CHECK_EQ(sfr_restore_go(r, a.nr), 0);

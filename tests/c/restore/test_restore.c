@@ -3,7 +3,7 @@
 
 #include "restore/open.h"
 
-#define PIECE SFR__RESTORE_PIECE_MAX
+#define PIECE SFR__READER_PIECE_MAX
 
 /* What a restore made of a file: the code that ended it, and the records. */
 struct restored {
@@ -373,9 +373,9 @@ static void readers_look_for_no_more_when_all_is_read(void)
 	CHECK_EQ(sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER), 0);
 	for (int ms = 0; !over && ms < 10000; ms++) {
 		(void)usleep(1000);
-		sfr__lock(&r->mu);
-		over = r->next_rec == r->nr;
-		sfr__unlock(&r->mu);
+		sfr__lock(&r->reader->mu);
+		over = r->reader->next_rec == r->reader->nr;
+		sfr__unlock(&r->reader->mu);
 	}
 	CHECK(over);
 	sfr_restore_free(r);

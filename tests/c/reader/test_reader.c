@@ -3,10 +3,11 @@
 #include <sys/wait.h>
 
 #include "check/verdict.h"
-#include "restore/plan.h"
+#include "reader/reader_int.h"
 #include "restore/restore.h"
+#include "restore/restore_int.h"
 
-#define PIECE SFR__RESTORE_PIECE_MAX
+#define PIECE SFR__READER_PIECE_MAX
 
 static struct archive a;
 static int fd;
@@ -76,13 +77,13 @@ static void what_fails_first_is_told_and_ends_the_reading(void)
 {
 	struct sfr_restore *r = open_restore();
 
-	sfr__restore_fail(r, -EIO, ENDING, 77, NULL);
-	sfr__restore_fail(r, SFR_ECORRUPT, BEHIND, 99, SFR__RESTORE_SHORTER);
+	sfr__reader_fail(r->reader, -EIO, ENDING, 77, NULL);
+	sfr__reader_fail(r->reader, SFR_ECORRUPT, BEHIND, 99, SFR__READER_SHORTER);
 	CHECK_EQ(sfr_restore_failure(r)->code, -EIO);
 	CHECK_EQ(sfr_restore_failure(r)->index, ENDING);
 	CHECK_EQ(sfr_restore_go(r, a.nr), 0);
 	CHECK_EQ(sfr_restore_wait(r, 0, SFR_FOREVER), -EIO);
-	CHECK(r->stop);
+	CHECK(r->reader->stop);
 	sfr_restore_free(r);
 }
 
