@@ -202,6 +202,8 @@ def check(
     direct: bool = False,
     directory: bool = False,
     later: bool = False,
+    offset: int = 0,
+    nbytes: int | None = None,
 ) -> dict[str, Any]: ...
 def crc32(data: bytes | bytearray | memoryview, value: int = 0, /) -> int: ...
 

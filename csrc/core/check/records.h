@@ -39,7 +39,7 @@ struct sfr_check {
 	bool os_error;             /* `code` is an error of the operating system about the file */
 	/* sums.c; NULL before and after */
 	struct sfr_check *directory;
-	struct sfr__reader *reader;
+	struct sfr_reader *reader;
 	/* the current record */
 	struct sfr__unzip_record rec;
 	uint64_t data_off, data_done, rec_end;

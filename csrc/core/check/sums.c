@@ -56,7 +56,7 @@ static int start(struct sfr_check *c)
 		return SFR_ECORRUPT;
 	spec.places = &c->directory->places;
 	rc = sfr__reader_new(&spec, &c->reader);
-	return rc == 0 ? sfr__reader_go(c->reader, spec.places->nr) : rc;
+	return rc == 0 ? sfr_reader_go(c->reader, spec.places->nr) : rc;
 }
 
 /* Takes the verdict on every record from the reader. */
@@ -96,16 +96,13 @@ int sfr__check_sums(struct sfr_check *c)
 
 	if (c->reader == NULL) {
 		rc = start(c);
-		if (rc == SFR_EAGAIN)
-			return 0; /* the slice is over */
-		if (rc != 0)
-			return walk(c);
+		return rc == 0 || rc == SFR_EAGAIN ? 0 : walk(c);
 	}
-	rc = sfr__reader_wait(c->reader, c->directory->places.nr, sfr__time_left(c->deadline_ns));
+	rc = sfr_reader_wait(c->reader, c->directory->places.nr, sfr__time_left(c->deadline_ns));
 	if (rc == 0)
 		return conclude(c);
 	if (rc == SFR_EAGAIN) {
-		c->body_pos = sfr__reader_done(c->reader);
+		c->body_pos = sfr_reader_done(c->reader);
 		return 0;
 	}
 	if (rc == -EOPNOTSUPP || rc == SFR_EFORK)

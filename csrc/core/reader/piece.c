@@ -20,7 +20,7 @@
 #include "reader/reader_int.h"
 
 struct piece {
-	struct sfr__reader *r;
+	struct sfr_reader *r;
 	struct sfr__buffer *buffer;
 	uint64_t off, end;
 	char *scratch;
@@ -29,7 +29,7 @@ struct piece {
 /* ---- what counts -------------------------------------------------------------- */
 
 /* Keeps the first damage to a record. False: damage ends the reading. */
-static bool note_locked(const struct sfr__reader *r, struct sfr__reader_record *record,
+static bool note_locked(const struct sfr_reader *r, struct sfr__reader_record *record,
 			const char *wrong)
 {
 	if ((r->flags & SFR__READER_LIST) != 0 && record->wrong == NULL)
@@ -38,7 +38,7 @@ static bool note_locked(const struct sfr__reader *r, struct sfr__reader_record *
 }
 
 /* Deals with damage to a record. False: a failure was recorded. */
-static bool goes_on_after(struct sfr__reader *r, uint64_t i, uint64_t off, const char *wrong)
+static bool goes_on_after(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong)
 {
 	if (sfr__under(&r->mu, note_locked(r, &r->records[i], wrong)))
 		return true;
@@ -47,7 +47,7 @@ static bool goes_on_after(struct sfr__reader *r, uint64_t i, uint64_t off, const
 }
 
 /* Counts more units of a record. */
-static void got(struct sfr__reader *r, const struct sfr__part *part)
+static void got(struct sfr_reader *r, const struct sfr__part *part)
 {
 	static const char other_bytes[] = "its bytes do not match their CRC";
 	struct sfr__reader_record *record = &r->records[part->index];
@@ -74,7 +74,7 @@ static void got(struct sfr__reader *r, const struct sfr__part *part)
 	sfr__unlock(&r->mu);
 }
 
-void sfr__reader_count(struct sfr__reader *r, struct sfr__buffer *buffer)
+void sfr__reader_count(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
 	for (size_t i = 0; i < buffer->nr_parts; i++)
 		got(r, &buffer->parts[i]);
@@ -192,7 +192,7 @@ static bool check_descriptor(const struct piece *p, uint64_t i)
  * what put does. */
 static int hand_out(const struct piece *p, struct sfr__part *part)
 {
-	const struct sfr__reader *r = p->r;
+	const struct sfr_reader *r = p->r;
 	const uint64_t data_off = r->records[part->index].data_off;
 	const uint64_t to = sfr__reader_data_end(r, part->index);
 	const uint64_t a = data_off > p->off ? data_off : p->off;

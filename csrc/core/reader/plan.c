@@ -52,7 +52,7 @@ static uint64_t data_off(const struct sfr__place *p, uint64_t align, enum writer
 }
 
 /* Returns the offset of a record's data according to its header, or -errno, -EOPNOTSUPP. */
-static int64_t look(const struct sfr__reader *r, const struct sfr__place *p)
+static int64_t look(const struct sfr_reader *r, const struct sfr__place *p)
 {
 	unsigned char header[SFR__UNZIP_LOCAL];
 	int64_t got = sfr__source_some(&r->source, header, sizeof(header), p->hdr_off);
@@ -66,7 +66,7 @@ static int64_t look(const struct sfr__reader *r, const struct sfr__place *p)
 }
 
 /* Returns the record of this name, without the archive's directory; r->nr if there is none. */
-static uint64_t find(const struct sfr__reader *r, const char *bare)
+static uint64_t find(const struct sfr_reader *r, const char *bare)
 {
 	const size_t len = strlen(bare), prefix_len = r->list->prefix_len;
 
@@ -77,7 +77,7 @@ static uint64_t find(const struct sfr__reader *r, const char *bare)
 	return r->nr;
 }
 
-static int64_t find_align(const struct sfr__reader *r)
+static int64_t find_align(const struct sfr_reader *r)
 {
 	const uint64_t index = find(r, ".storage_alignment");
 	const struct sfr__place *p = &r->places[index];
@@ -98,7 +98,7 @@ static int64_t find_align(const struct sfr__reader *r)
 	return align >= 1 && align <= MOST_ALIGN ? align : -EOPNOTSUPP;
 }
 
-static int find_writer(const struct sfr__reader *r, uint64_t align, enum writer *writer)
+static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *writer)
 {
 	*writer = TORCH;
 	for (uint64_t i = 0; i < r->nr; i++) {
@@ -117,7 +117,7 @@ static int find_writer(const struct sfr__reader *r, uint64_t align, enum writer 
 	return 0;
 }
 
-int sfr__reader_plan(struct sfr__reader *r)
+int sfr__reader_plan(struct sfr_reader *r)
 {
 	const int64_t align = find_align(r), last = look(r, &r->places[r->nr - 1]);
 	enum writer writer;

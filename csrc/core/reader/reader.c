@@ -36,7 +36,7 @@
  *
  * The caller says up to which record the client is ready (`upto`); threads stop at the first piece
  * that has bytes of a later record. A piece belongs to all records in it, so the client must be
- * ready for more than the record that is wanted (sfr__reader_reach). A wait that only the caller
+ * ready for more than the record that is wanted (sfr_reader_reach). A wait that only the caller
  * could end is refused. The caller waits for single records and uses none before it is GOOD, so no
  * code ever sees unchecked bytes. */
 #include <errno.h>
@@ -52,7 +52,7 @@ struct piece {
 };
 
 /* Finds the next piece with records in it. False at the end. */
-static bool find_piece_locked(struct sfr__reader *r, struct piece *piece)
+static bool find_piece_locked(struct sfr_reader *r, struct piece *piece)
 {
 	for (;;) {
 		uint64_t to;
@@ -83,7 +83,7 @@ static bool find_piece_locked(struct sfr__reader *r, struct piece *piece)
 }
 
 /* Waits until the client has finished with the buffer, and counts what was in it. */
-static void land(struct sfr__reader *r, struct sfr__buffer *buffer)
+static void land(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
 	if (r->nr_buffers == 1)
 		return; /* nothing is left in it */
@@ -103,7 +103,7 @@ static void land_all(struct sfr__reader_thread *thread)
  * the client has finished with. */
 static bool take_piece(struct sfr__reader_thread *thread, struct piece *piece)
 {
-	struct sfr__reader *r = thread->r;
+	struct sfr_reader *r = thread->r;
 	bool found, counted = false;
 
 	sfr__lock(&r->mu);
@@ -124,7 +124,7 @@ static bool take_piece(struct sfr__reader_thread *thread, struct piece *piece)
 }
 
 /* Returns the record whose bytes are at the beginning of the piece. */
-static uint64_t whose(const struct sfr__reader *r, const struct piece *piece)
+static uint64_t whose(const struct sfr_reader *r, const struct piece *piece)
 {
 	uint64_t i = piece->first;
 
@@ -135,7 +135,7 @@ static uint64_t whose(const struct sfr__reader *r, const struct piece *piece)
 
 static bool read_piece(struct sfr__reader_thread *thread, const struct piece *piece)
 {
-	struct sfr__reader *r = thread->r;
+	struct sfr_reader *r = thread->r;
 	struct sfr__buffer *buffer = &thread->buffers[thread->turn];
 	int rc;
 
@@ -171,7 +171,7 @@ static void *reader_main(void *arg)
 
 static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 {
-	const struct sfr__reader *r = thread->r;
+	const struct sfr_reader *r = thread->r;
 
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
 		/* In a child, the thread was in the middle of something. */
@@ -187,7 +187,7 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 /* Gets the memory of a thread. -ENOMEM: free_thread frees what there is. */
 static int give_memory(struct sfr__reader_thread *thread, unsigned number)
 {
-	const struct sfr__reader *r = thread->r;
+	const struct sfr_reader *r = thread->r;
 	const bool lent = r->nr_buffers > 1;
 	const size_t own = lent ? 0 : r->piece;
 	char *mem = sfr_sys.malloc(own + SFR__READER_HEADER_MAX + SFR_PAGE);
@@ -206,7 +206,7 @@ static int give_memory(struct sfr__reader_thread *thread, unsigned number)
 	return 0;
 }
 
-static int start_thread(struct sfr__reader *r)
+static int start_thread(struct sfr_reader *r)
 {
 	struct sfr__reader_thread *thread = &r->threads[r->nr_threads];
 	int rc;
@@ -225,9 +225,9 @@ static int start_thread(struct sfr__reader *r)
 
 /* ---- for the owner ----------------------------------------------------------- */
 
-int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr__reader **out)
+int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out)
 {
-	struct sfr__reader *r;
+	struct sfr_reader *r;
 	int rc = sfr_fork_init();
 
 	*out = NULL;
@@ -262,7 +262,7 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr__reader **ou
 	return rc;
 }
 
-uint64_t sfr__reader_reach(const struct sfr__reader *r, uint64_t index)
+uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index)
 {
 	/* The descriptor's first byte is in the last piece that the record needs. */
 	const uint64_t to = sfr__round_up(sfr__reader_data_end(r, index) + 1, r->piece);
@@ -270,7 +270,7 @@ uint64_t sfr__reader_reach(const struct sfr__reader *r, uint64_t index)
 	return sfr__lower_bound(i, index + 1, r->nr, r->places[i].hdr_off < to);
 }
 
-int sfr__reader_go(struct sfr__reader *r, uint64_t upto)
+int sfr_reader_go(struct sfr_reader *r, uint64_t upto)
 {
 	const uint64_t nr_pieces = r->end / r->piece + 1;
 	int rc = 0;
@@ -291,19 +291,19 @@ int sfr__reader_go(struct sfr__reader *r, uint64_t upto)
 	return r->nr_threads == 0 ? rc : 0; /* fewer threads are only slower */
 }
 
-bool sfr__reader_runs(const struct sfr__reader *r)
+bool sfr__reader_runs(const struct sfr_reader *r)
 {
 	return r->nr_threads != 0;
 }
 
 /* Whether the threads may read the record completely. Only the caller extends `upto`, so a wait for
  * any other record would never end. */
-static bool is_within_reach(const struct sfr__reader *r, uint64_t index)
+static bool is_within_reach(const struct sfr_reader *r, uint64_t index)
 {
-	return (index < r->nr ? sfr__reader_reach(r, index) : r->nr) <= r->upto;
+	return (index < r->nr ? sfr_reader_reach(r, index) : r->nr) <= r->upto;
 }
 
-int sfr__reader_wait(struct sfr__reader *r, uint64_t index, uint64_t slice_ns)
+int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
 	int rc = 0;
@@ -331,14 +331,14 @@ int sfr__reader_wait(struct sfr__reader *r, uint64_t index, uint64_t slice_ns)
 	return rc;
 }
 
-void sfr__reader_sleep(struct sfr__reader *r, uint64_t deadline_ns)
+void sfr__reader_sleep(struct sfr_reader *r, uint64_t deadline_ns)
 {
 	sfr__lock(&r->mu);
 	(void)sfr__cond_wait(&r->never, &r->mu, deadline_ns); /* a sleep that ends early is fine */
 	sfr__unlock(&r->mu);
 }
 
-void sfr__reader_fail(struct sfr__reader *r, int code, uint64_t index, uint64_t off,
+void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t off,
 		      const char *reason)
 {
 	sfr__lock(&r->mu);
@@ -350,12 +350,12 @@ void sfr__reader_fail(struct sfr__reader *r, int code, uint64_t index, uint64_t 
 	sfr__unlock(&r->mu);
 }
 
-const struct sfr_reader_failure *sfr__reader_failure(const struct sfr__reader *r)
+const struct sfr_reader_failure *sfr_reader_failure(const struct sfr_reader *r)
 {
 	return &r->failure;
 }
 
-const char *sfr__reader_damage(const struct sfr__reader *r, uint64_t index, bool *unchecked)
+const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool *unchecked)
 {
 	const struct sfr__reader_record *record = &r->records[index];
 
@@ -363,17 +363,17 @@ const char *sfr__reader_damage(const struct sfr__reader *r, uint64_t index, bool
 	return record->wrong;
 }
 
-uint64_t sfr__reader_data_off(const struct sfr__reader *r, uint64_t index)
+uint64_t sfr__reader_data_off(const struct sfr_reader *r, uint64_t index)
 {
 	return r->records[index].data_off;
 }
 
-uint64_t sfr__reader_done(struct sfr__reader *r)
+uint64_t sfr_reader_done(struct sfr_reader *r)
 {
 	return sfr__under(&r->mu, r->done);
 }
 
-static void end_threads(struct sfr__reader *r)
+static void end_threads(struct sfr_reader *r)
 {
 	sfr__lock(&r->mu);
 	r->stop = true;
@@ -387,7 +387,7 @@ static void end_threads(struct sfr__reader *r)
 	sfr__mutex_fini(&r->mu);
 }
 
-void sfr__reader_free(struct sfr__reader *r)
+void sfr__reader_free(struct sfr_reader *r)
 {
 	bool is_child;
 

@@ -2,8 +2,8 @@
  * See reader.c.
  *
  *     sfr__reader_new(&spec, &reader);
- *     sfr__reader_go(reader, i);                     the first i records may be read
- *     while ((rc = sfr__reader_wait(reader, index, slice_ns)) == SFR_EAGAIN)
+ *     sfr_reader_go(reader, i);                     the first i records may be read
+ *     while ((rc = sfr_reader_wait(reader, index, slice_ns)) == SFR_EAGAIN)
  *             ...;
  *     sfr__reader_free(reader);
  *
@@ -27,7 +27,7 @@
 #define SFR__READER_SUMS 1u /* compare the CRC of every record */
 #define SFR__READER_LIST 2u /* go on after damage to a record, and keep it for reader_damage */
 
-struct sfr__reader;
+struct sfr_reader;
 
 /* Bytes of a record that count when the client has finished with the buffer. */
 struct sfr__part {
@@ -54,7 +54,7 @@ struct sfr__reader_client {
 	int (*put)(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
 		   const char *bytes, size_t len, uint32_t *crc);
 	/* Lends memory to read into, and takes it back. NULL, like the rest, if no put returns
-	 * SFR__READER_LATER. They must be set before the first sfr__reader_go. */
+	 * SFR__READER_LATER. They must be set before the first sfr_reader_go. */
 	char *(*lend)(void *self, size_t len);
 	void (*take_back)(void *self, struct sfr__buffer *buffer);
 	/* All bytes of a piece have been put. 0 or -1. */
@@ -86,35 +86,35 @@ struct sfr_reader_failure {
 
 /* -EOPNOTSUPP: the records of this archive are not where torch and stillframe put them, or not
  * stored as in memory; the file may be good. -ENOMEM, -errno of reading. */
-int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr__reader **out);
+int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out);
 /* Returns how many records may have to be read before this one is read completely: all up to it,
  * and those that share the piece with its last bytes. */
-uint64_t sfr__reader_reach(const struct sfr__reader *r, uint64_t index);
+uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index);
 /* Allows the first `upto` records to be read. A lower number than before has no effect. The first
  * call starts the threads. -ENOMEM, -errno: none could be started. SFR_EFORK. */
-int sfr__reader_go(struct sfr__reader *r, uint64_t upto);
-/* Whether sfr__reader_go has started threads. */
-bool sfr__reader_runs(const struct sfr__reader *r);
+int sfr_reader_go(struct sfr_reader *r, uint64_t upto);
+/* Whether sfr_reader_go has started threads. */
+bool sfr__reader_runs(const struct sfr_reader *r);
 /* 0: the record is there and good (the number of records: all of them). SFR_EAGAIN: call again.
- * SFR_EUNPLACED, at once: the threads cannot get there, because sfr__reader_go has allowed fewer
- * records than sfr__reader_reach returns (or fewer than all). SFR_EFORK; else the code of the
+ * SFR_EUNPLACED, at once: the threads cannot get there, because sfr_reader_go has allowed fewer
+ * records than sfr_reader_reach returns (or fewer than all). SFR_EFORK; else the code of the
  * failure. With SFR__READER_LIST a record with damage counts as good. */
-int sfr__reader_wait(struct sfr__reader *r, uint64_t index, uint64_t slice_ns);
+int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns);
 /* Sleeps on a client's behalf, until the deadline. */
-void sfr__reader_sleep(struct sfr__reader *r, uint64_t deadline_ns);
+void sfr__reader_sleep(struct sfr_reader *r, uint64_t deadline_ns);
 /* Ends the reading. Only the first failure is kept. */
-void sfr__reader_fail(struct sfr__reader *r, int code, uint64_t index, uint64_t off,
+void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t off,
 		      const char *reason);
-const struct sfr_reader_failure *sfr__reader_failure(const struct sfr__reader *r);
+const struct sfr_reader_failure *sfr_reader_failure(const struct sfr_reader *r);
 /* Returns the damage of a record, or NULL; once all records were waited for. *unchecked: its bytes
  * have a CRC, and the archive does not say which. */
-const char *sfr__reader_damage(const struct sfr__reader *r, uint64_t index, bool *unchecked);
+const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool *unchecked);
 /* Returns the offset of a record's data. */
-uint64_t sfr__reader_data_off(const struct sfr__reader *r, uint64_t index);
+uint64_t sfr__reader_data_off(const struct sfr_reader *r, uint64_t index);
 /* Returns the bytes of the file that are done. */
-uint64_t sfr__reader_done(struct sfr__reader *r);
+uint64_t sfr_reader_done(struct sfr_reader *r);
 /* Ends the threads, after the reads in flight, at most one a thread. What the client lent has been
  * taken back. NULL is allowed. */
-void sfr__reader_free(struct sfr__reader *r);
+void sfr__reader_free(struct sfr_reader *r);
 
 #endif

@@ -22,7 +22,7 @@ struct sfr__reader_record {
 };
 
 struct sfr__reader_thread {
-	struct sfr__reader *r;
+	struct sfr_reader *r;
 	pthread_t id;
 	char *mem; /* the only buffer, unless the client lends them, and the scratch memory */
 	/* SFR__READER_HEADER_MAX bytes, for headers that cross the end of a piece */
@@ -31,7 +31,7 @@ struct sfr__reader_thread {
 	unsigned turn; /* index of the next buffer */
 };
 
-struct sfr__reader {
+struct sfr_reader {
 	/* constant */
 	const struct sfr__place *places;
 	const struct sfr__places *list;
@@ -59,24 +59,24 @@ struct sfr__reader {
 };
 
 /* Returns the offset where record `i` must have ended: at the next one, or at the directory. */
-static inline uint64_t sfr__reader_limit(const struct sfr__reader *r, uint64_t i)
+static inline uint64_t sfr__reader_limit(const struct sfr_reader *r, uint64_t i)
 {
 	return i + 1 < r->nr ? r->places[i + 1].hdr_off : r->end;
 }
 
-static inline uint64_t sfr__reader_data_end(const struct sfr__reader *r, uint64_t i)
+static inline uint64_t sfr__reader_data_end(const struct sfr_reader *r, uint64_t i)
 {
 	return r->records[i].data_off + r->places[i].len;
 }
 
 /* plan.c: sets records[].data_off. 0, -EOPNOTSUPP or -errno. */
-int sfr__reader_plan(struct sfr__reader *r);
+int sfr__reader_plan(struct sfr_reader *r);
 
 /* piece.c: checks [off, off + len) of the file, which is in the buffer, and hands out records
  * [first, last). */
 void sfr__reader_piece(struct sfr__reader_thread *thread, struct sfr__buffer *buffer, uint64_t off,
 		       size_t len, uint64_t first, uint64_t last);
 /* piece.c: counts the bytes of a buffer that the client has finished with. */
-void sfr__reader_count(struct sfr__reader *r, struct sfr__buffer *buffer);
+void sfr__reader_count(struct sfr_reader *r, struct sfr__buffer *buffer);
 
 #endif

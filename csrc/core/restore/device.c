@@ -59,14 +59,14 @@ static char *lend(void *self, size_t len)
 static void take_back(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
-	struct sfr__flight *flight = &r->flights[buffer->number];
+	struct sfr__restore_flight *flight = &r->flights[buffer->number];
 	struct sfr__cuda_scope scope;
 
 	enter(r, &scope);
 	for (unsigned k = 0; k < r->nr_devices; k++)
 		if (flight->landed[k] != NULL)
 			(void)r->cu->event_free(flight->landed[k]); /* is leaked at worst */
-	*flight = (struct sfr__flight){ 0 };
+	*flight = (struct sfr__restore_flight){ 0 };
 	if (buffer->mem != NULL)
 		(void)r->cu->host_free(buffer->mem);
 	buffer->mem = NULL;
@@ -93,7 +93,7 @@ bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64
 
 /* Records an event of the flight after the work on the device's stream. `call` receives the call
  * that failed. */
-static CUresult record(const struct sfr_restore *r, unsigned k, struct sfr__flight *flight,
+static CUresult record(const struct sfr_restore *r, unsigned k, struct sfr__restore_flight *flight,
 		       const char **call)
 {
 	const struct sfr__restore_device *device = &r->devices[k];
@@ -119,7 +119,7 @@ static void sleep_a_little(struct sfr_restore *r)
  * too, nobody knows whether a copy still runs, and the memory is retired. */
 static void give_up(struct sfr_restore *r, struct sfr__buffer *buffer)
 {
-	struct sfr__flight *flight = &r->flights[buffer->number];
+	struct sfr__restore_flight *flight = &r->flights[buffer->number];
 	CUresult rc = CUDA_SUCCESS;
 
 	for (unsigned k = 0; k < r->nr_devices && rc == CUDA_SUCCESS; k++)
@@ -134,7 +134,7 @@ static void give_up(struct sfr_restore *r, struct sfr__buffer *buffer)
 static int sent(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
-	struct sfr__flight *flight = &r->flights[buffer->number];
+	struct sfr__restore_flight *flight = &r->flights[buffer->number];
 
 	for (unsigned k = 0; k < r->nr_devices; k++) {
 		CUresult rc = CUDA_SUCCESS;
@@ -153,7 +153,7 @@ static int sent(void *self, struct sfr__buffer *buffer)
 
 static int land_all(struct sfr_restore *r, struct sfr__buffer *buffer)
 {
-	struct sfr__flight *flight = &r->flights[buffer->number];
+	struct sfr__restore_flight *flight = &r->flights[buffer->number];
 
 	for (unsigned k = 0; k < r->nr_devices; k++) {
 		CUresult rc = CUDA_SUCCESS;

@@ -103,29 +103,9 @@ void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem)
 	r->targets[index].mem = mem;
 }
 
-uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index)
+struct sfr_reader *sfr_restore_reader(struct sfr_restore *r)
 {
-	return sfr__reader_reach(r->reader, index);
-}
-
-int sfr_restore_go(struct sfr_restore *r, uint64_t upto)
-{
-	return sfr__reader_go(r->reader, upto);
-}
-
-int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns)
-{
-	return sfr__reader_wait(r->reader, index, slice_ns);
-}
-
-const struct sfr_reader_failure *sfr_restore_failure(const struct sfr_restore *r)
-{
-	return sfr__reader_failure(r->reader);
-}
-
-uint64_t sfr_restore_done(struct sfr_restore *r)
-{
-	return sfr__reader_done(r->reader);
+	return r->reader;
 }
 
 void sfr_restore_free(struct sfr_restore *r)

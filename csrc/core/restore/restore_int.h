@@ -24,7 +24,7 @@ struct sfr__restore_device {
 };
 
 /* The copies that read from one buffer of the reader. */
-struct sfr__flight {
+struct sfr__restore_flight {
 	CUevent landed[SFR__RESTORE_DEVICES]; /* events after its copies; NULL: none */
 	uint32_t devices;                     /* a bit for each device that it has copies to */
 };
@@ -32,7 +32,7 @@ struct sfr__flight {
 struct sfr_restore {
 	struct sfr_check *check;
 	const struct sfr__places *places; /* the check's */
-	struct sfr__reader *reader;
+	struct sfr_reader *reader;
 	struct sfr__reader_client client;
 	struct sfr__target *targets;
 	uint64_t fork_generation;
@@ -41,7 +41,7 @@ struct sfr_restore {
 	struct sfr__restore_device devices[SFR__RESTORE_DEVICES];
 	unsigned nr_devices;
 	/* each used by the thread that owns the buffer of the same number */
-	struct sfr__flight flights[SFR__READER_THREADS * SFR__READER_BUFFERS];
+	struct sfr__restore_flight flights[SFR__READER_THREADS * SFR__READER_BUFFERS];
 	/* the error of a device, written by the first that has one */
 	atomic_bool has_why;
 	char why[160];
