@@ -220,5 +220,5 @@ def test_a_part_of_a_tensor_is_named_by_where_it_begins(saved):
 def test_a_reader_that_finds_damage_leaves_no_file_open(saved):
     (data,) = saved.glob("*.distcp")
     data.write_bytes(data.read_bytes().replace(b"PK\3\4", b"PK\3\5"))
-    with pytest.raises(CheckpointException, match="a is damaged: it is not a torch.save file"):
+    with pytest.raises(CheckpointException, match=r"a is damaged: it is not a torch\.save file"):
         loaded({"a": torch.tensor(VALUES)}, saved, storage_reader=Reader(saved))

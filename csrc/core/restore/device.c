@@ -120,12 +120,15 @@ static void sleep_a_little(struct sfr_restore *r)
 static void give_up(struct sfr_restore *r, struct sfr__buffer *buffer)
 {
 	struct sfr__restore_flight *flight = &r->flights[buffer->number];
+	struct sfr__cuda_scope scope;
 	CUresult rc = CUDA_SUCCESS;
 
+	enter(r, &scope);
 	for (unsigned k = 0; k < r->nr_devices && rc == CUDA_SUCCESS; k++)
 		while ((flight->devices & 1u << k) != 0 &&
 		       (rc = r->cu->stream_query(r->devices[k].stream)) == CUDA_ERROR_NOT_READY)
 			sleep_a_little(r);
+	sfr__cuda_leave(&scope);
 	if (rc != CUDA_SUCCESS)
 		buffer->mem = NULL;
 	flight->devices = 0;
