@@ -64,7 +64,7 @@ class Limits:
     """An engine's options, checked.
 
     Attributes:
-        pool_bytes: 0 lets the core choose.
+        pool_bytes: 0 means what `_base/budget.py` finds.
     """
 
     pool_bytes: int

@@ -1,7 +1,6 @@
 /* Saves from devices, over the fake driver: pools, lifetimes, several devices, what fails. */
 #include <errno.h>
 
-#include "memory/numa.h"
 #include "cuda/fix_cuda.h"
 
 static void a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers(void)
@@ -269,26 +268,6 @@ static void no_registration_is_larger_than_128_mib(void)
 	fake_end(engine); /* a larger one is a violation */
 }
 
-static void a_thread_that_gives_memory_goes_near_the_device_and_comes_back(void)
-{
-	cpu_set_t cpus, before, after;
-	struct sfr__numa near;
-
-	CHECK(sfr__cpus_parse("0-2,5,7-8\n", &cpus));
-	CHECK_EQ(CPU_COUNT(&cpus), 6);
-	CHECK(CPU_ISSET(5, &cpus) && !CPU_ISSET(6, &cpus) && CPU_ISSET(8, &cpus));
-	CHECK(!sfr__cpus_parse("3-1", &cpus));
-	CHECK(!sfr__cpus_parse("0-99999999", &cpus));
-	CHECK(!sfr__cpus_parse("many", &cpus));
-	CHECK_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
-	for (int node = -1; node < 3; node++) {
-		sfr__numa_begin(&near, node);
-		sfr__numa_end(&near);
-		CHECK_EQ(sched_getaffinity(0, sizeof(after), &after), 0);
-		CHECK(CPU_EQUAL(&before, &after));
-	}
-}
-
 int main(void)
 {
 	if (!fake_load())
@@ -301,7 +280,6 @@ int main(void)
 	RUN(the_errors_that_end_a_device_end_it_and_no_others);
 	RUN(a_pool_whose_every_block_is_retired_says_so);
 	RUN(a_device_nobody_made_active_is_refused);
-	RUN(a_thread_that_gives_memory_goes_near_the_device_and_comes_back);
 	RUN(warm_up_registers_in_pieces_and_trim_takes_them_back);
 	RUN(no_registration_is_larger_than_128_mib);
 	RUN(a_checksum_whose_event_fails_leaves_no_copy_behind);

@@ -324,7 +324,7 @@ static void sources_are_free_when_they_are_written_and_not_before(void)
 		if (cancel)
 			CHECK_EQ(report.state, SFR_CANCELLED);
 		else
-			CHECK_EQ(t->written_nbytes, 3 * MIB);
+			CHECK_EQ(t->facts.written_nbytes, 3 * MIB);
 		sfr_inject_clear();
 		saving_finish(t);
 		sfr_ticket_put(t);
