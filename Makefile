@@ -185,7 +185,8 @@ $(VENV)/.wheel: $(VENV)/.requirements
 # ---- the C tests: programs of their own, each in a process of its own -----------------------
 
 C_FORMATTED := $(shell find csrc tests/c -name "*.[ch]" | LC_ALL=C sort)
-C_HEADERS   := $(filter csrc/core/%.h tests/c/%.h,$(C_FORMATTED))
+C_HEADERS   := $(filter csrc/core/%.h,$(C_FORMATTED))
+C_TEST_HEADERS := $(filter tests/c/%.h,$(C_FORMATTED))
 C_CORE      := $(patsubst csrc/core/%.c,%.o,$(filter csrc/core/%.c,$(C_FORMATTED)))
 FAKE_CUDA   := $(filter tests/c/cuda/fake_cuda%.c,$(C_FORMATTED))
 C_TESTS     := $(basename $(notdir $(wildcard tests/c/*/test_*.c)))
@@ -203,10 +204,10 @@ programs-$(1): $$(C_PROGRAMS_$(1)) build/$(1)/libfake_cuda.so
 build/$(1)/core/%.o: csrc/core/%.c $(C_HEADERS)
 	@mkdir -p $$(@D) && echo "  $(1) $$<"
 	@$(CC) $(C_FLAGS) $(2) -Icsrc/core -c $$< -o $$@
-build/$(1)/libfake_cuda.so: $(FAKE_CUDA) $(C_HEADERS)
+build/$(1)/libfake_cuda.so: $(FAKE_CUDA) $(C_HEADERS) $(C_TEST_HEADERS)
 	@mkdir -p $$(@D) && echo "  $(1) $$@"
 	@$(CC) $(C_FLAGS) $(2) -fPIC -shared -Icsrc/core -Itests/c $(FAKE_CUDA) -o $$@
-build/$(1)/test_%: test_%.c $(C_HEADERS) $(C_CORE:%=build/$(1)/core/%)
+build/$(1)/test_%: test_%.c $(C_HEADERS) $(C_TEST_HEADERS) $(C_CORE:%=build/$(1)/core/%)
 	@echo "  $(1) $$<"
 	@$(CC) $(C_FLAGS) $(2) -Icsrc/core -Itests/c $$(filter %.c %.o,$$^) -ldl -o $$@
 endef

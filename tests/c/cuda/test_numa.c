@@ -32,7 +32,7 @@ static int noted_affinity(const cpu_set_t *cpus)
 }
 
 /* The kernel's name is in lower case, the driver's is not. */
-static void a_devices_node_is_what_the_kernel_says_of_its_bus(void)
+TEST(a_devices_node_is_what_the_kernel_says_of_its_bus)
 {
 	const struct sfr__cuda *cu = sfr__cuda_get(NULL, 0);
 	struct sfr_engine *engine;
@@ -54,7 +54,7 @@ static void a_devices_node_is_what_the_kernel_says_of_its_bus(void)
 	fake_end(engine);
 }
 
-static void a_thread_goes_to_cpus_of_the_node_that_it_may_use_and_back(void)
+TEST(a_thread_goes_to_cpus_of_the_node_that_it_may_use_and_back)
 {
 	static char much[3 * 4096];
 	struct sfr__numa near;
@@ -97,8 +97,7 @@ int main(void)
 	sfr_sys.open = redirected_open;
 	sfr_sys.get_affinity = told_affinity;
 	sfr_sys.set_affinity = noted_affinity;
-	RUN(a_devices_node_is_what_the_kernel_says_of_its_bus);
-	RUN(a_thread_goes_to_cpus_of_the_node_that_it_may_use_and_back);
+	check_run();
 	(void)snprintf(command, sizeof(command), "rm -rf %s", root);
 	CHECK_EQ(system(command), 0);
 	return check_done();
