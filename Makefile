@@ -1,5 +1,5 @@
 # make demo   train a small model, save it with Lightning's plugin and with ours, show the difference
-# make test   C tests under sanitizers, then the Python tests
+# make test   the Python tests, beside C tests under sanitizers
 # make build  .venv in which `import stillframe` works
 # make lint   ruff, mypy, clang-format, sentences (make format applies what ruff and clang-format ask for)
 # make bench  what a save costs beside its peers, and what the machine could do at best
@@ -89,12 +89,18 @@ $(VENV)/bin/pip:
 demo: build
 	$(PY) examples/demo/demo.py $(ARGS)
 
-# Of the C programs, six run under ThreadSanitizer too, others every day.
-test: build asan
-	$(PY) -m pytest $(ARGS)
-ifeq ($(ARGS),)
-	@$(MAKE) --no-print-directory tsan-daily
-endif
+# Of the C programs, six run under ThreadSanitizer too, others every day. They mostly wait, for disks
+# and for one another, so they run beside pytest; what they say follows behind.
+C_LOG := build/c-tests.log
+
+test: build
+	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan
+	@echo "C tests run beside these and follow in $(C_LOG)"; \
+	$(MAKE) --no-print-directory asan $(if $(ARGS),,tsan-daily) >$(C_LOG) 2>&1 & c=$$!; \
+	trap 'kill $$c' INT TERM; \
+	$(PY) -m pytest $(ARGS); status=$$?; \
+	wait $$c || status=1; \
+	cat $(C_LOG); exit $$status
 
 BASE  ?= HEAD
 FILES ?=
