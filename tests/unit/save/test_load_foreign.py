@@ -46,9 +46,7 @@ def printed(path: Path) -> str:
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("nr_behind", [1, 22, 4096, 65_535, MOST_BEHIND])
-def test_bytes_behind_the_archive_are_told_by_verify(
-    write: Any, nr_behind: int, tmp_path: Path
-) -> None:
+def test_bytes_behind_the_archive_are_told_by_verify(write, nr_behind, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
     content = path.read_bytes()
@@ -63,7 +61,7 @@ def test_bytes_behind_the_archive_are_told_by_verify(
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_more_bytes_behind_than_torch_looks_past_are_refused(write: Any, tmp_path: Path) -> None:
+def test_more_bytes_behind_than_torch_looks_past_are_refused(write, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
     path.write_bytes(path.read_bytes() + b"\0" * (MOST_BEHIND + 1))
@@ -74,7 +72,7 @@ def test_more_bytes_behind_than_torch_looks_past_are_refused(write: Any, tmp_pat
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_archive_with_a_comment_is_loaded(write: Any, tmp_path: Path) -> None:
+def test_archive_with_a_comment_is_loaded(write, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
     with zipfile.ZipFile(path, "a") as archive:
@@ -92,8 +90,8 @@ def test_archive_with_a_comment_is_loaded(write: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("all_of_it", [True, False])
 def test_compressed_archive_is_loaded_and_verify_says_what_it_did_not_check(
-    write: Any, all_of_it: bool, tmp_path: Path
-) -> None:
+    write, all_of_it, tmp_path
+):
     write(state(), tmp_path / "a.pt")
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(path, "w") as new:
@@ -114,7 +112,7 @@ def test_compressed_archive_is_loaded_and_verify_says_what_it_did_not_check(
 
 
 @pytest.mark.parametrize("kind", ["comment", "padding", "compressed"])
-def test_truncated_file_is_damaged_whatever_its_shape(kind: str, tmp_path: Path) -> None:
+def test_truncated_file_is_damaged_whatever_its_shape(kind, tmp_path):
     path = tmp_path / "x.pt"
     by_path(state(), path)
     if kind == "padding":

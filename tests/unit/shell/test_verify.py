@@ -33,6 +33,7 @@ from fix_checkpoints import (
     unprivileged,
     without_crc,
 )
+from fix_processes import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from stillframe import _core, testing
@@ -481,14 +482,7 @@ def test_ctrl_c_ends_quietly(tmp_path, monkeypatch, capsys):
 
 
 def program(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "stillframe", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
-    )
+    return run_python("-m", "stillframe", *arguments, **options)
 
 
 def test_python_m_stillframe_runs_it(tmp_path):
