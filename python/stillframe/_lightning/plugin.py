@@ -12,10 +12,9 @@ import sys
 import weakref
 from typing import Any, ClassVar
 
-from stillframe._lightning.caller import calling_trainer, io_chain
+from stillframe._lightning.callers import calling_trainer, io_chain
 from stillframe._lightning.checkpoints import Checkpoints
-from stillframe._lightning.options import OnError, PluginOptions
-from stillframe._lightning.writers import Writers, refuse_ours
+from stillframe._lightning.writers import OnError, PluginOptions, Writers, refuse_ours
 from stillframe._save.engine import Engine
 from stillframe._save.options import DEFAULT_IN_FLIGHT, OnDurable, Size, WhenBusy
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fix_entries import Recorded
 from stillframe._base import paths
-from stillframe._lightning import links
+from stillframe._lightning import rotation
 from stillframe.errors import SaveError
 
 
@@ -167,7 +167,7 @@ def test_a_link_is_never_missing_and_is_the_new_one_when_it_was_made(
     link = str(checkpoints / "last.ckpt")
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        assert links.make_link(str(checkpoints / "new.ckpt"), link, durable=True)
+        assert rotation.make_link(str(checkpoints / "new.ckpt"), link, durable=True)
     assert {state.get(link) for state in recorded.every_state()} == {"-> old.ckpt", "-> new.ckpt"}
     assert {state.get(link) for state in recorded.states()} == {"-> new.ckpt"}
     assert recorded.synced() == [str(checkpoints)]
@@ -179,7 +179,9 @@ def test_a_link_replaces_a_name_at_once_for_whoever_looks(
     seen = []
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        rotation.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
         seen = [call.kind for call in recorded.calls]
     assert seen[-2:] == ["replace", "sync"] and "symlink" in seen
     assert sorted(os.listdir(checkpoints)) == ["last.ckpt", "new.ckpt", "old.ckpt"]
@@ -190,7 +192,7 @@ def test_a_link_that_need_not_be_durable_syncs_nothing(
 ) -> None:
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        links.make_link(
+        rotation.make_link(
             str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=False
         )
     assert recorded.synced() == []
@@ -198,7 +200,7 @@ def test_a_link_that_need_not_be_durable_syncs_nothing(
 
 def test_what_a_dead_process_left_of_a_link_is_used_up(checkpoints: Path) -> None:
     (checkpoints / ".last.ckpt.stillframe-link").symlink_to("elsewhere")
-    links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+    rotation.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
     assert os.readlink(checkpoints / "last.ckpt") == "new.ckpt"
     assert sorted(os.listdir(checkpoints)) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
@@ -209,7 +211,7 @@ def test_a_link_in_the_working_directory_is_made_and_synced(
     monkeypatch.chdir(checkpoints)
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        assert links.make_link("new.ckpt", "last.ckpt", durable=True)
+        assert rotation.make_link("new.ckpt", "last.ckpt", durable=True)
     assert recorded.synced() == [str(checkpoints)]
     assert os.readlink("last.ckpt") == "new.ckpt"
 
@@ -219,7 +221,9 @@ def test_a_link_whose_directory_cannot_be_synced_is_an_error(
 ) -> None:
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
     with pytest.raises(SaveError) as caught:
-        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        rotation.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
     assert (caught.value.errno, caught.value.phase) == (errno.EIO, "link")
 
 
@@ -234,7 +238,7 @@ def test_a_file_system_without_links_gets_a_copy(
     monkeypatch.setattr(os, "symlink", no_links)
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        assert links.make_link(
+        assert rotation.make_link(
             str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
         )
     calls = [(call.kind, call.directory) for call in recorded.calls]
@@ -252,14 +256,16 @@ def test_another_error_of_a_link_is_said_and_the_older_one_stays(
 
     monkeypatch.setattr(os, "symlink", full)
     with pytest.raises(SaveError) as caught:
-        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        rotation.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
     assert (caught.value.errno, caught.value.phase) == (errno.ENOSPC, "link")
     assert os.readlink(checkpoints / "last.ckpt") == "old.ckpt"
 
 
 def test_no_link_is_made_to_what_is_not_there(checkpoints: Path) -> None:
     link = checkpoints / "last.ckpt"
-    assert not links.make_link(str(checkpoints / "gone.ckpt"), str(link), durable=True)
+    assert not rotation.make_link(str(checkpoints / "gone.ckpt"), str(link), durable=True)
     assert os.readlink(link) == "old.ckpt"
 
 
@@ -267,8 +273,8 @@ def test_what_is_removed_is_the_link_and_not_the_directory_behind_it(tmp_path: P
     (tmp_path / "epoch").mkdir()
     (tmp_path / "epoch/shard").touch()
     (tmp_path / "last").symlink_to("epoch")
-    links.remove_tree(str(tmp_path / "last"))
-    links.remove_tree(str(tmp_path / "nothing"))
+    rotation.remove_tree(str(tmp_path / "last"))
+    rotation.remove_tree(str(tmp_path / "nothing"))
     assert (tmp_path / "epoch/shard").exists() and not (tmp_path / "last").is_symlink()
-    links.remove_tree(str(tmp_path / "epoch"))
+    rotation.remove_tree(str(tmp_path / "epoch"))
     assert not (tmp_path / "epoch").exists()
