@@ -145,9 +145,10 @@ def test_error_of_a_save_outlives_an_exception_before_the_barrier(plugin, calls,
 
 
 def test_wait_all_raises_the_errors_that_no_save_has_raised(plugin, tmp_path):
-    with fault("fdatasync", sticky=True):
-        for name in ("a", "b"):
-            plugin.save_checkpoint(STATE, tmp_path / f"{name}.ckpt")
+    with fault("rename", sticky=True):
+        with held("fdatasync"):
+            for name in ("a", "b"):
+                plugin.save_checkpoint(STATE, tmp_path / f"{name}.ckpt")
         _core.log_drain(None)
     with pytest.raises(stillframe.SaveError, match=r"a\.ckpt"):
         plugin.save_checkpoint(STATE, tmp_path / "c.ckpt")
