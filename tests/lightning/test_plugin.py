@@ -352,7 +352,7 @@ def test_the_plugin_is_pickled_with_its_options_alone(pkg, tmp_path):
     copy.save_checkpoint(STATE, tmp_path / "b.ckpt")
     copy.teardown()
     assert load(tmp_path / "b.ckpt")["n"] == 3
-    assert copy._checkpoints._options == plugin._checkpoints._options
+    assert copy._checkpoints.writers.options == plugin._checkpoints.writers.options
     assert copy in sys.modules["stillframe._lightning.plugin"].live
 
 

@@ -41,7 +41,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stillframe import _core
 from stillframe._base.paths import Place
@@ -54,13 +54,10 @@ from stillframe._lightning.callers import (
 from stillframe._lightning.publish import Publication, logger_call, metrics_call
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
 from stillframe._lightning.work import Failed, Work, is_failure, log_error, warn
-from stillframe._lightning.writers import PluginOptions, Writers
+from stillframe._lightning.writers import Writers
 from stillframe._save import ordered
 from stillframe._save.handle import SaveHandle, wait_for_end
 from stillframe._watch import gate
-
-if TYPE_CHECKING:
-    from stillframe._lightning.wrapped import Inner
 
 log = logging.getLogger("stillframe")
 
@@ -73,18 +70,16 @@ class Checkpoints:
 
     Args:
         name: The plugin's class, as its user wrote it.
-        writers: Chooses who writes them, and has the engine.
-        options: The plugin's options.
+        writers: Chooses who writes them, and has the options and the engine.
 
     Attributes:
         writers: As given.
         trainers: The Trainers that use the plugin; the companion keeps them up to date.
     """
 
-    def __init__(self, name: str, writers: Writers, options: PluginOptions) -> None:
+    def __init__(self, name: str, writers: Writers) -> None:
         self.name = name
         self.writers = writers
-        self._options = options
         self._begin()
 
     def _begin(self) -> None:
@@ -93,13 +88,13 @@ class Checkpoints:
         self._together = False  # inside `together`
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._options.engine is not None:
+        if self.writers.options.engine is not None:
             raise TypeError(
                 f"{self.name}(engine=...) cannot be pickled: an engine belongs to its"
                 " process. With a strategy that spawns its workers give the plugin pool_bytes,"
                 " max_in_flight or when_busy instead of an engine."
             )
-        return {"name": self.name, "writers": self.writers, "_options": self._options}
+        return {"name": self.name, "writers": self.writers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -152,7 +147,7 @@ class Checkpoints:
                 rotation.note_unmade(path)
             self._tell(error, quiet)
             error = None
-        if quiet or self._options.on_error == "warn":
+        if quiet or self.writers.options.on_error == "warn":
             self._tell_all(work, quiet)
         if error is not None:
             work.add_failed(repr(path), error, first=True)
@@ -164,10 +159,10 @@ class Checkpoints:
         early = not in_handler and self.trainers.may_save_early(trainer)
         early = early and not _for_requeue(place)
         work.rotation.make_room(place)
-        overlap = self._options.overlap and early and not swaps_weights(trainer)
+        overlap = self.writers.options.overlap and early and not swaps_weights(trainer)
         handle = submit(work, place, overlap)
         work.add(handle, early=early)
-        if self._options.log_metrics and is_trainer(trainer):
+        if self.writers.options.log_metrics and is_trainer(trainer):
             work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
         if not early:
             wait_for_end(handle)
@@ -288,24 +283,19 @@ class Checkpoints:
 
     # ---- inside ----
 
-    @property
-    def inner(self) -> Inner | None:
-        """The CheckpointIO that was given."""
-        return self.writers.inner
-
     def _current_work(self) -> Work:
         if self._work.pid != os.getpid():
             self._work = self._new_work()
         return self._work
 
     def _new_work(self) -> Work:
-        return Work(self.writers.remover_of, durable=self._options.durable)
+        return Work(self.writers.remover_of, durable=self.writers.options.durable)
 
     def _finish(self, trainer: Any, quiet: bool) -> None:
         work = self._current_work()
         if work.under_way():
             work.drain(close=True)
-        if quiet or self._options.on_error == "warn":
+        if quiet or self.writers.options.on_error == "warn":
             self._tell_all(work, quiet)
         if quiet:
             return
@@ -317,7 +307,9 @@ class Checkpoints:
 
     def _warns(self, work: Work, error: BaseException) -> bool:
         """Return whether to warn of an error; never of a mistake in how a save was asked for."""
-        return self._options.on_error == "warn" and (work.is_newest_made() or is_failure(error))
+        return self.writers.options.on_error == "warn" and (
+            work.is_newest_made() or is_failure(error)
+        )
 
     def _tell_all(self, work: Work, quiet: bool) -> None:
         while (error := work.next_error()) is not None:

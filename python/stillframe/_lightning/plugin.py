@@ -89,7 +89,7 @@ class CheckpointPlugin:
             log_metrics=log_metrics,
         )
         writers = Writers(self._reader, checkpoint_io, options)
-        self._checkpoints = Checkpoints(name, writers, options)
+        self._checkpoints = Checkpoints(name, writers)
         self._enlist()
 
     def _enlist(self) -> None:
@@ -184,7 +184,7 @@ def register(trainer: Any) -> bool:
 def saves_by_itself(trainer: Any) -> bool:
     """Return whether `trainer` saves with stillframe's plugin without another CheckpointIO."""
     outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
-    return isinstance(outermost, CheckpointPlugin) and outermost._checkpoints.inner is None
+    return isinstance(outermost, CheckpointPlugin) and outermost._checkpoints.writers.inner is None
 
 
 def register_with_loaded_packages(cls: type[CheckpointPlugin]) -> None:

@@ -266,13 +266,10 @@ def sharded(strategy: Any) -> Any:
     """
     _refuse(strategy)
     wraps = Wraps()
-    checkpoints = Checkpoints("sharded", Writers(object, None, _OPTIONS), _OPTIONS)
+    checkpoints = Checkpoints("sharded", Writers(object, None, PluginOptions()))
     wraps.put(strategy, "save_checkpoint", functools.partial(_save_fabric, checkpoints, strategy))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
     return strategy
-
-
-_OPTIONS = PluginOptions()
 
 
 def _refuse(strategy: Any) -> None:
