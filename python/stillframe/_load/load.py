@@ -31,8 +31,8 @@ from torch import Tensor
 
 from stillframe import _core
 from stillframe._base import bar, cpus, looks, paths
+from stillframe._base.arguments import refuse_unclear
 from stillframe._base.calls import no_collection
-from stillframe._base.flags import refuse_unclear
 from stillframe._load import placement, restore
 from stillframe._load.errors import (
     HALF_WRITTEN,
