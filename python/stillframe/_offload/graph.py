@@ -69,7 +69,9 @@ class Pass:
         self.number = task()
         self.ends[ends] = None
         if self._held is None:
-            held: Any = functools.partial(bool)  # does nothing, and has no code that Ctrl-C interrupts
+            held: Any = functools.partial(
+                bool
+            )  # does nothing, and has no code that Ctrl-C interrupts
             torch.autograd.Variable._execution_engine.queue_callback(held)
             self._held = weakref.ref(held)  # last: the traceback of an error here keeps `held`
 
