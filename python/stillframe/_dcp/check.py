@@ -1,7 +1,7 @@
-"""Is a checkpoint of DCP whole: every item is a zip archive whose records have CRCs.
+"""Check that a DCP checkpoint is intact: every item is a zip archive whose records have CRCs.
 
-The metadata is a pickle. Who loads a checkpoint trusts it; who only looks at one need not, so here
-it is read without importing or calling anything it names.
+The metadata is a pickle. Loading a checkpoint means trusting it, but checking one must not. So the
+metadata is read here without importing or calling anything that it names.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from stillframe.errors import CorruptCheckpointError
 
 _PIECE = 8 << 20
 
-# The end of an archive: of one that may be long, where that is, and of any.
+# The records at the end of an archive: zip64 end record, its locator, end record.
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
-_CENTRAL = 46  # bytes of a record of the directory, without its three strings
+_CENTRAL = 46  # bytes of a record in the central directory, without its three strings
 _NOT_AS_IT_IS = 0x2061  # flags: encrypted, patched, strongly encrypted, with hidden names
-_DIRECTORY = 0x10  # of MS-DOS
+_DIRECTORY = 0x10  # MS-DOS attribute
 
 
 class _BeforeBeginningError(OSError):
-    """An archive that says it begins there; zipfile expects an OSError."""
+    """An archive refers to bytes before its beginning. zipfile expects an OSError."""
 
 
 class _Slice(io.RawIOBase):
-    """Bytes of a file from `offset` on, to be read as a file."""
+    """`length` bytes of a file from `offset` on, as a file object."""
 
     def __init__(self, fd: int, offset: int, length: int) -> None:
         self._fd, self._offset, self._length = fd, offset, length
@@ -67,9 +67,9 @@ class _Slice(io.RawIOBase):
 
 
 def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
-    """What is wrong with an item of a data file; None where its bytes are those that were saved.
+    """Describe the damage of an item in a data file; return None if it is intact.
 
-    Records without a CRC, as torch writes them where it is told to, are only looked for.
+    torch can be told to write records without a CRC. Of those only the structure is checked.
 
     Raises:
         OSError: The file cannot be read.
@@ -95,8 +95,8 @@ def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
 
 
 def _is_ended(item: _Slice, start: int, length: int, nr: int) -> bool:
-    """Whether the directory has `nr` records and reaches to its end, which says the same: zipfile
-    takes what it finds, and torch refuses to read what does not fit."""
+    """Tell whether the central directory has `nr` records and the end records agree with it.
+    zipfile accepts a directory that does not, and torch refuses to read it."""
     end = start
     for _ in range(nr):
         item.seek(end + 28)
@@ -143,7 +143,7 @@ def _crc(item: _Slice, nbytes: int) -> int:
     while nbytes:
         got = item.readinto(buffer[: min(nbytes, _PIECE)])
         if not got:
-            return ~value  # it has become shorter
+            return ~value  # the file has become shorter; report a mismatch
         value = _core.crc32(buffer[:got], value)
         nbytes -= got
     return value
@@ -151,13 +151,13 @@ def _crc(item: _Slice, nbytes: int) -> int:
 
 @dataclass
 class Checked:
-    """What there is to say of a directory.
+    """The result of checking a directory.
 
     Attributes:
-        nr_items: That its metadata names.
-        nr_unchecked: Of them, those that only an extension could read.
-        nbytes: Of the files that they are in.
-        bad: Items, or files, and what is wrong with them.
+        nr_items: The number of items that its metadata names.
+        nr_unchecked: The number of those that only an extension could read.
+        nbytes: The bytes of the files that hold them.
+        bad: Pairs of an item or a file, and a description of its damage.
     """
 
     nr_items: int
@@ -167,11 +167,10 @@ class Checked:
 
 
 def check(directory: str, read: Callable[[IO[bytes]], Any]) -> Checked:
-    """Compares every CRC of a checkpoint, and its metadata with its files.
+    """Compare every CRC of a checkpoint, and its metadata with its files.
 
     Args:
-        read: The object of a pickle, made of stubs, without bounds or within those that a command
-            sets the process.
+        read: Reads a pickle and returns its object, made of stubs. A command may bound its memory.
 
     Raises:
         CorruptCheckpointError: Its metadata cannot be read.
@@ -222,10 +221,10 @@ class _Place:
 
 
 def _places(path: str, read: Callable[[IO[bytes]], Any]) -> list[_Place]:
-    """Where the items are, as a metadata file says.
+    """Read from a metadata file where the items are.
 
     Raises:
-        CorruptCheckpointError: It says nothing that makes sense.
+        CorruptCheckpointError: The file does not describe items.
     """
     with open(path, "rb") as file:
         try:
@@ -256,12 +255,13 @@ def _name_of(index: dict[str, Any]) -> str:
 
 
 def refuse_wrong_items(directory: str, items: Iterable[tuple[str, str, int, int]]) -> None:
-    """
+    """Check the given items.
+
     Args:
         items: Name, file, offset and length of each.
 
     Raises:
-        CorruptCheckpointError: One is damaged, or its file is missing.
+        CorruptCheckpointError: An item is damaged, or its file is missing.
     """
     by_file: dict[str, list[tuple[str, int, int]]] = {}
     for name, file, offset, length in items:

@@ -1,4 +1,4 @@
-"""The checkpoints of one plugin: when a save returns, who raises what, what the companion tells.
+"""The checkpoints of one plugin: when a save returns, and where its errors are raised.
 
 When a save returns:
 
@@ -6,29 +6,28 @@ When a save returns:
     a Trainer, from on_train_start to on_train_end   once the state is captured
     a Trainer at any other time                      once it is durable
     a signal handler                                 once it is durable
-    a Trainer that saves a `hpc_ckpt_*`              once it is durable
+    a Trainer that saves a `hpc_ckpt_*` file         once it is durable
     Fabric                                           once the state is captured
-    your own code                                    as by the Trainers that use the plugin, if
-                                                     there are any, otherwise as by Fabric
+    your own code                                    as for the Trainers that use the plugin if
+                                                     there are any, otherwise as for Fabric
 
-A Trainer's saves outside training are followed by something that needs the file at once: the
-learning rate finder and the batch size scaler read it back, a spawned worker names it to its
-parent, a script uploads it, a job is requeued. The companion callback tells the plugin when
-training starts and ends, and `Trainer.state` when it broke off. A Trainer without the companion
-never has an asynchronous save, since nothing would hold its hooks back while the state is being
-copied.
+After a save outside training, something needs the file at once: the learning rate finder and the
+batch size scaler read it back, a spawned worker passes its name to the parent, a script uploads it,
+or a job is requeued. The companion callback tells the plugin when training starts and ends, and
+`Trainer.state` tells it when training was interrupted. A Trainer without the companion never saves
+asynchronously, because nothing would delay its hooks while the state is being copied.
 
-When an error is raised: once, by the next save (which is made all the same), or by `teardown`;
-the oldest first. A save that is durable on return raises its own. While Lightning handles an
-exception of the training, errors are logged instead: they must not take its place. Where a Trainer
-has several ranks, all of them raise, behind the barrier of the save (`ranks.py`).
+An error is raised once, by the next save (which is still made) or by `teardown`, oldest first. A
+save that is durable on return raises its own error. While Lightning handles an exception of the
+training, errors are only logged, so that they do not replace that exception. In a Trainer with
+several ranks, all of them raise, after the barrier of the save (`ranks.py`).
 
-A remove is held back while a link points to the file (`save_last="link"`: the link is made anew
-right after) and while loggers are still to be told of it (`rotation.py`).
+A remove is delayed while a link points to the file (with `save_last="link"` a new link follows
+soon), and until loggers have been told of the file (`rotation.py`).
 
-A save that is refused in its call, and only warned of, gets a failed entry in the log:
-ModelCheckpoint is not told and removes the file before, and so that remove is dropped, as behind
-any failed save.
+If a save is refused in its call and the plugin only warns, ModelCheckpoint does not know that and
+removes the previous file. So such a save gets a failed entry in the log, and the remove behind it
+is dropped.
 """
 
 from __future__ import annotations
@@ -69,24 +68,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("stillframe")
 
 
-# Starts a save to a place, given what is under way and whether to copy on after the call.
+# Starts a save to a target, given the plugin's work and whether copying may go on after the call.
 Submit = Callable[[Work, Place, bool], SaveHandle]
 
 
-# Of saves that several ranks make together: the error of each that is to be raised behind their
+# For saves that several ranks make together: the error of each save, to be raised after their
 # barrier, and whether its call failed.
 Group = list[tuple[BaseException | None, bool]]
 
 
 class Checkpoints:
-    """
+    """All saves, loads and removes of one plugin.
+
     Args:
-        name: Of the plugin's class, as its user wrote it.
-        writers: Who writes them.
-        options: Of the plugin.
+        name: The name of the plugin's class, as the user wrote it.
+        writers: Writes and loads the files.
+        options: The plugin's options.
 
     Attributes:
-        trainers: Those that use the plugin; the companion says what they are at.
+        trainers: The Trainers that use the plugin; the companion tells when they train.
     """
 
     def __init__(self, name: str, writers: Writers, options: PluginOptions) -> None:
@@ -128,7 +128,7 @@ class Checkpoints:
             self._save_with(self._refuse_storage_options, trainer, path)
 
     def save_sharded(self, trainer: Any, parts: Parts, place: Place) -> None:
-        """All ranks at once, each its part, into the directory `place`."""
+        """Save a sharded checkpoint into the directory `place`. All ranks call this together."""
 
         def submit(work: Work, place: Place, overlap: bool) -> SaveHandle:
             options = self._options.save_options(overlap=overlap)
@@ -137,18 +137,18 @@ class Checkpoints:
         self._save_with(submit, trainer, place.given)
 
     def _save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
-        # Looked at before anything of ours can fail, which would be an exception being handled too.
+        # First of all: a failure of ours below would also count as an exception being handled.
         quiet = self.trainers.failed(trainer)
         group = self._groups[-1] if self._groups else None
         work = self._current_work()
         in_handler = inside_signal_handler()
-        interrupted, work.newest = work.newest, SkippedSave(repr(path))  # until it is made
+        interrupted, work.newest = work.newest, SkippedSave(repr(path))  # until the save is made
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
             error = self._outcome(work, save, path, quiet)
             unmade = not work.is_newest_made()
         finally:
-            if in_handler:  # the call that it interrupted goes on with its own
+            if in_handler:  # the interrupted call goes on with its own save
                 work.newest = interrupted
         if group is not None:
             group.append((error, unmade))
@@ -162,8 +162,8 @@ class Checkpoints:
     def _outcome(
         self, work: Work, save: Callable[[], None], path: Any, quiet: bool
     ) -> BaseException | None:
-        """Saves; the error to be raised: the save's own, or the oldest that was not raised yet.
-        What is only to be told of is told."""
+        """Save and return the error to raise: the save's own, or else the oldest one not raised
+        yet. Errors that must not be raised are logged, or warned of, here."""
         error: BaseException | None = None
         of_save = True
         try:
@@ -217,8 +217,8 @@ class Checkpoints:
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         place = Place.of(path)
         self.wait_for(place)
-        # What was loaded is about to be written over the state that saves in flight may still
-        # be copying.
+        # The caller is about to overwrite its state with the loaded one, and saves in flight may
+        # still be copying that state.
         gate.wait()
         loaded: dict[str, Any] = self._writers.load(place, *args, **kwargs)
         return loaded
@@ -228,13 +228,13 @@ class Checkpoints:
         rotation = self._current_work().rotation
         rotation.remove(Place.of(path))
         if not asynchronous:
-            # While a Trainer is set up, what a link names goes once that is made anew.
+            # While a Trainer is set up, a link's target is removed when the link is made again.
             rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
             rotation.wait()
 
     def tear_down(self, trainer: Any) -> None:
         quiet = self.trainers.failed(trainer) or (
-            # Called by hand in a `finally` or `except`, with no Trainer there to ask.
+            # The user called it in a `finally` or `except`, and no Trainer knows of an exception.
             not self.trainers.behind(trainer) and sys.exc_info()[0] is not None
         )
         try:
@@ -250,22 +250,22 @@ class Checkpoints:
     # ---- for the companion ----
 
     def register(self, trainer: Any) -> None:
-        """`trainer` was made with this plugin and has the companion."""
+        """Register a Trainer that was made with this plugin and has the companion."""
         self.trainers.add(trainer)
         if self._current_work().pending:
-            # It may look for the newest checkpoint in a directory before any hook of it runs.
+            # The Trainer may search a directory for its newest checkpoint before any hook runs.
             _core.log_drain(None)
 
     def notify(self) -> None:
-        """Tells loggers what is due, and lets go of removes that waited for it."""
+        """Tell loggers of durable checkpoints, and submit the removes that waited for that."""
         self._current_work().rotation.notify()
 
     def finish(self, trainer: Any) -> None:
-        """As `tear_down`; some strategies never call that."""
+        """Do what `tear_down` does, for strategies that never call it."""
         self._finish(trainer, self.trainers.failed(trainer))
 
     def settle(self) -> None:
-        """Waits for everything and tells loggers; errors are left for the next save or the end."""
+        """Wait for everything and tell loggers. Errors are left for the next save or the end."""
         work = self._current_work()
         if work.under_way():
             with WaitingLine(work.pending):
@@ -274,8 +274,8 @@ class Checkpoints:
                 work.errors.insert(0, error)
 
     def publish(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:
-        """`tell(checkpoint_callback)` once the last checkpoint is durable; at once where it was not
-        ours."""
+        """Call `tell(checkpoint_callback)` once the last checkpoint is durable, or at once if this
+        plugin did not save it."""
         work = self._current_work()
         handle = work.newest
         if handle is None:
@@ -288,18 +288,18 @@ class Checkpoints:
         work.rotation.notify()
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
-        """Makes `path` a link to `target` when all saves submitted before have ended."""
+        """Make `path` a link to `target` when all saves submitted before have ended."""
         rotation = self._current_work().rotation
         rotation.link(Place.of(target), Place.of(path))
         if inside_signal_handler() or not self.trainers.may_save_early(trainer):
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
-        """Whether `path` will be there when the log has run out."""
+        """Tell whether `path` will exist when the log has been carried out."""
         return self._current_work().rotation.will_exist(Place.of(path), otherwise)
 
     def wait_for(self, place: Place) -> None:
-        """Waits for the saves, links and removes of `place` that were submitted before."""
+        """Wait for the saves, links and removes of `place` that were submitted before."""
         if place.remote:
             ordered.wait_for_key(place.key())
         else:
@@ -307,7 +307,8 @@ class Checkpoints:
 
     @contextmanager
     def together(self, strategy: Any) -> Iterator[None]:
-        """Around a save that all ranks of `strategy` make together: they raise together, too."""
+        """Return a context for a save that all ranks of `strategy` make together, so that all of
+        them raise its error."""
         if self._groups:
             yield
             return
@@ -319,7 +320,7 @@ class Checkpoints:
             self._groups.remove(group)
         error, unmade = ranks.agree(strategy, *(group[-1] if group else (None, False)))
         if unmade:
-            self._current_work().forget_newest()  # it fails with what is raised here
+            self._current_work().forget_newest()  # its error is the one raised here
         if error is not None:
             raise error
 
@@ -332,7 +333,7 @@ class Checkpoints:
 
     @property
     def inner(self) -> Inner | None:
-        """The CheckpointIO that was given."""
+        """The CheckpointIO that the user gave, if any."""
         return self._writers.inner
 
     def _new_work(self) -> Work:
@@ -359,7 +360,7 @@ class Checkpoints:
             raise error
 
     def _warns(self, error: BaseException, of_save: bool) -> bool:
-        """Whether it is warned of; not a mistake in how a save was asked for."""
+        """Tell whether to warn of the error instead of raising it. Wrong arguments are raised."""
         return self._options.on_error == "warn" and (of_save or is_failure(error))
 
     def _tell(self, error: BaseException, quiet: bool) -> None:
@@ -370,5 +371,5 @@ class Checkpoints:
 
 
 def _for_requeue(place: Place) -> bool:
-    """A checkpoint that SLURM's requeue comes right after."""
+    """Tell whether it is the checkpoint that Lightning saves before SLURM requeues the job."""
     return os.path.basename(place.text).startswith("hpc_ckpt_")

@@ -1,4 +1,4 @@
-"""What a plugin has under way in one process, and the errors of it."""
+"""The saves that a plugin has under way in one process, and their errors."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ log = logging.getLogger("stillframe")
 
 @dataclass
 class Work:
-    """Saves, and the errors of them. A forked child starts with nothing.
+    """Saves and their errors. A forked child starts with an empty one.
 
-    A signal handler may save at any moment, also in the middle of a method here. So each of them
-    takes what it takes from a list in one step, and looks for nothing before that.
+    A signal handler may save at any moment, even in the middle of a method here. So each method
+    takes an element off a list in one atomic step, without a check before it.
 
     Attributes:
-        rotation: What is to become of files once saves have ended.
-        pid: The process.
+        rotation: Links, removes and notices to loggers that follow the saves.
+        pid: The process's id.
         engine: The plugin's own engine.
-        pending: Saves whose end has not been looked at, oldest first.
-        errors: Errors of saves that have ended, oldest first, until they are raised or logged.
-        newest: The last save; None before the first. One that failed in its call is a SkippedSave.
+        pending: Saves whose result has not been taken yet, oldest first.
+        errors: Errors of ended saves, oldest first, until they are raised or logged.
+        newest: The last save; None before the first. A save that failed in its call is a
+            SkippedSave.
     """
 
     rotation: Rotation
@@ -46,7 +47,7 @@ class Work:
         return bool(self.pending or self.engine or self.rotation.under_way())
 
     def use(self, made: Engine) -> Engine:
-        """The engine: `made`, unless a signal handler saved while it was being made."""
+        """Return the engine: `made`, unless a signal handler made one in the meantime."""
         if self.engine is None:
             self.engine = made
         else:
@@ -54,7 +55,7 @@ class Work:
         return self.engine
 
     def discard(self, handle: SaveHandle) -> bool:
-        """False if a save made by a signal handler in the meantime took `handle` off the list."""
+        """Take `handle` off the list; return False if a signal handler's save did so before."""
         try:
             self.pending.remove(handle)
         except ValueError:
@@ -62,17 +63,17 @@ class Work:
         return True
 
     def is_newest_made(self) -> bool:
-        """Whether the last save got beyond its call."""
+        """Tell whether the last save got beyond its call."""
         return not isinstance(self.newest, SkippedSave)
 
     def forget_newest(self) -> None:
-        """Its error has been raised; waits for its end."""
+        """Wait for the last save and drop its error, which has been raised already."""
         handle = self.newest
         if handle is not None and self.discard(handle):
             error_of(handle)
 
     def collect_ended(self, but: SaveHandle | None = None) -> None:
-        """Takes the errors of saves that have ended; not that of `but`, however fast it failed."""
+        """Collect the errors of saves that have ended, except that of `but`."""
         for handle in list(self.pending):
             if handle is not but and handle.done() and self.discard(handle):
                 error = error_of(handle)
@@ -88,13 +89,13 @@ class Work:
                 return
 
     def drain(self, *, close: bool) -> BaseException | None:
-        """Waits for everything; what an interrupted wait did not get to is left for the next.
+        """Wait for everything. An interrupted wait leaves the rest for the next call.
 
         Args:
             close: Close the plugin's own engine, too.
 
         Returns:
-            What a logger raised when it was told of a checkpoint.
+            The exception of a logger that was told of a checkpoint, if any.
         """
         while self.pending:
             for handle in list(self.pending):
@@ -110,14 +111,14 @@ class Work:
         return raised
 
     def next_error(self) -> BaseException | None:
-        """The oldest error, which is no longer kept."""
+        """Take the oldest error off the list and return it."""
         try:
             return self.errors.pop(0)
         except IndexError:
             return None
 
     def take_error(self) -> BaseException | None:
-        """The oldest error; its notes name the others, which are logged."""
+        """Take all errors: return the oldest one with notes that name the others, and log those."""
         first = self.next_error()
         while first is not None and (error := self.next_error()) is not None:
             first.add_note(f"Another checkpoint failed as well: {error}")
@@ -130,7 +131,7 @@ class Work:
 
 
 def error_of(handle: SaveHandle) -> BaseException | None:
-    """Waits for the save and collects its error. None too if `wait_all` has raised that already."""
+    """Wait for the save and collect its error. Return None if `wait_all` has raised it already."""
     if is_collected(handle):
         return None
     try:
@@ -144,11 +145,11 @@ def log_error(error: BaseException) -> None:
 
 
 def warn(error: BaseException) -> None:
-    """What `on_error="warn"` does instead of raising."""
+    """Log and warn, as `on_error="warn"` does instead of raising."""
     log.warning("a checkpoint was not saved: %s", error, exc_info=error)
     warnings.warn(f"a checkpoint was not saved: {error}", UserWarning, stacklevel=2)
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether it is the failure of a save, and not a mistake in how it was asked for."""
+    """Tell whether a save failed, as opposed to being called with wrong arguments."""
     return isinstance(error, (StillframeError, OSError, CancelledError))
