@@ -368,7 +368,7 @@ def test_an_engine_that_is_none_is_refused():
 
 
 @pytest.mark.parametrize("value", [None, "no"])
-def test_a_flag_that_says_neither_is_refused(tmp_path, value):
+def test_flag_that_is_not_a_bool_is_refused(tmp_path, value):
     refused = "has to be True or False, not"
     with pytest.raises(TypeError, match=f"overlap {refused}"):
         PinnedStager(overlap=value)

@@ -39,11 +39,11 @@ def agree(monkeypatch):
     return asked
 
 
-def test_without_an_error_nothing_is_raised(agree):
+def test_ranks_without_errors_raise_nothing(agree):
     assert agree([(None, False)], None, False) == (None, False)
 
 
-def test_each_raises_its_own_and_who_has_none_the_first(agree):
+def test_rank_raises_its_own_error_or_else_the_first_ranks(agree):
     own, full = ValueError("own"), stillframe.SaveError(errno.ENOSPC, "full", "a.ckpt", "write")
     assert agree([(full, False)], own)[0] is own
     raised, unmade = agree([(None, False), (full, False), (KeyError("b"), False)])
@@ -53,20 +53,20 @@ def test_each_raises_its_own_and_who_has_none_the_first(agree):
 
 
 @pytest.mark.parametrize("own", [None, ValueError("own")])
-def test_a_save_that_one_rank_could_not_begin_was_made_by_none(agree, own):
+def test_save_that_one_rank_could_not_begin_counts_as_not_made_on_all(agree, own):
     assert agree([(KeyError("a"), True)], own)[1]
     assert not agree([(KeyError("a"), False)], own)[1]
 
 
 @pytest.mark.parametrize("error", [Unreadable("a.ckpt", "full"), ValueError(lambda: None)])
-def test_an_error_that_no_other_rank_can_read_is_told_in_words(agree, error):
+def test_error_that_cannot_be_unpickled_is_sent_as_text(agree, error):
     raised, _ = agree([(error, False)])
     assert type(raised) is stillframe.StillframeError
     assert str(raised).startswith(type(error).__name__)
     pickle.dumps(raised)
 
 
-def test_ranks_that_cannot_talk_to_each_other_are_not_several(monkeypatch):
+def test_ranks_without_a_process_group_count_as_one(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     assert not ranks.several(SimpleNamespace(world_size=2))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -20,7 +20,7 @@ def shown_output(name):
     return block[1], [re.sub(r"\d+\\\.\d{3}\\ s", r"\\d+\\.\\d{3}\\ s", line) for line in lines]
 
 
-def test_there_are_four():
+def test_there_are_four_examples():
     assert [each.name for each in EXAMPLES] == [
         "lightning_plugin.py",
         "offload.py",

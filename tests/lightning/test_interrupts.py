@@ -48,7 +48,7 @@ def assert_whole(directory):
         load(directory / name)  # a link too: it names a file that is there
 
 
-def test_between_a_remove_and_the_link_made_anew(lit, tmp_path, interrupts):
+def test_signal_between_a_remove_and_the_new_link_loses_nothing(lit, tmp_path, interrupts):
     directory = tmp_path / "c"
 
     class Interrupted(lit.ModelCheckpoint):
@@ -86,7 +86,9 @@ class SubmittedAndInterrupted:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_just_after_a_save_was_launched(lit, tmp_path, interrupts, monkeypatch, overlap):
+def test_signal_just_after_a_save_was_launched_loses_nothing(
+    lit, tmp_path, interrupts, monkeypatch, overlap
+):
     """What somebody saves for the interrupt does not wait for that one for ever."""
     directory = tmp_path / "c"
 
@@ -112,7 +114,9 @@ def test_just_after_a_save_was_launched(lit, tmp_path, interrupts, monkeypatch, 
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_around_the_moment_at_which_a_wrapped_save_is_submitted(lit, tmp_path, monkeypatch, when):
+def test_signal_around_the_submission_of_a_wrapped_save_loses_nothing(
+    lit, tmp_path, monkeypatch, when
+):
     """It is saved or given up, not both, and nothing waits for it for ever."""
 
     class Interrupted:
@@ -146,7 +150,7 @@ def test_around_the_moment_at_which_a_wrapped_save_is_submitted(lit, tmp_path, m
 
 
 @pytest.mark.parametrize("kind", ["ours", "wrapped"])
-def test_before_any_line_of_ours(lit, tmp_path, interrupts, kind):
+def test_signal_before_any_line_of_ours_loses_nothing(lit, tmp_path, interrupts, kind):
     nr, step = 0, 61 if FULL else 997
     while True:
         nr += step

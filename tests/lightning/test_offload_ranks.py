@@ -47,7 +47,7 @@ def main(name, directory):
 
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
-def test_rank_0_of_ddp_offloads_and_the_other_does_nothing(name, tmp_path):
+def test_only_rank_0_of_ddp_offloads(name, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, name, tmp_path],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},

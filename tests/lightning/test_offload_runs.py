@@ -147,7 +147,7 @@ def test_a_writer_slower_than_training_sees_no_byte_of_a_later_step(
         assert_same({key: found[key] for key in KEYS}, expected)
 
 
-def test_with_our_plugin_a_save_is_one_line_and_one_count(pkg, offload, tmp_path, caplog):
+def test_with_our_plugin_a_save_logs_one_line_and_counts_once(pkg, offload, tmp_path, caplog):
     callback = offload()
     run = trainer(
         pkg,
@@ -170,7 +170,7 @@ def test_with_our_plugin_a_save_is_one_line_and_one_count(pkg, offload, tmp_path
     }
 
 
-def test_our_plugin_around_another_gets_the_copies(pkg, offload, tmp_path):
+def test_wrapped_checkpoint_io_gets_the_copies(pkg, offload, tmp_path):
     """What the inner one is given is the callback's, and right."""
     seen = []
     callback = offload()
@@ -193,7 +193,7 @@ def test_our_plugin_around_another_gets_the_copies(pkg, offload, tmp_path):
         assert_same({key: found[key] for key in KEYS}, expected)
 
 
-def test_a_checkpoint_of_weights_alone_is_whole(pkg, offload, tmp_path):
+def test_checkpoint_of_weights_alone_is_complete(pkg, offload, tmp_path):
     """Lightning asks no callback about such a checkpoint."""
     callback = offload()
     trainer(
@@ -219,7 +219,7 @@ def test_training_itself_is_not_changed(pkg, offload, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_its_state_comes_back_with_a_resumed_run(pkg, offload, tmp_path):
+def test_callback_state_is_restored_on_resume(pkg, offload, tmp_path):
     callbacks = [offload(), every_steps(pkg, tmp_path, 2, save_top_k=-1)]
     trainer(pkg, tmp_path, callbacks=callbacks, max_steps=4).fit(pkg.Model(), loader())
     resumed = offload()
@@ -232,7 +232,7 @@ def test_its_state_comes_back_with_a_resumed_run(pkg, offload, tmp_path):
     assert resumed.state_dict()["total_time_saved"] > 0
 
 
-def test_an_exception_in_mid_run_leaves_nothing_leased(pkg, offload, tmp_path, caplog):
+def test_exception_during_a_run_returns_all_leases(pkg, offload, tmp_path, caplog):
     def fail(trainer):
         raise RuntimeError("in mid-run")
 
@@ -253,7 +253,7 @@ def test_an_exception_in_mid_run_leaves_nothing_leased(pkg, offload, tmp_path, c
     # nothing_stays_leased looks at the rest
 
 
-def test_a_writer_that_fails_leaves_nothing_leased(pkg, offload, tmp_path):
+def test_failed_writer_returns_all_leases(pkg, offload, tmp_path):
     class Full(pkg.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             assert leased() > 0
@@ -270,7 +270,7 @@ def test_a_writer_that_fails_leaves_nothing_leased(pkg, offload, tmp_path):
     assert leased() == 0
 
 
-def test_a_callback_that_fails_behind_ours_leaves_nothing_leased(pkg, offload, tmp_path):
+def test_failure_of_a_later_callback_returns_all_leases(pkg, offload, tmp_path):
     class Fails(pkg.Callback):
         def on_save_checkpoint(self, trainer, module, checkpoint):
             raise ValueError("behind")
@@ -285,7 +285,7 @@ def test_a_callback_that_fails_behind_ours_leaves_nothing_leased(pkg, offload, t
     assert leased() == 0
 
 
-def test_the_start_of_training_tells_what_to_expect(pkg, offload, tmp_path, caplog):
+def test_expected_sizes_are_logged_when_training_starts(pkg, offload, tmp_path, caplog):
     callback = offload()
     with caplog.at_level(logging.INFO, "stillframe"):
         trainer(pkg, tmp_path, callbacks=[callback], max_steps=1).fit(pkg.Model(), loader())

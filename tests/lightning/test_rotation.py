@@ -48,7 +48,7 @@ def place(tmp_path):
     return made
 
 
-def test_a_file_that_a_link_names_goes_when_the_link_does(files, place, tmp_path):
+def test_target_of_a_link_is_removed_after_the_link(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -60,7 +60,7 @@ def test_a_file_that_a_link_names_goes_when_the_link_does(files, place, tmp_path
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_a_link_named_goes_when_a_file_takes_the_links_place(files, place, tmp_path):
+def test_former_target_is_removed_when_a_file_replaces_the_link(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -71,7 +71,7 @@ def test_a_file_that_a_link_named_goes_when_a_file_takes_the_links_place(files, 
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, place, tmp_path):
+def test_delayed_remove_of_a_name_runs_before_the_next_save_to_it(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -83,7 +83,7 @@ def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, pl
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place, tmp_path):
+def test_remove_delayed_for_a_link_that_moved_runs_at_the_end(files, place, tmp_path):
     old, newer = place("old.ckpt"), place("newer.ckpt")
     link = Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
@@ -97,7 +97,7 @@ def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place,
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt"]
 
 
-def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
+def test_target_of_a_link_stays_at_the_end(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -105,7 +105,7 @@ def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_path):
+def test_wrapped_remove_is_delayed_while_a_link_points_to_the_file(lit, place, tmp_path):
     inner = Inner(lit.TorchCheckpointIO(), lit.TorchCheckpointIO)
     files = Rotation(lambda place: inner, durable=True)
     old, newer, link = place("old.ckpt"), place("newer.ckpt"), Place.of(tmp_path / "last.ckpt")
@@ -116,7 +116,7 @@ def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_behind_a_run_a_file_goes_by_hand_whatever_links_have_named_in_it(files, place, tmp_path):
+def test_remove_after_a_run_takes_a_former_link_target(files, place, tmp_path):
     one, other, link = place("one.ckpt"), place("other.ckpt"), Place.of(tmp_path / "last.ckpt")
     for source in (one, other, one):
         files.link(source, link)
@@ -127,7 +127,7 @@ def test_behind_a_run_a_file_goes_by_hand_whatever_links_have_named_in_it(files,
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
 
 
-def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
+def test_directory_is_removed_with_its_content_after_its_link(files, tmp_path):
     for name in ("old.ckpt", "newer.ckpt"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()
@@ -139,7 +139,7 @@ def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "newer.ckpt"]
 
 
-def test_links_say_nothing_of_how_saves_ended(files, place, tmp_path):
+def test_link_does_not_count_as_a_successful_save(files, place, tmp_path):
     older, newer = place("older.ckpt"), place("newer.ckpt")
     files.link(Place.of(tmp_path / "never.ckpt"), Place.of(tmp_path / "last.ckpt"))
     files.remove(older)
@@ -154,7 +154,7 @@ def test_links_say_nothing_of_how_saves_ended(files, place, tmp_path):
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_a_save_of_what_is_no_path_has_failed_like_any(files, place, tmp_path):
+def test_save_to_an_invalid_path_drops_the_next_remove(files, place, tmp_path):
     rotation.note_unmade(3)
     old = place("old.ckpt")
     files.remove(old)
@@ -163,7 +163,7 @@ def test_a_save_of_what_is_no_path_has_failed_like_any(files, place, tmp_path):
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, monkeypatch):
+def test_finish_waits_for_a_link_being_made(files, place, tmp_path, monkeypatch):
     waited = threading.Event()
     make_link, wait_for_key = links.make_link, ordered.wait_for_key
 
@@ -184,7 +184,7 @@ def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, mon
     assert has_waited and os.path.exists(tmp_path / "last.ckpt")
 
 
-def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):
+def test_link_is_synced_as_files_are(place, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         links, "make_link", lambda *names, durable: bool(asked.append(durable)) or True
@@ -196,7 +196,7 @@ def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):
     assert asked == [True, False]
 
 
-def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
+def test_loggers_are_called_in_order_before_the_file_is_removed(files, place):
     calls = []
     first, second = (Telling(place(name), calls, due=False) for name in "ab")
     files.publications += [first, second]
@@ -211,7 +211,7 @@ def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
     assert not os.path.exists(first.place) and os.path.exists(second.place)
 
 
-def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
+def test_failed_logger_call_no_longer_delays_the_remove(files, place):
     calls = []
     files.publications.append(Telling(place("a"), calls, error=RuntimeError("no network")))
     with pytest.raises(RuntimeError, match="no network"):
@@ -222,7 +222,7 @@ def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
     assert not files.held
 
 
-def test_at_the_end_every_call_is_made_and_the_first_error_told(files, place):
+def test_finish_makes_every_call_and_returns_the_first_error(files, place):
     calls, errors = [], [RuntimeError("first"), None, RuntimeError("last")]
     files.publications += [
         Telling(place(name), calls, error=error) for name, error in zip("abc", errors, strict=True)
@@ -231,7 +231,7 @@ def test_at_the_end_every_call_is_made_and_the_first_error_told(files, place):
     assert calls == ["a", "b", "c"]
 
 
-def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
+def test_finish_removes_a_file_after_its_logger_call(files, place, tmp_path):
     seen = []
 
     class Looking(Telling):
@@ -245,13 +245,13 @@ def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
     assert seen == [True] and os.listdir(tmp_path) == []
 
 
-def test_ctrl_c_in_a_call_is_no_error_of_it(files, place):
+def test_keyboard_interrupt_in_a_logger_is_not_caught(files, place):
     files.publications.append(Telling(place("a"), [], error=KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         files.finish()
 
 
-def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
+def test_wait_includes_entries_added_meanwhile(files, place, monkeypatch):
     """As a signal handler does, in the middle of it."""
     waited, wait_for_key = [], ordered.wait_for_key
 
@@ -268,7 +268,7 @@ def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
     assert not files.under_way()
 
 
-def test_a_wait_that_broke_off_is_waited_for_again(files, place, monkeypatch):
+def test_interrupted_wait_can_be_repeated(files, place, monkeypatch):
     waited = []
 
     def wait(key):
@@ -286,7 +286,7 @@ def test_a_wait_that_broke_off_is_waited_for_again(files, place, monkeypatch):
     assert len(waited) == 2 and not files.under_way()
 
 
-def test_a_link_comes_behind_a_remove_of_its_name(files, place, tmp_path):
+def test_link_is_made_after_a_remove_of_its_name(files, place, tmp_path):
     link, newer = place("last.ckpt"), place("newer.ckpt")
     files.publications.append(Telling(link, [], due=False))
     files.remove(link)
@@ -304,7 +304,7 @@ def work(files):
     return pending.Work(files)
 
 
-def test_an_engine_that_a_handler_made_meanwhile_serves_and_the_other_one_is_closed(work):
+def test_engine_made_by_a_signal_handler_is_kept_and_the_second_closed(work):
     first, second = stillframe.Engine(), stillframe.Engine()
     assert work.use(first) is first
     assert work.use(second) is first
@@ -313,7 +313,7 @@ def test_an_engine_that_a_handler_made_meanwhile_serves_and_the_other_one_is_clo
     assert is_closed(first)
 
 
-def test_a_save_is_taken_off_the_list_once(work, tmp_path):
+def test_save_is_taken_off_the_list_once(work, tmp_path):
     handle = SkippedSave("a")
     work.pending.append(handle)
     assert work.discard(handle)
@@ -332,7 +332,7 @@ def over(error=None, cancelled=None):
     return SimpleNamespace(done=lambda: True, exception=exception, _outcome=outcome)
 
 
-def test_errors_are_those_of_earlier_saves_and_of_links_and_cancelled_ones_count(work):
+def test_errors_of_earlier_saves_links_and_cancellations_are_collected(work):
     earlier, own, cancelled = OSError("earlier"), OSError("own"), CancelledError()
     of_link = OSError("of a link")
     work.pending += [over(earlier), over(cancelled=cancelled), over(own)]
@@ -348,7 +348,7 @@ def test_errors_are_those_of_earlier_saves_and_of_links_and_cancelled_ones_count
     assert len(earlier.__notes__) == 2 and work.next_error() is None
 
 
-def test_anything_at_all_is_under_way(work, place):
+def test_under_way_is_true_for_saves_engine_and_links(work, place):
     assert not work.under_way()
     work.engine = stillframe.Engine()
     assert work.under_way()
@@ -368,7 +368,7 @@ def test_anything_at_all_is_under_way(work, place):
     assert not work.under_way()
 
 
-def test_an_end_that_broke_off_still_has_the_error_that_it_waited_for(work):
+def test_interrupted_drain_keeps_the_errors_that_it_collected(work):
     error, ends = OSError("full"), [KeyboardInterrupt(), None]
 
     def exception():
@@ -385,7 +385,7 @@ def test_an_end_that_broke_off_still_has_the_error_that_it_waited_for(work):
     assert work.errors == [error]
 
 
-def test_the_end_is_that_of_a_save_that_came_meanwhile_too(work):
+def test_drain_includes_saves_made_meanwhile(work):
     """As of a signal handler, in the middle of the wait for another."""
     error = OSError("full")
     first, second = over(), over(error)
@@ -399,7 +399,7 @@ def test_the_end_is_that_of_a_save_that_came_meanwhile_too(work):
     assert work.errors == [error] and work.pending == []
 
 
-def test_the_end_of_the_engine_comes_whatever_a_logger_says(work, place):
+def test_engine_is_closed_even_if_a_logger_raises(work, place):
     work.use(engine := stillframe.Engine())
     error = RuntimeError("no network")
     work.rotation.publications.append(Telling(place("a"), [], error=error))
@@ -407,7 +407,7 @@ def test_the_end_of_the_engine_comes_whatever_a_logger_says(work, place):
     assert is_closed(engine)
 
 
-def test_a_save_that_is_still_written_is_not_waited_for_by_the_next(work):
+def test_next_save_does_not_wait_for_one_being_written(work):
     handle = over()
     handle.done = lambda: False
     handle.exception = lambda: pytest.fail("waited")
@@ -425,18 +425,18 @@ def test_a_save_that_is_still_written_is_not_waited_for_by_the_next(work):
         (AttributeError("cannot be pickled"), False),
     ],
 )
-def test_a_mistake_in_how_a_save_is_asked_for_is_no_failure(error, failure):
+def test_wrong_argument_is_not_a_failed_save(error, failure):
     assert pending.is_failure(error) is failure
 
 
-def test_a_mistake_is_raised_where_failures_are_only_warned_of(lit, tmp_path):
+def test_wrong_argument_is_raised_even_with_on_error_warn(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(on_error="warn")
     with pytest.raises((AttributeError, TypeError)):
         plugin.save_checkpoint({"x": lambda: None}, tmp_path / "a.ckpt")
     plugin.teardown()
 
 
-def test_a_remote_name_is_asked_of_its_file_system_unless_it_is_in_the_log(files):
+def test_exists_asks_the_remote_file_system_unless_the_log_has_the_name(files):
     asked, in_log = Place.of("memory://nowhere/a.ckpt"), Place.of("memory://nowhere/b.ckpt")
     assert asked.remote and in_log.remote
     assert files.will_exist(asked, lambda path: True)

@@ -69,7 +69,7 @@ class Told:
 
 
 @pytest.mark.parametrize("kind", ["ours", "wrapped"])
-def test_a_handler_may_save_before_every_line(lit, tmp_path, sigusr2, kind):
+def test_signal_handler_may_save_before_any_line(lit, tmp_path, sigusr2, kind):
     """Each run of the calls is interrupted before another line, until no line is left."""
     nr = 0
 
@@ -158,7 +158,7 @@ def test_slurms_handler_may_fire_in_the_middle_of_any_call_of_a_fit(
     assert nr > 3 * 401
 
 
-def test_a_terminated_training_leaves_what_it_saved_before(lit, tmp_path):
+def test_terminated_training_keeps_its_earlier_saves(lit, tmp_path):
     """Lightning ends at the next batch after SIGTERM; what was on its way by then is durable."""
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 

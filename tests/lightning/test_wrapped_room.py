@@ -14,7 +14,7 @@ def ones(blocks):
     return {"x": torch.ones(blocks * BLOCK // 4 - 64)}
 
 
-def test_a_save_that_finds_no_room_waits_for_one_under_way_and_looks_again(
+def test_save_without_room_waits_for_one_under_way_and_tries_again(
     lit, tmp_path, caplog, monkeypatch
 ):
     go = threading.Event()

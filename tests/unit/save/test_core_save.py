@@ -137,7 +137,7 @@ def test_the_times_of_a_report_run_from_the_calls_entry() -> None:
     assert 1000 <= report.staged_after_s < report.durable_after_s
 
 
-def test_a_save_that_ends_before_its_call_has_blocked_until_then() -> None:
+def test_blocked_s_ends_with_a_save_that_ends_within_its_call() -> None:
     save = save_of(Ticket(), entered=time.perf_counter() - 1000)
     assert 1000 <= save._report_of(FACTS).blocked_s < 2000
     save._call.end()

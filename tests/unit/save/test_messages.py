@@ -357,7 +357,7 @@ def test_a_callback_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["overlap", "durable", "check_mutation"])
 @pytest.mark.parametrize("value", [None, "no"])
-def test_a_flag_that_says_neither_is_refused(tmp_path: Path, option: str, value: Any) -> None:
+def test_flag_that_is_not_a_bool_is_refused(tmp_path: Path, option: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{option} has to be True or False, not {value!r}"):
         stillframe.async_save(STATE, tmp_path / "a.pt", **{option: value})
     assert not (tmp_path / "a.pt").exists()
