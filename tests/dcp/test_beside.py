@@ -79,7 +79,7 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("old", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
-def test_wherever_a_process_dies_the_path_loads_as_old_or_as_new(
+def test_death_at_any_step_leaves_the_old_or_the_new_checkpoint(
     old: Callable[[Path, int], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
@@ -110,7 +110,7 @@ def test_wherever_a_process_dies_the_path_loads_as_old_or_as_new(
 
 
 @pytest.mark.parametrize("old", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
-def test_a_commit_that_fails_leaves_what_was_there(
+def test_failed_commit_keeps_the_old_checkpoint(
     old: Callable[[Path, int], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "c"
@@ -132,7 +132,7 @@ def test_a_commit_that_fails_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("old", [save, save_as_lightning], ids=["ours", "theirs"])
-def test_a_file_that_cannot_be_made_costs_nothing_of_what_was_there(
+def test_failure_to_write_the_second_file_keeps_the_old_checkpoint(
     old: Callable[[Path, int], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_made_costs_nothing_of_what_was_there(
     assert "stillframe:" not in caplog.text  # there was nothing to undo
 
 
-def test_a_checkpoint_that_has_lost_its_file_or_never_had_one_is_saved_over(tmp_path: Path) -> None:
+def test_checkpoint_without_its_second_file_is_replaced(tmp_path: Path) -> None:
     stock.save(state(1), checkpoint_id=tmp_path / "a", no_dist=True)
     save(tmp_path / "b", 1)
     (tmp_path / "b" / META).unlink()
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_has_lost_its_file_or_never_had_one_is_saved_over(tmp_
         assert (tensors_of(directory), meta_of(directory)) == (2, 2)
 
 
-def test_files_of_somebody_elses_with_such_names_stay(tmp_path: Path) -> None:
+def test_foreign_files_with_similar_names_stay(tmp_path: Path) -> None:
     mine = ["meta.notes.pt", "metadata.pt", "meta.0123abcd.pt.mine"]
     mine += [f"meta.{uuid.uuid4()}.txt", f"meta.{uuid.uuid4()}.pt.mine"]
     save(tmp_path, 1)
@@ -170,7 +170,7 @@ def test_files_of_somebody_elses_with_such_names_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("meta*"))) == 2 + len(mine)
 
 
-def test_files_of_one_length_and_time_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
+def test_files_of_equal_length_and_time_are_compared_by_their_bytes(tmp_path: Path) -> None:
     one, other, copy = (tmp_path / name for name in ("one", "other", "copy"))
     for path, text in ((one, "abc"), (other, "abd"), (copy, "abc")):
         path.write_text(text)
@@ -179,7 +179,7 @@ def test_files_of_one_length_and_time_are_told_apart_by_their_bytes(tmp_path: Pa
     assert not beside._same(os.fspath(one), os.fspath(other))
 
 
-def test_what_cannot_be_undone_does_not_hide_what_went_wrong(
+def test_failed_undo_does_not_hide_the_first_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(what: str) -> Callable[..., None]:
@@ -195,7 +195,7 @@ def test_what_cannot_be_undone_does_not_hide_what_went_wrong(
     assert "is left as it is: the mending" in caplog.text
 
 
-def test_meta_is_there_and_synced_before_the_first_metadata(
+def test_meta_is_written_and_synced_before_the_first_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -216,7 +216,7 @@ def test_meta_is_there_and_synced_before_the_first_metadata(
     save(tmp_path / "c", 1)
 
 
-def test_without_links_a_copy_takes_their_place(
+def test_copy_replaces_the_link_on_file_systems_without_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*_: Any) -> None:
@@ -231,7 +231,7 @@ def test_without_links_a_copy_takes_their_place(
         assert "stillframe:" not in caplog.text  # the copy was found to be right
 
 
-def test_a_checkpoint_of_lightnings_own_is_left_as_it_is(tmp_path: Path) -> None:
+def test_mend_leaves_lightnings_own_checkpoint_unchanged(tmp_path: Path) -> None:
     directory = tmp_path / "c"
     save(directory, 1)
     save_as_lightning(directory, 2)
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_lightnings_own_is_left_as_it_is(tmp_path: Path) -> None
     assert (tensors_of(directory), meta_of(directory)) == (2, 2)
 
 
-def test_metadata_that_nobody_can_read_changes_nothing(tmp_path: Path) -> None:
+def test_mend_changes_nothing_if_metadata_cannot_be_read(tmp_path: Path) -> None:
     directory = tmp_path / "c"
     save(directory, 1)
     (directory / META).unlink()
@@ -249,7 +249,7 @@ def test_metadata_that_nobody_can_read_changes_nothing(tmp_path: Path) -> None:
     assert beside._save_of(os.fspath(directory)) is None
 
 
-def test_a_load_of_lightnings_finds_the_file_of_a_save_that_died_before_its_link(tmp_path):
+def test_lightnings_load_finds_meta_after_a_crash_before_its_link(tmp_path):
     save(tmp_path / "c", 1)
     (tmp_path / "c" / META).unlink()
     make_ready(str(tmp_path / "c"))

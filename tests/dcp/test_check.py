@@ -62,7 +62,7 @@ def packed(*records: tuple[str, bytes], **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def test_an_item_that_is_not_called_damaged_loads_as_it_was_saved(wrong):
+def test_item_that_passes_the_check_loads_as_it_was_saved(wrong):
     whole = archive(torch.tensor(VALUES))
     assert wrong(whole) is None
     said = 0
@@ -76,12 +76,12 @@ def test_an_item_that_is_not_called_damaged_loads_as_it_was_saved(wrong):
     assert said > len(whole)
 
 
-def test_what_was_saved_without_crcs_is_whole(wrong):
+def test_item_without_crcs_passes_the_check(wrong):
     with saving(compute_crc32=False):
         assert wrong(archive(torch.tensor(VALUES))) is None
 
 
-def test_a_record_that_is_packed_or_longer_than_its_item_is_told(wrong):
+def test_compressed_or_overlong_record_is_reported(wrong):
     data = bytes(1000)
     deflated = packed(("a/data.pkl", data), compression=zipfile.ZIP_DEFLATED)
     assert wrong(deflated) == "a/data.pkl: its bytes are not where they should be"
@@ -91,7 +91,7 @@ def test_a_record_that_is_packed_or_longer_than_its_item_is_told(wrong):
     assert wrong(bytes(stored)) == "a/data.pkl: its bytes are not where they should be"
 
 
-def test_a_record_of_several_pieces_is_compared_to_its_last_byte(wrong, monkeypatch):
+def test_long_record_is_compared_to_its_last_byte(wrong, monkeypatch):
     monkeypatch.setattr(check, "_PIECE", 64)
     item = bytearray(archive(torch.arange(100)))
     assert wrong(bytes(item)) is None
@@ -127,7 +127,7 @@ class Turned(StreamTransformExtension):
         return io.BytesIO(bytes(each ^ 255 for each in data.read()))
 
 
-def test_items_that_only_an_extension_can_read_are_counted_and_left_to_it(tmp_path):
+def test_items_of_an_extension_are_counted_as_unchecked(tmp_path):
     state = {"a": torch.tensor(VALUES), "b": torch.zeros(3)}
     writer = dcp.FileSystemWriter(tmp_path, _extensions=[Turned()])
     dcp.save(state, storage_writer=writer, no_dist=True)
@@ -150,7 +150,7 @@ def bad(directory: Path) -> list[tuple[str, str]]:
     return found.bad
 
 
-def test_a_file_that_cannot_be_opened_or_read_is_told_with_what_it_holds(saved, monkeypatch):
+def test_unreadable_file_is_reported_with_its_items(saved, monkeypatch):
     def failing(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -169,7 +169,7 @@ DAMAGES = ["no records", "a place that is none", "an offset of nothing", "nothin
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_metadata_that_makes_no_sense_is_damaged(saved, damage):
+def test_nonsensical_metadata_counts_as_damaged(saved, damage):
     metadata = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 9)})
     if damage == "no records":
         del metadata.storage_data
@@ -184,7 +184,7 @@ def test_metadata_that_makes_no_sense_is_damaged(saved, damage):
         check.check(os.fspath(saved), contents.read)
 
 
-def test_a_part_of_a_tensor_is_named_by_where_it_begins(saved):
+def test_shard_of_a_tensor_is_named_with_its_offset(saved):
     index = MetadataIndex("w", torch.Size([4, 0]), 1)
     metadata = Metadata({}, storage_data={index: _StorageInfo("gone.distcp", 0, 9)})
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -82,13 +82,13 @@ def run(make: type[TemporalAsyncCaller], count: int) -> list[int]:
     return [caller.process.exitcode for caller in callers]
 
 
-def test_slow_writers_write_what_they_were_given_and_not_what_the_buffers_hold_by_now(engine):
+def test_slow_forked_writer_writes_the_state_it_was_given(engine):
     assert run(TemporalAsyncCaller, 3) == [1, 1, 0]  # dirty data, as they are
     assert run(forked(TemporalAsyncCaller, engine=engine), 3) == [0, 0, 0]
     assert eventually(lambda: leased(engine) == 0)
 
 
-def test_the_memory_of_a_writer_that_is_killed_goes_back(engine):
+def test_memory_of_a_killed_writer_is_returned(engine):
     caller = forked(TemporalAsyncCaller, engine=engine)()
     go = multiprocessing.get_context("fork").Event()
     state = [torch.ones(200_000)]
@@ -110,7 +110,7 @@ def _look(tensor: torch.Tensor) -> None:
     os._exit(int(tensor[0]))
 
 
-def test_a_spawned_process_may_be_held_for_though_it_has_copies_of_its_own(engine):
+def test_hold_until_accepts_a_spawned_process(engine):
     taken = stillframe.snapshot({"w": torch.full((1000,), 7.0)}, engine=engine)
     process = multiprocessing.get_context("spawn").Process(target=_look, args=(taken.tree["w"],))
     process.start()
@@ -121,7 +121,7 @@ def test_a_spawned_process_may_be_held_for_though_it_has_copies_of_its_own(engin
     assert eventually(lambda: leased(engine) == 0)
 
 
-def test_what_is_held_for_a_future_after_the_memory_has_gone_is_refused(engine):
+def test_hold_until_is_refused_after_the_memory_was_returned(engine):
     from concurrent.futures import Future
 
     taken = stillframe.snapshot({"w": torch.ones(1000)}, engine=engine)

@@ -95,7 +95,7 @@ def test_a_power_failure_leaves_the_old_checkpoint_or_the_new_one(
 
 
 @pytest.mark.parametrize("before", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
-def test_a_power_failure_leaves_the_meta_of_its_checkpoint_or_one_that_can_be_linked_again(
+def test_power_failure_leaves_matching_meta_or_one_that_mend_restores(
     tmp_path, monkeypatch, before
 ):
     path = tmp_path / "above" / "checkpoint"

@@ -44,7 +44,7 @@ def test_a_state_with_sharded_tensors_is_saved_as_it_was_at_the_call(tmp_path):
     assert values(found["a"]) == [1, 2] and values(found["deep"]["b"]) == [3, 4]
 
 
-def test_what_is_put_together_is_what_was_taken_apart(tmp_path):
+def test_put_together_restores_what_was_taken_apart(tmp_path):
     one, other = sharded(1, requires_grad=True), torch.ones(2)  # its metadata says so
     tree = {"in": [{"a": one}, (one, "b")], "beside": [other]}
     apart = taken_apart(tree)
@@ -59,6 +59,6 @@ def test_what_is_put_together_is_what_was_taken_apart(tmp_path):
     assert type(again["in"][1]) is tuple and again["in"][1][1] == "b"
 
 
-def test_a_tree_without_them_is_not_made_anew():
+def test_tree_without_sharded_tensors_is_returned_unchanged():
     tree = OrderedDict(a=[torch.ones(1)], b=(1, [2]), c={})
     assert taken_apart(tree) is tree and put_together(tree) is tree
