@@ -47,7 +47,7 @@ def offloaded(model, compiled, what):
 
 
 @pytest.mark.parametrize("what", ["layers", "the model", "layers, afterwards"])
-def test_what_is_compiled_trains_as_ever(what, compiled):
+def test_compiled_model_trains_as_the_plain_one(what, compiled):
     """Also norms, whose statistics it writes to, and when the layers are given back."""
     model = norms()
     layers, make = offloaded(other := copy.deepcopy(model), compiled, what)
@@ -58,7 +58,7 @@ def test_what_is_compiled_trains_as_ever(what, compiled):
     assert torch.equal(run(numbers(0)), other(numbers(0)))
 
 
-def test_a_layer_in_one_graph_is_compiled_before(compiled):
+def test_layer_with_fullgraph_must_be_compiled_before_offloading(compiled):
     whole = functools.partial(compiled, fullgraph=True)
     model = norms()
     layers, make = offloaded(copy.deepcopy(model), whole, "layers")
@@ -76,7 +76,7 @@ def test_a_layer_in_one_graph_is_compiled_before(compiled):
 )
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["layers", "layers, afterwards"])
-def test_with_torchs_compiler_offloaded_and_resident_layers_agree_in_every_bit(what, compiled):
+def test_compiled_offloaded_and_resident_layers_agree_bit_for_bit(what, compiled):
     config = importlib.import_module("torch._inductor.config")
     with config.patch({"cpp.cxx": (None, "g++")}):  # no "ccache g++" of the environment's
         agree_through_inductor(what)

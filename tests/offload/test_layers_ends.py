@@ -62,7 +62,7 @@ def works(model):
     return all(same(a, b) for a, b in zip(train(plain), train(model), strict=True))
 
 
-def test_a_backward_that_finds_the_pool_full_ends_whole_and_is_told_once(either, engine, caplog):
+def test_backward_with_a_full_pool_cleans_up_and_raises_once(either, engine, caplog):
     """Its gradients do not fit, and at its end nor do the statistics of its norm."""
     model = nn.Sequential(
         *(Checkpointed(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3))
@@ -99,7 +99,7 @@ def test_an_error_at_the_end_of_a_backward_reaches_the_caller(either, engine, mo
 
 
 @pytest.mark.parametrize("nth", range(3))
-def test_a_forward_whose_buffers_cannot_leave_gives_back_what_it_holds(either, nth, monkeypatch):
+def test_forward_whose_buffers_cannot_leave_releases_its_memory(either, nth, monkeypatch):
     """The one slot, and the pool's memory: others would starve."""
     model, other = (mlp(nn.BatchNorm1d(WIDTH), depth=3) for _ in range(2))
     with (
@@ -124,7 +124,7 @@ def test_a_forward_whose_buffers_cannot_leave_gives_back_what_it_holds(either, n
 
 
 @pytest.mark.parametrize("nth", range(3))
-def test_a_gradient_that_cannot_be_added_is_told_and_costs_no_other(either, nth, monkeypatch):
+def test_failure_to_add_one_gradient_loses_no_other(either, nth, monkeypatch):
     """Not those of other layers, nor the next backward's: nothing half done is added then."""
     model = mlp(depth=3)
     real, broken = gradients._add, model[nth][0].weight
@@ -147,7 +147,7 @@ def test_a_gradient_that_cannot_be_added_is_told_and_costs_no_other(either, nth,
         assert works(model)
 
 
-def test_what_is_removed_in_trouble_is_removed_whole(either):
+def test_remove_completes_even_after_errors(either):
     engine = stillframe.Engine(pool_bytes=1 << 20, block_bytes=BLOCK)
     model = mlp(depth=3)
     before = copy.deepcopy(model.state_dict())
@@ -163,7 +163,7 @@ def test_what_is_removed_in_trouble_is_removed_whole(either):
     offload_layers(model, device="cpu").remove()
 
 
-def test_the_first_error_is_raised_when_all_steps_are_taken():
+def test_first_error_is_raised_after_all_steps():
     taken = []
 
     def step(number):

@@ -71,7 +71,7 @@ WRITES = [
 
 @pytest.mark.parametrize("write", WRITES)
 @torch.no_grad()
-def test_what_came_ahead_for_a_pass_that_ended_early_is_not_used_by_the_next(either, write):
+def test_prefetch_of_an_interrupted_pass_is_not_used_by_the_next(either, write):
     model = mlp(depth=4)
     plain = copy.deepcopy(model)
     with offload_layers(model, device="cpu") as handle:
@@ -86,7 +86,7 @@ def test_what_came_ahead_for_a_pass_that_ended_early_is_not_used_by_the_next(eit
 
 
 @torch.no_grad()
-def test_what_came_ahead_is_used_where_nothing_was_written(either):
+def test_prefetch_is_used_if_nothing_was_written(either):
     model = mlp(depth=4)
     with offload_layers(model, device="cpu") as handle:
         model(numbers(0))
@@ -94,7 +94,7 @@ def test_what_came_ahead_is_used_where_nothing_was_written(either):
         assert handle.stats()["groups_stale"] == 0
 
 
-def test_a_layer_that_failed_has_sent_for_nothing_that_is_used(either):
+def test_prefetch_of_a_failed_layer_is_not_used(either):
     """One element is written, which no sample is of."""
     model = mlp(depth=3)
     plain = copy.deepcopy(model)
@@ -112,7 +112,7 @@ def test_a_layer_that_failed_has_sent_for_nothing_that_is_used(either):
         assert torch.equal(model[1:](numbers(1)), plain[1:](numbers(1)))
 
 
-def test_layers_that_share_a_module_come_in_their_turn(either):
+def test_layers_that_share_a_module_are_prefetched_in_order(either):
     """The module has the device's weights while one of them computes."""
     shared = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared) for _ in range(3)))
@@ -147,7 +147,7 @@ def again(model, batch):
 
 
 @pytest.mark.parametrize("loss", [squares, reentrant, again])
-def test_the_host_waits_once_for_a_backward(fake, loss):
+def test_host_waits_once_per_backward(fake, loss):
     model = mlp(depth=6)
     other = copy.deepcopy(model)
     # So many layers' gradients may be on their way.
@@ -165,12 +165,12 @@ def test_the_host_waits_once_for_a_backward(fake, loss):
     assert same(state(model), state(other))
 
 
-def test_backwards_inside_a_backward_add_up_as_ever(either):
+def test_nested_backwards_add_gradients_as_without_offloading(either):
     plain, offloaded = twice(mlp(nn.BatchNorm1d(WIDTH), depth=5), loss=reentrant, parts=2)
     assert agree(plain, offloaded)
 
 
-def test_a_backward_that_fails_inside_another_leaves_what_a_plain_one_leaves(either):
+def test_failed_nested_backward_leaves_the_gradients_of_a_plain_one(either):
     class Fails(nn.Linear):
         fails = True
 

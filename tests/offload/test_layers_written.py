@@ -50,7 +50,7 @@ def trained(model):
 
 @pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("when", ["before", "between", "behind", "by another, behind"])
-def test_a_buffer_that_forward_writes_to_is_what_the_plain_training_has(either, when, keep):
+def test_buffer_written_by_forward_equals_that_of_plain_training(either, when, keep):
     """In its first backward too, and where autograd refuses it, it is refused."""
     model = stack(when)
     other = copy.deepcopy(model)
@@ -62,7 +62,7 @@ def test_a_buffer_that_forward_writes_to_is_what_the_plain_training_has(either, 
 
 
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_backward_behind_another_forward_that_wrote_is_refused_as_ever(either, settled):
+def test_backward_after_a_forward_that_wrote_buffers_is_refused_as_by_autograd(either, settled):
     model = stack("before")
     for layers in ([], list(model)):
         with offload_layers(layers, device="cpu") if layers else torch.enable_grad():
@@ -74,7 +74,7 @@ def test_a_backward_behind_another_forward_that_wrote_is_refused_as_ever(either,
                 loss.backward()
 
 
-def test_statistics_of_another_forward_are_no_write_that_autograd_knows(either):
+def test_running_statistics_of_another_forward_do_not_fail_a_backward(either):
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in "12")
     )
@@ -101,7 +101,7 @@ class Replaced(nn.Module):
         return self.linear(x) * self.angles
 
 
-def test_what_is_replaced_before_backward_is_still_what_forward_computed_with(either):
+def test_backward_uses_the_tensors_of_its_forward_even_if_replaced(either):
     """The gradient is of the parameter that forward had, too."""
     torch.manual_seed(4)
     model = nn.Sequential(*(Replaced() for _ in range(3)))
@@ -135,7 +135,7 @@ class TiedMaxNorm(nn.Module):
 
 
 @pytest.mark.parametrize("keep", [0, 2])
-def test_weights_that_one_layer_writes_to_are_what_another_computes_with(either, keep):
+def test_weights_written_by_one_layer_are_seen_by_another(either, keep):
     torch.manual_seed(5)
     model = TiedMaxNorm()
     other = copy.deepcopy(model)
@@ -144,7 +144,7 @@ def test_weights_that_one_layer_writes_to_are_what_another_computes_with(either,
         assert agree(train(model, **how), train(other, **how))
 
 
-def test_cast_weights_that_forward_writes_to_are_what_the_plain_training_has(either):
+def test_cast_weights_written_by_forward_equal_those_of_plain_training(either):
     model = TiedMaxNorm()
     other = copy.deepcopy(model)
     how = {
