@@ -39,7 +39,9 @@ def test_few_calls_and_nearly_all_bytes_are_deferred(
     assert found["deferred_after_step"][0] == 0
 
 
-def test_a_devices_lane_is_not_niced_and_wakes_in_time(tmp_path: Path, fake: FakeDriver) -> None:
+def test_device_lane_has_normal_priority_and_wakes_in_time(
+    tmp_path: Path, fake: FakeDriver
+) -> None:
     """Training may wait for it; the writers, for which nobody waits, are niced."""
     stillframe.save({"w": torch.zeros(100_000)}, tmp_path / "a.pt")
     threads = {
@@ -73,7 +75,7 @@ class Tags(pickle.Unpickler):
         self.tags.append(pid[3])
 
 
-def test_torch_is_asked_for_a_devices_tag_once_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_tag_is_read_once_per_save(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def location(storage: torch.UntypedStorage) -> str:

@@ -39,7 +39,7 @@ def elsewhere(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["deferred", "captured"])
-def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
+def test_storages_are_released_exactly_when_their_copies_end(
     overlap: bool,
     tmp_path: Path,
     fake: FakeDriver,
@@ -88,7 +88,7 @@ def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
     assert freed == [address]
 
 
-def test_the_stream_of_each_step_waits_for_the_copies_and_nobody_else(
+def test_only_the_steps_stream_waits_for_the_copies(
     tmp_path: Path,
     fake: FakeDriver,
     engine: stillframe.Engine,

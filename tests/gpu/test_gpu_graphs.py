@@ -78,7 +78,7 @@ def test_a_captured_step_is_noticed_and_its_replays_tear_nothing(
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_a_compiled_step(tmp_path: Path, engine: Any) -> None:
+def test_compiled_step_is_waited_for(tmp_path: Path, engine: Any) -> None:
     training = Training(CAPTURABLE)
     try:
         step = torch.compile(training.optimizer.step)

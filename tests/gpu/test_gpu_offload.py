@@ -87,7 +87,7 @@ assert torch.load(path)["a"].tolist() == list(range(9))
 
 @pytest.mark.parametrize("use", FIRST)
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "last"])
-def test_it_may_be_the_first_use_of_a_device(use: str, device: str, tmp_path) -> None:
+def test_offloading_may_be_the_first_use_of_a_device(use: str, device: str, tmp_path) -> None:
     if device == "last":
         device = f"cuda:{torch.cuda.device_count() - 1}"
     program = (

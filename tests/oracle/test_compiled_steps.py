@@ -77,7 +77,7 @@ def test_first_fullgraph_step_waits_for_the_copy_of_a_save(
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_state_of_a_fullgraph_step_is_captured_and_the_report_says_why(
+def test_state_of_a_fullgraph_step_is_captured_with_a_fallback(
     tmp_path: Path, kind: Optimizers
 ) -> None:
     model, optimizer = training(kind)
@@ -119,9 +119,7 @@ def _step_of(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.AdamW, torch.optim.SGD])
-def test_step_whose_graph_may_break_still_copies_behind_the_call(
-    tmp_path: Path, kind: Optimizers
-) -> None:
+def test_state_of_a_step_with_graph_breaks_is_deferred(tmp_path: Path, kind: Optimizers) -> None:
     model, optimizer = training(kind)
     step = compiled(optimizer, fullgraph=False)
     for _ in range(4):
@@ -135,7 +133,7 @@ def test_step_whose_graph_may_break_still_copies_behind_the_call(
     assert torch.equal(stillframe.load(tmp_path / "a.pt")["weight"], expected)
 
 
-def test_fullgraph_step_is_refused_where_something_has_to_wait_in_it(
+def test_fullgraph_step_is_refused_if_a_wait_must_run_inside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An offloaded state comes back before a step writes it: no graph may go without that."""

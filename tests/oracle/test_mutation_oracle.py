@@ -76,7 +76,7 @@ def warmed_up(make: Callable[[], Training], steps: int = 4) -> Training:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_file_is_the_state_at_the_call(name: str, tmp_path: Path) -> None:
+def test_every_file_holds_the_state_at_the_call(name: str, tmp_path: Path) -> None:
     training = warmed_up(TRAININGS[name])
     path = tmp_path / "state.pt"
     gate_wait_s = 0.0
@@ -113,7 +113,7 @@ def test_saves_in_flight_together_each_hold_their_own_step(
             assert_same(read(tmp_path / str(i)), wanted)
 
 
-def test_saves_from_the_first_step_on_are_right(tmp_path: Path) -> None:
+def test_saves_from_the_first_step_on_are_correct(tmp_path: Path) -> None:
     training = adamw()
     late = []
     with slow("lane_copy", 0.005):
@@ -155,7 +155,7 @@ def test_with_overlap_false_everything_is_captured(tmp_path: Path) -> None:
     assert_same(read(tmp_path / "s.pt"), wanted)
 
 
-def test_threads_that_train_and_save_at_once_do_not_tear_each_other(tmp_path: Path) -> None:
+def test_threads_that_train_and_save_do_not_tear_each_others_saves(tmp_path: Path) -> None:
     trainings = [warmed_up(adamw_fused) for _ in range(2)]
     failures: list[BaseException] = []
     late: list[int] = []
@@ -253,7 +253,7 @@ def test_after_wait_staged_anything_may_be_changed(
 
 
 @pytest.mark.parametrize("write", [new_storages, load_the_optimizer], ids=lambda w: w.__name__)
-def test_replaced_storages_do_not_tear_a_save(
+def test_replaced_storage_does_not_tear_a_save(
     write: Callable[[Training], None], tmp_path: Path
 ) -> None:
     training = warmed_up(adamw)
@@ -290,7 +290,7 @@ def test_a_write_while_the_copy_is_held_back_fails_the_save_and_keeps_the_old_fi
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
-def test_a_write_at_any_moment_tears_nothing_unnoticed(
+def test_write_at_any_moment_is_noticed_or_harmless(
     write: Callable[[Training], None], tmp_path: Path
 ) -> None:
     path = tmp_path / "state.pt"
@@ -312,7 +312,7 @@ def test_a_write_at_any_moment_tears_nothing_unnoticed(
     assert outcomes[-1] == "torn"
 
 
-def test_a_step_then_a_write_is_no_tear(tmp_path: Path) -> None:
+def test_write_after_a_step_does_not_tear(tmp_path: Path) -> None:
     training = warmed_up(adamw)
     with slow("lane_copy", 0.02):
         for _ in range(ROUNDS):
@@ -369,7 +369,7 @@ def test_a_sparse_data_write_outside_the_step_is_noticed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("make", [adamw, adamw_fused, sgd], ids=lambda m: m.__name__)
-def test_without_the_gate_this_oracle_finds_it(
+def test_oracle_notices_a_missing_gate(
     make: Callable[[], Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = warmed_up(make)
