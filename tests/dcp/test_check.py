@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from fix_checkpoints import open_descriptors, saving
 from fix_dcp import equal, loaded
 from stillframe._dcp import check
-from stillframe._dcp.check import wrong_in_item
+from stillframe._dcp.check import damage_of_item
 from stillframe._shell import contents
 from stillframe.dcp import Reader
 from stillframe.errors import CorruptCheckpointError
@@ -42,7 +42,7 @@ def wrong(tmp_path: Path) -> Iterator[Callable[[bytes], str | None]]:
     def look(item: bytes) -> str | None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"before" + item + b"behind", 0)
-        return wrong_in_item(fd, len(b"before"), len(item))
+        return damage_of_item(fd, len(b"before"), len(item))
 
     yield look
     os.close(fd)

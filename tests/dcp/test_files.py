@@ -138,9 +138,9 @@ def test_first_error_counts_and_every_file_is_waited_for():
 
 def test_exchange_of_too_many_numbers_is_refused():
     ranks = Ranks(None, [])
-    assert ranks.words(1, 2, 3, 4, 5, 6, 7) == [[1, 2, 3, 4, 5, 6, 7]]
+    assert ranks.exchange(1, 2, 3, 4, 5, 6, 7) == [[1, 2, 3, 4, 5, 6, 7]]
     with pytest.raises(ValueError, match="room for 7"):  # else they would be another rank's
-        ranks.words(1, 2, 3, 4, 5, 6, 7, 8)
+        ranks.exchange(1, 2, 3, 4, 5, 6, 7, 8)
 
 
 class _Frame(traceback.FrameSummary):

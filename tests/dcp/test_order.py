@@ -22,7 +22,7 @@ from stillframe._base import paths
 from stillframe._base.paths import Place
 from stillframe._dcp import checkpoint
 from stillframe._dcp.api import saver_of_this_process
-from stillframe._dcp.rounds import Asked
+from stillframe._dcp.rounds import SaveRequest
 from stillframe._save import completion, ordered
 from stillframe._snapshot.save import SnapshotSave
 from stillframe.testing import fault, held
@@ -332,8 +332,8 @@ def test_save_under_way_at_exit_is_finished_and_its_failure_printed(tmp_path):
     assert not stillframe.exists(tmp_path / "fails/c")
 
 
-def asked_as_by_lightning(**options: Any) -> Asked:
-    return Asked(
+def asked_as_by_lightning(**options: Any) -> SaveRequest:
+    return SaveRequest(
         group=None,
         planner=None,
         overlap=False,
@@ -360,7 +360,7 @@ def test_save_that_replaces_a_file_waits_for_earlier_entries_before_writing(tmp_
     path.write_bytes(b"a checkpoint of one file")
     with log_stands_still(tmp_path / "other"):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(makes_way=True)
+            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(removes_file=True)
         )
         with pytest.raises(TimeoutError):
             save.result(timeout=0.5)
@@ -375,7 +375,7 @@ def test_save_into_a_directory_writes_early_and_commits_in_order(
     path = tmp_path / "a"
     with log_stands_still(tmp_path / "other"):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(makes_way=True)
+            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(removes_file=True)
         )
         assert eventually(lambda: path.is_dir() and any(path.glob("*.distcp")))
         assert not save.done() and not (path / ".metadata").exists()

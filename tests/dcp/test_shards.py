@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import stillframe.dcp
 import torch
-from stillframe._dcp.shards import put_together, taken_apart
+from stillframe._dcp.shards import put_together, take_apart
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint import load
@@ -47,7 +47,7 @@ def test_a_state_with_sharded_tensors_is_saved_as_it_was_at_the_call(tmp_path):
 def test_put_together_restores_what_was_taken_apart(tmp_path):
     one, other = sharded(1, requires_grad=True), torch.ones(2)  # its metadata says so
     tree = {"in": [{"a": one}, (one, "b")], "beside": [other]}
-    apart = taken_apart(tree)
+    apart = take_apart(tree)
     assert [each.tolist() for each in apart["in"][0]["a"]] == [[[1] * 3] * 2, [[2] * 3] * 2]
     assert apart["beside"] is tree["beside"]  # what holds none is the same
     again = put_together(apart)
@@ -61,4 +61,4 @@ def test_put_together_restores_what_was_taken_apart(tmp_path):
 
 def test_tree_without_sharded_tensors_is_returned_unchanged():
     tree = OrderedDict(a=[torch.ones(1)], b=(1, [2]), c={})
-    assert taken_apart(tree) is tree and put_together(tree) is tree
+    assert take_apart(tree) is tree and put_together(tree) is tree

@@ -39,10 +39,10 @@ class Strategy:
     global_rank = 0
 
     def __init__(self):
-        self.asked = 0
+        self.request = 0
 
     def reduce_boolean_decision(self, decision, all):
-        self.asked += 1
+        self.request += 1
         return decision
 
 
@@ -134,7 +134,7 @@ def test_ranks_agree_once_on_a_joint_save(calls):
     strategy = Strategy()
     with calls.together(strategy), calls.together(strategy):
         pass
-    assert strategy.asked == 1
+    assert strategy.request == 1
 
 
 # ---- loggers ----

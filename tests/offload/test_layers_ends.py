@@ -13,7 +13,7 @@ import torch
 from fix_offloading import WIDTH, mlp, numbers, same, squares, train
 from fix_waits import leased
 from stillframe._offload import gradients
-from stillframe._offload.every import every
+from stillframe._offload.run_all import run_all
 from stillframe.offload import Offloader, offload_layers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -175,6 +175,6 @@ def test_first_error_is_raised_after_all_steps():
         return take
 
     with pytest.raises(ValueError, match="step 0") as caught:
-        every(step(number) for number in range(8))
+        run_all(step(number) for number in range(8))
     assert taken == list(range(8))
     assert caught.value.__notes__ == ["and then: ValueError('step 1')"]

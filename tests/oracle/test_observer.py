@@ -12,7 +12,7 @@ from fix_gate import NUMEL, deferred, lanes, param, run_steps, skeleton_of
 from stillframe import _core
 from stillframe._tree.skeleton import SOURCE
 from stillframe._watch import gate, ownership
-from stillframe._watch.keepers import Marks
+from stillframe._watch.memory_owners import Marks
 from torch.optim import SGD
 
 LARGE = 1 << 21  # floats; 8 MiB, which are unmapped as soon as they are freed

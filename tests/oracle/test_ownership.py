@@ -26,7 +26,7 @@ from fix_gate import (
 from stillframe import _core
 from stillframe._tree.skeleton import SOURCE
 from stillframe._watch import gate, ownership
-from stillframe._watch.keepers import Marks
+from stillframe._watch.memory_owners import Marks
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 

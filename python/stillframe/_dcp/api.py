@@ -31,8 +31,8 @@ from stillframe._base.distributed import is_initialized
 from stillframe._base.flags import refuse_unclear
 from stillframe._base.paths import Place
 from stillframe._dcp.ranks import Groups, refuse_without_cpu
-from stillframe._dcp.rounds import Asked, Round, Rounds, WhenBusy, Worker
-from stillframe._dcp.shards import taken_apart
+from stillframe._dcp.rounds import Round, Rounds, SaveRequest, WhenBusy, Worker
+from stillframe._dcp.shards import take_apart
 from stillframe._dcp.staged import Stages, StateDict
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion, ordered
@@ -120,7 +120,7 @@ def async_save(
     begun = saver.save(
         state_dict,
         Place.of(checkpoint_id),
-        Asked(
+        SaveRequest(
             group=saver.group(process_group, no_dist),
             planner=planner,
             overlap=overlap,
@@ -203,24 +203,24 @@ class Saver:
             refuse_without_cpu(process_group)
         return self._groups.of_saves(process_group)
 
-    def save(self, state_dict: StateDict, place: Place, asked: Asked) -> SnapshotSave:
+    def save(self, state_dict: StateDict, place: Place, request: SaveRequest) -> SnapshotSave:
         """Start a save: wait for the previous one, copy the state, and submit the rest to the
         thread `sf-dcp`. See `async_save`."""
         entered = time.perf_counter()
-        writer = _writer(place, asked.durable, asked.engine)
+        writer = _writer(place, request.durable, request.engine)
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
-        if asked.when_busy not in get_args(WhenBusy):
-            raise ValueError(f"when_busy has to be 'wait' or 'raise', not {asked.when_busy!r}")
-        refuse_unclear(overlap=asked.overlap, durable=asked.durable)
-        if asked.when_busy == "raise":
-            self._refuse_busy(asked.group)
+        if request.when_busy not in get_args(WhenBusy):
+            raise ValueError(f"when_busy has to be 'wait' or 'raise', not {request.when_busy!r}")
+        refuse_unclear(overlap=request.overlap, durable=request.durable)
+        if request.when_busy == "raise":
+            self._refuse_busy(request.group)
         if writer is not None:
-            writer.beside = asked.beside
+            writer.side_file = request.side_file
         path = place.text
-        save = SnapshotSave(path, place.given, asked.on_durable, entered=entered, known_as=path)
-        rounds = self._rounds_of(asked.group)
-        work = rounds.next(place, asked, save, writer)
+        save = SnapshotSave(path, place.given, request.on_durable, entered=entered, known_as=path)
+        rounds = self._rounds_of(request.group)
+        work = rounds.next(place, request, save, writer)
         try:
             self._wait_for_last(work)
             save.waited()
@@ -229,13 +229,13 @@ class Saver:
             completion.completion.start()
             if not completion.completion.over:
                 # A save of one file joins the log at the end of its call, and so does this one.
-                work.turn = Turn(place.key(follow_link=asked.follow_link))
+                work.turn = Turn(place.key(follow_link=request.follow_link))
         except BaseException as error:
             work.tree = error
             save.told = True  # the caller gets the error from this call
             raise
         finally:
-            self._last, self._raises_last = save, asked.error_of is None
+            self._last, self._raises_last = save, request.error_of is None
             if work.staged is not None:  # without a copy, the call lasts until the save has ended
                 save.call_is_over()
             rounds.submit(work)  # always: the other ranks expect this rank to take part
@@ -243,21 +243,23 @@ class Saver:
 
     def _stage(self, work: Round, state_dict: StateDict) -> None:
         """Copy the state into pool memory, if it fits."""
-        asked = work.asked
-        content = None if asked.beside is None else asked.beside.content
+        request = work.request
+        content = None if request.side_file is None else request.side_file.content
         tree = state_dict, content
-        stage = functools.partial(self._stages.stage, overlap=asked.overlap, engine=asked.engine)
+        stage = functools.partial(
+            self._stages.stage, overlap=request.overlap, engine=request.engine
+        )
         try:
             try:
                 work.staged = stage(tree)
             except TypeError:  # ShardedTensors are rare, so they are searched for only now
-                tree = taken_apart(state_dict), content
+                tree = take_apart(state_dict), content
                 if tree[0] is state_dict:
                     raise
                 work.is_apart = True
                 work.staged = stage(tree)
         except PoolExhaustedError:
-            if not asked.live_if_full:
+            if not request.uncopied_if_full:
                 raise
             work.tree = tree
         else:

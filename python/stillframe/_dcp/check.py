@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from stillframe import _core
-from stillframe._base import looks
+from stillframe._base import file_kinds
 from stillframe._tree.keypaths import Stub
 from stillframe.errors import CorruptCheckpointError
 
-_PIECE = 8 << 20
+_CHUNK = 8 << 20
 
 # The records at the end of an archive: zip64 end record, its locator, end record.
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -66,7 +66,7 @@ class _Slice(io.RawIOBase):
         return got
 
 
-def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
+def damage_of_item(fd: int, offset: int, length: int) -> str | None:
     """Describe the damage of an item in a data file; return None if it is intact.
 
     torch can be told to write records without a CRC. Of those only the structure is checked.
@@ -81,10 +81,10 @@ def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
     try:
         with zipfile.ZipFile(cast(Any, item)) as archive:
             for record in archive.infolist():
-                wrong = _wrong_in_record(item, record, length)
+                wrong = _damage_of_record(item, record, length)
                 if wrong is not None:
                     return f"{record.filename}: {wrong}"
-            if not _is_ended(item, archive.start_dir, length, len(archive.infolist())):
+            if not _directory_is_right(item, archive.start_dir, length, len(archive.infolist())):
                 return "its directory does not end as it should"
     except (
         *(zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error),
@@ -94,7 +94,7 @@ def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
     return None
 
 
-def _is_ended(item: _Slice, start: int, length: int, nr: int) -> bool:
+def _directory_is_right(item: _Slice, start: int, length: int, nr: int) -> bool:
     """Tell whether the central directory has `nr` records and the end records agree with it.
     zipfile accepts a directory that does not, and torch refuses to read it."""
     end = start
@@ -112,7 +112,7 @@ def _is_ended(item: _Slice, start: int, length: int, nr: int) -> bool:
     return nbytes == _END64.size - 12 and (*found,) == directory and place == [0, end, 1]
 
 
-def _wrong_in_record(item: _Slice, record: zipfile.ZipInfo, length: int) -> str | None:
+def _damage_of_record(item: _Slice, record: zipfile.ZipInfo, length: int) -> str | None:
     item.seek(record.header_offset)
     header = item.read(30) or b""
     name = record.orig_filename.encode()
@@ -139,9 +139,9 @@ def _wrong_in_record(item: _Slice, record: zipfile.ZipInfo, length: int) -> str 
 
 def _crc(item: _Slice, nbytes: int) -> int:
     value = 0
-    buffer = memoryview(bytearray(min(nbytes, _PIECE)))
+    buffer = memoryview(bytearray(min(nbytes, _CHUNK)))
     while nbytes:
-        got = item.readinto(buffer[: min(nbytes, _PIECE)])
+        got = item.readinto(buffer[: min(nbytes, _CHUNK)])
         if not got:
             return ~value  # the file has become shorter; report a mismatch
         value = _core.crc32(buffer[:got], value)
@@ -177,9 +177,9 @@ def check(directory: str, read: Callable[[IO[bytes]], Any]) -> Checked:
         OSError: The directory or its metadata cannot be read.
     """
     found = Checked(0, 0, 0, [])
-    by_file: dict[str, list[_Place]] = {}
-    for name in sorted(each for each in os.listdir(directory) if looks.is_sharded([each])):
-        for place in _places(os.path.join(directory, name), read):
+    by_file: dict[str, list[_ItemRange]] = {}
+    for name in sorted(each for each in os.listdir(directory) if file_kinds.is_sharded([each])):
+        for place in _read_items(os.path.join(directory, name), read):
             by_file.setdefault(place.file, []).append(place)
             found.nr_items += 1
             found.nr_unchecked += place.transformed
@@ -188,7 +188,7 @@ def check(directory: str, read: Callable[[IO[bytes]], Any]) -> Checked:
     return found
 
 
-def _check_file(path: str, places: list[_Place], found: Checked) -> None:
+def _check_file(path: str, places: list[_ItemRange], found: Checked) -> None:
     items = f"it holds {places[0].name}" + (f" and {len(places) - 1} more" if places[1:] else "")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -202,7 +202,7 @@ def _check_file(path: str, places: list[_Place], found: Checked) -> None:
         found.nbytes += os.fstat(fd).st_size
         for place in places:
             if not place.transformed:
-                wrong = wrong_in_item(fd, place.offset, place.length)
+                wrong = damage_of_item(fd, place.offset, place.length)
                 if wrong is not None:
                     found.bad.append((place.name, wrong))
     except OSError as error:
@@ -212,7 +212,7 @@ def _check_file(path: str, places: list[_Place], found: Checked) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ItemRange:
     name: str
     file: str
     offset: int
@@ -220,7 +220,7 @@ class _Place:
     transformed: bool
 
 
-def _places(path: str, read: Callable[[IO[bytes]], Any]) -> list[_Place]:
+def _read_items(path: str, read: Callable[[IO[bytes]], Any]) -> list[_ItemRange]:
     """Read from a metadata file where the items are.
 
     Raises:
@@ -230,7 +230,7 @@ def _places(path: str, read: Callable[[IO[bytes]], Any]) -> list[_Place]:
         try:
             root = read(file)
             return [
-                _Place(
+                _ItemRange(
                     _name_of(index.state),
                     os.fspath(info.state["relative_path"]),
                     int(info.state["offset"]),
@@ -254,7 +254,7 @@ def _name_of(index: dict[str, Any]) -> str:
     return f"{index['fqn']} from {tuple(numbers)}"
 
 
-def refuse_wrong_items(directory: str, items: Iterable[tuple[str, str, int, int]]) -> None:
+def refuse_damaged_items(directory: str, items: Iterable[tuple[str, str, int, int]]) -> None:
     """Check the given items.
 
     Args:
@@ -276,7 +276,7 @@ def refuse_wrong_items(directory: str, items: Iterable[tuple[str, str, int, int]
             ) from None
         try:
             for name, offset, length in places:
-                wrong = wrong_in_item(fd, offset, length)
+                wrong = damage_of_item(fd, offset, length)
                 if wrong is not None:
                     raise CorruptCheckpointError(f"{path}: {name} is damaged: {wrong}")
         finally:

@@ -2,7 +2,7 @@
 
 This does what DCP's `save` does between a planner and a writer, with two differences. First, a plan
 that all ranks still have is used again: it is not made, compared or sent. Second, a save with such
-a plan and without errors exchanges only a few numbers (`Ranks.words`), three times:
+a plan and without errors exchanges only a few numbers (`Ranks.exchange`), three times:
 
     prepared ─numbers─▶ agreed ─▶ written ─numbers─▶ committed by rank 0 ─numbers─▶ ended
                            │         ▲
@@ -75,7 +75,7 @@ class JointSave:
         self._planner: SavePlanner = planner
         self._wait = wait
         self._structure: Hashable = None
-        self._kept: Kept | None = None
+        self._kept: KeptPlan | None = None
         self._files: RankFiles | None = None
         self._metadata: Metadata | None = None  # on the coordinator, as planned
 
@@ -88,7 +88,7 @@ class JointSave:
         """
         if self._own is None:
             self._wait()  # a user's planner may look at anything
-        first = self._ranks.coordinates
+        first = self._ranks.is_coordinator
         meta = self._writer.storage_meta()
         self._planner.set_up_planner(state_dict=state_dict, storage_meta=meta, is_coordinator=first)
         self._writer.set_up_storage_writer(first, rank=self._ranks.rank, use_collectives=True)
@@ -131,20 +131,20 @@ class JointSave:
             failure = error
         self._agree_on("write", failure)
         assert self._files is not None
-        results = None if is_same else self._ranks.gathered(self._files.results())
+        results = None if is_same else self._ranks.gather(self._files.results())
         try:
-            if self._ranks.coordinates:
-                new = new or self._described(results)
+            if self._ranks.is_coordinator:
+                new = new or self._describe(results)
                 self._writer.commit(new)
         except BaseException as error:
             failure = error
         self._agree_on("write", failure)
-        metadata = self._known_to_all(new)
+        metadata = self._share_metadata(new)
         if self._structure is not None:
             number = self._number if self._kept is None else self._kept.number
-            kept = Kept(number, plan, self._files.places, metadata, files_ids)
+            kept = KeptPlan(number, plan, self._files.places, metadata, files_ids)
             self._plans.keep(self._structure, kept)
-        if self._ranks.coordinates:
+        if self._ranks.is_coordinator:
             self._writer.tidy()
         return metadata
 
@@ -170,7 +170,7 @@ class JointSave:
         except BaseException as error:
             failure = error
         self._agree_on("plan", failure)
-        gathered = self._ranks.gathered(plan)
+        gathered = self._ranks.gather(plan)
         try:
             if gathered is not None:
                 plans, self._metadata = self._planner.create_global_plan(gathered)
@@ -178,12 +178,12 @@ class JointSave:
         except BaseException as error:
             failure = error
         self._agree_on("plan", failure)
-        scattered: SavePlan = self._ranks.scattered(plans)
+        scattered: SavePlan = self._ranks.scatter(plans)
         return scattered
 
     def _agree_on(self, step: str, failure: BaseException | None) -> None:
-        if any(failed for (failed,) in self._ranks.words(failure is not None)):
-            self._ranks.refuse(step, failure)
+        if any(failed for (failed,) in self._ranks.exchange(failure is not None)):
+            self._ranks.raise_all(step, failure)
 
     def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.New | None:
         """Write the files. On the coordinator, if the layout is known, also write the metadata
@@ -192,7 +192,7 @@ class JointSave:
         self._writer.start()
         try:
             # The engine's threads write the data files at the same time.
-            if is_same and self._ranks.coordinates:
+            if is_same and self._ranks.is_coordinator:
                 assert self._kept is not None and self._kept.metadata is not None
                 old = self._kept.metadata
                 return self._writer.describe(old, _renamed(old, self._kept.files_ids, files_ids))
@@ -200,7 +200,7 @@ class JointSave:
         finally:
             self._files.wait()  # also after an error: the threads read the memory until then
 
-    def _described(self, results: Any) -> checkpoint.New:
+    def _describe(self, results: Any) -> checkpoint.New:
         metadata = self._metadata
         if metadata is None:
             assert self._kept is not None and self._kept.metadata is not None
@@ -209,7 +209,7 @@ class JointSave:
             metadata, {each.index: each.storage_data for rank in results for each in rank}
         )
 
-    def _known_to_all(self, new: checkpoint.New | None) -> Metadata:
+    def _share_metadata(self, new: checkpoint.New | None) -> Metadata:
         """Return the checkpoint's metadata. Only the coordinator's says where the items are."""
         if self._kept is None:
             whole: Metadata = self._ranks.broadcast(self._metadata)
@@ -249,7 +249,7 @@ def _renamed(
 
 
 @dataclasses.dataclass
-class Kept:
+class KeptPlan:
     """A plan that is kept, with facts of the last save that used it.
 
     Attributes:
@@ -271,12 +271,12 @@ class Plans:
     """The plans kept for one group, by structure."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, Kept] = {}
+        self._kept: dict[Hashable, KeptPlan] = {}
 
-    def of(self, structure: Hashable) -> Kept | None:
+    def of(self, structure: Hashable) -> KeptPlan | None:
         return self._kept.get(structure)
 
-    def keep(self, structure: Hashable, kept: Kept) -> None:
+    def keep(self, structure: Hashable, kept: KeptPlan) -> None:
         self._kept.pop(structure, None)
         while len(self._kept) >= _MOST:
             del self._kept[next(iter(self._kept))]

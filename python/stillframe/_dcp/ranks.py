@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stillframe.errors import StillframeError
 
-_MOST_WORDS = 7  # numbers that a rank can send in one exchange
+_MAX_NUMBERS = 7  # numbers that a rank can send in one exchange
 _Timeout = datetime.timedelta | None  # None: gloo's default
 
 
@@ -44,49 +44,49 @@ class Ranks:
         self._spent = spent
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
-        self._words = array.array("q", bytes(8 * _MOST_WORDS * self.size))
-        self._tensor = torch.frombuffer(self._words, dtype=torch.int64)
+        self._numbers = array.array("q", bytes(8 * _MAX_NUMBERS * self.size))
+        self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
 
-    def rest(self) -> None:
+    def drop_group(self) -> None:
         """Drop the group until the next save, so that the user may destroy it."""
         self._group = None
 
-    def go_on(self, group: dist.ProcessGroup | None) -> None:
+    def use_group(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
     @property
-    def coordinates(self) -> bool:
+    def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def words(self, *mine: int) -> list[list[int]]:
+    def exchange(self, *mine: int) -> list[list[int]]:
         """Exchange numbers: return those of all ranks. Each rank gives the same count, at most
-        `_MOST_WORDS`. The exchange is a sum in which each rank fills its own slots."""
-        if len(mine) > _MOST_WORDS:
-            raise ValueError(f"{len(mine)} words, and there is room for {_MOST_WORDS}")
+        `_MAX_NUMBERS`. The exchange is a sum in which each rank fills its own slots."""
+        if len(mine) > _MAX_NUMBERS:
+            raise ValueError(f"{len(mine)} words, and there is room for {_MAX_NUMBERS}")
         if self._group is None:
             return [[*mine]]
-        at = self.rank * _MOST_WORDS
-        for number in range(len(self._words)):  # slots of other ranks must be 0
-            self._words[number] = 0
-        self._words[at : at + len(mine)] = array.array("q", mine)
+        at = self.rank * _MAX_NUMBERS
+        for number in range(len(self._numbers)):  # slots of other ranks must be 0
+            self._numbers[number] = 0
+        self._numbers[at : at + len(mine)] = array.array("q", mine)
         summed = self._group.allreduce([self._tensor])
         summed.wait()
         self._spent.append(summed)
         return [
-            self._words[at : at + len(mine)].tolist()
-            for at in range(0, len(self._words), _MOST_WORDS)
+            self._numbers[at : at + len(mine)].tolist()
+            for at in range(0, len(self._numbers), _MAX_NUMBERS)
         ]
 
-    def gathered(self, mine: Any) -> list[Any] | None:
+    def gather(self, mine: Any) -> list[Any] | None:
         """Return the objects of all ranks on the coordinator, and None elsewhere."""
         if self._group is None:
             return [mine]
         own, longest = self._as_bytes([mine])
-        held = bytearray(longest * self.size if self.coordinates else 0)
+        held = bytearray(longest * self.size if self.is_coordinator else 0)
         self._group.gather(_rows(held, longest), own[0], 0).wait()
-        return _objects(held, longest) if self.coordinates else None
+        return _objects(held, longest) if self.is_coordinator else None
 
-    def scattered(self, objects: list[Any] | None) -> Any:
+    def scatter(self, objects: list[Any] | None) -> Any:
         """Return the object that the coordinator has for this rank."""
         if self._group is None:
             assert objects is not None
@@ -96,16 +96,16 @@ class Ranks:
         self._group.scatter(_rows(held, longest)[0], given, 0).wait()
         return _objects(held, longest)[0]
 
-    def broadcast(self, coordinators: Any) -> Any:
+    def broadcast(self, own: Any) -> Any:
         """Return the coordinator's object on all ranks."""
         if self._group is None:
-            return coordinators
-        given, longest = self._as_bytes([coordinators] if self.coordinates else [])
+            return own
+        given, longest = self._as_bytes([own] if self.is_coordinator else [])
         held = bytearray(longest)
         self._group.broadcast((given or _rows(held, longest))[0], 0).wait()
-        return coordinators if given else _objects(held, longest)[0]
+        return own if given else _objects(held, longest)[0]
 
-    def refuse(self, step: str, mine: BaseException | None) -> None:
+    def raise_all(self, step: str, mine: BaseException | None) -> None:
         """Exchange errors after a rank has reported a failure. All ranks call this.
 
         Raises:
@@ -124,7 +124,7 @@ class Ranks:
         """Pickle this rank's objects and pad each to the length of the longest one of any rank.
         Return them with that length. Unpickling ignores the padding."""
         pickled = [pickle.dumps(each) for each in objects]
-        longest = max(length for (length,) in self.words(max(map(len, pickled), default=0)))
+        longest = max(length for (length,) in self.exchange(max(map(len, pickled), default=0)))
         filled = bytearray(b"".join(each.ljust(longest, b"\0") for each in pickled))
         return _rows(filled, longest), longest
 
@@ -182,7 +182,7 @@ class Groups:
         Raises:
             StillframeError: The group was destroyed because a rank is gone.
         """
-        self._look()
+        self._check_world()
         if given is not None and dist.get_world_size(given) < dist.get_world_size():
             return given
         timeout = None if given is None else _timeout_of(given)
@@ -202,7 +202,7 @@ class Groups:
             if ours is group:
                 self._lost[timeout] = str(why)
                 del self._saving[timeout], ours
-                if is_there(group):
+                if group_exists(group):
                     dist.destroy_process_group(group)
 
     def any_rank(self, group: dist.ProcessGroup, own: bool) -> bool:
@@ -212,7 +212,7 @@ class Groups:
         Raises:
             ValueError: The group does not have all ranks, and making a group needs all of them.
         """
-        self._look()
+        self._check_world()
         if dist.get_world_size(group) < dist.get_world_size():
             raise ValueError(
                 "when_busy='raise' needs a process_group of all ranks: with fewer use 'wait'"
@@ -224,14 +224,14 @@ class Groups:
         dist.all_reduce(votes, group=self._calling[timeout])
         return bool(votes)
 
-    def _look(self) -> None:
+    def _check_world(self) -> None:
         world = dist.group.WORLD
         if world is not self._world:
             self.__init__()  # type: ignore[misc]
             self._world = world
 
 
-def is_there(group: dist.ProcessGroup) -> bool:
+def group_exists(group: dist.ProcessGroup) -> bool:
     """Tell whether the group has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)

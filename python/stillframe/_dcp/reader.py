@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from stillframe._dcp.check import refuse_wrong_items
+from stillframe._dcp.check import refuse_damaged_items
 
 
 class Reader(FileSystemReader):
@@ -41,7 +41,7 @@ class Reader(FileSystemReader):
             infos = {
                 item.storage_index: self.storage_data[item.storage_index] for item in plan.items
             }
-            refuse_wrong_items(
+            refuse_damaged_items(
                 os.fspath(self.path),
                 [
                     (str(index.fqn), info.relative_path, info.offset, info.length)

@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stillframe._base.paths import Place
-from stillframe._dcp.beside import Beside
 from stillframe._dcp.joint import JointSave, Plans
-from stillframe._dcp.ranks import Ranks, is_there
+from stillframe._dcp.ranks import Ranks, group_exists
 from stillframe._dcp.shards import put_together
+from stillframe._dcp.side_file import SideFile
 from stillframe._dcp.staged import Staged, StateDict
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion
@@ -62,15 +62,15 @@ class _GroupIsGoneError(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class SaveRequest:
     """The arguments of a save; see `async_save`. Those described here are for Lightning's saves.
 
     Attributes:
-        beside: A second file that this rank commits together with the checkpoint.
+        side_file: A second file that this rank commits together with the checkpoint.
         follow_link: Save to the directory that a symlink names; otherwise replace the link.
-        makes_way: This rank removes a file or link at the directory's path.
-        live_if_full: If the pool is too small for a copy, write the state itself. The caller must
-            then wait for the end of the save.
+        removes_file: This rank removes a file or link at the directory's path.
+        uncopied_if_full: If the pool is too small for a copy, write the state itself. The caller
+            must then wait for the end of the save.
         on_durable: As for `stillframe.async_save`.
         error_of: Converts an error and the path to the error for the user. If it is given, the
             caller raises the save's error, and the next save does not.
@@ -82,10 +82,10 @@ class Asked:
     durable: bool
     engine: Engine | None
     when_busy: WhenBusy
-    beside: Beside | None = None
+    side_file: SideFile | None = None
     follow_link: bool = True
-    makes_way: bool = False
-    live_if_full: bool = False
+    removes_file: bool = False
+    uncopied_if_full: bool = False
     on_durable: OnDurable | None = None
     error_of: Callable[[BaseException, str], BaseException] | None = None
 
@@ -108,7 +108,7 @@ class Round:
 
     number: int
     place: Place
-    asked: Asked
+    request: SaveRequest
     save: SnapshotSave
     writer: FileSystemWriter | None
     group: dist.ProcessGroup | None
@@ -139,7 +139,7 @@ class Round:
         if self.turn is not None:
             self.turn.wait_to_write()
         path = self.place.name
-        if self.asked.makes_way and (os.path.islink(path) or os.path.isfile(path)):
+        if self.request.removes_file and (os.path.islink(path) or os.path.isfile(path)):
             if self.turn is not None:
                 self.turn.wait_to_commit()  # until then it may be the only checkpoint
             os.unlink(path)
@@ -201,11 +201,15 @@ class Rounds:
         self._give_up = give_up
 
     def next(
-        self, place: Place, asked: Asked, save: SnapshotSave, writer: FileSystemWriter | None
+        self,
+        place: Place,
+        request: SaveRequest,
+        save: SnapshotSave,
+        writer: FileSystemWriter | None,
     ) -> Round:
         """Begin a round. The caller must submit it, even after an error."""
         self._calls += 1
-        return Round(self._calls, place, asked, save, writer, asked.group)
+        return Round(self._calls, place, request, save, writer, request.group)
 
     def submit(self, work: Round) -> None:
         work.save.begin()
@@ -220,7 +224,7 @@ class Rounds:
             report = work.report()
         except BaseException as error:
             # CheckpointException is no Exception. The traceback's frames reference the tree.
-            failure = self._cleaned_up(work, error.with_traceback(None))
+            failure = self._try_clean_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
                 self._spent.extend(work.staged.upload_ended())
@@ -228,16 +232,16 @@ class Rounds:
             failure = failure or error
         work.tree = work.group = work.staged = None
         if self._ranks is not None:
-            self._ranks.rest()
-        if work.asked.beside is not None:
-            work.asked.beside.content = None
+            self._ranks.drop_group()
+        if work.request.side_file is not None:
+            work.request.side_file.content = None
         if failure is not None:
             metadata = report = None
-            if work.asked.error_of is not None:
-                failure = work.asked.error_of(failure, work.place.text)
+            if work.request.error_of is not None:
+                failure = work.request.error_of(failure, work.place.text)
         work.save.end(report, failure, value=metadata, turn=work.turn)
 
-    def _cleaned_up(self, work: Round, failure: BaseException) -> BaseException:
+    def _try_clean_up(self, work: Round, failure: BaseException) -> BaseException:
         """Clean up and return the error for the user. The save must end even if this fails,
         because somebody waits for it."""
         try:
@@ -255,7 +259,7 @@ class Rounds:
         # All ranks get these errors; any other may be known to this rank alone.
         known = isinstance(failure, (CheckpointException, StillframeError))
         of_dcp = work.writer is None and isinstance(failure, CheckpointException)
-        if group is not None and (of_dcp or not known) and not is_there(group):
+        if group is not None and (of_dcp or not known) and not group_exists(group):
             why = failure
             failure = StillframeError(
                 f"the process group was destroyed while the save of {work.place.text} was under"
@@ -273,10 +277,10 @@ class Rounds:
     def _save(self, work: Round) -> Metadata:
         ranks, writer = self._ranks or Ranks(work.group, self._spent), work.writer
         self._ranks = ranks
-        ranks.go_on(work.group)
+        ranks.use_group(work.group)
         joint: JointSave | None = None
         if writer is not None:
-            planner = work.asked.planner
+            planner = work.request.planner
             joint = JointSave(ranks, self._plans, work.number, writer, planner, work.wait)
         tree: StateDict = {}
         failure: BaseException | None = None
@@ -296,11 +300,11 @@ class Rounds:
         if work.turn is not None and writer is not None:
             writer.before_commit = work.turn.wait_to_commit
         files_id = 0 if writer is None else writer.files_id
-        failed, place = failure is not None, _number_of(work.place.name)
-        rows = ranks.words(work.number, work.raised, failed, kept, is_same, files_id, place)
+        failed, place = failure is not None, _path_number(work.place.name)
+        rows = ranks.exchange(work.number, work.raised, failed, kept, is_same, files_id, place)
         _refuse_to_save(rows, work.place.name, place)
         if any(row[2] for row in rows):
-            ranks.refuse("plan", failure)
+            ranks.raise_all("plan", failure)
         if joint is None:
             return _save_remotely(tree, work)
         return joint.save(
@@ -313,15 +317,15 @@ class Rounds:
 def _save_remotely(tree: StateDict, work: Round) -> Metadata:
     """Save with DCP's own `save`. If the group was destroyed, DCP would take this rank for the only
     one and save its part as the whole checkpoint, so check the group before and after."""
-    _look_for(work.group)
+    _check_group(work.group)
     saved: Metadata = save(
         tree,
         checkpoint_id=work.place.text,
-        planner=work.asked.planner,
+        planner=work.request.planner,
         process_group=work.group,
         no_dist=work.group is None,
     )
-    _look_for(work.group)
+    _check_group(work.group)
     return saved
 
 
@@ -331,18 +335,18 @@ def _copy_of(work: Round) -> StateDict:
     if isinstance(work.tree, BaseException):
         raise work.tree
     tree, content = work.tree
-    if work.asked.beside is not None:
-        work.asked.beside.content = content
+    if work.request.side_file is not None:
+        work.request.side_file.content = content
     together: StateDict = put_together(tree) if work.is_apart else tree
     return together
 
 
-def _look_for(group: dist.ProcessGroup | None) -> None:
-    if group is not None and not is_there(group):
+def _check_group(group: dist.ProcessGroup | None) -> None:
+    if group is not None and not group_exists(group):
         raise _GroupIsGoneError
 
 
-def _number_of(place: str) -> int:
+def _path_number(place: str) -> int:
     """Return a number that identifies a path."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(place), digest_size=7).digest(), "little")
 

@@ -49,11 +49,11 @@ class _Local(list[torch.Tensor]):
     recipe: _Recipe
 
 
-def taken_apart(tree: Any) -> Any:
+def take_apart(tree: Any) -> Any:
     """Return the tree with ShardedTensors replaced by their local tensors; the same tree if it has
     none."""
     kind = _kind()
-    return tree if kind is None else _exchanged(tree, kind, _apart)
+    return tree if kind is None else _replace(tree, kind, _local_tensors)
 
 
 def put_together(tree: Any) -> Any:
@@ -61,7 +61,7 @@ def put_together(tree: Any) -> Any:
     kind = _kind()
     if kind is None:
         return tree
-    return _exchanged(tree, _Local, lambda local: local.recipe.over(local, kind))
+    return _replace(tree, _Local, lambda local: local.recipe.over(local, kind))
 
 
 def _kind() -> type[Any] | None:
@@ -70,21 +70,21 @@ def _kind() -> type[Any] | None:
     return kind if isinstance(kind, type) else None
 
 
-def _exchanged(tree: Any, kind: type[Any], exchange: Any) -> Any:
+def _replace(tree: Any, kind: type[Any], exchange: Any) -> Any:
     """Return the tree with each object of a kind exchanged; the same tree if it has none."""
     if isinstance(tree, kind):
         return exchange(tree)
     if type(tree) in (list, tuple):
-        items = [_exchanged(each, kind, exchange) for each in tree]
+        items = [_replace(each, kind, exchange) for each in tree]
         changed = any(new is not old for new, old in zip(items, tree, strict=True))
         return type(tree)(items) if changed else tree
     if isinstance(tree, dict):
-        pairs = [(key, _exchanged(value, kind, exchange)) for key, value in tree.items()]
+        pairs = [(key, _replace(value, kind, exchange)) for key, value in tree.items()]
         return dict(pairs) if any(value is not tree[key] for key, value in pairs) else tree
     return tree
 
 
-def _apart(whole: Any) -> _Local:
+def _local_tensors(whole: Any) -> _Local:
     local = _Local(shard.tensor.detach() for shard in whole.local_shards())
     local.recipe = _Recipe(whole)
     return local

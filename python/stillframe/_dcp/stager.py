@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from stillframe._base.flags import refuse_unclear
 from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._save.engine import Engine, refuse_no_engine
-from stillframe._snapshot.lent import keep_bits
+from stillframe._snapshot.loans import keep_bits
 from stillframe.errors import StillframeError
 
 _thread = threading.local()

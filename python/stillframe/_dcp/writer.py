@@ -24,8 +24,8 @@ from torch.futures import Future
 
 from stillframe._base import paths
 from stillframe._dcp import checkpoint
-from stillframe._dcp.beside import Beside
 from stillframe._dcp.checkpoint import RankFiles, Resolve, buckets
+from stillframe._dcp.side_file import SideFile
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
 from stillframe._save.engine import Engine, refuse_no_engine
@@ -115,7 +115,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._is_begun = False
         self._files: RankFiles | None = None
         self._new: checkpoint.New | None = None
-        self.beside: Beside | None = None
+        self.side_file: SideFile | None = None
         self.before_commit: Callable[[], object] = int
 
     def __getstate__(self) -> dict[str, Any]:
@@ -291,11 +291,11 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         try:
             self.before_commit()
             put_in_place = functools.partial(checkpoint.put_in_place, new, durable=self._durable)
-            if self.beside is None:
+            if self.side_file is None:
                 put_in_place()
             else:
                 directory = self.directory
-                self.beside.commit(directory, self.save_id, put_in_place, durable=self._durable)
+                self.side_file.commit(directory, self.save_id, put_in_place, durable=self._durable)
         except BaseException:
             checkpoint.discard(new)
             raise

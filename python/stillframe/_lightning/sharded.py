@@ -107,7 +107,7 @@ def _make_ready(path: str) -> None:
         CorruptCheckpointError: The checkpoint's save never ended.
         OSError: The right `meta.pt` cannot be put in place.
     """
-    from stillframe._dcp import beside, checkpoint
+    from stillframe._dcp import checkpoint, side_file
 
     if not os.path.isdir(path):
         return
@@ -117,7 +117,7 @@ def _make_ready(path: str) -> None:
         raise CorruptCheckpointError(
             f"{path} is not a complete checkpoint: it has no .metadata, which a save writes last"
         )
-    beside.mend(path, META)
+    side_file.mend(path, META)
 
 
 def _model_state(strategy: Any, original: Original) -> Any:

@@ -48,24 +48,24 @@ def submit(parts: Parts, place: Place, options: SaveOptions, *, engine: Engine) 
         StillframeError, Exception: This rank could not copy its state.
     """
     from stillframe._dcp.api import saver_of_this_process
-    from stillframe._dcp.beside import Beside
-    from stillframe._dcp.rounds import Asked
+    from stillframe._dcp.rounds import SaveRequest
+    from stillframe._dcp.side_file import SideFile
 
     first = parts.rank == 0
     saver = saver_of_this_process()
     with inside():
         ordered.refuse_inside()
-        asked = Asked(
+        asked = SaveRequest(
             group=saver.group(None, no_dist=False),
             planner=None,
             overlap=options.overlap,
             durable=options.durable,
             engine=engine,
             when_busy="raise" if limits_of(engine).when_busy == "raise" else "wait",
-            beside=Beside(META, parts.rest) if first else None,
+            side_file=SideFile(META, parts.rest) if first else None,
             follow_link=options.follow_link,
-            makes_way=first,
-            live_if_full=True,
+            removes_file=first,
+            uncopied_if_full=True,
             on_durable=options.on_durable if first else None,
             error_of=of_save,
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stillframe import _core
-from stillframe._base import bar, cpus, looks, paths, records
+from stillframe._base import bar, cpus, file_kinds, paths, records
 from stillframe._base.calls import no_collection
 from stillframe._base.flags import refuse_unclear
 from stillframe._base.records import Failure, RestoreFailed
@@ -171,7 +171,7 @@ def _load_fd(fd: int, how: _How) -> Any:
     nothing here.
     """
     found, core = how.open(fd)
-    if found["format"] == "foreign" and (words := looks.like(fd, how.path)) is not None:
+    if found["format"] == "foreign" and (words := file_kinds.guess(fd, how.path)) is not None:
         found["error"] = f"it is not a torch.save file; it looks like {words}"
     _refuse_damaged(found, how.path)
     why: str | None = _PACKED if found["format"] == "archive" else "it is in the legacy format"
@@ -399,7 +399,7 @@ def _named(path: str) -> Iterator[None]:
         number = error.errno or errno.EIO
         reason = os.strerror(number)
         if number == errno.EISDIR:
-            reason = f"{reason}: it is {looks.directory(path)}"
+            reason = f"{reason}: it is {file_kinds.describe_directory(path)}"
         raise OSError(number, reason, path) from None
 
 

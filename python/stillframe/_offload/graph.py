@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillframe._offload.every import every
+from stillframe._offload.run_all import run_all
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
@@ -106,7 +106,7 @@ class Pass:
                 "stillframe: a backward has failed, and a node of it still runs after %.0f s",
                 _MOST_S,
             )
-        every([functools.partial(each._ended, self, succeeded) for each in self.ends])
+        run_all([functools.partial(each._ended, self, succeeded) for each in self.ends])
 
 
 _lock = threading.RLock()

@@ -35,7 +35,7 @@ from stillframe._base.timeouts import seconds
 from stillframe._save import completion, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, limits_of, note_use, usage
-from stillframe._snapshot import lent
+from stillframe._snapshot import loans
 from stillframe._snapshot.copy import Copy
 from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
 from stillframe._tree.walk import Tree, paths
@@ -63,7 +63,7 @@ class Snapshot(Generic[T]):
         tree: T,
         begins: list[int],
         shared: bool,
-        lender: lent.Lender | None = None,
+        lender: loans.Lender | None = None,
     ) -> None:
         self._copy = copy
         self._tree: T | None = tree
@@ -379,7 +379,7 @@ def _take(
     *,
     wait: bool = True,
     own_objects: bool = False,
-    patience_s: float | None = lent.PATIENCE_S,
+    patience_s: float | None = loans.PATIENCE_S,
 ) -> Snapshot[T]:
     engine_core = core_of(engine)
     source = Tree(tree)
@@ -391,7 +391,7 @@ def _take(
         forks = shared is True
         core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if forks else 0)
         memory = _lease(core, source, engine, _most_s() if wait else 0.0)
-        lender = lent.lend(core, memory, patience_s) if shared == "spawn" else None
+        lender = loans.lend(core, memory, patience_s) if shared == "spawn" else None
         copy = Copy(core, source, deferral, shared=forks)
         copy.start()
     except BaseException:
@@ -437,7 +437,7 @@ def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | N
             raise  # raised by a signal handler, whose own snapshot did not fit
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
-            f" {usage(engine)}{lent.explanation()}"
+            f" {usage(engine)}{loans.explanation()}"
         ) from None
     note_use(engine)
     return memory

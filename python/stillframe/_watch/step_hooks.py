@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._watch import gate, keepers, ownership, steps
+from stillframe._watch import gate, memory_owners, ownership, steps
 from stillframe._watch.ownership import Owner, bookkeeping
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -187,7 +187,7 @@ def _is_one_graph(optimizer: Optimizer) -> bool:
     the optimizer's identity. So nothing of the optimizer is copied after a call from now on, and no
     copy of it is running when the graph first runs.
     """
-    if gate.readers or keepers.known or not _has_to_be_whole():
+    if gate.readers or memory_owners.known or not _has_to_be_whole():
         return False
     _capture_all_of(optimizer)
     gate.wait()

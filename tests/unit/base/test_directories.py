@@ -114,13 +114,13 @@ def test_a_directory_that_cannot_be_synced_for_want_of_permission_is_told_before
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Root may read everything: so the answers of both looks are put in their place.
-    look = paths._core.look
+    look = paths._core.resolve
 
     def looks_unreadable(text: bytes, follow: bool) -> tuple[bytes, bytes, int, bool, int]:
         parent, name, kind, _, device = look(text, follow)
         return parent, name, kind, False, device
 
-    monkeypatch.setattr(paths._core, "look", looks_unreadable)
+    monkeypatch.setattr(paths._core, "resolve", looks_unreadable)
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     with pytest.raises(SaveError, match="cannot be synced without permission") as caught:
         make(tmp_path / "file.ckpt")

@@ -54,7 +54,7 @@ def test_a_look_says_what_pythons_functions_say(
     tree: Path, name: str, follow_link: bool, absolute: bool
 ) -> None:
     text = f"{tree}/{name}" if absolute else name
-    place = _core.look(os.fsencode(text), follow_link)
+    place = _core.resolve(os.fsencode(text), follow_link)
     if place is None:
         assert name in LINKS and follow_link  # of these the words are told
         return
@@ -69,17 +69,17 @@ def test_a_look_says_what_pythons_functions_say(
 @pytest.mark.parametrize("follow_link", [True, False])
 @pytest.mark.parametrize("name", NOT_SEEN)
 def test_what_cannot_be_seen_is_looked_at_closer(tree: Path, name: str, follow_link: bool) -> None:
-    assert _core.look(os.fsencode(name), follow_link) is None
+    assert _core.resolve(os.fsencode(name), follow_link) is None
 
 
 def test_a_path_longer_than_any_is_looked_at_closer() -> None:
-    assert _core.look(b"y/" * 50_000 + b"new.pt", False) is None
+    assert _core.resolve(b"y/" * 50_000 + b"new.pt", False) is None
 
 
 @pytest.mark.parametrize("call", ["lstat", "realpath"])
 def test_a_look_that_fails_is_repeated_by_python(tree: Path, call: str) -> None:
     with fault(call, err=errno.EIO, sticky=True):
-        assert _core.look(b"to-file", True) is None
+        assert _core.resolve(b"to-file", True) is None
         target = paths.target("to-file", follow_link=True, create_parents=False, durable=True)
     assert target.name == b"file.pt"
     assert stat.S_ISREG(os.stat(os.path.join(target.directory, target.name)).st_mode)
@@ -87,7 +87,7 @@ def test_a_look_that_fails_is_repeated_by_python(tree: Path, call: str) -> None:
 
 def test_a_name_that_cannot_be_looked_at_is_not_taken_for_a_free_one(tree: Path) -> None:
     with fault("lstat", err=errno.EIO, nth=2) as injected:  # the first one is its directory's
-        assert _core.look(b"file.pt", False) is None
+        assert _core.resolve(b"file.pt", False) is None
     assert injected.hits == 1
 
 

@@ -1,4 +1,4 @@
-"""How the memory of a snapshot goes back that somebody holds. test_lent.py has what they get."""
+"""How the memory of a snapshot goes back that somebody holds. test_loans.py has what they get."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import stillframe
 import torch
 from fix_snapshots import MIB
 from fix_waits import leased
-from stillframe._snapshot import holds, lent
+from stillframe._snapshot import holds, loans
 
 
-def only_loan_of(taken: stillframe.Snapshot[Any]) -> lent.Loan:
+def only_loan_of(taken: stillframe.Snapshot[Any]) -> loans.Loan:
     """Loans of others may be ending still."""
-    lender = lent._lender_of(taken.tree["w"].untyped_storage())
+    lender = loans._lender_of(taken.tree["w"].untyped_storage())
     assert lender is not None
     (loan,) = lender._loans()
     return loan
@@ -107,26 +107,26 @@ class Channel:
         self.closed = True
 
 
-def loan_over(channel: Channel) -> tuple[lent.Loan, list[str]]:
+def loan_over(channel: Channel) -> tuple[loans.Loan, list[str]]:
     lender: Any = SimpleNamespace(core=Memory(), patience_s=0.5, descriptor=-1)
-    return lent.Loan(lender, channel), lender.core.calls  # type: ignore[arg-type]
+    return loans.Loan(lender, channel), lender.core.calls  # type: ignore[arg-type]
 
 
 def test_memory_that_is_lent_for_too_long_is_somebodys_and_never_nobodys() -> None:
     """Others wait for a hold, which ends by itself, and not for a view."""
     channel = Channel(TimeoutError(), b"")
     loan, calls = loan_over(channel)
-    lent._loans.append(loan)
+    loans._loans.append(loan)
     loan.serve()
     assert calls == ["hold", "view", "will return: False", "unhold"]
     assert channel.timeouts == [0.5, None]  # it tires once: its hold is given back by then
     loan.end()
-    assert calls[4:] == ["unview"] and channel.closed and loan not in lent._loans
+    assert calls[4:] == ["unview"] and channel.closed and loan not in loans._loans
 
 
 def test_a_borrower_that_is_killed_gives_back_what_it_had() -> None:
     loan, calls = loan_over(Channel(ConnectionResetError()))
-    lent._loans.append(loan)
+    loans._loans.append(loan)
     loan.serve()
     loan.end()
     assert calls == ["hold", "unhold"]
@@ -147,12 +147,12 @@ def test_a_forked_child_has_no_loans_and_may_lend_its_own() -> None:
         if child == 0:
             free: list[bool] = []
             thread = threading.Thread(
-                target=lambda: free.append(lent._offering.acquire(blocking=False))
+                target=lambda: free.append(loans._offering.acquire(blocking=False))
             )
             thread.start()
             thread.join()
-            os._exit(0 if free == [True] and lent.explanation() == "" else 1)
+            os._exit(0 if free == [True] and loans.explanation() == "" else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert "lent to them" in lent.explanation()
+        assert "lent to them" in loans.explanation()
         taken.release()
         assert pickle.loads(data)["w"].eq(1).all()

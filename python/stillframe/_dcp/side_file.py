@@ -37,7 +37,7 @@ log = logging.getLogger("stillframe")
 _SAVE_ID = r"None|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # a uuid, or none was recorded
 
 
-class Beside:
+class SideFile:
     """One save's second file.
 
     Args:
@@ -59,11 +59,11 @@ class Beside:
             OSError, Exception: `put_in_place` or writing failed. The directory holds what it held
                 before, or the new checkpoint, which is then not known to be durable.
         """
-        own, link = _of_save(directory, self.name, save_id), os.path.join(directory, self.name)
+        own, link = _file_of_save(directory, self.name, save_id), os.path.join(directory, self.name)
         try:
             _write(self.content, own, durable=durable)
             if os.path.exists(metadata_path(directory, None)):
-                _take_off(directory, self.name)
+                _remove_link(directory, self.name)
             else:
                 _link(own, link)
             put_in_place()
@@ -76,14 +76,14 @@ class Beside:
             except Exception as error:  # the first error is the one to raise
                 log.warning("stillframe: %s is left as it is: %s", link, error)
             raise
-        for other in _of_saves(directory, self.name):
+        for other in _files_of_saves(directory, self.name):
             if other != own:
                 with contextlib.suppress(OSError):
                     os.unlink(other)
 
     def _undo(self, directory: str, own: str, link: str, save_id: str) -> None:
-        if _save_of(directory) != save_id:
-            for path in (link, own) if _same(own, link) else (own,):
+        if _saved_id(directory) != save_id:
+            for path in (link, own) if _is_same(own, link) else (own,):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
         mend(directory, self.name)
@@ -96,21 +96,21 @@ def mend(directory: str, name: str) -> None:
         OSError: The link cannot be made.
     """
     link = os.path.join(directory, name)
-    named = _of_saves(directory, name)
-    if not named or (len(named) == 1 and _same(named[0], link)):
+    named = _files_of_saves(directory, name)
+    if not named or (len(named) == 1 and _is_same(named[0], link)):
         return
-    own = _of_save(directory, name, _save_of(directory))
-    if own in named and not _same(own, link):
+    own = _file_of_save(directory, name, _saved_id(directory))
+    if own in named and not _is_same(own, link):
         log.warning("stillframe: %s is made anew: a save into its directory was interrupted", link)
         _link(own, link)
 
 
-def _of_save(directory: str, name: str, save_id: str | None) -> str:
+def _file_of_save(directory: str, name: str, save_id: str | None) -> str:
     stem, suffix = os.path.splitext(name)
     return os.path.join(directory, f"{stem}.{save_id}{suffix}")
 
 
-def _of_saves(directory: str, name: str) -> list[str]:
+def _files_of_saves(directory: str, name: str) -> list[str]:
     """List the files of all saves. The names must match exactly: the caller removes those files."""
     stem, suffix = map(re.escape, os.path.splitext(name))
     of_save = re.compile(rf"{stem}\.({_SAVE_ID}){suffix}")
@@ -119,7 +119,7 @@ def _of_saves(directory: str, name: str) -> list[str]:
     ]
 
 
-def _save_of(directory: str) -> str | None:
+def _saved_id(directory: str) -> str | None:
     """Return the id of the save that the directory holds; None if it cannot be read."""
     try:
         with open(metadata_path(directory, None), "rb") as file:
@@ -129,15 +129,15 @@ def _save_of(directory: str) -> str | None:
     return None if save_id is None else str(save_id)
 
 
-def _take_off(directory: str, name: str) -> None:
+def _remove_link(directory: str, name: str) -> None:
     """Remove the link, but keep its file under the name that contains the save's id."""
     link = os.path.join(directory, name)
     if not os.path.exists(link):
         return
-    if any(os.path.samefile(each, link) for each in _of_saves(directory, name)):
+    if any(os.path.samefile(each, link) for each in _files_of_saves(directory, name)):
         os.unlink(link)
     else:  # Lightning wrote the file itself, or it is a copy
-        os.replace(link, _of_save(directory, name, _save_of(directory)))
+        os.replace(link, _file_of_save(directory, name, _saved_id(directory)))
 
 
 def _write(content: Any, path: str, *, durable: bool) -> None:
@@ -149,7 +149,7 @@ def _write(content: Any, path: str, *, durable: bool) -> None:
 
 
 def _link(own: str, link: str) -> None:
-    if _same(own, link):
+    if _is_same(own, link):
         return
     temporary = os.path.join(os.path.dirname(link), f".{os.path.basename(link)}.stillframe")
     with contextlib.suppress(FileNotFoundError):
@@ -161,7 +161,7 @@ def _link(own: str, link: str) -> None:
     os.replace(temporary, link)
 
 
-def _same(one: str, other: str) -> bool:
+def _is_same(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other) or filecmp.cmp(one, other, shallow=False)
     except FileNotFoundError:

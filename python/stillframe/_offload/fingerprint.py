@@ -15,7 +15,7 @@ from torch import Tensor
 _ELEMENTS = 16  # intervals between the elements that are kept of each tensor
 
 
-class Stamp:
+class Fingerprint:
     """A fingerprint of tensors in host memory.
 
     Two fingerprints are equal if no write between them was detected.
@@ -33,7 +33,7 @@ class Stamp:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Stamp)
+            isinstance(other, Fingerprint)
             and self._known == other._known
             and all(map(torch.equal, self._samples, other._samples))
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from stillframe._offload.layer import Layer
 
 
-class Course:
+class LayerOrder:
     """Follows a training through the order of its layers."""
 
     def __init__(self, order: list[Layer]) -> None:

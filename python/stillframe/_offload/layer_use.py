@@ -16,7 +16,7 @@ from stillframe._offload.residents import Group
 from stillframe._offload.saved import SavedHooks, check_version
 
 
-class Use:
+class LayerUse:
     """One forward of a layer, kept for as long as its backward may run.
 
     Args:
@@ -24,7 +24,9 @@ class Use:
         before: The layer that was used before this one.
     """
 
-    def __init__(self, enter: Callable[[Use], Group], layer: Layer, before: Layer | None) -> None:
+    def __init__(
+        self, enter: Callable[[LayerUse], Group], layer: Layer, before: Layer | None
+    ) -> None:
         self.enter = enter
         self.layer = layer
         self.before = before

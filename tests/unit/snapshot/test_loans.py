@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from fix_lent import seen, work
+from fix_loans import seen, work
 from fix_snapshots import MIB
 from fix_waits import eventually, leased
-from stillframe._snapshot import lent
+from stillframe._snapshot import loans
 from stillframe.testing import fault
 
 Tree = dict[str, torch.Tensor]
@@ -34,7 +34,7 @@ Tree = dict[str, torch.Tensor]
 def all_loans_are_over() -> bool:
     """Their threads may be slow."""
     gc.collect()
-    return eventually(lambda: not lent._loans)
+    return eventually(lambda: not loans._loans)
 
 
 @pytest.fixture
@@ -169,9 +169,9 @@ def test_others_memory_between_two_parts_of_a_snapshot_is_not_lent_with_it(
     apart = take(engine, state(7))  # in the blocks beside the middle one
     small[1].release()
     middle = take(engine, [torch.ones(MIB // 4)])  # known after it, so looked at after it
-    lender = lent._lender_of(apart.tree["w"].untyped_storage())
+    lender = loans._lender_of(apart.tree["w"].untyped_storage())
     assert lender is not None and lender.nbytes > 2 * MIB
-    assert lent._lender_of(middle.tree[0].untyped_storage()) is not lender
+    assert loans._lender_of(middle.tree[0].untyped_storage()) is not lender
     new = pickle.loads(dumps([apart.tree, middle.tree]))
     assert seen(new[0]) == [7] * 4 and float(new[1][0][-1]) == 1
 
@@ -197,9 +197,9 @@ def test_what_has_bits_wants_its_gradient_where_it_did(engine: stillframe.Engine
 def test_bits_of_what_is_not_lent_are_torchs_business(engine: stillframe.Engine) -> None:
     taken = take(engine, [torch.ones(3, dtype=torch.complex64).conj()])
     (lent_one,) = taken.tree
-    assert lent._reduce_tensor(lent_one)[0] is lent._with_bits
+    assert loans._reduce_tensor(lent_one)[0] is loans._with_bits
     others = torch.ones(3, dtype=torch.complex64).conj()
-    assert lent._reduce_tensor(others)[0] is not lent._with_bits
+    assert loans._reduce_tensor(others)[0] is not loans._with_bits
 
 
 def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine: stillframe.Engine) -> None:
@@ -210,7 +210,7 @@ def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine: stillfra
     with pytest.raises(TypeError, match=r"hand over its \.tree"):
         pickle.dumps(taken)
     with pytest.raises(TypeError, match="multiprocessing only"):
-        pickle.dumps(lent.Lender.__new__(lent.Lender))
+        pickle.dumps(loans.Lender.__new__(loans.Lender))
 
 
 # ---- what never arrives ----
@@ -227,9 +227,9 @@ def test_what_nobody_has_taken_goes_back_with_the_end_of_its_reader(
     taken.release()
     readers[0].set_result(None)
     new = pickle.loads(arrived)  # the other may still come for it
-    loans = list(lent._loans)
+    open_loans = list(loans._loans)
     readers[1].set_result(None)
-    assert [loan._over for loan in loans] == [True, False]  # and their threads may be slow
+    assert [loan._over for loan in open_loans] == [True, False]  # and their threads may be slow
     with pytest.raises(stillframe.StillframeError, match="not lent any more"):
         pickle.loads(lost)
     assert leased(engine) == 2 * MIB and seen(new) == [1] * 4
@@ -262,7 +262,7 @@ def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(
     timer.join()
     third.release()
     patient = take(engine, state(4))
-    lender = lent._lender_of(patient.tree["w"].untyped_storage())
+    lender = loans._lender_of(patient.tree["w"].untyped_storage())
     assert lender is not None
     lender.patience_s = 0.05
     new = [pickle.loads(dumps(patient.tree))]

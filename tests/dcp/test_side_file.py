@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as stock
 from fix_dcp import loaded
 from fix_entries import Step, stepping
 from stillframe import _core, dcp
-from stillframe._dcp import beside, checkpoint
-from stillframe._dcp.beside import Beside, mend
+from stillframe._dcp import checkpoint, side_file
+from stillframe._dcp.side_file import SideFile, mend
 from stillframe._lightning.sharded import _make_ready as make_ready
 
 META = "meta.pt"
@@ -31,7 +31,7 @@ def state(number: int) -> dict[str, Any]:
 
 def save(directory: Path, number: int) -> None:
     writer = dcp.FileSystemWriter(directory)
-    writer.beside = Beside(META, {"step": number})
+    writer.side_file = SideFile(META, {"step": number})
     stock.save(state(number), storage_writer=writer, no_dist=True)
 
 
@@ -143,7 +143,7 @@ def test_failure_to_write_the_second_file_keeps_the_old_checkpoint(
 
     old(tmp_path, 1)
     with monkeypatch.context() as patch, pytest.raises(BaseException, match="no file today"):
-        patch.setattr(beside, "_write", broken)
+        patch.setattr(side_file, "_write", broken)
         save(tmp_path, 2)
     assert (tensors_of(tmp_path), meta_of(tmp_path)) == (1, 1)
     assert "stillframe:" not in caplog.text  # there was nothing to undo
@@ -175,8 +175,8 @@ def test_files_of_equal_length_and_time_are_compared_by_their_bytes(tmp_path: Pa
     for path, text in ((one, "abc"), (other, "abd"), (copy, "abc")):
         path.write_text(text)
         os.utime(path, (1, 1))
-    assert beside._same(os.fspath(one), os.fspath(copy))
-    assert not beside._same(os.fspath(one), os.fspath(other))
+    assert side_file._same(os.fspath(one), os.fspath(copy))
+    assert not side_file._same(os.fspath(one), os.fspath(other))
 
 
 def test_failed_undo_does_not_hide_the_first_error(
@@ -189,7 +189,7 @@ def test_failed_undo_does_not_hide_the_first_error(
         return call
 
     monkeypatch.setattr(checkpoint, "put_in_place", broken("the commit"))
-    monkeypatch.setattr(beside, "mend", broken("the mending"))
+    monkeypatch.setattr(side_file, "mend", broken("the mending"))
     with pytest.raises(BaseException, match="the commit"):
         save(tmp_path / "c", 1)
     assert "is left as it is: the mending" in caplog.text
@@ -246,7 +246,7 @@ def test_mend_changes_nothing_if_metadata_cannot_be_read(tmp_path: Path) -> None
     (directory / ".metadata").write_bytes(pickle.dumps(3))
     mend(os.fspath(directory), META)
     assert not (directory / META).exists()
-    assert beside._save_of(os.fspath(directory)) is None
+    assert side_file._save_of(os.fspath(directory)) is None
 
 
 def test_lightnings_load_finds_meta_after_a_crash_before_its_link(tmp_path):
