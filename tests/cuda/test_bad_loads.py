@@ -1,5 +1,6 @@
-"""Loads to a device, and into tensors on one, that meet a bad file, a bad disk, no memory or
-Ctrl-C: a clear error, nothing left, and the next load works."""
+"""Loads to a device that meet a damaged file, a failing disk, no memory or Ctrl-C.
+
+Each gives a clear error and leaks nothing, and the next load works."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class Way:
         return stillframe.load(path, into=target if self.more else None)
 
     def first(self, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
-        """Has `call` made when the file was looked at and before its tensors are read."""
+        """Call `call` after the file was checked and before its tensors are read."""
         real = getattr(self.runner, self.method)
 
         def run(*args: Any) -> Any:

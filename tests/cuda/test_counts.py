@@ -42,7 +42,7 @@ def test_few_calls_and_nearly_all_bytes_are_deferred(
 def test_device_lane_has_normal_priority_and_wakes_in_time(
     tmp_path: Path, fake: FakeDriver
 ) -> None:
-    """Training may wait for it; the writers, for which nobody waits, are niced."""
+    """Training may wait for a device's lane. The writers are niced, since nobody waits for them."""
     stillframe.save({"w": torch.zeros(100_000)}, tmp_path / "a.pt")
     threads = {
         (task / "comm").read_text().strip(): task for task in Path("/proc/self/task").iterdir()
@@ -56,7 +56,7 @@ def test_device_lane_has_normal_priority_and_wakes_in_time(
 
 
 def _stat(task: Path) -> list[str]:
-    """proc(5)'s fields from the third on: behind the name, which may hold anything."""
+    """Return the fields of /proc/*/stat after the name, which may contain spaces."""
     return (task / "stat").read_text().rpartition(")")[2].split()
 
 

@@ -1,4 +1,4 @@
-"""Loads to a device: what arrives, in which order, and what is left when something fails."""
+"""Loads to a device: the bytes, their order, and the state after a failure."""
 
 from __future__ import annotations
 

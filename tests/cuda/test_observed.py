@@ -1,4 +1,4 @@
-"""What is learned of storages on a device, whose bytes the host cannot look at."""
+"""Observation of storages on a device, whose bytes the host cannot read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The mutation oracle once more, from a device: see tests/oracle/test_mutation_oracle.py.
+"""The mutation oracle for a device: see tests/oracle/test_mutation_oracle.py.
 
-What is held back here is the device's streams, at random; everything that is not captured in time
-or not held still by the gate's wait on the stream is overwritten by the next step.
+Here the device's streams are delayed at random. The next step overwrites everything that was not
+captured in time and that the gate's wait on the stream does not protect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What cannot be saved from a device, and says so; and what fails on the way."""
+"""Saves from a device that are refused, and failures during such saves."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_refused_large_regions_are_registered_in_smaller_ones(
 
 
 def test_pool_above_128_mib_is_registered_in_regions(fake: FakeDriver) -> None:
-    """The driver of these tests complains of a longer registration."""
+    """The fake driver reports a longer registration as a violation."""
     before = fake.live("registered")
     with stillframe.Engine(pool_bytes=260 * MIB, block_bytes=MIB) as engine:
         engine.warm_up(260 * MIB)
@@ -181,7 +181,7 @@ stillframe.save({{"a": [1, 2]}}, {str(tmp_path / "a")!r})
 def test_failure_of_any_driver_call_is_survived(
     call: str, code: int, tmp_path: Path, fake: FakeDriver
 ) -> None:
-    """The file is old or new, nothing hangs, and the next engine works."""
+    """The path holds the old or the new file, nothing hangs, and the next engine works."""
     old, new = state(1.0), state(2.0)
     path = tmp_path / "a"
     outcomes = set()

@@ -1,4 +1,4 @@
-"""Snapshots of tensors on a device: few batches, no wait but the last, nothing goes too early."""
+"""Snapshots of tensors on a device: few batches, one wait, and no storage released too early."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_unregistered_memory_stays_pageable_and_works(
 def test_memory_allocated_by_the_driver_is_not_used_for_snapshots(
     tmp_path: Path, fake: FakeDriver
 ) -> None:
-    """Blocks of it do not lie side by side: they come home first."""
+    """Blocks from cuMemHostAlloc are not adjacent, so they return to the pool before a snapshot."""
     before = fake.live("allocated")
     with stillframe.Engine(pool_bytes=6 * MIB, block_bytes=MIB) as engine:
         fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
@@ -214,7 +214,7 @@ def test_a_copy_never_crosses_two_registrations(fake: FakeDriver) -> None:
 
 
 def gives_back(engine: stillframe.Engine) -> bool:
-    """The completion thread may still be on its way out of a copy."""
+    """Wait until the memory is returned: the completion thread may still be finishing a copy."""
     return eventually(lambda: leased(engine) == 0)
 
 
@@ -240,7 +240,7 @@ def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(
 
 @pytest.fixture
 def held(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Copy]]:
-    """Streams stand still until a call waits for the end of its copy: those that did."""
+    """Hold all streams until a call waits for its copy's end; return the calls that did."""
 
     def finish(copy: Copy) -> None:
         fake.hold(False)
@@ -292,7 +292,7 @@ def test_tensors_that_read_their_bytes_are_made_after_the_copy(
 )
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS])
 def test_failure_of_any_driver_call_is_survived(call: str, code: int, fake: FakeDriver) -> None:
-    """The copy is right or there is none, nothing hangs, no memory is lost but a dead device's."""
+    """The copy is right or missing, nothing hangs, and only a dead device's memory is lost."""
     for nth in range(1, 40):
         with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB) as engine:
             fake.allow_pageable(True)  # where pinning is what fails

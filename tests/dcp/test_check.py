@@ -1,4 +1,4 @@
-"""What `stillframe verify` and `Reader` say of a checkpoint's items: every kind of damage."""
+"""Damage in a checkpoint's items that `stillframe verify` and `Reader` report."""
 
 import errno
 import io
@@ -36,7 +36,7 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def wrong(tmp_path: Path) -> Iterator[Callable[[bytes], str | None]]:
-    """What is wrong with an item that stands between others."""
+    """Return the damage that is reported for an item between two others."""
     fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
 
     def look(item: bytes) -> str | None:
@@ -103,7 +103,7 @@ def test_long_record_is_compared_to_its_last_byte(wrong, monkeypatch):
 
 
 class Turned(StreamTransformExtension):
-    """Turns every bit round."""
+    """Inverts every bit."""
 
     @staticmethod
     def registry_name() -> str:

@@ -1,4 +1,4 @@
-"""The commit of a DCP checkpoint where one of its calls fails, and what it may remove."""
+"""Commits of a DCP checkpoint in which a call fails, and the files that they may remove."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ STEPS = [_core.STEP_WRITE_SYNCED, *2 * [_core.STEP_SYNC], _core.STEP_RENAME, _co
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[int]:
-    """The nth step from now on, from 0, fails. Gets the steps up to there."""
+    """Fail the nth step from now on, counted from 0; return the steps before it."""
     seen: list[int] = []
 
     def told(step: Step, taken: bool) -> int:

@@ -1,4 +1,4 @@
-"""What `stillframe.dcp.save` and `async_save` are asked for, and what they refuse."""
+"""The arguments of `stillframe.dcp.save` and `async_save`, valid and invalid."""
 
 import os
 from collections.abc import Callable
@@ -146,7 +146,7 @@ def test_remote_save_uses_the_users_planner() -> None:
 
 
 class Counting:
-    """Says its state where it is asked, as a `Stateful` of DCP."""
+    """A `Stateful` of DCP."""
 
     def __init__(self, value: float) -> None:
         self.value = value

@@ -1,5 +1,4 @@
-"""A rank's data files from the inside: what goes into which, in what form, whose error counts; and
-what ranks tell each other."""
+"""The data files of a rank: distribution of items, formats, errors; and collectives of ranks."""
 
 import datetime
 import io
@@ -40,7 +39,7 @@ BASE = torch.arange(24.0).reshape(4, 6)
     ids=["conjugate", "negative", "gaps", "expanded"],
 )
 def test_view_is_laid_out_without_the_rest_of_its_storage(tensor):
-    """And not packed by torch.save, which takes all of the storage behind it."""
+    """torch.save would write the view's whole storage."""
     assert not isinstance(Item(tensor).row, memoryview)
 
 
@@ -144,7 +143,7 @@ def test_exchange_of_too_many_numbers_is_refused():
 
 
 class _Frame(traceback.FrameSummary):
-    """As Python 3.13's: it holds its code, which no pickle takes."""
+    """A frame summary as in Python 3.13: it references code, which cannot be pickled."""
 
     __slots__ = ("_code",)
 

@@ -1,4 +1,4 @@
-"""`forked`: callers of forked writers, as Megatron-LM's and nvidia-resiliency-ext's."""
+"""`forked` with callers of forked writers like those of Megatron-LM and nvidia-resiliency-ext."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from stillframe.dcp import forked
 
 
 class Request(NamedTuple):
-    """The fields that their AsyncRequest has, and that count here."""
+    """The fields of their AsyncRequest that matter here."""
 
     async_fn: Callable[..., None] | None
     async_fn_args: tuple[Any, ...]
@@ -24,7 +24,7 @@ class Request(NamedTuple):
 
 
 class TemporalAsyncCaller:
-    """As theirs: what is preloaded takes the second argument's place, then a process is forked."""
+    """Replaces the second argument by the preloaded one and forks a process, as theirs does."""
 
     def __init__(self) -> None:
         self.process: Any = None
@@ -41,7 +41,7 @@ class TemporalAsyncCaller:
 
 
 def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> None:
-    """Exits with 0 if the state is what it was when the writer was asked to write it."""
+    """Exit with 0 if the state is the one at the time of the request."""
     go.wait(60)
     if orphan and os.fork() == 0:
         time.sleep(0.05)
@@ -52,7 +52,7 @@ def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> 
 
 
 class Reused:
-    """Buffers that are used again by each preload, as theirs are."""
+    """Buffers that each preload uses again, like theirs."""
 
     def __init__(self, state: list[torch.Tensor]) -> None:
         self.state = state
@@ -65,7 +65,7 @@ class Reused:
 
 
 def run(make: type[TemporalAsyncCaller], count: int) -> list[int]:
-    """Exit codes of writers that begin to read when all of them have been started."""
+    """Start all writers before any of them reads; return their exit codes."""
     state = [torch.zeros(200_000) for _ in range(2)]
     preload, go = Reused(state), multiprocessing.get_context("fork").Event()
     callers = []

@@ -1,4 +1,4 @@
-"""Two to four ranks on gloo, in processes of their own. many_ranks.py has the scenarios."""
+"""Saves of two to four ranks on gloo, each in its own process. many_ranks.py has the scenarios."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def notes(directory: Path) -> Any:
-    """`notes(scenario)`: what each rank noted."""
+    """Return a function that returns each rank's notes of a scenario."""
 
     def read(scenario: str, world: object = 2, ranks: int = 2) -> list[dict[str, Any]]:
         found = [
@@ -246,7 +246,7 @@ def test_kill_of_a_rank_at_any_step_leaves_a_loadable_checkpoint(notes, director
 def test_killed_rank_of_a_subgroup_is_noticed_at_the_timeout(
     directory,
 ):
-    """Others than stillframe may use that group: it is not given up."""
+    """Other code may use that group, so stillframe does not destroy it."""
     paths = [directory / "beside/few_killed" / f"rank{rank}.json" for rank in (0, 1, 3)]
     says = [json.loads(path.read_text())["says"] for path in paths]
     assert any("timed out" in each.lower() for each in says), says

@@ -1,4 +1,4 @@
-"""Saves of `stillframe.dcp` among the process's other saves, removes and looks at what is there."""
+"""The order of `stillframe.dcp` saves among the process's other saves and removes."""
 
 import contextlib
 import errno
@@ -44,7 +44,7 @@ def value_of(path: Path) -> float:
 
 @contextlib.contextmanager
 def held_commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Commits wait for the event, which the end of the block sets; it fails if none came."""
+    """Hold commits until the block ends; fail if no commit came."""
     go, put_in_place = threading.Event(), checkpoint.put_in_place
 
     def held(*args: Any, **options: Any) -> None:
@@ -347,7 +347,7 @@ def asked_as_by_lightning(**options: Any) -> SaveRequest:
 
 @contextlib.contextmanager
 def log_stands_still(name: Path) -> Iterator[None]:
-    """Work with another name holds up what is submitted in the block."""
+    """Hold up all entries of the log that are submitted in the block."""
     go = threading.Event()
     ordered.submit(paths.key(name, follow_link=False), _core.WORK_SAVE, lambda _: go.wait(60))
     yield
@@ -355,7 +355,7 @@ def log_stands_still(name: Path) -> Iterator[None]:
 
 
 def test_save_that_replaces_a_file_waits_for_earlier_entries_before_writing(tmp_path):
-    """Until these have ended, the file may be the only checkpoint."""
+    """Until the earlier entries have ended, the file may be the only checkpoint."""
     path = tmp_path / "a"
     path.write_bytes(b"a checkpoint of one file")
     with log_stands_still(tmp_path / "other"):

@@ -1,4 +1,4 @@
-"""What a save of `stillframe.dcp` does while its state is being copied, and what has to wait."""
+"""The work of a `stillframe.dcp` save that runs during the copy, and the work that must wait."""
 
 import threading
 from collections import deque
@@ -30,7 +30,7 @@ def begin(state: Any, path: Path, **options: Any) -> Any:
 
 
 class Steps:
-    """Notes what saves have come to."""
+    """Records the steps that saves have reached."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[str] = []
@@ -130,7 +130,7 @@ def test_stage_waits_for_the_memory_of_a_save_under_way(tmp_path, engine):
 
 
 def test_callbacks_of_a_save_may_save_and_wait(tmp_path, engine):
-    """Also where the thread that calls it has something else to do, and the save goes on."""
+    """They may block their thread, and the save still goes on."""
     trained, ended, go = Trained(), [], threading.Event()
 
     def then(name: str) -> None:

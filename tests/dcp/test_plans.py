@@ -1,4 +1,4 @@
-"""Plans that are kept from save to save: for whom they are good, and how many."""
+"""Plans that are kept between saves: which states may use them, and how many are kept."""
 
 from pathlib import Path
 from typing import Any

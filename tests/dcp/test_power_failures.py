@@ -1,6 +1,7 @@
-"""Every state that a power failure may leave of a directory loads as its old checkpoint or its new
-one. What the core does to a data file (written, synced, renamed) is one change of the directory
-here; tests/c/save/test_crash.c has what is inside it."""
+"""Power failures: every state that one may leave loads as the old or the new checkpoint.
+
+Writing, syncing and renaming a data file in the core counts as one change of the directory here.
+tests/c/save/test_crash.c tests the steps inside it."""
 
 import os
 from pathlib import Path

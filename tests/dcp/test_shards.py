@@ -1,5 +1,6 @@
-"""ShardedTensors are taken apart for the copying and put together over the copies: in whatever a
-state dict holds them, on one rank. test_many_ranks.py has those of FSDP1."""
+"""ShardedTensors are taken apart for the copy and made again over the copies, in any container.
+
+These tests use one rank; test_many_ranks.py tests those of FSDP1."""
 
 from collections import OrderedDict
 from typing import Any
@@ -19,7 +20,7 @@ pytestmark = [
 
 
 def sharded(value: float, **options: Any) -> Any:
-    """Four rows in two shards, both of this rank."""
+    """Return a ShardedTensor of four rows in two shards, both on this rank."""
     halves = [ShardMetadata([row, 0], [2, 3], "rank:0/cpu") for row in (0, 2)]
     tensor = sharded_tensor.empty(EnumerableShardingSpec(halves), 4, 3, **options)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`meta.pt` and the checkpoint it belongs to: one commit, wherever a process dies."""
+"""`meta.pt` is committed together with its checkpoint, wherever a process dies."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ META = "meta.pt"
 
 
 class DiedError(BaseException):
-    """The process is gone at this point: nothing that would clean up runs."""
+    """Simulates the death of the process: no clean-up code runs after it."""
 
 
 def state(number: int) -> dict[str, Any]:
@@ -49,8 +49,7 @@ def meta_of(directory: Path) -> int:
 
 
 def dying_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Callable[[], bool]:
-    """Dies before the nth operation that changes a name, the operations of the commit included;
-    returns whether it has."""
+    """Raise DiedError before the nth change of a name; return whether it was reached."""
     count = itertools.count(1)
     died = []
 

@@ -1,4 +1,4 @@
-"""PinnedStager under DCP's own async_save: what is staged, when memory goes back, what fails."""
+"""PinnedStager under DCP's own async_save: staged trees, returned memory and failures."""
 
 import gc
 import threading
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 
 class Held(dcp.FileSystemWriter):
-    """Waits before it writes; fails with what it is given."""
+    """A writer that waits before it writes, and raises the given error."""
 
     def __init__(self, path: Path, error: Exception | None = None) -> None:
         super().__init__(path)
@@ -42,7 +42,7 @@ def save(state: Any, stager: PinnedStager, **arguments: Any) -> AsyncSaveRespons
 
 
 def filling(engine: stillframe.Engine) -> dict[str, torch.Tensor]:
-    """A state for which the pool has room once."""
+    """Return a state that fits once into the pool."""
     return {"w": torch.ones(engine.stats()["pool_bytes"] // 2 + 1, dtype=torch.uint8)}
 
 
@@ -259,7 +259,7 @@ def test_memory_of_dtensors_returns_even_if_they_are_held(engine, one_rank):
 
 @pytest.mark.parametrize("asked_late", [False, True])
 def test_a_stage_that_fails_fails_both_futures(tmp_path, engine, asked_late, monkeypatch):
-    """Where it fails before DCP asks whether it is done, too: DCP takes that for success."""
+    """That includes a failure before DCP asks `done()`, which DCP would take for success."""
     trained, stager = Trained(), PinnedStager(engine)
     stage = stager.stage
 
@@ -287,7 +287,7 @@ BASE = torch.tensor([1 + 2j])
 
 
 def save_in_a_process(trained, stager, path):
-    """Saves beside a step; what was to be saved."""
+    """Save while a step runs; return the state that must be saved."""
     state = {**trained.state(), "conj": BASE.conj(), "neg": torch.nn.Parameter(BASE.conj().imag)}
     wanted = copied(state)
     response = dcp.async_save(

@@ -1,5 +1,6 @@
-"""FileSystemWriter and Reader on one rank: what is written, what an overwritten path holds at every
-moment, what is refused. Many ranks are in test_many_ranks.py."""
+"""FileSystemWriter and Reader on one rank: files, overwritten paths and refused arguments.
+
+test_many_ranks.py tests many ranks."""
 
 import errno
 import io
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 
 def kinds() -> dict[str, Any]:
-    """Items of every kind that the writer makes differently."""
+    """Return one item of each kind that the writer treats differently."""
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     return {
         "plain": base,

@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(given: argparse.Namespace, kind: str) -> dict[str, str]:
-    """The outcome of each test."""
+    """Run the tests and return the outcome of each."""
     outcomes: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
         results, log = Path(directory) / "results.xml", Path(tempfile.gettempdir())

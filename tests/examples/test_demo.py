@@ -1,4 +1,4 @@
-"""The demo: what it accepts, what it refuses, and one small run from end to end."""
+"""The demo: valid and invalid arguments, and one small run from end to end."""
 
 import argparse
 import os
@@ -84,8 +84,10 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(module, package):
 
 
 def run_of(save_s: float, finished_s: float | None, drift: float = 1.0):
-    """18 steps of 100 ms with a save after every third; the step that ends in one takes `save_s`
-    more, and each step is `drift` times as long as the one before."""
+    """Return 18 steps of 100 ms with a save after every third.
+
+    A step that ends in a save takes `save_s` more, and each step is `drift` times as long as the
+    one before."""
     from runs import Run, Save
 
     run = Run(starts=[0.0], grown_bytes=int(1000 * save_s))
@@ -172,7 +174,7 @@ def test_checkpoints_stay_in_a_directory_named_by_the_user(tmp_path):
 def run_demo(
     arguments: list[str], directory: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The demo in a process of its own, with `directory` for its temporary files."""
+    """Run the demo in its own process, with `directory` for its temporary files."""
     if bench_raw.file_system_of(Path(tempfile.gettempdir())) == "tmpfs":
         pytest.skip("the demo keeps off a tmpfs, so where it puts its files cannot be watched")
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""R7: a full disk, a limit on the length of files. The old file stays, a later save works."""
+"""A full disk and a limit on file sizes: the old file stays, and a later save works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def clean():
 
 
 def in_small_tmpfs(size: int, code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Runs code in a tmpfs of `size` bytes that only it sees."""
+    """Run code in a private tmpfs of `size` bytes."""
     if shutil.which("unshare") is None or shutil.which("mount") is None:
         pytest.skip("unshare or mount is not installed")
     mount = f'mount -t tmpfs -o size={size} tmpfs "$0" && cd "$0"'

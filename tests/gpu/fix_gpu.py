@@ -1,4 +1,4 @@
-"""What is trained on the device, and how states are compared."""
+"""A training on the device, and the comparison of states."""
 
 import copy
 from typing import Any
@@ -29,7 +29,7 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def now(self) -> Any:
-        """The state as it is, on the CPU."""
+        """Return a copy of the current state on the CPU."""
         return to_cpu(copy.deepcopy(self.state()))
 
 
@@ -44,7 +44,7 @@ def to_cpu(node: Any) -> Any:
 
 
 def same(got: Any, wanted: Any, where: str = "") -> None:
-    """Equal to the last bit, wherever the tensors live."""
+    """Tell whether two trees are equal bit for bit, on whatever devices."""
     if isinstance(wanted, torch.Tensor):
         one, two = (each.detach().cpu().reshape(-1).view(torch.uint8) for each in (got, wanted))
         assert torch.equal(one, two), where

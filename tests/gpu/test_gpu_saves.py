@@ -1,4 +1,4 @@
-"""Saves and snapshots from a real device: right bytes, no memory of the device, no host wait."""
+"""Saves and snapshots on a real device: right bytes, no device memory, no wait of the host."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the ranks of a Trainer raise together: what one of them sends, and what another makes of it.
-test_ranks.py and test_sharded.py have the ranks themselves."""
+"""How the ranks of a Trainer agree on an error: what a rank sends, and what the others raise.
+
+test_ranks.py and test_sharded.py run real ranks."""
 
 import errno
 import pickle
@@ -12,7 +13,7 @@ from stillframe._lightning import ranks
 
 
 class Unreadable(Exception):
-    """Is pickled, and cannot be made again: what it takes is not among its `args`."""
+    """An exception that can be pickled but not unpickled, because its `args` lack an argument."""
 
     def __init__(self, path, reason):
         super().__init__(f"{path}: {reason}")
@@ -20,7 +21,7 @@ class Unreadable(Exception):
 
 @pytest.fixture
 def agree(monkeypatch):
-    """`agree(of_others, error, unmade)`: on rank 1, where the other ranks have (error, unmade)."""
+    """Return `agree(of_others, error, unmade)`, which acts as rank 1 beside other ranks."""
 
     def asked(of_others, error=None, unmade=False):
         rows = [(ranks._packed(each), that) for each, that in of_others]

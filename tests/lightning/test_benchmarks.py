@@ -1,4 +1,4 @@
-"""The scripts that measure loads run, in their smallest form and in this process."""
+"""The benchmarks of loads and fits, in their smallest form and in this process."""
 
 from __future__ import annotations
 

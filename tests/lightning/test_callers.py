@@ -1,4 +1,4 @@
-"""When a save returns depends on who makes it."""
+"""When a save returns, for every kind of caller."""
 
 import gc
 import os
@@ -215,8 +215,8 @@ def test_trainer_is_registered_by_its_first_call_of_any_kind(lit, tmp_path, capl
 
 
 def test_save_without_a_later_barrier_waits_for_no_rank(lit, tmp_path, monkeypatch):
-    """An error leaves before the barrier of `trainer.save_checkpoint`, so it has to be made up for;
-    a strategy's save has none."""
+    """An error skips the barrier of `trainer.save_checkpoint`, so the plugin must call it. A
+    strategy's own save has no barrier."""
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO())
     run.fit(lit.Model(), loader())
     checkpoint, met = run._checkpoint_connector.dump_checkpoint(), []

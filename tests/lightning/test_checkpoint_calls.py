@@ -1,4 +1,4 @@
-"""The plugin's calls and its companion's, one by one: what each leaves for the next."""
+"""Single calls of the plugin and its companion, and the state that each leaves."""
 
 import os
 from types import SimpleNamespace
@@ -30,11 +30,11 @@ def calls(plugin):
 
 
 class Callback:
-    """What loggers are told of."""
+    """A stand-in for ModelCheckpoint, of which loggers are told."""
 
 
 class Strategy:
-    """Of several ranks, all of which do what this one does."""
+    """A strategy of several ranks that all do what this one does."""
 
     global_rank = 0
 

@@ -1,5 +1,6 @@
-"""Stock ModelCheckpoint in its modes, on a disk of any speed: the same files as with
-synchronous saving, and never fewer than one while they change."""
+"""Stock ModelCheckpoint in all modes and on slow disks.
+
+It leaves the same files as synchronous saving, and never fewer than one while they change."""
 
 import errno
 import inspect
@@ -28,7 +29,7 @@ from stillframe.testing import fault, slow
 
 @pytest.fixture(params=DISKS, ids=lambda seconds: f"{seconds}s")
 def disk(request):
-    """A disk whose flush takes that long."""
+    """Make the disk's flush take the given time."""
     with slow("fdatasync", request.param):
         yield request.param
 
@@ -38,7 +39,7 @@ def files(directory):
 
 
 def fit_both(lit, tmp_path, make, **options):
-    """The same fit with Lightning's synchronous plugin and with ours; both directories."""
+    """Run a fit with Lightning's synchronous plugin and with ours; return both directories."""
     found = []
     for kind, plugin in (("stock", lit.TorchCheckpointIO()), ("ours", lit.AsyncCheckpointIO())):
         model = lit.Model()
@@ -189,7 +190,7 @@ def test_failed_save_keeps_the_newest_good_file_and_one_extra(lit, tmp_path):
 
 @pytest.mark.parametrize("which", ["best", "last", "path"])
 def test_training_resumes_from_a_checkpoint_in_flight(lit, tmp_path, disk, which):
-    """A fit inside a fit: the inner one starts while the outer one's saves are on their way."""
+    """An inner fit starts while the saves of the outer fit are in flight."""
     found = []
 
     def resume(outer):
@@ -291,8 +292,8 @@ def test_lightnings_on_exception_checkpoint_is_saved_and_removed(lit, tmp_path, 
 
 @pytest.mark.skipif(VERSION < (2, 6), reason="this Lightning swaps no weights")
 def test_weights_swapped_for_validation_never_tear_a_rare_save(lit, tmp_path):
-    """ModelCheckpoint under manual optimization loads older weights, saves, and loads the newer
-    ones back. After many steps in which nobody else wrote, they would be copied later."""
+    """Under manual optimization ModelCheckpoint loads older weights, saves, and restores the newer
+    ones. Many steps without such a write have made the weights deferrable."""
     model = LightningManualModel()
     before = {}
 

@@ -1,4 +1,4 @@
-"""The companion callback: where it stands, what it leaves alone, and what it holds back."""
+"""The companion callback: its position, the Trainers it leaves alone, and the hooks it delays."""
 
 import gc
 import importlib.metadata
@@ -228,7 +228,7 @@ def test_trainer_of_one_package_accepts_the_plugin_of_the_other(pkg, tmp_path):
 
 @pytest.mark.parametrize("how", ["copy_", "data"])
 def test_weights_swapped_for_validation_never_get_into_a_file(pkg, tmp_path, how):
-    """An averaging callback: the average is in the weights while validation runs."""
+    """During validation, an averaging callback puts the average into the weights."""
     expected, deferred = {}, []
 
     class Averaging(pkg.Callback):
@@ -341,7 +341,7 @@ def test_a_rare_write_inside_the_step_fails_the_save_or_is_captured(lit, tmp_pat
 
 
 def test_load_during_training_does_not_change_a_save_in_flight(lit, tmp_path):
-    """Restoring in the middle of a fit writes over weights that an earlier save may be copying."""
+    """A restore during a fit overwrites weights that an earlier save may be copying."""
     expected = {}
 
     class Restore(lit.Callback):
@@ -391,7 +391,7 @@ def test_attribute_exchanged_twice_is_restored():
 
 
 def test_wrapper_restored_too_late_by_others_is_wrapped_again():
-    """As `mock.patch.object` does that began inside a fit and ends behind it."""
+    """`mock.patch.object` does so if it starts inside a fit and ends after it."""
     owner, wraps = Owner(), Wraps()
     wraps.put(owner, "name", ours)
     kept = vars(owner)["name"]
@@ -413,7 +413,7 @@ def test_foreign_wrapper_around_ours_reaches_the_original_after_removal():
 
 
 def test_factory_leaves_the_list_of_the_user_alone(pkg, tmp_path):
-    """The list may be given to another Trainer; Lightning itself adds its own callbacks to it."""
+    """The user may give the list to another Trainer."""
     given = [every_steps(pkg, tmp_path / "c", 4)]
     plugin = pkg.AsyncCheckpointIO()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Fabric: save, load, and no end but `wait_all`."""
+"""Fabric: saves and loads, with `wait_all` at the end."""
 
 import pytest
 import stillframe

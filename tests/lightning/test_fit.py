@@ -1,4 +1,4 @@
-"""The ordinary run: fit with stock callbacks, what is on the disk, and going on from it."""
+"""Ordinary fits with stock callbacks: the files they leave, and resuming from them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A save of a signal handler is durable on return, whatever kind of a handler it is."""
+"""A save inside any kind of signal handler is durable on return."""
 
 import functools
 import os
@@ -122,7 +122,7 @@ def test_handler_installed_during_an_epoch_saves_durably(lit, tmp_path, sigusr2)
 def test_interrupted_save_stays_the_newest_after_a_handlers_save(
     lit, tmp_path, sigusr2, monkeypatch
 ):
-    """Loggers are told of the newest save of whoever goes on after the handler."""
+    """After the handler, loggers must be told of the interrupted call's own save."""
     collect, plugin, newest = Work.collect_ended, lit.AsyncCheckpointIO(), []
 
     def interrupted(self, but=None):

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a fit: what is on the disk is whole, and the plugin can be used again."""
+"""Ctrl-C at any moment of a fit: files are complete, and the plugin stays usable."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ from test_wrapped import other
 
 @pytest.fixture
 def interrupts():
-    """SIGUSR2 does what Ctrl-C does. Lightning ignores SIGINT once it was interrupted."""
+    """Make SIGUSR2 act like Ctrl-C, because Lightning ignores SIGINT after the first one."""
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt
@@ -32,8 +32,10 @@ def interrupts():
 
 
 class AtLineOutsideHandlers(AtLine):
-    """Not in an `except` block: where a trace function has raised there, Python 3.11 goes on to
-    report that block's exception to `sys.exc_info` for the rest of the process."""
+    """Interrupts at a line, but not in an `except` block.
+
+    If a trace function raises there, Python 3.11 reports that block's exception in `sys.exc_info`
+    for the rest of the process."""
 
     def __call__(self, frame, event, arg):
         if self.lines == self.number - 1 and sys.exc_info()[0] is not None:
@@ -72,7 +74,7 @@ def test_signal_between_a_remove_and_the_new_link_loses_nothing(lit, tmp_path, i
 
 
 class SubmittedAndInterrupted:
-    """A save's ticket. Ctrl-C comes when it has just been launched."""
+    """A ticket that raises KeyboardInterrupt just after its launch."""
 
     def __init__(self, *args):
         self._ticket = _core.Ticket(*args)
@@ -89,7 +91,7 @@ class SubmittedAndInterrupted:
 def test_signal_just_after_a_save_was_launched_loses_nothing(
     lit, tmp_path, interrupts, monkeypatch, overlap
 ):
-    """What somebody saves for the interrupt does not wait for that one for ever."""
+    """A save made because of the interrupt does not wait forever for the interrupted one."""
     directory = tmp_path / "c"
 
     def interrupted(run):
@@ -117,7 +119,7 @@ def test_signal_just_after_a_save_was_launched_loses_nothing(
 def test_signal_around_the_submission_of_a_wrapped_save_loses_nothing(
     lit, tmp_path, monkeypatch, when
 ):
-    """It is saved or given up, not both, and nothing waits for it for ever."""
+    """The save is either made or given up, and nothing waits for it forever."""
 
     class Interrupted:
         def __init__(self, *args):

@@ -1,4 +1,4 @@
-"""What failed is raised once, and never in place of the training's own exception."""
+"""Errors of saves are raised once, and never instead of the training's own exception."""
 
 import errno
 import logging
@@ -17,7 +17,7 @@ class Boom(Exception):
 
 
 def save_badly(path):
-    """An action that saves to `path` while the disk fails, and sees the save end."""
+    """Return an action that saves to `path` on a failing disk and waits for the end."""
 
     def action(trainer):
         with fault("fdatasync", sticky=True):
@@ -233,7 +233,7 @@ def test_the_last_good_checkpoint_outlives_a_disk_that_fails(lit, tmp_path):
 
 
 def test_rotation_keeps_the_last_good_file_if_new_files_cannot_be_made(lit, tmp_path):
-    """With on_error="warn" ModelCheckpoint goes on, and removes the previous file."""
+    """With on_error="warn", ModelCheckpoint goes on and removes the previous file."""
     directory = tmp_path / "c"
     for step in (4, 6, 8):
         (directory / f"step={step}.ckpt").mkdir(parents=True)

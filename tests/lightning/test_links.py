@@ -1,4 +1,4 @@
-"""`last.ckpt` as a link: what stands for it where there are none, and what a crash has left."""
+"""`last.ckpt` as a link, on file systems without links, and after a crash."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ def place(tmp_path):
 
 @pytest.fixture
 def done(monkeypatch):
-    """What is made sure of on the disk, in order: names."""
+    """Record the names of what is synced, in order."""
     steps = []
 
     def noted(what, function):

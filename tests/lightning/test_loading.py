@@ -1,4 +1,4 @@
-"""The plugin's loads: stillframe's, wherever that does what Lightning's own reader would."""
+"""The plugin's loads, which use stillframe's reader if it gives what Lightning's would."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ FIXED = 20 << 20  # buffers of the readers, Lightning's own: less than another c
 
 
 def train(pkg, path, *, resumes):
-    """A training of a few steps: the first writes `path`, another goes on from there. Returns the
-    bytes that were resident at most from before its restart to its first step, over its model."""
+    """Train a few steps; the first call writes `path`, and another resumes from it.
+
+    Returns the peak of resident bytes from the restart to the first step, less the model's."""
     peak = []
 
     class Wide(pkg.LightningModule):

@@ -1,4 +1,4 @@
-"""CPUOffloadCallback by itself: arguments, strategies, what a save does, its state and log."""
+"""CPUOffloadCallback alone: arguments, strategies, copies, state and log."""
 
 import collections
 import concurrent.futures
@@ -57,7 +57,7 @@ def test_flag_that_is_not_a_bool_is_refused(offload):
 
 
 def instance_of(cls):
-    """A strategy, without its initialisation where this machine cannot construct it."""
+    """Return a strategy, not initialised if this machine cannot construct it."""
     try:
         return cls("cpu") if "SingleDeviceStrategy" in str(cls.__mro__[:2]) else cls()
     except Exception:  # each says in its own way what is not installed
@@ -296,7 +296,7 @@ def test_a_save_logs_one_line_and_the_rest_at_debug(offload, caplog):
 
 
 class Custom:
-    """Neither a container nor a plain value."""
+    """An object that is neither a container nor a plain value."""
 
 
 @pytest.mark.parametrize(("log_skipped", "level"), [(False, logging.DEBUG), (True, logging.INFO)])
@@ -314,14 +314,14 @@ def test_custom_objects_in_a_checkpoint_are_named(offload, caplog, log_skipped, 
 
 
 class Unwilling(torch.Tensor):
-    """Does not tell what it is made of."""
+    """An object that raises when it is reduced."""
 
     def __reduce_ex__(self, protocol):
         raise ValueError("not me")
 
 
 class Unmade(torch.Tensor):
-    """Tells, but cannot be made again."""
+    """An object that can be reduced but not rebuilt."""
 
     def __reduce_ex__(self, protocol):
         return fail_to_make, (torch.ones(3),)
@@ -377,7 +377,7 @@ def test_pool_too_small_falls_back_to_ordinary_memory_with_a_log_line(offload, s
 
 
 def test_callback_does_not_wait_for_memory_held_by_a_future(offload, small_pool, caplog):
-    """The future may be one that only the training thread will complete."""
+    """Only the training thread may be able to complete that future."""
     future = concurrent.futures.Future()
     held = stillframe.snapshot([torch.ones(5)], engine=small_pool)
     held.hold_until(future)
@@ -404,7 +404,7 @@ def test_callback_does_not_wait_for_a_save_that_fills_the_pool(
 
 
 def test_checkpoints_may_be_dropped_by_another_thread(offload):
-    """As a writer does that has the dictionary alone."""
+    """A writer that only has the dictionary does so."""
     dropped = []
     checkpoint = save(offload(), {"state_dict": {"x": torch.ones(100_000)}})
     assert leased() > 0

@@ -1,4 +1,4 @@
-"""CPUOffloadCallback in real runs: whoever writes the checkpoint, it is the state of the call."""
+"""CPUOffloadCallback in real runs: every kind of writer writes the state at the call."""
 
 import gc
 import logging
@@ -22,7 +22,7 @@ __all__ = ["nothing_stays_leased", "offload"]  # fixtures
 
 
 def writer(pkg, kind, kept):
-    """A CheckpointIO of each kind; `kept` gets what a user's own keeps for later."""
+    """Return a CheckpointIO of each kind; a user's own adds checkpoints to `kept`."""
     if kind == "sync":
         return pkg.TorchCheckpointIO()
     if kind == "async":
@@ -76,8 +76,7 @@ def test_the_file_holds_the_state_of_the_save(pkg, offload, tmp_path, kind):
 
 
 def in_its_own_thread(pkg, gate):
-    """A CheckpointIO that hands the dictionary, and nothing else, to a thread; each file is begun
-    when the gate lets it."""
+    """Return a CheckpointIO whose thread writes each file when the gate opens."""
 
     class Threaded(pkg.TorchCheckpointIO):
         def __init__(self):
@@ -103,7 +102,7 @@ def in_its_own_thread(pkg, gate):
 
 
 def behind_a_gate(pkg, gate):
-    """Lightning's own AsyncCheckpointIO, whose thread begins each file when the gate lets it."""
+    """Return Lightning's AsyncCheckpointIO, whose thread starts a file when the gate opens."""
 
     class Slow(pkg.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -117,7 +116,7 @@ def behind_a_gate(pkg, gate):
 def test_a_writer_slower_than_training_sees_no_byte_of_a_later_step(
     pkg, offload, tmp_path, make_writer
 ):
-    """A save at every step; each file is begun when the run is three saves further."""
+    """The run saves at every step, and each file is started three saves later."""
     seen, gate = [], threading.Semaphore(0)
 
     class Releases(pkg.Callback):
@@ -171,7 +170,7 @@ def test_with_our_plugin_a_save_logs_one_line_and_counts_once(pkg, offload, tmp_
 
 
 def test_wrapped_checkpoint_io_gets_the_copies(pkg, offload, tmp_path):
-    """What the inner one is given is the callback's, and right."""
+    """The wrapped CheckpointIO gets the callback's copies."""
     seen = []
     callback = offload()
     run = trainer(

@@ -58,7 +58,7 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """`ran(scenario, start)`: its processes have ended. All scenarios of a start run at once."""
+    """Return `ran(scenario, start)`, which runs all scenarios of a start at its first call."""
     directories = {}
 
     def run(scenario, start):

@@ -1,4 +1,4 @@
-"""Remote paths: Lightning's own writer goes to them through fsspec, in the order of the log."""
+"""Remote paths: Lightning's own writer saves through fsspec, in the order of the log."""
 
 import os
 import queue
@@ -13,7 +13,7 @@ STATE = {"x": torch.arange(12.0), "n": 3}
 
 @pytest.fixture
 def memory():
-    """fsspec's file system in memory, empty before and after."""
+    """Return fsspec's file system in memory, empty before and after the test."""
     system = fsspec.filesystem("memory")
     system.store.clear()
     yield system

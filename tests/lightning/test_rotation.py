@@ -1,4 +1,4 @@
-"""What becomes of files once saves have ended, asked of the plugin's parts one by one."""
+"""Links, removes and logger calls that follow saves, tested on the plugin's parts."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from stillframe._save.handle import SkippedSave
 
 
 class Telling:
-    """A call that waits for a save."""
+    """A publication that waits for a save."""
 
     def __init__(self, place, calls, due=True, error=None):
         self.place, self.calls, self.is_due, self.error = place, calls, due, error
@@ -39,7 +39,7 @@ def files():
 
 @pytest.fixture
 def place(tmp_path):
-    """`place(name)`: the path of a file that is there."""
+    """Return `place(name)`, which makes a file and returns its path."""
 
     def made(name):
         (tmp_path / name).write_text(name)
@@ -252,7 +252,7 @@ def test_keyboard_interrupt_in_a_logger_is_not_caught(files, place):
 
 
 def test_wait_includes_entries_added_meanwhile(files, place, monkeypatch):
-    """As a signal handler does, in the middle of it."""
+    """A signal handler may add them in the middle of the wait."""
     waited, wait_for_key = [], ordered.wait_for_key
 
     def wait(key):
@@ -321,7 +321,7 @@ def test_save_is_taken_off_the_list_once(work, tmp_path):
 
 
 def over(error=None, cancelled=None):
-    """A save that has ended so."""
+    """Return a save that has ended with the given outcome."""
 
     def exception():
         if cancelled is not None:
@@ -386,7 +386,7 @@ def test_interrupted_drain_keeps_the_errors_that_it_collected(work):
 
 
 def test_drain_includes_saves_made_meanwhile(work):
-    """As of a signal handler, in the middle of the wait for another."""
+    """A signal handler may make one in the middle of the wait."""
     error = OSError("full")
     first, second = over(), over(error)
 

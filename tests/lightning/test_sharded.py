@@ -1,4 +1,4 @@
-"""Sharded strategies on two ranks over gloo, and what refuses. sharded_ranks.py has the runs."""
+"""Sharded strategies on two ranks over gloo, and refused ones. sharded_ranks.py has the runs."""
 
 import errno
 import json
@@ -38,7 +38,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def notes(directory):
-    """`notes(scenario)`: what each rank noted."""
+    """Return a function that returns each rank's notes of a scenario."""
 
     def read(scenario, package="lightning", ranks=2):
         found = []

@@ -1,4 +1,4 @@
-"""Loads of sharded checkpoints: what they wait for. test_sharded.py has them on several ranks."""
+"""Loads of sharded checkpoints: what they wait for. test_sharded.py loads on several ranks."""
 
 import stillframe
 import torch
@@ -15,7 +15,7 @@ save_checkpoint.__module__ = "lightning.fabric.strategies.fsdp"
 
 
 class FSDPStrategy:
-    """As Fabric's, alone."""
+    """Fabric's FSDP strategy with one rank."""
 
     _state_dict_type = "sharded"
     global_rank = 0

@@ -1,5 +1,6 @@
-"""What stands over a sharded strategy's methods, asked on one rank: what it leaves to Lightning,
-and what it takes for a checkpoint. test_sharded.py has the ranks."""
+"""Our wrappers of a sharded strategy's methods, on one rank: what they leave to Lightning.
+
+test_sharded.py runs several ranks."""
 
 import contextlib
 import os
@@ -14,7 +15,7 @@ from stillframe._lightning.sharded_save import META
 
 
 class Checkpoints:
-    """Notes what is saved."""
+    """Records what is saved."""
 
     def __init__(self):
         self.saved = []
@@ -31,7 +32,7 @@ class Checkpoints:
 
 
 class ModelParallelStrategy:
-    """As Lightning's: all ranks save to where rank 0 does."""
+    """A strategy like Lightning's: all ranks save to rank 0's path."""
 
     _save_distributed_checkpoint = True
     global_rank = 0
@@ -50,7 +51,7 @@ class ModelParallelStrategy:
 
 @pytest.fixture
 def calls():
-    """Of the original method."""
+    """Record the calls of the original method."""
     return []
 
 
@@ -60,7 +61,7 @@ def original(calls):
 
 
 def of_trainer(original, path, storage_options=None):
-    """`save_checkpoint` of a Trainer's strategy: what was saved."""
+    """Call `save_checkpoint` of a Trainer's strategy; return what was saved."""
     checkpoints = Checkpoints()
     checkpoint = {"state_dict": {"w": 1}, "optimizer_states": [{"m": 2}, {"m": 3}], "epoch": 4}
     trainer = SimpleNamespace(strategy=ModelParallelStrategy())

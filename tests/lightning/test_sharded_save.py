@@ -1,4 +1,4 @@
-"""A sharded save as its handle shows it, on one rank. test_sharded.py has two, and Trainers."""
+"""The handle of a sharded save, on one rank. test_sharded.py has two ranks and Trainers."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def one_rank():
 
 @pytest.fixture
 def save(engine, tmp_path):
-    """`save()` begins one."""
+    """Return `save()`, which begins a save."""
 
     def begun(engine=engine):
         parts = Parts({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
@@ -134,7 +134,7 @@ def test_save_is_staged_when_its_copy_is_complete(save):
 
 
 class Copying:
-    """A snapshot whose copy ends as it is told."""
+    """A snapshot whose copy ends when the test says so."""
 
     nbytes, num_tensors, deferred_nbytes = 12, 1, 0
 
@@ -153,7 +153,7 @@ class Copying:
 
 
 def following(copying):
-    """A save of that snapshot."""
+    """Return a save of that snapshot."""
     handle = SnapshotSave("c", "c", None, entered=0.0)
     handle.copies(copying)
     return handle

@@ -1,4 +1,4 @@
-"""Strategies that cannot save with the plugin, or do not."""
+"""Strategies that cannot save with the plugin, or do not use it."""
 
 import warnings
 

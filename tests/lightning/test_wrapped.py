@@ -1,4 +1,4 @@
-"""`AsyncCheckpointIO(checkpoint_io=other)`: another CheckpointIO saves, in our order."""
+"""`AsyncCheckpointIO(checkpoint_io=other)`: another CheckpointIO saves, in the order of the log."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ SIZE = 300 * 300
 
 
 class Gate:
-    """Saves stop here until it is opened."""
+    """A gate at which saves wait until the test opens it."""
 
     def __init__(self, opened=True):
         self.event = threading.Event()
@@ -30,7 +30,7 @@ class Gate:
 
 
 def other(pkg, gate=None, calls=None):
-    """A CheckpointIO that notes its calls: (what, name, thread)."""
+    """Return a CheckpointIO that records its calls as (method, name, thread)."""
     calls = [] if calls is None else calls
 
     class Other(pkg.TorchCheckpointIO):
@@ -143,7 +143,7 @@ def test_memory_is_returned_when_the_wrapped_save_returns(lit, tmp_path):
 
 
 def under_way(path):
-    """The handle of a save that has not ended, or None."""
+    """Return the handle of a save that has not ended, or None."""
     found = [save for save in completion.in_flight.values() if save.path == str(path)]
     return found[0] if found else None
 

@@ -1,4 +1,4 @@
-"""`AsyncCheckpointIO(checkpoint_io=other)`: memory that nobody has promised to give back."""
+"""`AsyncCheckpointIO(checkpoint_io=other)`: waiting for memory that may never return."""
 
 import threading
 
@@ -20,7 +20,7 @@ def test_save_without_room_waits_for_one_under_way_and_tries_again(
     go = threading.Event()
 
     class Giving(lit.TorchCheckpointIO):
-        """What it does in its first save makes room: nobody could know."""
+        """A CheckpointIO whose first save happens to free memory of the pool."""
 
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             assert go.wait(60)

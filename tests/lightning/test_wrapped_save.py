@@ -1,4 +1,4 @@
-"""A save that another CheckpointIO makes: who waits for what, and what is reported of it."""
+"""A save that another CheckpointIO makes: its waits, errors and report."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def end_well(save, nbytes):
 
 
 class Memory:
-    """A snapshot that is still being copied."""
+    """A fake snapshot that is still being copied."""
 
     nbytes, num_tensors, deferred_nbytes = 12, 1, 0
 
@@ -43,7 +43,7 @@ class Memory:
 
 @pytest.fixture
 def first_of(monkeypatch):
-    """Two saves under way, and a list of those that were waited for: each ends so."""
+    """Return two saves under way, and the list of those waited for; a wait ends a save."""
     saves = [SimpleNamespace(path=name, ended=False) for name in "ab"]
     for save in saves:
         save.done = lambda save=save: save.ended
@@ -58,7 +58,7 @@ def first_of(monkeypatch):
 
 
 def held_saves(lit):
-    """A CheckpointIO whose saves wait for `go`."""
+    """Return a CheckpointIO whose saves wait for `go`."""
 
     class Held(lit.TorchCheckpointIO):
         go = threading.Event()
@@ -145,7 +145,7 @@ def test_state_that_cannot_fit_is_saved_without_a_copy(first_of, monkeypatch):
 
 
 def test_any_exception_of_the_wrapped_checkpoint_io_fails_its_save(lit, tmp_path):
-    """Also what ends a thread, which is not one of its own."""
+    """That includes SystemExit, which must not end our thread."""
     go = threading.Event()
 
     class Leaving(lit.TorchCheckpointIO):
@@ -165,7 +165,7 @@ def test_any_exception_of_the_wrapped_checkpoint_io_fails_its_save(lit, tmp_path
 
 
 def test_interrupted_call_makes_no_save_afterwards(lit, tmp_path, monkeypatch):
-    """Ctrl-C, after the thread has seen that it is the work's turn and before it begins."""
+    """Ctrl-C comes after the thread has seen that it is the work's turn, and before it begins."""
     works = []
 
     def interrupted(key, kind, work):
@@ -272,7 +272,7 @@ def test_blocked_s_ends_with_a_save_that_ends_within_its_call():
 
 
 def test_blocked_s_covers_a_save_made_in_its_call(lit, tmp_path, monkeypatch):
-    """And not until it was handed over."""
+    """It does not end with the hand-over to the thread."""
     begun, reports = threading.Event(), []
 
     class Waits(lit.TorchCheckpointIO):

@@ -1,4 +1,4 @@
-"""What autograd saves waits in the pool, and nothing else changes."""
+"""Tensors that autograd saves leave for the pool and come back, and results do not change."""
 
 import contextlib
 import copy
@@ -186,7 +186,7 @@ def test_keep_last_activations_stay(either, keep_last):
 
 
 class Sum(torch.autograd.Function):
-    """Its backward looks at all that was saved before it lets any of it go."""
+    """An operation whose backward needs all its saved tensors at once."""
 
     @staticmethod
     def forward(ctx, *parts):
@@ -308,7 +308,7 @@ def test_a_tensor_saved_before_and_after_a_write_is_saved_twice(either):
 
 
 def test_reallocated_memory_is_saved_again(either):
-    """A storage is known by its address, which others have after it."""
+    """A storage is identified by its address, which a later storage may get."""
     x = torch.rand(64, requires_grad=True)
     factors, parts = [i / 30 for i in range(1, 30)], []
     inputs = [x * factor for factor in factors]
@@ -338,7 +338,7 @@ def test_interrupted_backward_leaves_nothing_on_the_device(either):
 
 
 def test_small_activations_share_blocks(either):
-    """200 of 16 KiB: in blocks of their own they would take 1.6 GiB."""
+    """200 activations of 16 KiB would take 1.6 GiB in blocks of their own."""
     with stillframe.Engine(pool_bytes=1 << 26, block_bytes=1 << 23) as engine:
         context = away(engine=engine, keep_last=0)
         x = torch.randn(4096, requires_grad=True)
@@ -373,7 +373,7 @@ def test_memory_is_pinned_once_for_all_steps(fake):
 
 
 def test_a_forward_without_gradients_inside_the_block_leaves_no_trace(either):
-    """Nothing comes for it: it must not stand in the way of what does."""
+    """Such a forward has no backward, so its tensors must not delay those that have one."""
     model = mlp(depth=6)
     other = copy.deepcopy(model)
     context = away(keep_last=0)

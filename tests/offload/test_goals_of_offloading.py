@@ -1,4 +1,4 @@
-"""What the benchmark counts without a GPU, and how it judges what it measures on one."""
+"""The offload benchmark: its counts without a GPU, and its goals."""
 
 import argparse
 import sys
@@ -40,7 +40,7 @@ def test_rehearsal_without_a_gpu_counts_and_claims_no_goal(scripts):
 
 
 def measured(compute, step, waits=0):
-    """Of copies that take a second."""
+    """Return the figures of copies that take a second."""
     return {
         "resident": {"seconds": [compute]},
         "copies": {"seconds": 1.0, "in_gb_per_s": 50.0, "out_gb_per_s": 40.0},

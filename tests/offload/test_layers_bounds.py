@@ -1,4 +1,4 @@
-"""What offloaded layers take and leave, and what modules may be like."""
+"""Bounds on memory and slots of offloaded layers, and unusual modules."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def test_rnn_uses_its_weights_on_the_device(either):
-    """It keeps a list of its weights beside its parameters."""
+    """An RNN keeps a list of its weights beside its parameters."""
     model = Recurrent()
     own = list(model.rnn._flat_weights)
     with offload_layers([model.rnn], device="cpu") as handle:
@@ -31,7 +31,7 @@ def test_rnn_uses_its_weights_on_the_device(either):
 
 
 class Decays(nn.Module):
-    """Its forward writes to a buffer, in place."""
+    """A module whose forward writes to a buffer in place."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ def test_changed_buffer_is_copied_back_once(either):
 
 
 def test_changed_buffer_is_available_to_later_backwards(either):
-    """That it changes is seen where one has changed it."""
+    """A buffer counts as changing after the first forward that has changed it."""
     model = nn.Sequential(Decays(), nn.Linear(WIDTH, WIDTH), Decays())
     other = copy.deepcopy(model)
     with offload_layers(other, device="cpu"):
@@ -100,7 +100,7 @@ def test_a_pool_too_small_for_the_parameters_leaves_them_as_they_were(either):
 
 
 def test_layers_with_gradients_in_flight_are_bounded(request, either):
-    """A pool with room for weights, gradients, and those of the slots on their way to be added."""
+    """The pool has room for weights, gradients, and the gradients of the layers in the slots."""
     depth, block = 8, 1 << 16
     model = nn.Sequential(*(nn.Linear(120, 120, bias=False) for _ in range(depth)))
     with stillframe.Engine(pool_bytes=(2 * depth + 4) * block, block_bytes=block) as engine:
@@ -128,7 +128,7 @@ def test_gradients_in_flight_never_exceed_the_slots(either, monkeypatch):
 
 
 def test_all_reads_are_complete_when_a_pass_ends(either, monkeypatch):
-    """The caller may write to the weights then: the host waits, since no event orders it."""
+    """The caller may write to the weights afterwards, and only a wait of the host orders that."""
     model = mlp()
     with offload_layers(model, device="cpu") as handle:
         waits = []
@@ -175,7 +175,7 @@ class Checkpointed(nn.Sequential):
 
 
 def test_kept_layer_is_onloaded_again_if_another_changed_its_buffers(either):
-    """A checkpoint inside runs its norm once more in backward, on what all have made of it."""
+    """A checkpoint inside the layer runs its norm again in backward, with the current buffers."""
     norm = nn.BatchNorm1d(WIDTH)
     model = nn.Sequential(*(Checkpointed(nn.Linear(WIDTH, WIDTH), norm) for _ in range(3)))
     assert agree(*twice(model, offloaded={"keep": 3}))
@@ -198,7 +198,7 @@ def test_layers_without_bytes_may_be_between_others(either):
 
 @pytest.mark.parametrize("nth", range(3))
 def test_prefetch_of_a_failed_forward_is_repeated(either, nth):
-    """Nobody counts a write of a fused optimizer, or through `.data`."""
+    """Writes of a fused optimizer, or through `.data`, change no version."""
     model = mlp(depth=4)
     plain = copy.deepcopy(model)
 
@@ -217,7 +217,7 @@ def test_prefetch_of_a_failed_forward_is_repeated(either, nth):
 
 
 class Reentrant(nn.Linear):
-    """It has a backward of its own, inside the one around."""
+    """An operation that runs another backward inside its own."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=True) if x.requires_grad else x
@@ -234,7 +234,7 @@ def test_gradients_are_added_in_the_order_of_their_backwards(either):
 
 
 def test_partial_gradient_sum_of_a_failed_backward_is_dropped(either):
-    """As autograd drops it: the gradient is given when the last of a parameter's uses has come."""
+    """Autograd drops it too: it adds a gradient only after the last use of the parameter."""
 
     def grads(model, repeated):
         model(numbers(0)).sum().backward()
@@ -259,7 +259,7 @@ def test_kept_norm_may_change_while_its_statistics_are_copied(fake):
 
 
 class Adds(nn.Module):
-    """Its weight's gradient comes laid out as the scales are."""
+    """A module whose weight gradient has the strides of another tensor."""
 
     def __init__(self):
         super().__init__()

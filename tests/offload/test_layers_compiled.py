@@ -1,7 +1,6 @@
 """Compiled layers train as they do without offloading.
 
-STILLFRAME_TRAININGS=2000   as for the random trainings: with torch's own compiler too, whose C++
-                            takes a quarter of a minute
+STILLFRAME_TRAININGS=2000   also uses torch's own compiler, whose C++ takes 15 seconds
 """
 
 import copy
@@ -36,7 +35,7 @@ def norms():
 
 
 def offloaded(model, compiled, what):
-    """The layers to offload, and what makes the compiled model of them when they are."""
+    """Return the layers to offload, and a function that makes the compiled model afterwards."""
     layers = list(model)
     if what == "layers":
         layers = [compiled(layer) for layer in layers]
@@ -48,7 +47,7 @@ def offloaded(model, compiled, what):
 
 @pytest.mark.parametrize("what", ["layers", "the model", "layers, afterwards"])
 def test_compiled_model_trains_as_the_plain_one(what, compiled):
-    """Also norms, whose statistics it writes to, and when the layers are given back."""
+    """That includes norms, whose statistics forward writes, and the time after `remove()`."""
     model = norms()
     layers, make = offloaded(other := copy.deepcopy(model), compiled, what)
     with offload_layers(layers, device="cpu") as handle:

@@ -1,5 +1,6 @@
-"""The end of a backward, where something of it fails: the rest of it happens all the same, the
-first error is what the caller gets, and nothing is raised where nobody could catch it."""
+"""Failures at the end of a backward: other steps still run, and the caller gets the first error.
+
+No error is raised where no caller could catch it."""
 
 import contextlib
 import copy
@@ -22,7 +23,7 @@ BLOCK = 1 << 12
 
 
 class Checkpointed(nn.Sequential):
-    """Its norms' statistics change in backward as well."""
+    """A model with checkpoints, in which backward changes the norms' statistics too."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -30,7 +31,7 @@ class Checkpointed(nn.Sequential):
 
 @contextlib.contextmanager
 def full(engine):
-    """Nothing more fits into the pool meanwhile."""
+    """Fill the pool until the block ends."""
     with Offloader("cpu", engine=engine) as other:
         tickets = []
         with contextlib.suppress(stillframe.PoolExhaustedError):
@@ -55,7 +56,7 @@ def errors(caplog):
 
 
 def works(model):
-    """Whether it trains as a model would that nothing has happened to."""
+    """Tell whether the model still trains like an untouched one."""
     model.zero_grad()
     with torch.no_grad():  # settled: the statistics are those of the last forward that has ended
         plain = copy.deepcopy(model)
@@ -63,7 +64,7 @@ def works(model):
 
 
 def test_backward_with_a_full_pool_cleans_up_and_raises_once(either, engine, caplog):
-    """Its gradients do not fit, and at its end nor do the statistics of its norm."""
+    """The gradients do not fit into the pool, nor do the norm's statistics at the end."""
     model = nn.Sequential(
         *(Checkpointed(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3))
     )
@@ -83,7 +84,7 @@ def test_backward_with_a_full_pool_cleans_up_and_raises_once(either, engine, cap
 
 
 def test_an_error_at_the_end_of_a_backward_reaches_the_caller(either, engine, monkeypatch, caplog):
-    """Of frozen layers no gradients leave: what does not fit are the statistics of a norm alone."""
+    """Frozen layers have no gradients, so only the norm's statistics fail to fit."""
     model = Checkpointed(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).requires_grad_(False)
     with offload_layers([model], device="cpu", engine=engine) as handle:
         loss = squares(model, numbers(0).requires_grad_())
@@ -100,7 +101,7 @@ def test_an_error_at_the_end_of_a_backward_reaches_the_caller(either, engine, mo
 
 @pytest.mark.parametrize("nth", range(3))
 def test_forward_whose_buffers_cannot_leave_releases_its_memory(either, nth, monkeypatch):
-    """The one slot, and the pool's memory: others would starve."""
+    """It must release the only slot and its pool memory, which other forwards need."""
     model, other = (mlp(nn.BatchNorm1d(WIDTH), depth=3) for _ in range(2))
     with (
         stillframe.Engine(pool_bytes=64 * BLOCK, block_bytes=BLOCK) as engine,
@@ -125,7 +126,7 @@ def test_forward_whose_buffers_cannot_leave_releases_its_memory(either, nth, mon
 
 @pytest.mark.parametrize("nth", range(3))
 def test_failure_to_add_one_gradient_loses_no_other(either, nth, monkeypatch):
-    """Not those of other layers, nor the next backward's: nothing half done is added then."""
+    """Gradients of other layers and of the next backward are complete, without partial sums."""
     model = mlp(depth=3)
     real, broken = gradients._add, model[nth][0].weight
     with offload_layers(model, device="cpu") as handle:

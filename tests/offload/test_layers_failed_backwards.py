@@ -1,5 +1,6 @@
-"""A backward that fails is over when its caller has the error: nothing of it happens afterwards,
-even where the engine lets go of it later, as it does on a device."""
+"""A failed backward has ended when its caller gets the error: nothing of it happens later.
+
+That holds even if autograd's engine releases the pass later, as it does on a device."""
 
 import contextlib
 import copy
@@ -18,7 +19,7 @@ HELD_S = 0.3  # that the engine keeps a callback
 
 
 class Holding(torch._C._ImperativeEngine):
-    """An engine that drops the callbacks of its passes late and on a thread of its own."""
+    """An autograd engine that drops a pass's callbacks late, on another thread."""
 
     def __init__(self):
         self.dropping = []
@@ -40,7 +41,7 @@ def holding(monkeypatch):
 
 
 class Failing(nn.Module):
-    """Fails in the midst of its backward."""
+    """An operation that raises in the middle of its backward."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +102,7 @@ def test_training_can_go_on_right_after_a_failed_backward(either, holding):
 
 
 class Catching(torch.autograd.Function):
-    """Runs a backward of its own inside its backward, and survives its failure."""
+    """An operation that runs another backward inside its own and catches its error."""
 
     @staticmethod
     def forward(ctx, x, layer):

@@ -1,4 +1,4 @@
-"""Layers that live on the CPU train as resident ones do, bit for bit."""
+"""Layers that live on the CPU train like resident ones, bit for bit."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ class Frozen(nn.Sequential):
 
 
 class Repeats(nn.Module):
-    """One layer that is used three times, and one twice in itself."""
+    """A model that uses one layer three times, and a module inside a layer twice."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Repeats(nn.Module):
 
 
 class MaxNorm(nn.Module):
-    """Its forward writes its weights."""
+    """An embedding whose forward writes to its weights."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class MaxNorm(nn.Module):
 
 
 class Counter(nn.Module):
-    """Its forward puts other buffers in the place of its own."""
+    """A module whose forward replaces its buffers."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class Counter(nn.Module):
 
 
 class Positions(nn.Module):
-    """A buffer that backward needs and no forward changes."""
+    """A module with a buffer that backward needs and that no forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ def test_training_equals_that_of_the_plain_model(either, name):
 
 
 def through_checkpoints(use_reentrant, nr, model, batch):
-    """The model's layers, so many at a time under a checkpoint."""
+    """Run the model's layers under checkpoints of a given number of layers each."""
     x = model.embedding(batch[:, :-1])
     for start in range(0, len(model.blocks), nr):
         some = nn.Sequential(*model.blocks[start : start + nr])
@@ -162,7 +162,7 @@ def test_training_with_checkpoints_inside_layers_equals_the_plain_one(either, us
 
 
 class Lowered(nn.Module):
-    """What dtype= does, in torch: differentiable copies of low precision take part."""
+    """Does in plain torch what `dtype=` does: computes with differentiable low-precision copies."""
 
     def __init__(self, layers):
         super().__init__()
@@ -290,7 +290,7 @@ def test_evaluation_between_steps_changes_nothing(either):
 
 
 class FailsAt(nn.Module):
-    """Backward fails in it while `fail`."""
+    """A layer whose backward raises while `fail` is set."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizers wait for the layers that their parameters lie in, and for no others."""
+"""Optimizers wait for the layers of their own parameters, and for no others."""
 
 import os
 
@@ -15,14 +15,14 @@ LOST = 719  # CUDA_ERROR_LAUNCH_FAILED: the device is dead
 
 
 def trained(model):
-    """Its optimizer, with gradients."""
+    """Return the model's optimizer after a backward."""
     squares(model, numbers(0)).backward()
     return adam(model)
 
 
 @pytest.fixture
 def on_its_way(fake):
-    """A model whose second layer is on its way for long, and how often its host has waited."""
+    """Return a model whose second layer's copy takes long, and a counter of host waits."""
     model = mlp(depth=2)
     with offload_layers(model, device="cpu") as handle:
         optimizer = trained(model)
@@ -34,7 +34,7 @@ def on_its_way(fake):
 
 
 def test_optimizer_step_waits_for_copies_that_read_its_weights(on_its_way):
-    """A forward that has had no backward is computed with the weights that it was called with."""
+    """A forward without a backward still computes with the weights of its call."""
     _, optimizer, waits = on_its_way
     optimizer.step()
     assert waits() == 1
@@ -50,7 +50,7 @@ def test_optimizer_over_views_of_the_weights_waits(on_its_way):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_optimizer_of_another_model_does_not_wait(fake, on_its_way, captured):
-    """Nor does what has come ahead go."""
+    """Nor does it drop prefetched layers."""
     model, _, waits = on_its_way
     own = trained(mlp())
     fake.capture(captured)

@@ -1,5 +1,4 @@
-"""One pass after another: what an earlier one has sent for is never used by a later one, and the
-host waits once for each."""
+"""Successive passes: none uses a prefetch of an earlier one, and the host waits once for each."""
 
 import copy
 import functools
@@ -18,12 +17,12 @@ def in_place(layer):
 
 
 def sparsely_in_place(layer):
-    """No sample is of it."""
+    """Write to an element that the fingerprint does not sample."""
     layer[0].weight.view(-1)[1] += 1
 
 
 def through_data(layer):
-    """No version tells."""
+    """Write through `.data`, which changes no version."""
     for parameter in layer.parameters():
         parameter.data.mul_(2)
 
@@ -44,7 +43,7 @@ def other_parameters(layer):
 
 
 class Sparse(torch.optim.Optimizer):
-    """It writes one element that no sample is of, and no version tells."""
+    """A module that writes one element that the fingerprint and the version counter both miss."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -95,7 +94,7 @@ def test_prefetch_is_used_if_nothing_was_written(either):
 
 
 def test_prefetch_of_a_failed_layer_is_not_used(either):
-    """One element is written, which no sample is of."""
+    """The write hits one element that the fingerprint does not sample."""
     model = mlp(depth=3)
     plain = copy.deepcopy(model)
 
@@ -113,7 +112,7 @@ def test_prefetch_of_a_failed_layer_is_not_used(either):
 
 
 def test_layers_that_share_a_module_are_prefetched_in_order(either):
-    """The module has the device's weights while one of them computes."""
+    """While one of the layers computes, the shared module has the device's weights."""
     shared = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared) for _ in range(3)))
     for keep in (0, 3):

@@ -1,4 +1,4 @@
-"""Which layers are on the device when, and what becomes of modules that are moved or copied."""
+"""Which layers are on the device at which time, and modules that are moved or copied."""
 
 import copy
 import io
@@ -37,7 +37,7 @@ def test_no_weight_stays_on_the_device_between_forward_and_backward(either):
 
 
 def test_kept_layer_is_onloaded_again_after_a_forward_without_backward(either):
-    """Nobody counts a write through `.data`."""
+    """A write through `.data` changes no version."""
     model = mlp()
     plain = copy.deepcopy(model)
     with offload_layers(model, device="cpu", keep=2) as handle:

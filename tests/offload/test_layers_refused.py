@@ -1,4 +1,4 @@
-"""Which layers cannot be offloaded, and what is left where something fails."""
+"""Layers that cannot be offloaded, and the state after a failure."""
 
 import copy
 import itertools
@@ -50,7 +50,7 @@ def test_module_list_is_accepted_like_a_list(either):
 
 @pytest.fixture
 def alone(tmp_path):
-    """A process group of one."""
+    """Make a process group of one rank."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield

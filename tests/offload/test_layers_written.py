@@ -1,5 +1,4 @@
-"""What a module writes to in its forward, or has others put in its place: backward finds what the
-plain training finds, and raises what that raises."""
+"""Modules whose forward writes or replaces tensors: backward behaves as in plain training."""
 
 import copy
 
@@ -11,7 +10,7 @@ from torch import nn
 
 
 class Writes(nn.Module):
-    """A running buffer that backward needs. `when` says where forward writes to it."""
+    """A module with a buffer that backward needs. `when` says where forward writes to it."""
 
     def __init__(self, when):
         super().__init__()
@@ -40,7 +39,7 @@ def stack(when):
 
 
 def trained(model):
-    """What a training has come to, or what has ended it."""
+    """Train, and return the result or the error."""
     try:
         return train(model, parts=2)
     except RuntimeError as error:
@@ -51,7 +50,7 @@ def trained(model):
 @pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("when", ["before", "between", "behind", "by another, behind"])
 def test_buffer_written_by_forward_equals_that_of_plain_training(either, when, keep):
-    """In its first backward too, and where autograd refuses it, it is refused."""
+    """That holds in the first backward too. If autograd refuses the write, so does offloading."""
     model = stack(when)
     other = copy.deepcopy(model)
     plain = trained(model)
@@ -102,7 +101,7 @@ class Replaced(nn.Module):
 
 
 def test_backward_uses_the_tensors_of_its_forward_even_if_replaced(either):
-    """The gradient is of the parameter that forward had, too."""
+    """The gradient belongs to the parameter that forward used."""
     torch.manual_seed(4)
     model = nn.Sequential(*(Replaced() for _ in range(3)))
     other = copy.deepcopy(model)
@@ -122,7 +121,7 @@ def test_backward_uses_the_tensors_of_its_forward_even_if_replaced(either):
 
 
 class TiedMaxNorm(nn.Module):
-    """Its forward writes to weights that its last layer computes with."""
+    """A model whose forward writes to weights that its last layer uses."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Groups of tensors that leave a device for the pool, and come back."""
+"""Groups of tensors that leave a device for the pool and return."""
 
 import threading
 
@@ -26,7 +26,7 @@ def test_offloaded_group_returns_bit_identical(either: str, engine: stillframe.E
 def test_offloader_may_be_the_first_use_of_a_device(
     fake: testing.FakeDriver, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver makes no context for it, so torch has to."""
+    """stillframe creates no CUDA context, so torch must do so first."""
     made = []
     with monkeypatch.context() as patch:
         patch.setattr(_device, "in_use", list)

@@ -1,4 +1,4 @@
-"""Who waits for whom in an Offloader, what keeps what alive, and what tensors may be like."""
+"""Waits and lifetimes in an Offloader, and unusual tensors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_host_waits_and_counts_it_if_a_stream_cannot_wait(
 def test_offload_waits_for_the_current_stream(
     fake: testing.FakeDriver, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is on the calling thread's current stream, and on no other, is waited for."""
+    """Only work on the calling thread's current stream is waited for."""
     asked: list[int] = []
 
     def current(device: int) -> int:
@@ -136,7 +136,7 @@ def test_close_waits_for_groups_that_are_leaving(
 def test_unused_prefetches_are_dropped_at_close(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
-    """The stream waits for it: its memory is the next one's that asks on that stream."""
+    """The stream waits for the copy: torch gives its memory to the stream's next allocation."""
     with Offloader("cpu", engine=engine) as offloader:
         fake.delay(200_000_000)
         assert offloader.prefetch(offloader.adopt(group(1)))

@@ -1,4 +1,4 @@
-"""What an Offloader refuses, and what it says of devices that fail."""
+"""Arguments that an Offloader refuses, and its errors when a device fails."""
 
 from __future__ import annotations
 

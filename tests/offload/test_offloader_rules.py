@@ -1,5 +1,4 @@
-"""What an Offloader promises beside the bytes: lifetimes, bounds, and errors that say what to
-do."""
+"""Promises of an Offloader besides the bytes: lifetimes, bounds and helpful errors."""
 
 from __future__ import annotations
 
@@ -159,7 +158,7 @@ def test_save_of_a_tickets_tensors_holds_their_state_at_the_call(
 
 
 def test_pool_memory_is_pinned_before_it_is_copied_to_the_device(engine: stillframe.Engine) -> None:
-    """A ticket whose memory no driver knew of when it was filled."""
+    """The ticket's memory was filled before a driver was in use."""
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.adopt(group(1))
     with testing.host_as_device() as driver, Offloader("cpu", engine=engine) as offloader:
@@ -273,7 +272,7 @@ def test_full_device_raises_and_nothing_is_lost(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_use_by_two_threads_keeps_every_group_intact(either: str, seed: int) -> None:
-    """Each thread has groups of its own; slots and pool are everybody's, and small."""
+    """Each thread has its own groups; both share few slots and a small pool."""
     engine = stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB)
     offloader = Offloader("cpu", slots=4, engine=engine)
     wrong: list[object] = []

@@ -1,4 +1,4 @@
-"""An optimizer's state lives in the pool, comes in for the step, and steps as ever."""
+"""Offloaded optimizer state: it is in the pool between steps and gives the same results."""
 
 import copy
 
@@ -139,7 +139,7 @@ def test_state_of_an_added_group_is_in_the_pool(either):
 
 
 class Rounds(torch.optim.Optimizer):
-    """Its step goes through the groups twice, and looks up what it has just had."""
+    """An optimizer whose step visits the groups twice and reads a group's state again."""
 
     def __init__(self, groups):
         super().__init__(groups, {})

@@ -1,4 +1,4 @@
-"""Steps that are compiled as one graph, which leaves no place for a hook to wait."""
+"""Steps compiled as a single graph, inside which no hook can wait."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_fullgraph_step_compiles_and_trains_as_an_eager_one(kind: Optimizers) ->
 def test_first_fullgraph_step_waits_for_the_copy_of_a_save(
     tmp_path: Path, kind: Optimizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager steps had shown that the weight may be copied behind the call."""
+    """Earlier eager steps have made the weight deferrable."""
     model, optimizer = training(kind)
     for _ in range(4):
         backward(model)
@@ -98,7 +98,7 @@ def test_state_of_a_fullgraph_step_is_captured_with_a_fallback(
 
 
 def test_each_optimizer_of_a_compiled_function_is_captured(tmp_path: Path) -> None:
-    """A graph that was traced for one optimizer is not used for another."""
+    """torch does not use a graph traced for one optimizer for another."""
     for number in range(2):
         model, optimizer = training(torch.optim.Muon)
         for _ in range(4):
@@ -136,7 +136,7 @@ def test_state_of_a_step_with_graph_breaks_is_deferred(tmp_path: Path, kind: Opt
 def test_fullgraph_step_is_refused_if_a_wait_must_run_inside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An offloaded state comes back before a step writes it: no graph may go without that."""
+    """A step must wait for offloaded state to arrive, and a single graph cannot."""
     monkeypatch.setattr(gate, "readers", [lambda _: None])
     model, optimizer = training(torch.optim.Muon)
     backward(model)

@@ -1,4 +1,4 @@
-"""When a step waits for the saves in flight: the hooks, the closure, threads, fork."""
+"""The gate: when a step waits for saves in flight, with hooks, closures, threads and fork."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def order() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def pending(order: list[str]) -> Iterator[FakePending]:
-    """One save in flight, which the first gate ends."""
+    """Return a fake save in flight, which the first wait ends."""
     if ownership.active():
         gc.collect()
     assert not ownership.active()
@@ -52,7 +52,7 @@ def noted(order: list[str], word: str, value: Any = None) -> Callable[..., Any]:
 
 
 def optimizer(order: list[str], cls: type[torch.optim.Optimizer] = SGD, **options: Any) -> Any:
-    """An optimizer whose update is noted: it is the write that the gate must come before."""
+    """Return an optimizer that records its update, before which the gate must come."""
     p = param()
     opt = cls([p], **{"lr": 0.1, **options})
     give_gradients(opt)
@@ -518,7 +518,7 @@ def test_more_than_a_thousand_storages_are_deferred_together() -> None:
 def test_step_captured_by_torch_makes_its_optimizer_captured(
     captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replays write with no hook to say so, and nothing may be copied late from then on."""
+    """Replays write without running hooks, so nothing may be deferred from then on."""
     monkeypatch.setattr(_device, "_is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)

@@ -1,4 +1,4 @@
-"""Memory that moves or is freed behind a save is not read any more by then."""
+"""Memory that moves or is freed after a save is copied before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 @pytest.fixture(scope="module")
 def ways() -> tuple[dict[str, str], str]:
-    """What became of each way, and what the processes said."""
+    """Run moving.py and return the outcome of each way and the output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", moving.__file__],
         capture_output=True,
@@ -41,7 +41,7 @@ def test_storage_moved_after_the_call_is_copied_first(
 
 @pytest.fixture
 def copied() -> torch.nn.Parameter:
-    """A parameter whose storage may be copied late."""
+    """Return a parameter whose storage is deferrable."""
     gate.wait()
     p = param()
     opt = SGD([p], lr=0.1)
@@ -96,7 +96,7 @@ def test_move_waits_for_a_save_call_of_another_thread(copied: torch.nn.Parameter
 
 
 def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model whose optimizer was watched until all was known of it."""
+    """Return a model whose optimizer was observed until all storages were decided."""
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     run_steps(optimizer, 4)

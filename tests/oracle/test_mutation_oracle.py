@@ -1,8 +1,8 @@
-"""The mutation oracle: every saved file is the state at the call, byte for byte.
+"""The mutation oracle: every saved file equals the state at the call, byte for byte.
 
-Real trainings go on right after each call, with the copies held back, so that whatever is not
-copied in the call and not held still by the gate is overwritten before it is copied. What may be
-copied late is asserted to be, to the byte: a save that captures everything proves nothing.
+Real trainings go on right after each call while the copies are held back. So anything that was not
+captured in the call and that the gate does not protect is overwritten before it is copied. The
+tests also assert which bytes are deferred: a save that captures everything proves nothing.
 
 ``STILLFRAME_ORACLE_ROUNDS`` sets how many saves each training makes (3).
 """
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.c
 
 @pytest.fixture(autouse=True)
 def few_threads() -> Iterator[None]:
-    """The oracle needs no speed, and the lane needs a core."""
+    """Use few torch threads, so that the lane has a core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def few_threads() -> Iterator[None]:
 
 
 def assert_same(got: Any, wanted: Any, where: str = "state") -> None:
-    """Equality of trees, tensors bit for bit."""
+    """Assert that two trees are equal, tensors bit for bit."""
     assert type(got) is type(wanted), where
     if isinstance(wanted, Tensor):
         assert (got.dtype, got.shape, got.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
@@ -326,7 +326,7 @@ def test_write_after_a_step_does_not_tear(tmp_path: Path) -> None:
 
 
 def one_element(training: Training) -> None:
-    """A sparse write through ``.data``: counts no version, and seldom hits a sample."""
+    """Write one element through ``.data``, which changes no version and seldom hits a sample."""
     training.optimizers[0].param_groups[0]["params"][0].data.view(-1)[100_003] += 1.0
 
 

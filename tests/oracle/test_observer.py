@@ -1,4 +1,4 @@
-"""What an observer looks at, and when: asked directly, without saves or steps around it."""
+"""The observer called directly, without saves or steps: what it reads, and when."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT = 1 << 16  # bytes; what a keeper has is copied late beyond that
 
 @pytest.fixture
 def present() -> Iterator[Callable[[str, Callable[[Any], Any]], None]]:
-    """Has observers take an attribute of torch's from a function, until the test ends."""
+    """Make observers read an attribute of torch through a function until the test ends."""
     names = []
 
     def take(name: str, function: Callable[[Any], Any]) -> None:

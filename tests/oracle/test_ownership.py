@@ -1,4 +1,4 @@
-"""Which storages a save may copy later: what is learned about every optimizer."""
+"""Which storages a save may defer, for every kind of optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 @pytest.fixture(autouse=True)
 def no_left_over_steps() -> Iterator[None]:
-    """Optimizers of earlier tests that raised in a step must not be mistaken for active ones."""
+    """Forget optimizers of earlier tests whose step raised; they would count as active."""
     if ownership.active():
         gc.collect()
     assert not ownership.active()
@@ -884,7 +884,7 @@ def test_optimizers_may_die_while_others_are_listed() -> None:
 
 
 class Wrapped(Tensor):
-    """A tensor that has its bytes in others, as quantized states do."""
+    """A wrapper tensor whose bytes are in inner tensors, like quantized states."""
 
     codes: Tensor
 

@@ -1,4 +1,4 @@
-"""FSDP2 states, whose parameters are DTensors over a local tensor: what is copied late."""
+"""Which storages of FSDP2 states are deferred. Their parameters are DTensors over local tensors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
+    """Make a device mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
 class Sharded:
-    """A model under FSDP2 and its optimizer, after a few steps."""
+    """An FSDP2 model and its optimizer after a few steps."""
 
     def __init__(self, mesh: DeviceMesh, steps: int = 4, **options: Any) -> None:
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ class Sharded:
 
 
 def local_bytes(tree: Any) -> list[bytes]:
-    """The bytes of every tensor of a tree, in order."""
+    """Return the bytes of every tensor in a tree, in order."""
     if isinstance(tree, dict):
         return [each for value in tree.values() for each in local_bytes(value)]
     if isinstance(tree, Tensor):
@@ -248,7 +248,7 @@ class Wrapper(Tensor):
 
 
 class OwnDTensor(DTensor):
-    """What a subclass of DTensor does with its local tensor is not known."""
+    """A subclass of DTensor; it is not known what it does with its local tensor."""
 
 
 def test_other_wrapper_tensors_are_captured_without_an_error(mesh: DeviceMesh) -> None:

@@ -1,7 +1,6 @@
-"""The list of other packages' classes: how they are recognised, and, where the packages are there,
-whether each entry still is what was read.
+"""The list of other packages' optimizers, and whether installed versions match the reviewed ones.
 
-`make optimizers` brings their newest versions, and runs this file with them.
+`make optimizers` installs the newest versions and runs this file with them.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ def test_only_tested_versions_count(
 
 
 def unknown_versions(installed: dict[str, str]) -> list[str]:
-    """What to say of installed packages whose version is not in the list."""
+    """Return sentences about installed packages whose version is not in the list."""
     return [
         f"{package.distribution} {version} is none of {', '.join(package.versions)}: read what it"
         " changed, run this file with it, and add the version to third_party.toml"
@@ -223,7 +222,7 @@ def made(cls: type[Any], model: nn.Module) -> Any:
 
 
 def copied(value: Any) -> list[Tensor]:
-    """Copies of all that a state dict holds, also inside tensors that wrap others."""
+    """Copy everything in a state dict, including inner tensors of wrappers."""
     if isinstance(value, Tensor):
         if type(value) in (Tensor, nn.Parameter):
             return [value.detach().clone()]

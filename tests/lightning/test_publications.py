@@ -1,4 +1,4 @@
-"""What is told of a checkpoint, asked of the calls one by one; test_published.py has the fits."""
+"""Publications: what loggers are told of a checkpoint. test_published.py tests whole fits."""
 
 import os
 import weakref

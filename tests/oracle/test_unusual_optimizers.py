@@ -1,4 +1,4 @@
-"""Nothing of ours ends somebody's step, and nothing that fails lets a step past the gate."""
+"""Our hooks around unusual optimizers: they never end a step, and failures never skip the gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import stillframe
 import torch
 from fix_gate import FakePending, deferred, give_gradients, param, run_steps
-from fix_strange import STRANGE, Plain, StateIsNoDict, train
+from fix_unusual import STRANGE, Plain, StateIsNoDict, train
 from stillframe._watch import gate, ownership
 from stillframe.testing import slow
 from torch.optim import SGD, Adam
@@ -180,7 +180,7 @@ def test_closure_is_passed_in_the_position_the_step_expects() -> None:
 
 
 class Late(Exception):
-    """What a signal handler raises, as one that bounds an epoch's time does."""
+    """An exception that a signal handler raises, for instance to limit an epoch's time."""
 
 
 def raise_late(*_: Any) -> None:
