@@ -85,7 +85,7 @@ def structures(path: Path, rank: int) -> Notes:
 
         return noted
 
-    calls = {name: getattr(Ranks, name) for name in ("words", "gathered", "scattered", "broadcast")}
+    calls = {name: getattr(Ranks, name) for name in ("exchange", "gather", "scatter", "broadcast")}
     for name in calls:
         setattr(Ranks, name, noting(name))
     training, notes = Model(), {}

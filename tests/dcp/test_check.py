@@ -92,7 +92,7 @@ def test_compressed_or_overlong_record_is_reported(wrong):
 
 
 def test_long_record_is_compared_to_its_last_byte(wrong, monkeypatch):
-    monkeypatch.setattr(check, "_PIECE", 64)
+    monkeypatch.setattr(check, "_CHUNK", 64)
     item = bytearray(archive(torch.arange(100)))
     assert wrong(bytes(item)) is None
     for number in (0, 50, 99):
@@ -155,7 +155,7 @@ def test_unreadable_file_is_reported_with_its_items(saved, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr(check, "_wrong_in_record", failing)
+        patched.setattr(check, "_damage_of_record", failing)
         assert bad(saved) == [
             ("__0_0.distcp", "Input/output error: it holds a from (0,) and 1 more")
         ]

@@ -61,15 +61,15 @@ def test_only_the_first_save_of_a_structure_is_planned(notes):
 
 
 def test_known_structure_exchanges_only_numbers_and_a_changed_one_is_planned(notes):
-    planned = ["words", "words", "gathered", "words", "scattered"]
-    moved = ["words", "gathered", "words"]
+    planned = ["exchange", "exchange", "gather", "exchange", "scatter"]
+    moved = ["exchange", "gather", "exchange"]
     for rank in notes("structures"):
         for case in ("first", "wider on one rank"):
             assert rank[case] == [True, *planned, *moved, "broadcast"], case
         for case in ("same", "that again"):
-            assert rank[case] == [True, "words", "words", "words"], case
+            assert rank[case] == [True, "exchange", "exchange", "exchange"], case
         for case in ("a longer object",):
-            assert rank[case] == [True, "words", *moved], case
+            assert rank[case] == [True, "exchange", *moved], case
         assert rank["as the first"][0]
 
 

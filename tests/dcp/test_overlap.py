@@ -34,7 +34,7 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[str] = []
-        for owner, name in ((JointSave, "prepare"), (Ranks, "words"), (JointSave, "_write")):
+        for owner, name in ((JointSave, "prepare"), (Ranks, "exchange"), (JointSave, "_write")):
             monkeypatch.setattr(owner, name, self._noting(name, getattr(owner, name)))
 
     def _noting(self, name: str, call: Any) -> Any:
@@ -49,7 +49,7 @@ class Steps:
 def test_ranks_plan_during_the_copy_and_write_after_it(tmp_path, engine, monkeypatch):
     trained, steps = Trained(), Steps(monkeypatch)
     mine = {"a structure": "that no other test saves"}
-    for planned in (["prepare", "words", "words", "words"], ["prepare", "words"]):
+    for planned in (["prepare", "exchange", "exchange", "exchange"], ["prepare", "exchange"]):
         steps.taken.clear()
         wanted = copied(trained.state())
         with held("lane_copy"):

@@ -174,8 +174,8 @@ def test_files_of_equal_length_and_time_are_compared_by_their_bytes(tmp_path: Pa
     for path, text in ((one, "abc"), (other, "abd"), (copy, "abc")):
         path.write_text(text)
         os.utime(path, (1, 1))
-    assert side_file._same(os.fspath(one), os.fspath(copy))
-    assert not side_file._same(os.fspath(one), os.fspath(other))
+    assert side_file._is_same(os.fspath(one), os.fspath(copy))
+    assert not side_file._is_same(os.fspath(one), os.fspath(other))
 
 
 def test_failed_undo_does_not_hide_the_first_error(
@@ -245,7 +245,7 @@ def test_mend_changes_nothing_if_metadata_cannot_be_read(tmp_path: Path) -> None
     (directory / ".metadata").write_bytes(pickle.dumps(3))
     mend(os.fspath(directory), META)
     assert not (directory / META).exists()
-    assert side_file._save_of(os.fspath(directory)) is None
+    assert side_file._saved_id(os.fspath(directory)) is None
 
 
 def test_lightnings_load_finds_meta_after_a_crash_before_its_link(tmp_path):
