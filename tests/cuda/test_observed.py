@@ -35,7 +35,7 @@ def test_storages_changed_only_by_steps_are_known_at_the_third_gate(fake: FakeDr
     for _ in range(4):
         training.advance()
         seen.append(counts(training))
-    # Three storages of each weight are large enough; biases are captured whoever owns them.
+    # Three storages of each weight are large enough; biases are always captured.
     assert seen == [(6, 0, 0), (6, 0, 0), (0, 6, 0), (0, 6, 0)]
 
 

@@ -51,7 +51,7 @@ def test_captured_step_waits_on_the_host_and_its_state_is_captured_afterwards(
 def test_memory_that_cannot_be_registered_comes_from_the_driver(
     tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
-    # Of what observers look at, and the default engine's.
+    # The memory of observers and of the default engine.
     before = fake.live("allocated"), fake.live("registered")
     fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
     report = stillframe.save(state(), tmp_path / "a", engine=engine)
@@ -122,7 +122,7 @@ def test_a_device_that_dies_in_mid_copy_fails_its_saves_and_no_others(
         assert int(stats["retired_bytes"]) > 0
         with pytest.raises(stillframe.SaveError, match="dead"):
             stillframe.save(state(), path, engine=engine)
-        # What lives elsewhere is served as before.
+        # Saves without tensors of that device work as before.
         stillframe.save({"numbers": list(range(1000))}, tmp_path / "b", engine=engine)
         assert engine.stats()["leased_bytes"] == 0
 

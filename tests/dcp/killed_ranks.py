@@ -119,7 +119,7 @@ def end_with_commit() -> Iterator[None]:
     yield
 
 
-# Who is killed and how.
+# The rank that is killed, and the step at which it dies.
 KILLS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None]]]] = {
     "data written": (1, end_at_rename),
     "data named": (1, end_with_named_data),

@@ -126,7 +126,7 @@ def test_first_of_several_file_errors_is_raised_and_no_file_stays(tmp_path, monk
             return OSError(f"of file {made.index(self)}")
 
         def discard(self) -> None:
-            super().failure()  # whoever is behind the first one that failed was not waited for
+            super().failure()  # later files were not waited for
             os.unlink(self.path)
 
     def make(*args: Any, **named: Any) -> File:

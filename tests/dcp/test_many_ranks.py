@@ -211,8 +211,8 @@ def test_killed_rank_fails_the_others_and_keeps_the_old_checkpoint(directory, si
     assert all((value == 1).all() for value in found.values())
 
 
-# Who lives, the data files and temporaries that are left, and which checkpoint loads. Where one is
-# killed at its data, the other may not have come to its own.
+# For each kill: the surviving rank, the data files and temporaries left, and which checkpoint
+# loads. If one rank dies before its data is written, the other may not have written its own.
 KILLED = {
     "data written": (0, 3, {".stillframe", ".metadata"}, 1),
     "data named": (0, 4, {".metadata"}, 1),

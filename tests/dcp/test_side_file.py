@@ -94,7 +94,7 @@ def test_death_at_any_step_leaves_the_old_or_the_new_checkpoint(
                 assert died(), error
         if (directory / ".metadata").exists():
             tensors = tensors_of(directory)
-            # Whoever knows only meta.pt finds the one of these tensors, or none at all.
+            # A reader of meta.pt finds the one of these tensors, or none.
             assert not (directory / META).exists() or meta_of(directory) == tensors
             mend(os.fspath(directory), META)
             assert meta_of(directory) == tensors

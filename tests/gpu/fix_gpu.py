@@ -17,7 +17,7 @@ class Training:
         self.input = torch.randn(64, width, device=device)
         for _ in range(8):
             self.step()
-            # What may be deferred is known after step 4, and later if the host runs ahead.
+            # Storages are decided after step 4, or later if the host runs ahead.
             torch.cuda.synchronize(device)
 
     def step(self) -> None:

@@ -29,7 +29,7 @@ SLURM = {
     "SLURM_NODEID": "0",
     "SLURM_NODELIST": "localhost",
 }
-WIDTH = 300  # 300 x 300 floats are above the sizes that are captured whoever owns them
+WIDTH = 300  # 300 x 300 floats are above the sizes that are always captured
 
 
 def package(name):

@@ -34,8 +34,8 @@ class Report:
 
     def write(self, rank):
         (Path(self.directory) / f"rank{rank}.json").write_text(json.dumps(self.notes))
-        # A rank that Lightning started ends like this, before the interpreter does: gloo's
-        # threads abort a process that ends around them, whoever saved.
+        # End a rank that Lightning started before the interpreter ends: otherwise gloo's threads
+        # abort the process, with or without stillframe.
         multiprocessing.util.Finalize(None, leave, exitpriority=0)
 
 

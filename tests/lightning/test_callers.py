@@ -250,7 +250,7 @@ def test_link_target_stays_at_the_end_of_a_fit_until_the_link_moves(lit, tmp_pat
 
     trainer(lit, tmp_path, plugin=plugin, callbacks=[Rotates()]).fit(lit.Model(), loader())
     assert seen == [("old.ckpt", True), ("new.ckpt", False)]
-    # By hand, with nobody to make it anew, a file goes although a link names it.
+    # Removed by hand after the run: the file is removed although a link names it.
     plugin.remove_checkpoint(new)
     assert not new.exists()
 

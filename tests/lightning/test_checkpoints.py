@@ -420,7 +420,7 @@ def test_failure_to_make_a_link_fails_the_run(lit, tmp_path, monkeypatch):
     with pytest.raises(stillframe.SaveError, match=r"last\.ckpt") as caught:
         run.fit(lit.Model(), loader())
     assert (caught.value.errno, caught.value.phase) == (errno.ENOSPC, "link")
-    # What the older link needs is still there, with the newest.
+    # The old link's target is still there, and so is the newest file.
     assert files(directory) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
     assert load(directory / "last.ckpt")["global_step"] == 2
     plugin.teardown()

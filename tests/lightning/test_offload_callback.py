@@ -251,7 +251,7 @@ def test_gpu_memory_is_told_and_added_up(offload, monkeypatch, caplog):
     assert "GPU memory before: 5 GB" in caplog.text
     assert "GPU memory after: 3 GB, freed: 2 GB; in all 1 checkpoints" in caplog.text
     assert "GPU memory after: 3.5 GB, freed: 0 B; in all 2 checkpoints" in caplog.text
-    # What others allocated meanwhile was not freed by the callback, nor taken by it.
+    # Memory that other code allocated meanwhile counts neither as freed nor as taken.
     assert callback.state_dict()["total_memory_freed"] == 2.0
 
 

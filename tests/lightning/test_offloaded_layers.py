@@ -54,7 +54,7 @@ class Offloaded(Plain):
 
 
 def fit(model, path, epochs, resumed=None):
-    """Its checkpoints, in their order."""
+    """Fit, and return its checkpoints in order."""
     torch.manual_seed(2)
     samples = torch.randn(24, 16)
     data = DataLoader(TensorDataset(samples), batch_size=4)

@@ -1,4 +1,4 @@
-"""What is made known of a checkpoint, and when: loggers, metrics, `on_durable`."""
+"""Loggers, metrics and `on_durable`: when they are called for a checkpoint."""
 
 import errno
 import os
@@ -72,7 +72,7 @@ def test_loggers_are_told_of_checkpoints_in_order_once_durable(pkg, tmp_path, se
         "success",
     ]
     assert logger.threads == {threading.main_thread()}
-    # What was kept for a logger is gone when it has been told.
+    # A remove that waited for a logger runs when the logger has been told.
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step=8.ckpt"]
 
 

@@ -35,7 +35,7 @@ def starts(scenario):
 
 
 class Ran:
-    """What the processes of one scenario have left behind.
+    """The results of one scenario's processes.
 
     Attributes:
         directory: The scenario's own.

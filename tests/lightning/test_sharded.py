@@ -134,7 +134,7 @@ def test_a_state_that_does_not_fit_into_the_pool_is_saved_during_the_call(notes)
     for note in notes("small_pool"):
         assert note["raised"] == "NoneType", note["text"]
         assert note["done"] == [True]
-    # What the report says of the call, on the rank that is told.
+    # The report's time of the call, on the rank whose on_durable is called.
     assert sorted(note["blocked"] for note in notes("small_pool")) == [[], [True] * 3]
 
 

@@ -109,7 +109,7 @@ def test_save_with_when_busy_raise_is_refused_while_one_is_under_way(save, monke
 
     def noted(*args):
         asked.append(args[-1].when_busy)
-        assert asked == ["wait", "raise"][: len(asked)]  # or it would wait for ever
+        assert asked == ["wait", "raise"][: len(asked)]  # otherwise it would wait forever
         return saved(*args)
 
     monkeypatch.setattr(sharded_save, "_saved", noted)

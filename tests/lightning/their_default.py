@@ -77,7 +77,7 @@ def a_slow_disk():
 
     with slow("fdatasync", DELAY_S):
         yield
-        # What a test left under way is not the next one's.
+        # Saves that a test left under way must not reach the next test.
         try:
             stillframe.wait_all(timeout=60)
         except stillframe.StillframeError as error:

@@ -279,7 +279,7 @@ def test_dropped_graph_returns_the_pool_memory(either):
             assert engine.stats()["leased_bytes"] > 0
             del loss
             gc.collect()
-        # What is still being copied is held until it has come.
+        # Memory of running copies is kept until they complete.
         assert eventually(lambda: engine.stats()["leased_bytes"] == 0)
 
 

@@ -158,7 +158,7 @@ def test_host_waits_once_per_backward(fake, loss):
             value.backward()
             assert handle.stats()["host_waits"] == before + 1
             loss(model, numbers(step)).backward()
-            # Who reads gradients right behind it asks nobody.
+            # Gradients are read right after backward, without a wait.
             norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (model, other)]
             assert same(norms[:1], norms[1:])
     assert same(state(model), state(other))

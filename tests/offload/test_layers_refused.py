@@ -82,7 +82,7 @@ def test_layers_inside_a_gradient_reducing_module_are_refused(alone):
         assert model[0][0].weight is weight
         with torch.no_grad():
             wrapped(numbers(0))  # a teacher's, say
-        squares(model, numbers(0)).backward()  # as ever
+        squares(model, numbers(0)).backward()
 
 
 def test_module_that_replaces_its_parameters_is_refused(either):

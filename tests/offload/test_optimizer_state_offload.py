@@ -185,7 +185,7 @@ def test_two_groups_at_most_are_on_the_device(either):
         steps(model, opt, 1)
 
         def look():
-            # What leaves is kept until it is read.
+            # Memory on the device is kept until its copy completes.
             assert eventually(lambda: not handle.stats()["bytes_lingering"])
             seen.append(handle.stats())
 
@@ -392,7 +392,7 @@ def test_save_copies_the_pooled_state_after_its_call(either, engine, tmp_path):
         # All of it but step counts and what is small.
         weights = sum(2 * layer.weight.nbytes for layer in model)
         assert report.deferred_nbytes == weights
-        # What was loaded has to be seen anew.
+        # Loaded state must be observed again.
         handle = stillframe.async_save(opt.state_dict(), tmp_path / "b.pt", engine=engine)
         assert handle.result().deferred_nbytes == 0
 

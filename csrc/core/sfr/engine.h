@@ -45,8 +45,8 @@ int sfr_engine_trim(struct sfr_engine *engine);
 /* Prepares the engine for CUDA: makes the device's lane, and makes warm_up pin memory for it.
  * Returns 0, or -errno with a sentence in `why`. */
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
-/* Takes a slot for a save whose bytes the engine does not write. It counts against max_in_flight and
- * in the statistics, and close waits until it is given back. The caller owns it. `flags` are
+/* Takes a slot for a save whose bytes the engine does not write. It counts against max_in_flight
+ * and in the statistics, and close waits until it is given back. The caller owns it. `flags` are
  * SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a save. Returns 0; SFR_EAGAIN when the slice has
  * passed; SFR_EBUSY, SFR_ECLOSED, SFR_EFORK, -ENOMEM. */
 struct sfr_slot;

@@ -2,7 +2,7 @@
 #include "module.h"
 #include "sfr/place.h"
 
-/* resolve(path, follow_link) -> (parent, name, mode, readable, st_dev): the real path of the parent,
+/* resolve(path, follow_link) -> (parent, name, mode, readable, st_dev): the parent's real path,
  * the last component, the mode of what exists or 0, whether the parent is readable, and its st_dev.
  * None if a component is missing or cannot be examined. */
 static PyObject *resolve_path(PyObject *module, PyObject *args)

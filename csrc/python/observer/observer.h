@@ -226,8 +226,8 @@ int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObje
 			  const struct sfr_py_marks *marks);
 int sfr_py_defer_kept(PyObject *tensors, const struct sfr_py_marks *marks);
 
-/* observe.c; all between enter() and leave(). record, after a step: records undecided storages within
- * the budget. record_all, after an enrolment: all of them, without the budget. */
+/* observe.c; all between enter() and leave(). record, after a step: records undecided storages
+ * within the budget. record_all, after an enrolment: all of them, without the budget. */
 void sfr_py_observer_record(struct sfr_py_observer *self);
 void sfr_py_observer_record_all(struct sfr_py_observer *self);
 /* At the next step's gate: compares recorded storages once, within the budget. */

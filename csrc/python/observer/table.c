@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-#define MIN_NBYTES 4096 /* host storages up to this size are captured, whoever owns them */
+#define MIN_NBYTES 4096 /* host storages up to this size are always captured */
 
 static int table_init(struct sfr_py_table *t, size_t nr)
 {

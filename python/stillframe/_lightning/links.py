@@ -3,7 +3,7 @@
 A link is made when its target is on the disk, and replaces an older link with one rename. At no
 moment is the name missing, or names a file that does not exist.
 
-A remove of a link's target is held back until the link is made anew. If Ctrl-C came in between, the
+A remove of a link's target is delayed until the link is made again. If Ctrl-C came in between, the
 entry finds that the link still names the file, and drops the remove. (`save_last=True` writes a
 second file, because it contains its own `last_model_path` and so differs from the first.)
 """

@@ -78,7 +78,7 @@ class Rotation:
     def _release_last(self) -> None:
         """Submit the removes that are still held back when a run ends.
 
-        After Ctrl-C a link may not have been made anew. So each remove keeps the file if a link
+        After Ctrl-C a link may not have been made again. So each remove keeps the file if a link
         still names it when its entry is at the head of the log.
         """
         for link, target in list(self.links.items()):

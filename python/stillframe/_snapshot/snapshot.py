@@ -222,7 +222,7 @@ def snapshot(
 ) -> Snapshot[T]:
     """Copy the tensors of `tree` into memory of the pool, and return the same tree over the copies.
 
-    Dicts, lists, tuples (their subclasses too), deques and sets are made anew. Tensors of any
+    Dicts, lists, tuples (their subclasses too), deques and sets are made again. Tensors of any
     device, layout, dtype and class become CPU tensors, and parameters stay parameters. Views and
     ties of one storage become views and ties of its copy. NumPy arrays are copied. Every other
     object stays the same object, with the tensors that it has: give a module's `state_dict()`, not

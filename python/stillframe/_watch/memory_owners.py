@@ -1,7 +1,7 @@
 """Registered owners of memory that only an optimizer step replaces but no optimizer owns.
 
 Offloaded optimizer state is in new pool memory after every step. An observer would have to learn it
-anew each time, so its owner itself says which storages a save may copy after its call.
+again each time, so its owner itself says which storages a save may copy after its call.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ def living() -> Iterator[Owner]:
 
 
 def forget_all() -> None:
-    """Drop every reference to tensors; each optimizer is learned anew at its next step."""
+    """Drop every reference to tensors; each optimizer is learned again at its next step."""
     for owner in living():
         owner.observer.forget()
 
