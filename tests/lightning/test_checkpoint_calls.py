@@ -7,11 +7,10 @@ import pytest
 import stillframe
 from fix_lightning import at, load, loader, trainer
 from stillframe import _core
-from stillframe._lightning import checkpoints, links, options
+from stillframe._lightning import checkpoints, rotation, writers
 from stillframe._lightning.companion import _file_exists
-from stillframe._lightning.options import PluginOptions
 from stillframe._lightning.plugin import saves_by_itself
-from stillframe._lightning.writers import Writers
+from stillframe._lightning.writers import PluginOptions, Writers
 from stillframe._save.engine import is_closed
 from stillframe._save.options import SaveOptions
 from stillframe.testing import fault, held
@@ -39,10 +38,10 @@ class Strategy:
     global_rank = 0
 
     def __init__(self):
-        self.request = 0
+        self.asked = 0
 
     def reduce_boolean_decision(self, decision, all):
-        self.request += 1
+        self.asked += 1
         return decision
 
 
@@ -76,7 +75,7 @@ def test_remove_of_a_relative_path_waits_for_loggers(plugin, calls, tmp_path, mo
 @pytest.mark.parametrize("durable", [True, False])
 def test_links_follow_the_plugins_durable_option(lit, tmp_path, monkeypatch, durable):
     asked = []
-    monkeypatch.setattr(links, "make_link", lambda *_, durable: not asked.append(durable))
+    monkeypatch.setattr(rotation, "make_link", lambda *_, durable: not asked.append(durable))
     plugin = lit.AsyncCheckpointIO(durable=durable)
     plugin._checkpoints.link(None, tmp_path / "a.ckpt", tmp_path / "last.ckpt")
     plugin.teardown()
@@ -86,7 +85,7 @@ def test_links_follow_the_plugins_durable_option(lit, tmp_path, monkeypatch, dur
 def test_new_trainer_finds_earlier_saves_on_disk(lit, tmp_path, monkeypatch, plugin):
     drained, drain = [], _core.log_drain
     monkeypatch.setattr(_core, "log_drain", lambda *given: drained.append(drain(*given)))
-    assert plugin._checkpoints._current_work().pending == []
+    assert plugin._checkpoints._current_work().saves == []
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     trainer(lit, tmp_path, plugin=plugin)
     assert drained and (tmp_path / "a.ckpt").exists()
@@ -104,7 +103,7 @@ def test_keyboard_interrupt_ends_a_wait_for_a_save(lit, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "error_of", interrupted)
+        patch.setattr(checkpoints, "wait_for_end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.save_checkpoint(tmp_path / "a.ckpt")
     stillframe.wait_all()
@@ -130,11 +129,33 @@ def test_interrupted_save_of_all_ranks_hides_no_later_error(plugin, calls, tmp_p
     plugin.teardown()
 
 
+def test_error_of_a_save_outlives_an_exception_before_the_barrier(plugin, calls, tmp_path):
+    (tmp_path / "a.ckpt").mkdir()
+    with pytest.raises(ZeroDivisionError), calls.together(Strategy()):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        raise ZeroDivisionError
+    with pytest.raises(stillframe.SaveError, match="directory"):
+        plugin.teardown()
+
+
+def test_wait_all_raises_the_errors_that_no_save_has_raised(plugin, tmp_path):
+    with fault("rename", sticky=True):
+        with held("fdatasync"):
+            for name in ("a", "b"):
+                plugin.save_checkpoint(STATE, tmp_path / f"{name}.ckpt")
+        _core.log_drain(None)
+    with pytest.raises(stillframe.SaveError, match=r"a\.ckpt"):
+        plugin.save_checkpoint(STATE, tmp_path / "c.ckpt")
+    with pytest.raises(stillframe.SaveError, match=r"b\.ckpt"):
+        stillframe.wait_all()
+    plugin.teardown()
+
+
 def test_ranks_agree_once_on_a_joint_save(calls):
     strategy = Strategy()
     with calls.together(strategy), calls.together(strategy):
         pass
-    assert strategy.request == 1
+    assert strategy.asked == 1
 
 
 # ---- loggers ----
@@ -218,7 +239,7 @@ def test_an_engine_that_was_made_to_check_the_options_is_closed(lit, monkeypatch
             super().__init__(**given)
             made.append(self)
 
-    monkeypatch.setattr(options, "Engine", Engine)
+    monkeypatch.setattr(writers, "Engine", Engine)
     lit.AsyncCheckpointIO(max_in_flight=3)
     assert [is_closed(each) for each in made] == [True]
 

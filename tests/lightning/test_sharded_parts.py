@@ -2,7 +2,6 @@
 
 test_sharded.py runs several ranks."""
 
-import contextlib
 import os
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import stillframe
 import torch
 from stillframe._dcp import checkpoint
 from stillframe._lightning import sharded
-from stillframe._lightning.sharded_save import META
+from stillframe._lightning.sharded import META
 
 
 class Checkpoints:
@@ -19,13 +18,6 @@ class Checkpoints:
 
     def __init__(self):
         self.saved = []
-
-    @contextlib.contextmanager
-    def together(self, strategy):
-        yield
-
-    def save_sharded(self, trainer, parts, place):
-        self.saved.append((place, parts))
 
     def wait_for(self, place):
         pass
@@ -47,6 +39,14 @@ class ModelParallelStrategy:
 
     def reduce_boolean_decision(self, decision, all):
         return decision
+
+
+@pytest.fixture(autouse=True)
+def note_saves(monkeypatch):
+    def note(checkpoints, strategy, caller, parts, place):
+        checkpoints.saved.append((place, parts))
+
+    monkeypatch.setattr(sharded, "_save_together", note)
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stillframe._offload.fingerprint import Fingerprint
 from stillframe._offload.offloader import Offloader
-from stillframe._offload.residents import Group
+from stillframe._offload.residents import Fingerprint, Group
 from stillframe._offload.ticket import Ticket
 from stillframe.errors import StillframeError
 

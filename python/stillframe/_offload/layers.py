@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from stillframe._offload import arguments, graph, optimizers
 from stillframe._offload.gradients import Gradient, Gradients
 from stillframe._offload.layer import ApplyGuard, Former, Hook, Layer
-from stillframe._offload.layer_order import LayerOrder
-from stillframe._offload.layer_use import LayerUse
+from stillframe._offload.layer_use import LayerOrder, LayerUse
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.residents import Group, Residents
 from stillframe._offload.run_all import run_all
