@@ -25,7 +25,7 @@ def only_loan_of(taken: stillframe.Snapshot[Any]) -> loans.Loan:
     return loan
 
 
-def test_what_is_borrowed_is_not_withdrawn_with_the_end_of_the_last_reader():
+def test_loan_taken_before_the_last_reader_ends_is_kept():
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB, shared_memory=True) as engine:
         taken = stillframe.snapshot({"w": torch.ones(9)}, shared="spawn", engine=engine)
         reader: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -39,7 +39,7 @@ def test_what_is_borrowed_is_not_withdrawn_with_the_end_of_the_last_reader():
         assert borrowed["w"].eq(1).all()
 
 
-def test_a_forked_process_has_no_end_of_a_channel_that_would_hide_the_lenders():
+def test_forked_process_keeps_no_end_of_a_loans_channel():
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB, shared_memory=True) as engine:
         taken = stillframe.snapshot({"w": torch.ones(9)}, shared="spawn", engine=engine)
         data = ForkingPickler.dumps(taken.tree)
@@ -53,7 +53,7 @@ def test_a_forked_process_has_no_end_of_a_channel_that_would_hide_the_lenders():
         assert pickle.loads(data)["w"].eq(1).all()
 
 
-def test_memory_goes_back_though_the_wait_for_its_holder_fails(caplog):
+def test_memory_returns_even_if_the_wait_for_its_holder_fails(caplog):
     def fails() -> None:
         raise OSError("no such process")
 
@@ -109,7 +109,7 @@ def loan_over(channel: Channel) -> tuple[loans.Loan, list[str]]:
     return loans.Loan(lender, channel), lender.core.calls
 
 
-def test_memory_that_is_lent_for_too_long_is_somebodys_and_never_nobodys():
+def test_overdue_loan_counts_as_held_by_the_user():
     """Others wait for a hold, which ends by itself, and not for a view."""
     channel = Channel(TimeoutError(), b"")
     loan, calls = loan_over(channel)
@@ -121,7 +121,7 @@ def test_memory_that_is_lent_for_too_long_is_somebodys_and_never_nobodys():
     assert calls[4:] == ["unview"] and channel.closed and loan not in loans._loans
 
 
-def test_a_borrower_that_is_killed_gives_back_what_it_had():
+def test_killed_borrower_returns_its_loan():
     loan, calls = loan_over(Channel(ConnectionResetError()))
     loans._loans.append(loan)
     loan.serve()
@@ -129,7 +129,7 @@ def test_a_borrower_that_is_killed_gives_back_what_it_had():
     assert calls == ["hold", "unhold"]
 
 
-def test_what_was_recalled_is_lent_to_nobody():
+def test_recalled_memory_is_not_on_loan():
     loan, _ = loan_over(Channel(b"\0"))
     loan.recall()  # though there is nobody left to tell
     loan.serve()
