@@ -1,5 +1,6 @@
-"""Loads to a device, and into tensors on one, that meet a bad file, a bad disk, no memory or
-Ctrl-C: a clear error, nothing left, and the next load works."""
+"""Loads to a device that meet a damaged file, a failing disk, no memory or Ctrl-C.
+
+Each gives a clear error and leaks nothing, and the next load works."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Way:
         return stillframe.load(path, into=target if self.more else None)
 
     def first(self, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
-        """Has `call` made when the file was looked at and before its tensors are read."""
+        """Call `call` after the file was checked and before its tensors are read."""
         real = getattr(self.runner, self.method)
 
         def run(*args: Any) -> Any:
@@ -87,7 +88,7 @@ def change(file: Path, at: int) -> None:
         os.pwrite(opened.fileno(), bytes([byte ^ 1]), at)
 
 
-def test_bytes_that_change_under_a_load_are_told_by_record_place_and_tensor(
+def test_bytes_changed_during_a_load_are_reported_by_record_offset_and_tensor(
     way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = file.read_bytes().index(state["w3"].numpy().tobytes())
@@ -101,7 +102,7 @@ def test_bytes_that_change_under_a_load_are_told_by_record_place_and_tensor(
     assert_whole(way, file, state)
 
 
-def test_a_file_that_becomes_shorter_under_a_load_is_corrupt(
+def test_file_truncated_during_a_load_is_corrupt(
     way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = file.read_bytes()
@@ -115,7 +116,7 @@ def test_a_file_that_becomes_shorter_under_a_load_is_corrupt(
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_disk_error_under_a_load_names_file_record_and_place(
+def test_disk_error_during_a_load_names_file_record_and_offset(
     nth: int, way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = testing.fault("pread", nth=nth, sticky=True, err=errno.EIO)
@@ -132,7 +133,7 @@ def test_a_disk_error_under_a_load_names_file_record_and_place(
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 8])
-def test_without_memory_that_the_device_reads_from_a_load_is_slower_or_says_so(
+def test_load_without_pinned_memory_is_slower_or_raises(
     nth: int, way: Way, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
 ) -> None:
     fake.fail("cuMemHostAlloc", nth=nth, code=2)
@@ -145,7 +146,7 @@ def test_without_memory_that_the_device_reads_from_a_load_is_slower_or_says_so(
     assert_whole(way, file, state)
 
 
-def test_a_device_that_fails_in_the_middle_leaves_targets_half_written(
+def test_device_failure_in_a_load_reports_partly_written_targets(
     file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
 ) -> None:
     (into_way,) = [each for each in WAYS if each.more]
@@ -192,7 +193,7 @@ class Interrupt:
         return self._line
 
 
-def test_ctrl_c_at_any_line_leaves_nothing(way: Way, tmp_path: Path, fake: FakeDriver) -> None:
+def test_ctrl_c_at_any_line_leaks_nothing(way: Way, tmp_path: Path, fake: FakeDriver) -> None:
     file = tmp_path / "a.pt"
     torch.save({f"w{i}": torch.zeros(NUMEL)[: 9 + i].clone() for i in range(2)}, file)
     small = Way(way.name, way.runner, way.method, way.more, (9, 10))

@@ -1,4 +1,4 @@
-"""Steps that are compiled as one graph, which leaves no place for a hook to wait."""
+"""Steps compiled as a single graph, inside which no hook can wait."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_fullgraph_step_compiles_and_trains_as_an_eager_one(kind: Optimizers) ->
 def test_first_fullgraph_step_waits_for_the_copy_of_a_save(
     tmp_path: Path, kind: Optimizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager steps had shown that the weight may be copied behind the call."""
+    """Earlier eager steps have made the weight deferrable."""
     model, optimizer = training(kind)
     for _ in range(4):
         backward(model)
@@ -79,7 +79,7 @@ def test_first_fullgraph_step_waits_for_the_copy_of_a_save(
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_state_of_a_fullgraph_step_is_captured_and_the_report_says_why(
+def test_state_of_a_fullgraph_step_is_captured_with_a_fallback(
     tmp_path: Path, kind: Optimizers
 ) -> None:
     model, optimizer = training(kind)
@@ -100,7 +100,7 @@ def test_state_of_a_fullgraph_step_is_captured_and_the_report_says_why(
 
 
 def test_each_optimizer_of_a_compiled_function_is_captured(tmp_path: Path) -> None:
-    """A graph that was traced for one optimizer is not used for another."""
+    """torch does not use a graph traced for one optimizer for another."""
     for number in range(2):
         model, optimizer = training(torch.optim.Muon)
         for _ in range(4):
@@ -121,9 +121,7 @@ def _step_of(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.AdamW, torch.optim.SGD])
-def test_step_whose_graph_may_break_still_copies_behind_the_call(
-    tmp_path: Path, kind: Optimizers
-) -> None:
+def test_state_of_a_step_with_graph_breaks_is_deferred(tmp_path: Path, kind: Optimizers) -> None:
     model, optimizer = training(kind)
     step = compiled(optimizer, fullgraph=False)
     for _ in range(4):

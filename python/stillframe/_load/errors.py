@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 
 from stillframe import _core
-from stillframe._base import looks, records
+from stillframe._base import file_kinds, records
 from stillframe._base.records import Failure, RestoreFailed
 from stillframe._load import restore
 from stillframe._load.into import WAS_FREED
@@ -142,7 +142,7 @@ def _named(path: str) -> Iterator[None]:
         number = error.errno or errno.EIO
         reason = os.strerror(number)
         if number == errno.EISDIR:
-            reason = f"{reason}: it is {looks.directory(path)}"
+            reason = f"{reason}: it is {file_kinds.describe_directory(path)}"
         raise OSError(number, reason, path) from None
 
 

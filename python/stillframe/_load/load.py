@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from stillframe import _core
-from stillframe._base import bar, cpus, looks, paths
+from stillframe._base import bar, cpus, file_kinds, paths
 from stillframe._base.arguments import refuse_unclear
 from stillframe._base.calls import no_collection
 from stillframe._load import placement, restore
@@ -165,7 +165,7 @@ def _open_records(fd: int, how: How) -> tuple[int, _core.Restore | None, str]:
         The file's length; its records, or None if torch.load has to read it; why that is so.
     """
     found, core = how.open(fd)
-    if found["format"] == "foreign" and (words := looks.like(fd, how.path)) is not None:
+    if found["format"] == "foreign" and (words := file_kinds.guess(fd, how.path)) is not None:
         found["error"] = f"it is not a torch.save file; it looks like {words}"
     refuse_damaged(found, how.path)
     why = PACKED if found["format"] == "archive" else "it is in the legacy format"

@@ -303,7 +303,7 @@ def _short_cut(
             if own(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
-                    if storage._data_ptr():  # torch makes an empty one anew
+                    if storage._data_ptr():  # torch makes an empty one again
                         made[key] = storage
                     return storage
         return theirs(saved)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillframe._offload.every import every
+from stillframe._offload.run_all import run_all
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
@@ -82,7 +82,7 @@ class Pass:
                 "stillframe: a backward has failed, and a node of it still runs after %.0f s",
                 _MOST_S,
             )
-        every([functools.partial(self._tell, each, succeeded) for each in self.ends])
+        run_all([functools.partial(self._tell, each, succeeded) for each in self.ends])
 
     def _tell(self, ends: Ends, succeeded: bool) -> None:
         try:

@@ -37,7 +37,7 @@ from stillframe._base.calls import stack
 from stillframe._base.distributed import dtensor, memory_of
 from stillframe._watch import steps
 from stillframe._watch.guard import guarded
-from stillframe._watch.keepers import Marks
+from stillframe._watch.memory_owners import Marks
 
 log = logging.getLogger("stillframe")
 
@@ -235,7 +235,7 @@ class Owner:
         """Have devices copy down the probes that are not decided yet, on the current streams."""
         devices = self.observer.due()
         if devices:
-            self.observer.look(device.streams(devices))
+            self.observer.probe(device.streams(devices))
 
     @bookkeeping
     def defer(self, marks: Marks) -> None:
@@ -347,7 +347,7 @@ def living() -> Iterator[Owner]:
 
 
 def forget_all() -> None:
-    """Drop every reference to tensors; each optimizer is learned anew at its next step."""
+    """Drop every reference to tensors; each optimizer is learned again at its next step."""
     for owner in living():
         owner.observer.forget()
 
