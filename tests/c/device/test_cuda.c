@@ -223,8 +223,7 @@ TEST(a_device_nobody_made_active_is_refused)
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .device = 99 }, 1), 0);
 	CHECK_EQ(saving_submit(t), 0);
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 	fake_end(engine);
 }
 

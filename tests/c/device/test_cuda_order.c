@@ -163,8 +163,7 @@ TEST(a_gate_without_a_stream_for_the_device_waits_on_the_host)
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_save_gate(t, NULL, 0, SFR_FOREVER), 0);
 	fake_freed(&one, 0);
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 	fake_end(engine);
 }
 
