@@ -243,7 +243,9 @@ TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
 	if (child == 0) {
 		struct sfr_report report;
 		struct sfr_stats stats;
+		struct sfr_snapshot *s;
 		struct sfr_ticket *u;
+		char text[256];
 
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), SFR_EFORK);
 		CHECK_EQ(sfr_save_cancel(t), SFR_EFORK);
@@ -253,6 +255,9 @@ TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), SFR_EFORK);
 		CHECK_EQ(sfr_engine_warm_up(engine, 1), SFR_EFORK);
 		CHECK_EQ(sfr_engine_trim(engine), SFR_EFORK);
+		CHECK_EQ(sfr_engine_use_device(engine, 0, text, sizeof(text)), SFR_EFORK);
+		CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), SFR_EFORK);
+		CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &s), SFR_EFORK);
 		CHECK_EQ(saving_new(engine, dir, "no", &one, 0, &u), SFR_EFORK);
 		CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), SFR_EFORK);
 		CHECK_EQ(sfr_log_pending(), 0);

@@ -482,7 +482,7 @@ TEST(any_file_call_may_fail)
 {
 	static const char *const calls[] = { "open",  "pwrite", "fdatasync",
 					     "fsync", "rename", "fallocate" };
-	static const int errs[] = { EIO, ENOSPC, EDQUOT, EACCES, EROFS };
+	static const int errs[] = { EIO, ENOSPC }; /* test_file_faults.c has the others */
 
 	for (size_t i = 0; i < sizeof(calls) / sizeof(calls[0]); i++)
 		for (size_t k = 0; k < sizeof(errs) / sizeof(errs[0]); k++)
