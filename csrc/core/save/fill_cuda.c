@@ -163,11 +163,11 @@ void sfr__cuda_fill_block(struct sfr__cuda_fill *fill, uint32_t blk, struct sfr_
 		sfr__ticket_put_block(t, block);
 		return;
 	}
-	sfr__seg_iter_init(&it, &t->img, fill->run, blk);
+	sfr__seg_iter_init(&it, &t->plan.img, fill->run, blk);
 	while (sfr__seg_next(&it, &seg))
 		if (seg.kind == SFR__SEG_DATA)
 			add_extent(fill, block->mem + seg.pos,
-				   t->img.entries[seg.entry].src + seg.off, seg.len);
+				   t->plan.img.entries[seg.entry].src + seg.off, seg.len);
 		else
 			sfr__stage_rest(t, &seg, block->mem + seg.pos);
 	if (fill->slowly || fill->nr_blocks == BLOCKS_A_PIECE || fill->err.code)
@@ -223,7 +223,7 @@ void sfr__cuda_take_samples(struct sfr__cuda_part *part)
 
 		part->samples.items = part->store.mem;
 		nr_rows = sfr__samples_place_rows(&part->samples, sources, nr,
-						  t->seq + t->created_ns, rows);
+						  t->seq + t->report.created_ns, rows);
 		queue_rows(part, rows, nr_rows, piece, &err);
 	} else {
 		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
@@ -304,13 +304,14 @@ void sfr__cuda_sum(struct sfr__cuda_part *part)
 		return;
 	}
 	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
-		const struct sfr__entry *entry = &t->img.entries[i];
+		const struct sfr__entry *entry = &t->plan.img.entries[i];
 
 		for (uint64_t off = 0, len; off < entry->nbytes && !err.code; off += len) {
 			len = entry->nbytes - off < part->store.len ? entry->nbytes - off :
 								      part->store.len;
 			if (fetch(part, entry->src + off, (size_t)len, &never, &err) == 0)
-				t->sums[i] = sfr_crc32(t->sums[i], part->store.mem, (size_t)len);
+				t->staging.sums[i] =
+					sfr_crc32(t->staging.sums[i], part->store.mem, (size_t)len);
 		}
 	}
 	(void)pthread_cond_destroy(&never); /* no thread waits on it */

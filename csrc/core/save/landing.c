@@ -23,14 +23,14 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 	struct sfr__seg seg;
 	int64_t torn = -1;
 
-	sfr__seg_iter_init(&it, &t->img, run, blk);
+	sfr__seg_iter_init(&it, &t->plan.img, run, blk);
 	while (torn < 0 && sfr__seg_next(&it, &seg)) {
 		const char *staged = block->mem + seg.pos;
 
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
 		torn = sfr__check_piece(t, &part->samples, seg.entry, seg.off, staged, seg.len);
-		if (torn < 0 && t->sums)
+		if (torn < 0 && t->staging.sums)
 			torn = sfr__check_sum(t, seg.entry, seg.off, staged, seg.len);
 	}
 	return torn;
@@ -75,16 +75,16 @@ static bool is_over_locked(struct sfr__cuda_part *part)
 static void settle(struct sfr__cuda_part *part)
 {
 	struct sfr_ticket *t = part->ticket;
-	char note[sizeof(t->fallback[0])] = "";
+	char note[sizeof(t->report.fallback[0])] = "";
 
 	sfr__cuda_copies_note(part->lane, note, sizeof(note));
 	sfr__cuda_store_put(part->lane, &part->store);
 	sfr__lock(&t->engine->mu);
-	t->cuda_out--;
-	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->fallback[SFR_FALLBACK_PAGEABLE],
-		      sizeof(t->fallback[0]));
+	t->sharing.cuda_out--;
+	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->report.fallback[SFR_FALLBACK_PAGEABLE],
+		      sizeof(t->report.fallback[0]));
 	if (note[0])
-		memcpy(t->fallback[SFR_FALLBACK_COPIES], note, sizeof(note));
+		memcpy(t->report.fallback[SFR_FALLBACK_COPIES], note, sizeof(note));
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&t->engine->mu);
@@ -128,7 +128,7 @@ void sfr__cuda_part_submitted(struct sfr__cuda_part *part)
 	bool over;
 
 	sfr__lock(&t->engine->mu);
-	t->cuda_unsubmitted--;
+	t->sharing.cuda_unsubmitted--;
 	pthread_cond_broadcast(&t->engine->cv_state); /* the gate may now use S */
 	sfr__unlock(&t->engine->mu);
 	sfr__lock(&part->lane->mu);

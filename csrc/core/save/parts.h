@@ -4,7 +4,8 @@
 
 #include "device/lane.h"
 #include "memory/pin.h"
-#include "save/save.h"
+#include "save/jobs.h"
+#include "save/stage.h"
 
 /* The state of a save on one device. It belongs to the ticket. */
 struct sfr__cuda_part {

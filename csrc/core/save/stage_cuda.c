@@ -27,23 +27,24 @@ int sfr__cuda_parts_new(struct sfr_ticket *t)
 {
 	uint32_t nr = 0;
 
-	for (uint32_t r = 0; r < t->img.nr_runs; r++)
-		nr += t->img.runs[r].device != 0;
+	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++)
+		nr += t->plan.img.runs[r].device != 0;
 	if (nr == 0)
 		return 0;
-	t->parts = sfr_sys.calloc(nr, sizeof(*t->parts));
-	if (!t->parts)
+	t->staging.parts = sfr_sys.calloc(nr, sizeof(*t->staging.parts));
+	if (!t->staging.parts)
 		return -ENOMEM;
-	for (uint32_t r = 0; r < t->img.nr_runs; r++) {
-		const struct sfr__run *run = &t->img.runs[r];
-		struct sfr__cuda_part *part = t->parts;
+	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++) {
+		const struct sfr__run *run = &t->plan.img.runs[r];
+		struct sfr__cuda_part *part = t->staging.parts;
 
 		if (run->device == 0)
 			continue;
-		while (part < t->parts + t->nr_parts && part->device != run->device - 1)
+		while (part < t->staging.parts + t->staging.nr_parts &&
+		       part->device != run->device - 1)
 			part++;
-		if (part == t->parts + t->nr_parts)
-			t->nr_parts++;
+		if (part == t->staging.parts + t->staging.nr_parts)
+			t->staging.nr_parts++;
 		part->landing.fn = sfr__cuda_part_landed;
 		part->staging.run = stage;
 		part->ticket = t;
@@ -97,21 +98,21 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	for (uint32_t i = 0; i < t->nr_parts; i++) {
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
 		const struct sfr_stream *stream =
-			sfr__stream_of(streams, nr_streams, t->parts[i].device);
+			sfr__stream_of(streams, nr_streams, t->staging.parts[i].device);
 		int rc;
 
 		if (!stream)
 			return SFR_ESTATE;
-		rc = begin_part(&t->parts[i], (CUstream)(uintptr_t)stream->handle, &err);
+		rc = begin_part(&t->staging.parts[i], (CUstream)(uintptr_t)stream->handle, &err);
 		if (rc < 0)
 			return rc;
 	}
 	sfr__lock(&t->engine->mu);
-	for (uint32_t i = 0; i < t->nr_parts; i++) {
-		t->cuda_out += t->parts[i].lane != NULL;
-		t->cuda_unsubmitted += t->parts[i].lane != NULL;
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
+		t->sharing.cuda_out += t->staging.parts[i].lane != NULL;
+		t->sharing.cuda_unsubmitted += t->staging.parts[i].lane != NULL;
 	}
 	if (err.code)
 		t->err = err; /* takes effect when the NEW save is admitted */
@@ -161,7 +162,7 @@ static int fill_next(struct sfr__cuda_fill *fill, uint32_t *blk, uint64_t slice_
 		rc = lease(fill->part, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
 		if (fill->run == fill->part->captured) /* a lane's wait is part of the gate's */
-			t->block_wait_ns += sfr__now_ns() - start;
+			t->report.block_wait_ns += sfr__now_ns() - start;
 		sfr__unlock(&t->engine->mu);
 	}
 	if (rc == 0)
@@ -204,7 +205,7 @@ static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 	if (rc < 0 || part->samples_taken || sfr__ticket_failing(t))
 		return rc;
 	part->samples_taken = true;
-	if (part->deferred && t->sums)
+	if (part->deferred && t->staging.sums)
 		sfr__cuda_sum(part);
 	if (part->deferred && !sfr__ticket_failing(t))
 		sfr__cuda_take_samples(part);
@@ -216,14 +217,14 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 
-	if (t->nr_parts && sfr__ticket_failing(t)) {
+	if (t->staging.nr_parts && sfr__ticket_failing(t)) {
 		/* An error of begin: only now has the save a state in which it can fail. */
 		sfr__lock(&t->engine->mu);
 		sfr__ticket_fail_locked(t, &t->err);
 		sfr__unlock(&t->engine->mu);
 	}
-	for (uint32_t i = 0; i < t->nr_parts && !sfr__ticket_failing(t); i++) {
-		struct sfr__cuda_lane *lane = t->parts[i].lane;
+	for (uint32_t i = 0; i < t->staging.nr_parts && !sfr__ticket_failing(t); i++) {
+		struct sfr__cuda_lane *lane = t->staging.parts[i].lane;
 		struct sfr__cuda_scope scope;
 		struct sfr_err err = { .index = -1 };
 		CUresult cu_rc = sfr__cuda_enter(&scope, lane->cu, lane->context);
@@ -234,7 +235,7 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 			sfr__ticket_fail(t, &err);
 			break;
 		}
-		rc = capture_part(&t->parts[i], deadline);
+		rc = capture_part(&t->staging.parts[i], deadline);
 		sfr__cuda_leave(&scope);
 		if (rc < 0)
 			return rc;
@@ -244,8 +245,8 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 
 void sfr__cuda_capture_end(struct sfr_ticket *t)
 {
-	for (uint32_t i = 0; i < t->nr_parts; i++) {
-		struct sfr__cuda_part *part = &t->parts[i];
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
+		struct sfr__cuda_part *part = &t->staging.parts[i];
 		struct sfr_err err = { .index = -1 };
 
 		sfr__cuda_wait_captured(part->lane, part->stream, &part->captured_event, &err);
@@ -260,8 +261,8 @@ void sfr__cuda_launch(struct sfr_ticket *t)
 {
 	bool go = !sfr__ticket_failing(t);
 
-	for (uint32_t i = 0; i < t->nr_parts; i++) {
-		struct sfr__cuda_part *part = &t->parts[i];
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
+		struct sfr__cuda_part *part = &t->staging.parts[i];
 
 		if (!part->lane)
 			continue;

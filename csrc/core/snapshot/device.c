@@ -23,7 +23,6 @@
 
 #include "device/lane.h"
 #include "memory/pin.h"
-#include "save/save.h"
 #include "snapshot/snapshot.h"
 
 struct sfr__snapshot_part {

@@ -7,7 +7,6 @@
 #include <sys/file.h>
 #include <sys/wait.h>
 
-#include "save/save.h"
 #include "fix_save.h"
 
 /* Runs `body` in a forked child; its checks decide. Sanitizers see the child's leaks as the

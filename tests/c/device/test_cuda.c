@@ -1,7 +1,6 @@
 /* Saves from devices, over the fake driver: pools, lifetimes, several devices, what fails. */
 #include <errno.h>
 
-#include "memory/numa.h"
 #include "cuda/fix_cuda.h"
 
 TEST(a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers)
@@ -258,26 +257,6 @@ TEST(no_registration_is_larger_than_128_mib)
 	CHECK_EQ(sfr_engine_warm_up(engine, 160u << 20), 0);
 	CHECK_EQ(fake.fake_cuda_live("registered"), 2);
 	fake_end(engine); /* a larger one is a violation */
-}
-
-TEST(a_thread_that_gives_memory_goes_near_the_device_and_comes_back)
-{
-	cpu_set_t cpus, before, after;
-	struct sfr__numa near;
-
-	CHECK(sfr__cpus_parse("0-2,5,7-8\n", &cpus));
-	CHECK_EQ(CPU_COUNT(&cpus), 6);
-	CHECK(CPU_ISSET(5, &cpus) && !CPU_ISSET(6, &cpus) && CPU_ISSET(8, &cpus));
-	CHECK(!sfr__cpus_parse("3-1", &cpus));
-	CHECK(!sfr__cpus_parse("0-99999999", &cpus));
-	CHECK(!sfr__cpus_parse("many", &cpus));
-	CHECK_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
-	for (int node = -1; node < 3; node++) {
-		sfr__numa_begin(&near, node);
-		sfr__numa_end(&near);
-		CHECK_EQ(sched_getaffinity(0, sizeof(after), &after), 0);
-		CHECK(CPU_EQUAL(&before, &after));
-	}
 }
 
 int main(void)

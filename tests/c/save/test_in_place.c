@@ -322,7 +322,7 @@ TEST(sources_are_free_when_they_are_written_and_not_before)
 		if (cancel)
 			CHECK_EQ(saving_state_of(t), SFR_CANCELLED);
 		else
-			CHECK_EQ(t->written_nbytes, 3 * MIB);
+			CHECK_EQ(t->facts.written_nbytes, 3 * MIB);
 		sfr_inject_clear();
 		saving_done(t);
 	}

@@ -19,7 +19,7 @@ static void wait_until_one_is_parked(void)
 
 	while (!parked) {
 		(void)usleep(1000);
-		parked = sfr__under(&watched->engine->mu, watched->parked != NULL);
+		parked = sfr__under(&watched->engine->mu, watched->sharing.parked != NULL);
 	}
 }
 
@@ -191,7 +191,7 @@ static bool is_its_end_taken(void)
 {
 	struct sfr_engine *engine = watched->engine;
 
-	return sfr__under(&engine->mu, watched->tail_queued && !engine->tasks.head);
+	return sfr__under(&engine->mu, watched->facts.tail_queued && !engine->tasks.head);
 }
 
 static int open_once_its_end_is_taken(int at, const char *name, int flags, mode_t mode)

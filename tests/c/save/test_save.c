@@ -77,7 +77,7 @@ TEST(the_rename_waits_for_the_verdict_and_a_second_one_is_ignored)
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.state, SFR_DURABLE);
 	CHECK(report.staged_ns >= report.launched_ns && report.ended_ns >= report.staged_ns);
-	CHECK_EQ(t->written_nbytes, report.nbytes);
+	CHECK_EQ(t->facts.written_nbytes, report.nbytes);
 	CHECK_EQ(saving_look(dir, "a"), 2);
 	sfr_ticket_put(t);
 	saving_end(engine);
@@ -390,7 +390,7 @@ TEST(a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock)
 	CHECK_EQ(sfr_save_state(t, &state, &staged), 0);
 	CHECK(state == SFR_DURABLE && staged);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
-	CHECK_EQ(t->written_nbytes, nbytes);
+	CHECK_EQ(t->facts.written_nbytes, nbytes);
 	sfr__unlock(&engine->mu);
 	sfr_ticket_put(t);
 	saving_end(engine);

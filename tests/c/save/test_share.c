@@ -138,7 +138,7 @@ static bool all_is_handed_out(struct sfr_ticket *t)
 	bool all;
 
 	sfr__lock(&t->engine->mu);
-	all = t->deferred.copy.blk == t->deferred.copy.nr_blocks;
+	all = t->staging.deferred.copy.blk == t->staging.deferred.copy.nr_blocks;
 	sfr__unlock(&t->engine->mu);
 	return all;
 }
@@ -149,7 +149,7 @@ static bool one_is_parked(struct sfr_ticket *t)
 	bool yes;
 
 	sfr__lock(&t->engine->mu);
-	yes = t->parked != NULL;
+	yes = t->sharing.parked != NULL;
 	sfr__unlock(&t->engine->mu);
 	return yes;
 }

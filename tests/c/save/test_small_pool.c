@@ -306,18 +306,19 @@ TEST(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it)
 
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	sfr__lock(&engine->mu);
-	t->jobs_out++; /* this thread plays the writer */
+	t->sharing.jobs_out++; /* this thread plays the writer */
 	sfr__unlock(&engine->mu);
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
-	while (t->written_nbytes < t->img.len)
+	while (t->facts.written_nbytes < t->plan.img.len)
 		;
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 20 * 1000 * 1000), SFR_EAGAIN);
 	sfr__lock(&engine->mu);
-	t->jobs_out--;
+	t->sharing.jobs_out--;
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);
 	saving_finish(t);
-	CHECK(!t->jobs && !t->samples.items && !t->img.entries); /* the report needs none of them */
+	/* The report needs none of them. */
+	CHECK(!t->plan.jobs && !t->staging.samples.items && !t->plan.img.entries);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK(report.nbytes && report.captured_nbytes && report.deferred_nbytes);
 	sfr_ticket_put(t);

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fix_entries import Recorded
 from stillframe._base import paths
-from stillframe._lightning import links
+from stillframe._lightning import rotation
 from stillframe.errors import SaveError
 
 
@@ -147,7 +147,7 @@ def test_a_link_is_never_missing_and_is_the_new_one_when_it_was_made(checkpoints
     link = str(checkpoints / "last.ckpt")
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        assert links.make_link(str(checkpoints / "new.ckpt"), link, durable=True)
+        assert rotation.make_link(str(checkpoints / "new.ckpt"), link, durable=True)
     assert {state.get(link) for state in recorded.every_state()} == {"-> old.ckpt", "-> new.ckpt"}
     assert {state.get(link) for state in recorded.states()} == {"-> new.ckpt"}
     assert recorded.synced() == [str(checkpoints)]
@@ -157,7 +157,9 @@ def test_a_link_replaces_a_name_at_once_for_whoever_looks(checkpoints, monkeypat
     seen = []
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        rotation.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
         seen = [call.kind for call in recorded.calls]
     assert seen[-2:] == ["replace", "sync"] and "symlink" in seen
     assert sorted(os.listdir(checkpoints)) == ["last.ckpt", "new.ckpt", "old.ckpt"]
@@ -166,7 +168,7 @@ def test_a_link_replaces_a_name_at_once_for_whoever_looks(checkpoints, monkeypat
 def test_a_link_that_need_not_be_durable_syncs_nothing(checkpoints, monkeypatch):
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        links.make_link(
+        rotation.make_link(
             str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=False
         )
     assert recorded.synced() == []
@@ -174,7 +176,7 @@ def test_a_link_that_need_not_be_durable_syncs_nothing(checkpoints, monkeypatch)
 
 def test_what_a_dead_process_left_of_a_link_is_used_up(checkpoints):
     (checkpoints / ".last.ckpt.stillframe-link").symlink_to("elsewhere")
-    links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+    rotation.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
     assert os.readlink(checkpoints / "last.ckpt") == "new.ckpt"
     assert sorted(os.listdir(checkpoints)) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
@@ -183,7 +185,7 @@ def test_a_link_in_the_working_directory_is_made_and_synced(checkpoints, monkeyp
     monkeypatch.chdir(checkpoints)
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        assert links.make_link("new.ckpt", "last.ckpt", durable=True)
+        assert rotation.make_link("new.ckpt", "last.ckpt", durable=True)
     assert recorded.synced() == [str(checkpoints)]
     assert os.readlink("last.ckpt") == "new.ckpt"
 
@@ -191,7 +193,9 @@ def test_a_link_in_the_working_directory_is_made_and_synced(checkpoints, monkeyp
 def test_a_link_whose_directory_cannot_be_synced_is_an_error(checkpoints, monkeypatch):
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
     with pytest.raises(SaveError) as caught:
-        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        rotation.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
     assert (caught.value.errno, caught.value.phase) == (errno.EIO, "link")
 
 
@@ -204,7 +208,7 @@ def test_a_file_system_without_links_gets_a_copy(checkpoints, monkeypatch, numbe
     monkeypatch.setattr(os, "symlink", no_links)
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        assert links.make_link(
+        assert rotation.make_link(
             str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
         )
     calls = [(call.kind, call.directory) for call in recorded.calls]
@@ -220,14 +224,16 @@ def test_another_error_of_a_link_is_said_and_the_older_one_stays(checkpoints, mo
 
     monkeypatch.setattr(os, "symlink", full)
     with pytest.raises(SaveError) as caught:
-        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        rotation.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
     assert (caught.value.errno, caught.value.phase) == (errno.ENOSPC, "link")
     assert os.readlink(checkpoints / "last.ckpt") == "old.ckpt"
 
 
 def test_no_link_is_made_to_what_is_not_there(checkpoints):
     link = checkpoints / "last.ckpt"
-    assert not links.make_link(str(checkpoints / "gone.ckpt"), str(link), durable=True)
+    assert not rotation.make_link(str(checkpoints / "gone.ckpt"), str(link), durable=True)
     assert os.readlink(link) == "old.ckpt"
 
 
@@ -235,8 +241,8 @@ def test_what_is_removed_is_the_link_and_not_the_directory_behind_it(tmp_path):
     (tmp_path / "epoch").mkdir()
     (tmp_path / "epoch/shard").touch()
     (tmp_path / "last").symlink_to("epoch")
-    links.remove_tree(str(tmp_path / "last"))
-    links.remove_tree(str(tmp_path / "nothing"))
+    rotation.remove_tree(str(tmp_path / "last"))
+    rotation.remove_tree(str(tmp_path / "nothing"))
     assert (tmp_path / "epoch/shard").exists() and not (tmp_path / "last").is_symlink()
-    links.remove_tree(str(tmp_path / "epoch"))
+    rotation.remove_tree(str(tmp_path / "epoch"))
     assert not (tmp_path / "epoch").exists()

@@ -15,7 +15,7 @@ import pytest
 import stillframe
 import torch
 from stillframe._base import threads
-from stillframe._lightning.waiting import WaitingLine
+from stillframe._lightning.work import WaitingLine
 from stillframe._save import completion
 from stillframe.testing import fault
 

@@ -617,7 +617,7 @@ def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path):
         libc = ctypes.CDLL(None)
         libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         assert libc.mprotect(address + (21 << 20), 4096, 0) == 0
-        engine = _core.Engine(0, 1 << 20, 1, 1)
+        engine = _core.Engine(64 << 20, 1 << 20, 1, 1)
         rows = struct.pack("=QQII", address, 64 << 20, 1, 0)
         ticket = _core.Ticket(engine, os.fsencode(os.getcwd()), b"a.pt", b"skeleton", rows, 0)
         ticket.submit(())

@@ -16,7 +16,8 @@ import torch
 import torch.distributed.checkpoint
 from _stillframe_command import INTERRUPTED, NO_READER, UNUSABLE, main
 from fix_processes import run_python
-from stillframe._shell import cli, info
+from stillframe._base import bar
+from stillframe._shell import info, verify
 
 COMMANDS = ["verify", "inspect", "bench", "info", "completion"]
 
@@ -152,16 +153,16 @@ def test_zsh_is_told_every_command(capsys):
 def test_lines_fit_and_no_part_of_a_path_is_broken(width):
     parts = ["/data", "experiments", "run-2026-11-22", "checkpoints", "step=100.ckpt"]
     text = "/".join(parts) + ": damaged: 2 records (1.2 GB, 30 records)"
-    lines = cli.folded(text, width)
+    lines = bar.folded(text, width)
     assert max(map(len, lines)) <= width
     assert "".join(line.strip() for line in lines).replace(" ", "") == text.replace(" ", "")
     for part in parts:
         assert any(part in line for line in lines), part
-    assert cli.folded("short: ok", width) == ["short: ok"]
+    assert bar.folded("short: ok", width) == ["short: ok"]
 
 
 def test_a_part_wider_than_the_terminal_is_left_whole():
-    assert cli.folded("a/" + "b" * 50 + ": ok", 20) == ["a/", "    " + "b" * 50 + ":", "    ok"]
+    assert bar.folded("a/" + "b" * 50 + ": ok", 20) == ["a/", "    " + "b" * 50 + ":", "    ok"]
 
 
 def test_each_file_has_its_line_when_it_is_done_and_a_total_comes_last(
@@ -170,13 +171,13 @@ def test_each_file_has_its_line_when_it_is_done_and_a_total_comes_last(
     for name in ("a.pt", "b.pt"):
         stillframe.save([1, 2], tmp_path / name)
     seen: list[str] = []
-    check = cli.verify_file
+    check = verify.verify_file
 
-    def checked(path: str, *rest: object) -> cli.Finding:
+    def checked(path: str, *rest: object) -> verify.Finding:
         seen.append(capsys.readouterr().out)
         return check(path)
 
-    monkeypatch.setattr(cli, "verify_file", checked)
+    monkeypatch.setattr(verify, "verify_file", checked)
     assert main(["verify", str(tmp_path), str(tmp_path / "c.pt")]) == 2
     assert seen[0] == ""
     assert seen[1].startswith(f"{tmp_path / 'a.pt'}: ok (")

@@ -12,7 +12,7 @@ import pytest
 import stillframe
 import torch
 from fix_snapshots import engine, flat, identity, state_of, step, trained
-from stillframe._snapshot.ordinary import ordinary_copy
+from stillframe._snapshot.copy import ordinary_copy
 from stillframe._tree import walk
 
 __all__ = ["engine"]  # a fixture
