@@ -286,8 +286,7 @@ static void save_state(struct sfr_engine *engine, const char *dir, uint32_t lane
 	if (!CHECK_EQ(sfr_save_new(engine, &desc, &t), 0))
 		return;
 	CHECK_EQ(saving_submit(t), 0);
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 }
 
 static uint64_t committed(struct sfr_engine *engine)
