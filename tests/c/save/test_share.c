@@ -237,8 +237,6 @@ static struct sfr_engine *idle_engine(void)
 	t = submit(engine, "a.pt", 0);
 	saving_finish(t);
 	sfr_ticket_put(t);
-	while (sfr__pool_lacks(engine->pool))
-		(void)usleep(1000);
 	(void)usleep(20000); /* they sleep by now, or there is nothing to see */
 	hold_the_lane();
 	return engine;
