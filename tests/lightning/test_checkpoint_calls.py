@@ -1,4 +1,4 @@
-"""The plugin's calls and its companion's, one by one: what each leaves for the next."""
+"""Single calls of the plugin and its companion, and the state that each leaves."""
 
 import os
 from types import SimpleNamespace
@@ -7,11 +7,10 @@ import pytest
 import stillframe
 from fix_lightning import at, load, loader, trainer
 from stillframe import _core
-from stillframe._lightning import checkpoints, links, options
+from stillframe._lightning import checkpoints, rotation, writers
 from stillframe._lightning.companion import _file_exists
-from stillframe._lightning.options import PluginOptions
 from stillframe._lightning.plugin import saves_by_itself
-from stillframe._lightning.writers import Writers
+from stillframe._lightning.writers import PluginOptions, Writers
 from stillframe._save.engine import is_closed
 from stillframe._save.options import SaveOptions
 from stillframe.testing import fault, held
@@ -30,11 +29,11 @@ def calls(plugin):
 
 
 class Callback:
-    """What loggers are told of."""
+    """A stand-in for ModelCheckpoint, of which loggers are told."""
 
 
 class Strategy:
-    """Of several ranks, all of which do what this one does."""
+    """A strategy of several ranks that all do what this one does."""
 
     global_rank = 0
 
@@ -49,9 +48,7 @@ class Strategy:
 # ---- saves, removes, links ----
 
 
-def test_a_name_that_is_saved_again_outlives_the_remove_that_loggers_held_back(
-    plugin, calls, tmp_path
-):
+def test_new_save_of_a_name_survives_a_remove_that_waited_for_loggers(plugin, calls, tmp_path):
     path, told = tmp_path / "a.ckpt", []
     with held("fdatasync"):
         plugin.save_checkpoint(STATE, path)
@@ -63,9 +60,7 @@ def test_a_name_that_is_saved_again_outlives_the_remove_that_loggers_held_back(
     assert load(path)["n"] == 4
 
 
-def test_a_relative_name_is_not_removed_before_loggers_are_told(
-    plugin, calls, tmp_path, monkeypatch
-):
+def test_remove_of_a_relative_path_waits_for_loggers(plugin, calls, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there = []
     with held("fdatasync"):
@@ -78,21 +73,19 @@ def test_a_relative_name_is_not_removed_before_loggers_are_told(
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_links_are_as_durable_as_the_plugins_files(lit, tmp_path, monkeypatch, durable):
+def test_links_follow_the_plugins_durable_option(lit, tmp_path, monkeypatch, durable):
     asked = []
-    monkeypatch.setattr(links, "make_link", lambda *_, durable: not asked.append(durable))
+    monkeypatch.setattr(rotation, "make_link", lambda *_, durable: not asked.append(durable))
     plugin = lit.AsyncCheckpointIO(durable=durable)
     plugin._checkpoints.link(None, tmp_path / "a.ckpt", tmp_path / "last.ckpt")
     plugin.teardown()
     assert asked == [durable]
 
 
-def test_a_trainer_that_is_made_finds_the_saves_before_it_on_the_disk(
-    lit, tmp_path, monkeypatch, plugin
-):
+def test_new_trainer_finds_earlier_saves_on_disk(lit, tmp_path, monkeypatch, plugin):
     drained, drain = [], _core.log_drain
     monkeypatch.setattr(_core, "log_drain", lambda *given: drained.append(drain(*given)))
-    assert plugin._checkpoints._current_work().pending == []
+    assert plugin._checkpoints._current_work().saves == []
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     trainer(lit, tmp_path, plugin=plugin)
     assert drained and (tmp_path / "a.ckpt").exists()
@@ -102,7 +95,7 @@ def test_a_trainer_that_is_made_finds_the_saves_before_it_on_the_disk(
 # ---- errors ----
 
 
-def test_the_end_of_a_wait_for_a_save_is_ctrl_cs_own(lit, tmp_path, monkeypatch):
+def test_keyboard_interrupt_ends_a_wait_for_a_save(lit, tmp_path, monkeypatch):
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(on_error="warn"))
     run.fit(lit.Model(), loader())
 
@@ -110,13 +103,13 @@ def test_the_end_of_a_wait_for_a_save_is_ctrl_cs_own(lit, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "error_of", interrupted)
+        patch.setattr(checkpoints, "wait_for_end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.save_checkpoint(tmp_path / "a.ckpt")
     stillframe.wait_all()
 
 
-def test_what_fails_behind_a_training_that_broke_off_is_raised(lit, tmp_path):
+def test_error_after_an_interrupted_training_is_raised(lit, tmp_path):
     def boom(run):
         raise ZeroDivisionError
 
@@ -127,7 +120,7 @@ def test_what_fails_behind_a_training_that_broke_off_is_raised(lit, tmp_path):
         run.save_checkpoint(tmp_path / "bad.ckpt")
 
 
-def test_what_breaks_off_a_save_of_all_ranks_swallows_no_later_error(plugin, calls, tmp_path):
+def test_interrupted_save_of_all_ranks_hides_no_later_error(plugin, calls, tmp_path):
     with pytest.raises(ZeroDivisionError), calls.together(Strategy()):
         raise ZeroDivisionError
     (tmp_path / "a.ckpt").mkdir()
@@ -136,7 +129,29 @@ def test_what_breaks_off_a_save_of_all_ranks_swallows_no_later_error(plugin, cal
     plugin.teardown()
 
 
-def test_a_save_that_all_ranks_make_is_agreed_on_once(calls):
+def test_error_of_a_save_outlives_an_exception_before_the_barrier(plugin, calls, tmp_path):
+    (tmp_path / "a.ckpt").mkdir()
+    with pytest.raises(ZeroDivisionError), calls.together(Strategy()):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        raise ZeroDivisionError
+    with pytest.raises(stillframe.SaveError, match="directory"):
+        plugin.teardown()
+
+
+def test_wait_all_raises_the_errors_that_no_save_has_raised(plugin, tmp_path):
+    with fault("rename", sticky=True):
+        with held("fdatasync"):
+            for name in ("a", "b"):
+                plugin.save_checkpoint(STATE, tmp_path / f"{name}.ckpt")
+        _core.log_drain(None)
+    with pytest.raises(stillframe.SaveError, match=r"a\.ckpt"):
+        plugin.save_checkpoint(STATE, tmp_path / "c.ckpt")
+    with pytest.raises(stillframe.SaveError, match=r"b\.ckpt"):
+        stillframe.wait_all()
+    plugin.teardown()
+
+
+def test_ranks_agree_once_on_a_joint_save(calls):
     strategy = Strategy()
     with calls.together(strategy), calls.together(strategy):
         pass
@@ -146,9 +161,7 @@ def test_a_save_that_all_ranks_make_is_agreed_on_once(calls):
 # ---- loggers ----
 
 
-def test_the_error_of_a_logger_that_was_told_before_it_is_finalized_is_raised_at_the_end(
-    plugin, calls, tmp_path
-):
+def test_logger_error_before_finalize_is_raised_at_the_end(plugin, calls, tmp_path):
     def refuse(callback):
         raise RuntimeError("no network")
 
@@ -160,7 +173,7 @@ def test_the_error_of_a_logger_that_was_told_before_it_is_finalized_is_raised_at
         plugin.teardown()
 
 
-def test_loggers_are_finalized_in_the_middle_and_the_engine_stays(lit, tmp_path):
+def test_finalizing_loggers_early_keeps_the_engine(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     engine = plugin._checkpoints._work.engine
@@ -170,7 +183,7 @@ def test_loggers_are_finalized_in_the_middle_and_the_engine_stays(lit, tmp_path)
     assert is_closed(engine)
 
 
-def test_loggers_are_told_at_once_of_what_is_not_ours_and_never_of_what_was_refused(lit, tmp_path):
+def test_loggers_hear_of_foreign_checkpoints_at_once_and_never_of_refused_ones(lit, tmp_path):
     plugin, told = lit.AsyncCheckpointIO(on_error="warn"), []
     plugin._checkpoints.publish(told.append, "somebody else's")
     plugin.save_checkpoint(STATE, tmp_path / "good.ckpt")
@@ -208,7 +221,7 @@ def test_each_option_reaches_the_save(lit, tmp_path, monkeypatch):
     assert heard == [True, False]
 
 
-def test_an_engine_that_is_given_says_how_many_saves_may_be_under_way():
+def test_given_engine_determines_max_in_flight():
     with stillframe.Engine(max_in_flight=5, when_busy="raise") as engine:
         assert PluginOptions(engine=engine).engine_options() is None
     assert PluginOptions(max_in_flight=3).engine_options() == {
@@ -226,7 +239,7 @@ def test_an_engine_that_was_made_to_check_the_options_is_closed(lit, monkeypatch
             super().__init__(**given)
             made.append(self)
 
-    monkeypatch.setattr(options, "Engine", Engine)
+    monkeypatch.setattr(writers, "Engine", Engine)
     lit.AsyncCheckpointIO(max_in_flight=3)
     assert [is_closed(each) for each in made] == [True]
 
@@ -234,7 +247,7 @@ def test_an_engine_that_was_made_to_check_the_options_is_closed(lit, monkeypatch
 # ---- who saves, and what stands over methods ----
 
 
-def test_whoever_stands_around_our_plugin_may_save_by_itself(lit, plugin):
+def test_wrapper_around_our_plugin_may_save_by_itself(lit, plugin):
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
     def holding(io):
@@ -246,7 +259,7 @@ def test_whoever_stands_around_our_plugin_may_save_by_itself(lit, plugin):
     assert not saves_by_itself(SimpleNamespace())
 
 
-def test_a_callback_has_its_own_file_system_again_whatever_it_said(calls):
+def test_callbacks_file_system_is_restored_even_after_an_error(calls):
     class FileSystem:
         def exists(self, path):
             raise OSError("no network")
@@ -258,7 +271,7 @@ def test_a_callback_has_its_own_file_system_again_whatever_it_said(calls):
     assert callback._fs is own
 
 
-def test_a_plugin_that_another_package_came_after_is_one_of_its_too(lit, monkeypatch):
+def test_plugin_also_belongs_to_a_package_imported_later(lit, monkeypatch):
     import sys
 
     registered = []

@@ -1,24 +1,24 @@
-"""What becomes of files once saves have ended, asked of the plugin's parts one by one."""
+"""Links, removes and logger calls that follow saves, tested on the plugin's parts."""
 
 import os
 import threading
 from concurrent.futures import CancelledError
-from types import SimpleNamespace
 
 import pytest
 import stillframe
 from stillframe import _core
 from stillframe._base.paths import Place
-from stillframe._lightning import links, pending, rotation
+from stillframe._lightning import rotation
 from stillframe._lightning.rotation import Rotation
+from stillframe._lightning.work import Failed, Work, is_failure
 from stillframe._lightning.wrapped import Inner
 from stillframe._save import ordered
 from stillframe._save.engine import is_closed
-from stillframe._save.handle import SkippedSave
+from stillframe._save.handle import SaveHandle
 
 
 class Telling:
-    """A call that waits for a save."""
+    """A publication that waits for a save."""
 
     def __init__(self, place, calls, due=True, error=None):
         self.place, self.calls, self.is_due, self.error = place, calls, due, error
@@ -32,14 +32,26 @@ class Telling:
             raise self.error
 
 
+def refuse(what, error, **how):
+    raise error
+
+
 @pytest.fixture
 def files():
-    return Rotation(lambda place: None, durable=True)
+    return Rotation(lambda place: None, durable=True, failed=refuse)
+
+
+@pytest.fixture
+def work():
+    work = Work(lambda place: None, durable=True)
+    yield work
+    work.newest_is_early = False
+    work.take_error()  # wait_all of a later test would raise what is left
 
 
 @pytest.fixture
 def place(tmp_path):
-    """`place(name)`: the path of a file that is there."""
+    """Return `place(name)`, which makes a file and returns its path."""
 
     def made(name):
         (tmp_path / name).write_text(name)
@@ -48,7 +60,7 @@ def place(tmp_path):
     return made
 
 
-def test_a_file_that_a_link_names_goes_when_the_link_does(files, place, tmp_path):
+def test_target_of_a_link_is_removed_after_the_link(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -60,7 +72,7 @@ def test_a_file_that_a_link_names_goes_when_the_link_does(files, place, tmp_path
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_a_link_named_goes_when_a_file_takes_the_links_place(files, place, tmp_path):
+def test_former_target_is_removed_when_a_file_replaces_the_link(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -71,7 +83,7 @@ def test_a_file_that_a_link_named_goes_when_a_file_takes_the_links_place(files, 
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, place, tmp_path):
+def test_delayed_remove_of_a_name_runs_before_the_next_save_to_it(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -79,11 +91,11 @@ def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, pl
     assert not files.held
     files.wait()
     place("old.ckpt")
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place, tmp_path):
+def test_remove_delayed_for_a_link_that_moved_runs_at_the_end(files, place, tmp_path):
     old, newer = place("old.ckpt"), place("newer.ckpt")
     link = Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
@@ -93,41 +105,41 @@ def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place,
     files.remove(old)
     files.remove(newer)
     assert os.path.exists(old)
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt"]
 
 
-def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
+def test_target_of_a_link_stays_at_the_end(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_path):
+def test_wrapped_remove_is_delayed_while_a_link_points_to_the_file(lit, place, tmp_path):
     inner = Inner(lit.TorchCheckpointIO(), lit.TorchCheckpointIO)
-    files = Rotation(lambda place: inner, durable=True)
+    files = Rotation(lambda place: inner, durable=True, failed=refuse)
     old, newer, link = place("old.ckpt"), place("newer.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(newer)
     files.remove(old)
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_behind_a_run_a_file_goes_by_hand_whatever_links_have_named_in_it(files, place, tmp_path):
+def test_remove_after_a_run_takes_a_former_link_target(files, place, tmp_path):
     one, other, link = place("one.ckpt"), place("other.ckpt"), Place.of(tmp_path / "last.ckpt")
     for source in (one, other, one):
         files.link(source, link)
-    assert files.finish() is None
+    files.finish()
     files.remove(one)
     files.release(all_of_them=True)
     files.wait()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
 
 
-def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
+def test_directory_is_removed_with_its_content_after_its_link(files, tmp_path):
     for name in ("old.ckpt", "newer.ckpt"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()
@@ -135,26 +147,26 @@ def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
     files.link(old, link)
     files.remove(old)
     files.link(newer, link)
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "newer.ckpt"]
 
 
-def test_links_say_nothing_of_how_saves_ended(files, place, tmp_path):
+def test_link_does_not_count_as_a_successful_save(files, place, tmp_path):
     older, newer = place("older.ckpt"), place("newer.ckpt")
     files.link(Place.of(tmp_path / "never.ckpt"), Place.of(tmp_path / "last.ckpt"))
     files.remove(older)
-    assert files.finish() is None
+    files.finish()
     assert not os.path.exists(older)  # no save failed
     rotation.note_unmade(tmp_path / "never.ckpt")
     files.link(newer, Place.of(tmp_path / "last.ckpt"))
     other = place("other.ckpt")
     files.remove(other)
-    assert files.finish() is None
+    files.finish()
     assert os.path.exists(other)  # one did
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_a_save_of_what_is_no_path_has_failed_like_any(files, place, tmp_path):
+def test_save_to_an_invalid_path_drops_the_next_remove(files, place, tmp_path):
     rotation.note_unmade(3)
     old = place("old.ckpt")
     files.remove(old)
@@ -163,9 +175,9 @@ def test_a_save_of_what_is_no_path_has_failed_like_any(files, place, tmp_path):
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, monkeypatch):
+def test_finish_waits_for_a_link_being_made(files, place, tmp_path, monkeypatch):
     waited = threading.Event()
-    make_link, wait_for_key = links.make_link, ordered.wait_for_key
+    make_link, wait_for_key = rotation.make_link, ordered.wait_for_key
 
     def make(*names, **options):
         waited.wait(60)
@@ -175,28 +187,28 @@ def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, mon
         waited.set()
         wait_for_key(key)
 
-    monkeypatch.setattr(links, "make_link", make)
+    monkeypatch.setattr(rotation, "make_link", make)
     monkeypatch.setattr(ordered, "wait_for_key", wait)
     files.link(place("new.ckpt"), Place.of(tmp_path / "last.ckpt"))
-    assert files.finish() is None
+    files.finish()
     has_waited = waited.is_set()
     waited.set()
     assert has_waited and os.path.exists(tmp_path / "last.ckpt")
 
 
-def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):
+def test_link_is_synced_as_files_are(place, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        links, "make_link", lambda *names, durable: bool(asked.append(durable)) or True
+        rotation, "make_link", lambda *names, durable: bool(asked.append(durable)) or True
     )
     for durable in (True, False):
-        files = Rotation(lambda place: None, durable=durable)
+        files = Rotation(lambda place: None, durable=durable, failed=refuse)
         files.link(place("a.ckpt"), Place.of(tmp_path / "last.ckpt"))
         files.finish()
     assert asked == [True, False]
 
 
-def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
+def test_loggers_are_called_in_order_before_the_file_is_removed(files, place):
     calls = []
     first, second = (Telling(place(name), calls, due=False) for name in "ab")
     files.publications += [first, second]
@@ -211,7 +223,7 @@ def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
     assert not os.path.exists(first.place) and os.path.exists(second.place)
 
 
-def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
+def test_failed_logger_call_no_longer_delays_the_remove(files, place):
     calls = []
     files.publications.append(Telling(place("a"), calls, error=RuntimeError("no network")))
     with pytest.raises(RuntimeError, match="no network"):
@@ -222,16 +234,17 @@ def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
     assert not files.held
 
 
-def test_at_the_end_every_call_is_made_and_the_first_error_told(files, place):
+def test_the_end_makes_every_call_and_keeps_each_error(work, place):
     calls, errors = [], [RuntimeError("first"), None, RuntimeError("last")]
-    files.publications += [
+    work.rotation.publications += [
         Telling(place(name), calls, error=error) for name, error in zip("abc", errors, strict=True)
     ]
-    assert files.finish() is errors[0]
+    work.drain(close=True)
     assert calls == ["a", "b", "c"]
+    assert [work.next_error() for _ in range(3)] == [errors[0], errors[2], None]
 
 
-def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
+def test_finish_removes_a_file_after_its_logger_call(files, place, tmp_path):
     seen = []
 
     class Looking(Telling):
@@ -241,18 +254,18 @@ def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
 
     files.publications.append(Looking(place("a"), [], due=False))
     files.remove(place("a"))
-    assert files.finish() is None
+    files.finish()
     assert seen == [True] and os.listdir(tmp_path) == []
 
 
-def test_ctrl_c_in_a_call_is_no_error_of_it(files, place):
+def test_keyboard_interrupt_in_a_logger_is_not_caught(files, place):
     files.publications.append(Telling(place("a"), [], error=KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         files.finish()
 
 
-def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
-    """As a signal handler does, in the middle of it."""
+def test_wait_includes_entries_added_meanwhile(files, place, monkeypatch):
+    """A signal handler may add them in the middle of the wait."""
     waited, wait_for_key = [], ordered.wait_for_key
 
     def wait(key):
@@ -268,7 +281,7 @@ def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
     assert not files.under_way()
 
 
-def test_a_wait_that_broke_off_is_waited_for_again(files, place, monkeypatch):
+def test_interrupted_wait_can_be_repeated(files, place, monkeypatch):
     waited = []
 
     def wait(key):
@@ -286,76 +299,87 @@ def test_a_wait_that_broke_off_is_waited_for_again(files, place, monkeypatch):
     assert len(waited) == 2 and not files.under_way()
 
 
-def test_a_link_comes_behind_a_remove_of_its_name(files, place, tmp_path):
+def test_link_is_made_after_a_remove_of_its_name(files, place, tmp_path):
     link, newer = place("last.ckpt"), place("newer.ckpt")
     files.publications.append(Telling(link, [], due=False))
     files.remove(link)
     assert files.held
     files.link(newer, link)
-    assert files.finish() is None
+    files.finish()
     assert os.readlink(link) == "newer.ckpt"
 
 
 # ---- whose error, whose engine ----
 
 
-@pytest.fixture
-def work(files):
-    return pending.Work(files)
-
-
-def test_an_engine_that_a_handler_made_meanwhile_serves_and_the_other_one_is_closed(work):
+def test_engine_made_by_a_signal_handler_is_kept_and_the_second_closed(work):
     first, second = stillframe.Engine(), stillframe.Engine()
     assert work.use(first) is first
     assert work.use(second) is first
     assert is_closed(second) and not is_closed(first)
-    assert work.drain(close=True) is None
+    work.drain(close=True)
     assert is_closed(first)
 
 
-def test_a_save_is_taken_off_the_list_once(work, tmp_path):
-    handle = SkippedSave("a")
-    work.pending.append(handle)
-    assert work.discard(handle)
-    assert not work.discard(handle)
+class Writing(SaveHandle):
+    """A save that is written until somebody waits for it; `at_wait()` runs in that wait."""
+
+    def __init__(self, error=None, at_wait=lambda: None):
+        super().__init__("written")
+        self.ends_with, self.at_wait = error, at_wait
+
+    def _wait_until_ended(self, deadline):
+        if not self._outcome.settled:
+            self.at_wait()
+            self._outcome.settle(None, self.ends_with)
 
 
-def over(error=None, cancelled=None):
-    """A save that has ended so."""
-
-    def exception():
-        if cancelled is not None:
-            raise cancelled
-        return error
-
-    outcome = SimpleNamespace(is_collected=lambda: False)
-    return SimpleNamespace(done=lambda: True, exception=exception, _outcome=outcome)
-
-
-def test_errors_are_those_of_earlier_saves_and_of_links_and_cancelled_ones_count(work):
-    earlier, own, cancelled = OSError("earlier"), OSError("own"), CancelledError()
-    of_link = OSError("of a link")
-    work.pending += [over(earlier), over(cancelled=cancelled), over(own)]
-    work.rotation.errors.append(of_link)
-    newest = work.pending[-1]
-    work.collect_ended(but=newest)
-    assert work.errors == [earlier, cancelled, of_link]
-    assert work.pending == [newest]
-    work.newest = newest
-    work.forget_newest()  # it was raised
-    assert work.pending == []
-    assert work.take_error() is earlier
-    assert len(earlier.__notes__) == 2 and work.next_error() is None
+def test_each_error_is_told_once_the_oldest_first(work):
+    earlier, of_link, own = OSError("earlier"), OSError("of a link"), OSError("own")
+    work.saves += [Failed("a", earlier), Failed("b", CancelledError())]
+    work.add_failed("last.ckpt", of_link)
+    work.add(Failed("c", own), early=True)
+    assert work.next_error() is earlier
+    assert isinstance(work.next_error(), CancelledError)
+    assert work.next_error() is of_link
+    assert work.next_error() is None
+    assert work.saves == [work.newest]  # a later call tells its error
 
 
-def test_anything_at_all_is_under_way(work, place):
+def test_error_of_a_save_that_the_call_waited_for_comes_first(work):
+    earlier, own = OSError("earlier"), OSError("own")
+    work.add(Failed("a", earlier), early=True)
+    work.add(Failed("b", own), early=False)
+    assert work.take_error() is own
+    assert own.__notes__ == ["Another checkpoint failed as well: earlier"]
+    assert work.saves == [] and work.next_error() is None
+
+
+def test_error_that_all_ranks_raise_replaces_that_of_the_newest_save(work):
+    work.add(Writing(OSError("own")), early=True)
+    work.forget_newest()
+    assert work.saves == []
+    work.forget_newest()  # another one took it meanwhile
+
+
+def test_error_that_wait_all_raises_is_not_raised_again(work):
+    work.add(Failed("a", stillframe.StillframeError("earlier")), early=True)
+    work.add(Failed("b", stillframe.StillframeError("later")), early=True)
+    for message in ("earlier", "later"):
+        with pytest.raises(stillframe.StillframeError, match=message):
+            stillframe.wait_all()
+    work.drain(close=True)
+    assert work.next_error() is None and work.saves == []
+
+
+def test_under_way_is_true_for_saves_engine_and_links(work, place):
     assert not work.under_way()
     work.engine = stillframe.Engine()
     assert work.under_way()
     work.drain(close=True)
-    work.pending.append(SkippedSave("a"))
+    work.add_failed("a", OSError("full"))
     assert work.under_way()
-    work.drain(close=True)
+    work.take_error()
     work.rotation.remove(place("a"))
     assert work.under_way()
     work.drain(close=True)
@@ -368,52 +392,50 @@ def test_anything_at_all_is_under_way(work, place):
     assert not work.under_way()
 
 
-def test_an_end_that_broke_off_still_has_the_error_that_it_waited_for(work):
+def test_an_interrupted_drain_keeps_the_error_that_it_waited_for(work):
     error, ends = OSError("full"), [KeyboardInterrupt(), None]
 
-    def exception():
+    def interrupt():
         if (end := ends.pop(0)) is not None:
             raise end
-        return error
 
-    handle = over()
-    handle.exception = exception
-    work.pending.append(handle)
+    work.add(Writing(error, interrupt), early=True)
     with pytest.raises(KeyboardInterrupt):
         work.drain(close=True)
-    assert work.drain(close=True) is None
-    assert work.errors == [error]
+    work.drain(close=True)
+    assert work.next_error() is error
 
 
-def test_the_end_is_that_of_a_save_that_came_meanwhile_too(work):
-    """As of a signal handler, in the middle of the wait for another."""
+def test_drain_waits_for_a_save_that_a_handler_made_meanwhile(work):
     error = OSError("full")
-    first, second = over(), over(error)
-
-    def exception():
-        work.pending.append(second)
-
-    first.exception = exception
-    work.pending.append(first)
-    assert work.drain(close=True) is None
-    assert work.errors == [error] and work.pending == []
+    second = Writing(error)
+    first = Writing(at_wait=lambda: work.saves.append(second))
+    work.add(first, early=True)
+    work.drain(close=True)
+    assert second.done()
+    assert work.next_error() is error and work.saves == []
 
 
-def test_the_end_of_the_engine_comes_whatever_a_logger_says(work, place):
+def test_drain_drops_saves_without_an_error(work, tmp_path):
+    work.add(stillframe.async_save({"n": 1}, tmp_path / "a.pt"), early=True)
+    work.drain(close=True)
+    assert work.saves == []
+
+
+def test_the_engine_is_closed_when_a_logger_fails(work, place):
     work.use(engine := stillframe.Engine())
     error = RuntimeError("no network")
     work.rotation.publications.append(Telling(place("a"), [], error=error))
-    assert work.drain(close=True) is error
+    work.drain(close=True)
+    assert work.next_error() is error
     assert is_closed(engine)
 
 
-def test_a_save_that_is_still_written_is_not_waited_for_by_the_next(work):
-    handle = over()
-    handle.done = lambda: False
-    handle.exception = lambda: pytest.fail("waited")
-    work.pending.append(handle)
-    work.collect_ended()
-    assert work.pending == [handle]
+def test_next_save_does_not_wait_for_one_that_is_still_written(work):
+    handle = Writing(at_wait=lambda: pytest.fail("waited"))
+    work.saves.append(handle)
+    assert work.next_error() is None
+    assert work.saves == [handle]
 
 
 @pytest.mark.parametrize(
@@ -425,18 +447,18 @@ def test_a_save_that_is_still_written_is_not_waited_for_by_the_next(work):
         (AttributeError("cannot be pickled"), False),
     ],
 )
-def test_a_mistake_in_how_a_save_is_asked_for_is_no_failure(error, failure):
-    assert pending.is_failure(error) is failure
+def test_wrong_argument_is_not_a_failed_save(error, failure):
+    assert is_failure(error) is failure
 
 
-def test_a_mistake_is_raised_where_failures_are_only_warned_of(lit, tmp_path):
+def test_wrong_argument_is_raised_even_with_on_error_warn(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(on_error="warn")
     with pytest.raises((AttributeError, TypeError)):
         plugin.save_checkpoint({"x": lambda: None}, tmp_path / "a.ckpt")
     plugin.teardown()
 
 
-def test_a_remote_name_is_asked_of_its_file_system_unless_it_is_in_the_log(files):
+def test_exists_asks_the_remote_file_system_unless_the_log_has_the_name(files):
     asked, in_log = Place.of("memory://nowhere/a.ckpt"), Place.of("memory://nowhere/b.ckpt")
     assert asked.remote and in_log.remote
     assert files.will_exist(asked, lambda path: True)

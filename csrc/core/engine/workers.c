@@ -1,5 +1,5 @@
-/* The engine's threads: a lane for shared work, writers for tasks, and copiers that help with shared
- * work while somebody waits. They do not know what any of it does.
+/* The engine's threads: a lane for shared work, writers for tasks, and copiers that help with
+ * shared work while somebody waits. They do not know what any of it does.
  *
  * All run one loop over lists that the engine's mutex guards. */
 #include <errno.h>

@@ -1,4 +1,4 @@
-/* What the pools of this process have together.
+/* The memory that the pools of this process have together.
  *
  *     a default pool's cap = budget - the caps of other default pools, at least one block
  *

@@ -15,7 +15,7 @@
 
 struct sfr__job;
 
-/* What is to be written. Constant once the save is admitted. */
+/* The plan: the bytes to be written. Constant once the save is admitted. */
 struct sfr__save_plan {
 	/* an entry's crc and crc_len change: they belong to the copying thread if all its bytes do,
 	 * else the engine's mutex guards them */
@@ -27,7 +27,7 @@ struct sfr__save_plan {
 	void (*run_job)(struct sfr__task *task);
 };
 
-/* What has happened, in any order. sfr__ticket_step_locked derives the state from it. */
+/* The events so far, in any order. sfr__ticket_step_locked derives the state from it. */
 struct sfr__save_facts {
 	bool opened, launched, abandoned, confirmed, tail_queued, synced;
 	atomic_bool copied; /* also read without the lock */
@@ -54,7 +54,7 @@ struct sfr__save_staging {
 	uint32_t *sums;
 };
 
-/* What other threads have of the save. Nothing of it is left when the save ends. */
+/* The parts of the save that other threads have. Nothing of it is left when the save ends. */
 struct sfr__save_sharing {
 	bool lane_owns;              /* deferred bytes of the host are being handed out or copied */
 	uint32_t cuda_out;           /* device parts that are not over */

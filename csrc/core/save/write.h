@@ -1,4 +1,4 @@
-/* What writers and the log do with a save. write.c, in_place.c and commit.c implement it. */
+/* The work of writers and the log on a save. write.c, in_place.c and commit.c implement it. */
 #ifndef SFR_SAVE_WRITE_H
 #define SFR_SAVE_WRITE_H
 

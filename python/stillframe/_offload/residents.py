@@ -6,6 +6,11 @@ another slot.
 A prefetch reads the weights before they are used. So it records the pass in which it was started
 and a fingerprint of the weights. If either has changed when the layer is used, the weights are
 copied again.
+
+The fingerprint detects most writes without reading every byte. Most writes change a tensor's
+version counter, and replacing its memory changes its address. Writes through `.data` change
+neither. Most of those change the whole tensor, so a few elements of each tensor, spread evenly, are
+kept and compared.
 """
 
 from __future__ import annotations
@@ -18,9 +23,45 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from stillframe._offload.every import every
 from stillframe._offload.offloader import Offloader
-from stillframe._offload.stamp import Stamp
+from stillframe._offload.run_all import run_all
+
+_ELEMENTS = 16  # intervals between the elements that are kept of each tensor
+
+
+class Fingerprint:
+    """A fingerprint of tensors in host memory.
+
+    Two fingerprints are equal if no write between them was detected.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._known = [(id(each), each.data_ptr(), each._version) for each in tensors]
+        some: dict[torch.dtype, list[Tensor]] = {}
+        with torch.no_grad():
+            for each in tensors:
+                if each.numel():
+                    some.setdefault(each.dtype, []).append(_sample(each))
+            # Compared as bytes, so that NaN equals itself.
+            self._samples = [torch.cat(each).view(torch.uint8) for each in some.values()]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Fingerprint)
+            and self._known == other._known
+            and all(map(torch.equal, self._samples, other._samples))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return a view of a few evenly spread elements."""
+    span = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        span = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    step = max(span // _ELEMENTS, 1)
+    return tensor.as_strided((span // step + 1,), (step,), tensor.storage_offset())
 
 
 class Source(Protocol):
@@ -38,7 +79,7 @@ class Source(Protocol):
         """Return the CPU tensors to copy: as they are now with `anew`, else those of the last
         call."""
 
-    def stamp(self) -> Stamp:
+    def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of the tensors as they are now."""
 
 
@@ -47,7 +88,7 @@ class _Coming(NamedTuple):
 
     what: Sequence[Tensor]
     number: int  # the pass in which it was started
-    stamp: Stamp
+    fingerprint: Fingerprint
 
 
 class Group:
@@ -87,12 +128,14 @@ class Residents:
         """Begin a new pass, in which no earlier prefetch is used. Any thread may call it."""
         self._pass += 1
 
+    def all(self) -> list[Tensor]:
+        """Return the tensors of all layers."""
+        return [tensor for layer in self._layers for tensor in layer.tensors]
+
     def reads(self) -> list[Tensor]:
         """Return the tensors of all layers if any of them may be read or prefetched now, else
         none."""
-        if not (self._coming or self._offloader._is_reading()):
-            return []
-        return [tensor for layer in self._layers for tensor in layer.tensors]
+        return self.all() if self._coming or self._offloader._is_reading() else []
 
     def wait(self) -> None:
         """Wait until nothing is read any more."""
@@ -138,9 +181,9 @@ class Residents:
             return
         what = layer.sources(anew)
         with torch.inference_mode(False), torch.no_grad():
-            stamp = layer.stamp()
+            fingerprint = layer.fingerprint()
             if _has_bytes(what) and self._offloader.prefetch(what):
-                self._coming[layer] = _Coming(what, self._pass, stamp)
+                self._coming[layer] = _Coming(what, self._pass, fingerprint)
 
     def give_up(self, layer: Source) -> None:
         """Release the layer's slot after the work queued on the current stream so far."""
@@ -154,7 +197,7 @@ class Residents:
     def give_up_others(self, keep: Iterable[Source | None]) -> None:
         kept = set(keep)
         others = [layer for layer in (*self._coming, *self._groups) if layer not in kept]
-        every(functools.partial(self.give_up, layer) for layer in others)
+        run_all(functools.partial(self.give_up, layer) for layer in others)
 
     def _onload(self, what: Sequence[Tensor]) -> list[Tensor]:
         if _has_bytes(what):
@@ -163,7 +206,7 @@ class Residents:
 
     def _is_good(self, layer: Source, coming: _Coming) -> bool:
         """Return whether a prefetch holds what a new one would copy now."""
-        return coming.number == self._pass and coming.stamp == layer.stamp()
+        return coming.number == self._pass and coming.fingerprint == layer.fingerprint()
 
     def _give_up_earlier(self) -> None:
         """Release the slots of prefetches that were started in an earlier pass."""

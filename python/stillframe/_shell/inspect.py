@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from stillframe import _core
-from stillframe._base import looks, records
-from stillframe._base.bar import printable
+from stillframe._base import file_kinds, records
+from stillframe._base.bar import folded, printable
 from stillframe._base.calls import no_collection
 from stillframe._base.sizes import decimal
 from stillframe._shell import contents
-from stillframe._shell.cli import folded
 from stillframe._shell.contents import Tensor, Value
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
@@ -92,19 +91,22 @@ def examine(path: str) -> Found:
         return found
     if stat.S_ISDIR(os.fstat(fd).st_mode):
         os.close(fd)
-        found.status, found.error = UNUSABLE, f"it is {looks.directory(path)}"
+        found.status, found.error = UNUSABLE, f"it is {file_kinds.describe_directory(path)}"
         return found
     with os.fdopen(fd, "rb") as file, no_collection():
         try:
             checked = _core.check(fd, False)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
-            reason = None if checked["ok"] else looks.no_checkpoint(fd, path, checked)
+            reason = None if checked["ok"] else file_kinds.no_checkpoint(fd, path, checked)
             if reason is not None:
                 found.status, found.error = UNUSABLE, reason
                 return found
             if not checked["ok"]:
                 found.status, found.error = DAMAGED, checked["error"]
             _read(file, found)
+            if found.status == GOOD and found.format == "archive":
+                for name, reason in contents.lacking(fd)[:1]:
+                    found.status, found.error = DAMAGED, f"record {name}: {reason}"
         except MemoryError:
             found.status, found.error = UNUSABLE, "not enough memory to read its pickle"
         except (OSError, pickle.UnpicklingError) as error:
@@ -164,7 +166,7 @@ def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
         with zipfile.ZipFile(file) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             return io.BytesIO(archive.read(name))
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError):
+    except contents.UNZIPPABLE:
         pass
     file.seek(0)
     head = file.read(_LOCAL)

@@ -16,7 +16,7 @@ static bool lacks(struct sfr__pool *pool)
 	return sfr__under(&pool->mu, sfr__pool_lacks_locked(pool));
 }
 
-static void what_a_save_could_use_is_made_and_then_no_save_makes_any(void)
+TEST(what_a_save_could_use_is_made_and_then_no_save_makes_any)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 	struct sfr__block *blocks[6];
@@ -51,7 +51,7 @@ static void what_a_save_could_use_is_made_and_then_no_save_makes_any(void)
 	sfr__pool_free(pool);
 }
 
-static void a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make(void)
+TEST(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 
@@ -68,7 +68,7 @@ static void a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make(v
 	sfr__pool_free(pool);
 }
 
-static void saves_that_overlap_and_want_more_get_it(void)
+TEST(saves_that_overlap_and_want_more_get_it)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 	struct sfr__block *blocks[4];
@@ -89,7 +89,7 @@ static void saves_that_overlap_and_want_more_get_it(void)
 	sfr__pool_free(pool);
 }
 
-static void the_cap_bounds_it_and_what_snapshots_hold_does_not_count(void)
+TEST(the_cap_bounds_it_and_what_snapshots_hold_does_not_count)
 {
 	struct sfr__pool *pool = make(16 * MIB, 4 * MIB);
 	const uint64_t lens[1] = { 8 * MIB };
@@ -111,7 +111,7 @@ static void the_cap_bounds_it_and_what_snapshots_hold_does_not_count(void)
 	sfr__pool_free(pool);
 }
 
-static void after_a_trim_none_is_made_until_the_next_save(void)
+TEST(after_a_trim_none_is_made_until_the_next_save)
 {
 	struct sfr__pool *pool = make(80 * MIB, 8 * MIB);
 	struct sfr__block *block;
@@ -135,7 +135,7 @@ static void after_a_trim_none_is_made_until_the_next_save(void)
 	sfr__pool_free(pool);
 }
 
-static void a_system_without_memory_is_not_asked_again_before_the_next_save(void)
+TEST(a_system_without_memory_is_not_asked_again_before_the_next_save)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 
@@ -155,7 +155,7 @@ static void a_system_without_memory_is_not_asked_again_before_the_next_save(void
 	sfr__pool_free(pool);
 }
 
-static void a_writer_makes_none_while_somebody_waits_for_a_block(void)
+TEST(a_writer_makes_none_while_somebody_waits_for_a_block)
 {
 	struct sfr__waiter waiter = { .seq = 1 };
 	struct sfr__pool *pool = make(24 * MIB, 8 * MIB);
@@ -226,7 +226,7 @@ static void save_again(struct sfr_engine *engine, const char *dir, uint32_t lane
 	CHECK_EQ(nr_made(engine->pool), made);
 }
 
-static void from_the_second_save_on_no_memory_is_made(void)
+TEST(from_the_second_save_on_no_memory_is_made)
 {
 	static void (*const during[])(void) = { NULL, slow_lane };
 	const char *dir = saving_dir();
@@ -254,13 +254,6 @@ static void from_the_second_save_on_no_memory_is_made(void)
 int main(void)
 {
 	use_odd_system();
-	RUN(what_a_save_could_use_is_made_and_then_no_save_makes_any);
-	RUN(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make);
-	RUN(saves_that_overlap_and_want_more_get_it);
-	RUN(the_cap_bounds_it_and_what_snapshots_hold_does_not_count);
-	RUN(after_a_trim_none_is_made_until_the_next_save);
-	RUN(a_system_without_memory_is_not_asked_again_before_the_next_save);
-	RUN(a_writer_makes_none_while_somebody_waits_for_a_block);
-	RUN(from_the_second_save_on_no_memory_is_made);
+	check_run();
 	return check_done();
 }

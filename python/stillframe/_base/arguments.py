@@ -1,0 +1,36 @@
+"""Checks of arguments that many calls have: switches and timeouts."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+
+def refuse_unclear(**switches: object) -> None:
+    """Refuse unclear values of boolean arguments.
+
+    Raises:
+        TypeError: An argument is None or a string.
+    """
+    for name, value in switches.items():
+        if value is None or isinstance(value, str):
+            raise TypeError(f"{name} has to be True or False, not {value!r}")
+
+
+def seconds(timeout: object) -> float | None:
+    """Return a timeout in seconds, checked before the wait begins; None waits forever.
+
+    Raises:
+        TypeError: It is neither a number nor None.
+        ValueError: It is NaN.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(
+            f"timeout has to be a number of seconds, or None to wait for ever, not {timeout!r}"
+        )
+    value = float(timeout)
+    if math.isnan(value):
+        raise ValueError("timeout has to be a number of seconds, not nan")
+    return value

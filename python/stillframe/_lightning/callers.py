@@ -1,0 +1,192 @@
+"""Finds and recognises the plugin's caller: Trainer, strategy, and whether a signal handler runs.
+
+Lightning gives a CheckpointIO only the checkpoint and a path. Whether a save may return before it
+is durable depends on two facts, and only the call stack tells them:
+
+- *The Trainer.* The strategy that holds the plugin is the `self` of a frame named like the
+  plugin's method (`save_checkpoint`, `remove_checkpoint`, `teardown`), and its LightningModule
+  knows the Trainer. One plugin may serve several Trainers, and a Fabric besides.
+- *A signal handler.* A job that is told to end, for example by SLURM's requeue signal, saves inside
+  the handler and ends right after it. So such a save must be durable when it returns. A handler is
+  recognised by its code: this module remembers the code of every Python function that it has found
+  registered. It looks when a training starts, when an epoch starts, and at every save. It installs
+  and wraps no handler. Handlers that restore the default before they save are therefore known too.
+
+`f_locals` is read only of the few frames whose name or code matches. On Python 3.11 and 3.12,
+reading it makes a copy, which keeps alive what the frame has dropped since.
+
+Some strategies do not, or cannot, give their checkpoints to a CheckpointIO. Checkpoints of some of
+them are saved all the same, by all ranks (`sharded.py`). Strategies are recognised by the names of
+their classes, because their modules may not be installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from stillframe._base.calls import stack
+from stillframe._watch.guard import code_of
+
+_SIGNALS = tuple(sorted(signal.valid_signals()))
+_MAX_WRAPPERS = 16  # wrappers around one plugin; more mean a cycle
+
+_handler_codes: set[CodeType] = set()
+
+_XLA = ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
+
+_warned: set[str] = set()
+
+
+class Fabric:
+    """Represents a caller that is Fabric, which has no Trainer."""
+
+
+def io_chain(holder: object) -> Iterator[Any]:
+    """Yield the CheckpointIO that a strategy holds, then the one that it wraps, and so on."""
+    io = holder
+    for _ in range(_MAX_WRAPPERS):
+        io = getattr(io, "_checkpoint_io", None)
+        if io is None:
+            return
+        yield io
+
+
+def calling_trainer(plugin: object, method: str) -> Any:
+    """Return the Trainer that has called `method` of `plugin`.
+
+    The result is the type `Fabric` for a strategy of Fabric. It is None if no strategy is on the
+    stack, as in a direct call or a call by one of Lightning's launchers.
+    """
+    for frame in stack(sys._getframe(1)):
+        code = frame.f_code
+        if code.co_name == method and code.co_argcount > 0:
+            holder: Any = frame.f_locals.get(code.co_varnames[0])
+            # Only a strategy has a rank; a CheckpointIO around the plugin has none.
+            if hasattr(type(holder), "is_global_zero") and any(
+                io is plugin for io in io_chain(holder)
+            ):
+                if not hasattr(holder, "lightning_module"):
+                    return Fabric
+                return getattr(holder.lightning_module, "_trainer", None)
+    return None
+
+
+def meets_others_later(trainer: Any) -> bool:
+    """Return whether all ranks meet in a barrier after the current save.
+
+    They do if `trainer.save_checkpoint` is on the call stack.
+    """
+    return any(
+        frame.f_code.co_name == "save_checkpoint"
+        and frame.f_code.co_argcount > 0
+        and frame.f_locals.get(frame.f_code.co_varnames[0]) is trainer
+        for frame in stack(sys._getframe(1))
+    )
+
+
+def note_signal_handlers() -> None:
+    """Remember the code of every Python function that is a signal handler now."""
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        if callable(handler):
+            code = code_of(handler)
+            if code is not None:
+                _handler_codes.add(code)
+
+
+def inside_signal_handler() -> bool:
+    """Return whether a signal handler is on this thread's stack.
+
+    A registered function that is called by hand counts too, unless it takes `*args`. Such code may
+    belong to a decorator and be on any stack, so there the interrupted frame must be among the
+    arguments.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False  # Python runs handlers in the main thread only.
+    note_signal_handlers()
+    for frame in stack(sys._getframe(1)):
+        code = frame.f_code
+        if code in _handler_codes:
+            if not code.co_flags & inspect.CO_VARARGS:
+                return True
+            name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+            interrupted = frame.f_back
+            if any(argument is interrupted for argument in frame.f_locals.get(name, ())):
+                return True
+    return False
+
+
+# ---- strategies ----
+
+
+def refuse_strategy(strategy: Any) -> None:
+    """Refuse strategies of XLA.
+
+    Raises:
+        TypeError: `strategy` keeps its state on XLA devices.
+    """
+    for cls in type(strategy).__mro__:
+        if cls.__name__ in _XLA:
+            raise TypeError(
+                f"{cls.__name__} cannot save with stillframe: the state on an XLA device has to be"
+                " copied to the host by XLA itself, which stops training, and only its own"
+                " XLACheckpointIO does that. Leave the plugin out with this strategy."
+            )
+
+
+def warn_if_bypassed(strategy: Any, plugin: str) -> None:
+    """Warn once if `strategy` writes its checkpoints without its CheckpointIO."""
+    reason = _bypassed(strategy)
+    if reason is None or reason in _warned:
+        return
+    _warned.add(reason)
+    warnings.warn(
+        f"{reason}, so {plugin} does not see its checkpoints: they are saved as if it were not"
+        " there, synchronously.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def sharded_as(strategy: Any) -> str | None:
+    """Return the model's key in the checkpoints of `strategy` if each rank saves a part of them.
+
+    None if the strategy does not save so, or has a `save_checkpoint` that is not Lightning's.
+    """
+    kind = _sharded(strategy)
+    if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):
+        return None
+    return "model" if kind == "FSDPStrategy" else "state_dict"
+
+
+def _bypassed(strategy: Any) -> str | None:
+    if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
+        return "DeepSpeedStrategy writes its own checkpoints"
+    if _sharded(strategy) is not None and sharded_as(strategy) is None:
+        return f"{type(strategy).__name__} has a save_checkpoint of its own"
+    return None
+
+
+def _sharded(strategy: Any) -> str | None:
+    """Return the name of Lightning's class if `strategy` is set to save sharded checkpoints."""
+    for cls in type(strategy).__mro__:
+        name = cls.__name__
+        if name == "FSDPStrategy" and getattr(strategy, "_state_dict_type", None) == "sharded":
+            return name
+        if name == "ModelParallelStrategy" and getattr(
+            strategy, "_save_distributed_checkpoint", False
+        ):
+            return name
+    return None
+
+
+def _is_lightnings(method: Any) -> bool:
+    module = getattr(method, "__module__", None) or ""
+    return module.endswith((".strategies.fsdp", ".strategies.model_parallel"))
