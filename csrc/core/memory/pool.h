@@ -79,9 +79,9 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
  * their memory; the pool lacks any of these that it does not have. */
 void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole);
 void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
-/* Called when a block of a save has been written, and `nr_left` more calls will follow. Makes memory
- * for as many blocks as are lacking beyond that: after the last call the save's own blocks exist,
- * unless the system has no memory or somebody waits for a block. */
+/* Called when a block of a save has been written, and `nr_left` more calls will follow. Makes
+ * memory for as many blocks as are lacking beyond that: after the last call the save's own blocks
+ * exist, unless the system has no memory or a thread waits for a block. */
 void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left);
 
 /* ---- lease.c ---- */
