@@ -427,8 +427,8 @@ TEST(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make)
 	sfr__pool_free(pool);
 }
 
-/* Until `let_go_on` has been met at twice, the thread stands where it is: as one that a busy machine
- * does not let run. */
+/* Until `let_go_on` has been met at twice, the thread stands where it is: as one that a busy
+ * machine does not let run. */
 static pthread_barrier_t let_go_on;
 static __thread bool is_held;
 

@@ -1,5 +1,5 @@
-/* A block that somebody takes over while a thread makes memory of it: its pages stay where they are
- * until the thread has left them, whoever wants to take them meanwhile. */
+/* A block that is taken over while a thread makes its memory: the pages stay until that thread has
+ * left them, even if another thread wants to take them away. */
 #include <sys/syscall.h>
 
 #include "cuda/fake.h"
@@ -51,7 +51,7 @@ static void *make_ahead(void *arg)
 	return arg;
 }
 
-/* Whether the thread sleeps: it holds no lock that anybody else wants, so it waits for the maker. */
+/* Tells whether the thread sleeps. It holds no lock that others want, so it waits for the maker. */
 static bool sleeps(int tid)
 {
 	char path[64], text[256] = "", *state;
@@ -87,8 +87,8 @@ static uint64_t resident(const char *mem, size_t len)
 	return nr * SFR_PAGE;
 }
 
-/* The only block: a maker has made 2 MiB of it, and stands in the next 2 until `take` is through, or
- * waits. Then there is as much as is counted. */
+/* The only block: a maker has made 2 MiB of it, and stands in the next 2 until `take` is through,
+ * or waits. Then there is as much as is counted. */
 static void take_from_a_thread_that_stands(void (*take)(void), uint64_t left)
 {
 	for (int shared = 0; shared < 2; shared++) {
