@@ -1,6 +1,8 @@
 """Fixtures of all tests. Those of one subject are in `fix_*.py`; README.md lists them."""
 
 import contextlib
+import gc
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +25,10 @@ LIMITED = (
 )
 TESTS = ROOT / "tests"
 MIB = 1 << 20
+
+# A forked child collects no garbage of its parent. A process group of gloo, of an earlier test,
+# joins threads that the child does not have: the child hangs, or dies of SIGSEGV.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -66,8 +66,20 @@ def test_ranks_plan_during_the_copy_and_write_after_it(tmp_path, engine, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["view", "queue", "planner"])
-def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, engine, kind):
-    """The second save has its plan, so it is laid out at once."""
+def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, monkeypatch):
+    """The second save has its plan, so it is laid out at once.
+
+    A thread that waits copies what the lane has not begun. So it starts when the lane is held in
+    the midst of the only piece.
+    """
+    prepare = JointSave.prepare
+
+    def prepare_behind_the_lane(*given: Any) -> Any:
+        assert eventually(lambda: copying[-1].hits > 0)
+        return prepare(*given)
+
+    copying: list[Any] = []
+    monkeypatch.setattr(JointSave, "prepare", prepare_behind_the_lane)
 
     class Looking(stock.DefaultSavePlanner):
         def transform_object(self, item: Any, value: Any) -> Any:
@@ -84,7 +96,8 @@ def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, engine, kind):
         }[kind]
         wanted = weight.detach().clone()
         planner = Looking() if kind == "planner" else None
-        with held("lane_copy"):
+        with held("lane_copy") as holding:
+            copying.append(holding)
             response = begin({**state, **trained.state()}, tmp_path / "c", planner=planner)
             assert not eventually(response.staging_completion.done, 0.05)
         trained.step()

@@ -80,7 +80,7 @@ class OffloadedLayers:
                 self._users.setdefault(parameter, []).append(layer)
             self._watch(layer)
         optimizers.watch(self._residents)
-        graph.watch()
+        self._stop_watching = graph.watch(self._ends)
 
     def __enter__(self) -> OffloadedLayers:
         return self
@@ -97,7 +97,7 @@ class OffloadedLayers:
             return
         self._removed = True
         optimizers.unwatch(self._residents)
-        graph.unwatch()
+        self._stop_watching()
         steps = [self._leave, self._gradients.join_all]
         steps += [handle.remove for handle in self._handles]
         steps += [functools.partial(self._residents.give_up_others, ())]

@@ -29,6 +29,7 @@ from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine
 from stillframe._watch import memory_owners, steps
+from stillframe._watch.step_hooks import eager
 
 _MIN_BYTES = 4096  # smaller tensors, such as step counts, stay where the optimizer made them
 
@@ -147,6 +148,7 @@ class OffloadedOptimizerState:
 
     # ---- hooks of the optimizer ----
 
+    @eager
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._state_owner.compare()
         self._come_home()  # an earlier step may have ended in an error
@@ -155,6 +157,7 @@ class OffloadedOptimizerState:
         self._note_groups()
         self._stepping = True
 
+    @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._come_home()
         self._state_owner.note([home for group in self._homes.values() for _, home in group])

@@ -128,12 +128,14 @@ class Residents:
         """Begin a new pass, in which no earlier prefetch is used. Any thread may call it."""
         self._pass += 1
 
+    def all(self) -> list[Tensor]:
+        """Return the tensors of all layers."""
+        return [tensor for layer in self._layers for tensor in layer.tensors]
+
     def reads(self) -> list[Tensor]:
         """Return the tensors of all layers if any of them may be read or prefetched now, else
         none."""
-        if not (self._coming or self._offloader._is_reading()):
-            return []
-        return [tensor for layer in self._layers for tensor in layer.tensors]
+        return self.all() if self._coming or self._offloader._is_reading() else []
 
     def wait(self) -> None:
         """Wait until nothing is read any more."""

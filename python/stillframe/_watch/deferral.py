@@ -101,6 +101,8 @@ class Deferral:
         lists = self.indices, self._numbers, self._tensors, self._versions
         marks = Marks(sources.numbers, sources.rows, *lists)
         owners = list(ownership.living())
+        for unseen in (each for each in owners if each.unseen):
+            unseen.capture_for_others()
         for owner in (*owners, *memory_owners.known):
             before = len(self.indices)
             owner.defer(marks)

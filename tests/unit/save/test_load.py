@@ -715,7 +715,7 @@ def test_check_without_memory_raises_memory_error(tmp_path):
     for call, nth in (("calloc", 1), ("malloc", 1), ("malloc", 2), ("realloc", 1)):
         with (
             open(path, "rb") as file,
-            testing.fault(call, nth=nth, err=errno.ENOMEM),
+            testing.fault(call, nth=nth, sticky=True, err=errno.ENOMEM),
             pytest.raises(MemoryError),
         ):
             _core.check(file.fileno(), True)

@@ -315,20 +315,20 @@ def test_archive_left_to_torch_is_logged_and_closed(into, path, monkeypatch, cap
 def restores(monkeypatch):
     """Every restore that a load opens."""
     opened = []
-    original = load._How.open
+    original = load.How.open
 
     def noted(how, fd):
         found, core = original(how, fd)
         opened.append(core)
         return found, core
 
-    monkeypatch.setattr(load._How, "open", noted)
+    monkeypatch.setattr(load.How, "open", noted)
     return opened
 
 
 def test_missing_placement_is_logged_with_the_reason(path, monkeypatch, caplog, restores):
     monkeypatch.setattr(placement, "may_find", lambda map_location: True)
-    monkeypatch.setattr(placement, "_locations", lambda peek: 1 / 0)
+    monkeypatch.setattr(placement, "_devices", lambda peek, map_location: 1 / 0)
     with caplog.at_level("DEBUG", "stillframe"):
         assert same(stillframe.load(path), small_state())
     assert "by way of host memory: no places were found ahead: ZeroDivisionError" in caplog.text
