@@ -8,8 +8,8 @@ The bytes go one of three roads:
     torch.load   below        What these cannot read: torch's legacy format, TorchScript, archives
                               that another program packed, mmap=True, a fake mode.
 
-Each reads data.pkl once, with two exceptions. torch.load takes no tree that somebody else has
-unpickled, so it begins anew with a file that turns out to be for it. And a load that leaves
+Each reads data.pkl once, with two exceptions. torch.load accepts no tree that other code has
+unpickled, so it reads the pickle of a file left to it again. And a load that leaves
 storages on the devices where they were saved first looks in the pickle for these (placement.py).
 
 Where the pickle does not tell which bytes go where, into= is filled by a copy of a tree that one of
