@@ -13,7 +13,11 @@
  * So a file too many stays as long as the mount hangs, never one too few.
  *
  * A file system that is slow but answers is never overtaken: the promise of order across paths is
- * given up only for one that hangs. */
+ * given up only for one that hangs.
+ *
+ * This is not about speed. Without it, one dead network mount would block the rename of every later
+ * save, even on healthy local disks, and `wait_all` would not return for them.
+ * tests/c/commit/test_aside.c shows the saves that overtake, and what never does. */
 #include <stdio.h>
 
 #include "commit/log_int.h"
