@@ -1,5 +1,5 @@
-/* The reader: what every writer writes is whole. What the system does meanwhile is in
- * test_load_system.c, damage in test_load_damage.c, malice in test_load_hostile.c. */
+/* The reader: files of every writer pass. test_load_system.c tests failing system calls,
+ * test_load_damage.c damage, and test_load_hostile.c malice. */
 #include "archive/layout.h"
 #include "verdict.h"
 

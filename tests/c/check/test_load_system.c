@@ -103,7 +103,7 @@ static struct archive long_archive(char (*names)[208], size_t nr)
 			       i);
 		archive_add(&a, names[i], big, i % 777);
 	}
-	/* A name that occurs twice, far apart: both are read again, each from a piece of its own. */
+	/* A name that occurs twice, far apart: both are read again, each from its own piece. */
 	archive_add(&a, names[0], big, 5);
 	archive_finish(&a);
 	free(big);

@@ -1,5 +1,5 @@
-/* sums.c: threads and the walk reach the same verdict on every file, past the page cache and through
- * it; reads that fail or end early are told; a forked child ends the check by itself. */
+/* sums.c: threads and the walk reach the same verdict on every file, past the page cache and
+ * through it. Failing and short reads are reported. A forked child ends the check by itself. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
@@ -207,7 +207,7 @@ static void short_reads_and_interruptions_and_refused_direct_reads_do_no_harm(vo
 	archive_free(&a);
 }
 
-/* What the disk says once is told, even where another read would succeed. */
+/* A disk error is reported even if another read would succeed. */
 static void read_error_of_a_thread_is_the_error_of_the_check(void)
 {
 	const struct sfr_fault fault = { .call = "pread", .nth = 4, .err = EIO, .limit = -1 };

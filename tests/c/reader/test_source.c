@@ -1,5 +1,5 @@
-/* source.c: every byte is the file's, from the page cache where much of it is in there, and from the
- * disk where it is not. */
+/* source.c: every byte is the file's, from the page cache where much of it is in there, and from
+ * the disk where it is not. */
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>

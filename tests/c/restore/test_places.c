@@ -1,5 +1,5 @@
-/* Where a restore's records go and are looked for: waits that only the owner of the memory could end,
- * headers that say something else than the directory, and pieces of any size. */
+/* Where a restore's records go and are looked for: waits that only the owner of the memory could
+ * end, headers that say something else than the directory, and pieces of any size. */
 #include <errno.h>
 
 #include "restore/open.h"

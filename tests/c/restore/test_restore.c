@@ -102,8 +102,8 @@ static struct archive large(void)
 	return a;
 }
 
-/* With another alignment; a header lies across the end of the first piece, and the data of its record
- * end so many bytes before that of the second, a descriptor across it. */
+/* With another alignment; a header lies across the end of the first piece, and the data of its
+ * record end so many bytes before that of the second, a descriptor across it. */
 static struct archive crossing(size_t left)
 {
 	struct archive a = { .described = true, .zip64 = true, .align = 4096 };

@@ -118,7 +118,7 @@ static void what_one_trace_has_left_is_not_in_the_next(void)
 		one_span(7);
 	atomic_store(&sfr__trace_on, 0);
 	CHECK_EQ(rings(), 1);
-	/* What is left of one trace is not in the next one, nor are its losses. */
+	/* Events and losses of one trace are not in the next. */
 	CHECK_EQ(sfr_trace_start(path), 0);
 	one_span(8);
 	one_span(0); /* of no save: that of the span before has ended */

@@ -1,4 +1,4 @@
-"""What the default cap of a pool makes of the files in which the system tells what it has left."""
+"""The default size of a pool, computed from the files in which the system reports free memory."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def without_a_record(path: Path, new: Path) -> None:
 
 
 def with_a_shorter_record(path: Path, new: Path) -> None:
-    """As torch lays an archive out; the CRC is right."""
+    """Lay a record out as torch does, with the right CRC."""
     writer = torch._C.PyTorchFileWriter(str(new))
     with zipfile.ZipFile(path) as old:
         for name in old.namelist():
