@@ -1,4 +1,4 @@
-"""What `stillframe verify` and `Reader` say of a checkpoint's items: every kind of damage."""
+"""Damage in a checkpoint's items that `stillframe verify` and `Reader` report."""
 
 import errno
 import io
@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fix_checkpoints import open_descriptors, saving
 from fix_dcp import equal, loaded
+from stillframe import _core
 from stillframe._dcp import check
-from stillframe._dcp.check import wrong_in_item
+from stillframe._dcp.check import damage_of_item
 from stillframe._shell import contents
 from stillframe.dcp import Reader
 from stillframe.errors import CorruptCheckpointError
@@ -36,13 +37,13 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def wrong(tmp_path: Path) -> Iterator[Callable[[bytes], str | None]]:
-    """What is wrong with an item that stands between others."""
+    """Return the damage that is reported for an item between two others."""
     fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
 
     def look(item: bytes) -> str | None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"before" + item + b"behind", 0)
-        return wrong_in_item(fd, len(b"before"), len(item))
+        return damage_of_item(fd, len(b"before"), len(item))
 
     yield look
     os.close(fd)
@@ -62,7 +63,7 @@ def packed(*records: tuple[str, bytes], **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def test_an_item_that_is_not_called_damaged_loads_as_it_was_saved(wrong):
+def test_item_that_passes_the_check_loads_as_it_was_saved(wrong):
     whole = archive(torch.tensor(VALUES))
     assert wrong(whole) is None
     said = 0
@@ -76,34 +77,58 @@ def test_an_item_that_is_not_called_damaged_loads_as_it_was_saved(wrong):
     assert said > len(whole)
 
 
-def test_what_was_saved_without_crcs_is_whole(wrong):
+def test_item_without_crcs_passes_the_check(wrong):
     with saving(compute_crc32=False):
         assert wrong(archive(torch.tensor(VALUES))) is None
 
 
-def test_a_record_that_is_packed_or_longer_than_its_item_is_told(wrong):
-    data = bytes(1000)
-    deflated = packed(("a/data.pkl", data), compression=zipfile.ZIP_DEFLATED)
-    assert wrong(deflated) == "a/data.pkl: its bytes are not where they should be"
-    stored = bytearray(packed(("a/data.pkl", data)))
+def test_compressed_record_is_not_called_whole(wrong):
+    records = ("a/data.pkl", bytes(1000)), ("a/version", b"3")
+    deflated = packed(*records, compression=zipfile.ZIP_DEFLATED)
+    assert wrong(deflated) == "it has compressed records, whose bytes cannot be checked"
+
+
+def test_record_that_is_longer_than_its_item_is_named(wrong):
+    stored = bytearray(packed(("a/data.pkl", bytes(1000))))
     directory = stored.index(b"PK\1\2")
     stored[directory + 16 : directory + 28] = b"\0\0\0\0" + 2 * (2000).to_bytes(4, "little")
-    assert wrong(bytes(stored)) == "a/data.pkl: its bytes are not where they should be"
+    assert wrong(bytes(stored)) == "a/data.pkl: it reaches beyond the data of the file"
 
 
-def test_a_record_of_several_pieces_is_compared_to_its_last_byte(wrong, monkeypatch):
-    monkeypatch.setattr(check, "_PIECE", 64)
-    item = bytearray(archive(torch.arange(100)))
-    assert wrong(bytes(item)) is None
-    for number in (0, 50, 99):
-        place = item.index(torch.arange(100).numpy().tobytes()) + number * 8
-        item[place] ^= 1
-        assert wrong(bytes(item)) == "archive/data/0: its bytes do not match their CRC"
-        item[place] ^= 1
+def test_bytes_behind_the_end_of_an_item_are_damage(wrong):
+    assert wrong(archive(torch.tensor(VALUES)) + b"12345") == "5 bytes follow its end"
+
+
+def test_item_in_the_legacy_format_is_no_archive(wrong):
+    buffer = io.BytesIO()
+    torch.save(torch.tensor(VALUES), buffer, _use_new_zipfile_serialization=False)
+    assert wrong(buffer.getvalue()) == "it is in torch's legacy format, which has no checksums"
+
+
+def test_item_of_negative_length_is_refused(tmp_path):
+    with open(tmp_path / "data", "w+b") as file:
+        said = "it cannot have -9 bytes from byte 3 on"
+        assert damage_of_item(file.fileno(), 3, -9) == said
+        assert damage_of_item(file.fileno(), -3, 9) == "it cannot have 9 bytes from byte -3 on"
+
+
+def test_every_byte_of_a_record_is_compared_with_and_without_threads(wrong):
+    item = bytearray(archive(torch.arange(3000)))
+    for threads in (False, True):
+        _core._set_limits(reader_piece_bytes=4096, ahead_bytes=1 if threads else 1 << 40)
+        try:
+            assert wrong(bytes(item)) is None
+            for number in (0, 1500, 2999):
+                place = item.index(torch.arange(3000).numpy().tobytes()) + number * 8
+                item[place] ^= 1
+                assert wrong(bytes(item)) == "archive/data/0: its bytes do not match their CRC"
+                item[place] ^= 1
+        finally:
+            _core._set_limits()
 
 
 class Turned(StreamTransformExtension):
-    """Turns every bit round."""
+    """Inverts every bit."""
 
     @staticmethod
     def registry_name() -> str:
@@ -127,7 +152,7 @@ class Turned(StreamTransformExtension):
         return io.BytesIO(bytes(each ^ 255 for each in data.read()))
 
 
-def test_items_that_only_an_extension_can_read_are_counted_and_left_to_it(tmp_path):
+def test_items_of_an_extension_are_counted_as_unchecked(tmp_path):
     state = {"a": torch.tensor(VALUES), "b": torch.zeros(3)}
     writer = dcp.FileSystemWriter(tmp_path, _extensions=[Turned()])
     dcp.save(state, storage_writer=writer, no_dist=True)
@@ -150,12 +175,12 @@ def bad(directory: Path) -> list[tuple[str, str]]:
     return found.bad
 
 
-def test_a_file_that_cannot_be_opened_or_read_is_told_with_what_it_holds(saved, monkeypatch):
-    def failing(*_: Any) -> int:
+def test_unreadable_file_is_reported_with_its_items(saved, monkeypatch):
+    def failing(*_: Any, **__: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr(check, "_wrong_in_record", failing)
+        patched.setattr(_core, "check", failing)
         assert bad(saved) == [
             ("__0_0.distcp", "Input/output error: it holds a from (0,) and 1 more")
         ]
@@ -169,7 +194,7 @@ DAMAGES = ["no records", "a place that is none", "an offset of nothing", "nothin
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_metadata_that_makes_no_sense_is_damaged(saved, damage):
+def test_nonsensical_metadata_counts_as_damaged(saved, damage):
     metadata = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 9)})
     if damage == "no records":
         del metadata.storage_data
@@ -184,7 +209,7 @@ def test_metadata_that_makes_no_sense_is_damaged(saved, damage):
         check.check(os.fspath(saved), contents.read)
 
 
-def test_a_part_of_a_tensor_is_named_by_where_it_begins(saved):
+def test_shard_of_a_tensor_is_named_with_its_offset(saved):
     index = MetadataIndex("w", torch.Size([4, 0]), 1)
     metadata = Metadata({}, storage_data={index: _StorageInfo("gone.distcp", 0, 9)})
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -195,5 +220,5 @@ def test_a_part_of_a_tensor_is_named_by_where_it_begins(saved):
 def test_a_reader_that_finds_damage_leaves_no_file_open(saved):
     (data,) = saved.glob("*.distcp")
     data.write_bytes(data.read_bytes().replace(b"PK\3\4", b"PK\3\5"))
-    with pytest.raises(CheckpointException, match="its header is missing"):
+    with pytest.raises(CheckpointException, match=r"a is damaged: it is not a torch\.save file"):
         loaded({"a": torch.tensor(VALUES)}, saved, storage_reader=Reader(saved))

@@ -1,0 +1,36 @@
+/* Keeps the records of an archive as its directory lists them; a reader reads by this list. See
+ * places.c. */
+#ifndef SFR_PLACES_H
+#define SFR_PLACES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "archive/read.h"
+
+struct sfr__place {
+	uint64_t hdr_off, len; /* offset of the local header; bytes of data */
+	uint64_t central;      /* offset of its record in the directory */
+	uint32_t crc, stamp;
+	uint32_t name_at; /* offset in the names */
+	uint16_t name_len, flags;
+};
+
+struct sfr__places { /* a zeroed one is an empty list; in the order of the file */
+	struct sfr__place *v;
+	char *names; /* complete names, one after the other */
+	uint64_t nr, cap;
+	size_t names_len, names_cap;
+	size_t prefix_len; /* of the archive's own directory, in front of every name */
+	bool incomplete;   /* a record was left out: it is compressed, or there are too many */
+};
+
+/* Adds a record. -ENOMEM. */
+int sfr__places_add(struct sfr__places *p, const struct sfr__unzip_record *rec, const char *name,
+		    uint64_t central);
+/* Returns the index of the record that the directory has at `central`; p->nr if there is none. */
+uint64_t sfr__places_at(const struct sfr__places *p, uint64_t central);
+void sfr__places_fini(struct sfr__places *p);
+
+#endif

@@ -1,0 +1,148 @@
+/* Computes the offset of each record's data before a byte of it was read.
+ *
+ * The directory gives the offset of a record's local header. The data follow that header, but only
+ * the header itself tells its length. Reading each would cost one disk access a record in a file
+ * that is not cached. But both torch and stillframe fill the header so that the data begin at the
+ * next multiple of the archive's alignment:
+ *
+ *     header   30 bytes, name, a zip64 field if there must be one, at least 4 bytes of padding
+ *
+ * and the archive names that alignment (64 if it does not: an older torch). So the offset is
+ * computed, and compared with the header when that has been read with the rest (piece.c). An
+ * archive that another program has packed again fails there at the first record, and is then read
+ * by torch.load, and checked front to back.
+ *
+ * The last record of stillframe's files, their identification, is not aligned. Its header is beside
+ * the directory, which has just been read. Headers may be hostile: their lengths are compared with
+ * the directory's before they are used in sums.
+ *
+ * The two writers differ in the zip64 field. Past 4 GiB stillframe writes both sizes in it
+ * (archive/write.h), torch the sizes of a long record and the offset of a far one. The first header
+ * in which they differ tells which writer it was. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "archive/write.h"
+#include "reader/reader_int.h"
+#include "base/base.h"
+
+#define TORCH_LONG UINT32_C(0xffffffff) /* from this size on torch does not use 32 bits */
+#define TORCH_PADDING 4u
+#define MOST_ALIGN 32768u
+
+enum writer { STILLFRAME, TORCH };
+
+/* Length of a local header as torch writes it, without the bytes that align its data. */
+static uint64_t torch_local_len(const struct sfr__place *p)
+{
+	const bool is_long = p->len >= TORCH_LONG, is_far = p->hdr_off >= TORCH_LONG;
+	const unsigned zip64_len =
+		(is_long || is_far ? 4u : 0u) + (is_long ? 16u : 0u) + (is_far ? 8u : 0u);
+
+	return SFR__UNZIP_LOCAL + p->name_len + zip64_len + TORCH_PADDING;
+}
+
+static uint64_t data_off(const struct sfr__place *p, uint64_t align, enum writer writer)
+{
+	const uint64_t len = writer == TORCH ? torch_local_len(p) :
+					       sfr__zip_local_len(p->name_len, p->len, p->hdr_off);
+
+	return sfr__round_up(p->hdr_off + len, align);
+}
+
+/* Returns the offset of a record's data according to its header, or -errno, -EOPNOTSUPP. */
+static int64_t look(const struct sfr_reader *r, const struct sfr__place *p)
+{
+	unsigned char header[SFR__UNZIP_LOCAL];
+	int64_t got = sfr__source_some(&r->source, header, sizeof(header), p->hdr_off);
+
+	if (got < 0)
+		return got;
+	if (got != sizeof(header) || (header[26] | header[27] << 8) != p->name_len)
+		return -EOPNOTSUPP; /* a check of the headers reports the damage */
+	return (int64_t)(p->hdr_off + SFR__UNZIP_LOCAL + p->name_len +
+			 (uint64_t)(header[28] | header[29] << 8));
+}
+
+/* Returns the record of this name, without the archive's directory; r->nr if there is none. */
+static uint64_t find(const struct sfr_reader *r, const char *bare)
+{
+	const size_t len = strlen(bare), prefix_len = r->list->prefix_len;
+
+	for (uint64_t i = 0; i < r->nr; i++)
+		if (r->places[i].name_len == prefix_len + len &&
+		    memcmp(r->list->names + r->places[i].name_at + prefix_len, bare, len) == 0)
+			return i;
+	return r->nr;
+}
+
+static int64_t find_align(const struct sfr_reader *r)
+{
+	const uint64_t index = find(r, ".storage_alignment");
+	const struct sfr__place *p = &r->places[index];
+	char digits[8] = "";
+	long align;
+	int64_t at;
+
+	if (index == r->nr)
+		return SFR_ALIGN;
+	if (p->len >= sizeof(digits))
+		return -EOPNOTSUPP;
+	at = look(r, p);
+	if (at >= 0)
+		at = sfr__source_some(&r->source, digits, (size_t)p->len, (uint64_t)at);
+	if (at < 0)
+		return at;
+	align = strtol(digits, NULL, 10);
+	return align >= 1 && align <= MOST_ALIGN ? align : -EOPNOTSUPP;
+}
+
+static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *writer)
+{
+	*writer = TORCH;
+	for (uint64_t i = 0; i < r->nr; i++) {
+		const struct sfr__place *p = &r->places[i];
+		int64_t at;
+
+		if (data_off(p, align, TORCH) == data_off(p, align, STILLFRAME))
+			continue;
+		at = look(r, p);
+		if (at < 0)
+			return (int)at;
+		if ((uint64_t)at == data_off(p, align, STILLFRAME))
+			*writer = STILLFRAME;
+		return 0;
+	}
+	return 0;
+}
+
+int sfr__reader_plan(struct sfr_reader *r)
+{
+	const int64_t align = find_align(r), last = look(r, &r->places[r->nr - 1]);
+	enum writer writer;
+	int rc;
+
+	if (align < 0 || last < 0)
+		return (int)(align < 0 ? align : last);
+	rc = find_writer(r, (uint64_t)align, &writer);
+	if (rc != 0)
+		return rc;
+	for (uint64_t i = 0; i < r->nr; i++) {
+		struct sfr__reader_record *t = &r->records[i];
+		const struct sfr__place *p = &r->places[i];
+		const uint64_t limit = sfr__reader_limit(r, i);
+
+		t->data_off = i + 1 < r->nr ? data_off(p, (uint64_t)align, writer) : (uint64_t)last;
+		if (t->data_off < p->hdr_off + SFR__UNZIP_LOCAL + p->name_len)
+			return -EOPNOTSUPP;
+		if (t->data_off > limit || p->len > limit - t->data_off)
+			return -EOPNOTSUPP;
+		if (t->data_off - p->hdr_off > SFR__READER_HEADER_MAX)
+			return -EOPNOTSUPP;
+		t->left = p->len + 1 + ((p->flags & SFR__UNZIP_DESCRIBED) != 0);
+		if ((p->flags & SFR__UNZIP_DESCRIBED) != 0 && sfr__reader_data_end(r, i) == limit)
+			return -EOPNOTSUPP;
+	}
+	return 0;
+}

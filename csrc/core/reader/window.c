@@ -1,0 +1,64 @@
+/* Keeps a part of a file in memory.
+ *
+ * A reader that goes through a file front to back asks for a few bytes here and a megabyte there.
+ * The window answers from memory, or reads one chunk that begins on a page. So the file is read
+ * once, in calls of one size:
+ *
+ *     file     |-------|-------|-------|-------|-------|    pages
+ *     window           [buf         ^off ..... len   ]      off may be anywhere in it
+ *
+ * Asking backwards works and costs another read. The memory is fixed at the start, so a file cannot
+ * make it grow. */
+#include <errno.h>
+
+#include "reader/window.h"
+#include "base/base.h"
+
+int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
+		     size_t piece)
+{
+	*w = (struct sfr__window){ .cap = cap, .piece = piece };
+	/* A read past the page cache may write to the rest of the last page. */
+	w->mem = sfr_sys.malloc((size_t)sfr__round_up(cap, SFR_PAGE) + SFR_PAGE);
+	if (w->mem == NULL)
+		return -ENOMEM;
+	w->buf = w->mem + (SFR_PAGE - (uintptr_t)w->mem % SFR_PAGE) % SFR_PAGE;
+	sfr__source_open(&w->source, fd, base, way);
+	return 0;
+}
+
+void sfr__window_fini(struct sfr__window *w)
+{
+	if (w->mem != NULL)
+		sfr__source_close(&w->source);
+	sfr_sys.free(w->mem);
+	w->mem = NULL;
+}
+
+int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t limit,
+		    const unsigned char **out, size_t *got)
+{
+	if (off < w->off || off - w->off > w->len || len > w->len - (size_t)(off - w->off)) {
+		size_t lead = (size_t)(off % SFR_PAGE);
+		size_t want = lead + len > w->piece ? lead + len : w->piece;
+		int rc;
+
+		if (off > limit || len > limit - off)
+			return SFR_ECORRUPT; /* impossible: callers compare first */
+		w->off = off - lead;
+		if (want > limit - w->off)
+			want = (size_t)(limit - w->off);
+		if (want > w->cap)
+			/* impossible too; a wrong verdict is better than a wild write */
+			return SFR_ECORRUPT;
+		w->len = 0;
+		rc = sfr__source_read(&w->source, w->buf, want, w->off);
+		if (rc != 0)
+			return rc;
+		w->len = want;
+	}
+	*out = (const unsigned char *)w->buf + (off - w->off);
+	if (got != NULL)
+		*got = w->len - (size_t)(off - w->off);
+	return 0;
+}

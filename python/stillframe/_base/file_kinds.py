@@ -1,0 +1,141 @@
+"""Guesses what a file is that is not a checkpoint, in words that complete "it looks like".
+
+It uses only the file's first bytes, type and name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from typing import Any
+
+_METADATA = re.compile(r"(__\d+)?\.metadata")  # of all ranks, or of one that saved for itself
+_HEAD = 4096  # bytes that are read
+_FIRST_NAME = 512  # the first name is within these bytes: torch names its directory like the file
+_LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # torch's magic number, pickled
+
+_TYPES = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISDIR, "a directory"),
+)
+
+_BEGINNINGS = (
+    (b"\x1f\x8b", "gzip: unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "zstd: unpack it first"),
+    (b"\xfd7zXZ\0", "xz: unpack it first"),
+    (b"BZh", "bzip2: unpack it first"),
+    (b"\x93NUMPY", "an array of numpy.save"),
+    (b"\x89HDF\r\n\x1a\n", "HDF5"),
+    (b"GGUF", "GGUF"),
+    (b"\x80\x02", "a Python pickle"),
+    (b"\x80\x03", "a Python pickle"),
+    (b"\x80\x04", "a Python pickle"),
+    (b"\x80\x05", "a Python pickle"),
+)
+
+SHARD = (
+    "a shard of a torch.distributed.checkpoint directory, which torch.distributed.checkpoint reads"
+)
+SHARDED = (
+    "a torch.distributed.checkpoint directory: `stillframe verify` checks it,"
+    " torch.distributed.checkpoint.load loads it"
+)
+
+
+def is_shard(path: str) -> bool:
+    return path.endswith(".distcp")
+
+
+def is_sharded(names: Iterable[str]) -> bool:
+    """Return whether a directory with these names is a torch.distributed.checkpoint."""
+    return any(_METADATA.fullmatch(name) for name in names)
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file or directory exists. A directory with shards counts only as a complete
+    checkpoint: the metadata is written last and removed first."""
+    if not os.path.isdir(path):
+        return os.path.exists(path)
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return True  # it exists, whatever it is
+    return is_sharded(names) or not any(map(is_shard, names))
+
+
+def describe_directory(path: str) -> str:
+    """Return what a directory is and what reads it, for messages."""
+    try:
+        sharded = is_sharded(os.listdir(path))
+    except OSError:
+        sharded = False
+    return SHARDED if sharded else "a directory: name a file in it"
+
+
+def guess(fd: int, path: str) -> str | None:
+    """Return what an open file looks like, or None if nothing but a checkpoint fits.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    found = os.fstat(fd)
+    for is_type, words in _TYPES:
+        if is_type(found.st_mode):
+            return words
+    head = os.pread(fd, _HEAD, 0)
+    if is_shard(path) and head.startswith(b"PK\3\4"):
+        return SHARD
+    # An empty file, or one of zeros, was a checkpoint whose bytes never reached the disk.
+    if not head.strip(b"\0") or head.startswith(b"PK") or _LEGACY in head[:32]:
+        return None
+    if _is_safetensors(head, found.st_size):
+        return "safetensors, which safetensors.torch.load_file reads"
+    if head[257:262] == b"ustar":
+        return "tar: unpack it first"
+    for beginning, words in _BEGINNINGS:
+        if head.startswith(beginning):
+            return words
+    return "text" if _is_text(head) else None
+
+
+def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
+    """Return why a file that failed the core's check (`found`) is not a checkpoint at all, or None
+    if it is a damaged one."""
+    if (words := guess(fd, path)) is not None:
+        return f"it is not a PyTorch checkpoint; it looks like {words}"
+    no_checkpoint = found["num_bad"] == 0 and "no record" in found["error"]
+    elsewhere = found["num_bad"] > 0 and is_another_zip(fd)  # its directory could be read
+    if found["format"] == "archive" and (no_checkpoint or elsewhere):
+        return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
+    # Unknown, and neither empty nor zeros: bytes that no checkpoint begins with.
+    if found["format"] == "foreign" and os.pread(fd, _HEAD, 0).strip(b"\0"):
+        return "it is not a PyTorch checkpoint"
+    return None
+
+
+def _is_safetensors(head: bytes, nbytes: int) -> bool:
+    return int.from_bytes(head[:8], "little") <= nbytes - 8 and head[8:9] == b"{"
+
+
+def is_another_zip(fd: int) -> bool:
+    """Return whether an archive's first record is in no directory, which is true for an .npz and
+    most zips but for no file of torch. A file of torch whose first name was damaged still contains
+    ``data.pkl`` there."""
+    head = os.pread(fd, _HEAD, 0)
+    name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    return b"/" not in name and b"data.pkl" not in head[:_FIRST_NAME]
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:  # more than one truncated letter
+            return False
+        text = head[: error.start].decode()
+    return all(letter.isprintable() or letter in "\t\r\n\f" for letter in text)

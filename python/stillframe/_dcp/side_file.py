@@ -1,0 +1,168 @@
+"""A second file in a checkpoint's directory, committed together with it: Lightning's `meta.pt`.
+
+Lightning recognises a checkpoint by its `meta.pt` and finds the tensors through `.metadata`. Two
+names cannot change in one step. So the file is written under a name that contains the save's id,
+and `meta.pt` is only a link to it:
+
+    .metadata           contains the id of the save
+    meta.SAVE.pt        the file of that save; written and synced before .metadata is renamed
+    meta.pt             a hard link to it (a copy if the file system has no links)
+
+In a directory without a checkpoint, the link is made before the commit, so that a directory with a
+`.metadata` is always complete. If there is a checkpoint already, the link is removed before the
+commit and made again right after it. A reader of `meta.pt` then finds the old checkpoint, the
+new one, or for a moment none, but never the tensors of one with the counters of the other. `mend`
+makes the link again after a crash in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import logging
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stillframe._base.paths import sync_directory
+from stillframe._dcp.checkpoint import metadata_path
+
+log = logging.getLogger("stillframe")
+
+_SAVE_ID = r"None|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # a uuid, or none was recorded
+
+
+class SideFile:
+    """One save's second file.
+
+    Args:
+        name: The link's name, a stem and a suffix.
+        content: The object that `torch.save` writes. Until the staging has copied it, this is the
+            caller's object.
+    """
+
+    def __init__(self, name: str, content: Any) -> None:
+        self.name = name
+        self.content = content
+
+    def commit(
+        self, directory: str, save_id: str, put_in_place: Callable[[], None], *, durable: bool
+    ) -> None:
+        """Write this file, call `put_in_place()`, and make the link.
+
+        Raises:
+            OSError, Exception: `put_in_place` or writing failed. The directory holds what it held
+                before, or the new checkpoint, which is then not known to be durable.
+        """
+        own, link = _file_of_save(directory, self.name, save_id), os.path.join(directory, self.name)
+        try:
+            _write(self.content, own, durable=durable)
+            if os.path.exists(metadata_path(directory, None)):
+                _remove_link(directory, self.name)
+            else:
+                _link(own, link)
+            put_in_place()
+            _link(own, link)
+            if durable:
+                sync_directory(directory)
+        except BaseException:
+            try:
+                self._undo(directory, own, link, save_id)
+            except Exception as error:  # the first error is the one to raise
+                log.warning("stillframe: %s is left as it is: %s", link, error)
+            raise
+        for other in _files_of_saves(directory, self.name):
+            if other != own:
+                with contextlib.suppress(OSError):
+                    os.unlink(other)
+
+    def _undo(self, directory: str, own: str, link: str, save_id: str) -> None:
+        if _saved_id(directory) != save_id:
+            for path in (link, own) if _is_same(own, link) else (own,):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+        mend(directory, self.name)
+
+
+def mend(directory: str, name: str) -> None:
+    """Make the link again if a save died between the commit and its link.
+
+    Raises:
+        OSError: The link cannot be made.
+    """
+    link = os.path.join(directory, name)
+    named = _files_of_saves(directory, name)
+    if not named or (len(named) == 1 and _is_same(named[0], link)):
+        return
+    own = _file_of_save(directory, name, _saved_id(directory))
+    if own in named and not _is_same(own, link):
+        log.warning("stillframe: %s is made anew: a save into its directory was interrupted", link)
+        _link(own, link)
+
+
+def _file_of_save(directory: str, name: str, save_id: str | None) -> str:
+    stem, suffix = os.path.splitext(name)
+    return os.path.join(directory, f"{stem}.{save_id}{suffix}")
+
+
+def _files_of_saves(directory: str, name: str) -> list[str]:
+    """List the files of all saves. The names must match exactly: the caller removes those files."""
+    stem, suffix = map(re.escape, os.path.splitext(name))
+    of_save = re.compile(rf"{stem}\.({_SAVE_ID}){suffix}")
+    return [
+        os.path.join(directory, each) for each in os.listdir(directory) if of_save.fullmatch(each)
+    ]
+
+
+def _saved_id(directory: str) -> str | None:
+    """Return the id of the save that the directory holds; None if it cannot be read."""
+    try:
+        with open(metadata_path(directory, None), "rb") as file:
+            save_id = pickle.load(file).storage_meta.save_id
+    except Exception:  # no checkpoint, a damaged one, one of another version
+        return None
+    return None if save_id is None else str(save_id)
+
+
+def _remove_link(directory: str, name: str) -> None:
+    """Remove the link, but keep its file under the name that contains the save's id."""
+    link = os.path.join(directory, name)
+    if not os.path.exists(link):
+        return
+    if any(os.path.samefile(each, link) for each in _files_of_saves(directory, name)):
+        os.unlink(link)
+    else:  # Lightning wrote the file itself, or it is a copy
+        os.replace(link, _file_of_save(directory, name, _saved_id(directory)))
+
+
+def _write(content: Any, path: str, *, durable: bool) -> None:
+    with open(path, "xb") as file:
+        torch.save(content, file)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+
+
+def _link(own: str, link: str) -> None:
+    if _is_same(own, link):
+        return
+    temporary = os.path.join(os.path.dirname(link), f".{os.path.basename(link)}.stillframe")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    try:
+        os.link(own, temporary)
+    except OSError:  # a file system without links
+        shutil.copyfile(own, temporary)
+    os.replace(temporary, link)
+
+
+def _is_same(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other) or filecmp.cmp(one, other, shallow=False)
+    except FileNotFoundError:
+        return False

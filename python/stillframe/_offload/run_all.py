@@ -1,0 +1,30 @@
+"""Runs several steps that must all be attempted, even if some of them fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+
+def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
+    """Run each step, whatever the steps before it raised; then raise the first error.
+
+    The later errors are added to it as notes.
+
+    Args:
+        error: An error from before the first step; it counts as the first.
+    """
+    errors = [] if error is None else [error]
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            errors.append(error)
+    if not errors:
+        return
+    try:
+        for other in dict.fromkeys(map(repr, errors[1:])):
+            if other != repr(errors[0]):
+                errors[0].add_note(f"and then: {other}")
+        raise errors[0]
+    finally:
+        errors.clear()  # their tracebacks refer to this frame

@@ -1,0 +1,58 @@
+"""Registered owners of memory that only an optimizer step replaces but no optimizer owns.
+
+Offloaded optimizer state is in new pool memory after every step. An observer would have to learn it
+again each time, so its owner itself says which storages a save may copy after its call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple, Protocol
+
+import torch
+
+from stillframe import _core
+from stillframe._tree.skeleton import SOURCE
+
+
+class Marks(NamedTuple):
+    """The storages of a save, and which of them are copied after its call.
+
+    Attributes:
+        numbers: Each storage's number in the save, by the address of its StorageImpl.
+        rows: One `struct sfr_source` for each storage; marking a storage changes its lane.
+        indices: The numbers of the marked storages.
+        owners: For each tensor over a marked storage, the storage's number.
+        tensors: These tensors.
+        versions: The version counter of each.
+    """
+
+    numbers: _core.Numbers
+    rows: bytearray
+    indices: list[int]
+    owners: list[int]
+    tensors: list[torch.Tensor]
+    versions: list[int]
+
+    def is_late(self, number: int) -> bool:
+        """Return whether the storage with this number is marked."""
+        _, _, lane, _ = SOURCE.unpack_from(self.rows, number * SOURCE.size)
+        return bool(lane)
+
+
+class MemoryOwner(Protocol):
+    """An owner of memory that only an optimizer step replaces but no optimizer owns."""
+
+    def defer(self, marks: Marks) -> None:
+        """Mark the storages of a save that may be copied late, with ``Observer.defer_kept``."""
+
+    def distrust(self, why: str) -> None:
+        """Have everything captured from now on: it was written to while a save copied it."""
+
+
+known: weakref.WeakSet[MemoryOwner] = weakref.WeakSet()
+
+
+def register(owner: MemoryOwner) -> None:
+    """Ask this owner at every save, for as long as it lives."""
+    known.add(owner)

@@ -1,0 +1,148 @@
+/* window.c: whatever is asked, in whatever order, the window shows the file's bytes; and it reads
+ * no more often than it must. */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "reader/window.h"
+#include "base/base.h"
+#include "check.h"
+
+#define LEN 100003u /* not a multiple of anything */
+
+static unsigned char content[LEN];
+static uint64_t rng_state = 0xda3e39cb94b95bdbu;
+
+static uint64_t rng(void)
+{
+	rng_state ^= rng_state << 13;
+	rng_state ^= rng_state >> 7;
+	rng_state ^= rng_state << 17;
+	return rng_state;
+}
+
+static int file_of_content(void)
+{
+	int fd = memfd_create("content", MFD_CLOEXEC);
+
+	for (size_t i = 0; i < LEN; i++)
+		content[i] = (unsigned char)rng();
+	if (fd < 0 || pwrite(fd, content, LEN, 0) != (ssize_t)LEN)
+		abort();
+	return fd;
+}
+
+TEST(whatever_is_asked_is_shown)
+{
+	int fd = file_of_content();
+
+	for (int round = 0; round < 40; round++) {
+		size_t cap = SFR_PAGE * (2 + rng() % 8), piece = 1 + rng() % cap;
+		struct sfr__window w;
+
+		if (!CHECK_EQ(sfr__window_init(&w, fd, 0, SFR__WAY_CACHE, cap, piece), 0))
+			continue;
+		CHECK((uintptr_t)w.buf % SFR_PAGE == 0);
+		for (int i = 0; i < 500; i++) {
+			uint64_t off = rng() % LEN, limit = off + rng() % (LEN - off + 1);
+			size_t len = rng() % (cap - SFR_PAGE), got;
+			const unsigned char *bytes;
+
+			if (len > limit - off)
+				len = (size_t)(limit - off);
+			CHECK_EQ(sfr__window_get(&w, off, len, limit, &bytes, &got), 0);
+			CHECK(got >= len && off + got <= LEN);
+			CHECK(memcmp(bytes, content + off, got) == 0);
+		}
+		sfr__window_fini(&w);
+		sfr__window_fini(&w); /* twice is fine */
+	}
+	(void)close(fd);
+}
+
+TEST(a_walk_from_front_to_back_reads_every_piece_once)
+{
+	int fd = file_of_content();
+	struct sfr__window w;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr__window_init(&w, fd, 0, SFR__WAY_CACHE, 4 * SFR_PAGE, 4 * SFR_PAGE), 0);
+	for (uint64_t off = 0; off < LEN; off++) {
+		const unsigned char *bytes;
+
+		CHECK_EQ(sfr__window_get(&w, off, 1, LEN, &bytes, NULL), 0);
+		CHECK(*bytes == content[off]);
+	}
+	CHECK_EQ(sfr_inject_calls("pread"), (LEN + 4 * SFR_PAGE - 1) / (4 * SFR_PAGE));
+	sfr_inject_remove();
+	sfr__window_fini(&w);
+	(void)close(fd);
+}
+
+TEST(what_is_out_of_bounds_is_refused_and_not_read)
+{
+	int fd = file_of_content();
+	const unsigned char *bytes;
+	struct sfr__window w;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr__window_init(&w, fd, 0, SFR__WAY_CACHE, 2 * SFR_PAGE, SFR_PAGE), 0);
+	CHECK_EQ(sfr__window_get(&w, 5000, 1, 4999, &bytes, NULL), SFR_ECORRUPT);
+	CHECK_EQ(sfr__window_get(&w, 5000, 2, 5001, &bytes, NULL), SFR_ECORRUPT);
+	CHECK_EQ(sfr__window_get(&w, UINT64_MAX, 1, LEN, &bytes, NULL), SFR_ECORRUPT);
+	CHECK_EQ(sfr__window_get(&w, 0, SIZE_MAX, LEN, &bytes, NULL), SFR_ECORRUPT);
+	CHECK_EQ(sfr__window_get(&w, 1, 2 * SFR_PAGE, LEN, &bytes, NULL), SFR_ECORRUPT);
+	CHECK_EQ(sfr_inject_calls("pread"), 0);
+	/* To the last byte of its memory and of the limit it is good. */
+	CHECK_EQ(sfr__window_get(&w, 1, 2 * SFR_PAGE - 1, LEN, &bytes, NULL), 0);
+	CHECK(memcmp(bytes, content + 1, 2 * SFR_PAGE - 1) == 0);
+	CHECK_EQ(sfr__window_get(&w, 5000, 1, 5001, &bytes, NULL), 0);
+	CHECK_EQ(sfr__window_get(&w, LEN, 0, LEN, &bytes, NULL), 0);
+	/* The file ends sooner than the caller was told. */
+	CHECK_EQ(sfr__window_get(&w, LEN - 1, 2, LEN + 10, &bytes, NULL), SFR_ECORRUPT);
+	sfr_inject_remove();
+	sfr__window_fini(&w);
+	(void)close(fd);
+}
+
+static char *advised_from, *advised_to;
+static int (*real_madvise)(void *mem, size_t len, int advice);
+
+static int note_madvise(void *mem, size_t len, int advice)
+{
+	if (!advised_from || (char *)mem < advised_from)
+		advised_from = mem;
+	if ((char *)mem + len > advised_to)
+		advised_to = (char *)mem + len;
+	return real_madvise(mem, len, advice);
+}
+
+/* Memory is asked for before it is read into: never more than the caller's own. */
+TEST(reading_into_memory_makes_no_page_of_somebody_else)
+{
+	const size_t len = 5 * LEN + 1234, before = 3 * SFR_PAGE + 100;
+	char *mem = mmap(NULL, 4 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	char *buf = mem + before;
+	int fd = memfd_create("long", MFD_CLOEXEC);
+
+	if (!CHECK(mem != MAP_FAILED) || !CHECK(fd >= 0 && ftruncate(fd, 4 << 20) == 0))
+		return;
+	real_madvise = sfr_sys.madvise;
+	sfr_sys.madvise = note_madvise;
+	for (size_t i = 1; i <= 4; i++) {
+		advised_from = advised_to = NULL;
+		CHECK_EQ(sfr_fill(fd, buf, i * len, 0), i * len);
+		CHECK(advised_from >= buf && advised_to <= buf + i * len);
+		CHECK(advised_to > buf + i * len - SFR_PAGE);
+	}
+	sfr_sys.madvise = real_madvise;
+	CHECK_EQ(munmap(mem, 4 << 20), 0);
+	(void)close(fd);
+}
+
+int main(void)
+{
+	check_run();
+	return check_done();
+}
