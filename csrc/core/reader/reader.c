@@ -185,7 +185,7 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 }
 
 /* Gets the memory of a thread. -ENOMEM: free_thread frees what there is. */
-static int give_memory(struct sfr__reader_thread *thread, unsigned number)
+static int give_memory(struct sfr__reader_thread *thread)
 {
 	const struct sfr_reader *r = thread->r;
 	const bool lent = r->nr_buffers > 1;
@@ -198,7 +198,6 @@ static int give_memory(struct sfr__reader_thread *thread, unsigned number)
 	mem += (SFR_PAGE - (uintptr_t)mem % SFR_PAGE) % SFR_PAGE;
 	thread->scratch = mem + own;
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
-		thread->buffers[i].number = number * SFR__READER_BUFFERS + i;
 		thread->buffers[i].mem = lent ? r->client->lend(r->self, r->piece) : mem;
 		if (thread->buffers[i].mem == NULL)
 			return -ENOMEM;
@@ -212,7 +211,9 @@ static int start_thread(struct sfr_reader *r)
 	int rc;
 
 	*thread = (struct sfr__reader_thread){ .r = r };
-	rc = give_memory(thread, r->nr_threads);
+	for (unsigned i = 0; i < SFR__READER_BUFFERS; i++)
+		thread->buffers[i].number = r->nr_threads * SFR__READER_BUFFERS + i;
+	rc = give_memory(thread);
 	if (rc == 0)
 		rc = sfr__thread_start(&thread->id, "sfr-reader", SFR__AWAITED, reader_main,
 				       thread);

@@ -235,8 +235,6 @@ static struct sfr_engine *idle_engine(void)
 	sfr_sys.lane_copy = sfr_crc32_copy;
 	t = submit(engine, "a.pt", 0);
 	saving_done(t);
-	while (sfr__pool_lacks(engine->pool))
-		(void)usleep(1000);
 	(void)usleep(20000); /* they sleep by now, or there is nothing to see */
 	hold_the_lane();
 	return engine;
