@@ -187,6 +187,49 @@ static int start_check(struct sfr_check *c)
 	return 0;
 }
 
+/* ---- SUMS ------------------------------------------------------------------- */
+
+static void end_sums(struct sfr_check *c)
+{
+	sfr__reader_free(c->reader);
+	sfr_check_free(c->directory);
+	c->reader = NULL;
+	c->directory = NULL;
+}
+
+/* Checks the directory, and starts the reader when that is done. 0, SFR_EAGAIN, or a reason for the
+ * walk. */
+static int start_sums(struct sfr_check *c)
+{
+	int rc = 0;
+
+	if (c->directory == NULL)
+		rc = sfr_check_new_part(c->fd, c->base, c->result.nbytes,
+					SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &c->directory);
+	if (rc == 0)
+		rc = sfr_check_run(c->directory, sfr__time_left(c->deadline_ns));
+	if (rc != 0)
+		return rc;
+	return c->directory->result.ok ? sfr__check_start_sums(c) : SFR_ECORRUPT;
+}
+
+static int check_sums(struct sfr_check *c)
+{
+	const bool runs = c->reader != NULL;
+	int rc = runs ? sfr__check_sums(c) : start_sums(c);
+
+	if (rc == SFR_EAGAIN)
+		return 0; /* the slice is over */
+	if (runs && rc != -EOPNOTSUPP && rc != SFR_EFORK)
+		return rc;
+	if (!runs && rc == 0)
+		return 0;
+	end_sums(c);
+	c->body_pos = 0;
+	c->state = SFR__CHECK_RECORD;
+	return 0;
+}
+
 /* ---- NAMES ------------------------------------------------------------------- */
 
 /* Reads a directory record's name again, into c->name and c->rec.name_len. */
@@ -327,7 +370,7 @@ int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
 {
 	static int (*const steps[])(struct sfr_check *) = {
 		[SFR__CHECK_START] = start_check,
-		[SFR__CHECK_SUMS] = sfr__check_sums,
+		[SFR__CHECK_SUMS] = check_sums,
 		[SFR__CHECK_RECORD] = sfr__check_next_record,
 		[SFR__CHECK_BYTES] = sfr__check_record_bytes,
 		[SFR__CHECK_SORT] = sort_names,
@@ -367,7 +410,7 @@ void sfr_check_free(struct sfr_check *check)
 	for (uint32_t i = 0; i < check->result.nr_listed; i++)
 		sfr_sys.free(check->bad[i].name);
 	sfr_sys.free(check->bad);
-	sfr__check_end_sums(check);
+	end_sums(check);
 	sfr__names_fini(&check->names);
 	sfr__places_fini(&check->places);
 	sfr__window_fini(&check->dir);

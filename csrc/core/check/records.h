@@ -72,9 +72,11 @@ uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len
 int sfr__check_next_record(struct sfr_check *c);
 int sfr__check_record_bytes(struct sfr_check *c);
 
-/* ---- sums.c: one of the steps ---- */
+/* ---- sums.c: the reader's part of the step SUMS ---- */
 
+/* Starts the reader, when the check of the directory has found nothing. */
+int sfr__check_start_sums(struct sfr_check *c);
+/* Waits for the reader. SFR_EAGAIN; -EOPNOTSUPP or SFR_EFORK: the walk has to read. */
 int sfr__check_sums(struct sfr_check *c);
-void sfr__check_end_sums(struct sfr_check *c);
 
 #endif

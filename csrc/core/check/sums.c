@@ -17,45 +17,18 @@
 #include "check/records.h"
 #include "base/base.h"
 
-void sfr__check_end_sums(struct sfr_check *c)
+int sfr__check_start_sums(struct sfr_check *c)
 {
-	sfr__reader_free(c->reader);
-	sfr_check_free(c->directory);
-	c->reader = NULL;
-	c->directory = NULL;
-}
-
-static int walk(struct sfr_check *c)
-{
-	sfr__check_end_sums(c);
-	c->body_pos = 0;
-	c->state = SFR__CHECK_RECORD;
-	return 0;
-}
-
-/* Starts the reader when the directory is known. 0, SFR_EAGAIN, or a reason to walk. */
-static int start(struct sfr_check *c)
-{
-	struct sfr__reader_spec spec = {
+	const struct sfr__reader_spec spec = {
+		.places = &c->directory->places,
 		.fd = c->fd,
 		.base = c->base,
 		.end = c->end.dir_off,
 		.way = (c->flags & SFR_CHECK_DIRECT) != 0 ? SFR__WAY_DISK : SFR__WAY_CACHE,
 		.flags = SFR__READER_SUMS | SFR__READER_LIST,
 	};
-	int rc = 0;
+	int rc = sfr__reader_new(&spec, &c->reader);
 
-	if (c->directory == NULL)
-		rc = sfr_check_new_part(c->fd, c->base, c->result.nbytes,
-					SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &c->directory);
-	if (rc == 0)
-		rc = sfr_check_run(c->directory, sfr__time_left(c->deadline_ns));
-	if (rc != 0)
-		return rc;
-	if (!c->directory->result.ok)
-		return SFR_ECORRUPT;
-	spec.places = &c->directory->places;
-	rc = sfr__reader_new(&spec, &c->reader);
 	return rc == 0 ? sfr_reader_go(c->reader, spec.places->nr) : rc;
 }
 
@@ -86,26 +59,19 @@ static int conclude(struct sfr_check *c)
 	r->ok = r->nr_bad == 0;
 	c->body_pos = r->nbytes;
 	c->state = SFR__CHECK_DONE;
-	sfr__check_end_sums(c);
 	return 0;
 }
 
 int sfr__check_sums(struct sfr_check *c)
 {
-	int rc;
+	int rc =
+		sfr_reader_wait(c->reader, c->directory->places.nr, sfr__time_left(c->deadline_ns));
 
-	if (c->reader == NULL) {
-		rc = start(c);
-		return rc == 0 || rc == SFR_EAGAIN ? 0 : walk(c);
-	}
-	rc = sfr_reader_wait(c->reader, c->directory->places.nr, sfr__time_left(c->deadline_ns));
 	if (rc == 0)
 		return conclude(c);
-	if (rc == SFR_EAGAIN) {
+	if (rc == SFR_EAGAIN)
 		c->body_pos = sfr_reader_done(c->reader);
-		return 0;
-	}
-	if (rc == -EOPNOTSUPP || rc == SFR_EFORK)
-		return walk(c);
+	if (rc == SFR_EAGAIN || rc == -EOPNOTSUPP || rc == SFR_EFORK)
+		return rc;
 	return sfr__check_unreadable(c, rc);
 }

@@ -26,78 +26,6 @@ struct piece {
 	char *scratch;
 };
 
-/* ---- what counts -------------------------------------------------------------- */
-
-/* Keeps the first damage to a record. False: damage ends the reading. */
-static bool note_locked(const struct sfr_reader *r, struct sfr__reader_record *record,
-			const char *wrong)
-{
-	if ((r->flags & SFR__READER_LIST) != 0 && record->wrong == NULL)
-		record->wrong = wrong;
-	return (r->flags & SFR__READER_LIST) != 0;
-}
-
-/* Deals with damage to a record. False: a failure was recorded. */
-static bool goes_on_after(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong)
-{
-	if (sfr__under(&r->mu, note_locked(r, &r->records[i], wrong)))
-		return true;
-	sfr__reader_fail(r, SFR_ECORRUPT, i, off, wrong);
-	return false;
-}
-
-/* Counts more units of a record. */
-static void got(struct sfr_reader *r, const struct sfr__part *part)
-{
-	static const char other_bytes[] = "its bytes do not match their CRC";
-	struct sfr__reader_record *record = &r->records[part->index];
-	const uint32_t crc = r->places[part->index].crc;
-	bool wrong;
-
-	sfr__lock(&r->mu);
-	record->left -= part->units;
-	record->crc ^= part->crc;
-	/* With torch's compute_crc32=False all CRCs are zero, and the bytes cannot be checked. */
-	wrong = record->left == 0 && (r->flags & SFR__READER_SUMS) != 0 && record->crc != crc &&
-		crc != 0;
-	if (wrong && !note_locked(r, record, other_bytes)) {
-		sfr__unlock(&r->mu);
-		sfr__reader_fail(r, SFR_ECORRUPT, part->index, record->data_off, other_bytes);
-		return;
-	}
-	if (record->left == 0) {
-		atomic_store(&record->good, true);
-		r->nr_good++;
-		if (part->index == r->awaited || r->nr_good == r->nr)
-			(void)pthread_cond_broadcast(&r->news);
-	}
-	sfr__unlock(&r->mu);
-}
-
-void sfr__reader_count(struct sfr_reader *r, struct sfr__buffer *buffer)
-{
-	for (size_t i = 0; i < buffer->nr_parts; i++)
-		got(r, &buffer->parts[i]);
-	buffer->nr_parts = 0;
-}
-
-/* Keeps bytes of a record, to count when the client has finished with the buffer. -ENOMEM. */
-static int keep(struct sfr__buffer *buffer, const struct sfr__part *part)
-{
-	if (buffer->nr_parts == buffer->room) {
-		const size_t room = buffer->room == 0 ? 64 : 2 * buffer->room;
-		struct sfr__part *parts =
-			sfr_sys.realloc(buffer->parts, room * sizeof(*buffer->parts));
-
-		if (parts == NULL)
-			return -ENOMEM;
-		buffer->parts = parts;
-		buffer->room = room;
-	}
-	buffer->parts[buffer->nr_parts++] = *part;
-	return 0;
-}
-
 /* ---- headers and descriptors ---------------------------------------------------- */
 
 static bool covers(const struct piece *p, uint64_t off)
@@ -161,7 +89,7 @@ static int check_header(const struct piece *p, uint64_t i)
 		wrong = sfr__unzip_local_extra(header, header + at, extra_len, &rec);
 	if (wrong == NULL)
 		return 0;
-	return goes_on_after(p->r, i, place->hdr_off, wrong) ? 1 : -1;
+	return sfr__reader_damaged(p->r, i, place->hdr_off, wrong) ? 1 : -1;
 }
 
 /* Checks the descriptor. False: a failure was recorded. */
@@ -183,7 +111,7 @@ static bool check_descriptor(const struct piece *p, uint64_t i)
 	/* Only the header tells whether a descriptor is there at all, and another thread may not
 	 * have checked it yet. */
 	header = check_header(p, i);
-	return header == 0 ? goes_on_after(p->r, i, off, wrong) : header > 0;
+	return header == 0 ? sfr__reader_damaged(p->r, i, off, wrong) : header > 0;
 }
 
 /* ---- the bytes ------------------------------------------------------------------ */
@@ -233,11 +161,11 @@ static bool look_at_record(const struct piece *p, uint64_t i)
 		part.units++;
 	}
 	if (rc == SFR__READER_LATER) {
-		rc = keep(p->buffer, &part);
+		rc = sfr__reader_keep(p->buffer, &part);
 		if (rc < 0)
 			sfr__reader_fail(p->r, rc, i, p->off, NULL);
 	} else if (part.units != 0) {
-		got(p->r, &part);
+		sfr__reader_got(p->r, &part);
 	}
 	return rc >= 0;
 }

@@ -339,18 +339,6 @@ void sfr__reader_sleep(struct sfr_reader *r, uint64_t deadline_ns)
 	sfr__unlock(&r->mu);
 }
 
-void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t off,
-		      const char *reason)
-{
-	sfr__lock(&r->mu);
-	if (r->failure.code == 0)
-		r->failure = (struct sfr_reader_failure){ code, index, off, reason };
-	r->stop = true;
-	(void)pthread_cond_broadcast(&r->work);
-	(void)pthread_cond_broadcast(&r->news);
-	sfr__unlock(&r->mu);
-}
-
 const struct sfr_reader_failure *sfr_reader_failure(const struct sfr_reader *r)
 {
 	return &r->failure;

@@ -76,7 +76,15 @@ int sfr__reader_plan(struct sfr_reader *r);
  * [first, last). */
 void sfr__reader_piece(struct sfr__reader_thread *thread, struct sfr__buffer *buffer, uint64_t off,
 		       size_t len, uint64_t first, uint64_t last);
-/* piece.c: counts the bytes of a buffer that the client has finished with. */
+/* ---- verdict.c, with sfr__reader_fail ---- */
+
+/* Deals with damage to a record. False: a failure was recorded. */
+bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong);
+/* Counts more units of a record. */
+void sfr__reader_got(struct sfr_reader *r, const struct sfr__part *part);
+/* Keeps bytes of a record, to count when the client has finished with the buffer. -ENOMEM. */
+int sfr__reader_keep(struct sfr__buffer *buffer, const struct sfr__part *part);
+/* Counts the bytes of a buffer that the client has finished with. */
 void sfr__reader_count(struct sfr_reader *r, struct sfr__buffer *buffer);
 
 #endif

@@ -243,7 +243,7 @@ def test_intact_shard_is_recognised_and_its_directory_checked(sharded, capsys):
     [
         ("bit", "layer.3", "do not match their CRC"),
         ("cut", "layer.4", "the file ends at"),
-        ("shifted", "layer.3", "it is no archive: something in it would be before its beginning"),
+        ("shifted", "layer.3", "it is not a torch.save file"),
         ("gone", "__0_0.distcp", "the file is missing"),
         ("metadata", None, "cannot be read"),
     ],
