@@ -73,6 +73,31 @@ def both(*models: nn.Module) -> Any:
     return zip(*(model.parameters() for model in models), strict=True)
 
 
+class InTurn(torch.autograd.Function):
+    """Runs one backward after the other inside its own, the second through a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with torch.enable_grad():
+            numbers(5).requires_grad_().sum().backward()
+            ctx.layer(numbers(6).requires_grad_()).sum().backward()
+        return grad, None
+
+
+def test_node_finds_its_pass_again_behind_a_backward_of_its_own(either: str) -> None:
+    model = mlp(depth=1)
+    plain = copy.deepcopy(model)
+    with offload_layers(model, device="cpu"):
+        for each in (plain, model):
+            InTurn.apply(numbers(0).requires_grad_(), each).sum().backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
 def test_model_that_dies_offloaded_gives_autograd_its_engine_back(either):
     before = VARIABLE._execution_engine
     model = mlp(depth=1)
