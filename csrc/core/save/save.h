@@ -115,14 +115,13 @@ extern const struct sfr__log_ops sfr__save_log_ops;
 /* Renames the file and ends the ticket. False: the save was cancelled before. */
 bool sfr__save_commit(struct sfr_ticket *t);
 
-/* ---- stage_cuda.c ---- */
+/* ---- stage_device.c ---- */
 /* Makes a new ticket's device parts from its image. -ENOMEM. */
 int sfr__cuda_parts_new(struct sfr_ticket *t);
-/* Queues the copies of captured sources on devices and takes samples there. SFR_EAGAIN and
+/* Queues the copies of captured sources on devices, takes samples there, and makes the caller's
+ * streams wait for both. SFR_EAGAIN and
  * SFR_EEXHAUSTED as sfr_save_capture; other failures become the ticket's. */
 int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns);
-/* Makes the caller's streams wait for the queued copies. */
-void sfr__cuda_capture_end(struct sfr_ticket *t);
 /* Hands the device parts to their lanes, or releases them if the save was abandoned or is
  * failing. */
 void sfr__cuda_launch(struct sfr_ticket *t);

@@ -122,7 +122,7 @@ static void many_small_storages_are_copied_in_few_calls(void)
 
 /* ---- how much is in flight ---- */
 
-static void as_many_pieces_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate(void)
+static void as_many_portions_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate(void)
 {
 	static const uint64_t most[] = { 3, 9 };
 
@@ -219,7 +219,7 @@ static void *sum(void *arg)
 	return NULL;
 }
 
-/* The call itself waits for checksums; nobody else does. */
+/* The call waits for checksums. It sleeps until the lane tells it, and the lane sleeps in between. */
 static void a_call_that_makes_checksums_sleeps_too_and_they_are_right(void)
 {
 	struct sfr_engine *engine;
@@ -228,12 +228,13 @@ static void a_call_that_makes_checksums_sleeps_too_and_they_are_right(void)
 	pthread_t caller;
 
 	engine = begin_on_device(32, 2);
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* makes the lane */
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		one.sources[i].lane = SFR_LANE_HOST;
+	atomic_store(&sleeper, lane_of(engine)->thread);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_CHECK_BYTES, &t), 0);
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(pthread_create(&caller, NULL, sum, t), 0);
-	atomic_store(&sleeper, caller);
 	await_sleep();
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(pthread_join(caller, NULL), 0);
@@ -248,7 +249,7 @@ static void a_call_that_makes_checksums_sleeps_too_and_they_are_right(void)
 
 /* ---- what is used again ---- */
 
-static void pieces_and_events_are_used_again(void)
+static void portions_and_events_are_used_again(void)
 {
 	struct sfr_engine *engine;
 	uint32_t nr = 0;
@@ -257,7 +258,8 @@ static void pieces_and_events_are_used_again(void)
 	for (int i = 0; i < 12; i++)
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 	sfr__lock(&lane_of(engine)->mu);
-	for (struct sfr__cuda_piece *each = lane_of(engine)->free_pieces; each; each = each->next)
+	for (struct sfr__cuda_portion *each = lane_of(engine)->free_portions; each;
+	     each = each->next)
 		nr++;
 	CHECK(lane_of(engine)->nr_events <= 12);
 	sfr__unlock(&lane_of(engine)->mu);
@@ -338,11 +340,11 @@ int main(void)
 	sfr_sys.clock_gettime = counted_clock;
 	dir = saving_dir();
 	RUN(many_small_storages_are_copied_in_few_calls);
-	RUN(as_many_pieces_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate);
+	RUN(as_many_portions_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate);
 	RUN(a_lane_sleeps_between_its_looks_at_the_device);
 	RUN(an_engine_that_has_nothing_to_do_sleeps);
 	RUN(a_call_that_makes_checksums_sleeps_too_and_they_are_right);
-	RUN(pieces_and_events_are_used_again);
+	RUN(portions_and_events_are_used_again);
 	RUN(memory_for_samples_is_kept_and_never_too_small);
 	saving_rmdir(dir);
 	return check_done();

@@ -1,4 +1,4 @@
-/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (device/order.c), of
+/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (stage/transfer.h), of
  * saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it may. */
 #include <sched.h>
 
