@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from fix_dcp import equal, zeroed
 from fix_ranks import Model, Notes, fails, forked, join, loads_as, locals_of, wait_for
+from fix_waits import eventually
 from killed_ranks import KILLS, after_kills, few_killed, killed, killed_at
 from stillframe import dcp
 from stillframe._dcp import checkpoint
@@ -404,6 +405,8 @@ def groups(path: Path, rank: int) -> Notes:
     join(path / "store6", rank, 2)
     rounds.save = save_by_dcp
     gc.collect()
+    # The thread that has told the last save's end may hold the group for a moment longer.
+    eventually(lambda: len(api._saver._rounds) == 0)
     threads = sum(each.name == "sf-dcp" for each in threading.enumerate())
     return {"good": good, "says": says, "kept": len(api._saver._rounds), "threads": threads}
 
