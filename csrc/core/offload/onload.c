@@ -23,23 +23,16 @@
 #include "stage/transfer.h"
 
 struct sfr_onload {
-	struct sfr__transfer
-		transfer; /* without a lane: nothing was queued, as the device had failed */
+	/* without a lane: nothing was queued, because the device had failed */
+	struct sfr__transfer transfer;
 	struct sfr_engine *engine; /* a reference; constant, like the next */
 	uint64_t fork_generation;
 	/* a reference, and a hold until the copies have completed; NULL: none */
 	struct sfr_snapshot *from;
 
-	bool ordered; /* some stream waits; used by callers only */
-	atomic_bool landed;
-	bool lost;                      /* the device died under the copies; constant once landed */
-	struct sfr__cuda_timer waiting; /* of the first stream that waits; used by callers only */
+	bool ordered;                   /* some stream waits; used by callers only, like the next */
+	struct sfr__cuda_timer waiting; /* of the first stream that waits */
 };
-
-static bool has_landed(const struct sfr_onload *onload)
-{
-	return atomic_load_explicit(&onload->landed, memory_order_acquire);
-}
 
 static bool foreign(const struct sfr_onload *onload)
 {
@@ -68,25 +61,14 @@ static void landed(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, 
 	struct sfr_onload *onload = sfr__container(tr, struct sfr_onload, transfer);
 
 	(void)portion; /* there is only one */
-	onload->lost = !ok;
-	if (onload->from && !ok)
+	if (!onload->from)
+		return;
+	if (!ok)
 		sfr__snapshot_lost(onload->from);
+	sfr_snapshot_unhold(onload->from);
 }
 
-static void over(struct sfr__transfer *tr)
-{
-	struct sfr_onload *onload = sfr__container(tr, struct sfr_onload, transfer);
-	struct sfr__cuda_lane *lane = tr->lane;
-
-	if (onload->from)
-		sfr_snapshot_unhold(onload->from);
-	sfr__lock(&lane->mu);
-	atomic_store_explicit(&onload->landed, true, memory_order_release);
-	pthread_cond_broadcast(&lane->cv_wait);
-	sfr__unlock(&lane->mu); /* after this the onload may be freed */
-}
-
-static const struct sfr__transfer_ops ops = { .landed = landed, .over = over };
+static const struct sfr__transfer_ops ops = { .landed = landed };
 
 /* Makes the lane's stream wait for copies into the sources. False: it cannot. */
 static bool follow(struct sfr_onload *onload)
@@ -125,17 +107,14 @@ static int start(struct sfr_onload *onload, uint32_t device, CUstream stream,
 	struct sfr__transfer *tr = &onload->transfer;
 	int rc = sfr__transfer_begin(tr, &onload->engine->cuda_lanes, device, SFR__CUDA_IN, stream);
 
-	if (!tr->lane) {
-		if (onload->from)
-			sfr_snapshot_unhold(onload->from); /* `over` is not called */
-		return rc;
+	if (tr->lane) {
+		rc = queue(onload, copies, nr);
+		if (!tr->err.code)
+			sfr__transfer_staged(tr);
+		sfr__transfer_end(tr);
 	}
-	/* nobody reads it yet */
-	atomic_store_explicit(&onload->landed, false, memory_order_relaxed);
-	rc = queue(onload, copies, nr);
-	if (!tr->err.code)
-		sfr__transfer_staged(tr);
-	sfr__transfer_end(tr);
+	if (onload->from && !tr->flew)
+		sfr_snapshot_unhold(onload->from); /* `landed` is not called */
 	return rc;
 }
 
@@ -178,7 +157,6 @@ static int make(struct sfr_engine *engine, struct sfr_snapshot *from, struct sfr
 	onload->transfer.ops = &ops;
 	onload->engine = engine;
 	onload->fork_generation = engine->fork_generation;
-	atomic_init(&onload->landed, true);
 	rc = from ? sfr_snapshot_hold(from) : 0;
 	if (rc < 0) {
 		free_onload(onload);
@@ -223,7 +201,7 @@ static bool order(struct sfr_onload *onload, const struct sfr_stream *stream)
 	struct sfr__cuda_scope scope;
 	bool timed, done;
 
-	if (has_landed(onload)) /* also if there is no lane and nothing was queued */
+	if (sfr__transfer_is_over(&onload->transfer)) /* also without a lane */
 		return true;
 	timed = sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS &&
 		!onload->ordered && !sfr__cuda_is_capturing(lane->cu, of);
@@ -255,7 +233,7 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 	*copying_ns = *waited_ns = 0;
 	if (foreign(onload))
 		return SFR_EFORK;
-	if (!has_landed(onload))
+	if (!sfr__transfer_is_over(&onload->transfer))
 		return SFR_EAGAIN;
 	if (onload->waiting.begin && !onload->engine->closed) {
 		known = sfr__cuda_enter(&scope, lane->cu, lane->context) != CUDA_SUCCESS ||
@@ -269,19 +247,11 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)
 {
-	struct sfr__cuda_lane *lane = onload->transfer.lane;
-	uint64_t deadline = sfr__deadline(slice_ns);
-	int rc = 0;
-
 	if (foreign(onload))
 		return SFR_EFORK;
-	if (has_landed(onload) || slice_ns == 0)
-		return has_landed(onload) ? 0 : SFR_EAGAIN;
-	sfr__lock(&lane->mu);
-	while (!has_landed(onload) && rc == 0)
-		rc = sfr__cond_wait(&lane->cv_wait, &lane->mu, deadline);
-	sfr__unlock(&lane->mu);
-	return has_landed(onload) ? 0 : rc;
+	if (slice_ns == 0)
+		return sfr__transfer_is_over(&onload->transfer) ? 0 : SFR_EAGAIN;
+	return sfr__transfer_wait(&onload->transfer, sfr__deadline(slice_ns));
 }
 
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
@@ -290,24 +260,16 @@ void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 	if (foreign(onload))
 		return;
 	*out = onload->transfer.err;
-	if (has_landed(onload) && onload->lost)
+	if (sfr__transfer_is_over(&onload->transfer) && onload->transfer.lost)
 		/* constant once the lane is dead */
 		sfr__err_set(out, -EIO, SFR_PHASE_STAGE, onload->transfer.lane->why);
 }
 
 void sfr_onload_put(struct sfr_onload *onload)
 {
-	struct sfr__cuda_lane *lane;
-
 	if (!onload || foreign(onload))
 		return;
-	lane = onload->transfer.lane;
 	(void)sfr_onload_wait(onload, SFR_FOREVER); /* cannot return anything but 0 */
-	/* waits for the lane's thread to leave over() */
-	if (lane) {
-		sfr__lock(&lane->mu);
-		sfr__unlock(&lane->mu);
-	}
 	free_onload(onload);
 }
 

@@ -417,7 +417,7 @@ static void stage(struct sfr__task *task)
 			sfr__cuda_poll(lane);
 		/* A block of this save in flight may be the one to wait for, so the wait is short
 		 * and the loop polls. */
-		if (!sfr__cuda_refuses(lane, &tr->err))
+		if (!sfr__transfer_died(tr))
 			rc = fill_next(part, part->deferred, &blk, 100 * 1000);
 	}
 	if (rc == SFR_EEXHAUSTED)

@@ -21,9 +21,7 @@ struct sfr__snapshot_part {
 	struct sfr_snapshot *snapshot; /* constant, like the next */
 	uint32_t device;
 	CUstream stream; /* the caller's current stream */
-	/* the lane's until the transfer is over */
-	int64_t torn;
-	bool lost; /* the device died under the copies */
+	int64_t torn;    /* the lane's until the transfer is over */
 };
 
 static struct sfr__snapshot_part *part_of(struct sfr__transfer *tr)
@@ -104,7 +102,6 @@ static void landed(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, 
 	struct sfr__snapshot_part *part = part_of(tr);
 
 	(void)portion; /* there is only one */
-	part->lost = !ok;
 	if (ok)
 		part->torn = sfr__snapshot_compare(part->snapshot, part->device + 1, &tr->samples);
 	else
@@ -117,7 +114,7 @@ static void over(struct sfr__transfer *tr)
 	struct sfr_snapshot *s = part->snapshot;
 	struct sfr_err err = { .index = -1 };
 
-	if (part->lost)
+	if (tr->lost)
 		/* constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	atomic_fetch_add_explicit(&s->copying_ns, tr->copying.ns, memory_order_relaxed);

@@ -11,37 +11,74 @@
 /* Gives S back, unless a thread is about to use it. */
 static void drop_staged_locked(struct sfr__transfer *tr)
 {
-	if (tr->nr_users != 0 || tr->nr_waits != 0)
+	if (tr->nr_waits != 0)
 		return;
 	sfr__cuda_event_put_locked(tr->lane, tr->staged);
 	tr->staged = NULL;
 }
 
-/* Counts one user less. The last one settles the transfer. */
+/* Counts one user less. The last one settles the transfer: nobody can become a user beside it. */
 static void put(struct sfr__transfer *tr)
 {
+	void (*over)(struct sfr__transfer *tr) = tr->ops->over;
 	struct sfr__cuda_lane *lane = tr->lane;
-	bool over;
+	bool last;
 
 	sfr__lock(&lane->mu);
-	over = --tr->nr_users == 0;
-	drop_staged_locked(tr);
-	pthread_cond_broadcast(&lane->cv_wait);
+	last = tr->nr_users == 1;
+	if (!last) {
+		tr->nr_users--;
+		pthread_cond_broadcast(&lane->cv_wait);
+	}
 	sfr__unlock(&lane->mu);
-	if (!over)
+	if (!last)
 		return;
 	sfr__cuda_store_put(lane, &tr->store);
 	/* ready: the copies have ended */
 	(void)sfr__cuda_timer_read(lane, &tr->copying);
-	tr->ops->over(tr);
+	sfr__lock(&lane->mu);
+	drop_staged_locked(tr);
+	tr->nr_users = 0; /* without `over` it may be freed from here on */
+	pthread_cond_broadcast(&lane->cv_wait);
+	sfr__unlock(&lane->mu);
+	if (over)
+		over(tr);
 }
 
 static void landed(struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__transfer *tr = portion->of;
 
-	tr->ops->landed(tr, portion, ok);
+	if (!ok)
+		tr->lost = true;
+	if (tr->ops->landed)
+		tr->ops->landed(tr, portion, ok);
 	put(tr);
+}
+
+int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns)
+{
+	struct sfr__cuda_lane *lane = tr->lane;
+	int rc = 0;
+
+	if (sfr__transfer_is_over(tr))
+		return 0;
+	sfr__lock(&lane->mu);
+	while (tr->nr_users != 0 && rc == 0)
+		rc = sfr__cond_wait(&lane->cv_wait, &lane->mu, deadline_ns);
+	rc = tr->nr_users == 0 ? 0 : rc;
+	sfr__unlock(&lane->mu);
+	return rc;
+}
+
+bool sfr__transfer_died(struct sfr__transfer *tr)
+{
+	bool dead = sfr__cuda_is_dead(tr->lane);
+
+	if (dead)
+		/* constant once the lane is dead */
+		sfr__err_set(&tr->err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
+	return dead;
 }
 
 /* ---- begin: E --------------------------------------------------------------------------- */
@@ -122,7 +159,7 @@ static void queue(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 
-	if (tr->pinned.nr + tr->others.nr > 0 && !tr->err.code && !sfr__cuda_is_dead(lane)) {
+	if (tr->pinned.nr + tr->others.nr > 0 && !tr->err.code && !sfr__transfer_died(tr)) {
 		tr->touched = true; /* a failed call may have queued some copies */
 		if (tr->timed)
 			sfr__cuda_timer_begin(lane, &tr->copying, lane->stream);
@@ -143,6 +180,7 @@ static void fly(struct sfr__transfer *tr)
 
 	tr->portion->landed = landed;
 	tr->portion->of = tr;
+	tr->flew = true;
 	sfr__lock(&lane->mu);
 	tr->nr_users++;
 	sfr__unlock(&lane->mu);
@@ -160,7 +198,7 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 		return;
 	sfr__cuda_turn_begin(tr->lane);
 	queue(tr);
-	unused = !tr->touched && (!portion->memory || sfr__cuda_refuses(tr->lane, &tr->err));
+	unused = !tr->touched && (!portion->memory || sfr__transfer_died(tr));
 	if (!unused)
 		fly(tr);
 	sfr__cuda_turn_end(tr->lane);
@@ -285,8 +323,7 @@ bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len)
 	while (tr->nr_users > 1)
 		(void)sfr__cond_wait(&lane->cv_wait, &lane->mu, SFR_FOREVER);
 	sfr__unlock(&lane->mu);
-	(void)sfr__cuda_refuses(lane, &tr->err);
-	return tr->err.code == 0;
+	return !sfr__transfer_died(tr) && tr->err.code == 0;
 }
 
 /* ---- C and S ---------------------------------------------------------------------------- */
@@ -366,7 +403,8 @@ bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *strea
 	done = put_wait(lane, (CUstream)(uintptr_t)stream->handle, event);
 	sfr__lock(&lane->mu);
 	tr->nr_waits--;
-	drop_staged_locked(tr);
+	if (tr->nr_users == 0)
+		drop_staged_locked(tr);
 	sfr__unlock(&lane->mu);
 	return done;
 }

@@ -24,9 +24,9 @@
  *                           │      end, and nothing was sent or all of it has landed     ▲
  *                           └────────────────────────────────────────────────────────────┘
  *
- * `nr_users` counts the thread that queues and the portions in flight. The thread that makes it zero
- * calls ops->over once, and does not touch the transfer afterwards. A refused begin leaves no lane,
- * and nothing is called.
+ * `nr_users` counts the thread that queues and the portions in flight. The last one settles the
+ * transfer, once, and does not touch it afterwards. A refused begin leaves no lane, and nothing is
+ * called.
  *
  * An error does not stop the events: copies are skipped from then on, and portions that have some
  * are sent all the same. On a device that died, nobody can know what became of a copy (`ok` is
@@ -44,13 +44,13 @@
 #include "stage/samples.h"
 
 struct sfr__transfer_ops {
-	/* The copies of a portion have completed; on the lane's thread. */
+	/* The copies of a portion have completed; on the lane's thread. May be NULL. */
 	void (*landed)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok);
 	/* Nothing was queued to the portion's memory, because the device was dead. NULL for a client
 	 * whose portions have none. On the thread that queues. */
 	void (*unused)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion);
 	/* Nothing is queued or in flight any more; the client may free the transfer. On the lane's
-	 * thread, or in sfr__transfer_end. */
+	 * thread, or in sfr__transfer_end. NULL for a client that waits before it frees it. */
 	void (*over)(struct sfr__transfer *tr);
 };
 
@@ -66,6 +66,7 @@ struct sfr__transfer {
 	struct sfr__cuda_batch pinned, others; /* added and not queued */
 	struct sfr__cuda_portion *portion;     /* the next one; NULL: nothing is added */
 	uint64_t bytes;                        /* in the next portion */
+	bool flew;                             /* a portion was sent */
 	bool touched;                          /* copies were queued since the client's last send */
 	bool slowly;  /* small portions, and few in flight; only on the lane's thread */
 	bool timed;   /* the copies that are queued next are measured */
@@ -76,10 +77,12 @@ struct sfr__transfer {
 	struct sfr__cuda_store store;
 	struct sfr__cuda_timer copying;
 
+	bool lost; /* the device died under a portion; constant when it is over */
+
 	/* guarded by lane->mu */
-	uint32_t nr_users;
-	uint32_t nr_waits; /* threads about to insert a wait for S */
-	CUevent staged;    /* S; NULL: could not be recorded, or is not needed any more */
+	_Atomic uint32_t nr_users; /* also read without the lock */
+	uint32_t nr_waits;         /* threads about to insert a wait for S */
+	CUevent staged;            /* S; NULL: could not be recorded, or is not needed any more */
 };
 
 /* Gets the device's lane, enters its context on this thread, and makes the lane wait for the
@@ -87,6 +90,13 @@ struct sfr__transfer {
  * SFR_ECLOSED or SFR_ECAPTURING: refused. */
 int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
 			enum sfr__cuda_way way, CUstream stream);
+/* Whether all copies have ended, or none was begun. Takes no lock. */
+static inline bool sfr__transfer_is_over(const struct sfr__transfer *tr)
+{
+	return tr->nr_users == 0;
+}
+/* Waits until the transfer is over. 0 or SFR_EAGAIN. */
+int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns);
 /* Enters and leaves the context, around the functions below. The lane's thread has entered it. */
 bool sfr__transfer_enter(struct sfr__transfer *tr);
 void sfr__transfer_leave(struct sfr__transfer *tr);
@@ -108,6 +118,8 @@ bool sfr__transfer_store(struct sfr__transfer *tr, const struct sfr__sampled *so
 /* Queues copies that gather samples of the sources, which it frees; NULL: there was no memory. */
 void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
 			  uint64_t seed);
+/* Whether the device has died; then err says why. */
+bool sfr__transfer_died(struct sfr__transfer *tr);
 /* Sends the portion, if there is one. */
 void sfr__transfer_send(struct sfr__transfer *tr);
 /* Queues the copies, and makes the caller's stream wait for them (C). */
