@@ -1,5 +1,5 @@
 # make demo   train a small model, save it with Lightning's plugin and with ours, show the difference
-# make test   C tests under sanitizers, then the Python tests
+# make test   the Python tests, beside C tests under sanitizers
 # make build  .venv in which `import stillframe` works
 # make lint   ruff, mypy, clang-format, sentences (make format applies what ruff and clang-format ask for)
 # make bench  what a save costs beside its peers, and what the machine could do at best
@@ -89,12 +89,18 @@ $(VENV)/bin/pip:
 demo: build
 	$(PY) examples/demo/demo.py $(ARGS)
 
-# Of the C programs, six run under ThreadSanitizer too, others every day.
-test: build asan
-	$(PY) -m pytest $(ARGS)
-ifeq ($(ARGS),)
-	@$(MAKE) --no-print-directory tsan-daily
-endif
+# Of the C programs, six run under ThreadSanitizer too, others every day. They mostly wait, for disks
+# and for one another, so they run beside pytest; what they say follows behind.
+C_LOG := build/c-tests.log
+
+test: build
+	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan
+	@echo "C tests run beside these and follow in $(C_LOG)"; \
+	$(MAKE) --no-print-directory asan $(if $(ARGS),,tsan-daily) >$(C_LOG) 2>&1 & c=$$!; \
+	trap 'kill $$c' INT TERM; \
+	$(PY) -m pytest $(ARGS); status=$$?; \
+	wait $$c || status=1; \
+	cat $(C_LOG); exit $$status
 
 BASE  ?= HEAD
 FILES ?=
@@ -185,7 +191,8 @@ $(VENV)/.wheel: $(VENV)/.requirements
 # ---- the C tests: programs of their own, each in a process of its own -----------------------
 
 C_FORMATTED := $(shell find csrc tests/c -name "*.[ch]" | LC_ALL=C sort)
-C_HEADERS   := $(filter csrc/core/%.h tests/c/%.h,$(C_FORMATTED))
+C_HEADERS   := $(filter csrc/core/%.h,$(C_FORMATTED))
+C_TEST_HEADERS := $(filter tests/c/%.h,$(C_FORMATTED))
 C_CORE      := $(patsubst csrc/core/%.c,%.o,$(filter csrc/core/%.c,$(C_FORMATTED)))
 FAKE_CUDA   := $(filter tests/c/cuda/fake_cuda%.c,$(C_FORMATTED))
 C_TESTS     := $(basename $(notdir $(wildcard tests/c/*/test_*.c)))
@@ -203,10 +210,10 @@ programs-$(1): $$(C_PROGRAMS_$(1)) build/$(1)/libfake_cuda.so
 build/$(1)/core/%.o: csrc/core/%.c $(C_HEADERS)
 	@mkdir -p $$(@D) && echo "  $(1) $$<"
 	@$(CC) $(C_FLAGS) $(2) -Icsrc/core -c $$< -o $$@
-build/$(1)/libfake_cuda.so: $(FAKE_CUDA) $(C_HEADERS)
+build/$(1)/libfake_cuda.so: $(FAKE_CUDA) $(C_HEADERS) $(C_TEST_HEADERS)
 	@mkdir -p $$(@D) && echo "  $(1) $$@"
 	@$(CC) $(C_FLAGS) $(2) -fPIC -shared -Icsrc/core -Itests/c $(FAKE_CUDA) -o $$@
-build/$(1)/test_%: test_%.c $(C_HEADERS) $(C_CORE:%=build/$(1)/core/%)
+build/$(1)/test_%: test_%.c $(C_HEADERS) $(C_TEST_HEADERS) $(C_CORE:%=build/$(1)/core/%)
 	@echo "  $(1) $$<"
 	@$(CC) $(C_FLAGS) $(2) -Icsrc/core -Itests/c $$(filter %.c %.o,$$^) -ldl -o $$@
 endef

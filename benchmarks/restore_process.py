@@ -33,7 +33,7 @@ class Load(NamedTuple):
 def prepare() -> None:
     """Import everything, so that the first call does not pay for it."""
     import torch
-    from stillframe._shell import cli  # noqa: F401
+    from stillframe._shell import verify  # noqa: F401
     from torch.distributed import checkpoint  # noqa: F401
 
     torch.set_num_threads(2)
@@ -85,10 +85,10 @@ def load(path: str, way: str) -> Load:
 
 
 def verify(path: str) -> float:
-    from stillframe._shell import cli
+    from stillframe._shell.verify import verify_file
 
     start = time.perf_counter()
-    finding = cli.verify_file(path)
+    finding = verify_file(path)
     seconds = time.perf_counter() - start
     if not finding.ok:
         raise BenchError(f"{path}: {finding.error}")

@@ -1,7 +1,9 @@
-/* The whole test framework of the C tests: one program a part, one static function a test.
+/* The whole test framework of the C tests: one program a part, one function a test.
  *
- *     static void a_short_write_is_gone_on_with(void) { ... CHECK(x == y); ... }
- *     int main(void) { RUN(a_short_write_is_gone_on_with); return check_done(); }
+ *     TEST(short_write_is_continued) { ... CHECK(x == y); ... }
+ *     int main(void) { check_run(); return check_done(); }
+ *
+ * check_run() runs the tests in the order in which they stand in the file.
  *
  * A failed check prints where it stands and is counted; the test goes on, so a check that
  * the rest depends on is written `if (!CHECK(x)) return;`. The program exits 0 (all well),
@@ -85,6 +87,30 @@ static inline void check__run(void (*test)(void), const char *name)
 			     check__skip                ? ": skipped" :
 							  "");
 	(void)fflush(stdout);
+}
+
+struct check__test {
+	void (*run)(void);
+	const char *name;
+};
+
+#define CHECK_MAX_TESTS 64
+static struct check__test check__tests[CHECK_MAX_TESTS];
+static int check__nr_known;
+
+/* The constructors of a file run in the order in which they stand in it. */
+#define TEST(test)                                                                                 \
+	static void test(void);                                                                    \
+	__attribute__((constructor)) static void check__add_##test(void)                           \
+	{                                                                                          \
+		check__tests[check__nr_known++] = (struct check__test){ test, #test };             \
+	}                                                                                          \
+	static void test(void)
+
+static inline void check_run(void)
+{
+	for (int i = 0; i < check__nr_known; i++)
+		check__run(check__tests[i].run, check__tests[i].name);
 }
 
 /* To be followed by a return from the test. */

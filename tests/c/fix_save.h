@@ -2,7 +2,7 @@
 #ifndef FIX_SAVE_H
 #define FIX_SAVE_H
 
-#include "save/save.h"
+#include "save/jobs.h"
 #include "fix_dir.h"
 
 #define SAVE_LEN (5u * SFR_PAGE)

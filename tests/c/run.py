@@ -1,4 +1,4 @@
-"""Runs C test programs, each in a process of its own, and says how they ended.
+"""Runs C test programs, each in a process of its own, as many at a time as there are CPUs.
 
     python tests/c/run.py {asan,tsan,valgrind} PROGRAM...
     python tests/c/run.py daily N PROGRAM...    # prints N of them, others every day
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TIMEOUT_S = {"asan": 300, "tsan": 300, "valgrind": 600}
@@ -60,13 +61,13 @@ def run(tool: str, program: Path) -> str:
     status = process.returncode
     output += late
     outcome = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
-    print(f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s", flush=True)
-    text = output.decode(errors="replace").rstrip()
-    if outcome != "passed":
-        print(text, f"[exit status {status}]", sep="\n")
-    for line in text.splitlines():
-        if outcome == "passed" and line.endswith(": skipped"):
-            print(line, flush=True)  # what a program that passed has left out, and why
+    told = [f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s"]
+    lines = output.decode(errors="replace").rstrip().splitlines()
+    if outcome == "passed":  # what it has left out, and why
+        told += [line for line in lines if line.endswith(": skipped")]
+    else:
+        told += [*lines, f"[exit status {status}]"]
+    print("\n".join(told), flush=True)  # at once: others run beside it
     return outcome
 
 
@@ -81,7 +82,11 @@ def main(tool: str, programs: list[str]) -> int:
         print(*daily(int(programs[0]), programs[1:]))
         return 0
     print(f"C tests ({tool})", flush=True)
-    outcomes = [run(tool, Path(program)) for program in programs]
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    try:
+        outcomes = list(pool.map(lambda program: run(tool, Path(program)), programs))
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for what runs, and begins nothing
     passed, failed, skipped = map(outcomes.count, ("passed", "failed", "skipped"))
     print(f"{tool}: {passed} passed, {failed} failed, {skipped} skipped", flush=True)
     return 0 if passed and not failed else 1

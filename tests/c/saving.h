@@ -6,7 +6,7 @@
 #include "check/check.h"
 #include "check/records.h"
 #include "memory/pool_int.h"
-#include "save/save.h"
+#include "save/jobs.h"
 #include "fix_dir.h"
 
 enum {

@@ -16,8 +16,7 @@ from fix_training import adamw
 from fix_waits import eventually, leased
 from stillframe._base import device as _device
 from stillframe._save import completion
-from stillframe._snapshot.copy import Copy
-from stillframe._snapshot.ordinary import ordinary_copy
+from stillframe._snapshot.copy import Copy, ordinary_copy
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import assert_same, few_threads, now, warmed_up
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from fix_lightning import loader, package, trainer
 from fix_waits import eventually
 from stillframe._dcp import checkpoint
-from stillframe._lightning import sharded_save
+from stillframe._lightning import sharded
 from stillframe._save import ordered
 from stillframe.testing import fault, slow
 from torch.distributed.fsdp import fully_shard
@@ -325,7 +325,7 @@ def warns(path, rank, pkg):
 
 def call_fails(path, rank, pkg):
     """On rank 1, which cannot copy its state: all ranks raise that, once."""
-    submit = sharded_save._saved
+    submit = sharded._saved
 
     def broken(saver, state, *args):
         state["unknown"] = Broken()
@@ -333,14 +333,14 @@ def call_fails(path, rank, pkg):
 
     def save(trainer):
         if rank == 1:
-            sharded_save._saved = broken
+            sharded._saved = broken
         raised = []
         for number in range(2):
             try:
                 trainer.save_checkpoint(path / f"c{number}")
             except Exception as error:
                 raised.append(str(error))
-            sharded_save._saved = submit
+            sharded._saved = submit
         notes["said"] = raised
 
     notes = {}

@@ -10,7 +10,7 @@ from fix_callers import save_and_look, waits
 from fix_holds import held_until_awaited
 from fix_lightning import at, load, loader, trainer
 from stillframe._lightning import ranks
-from stillframe._lightning.caller import Fabric
+from stillframe._lightning.callers import Fabric
 from stillframe._lightning.trainers import Trainers
 from stillframe.testing import fault, slow
 

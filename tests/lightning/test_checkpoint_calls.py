@@ -7,11 +7,10 @@ import pytest
 import stillframe
 from fix_lightning import at, load, loader, trainer
 from stillframe import _core
-from stillframe._lightning import checkpoints, links, options
+from stillframe._lightning import checkpoints, rotation, writers
 from stillframe._lightning.companion import _file_exists
-from stillframe._lightning.options import PluginOptions
 from stillframe._lightning.plugin import saves_by_itself
-from stillframe._lightning.writers import Writers
+from stillframe._lightning.writers import PluginOptions, Writers
 from stillframe._save.engine import is_closed
 from stillframe._save.options import SaveOptions
 from stillframe.testing import fault, held
@@ -80,7 +79,7 @@ def test_a_relative_name_is_not_removed_before_loggers_are_told(
 @pytest.mark.parametrize("durable", [True, False])
 def test_links_are_as_durable_as_the_plugins_files(lit, tmp_path, monkeypatch, durable):
     asked = []
-    monkeypatch.setattr(links, "make_link", lambda *_, durable: not asked.append(durable))
+    monkeypatch.setattr(rotation, "make_link", lambda *_, durable: not asked.append(durable))
     plugin = lit.AsyncCheckpointIO(durable=durable)
     plugin._checkpoints.link(None, tmp_path / "a.ckpt", tmp_path / "last.ckpt")
     plugin.teardown()
@@ -92,7 +91,7 @@ def test_a_trainer_that_is_made_finds_the_saves_before_it_on_the_disk(
 ):
     drained, drain = [], _core.log_drain
     monkeypatch.setattr(_core, "log_drain", lambda *given: drained.append(drain(*given)))
-    assert plugin._checkpoints._current_work().pending == []
+    assert plugin._checkpoints._current_work().saves == []
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     trainer(lit, tmp_path, plugin=plugin)
     assert drained and (tmp_path / "a.ckpt").exists()
@@ -110,7 +109,7 @@ def test_the_end_of_a_wait_for_a_save_is_ctrl_cs_own(lit, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "error_of", interrupted)
+        patch.setattr(checkpoints, "wait_for_end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.save_checkpoint(tmp_path / "a.ckpt")
     stillframe.wait_all()
@@ -133,6 +132,28 @@ def test_what_breaks_off_a_save_of_all_ranks_swallows_no_later_error(plugin, cal
     (tmp_path / "a.ckpt").mkdir()
     with pytest.raises(stillframe.SaveError, match="directory"):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    plugin.teardown()
+
+
+def test_error_of_a_save_outlives_an_exception_before_the_barrier(plugin, calls, tmp_path):
+    (tmp_path / "a.ckpt").mkdir()
+    with pytest.raises(ZeroDivisionError), calls.together(Strategy()):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        raise ZeroDivisionError
+    with pytest.raises(stillframe.SaveError, match="directory"):
+        plugin.teardown()
+
+
+def test_wait_all_raises_the_errors_that_no_save_has_raised(plugin, tmp_path):
+    with fault("rename", sticky=True):
+        with held("fdatasync"):
+            for name in ("a", "b"):
+                plugin.save_checkpoint(STATE, tmp_path / f"{name}.ckpt")
+        _core.log_drain(None)
+    with pytest.raises(stillframe.SaveError, match=r"a\.ckpt"):
+        plugin.save_checkpoint(STATE, tmp_path / "c.ckpt")
+    with pytest.raises(stillframe.SaveError, match=r"b\.ckpt"):
+        stillframe.wait_all()
     plugin.teardown()
 
 
@@ -226,7 +247,7 @@ def test_an_engine_that_was_made_to_check_the_options_is_closed(lit, monkeypatch
             super().__init__(**given)
             made.append(self)
 
-    monkeypatch.setattr(options, "Engine", Engine)
+    monkeypatch.setattr(writers, "Engine", Engine)
     lit.AsyncCheckpointIO(max_in_flight=3)
     assert [is_closed(each) for each in made] == [True]
 

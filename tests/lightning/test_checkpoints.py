@@ -120,7 +120,7 @@ def test_no_more_saves_wait_for_the_disk_than_are_allowed(lit, tmp_path, disk):
 
     class Look(lit.Callback):
         def on_train_batch_start(self, *args):
-            under_way.append(sum(not save.done() for save in plugin._checkpoints._work.pending))
+            under_way.append(sum(not save.done() for save in plugin._checkpoints._work.saves))
 
     callbacks = [Look(), every_steps(lit, tmp_path / "c", 1, save_top_k=-1)]
     trainer(lit, tmp_path, plugin=plugin, callbacks=callbacks).fit(lit.Model(), loader())

@@ -11,7 +11,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import PACKAGES, assert_same, copied, every_steps, load, loader, package, trainer
-from stillframe._lightning.wraps import Wraps
+from stillframe._lightning.trainers import Wraps
 from stillframe._watch import gate
 from stillframe.testing import slow
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from fix_callers import save_and_look, waits
 from fix_lightning import SLURM, at, load, loader, trainer
-from stillframe._lightning.pending import Work
+from stillframe._lightning.work import Work
 from stillframe.testing import slow
 
 
@@ -123,18 +123,18 @@ def test_a_handler_that_saves_behind_a_save_leaves_it_the_newest(
     lit, tmp_path, sigusr2, monkeypatch
 ):
     """Loggers are told of the newest save of whoever goes on after the handler."""
-    collect, plugin, newest = Work.collect_ended, lit.AsyncCheckpointIO(), []
+    next_error, plugin, newest = Work.next_error, lit.AsyncCheckpointIO(), []
 
-    def interrupted(self, but=None):
+    def interrupted(self):
         if not newest:
             newest.append("is being saved")
             os.kill(os.getpid(), sigusr2)
             time.sleep(0.01)
-        collect(self, but)
+        return next_error(self)
 
     def look(run):
         signal.signal(sigusr2, lambda *_: run.save_checkpoint(tmp_path / "handler.ckpt"))
-        monkeypatch.setattr(Work, "collect_ended", interrupted)
+        monkeypatch.setattr(Work, "next_error", interrupted)
         run.save_checkpoint(tmp_path / "a.ckpt")
         newest.append(os.path.basename(plugin._checkpoints._work.newest.path))
 

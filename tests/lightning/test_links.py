@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from stillframe._base import paths
-from stillframe._lightning import links
+from stillframe._lightning import rotation
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ REPLACED = ("replace", ".last.ckpt.stillframe-link")
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_link_is_in_its_place_before_its_directory_is_synced(place, tmp_path, done, durable):
-    assert links.make_link(*place, durable=durable)
+    assert rotation.make_link(*place, durable=durable)
     assert done == [REPLACED, ("sync_directory", tmp_path.name)][: 1 + durable]
     assert os.readlink(place[1]) == "a.ckpt"
 
@@ -51,7 +51,7 @@ def test_a_copy_that_stands_for_a_link_is_synced_before_it_is_there(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "symlink", refuse)
-    assert links.make_link(*place, durable=durable)
+    assert rotation.make_link(*place, durable=durable)
     synced = [("sync_file", REPLACED[1]), REPLACED, ("sync_directory", tmp_path.name)]
     assert done == (synced if durable else [REPLACED])
     assert not os.path.islink(place[1])
@@ -62,7 +62,7 @@ def test_a_copy_that_stands_for_a_link_is_synced_before_it_is_there(
 
 def test_what_a_process_that_died_has_left_is_used_up(place, tmp_path):
     os.symlink("gone.ckpt", tmp_path / ".last.ckpt.stillframe-link")
-    assert links.make_link(*place, durable=True)
+    assert rotation.make_link(*place, durable=True)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "last.ckpt"]
     assert os.readlink(place[1]) == "a.ckpt"
 
@@ -72,9 +72,9 @@ def test_a_link_names_a_file_in_whatever_way_it_says_so(place, tmp_path):
     link = str(tmp_path / "links" / "last.ckpt")
     for text in ("../a.ckpt", f"../../{tmp_path.name}/a.ckpt", place[0]):
         os.symlink(text, link)
-        assert links.names(link, place[0]), text
-        assert not links.names(link, str(tmp_path / "b.ckpt"))
+        assert rotation.names(link, place[0]), text
+        assert not rotation.names(link, str(tmp_path / "b.ckpt"))
         os.unlink(link)
     shutil.copy(place[0], link)
-    assert not links.names(link, place[0])
-    assert not links.names(str(tmp_path / "nothing"), place[0])
+    assert not rotation.names(link, place[0])
+    assert not rotation.names(str(tmp_path / "nothing"), place[0])

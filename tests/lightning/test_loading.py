@@ -10,7 +10,7 @@ import stillframe
 import torch
 from fix_checkpoints import flip, offset_of_storage
 from fix_memory import in_a_child, resident
-from stillframe._lightning import reading
+from stillframe._lightning import writers
 from stillframe._watch import gate
 
 STATE = {"x": torch.arange(5000.0), "n": 3}
@@ -49,7 +49,7 @@ def test_what_is_trusted_is_what_lightning_trusts(options, pkg, path):
     assert ends[0] is ends[1]
 
 
-@pytest.mark.parametrize("name", reading._FORCED)
+@pytest.mark.parametrize("name", writers._FORCED)
 @pytest.mark.parametrize("weights_only", [None, True, False])
 def test_what_the_environment_says_of_trust_counts(name, weights_only, pkg, path, monkeypatch):
     torch.save({"x": NotAllowed()}, path)
@@ -80,7 +80,7 @@ def test_the_ranks_of_a_node_share_what_its_disk_reads(
     world, on_the_node, shared, pkg, path, monkeypatch
 ):
     asked = []
-    monkeypatch.setattr(reading, "load", lambda path, **how: asked.append(how))
+    monkeypatch.setattr(writers, "load", lambda path, **how: asked.append(how))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: world is not None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

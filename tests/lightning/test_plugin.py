@@ -14,7 +14,7 @@ from fix_holds import held_until_awaited
 from fix_lightning import VERSION, load
 from lightning.fabric.plugins import TorchCheckpointIO
 from stillframe import _core
-from stillframe._lightning import waiting
+from stillframe._lightning import work
 from stillframe.testing import held, slow
 
 STATE = {"x": torch.arange(12.0), "n": 3}
@@ -352,7 +352,7 @@ def test_the_plugin_is_pickled_with_its_options_alone(pkg, tmp_path):
     copy.save_checkpoint(STATE, tmp_path / "b.ckpt")
     copy.teardown()
     assert load(tmp_path / "b.ckpt")["n"] == 3
-    assert copy._checkpoints._options == plugin._checkpoints._options
+    assert copy._checkpoints.writers.options == plugin._checkpoints.writers.options
     assert copy in sys.modules["stillframe._lightning.plugin"].live
 
 
@@ -394,9 +394,9 @@ def test_a_short_wait_says_nothing(lit, tmp_path, capfd):
 
 
 def test_where_there_is_no_stderr_a_wait_says_nothing(monkeypatch):
-    monkeypatch.setattr(waiting, "DELAY_S", 0.0)
+    monkeypatch.setattr(work, "DELAY_S", 0.0)
     monkeypatch.setattr(sys, "stderr", None)
-    waiting.WaitingLine([])._run()
+    work.WaitingLine([])._run()
 
 
 def test_a_terminal_gets_a_progress_bar(lit, tmp_path, monkeypatch):

@@ -3,18 +3,18 @@
 import os
 import threading
 from concurrent.futures import CancelledError
-from types import SimpleNamespace
 
 import pytest
 import stillframe
 from stillframe import _core
 from stillframe._base.paths import Place
-from stillframe._lightning import links, pending, rotation
+from stillframe._lightning import rotation
 from stillframe._lightning.rotation import Rotation
+from stillframe._lightning.work import Failed, Work, is_failure
 from stillframe._lightning.wrapped import Inner
 from stillframe._save import ordered
 from stillframe._save.engine import is_closed
-from stillframe._save.handle import SkippedSave
+from stillframe._save.handle import SaveHandle
 
 
 class Telling:
@@ -32,9 +32,21 @@ class Telling:
             raise self.error
 
 
+def refuse(what, error, **how):
+    raise error
+
+
 @pytest.fixture
 def files():
-    return Rotation(lambda place: None, durable=True)
+    return Rotation(lambda place: None, durable=True, failed=refuse)
+
+
+@pytest.fixture
+def work():
+    work = Work(lambda place: None, durable=True)
+    yield work
+    work.newest_is_early = False
+    work.take_error()  # wait_all of a later test would raise what is left
 
 
 @pytest.fixture
@@ -79,7 +91,7 @@ def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, pl
     assert not files.held
     files.wait()
     place("old.ckpt")
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
@@ -93,7 +105,7 @@ def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place,
     files.remove(old)
     files.remove(newer)
     assert os.path.exists(old)
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt"]
 
 
@@ -101,18 +113,18 @@ def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
 def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_path):
     inner = Inner(lit.TorchCheckpointIO(), lit.TorchCheckpointIO)
-    files = Rotation(lambda place: inner, durable=True)
+    files = Rotation(lambda place: inner, durable=True, failed=refuse)
     old, newer, link = place("old.ckpt"), place("newer.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(newer)
     files.remove(old)
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
@@ -120,7 +132,7 @@ def test_behind_a_run_a_file_goes_by_hand_whatever_links_have_named_in_it(files,
     one, other, link = place("one.ckpt"), place("other.ckpt"), Place.of(tmp_path / "last.ckpt")
     for source in (one, other, one):
         files.link(source, link)
-    assert files.finish() is None
+    files.finish()
     files.remove(one)
     files.release(all_of_them=True)
     files.wait()
@@ -135,7 +147,7 @@ def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
     files.link(old, link)
     files.remove(old)
     files.link(newer, link)
-    assert files.finish() is None
+    files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "newer.ckpt"]
 
 
@@ -143,13 +155,13 @@ def test_links_say_nothing_of_how_saves_ended(files, place, tmp_path):
     older, newer = place("older.ckpt"), place("newer.ckpt")
     files.link(Place.of(tmp_path / "never.ckpt"), Place.of(tmp_path / "last.ckpt"))
     files.remove(older)
-    assert files.finish() is None
+    files.finish()
     assert not os.path.exists(older)  # no save failed
     rotation.note_unmade(tmp_path / "never.ckpt")
     files.link(newer, Place.of(tmp_path / "last.ckpt"))
     other = place("other.ckpt")
     files.remove(other)
-    assert files.finish() is None
+    files.finish()
     assert os.path.exists(other)  # one did
     stillframe.save({}, tmp_path / "good.pt")
 
@@ -165,7 +177,7 @@ def test_a_save_of_what_is_no_path_has_failed_like_any(files, place, tmp_path):
 
 def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, monkeypatch):
     waited = threading.Event()
-    make_link, wait_for_key = links.make_link, ordered.wait_for_key
+    make_link, wait_for_key = rotation.make_link, ordered.wait_for_key
 
     def make(*names, **options):
         waited.wait(60)
@@ -175,10 +187,10 @@ def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, mon
         waited.set()
         wait_for_key(key)
 
-    monkeypatch.setattr(links, "make_link", make)
+    monkeypatch.setattr(rotation, "make_link", make)
     monkeypatch.setattr(ordered, "wait_for_key", wait)
     files.link(place("new.ckpt"), Place.of(tmp_path / "last.ckpt"))
-    assert files.finish() is None
+    files.finish()
     has_waited = waited.is_set()
     waited.set()
     assert has_waited and os.path.exists(tmp_path / "last.ckpt")
@@ -187,10 +199,10 @@ def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, mon
 def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        links, "make_link", lambda *names, durable: bool(asked.append(durable)) or True
+        rotation, "make_link", lambda *names, durable: bool(asked.append(durable)) or True
     )
     for durable in (True, False):
-        files = Rotation(lambda place: None, durable=durable)
+        files = Rotation(lambda place: None, durable=durable, failed=refuse)
         files.link(place("a.ckpt"), Place.of(tmp_path / "last.ckpt"))
         files.finish()
     assert asked == [True, False]
@@ -222,13 +234,14 @@ def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
     assert not files.held
 
 
-def test_at_the_end_every_call_is_made_and_the_first_error_told(files, place):
+def test_the_end_makes_every_call_and_keeps_each_error(work, place):
     calls, errors = [], [RuntimeError("first"), None, RuntimeError("last")]
-    files.publications += [
+    work.rotation.publications += [
         Telling(place(name), calls, error=error) for name, error in zip("abc", errors, strict=True)
     ]
-    assert files.finish() is errors[0]
+    work.drain(close=True)
     assert calls == ["a", "b", "c"]
+    assert [work.next_error() for _ in range(3)] == [errors[0], errors[2], None]
 
 
 def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
@@ -241,7 +254,7 @@ def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
 
     files.publications.append(Looking(place("a"), [], due=False))
     files.remove(place("a"))
-    assert files.finish() is None
+    files.finish()
     assert seen == [True] and os.listdir(tmp_path) == []
 
 
@@ -292,16 +305,11 @@ def test_a_link_comes_behind_a_remove_of_its_name(files, place, tmp_path):
     files.remove(link)
     assert files.held
     files.link(newer, link)
-    assert files.finish() is None
+    files.finish()
     assert os.readlink(link) == "newer.ckpt"
 
 
 # ---- whose error, whose engine ----
-
-
-@pytest.fixture
-def work(files):
-    return pending.Work(files)
 
 
 def test_an_engine_that_a_handler_made_meanwhile_serves_and_the_other_one_is_closed(work):
@@ -309,43 +317,59 @@ def test_an_engine_that_a_handler_made_meanwhile_serves_and_the_other_one_is_clo
     assert work.use(first) is first
     assert work.use(second) is first
     assert is_closed(second) and not is_closed(first)
-    assert work.drain(close=True) is None
+    work.drain(close=True)
     assert is_closed(first)
 
 
-def test_a_save_is_taken_off_the_list_once(work, tmp_path):
-    handle = SkippedSave("a")
-    work.pending.append(handle)
-    assert work.discard(handle)
-    assert not work.discard(handle)
+class Writing(SaveHandle):
+    """A save that is written until somebody waits for it; `at_wait()` runs in that wait."""
+
+    def __init__(self, error=None, at_wait=lambda: None):
+        super().__init__("written")
+        self.ends_with, self.at_wait = error, at_wait
+
+    def _wait_until_ended(self, deadline):
+        if not self._outcome.settled:
+            self.at_wait()
+            self._outcome.settle(None, self.ends_with)
 
 
-def over(error=None, cancelled=None):
-    """A save that has ended so."""
+def test_each_error_is_told_once_the_oldest_first(work):
+    earlier, of_link, own = OSError("earlier"), OSError("of a link"), OSError("own")
+    work.saves += [Failed("a", earlier), Failed("b", CancelledError())]
+    work.add_failed("last.ckpt", of_link)
+    work.add(Failed("c", own), early=True)
+    assert work.next_error() is earlier
+    assert isinstance(work.next_error(), CancelledError)
+    assert work.next_error() is of_link
+    assert work.next_error() is None
+    assert work.saves == [work.newest]  # a later call tells its error
 
-    def exception():
-        if cancelled is not None:
-            raise cancelled
-        return error
 
-    outcome = SimpleNamespace(is_collected=lambda: False)
-    return SimpleNamespace(done=lambda: True, exception=exception, _outcome=outcome)
+def test_error_of_a_save_that_the_call_waited_for_comes_first(work):
+    earlier, own = OSError("earlier"), OSError("own")
+    work.add(Failed("a", earlier), early=True)
+    work.add(Failed("b", own), early=False)
+    assert work.take_error() is own
+    assert own.__notes__ == ["Another checkpoint failed as well: earlier"]
+    assert work.saves == [] and work.next_error() is None
 
 
-def test_errors_are_those_of_earlier_saves_and_of_links_and_cancelled_ones_count(work):
-    earlier, own, cancelled = OSError("earlier"), OSError("own"), CancelledError()
-    of_link = OSError("of a link")
-    work.pending += [over(earlier), over(cancelled=cancelled), over(own)]
-    work.rotation.errors.append(of_link)
-    newest = work.pending[-1]
-    work.collect_ended(but=newest)
-    assert work.errors == [earlier, cancelled, of_link]
-    assert work.pending == [newest]
-    work.newest = newest
-    work.forget_newest()  # it was raised
-    assert work.pending == []
-    assert work.take_error() is earlier
-    assert len(earlier.__notes__) == 2 and work.next_error() is None
+def test_error_that_all_ranks_raise_replaces_that_of_the_newest_save(work):
+    work.add(Writing(OSError("own")), early=True)
+    work.forget_newest()
+    assert work.saves == []
+    work.forget_newest()  # another one took it meanwhile
+
+
+def test_error_that_wait_all_raises_is_not_raised_again(work):
+    work.add(Failed("a", stillframe.StillframeError("earlier")), early=True)
+    work.add(Failed("b", stillframe.StillframeError("later")), early=True)
+    for message in ("earlier", "later"):
+        with pytest.raises(stillframe.StillframeError, match=message):
+            stillframe.wait_all()
+    work.drain(close=True)
+    assert work.next_error() is None and work.saves == []
 
 
 def test_anything_at_all_is_under_way(work, place):
@@ -353,9 +377,9 @@ def test_anything_at_all_is_under_way(work, place):
     work.engine = stillframe.Engine()
     assert work.under_way()
     work.drain(close=True)
-    work.pending.append(SkippedSave("a"))
+    work.add_failed("a", OSError("full"))
     assert work.under_way()
-    work.drain(close=True)
+    work.take_error()
     work.rotation.remove(place("a"))
     assert work.under_way()
     work.drain(close=True)
@@ -368,52 +392,50 @@ def test_anything_at_all_is_under_way(work, place):
     assert not work.under_way()
 
 
-def test_an_end_that_broke_off_still_has_the_error_that_it_waited_for(work):
+def test_an_interrupted_drain_keeps_the_error_that_it_waited_for(work):
     error, ends = OSError("full"), [KeyboardInterrupt(), None]
 
-    def exception():
+    def interrupt():
         if (end := ends.pop(0)) is not None:
             raise end
-        return error
 
-    handle = over()
-    handle.exception = exception
-    work.pending.append(handle)
+    work.add(Writing(error, interrupt), early=True)
     with pytest.raises(KeyboardInterrupt):
         work.drain(close=True)
-    assert work.drain(close=True) is None
-    assert work.errors == [error]
+    work.drain(close=True)
+    assert work.next_error() is error
 
 
-def test_the_end_is_that_of_a_save_that_came_meanwhile_too(work):
-    """As of a signal handler, in the middle of the wait for another."""
+def test_drain_waits_for_a_save_that_a_handler_made_meanwhile(work):
     error = OSError("full")
-    first, second = over(), over(error)
-
-    def exception():
-        work.pending.append(second)
-
-    first.exception = exception
-    work.pending.append(first)
-    assert work.drain(close=True) is None
-    assert work.errors == [error] and work.pending == []
+    second = Writing(error)
+    first = Writing(at_wait=lambda: work.saves.append(second))
+    work.add(first, early=True)
+    work.drain(close=True)
+    assert second.done()
+    assert work.next_error() is error and work.saves == []
 
 
-def test_the_end_of_the_engine_comes_whatever_a_logger_says(work, place):
+def test_drain_drops_saves_without_an_error(work, tmp_path):
+    work.add(stillframe.async_save({"n": 1}, tmp_path / "a.pt"), early=True)
+    work.drain(close=True)
+    assert work.saves == []
+
+
+def test_the_engine_is_closed_when_a_logger_fails(work, place):
     work.use(engine := stillframe.Engine())
     error = RuntimeError("no network")
     work.rotation.publications.append(Telling(place("a"), [], error=error))
-    assert work.drain(close=True) is error
+    work.drain(close=True)
+    assert work.next_error() is error
     assert is_closed(engine)
 
 
-def test_a_save_that_is_still_written_is_not_waited_for_by_the_next(work):
-    handle = over()
-    handle.done = lambda: False
-    handle.exception = lambda: pytest.fail("waited")
-    work.pending.append(handle)
-    work.collect_ended()
-    assert work.pending == [handle]
+def test_next_save_does_not_wait_for_one_that_is_still_written(work):
+    handle = Writing(at_wait=lambda: pytest.fail("waited"))
+    work.saves.append(handle)
+    assert work.next_error() is None
+    assert work.saves == [handle]
 
 
 @pytest.mark.parametrize(
@@ -426,7 +448,7 @@ def test_a_save_that_is_still_written_is_not_waited_for_by_the_next(work):
     ],
 )
 def test_a_mistake_in_how_a_save_is_asked_for_is_no_failure(error, failure):
-    assert pending.is_failure(error) is failure
+    assert is_failure(error) is failure
 
 
 def test_a_mistake_is_raised_where_failures_are_only_warned_of(lit, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fix_lightning import PACKAGES
-from stillframe._lightning import strategies as _strategies
+from stillframe._lightning.callers import sharded_as
 from stillframe._lightning.sharded import sharded
 
 HERE = Path(__file__).parent
@@ -213,7 +213,7 @@ def test_a_strategy_is_known_by_its_class_and_keeps_a_save_of_its_own():
     fsdp = a_strategy("FSDPStrategy", _state_dict_type="sharded")
     derived = type("Mine", (type(fsdp),), {})()
     own = type("Mine", (type(fsdp),), {"save_checkpoint": own_save})()
-    assert _strategies.sharded_as(fsdp) == _strategies.sharded_as(derived) == "model"
-    assert _strategies.sharded_as(own) is None
+    assert sharded_as(fsdp) == sharded_as(derived) == "model"
+    assert sharded_as(own) is None
     parallel = a_strategy("ModelParallelStrategy", _save_distributed_checkpoint=True)
-    assert _strategies.sharded_as(parallel) == "state_dict"
+    assert sharded_as(parallel) == "state_dict"

@@ -1,7 +1,6 @@
 """What stands over a sharded strategy's methods, asked on one rank: what it leaves to Lightning,
 and what it takes for a checkpoint. test_sharded.py has the ranks."""
 
-import contextlib
 import os
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import stillframe
 import torch
 from stillframe._dcp import checkpoint
 from stillframe._lightning import sharded
-from stillframe._lightning.sharded_save import META
+from stillframe._lightning.sharded import META
 
 
 class Checkpoints:
@@ -18,13 +17,6 @@ class Checkpoints:
 
     def __init__(self):
         self.saved = []
-
-    @contextlib.contextmanager
-    def together(self, strategy):
-        yield
-
-    def save_sharded(self, trainer, parts, place):
-        self.saved.append((place, parts))
 
     def wait_for(self, place):
         pass
@@ -46,6 +38,14 @@ class ModelParallelStrategy:
 
     def reduce_boolean_decision(self, decision, all):
         return decision
+
+
+@pytest.fixture(autouse=True)
+def note_saves(monkeypatch):
+    def note(checkpoints, strategy, caller, parts, place):
+        checkpoints.saved.append((place, parts))
+
+    monkeypatch.setattr(sharded, "_save_together", note)
 
 
 @pytest.fixture

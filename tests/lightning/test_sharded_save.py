@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from stillframe._base.paths import Place
 from stillframe._dcp.api import saver_of_this_process
-from stillframe._lightning import sharded_save
-from stillframe._lightning.sharded_save import Parts, of_save, submit
+from stillframe._lightning import sharded
+from stillframe._lightning.sharded import Parts, of_save, submit
 from stillframe._save import ordered
 from stillframe._save.options import SaveOptions
 from stillframe._snapshot.save import SnapshotSave
@@ -105,14 +105,14 @@ def test_a_call_that_breaks_off_lets_the_save_end(save, monkeypatch):
 
 
 def test_a_save_that_is_not_to_wait_is_refused_while_one_is_under_way(save, monkeypatch):
-    asked, saved = [], sharded_save._saved
+    asked, saved = [], sharded._saved
 
     def noted(*args):
         asked.append(args[-1].when_busy)
         assert asked == ["wait", "raise"][: len(asked)]  # or it would wait for ever
         return saved(*args)
 
-    monkeypatch.setattr(sharded_save, "_saved", noted)
+    monkeypatch.setattr(sharded, "_saved", noted)
     with stillframe.Engine(when_busy="raise") as busy:
         with held("rename"):
             first = save()

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 from fix_lightning import loader, trainer
-from stillframe._lightning import strategies as _strategies
+from stillframe._lightning import callers
 
 
 @pytest.mark.parametrize("name", ["XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"])
@@ -46,11 +46,11 @@ def a_strategy(name, **attributes):
     ids=lambda each: type(each).__name__,
 )
 def test_a_strategy_that_writes_by_itself_is_warned_of_once(monkeypatch, strategy, remedy):
-    monkeypatch.setattr(_strategies, "_warned", set())
+    monkeypatch.setattr(callers, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            _strategies.warn_if_bypassed(strategy, "AsyncCheckpointIO")
+            callers.warn_if_bypassed(strategy, "AsyncCheckpointIO")
     (warning,) = caught
     assert remedy in str(warning.message)
     assert "AsyncCheckpointIO does not see its checkpoints" in str(warning.message)
@@ -67,8 +67,8 @@ def test_a_strategy_that_writes_by_itself_is_warned_of_once(monkeypatch, strateg
     ids=lambda each: type(each).__name__,
 )
 def test_the_others_are_not(monkeypatch, strategy):
-    monkeypatch.setattr(_strategies, "_warned", set())
+    monkeypatch.setattr(callers, "_warned", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _strategies.warn_if_bypassed(strategy, "AsyncCheckpointIO")
-        _strategies.refuse(strategy)
+        callers.warn_if_bypassed(strategy, "AsyncCheckpointIO")
+        callers.refuse_strategy(strategy)

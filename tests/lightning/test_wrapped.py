@@ -408,7 +408,7 @@ def test_outside_training_it_has_been_saved_on_return(lit, tmp_path):
     run.fit(lit.Model(), loader())
     run.save_checkpoint(tmp_path / "a.ckpt", storage_options={"a": 1})
     assert load(tmp_path / "a.ckpt")["global_step"] == 8
-    assert run.strategy.checkpoint_io._checkpoints.inner.io.options == {"a": 1}
+    assert run.strategy.checkpoint_io._checkpoints.writers.inner.io.options == {"a": 1}
     with pytest.raises(OSError, match="full"):
         run.save_checkpoint(tmp_path / "fail.ckpt")
 
@@ -438,7 +438,7 @@ def test_remote_paths_are_the_other_ones_business(lit):
     plugin.remove_checkpoint(path)
     assert not plugin._checkpoints.will_exist(path, is_there)
     plugin.teardown()
-    whats = [call[0] for call in plugin._checkpoints.inner.io.calls]
+    whats = [call[0] for call in plugin._checkpoints.writers.inner.io.calls]
     assert whats == ["save", "load", "remove", "teardown"]
     assert not is_there(path)
 

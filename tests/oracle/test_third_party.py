@@ -21,7 +21,7 @@ import stillframe
 import torch
 from fix_gate import FakePending, deferred, param, run_steps, state_tensors
 from stillframe._watch import gate, steps
-from stillframe._watch.third_party import PACKAGES, Package
+from stillframe._watch.steps import PACKAGES, Package
 from stillframe.testing import slow
 from torch import Tensor, nn
 from torch.optim import Optimizer

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import zipfile
 
 import stillframe
 import torch
@@ -116,3 +117,12 @@ def unprivileged():
         yield
     finally:
         os.seteuid(0)
+
+
+def pack(path, packed, *, without=()):
+    """Pack an archive as another program does, but not the records whose names end so."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
+        for name in old.namelist():
+            if not name.endswith(without):
+                new.writestr(name, old.read(name))
+    return packed

@@ -8,7 +8,7 @@ MemoryError or do what it does with memory, and what it was called on goes on af
 
 from __future__ import annotations
 
-import _testcapi  # type: ignore[import-not-found]
+import _testcapi
 import gc
 import json
 import os

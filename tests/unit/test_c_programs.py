@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fix_processes import run_python
 
 RUN = Path(__file__).parents[1] / "c/run.py"
 
@@ -21,23 +20,18 @@ RUN = Path(__file__).parents[1] / "c/run.py"
         ("a.c:3: failed: x", 1, 1, ["a.c:3: failed: x"]),
     ],
 )
-def test_what_was_skipped_or_failed_is_printed(
-    tmp_path: Path, said: str, status: int, end: int, expected: list[str]
-) -> None:
+def test_what_was_skipped_or_failed_is_printed(tmp_path, said, status, end, expected):
     program = tmp_path / "test_it"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\nexit {status}\n")
     program.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, str(RUN), "asan", str(program)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python(RUN, "asan", program)
     assert done.returncode == end
     lines = done.stdout.splitlines()
     assert all(line in lines for line in expected)
     assert any("skipped" in line for line in lines[1:-1]) == ("skipped" in said)
 
 
-def test_programs_of_a_day_are_others_on_another_and_all_come() -> None:
+def test_programs_of_a_day_are_others_on_another_and_all_come():
     daily = runpy.run_path(str(RUN))["daily"]
     programs = [f"test_{number}" for number in range(40)]
     days = [daily(5, programs, f"2026-11-{day:02}") for day in range(1, 31)]

@@ -53,21 +53,15 @@ def counts(
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_hands_the_interpreter_lock_over_at_most_three_times(
-    call: str, counts: dict[str, int]
-) -> None:
+def test_a_call_hands_the_interpreter_lock_over_at_most_three_times(call, counts):
     if call in NEEDS_FROM_BLOB and torch.__version__ < "2.11":
         pytest.skip("torch before 2.11 makes no tensors over given memory together")
     assert counts[call] <= MOST
 
 
-def test_a_load_hands_it_over_less_often_than_torchs_which_reads_each_tensor_itself(
-    counts: dict[str, int],
-) -> None:
+def test_a_load_hands_it_over_less_often_than_torchs_which_reads_each_tensor_itself(counts):
     assert 0 < counts[LOAD] < counts[TORCHS_LOAD]
 
 
-def test_a_save_of_many_ranks_hands_it_over_as_often_however_many_tensors_it_has(
-    counts: dict[str, int],
-) -> None:
+def test_a_save_of_many_ranks_hands_it_over_as_often_however_many_tensors_it_has(counts):
     assert 0 < counts[MANY_RANKS] <= MOST_OF_MANY_RANKS

@@ -40,8 +40,6 @@ PACKAGE_LAYERS = [
         "__main__",
     ),
 ]
-MOST_LINES = 450  # of a file
-MOST_LINES_OF_A_FUNCTION = 60  # without its docstring
 
 Graph = dict[str, set[str]]
 
@@ -245,41 +243,6 @@ def test_every_folder_is_in_the_list():
     assert {each.name for each in CORE.iterdir() if each.is_dir()} == set(CORE_LAYERS)
     folders = {each.name for each in PACKAGE.iterdir() if each.is_dir()} - {"__pycache__"}
     assert folders <= set(PACKAGE_LAYERS)
-
-
-def sources() -> list[Path]:
-    benchmarks = (ROOT / "benchmarks").rglob("*.py")
-    return [*(ROOT / "csrc").rglob("*.[ch]"), *PACKAGE.rglob("*.py"), *benchmarks]
-
-
-def functions_of(file: Path) -> Iterable[tuple[str, int]]:
-    """Each function's name, and its lines."""
-    text = file.read_text()
-    if file.suffix == ".py":
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                first, last = node.body[0], node.end_lineno or node.lineno
-                described = ast.get_docstring(node) is not None
-                lines = last - (first.end_lineno or 0) if described else last - node.lineno + 1
-                yield node.name, lines
-    else:
-        # As the formatter has it: what begins with a brace in the first column ends with one.
-        for found in re.finditer(r"^\w[^\n]*?(\w+)\([^;{}]*?\)\n\{\n(.*?)^\}$", text, re.M | re.S):
-            yield found[1], found[2].count("\n")
-
-
-def test_files_and_functions_stay_short():
-    lengths = {
-        file.relative_to(ROOT).as_posix(): len(file.read_text().splitlines()) for file in sources()
-    }
-    assert {name for name, lines in lengths.items() if lines > MOST_LINES} == set()
-    long = {
-        f"{file.relative_to(ROOT).as_posix()}: {name}"
-        for file in sources()
-        for name, lines in functions_of(file)
-        if lines > MOST_LINES_OF_A_FUNCTION
-    }
-    assert long == set()
 
 
 def test_no_two_modules_of_the_tests_share_a_name():

@@ -28,9 +28,7 @@ def _found(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch
         ("file.c", "/* {} */\n"),
     ],
 )
-def test_relative_openings_and_long_sentences_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, frame: str
-) -> None:
+def test_relative_openings_and_long_sentences_are_found(tmp_path, monkeypatch, name, frame):
     def found(sentence: str) -> list[str]:
         return _found(tmp_path, name, frame.format(sentence), monkeypatch)
 
@@ -41,13 +39,11 @@ def test_relative_openings_and_long_sentences_are_found(
     assert not found("What is copied?")
 
 
-def test_code_and_generated_tables_are_not_prose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_and_generated_tables_are_not_prose(tmp_path, monkeypatch):
     page = f"```sh\n{LONG}\n```\n\n<!-- table x -->\n{LONG}\n<!-- end of table -->\n"
     assert not _found(tmp_path, "page.md", page, monkeypatch)
 
 
-def test_accepted_sentences_still_exist() -> None:
+def test_accepted_sentences_still_exist():
     pages = " ".join((Path(LINT["ROOT"]) / "docs").joinpath("comparison.md").read_text().split())
     assert all(accepted in pages for accepted in LINT["ACCEPTED"])

@@ -62,7 +62,7 @@ def _is_of(quoted: str, text: str) -> bool:
     return re.search(".*?".join(map(re.escape, quoted.strip("…").split("…"))), text) is not None
 
 
-def test_every_message_of_an_error_or_warning_is_on_the_page() -> None:
+def test_every_message_of_an_error_or_warning_is_on_the_page():
     messages = [
         (where, text)
         for where, text in [*_python_messages(), *_core_messages()]
@@ -74,7 +74,7 @@ def test_every_message_of_an_error_or_warning_is_on_the_page() -> None:
     assert not missing
 
 
-def test_the_page_quotes_no_message_that_is_not_in_the_code() -> None:
+def test_the_page_quotes_no_message_that_is_not_in_the_code():
     python = "".join(path.read_text() for path in sorted(ROOT.glob("python/**/*.py")))
     core = "".join(path.read_text() for path in sorted(ROOT.glob("csrc/core/**/*.c")))
     code = re.sub(r"\{[^{}]*\}", "…", python) + re.sub(r"%(\.\d+)?[a-z]", "…", core)

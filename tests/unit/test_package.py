@@ -3,12 +3,12 @@
 import importlib
 import importlib.metadata
 import importlib.util
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import stillframe
+from fix_processes import run_python
 
 PACKAGE = Path(stillframe.__file__).parent
 
@@ -62,14 +62,13 @@ def test_the_command_is_the_modules_main():
 
 
 def test_importing_stillframe_imports_neither_lightning_nor_scikit_learn_nor_dcp():
-    import subprocess
 
     code = (
         "import sys, stillframe;"
         "dcp = 'torch.distributed.checkpoint';"
         "print(sorted({'lightning', 'pytorch_lightning', 'sklearn', dcp} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -51,7 +51,7 @@ stats["leased"]  # line: leased
 """
 
 
-def test_readme_and_the_api_type_check(tmp_path: Path) -> None:
+def test_readme_and_the_api_type_check(tmp_path):
     pytest.importorskip("mypy")
     pytest.importorskip("lightning")
     readme = (ROOT / "README.md").read_text()

@@ -32,7 +32,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> tarfile.TarFile:
     return tarfile.open(made)
 
 
-def test_a_source_distribution_is_the_whole_tree(sdist: tarfile.TarFile) -> None:
+def test_a_source_distribution_is_the_whole_tree(sdist):
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -49,9 +49,7 @@ def test_a_source_distribution_is_the_whole_tree(sdist: tarfile.TarFile) -> None
     assert {n for n in inside - there - made if ".egg-info/" not in n} == set()
 
 
-def test_links_and_pictures_of_the_readme_lead_somewhere_from_anywhere(
-    sdist: tarfile.TarFile,
-) -> None:
+def test_links_and_pictures_of_the_readme_lead_somewhere_from_anywhere(sdist):
     member = next(m for m in sdist.getmembers() if re.fullmatch(r"[^/]+/PKG-INFO", m.name))
     metadata = email.message_from_bytes(sdist.extractfile(member).read())  # type: ignore[union-attr]
     text = metadata.get_payload()
@@ -64,7 +62,7 @@ def test_links_and_pictures_of_the_readme_lead_somewhere_from_anywhere(
             assert (ROOT / path[1]).exists(), link
 
 
-def test_links_of_the_readme_lead_somewhere_in_a_checkout() -> None:
+def test_links_of_the_readme_lead_somewhere_in_a_checkout():
     for page in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"):
         text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text())
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -72,7 +70,7 @@ def test_links_of_the_readme_lead_somewhere_in_a_checkout() -> None:
                 assert (ROOT / link.partition("#")[0]).exists(), f"{page}: {link}"
 
 
-def test_there_is_one_address_of_the_repository() -> None:
+def test_there_is_one_address_of_the_repository():
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     pages = "".join((ROOT / page).read_text() for page in ("README.md", "CHANGELOG.md"))
     repository = r"https://[\w.]+/[\w-]+/stillframe(?=[/)\s])"
@@ -80,13 +78,13 @@ def test_there_is_one_address_of_the_repository() -> None:
     assert found == {urls["Source"]}
 
 
-def test_there_is_one_version() -> None:
+def test_there_is_one_version():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_debugging_symbols_and_a_builders_path_are_noticed(tmp_path: Path) -> None:
+def test_debugging_symbols_and_a_builders_path_are_noticed(tmp_path):
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
         pytest.skip("no C compiler")

@@ -65,7 +65,6 @@
 	X(void *, realloc, NULL, (void *old, size_t len), (old, len))                              \
 	X(int, set_nice, -1, (int value), (value))                                                 \
 	X(int, set_slack, -1, (unsigned long ns), (ns))                                            \
-	X(int, get_affinity, -1, (cpu_set_t * cpus), (cpus))                                       \
 	X(int, set_affinity, -1, (const cpu_set_t *cpus), (cpus))
 
 /* Entries that can be slow but cannot fail, and return a value. */

@@ -61,11 +61,6 @@ static int plain_set_slack(unsigned long ns)
 	return prctl(PR_SET_TIMERSLACK, ns, 0, 0, 0);
 }
 
-static int plain_get_affinity(cpu_set_t *cpus)
-{
-	return sched_getaffinity(0, sizeof(*cpus), cpus);
-}
-
 static int plain_set_affinity(const cpu_set_t *cpus)
 {
 	return sched_setaffinity(0, sizeof(*cpus), cpus);
@@ -112,7 +107,6 @@ struct sfr_sys sfr_sys = {
 	.thread_join = pthread_join,
 	.set_nice = plain_set_nice,
 	.set_slack = plain_set_slack,
-	.get_affinity = plain_get_affinity,
 	.set_affinity = plain_set_affinity,
 	.clock_gettime = clock_gettime,
 	.capture_copy = sfr__copy,

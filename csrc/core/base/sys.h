@@ -54,9 +54,8 @@ struct sfr_sys {
 	int (*thread_create)(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),
 			     void *arg);
 	int (*thread_join)(pthread_t thread, void **value);
-	int (*set_nice)(int nice);          /* of the calling thread, like the next three */
+	int (*set_nice)(int nice);          /* of the calling thread, like the next two */
 	int (*set_slack)(unsigned long ns); /* how late the kernel may wake it */
-	int (*get_affinity)(cpu_set_t *cpus);
 	int (*set_affinity)(const cpu_set_t *cpus);
 	int (*clock_gettime)(clockid_t clock, struct timespec *ts);
 	/* copies of tensor bytes: by the caller (captured), and by a lane (deferred), which returns

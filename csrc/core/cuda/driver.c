@@ -18,7 +18,6 @@
  * hundreds of megabytes of device memory. */
 #include <dlfcn.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -377,30 +376,4 @@ bool sfr__cuda_is_sticky(CUresult rc)
 	default:
 		return false;
 	}
-}
-
-/* ---- NUMA node of a device -------------------------------------------------- */
-
-int sfr__cuda_node(const struct sfr__cuda *cu, uint32_t device)
-{
-	char bus[32] = "", path[96], text[16] = "";
-	CUdevice dev = 0;
-	ssize_t len;
-	int fd, node;
-
-	if (cu->device_get(&dev, (int)device) != CUDA_SUCCESS ||
-	    cu->device_bus(bus, (int)sizeof(bus), dev) != CUDA_SUCCESS)
-		return -1;
-	for (char *at = bus; *at; at++) /* sysfs uses lower case */
-		if (*at >= 'A' && *at <= 'F')
-			*at = (char)(*at - 'A' + 'a');
-	(void)snprintf(path, sizeof(path), "/sys/bus/pci/devices/%s/numa_node", bus);
-	fd = sfr__fd_open(path, O_RDONLY, 0);
-	if (fd < 0)
-		return -1;
-	len = sfr_sys.pread(fd, text, sizeof(text) - 1, 0);
-	(void)sfr__fd_close(fd); /* nothing to lose: it was only read */
-	if (len <= 0 || sscanf(text, "%d", &node) != 1)
-		return -1;
-	return node;
 }

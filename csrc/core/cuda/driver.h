@@ -15,8 +15,6 @@
 	X(error_name, cuGetErrorName, "cuGetErrorName", (CUresult error, const char **text))       \
 	X(device_count, cuDeviceGetCount, "cuDeviceGetCount", (int *count))                        \
 	X(device_get, cuDeviceGet, "cuDeviceGet", (CUdevice *device, int ordinal))                 \
-	X(device_bus, cuDeviceGetPCIBusId, "cuDeviceGetPCIBusId",                                  \
-	  (char *id, int len, CUdevice device))                                                    \
 	X(primary_state, cuDevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState",                 \
 	  (CUdevice device, unsigned int *flags, int *active))                                     \
 	X(primary_retain, cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain",                    \
@@ -115,7 +113,5 @@ void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *
 		       char *text, size_t len);
 /* Returns whether this error makes the context unusable for good. */
 bool sfr__cuda_is_sticky(CUresult rc);
-/* Returns the NUMA node of a device, or -1 if unknown. */
-int sfr__cuda_node(const struct sfr__cuda *cu, uint32_t device);
 
 #endif

@@ -97,8 +97,7 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	if (rc < 0)
 		goto fail;
 	engine->default_cap = opts->pool_bytes == 0;
-	engine->pool_bytes =
-		engine->default_cap ? sfr__budget_take(opts->block_bytes) : opts->pool_bytes;
+	engine->pool_bytes = engine->default_cap ? sfr__budget_take(opts) : opts->pool_bytes;
 	rc = make_pool(engine);
 	if (rc < 0)
 		goto fail;

@@ -2,20 +2,15 @@
  * holds the pool's mutex where a name ends in `_locked`; otherwise it owns the block. */
 #include <errno.h>
 
-#include "memory/numa.h"
 #include "memory/pool_int.h"
 
 int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from, size_t to)
 {
 	char *mem = sfr__pool_home(pool, block) + from;
-	struct sfr__numa near;
-	int rc;
+	int rc = sfr__memory_open(mem, to - from);
 
-	sfr__numa_begin(&near, sfr__pin_node(&pool->pin));
-	rc = sfr__memory_open(mem, to - from);
 	if (rc == 0)
 		rc = sfr__memory_populate(&pool->range, mem, to - from);
-	sfr__numa_end(&near);
 	if (rc != 0)
 		/* Some of the memory may exist. If the system refuses to take it back, the next
 		 * commit of these pages uses it. */

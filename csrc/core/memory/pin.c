@@ -54,20 +54,14 @@ bool sfr__pin_is_on(struct sfr__pin *pin)
 	return sfr__under(&pin->mu, pin->cu != NULL);
 }
 
-int sfr__pin_node(struct sfr__pin *pin)
-{
-	return sfr__under(&pin->mu, pin->cu ? pin->node : -1);
-}
-
 int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t device, char *why,
 		size_t why_len)
 {
 	CUcontext context;
-	int rc, node;
+	int rc;
 
 	if (sfr__pin_is_on(pin))
 		return 0;
-	node = sfr__cuda_node(cu, device);
 	rc = sfr__cuda_retain(cu, device, &context, why, why_len);
 	if (rc != 0)
 		return rc;
@@ -75,7 +69,6 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 	if (pin->cu == NULL) {
 		pin->context = context;
 		pin->device = device;
-		pin->node = node;
 		pin->cu = cu;
 		context = NULL;
 	}

@@ -12,17 +12,14 @@ struct sfr__piece;
 /* Embedded in a pool; all zero except the mutex until sfr__pin_on. */
 struct sfr__pin {
 	struct sfr__mutex mu;       /* guards what follows; no driver call is made under it */
-	const struct sfr__cuda *cu; /* NULL: not on. Constant once set, like the next three */
+	const struct sfr__cuda *cu; /* NULL: not on. Constant once set, like the next two */
 	CUcontext context;
 	uint32_t device;
-	int node; /* of the device; -1: unknown */
 	struct sfr__piece *pieces;
 	char note[160]; /* the worst fallback so far, "": none */
 	int worst;      /* how bad that fallback was */
 };
 
-/* Returns the NUMA node of the device through which blocks are pinned; -1: none or unknown. */
-int sfr__pin_node(struct sfr__pin *pin);
 void sfr__pin_init(struct sfr__pin *pin);
 /* Releases all regions and the context; no block is in use. False when the driver may still know
  * some of the memory (a retired block, or a refusal). That memory must stay mapped, or the driver

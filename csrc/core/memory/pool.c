@@ -52,7 +52,6 @@
 
 #include "memory/range.h"
 #include "memory/pin.h"
-#include "memory/numa.h"
 #include "memory/pool_int.h"
 
 /* ---- lists and states, with the lock -------------------------------------- */

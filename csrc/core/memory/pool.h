@@ -2,6 +2,7 @@
 #ifndef SFR_POOL_H
 #define SFR_POOL_H
 
+#include "sfr/engine.h"
 #include "base/base.h"
 
 /* ---- pool.c ---- */
@@ -142,12 +143,11 @@ uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
 
 /* ---- budget.c ---- */
 
-/* Takes sfr_default_pool_bytes out of the budget that default caps share, for an engine without
- * pool_bytes. The engine gives the same number back when its pool is gone. */
-uint64_t sfr__budget_take(uint64_t block_bytes);
+/* Takes the cap of a default pool out of the budget (struct sfr_engine_opts). The engine gives the
+ * same number back when its pool is gone. */
+uint64_t sfr__budget_take(const struct sfr_engine_opts *opts);
 void sfr__budget_give(uint64_t bytes);
-/* Tells the budget that the pools together have that much more memory (less, if negative);
- * pool.c. */
+/* Notes that the pools together have that much more memory (less, if negative). */
 void sfr__budget_hold(int64_t bytes);
 
 #endif

@@ -28,7 +28,6 @@
  * maker counts its 2 MiB when they are made, whoever owns the block by then, because a new owner
  * may have wanted less or given up. Pools that a driver knows work the same way: the user of a
  * block pins it, which is faster when the memory exists. */
-#include "memory/numa.h"
 #include "memory/pin.h"
 #include "memory/pool_int.h"
 #include "memory/range.h"
@@ -246,7 +245,6 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 {
 	struct sfr__maker maker = { pool->makers, block, block, idle };
 	const size_t had = block->committed;
-	struct sfr__numa near;
 	bool made = true;
 	int rc;
 
@@ -254,7 +252,6 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 	pool->nr_filling++;
 	block->want = pool->block_bytes;
 	sfr__unlock(&pool->mu);
-	sfr__numa_begin(&near, sfr__pin_node(&pool->pin));
 	/* Once for the whole block, because it excludes all threads of the process that make
 	 * memory. */
 	rc = sfr__memory_open(sfr__pool_home(pool, block) + had, pool->block_bytes - had);
@@ -269,9 +266,6 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 		put_back_locked(pool, block);
 	}
 	unlink_locked(pool, &maker);
-	sfr__unlock(&pool->mu);
-	sfr__numa_end(&near);
-	sfr__lock(&pool->mu);
 	return made;
 }
 

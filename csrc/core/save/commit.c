@@ -3,7 +3,7 @@
  *
  * The commit checks its destination first. A directory gives EISDIR and a special file EINVAL here,
  * not only in the call, because a remove that was in the log at the call may have made room. */
-#include "save/save.h"
+#include "save/write.h"
 #include "trace/trace.h"
 
 static struct sfr_ticket *ticket_of(struct sfr__log_entry *entry)

@@ -21,22 +21,22 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	if (t->nr_parts == 0)
+	if (t->staging.nr_parts == 0)
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
 	if (sfr__under(&engine->mu, sfr__ticket_is_open_locked(t) &&
-					    (t->copied || sfr__ticket_failing_locked(t))))
+					    (t->facts.copied || sfr__ticket_failing_locked(t))))
 		return 0; /* copied, or the save is failing */
-	for (uint32_t i = 0; i < t->nr_parts; i++)
-		if (t->parts[i].transfer.lane)
-			sfr__cuda_rush(t->parts[i].transfer.lane, t->seq);
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++)
+		if (t->staging.parts[i].transfer.lane)
+			sfr__cuda_rush(t->staging.parts[i].transfer.lane, t->seq);
 	sfr__lock(&engine->mu);
-	rc = sfr__host_wait_locked(&t->deferred.copy, deadline, is_open, t);
+	rc = sfr__host_wait_locked(&t->staging.deferred.copy, deadline, is_open, t);
 	failing = sfr__ticket_failing_locked(t);
 	sfr__unlock(&engine->mu);
 	if (rc < 0 || failing)
 		return rc;
-	for (uint32_t i = 0; i < t->nr_parts; i++) {
-		struct sfr__cuda_part *part = &t->parts[i];
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
+		struct sfr__cuda_part *part = &t->staging.parts[i];
 
 		if (part->deferred &&
 		    !sfr__transfer_gate(&part->transfer,

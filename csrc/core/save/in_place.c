@@ -13,7 +13,8 @@
 #include <errno.h>
 #include <sys/mman.h>
 
-#include "save/save.h"
+#include "save/stage.h"
+#include "save/write.h"
 #include "trace/trace.h"
 
 enum {
@@ -33,16 +34,17 @@ void sfr__in_place_next_locked(struct sfr_ticket *t)
 	const struct sfr__run *run;
 	struct sfr__job *job;
 
-	while (t->next_run < t->img.nr_runs && t->next_blk == t->img.runs[t->next_run].nr_blocks) {
-		t->next_run++;
-		t->next_blk = 0;
+	while (t->sharing.next_run < t->plan.img.nr_runs &&
+	       t->sharing.next_blk == t->plan.img.runs[t->sharing.next_run].nr_blocks) {
+		t->sharing.next_run++;
+		t->sharing.next_blk = 0;
 	}
-	if (t->next_run == t->img.nr_runs || sfr__ticket_failing_locked(t))
+	if (t->sharing.next_run == t->plan.img.nr_runs || sfr__ticket_failing_locked(t))
 		return;
-	run = &t->img.runs[t->next_run];
-	job = sfr__block_job(t, run, t->next_blk);
+	run = &t->plan.img.runs[t->sharing.next_run];
+	job = sfr__block_job(t, run, t->sharing.next_blk);
 	*job = (struct sfr__job){
-		.ticket = t, .kind = SFR__JOB_BLOCK, .run = run, .blk = t->next_blk++
+		.ticket = t, .kind = SFR__JOB_BLOCK, .run = run, .blk = t->sharing.next_blk++
 	};
 	sfr__job_push_locked(job);
 }
@@ -80,10 +82,11 @@ static void fill(struct sfr_ticket *t, const struct sfr__job *job)
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
-	SFR__TRACE(SFR_TRACE_COPY, t->number, sfr__image_block_len(&t->img, job->run, job->blk));
-	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
+	SFR__TRACE(SFR_TRACE_COPY, t->number,
+		   sfr__image_block_len(&t->plan.img, job->run, job->blk));
+	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
 	while (sfr__seg_next(&it, &seg)) {
-		const char *src = t->img.entries[seg.entry].src + seg.off;
+		const char *src = t->plan.img.entries[seg.entry].src + seg.off;
 		uint32_t crc;
 
 		if (seg.kind != SFR__SEG_DATA) {
@@ -99,12 +102,12 @@ static void fill(struct sfr_ticket *t, const struct sfr__job *job)
 
 int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
-	size_t len = sfr__image_block_len(&t->img, job->run, job->blk);
+	size_t len = sfr__image_block_len(&t->plan.img, job->run, job->blk);
 	int rc;
 
 	if (job->run->direct != NULL) {
 		/* The source is only read: CRC fields are never inside a source. */
-		job->mem = (char *)(uintptr_t)job->run->direct + job->blk * t->img.block_bytes;
+		job->mem = (char *)(uintptr_t)job->run->direct + job->blk * t->plan.img.block_bytes;
 		return 0; /* the CRC is computed as for any block */
 	}
 	rc = get_buffer(t, job, len);

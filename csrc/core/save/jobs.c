@@ -1,11 +1,11 @@
 /* The jobs of a save for the writers. They live in the ticket, so that queueing one cannot fail. */
 #include "sfr/crc.h"
-#include "save/save.h"
+#include "save/jobs.h"
 
 void sfr__job_push_locked(struct sfr__job *job)
 {
-	job->task.run = job->ticket->run_job;
-	job->ticket->jobs_out++;
+	job->task.run = job->ticket->plan.run_job;
+	job->ticket->sharing.jobs_out++;
 	sfr__task_push_locked(job->ticket->engine, &job->task);
 }
 
@@ -14,7 +14,7 @@ struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 	static const uint32_t places[] = {
 		[SFR__JOB_OPEN] = 0, [SFR__JOB_TAIL] = 1, [SFR__JOB_PLACE] = 2, [SFR__JOB_CLEAN] = 3
 	};
-	struct sfr__job *job = &t->jobs[t->nr_blocks + places[kind]];
+	struct sfr__job *job = &t->plan.jobs[t->plan.nr_blocks + places[kind]];
 
 	job->ticket = t;
 	job->kind = kind;
@@ -23,7 +23,7 @@ struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk)
 {
-	return &t->jobs[run->first_block + blk];
+	return &t->plan.jobs[run->first_block + blk];
 }
 
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
@@ -48,8 +48,8 @@ void sfr__unpark_locked(struct sfr_ticket *t)
 {
 	struct sfr__job *job;
 
-	while ((job = t->parked)) {
-		t->parked = job->parked;
+	while ((job = t->sharing.parked)) {
+		t->sharing.parked = job->parked;
 		sfr__task_push_locked(t->engine, &job->task);
 	}
 }
@@ -58,7 +58,7 @@ void sfr__unpark_locked(struct sfr_ticket *t)
  * in any order. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)
 {
-	struct sfr__entry *entry = &t->img.entries[seg->entry];
+	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];
 	bool whole;
 
 	crc = sfr_crc32_combine(crc, 0, entry->nbytes - seg->off - seg->len);

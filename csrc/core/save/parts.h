@@ -2,7 +2,8 @@
 #ifndef SFR_PARTS_H
 #define SFR_PARTS_H
 
-#include "save/save.h"
+#include "save/jobs.h"
+#include "save/stage.h"
 #include "stage/transfer.h"
 
 /* It belongs to the ticket. */

@@ -19,7 +19,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "save/save.h"
+#include "save/stage.h"
+#include "save/write.h"
 #include "trace/trace.h"
 
 /* Makes a ticket without an image. -ENOMEM or SFR_EFORK. */
@@ -43,14 +44,14 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	t->log.fs = desc->fs;
 	t->number = atomic_fetch_add_explicit(&nr_saves, 1, memory_order_relaxed) + 1;
 	t->err.index = -1;
-	t->created_ns = sfr__now_ns();
+	t->report.created_ns = sfr__now_ns();
 	t->file.fd = -1;
 	t->notice_copied =
 		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_COPIED };
 	t->notice_ended =
 		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_ENDED };
 	t->log.ops = &sfr__save_log_ops;
-	t->run_job = sfr__job_run;
+	t->plan.run_job = sfr__job_run;
 	*out = t;
 	return 0;
 }
@@ -61,17 +62,21 @@ static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 	const char *dir = desc->dir, *name = desc->name;
 	size_t dir_len = strlen(dir), key_len = dir_len + 1 + strlen(name) + 1;
 
-	for (uint32_t i = 0; i < t->img.nr_runs; i++)
-		t->nr_blocks += t->img.runs[i].nr_blocks;
-	t->jobs = sfr_sys.calloc((size_t)t->nr_blocks + 4, sizeof(*t->jobs));
-	if (!t->jobs)
+	for (uint32_t i = 0; i < t->plan.img.nr_runs; i++)
+		t->plan.nr_blocks += t->plan.img.runs[i].nr_blocks;
+	t->report.nbytes = t->plan.img.len;
+	t->report.captured_nbytes = t->plan.img.captured_nbytes;
+	t->report.deferred_nbytes = t->plan.img.deferred_nbytes;
+	t->plan.jobs = sfr_sys.calloc((size_t)t->plan.nr_blocks + 4, sizeof(*t->plan.jobs));
+	if (!t->plan.jobs)
 		return -ENOMEM;
 	t->log.key = sfr_sys.malloc(key_len);
 	if (!t->log.key)
 		return -ENOMEM;
 	/* The root directory is "/" already. */
 	(void)snprintf(t->log.key, key_len, "%s/%s", dir_len == 1 ? "" : dir, name);
-	return sfr__file_init(&t->file, dir, name, t->img.len, (t->flags & SFR_SAVE_DURABLE) != 0);
+	return sfr__file_init(&t->file, dir, name, t->plan.img.len,
+			      (t->flags & SFR_SAVE_DURABLE) != 0);
 }
 
 /* Lays out the image of a description or, if parts is not NULL, of parts. Allocates what belongs to
@@ -81,15 +86,17 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 {
 	int rc;
 
-	t->in_place = parts != NULL;
+	t->plan.in_place = parts != NULL;
 	if (parts != NULL)
-		return sfr__image_init_parts(&t->img, parts, sfr__in_place_block_bytes(t->engine));
-	rc = sfr__image_init(&t->img, desc, t->engine->opts.block_bytes);
+		return sfr__image_init_parts(&t->plan.img, parts,
+					     sfr__in_place_block_bytes(t->engine));
+	rc = sfr__image_init(&t->plan.img, desc, t->engine->opts.block_bytes);
 	if (rc == 0)
 		rc = sfr__cuda_parts_new(t);
 	if (rc == 0 && (desc->flags & SFR_SAVE_CHECK_BYTES)) {
-		t->sums = sfr_sys.calloc((size_t)t->img.nr_entries * 2, sizeof(*t->sums));
-		rc = t->sums ? 0 : -ENOMEM;
+		t->staging.sums = sfr_sys.calloc((size_t)t->plan.img.nr_entries * 2,
+						 sizeof(*t->staging.sums));
+		rc = t->staging.sums ? 0 : -ENOMEM;
 	}
 	return rc;
 }
@@ -124,14 +131,15 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
  * runs. Devices always get whole blocks. */
 static uint32_t nr_whole_blocks(const struct sfr_ticket *t)
 {
-	uint32_t nr = t->nr_blocks;
+	uint32_t nr = t->plan.nr_blocks;
 
-	for (uint32_t r = 0; r < t->img.nr_runs; r++) {
-		const struct sfr__run *run = &t->img.runs[r];
+	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++) {
+		const struct sfr__run *run = &t->plan.img.runs[r];
 
 		nr -= run->device == 0 && run->nr_blocks != 0 &&
 		      !sfr__pool_is_whole(t->engine->pool,
-					  sfr__image_block_len(&t->img, run, run->nr_blocks - 1));
+					  sfr__image_block_len(&t->plan.img, run,
+							       run->nr_blocks - 1));
 	}
 	return nr;
 }
@@ -140,6 +148,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = t->engine;
 	uint64_t start = sfr__now_ns(), deadline = sfr__deadline(slice_ns);
+	bool beyond = false;
 	int rc;
 
 	if (sfr__ticket_foreign(t))
@@ -148,28 +157,28 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	sfr__lock(&engine->mu);
 	rc = t->state == SFR_NEW ? 0 : SFR_ESTATE;
 	if (rc == 0)
-		rc = sfr__engine_admit_locked(engine, t->flight.apart, t->flags, deadline,
-					      &t->over_slots);
+		rc = sfr__engine_admit_locked(engine, t->flight.apart, t->flags, deadline, &beyond);
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0 && sfr__ticket_is_ordered(t))
 		/* the launch uses the reservation, or an abandon returns it */
 		rc = sfr__log_reserve();
 	if (rc == 0) {
-		if (!t->in_place) {
-			t->nr_whole = nr_whole_blocks(t);
-			t->needs_blocks = true;
-			sfr__pool_join(engine->pool, t->nr_whole);
+		if (!t->plan.in_place) {
+			t->plan.nr_whole = nr_whole_blocks(t);
+			t->sharing.needs_blocks = true;
+			sfr__pool_join(engine->pool, t->plan.nr_whole);
 			sfr__engine_wake_idle_locked(engine);
 		}
 		sfr__engine_enter_locked(engine, &t->flight);
 		t->seq = ++engine->next_seq;
+		t->report.over_slots = beyond;
 		sfr__runs_aim(t);
 		sfr_ticket_get(t);
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
 	}
-	t->slot_wait_ns += sfr__now_ns() - start;
+	t->report.slot_wait_ns += sfr__now_ns() - start;
 	sfr__unlock(&engine->mu);
 	return rc;
 }
@@ -183,28 +192,29 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
-	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || t->launched || t->abandoned)
+	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || t->facts.launched ||
+	    t->facts.abandoned)
 		rc = SFR_ESTATE;
 	sfr__unlock(&t->engine->mu);
 	if (rc < 0)
 		return rc;
-	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->img.captured_nbytes);
+	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->plan.img.captured_nbytes);
 	/* Devices first: they copy while the host copies. */
-	if (!t->capture_done)
+	if (!t->staging.capture_done)
 		rc = sfr__cuda_capture(t, slice_ns);
 	if (rc < 0)
 		return rc; /* SFR_EAGAIN or SFR_EEXHAUSTED */
-	rc = sfr__host_copy_now(&t->captured.copy, deadline);
+	rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 		return rc;
-	if (!t->capture_done && !sfr__ticket_failing(t)) {
+	if (!t->staging.capture_done && !sfr__ticket_failing(t)) {
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
 			sfr__ticket_fail(t, &err);
 		}
 	}
-	t->capture_done = true;
+	t->staging.capture_done = true;
 	return 0;
 }
 
@@ -216,29 +226,29 @@ int sfr_save_launch(struct sfr_ticket *t)
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
-	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || !t->capture_done ||
-	    t->launched || t->abandoned) {
+	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || !t->staging.capture_done ||
+	    t->facts.launched || t->facts.abandoned) {
 		rc = SFR_ESTATE;
 	} else {
-		t->launched = true;
+		t->facts.launched = true;
 		t->flight.in_call = false;
-		t->launched_ns = sfr__now_ns();
+		t->report.launched_ns = sfr__now_ns();
 		if (sfr__ticket_is_ordered(t)) {
 			sfr_ticket_get(t); /* the log's reference */
 			(void)sfr__log_append(&t->log);
 		}
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
-		if (t->deferred.run && !sfr__ticket_failing_locked(t)) {
-			t->lane_owns = true;
-			sfr__host_begin_locked(&t->deferred.copy, false);
+		if (t->staging.deferred.run && !sfr__ticket_failing_locked(t)) {
+			t->sharing.lane_owns = true;
+			sfr__host_begin_locked(&t->staging.deferred.copy, false);
 		}
-		if (t->img.runs[t->img.nr_runs - 1].lane == SFR_CAPTURED) {
+		if (t->plan.img.runs[t->plan.img.nr_runs - 1].lane == SFR_CAPTURED) {
 			/* Nothing is deferred, so there is no verdict to wait for. */
-			t->confirmed = true;
-			t->copied = t->nr_parts == 0 && !t->in_place;
+			t->facts.confirmed = true;
+			t->facts.copied = t->staging.nr_parts == 0 && !t->plan.in_place;
 		}
-		if (t->in_place)
+		if (t->plan.in_place)
 			sfr__in_place_begin_locked(t);
 		sfr__ticket_step_locked(t);
 	}
@@ -257,10 +267,10 @@ void sfr_save_abandon(struct sfr_ticket *t)
 		return;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
 	sfr__lock(&t->engine->mu);
-	yes = !t->launched && !t->abandoned &&
+	yes = !t->facts.launched && !t->facts.abandoned &&
 	      (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
 	if (yes) {
-		t->abandoned = true;
+		t->facts.abandoned = true;
 		t->flight.in_call = false;
 		if (sfr__ticket_is_ordered(t))
 			sfr__log_unreserve();

@@ -49,7 +49,7 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 	struct sfr__seg seg;
 	int64_t torn = -1;
 
-	sfr__seg_iter_init(&it, &t->img, run, blk);
+	sfr__seg_iter_init(&it, &t->plan.img, run, blk);
 	while (torn < 0 && sfr__seg_next(&it, &seg)) {
 		const char *staged = block->mem + seg.pos;
 
@@ -57,7 +57,7 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 			continue;
 		torn = sfr__check_piece(t, &part->transfer.samples, seg.entry, seg.off, staged,
 					seg.len);
-		if (torn < 0 && t->sums)
+		if (torn < 0 && t->staging.sums)
 			torn = sfr__check_sum(t, seg.entry, seg.off, staged, seg.len);
 	}
 	return torn;
@@ -118,15 +118,15 @@ static void unused(struct sfr__transfer *tr, struct sfr__cuda_portion *portion)
 static void over(struct sfr__transfer *tr)
 {
 	struct sfr_ticket *t = part_of(tr)->ticket;
-	char note[sizeof(t->fallback[0])] = "";
+	char note[sizeof(t->report.fallback[0])] = "";
 
 	sfr__cuda_copies_note(tr->lane, note, sizeof(note));
 	sfr__lock(&t->engine->mu);
-	t->cuda_out--;
-	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->fallback[SFR_FALLBACK_PAGEABLE],
-		      sizeof(t->fallback[0]));
+	t->sharing.cuda_out--;
+	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->report.fallback[SFR_FALLBACK_PAGEABLE],
+		      sizeof(t->report.fallback[0]));
 	if (note[0])
-		memcpy(t->fallback[SFR_FALLBACK_COPIES], note, sizeof(note));
+		memcpy(t->report.fallback[SFR_FALLBACK_COPIES], note, sizeof(note));
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&t->engine->mu);
@@ -173,11 +173,11 @@ static void fill(struct sfr__cuda_part *part, const struct sfr__run *run, uint32
 		sfr__ticket_put_block(t, block);
 		return;
 	}
-	sfr__seg_iter_init(&it, &t->img, run, blk);
+	sfr__seg_iter_init(&it, &t->plan.img, run, blk);
 	while (sfr__seg_next(&it, &seg))
 		if (seg.kind == SFR__SEG_DATA)
 			sfr__transfer_add(tr, (uint64_t)(uintptr_t)(block->mem + seg.pos),
-					  (uint64_t)(uintptr_t)t->img.entries[seg.entry].src +
+					  (uint64_t)(uintptr_t)t->plan.img.entries[seg.entry].src +
 						  seg.off,
 					  seg.len, pinned);
 		else
@@ -211,7 +211,7 @@ static int fill_next(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 		rc = lease(part, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
 		if (run == part->captured) /* a lane's wait is part of the gate's */
-			t->block_wait_ns += sfr__now_ns() - start;
+			t->report.block_wait_ns += sfr__now_ns() - start;
 		sfr__unlock(&t->engine->mu);
 	}
 	if (rc == 0)
@@ -232,7 +232,7 @@ static void sum(struct sfr__cuda_part *part)
 
 	sfr_sys.free(sources);
 	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
-		const struct sfr__entry *entry = &t->img.entries[i];
+		const struct sfr__entry *entry = &t->plan.img.entries[i];
 
 		for (uint64_t off = 0, len; off < entry->nbytes && ok; off += len) {
 			len = entry->nbytes - off < tr->store.len ? entry->nbytes - off :
@@ -240,7 +240,8 @@ static void sum(struct sfr__cuda_part *part)
 			ok = sfr__transfer_fetch(tr, (uint64_t)(uintptr_t)entry->src + off,
 						 (size_t)len);
 			if (ok)
-				t->sums[i] = sfr_crc32(t->sums[i], tr->store.mem, (size_t)len);
+				t->staging.sums[i] =
+					sfr_crc32(t->staging.sums[i], tr->store.mem, (size_t)len);
 		}
 	}
 }
@@ -253,23 +254,24 @@ int sfr__cuda_parts_new(struct sfr_ticket *t)
 {
 	uint32_t nr = 0;
 
-	for (uint32_t r = 0; r < t->img.nr_runs; r++)
-		nr += t->img.runs[r].device != 0;
+	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++)
+		nr += t->plan.img.runs[r].device != 0;
 	if (nr == 0)
 		return 0;
-	t->parts = sfr_sys.calloc(nr, sizeof(*t->parts));
-	if (!t->parts)
+	t->staging.parts = sfr_sys.calloc(nr, sizeof(*t->staging.parts));
+	if (!t->staging.parts)
 		return -ENOMEM;
-	for (uint32_t r = 0; r < t->img.nr_runs; r++) {
-		const struct sfr__run *run = &t->img.runs[r];
-		struct sfr__cuda_part *part = t->parts;
+	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++) {
+		const struct sfr__run *run = &t->plan.img.runs[r];
+		struct sfr__cuda_part *part = t->staging.parts;
 
 		if (run->device == 0)
 			continue;
-		while (part < t->parts + t->nr_parts && part->device != run->device - 1)
+		while (part < t->staging.parts + t->staging.nr_parts &&
+		       part->device != run->device - 1)
 			part++;
-		if (part == t->parts + t->nr_parts)
-			t->nr_parts++;
+		if (part == t->staging.parts + t->staging.nr_parts)
+			t->staging.nr_parts++;
 		part->transfer.ops = &ops;
 		part->staging.run = stage;
 		part->ticket = t;
@@ -289,15 +291,15 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	for (uint32_t i = 0; i < t->nr_parts; i++) {
-		struct sfr__transfer *tr = &t->parts[i].transfer;
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
+		struct sfr__transfer *tr = &t->staging.parts[i].transfer;
 		const struct sfr_stream *stream =
-			sfr__stream_of(streams, nr_streams, t->parts[i].device);
+			sfr__stream_of(streams, nr_streams, t->staging.parts[i].device);
 		int rc;
 
 		if (!stream)
 			return SFR_ESTATE;
-		rc = sfr__transfer_begin(tr, &t->engine->cuda_lanes, t->parts[i].device,
+		rc = sfr__transfer_begin(tr, &t->engine->cuda_lanes, t->staging.parts[i].device,
 					 SFR__CUDA_OUT, (CUstream)(uintptr_t)stream->handle);
 		if (rc < 0)
 			return rc;
@@ -307,7 +309,7 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 		nr += tr->lane != NULL;
 	}
 	sfr__lock(&t->engine->mu);
-	t->cuda_out = t->cuda_unsubmitted = nr;
+	t->sharing.cuda_out = t->sharing.cuda_unsubmitted = nr;
 	if (err.code)
 		t->err = err; /* takes effect when the NEW save is admitted */
 	sfr__unlock(&t->engine->mu);
@@ -331,11 +333,11 @@ static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 	if (part->samples_taken || sfr__ticket_failing(t))
 		return 0;
 	part->samples_taken = true;
-	if (part->deferred && t->sums)
+	if (part->deferred && t->staging.sums)
 		sum(part);
 	if (part->deferred && !tr->err.code)
 		sfr__transfer_sample(tr, sfr__run_sources(t, part->deferred),
-				     part->deferred->nr_entries, t->seq + t->created_ns);
+				     part->deferred->nr_entries, t->seq + t->report.created_ns);
 	sfr__transfer_captured(tr);
 	sfr__transfer_send(tr); /* the samples */
 	report(part);
@@ -346,14 +348,14 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 
-	if (t->nr_parts && sfr__ticket_failing(t)) {
+	if (t->staging.nr_parts && sfr__ticket_failing(t)) {
 		/* An error of begin: only now has the save a state in which it can fail. */
 		sfr__lock(&t->engine->mu);
 		sfr__ticket_fail_locked(t, &t->err);
 		sfr__unlock(&t->engine->mu);
 	}
-	for (uint32_t i = 0; i < t->nr_parts && !sfr__ticket_failing(t); i++) {
-		struct sfr__cuda_part *part = &t->parts[i];
+	for (uint32_t i = 0; i < t->staging.nr_parts && !sfr__ticket_failing(t); i++) {
+		struct sfr__cuda_part *part = &t->staging.parts[i];
 		int rc = 0;
 
 		if (sfr__transfer_enter(&part->transfer)) {
@@ -375,7 +377,7 @@ static void end(struct sfr__cuda_part *part)
 	struct sfr_engine *engine = part->ticket->engine;
 
 	sfr__lock(&engine->mu);
-	part->ticket->cuda_unsubmitted--;
+	part->ticket->sharing.cuda_unsubmitted--;
 	pthread_cond_broadcast(&engine->cv_state); /* the gate may now use S */
 	sfr__unlock(&engine->mu);
 	sfr__transfer_end(&part->transfer);
@@ -385,8 +387,8 @@ void sfr__cuda_launch(struct sfr_ticket *t)
 {
 	bool go = !sfr__ticket_failing(t);
 
-	for (uint32_t i = 0; i < t->nr_parts; i++) {
-		struct sfr__cuda_part *part = &t->parts[i];
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
+		struct sfr__cuda_part *part = &t->staging.parts[i];
 
 		if (!part->transfer.lane)
 			continue;

@@ -15,7 +15,8 @@
 #include <string.h>
 
 #include "sfr/crc.h"
-#include "save/save.h"
+#include "save/jobs.h"
+#include "save/stage.h"
 #include "trace/trace.h"
 
 /* ---- samples ---- */
@@ -25,7 +26,7 @@ struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct s
 	struct sfr__sampled *sources = sfr_sys.malloc(run->nr_entries * sizeof(*sources));
 
 	for (uint32_t i = 0; sources && i < run->nr_entries; i++) {
-		const struct sfr__entry *entry = &t->img.entries[run->first_entry + i];
+		const struct sfr__entry *entry = &t->plan.img.entries[run->first_entry + i];
 
 		sources[i] = (struct sfr__sampled){ .entry = run->first_entry + i,
 						    .addr = (uint64_t)(uintptr_t)entry->src,
@@ -36,7 +37,7 @@ struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct s
 
 int sfr__take_samples(struct sfr_ticket *t)
 {
-	const struct sfr__run *run = t->deferred.run;
+	const struct sfr__run *run = t->staging.deferred.run;
 	struct sfr__sampled *sources;
 	int rc;
 
@@ -46,43 +47,47 @@ int sfr__take_samples(struct sfr_ticket *t)
 	sources = sfr__run_sources(t, run);
 	if (!sources)
 		return -ENOMEM;
-	rc = sfr__samples_take(&t->samples, sources, run->nr_entries, t->seq + t->created_ns);
+	rc = sfr__samples_take(&t->staging.samples, sources, run->nr_entries,
+			       t->seq + t->report.created_ns);
 	sfr_sys.free(sources);
 	if (rc < 0)
 		return rc;
-	for (uint32_t i = run->first_entry; t->sums && i < run->first_entry + run->nr_entries; i++)
-		t->sums[i] = sfr_crc32(0, t->img.entries[i].src, t->img.entries[i].nbytes);
+	for (uint32_t i = run->first_entry;
+	     t->staging.sums && i < run->first_entry + run->nr_entries; i++)
+		t->staging.sums[i] =
+			sfr_crc32(0, t->plan.img.entries[i].src, t->plan.img.entries[i].nbytes);
 	return 0;
 }
 
 int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples, uint32_t i,
 			 uint64_t off, const char *staged, size_t len)
 {
-	return sfr__samples_agree(samples, i, off, staged, len) ? -1 : t->img.entries[i].source;
+	return sfr__samples_agree(samples, i, off, staged, len) ? -1 :
+								  t->plan.img.entries[i].source;
 }
 
 int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t i, uint64_t off, const char *staged,
 		       size_t len)
 {
-	const struct sfr__entry *entry = &t->img.entries[i];
-	uint32_t *sum = &t->sums[t->img.nr_entries + i];
+	const struct sfr__entry *entry = &t->plan.img.entries[i];
+	uint32_t *sum = &t->staging.sums[t->plan.img.nr_entries + i];
 
 	*sum = sfr_crc32(*sum, staged, len);
-	return off + len == entry->nbytes && *sum != t->sums[i] ? entry->source : -1;
+	return off + len == entry->nbytes && *sum != t->staging.sums[i] ? entry->source : -1;
 }
 
 /* ---- filling a block ---- */
 
 void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t i)
 {
-	if (i < t->img.nr_entries)
-		sfr__host_prefetch(t->img.entries[i].src, t->img.entries[i].nbytes);
+	if (i < t->plan.img.nr_entries)
+		sfr__host_prefetch(t->plan.img.entries[i].src, t->plan.img.entries[i].nbytes);
 }
 
 void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst)
 {
 	if (seg->kind == SFR__SEG_HEADER)
-		sfr__image_put_header(&t->img, seg->entry, seg->off, seg->len, dst);
+		sfr__image_put_header(&t->plan.img, seg->entry, seg->off, seg->len, dst);
 	else
 		/* Writers fill in descriptors later. Old bytes of the pool may belong to another
 		 * file and must not reach the disk in descriptors or padding. */
@@ -100,7 +105,7 @@ static bool is_own(const struct sfr__entry *entry, uint64_t from, uint64_t to)
 static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst, bool own,
 			 bool summed)
 {
-	struct sfr__entry *entry = &t->img.entries[seg->entry];
+	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];
 	const char *src = entry->src + seg->off;
 	bool whole = own;
 	uint32_t crc;
@@ -108,7 +113,8 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	SFR__TRACE(SFR_TRACE_PIECE, 0, seg->len);
 	if (!summed) {
 		sfr_sys.capture_copy(dst, src, seg->len);
-		return sfr__check_piece(t, &t->samples, seg->entry, seg->off, dst, seg->len);
+		return sfr__check_piece(t, &t->staging.samples, seg->entry, seg->off, dst,
+					seg->len);
 	}
 	crc = sfr_sys.lane_copy(0, dst, src, seg->len);
 	if (own) {
@@ -117,9 +123,9 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	} else {
 		whole = sfr__add_crc(t, seg, crc);
 	}
-	if (whole && t->sums && entry->crc != t->sums[seg->entry])
+	if (whole && t->staging.sums && entry->crc != t->staging.sums[seg->entry])
 		return entry->source;
-	return sfr__check_piece(t, &t->samples, seg->entry, seg->off, dst, seg->len);
+	return sfr__check_piece(t, &t->staging.samples, seg->entry, seg->off, dst, seg->len);
 }
 
 /* ---- a run, for stage/host.c ---- */
@@ -145,7 +151,7 @@ static size_t block_len(struct sfr__host_copy *copy, uint32_t blk)
 {
 	struct sfr__run_copy *run_copy = run_copy_of(copy);
 
-	return sfr__image_block_len(&run_copy->ticket->img, run_copy->run, blk);
+	return sfr__image_block_len(&run_copy->ticket->plan.img, run_copy->run, blk);
 }
 
 static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *leased)
@@ -155,7 +161,7 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 
 	sfr__ticket_take_block_locked(t);
 	job->block = leased;
-	job->summed = copy->open && (t->engine->nr_awaiting == 0 || t->sums);
+	job->summed = copy->open && (t->engine->nr_awaiting == 0 || t->staging.sums);
 }
 
 static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
@@ -170,7 +176,7 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	uint64_t from;
 
 	(void)hurried; /* whether the CRC is computed here is decided for a whole block */
-	sfr__seg_iter_init(&it, &t->img, run_copy->run, blk);
+	sfr__seg_iter_init(&it, &t->plan.img, run_copy->run, blk);
 	from = it.off += off;
 	it.end = from + len;
 	while (sfr__seg_next(&it, &seg)) {
@@ -181,7 +187,8 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 			continue;
 		}
 		sfr__prefetch_entry(t, seg.entry + 2);
-		found = copy_data(t, &seg, dst, is_own(&t->img.entries[seg.entry], from, it.end),
+		found = copy_data(t, &seg, dst,
+				  is_own(&t->plan.img.entries[seg.entry], from, it.end),
 				  job->summed);
 		if (torn < 0)
 			torn = found;
@@ -218,7 +225,7 @@ static void over(struct sfr__host_copy *copy)
 	struct sfr_engine *engine = t->engine;
 
 	sfr__lock(&engine->mu);
-	t->lane_owns = false;
+	t->sharing.lane_owns = false;
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);
@@ -248,6 +255,6 @@ static void aim(struct sfr__run_copy *run_copy, struct sfr_ticket *t, const stru
 
 void sfr__runs_aim(struct sfr_ticket *t)
 {
-	aim(&t->captured, t, t->in_place ? NULL : &t->img.runs[0]);
-	aim(&t->deferred, t, sfr__image_run(&t->img, SFR_LANE_HOST, 0));
+	aim(&t->staging.captured, t, t->plan.in_place ? NULL : &t->plan.img.runs[0]);
+	aim(&t->staging.deferred, t, sfr__image_run(&t->plan.img, SFR_LANE_HOST, 0));
 }

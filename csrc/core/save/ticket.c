@@ -35,7 +35,7 @@
  *      is kept for its report costs little. */
 #include <string.h>
 
-#include "save/save.h"
+#include "save/jobs.h"
 #include "trace/trace.h"
 
 /* How often each arrow was taken, so that a test can check all of them. */
@@ -66,12 +66,12 @@ static bool ended(const struct sfr_ticket *t)
  * more. */
 static void free_tools(struct sfr_ticket *t)
 {
-	sfr__image_fini(&t->img);
-	sfr_sys.free(t->jobs);
-	sfr__samples_free(&t->samples);
-	sfr_sys.free(t->sums);
-	t->jobs = NULL;
-	t->sums = NULL;
+	sfr__image_fini(&t->plan.img);
+	sfr_sys.free(t->plan.jobs);
+	sfr__samples_free(&t->staging.samples);
+	sfr_sys.free(t->staging.sums);
+	t->plan.jobs = NULL;
+	t->staging.sums = NULL;
 }
 
 void sfr__ticket_free(struct sfr_ticket *t)
@@ -79,7 +79,7 @@ void sfr__ticket_free(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 
 	sfr__file_fini(&t->file);
-	sfr_sys.free(t->parts); /* each part has released everything when it was over */
+	sfr_sys.free(t->staging.parts); /* each part has released everything when it was over */
 	free_tools(t);
 	sfr_sys.free(t->log.key);
 	sfr_sys.free(t);
@@ -139,35 +139,37 @@ void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block)
 /* The rest of the save may wait in the log for work that itself waits for memory. */
 static void leave_pool_locked(struct sfr_ticket *t)
 {
-	if (t->needs_blocks)
-		sfr__pool_leave(t->engine->pool, t->nr_whole);
-	t->needs_blocks = false;
+	if (t->sharing.needs_blocks)
+		sfr__pool_leave(t->engine->pool, t->plan.nr_whole);
+	t->sharing.needs_blocks = false;
 }
 
 void sfr__ticket_step_locked(struct sfr_ticket *t)
 {
 	if (t->state == SFR_ENDING) {
-		bool called = t->launched || t->abandoned;
+		bool called = t->facts.launched || t->facts.abandoned;
 
 		/* The job counts in jobs_out until the state changes, so it is pushed once. */
-		if (called && !t->lane_owns && t->cuda_out == 0 && t->jobs_out == 0)
+		if (called && !t->sharing.lane_owns && t->sharing.cuda_out == 0 &&
+		    t->sharing.jobs_out == 0)
 			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_CLEAN));
 		return;
 	}
-	if (t->launched && t->blocks_written == t->nr_blocks && !t->tail_queued) {
-		t->tail_queued = true;
-		if (t->in_place)
-			t->copied = true;
+	if (t->facts.launched && t->facts.blocks_written == t->plan.nr_blocks &&
+	    !t->facts.tail_queued) {
+		t->facts.tail_queued = true;
+		if (t->plan.in_place)
+			t->facts.copied = true;
 		leave_pool_locked(t);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_TAIL));
 	}
-	if (t->state == SFR_STAGING && t->copied && t->confirmed) {
-		t->staged_ns = sfr__now_ns();
+	if (t->state == SFR_STAGING && t->facts.copied && t->facts.confirmed) {
+		t->report.staged_ns = sfr__now_ns();
 		sfr__ticket_set_state_locked(t, SFR_STAGED);
 	}
-	if (t->state == SFR_STAGED && t->blocks_written == t->nr_blocks)
+	if (t->state == SFR_STAGED && t->facts.blocks_written == t->plan.nr_blocks)
 		sfr__ticket_set_state_locked(t, SFR_WRITING);
-	if (t->state == SFR_WRITING && t->synced && t->jobs_out == 0) {
+	if (t->state == SFR_WRITING && t->facts.synced && t->sharing.jobs_out == 0) {
 		sfr__ticket_set_state_locked(t, SFR_READY);
 		if (sfr__ticket_is_ordered(t))
 			sfr__log_ready(&t->log);
@@ -178,10 +180,10 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 
 void sfr__ticket_released_locked(struct sfr_ticket *t)
 {
-	if (t->lane_owns || t->cuda_out != 0)
+	if (t->sharing.lane_owns || t->sharing.cuda_out != 0)
 		return;
 	if (!sfr__ticket_failing_locked(t))
-		t->copied = true;
+		t->facts.copied = true;
 	/* Waiters for "copied" wait for failed saves too: their sources are free now. */
 	pthread_cond_broadcast(&t->engine->cv_state);
 	sfr_ticket_get(t);
@@ -210,9 +212,9 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	if (err && err->code && t->err.code == 0)
 		t->err = *err;
 	ok = t->err.code == 0;
-	memcpy(t->fallback[SFR_FALLBACK_UNSYNCED], t->file.why_unsynced,
+	memcpy(t->report.fallback[SFR_FALLBACK_UNSYNCED], t->file.why_unsynced,
 	       sizeof(t->file.why_unsynced));
-	t->ended_ns = sfr__now_ns();
+	t->report.ended_ns = sfr__now_ns();
 	leave_pool_locked(t);
 	sfr__engine_wake_idle_locked(engine);
 	sfr__engine_leave_locked(engine, &t->flight);
@@ -221,10 +223,10 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
 					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
 									SFR_FAILED);
-	if (t->launched && sfr__ticket_is_ordered(t))
+	if (t->facts.launched && sfr__ticket_is_ordered(t))
 		sfr__log_ended(&t->log, ok);
-	sfr__trace_save(t->number, t->created_ns, t->ended_ns, t->img.len, t->state,
-			strrchr(t->log.key, '/') + 1);
+	sfr__trace_save(t->number, t->report.created_ns, t->report.ended_ns, t->plan.img.len,
+			t->state, strrchr(t->log.key, '/') + 1);
 	sfr__unlock(&engine->mu);
 	sfr__notice_post(&t->notice_ended); /* passes the engine's reference on */
 }
@@ -238,8 +240,9 @@ bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 	switch (what) {
 	case SFR_WAIT_COPIED:
 		/* A failed save's sources are free once the lane has released them. */
-		return t->copied || (t->state == SFR_ENDING && t->launched && !t->lane_owns &&
-				     t->cuda_out == 0 && !t->in_place);
+		return t->facts.copied ||
+		       (t->state == SFR_ENDING && t->facts.launched && !t->sharing.lane_owns &&
+			t->sharing.cuda_out == 0 && !t->plan.in_place);
 	case SFR_WAIT_STAGED:
 		return t->state >= SFR_STAGED && t->state != SFR_ENDING;
 	case SFR_WAIT_ENDED:
@@ -251,7 +254,7 @@ bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 bool sfr__ticket_is_open_locked(const struct sfr_ticket *t)
 {
 	return sfr__ticket_reached(t, SFR_WAIT_COPIED) || sfr__ticket_failing_locked(t) ||
-	       (t->launched && !t->lane_owns && t->cuda_unsubmitted == 0);
+	       (t->facts.launched && !t->sharing.lane_owns && t->sharing.cuda_unsubmitted == 0);
 }
 
 int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
@@ -262,10 +265,10 @@ int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
-	if (t->confirmed || !sfr__ticket_is_open_locked(t) || t->state != SFR_STAGING) {
+	if (t->facts.confirmed || !sfr__ticket_is_open_locked(t) || t->state != SFR_STAGING) {
 		rc = SFR_ESTATE;
 	} else {
-		t->confirmed = true;
+		t->facts.confirmed = true;
 		if (torn_index >= 0) {
 			sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "version");
 			err.index = torn_index;
@@ -308,8 +311,8 @@ int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint
 {
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	*written_nbytes = t->written_nbytes;
-	*nbytes = t->img.len; /* constant, like the image's other figures */
+	*written_nbytes = t->facts.written_nbytes;
+	*nbytes = t->plan.img.len; /* constant, like the image's other figures */
 	return 0;
 }
 
@@ -323,21 +326,10 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	locked = !atomic_load_explicit(&t->over, memory_order_acquire);
 	if (locked)
 		sfr__lock(&t->engine->mu);
+	*out = t->report;
 	out->state = t->state;
 	out->err = t->err;
-	out->nbytes = t->img.len;
-	out->captured_nbytes = t->img.captured_nbytes;
-	out->deferred_nbytes = t->img.deferred_nbytes;
-	out->peak_pool_bytes = t->peak_blocks * t->img.block_bytes;
-	out->slot_wait_ns = t->slot_wait_ns;
-	out->block_wait_ns = t->block_wait_ns + t->captured.copy.wait_ns;
-	out->created_ns = t->created_ns;
-	out->launched_ns = t->launched_ns;
-	out->staged_ns = t->staged_ns;
-	out->ended_ns = t->ended_ns;
-	out->io_mode = t->io_mode;
-	out->over_slots = t->over_slots;
-	memcpy(out->fallback, t->fallback, sizeof(t->fallback));
+	out->block_wait_ns += t->staging.captured.copy.wait_ns;
 	if (locked)
 		sfr__unlock(&t->engine->mu);
 	return 0;

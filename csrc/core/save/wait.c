@@ -1,6 +1,6 @@
 /* Waits for saves. A thread that waits for copies of host memory helps to make them
  * (stage/host.c). */
-#include "save/save.h"
+#include "save/ticket.h"
 
 static bool is_copied(const void *ticket)
 {
@@ -15,7 +15,7 @@ int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 		return 0;
 	if (atomic_load_explicit(&t->over, memory_order_acquire))
 		return 1;
-	return what == SFR_WAIT_COPIED ? t->copied :
+	return what == SFR_WAIT_COPIED ? t->facts.copied :
 	       what == SFR_WAIT_STAGED ? state >= SFR_STAGED && state < SFR_DURABLE &&
 						 state != SFR_ENDING :
 					 0;
@@ -27,7 +27,7 @@ int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t dead
 
 	sfr__lock(&t->engine->mu);
 	if (what == SFR_WAIT_COPIED && deadline_ns != 0)
-		(void)sfr__host_wait_locked(&t->deferred.copy, deadline_ns, is_copied, t);
+		(void)sfr__host_wait_locked(&t->staging.deferred.copy, deadline_ns, is_copied, t);
 	while (!sfr__ticket_reached(t, what) && rc == 0)
 		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline_ns);
 	rc = sfr__ticket_reached(t, what) ? 0 : SFR_EAGAIN;

@@ -18,7 +18,7 @@
 #include <sys/mman.h>
 
 #include "sfr/crc.h"
-#include "save/save.h"
+#include "save/write.h"
 #include "trace/trace.h"
 
 /* Waits for the OPEN job. False if the save is failing. */
@@ -28,9 +28,9 @@ static bool wait_opened(struct sfr_ticket *t)
 	bool ok;
 
 	sfr__lock(&engine->mu);
-	while (!t->opened && !sfr__ticket_failing_locked(t))
+	while (!t->facts.opened && !sfr__ticket_failing_locked(t))
 		(void)sfr__cond_wait(&engine->cv_state, &engine->mu, SFR_FOREVER);
-	ok = t->opened && !sfr__ticket_failing_locked(t);
+	ok = t->facts.opened && !sfr__ticket_failing_locked(t);
 	sfr__unlock(&engine->mu);
 	return ok;
 }
@@ -43,9 +43,9 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 	if (sfr__file_open(&t->file, err) < 0)
 		return;
 	sfr__lock(&t->engine->mu);
-	t->opened = true;
-	t->io_mode = t->file.io_mode;
-	memcpy(t->fallback[SFR_FALLBACK_BUFFERED], t->file.why_buffered,
+	t->facts.opened = true;
+	t->report.io_mode = t->file.io_mode;
+	memcpy(t->report.fallback[SFR_FALLBACK_BUFFERED], t->file.why_buffered,
 	       sizeof(t->file.why_buffered));
 	pthread_cond_broadcast(&t->engine->cv_state);
 	sfr__unlock(&t->engine->mu);
@@ -55,15 +55,15 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
  * block, no other thread touches them, and no lock is needed. */
 static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 {
-	uint64_t from = sfr__image_block_off(&t->img, job->run, job->blk);
-	uint64_t to = from + sfr__image_block_len(&t->img, job->run, job->blk);
+	uint64_t from = sfr__image_block_off(&t->plan.img, job->run, job->blk);
+	uint64_t to = from + sfr__image_block_len(&t->plan.img, job->run, job->blk);
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
 	SFR__TRACE(SFR_TRACE_CHECKSUM, t->number, to - from);
-	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
+	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
 	while (sfr__seg_next(&it, &seg)) {
-		struct sfr__entry *entry = &t->img.entries[seg.entry];
+		struct sfr__entry *entry = &t->plan.img.entries[seg.entry];
 		uint32_t crc;
 
 		if (seg.kind != SFR__SEG_DATA)
@@ -71,7 +71,7 @@ static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 		crc = sfr_crc32(0, job->mem + seg.pos, seg.len);
 		/* In a file of parts a CRC may be anywhere after its source, and that block may be
 		 * parked. */
-		if (t->in_place || entry->data_off < from ||
+		if (t->plan.in_place || entry->data_off < from ||
 		    entry->data_off + entry->nbytes + entry->desc_len > to) {
 			(void)sfr__add_crc(t, &seg, crc);
 			continue;
@@ -89,10 +89,10 @@ static bool is_described_locked(const struct sfr_ticket *t, const struct sfr__jo
 	const struct sfr__entry *entry;
 	struct sfr__seg_iter it;
 
-	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
+	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
 	if (it.entry == job->run->first_entry + job->run->nr_entries)
 		return true; /* only padding */
-	entry = &t->img.entries[it.entry];
+	entry = &t->plan.img.entries[it.entry];
 	if (entry->data_off + entry->nbytes >= it.end)
 		return true; /* its descriptor is in a later block */
 	return entry->crc_len == entry->nbytes;
@@ -101,17 +101,17 @@ static bool is_described_locked(const struct sfr_ticket *t, const struct sfr__jo
 /* Whether all CRCs in the block are known; otherwise parks the block. */
 static bool is_known(struct sfr_ticket *t, struct sfr__job *job)
 {
-	size_t len = sfr__image_block_len(&t->img, job->run, job->blk);
-	uint64_t off = sfr__image_block_off(&t->img, job->run, job->blk);
+	size_t len = sfr__image_block_len(&t->plan.img, job->run, job->blk);
+	uint64_t off = sfr__image_block_off(&t->plan.img, job->run, job->blk);
 	bool known;
 
 	sfr__lock(&t->engine->mu);
 	known = sfr__ticket_failing_locked(t) ||
-		(t->in_place ? sfr__image_fields_known(&t->img, off, len) :
-			       is_described_locked(t, job));
+		(t->plan.in_place ? sfr__image_fields_known(&t->plan.img, off, len) :
+				    is_described_locked(t, job));
 	if (!known) {
-		job->parked = t->parked;
-		t->parked = job;
+		job->parked = t->sharing.parked;
+		t->sharing.parked = job;
 	}
 	sfr__unlock(&t->engine->mu);
 	return known;
@@ -122,15 +122,17 @@ static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
-	if (t->in_place) {
-		sfr__image_put_fields(&t->img, sfr__image_block_off(&t->img, job->run, job->blk),
-				      sfr__image_block_len(&t->img, job->run, job->blk), job->mem);
+	if (t->plan.in_place) {
+		sfr__image_put_fields(&t->plan.img,
+				      sfr__image_block_off(&t->plan.img, job->run, job->blk),
+				      sfr__image_block_len(&t->plan.img, job->run, job->blk),
+				      job->mem);
 		return;
 	}
-	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
+	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
 	while (sfr__seg_next(&it, &seg))
 		if (seg.kind == SFR__SEG_DESC)
-			sfr__image_put_desc(&t->img, seg.entry, seg.off, seg.len,
+			sfr__image_put_desc(&t->plan.img, seg.entry, seg.off, seg.len,
 					    job->mem + seg.pos);
 }
 
@@ -140,7 +142,7 @@ static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 {
 	if (sfr__ticket_failing(t))
 		return true;
-	if (t->in_place && job->mem == NULL && sfr__in_place_prepare(t, job, err) < 0)
+	if (t->plan.in_place && job->mem == NULL && sfr__in_place_prepare(t, job, err) < 0)
 		return true;
 	if (!job->summed)
 		sum_block(t, job);
@@ -163,10 +165,10 @@ static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 	if (job->block != NULL) {
 		sfr__lock(&engine->mu);
 		t->flight.blocks_held--;
-		nr_left = t->nr_blocks - ++t->blocks_back;
+		nr_left = t->plan.nr_blocks - ++t->sharing.blocks_back;
 		sfr__unlock(&engine->mu);
 		sfr__pool_put(engine->pool, job->block);
-		sfr__pool_keep_pace(engine->pool, nr_left, t->nr_whole, is_wanted, t);
+		sfr__pool_keep_pace(engine->pool, nr_left, t->plan.nr_whole, is_wanted, t);
 	} else {
 		sfr__in_place_release(job);
 	}
@@ -176,8 +178,8 @@ static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
-	size_t len = sfr__image_block_len(&t->img, job->run, job->blk);
-	uint64_t off = sfr__image_block_off(&t->img, job->run, job->blk);
+	size_t len = sfr__image_block_len(&t->plan.img, job->run, job->blk);
+	uint64_t off = sfr__image_block_off(&t->plan.img, job->run, job->blk);
 	struct sfr__span span __attribute__((cleanup(sfr__span_end))) =
 		sfr__span_begin(SFR_TRACE_BLOCK, t->number, len);
 	bool written;
@@ -194,10 +196,12 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	release_block(t, job);
 	sfr__lock(&engine->mu);
 	if (written) {
-		t->blocks_written++;
-		t->written_nbytes += off + len > t->img.len && t->in_place ? t->img.len - off : len;
+		t->facts.blocks_written++;
+		t->facts.written_nbytes += off + len > t->plan.img.len && t->plan.in_place ?
+						   t->plan.img.len - off :
+						   len;
 	}
-	if (t->in_place && err->code == 0)
+	if (t->plan.in_place && err->code == 0)
 		sfr__in_place_next_locked(t);
 	sfr__unlock(&engine->mu);
 	return true;
@@ -206,7 +210,7 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 /* 0, or -1 with the reason in err. */
 static int write_tail(struct sfr_ticket *t, struct sfr_err *err)
 {
-	size_t len = t->img.tail_len;
+	size_t len = t->plan.img.tail_len;
 	void *tail;
 
 	if (len == 0)
@@ -216,15 +220,16 @@ static int write_tail(struct sfr_ticket *t, struct sfr_err *err)
 		sfr__err_set(err, -ENOMEM, SFR_PHASE_WRITE, "no memory for the directory");
 		return -1;
 	}
-	sfr__image_put_tail(&t->img, tail);
-	(void)sfr__file_write(&t->file, tail, len, t->img.tail_off, err); /* err holds the result */
+	sfr__image_put_tail(&t->plan.img, tail);
+	/* err holds the result */
+	(void)sfr__file_write(&t->file, tail, len, t->plan.img.tail_off, err);
 	(void)sfr_sys.munmap(tail, len); /* cannot fail for our own mapping */
 	return err->code == 0 ? 0 : -1;
 }
 
 static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
 {
-	size_t len = t->img.tail_len;
+	size_t len = t->plan.img.tail_len;
 
 	if (!wait_opened(t)) /* a save without blocks has not waited for it yet */
 		return;
@@ -233,8 +238,8 @@ static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
 		(void)sfr__file_sync(&t->file, err); /* err holds the result */
 	if (err->code == 0) {
 		sfr__lock(&t->engine->mu);
-		t->synced = true;
-		t->written_nbytes += len;
+		t->facts.synced = true;
+		t->facts.written_nbytes += len;
 		sfr__unlock(&t->engine->mu);
 	}
 }
@@ -267,7 +272,7 @@ void sfr__job_run(struct sfr__task *task)
 		return; /* the ticket may be freed */
 	}
 	sfr__lock(&engine->mu);
-	t->jobs_out--;
+	t->sharing.jobs_out--;
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
 	sfr__ticket_step_locked(t);

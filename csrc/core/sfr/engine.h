@@ -8,12 +8,16 @@
 struct sfr_engine;
 
 struct sfr_engine_opts {
-	uint64_t pool_bytes;    /* cap of the pool; 0: the default cap */
+	uint64_t pool_bytes;    /* cap of the pool; 0: a default pool */
 	uint64_t block_bytes;   /* a multiple of 4096, > 0 */
 	uint32_t nr_writers;    /* >= 1 */
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
 	uint32_t nr_copiers;    /* threads that help those who wait for large copies; 0: none */
+	/* A default pool gets what budget_bytes leaves beside the caps of the process's other default
+	 * pools, at most most_bytes and at least one block. If the system refuses it so much address
+	 * space, it gets half, and so on. */
+	uint64_t budget_bytes, most_bytes;
 };
 
 struct sfr_stats {
@@ -25,10 +29,8 @@ struct sfr_stats {
 	uint64_t saves_in_flight, saves_total;
 };
 
-/* Returns the cap of a default pool: half of the memory that the machine and the cgroup leave free,
- * divided by LOCAL_WORLD_SIZE, less what other default pools took (they share one budget). At least
- * one block. */
-uint64_t sfr_default_pool_bytes(uint64_t block_bytes);
+/* Returns the memory that all pools of this process have from the system. */
+uint64_t sfr_pools_hold(void);
 
 /* Makes an engine without starting a thread. -EINVAL: an option is out of range. With shared
  * memory: -errno of memfd_create, or -EFBIG when RLIMIT_FSIZE is less than the pool. */

@@ -5,27 +5,29 @@
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = {
-		"pool_bytes", "block_bytes", "writer_threads", "max_in_flight", "shared_memory",
-		"copiers",    NULL
-	};
+	static char *names[] = { "pool_bytes",    "block_bytes",   "writer_threads",
+				 "max_in_flight", "shared_memory", "copiers",
+				 "budget_bytes",  "most_bytes",    NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
-	unsigned long long pool_bytes, block_bytes;
+	unsigned long long pool_bytes, block_bytes, budget_bytes = 0, most_bytes = 0;
 	unsigned int writers, in_flight, copiers = 0;
 	int shared = 0;
 	struct sfr_engine *engine;
 	struct sfr_py_engine *self;
 	int rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKII|pI:Engine", names, &pool_bytes,
-					 &block_bytes, &writers, &in_flight, &shared, &copiers))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKII|pIKK:Engine", names, &pool_bytes,
+					 &block_bytes, &writers, &in_flight, &shared, &copiers,
+					 &budget_bytes, &most_bytes))
 		return NULL;
 	const struct sfr_engine_opts opts = { .pool_bytes = pool_bytes,
 					      .block_bytes = block_bytes,
 					      .nr_writers = writers,
 					      .max_in_flight = in_flight,
 					      .shared_memory = (uint32_t)shared,
-					      .nr_copiers = copiers };
+					      .nr_copiers = copiers,
+					      .budget_bytes = budget_bytes,
+					      .most_bytes = most_bytes };
 	/* With the interpreter lock: this reads only from the kernel, and does not wait. */
 	rc = sfr_engine_new(&opts, &engine);
 	if (rc < 0)
@@ -131,6 +133,17 @@ static PyObject *engine_driver(PyObject *object, PyObject *unused)
 	return rc < 0 ? sfr_py_none(object, rc) : sfr_py_text(text);
 }
 
+static PyObject *pools_hold(PyObject *module, PyObject *unused)
+{
+	return PyLong_FromUnsignedLongLong(sfr_pools_hold());
+}
+
+static PyMethodDef functions[] = {
+	{ "pools_hold", pools_hold, METH_NOARGS,
+	  "pools_hold() -> int: bytes that all pools of the process have from the system." },
+	{ NULL, NULL, 0, NULL },
+};
+
 static PyMethodDef methods[] = {
 	{ "close", engine_close, METH_VARARGS,
 	  "close(timeout=None) -> bool: False when the timeout passed." },
@@ -159,5 +172,7 @@ SFR_PY_TYPE(spec, "Engine", struct sfr_py_engine, 0, slots);
 
 int sfr_py_add_engine(PyObject *module)
 {
+	if (PyModule_AddFunctions(module, functions) < 0)
+		return -1;
 	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->engine_type);
 }

@@ -1,8 +1,12 @@
-"""A progress bar on the terminal for slow work; nothing if there is no terminal."""
+"""Text on the terminal: what any terminal can show, folded lines, and a progress bar for slow work.
+
+Without a terminal there is no bar.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -71,3 +75,19 @@ def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
     finally:
         end.set()
         thread.join()
+
+
+def folded(text: str, width: int, indent: str = "    ", behind: str = " /") -> list[str]:
+    """Break `text` into lines of at most `width` letters.
+
+    Lines break only after spaces and slashes (the letters of `behind`), so that a path's parts stay
+    whole. A part that is wider than a line gets its own line.
+    """
+    lines: list[str] = []
+    line = ""
+    for part in re.findall(rf"[^{behind}]*(?:[{behind}]\s*|$)", text):
+        if line.strip() and len(line) + len(part.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = indent
+        line += part
+    return [*lines, line.rstrip()] if line.strip() else lines

@@ -1,8 +1,13 @@
-"""Whether this process is one of several that talk to each other."""
+"""Questions to torch.distributed: whether this process has others beside it, and DTensor's class.
+
+The class is found without importing it: code that has a DTensor has imported it.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
 import torch.distributed
 
@@ -19,3 +24,14 @@ def may_have_ranks_beside() -> bool:
     if not is_initialized() or torch.distributed.get_world_size() == 1:
         return False
     return os.environ.get("LOCAL_WORLD_SIZE") != "1"  # torchrun sets it, other launchers may not
+
+
+def dtensor() -> type[Any] | None:
+    """Return the class, or None if nobody has imported it."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind if isinstance(kind, type) else None
+
+
+def memory_of(tensor: Any) -> Any:
+    """Return the tensor that has the memory: for a DTensor, its local tensor."""
+    return tensor._local_tensor if type(tensor) is dtensor() else tensor

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
+from stillframe._base.arguments import refuse_unclear
 from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
-from stillframe._base.flags import refuse_unclear
 from stillframe._base.paths import Place
 from stillframe._dcp.ranks import Groups, refuse_without_cpu
 from stillframe._dcp.rounds import Asked, Round, Rounds, WhenBusy, Worker

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from stillframe._base.flags import refuse_unclear
+from stillframe._base.arguments import refuse_unclear
 from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._save.engine import Engine, refuse_no_engine
 from stillframe._snapshot.lent import keep_bits

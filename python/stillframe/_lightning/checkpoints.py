@@ -26,6 +26,8 @@ has several ranks, all of them raise, behind the barrier of the save (`ranks.py`
 A remove is held back while a link points to the file (`save_last="link"`: the link is made anew
 right after) and while loggers are still to be told of it (`rotation.py`).
 
+An error's way is in `work.py`.
+
 A save that is refused in its call, and only warned of, gets a failed entry in the log:
 ModelCheckpoint is not told and removes the file before, and so that remove is dropped, as behind
 any failed save.
@@ -39,188 +41,138 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stillframe import _core
 from stillframe._base.paths import Place
-from stillframe._lightning import ranks, rotation, sharded_save, strategies
-from stillframe._lightning.caller import inside_signal_handler, meets_others_later
-from stillframe._lightning.options import PluginOptions
-from stillframe._lightning.pending import (
-    Work,
-    error_of,
-    is_failure,
-    log_error,
-    warn,
+from stillframe._lightning import ranks, rotation
+from stillframe._lightning.callers import (
+    inside_signal_handler,
+    meets_others_later,
+    refuse_strategy,
 )
 from stillframe._lightning.publish import Publication, logger_call, metrics_call
-from stillframe._lightning.rotation import Rotation
-from stillframe._lightning.sharded_save import Parts
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
-from stillframe._lightning.waiting import WaitingLine
+from stillframe._lightning.work import Failed, Work, is_failure, log_error, warn
 from stillframe._lightning.writers import Writers
 from stillframe._save import ordered
-from stillframe._save.handle import SaveHandle, SkippedSave
+from stillframe._save.handle import SaveHandle, wait_for_end
 from stillframe._watch import gate
 
-if TYPE_CHECKING:
-    from stillframe._lightning.wrapped import Inner
-
 log = logging.getLogger("stillframe")
-
 
 # Starts a save to a place, given what is under way and whether to copy on after the call.
 Submit = Callable[[Work, Place, bool], SaveHandle]
 
 
-# Of saves that several ranks make together: the error of each that is to be raised behind their
-# barrier, and whether its call failed.
-Group = list[tuple[BaseException | None, bool]]
-
-
 class Checkpoints:
-    """
+    """The checkpoints of one plugin.
+
     Args:
-        name: Of the plugin's class, as its user wrote it.
-        writers: Who writes them.
-        options: Of the plugin.
+        name: The plugin's class, as its user wrote it.
+        writers: Chooses who writes them, and has the options and the engine.
 
     Attributes:
-        trainers: Those that use the plugin; the companion says what they are at.
+        writers: As given.
+        trainers: The Trainers that use the plugin; the companion keeps them up to date.
     """
 
-    def __init__(self, name: str, writers: Writers, options: PluginOptions) -> None:
+    def __init__(self, name: str, writers: Writers) -> None:
         self.name = name
-        self._writers = writers
-        self._options = options
+        self.writers = writers
         self._begin()
 
     def _begin(self) -> None:
         self._work = self._new_work()
         self.trainers = Trainers()
-        self._groups: list[Group] = []
+        self._together = False  # inside `together`
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._options.engine is not None:
+        if self.writers.options.engine is not None:
             raise TypeError(
                 f"{self.name}(engine=...) cannot be pickled: an engine belongs to its"
                 " process. With a strategy that spawns its workers give the plugin pool_bytes,"
                 " max_in_flight or when_busy instead of an engine."
             )
-        state = self.__dict__.copy()
-        for name in ("_work", "trainers", "_groups"):
-            del state[name]
-        return state
+        return {"name": self.name, "writers": self.writers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
 
-    # ---- for the plugin: what Lightning calls; see there ----
+    # ---- for the plugin: the calls of Lightning, see there ----
 
     def save(self, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None) -> None:
         def submit(work: Work, place: Place, overlap: bool) -> SaveHandle:
-            return self._writers.submit(work, checkpoint, place, storage_options, overlap)
+            if storage_options is not None and self.writers.inner is None:
+                raise TypeError(
+                    "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
+                    f" is not supported for `{self.name}`. Please implement your custom"
+                    " `CheckpointIO` to define how you'd like to use `storage_options`."
+                )
+            return self.writers.submit(work, checkpoint, place, storage_options, overlap)
 
-        if storage_options is None or self._writers.inner is not None:
-            self._save_with(submit, trainer, path)
-        else:
-            self._save_with(self._refuse_storage_options, trainer, path)
+        self.save_with(submit, trainer, path)
 
-    def save_sharded(self, trainer: Any, parts: Parts, place: Place) -> None:
-        """All ranks at once, each its part, into the directory `place`."""
-
-        def submit(work: Work, place: Place, overlap: bool) -> SaveHandle:
-            options = self._options.save_options(overlap=overlap)
-            return sharded_save.submit(parts, place, options, engine=self._writers.engine_of(work))
-
-        self._save_with(submit, trainer, place.given)
-
-    def _save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
-        # Looked at before anything of ours can fail, which would be an exception being handled too.
+    def save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
+        """Make a save, and raise the error that is due; inside `together`, that raises it."""
+        # Asked before anything of ours can fail, which would be an exception being handled too.
         quiet = self.trainers.failed(trainer)
-        group = self._groups[-1] if self._groups else None
         work = self._current_work()
         in_handler = inside_signal_handler()
-        interrupted, work.newest = work.newest, SkippedSave(repr(path))  # until it is made
+        interrupted = work.newest, work.newest_is_early
+        work.newest, work.newest_is_early = Failed(repr(path)), False  # until it is made
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
-            error = self._outcome(work, save, path, quiet)
-            unmade = not work.is_newest_made()
+            self._save_and_tell(work, save, path, quiet)
+            error = None if self._together else work.next_error()
         finally:
             if in_handler:  # the call that it interrupted goes on with its own
-                work.newest = interrupted
-        if group is not None:
-            group.append((error, unmade))
-            return
+                work.newest, work.newest_is_early = interrupted
         if error is None:
             return
         if is_trainer(trainer) and ranks.several(trainer) and meets_others_later(trainer):
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
 
-    def _outcome(
-        self, work: Work, save: Callable[[], None], path: Any, quiet: bool
-    ) -> BaseException | None:
-        """Saves; the error to be raised: the save's own, or the oldest that was not raised yet.
-        What is only to be told of is told."""
+    def _save_and_tell(self, work: Work, save: Callable[[], None], path: Any, quiet: bool) -> None:
+        """Make a save, and tell of the errors that are not to be raised."""
         error: BaseException | None = None
-        of_save = True
         try:
             save()
         except Exception as caught:
-            error, of_save = caught, work.is_newest_made()
-        work.collect_ended(but=work.newest)
-        if error is not None and (quiet or self._warns(error, of_save)):
-            if not of_save:
+            error = caught
+        if error is not None and (quiet or self._warns(work, error)):
+            if not work.is_newest_made():
                 rotation.note_unmade(path)
             self._tell(error, quiet)
             error = None
-        if quiet or self._options.on_error == "warn":
-            while (earlier := work.next_error()) is not None:
-                self._tell(earlier, quiet)
-        return work.next_error() if error is None else error
+        if quiet or self.writers.options.on_error == "warn":
+            self._tell_all(work, quiet)
+        if error is not None:
+            work.add_failed(repr(path), error, first=True)
 
-    def _save(
-        self,
-        work: Work,
-        submit: Submit,
-        trainer: Any,
-        path: Any,
-        in_handler: bool,
-    ) -> None:
+    def _save(self, work: Work, submit: Submit, trainer: Any, path: Any, in_handler: bool) -> None:
         if is_trainer(trainer):
-            strategies.refuse(trainer.strategy)
+            refuse_strategy(trainer.strategy)
         place = Place.of(path)
-        asynchronous = not in_handler and self.trainers.may_save_early(trainer)
-        asynchronous = asynchronous and not _for_requeue(place)
+        early = not in_handler and self.trainers.may_save_early(trainer)
+        early = early and not _for_requeue(place)
         work.rotation.make_room(place)
-        overlap = self._options.overlap and asynchronous and not swaps_weights(trainer)
+        overlap = self.writers.options.overlap and early and not swaps_weights(trainer)
         handle = submit(work, place, overlap)
-        work.pending.append(handle)
-        work.newest = handle
-        if self._options.log_metrics and is_trainer(trainer):
+        work.add(handle, early=early)
+        if self.writers.options.log_metrics and is_trainer(trainer):
             work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
-        if not asynchronous:
-            error = error_of(handle)
-            work.discard(handle)
-            if error is not None:
-                raise error
-
-    def _refuse_storage_options(self, work: Work, place: Place, overlap: bool) -> SaveHandle:
-        raise TypeError(
-            "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
-            f" is not supported for `{self.name}`. Please implement your custom"
-            " `CheckpointIO` to define how you'd like to use `storage_options`."
-        )
+        if not early:
+            wait_for_end(handle)
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         place = Place.of(path)
         self.wait_for(place)
-        # What was loaded is about to be written over the state that saves in flight may still
-        # be copying.
+        # The caller is about to write over state that saves in flight may still be copying.
         gate.wait()
-        loaded: dict[str, Any] = self._writers.load(place, *args, **kwargs)
+        loaded: dict[str, Any] = self.writers.load(place, *args, **kwargs)
         return loaded
 
     def remove(self, trainer: Any, path: Any) -> None:
@@ -241,7 +193,7 @@ class Checkpoints:
             self._finish(trainer, quiet)
         finally:
             try:
-                self._writers.tear_down()
+                self.writers.tear_down()
             except Exception as error:
                 if not quiet:
                     raise
@@ -250,32 +202,31 @@ class Checkpoints:
     # ---- for the companion ----
 
     def register(self, trainer: Any) -> None:
-        """`trainer` was made with this plugin and has the companion."""
+        """Register a Trainer that was made with this plugin and has the companion."""
         self.trainers.add(trainer)
-        if self._current_work().pending:
+        if self._current_work().saves:
             # It may look for the newest checkpoint in a directory before any hook of it runs.
             _core.log_drain(None)
 
     def notify(self) -> None:
-        """Tells loggers what is due, and lets go of removes that waited for it."""
+        """Tell loggers what is due, and submit the removes that waited for it."""
         self._current_work().rotation.notify()
 
     def finish(self, trainer: Any) -> None:
-        """As `tear_down`; some strategies never call that."""
+        """Do as `tear_down`, which some strategies never call."""
         self._finish(trainer, self.trainers.failed(trainer))
 
     def settle(self) -> None:
-        """Waits for everything and tells loggers; errors are left for the next save or the end."""
+        """Wait for everything and tell loggers; errors are left for the next save or the end."""
         work = self._current_work()
         if work.under_way():
-            with WaitingLine(work.pending):
-                error = work.drain(close=False)
-            if error is not None:
-                work.errors.insert(0, error)
+            work.drain(close=False)
 
     def publish(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:
-        """`tell(checkpoint_callback)` once the last checkpoint is durable; at once where it was not
-        ours."""
+        """Call `tell(checkpoint_callback)` once the last checkpoint is durable.
+
+        If stillframe has saved none, it is called at once.
+        """
         work = self._current_work()
         handle = work.newest
         if handle is None:
@@ -288,18 +239,18 @@ class Checkpoints:
         work.rotation.notify()
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
-        """Makes `path` a link to `target` when all saves submitted before have ended."""
+        """Make `path` a link to `target` when all saves submitted before have ended."""
         rotation = self._current_work().rotation
         rotation.link(Place.of(target), Place.of(path))
         if inside_signal_handler() or not self.trainers.may_save_early(trainer):
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
-        """Whether `path` will be there when the log has run out."""
+        """Return whether `path` will exist once all entries of the log are done."""
         return self._current_work().rotation.will_exist(Place.of(path), otherwise)
 
     def wait_for(self, place: Place) -> None:
-        """Waits for the saves, links and removes of `place` that were submitted before."""
+        """Wait for the saves, links and removes of `place` that were submitted before."""
         if place.remote:
             ordered.wait_for_key(place.key())
         else:
@@ -307,19 +258,26 @@ class Checkpoints:
 
     @contextmanager
     def together(self, strategy: Any) -> Iterator[None]:
-        """Around a save that all ranks of `strategy` make together: they raise together, too."""
-        if self._groups:
+        """Make the save in the block on all ranks of `strategy`, which then raise together.
+
+        The error stays with its save until all ranks have passed the barrier of the block.
+        """
+        if self._together:
             yield
             return
-        group: Group = []
-        self._groups.append(group)
+        work = self._current_work()
+        before = work.newest
+        self._together = True
         try:
             yield
         finally:
-            self._groups.remove(group)
-        error, unmade = ranks.agree(strategy, *(group[-1] if group else (None, False)))
+            self._together = False
+        if work.newest is before:  # this rank has saved nothing
+            error, unmade = ranks.agree(strategy, None)
+        else:
+            error, unmade = ranks.agree(strategy, work.next_error(), not work.is_newest_made())
         if unmade:
-            self._current_work().forget_newest()  # it fails with what is raised here
+            work.forget_newest()
         if error is not None:
             raise error
 
@@ -330,37 +288,32 @@ class Checkpoints:
             self._work = self._new_work()
         return self._work
 
-    @property
-    def inner(self) -> Inner | None:
-        """The CheckpointIO that was given."""
-        return self._writers.inner
-
     def _new_work(self) -> Work:
-        return Work(Rotation(self._writers.remover_of, durable=self._options.durable))
+        return Work(self.writers.remover_of, durable=self.writers.options.durable)
 
     def _finish(self, trainer: Any, quiet: bool) -> None:
         work = self._current_work()
-        error: BaseException | None = None
         if work.under_way():
-            with WaitingLine(work.pending):
-                error = work.drain(close=True)
-        if error is not None:
-            work.errors.insert(0, error)
+            work.drain(close=True)
+        if quiet or self.writers.options.on_error == "warn":
+            self._tell_all(work, quiet)
         if quiet:
-            work.log_errors()
             return
-        if self._options.on_error == "warn":
-            while (each := work.next_error()) is not None:
-                warn(each)
         error = work.take_error()
         if self.trainers.is_set_up(trainer) and ranks.several(trainer):
             error, _ = ranks.agree(trainer.strategy, error)
         if error is not None:
             raise error
 
-    def _warns(self, error: BaseException, of_save: bool) -> bool:
-        """Whether it is warned of; not a mistake in how a save was asked for."""
-        return self._options.on_error == "warn" and (of_save or is_failure(error))
+    def _warns(self, work: Work, error: BaseException) -> bool:
+        """Return whether to warn of an error; never of a mistake in how a save was asked for."""
+        return self.writers.options.on_error == "warn" and (
+            work.is_newest_made() or is_failure(error)
+        )
+
+    def _tell_all(self, work: Work, quiet: bool) -> None:
+        while (error := work.next_error()) is not None:
+            self._tell(error, quiet)
 
     def _tell(self, error: BaseException, quiet: bool) -> None:
         if quiet:
@@ -370,5 +323,5 @@ class Checkpoints:
 
 
 def _for_requeue(place: Place) -> bool:
-    """A checkpoint that SLURM's requeue comes right after."""
+    """Return whether SLURM's requeue comes right after this checkpoint."""
     return os.path.basename(place.text).startswith("hpc_ckpt_")

@@ -39,14 +39,17 @@ from functools import partial
 from typing import Any
 
 from stillframe._base.paths import Place
-from stillframe._lightning import ranks as _ranks
-from stillframe._lightning import sharded as _sharded
-from stillframe._lightning import strategies as _strategies
-from stillframe._lightning.caller import note_signal_handlers
+from stillframe._lightning import ranks, sharded
+from stillframe._lightning.callers import (
+    note_signal_handlers,
+    refuse_strategy,
+    sharded_as,
+    warn_if_bypassed,
+)
 from stillframe._lightning.checkpoints import Checkpoints
 from stillframe._lightning.plugin import checkpoints_of
 from stillframe._lightning.publish import listens
-from stillframe._lightning.wraps import Method, Wraps
+from stillframe._lightning.trainers import Method, Wraps
 from stillframe._watch import gate
 
 
@@ -68,7 +71,7 @@ class CompanionHooks:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is None:
             return
-        _strategies.refuse(trainer.strategy)
+        refuse_strategy(trainer.strategy)
         gate.wait()
         wraps = checkpoints.trainers.set_up(trainer)
         if trainer.callbacks[0] is not self:
@@ -80,7 +83,7 @@ class CompanionHooks:
                 [self, *(each for each in trainer.callbacks if each is not self)],
             )
         if stage == "fit" and trainer.is_global_zero:
-            _strategies.warn_if_bypassed(trainer.strategy, checkpoints.name)
+            warn_if_bypassed(trainer.strategy, checkpoints.name)
         _stand_over(wraps, checkpoints, trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -101,7 +104,7 @@ class CompanionHooks:
             gate.wait()
             # The user's hooks run next, and read `best_model_path`.
             checkpoints.settle()
-            if _ranks.several(trainer):
+            if ranks.several(trainer):
                 trainer.strategy.barrier("stillframe: checkpoints are durable")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -146,8 +149,8 @@ def _stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
         if listens(logger):
             wraps.put(logger, "after_save_checkpoint", checkpoints.publish)
         wraps.put(logger, "finalize", partial(_finalize, checkpoints))
-    if _strategies.sharded_as(trainer.strategy) is not None:
-        _sharded.stand_over(wraps, checkpoints, trainer)
+    if sharded_as(trainer.strategy) is not None:
+        sharded.stand_over(wraps, checkpoints, trainer)
     if trainer.world_size > 1:
         wraps.put(trainer, "save_checkpoint", partial(_save_together, checkpoints, trainer))
         connector = trainer._checkpoint_connector
@@ -211,7 +214,7 @@ def _finalize(checkpoints: Checkpoints, original: Method, *args: Any, **kwargs: 
 def _save_together(
     checkpoints: Checkpoints, trainer: Any, original: Method, *args: Any, **kwargs: Any
 ) -> None:
-    if not _ranks.several(trainer):
+    if not ranks.several(trainer):
         original(*args, **kwargs)
         return
     with checkpoints.together(trainer.strategy):
@@ -226,7 +229,7 @@ def _load_together(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if checkpoint_path and _ranks.several(trainer):
+    if checkpoint_path and ranks.several(trainer):
         if trainer.is_global_zero:
             checkpoints.wait_for(Place.of(checkpoint_path))
         trainer.strategy.barrier()

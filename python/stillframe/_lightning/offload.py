@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from stillframe._base import sizes
-from stillframe._base.flags import refuse_unclear
+from stillframe._base.arguments import refuse_unclear
 from stillframe._lightning.plugin import saves_by_itself
-from stillframe._snapshot.ordinary import ordinary_copy
+from stillframe._snapshot.copy import ordinary_copy
 from stillframe._snapshot.snapshot import snapshot_at_once
 from stillframe._tree.walk import Tree, paths
 from stillframe.errors import PoolExhaustedError

@@ -12,10 +12,9 @@ import sys
 import weakref
 from typing import Any, ClassVar
 
-from stillframe._lightning.caller import calling_trainer, io_chain
+from stillframe._lightning.callers import calling_trainer, io_chain
 from stillframe._lightning.checkpoints import Checkpoints
-from stillframe._lightning.options import OnError, PluginOptions
-from stillframe._lightning.writers import Writers, refuse_ours
+from stillframe._lightning.writers import OnError, PluginOptions, Writers, refuse_ours
 from stillframe._save.engine import Engine
 from stillframe._save.options import DEFAULT_IN_FLIGHT, OnDurable, Size, WhenBusy
 
@@ -90,7 +89,7 @@ class CheckpointPlugin:
             log_metrics=log_metrics,
         )
         writers = Writers(self._reader, checkpoint_io, options)
-        self._checkpoints = Checkpoints(name, writers, options)
+        self._checkpoints = Checkpoints(name, writers)
         self._enlist()
 
     def _enlist(self) -> None:
@@ -185,7 +184,7 @@ def register(trainer: Any) -> bool:
 def saves_by_itself(trainer: Any) -> bool:
     """Return whether `trainer` saves with stillframe's plugin without another CheckpointIO."""
     outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
-    return isinstance(outermost, CheckpointPlugin) and outermost._checkpoints.inner is None
+    return isinstance(outermost, CheckpointPlugin) and outermost._checkpoints.writers.inner is None
 
 
 def register_with_loaded_packages(cls: type[CheckpointPlugin]) -> None:

@@ -2,8 +2,14 @@
 
     remove   removes a file after the saves submitted before it, in the log; held back while a link
              points to the file or loggers are still to be told of it
-    link     makes `last.ckpt` a link to a file when that exists, in the log
+    link     makes `last.ckpt` a symbolic link to a file when that is on the disk, in the log
+             (`ModelCheckpoint(save_last="link")`)
     notify   tells loggers of a checkpoint once it is durable, on the training thread
+
+A link replaces an older one with one rename. At no moment is the name missing, or names a file that
+does not exist. If Ctrl-C came before a link is made anew, the link still names its old target. The
+remove of that file finds this at its turn in the log, and is dropped. (`save_last=True` writes a
+second file, because it contains its own `last_model_path` and so differs from the first.)
 
 A signal handler may save, remove and notify in the middle of any method here. So every method takes
 an item from a collection in one step, and only the caller that got the item handles it.
@@ -12,21 +18,30 @@ an item from a collection in one step, and only the caller that got the item han
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import logging
+import os
+import shutil
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stillframe import _core
+from stillframe._base import paths
 from stillframe._base.paths import Place
-from stillframe._lightning import links as _links
-from stillframe._save import ordered as _ordered
+from stillframe._save import ordered
 from stillframe._save.api import exists, remove
-from stillframe._save.ordered import submit_remove
+from stillframe.errors import SaveError
 
 if TYPE_CHECKING:
     from stillframe._lightning.publish import Publication
     from stillframe._lightning.wrapped import Inner
+
+log = logging.getLogger("stillframe")
+
+# File systems without symbolic links, and systems that reserve them.
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
 
 
 class Rotation:
@@ -35,21 +50,27 @@ class Rotation:
     Args:
         remover_of: Returns the CheckpointIO that removes a file; None for stillframe itself.
         durable: Sync the directories of links.
+        failed: See `Work.add_failed`; gets the errors of links and loggers.
 
     Attributes:
         held: Removes that wait until nothing needs the file, in order.
         links: The target of each link, once all entries of the log are done.
         publications: Calls that wait for a save to be durable, in order.
-        errors: Errors of links that could not be made, until they are collected.
     """
 
-    def __init__(self, remover_of: Callable[[Place], Inner | None], *, durable: bool) -> None:
+    def __init__(
+        self,
+        remover_of: Callable[[Place], Inner | None],
+        *,
+        durable: bool,
+        failed: Callable[..., object],
+    ) -> None:
         self._remover_of = remover_of
         self._durable = durable
+        self._failed = failed
         self.held: dict[Place, None] = {}
         self.links: dict[Place, Place] = {}
         self.publications: deque[Publication] = deque()
-        self.errors: deque[BaseException] = deque()
         # For files that no link needs any more: the link that pointed to them last.
         self._linked_by: dict[Place, Place] = {}
         # Name in the log of the newest link or remove; all earlier ones end before it.
@@ -94,7 +115,7 @@ class Rotation:
             self._linked_by[former] = link
         self._submit_remove(link)
         key = link.key()
-        _ordered.submit(key, _core.WORK_LINK, lambda after_good: self._make_link(target, link))
+        ordered.submit(key, _core.WORK_LINK, lambda after_good: self._make_link(target, link))
         self._newest_key = key
         self.links[link] = target
         self.release()
@@ -120,35 +141,32 @@ class Rotation:
         if self.held:
             self.release()
 
-    def finish(self) -> BaseException | None:
-        """Make every call, and wait for links and removes, after all saves have ended.
-
-        Returns:
-            The first error of a call.
-        """
-        raised: BaseException | None = None
+    def finish(self) -> None:
+        """Make every call, and wait for links and removes, after all saves have ended."""
+        raised: list[Exception] = []
         for publication in list(self.publications):
             try:
                 self._deliver(publication)
             except Exception as error:
-                raised = raised or error
+                raised.append(error)
+        for each in reversed(raised):
+            self._failed("a logger", each, first=True)
         self._release_last()
         self.wait()
         self._linked_by.clear()
-        return raised
 
     def wait(self) -> None:
         """Wait for links and removes."""
         while (newest := self._newest_key) is not None:
-            _ordered.wait_for_key(newest)
+            ordered.wait_for_key(newest)
             if self._newest_key is newest:
                 self._newest_key = None
 
     def _make_link(self, target: Place, link: Place) -> bool:
         try:
-            return _links.make_link(target.name, link.name, durable=self._durable)
+            return make_link(target.name, link.name, durable=self._durable)
         except Exception as error:  # raised later, on the training thread
-            self.errors.append(error.with_traceback(None))
+            self._failed(link.name, error.with_traceback(None))
             return False
 
     def _needed(self, place: Place) -> bool:
@@ -162,12 +180,12 @@ class Rotation:
             return
         key = place.key()
         link = self._linked_by.pop(place, None)
-        needed = None if link is None else functools.partial(_links.names, link.name, place.name)
+        needed = None if link is None else functools.partial(names, link.name, place.name)
         inner = self._remover_of(place)
         if inner is not None:
             inner.remove(place.name, key, needed)
         elif needed is not None:
-            submit_remove(place.name, key, _links.remove_tree, needed)
+            ordered.submit_remove(place.name, key, remove_tree, needed)
         else:
             remove(place.name)
         self._newest_key = key
@@ -191,4 +209,78 @@ def note_unmade(path: Any) -> None:
         name = Place.of(path).key()
     except (TypeError, ValueError):  # not a path
         name = repr(path).encode(errors="replace")
-    _ordered.submit(name, _core.WORK_SAVE, lambda after_good: False)
+    ordered.submit(name, _core.WORK_SAVE, lambda after_good: False)
+
+
+def make_link(target: str, path: str, *, durable: bool) -> bool:
+    """Make `path` a relative link to `target`.
+
+    Args:
+        durable: Sync the directory of the link, and before that a copy made instead of a link.
+
+    Returns:
+        False, after a warning, if the target does not exist.
+
+    Raises:
+        SaveError: The link could not be made (phase "link"). An older link is still there.
+    """
+    if not os.path.exists(target):
+        log.warning(
+            "stillframe: %s was not linked to %s: that checkpoint did not become durable",
+            path,
+            target,
+        )
+        return False
+    directory, name = os.path.split(path)
+    # One name for each link, so that the next process reuses what a killed one left.
+    temporary = os.path.join(directory, f".{name}.stillframe-link")
+    try:
+        _remove(temporary)
+        copied = _link_or_copy(target, temporary, directory)
+        if copied and durable:
+            paths.sync_file(temporary)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)  # a name that is a directory cannot be replaced
+        os.replace(temporary, path)
+        if durable:
+            paths.sync_directory(directory or ".")
+    except OSError as error:
+        raise SaveError(error.errno or errno.EIO, str(error), path, "link") from error
+    return True
+
+
+def names(link: str, target: str) -> bool:
+    """Return whether `link` is a link to `target`."""
+    try:
+        there = os.readlink(link)
+    except OSError:
+        return False
+    return os.path.normpath(os.path.join(os.path.dirname(link), there)) == target
+
+
+def remove_tree(path: str) -> None:
+    """Remove a file, a link or a directory tree; a missing name is not an error."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        _remove(path)
+
+
+def _link_or_copy(target: str, path: str, directory: str) -> bool:
+    """Make a link, or a copy if links are not supported; return whether it is a copy."""
+    try:
+        os.symlink(os.path.relpath(target, directory or "."), path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS or os.path.isdir(target):
+            raise
+        log.warning("stillframe: %s is copied, as %s has no symbolic links", target, directory)
+        shutil.copy(target, path)
+        return True
+    return False
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return

@@ -1,4 +1,4 @@
-"""Saves checkpoints of strategies in which each rank saves a part of the state.
+"""Saves checkpoints of strategies in which each rank saves a part of the state, through DCP.
 
 These are `FSDPStrategy(state_dict_type="sharded")` and `ModelParallelStrategy`, of a Trainer and of
 Fabric. They call DCP themselves, synchronously and on the process group that they train on, and
@@ -10,6 +10,10 @@ bypass the CheckpointIO. So this module replaces methods of the strategy object:
     optimizer_state              leave tensors where they are: the save copies them
 
 The checkpoints have the contents and names of Lightning's own, so each can load the other's.
+
+On every rank a save has an entry in the process's log, as saves of files have. So removes submitted
+before it are done first, and removes and links submitted after it wait for its end, which is the
+same on all ranks. A file or link with the directory's name is removed first.
 """
 
 from __future__ import annotations
@@ -18,23 +22,31 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from stillframe._base.calls import inside
 from stillframe._base.paths import Place
 from stillframe._lightning import ranks
-from stillframe._lightning.caller import Fabric
+from stillframe._lightning.callers import Fabric, sharded_as
 from stillframe._lightning.checkpoints import Checkpoints
-from stillframe._lightning.options import PluginOptions
-from stillframe._lightning.sharded_save import META, Parts
-from stillframe._lightning.strategies import sharded_as
-from stillframe._lightning.wraps import Wraps
-from stillframe._lightning.writers import Writers
+from stillframe._lightning.trainers import Wraps
+from stillframe._lightning.work import Work
+from stillframe._lightning.writers import PluginOptions, Writers
+from stillframe._save import ordered
+from stillframe._save.engine import Engine, limits_of
+from stillframe._save.handle import SaveHandle, wait_for_end
+from stillframe._save.options import SaveOptions
+from stillframe._snapshot.save import SnapshotSave
 from stillframe._watch import gate
-from stillframe.errors import CorruptCheckpointError, StillframeError
+from stillframe.errors import CorruptCheckpointError, SaveError, StillframeError
 
 log = logging.getLogger("stillframe")
 
 Original = Callable[..., Any]
+
+# A directory with this file is a sharded checkpoint for Lightning.
+META = "meta.pt"
 
 
 def stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
@@ -76,8 +88,7 @@ def _save(
     state = {sharded_as(strategy) or "state_dict": rest.pop("state_dict")}
     for number, each in enumerate(rest.pop("optimizer_states", ())):
         state[f"optimizer_{number}"] = each
-    with checkpoints.together(strategy):
-        checkpoints.save_sharded(trainer, Parts(state, rest, strategy.global_rank), place)
+    _save_together(checkpoints, strategy, trainer, Parts(state, rest, strategy.global_rank), place)
 
 
 def _load(
@@ -134,6 +145,103 @@ def _optimizer_state(strategy: Any, original: Original, optimizer: Any) -> Any:
     return get_optimizer_state_dict(strategy.model, optimizer)
 
 
+# ---- one save ----
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The contents of a checkpoint.
+
+    Attributes:
+        state: The states of models and optimizers, for DCP.
+        rest: Everything else; only rank 0's is saved.
+        rank: This rank.
+    """
+
+    state: dict[str, Any]
+    rest: dict[str, Any]
+    rank: int
+
+
+def _save_together(
+    checkpoints: Checkpoints, strategy: Any, caller: Any, parts: Parts, place: Place
+) -> None:
+    def submit_parts(work: Work, place: Place, overlap: bool) -> SaveHandle:
+        writers = checkpoints.writers
+        options = writers.options.save_options(overlap=overlap)
+        return submit(parts, place, options, engine=writers.engine_of(work))
+
+    with checkpoints.together(strategy):
+        checkpoints.save_with(submit_parts, caller, place.given)
+
+
+def submit(parts: Parts, place: Place, options: SaveOptions, *, engine: Engine) -> SaveHandle:
+    """Start the save. A collective: if one rank raises, the save fails on all of them.
+
+    A state that does not fit into the pool is saved from its own memory, in the call.
+
+    Raises:
+        BusyError: The engine of a rank is busy and raises this; all ranks raise it.
+        StillframeError, Exception: This rank could not copy its state.
+    """
+    from stillframe._dcp.api import saver_of_this_process
+    from stillframe._dcp.beside import Beside
+    from stillframe._dcp.rounds import Asked
+
+    first = parts.rank == 0
+    saver = saver_of_this_process()
+    with inside():
+        ordered.refuse_inside()
+        asked = Asked(
+            group=saver.group(None, no_dist=False),
+            planner=None,
+            overlap=options.overlap,
+            durable=options.durable,
+            engine=engine,
+            when_busy="raise" if limits_of(engine).when_busy == "raise" else "wait",
+            beside=Beside(META, parts.rest) if first else None,
+            follow_link=options.follow_link,
+            makes_way=first,
+            live_if_full=True,
+            on_durable=options.on_durable if first else None,
+            error_of=of_save,
+        )
+        save: SnapshotSave = _saved(saver, parts.state, place, asked)
+        if save.snapshot() is None:
+            wait_for_end(save)
+    return save
+
+
+def _saved(saver: Any, state: dict[str, Any], place: Place, asked: Any) -> Any:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        return saver.save(state, place, asked)
+    except CheckpointException as error:  # raised by the user's own DCP save
+        raise of_save(error, place.text) from None
+
+
+def of_save(error: BaseException, path: str) -> Exception:
+    """Convert an error to one that `except Exception` catches, which DCP's own is not."""
+    failures: dict[int, Any] = getattr(error, "failures", {})
+    if not failures:
+        if isinstance(error, Exception):
+            return error
+        return StillframeError(f"{path} was not saved: {error!r}")
+    causes = {rank: cause for rank, (cause, _) in sorted(failures.items())}
+    words = "; ".join(f"rank {rank}: {_words(cause)}" for rank, cause in causes.items())
+    first = next(iter(causes.values()))
+    if isinstance(first, OSError) and first.errno:
+        return SaveError(first.errno, words, path, getattr(first, "phase", "write"))
+    return StillframeError(f"{path} was not saved: {words}")
+
+
+def _words(cause: BaseException) -> str:
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return str(cause) if isinstance(cause, StillframeError) else repr(cause)
+
+
 # ---- Fabric ----
 
 
@@ -158,13 +266,10 @@ def sharded(strategy: Any) -> Any:
     """
     _refuse(strategy)
     wraps = Wraps()
-    checkpoints = Checkpoints("sharded", Writers(object, None, _OPTIONS), _OPTIONS)
+    checkpoints = Checkpoints("sharded", Writers(object, None, PluginOptions()))
     wraps.put(strategy, "save_checkpoint", functools.partial(_save_fabric, checkpoints, strategy))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
     return strategy
-
-
-_OPTIONS = PluginOptions()
 
 
 def _refuse(strategy: Any) -> None:
@@ -211,8 +316,7 @@ def _save_fabric(
         original(path, state, storage_options=storage_options, filter=filter)
         return
     states, rest = _states(strategy, model, state)
-    with checkpoints.together(strategy):
-        checkpoints.save_sharded(Fabric, Parts(states, rest, strategy.global_rank), place)
+    _save_together(checkpoints, strategy, Fabric, Parts(states, rest, strategy.global_rank), place)
 
 
 def _only_model(strategy: Any, state: dict[str, Any]) -> Any:

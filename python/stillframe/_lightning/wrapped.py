@@ -53,7 +53,7 @@ class Inner:
         io_mode: IoMode = "wrapped",
     ) -> None:
         self.io = io
-        self._sentence = sentence or f"It was written by {type(io).__name__}, in its own way."
+        self.sentence = sentence or f"It was written by {type(io).__name__}, in its own way."
         self._io_mode = io_mode
         if getattr(io, "_base_checkpoint_io_configured", True) is False:
             io.checkpoint_io = reader()
@@ -91,7 +91,7 @@ class Inner:
             except BaseException:
                 slot.give_back()  # now, not when the traceback is freed
                 raise
-            fallbacks, live = [self._sentence], None
+            fallbacks, live = [self.sentence], None
             if taken is None:
                 sentence = "It does not fit into the pool: it was written during the call."
                 log.warning("stillframe: %s: %s", place.given, sentence)

@@ -1,4 +1,4 @@
-"""Chooses the writer of a plugin's checkpoints, and its engine.
+"""Chooses who writes, reads and removes a plugin's checkpoints, and its engine.
 
     checkpoint_io given          that one, from a snapshot (`wrapped.py`)
     a remote path                Lightning's TorchCheckpointIO, through fsspec, from a snapshot
@@ -11,27 +11,44 @@ report of every such save. The writer of a path also removes it.
 If `torch.save` was replaced by a function that is not stillframe's, that function is called,
 because its author expects it. `stillframe.save` refuses remote paths, but the plugin accepts them,
 so that a run on `s3://` keeps working when only the import is changed.
+
+stillframe reads a checkpoint itself if that gives the result of Lightning's own reader.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from typing import Any
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 
+from stillframe._base.arguments import refuse_unclear
+from stillframe._base.distributed import may_have_ranks_beside
 from stillframe._base.paths import Place
-from stillframe._lightning.caller import io_chain
-from stillframe._lightning.options import PluginOptions, refuse_skipping
-from stillframe._lightning.pending import Work
-from stillframe._lightning.reading import read
+from stillframe._lightning.callers import io_chain
+from stillframe._lightning.work import Work
 from stillframe._lightning.wrapped import Inner
+from stillframe._load.load import load
 from stillframe._save.api import async_save, engine_or_default, save
-from stillframe._save.engine import Engine, limits_of, submit
+from stillframe._save.engine import Engine, limits_of, refuse_no_engine, submit
 from stillframe._save.handle import SaveHandle
+from stillframe._save.options import (
+    DEFAULT_IN_FLIGHT,
+    EngineOptions,
+    OnDurable,
+    SaveOptions,
+    Size,
+    WhenBusy,
+)
 from stillframe._save.report import IoMode
 
 log = logging.getLogger("stillframe")
+
+OnError = Literal["raise", "warn"]
 
 _REMOTE = (
     "Lightning's TorchCheckpointIO wrote it through fsspec, as its path is remote: that a"
@@ -41,6 +58,82 @@ _REPLACED = (
     "Lightning's TorchCheckpointIO wrote it, as torch.save is not torch's own and that one calls"
     " it: it is not synced."
 )
+_FORCED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+
+
+@dataclass(frozen=True, slots=True)
+class PluginOptions:
+    """The options of `CheckpointPlugin`, except for the other CheckpointIO.
+
+    Raises:
+        TypeError, ValueError: `Engine` refuses an option, the engine skips saves, or `engine` is
+            given together with an option of an engine.
+    """
+
+    engine: Engine | None = None
+    pool_bytes: Size | None = None
+    max_in_flight: int = DEFAULT_IN_FLIGHT
+    when_busy: WhenBusy = "wait"
+    durable: bool = True
+    overlap: bool = True
+    check_mutation: bool = False
+    on_durable: OnDurable | None = None
+    on_error: OnError = "raise"
+    log_metrics: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_error not in get_args(OnError):
+            raise ValueError(f"on_error has to be 'raise' or 'warn', not {self.on_error!r}")
+        self.save_options(overlap=self.overlap)  # raises what a save would raise
+        refuse_unclear(log_metrics=self.log_metrics)
+        own = self.engine_options()
+        if self.engine is not None:
+            refuse_no_engine(self.engine)
+            refuse_skipping(limits_of(self.engine).when_busy)
+            if own is not None:
+                raise ValueError(
+                    "engine= has its own pool and its own limits: give pool_bytes, max_in_flight"
+                    " and when_busy to the Engine, not to the plugin."
+                )
+        elif own is not None:
+            refuse_skipping(self.when_busy)
+            Engine(**own).close()  # raises now what the first save would raise
+
+    def engine_options(self) -> EngineOptions | None:
+        """Return the options of the plugin's own engine; None if it uses another engine."""
+        given = (self.pool_bytes, self.max_in_flight, self.when_busy)
+        if given == (None, DEFAULT_IN_FLIGHT, "wait"):
+            return None
+        return {
+            "pool_bytes": self.pool_bytes,
+            "max_in_flight": self.max_in_flight,
+            "when_busy": self.when_busy,
+        }
+
+    def save_options(self, *, overlap: bool) -> SaveOptions:
+        return SaveOptions(
+            overlap=overlap,
+            durable=self.durable,
+            check_mutation=self.check_mutation,
+            on_durable=self.on_durable,
+            follow_link=False,
+            create_parents=True,
+        )
+
+
+def refuse_skipping(when_busy: WhenBusy) -> None:
+    """Check `when_busy` of an engine that a plugin uses.
+
+    Raises:
+        ValueError: The value is "skip", which may lose checkpoints, or is not known.
+    """
+    if when_busy == "skip":
+        raise ValueError(
+            "when_busy='skip' would lose checkpoints under Lightning: ModelCheckpoint removes the"
+            " previous file after a save, also when that save was skipped. Use 'wait' or 'raise'."
+        )
+    if when_busy not in ("wait", "raise"):
+        raise ValueError(f"when_busy has to be 'wait' or 'raise', not {when_busy!r}")
 
 
 class Writers:
@@ -52,6 +145,7 @@ class Writers:
 
     Attributes:
         inner: The CheckpointIO that was given.
+        options: The plugin's options.
 
     Raises:
         TypeError: `checkpoint_io` is not a CheckpointIO.
@@ -63,7 +157,7 @@ class Writers:
         if checkpoint_io is not None:
             _refuse_no_io(checkpoint_io)
         self._reader = reader
-        self._options = options
+        self.options = options
         self.inner = None if checkpoint_io is None else Inner(checkpoint_io, reader)
         self._told: set[str] = set()
 
@@ -73,7 +167,7 @@ class Writers:
         """Start the save of `checkpoint`."""
         engine = self.engine_of(work)
         inner = self._writer_of(place)
-        options = self._options.save_options(overlap=overlap)
+        options = self.options.save_options(overlap=overlap)
         if inner is None:
             return submit(engine, checkpoint, place.given, options)
         return inner.save(
@@ -82,7 +176,7 @@ class Writers:
             storage_options=storage_options,
             options=options,
             engine=engine,
-            pending=work.pending,
+            pending=work.saves,
         )
 
     def remover_of(self, place: Place) -> Inner | None:
@@ -101,29 +195,22 @@ class Writers:
             self.inner.io.teardown()
 
     def _writer_of(self, place: Place) -> Inner | None:
-        if self.inner is not None:
-            return self.inner
-        if place.remote:
-            self._tell_once(_REMOTE, place)
-            return self._lightnings(_REMOTE, "fsspec")
+        writer = self.remover_of(place)
         # A layer that encrypts, a test that counts: they expect that theirs is called.
-        if torch.save not in (torch.serialization.save, save, async_save):
-            self._tell_once(_REPLACED, place)
-            return self._lightnings(_REPLACED, "wrapped")
-        return None
+        if writer is None and torch.save not in (torch.serialization.save, save, async_save):
+            writer = self._lightnings(_REPLACED, "wrapped")
+        if writer is not self.inner and writer is not None and writer.sentence not in self._told:
+            self._told.add(writer.sentence)
+            log.warning("stillframe: %s: %s", place.text, writer.sentence)
+        return writer
 
     def _lightnings(self, sentence: str, io_mode: IoMode) -> Inner:
         return Inner(self._reader(), self._reader, sentence, io_mode)
 
-    def _tell_once(self, sentence: str, place: Place) -> None:
-        if sentence not in self._told:
-            self._told.add(sentence)
-            log.warning("stillframe: %s: %s", place.text, sentence)
-
     def engine_of(self, work: Work) -> Engine:
-        options = self._options.engine_options()
+        options = self.options.engine_options()
         if options is None:
-            engine = engine_or_default(self._options.engine)
+            engine = engine_or_default(self.options.engine)
             refuse_skipping(limits_of(engine).when_busy)
             return engine
         if work.engine is not None:
@@ -154,3 +241,51 @@ def _refuse_no_io(checkpoint_io: Any) -> None:
         for what in ("save", "load", "remove")
     ):
         raise TypeError(f"checkpoint_io has to be a CheckpointIO, not {checkpoint_io!r}")
+
+
+def read(reader: Callable[..., Any], place: Place, args: Any, kwargs: Any) -> Any:
+    """Load what `reader(place.given, *args, **kwargs)` would return.
+
+    Args:
+        reader: The `load_checkpoint` of the installed Lightning's CheckpointIO.
+
+    Raises:
+        CorruptCheckpointError: The file is damaged.
+        FileNotFoundError: There is no such file.
+        Exception: The reader's own errors.
+    """
+    path = place.given
+    how = _arguments(reader, place, args, kwargs)
+    if how is None:
+        return reader(path, *args, **kwargs)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    return load(path, **how, shared=may_have_ranks_beside())
+
+
+def _arguments(
+    reader: Callable[..., Any], place: Place, args: Any, kwargs: Any
+) -> dict[str, Any] | None:
+    """Return the arguments for `load`; None if the reader must be called."""
+    path = place.given
+    if not isinstance(path, (str, os.PathLike)) or place.remote or str(path).startswith("~"):
+        return None
+    # Code that has replaced torch.load, to decrypt or to count, expects that to be called.
+    if torch.load not in (torch.serialization.load, load):
+        return None
+    if any(name in os.environ for name in _FORCED):
+        return None
+    try:
+        given = inspect.signature(reader).bind(path, *args, **kwargs)
+    except TypeError:
+        return None  # the reader raises this itself
+    asked = dict(given.arguments)
+    given.apply_defaults()
+    meant = dict(given.arguments)
+    del meant["path"]
+    # The reader's default leaves every storage on the CPU.
+    meant["map_location"] = asked.get("map_location", "cpu")
+    # None means torch.load's own default, True. Older versions of Lightning passed False.
+    weights_only = meant.get("weights_only", False)
+    meant["weights_only"] = True if weights_only is None else weights_only
+    return meant if meant.keys() == {"map_location", "weights_only"} else None

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from stillframe import _core
 from stillframe._base import bar, cpus, looks, paths, records
+from stillframe._base.arguments import refuse_unclear
 from stillframe._base.calls import no_collection
-from stillframe._base.flags import refuse_unclear
 from stillframe._base.records import Failure, RestoreFailed
 from stillframe._load import placement, restore
 from stillframe._load.fill import Fill

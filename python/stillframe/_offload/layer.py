@@ -19,8 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stillframe._offload.offloader import Offloader
-from stillframe._offload.residents import Group
-from stillframe._offload.stamp import Stamp
+from stillframe._offload.residents import Group, Stamp
 from stillframe._offload.ticket import Ticket
 from stillframe.errors import StillframeError
 

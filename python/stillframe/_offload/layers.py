@@ -24,14 +24,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from stillframe._offload import given, graph, optimizers
-from stillframe._offload.course import Course
 from stillframe._offload.every import every
 from stillframe._offload.gradients import Gradient, Gradients
 from stillframe._offload.layer import Former, Hook, Layer, Stay
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.residents import Group, Residents
 from stillframe._offload.saved import Onloading, SavedHooks, weights
-from stillframe._offload.use import Use
+from stillframe._offload.use import Course, Use
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 

@@ -21,8 +21,8 @@ import time
 import torch
 
 from stillframe import _core
+from stillframe._base.arguments import seconds
 from stillframe._base.birth import Birth
-from stillframe._base.timeouts import seconds
 from stillframe._offload.layout import Layout, Source, leased
 from stillframe._save import completion
 from stillframe.errors import StillframeError, TornSnapshotError

@@ -9,8 +9,8 @@ from typing import Unpack
 
 from stillframe import _core
 from stillframe._base import looks, paths
+from stillframe._base.arguments import seconds
 from stillframe._base.calls import inside
-from stillframe._base.timeouts import seconds
 from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine, submit
 from stillframe._save.handle import SaveHandle

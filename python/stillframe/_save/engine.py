@@ -18,7 +18,7 @@ import time
 from typing import Any, cast
 
 from stillframe import _core
-from stillframe._base import cpus, device, paths, sizes
+from stillframe._base import budget, cpus, device, paths, sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside, no_collection
 from stillframe._save import completion, ordered
@@ -88,6 +88,7 @@ class Engine:
         self._closed = False
         self._used = False
         cpus.spread()
+        shares = budget.look(_core.pools_hold()) if limits.pool_bytes == 0 else (0, 0)
         try:
             self._core = _core.Engine(
                 limits.pool_bytes,
@@ -96,6 +97,7 @@ class Engine:
                 limits.max_in_flight,
                 limits.shared_memory,
                 copiers(),
+                *shares,
             )
         except MemoryError:
             raise MemoryError(

@@ -17,9 +17,9 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Literal, TypeAlias
 
+from stillframe._base.arguments import seconds
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
-from stillframe._base.timeouts import seconds
 from stillframe._save.options import OnDurable
 from stillframe._save.outcome import Outcome
 from stillframe._save.report import SaveReport

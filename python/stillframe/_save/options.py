@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from stillframe import _core
 from stillframe._base import cpus, sizes
-from stillframe._base.flags import refuse_unclear
+from stillframe._base.arguments import refuse_unclear
 from stillframe._save.report import SaveReport
 
 WhenBusy = Literal["wait", "skip", "raise"]
@@ -64,7 +64,7 @@ class Limits:
     """An engine's options, checked.
 
     Attributes:
-        pool_bytes: 0 lets the core choose.
+        pool_bytes: 0 means what `_base/budget.py` finds.
     """
 
     pool_bytes: int

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import rich.console
+
 from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
 
@@ -118,12 +120,21 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
+class Console(rich.console.Console):
+    """A console that leaves the exit status to the program.
+
+    If its reader has gone (`| head`), rich's own ends the process with status 1, which means
+    "damaged" here.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def show(result: Result) -> None:
     """Print the table, and the advice below it, on stdout."""
     from rich.table import Table
     from rich.text import Text
-
-    from stillframe._shell.console import Console
 
     how = "O_DIRECT" if result.raw_direct else "page cache"
     shares = result.shares()

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import math
 import os
 import pickle
 import re
 import resource
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
+from stillframe import _core
+from stillframe._base import records
 from stillframe._tree import keypaths
 from stillframe._tree.keypaths import Storage, Stub
 
@@ -74,6 +78,9 @@ class Value(NamedTuple):
     kind: str
 
 
+# The errors of zipfile for archives that it cannot read.
+UNZIPPABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError)
+
 _Path: TypeAlias = "tuple[_Path, str] | None"  # (the parent's path, the last part)
 
 
@@ -86,13 +93,67 @@ def read(file: IO[bytes], *, legacy: bool = False) -> Any:
         pickle.UnpicklingError: It is no pickle, or it is cut short.
         MemoryError: It needs more memory than a pickle of its length should.
     """
+    return _read(file, legacy)[0]
+
+
+def lacking(fd: int) -> list[tuple[str, str]]:
+    """Return the records that an archive's pickle names and that are missing or too short.
+
+    Each comes with what is wrong. A pickle with other references than torch's gives nothing.
+
+    Raises:
+        MemoryError: As `read`.
+        OSError: The file cannot be read.
+    """
+    core = _core.restore(fd, False)[1]
+    try:
+        if core is not None:
+            (data,) = records.read(core, ("data.pkl",))
+            return _lacking(data, functools.partial(_nbytes_in, core))
+        # Another program has packed the archive.
+        with open(os.dup(fd), "rb") as file, zipfile.ZipFile(file) as archive:
+            sizes = {each.filename.partition("/")[2]: each.file_size for each in archive.infolist()}
+            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            return _lacking(archive.read(name), sizes.get)
+    except (pickle.UnpicklingError, records.RestoreFailed, *UNZIPPABLE):
+        return []
+    finally:
+        if core is not None:
+            core.close()
+
+
+def _lacking(data: bytes, nbytes_of: Callable[[str], int | None]) -> list[tuple[str, str]]:
+    wrong = []
+    for key, storage in _read(io.BytesIO(data), False)[1].items():
+        nbytes, least = nbytes_of(f"data/{key}"), _storage_nbytes(storage)
+        if nbytes is None:
+            wrong.append((f"data/{key}", "it is missing"))
+        elif nbytes < least:
+            wrong.append((f"data/{key}", f"it has {nbytes} bytes of {least}"))
+    return wrong
+
+
+def _nbytes_in(core: _core.Restore, name: str) -> int | None:
+    number = core.find(name)
+    return None if number < 0 else core.sizes(number, 1)[0]
+
+
+def _storage_nbytes(storage: Storage) -> int:
+    try:
+        return min(int(storage.numel) * _dtype(storage.kind)[1], _MOST_BYTES)
+    except (TypeError, ValueError):
+        return 0  # a type that is not torch's
+
+
+def _read(file: IO[bytes], legacy: bool) -> tuple[Any, dict[str, Storage]]:
     here, end = file.tell(), file.seek(0, os.SEEK_END)
     file.seek(here)
     try:
         with _bounded(end - here):
             for _ in range(3 if legacy else 0):
                 keypaths.Reader(file).load()
-            return keypaths.Reader(file).load()
+            reader = keypaths.Reader(file)
+            return reader.load(), reader.storages
     except MemoryError:
         raise
     except Exception as error:  # damaged pickles raise nearly anything

@@ -22,11 +22,10 @@ from typing import IO, Any
 
 from stillframe import _core
 from stillframe._base import looks, records
-from stillframe._base.bar import printable
+from stillframe._base.bar import folded, printable
 from stillframe._base.calls import no_collection
 from stillframe._base.sizes import decimal
 from stillframe._shell import contents
-from stillframe._shell.cli import folded
 from stillframe._shell.contents import Tensor, Value
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
@@ -105,6 +104,9 @@ def examine(path: str) -> Found:
             if not checked["ok"]:
                 found.status, found.error = DAMAGED, checked["error"]
             _read(file, found)
+            if found.status == GOOD and found.format == "archive":
+                for name, reason in contents.lacking(fd)[:1]:
+                    found.status, found.error = DAMAGED, f"record {name}: {reason}"
         except MemoryError:
             found.status, found.error = UNUSABLE, "not enough memory to read its pickle"
         except (OSError, pickle.UnpicklingError) as error:
@@ -164,7 +166,7 @@ def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
         with zipfile.ZipFile(file) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             return io.BytesIO(archive.read(name))
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError):
+    except contents.UNZIPPABLE:
         pass
     file.seek(0)
     head = file.read(_LOCAL)

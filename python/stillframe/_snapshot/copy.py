@@ -4,17 +4,23 @@
 
 The first caller that needs the verdict gives it: an optimizer's step, `Snapshot.wait()`, the
 completion thread, a fork, or the end of the process.
+
+`ordinary_copy` makes a copy like `snapshot`'s in ordinary memory, for a full pool.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
+import mmap
 import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import torch
 
 from stillframe import _core
 from stillframe._base import device as _device
@@ -26,6 +32,10 @@ from stillframe._watch.gate import Deferral
 from stillframe.errors import StillframeError, TornSnapshotError
 
 log = logging.getLogger("stillframe")
+
+T = TypeVar("T")
+
+_ALIGN = 64  # bytes; alignment of each storage, as in the pool
 
 
 class Owner(Protocol):
@@ -176,3 +186,25 @@ def _finish_at_exit() -> None:
 
 atexit.register(_finish_at_exit)
 os.register_at_fork(before=_before_fork)
+
+
+def ordinary_copy(tree: T) -> tuple[T, int, int]:
+    """Copy a tree as `snapshot` does, into ordinary memory.
+
+    Returns:
+        The tree, the number of its tensors, and the bytes of its storages.
+    """
+    source = Tree(tree, lanes=False)
+    offsets: list[int] = []
+    end = 0
+    for _, nbytes in source.sources():
+        offsets.append(end)
+        end += -(-nbytes // _ALIGN) * _ALIGN
+    # The memory lives as long as a tensor over it.
+    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):
+        if address:
+            ctypes.memmove(base + offset, address, nbytes)
+    built, _ = source.rebuild(memory, offsets)
+    return built, source.num_tensors(), source.nbytes()

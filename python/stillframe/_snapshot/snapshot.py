@@ -27,11 +27,10 @@ import torch
 
 from stillframe import _core
 from stillframe._base import sizes
+from stillframe._base.arguments import refuse_unclear, seconds
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
-from stillframe._base.dtensor import memory_of
-from stillframe._base.flags import refuse_unclear
-from stillframe._base.timeouts import seconds
+from stillframe._base.distributed import memory_of
 from stillframe._save import completion, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, limits_of, note_use, usage

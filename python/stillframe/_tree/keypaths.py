@@ -68,8 +68,11 @@ def _get_attribute(_owner: Any, name: Any) -> type[Stub]:
 
 
 class Reader(pickle.Unpickler):
+    """Reads a pickle; `storages` are those that it has named, by key."""
+
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
+        self.storages: dict[str, Storage] = {}
         self._classes: dict[str, type[Stub]] = {}  # one takes 20 us to make
 
     def find_class(self, module: str, name: str) -> Any:
@@ -82,7 +85,9 @@ class Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         _, kind, key, location, numel = pid[:5]
-        return Storage(getattr(kind, "_name", ""), key, location, numel)
+        storage = Storage(getattr(kind, "_name", ""), key, location, numel)
+        self.storages.setdefault(str(key), storage)
+        return storage
 
 
 def children(node: Any) -> Iterator[tuple[str, Any]]:

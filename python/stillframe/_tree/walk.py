@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base.calls import no_collection
-from stillframe._base.dtensor import dtensor
+from stillframe._base.distributed import dtensor
 from stillframe._tree import skeleton
 from stillframe._tree.rebuild import (
     ATOMS,

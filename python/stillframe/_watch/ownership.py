@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from stillframe import _core
 from stillframe._base import device
 from stillframe._base.calls import stack
-from stillframe._base.dtensor import dtensor, memory_of
+from stillframe._base.distributed import dtensor, memory_of
 from stillframe._watch import steps
 from stillframe._watch.guard import guarded
 from stillframe._watch.keepers import Marks

@@ -1,19 +1,21 @@
 """Optimizer steps that are known to call the closure first and to be the only code that writes.
 
 These are torch's own steps, those of classes registered with `register_optimizer`, and those listed
-in `stillframe._watch.third_party`. A step is recognised by its function, so a subclass that
-overrides `step` is not known, whatever it inherits from.
+in `third_party.toml`: classes of other packages whose steps were read and tried. A step is
+recognised by its function, so a subclass that overrides `step` is not known, whatever it inherits
+from.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-
-from stillframe._watch.third_party import PACKAGES, Package
 
 # The code of the wrapper in which torch runs a step's hooks.
 HOOKED = Optimizer.profile_hook_step(lambda *_: None).__code__
@@ -21,6 +23,42 @@ _MAX_LAYERS = 32
 _VARARGS = 0x04  # inspect.CO_VARARGS
 
 vouched: set[Any] = set()  # the step functions of registered classes
+
+
+@dataclass(frozen=True, eq=False)
+class Package:
+    """One package whose optimizers are known.
+
+    Attributes:
+        distribution: Its name on PyPI.
+        versions: The versions that were read and tried; "1.4" means every 1.4.x.
+        classes: Names of the classes, by module.
+        writers: Methods beside `step` that write, where a class has them.
+    """
+
+    distribution: str
+    versions: tuple[str, ...]
+    classes: dict[str, tuple[str, ...]]
+    writers: tuple[str, ...] = ()
+
+    def is_tried(self, version: str) -> bool:
+        """Return whether a version is one of those that were read and tried."""
+        return any(f"{version}.".startswith(f"{tried}.") for tried in self.versions)
+
+
+def _load(path: Path) -> dict[str, Package]:
+    return {
+        name: Package(
+            table["distribution"],
+            tuple(table["versions"]),
+            {module: tuple(names.split()) for module, names in table["classes"].items()},
+            tuple(table.get("writers", ())),
+        )
+        for name, table in tomllib.loads(path.read_text()).items()
+    }
+
+
+PACKAGES = _load(Path(__file__).with_name("third_party.toml"))
 
 
 def register_optimizer(optimizer_class: type[Optimizer]) -> None:

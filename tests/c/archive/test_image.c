@@ -15,7 +15,7 @@ static struct sfr_save_desc describe(const struct sfr_source *sources, uint32_t 
 				       .nr_sources = nr };
 }
 
-static void an_image_without_storages_has_one_run_and_torchs_records(void)
+TEST(an_image_without_storages_has_one_run_and_torchs_records)
 {
 	static const char *const names[] = { "archive/data.pkl", "archive/.format_version",
 					     "archive/.storage_alignment", "archive/byteorder",
@@ -41,7 +41,7 @@ static void an_image_without_storages_has_one_run_and_torchs_records(void)
 	sfr__image_fini(&img); /* twice is fine */
 }
 
-static void each_lane_has_a_run_of_its_own_in_ascending_order(void)
+TEST(each_lane_has_a_run_of_its_own_in_ascending_order)
 {
 	struct sfr_source sources[] = {
 		{ HOLE, 100, 7, 0 }, { HOLE, 200, 0, 0 }, { HOLE, 300, 3, 0 },
@@ -66,7 +66,7 @@ static void each_lane_has_a_run_of_its_own_in_ascending_order(void)
 	sfr__image_fini(&img);
 }
 
-static void random_layouts_hold_together_for_every_block_size(void)
+TEST(random_layouts_hold_together_for_every_block_size)
 {
 	static const uint64_t block_sizes[] = { PAGE, 2 * PAGE, 3 * PAGE, 16 * PAGE, 4096 * PAGE };
 	struct sfr_source sources[60];
@@ -89,7 +89,7 @@ static void random_layouts_hold_together_for_every_block_size(void)
 	}
 }
 
-static void a_run_may_end_anywhere_in_its_page(void)
+TEST(a_run_may_end_anywhere_in_its_page)
 {
 	bool exactly = false;
 
@@ -110,7 +110,7 @@ static void a_run_may_end_anywhere_in_its_page(void)
 }
 
 /* Blocks are filled by several threads in any order: what a block holds must not depend on it. */
-static void blocks_filled_in_any_order_give_the_same_file(void)
+TEST(blocks_filled_in_any_order_give_the_same_file)
 {
 	static char bytes[60000];
 	struct sfr_source sources[9];
@@ -159,7 +159,7 @@ static void blocks_filled_in_any_order_give_the_same_file(void)
 		free(files[way]);
 }
 
-static void a_part_of_a_header_or_descriptor_is_that_part_of_the_whole(void)
+TEST(a_part_of_a_header_or_descriptor_is_that_part_of_the_whole)
 {
 	struct sfr_source sources[] = { { HOLE, 5 * GIB, 0, 0 }, { HOLE, 77, 0, 0 } };
 	struct sfr_save_desc desc = describe(sources, 2);
@@ -189,7 +189,7 @@ static void a_part_of_a_header_or_descriptor_is_that_part_of_the_whole(void)
 	sfr__image_fini(&img);
 }
 
-static void sizes_around_4_gib_take_the_long_form_from_ffffffff_on(void)
+TEST(sizes_around_4_gib_take_the_long_form_from_ffffffff_on)
 {
 	for (uint64_t nbytes = UINT32_MAX - UINT64_C(70); nbytes <= UINT32_MAX + UINT64_C(70);
 	     nbytes++) {
@@ -209,7 +209,7 @@ static void sizes_around_4_gib_take_the_long_form_from_ffffffff_on(void)
 }
 
 /* Puts the second storage's header, and with other sizes the tail, at every place around 4 GiB. */
-static void offsets_around_4_gib_take_the_long_form_from_ffffffff_on(void)
+TEST(offsets_around_4_gib_take_the_long_form_from_ffffffff_on)
 {
 	bool shorter = false, longer = false;
 
@@ -240,7 +240,7 @@ static void offsets_around_4_gib_take_the_long_form_from_ffffffff_on(void)
 	}
 }
 
-static void terabytes_are_laid_out_without_being_touched(void)
+TEST(terabytes_are_laid_out_without_being_touched)
 {
 	struct sfr_source sources[] = { { HOLE, UINT64_C(3) << 40, 0, 0 },
 					{ HOLE, UINT64_C(5) << 40, 1, 0 },
@@ -259,7 +259,7 @@ static void terabytes_are_laid_out_without_being_touched(void)
 	CHECK(img.entries == NULL && img.runs == NULL);
 }
 
-static void more_than_65535_storages_have_their_directory(void)
+TEST(more_than_65535_storages_have_their_directory)
 {
 	static const uint32_t counts[] = { 65535 - 7, 65535 - 6, 65535 - 5, 65536, 200000 };
 	struct sfr_source *sources = calloc(200000, sizeof(*sources));
@@ -281,7 +281,7 @@ static void more_than_65535_storages_have_their_directory(void)
 	free(sources);
 }
 
-static void the_id_is_made_from_names_and_bytes(void)
+TEST(the_id_is_made_from_names_and_bytes)
 {
 	struct sfr_source sources[] = { { HOLE, 10, 0, 0 }, { HOLE, 10, 0, 0 } };
 	char tail[PAGE], ids[5][40];
@@ -309,7 +309,7 @@ static void the_id_is_made_from_names_and_bytes(void)
 	CHECK(memcmp(ids[0], ids[4], 20) != 0); /* the names' half */
 }
 
-static void what_cannot_be_laid_out_is_refused(void)
+TEST(what_cannot_be_laid_out_is_refused)
 {
 	struct sfr_source sources[] = { { HOLE, 10, 0, 0 }, { 0, 1, 0, 0 } };
 	struct sfr_save_desc desc = describe(sources, 2);
@@ -334,7 +334,7 @@ static void what_cannot_be_laid_out_is_refused(void)
 	sfr__image_fini(&img); /* after a failure is fine */
 }
 
-static void without_memory_there_is_no_image_and_no_leak(void)
+TEST(without_memory_there_is_no_image_and_no_leak)
 {
 	struct sfr_source sources[] = { { HOLE, 10, 0, 0 }, { HOLE, 10, 1, 0 } };
 	struct sfr_save_desc desc = describe(sources, 2);
@@ -351,18 +351,6 @@ static void without_memory_there_is_no_image_and_no_leak(void)
 
 int main(void)
 {
-	RUN(an_image_without_storages_has_one_run_and_torchs_records);
-	RUN(each_lane_has_a_run_of_its_own_in_ascending_order);
-	RUN(random_layouts_hold_together_for_every_block_size);
-	RUN(a_run_may_end_anywhere_in_its_page);
-	RUN(blocks_filled_in_any_order_give_the_same_file);
-	RUN(a_part_of_a_header_or_descriptor_is_that_part_of_the_whole);
-	RUN(sizes_around_4_gib_take_the_long_form_from_ffffffff_on);
-	RUN(offsets_around_4_gib_take_the_long_form_from_ffffffff_on);
-	RUN(terabytes_are_laid_out_without_being_touched);
-	RUN(more_than_65535_storages_have_their_directory);
-	RUN(the_id_is_made_from_names_and_bytes);
-	RUN(what_cannot_be_laid_out_is_refused);
-	RUN(without_memory_there_is_no_image_and_no_leak);
+	check_run();
 	return check_done();
 }

@@ -44,7 +44,7 @@ static struct archive two_records(bool zip64)
 	return a;
 }
 
-static void the_end_gives_the_place_of_the_directory(void)
+TEST(the_end_gives_the_place_of_the_directory)
 {
 	for (int zip64 = 0; zip64 < 2; zip64++) {
 		struct archive a = two_records(zip64);
@@ -71,7 +71,7 @@ static void poke_end(bool zip64, char where, size_t off, uint64_t value, size_t 
 	archive_free(&a);
 }
 
-static void every_field_of_the_end_records_has_its_words(void)
+TEST(every_field_of_the_end_records_has_its_words)
 {
 	struct archive a = two_records(false);
 	struct sfr__unzip_end end;
@@ -113,7 +113,7 @@ static void every_field_of_the_end_records_has_its_words(void)
 	archive_free(&a);
 }
 
-static void an_old_end_record_may_leave_every_number_to_zip64(void)
+TEST(an_old_end_record_may_leave_every_number_to_zip64)
 {
 	struct archive a = two_records(true);
 	struct sfr__unzip_end end;
@@ -126,7 +126,7 @@ static void an_old_end_record_may_leave_every_number_to_zip64(void)
 	archive_free(&a);
 }
 
-static void directories_that_wrap_around_are_refused(void)
+TEST(directories_that_wrap_around_are_refused)
 {
 	struct archive a = two_records(true);
 	struct sfr__unzip_end end;
@@ -176,7 +176,7 @@ static const char *central_extra(const unsigned char *extra, size_t len,
 	return wrong;
 }
 
-static void zip64_numbers_of_the_directory_replace_what_did_not_fit(void)
+TEST(zip64_numbers_of_the_directory_replace_what_did_not_fit)
 {
 	const uint64_t numbers[3] = { UINT64_C(5) << 32, UINT64_C(5) << 32, UINT64_C(7) << 32 };
 	const uint64_t max = UINT32_MAX;
@@ -209,7 +209,7 @@ static void zip64_numbers_of_the_directory_replace_what_did_not_fit(void)
 	     "zip64 sizes in the directory");
 }
 
-static void extra_fields_have_to_fill_their_space(void)
+TEST(extra_fields_have_to_fill_their_space)
 {
 	const uint64_t numbers[3] = { UINT64_C(5) << 32, UINT64_C(5) << 32, 0 };
 	unsigned char extra[128] = { 0 };
@@ -230,7 +230,7 @@ static void extra_fields_have_to_fill_their_space(void)
 	SAYS(central_extra(extra, len, &rec), "extra fields in the directory");
 }
 
-static void records_end_before_the_directory(void)
+TEST(records_end_before_the_directory)
 {
 	const uint64_t dir = roomy.dir_off;
 	struct sfr__unzip_record rec = record(0, 0, dir - 30);
@@ -250,7 +250,7 @@ static void records_end_before_the_directory(void)
 	SAYS(central_extra(NULL, 0, &rec), "beyond the data");
 }
 
-static void only_stored_and_deflated_records_without_oddities_are_known(void)
+TEST(only_stored_and_deflated_records_without_oddities_are_known)
 {
 	for (unsigned method = 0; method < 100; method++) {
 		struct sfr__unzip_record rec = record(10, 10, 0);
@@ -281,7 +281,7 @@ static void only_stored_and_deflated_records_without_oddities_are_known(void)
 	}
 }
 
-static void directories_in_the_archive_have_no_data_and_records_are_none(void)
+TEST(directories_in_the_archive_have_no_data_and_records_are_none)
 {
 	struct sfr__unzip_record rec = record(0, 0, 0);
 
@@ -315,7 +315,7 @@ static const char *local_extra(uint32_t clen32, uint32_t ulen32, const unsigned 
 	return wrong;
 }
 
-static void zip64_numbers_of_a_local_header_are_the_directorys(void)
+TEST(zip64_numbers_of_a_local_header_are_the_directorys)
 {
 	const uint64_t len = UINT64_C(5) << 32, off = UINT64_C(7) << 32;
 	const uint64_t all[4] = { len, len, off, 0 }, none[3] = { 0, 0, 0 }, half[2] = { len, 0 };
@@ -369,7 +369,7 @@ static const char *desc(const unsigned char *bytes, size_t len, const struct sfr
 	return wrong;
 }
 
-static void a_descriptor_is_short_or_long(void)
+TEST(a_descriptor_is_short_or_long)
 {
 	struct archive a = { 0 };
 	struct sfr__unzip_record rec = record(7, 7, 0);
@@ -408,16 +408,6 @@ static void a_descriptor_is_short_or_long(void)
 
 int main(void)
 {
-	RUN(the_end_gives_the_place_of_the_directory);
-	RUN(every_field_of_the_end_records_has_its_words);
-	RUN(an_old_end_record_may_leave_every_number_to_zip64);
-	RUN(directories_that_wrap_around_are_refused);
-	RUN(zip64_numbers_of_the_directory_replace_what_did_not_fit);
-	RUN(extra_fields_have_to_fill_their_space);
-	RUN(records_end_before_the_directory);
-	RUN(only_stored_and_deflated_records_without_oddities_are_known);
-	RUN(directories_in_the_archive_have_no_data_and_records_are_none);
-	RUN(zip64_numbers_of_a_local_header_are_the_directorys);
-	RUN(a_descriptor_is_short_or_long);
+	check_run();
 	return check_done();
 }

@@ -37,7 +37,7 @@ static uint32_t by_bits(uint32_t crc, const unsigned char *p, size_t len)
 	return ~crc;
 }
 
-static void known_values_come_out(void)
+TEST(known_values_come_out)
 {
 	static const struct {
 		const char *text;
@@ -57,7 +57,7 @@ static void known_values_come_out(void)
 			CHECK_EQ(way->crc32(0, known[i].text, strlen(known[i].text)), known[i].crc);
 }
 
-static void the_portable_way_is_the_first(void)
+TEST(the_portable_way_is_the_first)
 {
 	const struct sfr__crc_way *way = sfr__crc_way(0);
 	size_t n = 1;
@@ -71,7 +71,7 @@ static void the_portable_way_is_the_first(void)
 	(void)printf(" (%zu ways, best %s)", n, way->name);
 }
 
-static void every_way_divides_at_every_length_and_alignment(void)
+TEST(every_way_divides_at_every_length_and_alignment)
 {
 	/* Exactly as long as asked for, so that a byte read too far is seen by ASAN. */
 	for (size_t len = 0; len <= 1400; len += len < 300 ? 1 : 1 + rng() % 7) {
@@ -94,7 +94,7 @@ static void every_way_divides_at_every_length_and_alignment(void)
 }
 
 /* Same bytes there, same CRC, nothing written in front or behind; aligned or not. */
-static void every_way_copies_what_it_adds_up(void)
+TEST(every_way_copies_what_it_adds_up)
 {
 	for (size_t len = 0; len <= 6000; len += len < 700 ? 1 + rng() % 5 : 1 + rng() % 97) {
 		size_t off = len % 3 == 0 ? 0 : rng() % 70, align = len % 2 == 0 ? 0 : rng() % 64;
@@ -121,7 +121,7 @@ static void every_way_copies_what_it_adds_up(void)
 }
 
 /* Some ways go by chunks of 256 KiB. */
-static void every_way_copies_what_is_longer_than_its_chunks(void)
+TEST(every_way_copies_what_is_longer_than_its_chunks)
 {
 	enum { CHUNK = 256 << 10 };
 	static const size_t lens[] = { CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77 };
@@ -138,7 +138,7 @@ static void every_way_copies_what_is_longer_than_its_chunks(void)
 		}
 }
 
-static void a_plain_copy_copies_and_no_more(void)
+TEST(a_plain_copy_copies_and_no_more)
 {
 	for (size_t len = 0; len <= 20000; len += 1 + rng() % (len < 5000 ? 40 : 900)) {
 		size_t off = rng() % 70, align = len % 2 == 0 ? 0 : rng() % 64;
@@ -161,7 +161,7 @@ static void a_plain_copy_copies_and_no_more(void)
 
 /* A wrong folding constant may hide behind random data of one length: a single set bit cannot,
  * as its CRC is one power of x. */
-static void a_single_bit_anywhere_gives_its_power_of_x(void)
+TEST(a_single_bit_anywhere_gives_its_power_of_x)
 {
 	enum { LEN = 1024 };
 	unsigned char buf[LEN];
@@ -179,7 +179,7 @@ static void a_single_bit_anywhere_gives_its_power_of_x(void)
 	}
 }
 
-static void pieces_add_up_to_the_whole_in_any_split(void)
+TEST(pieces_add_up_to_the_whole_in_any_split)
 {
 	enum { LEN = 200 * 1000 };
 	unsigned char *buf = malloc(LEN);
@@ -207,7 +207,7 @@ static void pieces_add_up_to_the_whole_in_any_split(void)
 	free(buf);
 }
 
-static void combining_with_nothing_changes_nothing(void)
+TEST(combining_with_nothing_changes_nothing)
 {
 	for (int round = 0; round < 100; round++) {
 		uint32_t crc = (uint32_t)rng();
@@ -219,7 +219,7 @@ static void combining_with_nothing_changes_nothing(void)
 
 /* Lengths that no test can write out: a run of zeros of 2^n bytes is the sum of two halves, and
  * so up to the longest. */
-static void combine_takes_lengths_up_to_64_bits(void)
+TEST(combine_takes_lengths_up_to_64_bits)
 {
 	static const unsigned char zero;
 	uint32_t run = sfr_crc32(0, &zero, 1);
@@ -236,7 +236,7 @@ static void combine_takes_lengths_up_to_64_bits(void)
 	}
 }
 
-static void combine_is_right_past_4_gib(void)
+TEST(combine_is_right_past_4_gib)
 {
 	/* From Python's zlib: "head", 5 GiB of zeros, three zeros more. */
 	const uint64_t len = UINT64_C(5) << 30;
@@ -250,7 +250,7 @@ static void combine_is_right_past_4_gib(void)
 }
 
 /* zlib's own functions, of the library that Python and most else here have loaded anyway. */
-static void zlib_agrees(void)
+TEST(zlib_agrees)
 {
 	enum { LEN = 1 << 20 };
 	unsigned long (*theirs)(unsigned long, const unsigned char *, unsigned) = NULL;
@@ -284,17 +284,6 @@ static void zlib_agrees(void)
 
 int main(void)
 {
-	RUN(known_values_come_out);
-	RUN(the_portable_way_is_the_first);
-	RUN(every_way_divides_at_every_length_and_alignment);
-	RUN(every_way_copies_what_it_adds_up);
-	RUN(every_way_copies_what_is_longer_than_its_chunks);
-	RUN(a_plain_copy_copies_and_no_more);
-	RUN(a_single_bit_anywhere_gives_its_power_of_x);
-	RUN(pieces_add_up_to_the_whole_in_any_split);
-	RUN(combining_with_nothing_changes_nothing);
-	RUN(combine_takes_lengths_up_to_64_bits);
-	RUN(combine_is_right_past_4_gib);
-	RUN(zlib_agrees);
+	check_run();
 	return check_done();
 }

@@ -6,7 +6,7 @@
 #include "base/base.h"
 #include "check.h"
 
-static void every_code_of_ours_has_its_name_and_sentence(void)
+TEST(every_code_of_ours_has_its_name_and_sentence)
 {
 #define X(name, value, text)                                                                       \
 	CHECK_EQ(name, value);                                                                     \
@@ -16,7 +16,7 @@ static void every_code_of_ours_has_its_name_and_sentence(void)
 #undef X
 }
 
-static void an_errno_has_the_systems_words(void)
+TEST(an_errno_has_the_systems_words)
 {
 	for (int err = 1; err < 133; err++) {
 		if (strstr(strerror(err), "Unknown") != NULL)
@@ -28,7 +28,7 @@ static void an_errno_has_the_systems_words(void)
 	CHECK(strcmp(sfr_code_name(0), "0") == 0);
 }
 
-static void what_is_no_code_has_words_too(void)
+TEST(what_is_no_code_has_words_too)
 {
 	static const int codes[] = { INT32_MIN, -5000, -1000, -1999, 1, EIO, INT32_MAX };
 
@@ -40,7 +40,7 @@ static void what_is_no_code_has_words_too(void)
 	CHECK(strcmp(sfr_state_name((enum sfr_state)99), "") == 0);
 }
 
-static void every_phase_and_state_has_its_name(void)
+TEST(every_phase_and_state_has_its_name)
 {
 #define X(name, text) CHECK(strcmp(sfr_phase_name(name), text) == 0);
 	SFR_PHASE_LIST(X)
@@ -50,7 +50,7 @@ static void every_phase_and_state_has_its_name(void)
 #undef X
 }
 
-static void the_first_error_stays(void)
+TEST(the_first_error_stays)
 {
 	struct sfr_err err = { 0 };
 	char longer[400];
@@ -72,10 +72,6 @@ static void the_first_error_stays(void)
 
 int main(void)
 {
-	RUN(every_code_of_ours_has_its_name_and_sentence);
-	RUN(an_errno_has_the_systems_words);
-	RUN(what_is_no_code_has_words_too);
-	RUN(every_phase_and_state_has_its_name);
-	RUN(the_first_error_stays);
+	check_run();
 	return check_done();
 }

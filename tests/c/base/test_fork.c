@@ -7,7 +7,6 @@
 #include <sys/file.h>
 #include <sys/wait.h>
 
-#include "save/save.h"
 #include "fix_save.h"
 
 /* Runs `body` in a forked child; its checks decide. Sanitizers see the child's leaks as the
@@ -52,7 +51,7 @@ static void child_closes_ours_only(void *arg)
 	CHECK(is_locked(seen->path));
 }
 
-static void a_child_closes_the_descriptors_and_does_not_unlock(void)
+TEST(a_child_closes_the_descriptors_and_does_not_unlock)
 {
 	const char *dir = dir_make("/var/tmp"), *path = dir_path(dir, "a");
 	struct seen seen = { .path = path };
@@ -80,7 +79,7 @@ static void child_leaves_a_reused_number_alone(void *arg)
 	CHECK(fcntl(*(int *)arg, F_GETFD) >= 0);
 }
 
-static void a_closed_descriptor_is_out_of_the_table(void)
+TEST(a_closed_descriptor_is_out_of_the_table)
 {
 	int fd = sfr__fd_open("/dev/null", O_RDONLY, 0), again;
 	struct sfr_fault fault = { "close", 1, 0, EIO, -1, 0 };
@@ -104,7 +103,7 @@ static void a_closed_descriptor_is_out_of_the_table(void)
 	(void)close(again);
 }
 
-static void an_interrupted_open_is_tried_again_but_not_for_ever(void)
+TEST(an_interrupted_open_is_tried_again_but_not_for_ever)
 {
 	struct sfr_fault fault = { "open", 1, 0, EINTR, -1, 0 };
 	int fds = nr_fds(), fd;
@@ -141,7 +140,7 @@ static int fake_close(int fd)
 	return 0;
 }
 
-static void a_full_table_refuses_to_open(void)
+TEST(a_full_table_refuses_to_open)
 {
 	struct sfr_sys plain = sfr_sys;
 	int first = 1000000, nr = 0;
@@ -285,7 +284,7 @@ static void child_has_none_of_it_and_starts_anew(void *arg)
 static void *(*const busy[NR_BUSY])(void *) = { open_and_close, open_and_close, post_notices,
 						ask_the_log, ask_for_temporaries };
 
-static void a_fork_amid_opens_closes_and_notices_is_clean(void)
+TEST(a_fork_amid_opens_closes_and_notices_is_clean)
 {
 	char path[PATH_MAX];
 	const char *dir = dir_make("/dev/shm");
@@ -370,7 +369,7 @@ static void child_opens_and_closes(void *arg)
 }
 
 /* Each of these hangs for good where a fork waits for what another thread does to a file. */
-static void a_fork_does_not_wait_for_a_close(void)
+TEST(a_fork_does_not_wait_for_a_close)
 {
 	char path[PATH_MAX];
 	const char *dir = dir_make("/dev/shm");
@@ -407,7 +406,7 @@ static void a_fork_does_not_wait_for_a_close(void)
 	dir_remove(dir);
 }
 
-static void a_fork_does_not_wait_for_an_open_that_hangs(void)
+TEST(a_fork_does_not_wait_for_an_open_that_hangs)
 {
 	char path[PATH_MAX];
 	const char *dir = dir_make("/dev/shm");
@@ -455,7 +454,7 @@ static void child_frees_and_saves_its_own(void *arg)
 	sfr__file_fini(&own);
 }
 
-static void a_child_neither_deletes_nor_unlocks_the_parents_temporary(void)
+TEST(a_child_neither_deletes_nor_unlocks_the_parents_temporary)
 {
 	_Alignas(SFR_PAGE) char page[SFR_PAGE] = "of the parent";
 	char dir[PATH_MAX];
@@ -479,7 +478,7 @@ static void a_child_neither_deletes_nor_unlocks_the_parents_temporary(void)
 	dir_remove(dir);
 }
 
-static void a_child_does_not_keep_its_dead_parents_lock(void)
+TEST(a_child_does_not_keep_its_dead_parents_lock)
 {
 	char dir[PATH_MAX], ready;
 	struct sfr_err err = { .index = -1 };
@@ -523,15 +522,7 @@ static void a_child_does_not_keep_its_dead_parents_lock(void)
 
 int main(void)
 {
-	RUN(a_child_closes_the_descriptors_and_does_not_unlock);
-	RUN(a_closed_descriptor_is_out_of_the_table);
-	RUN(an_interrupted_open_is_tried_again_but_not_for_ever);
-	RUN(a_full_table_refuses_to_open);
 	CHECK(sem_init(&inside, 0, 0) == 0 && sem_init(&go_on, 0, 0) == 0);
-	RUN(a_fork_does_not_wait_for_a_close);
-	RUN(a_fork_does_not_wait_for_an_open_that_hangs);
-	RUN(a_fork_amid_opens_closes_and_notices_is_clean);
-	RUN(a_child_neither_deletes_nor_unlocks_the_parents_temporary);
-	RUN(a_child_does_not_keep_its_dead_parents_lock);
+	check_run();
 	return check_done();
 }

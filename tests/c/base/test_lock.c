@@ -63,7 +63,7 @@ static void waits_under_two(void)
 	(void)sfr__cond_wait(&cond, &inner, 0);
 }
 
-static void what_goes_against_the_order_aborts_and_nothing_else(void)
+TEST(what_goes_against_the_order_aborts_and_nothing_else)
 {
 	CHECK_EQ(end_of(in_order), 0);
 	CHECK_EQ(end_of(against_the_order), SIGABRT);
@@ -74,6 +74,6 @@ static void what_goes_against_the_order_aborts_and_nothing_else(void)
 
 int main(void)
 {
-	RUN(what_goes_against_the_order_aborts_and_nothing_else);
+	check_run();
 	return check_done();
 }

@@ -16,55 +16,6 @@ static struct sfr_notice next(uint64_t slice_ns, int *rc)
 	return notice;
 }
 
-static void news_come_in_their_order_and_whole(void)
-{
-	static char ticket, snapshot; /* never looked into */
-	struct sfr__notice ended = { .what = SFR_NOTICE_ENDED,
-				     .number = 41,
-				     .ticket = (struct sfr_ticket *)&ticket };
-	struct sfr__notice copied = { .what = SFR_NOTICE_SNAPSHOT,
-				      .number = 42,
-				      .snapshot = (struct sfr_snapshot *)&snapshot };
-	struct sfr_notice got;
-	int rc;
-
-	for (int round = 0; round < 3; round++) {
-		sfr__notice_post(&ended);
-		sfr__notice_text("%s %d", "text", round);
-		sfr__notice_post(&copied);
-		got = next(0, &rc);
-		CHECK_EQ(rc, 0);
-		CHECK(got.what == SFR_NOTICE_ENDED && got.number == 41 &&
-		      got.ticket == ended.ticket && !got.snapshot && got.text[0] == '\0');
-		got = next(0, &rc);
-		CHECK_EQ(rc, 0);
-		CHECK(got.what == SFR_NOTICE_TEXT && strncmp(got.text, "text ", 5) == 0);
-		CHECK_EQ(got.text[5], '0' + round);
-		got = next(0, &rc);
-		CHECK_EQ(rc, 0);
-		CHECK(got.what == SFR_NOTICE_SNAPSHOT && got.number == 42 && !got.ticket &&
-		      got.snapshot == copied.snapshot);
-		got = next(0, &rc);
-		CHECK_EQ(rc, SFR_EAGAIN);
-		CHECK_EQ(got.what, 0);
-	}
-}
-
-static void a_sentence_without_memory_is_left_out(void)
-{
-	FOR_EVERY_FAILURE(run, "malloc", ENOMEM)
-	{
-		struct sfr_notice got;
-		int rc;
-
-		sfr__notice_text("text");
-		got = next(0, &rc);
-		CHECK((rc == 0 && got.what == SFR_NOTICE_TEXT) ||
-		      (rc == SFR_EAGAIN && check_acted(&run)));
-		check_heal(&run);
-	}
-}
-
 static void *wait_for_news(void *arg)
 {
 	int rc;
@@ -98,7 +49,8 @@ static void *tell_and_wait(void *arg)
 	return wait_for_news(arg);
 }
 
-static void a_stop_and_news_wake_a_thread_that_waits(void)
+/* The first test: nobody has posted anything yet. */
+TEST(a_stop_and_news_wake_a_thread_that_waits)
 {
 	for (int with_news = 0; with_news < 2; with_news++) {
 		struct sfr__notice copied = { .what = SFR_NOTICE_COPIED };
@@ -118,7 +70,56 @@ static void a_stop_and_news_wake_a_thread_that_waits(void)
 	}
 }
 
-static void what_was_posted_before_a_stop_comes_before_it(void)
+TEST(news_come_in_their_order_and_whole)
+{
+	static char ticket, snapshot; /* never looked into */
+	struct sfr__notice ended = { .what = SFR_NOTICE_ENDED,
+				     .number = 41,
+				     .ticket = (struct sfr_ticket *)&ticket };
+	struct sfr__notice copied = { .what = SFR_NOTICE_SNAPSHOT,
+				      .number = 42,
+				      .snapshot = (struct sfr_snapshot *)&snapshot };
+	struct sfr_notice got;
+	int rc;
+
+	for (int round = 0; round < 3; round++) {
+		sfr__notice_post(&ended);
+		sfr__notice_text("%s %d", "text", round);
+		sfr__notice_post(&copied);
+		got = next(0, &rc);
+		CHECK_EQ(rc, 0);
+		CHECK(got.what == SFR_NOTICE_ENDED && got.number == 41 &&
+		      got.ticket == ended.ticket && !got.snapshot && got.text[0] == '\0');
+		got = next(0, &rc);
+		CHECK_EQ(rc, 0);
+		CHECK(got.what == SFR_NOTICE_TEXT && strncmp(got.text, "text ", 5) == 0);
+		CHECK_EQ(got.text[5], '0' + round);
+		got = next(0, &rc);
+		CHECK_EQ(rc, 0);
+		CHECK(got.what == SFR_NOTICE_SNAPSHOT && got.number == 42 && !got.ticket &&
+		      got.snapshot == copied.snapshot);
+		got = next(0, &rc);
+		CHECK_EQ(rc, SFR_EAGAIN);
+		CHECK_EQ(got.what, 0);
+	}
+}
+
+TEST(a_sentence_without_memory_is_left_out)
+{
+	FOR_EVERY_FAILURE(run, "malloc", ENOMEM)
+	{
+		struct sfr_notice got;
+		int rc;
+
+		sfr__notice_text("text");
+		got = next(0, &rc);
+		CHECK((rc == 0 && got.what == SFR_NOTICE_TEXT) ||
+		      (rc == SFR_EAGAIN && check_acted(&run)));
+		check_heal(&run);
+	}
+}
+
+TEST(what_was_posted_before_a_stop_comes_before_it)
 {
 	int rc;
 
@@ -131,7 +132,7 @@ static void what_was_posted_before_a_stop_comes_before_it(void)
 	CHECK_EQ(rc, SFR_EAGAIN);
 }
 
-static void what_could_not_be_handed_on_comes_first_and_once(void)
+TEST(what_could_not_be_handed_on_comes_first_and_once)
 {
 	static char ticket; /* never looked into */
 	struct sfr_notice got;
@@ -161,10 +162,6 @@ static void what_could_not_be_handed_on_comes_first_and_once(void)
 
 int main(void)
 {
-	RUN(a_stop_and_news_wake_a_thread_that_waits);
-	RUN(news_come_in_their_order_and_whole);
-	RUN(a_sentence_without_memory_is_left_out);
-	RUN(what_was_posted_before_a_stop_comes_before_it);
-	RUN(what_could_not_be_handed_on_comes_first_and_once);
+	check_run();
 	return check_done();
 }

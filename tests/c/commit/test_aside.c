@@ -210,7 +210,7 @@ static int nr_log_threads(void)
 
 /* ---- tests ---- */
 
-static void saves_of_other_file_systems_go_past_a_rename_that_hangs(void)
+TEST(saves_of_other_file_systems_go_past_a_rename_that_hangs)
 {
 	struct sfr_ticket *hung;
 	char text[256];
@@ -237,7 +237,7 @@ static void saves_of_other_file_systems_go_past_a_rename_that_hangs(void)
 		(void)usleep(1000);
 }
 
-static void saves_of_other_file_systems_go_past_a_sync_that_hangs(void)
+TEST(saves_of_other_file_systems_go_past_a_sync_that_hangs)
 {
 	struct sfr_ticket *hung;
 
@@ -252,7 +252,21 @@ static void saves_of_other_file_systems_go_past_a_sync_that_hangs(void)
 	drain();
 }
 
-static void two_file_systems_may_hang_at_a_time(void)
+TEST(saves_go_past_a_remove_that_hangs)
+{
+	(void)mkdir(dir_path(dir, "nfs"), 0777);
+	ends_well(submit_in(dir_path(dir, "nfs"), "hung", SSD, &one));
+	drain();
+	set_door(true, false);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "nfs/hung"), NULL), 0);
+	until_somebody_hangs();
+	ends_well(submit("b", SSD, &two));
+	CHECK_EQ(nr_told("nfs/hung has not answered"), 1);
+	drain();
+	CHECK_EQ(saving_look(dir_path(dir, "nfs"), "hung"), -1);
+}
+
+TEST(two_file_systems_may_hang_at_a_time)
 {
 	struct sfr_ticket *hung, *sync;
 
@@ -292,7 +306,7 @@ static void waits_for_it(const char *where, const char *name, uint64_t fs, bool 
 	CHECK_EQ(nr_told("has not answered"), late);
 }
 
-static void what_shares_a_file_system_or_a_name_does_not_go_past(void)
+TEST(what_shares_a_file_system_or_a_name_does_not_go_past)
 {
 	for (int late = 0; late < 2; late++) {
 		waits_for_it(dir, "the same file system", NFS, late);
@@ -301,7 +315,7 @@ static void what_shares_a_file_system_or_a_name_does_not_go_past(void)
 	}
 }
 
-static void a_save_into_what_is_to_be_removed_does_not_go_past_the_remove(void)
+TEST(a_save_into_what_is_to_be_removed_does_not_go_past_the_remove)
 {
 	struct sfr_ticket *hung, *held;
 
@@ -319,7 +333,7 @@ static void a_save_into_what_is_to_be_removed_does_not_go_past_the_remove(void)
 }
 
 /* Whoever would go past lies on a file system that hangs itself, behind another save. */
-static void what_would_hang_itself_does_not_go_past(void)
+TEST(what_would_hang_itself_does_not_go_past)
 {
 	struct sfr_ticket *ready, *hung, *sync;
 
@@ -341,7 +355,7 @@ static void what_would_hang_itself_does_not_go_past(void)
 }
 
 /* In a rename and in a sync: who goes past says it once. */
-static void a_file_system_that_hangs_twice_is_told_of_once(void)
+TEST(a_file_system_that_hangs_twice_is_told_of_once)
 {
 	struct sfr_ticket *hung, *sync;
 
@@ -360,7 +374,7 @@ static void a_file_system_that_hangs_twice_is_told_of_once(void)
 	drain();
 }
 
-static void a_save_that_takes_its_time_is_waited_for(void)
+TEST(a_save_that_takes_its_time_is_waited_for)
 {
 	struct sfr_ticket *slow = NULL, *b;
 
@@ -375,7 +389,7 @@ static void a_save_that_takes_its_time_is_waited_for(void)
 	CHECK_EQ(nr_told("has not answered"), 0);
 }
 
-static void who_is_answered_in_time_is_waited_for(void)
+TEST(who_is_answered_in_time_is_waited_for)
 {
 	struct sfr_ticket *slow, *b;
 
@@ -395,7 +409,7 @@ static void who_is_answered_in_time_is_waited_for(void)
 }
 
 /* Before and after somebody has taken its turn. */
-static void work_of_others_that_has_its_turn_is_waited_for(void)
+TEST(work_of_others_that_has_its_turn_is_waited_for)
 {
 	struct sfr_log_work *work;
 	struct sfr_ticket *b;
@@ -415,7 +429,7 @@ static void work_of_others_that_has_its_turn_is_waited_for(void)
 }
 
 /* Of what is ready on one file system the first is first, whatever hangs in front of both. */
-static void what_goes_past_keeps_its_order(void)
+TEST(what_goes_past_keeps_its_order)
 {
 	struct sfr_ticket *hung, *slow = NULL, *b;
 	const struct sfr_save_desc desc = { .dir = dir,
@@ -443,7 +457,7 @@ static void what_goes_past_keeps_its_order(void)
 	(void)nr_told("");
 }
 
-static void a_remove_waits_for_every_save_before_it(void)
+TEST(a_remove_waits_for_every_save_before_it)
 {
 	struct sfr_ticket *hung;
 
@@ -462,21 +476,7 @@ static void a_remove_waits_for_every_save_before_it(void)
 	(void)nr_told("");
 }
 
-static void saves_go_past_a_remove_that_hangs(void)
-{
-	(void)mkdir(dir_path(dir, "nfs"), 0777);
-	ends_well(submit_in(dir_path(dir, "nfs"), "hung", SSD, &one));
-	drain();
-	set_door(true, false);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "nfs/hung"), NULL), 0);
-	until_somebody_hangs();
-	ends_well(submit("b", SSD, &two));
-	CHECK_EQ(nr_told("nfs/hung has not answered"), 1);
-	drain();
-	CHECK_EQ(saving_look(dir_path(dir, "nfs"), "hung"), -1);
-}
-
-static void a_load_of_what_went_past_is_opened_though_the_head_hangs(void)
+TEST(a_load_of_what_went_past_is_opened_though_the_head_hangs)
 {
 	struct sfr_log_load *load, *late, *of_hung;
 	struct sfr_ticket *hung;
@@ -522,7 +522,7 @@ static void a_load_of_what_went_past_is_opened_though_the_head_hangs(void)
 	(void)nr_told("");
 }
 
-static void one_file_system_alone_has_one_thread(void)
+TEST(one_file_system_alone_has_one_thread)
 {
 	struct sfr_ticket *hung, *held;
 
@@ -539,7 +539,7 @@ static void one_file_system_alone_has_one_thread(void)
 }
 
 /* One thread for each file system that hangs, up to four: what comes then waits its turn. */
-static void no_more_than_four_threads_hang(void)
+TEST(no_more_than_four_threads_hang)
 {
 	static const char *const places[] = { "0", "1", "2", "3", "4", "5" };
 	struct sfr_ticket *hung[6];
@@ -559,7 +559,7 @@ static void no_more_than_four_threads_hang(void)
 	(void)nr_told("");
 }
 
-static void the_log_stops_with_all_its_threads(void)
+TEST(the_log_stops_with_all_its_threads)
 {
 	struct sfr_ticket *hung;
 
@@ -595,7 +595,7 @@ static int counted_join(pthread_t thread, void **value)
 	return real.thread_join(thread, value);
 }
 
-static void every_thread_is_joined_in_the_end(void)
+TEST(every_thread_is_joined_in_the_end)
 {
 	saving_end(engine);
 	CHECK_EQ(nr_threads, 0);
@@ -616,24 +616,7 @@ int main(void)
 	sfr_sys.thread_join = counted_join;
 	sfr_log_tune(PATIENCE_NS);
 	engine = saving_engine(64, 3, 8);
-	RUN(saves_of_other_file_systems_go_past_a_rename_that_hangs);
-	RUN(saves_of_other_file_systems_go_past_a_sync_that_hangs);
-	RUN(saves_go_past_a_remove_that_hangs);
-	RUN(two_file_systems_may_hang_at_a_time);
-	RUN(what_shares_a_file_system_or_a_name_does_not_go_past);
-	RUN(a_save_into_what_is_to_be_removed_does_not_go_past_the_remove);
-	RUN(what_would_hang_itself_does_not_go_past);
-	RUN(a_file_system_that_hangs_twice_is_told_of_once);
-	RUN(a_save_that_takes_its_time_is_waited_for);
-	RUN(who_is_answered_in_time_is_waited_for);
-	RUN(work_of_others_that_has_its_turn_is_waited_for);
-	RUN(what_goes_past_keeps_its_order);
-	RUN(a_remove_waits_for_every_save_before_it);
-	RUN(a_load_of_what_went_past_is_opened_though_the_head_hangs);
-	RUN(one_file_system_alone_has_one_thread);
-	RUN(no_more_than_four_threads_hang);
-	RUN(the_log_stops_with_all_its_threads);
-	RUN(every_thread_is_joined_in_the_end);
+	check_run();
 	sfr_sys = real;
 	saving_rmdir(dir);
 	return check_done();

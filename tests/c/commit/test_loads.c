@@ -46,7 +46,7 @@ static unsigned nr_open(const char *path)
 }
 
 /* Somebody has put it there; who saves later does not wait for a writer to come. */
-static void a_load_of_a_fifo_holds_nobody_up(void)
+TEST(a_load_of_a_fifo_holds_nobody_up)
 {
 	const char *path = dir_path(dir, "fifo");
 	struct sfr_ticket *t = submit("fifo");
@@ -66,7 +66,7 @@ static void a_load_of_a_fifo_holds_nobody_up(void)
 	sfr_log_load_free(load);
 }
 
-static void a_signal_that_comes_while_it_opens_changes_nothing(void)
+TEST(a_signal_that_comes_while_it_opens_changes_nothing)
 {
 	const struct sfr_fault fault = { .call = "open", .nth = 1, .err = EINTR, .limit = -1 };
 	struct sfr_log_load *load = NULL;
@@ -84,7 +84,7 @@ static void a_signal_that_comes_while_it_opens_changes_nothing(void)
 	sfr_log_load_free(load);
 }
 
-static void a_load_that_nobody_waits_for_any_more_leaves_nothing_open(void)
+TEST(a_load_that_nobody_waits_for_any_more_leaves_nothing_open)
 {
 	const char *path = dir_path(dir, "left");
 	struct sfr_ticket *t = submit("left");
@@ -103,9 +103,7 @@ int main(void)
 	saving_fill(&one, 1);
 	CHECK_EQ(sfr_inject_install(), 0);
 	engine = saving_engine(64, 1, 4);
-	RUN(a_load_of_a_fifo_holds_nobody_up);
-	RUN(a_signal_that_comes_while_it_opens_changes_nothing);
-	RUN(a_load_that_nobody_waits_for_any_more_leaves_nothing_open);
+	check_run();
 	saving_end(engine);
 	saving_rmdir(dir);
 	return check_done();

@@ -51,7 +51,7 @@ static const char *next_text(void)
 	return text;
 }
 
-static void renames_take_effect_in_the_order_of_submission_across_paths(void)
+TEST(renames_take_effect_in_the_order_of_submission_across_paths)
 {
 	struct sfr_ticket *a = submit("a", &one), *b = submit("b", &two);
 
@@ -65,7 +65,7 @@ static void renames_take_effect_in_the_order_of_submission_across_paths(void)
 	CHECK_EQ(saving_look(dir, "b"), 2);
 }
 
-static void two_saves_of_one_path_land_in_turn(void)
+TEST(two_saves_of_one_path_land_in_turn)
 {
 	struct sfr_ticket *a = submit("same", &one), *b = submit("same", &two);
 
@@ -75,7 +75,7 @@ static void two_saves_of_one_path_land_in_turn(void)
 	CHECK_EQ(saving_look(dir, "same"), 2);
 }
 
-static void a_remove_waits_for_the_save_before_it(void)
+TEST(a_remove_waits_for_the_save_before_it)
 {
 	struct sfr_ticket *a, *b;
 
@@ -97,7 +97,7 @@ static void a_remove_waits_for_the_save_before_it(void)
 	CHECK_EQ(saving_look(dir, "new"), -1);
 }
 
-static void a_remove_is_dropped_when_the_last_save_before_it_failed(void)
+TEST(a_remove_is_dropped_when_the_last_save_before_it_failed)
 {
 	struct sfr_ticket *a, *b;
 
@@ -126,7 +126,7 @@ static void a_remove_is_dropped_when_the_last_save_before_it_failed(void)
 	CHECK_EQ(saving_look(dir, "old"), -1);
 }
 
-static void a_later_save_survives_an_earlier_remove_of_its_name(void)
+TEST(a_later_save_survives_an_earlier_remove_of_its_name)
 {
 	struct sfr_ticket *a = submit("x", &one), *b;
 
@@ -140,7 +140,7 @@ static void a_later_save_survives_an_earlier_remove_of_its_name(void)
 	CHECK_EQ(saving_look(dir, "x"), 2);
 }
 
-static void removing_a_directory_leaves_a_later_save_into_it_alone(void)
+TEST(removing_a_directory_leaves_a_later_save_into_it_alone)
 {
 	char path[PATH_MAX];
 	struct sfr_ticket *first, *late = NULL;
@@ -166,7 +166,7 @@ static void removing_a_directory_leaves_a_later_save_into_it_alone(void)
 	CHECK_EQ(access(path, F_OK), -1);
 }
 
-static void a_missing_name_is_no_error_and_a_refused_one_is_told(void)
+TEST(a_missing_name_is_no_error_and_a_refused_one_is_told)
 {
 	const struct sfr_fault fault = { .call = "unlink", .nth = 1, .err = EPERM, .limit = -1 };
 
@@ -180,7 +180,7 @@ static void a_missing_name_is_no_error_and_a_refused_one_is_told(void)
 	CHECK_EQ(saving_look(dir, "kept"), 1);
 }
 
-static void a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later(void)
+TEST(a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later)
 {
 	struct sfr_ticket *other = submit("other", &one), *a, *b;
 	struct sfr_log_load *load, *missing;
@@ -210,7 +210,7 @@ static void a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later
 	sfr_log_load_free(missing);
 }
 
-static void a_load_of_another_path_waits_for_nobody(void)
+TEST(a_load_of_another_path_waits_for_nobody)
 {
 	struct sfr_ticket *a;
 	struct sfr_log_load *load;
@@ -229,7 +229,7 @@ static void a_load_of_another_path_waits_for_nobody(void)
 	drain();
 }
 
-static void a_failed_save_leaves_the_name_to_what_was_before(void)
+TEST(a_failed_save_leaves_the_name_to_what_was_before)
 {
 	struct sfr_ticket *a = submit("f", &one), *first = submit("first", &one);
 
@@ -241,7 +241,7 @@ static void a_failed_save_leaves_the_name_to_what_was_before(void)
 }
 
 /* R8: the parent's saves go on; in the child everything of the parent is refused. */
-static void after_a_fork_the_child_is_refused_and_the_parent_goes_on(void)
+TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
 {
 	struct sfr_ticket *t = submit("forked", &two);
 	struct sfr_log_load *load;
@@ -291,7 +291,7 @@ static void after_a_fork_the_child_is_refused_and_the_parent_goes_on(void)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-static void running_out_of_memory_is_an_error_and_loses_nothing(void)
+TEST(running_out_of_memory_is_an_error_and_loses_nothing)
 {
 	finish(submit("m", &one));
 	FOR_EVERY_FAILURE(run, "*", ENOMEM)
@@ -321,7 +321,7 @@ static void *stop_the_log(void *unused)
 }
 
 /* A save that is admitted has its place: it is kept, or given up. */
-static void the_log_does_not_stop_between_a_saves_admission_and_its_launch(void)
+TEST(the_log_does_not_stop_between_a_saves_admission_and_its_launch)
 {
 	pthread_t stopper;
 	struct sfr_ticket *t = NULL, *given_up = NULL;
@@ -353,7 +353,7 @@ static void the_log_does_not_stop_between_a_saves_admission_and_its_launch(void)
 }
 
 /* Else it would wait for as long as the log is patient with a file system. */
-static void the_log_stops_once_an_admitted_save_is_given_up(void)
+TEST(the_log_stops_once_an_admitted_save_is_given_up)
 {
 	struct sfr_ticket *t = NULL;
 	pthread_t stopper;
@@ -378,7 +378,7 @@ static void *take_a_turn(void *number)
 	return NULL;
 }
 
-static void who_waits_for_work_takes_what_is_alone_in_the_log(void)
+TEST(who_waits_for_work_takes_what_is_alone_in_the_log)
 {
 	struct sfr_log_work *work;
 	uint64_t number = 0;
@@ -403,21 +403,7 @@ int main(void)
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
 	engine = saving_engine(32, 2, 4);
-	RUN(renames_take_effect_in_the_order_of_submission_across_paths);
-	RUN(two_saves_of_one_path_land_in_turn);
-	RUN(a_remove_waits_for_the_save_before_it);
-	RUN(a_remove_is_dropped_when_the_last_save_before_it_failed);
-	RUN(a_later_save_survives_an_earlier_remove_of_its_name);
-	RUN(removing_a_directory_leaves_a_later_save_into_it_alone);
-	RUN(a_missing_name_is_no_error_and_a_refused_one_is_told);
-	RUN(a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later);
-	RUN(a_load_of_another_path_waits_for_nobody);
-	RUN(a_failed_save_leaves_the_name_to_what_was_before);
-	RUN(after_a_fork_the_child_is_refused_and_the_parent_goes_on);
-	RUN(running_out_of_memory_is_an_error_and_loses_nothing);
-	RUN(the_log_does_not_stop_between_a_saves_admission_and_its_launch);
-	RUN(the_log_stops_once_an_admitted_save_is_given_up);
-	RUN(who_waits_for_work_takes_what_is_alone_in_the_log);
+	check_run();
 	saving_end(engine);
 	saving_rmdir(dir);
 	return check_done();

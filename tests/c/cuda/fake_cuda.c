@@ -236,14 +236,6 @@ EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal)
 	END
 }
 
-EXPORT CUresult cuDeviceGetPCIBusId(char *id, int len, CUdevice device);
-EXPORT CUresult cuDeviceGetPCIBusId(char *id, int len, CUdevice device)
-{
-	BEGIN("cuDeviceGetPCIBusId", false)
-	(void)snprintf(id, (size_t)len, "FFFF:%02X:00.0", (unsigned int)device & 0xff);
-	END
-}
-
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *active);
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *active)
 {

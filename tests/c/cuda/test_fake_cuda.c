@@ -97,7 +97,7 @@ static void end(const char *words)
 	fake.fake_cuda_reset();
 }
 
-static void work_in_order_is_no_violation_and_lands(void)
+TEST(work_in_order_is_no_violation_and_lands)
 {
 	begin();
 	mark();
@@ -112,7 +112,7 @@ static void work_in_order_is_no_violation_and_lands(void)
 	end(NULL);
 }
 
-static void a_copy_that_no_event_follows_does_not_land(void)
+TEST(a_copy_that_no_event_follows_does_not_land)
 {
 	begin();
 	mark();
@@ -126,7 +126,7 @@ static void a_copy_that_no_event_follows_does_not_land(void)
 	end(NULL);
 }
 
-static void order_that_is_missing_is_noticed(void)
+TEST(order_that_is_missing_is_noticed)
 {
 	begin();
 	(void)copy(pinned, 100);
@@ -156,7 +156,7 @@ static void order_that_is_missing_is_noticed(void)
 	end("must not wait for the device");
 }
 
-static void memory_that_may_not_be_written_is_noticed(void)
+TEST(memory_that_may_not_be_written_is_noticed)
 {
 	static _Alignas(4096) char other[4096];
 
@@ -193,7 +193,7 @@ static void memory_that_may_not_be_written_is_noticed(void)
 	end("freed under a copy");
 }
 
-static void what_was_destroyed_is_noticed_when_it_is_used(void)
+TEST(what_was_destroyed_is_noticed_when_it_is_used)
 {
 	begin();
 	mark();
@@ -212,7 +212,7 @@ static void what_was_destroyed_is_noticed_when_it_is_used(void)
 	end("a stream that was destroyed");
 }
 
-static void a_graph_that_is_captured_is_not_to_be_touched(void)
+TEST(a_graph_that_is_captured_is_not_to_be_touched)
 {
 	begin();
 	fake.fake_cuda_capture(caller, 1);
@@ -238,7 +238,7 @@ static void end_capture(const char *words)
 	end(words);
 }
 
-static void what_a_capture_forbids_is_refused_beside_one(void)
+TEST(what_a_capture_forbids_is_refused_beside_one)
 {
 	CUstreamCaptureMode relaxed = CU_STREAM_CAPTURE_MODE_RELAXED;
 	CUcontext context;
@@ -272,7 +272,7 @@ static void what_a_capture_forbids_is_refused_beside_one(void)
 }
 
 /* The host dies of reading a device's memory, and the driver takes nothing else for it. */
-static void memory_of_a_device_is_for_the_driver_alone(void)
+TEST(memory_of_a_device_is_for_the_driver_alone)
 {
 	pid_t child;
 	int status = 0;
@@ -294,7 +294,7 @@ static void memory_of_a_device_is_for_the_driver_alone(void)
 	CHECK(WIFSIGNALED(status) || WEXITSTATUS(status) != 0); /* a sanitizer exits */
 }
 
-static void a_stream_that_is_full_makes_a_call_wait(void)
+TEST(a_stream_that_is_full_makes_a_call_wait)
 {
 	static struct sfr__mutex mu = SFR__MUTEX(SFR__LOCK_LANE);
 
@@ -328,7 +328,7 @@ static void a_stream_that_is_full_makes_a_call_wait(void)
 	end("under a lock");
 }
 
-static void a_batch_that_makes_no_sense_is_refused(void)
+TEST(a_batch_that_makes_no_sense_is_refused)
 {
 	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM };
 	CUdeviceptr dst[2], src[2] = { device(source), device(source) + 100 };
@@ -360,7 +360,7 @@ static void a_batch_that_makes_no_sense_is_refused(void)
 	end(NULL);
 }
 
-static void rows_are_copied_by_their_pitch(void)
+TEST(rows_are_copied_by_their_pitch)
 {
 	struct sfr__cu_copy_3d rows[2] = {
 		{ .src = { .type = 1, .ptr = device(source) + 10, .row_len = 1000 },
@@ -404,7 +404,7 @@ static void rows_are_copied_by_their_pitch(void)
 	end(NULL);
 }
 
-static void an_event_belongs_to_its_device(void)
+TEST(an_event_belongs_to_its_device)
 {
 	CUcontext context;
 	CUevent other;
@@ -428,7 +428,7 @@ static uint64_t now_ns(void)
 }
 
 /* At least so much: a machine that is busy takes longer. */
-static void calls_take_their_time(void)
+TEST(calls_take_their_time)
 {
 	static _Alignas(4096) char large[1 << 20];
 	uint64_t start = now_ns();
@@ -453,7 +453,7 @@ static void *asks_elsewhere(void *unused)
 	return unused;
 }
 
-static void calls_are_counted_by_thread_as_well(void)
+TEST(calls_are_counted_by_thread_as_well)
 {
 	pthread_t other;
 	uint64_t all, here;
@@ -470,7 +470,7 @@ static void calls_are_counted_by_thread_as_well(void)
 	end(NULL);
 }
 
-static void a_call_that_waits_is_counted(void)
+TEST(a_call_that_waits_is_counted)
 {
 	begin();
 	CHECK_EQ(fake.fake_cuda_calls("sync"), 0);
@@ -485,20 +485,6 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	look_up();
-	RUN(work_in_order_is_no_violation_and_lands);
-	RUN(a_copy_that_no_event_follows_does_not_land);
-	RUN(order_that_is_missing_is_noticed);
-	RUN(memory_that_may_not_be_written_is_noticed);
-	RUN(what_was_destroyed_is_noticed_when_it_is_used);
-	RUN(a_graph_that_is_captured_is_not_to_be_touched);
-	RUN(what_a_capture_forbids_is_refused_beside_one);
-	RUN(memory_of_a_device_is_for_the_driver_alone);
-	RUN(a_stream_that_is_full_makes_a_call_wait);
-	RUN(a_batch_that_makes_no_sense_is_refused);
-	RUN(rows_are_copied_by_their_pitch);
-	RUN(an_event_belongs_to_its_device);
-	RUN(calls_take_their_time);
-	RUN(calls_are_counted_by_thread_as_well);
-	RUN(a_call_that_waits_is_counted);
+	check_run();
 	return check_done();
 }

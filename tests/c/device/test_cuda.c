@@ -2,10 +2,9 @@
 #include <errno.h>
 #include <sched.h>
 
-#include "memory/numa.h"
 #include "cuda/fix_cuda.h"
 
-static void a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers(void)
+TEST(a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers)
 {
 	begin();
 	for (uint64_t nr_blocks = 1; nr_blocks <= 8; nr_blocks++)
@@ -24,14 +23,13 @@ static void a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writer
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-static void a_lane_has_few_portions_in_flight_until_the_gate_comes(void)
+TEST(a_lane_has_few_portions_in_flight_until_the_gate_comes)
 {
-	struct sfr_engine *engine;
 	struct sfr_ticket *t;
 	struct sfr_stats stats;
 	void *stream;
+	struct sfr_engine *engine = begin_on_device(16, 2);
 
-	engine = begin_on_device(16, 2);
 	sfr__cuda_tune(SAVING_BLOCK, 2);
 	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
@@ -50,15 +48,13 @@ static void a_lane_has_few_portions_in_flight_until_the_gate_comes(void)
 	fake_end(engine);
 }
 
-static void a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended(void)
+TEST(a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended)
 {
-	struct sfr_engine *engine;
 	struct sfr_ticket *t;
 	struct sfr_stats stats;
-	void *stream;
+	struct sfr_engine *engine = begin_on_device(16, 2);
+	void *stream = fake.fake_cuda_stream(0);
 
-	engine = begin_on_device(16, 2);
-	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(fake_submit(t, stream), 0);
@@ -80,7 +76,7 @@ static void a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended(void)
 	fake_end(engine);
 }
 
-static void a_device_that_dies_retires_its_blocks_and_spares_the_others(void)
+TEST(a_device_that_dies_retires_its_blocks_and_spares_the_others)
 {
 	struct sfr_engine *engine;
 	struct sfr_stats stats;
@@ -105,7 +101,7 @@ static void a_device_that_dies_retires_its_blocks_and_spares_the_others(void)
 }
 
 /* The rest of the block was never queued, but the device may still write to the beginning. */
-static void a_block_is_retired_when_the_device_dies_after_its_first_copies(void)
+TEST(a_block_is_retired_when_the_device_dies_after_its_first_copies)
 {
 	struct sfr_stats before, after;
 	struct sfr_engine *engine;
@@ -137,7 +133,7 @@ static void a_block_is_retired_when_the_device_dies_after_its_first_copies(void)
 
 /* Numbers of cuda.h 13. What a context survives, and what an earlier call of somebody else's left
  * behind for whoever asks next, leaves the device alive. */
-static void the_errors_that_end_a_device_end_it_and_no_others(void)
+TEST(the_errors_that_end_a_device_end_it_and_no_others)
 {
 	static const int ending[] = { 4,   214, 226, 700, 702, 709, 710, 714,
 				      715, 716, 717, 718, 719, 721, 810, 911 };
@@ -171,11 +167,10 @@ static void the_errors_that_end_a_device_end_it_and_no_others(void)
 	}
 }
 
-static void a_pool_whose_every_block_is_retired_says_so(void)
+TEST(a_pool_whose_every_block_is_retired_says_so)
 {
-	struct sfr_engine *engine;
+	struct sfr_engine *engine = begin_on_device(1, 1);
 
-	engine = begin_on_device(1, 1);
 	fake.fake_cuda_fail_copy(1, 719);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
 	saving_fill(&two, 2);
@@ -185,11 +180,10 @@ static void a_pool_whose_every_block_is_retired_says_so(void)
 }
 
 /* Its stream is destroyed with the lane, which would not wait for what is on it. */
-static void a_checksum_whose_event_fails_leaves_no_copy_behind(void)
+TEST(a_checksum_whose_event_fails_leaves_no_copy_behind)
 {
-	struct sfr_engine *engine;
+	struct sfr_engine *engine = begin_on_device(8, 1);
 
-	engine = begin_on_device(8, 1);
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		one.sources[i].lane = SFR_LANE_HOST;
 	fake.fake_cuda_fail("cuEventRecord", 2, 1, 1); /* E is the first */
@@ -200,7 +194,7 @@ static void a_checksum_whose_event_fails_leaves_no_copy_behind(void)
 }
 
 /* Every call of the driver fails in its turn, once and for good, with every kind of error. */
-static void whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs(void)
+TEST(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs)
 {
 	static const int codes[] = { 1, 2, 201, 700, 801, 999, 4 };
 	unsigned nr_runs = 0;
@@ -243,7 +237,7 @@ static void whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs(void)
 	CHECK(nr_runs > 100);
 }
 
-static void a_device_nobody_made_active_is_refused(void)
+TEST(a_device_nobody_made_active_is_refused)
 {
 	struct sfr_engine *engine;
 	char why[160];
@@ -265,7 +259,7 @@ static void a_device_nobody_made_active_is_refused(void)
 	fake_end(engine);
 }
 
-static void warm_up_registers_in_pieces_and_trim_takes_them_back(void)
+TEST(warm_up_registers_in_pieces_and_trim_takes_them_back)
 {
 	struct sfr_engine *engine;
 	char why[160];
@@ -288,7 +282,7 @@ static void warm_up_registers_in_pieces_and_trim_takes_them_back(void)
 }
 
 /* The driver holds locks of its own while it registers: nobody can launch meanwhile. */
-static void no_registration_is_larger_than_128_mib(void)
+TEST(no_registration_is_larger_than_128_mib)
 {
 	struct sfr_engine *engine;
 	char why[160];
@@ -301,44 +295,12 @@ static void no_registration_is_larger_than_128_mib(void)
 	fake_end(engine); /* a larger one is a violation */
 }
 
-static void a_thread_that_gives_memory_goes_near_the_device_and_comes_back(void)
-{
-	cpu_set_t cpus, before, after;
-	struct sfr__numa near;
-
-	CHECK(sfr__cpus_parse("0-2,5,7-8\n", &cpus));
-	CHECK_EQ(CPU_COUNT(&cpus), 6);
-	CHECK(CPU_ISSET(5, &cpus) && !CPU_ISSET(6, &cpus) && CPU_ISSET(8, &cpus));
-	CHECK(!sfr__cpus_parse("3-1", &cpus));
-	CHECK(!sfr__cpus_parse("0-99999999", &cpus));
-	CHECK(!sfr__cpus_parse("many", &cpus));
-	CHECK_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
-	for (int node = -1; node < 3; node++) {
-		sfr__numa_begin(&near, node);
-		sfr__numa_end(&near);
-		CHECK_EQ(sched_getaffinity(0, sizeof(after), &after), 0);
-		CHECK(CPU_EQUAL(&before, &after));
-	}
-}
-
 int main(void)
 {
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	dir = saving_dir();
-	RUN(a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers);
-	RUN(a_lane_has_few_portions_in_flight_until_the_gate_comes);
-	RUN(a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended);
-	RUN(a_device_that_dies_retires_its_blocks_and_spares_the_others);
-	RUN(a_block_is_retired_when_the_device_dies_after_its_first_copies);
-	RUN(the_errors_that_end_a_device_end_it_and_no_others);
-	RUN(a_pool_whose_every_block_is_retired_says_so);
-	RUN(a_device_nobody_made_active_is_refused);
-	RUN(a_thread_that_gives_memory_goes_near_the_device_and_comes_back);
-	RUN(warm_up_registers_in_pieces_and_trim_takes_them_back);
-	RUN(no_registration_is_larger_than_128_mib);
-	RUN(a_checksum_whose_event_fails_leaves_no_copy_behind);
-	RUN(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -69,7 +69,7 @@ static int nr_wrong(const struct sfr_save_desc *desc)
 }
 
 /* More of them than go into one call, in few calls all the same, each with all of its bytes. */
-static void many_small_storages_are_copied_in_few_calls(void)
+TEST(many_small_storages_are_copied_in_few_calls)
 {
 	const struct sfr_save_desc desc = { .dir = dir,
 					    .name = "small",
@@ -122,7 +122,7 @@ static void many_small_storages_are_copied_in_few_calls(void)
 
 /* ---- how much is in flight ---- */
 
-static void as_many_portions_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate(void)
+TEST(as_many_portions_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate)
 {
 	static const uint64_t most[] = { 3, 9 };
 
@@ -174,13 +174,12 @@ static void await_sleep(void)
 		(void)usleep(100);
 }
 
-static void a_lane_sleeps_between_its_looks_at_the_device(void)
+TEST(a_lane_sleeps_between_its_looks_at_the_device)
 {
-	struct sfr_engine *engine;
 	struct sfr_ticket *t;
 	void *stream;
+	struct sfr_engine *engine = begin_on_device(32, 2);
 
-	engine = begin_on_device(32, 2);
 	sfr__cuda_tune(SAVING_BLOCK, 3);
 	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* makes the lane */
@@ -200,12 +199,11 @@ static void a_lane_sleeps_between_its_looks_at_the_device(void)
 }
 
 /* None of an engine's threads looks again and again. A busy machine makes it only fewer. */
-static void an_engine_that_has_nothing_to_do_sleeps(void)
+TEST(an_engine_that_has_nothing_to_do_sleeps)
 {
-	struct sfr_engine *engine;
 	unsigned before;
+	struct sfr_engine *engine = begin_on_device(16, 2);
 
-	engine = begin_on_device(16, 2);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 	before = atomic_load(&nr_all_looks);
 	(void)usleep(150000);
@@ -220,14 +218,13 @@ static void *sum(void *arg)
 }
 
 /* The call waits for checksums. It sleeps until the lane tells it, and the lane sleeps in between. */
-static void a_call_that_makes_checksums_sleeps_too_and_they_are_right(void)
+TEST(a_call_that_makes_checksums_sleeps_too_and_they_are_right)
 {
-	struct sfr_engine *engine;
 	struct sfr_report report;
 	struct sfr_ticket *t;
 	pthread_t caller;
+	struct sfr_engine *engine = begin_on_device(32, 2);
 
-	engine = begin_on_device(32, 2);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* makes the lane */
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		one.sources[i].lane = SFR_LANE_HOST;
@@ -249,12 +246,11 @@ static void a_call_that_makes_checksums_sleeps_too_and_they_are_right(void)
 
 /* ---- what is used again ---- */
 
-static void portions_and_events_are_used_again(void)
+TEST(portions_and_events_are_used_again)
 {
-	struct sfr_engine *engine;
 	uint32_t nr = 0;
+	struct sfr_engine *engine = begin_on_device(16, 2);
 
-	engine = begin_on_device(16, 2);
 	for (int i = 0; i < 12; i++)
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 	sfr__lock(&lane_of(engine)->mu);
@@ -302,7 +298,7 @@ static void keep_small_on_the_host(void)
 
 /* Memory for samples is kept, but no more than two pieces of it, and none is used for more than it
  * holds (the driver's, which notices; or ours, where it has none to give). */
-static void memory_for_samples_is_kept_and_never_too_small(void)
+TEST(memory_for_samples_is_kept_and_never_too_small)
 {
 	for (int ours = 0; ours < 2; ours++) {
 		struct sfr_engine *engine;
@@ -339,13 +335,7 @@ int main(void)
 	plain = sfr_sys; /* before there are threads */
 	sfr_sys.clock_gettime = counted_clock;
 	dir = saving_dir();
-	RUN(many_small_storages_are_copied_in_few_calls);
-	RUN(as_many_portions_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate);
-	RUN(a_lane_sleeps_between_its_looks_at_the_device);
-	RUN(an_engine_that_has_nothing_to_do_sleeps);
-	RUN(a_call_that_makes_checksums_sleeps_too_and_they_are_right);
-	RUN(portions_and_events_are_used_again);
-	RUN(memory_for_samples_is_kept_and_never_too_small);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -6,14 +6,12 @@
 #include "snapshot/snapshot.h"
 
 /* E: in the call that begins a save, on the caller's stream, before anything is copied. */
-static void a_save_begins_with_an_event_that_its_stream_waits_for(void)
+TEST(a_save_begins_with_an_event_that_its_stream_waits_for)
 {
-	struct sfr_engine *engine;
 	struct sfr_ticket *t;
-	void *stream;
+	struct sfr_engine *engine = begin_on_device(16, 2);
+	void *stream = fake.fake_cuda_stream(0);
 
-	engine = begin_on_device(16, 2);
-	stream = fake.fake_cuda_stream(0);
 	for (int i = 0; i < 2; i++) { /* the lane's stream is new only once */
 		uint64_t records = fake.fake_cuda_calls("cuEventRecord");
 		uint64_t waits = fake.fake_cuda_calls("cuStreamWaitEvent");
@@ -33,7 +31,7 @@ static void a_save_begins_with_an_event_that_its_stream_waits_for(void)
 
 /* Nothing goes on before everything is queued, and then the caller's streams before the core's, or
  * after them, wherever both may: an event too few or in a wrong place always shows. */
-static void whoever_goes_first_a_file_is_the_state_at_the_call(void)
+TEST(whoever_goes_first_a_file_is_the_state_at_the_call)
 {
 	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
 			 captured = { &one, 0, FAKE_FIRST_DEFERRED, FAKE_GARBAGE },
@@ -73,16 +71,14 @@ static void whoever_goes_first_a_file_is_the_state_at_the_call(void)
 
 /* Samples are of the bytes at the call: a write that nobody announces, queued right behind it, comes
  * before the deferred copies, and is noticed. */
-static void a_write_behind_the_call_always_differs_from_the_samples(void)
+TEST(a_write_behind_the_call_always_differs_from_the_samples)
 {
 	struct fake_fill work = { &one, 3, 4, 9 };
-	struct sfr_engine *engine;
 	struct sfr_report report;
 	struct sfr_ticket *t;
-	void *stream;
+	struct sfr_engine *engine = begin_on_device(32, 2);
+	void *stream = fake.fake_cuda_stream(0);
 
-	engine = begin_on_device(32, 2);
-	stream = fake.fake_cuda_stream(0);
 	fake.fake_cuda_first(1);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
@@ -98,15 +94,13 @@ static void a_write_behind_the_call_always_differs_from_the_samples(void)
 	fake_end(engine);
 }
 
-static void a_gate_inserts_its_wait_and_holds_nobody_up(void)
+TEST(a_gate_inserts_its_wait_and_holds_nobody_up)
 {
-	struct sfr_engine *engine;
 	struct sfr_ticket *t;
 	uint64_t waits;
-	void *stream;
+	struct sfr_engine *engine = begin_on_device(16, 2);
+	void *stream = fake.fake_cuda_stream(0);
 
-	engine = begin_on_device(16, 2);
-	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	/* Nothing on the device goes on: whoever waits for it, waits for ever. */
 	fake.fake_cuda_hold(1);
@@ -129,14 +123,12 @@ static void a_gate_inserts_its_wait_and_holds_nobody_up(void)
 	fake_end(engine);
 }
 
-static void a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate(void)
+TEST(a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate)
 {
-	struct sfr_engine *engine;
 	struct sfr_ticket *t, *refused;
-	void *stream;
+	struct sfr_engine *engine = begin_on_device(16, 2);
+	void *stream = fake.fake_cuda_stream(0);
 
-	engine = begin_on_device(16, 2);
-	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &refused), 0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
@@ -156,14 +148,12 @@ static void a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gat
 	fake_end(engine);
 }
 
-static void a_gate_without_a_stream_for_the_device_waits_on_the_host(void)
+TEST(a_gate_without_a_stream_for_the_device_waits_on_the_host)
 {
-	struct sfr_engine *engine;
 	struct sfr_ticket *t;
-	void *stream;
+	struct sfr_engine *engine = begin_on_device(16, 2);
+	void *stream = fake.fake_cuda_stream(0);
 
-	engine = begin_on_device(16, 2);
-	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(fake_submit(t, stream), 0);
@@ -178,7 +168,7 @@ static void a_gate_without_a_stream_for_the_device_waits_on_the_host(void)
 	fake_end(engine);
 }
 
-static void bytes_that_changed_before_their_copy_are_noticed(void)
+TEST(bytes_that_changed_before_their_copy_are_noticed)
 {
 	for (int by_sum = 0; by_sum < 2; by_sum++) {
 		struct sfr_engine *engine;
@@ -218,7 +208,7 @@ static void change_a_byte(void *arg)
 	large[sizeof(large) / 2 + 100]++;
 }
 
-static void a_byte_between_the_samples_is_noticed_where_every_byte_is_summed(void)
+TEST(a_byte_between_the_samples_is_noticed_where_every_byte_is_summed)
 {
 	for (int by_sum = 0; by_sum < 2; by_sum++) {
 		struct sfr_engine *engine;
@@ -279,7 +269,7 @@ static bool snapshot_is(struct sfr_snapshot *snapshot, unsigned from, unsigned c
 	return good;
 }
 
-static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
+TEST(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks)
 {
 	for (int held = 0; held < 2; held++) {
 		struct fake_fill before = { &one, 0, SAVING_NR, 5 },
@@ -328,16 +318,13 @@ static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
 	}
 }
 
-static void a_snapshot_on_a_capturing_stream_is_refused(void)
+TEST(a_snapshot_on_a_capturing_stream_is_refused)
 {
-	struct sfr_snapshot *snapshot;
-	struct sfr_engine *engine;
 	int64_t torn;
-	void *stream;
+	struct sfr_engine *engine = begin_on_device(16, 1);
+	void *stream = fake.fake_cuda_stream(0);
+	struct sfr_snapshot *snapshot = new_snapshot(engine, &one, stream);
 
-	engine = begin_on_device(16, 1);
-	stream = fake.fake_cuda_stream(0);
-	snapshot = new_snapshot(engine, &one, stream);
 	fake.fake_cuda_capture(stream, 1);
 	CHECK_EQ(sfr_snapshot_start(snapshot), SFR_ECAPTURING);
 	CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
@@ -359,7 +346,7 @@ static uint32_t nr_out(struct sfr_snapshot *snapshot)
 }
 
 /* As with files: nothing goes on before all is queued, and then one side first. */
-static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
+TEST(whoever_goes_first_a_snapshot_is_the_state_at_the_call)
 {
 	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
 			 captured = { &one, 0, FAKE_FIRST_DEFERRED, FAKE_GARBAGE },
@@ -410,7 +397,7 @@ static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
 }
 
 /* Work queued behind the call overwrites what is captured at once, and behind the gate the rest. */
-static void random_delays_tear_no_snapshot(void)
+TEST(random_delays_tear_no_snapshot)
 {
 	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
 			 captured = { &one, 0, FAKE_FIRST_DEFERRED, 6 },
@@ -448,7 +435,7 @@ static void random_delays_tear_no_snapshot(void)
 }
 
 /* A stream that nobody joined writes while samples are taken and before the copy: it is noticed. */
-static void a_write_between_samples_and_copy_tears_the_snapshot(void)
+TEST(a_write_between_samples_and_copy_tears_the_snapshot)
 {
 	struct fake_fill work = { &one, 3, 4, 9 };
 	void *stream, *other;
@@ -488,19 +475,7 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	dir = saving_dir();
-	RUN(a_save_begins_with_an_event_that_its_stream_waits_for);
-	RUN(whoever_goes_first_a_file_is_the_state_at_the_call);
-	RUN(a_write_behind_the_call_always_differs_from_the_samples);
-	RUN(a_gate_inserts_its_wait_and_holds_nobody_up);
-	RUN(a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate);
-	RUN(a_gate_without_a_stream_for_the_device_waits_on_the_host);
-	RUN(bytes_that_changed_before_their_copy_are_noticed);
-	RUN(a_byte_between_the_samples_is_noticed_where_every_byte_is_summed);
-	RUN(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks);
-	RUN(a_snapshot_on_a_capturing_stream_is_refused);
-	RUN(whoever_goes_first_a_snapshot_is_the_state_at_the_call);
-	RUN(random_delays_tear_no_snapshot);
-	RUN(a_write_between_samples_and_copy_tears_the_snapshot);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -38,13 +38,12 @@ static void take_texts(const char *words)
 
 /* ---- batches ---- */
 
-static void a_single_batch_that_is_refused_is_told_of_and_the_next_is_tried(void)
+TEST(a_single_batch_that_is_refused_is_told_of_and_the_next_is_tried)
 {
-	struct sfr_engine *engine;
 	struct sfr_report report;
 	uint64_t before;
+	struct sfr_engine *engine = begin_on_device(32, 2);
 
-	engine = begin_on_device(32, 2);
 	nr_told = 0;
 	report = saved(engine, &one, 0);
 	CHECK_EQ(report.fallback[SFR_FALLBACK_COPIES][0], 0);
@@ -67,12 +66,11 @@ static void a_single_batch_that_is_refused_is_told_of_and_the_next_is_tried(void
 	fake_end(engine);
 }
 
-static void a_driver_without_batches_is_asked_for_one_once(void)
+TEST(a_driver_without_batches_is_asked_for_one_once)
 {
-	struct sfr_engine *engine;
 	struct sfr_report report;
+	struct sfr_engine *engine = begin_on_device(32, 2);
 
-	engine = begin_on_device(32, 2);
 	fake.fake_cuda_fail(batches, 1, 1, CUDA_ERROR_NOT_SUPPORTED);
 	for (int i = 0; i < 2; i++) {
 		report = saved(engine, &one, 0);
@@ -87,7 +85,7 @@ static void a_driver_without_batches_is_asked_for_one_once(void)
 }
 
 /* Of rows, which are samples: in a batch, and one by one where that was refused. */
-static void a_copy_that_fails_is_called_by_its_own_name(void)
+TEST(a_copy_that_fails_is_called_by_its_own_name)
 {
 	for (int refused = 0; refused < 2; refused++) {
 		const char *name = refused ? "cuMemcpy2DAsync" : "cuMemcpy3DBatchAsync";
@@ -106,12 +104,11 @@ static void a_copy_that_fails_is_called_by_its_own_name(void)
 
 /* ---- memory that cannot be pinned ---- */
 
-static void memory_that_stays_pageable_is_told_of_with_the_reason(void)
+TEST(memory_that_stays_pageable_is_told_of_with_the_reason)
 {
-	struct sfr_engine *engine;
 	struct sfr_report report;
+	struct sfr_engine *engine = begin_on_device(32, 2);
 
-	engine = begin_on_device(32, 2);
 	saving_text[0] = '\0';
 	fake.fake_cuda_allow_pageable(1);
 	fake.fake_cuda_fail("cuMemHostRegister_v2", 1, 1, 2);
@@ -128,7 +125,7 @@ static void memory_that_stays_pageable_is_told_of_with_the_reason(void)
 }
 
 /* Some blocks of the pool are registered together, some alone, some not at all. */
-static void a_trim_gives_back_what_no_lease_is_part_of(void)
+TEST(a_trim_gives_back_what_no_lease_is_part_of)
 {
 	struct sfr_engine *engine;
 	struct sfr__block *block;
@@ -162,11 +159,10 @@ static void a_trim_gives_back_what_no_lease_is_part_of(void)
 	fake_end(engine);
 }
 
-static void warm_up_without_the_devices_context_pins_later(void)
+TEST(warm_up_without_the_devices_context_pins_later)
 {
-	struct sfr_engine *engine;
+	struct sfr_engine *engine = begin_on_device(16, 1);
 
-	engine = begin_on_device(16, 1);
 	CHECK_EQ(saved(engine, &one, 0).err.code, 0);
 	CHECK_EQ(sfr_engine_trim(engine), 0);
 	fake.fake_cuda_fail("cuCtxPushCurrent_v2", 1, 0, 999);
@@ -195,7 +191,7 @@ static void run_pause(struct sfr__task *task)
 }
 
 /* Nothing of this save is in flight that could tell it. */
-static void a_device_that_dies_before_anything_is_queued_fails_the_save(void)
+TEST(a_device_that_dies_before_anything_is_queued_fails_the_save)
 {
 	struct pause p = { .task.run = run_pause };
 	struct sfr__cuda_scope scope;
@@ -240,7 +236,7 @@ static void a_device_that_dies_before_anything_is_queued_fails_the_save(void)
 
 /* The memory of a snapshot that was being copied, and of blocks: nobody gets it, and the driver
  * goes on knowing it, since a copy into it may be running. Pinned by way of a device that lives. */
-static void memory_of_a_dead_device_is_nobodys_any_more(void)
+TEST(memory_of_a_dead_device_is_nobodys_any_more)
 {
 	for (int snapshots = 0; snapshots < 2; snapshots++) {
 		const struct sfr_stream streams[] = { { .device = 1 } };
@@ -290,7 +286,7 @@ static void memory_of_a_dead_device_is_nobodys_any_more(void)
 
 /* The call that never says anything is named, and what waits for its answer ends all the same: pieces
  * in flight, checksums in the call. */
-static void a_call_that_is_never_answered_is_named_and_waited_for_no_longer(void)
+TEST(a_call_that_is_never_answered_is_named_and_waited_for_no_longer)
 {
 	static const char *const calls[] = { "cuEventQuery", "cuStreamQuery" };
 	static const uint32_t flags[] = { 0, SFR_SAVE_CHECK_BYTES };
@@ -321,7 +317,7 @@ static void a_call_that_is_never_answered_is_named_and_waited_for_no_longer(void
 
 /* ---- who is asked, and what is said ---- */
 
-static void a_device_that_is_not_there_is_refused_with_the_drivers_reason(void)
+TEST(a_device_that_is_not_there_is_refused_with_the_drivers_reason)
 {
 	struct sfr_engine *engine;
 	char why[160];
@@ -337,7 +333,7 @@ static void a_device_that_is_not_there_is_refused_with_the_drivers_reason(void)
 
 /* One call of the system after the other: the file is the old one or the new one, nothing hangs and
  * nothing is left. */
-static void whatever_the_system_refuses_a_save_of_a_device_ends(void)
+TEST(whatever_the_system_refuses_a_save_of_a_device_ends)
 {
 	int nr = 0;
 
@@ -401,17 +397,7 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	dir = saving_dir();
-	RUN(a_single_batch_that_is_refused_is_told_of_and_the_next_is_tried);
-	RUN(a_driver_without_batches_is_asked_for_one_once);
-	RUN(a_copy_that_fails_is_called_by_its_own_name);
-	RUN(memory_that_stays_pageable_is_told_of_with_the_reason);
-	RUN(a_trim_gives_back_what_no_lease_is_part_of);
-	RUN(warm_up_without_the_devices_context_pins_later);
-	RUN(a_device_that_dies_before_anything_is_queued_fails_the_save);
-	RUN(memory_of_a_dead_device_is_nobodys_any_more);
-	RUN(a_call_that_is_never_answered_is_named_and_waited_for_no_longer);
-	RUN(a_device_that_is_not_there_is_refused_with_the_drivers_reason);
-	RUN(whatever_the_system_refuses_a_save_of_a_device_ends);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -402,7 +402,7 @@ static void hangs(int number)
 	_exit(EXIT_FAILURE);
 }
 
-static void random_schedules_tear_nothing(void)
+TEST(random_schedules_tear_nothing)
 {
 	uint64_t first = number_from("STILLFRAME_FIRST_SCHEDULE", 1);
 	uint64_t nr = number_from("STILLFRAME_SCHEDULES", 300);
@@ -463,7 +463,7 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	dir = saving_dir();
-	RUN(random_schedules_tear_nothing);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -15,7 +15,7 @@ static void place_mixed(struct saving_state *s)
 	fake_place(s, 3, 4, 1);
 }
 
-static void no_old_byte_of_the_pool_is_in_a_file_from_a_device(void)
+TEST(no_old_byte_of_the_pool_is_in_a_file_from_a_device)
 {
 	struct sfr_engine *engine;
 
@@ -56,13 +56,13 @@ static uint32_t unsubmitted(struct sfr_ticket *t)
 	uint32_t nr;
 
 	sfr__lock(&t->engine->mu);
-	nr = t->cuda_unsubmitted;
+	nr = t->sharing.cuda_unsubmitted;
 	sfr__unlock(&t->engine->mu);
 	return nr;
 }
 
 /* A device's stream can wait for a device's copies, for those of the host nobody but the host. */
-static void a_gate_waits_for_the_hosts_copies_too(void)
+TEST(a_gate_waits_for_the_hosts_copies_too)
 {
 	struct sfr_engine *engine;
 	struct sfr_ticket *t;
@@ -90,7 +90,7 @@ static void a_gate_waits_for_the_hosts_copies_too(void)
 /* ---- waits that fail ---- */
 
 /* S is not waited for: so the host waits, and the copies are those of the state at the call. */
-static void a_gate_whose_wait_fails_waits_on_the_host(void)
+TEST(a_gate_whose_wait_fails_waits_on_the_host)
 {
 	static const char *const calls[] = { "cuStreamWaitEvent", "cuCtxPushCurrent_v2" };
 
@@ -191,7 +191,7 @@ static void end_starved(struct starved *s, int found)
 	fake_end(s->engine);
 }
 
-static void every_gate_goes_on_when_all_is_queued(void)
+TEST(every_gate_goes_on_when_all_is_queued)
 {
 	struct starved s;
 
@@ -202,7 +202,7 @@ static void every_gate_goes_on_when_all_is_queued(void)
 }
 
 /* It holds nobody, though its copies have not ended. */
-static void every_gate_goes_on_when_the_save_is_cancelled(void)
+TEST(every_gate_goes_on_when_the_save_is_cancelled)
 {
 	struct starved s;
 	int before = saving_look_as(dir, "a", &one);
@@ -233,7 +233,7 @@ static void *await(void *arg)
 	return NULL;
 }
 
-static void whoever_waits_for_the_copies_is_woken(void)
+TEST(whoever_waits_for_the_copies_is_woken)
 {
 	struct sfr_stream step = { .device = 0 };
 	struct sfr_engine *engine;
@@ -275,7 +275,7 @@ static void whoever_waits_for_the_copies_is_woken(void)
 }
 
 /* E or C is not waited for: what was copied may be no state of any step, and is not published. */
-static void a_save_whose_order_cannot_be_kept_fails(void)
+TEST(a_save_whose_order_cannot_be_kept_fails)
 {
 	for (uint64_t nth = 1; nth <= 2; nth++) {
 		struct sfr_engine *engine;
@@ -304,7 +304,7 @@ static void a_save_whose_order_cannot_be_kept_fails(void)
 /* By their numbers, as cuda.h has them: what the driver calls an inconsistent state, in which any
  * further work returns the same error, and what says that its context or device is gone. Over the
  * fake any error ends a device, since its later calls fail too. */
-static void errors_after_which_a_device_answers_nothing_any_more_are_known(void)
+TEST(errors_after_which_a_device_answers_nothing_any_more_are_known)
 {
 	static const int final[] = { 4,   214, 226, 700, 702, 709, 710, 714,
 				     715, 716, 717, 718, 719, 721, 810, 911 };
@@ -320,7 +320,7 @@ static void errors_after_which_a_device_answers_nothing_any_more_are_known(void)
 
 /* What ends a device is believed at once, what a call answers for a reason of its own after many times
  * in a row, and a device that is only busy is never given up. */
-static void a_device_is_given_up_at_once_when_it_has_ended_and_late_when_nobody_knows(void)
+TEST(a_device_is_given_up_at_once_when_it_has_ended_and_late_when_nobody_knows)
 {
 	static const struct {
 		int code;
@@ -354,15 +354,7 @@ int main(void)
 	CHECK_EQ(sem_init(&held, 0, 0), 0);
 	CHECK_EQ(sem_init(&may_go, 0, 0), 0);
 	dir = saving_dir();
-	RUN(no_old_byte_of_the_pool_is_in_a_file_from_a_device);
-	RUN(a_gate_waits_for_the_hosts_copies_too);
-	RUN(a_gate_whose_wait_fails_waits_on_the_host);
-	RUN(every_gate_goes_on_when_all_is_queued);
-	RUN(every_gate_goes_on_when_the_save_is_cancelled);
-	RUN(whoever_waits_for_the_copies_is_woken);
-	RUN(a_save_whose_order_cannot_be_kept_fails);
-	RUN(errors_after_which_a_device_answers_nothing_any_more_are_known);
-	RUN(a_device_is_given_up_at_once_when_it_has_ended_and_late_when_nobody_knows);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -33,7 +33,7 @@ static void until_landed(struct sfr_glance *look)
 	CHECK_EQ(rc, 1);
 }
 
-static void what_has_changed_between_two_looks_is_seen(void)
+TEST(what_has_changed_between_two_looks_is_seen)
 {
 	struct sfr_glance *look = begin_glance();
 
@@ -55,7 +55,7 @@ static void writes(void *byte)
 }
 
 /* A step behind a look waits for it, or the look would see what the step has written. */
-static void what_is_queued_behind_a_look_comes_behind_it(void)
+TEST(what_is_queued_behind_a_look_comes_behind_it)
 {
 	struct sfr_glance *look = begin_glance();
 
@@ -83,7 +83,7 @@ static void *looks_twice(void *glance)
 }
 
 /* The next one may need more memory, and copies are on their way into what there is. */
-static void a_look_that_has_not_landed_is_not_begun_anew(void)
+TEST(a_look_that_has_not_landed_is_not_begun_anew)
 {
 	struct sfr_glance *look = begin_glance();
 	pthread_t thread;
@@ -104,8 +104,6 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	fake.fake_cuda_forget();
-	RUN(what_has_changed_between_two_looks_is_seen);
-	RUN(what_is_queued_behind_a_look_comes_behind_it);
-	RUN(a_look_that_has_not_landed_is_not_begun_anew);
+	check_run();
 	return check_done();
 }

@@ -41,7 +41,7 @@ static void saves(const char *dir)
 	sfr_inject_remove();
 }
 
-static void a_save_replaces_the_old_file_and_leaves_nothing_else(void)
+TEST(a_save_replaces_the_old_file_and_leaves_nothing_else)
 {
 	in_each_base(saves);
 }
@@ -70,12 +70,12 @@ static void has_a_good_temporary(const char *dir)
 	(void)umask(before);
 }
 
-static void the_temporary_is_hidden_locked_and_has_the_mode_of_open(void)
+TEST(the_temporary_is_hidden_locked_and_has_the_mode_of_open)
 {
 	in_each_base(has_a_good_temporary);
 }
 
-static void a_file_of_any_length_is_saved(void)
+TEST(a_file_of_any_length_is_saved)
 {
 	const char *dir = dir_make("/var/tmp");
 	uint32_t lens[] = { 0, 1, 4095, 4097, SAVE_LEN - 1, SAVE_LEN };
@@ -146,7 +146,7 @@ static int asked_unlink(int dir, const char *name)
 }
 
 /* The log's thread says the same of the rename and of the directory's sync. */
-static void a_file_system_is_known_to_be_asked_during_every_call_that_may_hang(void)
+TEST(a_file_system_is_known_to_be_asked_during_every_call_that_may_hang)
 {
 	const char *dir = dir_make("/var/tmp");
 	struct sfr_err err = { .index = -1 };
@@ -175,7 +175,7 @@ static void a_file_system_is_known_to_be_asked_during_every_call_that_may_hang(v
 
 /* ---- steps out of order ---- */
 
-static void a_step_out_of_order_is_refused_and_does_nothing(void)
+TEST(a_step_out_of_order_is_refused_and_does_nothing)
 {
 	const char *dir = dir_make("/var/tmp");
 	struct sfr_err err = { .index = -1 };
@@ -270,14 +270,14 @@ static void takes_several_writers(const char *dir)
 	free(bytes);
 }
 
-static void several_threads_write_one_file(void)
+TEST(several_threads_write_one_file)
 {
 	in_each_base(takes_several_writers);
 }
 
 /* ---- destinations ---- */
 
-static void what_is_not_a_regular_file_is_refused_and_a_link_replaced(void)
+TEST(what_is_not_a_regular_file_is_refused_and_a_link_replaced)
 {
 	const char *dir = dir_make("/var/tmp"), *path = dir_path(dir, "a.ckpt");
 	struct sfr__file f;
@@ -311,7 +311,7 @@ static void what_is_not_a_regular_file_is_refused_and_a_link_replaced(void)
 	save_end(&f);
 }
 
-static void a_name_that_is_too_long_is_a_clear_error(void)
+TEST(a_name_that_is_too_long_is_a_clear_error)
 {
 	const char *dir = dir_make("/var/tmp");
 	struct sfr_err err = { .index = -1 };
@@ -422,7 +422,7 @@ static void saves_on_small_disks(const char *dir)
 	sfr_inject_remove();
 }
 
-static void a_full_disk_is_a_clear_error_and_the_old_file_stays(void)
+TEST(a_full_disk_is_a_clear_error_and_the_old_file_stays)
 {
 	char dir[PATH_MAX];
 	int rc;
@@ -471,7 +471,7 @@ static void limited(const char *dir)
 	CHECK_EQ(run_in_child(saves_under_a_limit, dir), 0);
 }
 
-static void a_limit_on_file_sizes_is_a_clear_error(void)
+TEST(a_limit_on_file_sizes_is_a_clear_error)
 {
 	in_each_base(limited);
 }
@@ -479,15 +479,6 @@ static void a_limit_on_file_sizes_is_a_clear_error(void)
 int main(void)
 {
 	save_fill();
-	RUN(a_save_replaces_the_old_file_and_leaves_nothing_else);
-	RUN(the_temporary_is_hidden_locked_and_has_the_mode_of_open);
-	RUN(a_file_of_any_length_is_saved);
-	RUN(a_file_system_is_known_to_be_asked_during_every_call_that_may_hang);
-	RUN(a_step_out_of_order_is_refused_and_does_nothing);
-	RUN(several_threads_write_one_file);
-	RUN(what_is_not_a_regular_file_is_refused_and_a_link_replaced);
-	RUN(a_name_that_is_too_long_is_a_clear_error);
-	RUN(a_full_disk_is_a_clear_error_and_the_old_file_stays);
-	RUN(a_limit_on_file_sizes_is_a_clear_error);
+	check_run();
 	return check_done();
 }

@@ -7,7 +7,7 @@
 
 /* ---- given up ---- */
 
-static void a_file_given_up_in_any_state_leaves_the_old_one(void)
+TEST(a_file_given_up_in_any_state_leaves_the_old_one)
 {
 	const char *dir = dir_make("/var/tmp");
 	struct sfr_err err = { .index = -1 };
@@ -141,7 +141,7 @@ static void fails_as_said(const char *dir)
 	sfr_inject_remove();
 }
 
-static void a_failing_call_ends_in_its_phase_with_old_or_new_intact(void)
+TEST(a_failing_call_ends_in_its_phase_with_old_or_new_intact)
 {
 	in_each_base(fails_as_said);
 }
@@ -164,7 +164,7 @@ static ssize_t watched_pwrite(int fd, const void *buf, size_t len, off_t off)
 
 /* A table of descriptors that fills up meanwhile, a directory whose permissions or path change: none
  * of it can come between the new file and its sync. */
-static void nothing_is_opened_once_bytes_are_written(void)
+TEST(nothing_is_opened_once_bytes_are_written)
 {
 	const char *dir = dir_make("/var/tmp");
 	char moved[PATH_MAX];
@@ -207,7 +207,7 @@ static void saves_where_nobody_may_read(const char *dir)
 	CHECK(save_is_new(dir));
 }
 
-static void a_directory_that_cannot_be_synced_is_refused_at_once_unless_it_need_not_be(void)
+TEST(a_directory_that_cannot_be_synced_is_refused_at_once_unless_it_need_not_be)
 {
 	const char *dir = dir_make("/var/tmp");
 	int status = -1, failed = check__nr_failed;
@@ -226,7 +226,7 @@ static void a_directory_that_cannot_be_synced_is_refused_at_once_unless_it_need_
 	dir_remove(dir);
 }
 
-static void direct_mode_that_can_neither_be_used_nor_left_fails_the_open(void)
+TEST(direct_mode_that_can_neither_be_used_nor_left_fails_the_open)
 {
 	struct sfr_fault refused = { "pwrite", 1, 0, EINVAL, -1, 0 };
 	struct sfr_fault stuck = { "set_flags", 2, 0, EIO, -1, 0 };
@@ -288,7 +288,7 @@ static void survives_every_failure(const char *dir)
 	}
 }
 
-static void whatever_fails_the_path_is_old_or_new_and_the_next_save_works(void)
+TEST(whatever_fails_the_path_is_old_or_new_and_the_next_save_works)
 {
 	in_each_base(survives_every_failure);
 }
@@ -321,7 +321,7 @@ static void goes_on_after_short_writes(const char *dir)
 	sfr_inject_remove();
 }
 
-static void a_short_write_is_gone_on_with(void)
+TEST(a_short_write_is_gone_on_with)
 {
 	in_each_base(goes_on_after_short_writes);
 }
@@ -360,7 +360,7 @@ static void ends_without_progress(const char *dir)
 	sfr_inject_remove();
 }
 
-static void a_write_without_progress_ends_with_an_error(void)
+TEST(a_write_without_progress_ends_with_an_error)
 {
 	struct sfr_fault no_direct = { "set_flags", 1, 1, EINVAL, -1, 0 };
 	struct sfr_fault crumbs = { "pwrite", 1, 1, 0, 1, 0 };
@@ -384,7 +384,7 @@ static void a_write_without_progress_ends_with_an_error(void)
 
 /* ---- the diagram ---- */
 
-static void every_arrow_of_the_diagram_was_taken(void)
+TEST(every_arrow_of_the_diagram_was_taken)
 {
 	static const enum sfr__file_state arrows[][2] = {
 		{ SFR__FILE_NONE, SFR__FILE_NAMED },    { SFR__FILE_NAMED, SFR__FILE_OPEN },
@@ -411,14 +411,6 @@ static void every_arrow_of_the_diagram_was_taken(void)
 int main(void)
 {
 	save_fill();
-	RUN(a_file_given_up_in_any_state_leaves_the_old_one);
-	RUN(a_failing_call_ends_in_its_phase_with_old_or_new_intact);
-	RUN(nothing_is_opened_once_bytes_are_written);
-	RUN(a_directory_that_cannot_be_synced_is_refused_at_once_unless_it_need_not_be);
-	RUN(direct_mode_that_can_neither_be_used_nor_left_fails_the_open);
-	RUN(whatever_fails_the_path_is_old_or_new_and_the_next_save_works);
-	RUN(a_short_write_is_gone_on_with);
-	RUN(a_write_without_progress_ends_with_an_error);
-	RUN(every_arrow_of_the_diagram_was_taken);
+	check_run();
 	return check_done();
 }

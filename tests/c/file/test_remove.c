@@ -17,7 +17,7 @@ static int rm(const char *name, struct sfr_err *err)
 	return sfr__file_remove(dir_path(dir, name), NULL, err);
 }
 
-static void a_file_goes_and_a_missing_name_is_no_error(void)
+TEST(a_file_goes_and_a_missing_name_is_no_error)
 {
 	struct sfr_err err;
 
@@ -34,7 +34,7 @@ static void a_file_goes_and_a_missing_name_is_no_error(void)
 	dir_remove(dir);
 }
 
-static void a_link_goes_and_its_target_stays(void)
+TEST(a_link_goes_and_its_target_stays)
 {
 	struct sfr_err err;
 
@@ -76,7 +76,7 @@ static void make_tree(void)
 		CHECK_EQ(mkfifo(dir_path(dir, "t/pipe"), 0600), 0);
 }
 
-static void a_tree_goes_with_everything_in_it(void)
+TEST(a_tree_goes_with_everything_in_it)
 {
 	struct sfr_err err;
 	int fds = nr_fds();
@@ -103,7 +103,7 @@ static void a_tree_goes_with_everything_in_it(void)
 	dir_remove(dir);
 }
 
-static void a_tree_deeper_than_any_path_is_a_clear_error(void)
+TEST(a_tree_deeper_than_any_path_is_a_clear_error)
 {
 	char name[201];
 	struct sfr_err err;
@@ -156,7 +156,7 @@ static void a_tree_deeper_than_any_path_is_a_clear_error(void)
 	dir_remove(dir);
 }
 
-static void a_living_temporary_stays_with_its_directories_and_the_rest_goes(void)
+TEST(a_living_temporary_stays_with_its_directories_and_the_rest_goes)
 {
 	char sub[PATH_MAX];
 	struct sfr__file f;
@@ -183,7 +183,7 @@ static void a_living_temporary_stays_with_its_directories_and_the_rest_goes(void
 	dir_remove(dir);
 }
 
-static void a_dead_temporary_goes_with_the_tree(void)
+TEST(a_dead_temporary_goes_with_the_tree)
 {
 	struct sfr_err err = { .index = -1 };
 	struct sfr_fault fault = { "unlink", 1, 0, EIO, -1, 0 };
@@ -204,7 +204,7 @@ static void a_dead_temporary_goes_with_the_tree(void)
 	dir_remove(dir);
 }
 
-static void what_cannot_go_does_not_keep_the_rest(void)
+TEST(what_cannot_go_does_not_keep_the_rest)
 {
 	struct sfr_fault fault = { "unlink", 2, 0, EIO, -1, 0 };
 	struct sfr_err err;
@@ -245,7 +245,7 @@ static int add_and_rmdir(const char *path)
 	return rc;
 }
 
-static void what_is_added_meanwhile_goes_too_but_not_for_ever(void)
+TEST(what_is_added_meanwhile_goes_too_but_not_for_ever)
 {
 	struct sfr_err err;
 
@@ -281,7 +281,7 @@ static int listening_unlink(int fd, const char *name)
 	return plain.unlink(fd, name);
 }
 
-static void it_says_after_each_name_that_the_file_system_answers(void)
+TEST(it_says_after_each_name_that_the_file_system_answers)
 {
 	struct sfr_err err = { .index = -1 };
 
@@ -332,7 +332,7 @@ static int counted_fsync(int fd)
 	return plain.fsync(fd);
 }
 
-static void what_makes_a_directory_a_checkpoint_goes_first_and_for_good(void)
+TEST(what_makes_a_directory_a_checkpoint_goes_first_and_for_good)
 {
 	struct sfr_err err;
 
@@ -356,7 +356,7 @@ static void what_makes_a_directory_a_checkpoint_goes_first_and_for_good(void)
 }
 
 /* The first unlink or the sync after them. */
-static void a_checkpoint_that_cannot_be_unmade_keeps_its_data(void)
+TEST(a_checkpoint_that_cannot_be_unmade_keeps_its_data)
 {
 	static const char *const calls[] = { "unlink", "fsync" };
 	struct sfr_err err;
@@ -381,7 +381,7 @@ static void a_checkpoint_that_cannot_be_unmade_keeps_its_data(void)
 	dir_remove(dir);
 }
 
-static void whatever_fails_it_says_so_or_has_done_it(void)
+TEST(whatever_fails_it_says_so_or_has_done_it)
 {
 	static const int errors[] = { EIO, EACCES, EROFS, EBUSY, EINTR };
 	struct sfr_err err;
@@ -413,17 +413,6 @@ static void whatever_fails_it_says_so_or_has_done_it(void)
 int main(void)
 {
 	save_fill();
-	RUN(a_file_goes_and_a_missing_name_is_no_error);
-	RUN(a_link_goes_and_its_target_stays);
-	RUN(a_tree_goes_with_everything_in_it);
-	RUN(a_tree_deeper_than_any_path_is_a_clear_error);
-	RUN(a_living_temporary_stays_with_its_directories_and_the_rest_goes);
-	RUN(a_dead_temporary_goes_with_the_tree);
-	RUN(what_cannot_go_does_not_keep_the_rest);
-	RUN(what_is_added_meanwhile_goes_too_but_not_for_ever);
-	RUN(it_says_after_each_name_that_the_file_system_answers);
-	RUN(what_makes_a_directory_a_checkpoint_goes_first_and_for_good);
-	RUN(a_checkpoint_that_cannot_be_unmade_keeps_its_data);
-	RUN(whatever_fails_it_says_so_or_has_done_it);
+	check_run();
 	return check_done();
 }

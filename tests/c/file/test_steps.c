@@ -36,7 +36,7 @@ static void put_old(void)
 	file_put(dir_path(dir, "gone"), "x", 1);
 }
 
-static void steps_are_taken_in_their_order(void)
+TEST(steps_are_taken_in_their_order)
 {
 	struct sfr_step plan[NR_COMMIT];
 	size_t nr_done;
@@ -60,7 +60,7 @@ static void steps_are_taken_in_their_order(void)
 	dir_remove(dir);
 }
 
-static void what_is_there_is_not_written_over_and_what_is_wrong_is_refused(void)
+TEST(what_is_there_is_not_written_over_and_what_is_wrong_is_refused)
 {
 	struct sfr_step plan[2];
 	size_t nr_done;
@@ -81,7 +81,7 @@ static void what_is_there_is_not_written_over_and_what_is_wrong_is_refused(void)
 	dir_remove(dir);
 }
 
-static void a_write_that_falls_short_is_gone_on_with_and_one_that_fails_late_has_failed(void)
+TEST(a_write_that_falls_short_is_gone_on_with_and_one_that_fails_late_has_failed)
 {
 	struct sfr_fault shorter = { .call = "pwrite", .nth = 1, .limit = 2 };
 	struct sfr_fault stuck = {
@@ -116,7 +116,7 @@ static void a_write_that_falls_short_is_gone_on_with_and_one_that_fails_late_has
 }
 
 /* What a directory cannot be synced by is no error where the file system has no such thing. */
-static void whatever_fails_says_so_and_nothing_behind_it_is_done(void)
+TEST(whatever_fails_says_so_and_nothing_behind_it_is_done)
 {
 	static const int errors[] = { EIO, ENOSPC, EACCES, EMFILE, EINVAL };
 	struct sfr_step plan[NR_COMMIT];
@@ -144,7 +144,7 @@ static void whatever_fails_says_so_and_nothing_behind_it_is_done(void)
 	dir_remove(dir);
 }
 
-static void a_directory_is_listed_whole(void)
+TEST(a_directory_is_listed_whole)
 {
 	char *names, name[32];
 	size_t len, nr = 0;
@@ -180,10 +180,6 @@ static void a_directory_is_listed_whole(void)
 int main(void)
 {
 	save_fill();
-	RUN(steps_are_taken_in_their_order);
-	RUN(what_is_there_is_not_written_over_and_what_is_wrong_is_refused);
-	RUN(a_write_that_falls_short_is_gone_on_with_and_one_that_fails_late_has_failed);
-	RUN(whatever_fails_says_so_and_nothing_behind_it_is_done);
-	RUN(a_directory_is_listed_whole);
+	check_run();
 	return check_done();
 }

@@ -83,7 +83,60 @@ static void kill_writer(pid_t pid)
 	CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
 
-static void the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays(void)
+/* In a process that has not yet read the boot id. */
+static void cannot_read_the_boot_id(void)
+{
+	struct sfr_fault fault = { "pread", 1, 1, EIO, -1, 0 };
+	char name[NAME_MAX + 1] = "";
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file f;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
+	CHECK_EQ(sfr__file_open(&f, &err), 0);
+	CHECK_EQ(sfr_inject_calls("opendir"), 0); /* it could not tell whose is whose */
+	CHECK_EQ(dir_count(dir, ".stillframe-noboot-", name), 1);
+	CHECK(sfr__tmp_may_be_live(dir_path(dir, name), name));
+	CHECK_EQ(save_write_all(&f, &err), 0);
+	CHECK_EQ(sfr__file_sync(&f, &err), 0);
+	CHECK_EQ(sfr__file_commit(&f, &err), 0);
+	sfr__file_fini(&f);
+	CHECK(save_is_new(dir));
+	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1); /* the dead one of before */
+	sfr_inject_clear();
+	save_cleanly(dir); /* a failure is not remembered */
+	sfr_inject_remove();
+}
+
+TEST(without_a_boot_id_a_save_works_and_clears_nothing_away)
+{
+	int failed = check__nr_failed, status = -1;
+	FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+	char boot[64] = "";
+	size_t nr = 0;
+	pid_t pid;
+	int c;
+
+	make_dir();
+	if (!CHECK(file))
+		return;
+	while ((c = fgetc(file)) != EOF && c != '\n' && nr < sizeof(boot) - 1)
+		if (c != '-')
+			boot[nr++] = (char)c;
+	(void)fclose(file);
+	file_put(temp_path(boot, 999999999, 1), "x", 1);
+	pid = fork();
+	if (pid == 0) {
+		cannot_read_the_boot_id();
+		_exit(check__nr_failed != failed);
+	}
+	CHECK_EQ(waitpid(pid, &status, 0), pid);
+	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+	dir_remove(dir);
+}
+
+TEST(the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays)
 {
 	pid_t killed, living;
 	char name[NAME_MAX + 1] = "";
@@ -109,7 +162,7 @@ static void the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays
 	dir_remove(dir);
 }
 
-static void two_saves_of_one_process_leave_each_other_alone(void)
+TEST(two_saves_of_one_process_leave_each_other_alone)
 {
 	struct sfr_err err = { .index = -1 };
 	struct sfr__file first, second;
@@ -128,7 +181,7 @@ static void two_saves_of_one_process_leave_each_other_alone(void)
 	dir_remove(dir);
 }
 
-static void without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched(void)
+TEST(without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched)
 {
 	struct sfr_fault no_locks = { "flock", 1, 1, ENOLCK, -1, 0 };
 	struct sfr_err err = { .index = -1 };
@@ -157,7 +210,7 @@ static void without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touch
 }
 
 /* What does not say whether a writer lives: the temporary stays, and is named once. */
-static void only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead(void)
+TEST(only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead)
 {
 	static const struct {
 		const char *call;
@@ -227,7 +280,7 @@ static int no_writing_open(int at, const char *name, int flags, mode_t mode)
 	return plain.open(at, name, flags, mode);
 }
 
-static void a_dead_temporary_on_nfs_is_cleared_away(void)
+TEST(a_dead_temporary_on_nfs_is_cleared_away)
 {
 	char boot[64];
 
@@ -249,7 +302,7 @@ static void a_dead_temporary_on_nfs_is_cleared_away(void)
 }
 
 /* It has no other end, and whoever opened it to read would wait for one. */
-static void a_pipe_of_somebody_elses_holds_nobody_up(void)
+TEST(a_pipe_of_somebody_elses_holds_nobody_up)
 {
 	const char *path;
 
@@ -265,7 +318,7 @@ static void a_pipe_of_somebody_elses_holds_nobody_up(void)
 }
 
 /* Even where the locks of our own are not to be had: the list protects it. */
-static void a_temporary_between_open_and_flock_is_safe_from_its_own_process(void)
+TEST(a_temporary_between_open_and_flock_is_safe_from_its_own_process)
 {
 	struct sfr_err err = { .index = -1 };
 	struct sfr__file f;
@@ -303,7 +356,7 @@ static int race_flock(int fd, int op)
 	return plain.flock(fd, op);
 }
 
-static void a_writer_that_loses_to_a_cleaner_takes_another_name(void)
+TEST(a_writer_that_loses_to_a_cleaner_takes_another_name)
 {
 	int fds = nr_fds();
 	struct sfr__file f;
@@ -344,7 +397,7 @@ static int swap_flock(int fd, int op)
 	return rc;
 }
 
-static void a_cleaner_unlinks_only_the_file_it_has_locked(void)
+TEST(a_cleaner_unlinks_only_the_file_it_has_locked)
 {
 	const char *path;
 
@@ -365,7 +418,7 @@ static void a_cleaner_unlinks_only_the_file_it_has_locked(void)
 
 /* ---- what is not ours to clear away ---- */
 
-static void only_dead_temporaries_of_this_boot_with_exactly_our_name_go(void)
+TEST(only_dead_temporaries_of_this_boot_with_exactly_our_name_go)
 {
 	static const char *const impostors[] = {
 		".stillframe-%s-999999999-1.tmp.bak",
@@ -407,7 +460,7 @@ static void only_dead_temporaries_of_this_boot_with_exactly_our_name_go(void)
 	dir_remove(dir);
 }
 
-static void temporaries_of_another_boot_stay_and_are_named_once(void)
+TEST(temporaries_of_another_boot_stay_and_are_named_once)
 {
 	const char *path, *text;
 
@@ -428,78 +481,7 @@ static void temporaries_of_another_boot_stay_and_are_named_once(void)
 	dir_remove(dir);
 }
 
-/* Names are remembered, but not without end. Last: nothing is named any more afterwards. */
-static void so_many_are_named_and_no_more(void)
-{
-	unsigned nr = 0;
-
-	make_dir();
-	for (unsigned i = 0; i < 300; i++)
-		file_put(temp_path("0123456789abcdef0123456789abcdef", 18, i + 1), "x", 1);
-	dir_clean(dir);
-	while (*save_notice())
-		nr++;
-	CHECK(nr > 200 && nr < 256);
-	dir_clean(dir);
-	CHECK(strcmp(save_notice(), "") == 0);
-	CHECK_EQ(dir_count(dir, "", NULL), 300);
-	dir_remove(dir);
-}
-
-/* In a process that has not yet read the boot id. */
-static void cannot_read_the_boot_id(void)
-{
-	struct sfr_fault fault = { "pread", 1, 1, EIO, -1, 0 };
-	char name[NAME_MAX + 1] = "";
-	struct sfr_err err = { .index = -1 };
-	struct sfr__file f;
-
-	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
-	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
-	CHECK_EQ(sfr__file_open(&f, &err), 0);
-	CHECK_EQ(sfr_inject_calls("opendir"), 0); /* it could not tell whose is whose */
-	CHECK_EQ(dir_count(dir, ".stillframe-noboot-", name), 1);
-	CHECK(sfr__tmp_may_be_live(dir_path(dir, name), name));
-	CHECK_EQ(save_write_all(&f, &err), 0);
-	CHECK_EQ(sfr__file_sync(&f, &err), 0);
-	CHECK_EQ(sfr__file_commit(&f, &err), 0);
-	sfr__file_fini(&f);
-	CHECK(save_is_new(dir));
-	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1); /* the dead one of before */
-	sfr_inject_clear();
-	save_cleanly(dir); /* a failure is not remembered */
-	sfr_inject_remove();
-}
-
-static void without_a_boot_id_a_save_works_and_clears_nothing_away(void)
-{
-	int failed = check__nr_failed, status = -1;
-	FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-	char boot[64] = "";
-	size_t nr = 0;
-	pid_t pid;
-	int c;
-
-	make_dir();
-	if (!CHECK(file))
-		return;
-	while ((c = fgetc(file)) != EOF && c != '\n' && nr < sizeof(boot) - 1)
-		if (c != '-')
-			boot[nr++] = (char)c;
-	(void)fclose(file);
-	file_put(temp_path(boot, 999999999, 1), "x", 1);
-	pid = fork();
-	if (pid == 0) {
-		cannot_read_the_boot_id();
-		_exit(check__nr_failed != failed);
-	}
-	CHECK_EQ(waitpid(pid, &status, 0), pid);
-	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-	dir_remove(dir);
-}
-
-static void a_temporary_whose_unlink_failed_goes_with_the_next_save(void)
+TEST(a_temporary_whose_unlink_failed_goes_with_the_next_save)
 {
 	struct sfr_fault fault = { "unlink", 1, 1, EIO, -1, 0 };
 	struct sfr_err err = { .index = -1 };
@@ -519,7 +501,7 @@ static void a_temporary_whose_unlink_failed_goes_with_the_next_save(void)
 	dir_remove(dir);
 }
 
-static void a_clean_up_that_fails_anywhere_harms_nobody(void)
+TEST(a_clean_up_that_fails_anywhere_harms_nobody)
 {
 	static const int errors[] = { EIO, EACCES, EINTR, ENOMEM };
 	char boot[64];
@@ -542,24 +524,28 @@ static void a_clean_up_that_fails_anywhere_harms_nobody(void)
 	dir_remove(dir);
 }
 
+/* Names are remembered, but not without end. Last: nothing is named any more afterwards. */
+TEST(so_many_are_named_and_no_more)
+{
+	unsigned nr = 0;
+
+	make_dir();
+	for (unsigned i = 0; i < 300; i++)
+		file_put(temp_path("0123456789abcdef0123456789abcdef", 18, i + 1), "x", 1);
+	dir_clean(dir);
+	while (*save_notice())
+		nr++;
+	CHECK(nr > 200 && nr < 256);
+	dir_clean(dir);
+	CHECK(strcmp(save_notice(), "") == 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 300);
+	dir_remove(dir);
+}
+
 int main(void)
 {
 	save_fill();
 	CHECK_EQ(sfr_fork_init(), 0);
-	RUN(without_a_boot_id_a_save_works_and_clears_nothing_away); /* first: nobody has read it */
-	RUN(the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays);
-	RUN(two_saves_of_one_process_leave_each_other_alone);
-	RUN(without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched);
-	RUN(only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead);
-	RUN(a_dead_temporary_on_nfs_is_cleared_away);
-	RUN(a_pipe_of_somebody_elses_holds_nobody_up);
-	RUN(a_temporary_between_open_and_flock_is_safe_from_its_own_process);
-	RUN(a_writer_that_loses_to_a_cleaner_takes_another_name);
-	RUN(a_cleaner_unlinks_only_the_file_it_has_locked);
-	RUN(only_dead_temporaries_of_this_boot_with_exactly_our_name_go);
-	RUN(temporaries_of_another_boot_stay_and_are_named_once);
-	RUN(a_temporary_whose_unlink_failed_goes_with_the_next_save);
-	RUN(a_clean_up_that_fails_anywhere_harms_nobody);
-	RUN(so_many_are_named_and_no_more);
+	check_run();
 	return check_done();
 }

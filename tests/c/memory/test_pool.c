@@ -3,7 +3,7 @@
 
 /* ---- leases and memory ---------------------------------------------------------- */
 
-static void a_pool_smaller_than_one_block_is_refused(void)
+TEST(a_pool_smaller_than_one_block_is_refused)
 {
 	struct sfr__pool *pool = NULL;
 
@@ -20,7 +20,7 @@ static void a_pool_smaller_than_one_block_is_refused(void)
 	sfr__pool_free(pool);
 }
 
-static void blocks_are_apart_aligned_present_and_writable(void)
+TEST(blocks_are_apart_aligned_present_and_writable)
 {
 	struct sfr__pool *pool = make(4 * 4 * MIB, 4 * MIB);
 	struct sfr__block *blocks[4];
@@ -44,7 +44,7 @@ static void blocks_are_apart_aligned_present_and_writable(void)
 	sfr__pool_free(pool);
 }
 
-static void a_block_gets_as_much_memory_as_is_asked_for(void)
+TEST(a_block_gets_as_much_memory_as_is_asked_for)
 {
 	struct sfr__pool *pool = make(64 * MIB, 16 * MIB);
 	struct sfr__block *small = lease(pool, 1), *big, *middle, *fresh;
@@ -89,7 +89,7 @@ static void a_block_gets_as_much_memory_as_is_asked_for(void)
 	sfr__pool_free(pool);
 }
 
-static void memory_is_used_again_and_not_asked_for_twice(void)
+TEST(memory_is_used_again_and_not_asked_for_twice)
 {
 	struct sfr__pool *pool = make(64 * MIB, 4 * MIB);
 	struct sfr__block *block;
@@ -106,7 +106,7 @@ static void memory_is_used_again_and_not_asked_for_twice(void)
 	sfr__pool_free(pool);
 }
 
-static void a_child_does_not_have_the_memory(void)
+TEST(a_child_does_not_have_the_memory)
 {
 	struct sfr__pool *pool = make(4 * MIB, 4 * MIB);
 	struct sfr__block *block = lease(pool, 4 * MIB);
@@ -133,7 +133,7 @@ static void a_child_does_not_have_the_memory(void)
 
 /* ---- waiting -------------------------------------------------------------------- */
 
-static void an_empty_pool_says_so_when_the_slice_is_over(void)
+TEST(an_empty_pool_says_so_when_the_slice_is_over)
 {
 	struct sfr__pool *pool = make(MIB, MIB);
 	struct sfr__block *held = lease(pool, MIB), *block = held;
@@ -150,7 +150,7 @@ static void an_empty_pool_says_so_when_the_slice_is_over(void)
 	sfr__pool_free(pool);
 }
 
-static void the_oldest_save_is_served_first(void)
+TEST(the_oldest_save_is_served_first)
 {
 	static const uint64_t seqs[] = { 5, 3, 9, 1, 7, 3 };
 	static const uint64_t expected[] = { 1, 3, 3, 5, 7, 9 };
@@ -169,7 +169,7 @@ static void the_oldest_save_is_served_first(void)
 	sfr__pool_free(pool);
 }
 
-static void a_newcomer_overtakes_only_who_is_younger(void)
+TEST(a_newcomer_overtakes_only_who_is_younger)
 {
 	struct sfr__pool *pool = make(MIB, MIB);
 	struct sfr__block *held, *block;
@@ -196,7 +196,7 @@ static void a_newcomer_overtakes_only_who_is_younger(void)
 	sfr__pool_free(pool);
 }
 
-static void a_waiter_that_gives_up_does_not_hold_up_the_next(void)
+TEST(a_waiter_that_gives_up_does_not_hold_up_the_next)
 {
 	struct sfr__pool *pool = make(MIB, MIB);
 	struct sfr__block *held = lease(pool, MIB);
@@ -256,7 +256,7 @@ static void *disturb(void *arg)
 	return NULL;
 }
 
-static void eight_threads_on_three_blocks_never_meet_in_one(void)
+TEST(eight_threads_on_three_blocks_never_meet_in_one)
 {
 	struct sfr__pool *pool = make(12 * MIB, 4 * MIB);
 	struct client clients[8];
@@ -283,7 +283,7 @@ static void eight_threads_on_three_blocks_never_meet_in_one(void)
 
 /* ---- warm up and trim ------------------------------------------------------------- */
 
-static void warm_up_gives_the_first_blocks_memory(void)
+TEST(warm_up_gives_the_first_blocks_memory)
 {
 	struct sfr__pool *pool = make(64 * MIB, 8 * MIB);
 	struct sfr__block *blocks[8];
@@ -307,7 +307,7 @@ static void warm_up_gives_the_first_blocks_memory(void)
 	sfr__pool_free(pool);
 }
 
-static void warm_up_needs_no_threads(void)
+TEST(warm_up_needs_no_threads)
 {
 	struct sfr__pool *pool = make(64 * MIB, 8 * MIB);
 	struct sfr_fault fault = { "thread_create", 1, 1, EAGAIN, -1, 0 };
@@ -321,7 +321,7 @@ static void warm_up_needs_no_threads(void)
 	sfr__pool_free(pool);
 }
 
-static void trim_gives_free_memory_back_and_leaves_leases_alone(void)
+TEST(trim_gives_free_memory_back_and_leaves_leases_alone)
 {
 	struct sfr__pool *pool = make(64 * MIB, 8 * MIB);
 	struct sfr__block *held = lease(pool, 8 * MIB), *block;
@@ -353,18 +353,6 @@ static void trim_gives_free_memory_back_and_leaves_leases_alone(void)
 int main(void)
 {
 	use_odd_system();
-	RUN(a_pool_smaller_than_one_block_is_refused);
-	RUN(blocks_are_apart_aligned_present_and_writable);
-	RUN(a_block_gets_as_much_memory_as_is_asked_for);
-	RUN(memory_is_used_again_and_not_asked_for_twice);
-	RUN(a_child_does_not_have_the_memory);
-	RUN(an_empty_pool_says_so_when_the_slice_is_over);
-	RUN(the_oldest_save_is_served_first);
-	RUN(a_newcomer_overtakes_only_who_is_younger);
-	RUN(a_waiter_that_gives_up_does_not_hold_up_the_next);
-	RUN(eight_threads_on_three_blocks_never_meet_in_one);
-	RUN(warm_up_gives_the_first_blocks_memory);
-	RUN(warm_up_needs_no_threads);
-	RUN(trim_gives_free_memory_back_and_leaves_leases_alone);
+	check_run();
 	return check_done();
 }

@@ -2,7 +2,7 @@
  * whole afterwards. Last, that every arrow of the diagram in pool.c has been taken. */
 #include "pool_helpers.h"
 
-static void an_old_kernel_has_its_pages_touched(void)
+TEST(an_old_kernel_has_its_pages_touched)
 {
 	static const int errs[] = { EINVAL, EPERM, ENOSYS, EINTR };
 
@@ -19,7 +19,7 @@ static void an_old_kernel_has_its_pages_touched(void)
 	}
 }
 
-static void without_memory_a_get_waits_for_who_has_some(void)
+TEST(without_memory_a_get_waits_for_who_has_some)
 {
 	struct sfr__pool *pool = make(4 * MIB, MIB);
 	struct sfr__block *held, *block;
@@ -55,7 +55,7 @@ static void without_memory_a_get_waits_for_who_has_some(void)
 }
 
 /* The kernel may have given a part of it when it runs out. */
-static void memory_that_came_before_the_refusal_is_given_back(void)
+TEST(memory_that_came_before_the_refusal_is_given_back)
 {
 	struct sfr__pool *pool = make(8 * MIB, 8 * MIB);
 	struct sfr__block *block;
@@ -80,7 +80,7 @@ static void put_now(void)
 	to_put = NULL;
 }
 
-static void a_block_that_comes_back_during_the_refusal_is_taken(void)
+TEST(a_block_that_comes_back_during_the_refusal_is_taken)
 {
 	struct sfr__block *block, *held;
 
@@ -106,7 +106,7 @@ static void *want_4_mib_for_a_while(void *arg)
 }
 
 /* Nothing comes back of what others have in hand: what a warm-up made is enough. */
-static void without_memory_a_get_hears_of_what_is_made_meanwhile(void)
+TEST(without_memory_a_get_hears_of_what_is_made_meanwhile)
 {
 	struct sfr__pool *pool = make(4 * MIB, MIB);
 	struct sfr__block *held = lease(pool, MIB);
@@ -126,7 +126,7 @@ static void without_memory_a_get_hears_of_what_is_made_meanwhile(void)
 
 /* The younger one could go on with what there is, and does as soon as it is its turn; those who came
  * before it, and are younger still, wait for longer. */
-static void one_that_found_no_memory_and_gives_up_wakes_the_next(void)
+TEST(one_that_found_no_memory_and_gives_up_wakes_the_next)
 {
 	struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
 	struct sfr__block *held = lease(pool, 4 * MIB), *partial = lease(pool, 1);
@@ -153,7 +153,7 @@ static void one_that_found_no_memory_and_gives_up_wakes_the_next(void)
 	sfr__pool_free(pool);
 }
 
-static void those_who_find_no_memory_at_the_same_time_all_hear_of_it(void)
+TEST(those_who_find_no_memory_at_the_same_time_all_hear_of_it)
 {
 	struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
 	struct sfr__block *held = lease(pool, 1); /* 2 MiB: too little for the others */
@@ -233,7 +233,7 @@ static void live(struct check_runs *run)
 	sfr__pool_free(pool);
 }
 
-static void the_pool_is_whole_after_every_failure(void)
+TEST(the_pool_is_whole_after_every_failure)
 {
 	static const char *const calls[] = { "*",      "mmap",   "madvise",      "mprotect",
 					     "calloc", "malloc", "thread_create" };
@@ -251,7 +251,7 @@ static void the_pool_is_whole_after_every_failure(void)
 	}
 }
 
-static void every_arrow_of_the_diagram_is_taken_and_no_other(void)
+TEST(every_arrow_of_the_diagram_is_taken_and_no_other)
 {
 	static const bool arrows[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES] = {
 		[SFR__BLOCK_RESERVED] = { [SFR__BLOCK_GROWING] = true },
@@ -294,14 +294,6 @@ static void every_arrow_of_the_diagram_is_taken_and_no_other(void)
 int main(void)
 {
 	use_odd_system();
-	RUN(an_old_kernel_has_its_pages_touched);
-	RUN(without_memory_a_get_waits_for_who_has_some);
-	RUN(memory_that_came_before_the_refusal_is_given_back);
-	RUN(a_block_that_comes_back_during_the_refusal_is_taken);
-	RUN(without_memory_a_get_hears_of_what_is_made_meanwhile);
-	RUN(one_that_found_no_memory_and_gives_up_wakes_the_next);
-	RUN(those_who_find_no_memory_at_the_same_time_all_hear_of_it);
-	RUN(the_pool_is_whole_after_every_failure);
-	RUN(every_arrow_of_the_diagram_is_taken_and_no_other);
+	check_run();
 	return check_done();
 }

@@ -27,7 +27,7 @@ static struct sfr__pool *make_shared(void)
 	return pool;
 }
 
-static void what_is_written_to_a_block_is_in_the_file(void)
+TEST(what_is_written_to_a_block_is_in_the_file)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *first = lease(pool, 4 * MIB), *second = lease(pool, MIB);
@@ -49,7 +49,7 @@ static void what_is_written_to_a_block_is_in_the_file(void)
 	sfr__pool_free(pool);
 }
 
-static void trimming_takes_the_memory_out_of_the_file(void)
+TEST(trimming_takes_the_memory_out_of_the_file)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *block = lease(pool, 4 * MIB), *kept = lease(pool, 4 * MIB);
@@ -70,7 +70,7 @@ static void trimming_takes_the_memory_out_of_the_file(void)
 	sfr__pool_free(pool);
 }
 
-static void the_end_of_the_pool_gives_the_memory_back_whoever_has_the_file(void)
+TEST(the_end_of_the_pool_gives_the_memory_back_whoever_has_the_file)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *block = lease(pool, 4 * MIB);
@@ -84,7 +84,7 @@ static void the_end_of_the_pool_gives_the_memory_back_whoever_has_the_file(void)
 	(void)close(fd);
 }
 
-static void a_limit_of_file_size_is_an_error_and_no_signal(void)
+TEST(a_limit_of_file_size_is_an_error_and_no_signal)
 {
 	struct rlimit old, small = { 0 };
 	struct sfr__pool *pool = NULL;
@@ -115,7 +115,7 @@ static void set_fault(int i, const char *call, uint64_t nth, int err, int sticky
 }
 
 /* The advice is not known before 5.14, and no page may be touched then that is not there. */
-static void without_the_advice_pages_are_asked_of_the_file_before_they_are_touched(void)
+TEST(without_the_advice_pages_are_asked_of_the_file_before_they_are_touched)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *block = NULL;
@@ -140,7 +140,7 @@ static void without_the_advice_pages_are_asked_of_the_file_before_they_are_touch
 	sfr__pool_free(pool);
 }
 
-static void a_page_that_the_system_has_no_memory_for_is_an_error(void)
+TEST(a_page_that_the_system_has_no_memory_for_is_an_error)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *block = NULL;
@@ -154,7 +154,7 @@ static void a_page_that_the_system_has_no_memory_for_is_an_error(void)
 	sfr__pool_free(pool);
 }
 
-static void every_refusal_leaves_neither_descriptor_nor_memory(void)
+TEST(every_refusal_leaves_neither_descriptor_nor_memory)
 {
 	int before = nr_fds();
 
@@ -184,7 +184,7 @@ static void every_refusal_leaves_neither_descriptor_nor_memory(void)
 	}
 }
 
-static void a_kernel_without_such_files_says_so(void)
+TEST(a_kernel_without_such_files_says_so)
 {
 	struct sfr__pool *pool = NULL;
 
@@ -197,13 +197,6 @@ static void a_kernel_without_such_files_says_so(void)
 
 int main(void)
 {
-	RUN(what_is_written_to_a_block_is_in_the_file);
-	RUN(trimming_takes_the_memory_out_of_the_file);
-	RUN(the_end_of_the_pool_gives_the_memory_back_whoever_has_the_file);
-	RUN(a_limit_of_file_size_is_an_error_and_no_signal);
-	RUN(without_the_advice_pages_are_asked_of_the_file_before_they_are_touched);
-	RUN(a_page_that_the_system_has_no_memory_for_is_an_error);
-	RUN(every_refusal_leaves_neither_descriptor_nor_memory);
-	RUN(a_kernel_without_such_files_says_so);
+	check_run();
 	return check_done();
 }

@@ -36,7 +36,7 @@ static uint64_t nr_cold(struct sfr__pool *pool)
 	       sfr__pool_moves(pool, SFR__BLOCK_FREE, SFR__BLOCK_GROWING);
 }
 
-static void what_a_save_could_use_is_made_and_then_no_save_makes_any(void)
+TEST(what_a_save_could_use_is_made_and_then_no_save_makes_any)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 	struct sfr__block *blocks[6];
@@ -76,7 +76,7 @@ static void what_a_save_could_use_is_made_and_then_no_save_makes_any(void)
 }
 
 /* It is what its save needs, and whole ones are made beside it. */
-static void a_block_that_a_small_save_went_on_with_stays_small(void)
+TEST(a_block_that_a_small_save_went_on_with_stays_small)
 {
 	struct sfr__pool *pool = make(80 * MIB, 8 * MIB);
 	struct sfr__block *block;
@@ -94,7 +94,7 @@ static void a_block_that_a_small_save_went_on_with_stays_small(void)
 	sfr__pool_free(pool);
 }
 
-static void saves_that_overlap_and_want_more_get_it(void)
+TEST(saves_that_overlap_and_want_more_get_it)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 	struct sfr__block *blocks[4];
@@ -115,7 +115,7 @@ static void saves_that_overlap_and_want_more_get_it(void)
 	sfr__pool_free(pool);
 }
 
-static void the_cap_bounds_it_and_what_snapshots_hold_does_not_count(void)
+TEST(the_cap_bounds_it_and_what_snapshots_hold_does_not_count)
 {
 	struct sfr__pool *pool = make(16 * MIB, 4 * MIB);
 	const uint64_t lens[1] = { 8 * MIB };
@@ -137,7 +137,7 @@ static void the_cap_bounds_it_and_what_snapshots_hold_does_not_count(void)
 	sfr__pool_free(pool);
 }
 
-static void it_stops_when_it_is_told_to_and_goes_on_where_it_stopped(void)
+TEST(it_stops_when_it_is_told_to_and_goes_on_where_it_stopped)
 {
 	struct sfr__pool *pool = make(80 * MIB, 8 * MIB);
 	int times = 3;
@@ -198,7 +198,7 @@ static void end_supply(pthread_t thread)
 	sfr__pool_free(shared_pool);
 }
 
-static void who_wants_the_last_block_gets_it_even_without_waiting(void)
+TEST(who_wants_the_last_block_gets_it_even_without_waiting)
 {
 	struct sfr__block *block;
 	pthread_t thread;
@@ -211,7 +211,7 @@ static void who_wants_the_last_block_gets_it_even_without_waiting(void)
 	end_supply(thread);
 }
 
-static void a_run_gets_it_too(void)
+TEST(a_run_gets_it_too)
 {
 	const uint64_t lens[1] = { 16 * MIB };
 	struct sfr__lease run;
@@ -224,7 +224,7 @@ static void a_run_gets_it_too(void)
 	end_supply(thread);
 }
 
-static void a_trim_takes_what_is_being_made_and_none_is_made_until_the_next_save(void)
+TEST(a_trim_takes_what_is_being_made_and_none_is_made_until_the_next_save)
 {
 	struct sfr__block *block;
 	pthread_t thread;
@@ -246,7 +246,7 @@ static void a_trim_takes_what_is_being_made_and_none_is_made_until_the_next_save
 	end_supply(thread);
 }
 
-static void a_system_without_memory_is_not_asked_again_before_the_next_save(void)
+TEST(a_system_without_memory_is_not_asked_again_before_the_next_save)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 
@@ -315,7 +315,7 @@ static void wait_for_memory(struct sfr_engine *engine, uint64_t nbytes)
 		(void)usleep(1000);
 }
 
-static void from_the_second_save_on_no_memory_is_made(void)
+TEST(from_the_second_save_on_no_memory_is_made)
 {
 	const char *dir = saving_dir();
 
@@ -354,7 +354,7 @@ static void slow_lane(void)
 	(void)usleep(strcmp(name, "sfr-lane0") == 0 ? 100000 : 2000);
 }
 
-static void the_next_save_finds_memory_though_idle_threads_get_nowhere(void)
+TEST(the_next_save_finds_memory_though_idle_threads_get_nowhere)
 {
 	const char *dir = saving_dir();
 
@@ -384,7 +384,7 @@ static void hold_the_lane(void)
 }
 
 /* Beside a lane that does not come back. */
-static void idle_writers_make_memory_too(void)
+TEST(idle_writers_make_memory_too)
 {
 	const char *dir = saving_dir();
 	struct sfr_engine *engine = saving_engine_of(STATE_BLOCK, 256 * MIB / STATE_BLOCK, 2, 2);
@@ -410,7 +410,7 @@ static void idle_writers_make_memory_too(void)
 	saving_rmdir(dir);
 }
 
-static void a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make(void)
+TEST(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 
@@ -535,7 +535,7 @@ static void finish_as_a_run(void)
 	sfr__pool_unplace(shared_pool, &run);
 }
 
-static void nobody_waits_for_a_thread_that_is_not_let_run(void)
+TEST(nobody_waits_for_a_thread_that_is_not_let_run)
 {
 	bool (*const holds[])(void *) = { hold_after_a_piece, hold_in_the_second_piece };
 
@@ -577,7 +577,7 @@ static bool is_trimmed(void)
 }
 
 /* A trim waits beside the run, for the thread that makes memory; it was there first. */
-static void a_run_that_waits_for_a_save_hears_of_its_end_whoever_else_waits(void)
+TEST(a_run_that_waits_for_a_save_hears_of_its_end_whoever_else_waits)
 {
 	bool (*hold)(void *) = hold_after_a_piece;
 	struct sfr__block *blocks[2];
@@ -616,7 +616,7 @@ static void *make_it_late(void *nr)
 }
 
 /* Whatever becomes of its piece: memory, the ordinary way of touching it, or no memory. */
-static void a_thread_whose_block_is_somebody_elses_by_now_changes_nothing_in_it(void)
+TEST(a_thread_whose_block_is_somebody_elses_by_now_changes_nothing_in_it)
 {
 	const int refused[] = { 0, EINVAL, ENOMEM };
 
@@ -647,7 +647,7 @@ static void a_thread_whose_block_is_somebody_elses_by_now_changes_nothing_in_it(
 	during_populate = NULL;
 }
 
-static void close_and_fork_do_not_mind_that_memory_is_being_made(void)
+TEST(close_and_fork_do_not_mind_that_memory_is_being_made)
 {
 	const char *dir = saving_dir();
 
@@ -678,22 +678,6 @@ static void close_and_fork_do_not_mind_that_memory_is_being_made(void)
 int main(void)
 {
 	use_odd_system();
-	RUN(what_a_save_could_use_is_made_and_then_no_save_makes_any);
-	RUN(a_block_that_a_small_save_went_on_with_stays_small);
-	RUN(saves_that_overlap_and_want_more_get_it);
-	RUN(the_cap_bounds_it_and_what_snapshots_hold_does_not_count);
-	RUN(it_stops_when_it_is_told_to_and_goes_on_where_it_stopped);
-	RUN(who_wants_the_last_block_gets_it_even_without_waiting);
-	RUN(a_run_gets_it_too);
-	RUN(a_trim_takes_what_is_being_made_and_none_is_made_until_the_next_save);
-	RUN(a_system_without_memory_is_not_asked_again_before_the_next_save);
-	RUN(from_the_second_save_on_no_memory_is_made);
-	RUN(the_next_save_finds_memory_though_idle_threads_get_nowhere);
-	RUN(idle_writers_make_memory_too);
-	RUN(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make);
-	RUN(nobody_waits_for_a_thread_that_is_not_let_run);
-	RUN(a_run_that_waits_for_a_save_hears_of_its_end_whoever_else_waits);
-	RUN(a_thread_whose_block_is_somebody_elses_by_now_changes_nothing_in_it);
-	RUN(close_and_fork_do_not_mind_that_memory_is_being_made);
+	check_run();
 	return check_done();
 }

@@ -137,7 +137,7 @@ static void be_refused_the_rest(void)
 	CHECK_EQ(stats(pool).committed_bytes, 2 * MIB);
 }
 
-static void a_save_that_the_system_refuses_memory_leaves_it_to_who_makes_it(void)
+TEST(a_save_that_the_system_refuses_memory_leaves_it_to_who_makes_it)
 {
 	take_from_a_thread_that_stands(be_refused_the_rest, 2 * MIB);
 }
@@ -149,7 +149,7 @@ static void be_refused_as_a_writer(void)
 	CHECK_EQ(stats(pool).committed_bytes, 2 * MIB);
 }
 
-static void so_does_a_writer_that_goes_on_with_the_block(void)
+TEST(so_does_a_writer_that_goes_on_with_the_block)
 {
 	take_from_a_thread_that_stands(be_refused_as_a_writer, 2 * MIB);
 }
@@ -171,7 +171,7 @@ static void want_no_more_than_there_is(void)
 }
 
 /* The thread is in its second piece when it loses the block: that counts once it is there. */
-static void what_a_thread_makes_of_a_block_that_it_has_lost_is_counted(void)
+TEST(what_a_thread_makes_of_a_block_that_it_has_lost_is_counted)
 {
 	take_from_a_thread_that_stands(give_up_as_a_writer, 4 * MIB);
 	take_from_a_thread_that_stands(want_no_more_than_there_is, 4 * MIB);
@@ -196,7 +196,7 @@ static void be_given_memory_of_a_driver(void)
 	fake.fake_cuda_reset();
 }
 
-static void so_does_who_has_the_driver_s_memory_in_its_place(void)
+TEST(so_does_who_has_the_driver_s_memory_in_its_place)
 {
 	take_from_a_thread_that_stands(be_given_memory_of_a_driver, 0);
 	fake_check();
@@ -208,9 +208,6 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	sfr_sys.madvise = watched_madvise;
-	RUN(a_save_that_the_system_refuses_memory_leaves_it_to_who_makes_it);
-	RUN(so_does_a_writer_that_goes_on_with_the_block);
-	RUN(what_a_thread_makes_of_a_block_that_it_has_lost_is_counted);
-	RUN(so_does_who_has_the_driver_s_memory_in_its_place);
+	check_run();
 	return check_done();
 }

@@ -281,7 +281,7 @@ static uint64_t number_from(const char *variable, uint64_t otherwise)
 	return text ? strtoull(text, NULL, 10) : otherwise;
 }
 
-static void random_schedules_tear_nothing(void)
+TEST(random_schedules_tear_nothing)
 {
 	uint64_t first = number_from("STILLFRAME_FIRST_SCHEDULE", 1);
 	uint64_t nr = number_from("STILLFRAME_SCHEDULES", 150);
@@ -310,6 +310,6 @@ int main(void)
 {
 	if (!fake_load())
 		return CHECK_SKIPPED;
-	RUN(random_schedules_tear_nothing);
+	check_run();
 	return check_done();
 }

@@ -76,7 +76,7 @@ static inline int save(struct sfr_engine *engine, struct list *l, uint32_t flags
 		CHECK_EQ(report.nbytes, l->len);
 		rc = report.err.code;
 		if (rc == 0)
-			CHECK_EQ(t->written_nbytes, l->len);
+			CHECK_EQ(t->facts.written_nbytes, l->len);
 	}
 	sfr_ticket_put(t);
 	return rc;

@@ -101,7 +101,7 @@ static void no_state_is_bad(bool durable, uint64_t at_least)
 
 /* ---- saves and removes ----------------------------------------------------- */
 
-static void the_path_is_the_last_durable_save_or_a_later_one(void)
+TEST(the_path_is_the_last_durable_save_or_a_later_one)
 {
 	struct sfr_engine *engine = begin(1);
 
@@ -111,7 +111,7 @@ static void the_path_is_the_last_durable_save_or_a_later_one(void)
 	no_state_is_bad(true, 2000);
 }
 
-static void a_rotation_never_leaves_less_than_one(void)
+TEST(a_rotation_never_leaves_less_than_one)
 {
 	struct sfr_engine *engine = begin(2);
 	struct sfr_ticket *t;
@@ -129,7 +129,7 @@ static void a_rotation_never_leaves_less_than_one(void)
 	no_state_is_bad(true, 2000);
 }
 
-static void saves_in_flight_together_do_not_endanger_each_other(void)
+TEST(saves_in_flight_together_do_not_endanger_each_other)
 {
 	struct sfr_engine *engine = begin(2);
 	struct sfr_ticket *a, *b;
@@ -151,7 +151,7 @@ static void saves_in_flight_together_do_not_endanger_each_other(void)
 	no_state_is_bad(true, 2000);
 }
 
-static void failed_and_cancelled_saves_endanger_nothing(void)
+TEST(failed_and_cancelled_saves_endanger_nothing)
 {
 	static const char *const calls[] = { "pwrite", "fdatasync", "rename" };
 	struct sfr_engine *engine;
@@ -179,7 +179,7 @@ static void failed_and_cancelled_saves_endanger_nothing(void)
 	no_state_is_bad(true, 2000);
 }
 
-static void what_is_not_synced_is_old_new_or_found_to_be_damaged(void)
+TEST(what_is_not_synced_is_old_new_or_found_to_be_damaged)
 {
 	struct sfr_engine *engine = begin(1);
 	struct crash_count count;
@@ -193,7 +193,7 @@ static void what_is_not_synced_is_old_new_or_found_to_be_damaged(void)
 	CHECK(count.bad > 0);
 }
 
-static void a_removed_directory_takes_nothing_else_with_it(void)
+TEST(a_removed_directory_takes_nothing_else_with_it)
 {
 	struct sfr_engine *engine = begin(1);
 	char path[PATH_MAX];
@@ -225,7 +225,7 @@ static void record_an_overwrite(void)
 	end(engine);
 }
 
-static void a_missing_or_late_sync_would_be_noticed(void)
+TEST(a_missing_or_late_sync_would_be_noticed)
 {
 	record_an_overwrite();
 	crash_drop(CRASH_SYNC);
@@ -244,7 +244,7 @@ static void a_missing_or_late_sync_would_be_noticed(void)
 	CHECK(enumerate(true).bad > 0);
 }
 
-static void a_remove_that_does_not_wait_would_be_noticed(void)
+TEST(a_remove_that_does_not_wait_would_be_noticed)
 {
 	struct sfr_engine *engine = begin(1);
 	struct sfr_ticket *t;
@@ -282,7 +282,7 @@ static void rebuild(int nr, const char *where)
 	}
 }
 
-static void the_next_run_saves_into_what_is_left(void)
+TEST(the_next_run_saves_into_what_is_left)
 {
 	unsigned random = 1;
 
@@ -320,15 +320,7 @@ int main(void)
 	full = mode && strcmp(mode, "full") == 0;
 	CHECK(snprintf(own, sizeof(own), "%s", saving_dir()) < PATH_MAX);
 	dir = own;
-	RUN(the_path_is_the_last_durable_save_or_a_later_one);
-	RUN(a_rotation_never_leaves_less_than_one);
-	RUN(saves_in_flight_together_do_not_endanger_each_other);
-	RUN(failed_and_cancelled_saves_endanger_nothing);
-	RUN(what_is_not_synced_is_old_new_or_found_to_be_damaged);
-	RUN(a_removed_directory_takes_nothing_else_with_it);
-	RUN(a_missing_or_late_sync_would_be_noticed);
-	RUN(a_remove_that_does_not_wait_would_be_noticed);
-	RUN(the_next_run_saves_into_what_is_left);
+	check_run();
 	(void)printf("  %llu states in all\n", (unsigned long long)nr_states);
 	saving_rmdir(dir);
 	return check_done();

@@ -58,7 +58,7 @@ __attribute__((noinline, no_sanitize("thread"))) static enum sfr__log_state in_t
 }
 
 /* The save is ready and cancelled, its clean-up has begun, and the log comes to it. */
-static void a_save_that_was_cancelled_when_it_was_ready_is_never_published(void)
+TEST(a_save_that_was_cancelled_when_it_was_ready_is_never_published)
 {
 	struct sfr_engine *engine = saving_engine(16, 2, 3);
 	struct sfr_ticket *first, *t;
@@ -99,7 +99,7 @@ static void a_save_that_was_cancelled_when_it_was_ready_is_never_published(void)
 
 /* ---- close and removes ---- */
 
-static void close_waits_for_removes(void)
+TEST(close_waits_for_removes)
 {
 	struct sfr_engine *engine = saving_engine(16, 1, 3);
 
@@ -138,7 +138,7 @@ static ssize_t failing_pwrite(int fd, const void *buf, size_t len, off_t off)
 	return -1;
 }
 
-static void the_first_error_of_a_save_is_the_one_it_tells(void)
+TEST(the_first_error_of_a_save_is_the_one_it_tells)
 {
 	struct sfr_engine *engine = saving_engine(16, 2, 3);
 	struct sfr_report report;
@@ -170,7 +170,7 @@ static void the_first_error_of_a_save_is_the_one_it_tells(void)
 
 /* ---- old bytes ---- */
 
-static void no_old_byte_of_the_pool_is_in_a_file(void)
+TEST(no_old_byte_of_the_pool_is_in_a_file)
 {
 	struct sfr_engine *engine = saving_engine(16, 2, 3);
 
@@ -197,7 +197,7 @@ static int watched_open(int at, const char *name, int flags, mode_t mode)
 	return plain.open(at, name, flags, mode);
 }
 
-static void no_descriptor_goes_to_a_program_that_is_started_meanwhile(void)
+TEST(no_descriptor_goes_to_a_program_that_is_started_meanwhile)
 {
 	struct sfr_engine *engine = saving_engine(16, 2, 3);
 	struct sfr_check *check = NULL;
@@ -224,7 +224,7 @@ static void no_descriptor_goes_to_a_program_that_is_started_meanwhile(void)
 	CHECK_EQ(nr_not_new, 0);
 }
 
-static void a_handle_that_is_kept_holds_no_descriptor(void)
+TEST(a_handle_that_is_kept_holds_no_descriptor)
 {
 	struct sfr_engine *engine = saving_engine(16, 1, 3);
 	struct sfr_ticket *well, *cancelled;
@@ -246,7 +246,7 @@ static void a_handle_that_is_kept_holds_no_descriptor(void)
 
 /* ---- names that begin alike ---- */
 
-static void a_remove_says_nothing_of_names_that_only_begin_like_its_own(void)
+TEST(a_remove_says_nothing_of_names_that_only_begin_like_its_own)
 {
 	struct sfr_engine *engine = saving_engine(16, 1, 3);
 	struct sfr_ticket *t = submit(engine, "other", &one); /* the log stands */
@@ -263,7 +263,7 @@ static void a_remove_says_nothing_of_names_that_only_begin_like_its_own(void)
 }
 
 /* A link that could not be made says nothing of the checkpoints. */
-static void a_remove_behind_a_link_that_failed_is_made(void)
+TEST(a_remove_behind_a_link_that_failed_is_made)
 {
 	struct sfr_engine *engine = saving_engine(16, 1, 3);
 	struct sfr_log_work *link = NULL;
@@ -288,14 +288,7 @@ int main(void)
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
-	RUN(a_save_that_was_cancelled_when_it_was_ready_is_never_published);
-	RUN(close_waits_for_removes);
-	RUN(the_first_error_of_a_save_is_the_one_it_tells);
-	RUN(no_old_byte_of_the_pool_is_in_a_file);
-	RUN(no_descriptor_goes_to_a_program_that_is_started_meanwhile);
-	RUN(a_handle_that_is_kept_holds_no_descriptor);
-	RUN(a_remove_says_nothing_of_names_that_only_begin_like_its_own);
-	RUN(a_remove_behind_a_link_that_failed_is_made);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

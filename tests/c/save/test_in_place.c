@@ -39,7 +39,7 @@ static void add_random(struct list *l, unsigned nr, uint64_t most)
 
 /* ---- the tests ---- */
 
-static void any_list_is_its_parts_in_order(void)
+TEST(any_list_is_its_parts_in_order)
 {
 	static const uint64_t blocks[] = { 4096, 8192, 64 * KIB, MIB };
 
@@ -62,7 +62,7 @@ static void any_list_is_its_parts_in_order(void)
 }
 
 /* What has its turn in the log waits for it, and the saves behind that have all the slots. */
-static void an_unordered_save_waits_for_nothing_in_the_log(void)
+TEST(an_unordered_save_waits_for_nothing_in_the_log)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 8, 2, 2);
 	struct sfr_ticket *behind[2], *t[2];
@@ -98,7 +98,7 @@ static void an_unordered_save_waits_for_nothing_in_the_log(void)
 }
 
 /* As many as there may be of the others; and one that is given up lets the next one in. */
-static void unordered_saves_are_as_bounded_as_others(void)
+TEST(unordered_saves_are_as_bounded_as_others)
 {
 	struct sfr_fault slow = {
 		.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 20000000
@@ -139,7 +139,7 @@ static void unordered_saves_are_as_bounded_as_others(void)
 }
 
 /* A field, of a source of many blocks, at every place about the end of a block. */
-static void a_field_may_straddle_two_blocks(void)
+TEST(a_field_may_straddle_two_blocks)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 2, 2, 2);
 
@@ -158,7 +158,7 @@ static void a_field_may_straddle_two_blocks(void)
 }
 
 /* The writer of the source is slow, the other has the field before it is done. */
-static void a_field_waits_for_its_source(void)
+TEST(a_field_waits_for_its_source)
 {
 	struct sfr_fault slow = {
 		.call = "lane_copy", .nth = 1, .limit = -1, .delay_ns = 20000000
@@ -183,7 +183,7 @@ static void a_field_waits_for_its_source(void)
 }
 
 /* The CRC of four megabytes takes longer than a look at the field behind them. */
-static void a_field_waits_for_a_source_that_is_written_from_where_it_is(void)
+TEST(a_field_waits_for_a_source_that_is_written_from_where_it_is)
 {
 	struct sfr_engine *engine = saving_engine_of(MEMORY, 2, 2, 2);
 
@@ -207,7 +207,7 @@ static uint32_t counting_copy(uint32_t crc, void *dst, const void *src, size_t l
 	return sfr_crc32_copy(crc, dst, src, len);
 }
 
-static void what_stands_in_the_file_as_in_memory_is_not_copied(void)
+TEST(what_stands_in_the_file_as_in_memory_is_not_copied)
 {
 	struct sfr_sys plain = sfr_sys;
 
@@ -250,7 +250,7 @@ static int counting_munmap(void *at, size_t len)
 }
 
 /* However long the blocks are: they are memory beside that of a snapshot, which may be the pool's. */
-static void buffers_beside_a_full_pool_are_small_and_given_back(void)
+TEST(buffers_beside_a_full_pool_are_small_and_given_back)
 {
 	struct sfr_engine *engine = saving_engine_of(8 * MIB, 1, 1, 1);
 	struct sfr_sys plain = sfr_sys;
@@ -272,7 +272,7 @@ static void buffers_beside_a_full_pool_are_small_and_given_back(void)
 	sfr_sys = plain;
 }
 
-static void few_buffers_are_enough_for_any_length(void)
+TEST(few_buffers_are_enough_for_any_length)
 {
 	struct sfr_engine *engine = saving_engine_of(64 * KIB, 64, 2, 2);
 	struct sfr_report report;
@@ -296,7 +296,7 @@ static void few_buffers_are_enough_for_any_length(void)
 	saving_end(engine);
 }
 
-static void sources_are_free_when_they_are_written_and_not_before(void)
+TEST(sources_are_free_when_they_are_written_and_not_before)
 {
 	struct sfr_fault slow = {
 		.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 2000000
@@ -324,7 +324,7 @@ static void sources_are_free_when_they_are_written_and_not_before(void)
 		if (cancel)
 			CHECK_EQ(report.state, SFR_CANCELLED);
 		else
-			CHECK_EQ(t->written_nbytes, 3 * MIB);
+			CHECK_EQ(t->facts.written_nbytes, 3 * MIB);
 		sfr_inject_clear();
 		saving_finish(t);
 		sfr_ticket_put(t);
@@ -333,7 +333,7 @@ static void sources_are_free_when_they_are_written_and_not_before(void)
 	sfr_inject_remove();
 }
 
-static void whatever_fails_the_file_is_the_old_one_or_the_whole_new_one(void)
+TEST(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one)
 {
 	static const struct {
 		const char *call;
@@ -374,7 +374,7 @@ static void whatever_fails_the_file_is_the_old_one_or_the_whole_new_one(void)
 	}
 }
 
-static void parts_are_the_saves_that_has_them(void)
+TEST(parts_are_the_saves_that_has_them)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 2, 1, 2);
 	struct sfr_ticket *t = NULL, *again = NULL;
@@ -394,7 +394,7 @@ static void parts_are_the_saves_that_has_them(void)
 	saving_end(engine);
 }
 
-static void what_makes_no_file_is_refused_and_stays_so(void)
+TEST(what_makes_no_file_is_refused_and_stays_so)
 {
 	const int64_t one[65] = { 1 };
 	const struct sfr_tensor tensor = {
@@ -430,19 +430,7 @@ int main(void)
 {
 	if (!list_begin())
 		return EXIT_FAILURE;
-	RUN(any_list_is_its_parts_in_order);
-	RUN(an_unordered_save_waits_for_nothing_in_the_log);
-	RUN(unordered_saves_are_as_bounded_as_others);
-	RUN(a_field_may_straddle_two_blocks);
-	RUN(a_field_waits_for_its_source);
-	RUN(a_field_waits_for_a_source_that_is_written_from_where_it_is);
-	RUN(what_stands_in_the_file_as_in_memory_is_not_copied);
-	RUN(buffers_beside_a_full_pool_are_small_and_given_back);
-	RUN(few_buffers_are_enough_for_any_length);
-	RUN(sources_are_free_when_they_are_written_and_not_before);
-	RUN(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one);
-	RUN(parts_are_the_saves_that_has_them);
-	RUN(what_makes_no_file_is_refused_and_stays_so);
+	check_run();
 	list_end();
 	return check_done();
 }

@@ -211,7 +211,7 @@ static void clear_temporaries(void)
 	(void)closedir(d);
 }
 
-static void every_call_of_the_life_of_a_file_may_be_the_last(void)
+TEST(every_call_of_the_life_of_a_file_may_be_the_last)
 {
 	int last = 1;
 
@@ -230,7 +230,7 @@ static void every_call_of_the_life_of_a_file_may_be_the_last(void)
 		}
 }
 
-static void any_moment_may_be_the_last(void)
+TEST(any_moment_may_be_the_last)
 {
 	uint64_t longest_ns = 20000000;
 	unsigned random = 12345;
@@ -255,7 +255,7 @@ static void any_moment_may_be_the_last(void)
 	}
 }
 
-static void every_phase_was_hit_often_enough(void)
+TEST(every_phase_was_hit_often_enough)
 {
 	(void)printf("\n    %u kills, %u between the temporary's open and the directory's sync:",
 		     nr_kills, nr_inside);
@@ -267,7 +267,7 @@ static void every_phase_was_hit_often_enough(void)
 	CHECK(nr_inside >= 150);
 }
 
-static void the_next_save_clears_the_dead_ones_temporaries_away(void)
+TEST(the_next_save_clears_the_dead_ones_temporaries_away)
 {
 	CHECK(run_child(1, 2, 6, 1, 0));
 	CHECK(dir_count(dir, TEMPORARIES, NULL) >= 1);
@@ -285,10 +285,7 @@ int main(void)
 	if (shared == MAP_FAILED)
 		return EXIT_FAILURE;
 	CHECK(!run_child(1, 1, -1, 0, 0));
-	RUN(every_call_of_the_life_of_a_file_may_be_the_last);
-	RUN(any_moment_may_be_the_last);
-	RUN(every_phase_was_hit_often_enough);
-	RUN(the_next_save_clears_the_dead_ones_temporaries_away);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

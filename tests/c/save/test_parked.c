@@ -19,7 +19,7 @@ static void wait_until_one_is_parked(void)
 
 	while (!parked) {
 		(void)usleep(1000);
-		parked = sfr__under(&watched->engine->mu, watched->parked != NULL);
+		parked = sfr__under(&watched->engine->mu, watched->sharing.parked != NULL);
 	}
 }
 
@@ -51,7 +51,7 @@ static void save_watched(struct sfr_engine *engine, struct list *l)
 }
 
 /* Its own sources are copied and summed once, and its memory is the same as before. */
-static void a_block_that_was_parked_is_made_once(void)
+TEST(a_block_that_was_parked_is_made_once)
 {
 	struct sfr_engine *engine;
 	struct sfr_sys plain = sfr_sys;
@@ -72,7 +72,7 @@ static void a_block_that_was_parked_is_made_once(void)
 	sfr_sys = plain;
 }
 
-static void a_field_that_is_parked_is_written_once_its_source_is_summed_where_it_is(void)
+TEST(a_field_that_is_parked_is_written_once_its_source_is_summed_where_it_is)
 {
 	const struct sigaction waits = { .sa_handler = read_once_one_is_parked };
 	struct sfr_engine *engine = saving_engine_of(MEMORY, 2, 2, 2);
@@ -152,7 +152,7 @@ static void submit_few_bytes(struct sfr_engine *engine, struct sfr_ticket **t)
 }
 
 /* All is written and synced, and the only writer is with another save. */
-static void a_save_that_waits_to_be_renamed_can_be_cancelled(void)
+TEST(a_save_that_waits_to_be_renamed_can_be_cancelled)
 {
 	struct sfr_engine *engine;
 	struct sfr_ticket *first, *second;
@@ -191,7 +191,7 @@ static bool is_its_end_taken(void)
 {
 	struct sfr_engine *engine = watched->engine;
 
-	return sfr__under(&engine->mu, watched->tail_queued && !engine->tasks.head);
+	return sfr__under(&engine->mu, watched->facts.tail_queued && !engine->tasks.head);
 }
 
 static int open_once_its_end_is_taken(int at, const char *name, int flags, mode_t mode)
@@ -204,7 +204,7 @@ static int open_once_its_end_is_taken(int at, const char *name, int flags, mode_
 	return real.open(at, name, flags, mode);
 }
 
-static void an_empty_file_is_synced_once_it_is_open(void)
+TEST(an_empty_file_is_synced_once_it_is_open)
 {
 	struct sfr_engine *engine;
 	struct list l = { 0 };
@@ -226,7 +226,7 @@ static void an_empty_file_is_synced_once_it_is_open(void)
 }
 
 /* The field is in the block that has no buffer. */
-static void a_buffer_that_cannot_be_had_fails_the_save(void)
+TEST(a_buffer_that_cannot_be_had_fails_the_save)
 {
 	const struct sfr_fault none = {
 		.call = "mmap", .nth = 1, .sticky = 1, .err = ENOMEM, .limit = -1
@@ -262,11 +262,7 @@ int main(void)
 {
 	if (!list_begin())
 		return EXIT_FAILURE;
-	RUN(a_block_that_was_parked_is_made_once);
-	RUN(a_field_that_is_parked_is_written_once_its_source_is_summed_where_it_is);
-	RUN(a_save_that_waits_to_be_renamed_can_be_cancelled);
-	RUN(an_empty_file_is_synced_once_it_is_open);
-	RUN(a_buffer_that_cannot_be_had_fails_the_save);
+	check_run();
 	list_end();
 	return check_done();
 }

@@ -9,7 +9,7 @@
 static const char *dir;
 static struct saving_state one, two;
 
-static void a_save_is_whole_with_any_pool_and_any_number_of_writers(void)
+TEST(a_save_is_whole_with_any_pool_and_any_number_of_writers)
 {
 	for (uint64_t nr_blocks = 1; nr_blocks <= 8; nr_blocks++)
 		for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers++) {
@@ -24,7 +24,7 @@ static void a_save_is_whole_with_any_pool_and_any_number_of_writers(void)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-static void what_a_save_maps_for_itself_it_unmaps(void)
+TEST(what_a_save_maps_for_itself_it_unmaps)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 2);
 	uint64_t nr_mapped, nr_unmapped;
@@ -40,7 +40,7 @@ static void what_a_save_maps_for_itself_it_unmaps(void)
 	saving_end(engine);
 }
 
-static void two_saves_at_a_time_share_a_pool_of_one_block(void)
+TEST(two_saves_at_a_time_share_a_pool_of_one_block)
 {
 	struct sfr_engine *engine = saving_engine(1, 2, 2);
 	struct sfr_ticket *a, *b;
@@ -60,7 +60,7 @@ static void two_saves_at_a_time_share_a_pool_of_one_block(void)
 	saving_end(engine);
 }
 
-static void the_rename_waits_for_the_verdict_and_a_second_one_is_ignored(void)
+TEST(the_rename_waits_for_the_verdict_and_a_second_one_is_ignored)
 {
 	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_report report;
@@ -78,13 +78,13 @@ static void the_rename_waits_for_the_verdict_and_a_second_one_is_ignored(void)
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.state, SFR_DURABLE);
 	CHECK(report.staged_ns >= report.launched_ns && report.ended_ns >= report.staged_ns);
-	CHECK_EQ(t->written_nbytes, report.nbytes);
+	CHECK_EQ(t->facts.written_nbytes, report.nbytes);
 	CHECK_EQ(saving_look(dir, "a"), 2);
 	sfr_ticket_put(t);
 	saving_end(engine);
 }
 
-static void a_torn_verdict_fails_the_save_and_leaves_the_old_file(void)
+TEST(a_torn_verdict_fails_the_save_and_leaves_the_old_file)
 {
 	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_report report;
@@ -134,7 +134,7 @@ static int save_with_a_write_behind(uint32_t flags, uint32_t storage, size_t at,
 	return report.err.code;
 }
 
-static void a_write_to_a_sampled_line_is_noticed_in_what_was_staged(void)
+TEST(a_write_to_a_sampled_line_is_noticed_in_what_was_staged)
 {
 	int64_t index;
 
@@ -149,7 +149,7 @@ static void a_write_to_a_sampled_line_is_noticed_in_what_was_staged(void)
 	CHECK_EQ(saving_look(dir, "torn"), -1);
 }
 
-static void checking_bytes_notices_any_byte(void)
+TEST(checking_bytes_notices_any_byte)
 {
 	int64_t index;
 
@@ -159,7 +159,7 @@ static void checking_bytes_notices_any_byte(void)
 	}
 }
 
-static void a_write_after_the_copy_is_in_nobodys_way(void)
+TEST(a_write_after_the_copy_is_in_nobodys_way)
 {
 	static struct saving_state s;
 	struct sfr_engine *engine = saving_engine(8, 2, 2);
@@ -180,7 +180,7 @@ static void a_write_after_the_copy_is_in_nobodys_way(void)
 	saving_end(engine);
 }
 
-static void a_save_can_be_cancelled_until_the_rename(void)
+TEST(a_save_can_be_cancelled_until_the_rename)
 {
 	struct sfr_engine *engine = saving_engine(2, 1, 2);
 	struct sfr_report report;
@@ -219,7 +219,7 @@ static void a_save_can_be_cancelled_until_the_rename(void)
 	saving_end(engine);
 }
 
-static void a_save_may_be_abandoned_in_the_call(void)
+TEST(a_save_may_be_abandoned_in_the_call)
 {
 	struct sfr_engine *engine = saving_engine(8, 2, 1);
 	struct sfr_ticket *t;
@@ -237,7 +237,7 @@ static void a_save_may_be_abandoned_in_the_call(void)
 	saving_end(engine);
 }
 
-static void slots_are_bounded_waited_for_and_passed_over_by_a_nested_save(void)
+TEST(slots_are_bounded_waited_for_and_passed_over_by_a_nested_save)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct sfr_ticket *a, *b, *c, *nested;
@@ -267,7 +267,7 @@ static void slots_are_bounded_waited_for_and_passed_over_by_a_nested_save(void)
 	saving_end(engine);
 }
 
-static void slot_of_another_writer_counts_among_the_saves_in_flight(void)
+TEST(slot_of_another_writer_counts_among_the_saves_in_flight)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct sfr_slot *slot, *other;
@@ -297,7 +297,7 @@ static void slot_of_another_writer_counts_among_the_saves_in_flight(void)
 	saving_end(engine);
 }
 
-static void close_waits_for_a_launched_slot_and_not_for_one_of_its_own_call(void)
+TEST(close_waits_for_a_launched_slot_and_not_for_one_of_its_own_call)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct sfr_slot *slot, *late;
@@ -317,7 +317,7 @@ static void close_waits_for_a_launched_slot_and_not_for_one_of_its_own_call(void
 	sfr_slot_put(slot); /* the last reference */
 }
 
-static void a_closed_engine_refuses_saves_and_close_may_be_called_again(void)
+TEST(a_closed_engine_refuses_saves_and_close_may_be_called_again)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 2);
 	struct sfr_ticket *before, *t;
@@ -341,7 +341,7 @@ static void a_closed_engine_refuses_saves_and_close_may_be_called_again(void)
 	saving_end(engine);
 }
 
-static void close_in_the_middle_of_ones_own_capture_does_not_wait_for_it(void)
+TEST(close_in_the_middle_of_ones_own_capture_does_not_wait_for_it)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 2);
 	struct sfr_ticket *t;
@@ -357,7 +357,7 @@ static void close_in_the_middle_of_ones_own_capture_does_not_wait_for_it(void)
 	saving_end(engine);
 }
 
-static void an_engine_that_is_only_let_go_of_ends_its_threads(void)
+TEST(an_engine_that_is_only_let_go_of_ends_its_threads)
 {
 	struct sfr_engine *engine = saving_engine(8, 3, 2);
 	uint64_t nr_started = sfr_inject_calls("thread_create");
@@ -371,7 +371,7 @@ static void an_engine_that_is_only_let_go_of_ends_its_threads(void)
 	CHECK_EQ(sfr_inject_calls("thread_join") - nr_ended, nr_started);
 }
 
-static void a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock(void)
+TEST(a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct rusage before, after;
@@ -403,14 +403,14 @@ static void a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock(void)
 	CHECK_EQ(sfr_save_state(t, &state, &staged), 0);
 	CHECK(state == SFR_DURABLE && staged);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
-	CHECK_EQ(t->written_nbytes, nbytes);
+	CHECK_EQ(t->facts.written_nbytes, nbytes);
 	sfr__unlock(&engine->mu);
 	sfr_ticket_put(t);
 	saving_end(engine);
 }
 
 /* A writer ends it, and the log's thread may be quicker to let go. */
-static void a_failed_save_that_the_log_has_let_go_of_has_ended(void)
+TEST(a_failed_save_that_the_log_has_let_go_of_has_ended)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 
@@ -430,7 +430,7 @@ static void a_failed_save_that_the_log_has_let_go_of_has_ended(void)
 	saving_end(engine);
 }
 
-static void bad_options_are_refused(void)
+TEST(bad_options_are_refused)
 {
 	struct sfr_engine_opts opts = {
 		.pool_bytes = 8192, .block_bytes = 8192, .nr_writers = 1, .max_in_flight = 1
@@ -454,8 +454,12 @@ static void bad_options_are_refused(void)
  * save's, nothing is left over, and the next save works. */
 static void every_call_may_fail(const char *call, int err)
 {
-	int before = nr_fds();
+	struct sfr_engine *good = saving_engine(8, 1, 1);
+	int before;
 
+	CHECK_EQ(saving_save(good, dir, "every", &one, SFR_SAVE_DURABLE), 0);
+	saving_end(good);
+	before = nr_fds();
 	FOR_EVERY_FAILURE(run, call, err)
 	{
 		const struct sfr_engine_opts opts = { .pool_bytes = 3 * SAVING_BLOCK,
@@ -484,12 +488,12 @@ static void every_call_may_fail(const char *call, int err)
 	}
 }
 
-static void any_call_may_run_out_of_memory(void)
+TEST(any_call_may_run_out_of_memory)
 {
 	every_call_may_fail("*", ENOMEM);
 }
 
-static void any_file_call_may_fail(void)
+TEST(any_file_call_may_fail)
 {
 	static const char *const calls[] = { "open",  "pwrite", "fdatasync",
 					     "fsync", "rename", "fallocate" };
@@ -500,7 +504,7 @@ static void any_file_call_may_fail(void)
 			every_call_may_fail(calls[i], errs[k]);
 }
 
-static void a_failed_open_is_the_handles_own_error(void)
+TEST(a_failed_open_is_the_handles_own_error)
 {
 	struct sfr_engine *engine = saving_engine(1, 1, 2);
 	struct sfr_report report;
@@ -522,7 +526,7 @@ static void *close_it(void *engine)
 	return (void *)(intptr_t)sfr_engine_close(engine, SFR_FOREVER);
 }
 
-static void a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes(void)
+TEST(a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct sfr_ticket *a, *b;
@@ -542,7 +546,7 @@ static void a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes(void)
 	saving_end(engine);
 }
 
-static void every_arrow_of_the_diagram_was_taken(void)
+TEST(every_arrow_of_the_diagram_was_taken)
 {
 	static const enum sfr_state arrows[][2] = {
 		{ SFR_NEW, SFR_CAPTURING },      { SFR_CAPTURING, SFR_STAGING },
@@ -569,36 +573,7 @@ int main(void)
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
-	RUN(a_save_is_whole_with_any_pool_and_any_number_of_writers);
-	RUN(what_a_save_maps_for_itself_it_unmaps);
-	RUN(two_saves_at_a_time_share_a_pool_of_one_block);
-	RUN(the_rename_waits_for_the_verdict_and_a_second_one_is_ignored);
-	RUN(a_torn_verdict_fails_the_save_and_leaves_the_old_file);
-	RUN(a_write_to_a_sampled_line_is_noticed_in_what_was_staged);
-	RUN(checking_bytes_notices_any_byte);
-	RUN(a_write_after_the_copy_is_in_nobodys_way);
-	RUN(a_save_can_be_cancelled_until_the_rename);
-	RUN(a_save_may_be_abandoned_in_the_call);
-	RUN(slots_are_bounded_waited_for_and_passed_over_by_a_nested_save);
-	RUN(slot_of_another_writer_counts_among_the_saves_in_flight);
-	RUN(close_waits_for_a_launched_slot_and_not_for_one_of_its_own_call);
-	RUN(a_closed_engine_refuses_saves_and_close_may_be_called_again);
-	RUN(close_in_the_middle_of_ones_own_capture_does_not_wait_for_it);
-	RUN(an_engine_that_is_only_let_go_of_ends_its_threads);
-	RUN(a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock);
-	RUN(a_failed_save_that_the_log_has_let_go_of_has_ended);
-	RUN(bad_options_are_refused);
-	RUN(a_failed_open_is_the_handles_own_error);
-	RUN(a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes);
-	{
-		struct sfr_engine *engine = saving_engine(8, 1, 1);
-
-		CHECK_EQ(saving_save(engine, dir, "every", &one, SFR_SAVE_DURABLE), 0);
-		saving_end(engine);
-	}
-	RUN(any_call_may_run_out_of_memory);
-	RUN(any_file_call_may_fail);
-	RUN(every_arrow_of_the_diagram_was_taken);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

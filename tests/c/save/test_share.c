@@ -139,7 +139,7 @@ static bool all_is_handed_out(struct sfr_ticket *t)
 	bool all;
 
 	sfr__lock(&t->engine->mu);
-	all = t->deferred.copy.blk == t->deferred.copy.nr_blocks;
+	all = t->staging.deferred.copy.blk == t->staging.deferred.copy.nr_blocks;
 	sfr__unlock(&t->engine->mu);
 	return all;
 }
@@ -150,7 +150,7 @@ static bool one_is_parked(struct sfr_ticket *t)
 	bool yes;
 
 	sfr__lock(&t->engine->mu);
-	yes = t->parked != NULL;
+	yes = t->sharing.parked != NULL;
 	sfr__unlock(&t->engine->mu);
 	return yes;
 }
@@ -162,7 +162,7 @@ static void let_the_lane_go(void)
 
 /* With one writer as well: the ends of entries whose first part the lane still
  * has in hand are with it by then, and it does not wait for them. */
-static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
+TEST(who_waits_copies_all_but_what_the_lane_has_in_hand)
 {
 	for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers += 2) {
 		struct sfr_engine *engine = saving_engine_of(BLOCK, 16, nr_writers, 2);
@@ -205,7 +205,7 @@ static uint64_t len_that_leaves(uint64_t left)
 }
 
 /* The CRC of what the lane has in hand is not known: no part of it is written before it is. */
-static void a_descriptor_at_the_end_of_a_block_waits_for_its_entrys_first_part(void)
+TEST(a_descriptor_at_the_end_of_a_block_waits_for_its_entrys_first_part)
 {
 	static const uint64_t left[] = { 0, 4, 8, 15, 16, 17 };
 	const uint64_t before = lens[0];
@@ -244,7 +244,7 @@ static struct sfr_engine *idle_engine(void)
 	return engine;
 }
 
-static void copiers_copy_too_as_long_as_somebody_waits(void)
+TEST(copiers_copy_too_as_long_as_somebody_waits)
 {
 	struct sfr_engine *engine = idle_engine();
 	struct sfr_ticket *t;
@@ -261,7 +261,7 @@ static void copiers_copy_too_as_long_as_somebody_waits(void)
 	check_file("a.pt");
 }
 
-static void the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking(void)
+TEST(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking)
 {
 	struct sfr_engine *engine = idle_engine();
 	struct timespec limit;
@@ -275,7 +275,7 @@ static void the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking(void)
 	end(engine, t);
 }
 
-static void one_block_is_enough_for_all_who_copy(void)
+TEST(one_block_is_enough_for_all_who_copy)
 {
 	for (uint32_t nr_blocks = 1; nr_blocks <= 2; nr_blocks++) {
 		struct sfr_engine *engine = saving_engine_of(BLOCK, nr_blocks, 2, 2);
@@ -300,7 +300,7 @@ static void one_block_is_enough_for_all_who_copy(void)
 	}
 }
 
-static void a_cancel_while_others_copy_gives_every_block_back(void)
+TEST(a_cancel_while_others_copy_gives_every_block_back)
 {
 	struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 2, 2);
 	struct sfr_stats stats;
@@ -330,7 +330,7 @@ static void a_cancel_while_others_copy_gives_every_block_back(void)
 	saving_end(engine);
 }
 
-static void a_write_is_noticed_whoever_copies_it(void)
+TEST(a_write_is_noticed_whoever_copies_it)
 {
 	for (uint32_t flags = 0; flags <= SFR_SAVE_CHECK_BYTES; flags += SFR_SAVE_CHECK_BYTES) {
 		struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 2, 2);
@@ -354,7 +354,7 @@ static void a_write_is_noticed_whoever_copies_it(void)
 	}
 }
 
-static void work_is_served_by_rank_and_then_in_the_order_in_which_it_came(void)
+TEST(work_is_served_by_rank_and_then_in_the_order_in_which_it_came)
 {
 	static const enum sfr__shared_rank ranks[] = { SFR__IN_TURN, SFR__AT_ONCE, SFR__IN_TURN,
 						       SFR__AT_ONCE };
@@ -394,14 +394,7 @@ int main(void)
 		for (uint64_t k = 0; k < most; k++)
 			bytes[i][k] = (unsigned char)((k + (uint64_t)i * 7919) * 2654435761u >> 13);
 	}
-	RUN(who_waits_copies_all_but_what_the_lane_has_in_hand);
-	RUN(a_descriptor_at_the_end_of_a_block_waits_for_its_entrys_first_part);
-	RUN(copiers_copy_too_as_long_as_somebody_waits);
-	RUN(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking);
-	RUN(one_block_is_enough_for_all_who_copy);
-	RUN(a_cancel_while_others_copy_gives_every_block_back);
-	RUN(a_write_is_noticed_whoever_copies_it);
-	RUN(work_is_served_by_rank_and_then_in_the_order_in_which_it_came);
+	check_run();
 	for (int i = 0; i < NR_SOURCES; i++)
 		free(bytes[i]);
 	saving_rmdir(dir);

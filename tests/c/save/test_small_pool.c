@@ -199,7 +199,7 @@ static void one_round(uint64_t seed, int *durable, int *cancelled)
 			      (unsigned long long)seed, nr_blocks, nr_writers);
 }
 
-static void any_layout_goes_through_any_small_pool_whoever_else_saves(void)
+TEST(any_layout_goes_through_any_small_pool_whoever_else_saves)
 {
 	const char *seed = getenv("CHECK_SEED");
 	int durable = 0, cancelled = 0;
@@ -215,7 +215,7 @@ static void any_layout_goes_through_any_small_pool_whoever_else_saves(void)
 
 /* ---- the waiting is told ---- */
 
-static void a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger(void)
+TEST(a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger)
 {
 	struct sfr_engine *engine = saving_engine(1, 1, 2);
 	struct sfr_report report;
@@ -241,7 +241,7 @@ static void a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger(void
 }
 
 /* A save that a signal handler makes while the interrupted one waits for blocks. */
-static void a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for(void)
+TEST(a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for)
 {
 	struct sfr_engine *engine = saving_engine(1, 1, 1);
 	struct sfr_ticket *outer, *nested;
@@ -271,7 +271,7 @@ static void a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for(
 
 /* Work that has its turn in the log may want a snapshot before it ends, and saves behind it wait
  * for just that: with every block written, they leave all of the pool to it. */
-static void a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snapshot(void)
+TEST(a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snapshot)
 {
 	struct sfr_engine *engine = saving_engine(1, 1, 1);
 	const struct sfr_source source = { .nbytes = BLOCK };
@@ -301,7 +301,7 @@ static void a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snap
 
 /* Jobs hold no reference: a writer that has said what it wrote, and has not yet come back for the
  * lock, keeps the save from its end by being counted. */
-static void a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it(void)
+TEST(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it)
 {
 	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_report report;
@@ -311,18 +311,19 @@ static void a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it(void)
 	CHECK_EQ(saving_submit(t), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	sfr__lock(&engine->mu);
-	t->jobs_out++; /* this thread plays the writer */
+	t->sharing.jobs_out++; /* this thread plays the writer */
 	sfr__unlock(&engine->mu);
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
-	while (t->written_nbytes < t->img.len)
+	while (t->facts.written_nbytes < t->plan.img.len)
 		;
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 20 * 1000 * 1000), SFR_EAGAIN);
 	sfr__lock(&engine->mu);
-	t->jobs_out--;
+	t->sharing.jobs_out--;
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);
 	saving_finish(t);
-	CHECK(!t->jobs && !t->samples.items && !t->img.entries); /* the report needs none of them */
+	/* The report needs none of them. */
+	CHECK(!t->plan.jobs && !t->staging.samples.items && !t->plan.img.entries);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK(report.nbytes && report.captured_nbytes && report.deferred_nbytes);
 	sfr_ticket_put(t);
@@ -342,7 +343,7 @@ static void *use_the_pool(void *engine)
 	return (void *)(intptr_t)rc;
 }
 
-static void close_waits_for_those_who_warm_and_trim_the_pool(void)
+TEST(close_waits_for_those_who_warm_and_trim_the_pool)
 {
 	for (int i = 0; i < 20; i++) {
 		struct sfr_engine *engine = saving_engine(8, 1, 1);
@@ -370,12 +371,7 @@ int main(void)
 	saving_fill(&one, 1);
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
-	RUN(any_layout_goes_through_any_small_pool_whoever_else_saves);
-	RUN(a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger);
-	RUN(a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for);
-	RUN(a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snapshot);
-	RUN(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it);
-	RUN(close_waits_for_those_who_warm_and_trim_the_pool);
+	check_run();
 	CHECK_EQ(sfr_log_stop(), 0);
 	saving_rmdir(dir);
 	return check_done();

@@ -21,7 +21,7 @@ static const struct sfr_fault stuck = {
 	.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = SFR_FOREVER
 };
 
-static void it_is_staged_until_every_block_is_written(void)
+TEST(it_is_staged_until_every_block_is_written)
 {
 	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	struct sfr_ticket *t;
@@ -40,7 +40,7 @@ static void it_is_staged_until_every_block_is_written(void)
 	free_engine(engine);
 }
 
-static void a_file_system_that_syncs_no_directory_is_told_of(void)
+TEST(a_file_system_that_syncs_no_directory_is_told_of)
 {
 	const struct sfr_fault fault = {
 		.call = "fsync", .nth = 1, .sticky = 1, .err = EINVAL, .limit = -1
@@ -64,7 +64,7 @@ static void a_file_system_that_syncs_no_directory_is_told_of(void)
 }
 
 /* The lane looks for one in slices: the end of a slice is no failure. */
-static void a_lane_that_finds_no_block_for_a_while_goes_on(void)
+TEST(a_lane_that_finds_no_block_for_a_while_goes_on)
 {
 	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	struct sfr__block *blocks[NR_BLOCKS];
@@ -92,7 +92,7 @@ static void a_lane_that_finds_no_block_for_a_while_goes_on(void)
 }
 
 /* There is no save: whoever called is told, and nobody hears of a failed one. */
-static void a_call_that_the_pool_refuses_has_made_no_save(void)
+TEST(a_call_that_the_pool_refuses_has_made_no_save)
 {
 	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	const uint64_t all[1] = { NR_BLOCKS * (uint64_t)SAVING_BLOCK };
@@ -117,7 +117,7 @@ static void a_call_that_the_pool_refuses_has_made_no_save(void)
 }
 
 /* As if it had been made before a fork. */
-static void an_engine_of_another_process_is_refused(void)
+TEST(an_engine_of_another_process_is_refused)
 {
 	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	struct sfr_snapshot *snapshot;
@@ -141,7 +141,7 @@ static void an_engine_of_another_process_is_refused(void)
 }
 
 /* By another clock than its deadlines' a thread would never sleep. */
-static void the_conditions_of_an_engine_know_the_clock_of_deadlines(void)
+TEST(the_conditions_of_an_engine_know_the_clock_of_deadlines)
 {
 	struct sfr_engine *engine =
 		saving_engine(NR_BLOCKS, 1, 2); /* without threads yet: nobody wakes anybody */
@@ -158,7 +158,7 @@ static void the_conditions_of_an_engine_know_the_clock_of_deadlines(void)
 	free_engine(engine);
 }
 
-static void a_storage_of_several_pieces_is_copied_whole(void)
+TEST(a_storage_of_several_pieces_is_copied_whole)
 {
 	enum { LEN = (9 << 20) + 5 };
 	static unsigned char large[2][LEN];
@@ -196,13 +196,7 @@ int main(void)
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	CHECK_EQ(sfr_inject_install(), 0);
-	RUN(it_is_staged_until_every_block_is_written);
-	RUN(a_file_system_that_syncs_no_directory_is_told_of);
-	RUN(a_lane_that_finds_no_block_for_a_while_goes_on);
-	RUN(a_call_that_the_pool_refuses_has_made_no_save);
-	RUN(an_engine_of_another_process_is_refused);
-	RUN(the_conditions_of_an_engine_know_the_clock_of_deadlines);
-	RUN(a_storage_of_several_pieces_is_copied_whole);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -1,7 +1,7 @@
 /* lease.c: where the memory of snapshots lies in the pool, and who waits for whom. */
 #include "snapshot_helpers.h"
 
-static void what_is_held_is_not_waited_for_and_what_comes_back_is(void)
+TEST(what_is_held_is_not_waited_for_and_what_comes_back_is)
 {
 	struct sfr_engine *engine = make_engine(4);
 	struct sfr_snapshot *one, *two;
@@ -24,7 +24,7 @@ static void what_is_held_is_not_waited_for_and_what_comes_back_is(void)
 	sfr_engine_put(engine);
 }
 
-static void a_block_is_refused_when_runs_hold_all_of_them(void)
+TEST(a_block_is_refused_when_runs_hold_all_of_them)
 {
 	struct sfr__pool *pool = make(4 * MIB, MIB);
 	const uint64_t lens[1] = { 4 * MIB };
@@ -44,7 +44,7 @@ static void a_block_is_refused_when_runs_hold_all_of_them(void)
 	sfr__pool_free(pool);
 }
 
-static void a_spare_block_is_left_to_saves(void)
+TEST(a_spare_block_is_left_to_saves)
 {
 	struct sfr__pool *pool = make(4 * MIB, MIB);
 	const uint64_t all[1] = { 4 * MIB }, most[1] = { 3 * MIB };
@@ -84,7 +84,7 @@ static void *wait_for_a_run(void *arg)
 	return NULL;
 }
 
-static void a_save_that_begins_while_a_run_waits_has_its_spare_block(void)
+TEST(a_save_that_begins_while_a_run_waits_has_its_spare_block)
 {
 	struct run_client client = { .pool = make(4 * MIB, MIB), .len = 4 * MIB };
 	struct sfr__block *first, *second;
@@ -107,7 +107,7 @@ static void a_save_that_begins_while_a_run_waits_has_its_spare_block(void)
 	sfr__pool_free(client.pool);
 }
 
-static void who_waits_for_memory_that_somebody_keeps_after_all_is_refused_at_once(void)
+TEST(who_waits_for_memory_that_somebody_keeps_after_all_is_refused_at_once)
 {
 	struct run_client client = { .pool = make(4 * MIB, MIB), .len = 4 * MIB };
 	const uint64_t lens[1] = { 4 * MIB };
@@ -127,7 +127,7 @@ static void who_waits_for_memory_that_somebody_keeps_after_all_is_refused_at_onc
 	sfr__pool_free(client.pool);
 }
 
-static void a_run_waits_for_blocks_of_saves(void)
+TEST(a_run_waits_for_blocks_of_saves)
 {
 	struct sfr__pool *pool = make(4 * MIB, MIB);
 	const uint64_t lens[1] = { 2 * MIB };
@@ -152,7 +152,7 @@ static void a_run_waits_for_blocks_of_saves(void)
 	sfr__pool_free(pool);
 }
 
-static void items_go_into_runs_that_lie_apart(void)
+TEST(items_go_into_runs_that_lie_apart)
 {
 	struct sfr__pool *pool = make(6 * MIB, MIB);
 	const uint64_t lens[5] = { MIB / 2, 2 * MIB, 0, MIB / 2, 7 * MIB / 4 };
@@ -183,7 +183,7 @@ static void items_go_into_runs_that_lie_apart(void)
 }
 
 /* Who maps it maps whole pages, and may read to the last block's end. */
-static void what_others_map_has_all_of_its_last_block(void)
+TEST(what_others_map_has_all_of_its_last_block)
 {
 	const uint64_t lens[1] = { 4 * MIB + 1 };
 
@@ -200,7 +200,7 @@ static void what_others_map_has_all_of_its_last_block(void)
 	}
 }
 
-static void memory_that_is_there_is_used_first(void)
+TEST(memory_that_is_there_is_used_first)
 {
 	struct sfr__pool *pool = make(64 * MIB, 4 * MIB);
 	const uint64_t lens[1] = { 7 * MIB };
@@ -221,7 +221,7 @@ static void memory_that_is_there_is_used_first(void)
 	sfr__pool_free(pool);
 }
 
-static void a_system_without_memory_is_said_so(void)
+TEST(a_system_without_memory_is_said_so)
 {
 	struct sfr__pool *pool;
 	const uint64_t lens[1] = { 3 * MIB };
@@ -242,7 +242,7 @@ static void a_system_without_memory_is_said_so(void)
 
 /* The whole run, resident, whoever made it: several threads, the caller alone, or half of it
  * there already. */
-static void memory_of_a_run_is_made_by_as_many_threads_as_there_are(void)
+TEST(memory_of_a_run_is_made_by_as_many_threads_as_there_are)
 {
 	struct sfr_fault fault = { "thread_create", 2, 1, EAGAIN, -1, 0 };
 	const uint64_t lens[2] = { 7 * MIB, 9 * MIB };
@@ -291,7 +291,7 @@ static char *memory(const struct sfr_snapshot *s, uint64_t nbytes)
 	return base;
 }
 
-static void small_ones_that_leave_share_a_block_that_goes_back_with_the_last(void)
+TEST(small_ones_that_leave_share_a_block_that_goes_back_with_the_last)
 {
 	enum { SMALL = 2000, APART = 2048, FULL = BLOCK / APART };
 	struct sfr_engine *engine = make_engine(4);
@@ -323,7 +323,7 @@ static void small_ones_that_leave_share_a_block_that_goes_back_with_the_last(voi
 	sfr_engine_put(engine);
 }
 
-static void a_shared_block_is_waited_for_once_nobody_holds_any_of_it(void)
+TEST(a_shared_block_is_waited_for_once_nobody_holds_any_of_it)
 {
 	struct sfr_engine *engine = make_engine(1);
 	struct sfr_snapshot *one, *two, *three, *all;
@@ -351,7 +351,7 @@ static void a_shared_block_is_waited_for_once_nobody_holds_any_of_it(void)
 	sfr_engine_put(engine);
 }
 
-static void nobody_gets_into_a_block_that_a_copy_may_never_leave(void)
+TEST(nobody_gets_into_a_block_that_a_copy_may_never_leave)
 {
 	struct sfr_engine *engine = make_engine(3);
 	struct sfr_snapshot *one, *two, *three;
@@ -373,7 +373,7 @@ static void nobody_gets_into_a_block_that_a_copy_may_never_leave(void)
 	sfr_engine_put(engine);
 }
 
-static void a_lot_that_gets_no_memory_leaves_nothing(void)
+TEST(a_lot_that_gets_no_memory_leaves_nothing)
 {
 	struct sfr_engine *engine = make_engine(2);
 
@@ -410,7 +410,7 @@ static void *leave_and_drop(void *arg)
 	return NULL;
 }
 
-static void many_threads_cut_lots_at_once(void)
+TEST(many_threads_cut_lots_at_once)
 {
 	struct sfr_engine *engine = make_engine(64);
 	pthread_t threads[3];
@@ -425,21 +425,6 @@ static void many_threads_cut_lots_at_once(void)
 
 int main(void)
 {
-	RUN(what_is_held_is_not_waited_for_and_what_comes_back_is);
-	RUN(a_block_is_refused_when_runs_hold_all_of_them);
-	RUN(a_spare_block_is_left_to_saves);
-	RUN(a_save_that_begins_while_a_run_waits_has_its_spare_block);
-	RUN(who_waits_for_memory_that_somebody_keeps_after_all_is_refused_at_once);
-	RUN(a_run_waits_for_blocks_of_saves);
-	RUN(items_go_into_runs_that_lie_apart);
-	RUN(what_others_map_has_all_of_its_last_block);
-	RUN(memory_that_is_there_is_used_first);
-	RUN(a_system_without_memory_is_said_so);
-	RUN(memory_of_a_run_is_made_by_as_many_threads_as_there_are);
-	RUN(small_ones_that_leave_share_a_block_that_goes_back_with_the_last);
-	RUN(a_shared_block_is_waited_for_once_nobody_holds_any_of_it);
-	RUN(nobody_gets_into_a_block_that_a_copy_may_never_leave);
-	RUN(a_lot_that_gets_no_memory_leaves_nothing);
-	RUN(many_threads_cut_lots_at_once);
+	check_run();
 	return check_done();
 }

@@ -8,7 +8,7 @@
 
 /* ---- copies ------------------------------------------------------------------- */
 
-static void captured_and_deferred_bytes_are_copied(void)
+TEST(captured_and_deferred_bytes_are_copied)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_source sources[NR];
@@ -34,7 +34,7 @@ static void captured_and_deferred_bytes_are_copied(void)
 }
 
 /* The copy stands still meanwhile: neither a step nor a reader goes past it. */
-static void nobody_goes_past_a_copy_that_is_under_way(void)
+TEST(nobody_goes_past_a_copy_that_is_under_way)
 {
 	const struct sfr_fault still = {
 		.call = "lane_copy", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = SFR_FOREVER
@@ -65,7 +65,7 @@ static void nobody_goes_past_a_copy_that_is_under_way(void)
 }
 
 /* There is no room for samples of what is captured, and nothing to compare them with. */
-static void what_is_captured_is_not_sampled(void)
+TEST(what_is_captured_is_not_sampled)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_source sources[NR];
@@ -84,7 +84,7 @@ static void what_is_captured_is_not_sampled(void)
 	sfr_engine_put(engine);
 }
 
-static void a_snapshot_of_nothing_is_one(void)
+TEST(a_snapshot_of_nothing_is_one)
 {
 	struct sfr_engine *engine = make_engine(1);
 	struct sfr_snapshot *s;
@@ -112,7 +112,7 @@ static void change_a_byte_in_a_hurry(void *dst, const void *src, size_t len)
 	(void)change_a_byte(0, dst, src, len);
 }
 
-static void a_change_before_the_copy_is_found(void)
+TEST(a_change_before_the_copy_is_found)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	const struct sfr_sys before = sfr_sys;
@@ -175,7 +175,7 @@ static struct sfr_snapshot *begin_large(struct sfr_engine *engine)
 	return s;
 }
 
-static void a_thread_at_the_gate_copies_all_but_what_the_lane_has_in_hand(void)
+TEST(a_thread_at_the_gate_copies_all_but_what_the_lane_has_in_hand)
 {
 	struct sfr_engine *engine = make_engine(2 * LARGE / BLOCK);
 	const struct sfr_sys before = sfr_sys;
@@ -199,7 +199,7 @@ static void a_thread_at_the_gate_copies_all_but_what_the_lane_has_in_hand(void)
 	sfr_sys = before;
 }
 
-static void a_gate_that_helps_finds_a_change_before_the_copy(void)
+TEST(a_gate_that_helps_finds_a_change_before_the_copy)
 {
 	struct sfr_engine *engine = make_engine(2 * LARGE / BLOCK);
 	const struct sfr_sys before = sfr_sys;
@@ -217,7 +217,7 @@ static void a_gate_that_helps_finds_a_change_before_the_copy(void)
 	sfr_sys = before;
 }
 
-static void a_copy_nobody_can_read_is_given_up(void)
+TEST(a_copy_nobody_can_read_is_given_up)
 {
 	struct sfr_engine *engine = make_engine(2 * LARGE / BLOCK);
 	const struct sfr_sys before = sfr_sys;
@@ -242,7 +242,7 @@ static void a_copy_nobody_can_read_is_given_up(void)
 
 /* ---- memory ------------------------------------------------------------------- */
 
-static void memory_stays_for_views_and_holds(void)
+TEST(memory_stays_for_views_and_holds)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_snapshot *s;
@@ -265,7 +265,7 @@ static void memory_stays_for_views_and_holds(void)
 	sfr_engine_put(engine);
 }
 
-static void the_last_reference_gives_back_what_is_left(void)
+TEST(the_last_reference_gives_back_what_is_left)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_snapshot *s;
@@ -303,7 +303,7 @@ static int exit_of_child(struct sfr_snapshot *s, const struct sfr_source *source
 	return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-static void only_shared_memory_is_there_in_a_child(void)
+TEST(only_shared_memory_is_there_in_a_child)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_source sources[NR];
@@ -324,7 +324,7 @@ static void only_shared_memory_is_there_in_a_child(void)
 	sfr_engine_put(engine);
 }
 
-static void memory_that_is_a_file_is_given_to_whoever_has_the_descriptor(void)
+TEST(memory_that_is_a_file_is_given_to_whoever_has_the_descriptor)
 {
 	const struct sfr_engine_opts opts = { .pool_bytes = NR_BLOCKS * BLOCK,
 					      .block_bytes = BLOCK,
@@ -372,7 +372,7 @@ static void memory_that_is_a_file_is_given_to_whoever_has_the_descriptor(void)
 
 /* ---- the end ------------------------------------------------------------------ */
 
-static void a_closed_engine_keeps_the_pool_for_its_snapshots(void)
+TEST(a_closed_engine_keeps_the_pool_for_its_snapshots)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_source sources[NR];
@@ -397,7 +397,7 @@ static void a_closed_engine_keeps_the_pool_for_its_snapshots(void)
 	sfr_snapshot_put(s);
 }
 
-static void a_snapshot_begun_before_the_close_is_copied_at_once(void)
+TEST(a_snapshot_begun_before_the_close_is_copied_at_once)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_source sources[NR];
@@ -417,7 +417,7 @@ static void a_snapshot_begun_before_the_close_is_copied_at_once(void)
 	sfr_engine_put(engine);
 }
 
-static void every_failure_leaves_the_pool_whole(void)
+TEST(every_failure_leaves_the_pool_whole)
 {
 	struct sfr_source sources[NR];
 
@@ -452,7 +452,7 @@ static void every_failure_leaves_the_pool_whole(void)
 	}
 }
 
-static void every_arrow_of_the_diagram_was_taken_and_no_other(void)
+TEST(every_arrow_of_the_diagram_was_taken_and_no_other)
 {
 	static const bool drawn[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES] = {
 		[SFR__SNAPSHOT_NEW][SFR__SNAPSHOT_LEASED] = true,
@@ -468,21 +468,6 @@ static void every_arrow_of_the_diagram_was_taken_and_no_other(void)
 
 int main(void)
 {
-	RUN(captured_and_deferred_bytes_are_copied);
-	RUN(nobody_goes_past_a_copy_that_is_under_way);
-	RUN(what_is_captured_is_not_sampled);
-	RUN(a_snapshot_of_nothing_is_one);
-	RUN(a_change_before_the_copy_is_found);
-	RUN(a_thread_at_the_gate_copies_all_but_what_the_lane_has_in_hand);
-	RUN(a_gate_that_helps_finds_a_change_before_the_copy);
-	RUN(a_copy_nobody_can_read_is_given_up);
-	RUN(memory_stays_for_views_and_holds);
-	RUN(the_last_reference_gives_back_what_is_left);
-	RUN(only_shared_memory_is_there_in_a_child);
-	RUN(memory_that_is_a_file_is_given_to_whoever_has_the_descriptor);
-	RUN(a_closed_engine_keeps_the_pool_for_its_snapshots);
-	RUN(a_snapshot_begun_before_the_close_is_copied_at_once);
-	RUN(every_failure_leaves_the_pool_whole);
-	RUN(every_arrow_of_the_diagram_was_taken_and_no_other);
+	check_run();
 	return check_done();
 }

@@ -188,7 +188,7 @@ static void one_round(uint64_t seed)
 	sfr_engine_put(engine);
 }
 
-static void everything_at_once_ends_and_leaves_nothing_behind(void)
+TEST(everything_at_once_ends_and_leaves_nothing_behind)
 {
 	const char *seconds = getenv("CHECK_STRESS_S"), *seed_text = getenv("CHECK_SEED");
 	uint64_t seed = seed_text ? strtoull(seed_text, NULL, 0) : (uint64_t)time(NULL);
@@ -218,7 +218,7 @@ int main(void)
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(pthread_create(&listener, NULL, listen, NULL), 0);
 	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
-	RUN(everything_at_once_ends_and_leaves_nothing_behind);
+	check_run();
 	sfr_notice_stop();
 	CHECK_EQ(pthread_join(listener, NULL), 0);
 	saving_rmdir(dir);

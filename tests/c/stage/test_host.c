@@ -209,7 +209,7 @@ static void check_copied(void)
 
 /* ---- in the call ------------------------------------------------------------------- */
 
-static void copiers_take_pieces_of_a_large_copy_in_the_call(void)
+TEST(copiers_take_pieces_of_a_large_copy_in_the_call)
 {
 	for (uint32_t nr_copiers = 1; nr_copiers <= 3; nr_copiers += 2) {
 		struct sfr_engine *engine = begin(nr_copiers, 2, nr_copiers == 1);
@@ -223,7 +223,7 @@ static void copiers_take_pieces_of_a_large_copy_in_the_call(void)
 	}
 }
 
-static void the_caller_copies_all_of_a_small_one(void)
+TEST(the_caller_copies_all_of_a_small_one)
 {
 	struct sfr_engine *engine = begin(2, 2, true);
 
@@ -245,7 +245,7 @@ static int no_thread(pthread_t *thread, const pthread_attr_t *attr, void *(*star
 	return EAGAIN;
 }
 
-static void a_copy_needs_no_copier(void)
+TEST(a_copy_needs_no_copier)
 {
 	const struct sfr_sys before = sfr_sys;
 	struct sfr_engine *engine = begin(2, 2, false);
@@ -258,7 +258,7 @@ static void a_copy_needs_no_copier(void)
 	end(engine);
 }
 
-static void the_lane_takes_nothing_of_a_copy_in_the_call(void)
+TEST(the_lane_takes_nothing_of_a_copy_in_the_call)
 {
 	struct sfr_engine *engine = begin(0, 2, true);
 
@@ -286,7 +286,7 @@ static void *let_the_copier_go_later(void *arg)
 }
 
 /* Its caller may change the sources then. */
-static void no_copier_reads_a_source_when_the_call_has_returned(void)
+TEST(no_copier_reads_a_source_when_the_call_has_returned)
 {
 	struct sfr_engine *engine = begin(1, 2, true);
 	pthread_t other;
@@ -303,7 +303,7 @@ static void no_copier_reads_a_source_when_the_call_has_returned(void)
 }
 
 /* Between two calls as well: the caller may give the copy up. */
-static void a_call_that_finds_no_block_leaves_nobody_at_work_and_goes_on_later(void)
+TEST(a_call_that_finds_no_block_leaves_nobody_at_work_and_goes_on_later)
 {
 	struct sfr_engine *engine = begin(2, 1, false);
 	struct sfr__block *taken;
@@ -320,7 +320,7 @@ static void a_call_that_finds_no_block_leaves_nobody_at_work_and_goes_on_later(v
 	end(engine);
 }
 
-static void a_cancel_in_the_call_gives_the_unfinished_block_back(void)
+TEST(a_cancel_in_the_call_gives_the_unfinished_block_back)
 {
 	struct sfr_engine *engine = begin(1, 2, false);
 	struct sfr_stats stats;
@@ -348,7 +348,7 @@ static void *stop_threads(void *engine)
 }
 
 /* A snapshot copies in its call while another thread closes the engine. */
-static void copiers_leave_a_call_when_the_engine_stops(void)
+TEST(copiers_leave_a_call_when_the_engine_stops)
 {
 	struct sfr_engine *engine = begin(1, 2, true);
 	pthread_t other;
@@ -383,7 +383,7 @@ static int wait_for_it(struct sfr_engine *engine, uint64_t slice_ns)
 	return rc;
 }
 
-static void who_waits_copies_and_copiers_help(void)
+TEST(who_waits_copies_and_copiers_help)
 {
 	struct sfr_engine *engine = begin(1, NR_BLOCKS, true);
 
@@ -404,7 +404,7 @@ static void who_waits_copies_and_copiers_help(void)
 	end(engine);
 }
 
-static void a_copy_that_fails_is_over_when_the_last_piece_in_hand_is(void)
+TEST(a_copy_that_fails_is_over_when_the_last_piece_in_hand_is)
 {
 	struct sfr_engine *engine = begin(0, 2, false);
 	struct sfr_stats stats;
@@ -427,15 +427,6 @@ static void a_copy_that_fails_is_over_when_the_last_piece_in_hand_is(void)
 
 int main(void)
 {
-	RUN(copiers_take_pieces_of_a_large_copy_in_the_call);
-	RUN(the_caller_copies_all_of_a_small_one);
-	RUN(a_copy_needs_no_copier);
-	RUN(the_lane_takes_nothing_of_a_copy_in_the_call);
-	RUN(no_copier_reads_a_source_when_the_call_has_returned);
-	RUN(a_call_that_finds_no_block_leaves_nobody_at_work_and_goes_on_later);
-	RUN(a_cancel_in_the_call_gives_the_unfinished_block_back);
-	RUN(copiers_leave_a_call_when_the_engine_stops);
-	RUN(who_waits_copies_and_copiers_help);
-	RUN(a_copy_that_fails_is_over_when_the_last_piece_in_hand_is);
+	check_run();
 	return check_done();
 }

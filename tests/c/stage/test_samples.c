@@ -37,7 +37,7 @@ static bool holds(uint32_t nr, uint64_t line)
 	return false;
 }
 
-static void every_source_has_its_share_and_one_line_at_least(void)
+TEST(every_source_has_its_share_and_one_line_at_least)
 {
 	const uint64_t most = 1000, large = (uint64_t)1 << 40;
 
@@ -56,7 +56,7 @@ static void every_source_has_its_share_and_one_line_at_least(void)
 }
 
 /* As many as asked for, or all there are; ascending, none twice, none over the end. */
-static void lines_ascend_and_lie_within_their_source(void)
+TEST(lines_ascend_and_lie_within_their_source)
 {
 	uint64_t random = 1;
 
@@ -78,7 +78,7 @@ static void lines_ascend_and_lie_within_their_source(void)
 	CHECK_EQ(sfr__samples_place(items, of(0, 0), 9, &random), 0);
 }
 
-static void one_line_is_the_one_in_the_middle(void)
+TEST(one_line_is_the_one_in_the_middle)
 {
 	uint64_t random = 1;
 
@@ -86,7 +86,7 @@ static void one_line_is_the_one_in_the_middle(void)
 	CHECK_EQ(items[0].off / LINE, 500);
 }
 
-static void the_first_and_the_last_line_are_among_two_or_more(void)
+TEST(the_first_and_the_last_line_are_among_two_or_more)
 {
 	uint64_t random = 1;
 
@@ -101,7 +101,7 @@ static void the_first_and_the_last_line_are_among_two_or_more(void)
 }
 
 /* Over many saves: all but the neighbours of the first, the middle and the last line. */
-static void the_lines_between_are_others_every_time(void)
+TEST(the_lines_between_are_others_every_time)
 {
 	static bool seen[100];
 	uint64_t random = 42;
@@ -118,7 +118,7 @@ static void the_lines_between_are_others_every_time(void)
 	CHECK(nr_seen >= 75); /* the strata of those three have 9 lines each */
 }
 
-static void a_random_line_lies_in_its_own_stratum(void)
+TEST(a_random_line_lies_in_its_own_stratum)
 {
 	uint64_t random = 3;
 
@@ -136,7 +136,7 @@ static double missed(double part)
 			   (2 - part) * (2 - part) * (2 - part) / 6;
 }
 
-static void a_write_is_noticed_as_often_as_documented(void)
+TEST(a_write_is_noticed_as_often_as_documented)
 {
 	enum { EACH = 64, STRATUM = 1000, LINES = EACH * STRATUM, TRIALS = 20000 };
 	static const uint64_t written[] = { 50, 250, 500, 1000, 1300, 1700, 2000 };
@@ -168,7 +168,7 @@ static void a_write_is_noticed_as_often_as_documented(void)
 
 /* ---- on a device: rows at one distance --------------------------------------- */
 
-static void rows_go_from_the_first_byte_to_the_last(void)
+TEST(rows_go_from_the_first_byte_to_the_last)
 {
 	uint64_t random = 1, pitch;
 
@@ -196,7 +196,7 @@ static void rows_go_from_the_first_byte_to_the_last(void)
 	CHECK_EQ(pitch, 0);
 }
 
-static void there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle(void)
+TEST(there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle)
 {
 	const uint64_t nbytes = 1000 * LINE;
 	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
@@ -218,7 +218,7 @@ static void there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle(void
 	CHECK_EQ(sfr__samples_rows(items, of(0, nbytes), 2, &random, &pitch), 2);
 }
 
-static void one_row_is_anywhere(void)
+TEST(one_row_is_anywhere)
 {
 	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
 
@@ -233,15 +233,6 @@ static void one_row_is_anywhere(void)
 
 int main(void)
 {
-	RUN(every_source_has_its_share_and_one_line_at_least);
-	RUN(lines_ascend_and_lie_within_their_source);
-	RUN(one_line_is_the_one_in_the_middle);
-	RUN(the_first_and_the_last_line_are_among_two_or_more);
-	RUN(the_lines_between_are_others_every_time);
-	RUN(a_random_line_lies_in_its_own_stratum);
-	RUN(a_write_is_noticed_as_often_as_documented);
-	RUN(rows_go_from_the_first_byte_to_the_last);
-	RUN(there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle);
-	RUN(one_row_is_anywhere);
+	check_run();
 	return check_done();
 }

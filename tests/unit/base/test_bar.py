@@ -8,9 +8,7 @@ import pytest
 from stillframe._base import bar
 
 
-def test_a_bar_ends_with_what_it_is_over_however_that_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bar_ends_with_what_it_is_over_however_that_ends(monkeypatch):
     monkeypatch.setattr(bar, "on_terminal", lambda: True)
     monkeypatch.setattr(bar, "_QUIET_S", 60.0)
     with pytest.raises(ZeroDivisionError), bar.watched(lambda: 0, "a.pt", 10):
@@ -19,9 +17,7 @@ def test_a_bar_ends_with_what_it_is_over_however_that_ends(
     assert "sf-progress" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_no_name_of_a_file_is_taken_for_a_markup_of_the_bars(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_name_of_a_file_is_taken_for_a_markup_of_the_bars(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with bar.bar("runs/[red]last.pt", 10) as update:
         update(5, 10)

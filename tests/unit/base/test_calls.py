@@ -61,7 +61,7 @@ def interrupted_everywhere(function: Any) -> int:
         assert gc.isenabled(), f"line {number}"
 
 
-def test_an_interrupted_call_is_no_call() -> None:
+def test_an_interrupted_call_is_no_call():
     def call() -> None:
         with inside() as nested:
             assert not nested
@@ -70,7 +70,7 @@ def test_an_interrupted_call_is_no_call() -> None:
     assert interrupted_everywhere(call) >= 8
 
 
-def test_after_an_interrupt_garbage_is_collected_again() -> None:
+def test_after_an_interrupt_garbage_is_collected_again():
     def call() -> None:
         with no_collection():
             str(gc.isenabled())
@@ -78,7 +78,7 @@ def test_after_an_interrupt_garbage_is_collected_again() -> None:
     assert interrupted_everywhere(call) >= 8
 
 
-def test_a_call_inside_another_is_nested_wherever_it_comes_from() -> None:
+def test_a_call_inside_another_is_nested_wherever_it_comes_from():
     def inner() -> bool:
         with inside() as nested:
             return nested
@@ -95,7 +95,7 @@ def test_a_call_inside_another_is_nested_wherever_it_comes_from() -> None:
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_collections_go_on_as_before(was_on: bool) -> None:
+def test_collections_go_on_as_before(was_on):
     if not was_on:
         gc.disable()
     with no_collection():

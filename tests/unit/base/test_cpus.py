@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fix_processes import run_python
 from stillframe._base.cpus import Runtime, before_binding
 from stillframe._shell.info import _ranges
 
@@ -34,17 +33,11 @@ CORES = Runtime([ONE, OTHER], 2)
         (ONE, {0, 2}, [CORES], {0, 1, 2}, {0, 2}),
     ],
 )
-def test_mask_before_binding_is_found_or_left_alone(
-    main: set[int],
-    first: set[int],
-    runtimes: list[Runtime],
-    granted: set[int],
-    expected: set[int] | None,
-) -> None:
+def test_mask_before_binding_is_found_or_left_alone(main, first, runtimes, granted, expected):
     assert before_binding(main, first, runtimes, lambda: granted) == expected
 
 
-def test_cpu_numbers_are_shown_as_ranges() -> None:
+def test_cpu_numbers_are_shown_as_ranges():
     assert _ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
@@ -91,14 +84,12 @@ def run(
     cwd: Path, chosen: list[int], variables: dict[str, str], cpus: list[int]
 ) -> dict[str, set[tuple[int, ...]]]:
     """Return the masks of our threads, in the core and in Python, and of the main thread."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(chosen)],
+    done = run_python(
+        "-c",
+        PROGRAM,
+        json.dumps(chosen),
         cwd=cwd,
         env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
         preexec_fn=lambda: os.sched_setaffinity(0, cpus),
     )
     assert done.returncode == 0, done.stderr
@@ -115,9 +106,7 @@ def run(
     [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}, {"GOMP_CPU_AFFINITY": str(ALL[0])}],
     ids=str,
 )
-def test_threads_run_on_all_cpus_of_a_process_that_openmp_has_bound(
-    tmp_path: Path, variables: dict[str, str]
-) -> None:
+def test_threads_run_on_all_cpus_of_a_process_that_openmp_has_bound(tmp_path, variables):
     found = run(tmp_path, [], variables, ALL)
     assert found["main"] == {(ALL[0],)}
     assert found["ours"] == {tuple(ALL)}
@@ -125,19 +114,19 @@ def test_threads_run_on_all_cpus_of_a_process_that_openmp_has_bound(
 
 @several
 @gomp
-def test_threads_stay_within_taskset(tmp_path: Path) -> None:
+def test_threads_stay_within_taskset(tmp_path):
     found = run(tmp_path, [], {"OMP_PROC_BIND": "true"}, ALL[1:2])
     assert found["ours"] == found["main"] == {(ALL[1],)}
 
 
 @several
 @gomp
-def test_threads_follow_a_mask_that_the_program_sets(tmp_path: Path) -> None:
+def test_threads_follow_a_mask_that_the_program_sets(tmp_path):
     found = run(tmp_path, ALL[1:2], {"OMP_PROC_BIND": "true"}, ALL)
     assert found["ours"] == found["main"] == {(ALL[1],)}
 
 
 @several
-def test_threads_inherit_where_nothing_binds(tmp_path: Path) -> None:
+def test_threads_inherit_where_nothing_binds(tmp_path):
     found = run(tmp_path, ALL[:1], {}, ALL)
     assert found["ours"] == found["main"] == {(ALL[0],)}

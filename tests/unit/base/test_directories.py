@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fix_entries import Recorded
 from stillframe._base import paths
-from stillframe._lightning import links
+from stillframe._lightning import rotation
 from stillframe.errors import SaveError
 
 
@@ -31,9 +31,7 @@ def failing(number: int):
 # ---- directories -------------------------------------------------------------------------------
 
 
-def test_new_directories_are_there_after_any_power_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_directories_are_there_after_any_power_failure(tmp_path, monkeypatch):
     recorded = Recorded(tmp_path)
     with recorded(monkeypatch):
         target = make(tmp_path / "a/b/c/file.ckpt")
@@ -43,9 +41,7 @@ def test_new_directories_are_there_after_any_power_failure(
     assert recorded.synced() == [os.path.dirname(each) for each in made]
 
 
-def test_directories_that_are_there_already_are_not_synced_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_that_are_there_already_are_not_synced_again(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     recorded = Recorded(tmp_path)
     with recorded(monkeypatch):
@@ -54,18 +50,14 @@ def test_directories_that_are_there_already_are_not_synced_again(
     assert [call.kind for call in recorded.calls] == ["mkdir", "sync"]
 
 
-def test_directories_of_a_save_that_need_not_be_durable_are_not_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_of_a_save_that_need_not_be_durable_are_not_synced(tmp_path, monkeypatch):
     recorded = Recorded(tmp_path)
     with recorded(monkeypatch):
         make(tmp_path / "a/b/file.ckpt", durable=False)
     assert [call.kind for call in recorded.calls] == ["mkdir", "mkdir"]
 
 
-def test_a_directory_that_somebody_else_makes_at_that_moment_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_somebody_else_makes_at_that_moment_is_taken(tmp_path, monkeypatch):
     mkdir = os.mkdir
 
     def late(path: str) -> None:
@@ -78,9 +70,7 @@ def test_a_directory_that_somebody_else_makes_at_that_moment_is_taken(
     assert (tmp_path / "a/b").is_dir()
 
 
-def test_a_file_in_the_way_of_a_directory_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_in_the_way_of_a_directory_is_said(tmp_path, monkeypatch):
     (tmp_path / "a").touch()
     with pytest.raises(SaveError) as caught:
         make(tmp_path / "a/b/file.ckpt")
@@ -89,9 +79,7 @@ def test_a_file_in_the_way_of_a_directory_is_said(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EBADF])
-def test_a_directory_that_cannot_be_synced_is_an_error_of_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_directory_that_cannot_be_synced_is_an_error_of_the_save(tmp_path, monkeypatch, number):
     before = descriptors()
     monkeypatch.setattr(os, "fsync", failing(number))
     with pytest.raises(SaveError) as caught:
@@ -101,9 +89,7 @@ def test_a_directory_that_cannot_be_synced_is_an_error_of_the_save(
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_knows_no_sync_of_directories_is_saved_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_system_that_knows_no_sync_of_directories_is_saved_to(tmp_path, monkeypatch, number):
     before = descriptors()
     monkeypatch.setattr(os, "fsync", failing(number))
     assert make(tmp_path / "a/file.ckpt").name == b"file.ckpt"
@@ -111,8 +97,8 @@ def test_a_file_system_that_knows_no_sync_of_directories_is_saved_to(
 
 
 def test_a_directory_that_cannot_be_synced_for_want_of_permission_is_told_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     # Root may read everything: so the answers of both looks are put in their place.
     look = paths._core.look
 
@@ -128,9 +114,7 @@ def test_a_directory_that_cannot_be_synced_for_want_of_permission_is_told_before
     assert make(tmp_path / "file.ckpt", durable=False).name == b"file.ckpt"
 
 
-def test_a_link_that_leads_round_in_a_circle_is_refused_where_it_is_followed(
-    tmp_path: Path,
-) -> None:
+def test_a_link_that_leads_round_in_a_circle_is_refused_where_it_is_followed(tmp_path):
     link = tmp_path / "round"
     link.symlink_to("round")
     with pytest.raises(SaveError) as caught:
@@ -139,9 +123,7 @@ def test_a_link_that_leads_round_in_a_circle_is_refused_where_it_is_followed(
     assert make(link).name == b"round"
 
 
-def test_a_directory_whose_remove_stands_in_the_log_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_whose_remove_stands_in_the_log_is_no_obstacle(tmp_path, monkeypatch):
     (tmp_path / "epoch").mkdir()
     with pytest.raises(SaveError):
         make(tmp_path / "epoch")
@@ -161,72 +143,64 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path.resolve()
 
 
-def test_a_link_is_never_missing_and_is_the_new_one_when_it_was_made(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_is_never_missing_and_is_the_new_one_when_it_was_made(checkpoints, monkeypatch):
     link = str(checkpoints / "last.ckpt")
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        assert links.make_link(str(checkpoints / "new.ckpt"), link, durable=True)
+        assert rotation.make_link(str(checkpoints / "new.ckpt"), link, durable=True)
     assert {state.get(link) for state in recorded.every_state()} == {"-> old.ckpt", "-> new.ckpt"}
     assert {state.get(link) for state in recorded.states()} == {"-> new.ckpt"}
     assert recorded.synced() == [str(checkpoints)]
 
 
-def test_a_link_replaces_a_name_at_once_for_whoever_looks(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_replaces_a_name_at_once_for_whoever_looks(checkpoints, monkeypatch):
     seen = []
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        rotation.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
         seen = [call.kind for call in recorded.calls]
     assert seen[-2:] == ["replace", "sync"] and "symlink" in seen
     assert sorted(os.listdir(checkpoints)) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
 
-def test_a_link_that_need_not_be_durable_syncs_nothing(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_need_not_be_durable_syncs_nothing(checkpoints, monkeypatch):
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        links.make_link(
+        rotation.make_link(
             str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=False
         )
     assert recorded.synced() == []
 
 
-def test_what_a_dead_process_left_of_a_link_is_used_up(checkpoints: Path) -> None:
+def test_what_a_dead_process_left_of_a_link_is_used_up(checkpoints):
     (checkpoints / ".last.ckpt.stillframe-link").symlink_to("elsewhere")
-    links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+    rotation.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
     assert os.readlink(checkpoints / "last.ckpt") == "new.ckpt"
     assert sorted(os.listdir(checkpoints)) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
 
-def test_a_link_in_the_working_directory_is_made_and_synced(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_in_the_working_directory_is_made_and_synced(checkpoints, monkeypatch):
     monkeypatch.chdir(checkpoints)
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        assert links.make_link("new.ckpt", "last.ckpt", durable=True)
+        assert rotation.make_link("new.ckpt", "last.ckpt", durable=True)
     assert recorded.synced() == [str(checkpoints)]
     assert os.readlink("last.ckpt") == "new.ckpt"
 
 
-def test_a_link_whose_directory_cannot_be_synced_is_an_error(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_whose_directory_cannot_be_synced_is_an_error(checkpoints, monkeypatch):
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
     with pytest.raises(SaveError) as caught:
-        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        rotation.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
     assert (caught.value.errno, caught.value.phase) == (errno.EIO, "link")
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS])
-def test_a_file_system_without_links_gets_a_copy(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_system_without_links_gets_a_copy(checkpoints, monkeypatch, number):
     def no_links(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -234,7 +208,7 @@ def test_a_file_system_without_links_gets_a_copy(
     monkeypatch.setattr(os, "symlink", no_links)
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
-        assert links.make_link(
+        assert rotation.make_link(
             str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
         )
     calls = [(call.kind, call.directory) for call in recorded.calls]
@@ -244,31 +218,31 @@ def test_a_file_system_without_links_gets_a_copy(
     assert (checkpoints / "last.ckpt").read_bytes() == b"new"
 
 
-def test_another_error_of_a_link_is_said_and_the_older_one_stays(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_error_of_a_link_is_said_and_the_older_one_stays(checkpoints, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "symlink", full)
     with pytest.raises(SaveError) as caught:
-        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        rotation.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
     assert (caught.value.errno, caught.value.phase) == (errno.ENOSPC, "link")
     assert os.readlink(checkpoints / "last.ckpt") == "old.ckpt"
 
 
-def test_no_link_is_made_to_what_is_not_there(checkpoints: Path) -> None:
+def test_no_link_is_made_to_what_is_not_there(checkpoints):
     link = checkpoints / "last.ckpt"
-    assert not links.make_link(str(checkpoints / "gone.ckpt"), str(link), durable=True)
+    assert not rotation.make_link(str(checkpoints / "gone.ckpt"), str(link), durable=True)
     assert os.readlink(link) == "old.ckpt"
 
 
-def test_what_is_removed_is_the_link_and_not_the_directory_behind_it(tmp_path: Path) -> None:
+def test_what_is_removed_is_the_link_and_not_the_directory_behind_it(tmp_path):
     (tmp_path / "epoch").mkdir()
     (tmp_path / "epoch/shard").touch()
     (tmp_path / "last").symlink_to("epoch")
-    links.remove_tree(str(tmp_path / "last"))
-    links.remove_tree(str(tmp_path / "nothing"))
+    rotation.remove_tree(str(tmp_path / "last"))
+    rotation.remove_tree(str(tmp_path / "nothing"))
     assert (tmp_path / "epoch/shard").exists() and not (tmp_path / "last").is_symlink()
-    links.remove_tree(str(tmp_path / "epoch"))
+    rotation.remove_tree(str(tmp_path / "epoch"))
     assert not (tmp_path / "epoch").exists()

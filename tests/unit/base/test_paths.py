@@ -50,9 +50,7 @@ LINKS = ["dangling", "round"]
 @pytest.mark.parametrize("follow_link", [True, False])
 @pytest.mark.parametrize("name", SEEN + LINKS)
 @pytest.mark.parametrize("absolute", [True, False])
-def test_a_look_says_what_pythons_functions_say(
-    tree: Path, name: str, follow_link: bool, absolute: bool
-) -> None:
+def test_a_look_says_what_pythons_functions_say(tree, name, follow_link, absolute):
     text = f"{tree}/{name}" if absolute else name
     place = _core.look(os.fsencode(text), follow_link)
     if place is None:
@@ -68,16 +66,16 @@ def test_a_look_says_what_pythons_functions_say(
 
 @pytest.mark.parametrize("follow_link", [True, False])
 @pytest.mark.parametrize("name", NOT_SEEN)
-def test_what_cannot_be_seen_is_looked_at_closer(tree: Path, name: str, follow_link: bool) -> None:
+def test_what_cannot_be_seen_is_looked_at_closer(tree, name, follow_link):
     assert _core.look(os.fsencode(name), follow_link) is None
 
 
-def test_a_path_longer_than_any_is_looked_at_closer() -> None:
+def test_a_path_longer_than_any_is_looked_at_closer():
     assert _core.look(b"y/" * 50_000 + b"new.pt", False) is None
 
 
 @pytest.mark.parametrize("call", ["lstat", "realpath"])
-def test_a_look_that_fails_is_repeated_by_python(tree: Path, call: str) -> None:
+def test_a_look_that_fails_is_repeated_by_python(tree, call):
     with fault(call, err=errno.EIO, sticky=True):
         assert _core.look(b"to-file", True) is None
         target = paths.target("to-file", follow_link=True, create_parents=False, durable=True)
@@ -85,38 +83,38 @@ def test_a_look_that_fails_is_repeated_by_python(tree: Path, call: str) -> None:
     assert stat.S_ISREG(os.stat(os.path.join(target.directory, target.name)).st_mode)
 
 
-def test_a_name_that_cannot_be_looked_at_is_not_taken_for_a_free_one(tree: Path) -> None:
+def test_a_name_that_cannot_be_looked_at_is_not_taken_for_a_free_one(tree):
     with fault("lstat", err=errno.EIO, nth=2) as injected:  # the first one is its directory's
         assert _core.look(b"file.pt", False) is None
     assert injected.hits == 1
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/c.ckpt", "memory://c", "a+b.c-d://c"])
-def test_place_of_a_remote_path_keeps_its_name(path: str) -> None:
+def test_place_of_a_remote_path_keeps_its_name(path):
     place = paths.Place.of(path)
     assert place.remote and place.name == place.text == path
     assert place.key() == path.encode()
 
 
-def test_place_of_a_local_path_has_one_absolute_name(tree: Path) -> None:
+def test_place_of_a_local_path_has_one_absolute_name(tree):
     relative, absolute = paths.Place.of("dir/../file.pt"), paths.Place.of(tree / "file.pt")
     assert not relative.remote and relative == absolute and len({relative, absolute}) == 1
     assert os.fspath(relative) == str(tree / "file.pt")
     assert relative.text == "dir/../file.pt" and relative.key() == absolute.key()
 
 
-def test_place_of_a_link_is_the_link_or_what_it_names(tree: Path) -> None:
+def test_place_of_a_link_is_the_link_or_what_it_names(tree):
     link = paths.Place.of("to-file")
     assert link.key() != paths.Place.of("file.pt").key()
     assert link.key(follow_link=True) == paths.Place.of("file.pt").key()
 
 
 @pytest.mark.parametrize("path", ["dir/a://b", "://b", "1a://b"])
-def test_path_with_a_scheme_inside_is_local(tree: Path, path: str) -> None:
+def test_path_with_a_scheme_inside_is_local(tree, path):
     assert not paths.Place.of(path).remote
 
 
 @pytest.mark.parametrize("path", [3, None, ["a"]])
-def test_place_of_no_path_is_refused(path: object) -> None:
+def test_place_of_no_path_is_refused(path):
     with pytest.raises(TypeError, match=r"has to be a str or os\.PathLike"):
         paths.Place.of(path)

@@ -46,21 +46,21 @@ class Core:
         self.closed = True
 
 
-def test_records_come_as_they_are_asked_for_and_empty_where_there_is_none() -> None:
+def test_records_come_as_they_are_asked_for_and_empty_where_there_is_none():
     core: Any = Core()
     assert records.read(core, ("b", "c", "a")) == [b"1..", b"", b"0.."]
     assert not core.closed
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
-def test_no_thread_writes_to_memory_that_an_interrupt_lets_go_of(error: BaseException) -> None:
+def test_no_thread_writes_to_memory_that_an_interrupt_lets_go_of(error):
     core: Any = Core(error)
     with pytest.raises(type(error)):
         records.read(core, ("a",))
     assert core.closed
 
 
-def test_what_is_damaged_is_told() -> None:
+def test_what_is_damaged_is_told():
     core: Any = Core(good=False)
     with pytest.raises(records.RestoreFailed) as failed:
         records.read(core, ("a",))

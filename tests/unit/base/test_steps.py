@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 from stillframe._base import steps
 
 
-def test_the_first_step_that_fails_is_the_last_and_named(tmp_path: Path) -> None:
+def test_the_first_step_that_fails_is_the_last_and_named(tmp_path):
     missing, new = str(tmp_path / "missing"), str(tmp_path / "new")
     with pytest.raises(FileNotFoundError) as caught:
         steps.take(
@@ -23,7 +22,7 @@ def test_the_first_step_that_fails_is_the_last_and_named(tmp_path: Path) -> None
     assert steps.names(str(tmp_path)) == ["first"]
 
 
-def test_of_steps_that_are_all_taken_every_error_is_told(tmp_path: Path) -> None:
+def test_of_steps_that_are_all_taken_every_error_is_told(tmp_path):
     for name in "abc":
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "full").mkdir()
@@ -34,7 +33,7 @@ def test_of_steps_that_are_all_taken_every_error_is_told(tmp_path: Path) -> None
     assert steps.names(str(tmp_path)) == ["full"]
 
 
-def test_a_directory_that_is_not_there_cannot_be_listed(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_cannot_be_listed(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         steps.names(str(tmp_path / "missing"))
     assert caught.value.filename == str(tmp_path / "missing")

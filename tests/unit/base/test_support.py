@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from fix_processes import run_python
 from stillframe._base import support
 
 ROOT = Path(__file__).parents[3]
@@ -45,12 +45,7 @@ def test_an_old_torch_and_none_at_all_are_named(version, words):
 
 def run(code: str, path: Path) -> str:
     """The last line on stderr of a Python that looks for modules in `path` first."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(path)!r})\n{code}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", f"import sys; sys.path.insert(0, {str(path)!r})\n{code}")
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 
@@ -102,13 +97,7 @@ def build(path: Path, before: str = "") -> str:
         sys.argv = ["setup.py", "build_ext", "--build-lib", {str(path)!r}]
         runpy.run_path("setup.py", run_name="__main__")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", textwrap.dedent(code), cwd=ROOT)
     assert done.returncode == 1
     return done.stderr
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from fix_processes import run_python
 
 # Stands for the library: what it answers is all that is asked of it.
 PROGRAM = """
@@ -33,15 +31,7 @@ for save in (stillframe.async_save, stillframe.save):
         ("eventlet.patcher", "is_monkey_patched", "thread", "eventlet.monkey_patch(thread=False)"),
     ],
 )
-def test_save_among_greenlets_is_refused_with_a_remedy(
-    module: str, question: str, name: str, remedy: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(module=module, question=question, name=name)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_save_among_greenlets_is_refused_with_a_remedy(module, question, name, remedy):
+    done = run_python("-c", PROGRAM.format(module=module, question=question, name=name))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(remedy) == 2

@@ -6,24 +6,24 @@ import fractions
 import math
 
 import pytest
-from stillframe._base import timeouts
+from stillframe._base import arguments
 
 
 @pytest.mark.parametrize("timeout", [0, 1.5, -1, math.inf, fractions.Fraction(1, 2)])
-def test_a_number_of_seconds_is_taken(timeout: object) -> None:
-    assert timeouts.seconds(timeout) == timeout
+def test_a_number_of_seconds_is_taken(timeout):
+    assert arguments.seconds(timeout) == timeout
 
 
-def test_none_waits_forever() -> None:
-    assert timeouts.seconds(None) is None
+def test_none_waits_forever():
+    assert arguments.seconds(None) is None
 
 
 @pytest.mark.parametrize("timeout", [True, False, "1", [1], 1j])
-def test_what_is_no_number_is_refused(timeout: object) -> None:
+def test_what_is_no_number_is_refused(timeout):
     with pytest.raises(TypeError, match="number of seconds"):
-        timeouts.seconds(timeout)
+        arguments.seconds(timeout)
 
 
-def test_nan_is_refused() -> None:
+def test_nan_is_refused():
     with pytest.raises(ValueError, match="nan"):
-        timeouts.seconds(math.nan)
+        arguments.seconds(math.nan)

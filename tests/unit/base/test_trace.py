@@ -210,9 +210,7 @@ def test_times_have_all_their_digits(traced):
     assert any(each >= 100 for each in digits)
 
 
-def test_a_gate_that_waits_is_seen_as_long_as_the_report_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_gate_that_waits_is_seen_as_long_as_the_report_says(tmp_path, monkeypatch):
     begin = _core.trace_begin
 
     def late():
@@ -235,7 +233,7 @@ def test_a_gate_that_waits_is_seen_as_long_as_the_report_says(
     assert sum(gate["dur"] for gate in gates) >= sum(waited_s) * 1e6
 
 
-def test_a_pool_of_one_block_shows_the_waits_for_it(tmp_path: Path):
+def test_a_pool_of_one_block_shows_the_waits_for_it(tmp_path):
     state = {f"t{i}": torch.zeros(MIB // 4) for i in range(8)}
     with (
         slow("pwrite", 0.005),
@@ -249,7 +247,7 @@ def test_a_pool_of_one_block_shows_the_waits_for_it(tmp_path: Path):
     assert timeline.row_of("wait for block") == {"main thread"}
 
 
-def test_a_save_that_was_under_way_when_the_trace_began_is_seen_from_there_on(tmp_path: Path):
+def test_a_save_that_was_under_way_when_the_trace_began_is_seen_from_there_on(tmp_path):
     with contextlib.ExitStack() as write, stillframe.Engine() as engine:
         write.enter_context(held("fdatasync"))
         handle = stillframe.async_save([torch.ones(9)], tmp_path / "a.pt", engine=engine)
@@ -262,7 +260,7 @@ def test_a_save_that_was_under_way_when_the_trace_began_is_seen_from_there_on(tm
     assert begin["ts"] == 0 < over["ts"]
 
 
-def test_a_failed_save_says_so_and_names_may_be_anything(tmp_path: Path):
+def test_a_failed_save_says_so_and_names_may_be_anything(tmp_path):
     name = 'a "b"\n\\é😀\udcff' + "x" * 40 + ".pt"
     with (
         fault("fdatasync", err=errno.EIO),
@@ -278,7 +276,7 @@ def test_a_failed_save_says_so_and_names_may_be_anything(tmp_path: Path):
     assert not timeline.named("commit")
 
 
-def test_without_a_trace_nothing_is_recorded(tmp_path: Path):
+def test_without_a_trace_nothing_is_recorded(tmp_path):
     trained = Trained(width=16)
     with stillframe.trace(tmp_path / "empty.json") as trace:
         pass
@@ -324,10 +322,10 @@ def test_what_is_no_path_is_refused(path):
 
 def test_a_number_is_no_path():
     with pytest.raises(TypeError):
-        stillframe.trace(3)  # type: ignore[arg-type]
+        stillframe.trace(3)
 
 
-def test_two_traces_at_a_time_are_refused_and_the_first_goes_on(tmp_path: Path):
+def test_two_traces_at_a_time_are_refused_and_the_first_goes_on(tmp_path):
     with stillframe.trace(tmp_path / "first.json") as first:
         second = stillframe.trace(tmp_path / "second.json")
         with pytest.raises(stillframe.StillframeError, match=r"first\.json"):
@@ -342,14 +340,14 @@ def test_two_traces_at_a_time_are_refused_and_the_first_goes_on(tmp_path: Path):
     assert Timeline(tmp_path / "second.json").spans == []
 
 
-def test_an_error_in_the_block_passes_and_the_file_is_whole(tmp_path: Path):
+def test_an_error_in_the_block_passes_and_the_file_is_whole(tmp_path):
     with pytest.raises(ZeroDivisionError), stillframe.trace(tmp_path / "t.json"):
         stillframe.save({"a": 1}, tmp_path / "a.pt")
         raise ZeroDivisionError
     assert Timeline(tmp_path / "t.json").named("sync")
 
 
-def test_a_trace_that_is_begun_again_tells_of_itself_alone(tmp_path: Path):
+def test_a_trace_that_is_begun_again_tells_of_itself_alone(tmp_path):
     trace = stillframe.trace(tmp_path / "t.json")
     with trace:
         stillframe.save({"a": 1}, tmp_path / "a.pt")
@@ -358,7 +356,7 @@ def test_a_trace_that_is_begun_again_tells_of_itself_alone(tmp_path: Path):
         assert (trace.events, trace.dropped, trace.error) == (0, 0, None)
 
 
-def test_a_full_disk_does_not_end_the_training_and_is_reported(tmp_path: Path, caplog):
+def test_a_full_disk_does_not_end_the_training_and_is_reported(tmp_path, caplog):
     # The first write is that of the empty document, the second one of the events.
     with fault("pwrite", nth=2, err=errno.ENOSPC), stillframe.trace(tmp_path / "t.json") as trace:
         start = _core.trace_begin()
@@ -369,7 +367,7 @@ def test_a_full_disk_does_not_end_the_training_and_is_reported(tmp_path: Path, c
     assert Timeline(tmp_path / "t.json").spans == []
 
 
-def test_steps_of_several_threads_have_rows_of_their_own(tmp_path: Path):
+def test_steps_of_several_threads_have_rows_of_their_own(tmp_path):
     def train() -> None:
         Trained(width=16).step(3)
 
@@ -390,7 +388,7 @@ def test_steps_of_several_threads_have_rows_of_their_own(tmp_path: Path):
     assert all(tid >= STEPS_TID for tid in rows)
 
 
-def test_a_forked_child_leaves_the_trace_alone_and_may_begin_its_own(tmp_path: Path):
+def test_a_forked_child_leaves_the_trace_alone_and_may_begin_its_own(tmp_path):
     code = """
     import os, json, stillframe
     with stillframe.trace("parent.json"):
@@ -418,7 +416,7 @@ def test_a_forked_child_leaves_the_trace_alone_and_may_begin_its_own(tmp_path: P
 
 
 @pytest.mark.parametrize("leave", ["os._exit(3)", "os.kill(os.getpid(), 9)", "sys.exit(3)"])
-def test_a_process_that_ends_inside_the_block_leaves_a_valid_file(tmp_path: Path, leave):
+def test_a_process_that_ends_inside_the_block_leaves_a_valid_file(tmp_path, leave):
     code = f"""
     import os, sys, time, stillframe
     with stillframe.trace("t.json"):
@@ -434,7 +432,7 @@ def test_a_process_that_ends_inside_the_block_leaves_a_valid_file(tmp_path: Path
     assert Timeline(tmp_path / "t.json").named("commit")
 
 
-def test_saves_that_finish_at_exit_are_in_the_trace_of_a_daemon_thread(tmp_path: Path):
+def test_saves_that_finish_at_exit_are_in_the_trace_of_a_daemon_thread(tmp_path):
     code = """
     import threading, time, stillframe
     inside, forever = threading.Event(), threading.Event()
@@ -456,6 +454,6 @@ def test_saves_that_finish_at_exit_are_in_the_trace_of_a_daemon_thread(tmp_path:
 
 
 @pytest.mark.parametrize("kind", [-1, 0, 1000])
-def test_spans_of_no_kind_that_python_may_write_are_refused(kind: int) -> None:
+def test_spans_of_no_kind_that_python_may_write_are_refused(kind):
     with pytest.raises(ValueError, match="no such kind"):
         _core.trace_end(kind, 1, 0, 0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import stillframe
+from fix_processes import run_python
 
 # The tensors are small and the syncs slow: without a wait each child would end long before its
 # saves. Every kind of child does the same three things.
@@ -131,14 +131,7 @@ KINDS = (
 def run(code: str, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     script = cwd / "program.py"
     script.write_text(code)
-    return subprocess.run(
-        [sys.executable, str(script), *args],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return run_python(script, *args, cwd=cwd)
 
 
 def saved(path: Path) -> bool:
@@ -146,7 +139,7 @@ def saved(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_child_saves_are_durable_and_failures_are_printed(tmp_path: Path, kind: str) -> None:
+def test_child_saves_are_durable_and_failures_are_printed(tmp_path, kind):
     done = run(WORK + MAIN, tmp_path, kind)
     assert done.returncode == 0, done.stderr
     assert saved(tmp_path / "save.pt")
@@ -173,7 +166,7 @@ if __name__ == "__main__":
 """
 
 
-def test_callback_of_a_childs_last_save_reaches_a_queue(tmp_path: Path) -> None:
+def test_callback_of_a_childs_last_save_reaches_a_queue(tmp_path):
     done = run(WORK + CALLBACK, tmp_path)
     assert (done.returncode, done.stdout) == (0, "a.pt\n"), done.stderr
 
@@ -200,7 +193,7 @@ if __name__ == "__main__":
 """
 
 
-def test_thread_that_outlives_a_childs_work_saves_durably(tmp_path: Path) -> None:
+def test_thread_that_outlives_a_childs_work_saves_durably(tmp_path):
     """Python joins such threads behind all finalizers, so their saves end in the call."""
     done = run(WORK + THREADS, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -225,7 +218,7 @@ if __name__ == "__main__":
 """
 
 
-def test_child_that_imports_the_package_itself_finishes_its_saves(tmp_path: Path) -> None:
+def test_child_that_imports_the_package_itself_finishes_its_saves(tmp_path):
     done = run(LATE_IMPORT, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert saved(tmp_path / "a.pt")
@@ -248,14 +241,14 @@ if __name__ == "__main__":
 """
 
 
-def test_error_in_a_step_of_the_drain_does_not_skip_the_others(tmp_path: Path) -> None:
+def test_error_in_a_step_of_the_drain_does_not_skip_the_others(tmp_path):
     done = run(WORK + RAISING, tmp_path)
     assert done.returncode == 1
     assert "a broken step" in done.stderr and "the work's own error" in done.stderr
     assert done.stderr.count("stillframe: a save failed") == 1
 
 
-def test_main_process_waits_and_prints_once(tmp_path: Path) -> None:
+def test_main_process_waits_and_prints_once(tmp_path):
     main = '\nif __name__ == "__main__":\n    fail("fail")\n    save("save")\n'
     done = run(WORK + main, tmp_path)
     assert done.returncode == 0, done.stderr

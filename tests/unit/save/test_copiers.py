@@ -21,9 +21,7 @@ LARGE = 3 << 20  # elements of float32: more than a copy needs to be helped with
         *((8, "8", 0), (4, "8", 0), (4, "0", 3), (4, "many", 3), (4, "", 3)),
     ],
 )
-def test_ranks_of_a_machine_share_its_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: str | None, copiers: int
-) -> None:
+def test_ranks_of_a_machine_share_its_cores(monkeypatch, cores, ranks, copiers):
     monkeypatch.setattr(cpus, "count", lambda: cores)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
@@ -47,9 +45,7 @@ def copiers_running() -> int:
 
 
 @pytest.mark.parametrize("way", ["snapshot", "save"])
-def test_a_large_copy_has_helpers_of_the_callers_priority(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
-) -> None:
+def test_a_large_copy_has_helpers_of_the_callers_priority(monkeypatch, tmp_path, way):
     monkeypatch.setattr(cpus, "count", lambda: 3)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     state = {"w": torch.arange(LARGE, dtype=torch.float32)}
@@ -68,7 +64,7 @@ def test_a_large_copy_has_helpers_of_the_callers_priority(
     assert copiers_running() == before
 
 
-def test_a_small_copy_starts_no_helper() -> None:
+def test_a_small_copy_starts_no_helper():
     before = copiers_running()
     with stillframe.Engine(pool_bytes=1 << 26) as engine:
         with stillframe.snapshot({"w": torch.ones(1000)}, engine=engine):

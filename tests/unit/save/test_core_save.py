@@ -73,7 +73,7 @@ def save_of(ticket: Ticket, *, late: bool = False, entered: float | None = None)
         deferral.indices = [0]
     now = time.perf_counter() if entered is None else entered
     return CoreSave(
-        ticket,  # type: ignore[arg-type]
+        ticket,
         tree,
         deferral,
         path="a.pt",
@@ -84,7 +84,7 @@ def save_of(ticket: Ticket, *, late: bool = False, entered: float | None = None)
 
 
 @pytest.mark.parametrize("wait", [SaveHandle.wait_staged, SaveHandle.result])
-def test_who_waits_helps_and_gives_the_verdict_himself(wait: Any) -> None:
+def test_who_waits_helps_and_gives_the_verdict_himself(wait):
     """Nobody else need come: at the end of the process the thread that would has ended."""
     ticket = Ticket()
     wait(save_of(ticket, late=True), 60)
@@ -92,7 +92,7 @@ def test_who_waits_helps_and_gives_the_verdict_himself(wait: Any) -> None:
 
 
 @pytest.mark.parametrize("state", ["staging", "staged", "writing"])
-def test_a_save_that_goes_on_is_not_said_to_have_ended(state: str) -> None:
+def test_a_save_that_goes_on_is_not_said_to_have_ended(state):
     save = save_of(Ticket(state=state))
     with pytest.raises(AssertionError, match=state):
         save.settle()
@@ -115,14 +115,12 @@ def test_a_save_that_goes_on_is_not_said_to_have_ended(state: str) -> None:
         ),
     ],
 )
-def test_what_ends_a_save_behind_its_call_is_named(
-    facts: dict[str, Any], kind: type[BaseException], words: str
-) -> None:
+def test_what_ends_a_save_behind_its_call_is_named(facts, kind, words):
     error = save_of(Ticket())._error_of({**FACTS, **facts})
     assert type(error) is kind and str(error) == words
 
 
-def test_an_error_of_the_system_is_told_with_what_more_is_known_of_it() -> None:
+def test_an_error_of_the_system_is_told_with_what_more_is_known_of_it():
     facts = {**FACTS, "code": -errno.EIO, "note": "the block at 4096", "phase": "sync"}
     error = save_of(Ticket())._error_of(facts)
     assert isinstance(error, stillframe.SaveError)
@@ -130,21 +128,21 @@ def test_an_error_of_the_system_is_told_with_what_more_is_known_of_it() -> None:
     assert error.strerror == "Input/output error: the block at 4096"
 
 
-def test_the_times_of_a_report_run_from_the_calls_entry() -> None:
+def test_the_times_of_a_report_run_from_the_calls_entry():
     """Not from the making of the ticket, behind the pickling."""
     save = save_of(Ticket(), entered=time.perf_counter() - 1000)
     report = save._report_of(FACTS)
     assert 1000 <= report.staged_after_s < report.durable_after_s
 
 
-def test_a_save_that_ends_before_its_call_has_blocked_until_then() -> None:
+def test_a_save_that_ends_before_its_call_has_blocked_until_then():
     save = save_of(Ticket(), entered=time.perf_counter() - 1000)
     assert 1000 <= save._report_of(FACTS).blocked_s < 2000
     save._call.end()
     assert save._report_of(FACTS).blocked_s == save._report_of(FACTS).blocked_s
 
 
-def test_a_save_that_ends_before_a_step_that_waits_for_it_goes_on_has_held_it_up() -> None:
+def test_a_save_that_ends_before_a_step_that_waits_for_it_goes_on_has_held_it_up():
     """The thread that hears of the end may have the interpreter lock first."""
     reports = []
 
@@ -164,9 +162,7 @@ def test_a_save_that_ends_before_a_step_that_waits_for_it_goes_on_has_held_it_up
     assert 0 < during < again < after == later
 
 
-def test_a_call_that_is_interrupted_behind_the_launch_has_blocked_until_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_is_interrupted_behind_the_launch_has_blocked_until_then(monkeypatch):
     def submit(streams: Any) -> None:
         raise KeyboardInterrupt
 
@@ -180,7 +176,7 @@ def test_a_call_that_is_interrupted_behind_the_launch_has_blocked_until_then(
     completion.in_flight.pop(ticket.number)
 
 
-def test_a_report_has_every_fallback() -> None:
+def test_a_report_has_every_fallback():
     save = save_of(Ticket())
     save._fallbacks = ["One storage was copied to host memory."]
     assert save._report_of({**FACTS, "over_slots": True}).fallbacks == (

@@ -34,7 +34,7 @@ def opened(path: Path, nbytes: int = NBYTES) -> Iterator[tuple[_core.File, bytes
         os.close(fd)
 
 
-def test_any_order_of_calls_gives_what_a_bytesio_gives(tmp_path: Path) -> None:
+def test_any_order_of_calls_gives_what_a_bytesio_gives(tmp_path):
     random_ = random.Random(2)
     with opened(tmp_path / "f") as (file, data):
         twin = io.BytesIO(data)
@@ -57,7 +57,7 @@ def test_any_order_of_calls_gives_what_a_bytesio_gives(tmp_path: Path) -> None:
         assert file.read() == data[5:] and file.read() == b"" and file.read(None) == b""
 
 
-def test_places_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+def test_places_that_do_not_exist_are_refused(tmp_path):
     with opened(tmp_path / "f", 100) as (file, _):
         for off, whence in [(-1, 0), (-101, 2), (0, 3), (0, -1), ((1 << 63) - 1, 2)]:
             with pytest.raises(ValueError, match="place"):
@@ -70,7 +70,7 @@ def test_places_that_do_not_exist_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [10, 300_000])
-def test_a_file_that_becomes_shorter_is_damaged(tmp_path: Path, size: int) -> None:
+def test_a_file_that_becomes_shorter_is_damaged(tmp_path, size):
     with opened(tmp_path / "f") as (file, _):
         os.truncate(tmp_path / "f", NBYTES - 5)
         file.seek(-size, 2)
@@ -79,7 +79,7 @@ def test_a_file_that_becomes_shorter_is_damaged(tmp_path: Path, size: int) -> No
 
 
 @pytest.mark.parametrize("size", [10, 300_000])
-def test_an_error_of_the_disk_is_an_oserror(tmp_path: Path, size: int) -> None:
+def test_an_error_of_the_disk_is_an_oserror(tmp_path, size):
     with opened(tmp_path / "f") as (file, data):
         with fault("pread", err=errno.EIO), pytest.raises(OSError, match="Input/output") as caught:
             file.read(size)
@@ -90,14 +90,14 @@ def test_an_error_of_the_disk_is_an_oserror(tmp_path: Path, size: int) -> None:
             assert file.read(size) == data[size : 2 * size]
 
 
-def test_a_storage_longer_than_a_slice_is_read_whole(tmp_path: Path) -> None:
+def test_a_storage_longer_than_a_slice_is_read_whole(tmp_path):
     big = torch.arange(70 << 18, dtype=torch.int32)  # 70 MiB
     torch.save({"big": big, "small": torch.ones(3)}, tmp_path / "a.pt")
     loaded = stillframe.load(tmp_path / "a.pt")
     assert torch.equal(loaded["big"], big) and torch.equal(loaded["small"], torch.ones(3))
 
 
-def test_other_threads_run_while_a_window_is_read(tmp_path: Path) -> None:
+def test_other_threads_run_while_a_window_is_read(tmp_path):
     (tmp_path / "a").write_bytes(bytes(1000))
     order: list[object] = []
     started = threading.Event()
@@ -116,7 +116,7 @@ def test_other_threads_run_while_a_window_is_read(tmp_path: Path) -> None:
     assert order == ["other", bytes(10)]
 
 
-def test_behind_the_end_there_is_nothing_and_buffers_are_free_again(tmp_path: Path) -> None:
+def test_behind_the_end_there_is_nothing_and_buffers_are_free_again(tmp_path):
     path = tmp_path / "ten"
     path.write_bytes(b"0123456789")
     descriptor = os.open(path, os.O_RDONLY)
@@ -133,9 +133,7 @@ def test_behind_the_end_there_is_nothing_and_buffers_are_free_again(tmp_path: Pa
         os.close(descriptor)
 
 
-def test_after_an_error_nothing_is_taken_from_the_window_that_was_being_read(
-    tmp_path: Path,
-) -> None:
+def test_after_an_error_nothing_is_taken_from_the_window_that_was_being_read(tmp_path):
     with opened(tmp_path / "f") as (file, data):
         assert file.read(10) == data[:10]
         file.seek(300_000)
@@ -153,7 +151,7 @@ class Interrupted(Exception):
     pass
 
 
-def test_ctrl_c_ends_a_long_read_at_its_next_slice(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_long_read_at_its_next_slice(tmp_path):
     nbytes = (64 << 20) + (1 << 20)  # one slice, and some of the next
     (tmp_path / "f").touch()
     os.truncate(tmp_path / "f", nbytes)

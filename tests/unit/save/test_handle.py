@@ -9,7 +9,6 @@ import logging
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import stillframe
@@ -22,7 +21,7 @@ from stillframe.testing import fault, held, slow
 STATE = {"w": torch.arange(1000.0)}
 
 
-def test_a_coroutine_awaits_the_report_while_others_run(tmp_path: Path) -> None:
+def test_a_coroutine_awaits_the_report_while_others_run(tmp_path):
     async def main() -> int:
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         turns = 0
@@ -42,7 +41,7 @@ def test_a_coroutine_awaits_the_report_while_others_run(tmp_path: Path) -> None:
     assert threading.active_count() <= threads + 2  # completion and callbacks: none that polls
 
 
-def test_several_coroutines_await_one_save_and_all_have_its_error(tmp_path: Path) -> None:
+def test_several_coroutines_await_one_save_and_all_have_its_error(tmp_path):
     async def main() -> None:
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         results = await asyncio.gather(handle, handle, handle, return_exceptions=True)
@@ -54,7 +53,7 @@ def test_several_coroutines_await_one_save_and_all_have_its_error(tmp_path: Path
     stillframe.wait_all()  # somebody has seen it
 
 
-def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path: Path) -> None:
+def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path):
     async def main() -> stillframe.SaveHandle:
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         with pytest.raises(asyncio.TimeoutError):
@@ -70,9 +69,7 @@ def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio's own
-def test_a_loop_that_was_closed_harms_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_that_was_closed_harms_nobody(tmp_path, caplog):
     told: list[object] = []
     loop = asyncio.new_event_loop()
     with held("fdatasync"):
@@ -90,16 +87,14 @@ def test_a_loop_that_was_closed_harms_nobody(
     task._log_destroy_pending = False  # its loop is gone, as is meant here
 
 
-def test_awaiting_outside_asyncio_says_what_to_do(tmp_path: Path) -> None:
+def test_awaiting_outside_asyncio_says_what_to_do(tmp_path):
     handle = stillframe.async_save(STATE, tmp_path / "a.pt")
     with pytest.raises(RuntimeError, match="needs a running asyncio loop"):
         handle.__await__().send(None)
     handle.result()
 
 
-def test_a_callback_that_exits_ends_no_later_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_that_exits_ends_no_later_one(tmp_path, caplog):
     called = threading.Event()
     with slow("fdatasync", 0.05):
         for function in (lambda handle: sys.exit(3), lambda handle: called.set()):
@@ -110,9 +105,7 @@ def test_a_callback_that_exits_ends_no_later_one(
     assert [each.getMessage() for each in caplog.records] == ["stillframe: a callback failed"]
 
 
-def test_a_callback_that_fails_is_logged_whether_the_save_has_ended_or_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_that_fails_is_logged_whether_the_save_has_ended_or_not(tmp_path, caplog):
     def fails(handle: stillframe.SaveHandle) -> None:
         raise ArithmeticError(handle.path)
 
@@ -126,7 +119,7 @@ def test_a_callback_that_fails_is_logged_whether_the_save_has_ended_or_not(
     assert [each.getMessage() for each in caplog.records] == ["stillframe: a callback failed"] * 2
 
 
-def test_who_waits_for_an_end_alone_leaves_the_error_to_be_seen(tmp_path: Path) -> None:
+def test_who_waits_for_an_end_alone_leaves_the_error_to_be_seen(tmp_path):
     with fault("rename"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         wait_for_end(handle)
@@ -134,13 +127,13 @@ def test_who_waits_for_an_end_alone_leaves_the_error_to_be_seen(tmp_path: Path) 
         stillframe.wait_all()
 
 
-def test_what_is_left_of_a_timeout_is_never_below_zero() -> None:
+def test_what_is_left_of_a_timeout_is_never_below_zero():
     deadline = Deadline(0.001)
     time.sleep(0.002)
     assert deadline.left() == 0
 
 
-def test_an_ended_and_a_skipped_save_are_awaited_at_once(tmp_path: Path) -> None:
+def test_an_ended_and_a_skipped_save_are_awaited_at_once(tmp_path):
     async def main() -> None:
         done = stillframe.async_save(STATE, tmp_path / "a.pt")
         done.result()
@@ -158,7 +151,7 @@ def test_an_ended_and_a_skipped_save_are_awaited_at_once(tmp_path: Path) -> None
     asyncio.run(main())
 
 
-def test_a_cancelled_save_raises_in_its_coroutine(tmp_path: Path) -> None:
+def test_a_cancelled_save_raises_in_its_coroutine(tmp_path):
     async def main() -> None:
         with held("fdatasync"):
             handle = stillframe.async_save(STATE, tmp_path / "a.pt")
@@ -170,7 +163,7 @@ def test_a_cancelled_save_raises_in_its_coroutine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
-def test_save_always_saves_and_returns_its_report(tmp_path: Path, when_busy: str) -> None:
+def test_save_always_saves_and_returns_its_report(tmp_path, when_busy):
     with (
         slow("fdatasync", 0.2),
         stillframe.Engine(pool_bytes=32 << 20, max_in_flight=1, when_busy=when_busy) as engine,
@@ -182,7 +175,7 @@ def test_save_always_saves_and_returns_its_report(tmp_path: Path, when_busy: str
     assert report.nbytes == (tmp_path / "b.pt").stat().st_size
 
 
-def test_a_timeout_says_how_long_and_how_far(tmp_path: Path) -> None:
+def test_a_timeout_says_how_long_and_how_far(tmp_path):
     with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         handle.wait_staged()
@@ -195,7 +188,7 @@ def test_a_timeout_says_how_long_and_how_far(tmp_path: Path) -> None:
     handle.result()
 
 
-def test_a_timeout_of_a_copy_says_that_it_is_not_staged(tmp_path: Path) -> None:
+def test_a_timeout_of_a_copy_says_that_it_is_not_staged(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(100_000))
     optimizer = torch.optim.AdamW([parameter])
     for _ in range(5):
@@ -212,7 +205,7 @@ def test_a_timeout_of_a_copy_says_that_it_is_not_staged(tmp_path: Path) -> None:
     handle.result()
 
 
-def test_a_report_reads_as_sentences(tmp_path: Path) -> None:
+def test_a_report_reads_as_sentences(tmp_path):
     path = tmp_path / "a.pt"
     report = stillframe.save({"x": torch.zeros(250_000), "y": torch.zeros(3)}, path)
     text = str(report)
@@ -224,9 +217,7 @@ def test_a_report_reads_as_sentences(tmp_path: Path) -> None:
     assert [line.strip() for line in lines[1:]] == ["One.", "Two."]
 
 
-def test_a_failure_that_was_logged_is_raised_once_more_by_wait_all(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_that_was_logged_is_raised_once_more_by_wait_all(tmp_path, caplog):
     with fault("rename"), caplog.at_level(logging.ERROR, "stillframe"):
         stillframe.async_save(STATE, tmp_path / "a.pt")
         with pytest.raises(stillframe.SaveError):
@@ -234,7 +225,7 @@ def test_a_failure_that_was_logged_is_raised_once_more_by_wait_all(
     stillframe.wait_all()
 
 
-def test_a_slow_callback_of_a_future_holds_up_no_other_save(tmp_path: Path) -> None:
+def test_a_slow_callback_of_a_future_holds_up_no_other_save(tmp_path):
     go_on, called = threading.Event(), threading.Event()
 
     def slowly(_: object) -> None:
@@ -252,9 +243,7 @@ def test_a_slow_callback_of_a_future_holds_up_no_other_save(tmp_path: Path) -> N
         go_on.set()
 
 
-def test_a_notice_that_there_is_no_memory_for_ends_no_later_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_notice_that_there_is_no_memory_for_ends_no_later_one(monkeypatch):
     waited, logged = list[int](), list[int]()
 
     def notice_wait() -> tuple[int, int, str]:

@@ -1,14 +1,12 @@
 """stillframe.load(into=...): the file's bytes in tensors that were there before."""
 
 import argparse
-import os
-import zipfile
 from collections import defaultdict
 
 import pytest
 import stillframe
 import torch
-from fix_checkpoints import by_path, by_stillframe, flip, legacy
+from fix_checkpoints import by_path, by_stillframe, flip, legacy, pack
 from stillframe import CorruptCheckpointError, _core, testing
 from stillframe._load import fill as fill_module
 from stillframe._load import load as load_module
@@ -353,35 +351,12 @@ def test_a_disk_error_in_the_middle_says_so_too(tmp_path, monkeypatch):
 
 def test_a_file_that_goes_to_torch_load_is_copied(tmp_path):
     by_path(state(), tmp_path / "x.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "x.pt") as old,
-        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_STORED) as new,
-    ):
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
+    pack(tmp_path / "x.pt", tmp_path / "y.pt")
     torch.save(state(), tmp_path / "z.pt", _use_new_zipfile_serialization=False)
     for name in ("y.pt", "z.pt"):
         target = zeros_like(state())
         stillframe.load(tmp_path / name, into=target)
         assert equal(target, state())
-
-
-def test_a_save_under_way_gets_the_state_as_it_was(tmp_path):
-    model = torch.nn.Linear(500, 500)
-    optim = torch.optim.AdamW(model.parameters())
-    for _ in range(4):
-        model(torch.ones(2, 500)).sum().backward()
-        optim.step()
-        optim.zero_grad()
-    stillframe.save(zeros_like(model.state_dict()), tmp_path / "zeros.pt")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with testing.slow("lane_copy", 0.05):
-        handle = stillframe.async_save(model.state_dict(), tmp_path / "x.pt")
-        stillframe.load(tmp_path / "zeros.pt", into=model.state_dict())
-        handle.result()
-    assert not model.weight.any()
-    assert equal(stillframe.load(tmp_path / "x.pt"), before)
-    assert os.path.exists(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("write", [by_path, legacy])

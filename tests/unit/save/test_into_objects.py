@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_training_is_resumed_by_one_call(write: Any, steps: int, tmp_path: Path) -> None:
+def test_training_is_resumed_by_one_call(write, steps, tmp_path):
     model, optimizer, scheduler = trained(1)
     scaler = torch.amp.GradScaler("cpu", init_scale=77.0)
     write(
@@ -109,7 +108,7 @@ def test_training_is_resumed_by_one_call(write: Any, steps: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_object_at_the_root_is_filled(write: Any, tmp_path: Path) -> None:
+def test_object_at_the_root_is_filled(write, tmp_path):
     model, optimizer, _ = trained(1)
     for source, target in zip((model, optimizer), trained(0), strict=False):
         write(source.state_dict(), tmp_path / "x.pt")
@@ -130,9 +129,7 @@ def nbytes_found(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def test_module_and_optimizer_are_filled_without_a_second_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_and_optimizer_are_filled_without_a_second_copy(tmp_path, monkeypatch):
     model, optimizer, _ = trained(1)
     by_stillframe({"m": model.state_dict(), "o": optimizer.state_dict()}, tmp_path / "x.pt")
     target = trained(0)
@@ -147,9 +144,7 @@ def test_module_and_optimizer_are_filled_without_a_second_copy(
     assert equal(states(*target[:2]), states(model, optimizer))
 
 
-def test_only_what_an_empty_optimizer_needs_is_loaded_into_new_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_an_empty_optimizer_needs_is_loaded_into_new_memory(tmp_path, monkeypatch):
     model, optimizer, _ = trained(1)
     by_stillframe({"m": model.state_dict(), "o": optimizer.state_dict()}, tmp_path / "x.pt")
     target = trained(0, steps=0)
@@ -162,7 +157,7 @@ def test_only_what_an_empty_optimizer_needs_is_loaded_into_new_memory(
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS, torch.optim.Adagrad])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_state_of_any_shape_is_loaded(kind: Any, steps: int, tmp_path: Path) -> None:
+def test_state_of_any_shape_is_loaded(kind, steps, tmp_path):
     def make(seed: int, steps: int) -> tuple[nn.Module, Any]:
         torch.manual_seed(seed)
         model = nn.Linear(5, 5)
@@ -206,7 +201,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_users_object_is_handed_the_files_dictionary(write: Any, tmp_path: Path) -> None:
+def test_users_object_is_handed_the_files_dictionary(write, tmp_path):
     write({"c": Counter(5.0).state_dict(), "w": torch.ones(2)}, tmp_path / "x.pt")
     counter = Counter(0.0)
     old = counter.weights
@@ -220,7 +215,7 @@ def test_users_object_is_handed_the_files_dictionary(write: Any, tmp_path: Path)
     counter.weights.untyped_storage().resize_(100)  # and it is memory of their own
 
 
-def test_object_in_two_places_is_filled_once(tmp_path: Path) -> None:
+def test_object_in_two_places_is_filled_once(tmp_path):
     by_stillframe({"a": {"x": 1}, "b": {"x": 2}}, tmp_path / "x.pt")
 
     class Noting:
@@ -253,7 +248,7 @@ class Renaming(nn.Linear):
                 state[prefix + name] = state.pop(prefix + "old_" + name)
 
 
-def test_hooks_of_a_module_run(tmp_path: Path) -> None:
+def test_hooks_of_a_module_run(tmp_path):
     saved = nn.Linear(4, 4)
     by_stillframe(
         {"m": {f"0.old_{name}": value for name, value in saved.state_dict().items()}},
@@ -264,7 +259,7 @@ def test_hooks_of_a_module_run(tmp_path: Path) -> None:
     assert target[0].seen == 1 and torch.equal(target[0].weight, saved.weight)
 
 
-def test_load_state_dict_of_a_subclass_is_called(tmp_path: Path) -> None:
+def test_load_state_dict_of_a_subclass_is_called(tmp_path):
     class Own(nn.Linear):
         def load_state_dict(self, state: Any, *args: Any, **options: Any) -> Any:
             return super().load_state_dict({**state, "bias": state["bias"] + 1}, *args, **options)
@@ -275,7 +270,7 @@ def test_load_state_dict_of_a_subclass_is_called(tmp_path: Path) -> None:
     assert torch.equal(target.bias, saved.bias + 1)
 
 
-def test_batch_norm_of_an_old_version_is_filled_as_load_state_dict_does(tmp_path: Path) -> None:
+def test_batch_norm_of_an_old_version_is_filled_as_load_state_dict_does(tmp_path):
     state = dict(nn.BatchNorm1d(3).state_dict())
     del state["num_batches_tracked"]
     state["running_mean"] += 2
@@ -285,7 +280,7 @@ def test_batch_norm_of_an_old_version_is_filled_as_load_state_dict_does(tmp_path
     assert target.running_mean.tolist() == [2.0] * 3
 
 
-def test_other_dtypes_are_converted_as_load_state_dict_does(tmp_path: Path) -> None:
+def test_other_dtypes_are_converted_as_load_state_dict_does(tmp_path):
     saved = nn.Linear(4, 4).double()
     by_stillframe(saved.state_dict(), tmp_path / "x.pt")
     target = nn.Linear(4, 4)
@@ -294,7 +289,7 @@ def test_other_dtypes_are_converted_as_load_state_dict_does(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("untied", [False, True])
-def test_tied_weights_get_what_load_state_dict_gives_them(untied: bool, tmp_path: Path) -> None:
+def test_tied_weights_get_what_load_state_dict_gives_them(untied, tmp_path):
     saved = trained(1)[0]
     if untied:  # the last name counts
         saved.tied.weight = nn.Parameter(torch.full((40, 30), 3.0))
@@ -321,9 +316,7 @@ class Scalar(nn.Module):
 @pytest.mark.parametrize(
     ("saved", "target"), [(Sparse(5), Sparse(1)), (Scalar(1), Scalar())], ids=["sparse", "scalar"]
 )
-def test_module_that_load_state_dict_takes_is_filled(
-    saved: nn.Module, target: nn.Module, tmp_path: Path
-) -> None:
+def test_module_that_load_state_dict_takes_is_filled(saved, target, tmp_path):
     by_stillframe({"model": saved.state_dict()}, tmp_path / "x.pt")
     stillframe.load(tmp_path / "x.pt", into={"model": target})
     for name, value in target.state_dict().items():
@@ -331,7 +324,7 @@ def test_module_that_load_state_dict_takes_is_filled(
         assert torch.equal(value.to_dense(), expected)
 
 
-def test_methods_of_an_instance_are_called(tmp_path: Path) -> None:
+def test_methods_of_an_instance_are_called(tmp_path):
     saved, target = trained(1), trained(0)
     state = {"model": saved[0].state_dict(), "optim": saved[1].state_dict()}
     by_stillframe(state, tmp_path / "x.pt")
@@ -348,7 +341,7 @@ def test_methods_of_an_instance_are_called(tmp_path: Path) -> None:
     assert equal(states(*saved[:2]), states(*target[:2]))
 
 
-def test_wrapped_module_is_filled(tmp_path: Path) -> None:
+def test_wrapped_module_is_filled(tmp_path):
     saved = trained(1)[0]
     by_stillframe({f"module.{k}": v for k, v in saved.state_dict().items()}, tmp_path / "x.pt")
     target = trained(0)[0]
@@ -360,7 +353,7 @@ def test_wrapped_module_is_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_what_does_not_fit_is_refused_before_anything_changes(write: Any, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_before_anything_changes(write, tmp_path):
     model, optimizer, _ = trained(1)
     state = dict(model.last.state_dict())
     state["wight"] = state.pop("weight")
@@ -414,7 +407,7 @@ class OnlyGives:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_object_that_cannot_be_filled_is_refused_by_name(write: Any, tmp_path: Path) -> None:
+def test_object_that_cannot_be_filled_is_refused_by_name(write, tmp_path):
     write({"w": torch.ones(3), "deep": [{"thing": {"a": 1}}]}, tmp_path / "x.pt")
     weight = torch.zeros(3)
     for thing, words in ((Opaque(), "no load_state_dict"), (OnlyGives(), "no load_state_dict")):
@@ -424,13 +417,13 @@ def test_object_that_cannot_be_filled_is_refused_by_name(write: Any, tmp_path: P
         assert not weight.any() and target["deep"] == [{"thing": thing}]
 
 
-def test_meta_module_is_refused_by_name(tmp_path: Path) -> None:
+def test_meta_module_is_refused_by_name(tmp_path):
     by_stillframe({"m": nn.Linear(2, 2).state_dict()}, tmp_path / "x.pt")
     with pytest.raises(ValueError, match=r"m\.weight has no memory"):
         stillframe.load(tmp_path / "x.pt", into={"m": nn.Linear(2, 2, device="meta")})
 
 
-def test_error_of_an_object_says_where_it_is(tmp_path: Path) -> None:
+def test_error_of_an_object_says_where_it_is(tmp_path):
     by_stillframe({"deep": [{"x": 1}]}, tmp_path / "x.pt")
 
     class Refusing(Counter):
@@ -442,7 +435,7 @@ def test_error_of_an_object_says_where_it_is(tmp_path: Path) -> None:
     assert "partly filled: this object (deep.0) refused it" in "".join(error.value.__notes__)
 
 
-def test_tuple_of_values_is_replaced_and_one_with_tensors_keeps_its_values(tmp_path: Path) -> None:
+def test_tuple_of_values_is_replaced_and_one_with_tensors_keeps_its_values(tmp_path):
     state = {"rng": (3, (1, 2), None), "pair": (torch.ones(2), "file")}
     by_stillframe(state, tmp_path / "x.pt")
     target: dict[str, Any] = {"rng": (3, (9, 9), 1.0), "pair": (torch.zeros(2), "here")}
@@ -451,7 +444,7 @@ def test_tuple_of_values_is_replaced_and_one_with_tensors_keeps_its_values(tmp_p
     assert target["pair"][0].all() and target["pair"][1] == "here"
 
 
-def test_save_under_way_gets_the_module_as_it_was(tmp_path: Path) -> None:
+def test_save_under_way_gets_the_module_as_it_was(tmp_path):
     model = trained(1, steps=5)[0]
     before = {
         name: value.clone() for name, value in model.state_dict().items() if name != "_extra_state"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def is_quiet() -> bool:
     return not (gate.calls or gate._pendings or gate._late or gate.anything_copied())
 
 
-def test_a_refused_save_is_not_waited_for_nor_kept(tmp_path: Path, trained: Any) -> None:
+def test_a_refused_save_is_not_waited_for_nor_kept(tmp_path, trained):
     model, _ = trained
     engine = stillframe.Engine(max_in_flight=1, when_busy="raise")
     with engine, held("fdatasync"):
@@ -48,9 +47,7 @@ def test_a_refused_save_is_not_waited_for_nor_kept(tmp_path: Path, trained: Any)
 
 
 @pytest.mark.parametrize("end", [lambda save: save.cancel(), lambda save: save.result()])
-def test_a_save_that_has_ended_holds_nothing(
-    tmp_path: Path, trained: Any, end: Callable[[Any], object]
-) -> None:
+def test_a_save_that_has_ended_holds_nothing(tmp_path, trained, end):
     model, _ = trained
     with slow("lane_copy", 0.02):
         save = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
@@ -60,7 +57,7 @@ def test_a_save_that_has_ended_holds_nothing(
     assert save._skeleton is None and not save._verdict.is_needed
 
 
-def test_a_handle_of_a_save_that_has_ended_keeps_no_pickle(tmp_path: Path) -> None:
+def test_a_handle_of_a_save_that_has_ended_keeps_no_pickle(tmp_path):
     with held("fdatasync"):
         save = stillframe.async_save({"w": torch.ones(9)}, tmp_path / "a.pt")
         pickled = save._skeleton.data
@@ -91,8 +88,8 @@ def after_submit(patch: pytest.MonkeyPatch, then: Callable[[Any], object]) -> No
 
 
 def test_a_step_waits_for_a_save_whose_call_was_interrupted_after_its_launch(
-    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, trained, monkeypatch
+):
     def interrupt(ticket: Any) -> None:
         raise KeyboardInterrupt
 
@@ -109,9 +106,7 @@ def test_a_step_waits_for_a_save_whose_call_was_interrupted_after_its_launch(
     assert is_quiet()
 
 
-def test_a_save_that_ends_within_its_call_is_not_waited_for(
-    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_ends_within_its_call_is_not_waited_for(tmp_path, trained, monkeypatch):
     def wait_for_its_end(ticket: Any) -> None:
         while ticket.number in completion.in_flight:
             time.sleep(0.001)
@@ -123,7 +118,7 @@ def test_a_save_that_ends_within_its_call_is_not_waited_for(
     save.result()
 
 
-def test_the_future_of_staging_comes_before_the_end(tmp_path: Path, trained: Any) -> None:
+def test_the_future_of_staging_comes_before_the_end(tmp_path, trained):
     model, _ = trained
     with held("fdatasync"):
         with held("lane_copy"):
@@ -134,9 +129,7 @@ def test_the_future_of_staging_comes_before_the_end(tmp_path: Path, trained: Any
     save.result()
 
 
-def test_a_change_of_one_element_that_its_version_tells_of_is_found(
-    tmp_path: Path, trained: Any
-) -> None:
+def test_a_change_of_one_element_that_its_version_tells_of_is_found(tmp_path, trained):
     """Of two millions: no sample need lie there."""
     model, _ = trained
     with slow("lane_copy", 0.1):

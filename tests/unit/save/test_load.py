@@ -22,6 +22,7 @@ from fix_checkpoints import (
     flip,
     offset_of_storage,
     open_descriptors,
+    pack,
     same,
     saving,
     small_state,
@@ -67,29 +68,12 @@ def whole(path):
 # ---- what is whole -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verify", [False, True])
-@pytest.mark.parametrize("write", WRITERS)
-def test_what_any_writer_saved_is_loaded(write, verify, tmp_path):
-    path = tmp_path / "x.pt"
-    write(small_state(), path)
-    assert same(stillframe.load(path, verify=verify), small_state())
-
-
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])  # torch cannot load its own 0
 def test_the_legacy_format_is_loaded_in_every_pickle_protocol(protocol, tmp_path):
     path = tmp_path / "x.pt"
     torch.save(small_state(), path, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
     loaded = stillframe.load(path, weights_only=False, verify=True)
     assert same(loaded, small_state())
-
-
-@pytest.mark.parametrize("alignment", [1, 16, 64, 512, 4096, 32768])
-def test_every_storage_alignment_of_torch_is_whole(alignment, tmp_path):
-    with saving(storage_alignment=alignment):
-        torch.save(small_state(), tmp_path / "x.pt")
-    found = whole(tmp_path / "x.pt")
-    assert found["ok"], found["error"]
-    assert found["num_unchecked"] == 0
 
 
 def test_many_small_records_are_loaded(tmp_path):
@@ -132,26 +116,10 @@ def test_the_structure_of_torchscript_is_whole_and_torch_says_what_it_thinks_of_
     assert module(torch.ones(2)).shape == (3,)
 
 
-def test_a_checkpoint_that_an_unzipper_packed_again_is_loaded(tmp_path):
-    by_path(small_state(), tmp_path / "x.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "x.pt") as old,
-        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_STORED) as new,
-    ):
-        for name in old.namelist():
-            new.writestr(zipfile.ZipInfo(name), old.read(name))
-    assert same(stillframe.load(tmp_path / "y.pt", verify=True), small_state())
-
-
 def test_a_checkpoint_of_an_old_torch_without_byteorder_is_loaded(tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "x.pt") as old,
-        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_STORED) as new,
-    ):
-        for name in old.namelist():
-            if not name.endswith(("byteorder", ".format_version", ".storage_alignment")):
-                new.writestr(name, old.read(name))
+    newer = ("byteorder", ".format_version", ".storage_alignment")
+    pack(tmp_path / "x.pt", tmp_path / "y.pt", without=newer)
     assert same(stillframe.load(tmp_path / "y.pt"), small_state())
 
 
@@ -191,19 +159,22 @@ def roads(caplog):
     return load
 
 
+@pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("write", WRITERS)
-def test_what_any_writer_saved_in_torchs_format_is_read_by_threads(write, roads, tmp_path):
+def test_file_of_any_writer_is_loaded_and_by_threads_if_it_is_a_zip(write, verify, roads, tmp_path):
     path = tmp_path / "x.pt"
     write(small_state(), path)
-    loaded, why = roads(path)
+    loaded, why = roads(path, verify=verify)
     assert same(loaded, small_state())
     assert (why is None) == (path.read_bytes()[:2] == b"PK"), why
 
 
 @pytest.mark.parametrize("alignment", [1, 16, 64, 512, 4096, 32768])
-def test_every_storage_alignment_of_torch_is_read_by_threads(alignment, roads, tmp_path):
+def test_file_of_any_storage_alignment_is_whole_and_read_by_threads(alignment, roads, tmp_path):
     with saving(storage_alignment=alignment):
         torch.save(small_state(), tmp_path / "x.pt")
+    found = whole(tmp_path / "x.pt")
+    assert (found["ok"], found["num_unchecked"]) == (True, 0), found["error"]
     loaded, why = roads(tmp_path / "x.pt")
     assert why is None
     assert same(loaded, small_state())
@@ -211,12 +182,7 @@ def test_every_storage_alignment_of_torch_is_read_by_threads(alignment, roads, t
 
 def test_what_another_program_packed_goes_to_torch_load_and_is_checked_there(roads, tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "x.pt") as old,
-        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_STORED) as new,
-    ):
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
+    pack(tmp_path / "x.pt", tmp_path / "y.pt")
     loaded, why = roads(tmp_path / "y.pt")
     assert same(loaded, small_state())
     assert why == "another program packed it"
@@ -596,12 +562,6 @@ def test_strings_path_objects_links_and_letters_of_all_kinds_are_paths(tmp_path,
 # ---- meanwhile ---------------------------------------------------------------------------
 
 
-def test_a_load_sees_the_save_submitted_before_it(tmp_path):
-    for step in range(5):
-        stillframe.async_save({"step": torch.tensor(step)}, tmp_path / "x.pt")
-        assert stillframe.load(tmp_path / "x.pt", verify=True)["step"] == step
-
-
 def test_a_file_replaced_between_check_and_load_is_loaded_as_it_was_checked(tmp_path, monkeypatch):
     path, other = tmp_path / "x.pt", tmp_path / "other"
     by_path(small_state(), path)
@@ -732,27 +692,16 @@ def test_an_interrupt_leaves_no_thread_and_the_next_load_works(tmp_path, monkeyp
     assert stillframe.load(path)["7"][-1] == 7
 
 
-@pytest.mark.parametrize("nth", [1, 2])
-def test_an_error_of_reading_is_an_os_error_with_the_path(nth, tmp_path):
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.ENOMEM, errno.EMFILE])
+@pytest.mark.parametrize(("call", "nth"), [("open", 1), ("pread", 1), ("pread", 2)])
+def test_system_error_in_a_load_is_an_os_error_with_the_path(call, nth, number, tmp_path):
     path = tmp_path / "x.pt"
     by_path(small_state(), path)
-    with testing.fault("pread", nth=nth), pytest.raises(OSError) as error:
+    with testing.fault(call, nth=nth, err=number), pytest.raises(OSError) as error:
         stillframe.load(path)
-    assert error.value.errno == errno.EIO
-    assert error.value.filename == str(path)
+    assert (error.value.errno, error.value.filename) == (number, str(path))
     assert not isinstance(error.value, CorruptCheckpointError)
     assert same(stillframe.load(path), small_state())
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM, errno.EMFILE])
-@pytest.mark.parametrize("call", ["open", "pread"])
-def test_what_the_system_says_of_a_file_is_an_os_error_whatever_its_number(call, number, tmp_path):
-    path = tmp_path / "x.pt"
-    by_path(small_state(), path)
-    with testing.fault(call, nth=1, err=number), pytest.raises(OSError) as error:
-        stillframe.load(path)
-    assert error.value.errno == number
-    assert error.value.filename == str(path)
 
 
 def test_an_interrupted_open_is_tried_again(tmp_path):

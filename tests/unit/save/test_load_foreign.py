@@ -13,7 +13,7 @@ import stillframe
 import torch
 from fix_checkpoints import by_path, by_stillframe
 from stillframe import CorruptCheckpointError
-from stillframe._shell import cli, inspect
+from stillframe._shell import inspect, verify
 
 WRITERS = [by_path, by_stillframe]
 MOST_BEHIND = 69_562  # bytes; see SFR__UNZIP_END_REACH
@@ -41,14 +41,12 @@ def torch_reads(content: bytes) -> bool:
 
 
 def printed(path: Path) -> str:
-    return "\n".join(cli._lines_about(cli.verify_file(str(path))))
+    return "\n".join(verify._lines_about(verify.verify_file(str(path))))
 
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("nr_behind", [1, 22, 4096, 65_535, MOST_BEHIND])
-def test_bytes_behind_the_archive_are_told_by_verify(
-    write: Any, nr_behind: int, tmp_path: Path
-) -> None:
+def test_bytes_behind_the_archive_are_told_by_verify(write, nr_behind, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
     content = path.read_bytes()
@@ -57,24 +55,24 @@ def test_bytes_behind_the_archive_are_told_by_verify(
         assert torch_reads(path.read_bytes())
         assert_whole(path)
         assert torch.equal(stillframe.load(path, mmap=True)["a"], state()["a"])
-        assert cli.verify_file(str(path)).status == cli.GOOD
+        assert verify.verify_file(str(path)).status == verify.GOOD
         assert f"{nr_behind} bytes behind the archive, not checked" in printed(path)
         assert inspect.examine(str(path)).status == inspect.GOOD
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_more_bytes_behind_than_torch_looks_past_are_refused(write: Any, tmp_path: Path) -> None:
+def test_more_bytes_behind_than_torch_looks_past_are_refused(write, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
     path.write_bytes(path.read_bytes() + b"\0" * (MOST_BEHIND + 1))
     assert not torch_reads(path.read_bytes())
     with pytest.raises(CorruptCheckpointError, match="truncated"):
         stillframe.load(path)
-    assert cli.verify_file(str(path)).status == cli.DAMAGED
+    assert verify.verify_file(str(path)).status == verify.DAMAGED
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_archive_with_a_comment_is_loaded(write: Any, tmp_path: Path) -> None:
+def test_archive_with_a_comment_is_loaded(write, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
     with zipfile.ZipFile(path, "a") as archive:
@@ -84,7 +82,7 @@ def test_archive_with_a_comment_is_loaded(write: Any, tmp_path: Path) -> None:
     assert "16 bytes behind the archive, not checked" in printed(path)
     for cut in range(1, 17):  # a truncated file, though torch does not see it
         path.write_bytes(path.read_bytes()[:-1])
-        assert cli.verify_file(str(path)).status == cli.DAMAGED, cut
+        assert verify.verify_file(str(path)).status == verify.DAMAGED, cut
         with pytest.raises(CorruptCheckpointError, match="end record is damaged"):
             stillframe.load(path)
 
@@ -92,8 +90,8 @@ def test_archive_with_a_comment_is_loaded(write: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("all_of_it", [True, False])
 def test_compressed_archive_is_loaded_and_verify_says_what_it_did_not_check(
-    write: Any, all_of_it: bool, tmp_path: Path
-) -> None:
+    write, all_of_it, tmp_path
+):
     write(state(), tmp_path / "a.pt")
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(path, "w") as new:
@@ -114,7 +112,7 @@ def test_compressed_archive_is_loaded_and_verify_says_what_it_did_not_check(
 
 
 @pytest.mark.parametrize("kind", ["comment", "padding", "compressed"])
-def test_truncated_file_is_damaged_whatever_its_shape(kind: str, tmp_path: Path) -> None:
+def test_truncated_file_is_damaged_whatever_its_shape(kind, tmp_path):
     path = tmp_path / "x.pt"
     by_path(state(), path)
     if kind == "padding":
@@ -131,7 +129,49 @@ def test_truncated_file_is_damaged_whatever_its_shape(kind: str, tmp_path: Path)
     least = 501 if kind == "padding" else 1
     for cut in (least, least + 21, least + 100, len(content) // 2, len(content) - 100):
         path.write_bytes(content[:-cut])
-        assert cli.verify_file(str(path)).status == cli.DAMAGED, cut
+        assert verify.verify_file(str(path)).status == verify.DAMAGED, cut
         assert inspect.examine(str(path)).status != inspect.GOOD, cut
         with pytest.raises(CorruptCheckpointError):
             stillframe.load(path)
+
+
+def without_a_record(path: Path, new: Path) -> None:
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(new, "w") as archive:
+        for name in old.namelist():
+            if not name.endswith("/data/1"):
+                archive.writestr(name, old.read(name))
+
+
+def with_a_shorter_record(path: Path, new: Path) -> None:
+    """As torch lays an archive out; the CRC is right."""
+    writer = torch._C.PyTorchFileWriter(str(new))
+    with zipfile.ZipFile(path) as old:
+        for name in old.namelist():
+            record = name.partition("/")[2]
+            data = old.read(name)[: 50 if record == "data/1" else None]
+            if record not in ("version", ".data/serialization_id"):
+                writer.write_record(record, data, len(data))
+    writer.write_end_of_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_a_record, "data/1: it is missing"),
+        (with_a_shorter_record, "data/1: it has 50 bytes of 56"),
+    ],
+)
+def test_record_that_the_pickle_names_has_to_be_there_whole(
+    change: Any, reason: str, tmp_path: Path
+) -> None:
+    by_path(state(), tmp_path / "a.pt")
+    path = tmp_path / "x.pt"
+    change(tmp_path / "a.pt", path)
+    found = verify.verify_file(str(path))
+    assert (found.status, found.num_bad) == (verify.DAMAGED, 1)
+    assert reason in printed(path)
+    shown = inspect.examine(str(path))
+    assert (shown.status, shown.error) == (inspect.DAMAGED, f"record {reason}")
+    assert len(shown.tensors) == 2
+    with pytest.raises((CorruptCheckpointError, RuntimeError)):
+        stillframe.load(path)

@@ -110,13 +110,7 @@ WRITERS = [by_stillframe, by_torch, by_torch_in_another_order]
 @given(
     st.lists(sizes, max_size=24), st.sampled_from(sorted(LOCATIONS)), st.booleans(), st.randoms()
 )
-def test_any_layout_loads_as_by_torch(
-    write: Callable[[Any, Path, random.Random], None],
-    lengths: list[int],
-    location: str,
-    verify: bool,
-    order: random.Random,
-) -> None:
+def test_any_layout_loads_as_by_torch(write, lengths, location, verify, order):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "x.pt")
         write(state_of(lengths, order), path, order)
@@ -132,9 +126,7 @@ def test_any_layout_loads_as_by_torch(
 @pytest.mark.parametrize("write", WRITERS)
 @random_layouts
 @given(lists, st.randoms())
-def test_any_layout_fills_tensors_as_by_torch(
-    write: Callable[[Any, Path, random.Random], None], lengths: list[int], order: random.Random
-) -> None:
+def test_any_layout_fills_tensors_as_by_torch(write, lengths, order):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "x.pt")
         write(state_of(lengths, order), path, order)
@@ -161,9 +153,7 @@ def empty_like(value: Any, order: random.Random) -> Any:
 
 @random_layouts
 @given(st.lists(sizes, min_size=1, max_size=24), st.integers(0, 64 * KIB), st.randoms())
-def test_records_are_given_in_any_order_of_asking(
-    lengths: list[int], ahead: int, order: random.Random
-) -> None:
+def test_records_are_given_in_any_order_of_asking(lengths, ahead, order):
     tensors = [tensor_of(torch.uint8, (length,), n) for n, length in enumerate(lengths)]
     numbers = list(range(len(tensors)))
     order.shuffle(numbers)

@@ -28,12 +28,12 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_load_takes_no_more_memory_than_the_state(path: Path, verify: bool) -> None:
+def test_a_load_takes_no_more_memory_than_the_state(path, verify):
     peak = peak_of(lambda: stillframe.load(path, verify=verify))
     assert 0.9 * NBYTES * NR <= peak <= 1.02 * NBYTES * NR + FIXED
 
 
-def test_a_load_into_tensors_takes_no_second_copy(path: Path) -> None:
+def test_a_load_into_tensors_takes_no_second_copy(path):
     into = {f"t{i}": torch.zeros(NBYTES // 4) for i in range(NR)}
 
     def fill() -> None:
@@ -44,9 +44,7 @@ def test_a_load_into_tensors_takes_no_second_copy(path: Path) -> None:
     assert peak_of(fill) <= FIXED
 
 
-def test_a_load_by_way_of_memory_takes_as_much_as_may_be_on_its_way(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_by_way_of_memory_takes_as_much_as_may_be_on_its_way(path, monkeypatch):
     monkeypatch.setattr("stillframe._load.fill._AHEAD_BYTES", 8 << 20)
     columns = {f"t{i}": torch.zeros(NBYTES // 4, 2)[:, 0] for i in range(NR)}
     assert peak_of(lambda: stillframe.load(path, into=columns)) <= NBYTES * NR // 2 + FIXED // 2
@@ -65,9 +63,7 @@ class _Noting:
         return getattr(self._core, name)
 
 
-def test_no_memory_is_asked_for_while_readers_fill_what_was_found_before(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_is_asked_for_while_readers_fill_what_was_found_before(path, monkeypatch):
     calls: list[str] = []
     real = restore.open_archive
     monkeypatch.setattr(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,9 +69,7 @@ LOCATIONS = {
 @pytest.mark.parametrize("sizes", STATES.values(), ids=STATES.keys())
 @pytest.mark.parametrize("map_location", LOCATIONS.values(), ids=LOCATIONS.keys())
 @pytest.mark.usefixtures("only_the_fast_road")
-def test_load_ends_however_long_the_tensors_are(
-    tmp_path: Path, sizes: tuple[int, ...], map_location: Any
-) -> None:
+def test_load_ends_however_long_the_tensors_are(tmp_path, sizes, map_location):
     state = tensors_of(*sizes)
     stillframe.save(state, tmp_path / "a.pt")
     for verify in (True, False):
@@ -81,7 +78,7 @@ def test_load_ends_however_long_the_tensors_are(
 
 @pytest.mark.parametrize("sizes", STATES.values(), ids=STATES.keys())
 @pytest.mark.usefixtures("only_the_fast_road")
-def test_load_into_fills_every_tensor(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+def test_load_into_fills_every_tensor(tmp_path, sizes):
     state = tensors_of(*sizes)
     stillframe.save({**state, "epoch": torch.tensor(3)}, tmp_path / "a.pt")
     straight = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -93,7 +90,7 @@ def test_load_into_fills_every_tensor(tmp_path: Path, sizes: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.usefixtures("only_the_fast_road")
-def test_records_are_loaded_in_any_order_of_the_pickle(tmp_path: Path, seed: int) -> None:
+def test_records_are_loaded_in_any_order_of_the_pickle(tmp_path, seed):
     order = random.Random(seed)
     state = tensors_of(*(order.choice((0, 40, 700, 4096, 9000)) for _ in range(25)))
     path = tmp_path / "a.pt"
@@ -115,7 +112,7 @@ def test_records_are_loaded_in_any_order_of_the_pickle(tmp_path: Path, seed: int
             core.close()
 
 
-def test_wait_that_only_the_caller_could_end_is_refused(tmp_path: Path) -> None:
+def test_wait_that_only_the_caller_could_end_is_refused(tmp_path):
     path = tmp_path / "a.pt"
     stillframe.save(tensors_of(5000, 5000, 10), path)
     with path.open("rb") as file:

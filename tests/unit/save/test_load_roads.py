@@ -40,8 +40,8 @@ def repack_with_storages_elsewhere(source: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
 def test_load_into_hands_a_file_on_that_turns_out_to_be_packed_by_others(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    write, tmp_path, monkeypatch
+):
     write(state(), tmp_path / "a.pt")
     repack_with_storages_elsewhere(tmp_path / "a.pt", tmp_path / "b.pt")
     calls = []
@@ -71,9 +71,7 @@ def without_record(source: Path, target: Path, *, renamed: bool) -> None:
 @pytest.mark.parametrize("renamed", [True, False])
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
-def test_file_that_lacks_a_record_is_corrupt(
-    write: Any, weights_only: bool, renamed: bool, tmp_path: Path
-) -> None:
+def test_file_that_lacks_a_record_is_corrupt(write, weights_only, renamed, tmp_path):
     write(state(), tmp_path / "a.pt")
     without_record(tmp_path / "a.pt", tmp_path / "b.pt", renamed=renamed)
     into = {"a": torch.zeros(5000), "b": torch.zeros(7)}

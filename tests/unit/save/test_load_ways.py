@@ -5,14 +5,13 @@ import signal
 import threading
 import time
 import traceback
-import zipfile
 from pathlib import Path
 
 import pytest
 import stillframe
 import torch
 import torch.distributed as dist
-from fix_checkpoints import flip, legacy, offset_of_storage, same, small_state
+from fix_checkpoints import flip, legacy, offset_of_storage, pack, same, small_state
 from stillframe import CorruptCheckpointError
 from stillframe._base import bar
 from stillframe._load import load, placement, restore
@@ -26,14 +25,6 @@ NBYTES = 8 << 20
 def path(tmp_path):
     torch.save(small_state(), tmp_path / "x.pt")
     return tmp_path / "x.pt"
-
-
-def pack(path, packed):
-    """`path` as another program packs it."""
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    return packed
 
 
 # ---- mmap=True ----------------------------------------------------------------------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from stillframe import _core
 
 
-def test_one_that_was_never_opened_closes_nothing(tmp_path: Path) -> None:
+def test_one_that_was_never_opened_closes_nothing(tmp_path):
     load = _core.LogLoad(bytes(tmp_path / "a"))
     assert load.fileno() == -1
     before = os.fstat(0)
@@ -18,7 +17,7 @@ def test_one_that_was_never_opened_closes_nothing(tmp_path: Path) -> None:
     assert os.fstat(0).st_ino == before.st_ino
 
 
-def test_a_descriptor_is_closed_once(tmp_path: Path) -> None:
+def test_a_descriptor_is_closed_once(tmp_path):
     (tmp_path / "a").write_bytes(b"a")
     load = _core.LogLoad(bytes(tmp_path / "a"))
     load.open()
@@ -35,7 +34,7 @@ def test_a_descriptor_is_closed_once(tmp_path: Path) -> None:
         os.close(other)
 
 
-def test_what_is_not_there_is_told_as_the_system_tells_it(tmp_path: Path) -> None:
+def test_what_is_not_there_is_told_as_the_system_tells_it(tmp_path):
     load = _core.LogLoad(bytes(tmp_path / "a"))
     with pytest.raises(FileNotFoundError):
         load.open()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import stillframe
 import torch
@@ -18,9 +16,7 @@ MOST_RECORDS, MOST_NAME_BYTES = 1 << 20, 64 << 20
     [(MOST_RECORDS + 1, "{}"), (MOST_NAME_BYTES // 1000 + 1, "{:01000}")],
     ids=["records", "names"],
 )
-def test_file_with_too_many_records_is_loaded_by_torch(
-    nr_records: int, name: str, tmp_path: Path
-) -> None:
+def test_file_with_too_many_records_is_loaded_by_torch(nr_records, name, tmp_path):
     path = tmp_path / "x.pt"
     state = {"a": torch.arange(1000), "b": torch.ones(7)}
     torch.save(state, tmp_path / "small.pt")

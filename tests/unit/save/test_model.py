@@ -277,13 +277,13 @@ def some(examples: int) -> settings:
     )
 
 
-def test_every_path_holds_what_the_order_of_calls_says() -> None:
+def test_every_path_holds_what_the_order_of_calls_says():
     run_state_machine_as_test(Saves, settings=some(25))
 
 
 @pytest.mark.skipif(not CAMPAIGN_S, reason="make campaign asks for it")
 @pytest.mark.timeout(CAMPAIGN_S + 600)
-def test_a_campaign_finds_nothing() -> None:
+def test_a_campaign_finds_nothing():
     end = time.monotonic() + CAMPAIGN_S
     while time.monotonic() < end:
         run_state_machine_as_test(Saves, settings=some(100))

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 import stillframe
 import torch
 from stillframe._base import threads
-from stillframe._lightning.waiting import WaitingLine
+from stillframe._lightning.work import WaitingLine
 from stillframe._save import completion
 from stillframe.testing import fault
 
@@ -48,9 +48,7 @@ def save(path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", [save, stillframe.load], ids=["save", "load"])
-def test_a_call_says_what_was_refused_and_what_to_do(
-    tmp_path: Path, call: Callable[[Path], object]
-) -> None:
+def test_a_call_says_what_was_refused_and_what_to_do(tmp_path, call):
     path = tmp_path / "last.pt"
     stillframe.save({"n": 1, "t": torch.ones(3)}, path)
     with no_thread_of_the_core(), pytest.raises(BlockingIOError, match=SAYS) as raised:
@@ -60,14 +58,14 @@ def test_a_call_says_what_was_refused_and_what_to_do(
     call(path)
 
 
-def test_a_first_save_that_gets_no_thread_says_so_and_the_exit_waits_for_none() -> None:
+def test_a_first_save_that_gets_no_thread_says_so_and_the_exit_waits_for_none():
     of_a_new_process = completion._Completion()
     with no_thread_of_python(), pytest.raises(BlockingIOError, match=SAYS):
         of_a_new_process.start()
     of_a_new_process.stop()
 
 
-def test_a_thread_that_was_started_before_is_nothing_that_the_system_refuses() -> None:
+def test_a_thread_that_was_started_before_is_nothing_that_the_system_refuses():
     thread = threading.Thread(target=print, args=("",))
     threads.start(thread)
     with pytest.raises(RuntimeError, match="once"):
@@ -75,7 +73,7 @@ def test_a_thread_that_was_started_before_is_nothing_that_the_system_refuses() -
     thread.join()
 
 
-def test_callbacks_that_get_no_thread_are_called_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_that_get_no_thread_are_called_later(caplog):
     callbacks, called = completion._Callbacks(), list[int]()
     with no_thread_of_python():
         callbacks.put(lambda: called.append(1))
@@ -86,7 +84,7 @@ def test_callbacks_that_get_no_thread_are_called_later(caplog: pytest.LogCapture
     assert called == [1, 2]
 
 
-def test_callbacks_that_never_get_a_thread_are_called_at_the_end() -> None:
+def test_callbacks_that_never_get_a_thread_are_called_at_the_end():
     callbacks, called = completion._Callbacks(), list[int]()
     with no_thread_of_python():
         callbacks.put(lambda: called.append(1))
@@ -94,13 +92,13 @@ def test_callbacks_that_never_get_a_thread_are_called_at_the_end() -> None:
     assert called == [1]
 
 
-def test_a_wait_goes_without_its_line(tmp_path: Path) -> None:
+def test_a_wait_goes_without_its_line(tmp_path):
     handle = stillframe.async_save({"n": 1}, tmp_path / "last.pt")
     with no_thread_of_python(), WaitingLine([handle]):
         handle.result()
 
 
-def test_memory_is_not_held_for_a_process_that_nobody_can_wait_for() -> None:
+def test_memory_is_not_held_for_a_process_that_nobody_can_wait_for():
     writer = get_context("fork").Process(target=time.sleep, args=(60,))
     writer.start()
     try:

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,7 @@ KEY = b"/test-of-ordered"
 LONG_S = 30.0
 
 
-def test_work_whose_turn_comes_before_its_submission_is_over_is_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_whose_turn_comes_before_its_submission_is_over_is_done(monkeypatch):
     done, made = threading.Event(), _core.LogWork
 
     class Entry:
@@ -40,9 +37,7 @@ def test_work_whose_turn_comes_before_its_submission_is_over_is_done(
     assert _core.log_drain(LONG_S)
 
 
-def test_ctrl_c_in_a_submission_leaves_nothing_that_the_log_waits_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_in_a_submission_leaves_nothing_that_the_log_waits_for(monkeypatch):
     def interrupt() -> bool:
         raise KeyboardInterrupt
 
@@ -54,12 +49,12 @@ def test_ctrl_c_in_a_submission_leaves_nothing_that_the_log_waits_for(
     assert _core.log_drain(LONG_S)
 
 
-def test_who_has_done_work_at_exit_may_wait_for_the_log_again() -> None:
+def test_who_has_done_work_at_exit_may_wait_for_the_log_again():
     child = os.fork()  # in which no thread of ours takes the turn
     if child == 0:
         inside: list[bool] = []
         worker = ordered._worker
-        worker._start = lambda: False  # type: ignore[method-assign]  # too late for a thread
+        worker._start = lambda: False  # too late for a thread
         worker.submit(KEY, _core.WORK_SAVE, lambda _: not inside.append(worker.is_current()))
         os._exit(0 if inside == [True] and not worker.is_current() else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -77,7 +72,7 @@ def exit_status_of_child(code: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_forked_child_has_a_thread_of_its_own_for_such_work() -> None:
+def test_a_forked_child_has_a_thread_of_its_own_for_such_work():
     ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)
     assert _core.log_drain(LONG_S)  # the thread of the parent runs
     done: list[bool] = []
@@ -89,20 +84,20 @@ def test_a_forked_child_has_a_thread_of_its_own_for_such_work() -> None:
     assert exit_status_of_child(work_of_the_child) == 0
 
 
-def test_who_finds_no_thread_at_exit_does_all_that_stands_before_its_work() -> None:
+def test_who_finds_no_thread_at_exit_does_all_that_stands_before_its_work():
     def two() -> bool:
         done: list[int] = []
         worker = ordered._worker
-        worker._start = lambda: True  # type: ignore[method-assign]  # and it never gets to run
+        worker._start = lambda: True  # and it never gets to run
         worker.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(1))
-        worker._start = lambda: False  # type: ignore[method-assign]
+        worker._start = lambda: False
         worker.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(2))
         return done == [1, 2]
 
     assert exit_status_of_child(two) == 0
 
 
-def test_work_submitted_as_the_thread_ends_gets_another() -> None:
+def test_work_submitted_as_the_thread_ends_gets_another():
     def again() -> bool:
         done: list[bool] = []
         take, ends = _core.log_work_next, [None]
@@ -113,7 +108,7 @@ def test_work_submitted_as_the_thread_ends_gets_another() -> None:
     assert exit_status_of_child(again) == 0
 
 
-def test_work_that_is_over_before_its_turn_is_forgotten_and_never_done() -> None:
+def test_work_that_is_over_before_its_turn_is_forgotten_and_never_done():
     go, done = threading.Event(), list[bool]()
     ordered.submit(KEY, _core.WORK_SAVE, lambda _: go.wait(LONG_S))
     entry = ordered.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(True))
@@ -123,18 +118,14 @@ def test_work_that_is_over_before_its_turn_is_forgotten_and_never_done() -> None
     assert _core.log_drain(LONG_S) and done == []
 
 
-def test_work_is_refused_once_the_exit_has_begun_on_another_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_is_refused_once_the_exit_has_begun_on_another_thread(monkeypatch):
     monkeypatch.setattr(completion.completion, "_exiting", threading.Thread())
     with pytest.raises(StillframeError, match="the interpreter is exiting"):
         ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)
     assert not ordered._worker._waiting and _core.log_drain(LONG_S)
 
 
-def test_a_remove_that_fails_is_named_and_the_next_one_runs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_remove_that_fails_is_named_and_the_next_one_runs(caplog):
     gone: list[str] = []
 
     def fails(path: str) -> None:
@@ -150,7 +141,7 @@ def test_a_remove_that_fails_is_named_and_the_next_one_runs(
     assert said.startswith("stillframe: /one could not be removed: ") and "read-only" in said
 
 
-def test_work_that_waits_for_its_own_name_is_refused() -> None:
+def test_work_that_waits_for_its_own_name_is_refused():
     answers: list[Any] = []
 
     def work(after_good: bool) -> bool:
@@ -164,7 +155,7 @@ def test_work_that_waits_for_its_own_name_is_refused() -> None:
     assert _core.log_drain(LONG_S) and len(answers) == 2
 
 
-def test_a_link_that_is_about_to_be_made_anew_is_read_as_the_new_one(tmp_path: Path) -> None:
+def test_a_link_that_is_about_to_be_made_anew_is_read_as_the_new_one(tmp_path):
     link, go = tmp_path / "last", threading.Event()
     for name in ("old", "new"):
         (tmp_path / name).write_text(name)

@@ -30,13 +30,13 @@ class Watched(Outcome):
             self.seen = (self.report, self.error)
 
 
-def test_who_sees_that_a_save_has_ended_sees_how() -> None:
+def test_who_sees_that_a_save_has_ended_sees_how():
     outcome, error = Watched("a.pt", None), RuntimeError("no")
     outcome.settle(None, error)
     assert outcome.seen == (None, error)
 
 
-def test_an_error_that_somebody_has_is_told_to_nobody_else() -> None:
+def test_an_error_that_somebody_has_is_told_to_nobody_else():
     outcome = Outcome("a.pt", None)
     outcome.settle(None, RuntimeError("no"))
     outcome.collect()
@@ -45,9 +45,7 @@ def test_an_error_that_somebody_has_is_told_to_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("seen", [False, True])
-def test_an_error_is_logged_where_its_save_is_dropped_and_nobody_has_it(
-    seen: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_is_logged_where_its_save_is_dropped_and_nobody_has_it(seen, caplog):
     outcome = Outcome("a.pt", None)
     outcome.settle(None, RuntimeError("no space"))
     if seen:
@@ -57,9 +55,7 @@ def test_an_error_is_logged_where_its_save_is_dropped_and_nobody_has_it(
     assert [record.getMessage() for record in caplog.records] == said
 
 
-def test_a_cancelled_save_is_an_error_that_nobody_has_to_hear_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_cancelled_save_is_an_error_that_nobody_has_to_hear_of(caplog):
     outcome = Outcome("a.pt", None)
     outcome.settle(None, CancelledError("cancelled"))
     assert take_failures(first_only=False) == []
@@ -68,7 +64,7 @@ def test_a_cancelled_save_is_an_error_that_nobody_has_to_hear_of(
     assert not caplog.records
 
 
-def test_a_save_that_failed_is_not_called_durable() -> None:
+def test_a_save_that_failed_is_not_called_durable():
     durable: list[object] = []
     over = threading.Event()
     outcome = Outcome("a.pt", lambda path, report: durable.append(path))
@@ -78,7 +74,7 @@ def test_a_save_that_failed_is_not_called_durable() -> None:
     assert over.wait(60) and durable == []
 
 
-def test_who_waits_no_more_is_not_woken() -> None:
+def test_who_waits_no_more_is_not_woken():
     woken: list[object] = []
     outcome = Outcome("a.pt", None)
 
@@ -92,9 +88,7 @@ def test_who_waits_no_more_is_not_woken() -> None:
     assert woken == []
 
 
-def test_an_error_that_wait_all_has_raised_is_not_logged_too(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_that_wait_all_has_raised_is_not_logged_too(caplog):
     outcome = Outcome("a.pt", None)
     outcome.settle(None, RuntimeError("no space"))
     (failure,) = take_failures(first_only=True)
@@ -103,7 +97,7 @@ def test_an_error_that_wait_all_has_raised_is_not_logged_too(
     assert not caplog.records
 
 
-def test_who_asks_a_future_for_its_error_has_seen_it() -> None:
+def test_who_asks_a_future_for_its_error_has_seen_it():
     outcome = Outcome("a.pt", None)
     future = outcome.upload(None)
     outcome.settle(None, RuntimeError("no space"))
@@ -113,7 +107,7 @@ def test_who_asks_a_future_for_its_error_has_seen_it() -> None:
     assert outcome.is_collected() and take_failures(first_only=False) == []
 
 
-def test_the_futures_of_a_save_that_was_cancelled_are_cancelled() -> None:
+def test_the_futures_of_a_save_that_was_cancelled_are_cancelled():
     outcome = Outcome("a.pt", None)
     futures = [outcome.upload(None), outcome.staging(None, lambda: False)]
     outcome.settle(None, CancelledError("cancelled"))
@@ -121,7 +115,7 @@ def test_the_futures_of_a_save_that_was_cancelled_are_cancelled() -> None:
     assert [future.cancelled() for future in futures] == [True, True]
 
 
-def test_a_future_that_is_done_by_then_is_left_as_it_is() -> None:
+def test_a_future_that_is_done_by_then_is_left_as_it_is():
     outcome = Outcome("a.pt", None)
     staging, upload = outcome.staging(None, lambda: True), outcome.upload(None)
     assert staging.done() and upload.cancel()  # by its user
@@ -132,8 +126,8 @@ def test_a_future_that_is_done_by_then_is_left_as_it_is() -> None:
 
 @pytest.mark.parametrize("over", [False, True])
 def test_an_error_whose_save_is_dropped_in_the_exit_is_logged_when_nobody_prints_it_any_more(
-    over: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    over, monkeypatch, caplog
+):
     monkeypatch.setattr(completion.completion, "_exiting", threading.current_thread())
     monkeypatch.setattr(completion.completion, "over", over)
     outcome = Outcome("a.pt", None)
@@ -142,7 +136,7 @@ def test_an_error_whose_save_is_dropped_in_the_exit_is_logged_when_nobody_prints
     assert len(caplog.records) == over
 
 
-def test_a_future_keeps_its_save_and_no_save_its_futures() -> None:
+def test_a_future_keeps_its_save_and_no_save_its_futures():
     outcome = Outcome("a.pt", None)
     futures = [outcome.staging(None, lambda: False), outcome.upload(None)]
     known = [weakref.ref(future) for future in futures]

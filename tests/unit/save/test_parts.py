@@ -78,9 +78,7 @@ def written(engine: stillframe.Engine, items: list[Any], path: Path) -> list[byt
     return [data[offset : offset + nbytes] for offset, nbytes in places]
 
 
-def test_each_tensor_is_an_archive_as_torch_saves_it(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_each_tensor_is_an_archive_as_torch_saves_it(engine, tmp_path):
     made = tensors()
     for tensor, archive in zip(made, written(engine, made, tmp_path / "a"), strict=True):
         loaded = torch.load(io.BytesIO(archive), weights_only=True)
@@ -99,9 +97,7 @@ def test_each_tensor_is_an_archive_as_torch_saves_it(
 
 
 @pytest.mark.parametrize("bits", [7, 8, 15, 16, 31, 32, 39, 40, 55, 56, 62])
-def test_an_integer_of_any_length_is_pickled_as_python_does(
-    bits: int, engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_an_integer_of_any_length_is_pickled_as_python_does(bits, engine, tmp_path):
     numbers = (2**bits - 1, 2**bits, 2**bits + 1)
     memory = torch.zeros(1, dtype=torch.uint8)
     parts = Parts()
@@ -114,9 +110,7 @@ def test_an_integer_of_any_length_is_pickled_as_python_does(
     assert large == [numbers[1], *numbers, *numbers[::-1]]
 
 
-def test_what_is_large_stands_in_the_file_as_in_memory(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_what_is_large_stands_in_the_file_as_in_memory(engine, tmp_path):
     memory = torch.arange(BLOCK)
     large = [memory[1000:], memory[3:], memory[2000:]]
     archives = written(engine, [*large, b"x"], tmp_path / "a")
@@ -127,15 +121,13 @@ def test_what_is_large_stands_in_the_file_as_in_memory(
         begin += len(archive)
 
 
-def test_a_type_with_a_name_longer_than_any_is_refused() -> None:
+def test_a_type_with_a_name_longer_than_any_is_refused():
     for length in (64, 200):
         with pytest.raises(ValueError):
             Parts().append([("F" * length, 1, (1,), (1,), 0, 0)])
 
 
-def test_an_archive_passes_for_a_zip_file_of_its_own(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_an_archive_passes_for_a_zip_file_of_its_own(engine, tmp_path):
     (archive,) = written(engine, [torch.randn(400_000)], tmp_path / "a")
     (tmp_path / "b.zip").write_bytes(archive)
     subprocess.run([sys.executable, "-m", "zipfile", "-t", tmp_path / "b.zip"], check=True)
@@ -146,15 +138,11 @@ def test_an_archive_passes_for_a_zip_file_of_its_own(
 
 
 @pytest.mark.parametrize("items", [[], [b""], [b"x"], [b"x" * 4096], [b"y" * (BLOCK + 1)]])
-def test_a_file_is_as_long_as_its_parts(
-    items: list[bytes], engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_a_file_is_as_long_as_its_parts(items, engine, tmp_path):
     assert written(engine, items, tmp_path / "a") == items
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_left_alone(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_a_link_is_replaced_and_what_it_leads_to_left_alone(engine, tmp_path):
     other, link = tmp_path / "other", tmp_path / "a"
     other.write_bytes(b"of somebody else")
     link.symlink_to(other)
@@ -162,9 +150,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_left_alone(
     assert not link.is_symlink() and other.read_bytes() == b"of somebody else"
 
 
-def test_bytes_and_tensors_stand_in_the_order_given(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_bytes_and_tensors_stand_in_the_order_given(engine, tmp_path):
     tensor = torch.randn(2 * BLOCK)
     items = [b"first", tensor, memoryview(b"second"), tensor, bytearray(b"third" * 5000)]
     got = written(engine, items, tmp_path / "a")
@@ -172,9 +158,7 @@ def test_bytes_and_tensors_stand_in_the_order_given(
     assert all(torch.load(io.BytesIO(got[i])).equal(tensor) for i in (1, 3))
 
 
-def test_a_pool_full_of_snapshots_is_written_all_the_same(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_a_pool_full_of_snapshots_is_written_all_the_same(engine, tmp_path):
     state = [torch.randn(BLOCK // 8) for _ in range(8)] + [torch.randn(BLOCK)]
     with stillframe.snapshot(state, engine=engine) as snap:
         while engine.stats()["leased_bytes"] < 8 * BLOCK:
@@ -184,9 +168,7 @@ def test_a_pool_full_of_snapshots_is_written_all_the_same(
         del got
 
 
-def test_what_is_large_is_written_from_where_it_is(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_what_is_large_is_written_from_where_it_is(engine, tmp_path):
     state = [torch.randn(4 * BLOCK // 4 + i) for i in range(20)]
     engine.warm_up(2 * BLOCK)
     with slow("pwrite", 0.001):
@@ -198,9 +180,7 @@ def test_what_is_large_is_written_from_where_it_is(
     assert (report.captured_nbytes, report.deferred_nbytes) == (0, 0)
 
 
-def test_the_sources_live_until_the_save_has_ended(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_the_sources_live_until_the_save_has_ended(engine, tmp_path):
     tensor = torch.randn(BLOCK)
     wanted = tensor.clone()
     gone = weakref.ref(tensor)
@@ -216,9 +196,7 @@ def test_the_sources_live_until_the_save_has_ended(
     assert gone() is None
 
 
-def test_staged_means_that_the_sources_are_written(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_staged_means_that_the_sources_are_written(engine, tmp_path):
     tensor = torch.randn(2 * BLOCK)
     wanted = tensor.clone()
     parts = Parts()
@@ -232,9 +210,7 @@ def test_staged_means_that_the_sources_are_written(
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync", "ftruncate", "rename", "fallocate"])
-def test_a_failure_keeps_the_old_file_and_the_engine_usable(
-    call: str, engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_a_failure_keeps_the_old_file_and_the_engine_usable(call, engine, tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
     tensor = torch.randn(BLOCK + 1)
@@ -251,7 +227,7 @@ def test_a_failure_keeps_the_old_file_and_the_engine_usable(
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_cancelled_save_lets_go_of_its_sources(engine: stillframe.Engine, tmp_path: Path) -> None:
+def test_a_cancelled_save_lets_go_of_its_sources(engine, tmp_path):
     state = [torch.randn(BLOCK) for _ in range(6)]
     parts = Parts()
     parts.append([row_of(each) for each in state])
@@ -264,9 +240,7 @@ def test_a_cancelled_save_lets_go_of_its_sources(engine: stillframe.Engine, tmp_
     assert not any(tmp_path.iterdir())
 
 
-def test_a_field_holds_the_crc_of_an_earlier_source(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_a_field_holds_the_crc_of_an_earlier_source(engine, tmp_path):
     sources = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (5, 3 * BLOCK + 7, 0, 99)]
     parts = Parts()
     for source in sources:
@@ -276,13 +250,13 @@ def test_a_field_holds_the_crc_of_an_earlier_source(
         parts.crc(number)
     submit_parts(engine, parts, tmp_path / "a", owners=sources).result()
     data = (tmp_path / "a").read_bytes()
-    crcs = [zipfile.crc32(source.numpy().tobytes()) for source in sources]  # type: ignore[attr-defined]
+    crcs = [zipfile.crc32(source.numpy().tobytes()) for source in sources]
     assert data == b"".join(source.numpy().tobytes() for source in sources) + b"." + b"".join(
         crcs[number].to_bytes(4, "little") for number in (1, 0, 3, 2, 1)
     )
 
 
-def test_a_field_of_a_source_that_is_not_there_is_refused_for_good() -> None:
+def test_a_field_of_a_source_that_is_not_there_is_refused_for_good():
     parts = Parts()
     with pytest.raises(ValueError):
         parts.crc(0)
@@ -290,7 +264,7 @@ def test_a_field_of_a_source_that_is_not_there_is_refused_for_good() -> None:
         parts.append([b"x"])
 
 
-def test_parts_are_the_saves_once(engine: stillframe.Engine, tmp_path: Path) -> None:
+def test_parts_are_the_saves_once(engine, tmp_path):
     parts = Parts()
     parts.append([b"x"])
     assert not is_used(engine)
@@ -313,11 +287,11 @@ def test_parts_are_the_saves_once(engine: stillframe.Engine, tmp_path: Path) -> 
     ],
     ids=["strided", "sparse", "conjugated", "float8", "expanded", "meta", "subclass"],
 )
-def test_what_torch_save_has_to_write_is_told(tensor: Tensor) -> None:
+def test_what_torch_save_has_to_write_is_told(tensor):
     assert row_of(tensor) is None
 
 
-def test_tensors_of_no_shape_that_there_is_are_refused_and_buffers_are_free_again() -> None:
+def test_tensors_of_no_shape_that_there_is_are_refused_and_buffers_are_free_again():
     parts = _core.Parts()
     for sizes, strides in (((2, 3), (1,)), ((1,) * 65, (1,) * 65)):
         with pytest.raises(ValueError, match=r"dimensions|strides"):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
+from fix_processes import run_python
 from stillframe.testing import held, slow
 
 PRELUDE = """
@@ -38,15 +39,7 @@ def hold_until_said(words, block):  # one that is left when the exit says so
 
 
 def run(code: str, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
-    )
+    return run_python("-c", PRELUDE + textwrap.dedent(code), cwd=cwd, **options)
 
 
 def whole(path: Path, value: float = 3.0) -> bool:
@@ -57,7 +50,7 @@ def temporaries(path: Path) -> list[str]:
     return [name for name in os.listdir(path) if name.startswith(".stillframe-")]
 
 
-def test_saves_in_flight_finish_at_exit_and_a_line_says_what_is_waited_for(tmp_path: Path) -> None:
+def test_saves_in_flight_finish_at_exit_and_a_line_says_what_is_waited_for(tmp_path):
     done = run(
         """
         hold_until_said("waiting for a.pt", held("fdatasync"))
@@ -70,18 +63,18 @@ def test_saves_in_flight_finish_at_exit_and_a_line_says_what_is_waited_for(tmp_p
     assert whole(tmp_path / "a.pt") and not temporaries(tmp_path)
 
 
-def test_nothing_is_said_at_exit_where_the_wait_is_short(tmp_path: Path) -> None:
+def test_nothing_is_said_at_exit_where_the_wait_is_short(tmp_path):
     done = run('hold(slow("fdatasync", 0.1)); stillframe.async_save(STATE, "a.pt")', tmp_path)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
     assert whole(tmp_path / "a.pt")
 
 
-def test_nothing_is_said_at_exit_when_nothing_is_in_flight(tmp_path: Path) -> None:
+def test_nothing_is_said_at_exit_when_nothing_is_in_flight(tmp_path):
     done = run('stillframe.save(STATE, "a.pt")', tmp_path)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
-def test_removes_in_flight_run_at_exit(tmp_path: Path) -> None:
+def test_removes_in_flight_run_at_exit(tmp_path):
     done = run(
         """
         stillframe.save(STATE, "old.pt")
@@ -95,7 +88,7 @@ def test_removes_in_flight_run_at_exit(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["new.pt"]
 
 
-def test_a_remove_that_is_all_that_a_process_does_is_told_of_where_it_fails(tmp_path: Path) -> None:
+def test_a_remove_that_is_all_that_a_process_does_is_told_of_where_it_fails(tmp_path):
     done = run(
         """
         open("old.pt", "w").close()
@@ -109,7 +102,7 @@ def test_a_remove_that_is_all_that_a_process_does_is_told_of_where_it_fails(tmp_
     assert (tmp_path / "old.pt").exists()
 
 
-def test_an_error_nobody_saw_is_printed_at_exit(tmp_path: Path) -> None:
+def test_an_error_nobody_saw_is_printed_at_exit(tmp_path):
     done = run(
         """
         hold(fault("rename"))
@@ -123,9 +116,7 @@ def test_an_error_nobody_saw_is_printed_at_exit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", ["", "handle = "])
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_failure_is_told_once_and_the_exit_status_is_the_programs(
-    tmp_path: Path, kept: str, ended: bool
-) -> None:
+def test_a_failure_is_told_once_and_the_exit_status_is_the_programs(tmp_path, kept, ended):
     """Whether the handle is kept or dies, and the save fails before the exit or in it."""
     code = f"""
         from stillframe.testing import fault
@@ -142,7 +133,7 @@ def test_a_failure_is_told_once_and_the_exit_status_is_the_programs(
     )
 
 
-def test_a_forked_child_tells_of_no_failure_of_its_parents(tmp_path: Path) -> None:
+def test_a_forked_child_tells_of_no_failure_of_its_parents(tmp_path):
     done = run(
         """
         hold(fault("rename"))
@@ -163,8 +154,8 @@ def test_a_forked_child_tells_of_no_failure_of_its_parents(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("disk_s", "callback_s"), [(0.4, 0), (0.05, 0.8)])
 def test_callbacks_of_the_last_saves_run_to_their_end_and_what_they_save_is_saved(
-    tmp_path: Path, disk_s: float, callback_s: float
-) -> None:
+    tmp_path, disk_s, callback_s
+):
     done = run(
         f"""
         at_exit._QUIET_S = 0.01
@@ -184,7 +175,7 @@ def test_callbacks_of_the_last_saves_run_to_their_end_and_what_they_save_is_save
     assert whole(tmp_path / "a.pt") and whole(tmp_path / "b.pt")
 
 
-def test_wait_all_makes_the_exit_status_tell_of_a_failed_save(tmp_path: Path) -> None:
+def test_wait_all_makes_the_exit_status_tell_of_a_failed_save(tmp_path):
     done = run(
         """
         from stillframe.testing import fault
@@ -199,7 +190,7 @@ def test_wait_all_makes_the_exit_status_tell_of_a_failed_save(tmp_path: Path) ->
     assert "a save failed" not in done.stderr
 
 
-def test_a_training_that_dies_of_an_exception_still_finishes_its_saves(tmp_path: Path) -> None:
+def test_a_training_that_dies_of_an_exception_still_finishes_its_saves(tmp_path):
     done = run(
         """
         hold(slow("fdatasync", 0.3))
@@ -222,7 +213,7 @@ def start(code: str, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_ends_a_wait_at_once_and_the_save_finishes(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_wait_at_once_and_the_save_finishes(tmp_path):
     process = start(
         """
         with held("fdatasync"):
@@ -243,7 +234,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_save_finishes(tmp_path: Path) -> Non
     assert whole(tmp_path / "a.pt")
 
 
-def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path):
     process = start(
         """
         stillframe.save({"w": torch.full((10,), 1.0)}, "a.pt")
@@ -263,7 +254,7 @@ def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path: Path
     assert whole(tmp_path / "a.pt", 1.0) and not temporaries(tmp_path)
 
 
-def test_what_a_file_system_does_not_answer_is_named_and_can_be_left(tmp_path: Path) -> None:
+def test_what_a_file_system_does_not_answer_is_named_and_can_be_left(tmp_path):
     process = start(
         """
         stillframe.save({"w": torch.full((10,), 1.0)}, "a.pt")
@@ -294,9 +285,7 @@ def test_what_a_file_system_does_not_answer_is_named_and_can_be_left(tmp_path: P
         (tmp_path / name).unlink()
 
 
-def test_what_callbacks_save_at_exit_is_waited_for_and_its_file_system_named(
-    tmp_path: Path,
-) -> None:
+def test_what_callbacks_save_at_exit_is_waited_for_and_its_file_system_named(tmp_path):
     """Where that does not answer. What else waits for it at the end says nothing."""
     done = run(
         """
@@ -324,9 +313,7 @@ def test_what_callbacks_save_at_exit_is_waited_for_and_its_file_system_named(
     assert whole(tmp_path / "a.pt") and whole(tmp_path / "b.pt")
 
 
-def test_a_save_killed_in_mid_write_leaves_a_temporary_that_the_next_save_clears(
-    tmp_path: Path,
-) -> None:
+def test_a_save_killed_in_mid_write_leaves_a_temporary_that_the_next_save_clears(tmp_path):
     process = start(
         """
         hold(held("pwrite"))
@@ -386,7 +373,7 @@ FORK_CHILD = """
 
 
 @pytest.mark.parametrize("kind", ["os.fork", "os._exit", "multiprocessing"])
-def test_after_a_fork_the_child_is_refused_what_is_the_parents(tmp_path: Path, kind: str) -> None:
+def test_after_a_fork_the_child_is_refused_what_is_the_parents(tmp_path, kind):
     """R8: parent's saves go on, nothing of them is deleted, unlocked or joined by the child."""
     endings = {
         "os.fork": """
@@ -430,7 +417,7 @@ def test_after_a_fork_the_child_is_refused_what_is_the_parents(tmp_path: Path, k
     assert not temporaries(tmp_path)
 
 
-def test_a_fork_in_every_state_of_a_save_harms_nobody(tmp_path: Path) -> None:
+def test_a_fork_in_every_state_of_a_save_harms_nobody(tmp_path):
     for call in ("open", "capture_copy", "pwrite", "fdatasync", "rename", "fsync"):
         with slow(call, 0.1):
             handle = stillframe.async_save({"w": torch.full((10_000,), 3.0)}, tmp_path / "a.pt")
@@ -444,20 +431,15 @@ def test_a_fork_in_every_state_of_a_save_harms_nobody(tmp_path: Path) -> None:
         assert whole(tmp_path / "a.pt") and not temporaries(tmp_path)
 
 
-def test_exec_does_not_inherit_descriptors(tmp_path: Path) -> None:
+def test_exec_does_not_inherit_descriptors(tmp_path):
     with held("fdatasync"):
         handle = stillframe.async_save({"w": torch.ones(4)}, tmp_path / "a.pt")
         while not temporaries(tmp_path):
             time.sleep(0.005)
-        out = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in range(3, 20)"
-                " if os.path.exists(f'/proc/self/fd/{n}')])",
-            ],
-            capture_output=True,
-            text=True,
+        out = run_python(
+            "-c",
+            "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in range(3, 20)"
+            " if os.path.exists(f'/proc/self/fd/{n}')])",
             check=True,
             close_fds=False,
         ).stdout
@@ -465,9 +447,7 @@ def test_exec_does_not_inherit_descriptors(tmp_path: Path) -> None:
     handle.result()
 
 
-def test_the_default_engine_is_configured_before_its_first_use_and_made_anew(
-    tmp_path: Path,
-) -> None:
+def test_the_default_engine_is_configured_before_its_first_use_and_made_anew(tmp_path):
     done = run(
         """
         def refused(kind, **options):
@@ -494,7 +474,7 @@ def test_the_default_engine_is_configured_before_its_first_use_and_made_anew(
     assert whole(tmp_path / "a.pt") and whole(tmp_path / "b.pt")
 
 
-def test_importing_the_package_starts_no_thread_and_takes_no_memory(tmp_path: Path) -> None:
+def test_importing_the_package_starts_no_thread_and_takes_no_memory(tmp_path):
     done = run(
         """
         assert threading.active_count() == 1
@@ -509,7 +489,7 @@ def test_importing_the_package_starts_no_thread_and_takes_no_memory(tmp_path: Pa
     assert done.returncode == 0, done.stderr
 
 
-def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_path: Path) -> None:
+def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_path):
     done = run(
         """
         def work():
@@ -526,7 +506,7 @@ def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_pat
     assert torch.load(tmp_path / "a.pt")["w"].shape == (100_000,)
 
 
-def test_a_thread_that_starts_saving_while_the_exit_drains_is_refused(tmp_path: Path) -> None:
+def test_a_thread_that_starts_saving_while_the_exit_drains_is_refused(tmp_path):
     done = run(
         """
         said, syncs = [], held("fdatasync")
@@ -550,7 +530,7 @@ def test_a_thread_that_starts_saving_while_the_exit_drains_is_refused(tmp_path: 
     assert not (tmp_path / "late.pt").exists()
 
 
-def test_the_first_save_of_a_process_may_be_an_exit_handlers(tmp_path: Path) -> None:
+def test_the_first_save_of_a_process_may_be_an_exit_handlers(tmp_path):
     done = run(
         """
         import atexit
@@ -576,7 +556,7 @@ def test_the_first_save_of_a_process_may_be_an_exit_handlers(tmp_path: Path) -> 
     assert not (tmp_path / "old.pt").exists()
 
 
-def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path: Path) -> None:
+def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path):
     done = run(
         """
         import atexit, os
@@ -600,7 +580,7 @@ def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path
     assert whole(tmp_path / "b.pt")
 
 
-def test_an_exit_handler_that_runs_after_ours_may_save_what_is_copied_late(tmp_path: Path) -> None:
+def test_an_exit_handler_that_runs_after_ours_may_save_what_is_copied_late(tmp_path):
     """Its verdict has to come, though the thread that would give it has ended."""
     done = run(
         """
@@ -626,7 +606,7 @@ def test_an_exit_handler_that_runs_after_ours_may_save_what_is_copied_late(tmp_p
 
 
 @pytest.mark.leaves_temporaries
-def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path: Path) -> None:
+def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path):
     # The lane reads a page that is gone. So may a sample in the call: that is a crash as well.
     done = run(
         """
@@ -638,7 +618,7 @@ def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path: Path) -> None:
         libc = ctypes.CDLL(None)
         libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         assert libc.mprotect(address + (21 << 20), 4096, 0) == 0
-        engine = _core.Engine(0, 1 << 20, 1, 1)
+        engine = _core.Engine(64 << 20, 1 << 20, 1, 1)
         rows = struct.pack("=QQII", address, 64 << 20, 1, 0)
         ticket = _core.Ticket(engine, os.fsencode(os.getcwd()), b"a.pt", b"skeleton", rows, 0)
         ticket.submit(())
@@ -651,7 +631,7 @@ def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path: Path) -> None:
     assert "Fatal Python error: Segmentation fault" in done.stderr
 
 
-def test_under_a_limit_of_address_space_saves_work_where_torch_does(tmp_path: Path) -> None:
+def test_under_a_limit_of_address_space_saves_work_where_torch_does(tmp_path):
     done = run(
         """
         import resource

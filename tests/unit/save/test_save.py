@@ -44,7 +44,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, object]:
     return model, optimizer, step
 
 
-def test_a_save_returns_a_handle_whose_result_says_what_it_did(tmp_path: Path) -> None:
+def test_a_save_returns_a_handle_whose_result_says_what_it_did(tmp_path):
     path = tmp_path / "a.pt"
     handle = stillframe.async_save(STATE, path)
     report = handle.result()
@@ -59,7 +59,7 @@ def test_a_save_returns_a_handle_whose_result_says_what_it_did(tmp_path: Path) -
     assert loads_as(path, STATE["w"])
 
 
-def test_what_an_optimizer_owns_is_deferred_and_the_next_step_waits(tmp_path: Path) -> None:
+def test_what_an_optimizer_owns_is_deferred_and_the_next_step_waits(tmp_path):
     model, optimizer, step = trained()
     expected = {k: v.clone() for k, v in model.state_dict().items()}
     with held_until_awaited("lane_copy"):
@@ -75,13 +75,13 @@ def test_what_an_optimizer_owns_is_deferred_and_the_next_step_waits(tmp_path: Pa
     assert all(torch.equal(saved[k], expected[k]) for k in expected)
 
 
-def test_overlap_false_captures_everything(tmp_path: Path) -> None:
+def test_overlap_false_captures_everything(tmp_path):
     model, _, _ = trained()
     report = stillframe.async_save(model.state_dict(), tmp_path / "a.pt", overlap=False).result()
     assert report.deferred_nbytes == 0
 
 
-def test_a_save_that_is_waited_for_defers_nothing_and_syncs_if_asked(tmp_path: Path) -> None:
+def test_a_save_that_is_waited_for_defers_nothing_and_syncs_if_asked(tmp_path):
     model, optimizer, _ = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with slow("fdatasync", 0) as injected:
@@ -91,7 +91,7 @@ def test_a_save_that_is_waited_for_defers_nothing_and_syncs_if_asked(tmp_path: P
         assert injected.calls("fdatasync") == 1
 
 
-def test_a_link_is_there_when_what_it_leads_to_is_going_to_be(tmp_path: Path) -> None:
+def test_a_link_is_there_when_what_it_leads_to_is_going_to_be(tmp_path):
     (tmp_path / "link").symlink_to("a.pt")
     assert not stillframe.exists(tmp_path / "link")
     with held("rename"):
@@ -100,7 +100,7 @@ def test_a_link_is_there_when_what_it_leads_to_is_going_to_be(tmp_path: Path) ->
     handle.result()
 
 
-def test_a_captured_state_may_change_at_once(tmp_path: Path) -> None:
+def test_a_captured_state_may_change_at_once(tmp_path):
     w = torch.full((1_000_000,), 5.0)
     with held("pwrite"):
         handle = stillframe.async_save({"w": w}, tmp_path / "a.pt")
@@ -109,7 +109,7 @@ def test_a_captured_state_may_change_at_once(tmp_path: Path) -> None:
     assert loads_as(tmp_path / "a.pt", torch.full((1_000_000,), 5.0))
 
 
-def test_a_change_after_wait_staged_is_nobodys_business(tmp_path: Path) -> None:
+def test_a_change_after_wait_staged_is_nobodys_business(tmp_path):
     model, _, _ = trained()
     expected = model.weight.detach().clone()
     with slow("lane_copy", 0.02):
@@ -120,7 +120,7 @@ def test_a_change_after_wait_staged_is_nobodys_business(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "a.pt")["w"], expected)
 
 
-def test_a_change_before_the_copy_fails_the_save_with_the_tensors_name(tmp_path: Path) -> None:
+def test_a_change_before_the_copy_fails_the_save_with_the_tensors_name(tmp_path):
     model, _, _ = trained()
     stillframe.save({"m": {"w": torch.zeros(3)}}, tmp_path / "a.pt")
     with held_until_awaited("lane_copy"):
@@ -138,7 +138,7 @@ def test_a_change_before_the_copy_fails_the_save_with_the_tensors_name(tmp_path:
     assert report.deferred_nbytes == 0
 
 
-def test_check_mutation_notices_a_change_that_no_version_tells_of(tmp_path: Path) -> None:
+def test_check_mutation_notices_a_change_that_no_version_tells_of(tmp_path):
     model, _, _ = trained()
     with held_until_awaited("lane_copy"):
         handle = stillframe.async_save({"w": model.weight}, tmp_path / "a.pt", check_mutation=True)
@@ -147,7 +147,7 @@ def test_check_mutation_notices_a_change_that_no_version_tells_of(tmp_path: Path
     assert not (tmp_path / "a.pt").exists()
 
 
-def test_timeouts_raise_and_the_save_goes_on(tmp_path: Path) -> None:
+def test_timeouts_raise_and_the_save_goes_on(tmp_path):
     with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         for call in (handle.result, handle.exception):
@@ -159,7 +159,7 @@ def test_timeouts_raise_and_the_save_goes_on(tmp_path: Path) -> None:
     assert handle.result(timeout=60).nbytes
 
 
-def test_a_cancelled_save_leaves_the_old_file_and_says_so_each_time(tmp_path: Path) -> None:
+def test_a_cancelled_save_leaves_the_old_file_and_says_so_each_time(tmp_path):
     path = tmp_path / "a.pt"
     stillframe.save({"w": torch.ones(3)}, path)
     with held("pwrite"):
@@ -175,7 +175,7 @@ def test_a_cancelled_save_leaves_the_old_file_and_says_so_each_time(tmp_path: Pa
     stillframe.wait_all()  # a cancelled save is no error
 
 
-def test_callbacks_run_elsewhere_after_everything_is_settled(tmp_path: Path) -> None:
+def test_callbacks_run_elsewhere_after_everything_is_settled(tmp_path):
     seen: list[object] = []
     over = threading.Event()
 
@@ -203,7 +203,7 @@ def test_callbacks_run_elsewhere_after_everything_is_settled(tmp_path: Path) -> 
     assert (tmp_path / "from-callback.pt").exists()
 
 
-def test_the_futures_are_those_of_dcp(tmp_path: Path) -> None:
+def test_the_futures_are_those_of_dcp(tmp_path):
     with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         assert isinstance(handle.staging_completion, Future)
@@ -214,7 +214,7 @@ def test_the_futures_are_those_of_dcp(tmp_path: Path) -> None:
     assert handle.staging_completion.result() is None
 
 
-def test_an_error_of_the_disk_has_phase_errno_and_path_and_later_saves_work(tmp_path: Path) -> None:
+def test_an_error_of_the_disk_has_phase_errno_and_path_and_later_saves_work(tmp_path):
     path = tmp_path / "a.pt"
     stillframe.save({"w": torch.ones(3)}, path)
     for call, phase in (
@@ -236,7 +236,7 @@ def test_an_error_of_the_disk_has_phase_errno_and_path_and_later_saves_work(tmp_
         stillframe.save({"w": torch.ones(3)}, path)
 
 
-def test_wait_all_raises_once_what_nobody_collected(tmp_path: Path) -> None:
+def test_wait_all_raises_once_what_nobody_collected(tmp_path):
     with fault("rename", sticky=True):
         collected = stillframe.async_save(STATE, tmp_path / "a.pt")
         assert isinstance(collected.exception(), stillframe.SaveError)
@@ -268,18 +268,14 @@ def nobody_takes_notices(directory: Path) -> Iterator[None]:
         go.set()
 
 
-def test_wait_all_raises_the_error_of_a_save_whose_notices_nobody_has_taken_yet(
-    tmp_path: Path,
-) -> None:
+def test_wait_all_raises_the_error_of_a_save_whose_notices_nobody_has_taken_yet(tmp_path):
     with nobody_takes_notices(tmp_path), fault("rename"):
         stillframe.async_save(STATE, tmp_path / "b.pt")
         with pytest.raises(stillframe.SaveError, match=r"b\.pt"):
             stillframe.wait_all()
 
 
-def test_an_error_nobody_asked_for_is_logged_when_its_handle_dies(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_nobody_asked_for_is_logged_when_its_handle_dies(tmp_path, caplog):
     with fault("rename"), caplog.at_level(logging.ERROR, "stillframe"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         while not handle.done():
@@ -292,9 +288,7 @@ def test_an_error_nobody_asked_for_is_logged_when_its_handle_dies(
         stillframe.wait_all()
 
 
-def test_a_save_that_fails_and_is_looked_at_before_its_notices_are_is_kept_by_nobody(
-    tmp_path: Path,
-) -> None:
+def test_a_save_that_fails_and_is_looked_at_before_its_notices_are_is_kept_by_nobody(tmp_path):
     model, _, _ = trained()
     with nobody_takes_notices(tmp_path), fault("pwrite", err=errno.ENOSPC):
         handle = stillframe.async_save(model.state_dict(), tmp_path / "b.pt")
@@ -304,7 +298,7 @@ def test_a_save_that_fails_and_is_looked_at_before_its_notices_are_is_kept_by_no
     assert isinstance(handle.exception(), stillframe.SaveError)
 
 
-def test_a_future_counts_as_collecting(tmp_path: Path) -> None:
+def test_a_future_counts_as_collecting(tmp_path):
     with fault("rename"):
         future = stillframe.async_save(STATE, tmp_path / "a.pt").upload_completion
         with pytest.raises(stillframe.SaveError):
@@ -313,7 +307,7 @@ def test_a_future_counts_as_collecting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", [stillframe.async_save, stillframe.save])
-def test_bad_input_is_refused_by_the_call_and_loses_nothing(tmp_path: Path, call: object) -> None:
+def test_bad_input_is_refused_by_the_call_and_loses_nothing(tmp_path, call):
     path = tmp_path / "a.pt"
     stillframe.save(STATE, path)
     os.mkfifo(tmp_path / "fifo")
@@ -350,13 +344,13 @@ def test_bad_input_is_refused_by_the_call_and_loses_nothing(tmp_path: Path, call
     assert loads_as(path, STATE["w"])
 
 
-def test_on_durable_has_to_be_callable(tmp_path: Path) -> None:
+def test_on_durable_has_to_be_callable(tmp_path):
     with pytest.raises(TypeError, match="on_durable"):
         stillframe.async_save(STATE, tmp_path / "a.pt", on_durable=3)
     assert not (tmp_path / "a.pt").exists()
 
 
-def test_a_read_only_parent_is_an_error_of_the_handle(tmp_path: Path) -> None:
+def test_a_read_only_parent_is_an_error_of_the_handle(tmp_path):
     with fault("open", err=errno.EACCES):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         with pytest.raises(stillframe.SaveError) as caught:
@@ -364,9 +358,7 @@ def test_a_read_only_parent_is_an_error_of_the_handle(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EACCES and caught.value.phase == "open"
 
 
-def test_a_directory_that_cannot_be_synced_is_refused_in_the_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_synced_is_refused_in_the_call(tmp_path, monkeypatch):
     # Root may read every directory, so the system's answer stands in.
     monkeypatch.setattr(os, "access", lambda path, mode, **_: path != os.path.realpath(tmp_path))
     refused = pytest.raises(stillframe.SaveError, match="durable=False")
@@ -378,7 +370,7 @@ def test_a_directory_that_cannot_be_synced_is_refused_in_the_call(
     assert loads_as(tmp_path / "a.pt", STATE["w"])
 
 
-def test_permissions_are_those_of_open(tmp_path: Path) -> None:
+def test_permissions_are_those_of_open(tmp_path):
     old = os.umask(0o027)
     try:
         stillframe.save(STATE, tmp_path / "a.pt")
@@ -387,7 +379,7 @@ def test_permissions_are_those_of_open(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "a.pt").stat().st_mode) == 0o640
 
 
-def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
+def test_a_link_is_followed_and_stays(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link.pt").symlink_to("real/target.pt")
     stillframe.save(STATE, tmp_path / "link.pt")  # dangling: torch.save makes its target
@@ -399,9 +391,7 @@ def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
         stillframe.save(STATE, tmp_path / "loop")
 
 
-def test_a_relative_path_is_taken_at_the_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_is_taken_at_the_call(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with held("open"):
@@ -411,15 +401,13 @@ def test_a_relative_path_is_taken_at_the_call(
     assert (tmp_path / "a.pt").exists() and handle.path == "a.pt"
 
 
-def test_names_that_are_no_utf8_work(tmp_path: Path) -> None:
+def test_names_that_are_no_utf8_work(tmp_path):
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.pt")
     stillframe.save(STATE, name)
     assert torch.equal(stillframe.load(name)["w"], STATE["w"])
 
 
-def test_what_is_said_of_a_name_that_is_no_utf8_is_read_without_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_said_of_a_name_that_is_no_utf8_is_read_without_it(tmp_path, caplog):
     stillframe.save(STATE, os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.pt"))
     with fault("rename"), caplog.at_level(logging.WARNING, "stillframe"):
         handle = stillframe.async_save(STATE, tmp_path / "new.pt")
@@ -430,7 +418,7 @@ def test_what_is_said_of_a_name_that_is_no_utf8_is_read_without_it(
             time.sleep(0.01)
 
 
-def test_a_load_sees_the_save_before_it(tmp_path: Path) -> None:
+def test_a_load_sees_the_save_before_it(tmp_path):
     path = tmp_path / "a.pt"
     with slow("fdatasync", 0.1):
         stillframe.async_save(STATE, path)
@@ -438,7 +426,7 @@ def test_a_load_sees_the_save_before_it(tmp_path: Path) -> None:
         assert torch.equal(stillframe.load(path)["w"], STATE["w"])
 
 
-def test_a_rotation_never_leaves_fewer_than_one_durable_file(tmp_path: Path) -> None:
+def test_a_rotation_never_leaves_fewer_than_one_durable_file(tmp_path):
     paths = [tmp_path / f"{i}.pt" for i in range(6)]
     low = 99
     stop = threading.Event()
@@ -463,9 +451,7 @@ def test_a_rotation_never_leaves_fewer_than_one_durable_file(tmp_path: Path) -> 
     assert [path.exists() for path in paths] == [False] * 5 + [True]
 
 
-def test_a_remove_is_dropped_when_the_save_before_it_fails(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_remove_is_dropped_when_the_save_before_it_fails(tmp_path, caplog):
     stillframe.save(STATE, tmp_path / "old.pt")
     with fault("rename"), caplog.at_level(logging.WARNING, "stillframe"):
         handle = stillframe.async_save(STATE, tmp_path / "new.pt")
@@ -478,7 +464,7 @@ def test_a_remove_is_dropped_when_the_save_before_it_fails(
     stillframe.save(STATE, tmp_path / "new.pt")
 
 
-def test_engines_bound_what_is_in_flight(tmp_path: Path) -> None:
+def test_engines_bound_what_is_in_flight(tmp_path):
     with slow("fdatasync", 0.2):
         with stillframe.Engine(max_in_flight=1, when_busy="raise") as engine:
             with held("fdatasync"):
@@ -506,7 +492,7 @@ def test_engines_bound_what_is_in_flight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_a_small_pool_is_enough(tmp_path: Path, blocks: int) -> None:
+def test_a_small_pool_is_enough(tmp_path, blocks):
     model, optimizer, step = trained()
     block = 64 << 10
     with stillframe.Engine(pool_bytes=blocks * block, block_bytes=block) as engine:
@@ -523,7 +509,7 @@ def test_a_small_pool_is_enough(tmp_path: Path, blocks: int) -> None:
         assert engine.stats()["committed_bytes"] <= blocks * block
 
 
-def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
+def test_an_engine_says_what_it_holds(tmp_path):
     with stillframe.Engine(pool_bytes=64 << 20, block_bytes=1 << 20) as engine:
         before = engine.stats()
         assert before["committed_bytes"] == 0 and before["pool_bytes"] == 64 << 20
@@ -538,9 +524,7 @@ def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
         assert engine.stats()["committed_bytes"] == 0
 
 
-def test_a_warm_up_says_how_far_it_is(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_up_says_how_far_it_is(caplog, monkeypatch):
     monkeypatch.setattr("stillframe._save.engine._WARM_UP_PIECE", 8 << 20)
     with (
         stillframe.Engine(pool_bytes=20 << 20, block_bytes=1 << 20) as engine,
@@ -571,14 +555,12 @@ def test_a_warm_up_says_how_far_it_is(
         ({"when_busy": "never"}, ValueError, "when_busy"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(
-    options: dict[str, object], kind: type[Exception], words: str
-) -> None:
+def test_options_that_make_no_sense_are_refused(options, kind, words):
     with pytest.raises(kind, match=words):
         stillframe.Engine(**options)
 
 
-def test_the_environment_sets_the_default_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_default_cap(monkeypatch):
     for text, nbytes in (
         ("33554432", 32 << 20),
         ("512MiB", 512 << 20),
@@ -598,7 +580,7 @@ def test_the_environment_sets_the_default_cap(monkeypatch: pytest.MonkeyPatch) -
         stillframe.Engine()
 
 
-def test_a_closed_engine_refuses_and_its_handles_still_answer(tmp_path: Path) -> None:
+def test_a_closed_engine_refuses_and_its_handles_still_answer(tmp_path):
     engine = stillframe.Engine(pool_bytes=32 << 20)
     with fault("rename"):
         failed = stillframe.async_save(STATE, tmp_path / "bad.pt", engine=engine)
@@ -613,13 +595,7 @@ def test_a_closed_engine_refuses_and_its_handles_still_answer(tmp_path: Path) ->
         engine.warm_up(1)
 
 
-def test_configure_comes_before_the_first_use() -> None:
-    stillframe.default_engine()
-    with pytest.raises(stillframe.StillframeError, match="comes too late"):
-        stillframe.configure(pool_bytes=64 << 20)
-
-
-def test_a_save_made_by_a_signal_handler_inside_another_call_works(tmp_path: Path) -> None:
+def test_a_save_made_by_a_signal_handler_inside_another_call_works(tmp_path):
     """R10: it takes a slot of its own and finishes while the interrupted call waits."""
     inner: list[stillframe.SaveReport] = []
 
@@ -642,9 +618,7 @@ def test_a_save_made_by_a_signal_handler_inside_another_call_works(tmp_path: Pat
     )
 
 
-def test_an_exception_from_a_signal_handler_ends_the_wait_and_gives_the_slot_back(
-    tmp_path: Path,
-) -> None:
+def test_an_exception_from_a_signal_handler_ends_the_wait_and_gives_the_slot_back(tmp_path):
     class Stop(Exception):
         pass
 
@@ -672,7 +646,7 @@ def test_an_exception_from_a_signal_handler_ends_the_wait_and_gives_the_slot_bac
     assert not (tmp_path / "a.pt").exists() and loads_as(tmp_path / "c.pt", STATE["w"])
 
 
-def test_many_threads_may_save_at_a_time(tmp_path: Path) -> None:
+def test_many_threads_may_save_at_a_time(tmp_path):
     errors: list[BaseException] = []
 
     def work(i: int) -> None:
@@ -692,7 +666,7 @@ def test_many_threads_may_save_at_a_time(tmp_path: Path) -> None:
     assert not errors
 
 
-def test_nothing_grows_over_many_saves(tmp_path: Path) -> None:
+def test_nothing_grows_over_many_saves(tmp_path):
     def figures() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
@@ -708,7 +682,7 @@ def test_nothing_grows_over_many_saves(tmp_path: Path) -> None:
         assert (figures(), engine.stats()["committed_bytes"]) == before
 
 
-def test_a_saved_tensor_is_let_go_of_once_it_is_copied(tmp_path: Path) -> None:
+def test_a_saved_tensor_is_let_go_of_once_it_is_copied(tmp_path):
     import weakref
 
     model, optimizer, step = trained()

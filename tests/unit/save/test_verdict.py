@@ -6,7 +6,6 @@ import gc
 import weakref
 from typing import Any
 
-import pytest
 from stillframe._save.verdict import Verdict
 from stillframe._watch import gate
 
@@ -35,14 +34,12 @@ def is_waited_for(pending: Pending) -> bool:
     return id(pending) in gate._pendings
 
 
-def test_versions_are_compared_once() -> None:
+def test_versions_are_compared_once():
     verdict = Verdict(Deferral(-1, 0))
     assert [verdict.judge(), verdict.judge()] == [-1, -1]
 
 
-def test_first_answer_counts_when_a_signal_handler_looks_in_the_middle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_first_answer_counts_when_a_signal_handler_looks_in_the_middle(monkeypatch):
     deferral = Deferral(-1, 0)
     verdict = Verdict(deferral)
     answer, inner = deferral.torn, []
@@ -57,7 +54,7 @@ def test_first_answer_counts_when_a_signal_handler_looks_in_the_middle(
     assert verdict.judge() == -1 and inner == [None, -1]
 
 
-def test_step_waits_from_the_launch_until_the_copy_is_over() -> None:
+def test_step_waits_from_the_launch_until_the_copy_is_over():
     pending, verdict = Pending(), Verdict(Deferral(-1))
     assert not is_waited_for(pending)
     verdict.launched(pending)
@@ -67,16 +64,14 @@ def test_step_waits_from_the_launch_until_the_copy_is_over() -> None:
     assert not is_waited_for(pending)
 
 
-def test_no_step_waits_for_a_copy_that_is_over_before_its_launch() -> None:
+def test_no_step_waits_for_a_copy_that_is_over_before_its_launch():
     pending, verdict = Pending(), Verdict(Deferral(-1))
     verdict.over(pending)
     verdict.launched(pending)
     assert not is_waited_for(pending)
 
 
-def test_no_step_waits_for_a_copy_that_is_over_while_it_is_launched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_step_waits_for_a_copy_that_is_over_while_it_is_launched(monkeypatch):
     pending, verdict, track = Pending(), Verdict(Deferral(-1)), gate.track
 
     def late(*given: Any) -> None:
@@ -88,7 +83,7 @@ def test_no_step_waits_for_a_copy_that_is_over_while_it_is_launched(
     assert not is_waited_for(pending)
 
 
-def test_storage_without_names_is_called_by_its_number_and_its_owner_is_distrusted() -> None:
+def test_storage_without_names_is_called_by_its_number_and_its_owner_is_distrusted():
     deferral = Deferral()
     verdict = Verdict(deferral)
     assert verdict.blame(3, []) == "storage 3"
@@ -96,7 +91,7 @@ def test_storage_without_names_is_called_by_its_number_and_its_owner_is_distrust
     assert deferral.distrusted == [3, 4]
 
 
-def test_ended_verdict_keeps_nothing() -> None:
+def test_ended_verdict_keeps_nothing():
     deferral = Deferral(-1)
     gone, verdict = weakref.ref(deferral), Verdict(deferral)
     verdict.end(Pending())

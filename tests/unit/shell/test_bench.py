@@ -57,7 +57,7 @@ def run(*arguments: object) -> int:
     return command(["bench", *map(str, arguments)])
 
 
-def test_json_has_every_figure_the_shares_and_advice(disk_path: Path, capsys):
+def test_json_has_every_figure_the_shares_and_advice(disk_path, capsys):
     assert run(disk_path, "--size", "2MiB", "--json") == 0
     output = capsys.readouterr()
     found = json.loads(output.out)
@@ -80,7 +80,7 @@ def test_json_has_every_figure_the_shares_and_advice(disk_path: Path, capsys):
     assert found["advice"]
 
 
-def test_the_table_ends_with_the_advice(disk_path: Path, capsys):
+def test_the_table_ends_with_the_advice(disk_path, capsys):
     assert run(disk_path, "--size", "1MiB") == 0
     out = capsys.readouterr().out
     for row in ("raw memcpy", "raw write + sync", "durable after", "raw read", "load"):
@@ -168,7 +168,7 @@ def test_a_disk_without_direct_writes_is_measured_through_the_page_cache(
     assert json.loads(capsys.readouterr().out)["raw_direct"] is False
 
 
-def test_a_missing_directory_or_a_file_is_refused(tmp_path: Path, capsys):
+def test_a_missing_directory_or_a_file_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run(tmp_path / "missing") == 2
     assert "there is no such directory" in capsys.readouterr().err
@@ -176,7 +176,7 @@ def test_a_missing_directory_or_a_file_is_refused(tmp_path: Path, capsys):
     assert "is a file" in capsys.readouterr().err
 
 
-def test_a_directory_that_may_not_be_written_to_is_refused(tmp_path: Path, capsys):
+def test_a_directory_that_may_not_be_written_to_is_refused(tmp_path, capsys):
     tmp_path.chmod(0o555)
     try:
         with unprivileged():
@@ -187,7 +187,7 @@ def test_a_directory_that_may_not_be_written_to_is_refused(tmp_path: Path, capsy
 
 
 def test_too_little_room_or_memory_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys
 ):
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
@@ -203,7 +203,7 @@ def test_too_little_room_or_memory_is_said_before_anything_is_written(
     assert "too little memory" in capsys.readouterr().err
 
 
-def test_a_failing_disk_is_an_error_and_leaves_nothing(disk_path: Path, capsys):
+def test_a_failing_disk_is_an_error_and_leaves_nothing(disk_path, capsys):
     with fault("fdatasync", sticky=True):
         assert run(disk_path, "--size", "1MiB") == 2
     assert "Input/output error" in capsys.readouterr().err
@@ -211,7 +211,7 @@ def test_a_failing_disk_is_an_error_and_leaves_nothing(disk_path: Path, capsys):
 
 
 @pytest.mark.parametrize("where", ["copy_seconds", "write_seconds", "read_seconds", "forget"])
-def test_ctrl_c_leaves_nothing(disk_path: Path, monkeypatch, where):
+def test_ctrl_c_leaves_nothing(disk_path, monkeypatch, where):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -220,7 +220,7 @@ def test_ctrl_c_leaves_nothing(disk_path: Path, monkeypatch, where):
     assert list(disk_path.iterdir()) == []
 
 
-def test_ctrl_c_in_a_save_cancels_it(disk_path: Path, monkeypatch):
+def test_ctrl_c_in_a_save_cancels_it(disk_path, monkeypatch):
     seen = []
 
     def interrupt(handle: stillframe.SaveHandle) -> None:
@@ -235,7 +235,7 @@ def test_ctrl_c_in_a_save_cancels_it(disk_path: Path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_real_signal_leaves_nothing(disk_path: Path, number):
+def test_a_real_signal_leaves_nothing(disk_path, number):
     code = """
 import sys
 from _stillframe_command import main
@@ -273,7 +273,7 @@ def test_the_chosen_size_is_that_of_a_second_within_memory_and_room(tmp_path, mo
 
 
 @pytest.mark.parametrize("direct", [False, None])
-def test_a_short_source_is_repeated_to_the_length_asked_for(disk_path: Path, direct: bool | None):
+def test_a_short_source_is_repeated_to_the_length_asked_for(disk_path, direct):
     source = bench_raw.make_buffer(3 * bench_raw.PAGE_BYTES)
     path = disk_path / "raw"
     seconds, _ = bench_raw.write_seconds(
@@ -285,7 +285,7 @@ def test_a_short_source_is_repeated_to_the_length_asked_for(disk_path: Path, dir
 
 
 @pytest.mark.parametrize("nr_threads", [1, 2, 3])
-def test_a_copy_in_parts_is_whole(nr_threads: int):
+def test_a_copy_in_parts_is_whole(nr_threads):
     source, target = (bench_raw.make_buffer(5 * bench_raw.PAGE_BYTES) for _ in range(2))
     assert bench_raw.copy_seconds(source, target, nr_threads) > 0
     assert bytes(target) == bytes(source)

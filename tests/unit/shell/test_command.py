@@ -15,7 +15,9 @@ import stillframe
 import torch
 import torch.distributed.checkpoint
 from _stillframe_command import INTERRUPTED, NO_READER, UNUSABLE, main
-from stillframe._shell import cli, info
+from fix_processes import run_python
+from stillframe._base import bar
+from stillframe._shell import info, verify
 
 COMMANDS = ["verify", "inspect", "bench", "info", "completion"]
 
@@ -31,7 +33,7 @@ COMMANDS = ["verify", "inspect", "bench", "info", "completion"]
     ],
     ids=" ".join,
 )
-def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
+def test_what_needs_no_torch_imports_none(arguments):
     code = f"""if True:
         import sys
         from _stillframe_command import main
@@ -46,7 +48,7 @@ def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "arguments", ["verify x.pt dcp", "inspect x.pt", "inspect --tree x.pt", "inspect --json old.pt"]
 )
-def test_files_are_looked_at_without_torch(arguments: str, tmp_path: Path) -> None:
+def test_files_are_looked_at_without_torch(arguments, tmp_path):
     state = {"w": torch.ones(3, dtype=torch.bfloat16), "p": torch.nn.Parameter(torch.ones(2))}
     stillframe.save(state, tmp_path / "x.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -60,14 +62,12 @@ def test_files_are_looked_at_without_torch(arguments: str, tmp_path: Path) -> No
         assert "stillframe._shell.cli" in sys.modules
         assert not {{"torch", "numpy"}} & set(sys.modules), sorted(sys.modules)
         sys.exit(status)"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", code, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "bfloat16" in done.stdout or arguments.startswith("verify")
 
 
-def test_a_module_without_front_brings_no_torch_and_leaves_the_package_to_be_imported() -> None:
+def test_a_module_without_front_brings_no_torch_and_leaves_the_package_to_be_imported():
     code = """if True:
         import sys
         from _stillframe_command import module_without_front
@@ -80,21 +80,21 @@ def test_a_module_without_front_brings_no_torch_and_leaves_the_package_to_be_imp
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_no_module_is_loaded_by_its_path() -> None:
+def test_no_module_is_loaded_by_its_path():
     root = Path(__file__).parents[3]
     for path in [*root.glob("python/**/*.py"), *root.glob("benchmarks/*.py")]:
         text = path.read_text()
         assert "spec_from_file_location" not in text and "runpy" not in text, path
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_the_packages(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"stillframe {stillframe.__version__}\n"
 
 
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as end:
         main(["demo"])
     assert end.value.code == 2
@@ -118,7 +118,7 @@ _stillframe; printf '%s\\n' "${{COMPREPLY[@]}}" """
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_and_options(capsys):
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert completed(["stillframe", ""], script) == [*COMMANDS, "--help", "--version"]
@@ -130,7 +130,7 @@ def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
-def test_zsh_takes_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_takes_its_script(capsys):
     assert main(["completion", "zsh"]) == 0
     code = "autoload -Uz compinit; compinit -u -D\n" + capsys.readouterr().out
     code += "\n(( $+functions[_stillframe] )) && print ${_comps[stillframe]}"
@@ -138,7 +138,7 @@ def test_zsh_takes_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.stdout == "_stillframe\n"
 
 
-def test_zsh_is_told_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_is_told_every_command(capsys):
     assert main(["completion", "zsh"]) == 0
     script = capsys.readouterr().out
     for command in COMMANDS:
@@ -150,34 +150,34 @@ def test_zsh_is_told_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
-def test_lines_fit_and_no_part_of_a_path_is_broken(width: int) -> None:
+def test_lines_fit_and_no_part_of_a_path_is_broken(width):
     parts = ["/data", "experiments", "run-2026-11-22", "checkpoints", "step=100.ckpt"]
     text = "/".join(parts) + ": damaged: 2 records (1.2 GB, 30 records)"
-    lines = cli.folded(text, width)
+    lines = bar.folded(text, width)
     assert max(map(len, lines)) <= width
     assert "".join(line.strip() for line in lines).replace(" ", "") == text.replace(" ", "")
     for part in parts:
         assert any(part in line for line in lines), part
-    assert cli.folded("short: ok", width) == ["short: ok"]
+    assert bar.folded("short: ok", width) == ["short: ok"]
 
 
-def test_a_part_wider_than_the_terminal_is_left_whole() -> None:
-    assert cli.folded("a/" + "b" * 50 + ": ok", 20) == ["a/", "    " + "b" * 50 + ":", "    ok"]
+def test_a_part_wider_than_the_terminal_is_left_whole():
+    assert bar.folded("a/" + "b" * 50 + ": ok", 20) == ["a/", "    " + "b" * 50 + ":", "    ok"]
 
 
 def test_each_file_has_its_line_when_it_is_done_and_a_total_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     for name in ("a.pt", "b.pt"):
         stillframe.save([1, 2], tmp_path / name)
     seen: list[str] = []
-    check = cli.verify_file
+    check = verify.verify_file
 
-    def checked(path: str, *rest: object) -> cli.Finding:
+    def checked(path: str, *rest: object) -> verify.Finding:
         seen.append(capsys.readouterr().out)
         return check(path)
 
-    monkeypatch.setattr(cli, "verify_file", checked)
+    monkeypatch.setattr(verify, "verify_file", checked)
     assert main(["verify", str(tmp_path), str(tmp_path / "c.pt")]) == 2
     assert seen[0] == ""
     assert seen[1].startswith(f"{tmp_path / 'a.pt'}: ok (")
@@ -186,15 +186,11 @@ def test_each_file_has_its_line_when_it_is_done_and_a_total_comes_last(
     assert last[1].startswith("3 paths, ") and last[1].endswith(": 2 ok, 1 not checked")
 
 
-def test_an_ascii_terminal_gets_a_question_mark_and_no_traceback(tmp_path: Path) -> None:
+def test_an_ascii_terminal_gets_a_question_mark_and_no_traceback(tmp_path):
     path = tmp_path / "größe.pt"
     stillframe.save([1], path)
-    done = subprocess.run(
-        [sys.executable, "-m", "stillframe", "verify", path],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        check=False,
+    done = run_python(
+        "-m", "stillframe", "verify", path, env={**os.environ, "PYTHONIOENCODING": "ascii"}
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "gr??e.pt: ok" in done.stdout
@@ -208,7 +204,7 @@ def arguments(request, tmp_path, monkeypatch) -> list[str]:
     return words.split()
 
 
-def test_a_reader_that_has_gone_is_no_damage(arguments, monkeypatch, capsys) -> None:
+def test_a_reader_that_has_gone_is_no_damage(arguments, monkeypatch, capsys):
     end, begin = os.pipe()
     os.close(end)
     with open(begin, "w") as stdout:
@@ -217,9 +213,7 @@ def test_a_reader_that_has_gone_is_no_damage(arguments, monkeypatch, capsys) -> 
     assert capsys.readouterr().err == ""
 
 
-def test_output_that_cannot_be_written_is_an_error_in_a_line(
-    arguments, monkeypatch, capsys
-) -> None:
+def test_output_that_cannot_be_written_is_an_error_in_a_line(arguments, monkeypatch, capsys):
     with open("/dev/full", "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert main(arguments) == UNUSABLE
@@ -227,13 +221,13 @@ def test_output_that_cannot_be_written_is_an_error_in_a_line(
     assert capsys.readouterr().err == told
 
 
-def test_without_a_standard_output_the_status_is_the_same(arguments, monkeypatch) -> None:
+def test_without_a_standard_output_the_status_is_the_same(arguments, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(arguments) == 0
     sys.stdout.close()
 
 
-def test_ctrl_c_while_torch_is_imported_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_torch_is_imported_ends_quietly(monkeypatch):
     class Interrupts:
         def find_spec(self, name: str, *_: object) -> None:
             if name == "stillframe._shell.cli":
@@ -248,7 +242,7 @@ def test_ctrl_c_while_torch_is_imported_ends_quietly(monkeypatch: pytest.MonkeyP
 # ---- info ----------------------------------------------------------------------------------------
 
 
-def test_info_says_what_a_report_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_says_what_a_report_needs(tmp_path, capsys):
     assert main(["info", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     for name in ("stillframe", "torch", "python", "lightning", "machine", "pool", "driver"):
@@ -258,7 +252,7 @@ def test_info_says_what_a_report_needs(tmp_path: Path, capsys: pytest.CaptureFix
     assert list(tmp_path.iterdir()) == []
 
 
-def test_info_as_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_as_json_has_the_same(tmp_path, capsys):
     assert main(["info", "--json", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["stillframe"] == stillframe.__version__
@@ -266,16 +260,14 @@ def test_info_as_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["disk"]["error"] is None and isinstance(found["disk"]["fallbacks"], list)
 
 
-def test_info_of_a_directory_that_cannot_be_written_to_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_of_a_directory_that_cannot_be_written_to_says_why(tmp_path, capsys):
     assert main(["info", str(tmp_path / "missing")]) == 2
     told = capsys.readouterr().out
     assert "a save there fails: FileNotFoundError" in told
     assert "torch: " in told
 
 
-def test_info_shows_what_a_save_had_to_do_without() -> None:
+def test_info_shows_what_a_save_had_to_do_without():
     found = info.collect(".")
     found["disk"]["fallbacks"] = ["Written through the page cache: no O_DIRECT."]
     assert "fallback: Written through the page cache: no O_DIRECT." in info.lines(found)

@@ -163,6 +163,7 @@ def archive_of(pickled, path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data.pkl", pickled)
         archive.writestr("x/version", b"3\n")
+        archive.writestr("x/data/0", bytes(16))
     return path
 
 
@@ -193,7 +194,8 @@ DEEP = {
     "tuples in a call": (b"\x80\x02cos\nf\n" + nested(b"", 20_000, TUPLES)[2:-1] + b"R.", 0),
     "tuples as a key": (b"\x80\x02}" + nested(b"", 5_000, TUPLES)[2:-1] + b"Ns.", 1),
     "a long number as a key": (b"\x80\x02}" + NUMBER + b"Ns.", 1),
-    "a storage of no memory": (b"\x80\x02" + STORAGE % (b"\x8a\xff" + b"\x7f" * 255) + b".", 0),
+    "a storage of no memory": (b"\x80\x02" + STORAGE % (b"\x8a\xff" + b"\x7f" * 255) + b".", 1),
+    "a length of 12,000 digits": (b"\x80\x02" + STORAGE % NUMBER + b".", 1),
 }
 
 

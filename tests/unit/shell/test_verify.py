@@ -33,10 +33,11 @@ from fix_checkpoints import (
     unprivileged,
     without_crc,
 )
+from fix_processes import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from stillframe import _core, testing
-from stillframe._shell import cli
+from stillframe._shell import verify as checks
 
 DAMAGES = ["truncated", "empty", "zeros", "flipped"]
 
@@ -126,7 +127,7 @@ def test_a_file_that_may_not_be_read_is_status_2(tmp_path):
     by_path(small_state(), tmp_path / "x.ckpt")
     os.chmod(tmp_path / "x.ckpt", 0)
     with unprivileged():
-        found = cli.verify_file(str(tmp_path / "x.ckpt"))
+        found = checks.verify_file(str(tmp_path / "x.ckpt"))
     assert found.status == 2
     assert "permission" in found.error
 
@@ -140,7 +141,7 @@ def test_a_directory_that_may_not_be_listed_is_status_2(tmp_path, capsys):
     for parent in (tmp_path / "a", tmp_path, *list(tmp_path.parents)[:2]):
         os.chmod(parent, 0o755)
     with unprivileged():
-        found = list(cli.checkpoints_in(str(tmp_path / "a"), failures))
+        found = list(checks.checkpoints_in(str(tmp_path / "a"), failures))
     os.chmod(closed, 0o755)
     assert found == [str(tmp_path / "a" / "x.ckpt")]
     assert [error.filename for error in failures] == [str(closed)]
@@ -460,7 +461,7 @@ def test_long_work_is_shown_on_a_terminal_and_nowhere_else(tmp_path, capsys, mon
     assert verify(tmp_path) == 0
     assert "[b]x.ckpt" in terminal.text
     assert "GB" in terminal.text
-    monkeypatch.setattr(cli, "_LONG_NBYTES", 2 << 30)
+    monkeypatch.setattr(checks, "_LONG_NBYTES", 2 << 30)
     terminal.text = ""
     assert verify(tmp_path) == 0
     assert terminal.text == ""
@@ -472,7 +473,7 @@ def test_ctrl_c_ends_quietly(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     by_path(small_state(), tmp_path / "x.ckpt")
-    monkeypatch.setattr(cli._core, "check", interrupted)
+    monkeypatch.setattr(checks._core, "check", interrupted)
     assert verify(tmp_path / "x.ckpt") == 130
     assert capsys.readouterr().err == ""
 
@@ -481,14 +482,7 @@ def test_ctrl_c_ends_quietly(tmp_path, monkeypatch, capsys):
 
 
 def program(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "stillframe", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
-    )
+    return run_python("-m", "stillframe", *arguments, **options)
 
 
 def test_python_m_stillframe_runs_it(tmp_path):
@@ -536,7 +530,7 @@ def test_checks_run_beside_each_other(tmp_path):
     by_stillframe({"x": torch.ones(1 << 20)}, tmp_path / "x.ckpt")
     found = []
     threads = [
-        threading.Thread(target=lambda: found.append(cli.verify_file(str(tmp_path / "x.ckpt"))))
+        threading.Thread(target=lambda: found.append(checks.verify_file(str(tmp_path / "x.ckpt"))))
         for _ in range(8)
     ]
     for thread in threads:

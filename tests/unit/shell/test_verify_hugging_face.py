@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,9 +59,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_whole_directory_is_ok_and_names_what_has_no_checksum(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whole_directory_is_ok_and_names_what_has_no_checksum(checkpoint, capsys):
     assert command(["verify", str(checkpoint)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "model.safetensors: ok" in lines[0] and "2 records without a checksum" in lines[0]
@@ -70,9 +67,7 @@ def test_whole_directory_is_ok_and_names_what_has_no_checksum(
 
 
 @pytest.mark.parametrize("damage", [cut, cut_in_header, emptied, longer, spoilt_header, gap])
-def test_damaged_safetensors_file_makes_the_directory_damaged(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
-) -> None:
+def test_damaged_safetensors_file_makes_the_directory_damaged(checkpoint, capsys, damage):
     damage(checkpoint / "model.safetensors")
     assert command(["verify", "--json", str(checkpoint)]) == 1
     bad = [each for each in json.loads(capsys.readouterr().out) if not each["ok"]]
@@ -80,9 +75,7 @@ def test_damaged_safetensors_file_makes_the_directory_damaged(
     assert bad[0]["error"]
 
 
-def test_shard_that_the_index_names_must_be_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shard_that_the_index_names_must_be_there(tmp_path, capsys):
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = {"weight_map": {"w0": names[0], "w1": names[1]}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -94,31 +87,24 @@ def test_shard_that_the_index_names_must_be_there(
     assert f"missing beside it: {names[1]}" in capsys.readouterr().out
 
 
-def test_empty_weights_of_an_older_library_are_damaged(tmp_path: Path) -> None:
+def test_empty_weights_of_an_older_library_are_damaged(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     assert command(["verify", str(tmp_path)]) == 1
 
 
-def test_bin_file_of_another_program_is_passed_over(tmp_path: Path) -> None:
+def test_bin_file_of_another_program_is_passed_over(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"\1\2\3")
     torch.save({"step": 1}, tmp_path / "ckpt.pt")
     assert command(["verify", str(tmp_path)]) == 0
 
 
-def test_single_safetensors_file_is_named_as_no_pytorch_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_single_safetensors_file_is_named_as_no_pytorch_checkpoint(tmp_path, capsys):
     assert command(["verify", str(safetensors(tmp_path / "model.safetensors"))]) == 2
     assert "safetensors" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["info", "bench"])
-def test_mistyped_pool_size_is_said_in_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
+def test_mistyped_pool_size_is_said_in_one_line(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setenv("STILLFRAME_POOL_BYTES", "12xyz")
     assert command([name, str(tmp_path)]) == 2
     told = capsys.readouterr()

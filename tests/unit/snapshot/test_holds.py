@@ -10,7 +10,6 @@ from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import stillframe
 import torch
 from fix_snapshots import MIB
@@ -26,7 +25,7 @@ def only_loan_of(taken: stillframe.Snapshot[Any]) -> lent.Loan:
     return loan
 
 
-def test_what_is_borrowed_is_not_withdrawn_with_the_end_of_the_last_reader() -> None:
+def test_what_is_borrowed_is_not_withdrawn_with_the_end_of_the_last_reader():
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB, shared_memory=True) as engine:
         taken = stillframe.snapshot({"w": torch.ones(9)}, shared="spawn", engine=engine)
         reader: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -40,7 +39,7 @@ def test_what_is_borrowed_is_not_withdrawn_with_the_end_of_the_last_reader() -> 
         assert borrowed["w"].eq(1).all()
 
 
-def test_a_forked_process_has_no_end_of_a_channel_that_would_hide_the_lenders() -> None:
+def test_a_forked_process_has_no_end_of_a_channel_that_would_hide_the_lenders():
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB, shared_memory=True) as engine:
         taken = stillframe.snapshot({"w": torch.ones(9)}, shared="spawn", engine=engine)
         data = ForkingPickler.dumps(taken.tree)
@@ -54,9 +53,7 @@ def test_a_forked_process_has_no_end_of_a_channel_that_would_hide_the_lenders() 
         assert pickle.loads(data)["w"].eq(1).all()
 
 
-def test_memory_goes_back_though_the_wait_for_its_holder_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_memory_goes_back_though_the_wait_for_its_holder_fails(caplog):
     def fails() -> None:
         raise OSError("no such process")
 
@@ -109,10 +106,10 @@ class Channel:
 
 def loan_over(channel: Channel) -> tuple[lent.Loan, list[str]]:
     lender: Any = SimpleNamespace(core=Memory(), patience_s=0.5, descriptor=-1)
-    return lent.Loan(lender, channel), lender.core.calls  # type: ignore[arg-type]
+    return lent.Loan(lender, channel), lender.core.calls
 
 
-def test_memory_that_is_lent_for_too_long_is_somebodys_and_never_nobodys() -> None:
+def test_memory_that_is_lent_for_too_long_is_somebodys_and_never_nobodys():
     """Others wait for a hold, which ends by itself, and not for a view."""
     channel = Channel(TimeoutError(), b"")
     loan, calls = loan_over(channel)
@@ -124,7 +121,7 @@ def test_memory_that_is_lent_for_too_long_is_somebodys_and_never_nobodys() -> No
     assert calls[4:] == ["unview"] and channel.closed and loan not in lent._loans
 
 
-def test_a_borrower_that_is_killed_gives_back_what_it_had() -> None:
+def test_a_borrower_that_is_killed_gives_back_what_it_had():
     loan, calls = loan_over(Channel(ConnectionResetError()))
     lent._loans.append(loan)
     loan.serve()
@@ -132,14 +129,14 @@ def test_a_borrower_that_is_killed_gives_back_what_it_had() -> None:
     assert calls == ["hold", "unhold"]
 
 
-def test_what_was_recalled_is_lent_to_nobody() -> None:
+def test_what_was_recalled_is_lent_to_nobody():
     loan, _ = loan_over(Channel(b"\0"))
     loan.recall()  # though there is nobody left to tell
     loan.serve()
     assert not loan._asked
 
 
-def test_a_forked_child_has_no_loans_and_may_lend_its_own() -> None:
+def test_a_forked_child_has_no_loans_and_may_lend_its_own():
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB, shared_memory=True) as engine:
         taken = stillframe.snapshot({"w": torch.ones(9)}, shared="spawn", engine=engine)
         data = ForkingPickler.dumps(taken.tree)

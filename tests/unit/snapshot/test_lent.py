@@ -91,9 +91,7 @@ def settled_descriptors() -> int:
 # ---- what arrives ----
 
 
-def test_tensors_arrive_as_they_are_and_none_is_copied(
-    engine: stillframe.Engine, torchs_memory: list[int]
-) -> None:
+def test_tensors_arrive_as_they_are_and_none_is_copied(engine, torchs_memory):
     weight = torch.randn(40, 30)
     number = torch.randn(7, dtype=torch.complex64)
     parameter = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64).conj(), False)
@@ -132,9 +130,7 @@ def test_tensors_arrive_as_they_are_and_none_is_copied(
     assert torch.equal(taken.tree["weight"], weight)
 
 
-def test_a_pickle_takes_one_descriptor_however_many_tensors_it_has(
-    engine: stillframe.Engine,
-) -> None:
+def test_a_pickle_takes_one_descriptor_however_many_tensors_it_has(engine):
     taken = take(engine, [torch.full((10,), float(value)) for value in range(300)])
     pickle.loads(dumps(taken.tree))  # starts multiprocessing's own thread
     assert all_loans_are_over()
@@ -147,7 +143,7 @@ def test_a_pickle_takes_one_descriptor_however_many_tensors_it_has(
     assert all(tensor.eq(value).all() for value, tensor in enumerate(new))
 
 
-def test_memory_goes_back_when_it_is_let_go_here_and_there(engine: stillframe.Engine) -> None:
+def test_memory_goes_back_when_it_is_let_go_here_and_there(engine):
     taken = take(engine, state(1))
     borrowed = [pickle.loads(dumps(taken.tree)) for _ in range(2)]
     borrowed[1] = borrowed[1]["x"][5:]
@@ -160,9 +156,7 @@ def test_memory_goes_back_when_it_is_let_go_here_and_there(engine: stillframe.En
     assert comes_to(engine, 0)
 
 
-def test_others_memory_between_two_parts_of_a_snapshot_is_not_lent_with_it(
-    engine: stillframe.Engine,
-) -> None:
+def test_others_memory_between_two_parts_of_a_snapshot_is_not_lent_with_it(engine):
     small = [take(engine, [torch.full((MIB // 4,), float(value))]) for value in range(4)]
     small[0].release()
     small[2].release()
@@ -176,9 +170,7 @@ def test_others_memory_between_two_parts_of_a_snapshot_is_not_lent_with_it(
     assert seen(new[0]) == [7] * 4 and float(new[1][0][-1]) == 1
 
 
-def test_what_is_not_lent_goes_torchs_way(
-    engine: stillframe.Engine, torchs_memory: list[int]
-) -> None:
+def test_what_is_not_lent_goes_torchs_way(engine, torchs_memory):
     take(engine, state(1))
     private = stillframe.snapshot({"w": torch.ones(5)}, engine=engine)
     new = pickle.loads(dumps([private.tree, torch.ones(3), torch.zeros(0)]))
@@ -186,7 +178,7 @@ def test_what_is_not_lent_goes_torchs_way(
     assert new[0]["w"].eq(1).all() and new[1].eq(1).all() and new[2].shape == (0,)
 
 
-def test_what_has_bits_wants_its_gradient_where_it_did(engine: stillframe.Engine) -> None:
+def test_what_has_bits_wants_its_gradient_where_it_did(engine):
     turned = torch.ones(3, dtype=torch.complex64).conj()
     taken = take(engine, [turned.detach().requires_grad_(), turned])
     new = pickle.loads(dumps(taken.tree))
@@ -194,7 +186,7 @@ def test_what_has_bits_wants_its_gradient_where_it_did(engine: stillframe.Engine
     assert [each.requires_grad for each in new] == [True, False]
 
 
-def test_bits_of_what_is_not_lent_are_torchs_business(engine: stillframe.Engine) -> None:
+def test_bits_of_what_is_not_lent_are_torchs_business(engine):
     taken = take(engine, [torch.ones(3, dtype=torch.complex64).conj()])
     (lent_one,) = taken.tree
     assert lent._reduce_tensor(lent_one)[0] is lent._with_bits
@@ -202,7 +194,7 @@ def test_bits_of_what_is_not_lent_are_torchs_business(engine: stillframe.Engine)
     assert lent._reduce_tensor(others)[0] is not lent._with_bits
 
 
-def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine: stillframe.Engine) -> None:
+def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine):
     taken = take(engine, state(3))
     new = pickle.loads(pickle.dumps(taken.tree))
     taken.release()
@@ -216,9 +208,7 @@ def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine: stillfra
 # ---- what never arrives ----
 
 
-def test_what_nobody_has_taken_goes_back_with_the_end_of_its_reader(
-    engine: stillframe.Engine,
-) -> None:
+def test_what_nobody_has_taken_goes_back_with_the_end_of_its_reader(engine):
     taken = take(engine, state(1))
     readers = [concurrent.futures.Future[None]() for _ in range(2)]
     lost, arrived = dumps(taken.tree), dumps(taken.tree)
@@ -237,7 +227,7 @@ def test_what_nobody_has_taken_goes_back_with_the_end_of_its_reader(
     assert comes_to(engine, 0)
 
 
-def test_what_could_not_be_pickled_whole_goes_back_too(engine: stillframe.Engine) -> None:
+def test_what_could_not_be_pickled_whole_goes_back_too(engine):
     taken = take(engine, {**state(1), "z": threading.Lock()})
     with pytest.raises(TypeError, match="lock"):
         dumps(taken.tree)
@@ -249,9 +239,7 @@ def test_what_could_not_be_pickled_whole_goes_back_too(engine: stillframe.Engine
     assert comes_to(engine, 0)
 
 
-def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(
-    engine: stillframe.Engine,
-) -> None:
+def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(engine):
     first, second = take(engine, state(1)), take(engine, state(2))
     new = [pickle.loads(dumps(first.tree))]
     first.release()
@@ -279,9 +267,7 @@ def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(
     assert comes_to(engine, 0)
 
 
-def test_a_process_that_is_forked_before_the_memory_arrives_keeps_none_of_it(
-    engine: stillframe.Engine,
-) -> None:
+def test_a_process_that_is_forked_before_the_memory_arrives_keeps_none_of_it(engine):
     taken = take(engine, state(1))
     data = dumps(taken.tree)
     reading, writing = os.pipe()
@@ -304,7 +290,7 @@ def test_a_process_that_is_forked_before_the_memory_arrives_keeps_none_of_it(
 # ---- what is refused ----
 
 
-def test_each_kind_of_memory_says_which_engine_it_needs(engine: stillframe.Engine) -> None:
+def test_each_kind_of_memory_says_which_engine_it_needs(engine):
     with (
         stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB) as private,
         pytest.raises(ValueError, match=r"Engine\(shared_memory=True\)"),
@@ -313,13 +299,13 @@ def test_each_kind_of_memory_says_which_engine_it_needs(engine: stillframe.Engin
     with pytest.raises(ValueError, match="forked"):
         stillframe.snapshot(state(1), shared=True, engine=engine)
     with pytest.raises(ValueError, match="'spawn'"):
-        stillframe.snapshot(state(1), shared="fork", engine=engine)  # type: ignore[arg-type]
+        stillframe.snapshot(state(1), shared="fork", engine=engine)
     with pytest.raises(TypeError, match="shared_memory"):
-        stillframe.Engine(shared_memory=1)  # type: ignore[arg-type]
+        stillframe.Engine(shared_memory=1)
     assert leased(engine) == 0
 
 
-def test_a_system_without_such_memory_is_named() -> None:
+def test_a_system_without_such_memory_is_named():
     for number, text in ((errno.ENOSYS, "memfd_create"), (errno.EMFILE, "one descriptor")):
         with (
             fault("memfd", nth=1, err=number),
@@ -341,9 +327,7 @@ def test_a_system_without_such_memory_is_named() -> None:
 # ---- other processes ----
 
 
-def test_a_spawned_process_reads_what_it_was_given_while_training_goes_on(
-    engine: stillframe.Engine, torchs_memory: list[int]
-) -> None:
+def test_a_spawned_process_reads_what_it_was_given_while_training_goes_on(engine, torchs_memory):
     context = multiprocessing.get_context("spawn")
     (link, theirs), (grandchild, its) = context.Pipe(), context.Pipe()
     trained = state(1)

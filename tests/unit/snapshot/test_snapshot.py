@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
@@ -13,7 +12,7 @@ import pytest
 import stillframe
 import torch
 from fix_snapshots import engine, flat, identity, state_of, step, trained
-from stillframe._snapshot.ordinary import ordinary_copy
+from stillframe._snapshot.copy import ordinary_copy
 from stillframe._tree import walk
 
 __all__ = ["engine"]  # a fixture
@@ -101,9 +100,7 @@ class Marked(torch.Tensor):
         pytest.param(lambda: torch.randn(3).as_subclass(Marked), id="subclass"),
     ],
 )
-def test_a_tensor_of_any_kind_has_a_twin_in_the_snapshot(
-    tensor: Callable[[], torch.Tensor], engine: stillframe.Engine
-) -> None:
+def test_a_tensor_of_any_kind_has_a_twin_in_the_snapshot(tensor, engine):
     source = tensor()
     twin = stillframe.snapshot([source], engine=engine).tree[0]
     assert type(twin) is type(source)
@@ -131,7 +128,7 @@ def test_a_tensor_of_any_kind_has_a_twin_in_the_snapshot(
     assert torch.equal(source, twin)
 
 
-def test_a_nested_tensor_has_a_twin(engine: stillframe.Engine) -> None:
+def test_a_nested_tensor_has_a_twin(engine):
     parts = [torch.randn(2, 3), torch.randn(4, 3)]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
     twin = stillframe.snapshot([jagged], engine=engine).tree[0]
@@ -140,7 +137,7 @@ def test_a_nested_tensor_has_a_twin(engine: stillframe.Engine) -> None:
     assert all(map(torch.equal, twin.unbind(), before))
 
 
-def test_what_belongs_to_one_storage_does_so_in_the_snapshot(engine: stillframe.Engine) -> None:
+def test_what_belongs_to_one_storage_does_so_in_the_snapshot(engine):
     base = torch.randn(8, 8)
     tied = torch.nn.Parameter(torch.randn(4))
     tree = {
@@ -167,7 +164,7 @@ def test_what_belongs_to_one_storage_does_so_in_the_snapshot(engine: stillframe.
     assert base[2, 0] != 7.0
 
 
-def test_containers_keep_their_types_and_what_hangs_on_them(engine: stillframe.Engine) -> None:
+def test_containers_keep_their_types_and_what_hangs_on_them(engine):
     module = torch.nn.BatchNorm1d(3)
     tensor = torch.randn(3)
     counter = collections.Counter(a=2)
@@ -207,9 +204,7 @@ def test_containers_keep_their_types_and_what_hangs_on_them(engine: stillframe.E
     assert (new["array"][0], new["set"], new["counter"]["a"]) == (0, {1, 2}, 2)
 
 
-def test_other_objects_are_left_whole(
-    engine: stillframe.Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_objects_are_left_whole(engine, caplog):
     extra = Extra(1, torch.ones(2))
     module = torch.nn.Linear(1, 1)
     new = stillframe.snapshot({"extra": extra, "module": module}, engine=engine).tree
@@ -219,14 +214,14 @@ def test_other_objects_are_left_whole(
     assert "Linear" in caplog.text
 
 
-def test_lists_and_dicts_keep_their_order(engine: stillframe.Engine) -> None:
+def test_lists_and_dicts_keep_their_order(engine):
     tree = [3, "two", [torch.ones(1), 2.5], {"b": [], "a": (1, [None, 0])}]
     with stillframe.snapshot(tree, engine=engine) as snap:
-        assert snap.tree == tree and list(snap.tree[3]) == ["b", "a"]  # type: ignore[arg-type]
-        assert snap.tree[2] is not tree[2] and snap.tree[3]["b"] is not tree[3]["b"]  # type: ignore[index,call-overload]
+        assert snap.tree == tree and list(snap.tree[3]) == ["b", "a"]
+        assert snap.tree[2] is not tree[2] and snap.tree[3]["b"] is not tree[3]["b"]
 
 
-def test_a_tree_may_contain_itself(engine: stillframe.Engine) -> None:
+def test_a_tree_may_contain_itself(engine):
     tree: dict[str, Any] = {"tensor": torch.ones(2)}
     tree["list"] = [tree]
     new = stillframe.snapshot(tree, engine=engine).tree
@@ -234,15 +229,15 @@ def test_a_tree_may_contain_itself(engine: stillframe.Engine) -> None:
     assert new is not tree
 
 
-def test_attributes_of_tensors_come_along(engine: stillframe.Engine) -> None:
+def test_attributes_of_tensors_come_along(engine):
     tensor = torch.ones(2)
-    tensor.note = {"mean": torch.zeros(1)}  # type: ignore[attr-defined]
+    tensor.note = {"mean": torch.zeros(1)}
     new = stillframe.snapshot([tensor], engine=engine).tree[0]
     assert new.note["mean"].equal(torch.zeros(1))
-    assert new.note["mean"] is not tensor.note["mean"]  # type: ignore[attr-defined]
+    assert new.note["mean"] is not tensor.note["mean"]
 
 
-def test_a_wrapper_subclass_is_flattened_and_put_together(engine: stillframe.Engine) -> None:
+def test_a_wrapper_subclass_is_flattened_and_put_together(engine):
     from torch.testing._internal.two_tensor import TwoTensor
 
     wrapped = TwoTensor(torch.ones(3), torch.zeros(3))
@@ -254,9 +249,7 @@ def test_a_wrapper_subclass_is_flattened_and_put_together(engine: stillframe.Eng
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_wrapper_subclass_wants_its_gradient_where_it_did(
-    engine: stillframe.Engine, trained: bool
-) -> None:
+def test_a_wrapper_subclass_wants_its_gradient_where_it_did(engine, trained):
     from torch.testing._internal.two_tensor import TwoTensor
 
     wrapped = TwoTensor(torch.ones(3), torch.zeros(3)).requires_grad_(trained)
@@ -264,9 +257,7 @@ def test_a_wrapper_subclass_wants_its_gradient_where_it_did(
     assert (new.requires_grad, new.is_leaf) == (trained, True)
 
 
-def test_a_tensor_whose_memory_was_freed_has_none_in_the_snapshot_either(
-    engine: stillframe.Engine,
-) -> None:
+def test_a_tensor_whose_memory_was_freed_has_none_in_the_snapshot_either(engine):
     freed = torch.arange(6.0)
     freed.untyped_storage().resize_(0)
     tree = stillframe.snapshot([freed, freed.view(2, 3), torch.ones(2)], engine=engine).tree
@@ -275,7 +266,7 @@ def test_a_tensor_whose_memory_was_freed_has_none_in_the_snapshot_either(
     assert tree[0].untyped_storage()._cdata == tree[1].untyped_storage()._cdata
 
 
-def test_a_tensor_that_reaches_beyond_its_memory_is_refused(engine: stillframe.Engine) -> None:
+def test_a_tensor_that_reaches_beyond_its_memory_is_refused(engine):
     shrunk = torch.arange(6.0)
     shrunk.untyped_storage().resize_(8)
     with pytest.raises(RuntimeError, match=r"shape \(6,\) reaches beyond its memory.* to 8 bytes"):
@@ -297,36 +288,30 @@ class HoldingTensor(torch.Tensor):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_tensor_whose_bytes_are_in_objects_left_whole_is_refused_by_its_place(
-    depth: int, engine: stillframe.Engine
-) -> None:
+def test_a_tensor_whose_bytes_are_in_objects_left_whole_is_refused_by_its_place(depth, engine):
     live = torch.ones(2)
     tensor = torch.zeros(2).as_subclass(HoldingTensor)
     inner: Any = live
     for _ in range(depth):
         inner = Holder({"deeper": [inner]})
-    tensor.parts = [Holder(inner)]  # type: ignore[attr-defined]
+    tensor.parts = [Holder(inner)]
     before = engine.stats()["leased_bytes"]
     with pytest.raises(TypeError, match=r"^model\.0\.weight is a HoldingTensor.*class Holder"):
         stillframe.snapshot({"model": [{"weight": tensor}]}, engine=engine)
     assert engine.stats()["leased_bytes"] == before
 
 
-def test_objects_without_tensors_inside_a_reduced_tensor_are_left_whole(
-    engine: stillframe.Engine,
-) -> None:
+def test_objects_without_tensors_inside_a_reduced_tensor_are_left_whole(engine):
     tensor = torch.zeros(2).as_subclass(HoldingTensor)
     config: Any = Holder(None)
     config.inner = [config, {"width": 3}]
-    tensor.config = config  # type: ignore[attr-defined]
+    tensor.config = config
     new: Any = stillframe.snapshot([tensor], engine=engine).tree[0]
     assert type(new) is HoldingTensor
     assert new.config is config
 
 
-def test_a_wrapper_subclass_with_a_tensor_in_its_context_is_refused(
-    engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrapper_subclass_with_a_tensor_in_its_context_is_refused(engine, monkeypatch):
     from torch.testing._internal.two_tensor import TwoTensor
 
     wrapped = TwoTensor(torch.ones(3), torch.zeros(3))
@@ -336,9 +321,7 @@ def test_a_wrapper_subclass_with_a_tensor_in_its_context_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of every ShardedTensor
-def test_a_sharded_tensor_is_refused_and_saved_with_the_bytes_of_the_call(
-    engine: stillframe.Engine, tmp_path: Any
-) -> None:
+def test_a_sharded_tensor_is_refused_and_saved_with_the_bytes_of_the_call(engine, tmp_path):
     from torch import distributed
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
@@ -347,7 +330,7 @@ def test_a_sharded_tensor_is_refused_and_saved_with_the_bytes_of_the_call(
     try:
         live = torch.arange(64.0).reshape(8, 8)
         metadata = ShardMetadata([0, 0], [8, 8], "rank:0/cpu")
-        tensor: Any = init_from_local_shards([Shard(live, metadata)], 8, 8)  # type: ignore[arg-type]
+        tensor: Any = init_from_local_shards([Shard(live, metadata)], 8, 8)
         with pytest.raises(TypeError, match=r"^a\.w is a ShardedTensor.*class Shard "):
             stillframe.snapshot({"a": {"w": tensor}}, engine=engine)
         handle = stillframe.async_save({"w": tensor}, tmp_path / "s.pt", engine=engine)
@@ -359,21 +342,21 @@ def test_a_sharded_tensor_is_refused_and_saved_with_the_bytes_of_the_call(
         distributed.destroy_process_group()
 
 
-def test_the_snapshot_of_inference_mode_can_be_used_outside(engine: stillframe.Engine) -> None:
+def test_the_snapshot_of_inference_mode_can_be_used_outside(engine):
     with torch.inference_mode():
         new = stillframe.snapshot([torch.ones(2)], engine=engine).tree[0]
     assert not new.is_inference()
     new.requires_grad_(True).sum().backward()
 
 
-def test_a_default_device_changes_nothing(engine: stillframe.Engine) -> None:
+def test_a_default_device_changes_nothing(engine):
     with torch.device("meta"):
         new = stillframe.snapshot([torch.ones(2, 2, device="cpu")], engine=engine).tree[0]
     assert new.device.type == "cpu"
     assert new.equal(torch.ones(2, 2))
 
 
-def test_modes_that_watch_tensors_change_nothing(engine: stillframe.Engine) -> None:
+def test_modes_that_watch_tensors_change_nothing(engine):
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -399,7 +382,7 @@ def test_modes_that_watch_tensors_change_nothing(engine: stillframe.Engine) -> N
         assert identity(new["a"]) == identity(new["b"])
 
 
-def test_the_copy_holds_the_bytes_of_the_call(engine: stillframe.Engine) -> None:
+def test_the_copy_holds_the_bytes_of_the_call(engine):
     model, optimizer = trained()
     snap = stillframe.snapshot(state_of(model, optimizer), engine=engine)
     expected = [tensor.clone() for tensor in flat(state_of(model, optimizer))]
@@ -408,7 +391,7 @@ def test_the_copy_holds_the_bytes_of_the_call(engine: stillframe.Engine) -> None
     assert all(map(torch.equal, flat(snap.tree), expected))
 
 
-def test_a_saved_snapshot_loads_as_the_tree_would(engine: stillframe.Engine, tmp_path: Any) -> None:
+def test_a_saved_snapshot_loads_as_the_tree_would(engine, tmp_path):
     model, optimizer = trained()
     state = state_of(model, optimizer)
     live, copied = tmp_path / "live" / "x.pt", tmp_path / "copied" / "x.pt"
@@ -430,9 +413,7 @@ def test_a_saved_snapshot_loads_as_the_tree_would(engine: stillframe.Engine, tmp
         *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
     ],
 )
-def test_every_dtype_and_shape_is_the_same_bytes(
-    engine: stillframe.Engine, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_every_dtype_and_shape_is_the_same_bytes(engine, dtype, shape):
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     raw_bytes = torch.randint(0, 2, (nbytes,), dtype=torch.uint8)
     source = raw_bytes.view(dtype).reshape(shape)
@@ -444,9 +425,7 @@ def test_every_dtype_and_shape_is_the_same_bytes(
 
 
 @pytest.mark.parametrize("size", [(1,), (1, 2), (2, 1)])
-def test_strides_that_do_not_matter_are_kept_all_the_same(
-    engine: stillframe.Engine, size: tuple[int, ...]
-) -> None:
+def test_strides_that_do_not_matter_are_kept_all_the_same(engine, size):
     stride = tuple(1 if length > 1 else 7 for length in size)
     source = torch.arange(float(torch.Size(size).numel())).as_strided(size, stride)
     assert source.is_contiguous()
@@ -462,7 +441,7 @@ class Kept(dict[str, Any]):
         return self
 
 
-def test_a_container_that_cannot_be_copied_keeps_what_it_has(engine: stillframe.Engine) -> None:
+def test_a_container_that_cannot_be_copied_keeps_what_it_has(engine):
     tensor = torch.ones(3)
     tree = Kept(a=tensor)
     assert stillframe.snapshot([tree], engine=engine).tree[0] is tree
@@ -470,14 +449,14 @@ def test_a_container_that_cannot_be_copied_keeps_what_it_has(engine: stillframe.
 
 
 @pytest.mark.parametrize("most", [None, 2, 9])
-def test_a_deque_is_as_long_in_the_snapshot(engine: stillframe.Engine, most: int | None) -> None:
+def test_a_deque_is_as_long_in_the_snapshot(engine, most):
     tree = collections.deque([torch.ones(2), torch.zeros(2)], most)
     copied = stillframe.snapshot(tree, engine=engine).tree
     assert copied.maxlen == most and [each.tolist() for each in copied] == [[1, 1], [0, 0]]
     assert all(one is not other for one, other in zip(copied, tree, strict=True))
 
 
-def test_what_is_made_in_an_order_is_copied_in_it() -> None:
+def test_what_is_made_in_an_order_is_copied_in_it():
     """Neighbours in memory are read one after the other, where somebody's own containers have them
     too."""
     tensors = [torch.ones(3) for _ in range(4)]
@@ -487,7 +466,7 @@ def test_what_is_made_in_an_order_is_copied_in_it() -> None:
     assert places == [tensor.untyped_storage().data_ptr() for tensor in tensors]
 
 
-def test_a_copy_in_ordinary_memory_is_as_aligned_as_torchs_own() -> None:
+def test_a_copy_in_ordinary_memory_is_as_aligned_as_torchs_own():
     tree = [torch.ones(3, dtype=torch.uint8), torch.arange(5.0, dtype=torch.float64)]
     copied, number, nbytes = ordinary_copy(tree)
     assert (number, nbytes) == (2, 43)
@@ -495,13 +474,13 @@ def test_a_copy_in_ordinary_memory_is_as_aligned_as_torchs_own() -> None:
     assert [each.data_ptr() % 64 for each in copied] == [0, 0]
 
 
-def test_what_has_no_bytes_is_copied_to_ordinary_memory_too() -> None:
+def test_what_has_no_bytes_is_copied_to_ordinary_memory_too():
     copied, number, nbytes = ordinary_copy({"step": 3, "empty": torch.empty(0, 7)})
     assert copied["step"] == 3 and copied["empty"].shape == (0, 7)
     assert (number, nbytes) == (1, 0)
 
 
-def test_a_tree_that_forgets_keeps_neither_its_containers_nor_its_tensors() -> None:
+def test_a_tree_that_forgets_keeps_neither_its_containers_nor_its_tensors():
     class Root(list[Any]):
         pass
 
@@ -515,9 +494,7 @@ def test_a_tree_that_forgets_keeps_neither_its_containers_nor_its_tensors() -> N
     assert len(tree.storages) == 1
 
 
-def test_a_tree_that_forgets_keeps_no_wrapped_tensor_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tree_that_forgets_keeps_no_wrapped_tensor_either(monkeypatch):
     class Wrapped:  # what stands for DTensor
         __slots__ = ("__weakref__", "_local_tensor")
 
@@ -533,7 +510,7 @@ def test_a_tree_that_forgets_keeps_no_wrapped_tensor_either(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
-def test_tensors_of_every_kind_are_counted_once() -> None:
+def test_tensors_of_every_kind_are_counted_once():
     plain, marked = torch.ones(3), torch.ones(3).as_subclass(Marked)
     quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
     conjugated = torch.ones(2, dtype=torch.complex64).conj()
@@ -543,9 +520,7 @@ def test_tensors_of_every_kind_are_counted_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
-def test_no_copy_has_a_history_whatever_the_caller_has_under_way(
-    engine: stillframe.Engine,
-) -> None:
+def test_no_copy_has_a_history_whatever_the_caller_has_under_way(engine):
     marked = torch.ones(3).as_subclass(Marked).requires_grad_()
     rows = torch.eye(3).to_sparse_csr().requires_grad_()
     with torch.enable_grad():

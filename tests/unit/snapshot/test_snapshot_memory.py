@@ -33,7 +33,7 @@ __all__ = ["engine"]  # a fixture
 # ---- memory ----
 
 
-def test_memory_goes_back_when_the_last_tensor_is_gone(engine: stillframe.Engine) -> None:
+def test_memory_goes_back_when_the_last_tensor_is_gone(engine):
     snap = stillframe.snapshot({"a": torch.ones(5), "b": torch.ones(7)}, engine=engine)
     one = snap.tree["a"]
     snap.release()
@@ -49,7 +49,7 @@ def test_memory_goes_back_when_the_last_tensor_is_gone(engine: stillframe.Engine
     assert leased(engine) == 0
 
 
-def test_copy_for_a_writer_looks_again_while_its_caller_knows_who_makes_room() -> None:
+def test_copy_for_a_writer_looks_again_while_its_caller_knows_who_makes_room():
     with stillframe.Engine(pool_bytes=2 * MIB, block_bytes=MIB) as engine:
         kept = [stillframe.snapshot([torch.ones(5)], engine=engine).tree for _ in range(2)]
 
@@ -72,7 +72,7 @@ def test_copy_for_a_writer_looks_again_while_its_caller_knows_who_makes_room() -
         assert taken.tree[0].equal(tree[0]) and not kept
 
 
-def test_what_refers_weakly_to_the_memory_learns_of_its_end(engine: stillframe.Engine) -> None:
+def test_what_refers_weakly_to_the_memory_learns_of_its_end(engine):
     memory = _core.Snapshot(engine._core, bytearray(), 0).lease()
     ended: list[str] = []
     weakly = weakref.ref(memory, lambda _: ended.append("ended"))
@@ -81,14 +81,14 @@ def test_what_refers_weakly_to_the_memory_learns_of_its_end(engine: stillframe.E
     assert weakly() is None and ended == ["ended"]
 
 
-def test_torch_keeps_no_list_of_sparse_tensors_that_were_made(engine: stillframe.Engine) -> None:
+def test_torch_keeps_no_list_of_sparse_tensors_that_were_made(engine):
     sparse = torch.eye(100).to_sparse()
     with stillframe.snapshot({"s": sparse}, engine=engine) as copied:
         assert torch.equal(copied.tree["s"].to_dense(), torch.eye(100))
         assert not torch._utils._sparse_tensors_to_validate
 
 
-def test_a_tensor_alone_keeps_its_bytes(engine: stillframe.Engine) -> None:
+def test_a_tensor_alone_keeps_its_bytes(engine):
     kept = [
         stillframe.snapshot([torch.full((1000,), float(value))], engine=engine).tree[0]
         for value in range(5)
@@ -101,20 +101,20 @@ def test_a_tensor_alone_keeps_its_bytes(engine: stillframe.Engine) -> None:
     assert leased(engine) == 0
 
 
-def test_leaving_the_with_block_releases(engine: stillframe.Engine) -> None:
+def test_leaving_the_with_block_releases(engine):
     with stillframe.snapshot([torch.ones(5)], engine=engine) as snap:
         assert snap.tree[0].equal(torch.ones(5))
         assert leased(engine) > 0
     assert leased(engine) == 0
 
 
-def test_a_tensor_may_be_larger_than_a_block(engine: stillframe.Engine) -> None:
+def test_a_tensor_may_be_larger_than_a_block(engine):
     source = torch.arange(3 * MIB, dtype=torch.int32)  # 12 MiB
     new = stillframe.snapshot([source], engine=engine).tree[0]
     assert new.equal(source)
 
 
-def test_what_does_not_fit_is_refused_at_once(engine: stillframe.Engine) -> None:
+def test_what_does_not_fit_is_refused_at_once(engine):
     with pytest.raises(stillframe.PoolExhaustedError, match="pool_bytes"):
         stillframe.snapshot([torch.zeros(33 * MIB, dtype=torch.uint8)], engine=engine)
     first = stillframe.snapshot([torch.zeros(20 * MIB, dtype=torch.uint8)], engine=engine)
@@ -125,9 +125,7 @@ def test_what_does_not_fit_is_refused_at_once(engine: stillframe.Engine) -> None
     assert int(engine.stats()["committed_bytes"]) <= 32 * MIB
 
 
-def test_a_save_is_refused_at_once_while_snapshots_hold_the_pool(
-    engine: stillframe.Engine, tmp_path: Any
-) -> None:
+def test_a_save_is_refused_at_once_while_snapshots_hold_the_pool(engine, tmp_path):
     snap = stillframe.snapshot([torch.zeros(32 * MIB, dtype=torch.uint8)], engine=engine)
     with pytest.raises(stillframe.PoolExhaustedError):
         stillframe.async_save({"x": torch.ones(3)}, tmp_path / "x.pt", engine=engine)
@@ -138,7 +136,7 @@ def test_a_save_is_refused_at_once_while_snapshots_hold_the_pool(
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
-def test_a_snapshot_waits_for_saves(engine: stillframe.Engine, tmp_path: Any) -> None:
+def test_a_snapshot_waits_for_saves(engine, tmp_path):
     source = torch.zeros(32 * MIB, dtype=torch.uint8)
     with slow("pwrite", 0.02):
         handle = stillframe.async_save(source[: 16 * MIB].clone(), tmp_path / "x", engine=engine)
@@ -149,7 +147,7 @@ def test_a_snapshot_waits_for_saves(engine: stillframe.Engine, tmp_path: Any) ->
     handle.result()
 
 
-def test_free_blocks_that_lie_apart_are_used(engine: stillframe.Engine) -> None:
+def test_free_blocks_that_lie_apart_are_used(engine):
     block = torch.arange(4 * MIB, dtype=torch.uint8)
     snaps = [stillframe.snapshot([block], engine=engine) for _ in range(8)]
     for snap in snaps[::2]:
@@ -161,7 +159,7 @@ def test_free_blocks_that_lie_apart_are_used(engine: stillframe.Engine) -> None:
         stillframe.snapshot([torch.zeros(8 * MIB, dtype=torch.uint8)], engine=engine)
 
 
-def test_tensors_outlive_their_engine() -> None:
+def test_tensors_outlive_their_engine():
     engine = stillframe.Engine(pool_bytes=8 * MIB, block_bytes=4 * MIB)
     snap = stillframe.snapshot([torch.arange(5)], engine=engine)
     engine.close()
@@ -174,7 +172,7 @@ def test_tensors_outlive_their_engine() -> None:
     assert engine.stats()["committed_bytes"] == 0
 
 
-def test_a_refused_allocation_leaves_no_lease() -> None:
+def test_a_refused_allocation_leaves_no_lease():
     for call in ("mprotect", "malloc", "calloc"):
         for nth in range(1, 6):
             with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=4 * MIB) as engine:
@@ -188,7 +186,7 @@ def test_a_refused_allocation_leaves_no_lease() -> None:
 # ---- hold_until ----
 
 
-def test_a_future_holds_the_memory(engine: stillframe.Engine) -> None:
+def test_a_future_holds_the_memory(engine):
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
     snap = stillframe.snapshot([torch.ones(5)], engine=engine)
     snap.hold_until(future)
@@ -201,7 +199,7 @@ def test_a_future_holds_the_memory(engine: stillframe.Engine) -> None:
         snap.hold_until(future)
 
 
-def test_a_future_that_has_ended_holds_nothing(engine: stillframe.Engine) -> None:
+def test_a_future_that_has_ended_holds_nothing(engine):
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
     future.set_result(None)
     snap = stillframe.snapshot([torch.ones(5)], engine=engine)
@@ -211,7 +209,7 @@ def test_a_future_that_has_ended_holds_nothing(engine: stillframe.Engine) -> Non
     assert leased(engine) == 0
 
 
-def test_a_wait_for_what_is_only_held_is_a_wait(engine: stillframe.Engine) -> None:
+def test_a_wait_for_what_is_only_held_is_a_wait(engine):
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
     snap = stillframe.snapshot([torch.zeros(32 * MIB, dtype=torch.uint8)], engine=engine)
     snap.hold_until(future)
@@ -228,7 +226,7 @@ def test_a_wait_for_what_is_only_held_is_a_wait(engine: stillframe.Engine) -> No
     assert got[0].tree[0].equal(torch.ones(5))
 
 
-def test_only_processes_and_futures_can_be_held_for(engine: stillframe.Engine) -> None:
+def test_only_processes_and_futures_can_be_held_for(engine):
     snap = stillframe.snapshot([torch.ones(5)], engine=engine)
     with pytest.raises(TypeError, match="future"):
         snap.hold_until(7)
@@ -246,7 +244,7 @@ def _wait_until_returned(engine: stillframe.Engine) -> None:
     assert leased(engine) == 0
 
 
-def test_a_forked_writer_reads_shared_memory_until_it_ends(engine: stillframe.Engine) -> None:
+def test_a_forked_writer_reads_shared_memory_until_it_ends(engine):
     read, write = os.pipe()
     begin, go = os.pipe()
     snap = stillframe.snapshot({"x": torch.arange(1000)}, shared=True, engine=engine)
@@ -268,7 +266,7 @@ def test_a_forked_writer_reads_shared_memory_until_it_ends(engine: stillframe.En
         os.close(descriptor)
 
 
-def test_another_program_can_be_held_for(engine: stillframe.Engine) -> None:
+def test_another_program_can_be_held_for(engine):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         snap = stillframe.snapshot([torch.ones(5)], engine=engine)
         snap.hold_until(process)
@@ -278,9 +276,7 @@ def test_another_program_can_be_held_for(engine: stillframe.Engine) -> None:
     _wait_until_returned(engine)
 
 
-def test_a_process_may_be_joined_and_closed_while_it_is_waited_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_process_may_be_joined_and_closed_while_it_is_waited_for(caplog):
     descriptors = len(os.listdir("/proc/self/fd"))
     read, write = os.pipe()
     process = multiprocessing.get_context("fork").Process(target=os.read, args=(read, 1))
@@ -312,7 +308,7 @@ def in_child(function: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_child_may_not_use_the_parents_snapshot(engine: stillframe.Engine) -> None:
+def test_a_child_may_not_use_the_parents_snapshot(engine):
     snap = stillframe.snapshot([torch.ones(5)], engine=engine)
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -333,25 +329,25 @@ def test_a_child_may_not_use_the_parents_snapshot(engine: stillframe.Engine) -> 
     assert snap.tree[0].equal(torch.ones(5))
 
 
-def test_private_memory_is_not_there_in_a_child(engine: stillframe.Engine) -> None:
+def test_private_memory_is_not_there_in_a_child(engine):
     tensor = stillframe.snapshot([torch.ones(5)], engine=engine).tree[0]
     assert in_child(lambda: tensor.sum().item() == 5) == -signal.SIGSEGV
 
 
-def test_a_child_that_drops_tensors_touches_nothing(engine: stillframe.Engine) -> None:
+def test_a_child_that_drops_tensors_touches_nothing(engine):
     kept = [stillframe.snapshot([torch.ones(5)], engine=engine).tree[0]]
     assert in_child(kept.clear) == 0
     assert leased(engine) > 0
     assert kept[0].equal(torch.ones(5))
 
 
-def test_shared_memory_is_private_again_after_its_snapshot(engine: stillframe.Engine) -> None:
+def test_shared_memory_is_private_again_after_its_snapshot(engine):
     stillframe.snapshot([torch.ones(5)], shared=True, engine=engine).release()
     tensor = stillframe.snapshot([torch.ones(5)], engine=engine).tree[0]
     assert in_child(lambda: tensor.sum().item() == 5) == -signal.SIGSEGV
 
 
-def test_a_fork_waits_for_a_shared_copy(engine: stillframe.Engine) -> None:
+def test_a_fork_waits_for_a_shared_copy(engine):
     model, optimizer = trained()
     expected = [tensor.clone() for tensor in flat(state_of(model, optimizer))]
     with slow("lane_copy", 0.05):

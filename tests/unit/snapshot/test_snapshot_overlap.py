@@ -17,6 +17,7 @@ import pytest
 import stillframe
 import torch
 from fix_holds import held_until_awaited
+from fix_processes import run_python
 from fix_snapshots import MIB, engine, flat, state_of, step, trained
 from fix_waits import leased
 from stillframe import _core
@@ -31,7 +32,7 @@ __all__ = ["engine"]  # a fixture
 # ---- overlap ----
 
 
-def test_the_next_step_waits_for_the_copy(engine: stillframe.Engine) -> None:
+def test_the_next_step_waits_for_the_copy(engine):
     model, optimizer = trained()
     expected = [tensor.clone() for tensor in flat(state_of(model, optimizer))]
     with slow("lane_copy", 0.05) as injected:
@@ -43,7 +44,7 @@ def test_the_next_step_waits_for_the_copy(engine: stillframe.Engine) -> None:
     assert all(map(torch.equal, flat(snap.tree), expected))
 
 
-def test_the_tree_is_complete_when_it_is_asked_for(engine: stillframe.Engine) -> None:
+def test_the_tree_is_complete_when_it_is_asked_for(engine):
     model, optimizer = trained()
     with slow("lane_copy", 0.05):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
@@ -51,7 +52,7 @@ def test_the_tree_is_complete_when_it_is_asked_for(engine: stillframe.Engine) ->
     assert all(map(torch.equal, flat(tree), flat(state_of(model, optimizer))))
 
 
-def test_a_wait_that_takes_too_long_says_so(engine: stillframe.Engine) -> None:
+def test_a_wait_that_takes_too_long_says_so(engine):
     model, optimizer = trained()
     with held("lane_copy", sticky=False):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
@@ -60,7 +61,7 @@ def test_a_wait_that_takes_too_long_says_so(engine: stillframe.Engine) -> None:
     snap.wait()
 
 
-def test_no_verdict_is_given_before_the_copy_has_ended(engine: stillframe.Engine) -> None:
+def test_no_verdict_is_given_before_the_copy_has_ended(engine):
     model, optimizer = trained()
     with held("lane_copy", sticky=False):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
@@ -93,9 +94,7 @@ class _Interrupted:
         return Started()
 
 
-def test_ctrl_c_just_after_the_copy_has_begun_leaves_it_its_sources(
-    engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_just_after_the_copy_has_begun_leaves_it_its_sources(engine, monkeypatch):
     model, optimizer = trained()
     with monkeypatch.context() as patched, held("lane_copy"):
         patched.setattr(sys.modules["stillframe._snapshot.snapshot"], "_core", _Interrupted())
@@ -116,9 +115,7 @@ def test_ctrl_c_just_after_the_copy_has_begun_leaves_it_its_sources(
 
 
 @pytest.mark.parametrize("through_data", [False, True])
-def test_a_change_outside_the_step_is_found_and_named(
-    engine: stillframe.Engine, through_data: bool
-) -> None:
+def test_a_change_outside_the_step_is_found_and_named(engine, through_data):
     model, optimizer = trained()
     state = state_of(model, optimizer)
     with held_until_awaited("lane_copy"):
@@ -138,7 +135,7 @@ def test_a_change_outside_the_step_is_found_and_named(
         assert injected.calls("lane_copy") == 0
 
 
-def test_the_verdict_comes_though_nobody_waits(engine: stillframe.Engine) -> None:
+def test_the_verdict_comes_though_nobody_waits(engine):
     model, optimizer = trained()
     told = threading.Event()
     with held("lane_copy"):
@@ -148,14 +145,12 @@ def test_the_verdict_comes_though_nobody_waits(engine: stillframe.Engine) -> Non
     assert told.wait(60) and not snap._copy.sources
 
 
-def test_a_torn_snapshot_nobody_asks_about_is_logged(
-    engine: stillframe.Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_snapshot_nobody_asks_about_is_logged(engine, caplog):
     model, optimizer = trained()
     with held_until_awaited("lane_copy"):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
         with torch.no_grad():
-            model.weight.add_(1.0)  # type: ignore[operator, union-attr]
+            model.weight.add_(1.0)
         step(model, optimizer)
     with caplog.at_level(logging.ERROR):
         del snap
@@ -163,9 +158,7 @@ def test_a_torn_snapshot_nobody_asks_about_is_logged(
     assert "model.weight" in caplog.text
 
 
-def test_dropping_a_snapshot_while_it_is_copied_gives_everything_back(
-    engine: stillframe.Engine,
-) -> None:
+def test_dropping_a_snapshot_while_it_is_copied_gives_everything_back(engine):
     model, optimizer = trained()
     with slow("lane_copy", 0.05):
         stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine).release()
@@ -178,7 +171,7 @@ def test_dropping_a_snapshot_while_it_is_copied_gives_everything_back(
     engine.close()
 
 
-def test_closing_an_engine_waits_for_the_copy() -> None:
+def test_closing_an_engine_waits_for_the_copy():
     model, optimizer = trained()
     engine = stillframe.Engine(pool_bytes=32 * MIB)
     expected = [tensor.clone() for tensor in flat(state_of(model, optimizer))]
@@ -189,9 +182,7 @@ def test_closing_an_engine_waits_for_the_copy() -> None:
     assert all(map(torch.equal, flat(snap.tree), expected))
 
 
-def test_a_signal_handler_may_take_a_snapshot_while_one_waits(
-    engine: stillframe.Engine,
-) -> None:
+def test_a_signal_handler_may_take_a_snapshot_while_one_waits(engine):
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
     inside, done = threading.Event(), threading.Event()
 
@@ -224,7 +215,7 @@ def test_a_signal_handler_may_take_a_snapshot_while_one_waits(
     assert snap.tree[0].equal(source)
 
 
-def test_what_a_signal_handler_raises_is_its_own(engine: stillframe.Engine) -> None:
+def test_what_a_signal_handler_raises_is_its_own(engine):
     """A handler whose snapshot does not fit, in the middle of the call that has taken the pool."""
     source = torch.zeros(32 * MIB, dtype=torch.uint8)
     held = stillframe.snapshot([source], engine=engine)
@@ -251,12 +242,10 @@ def test_what_a_signal_handler_raises_is_its_own(engine: stillframe.Engine) -> N
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    return run_python("-c", code)
 
 
-def test_a_process_may_end_with_snapshots_of_every_kind() -> None:
+def test_a_process_may_end_with_snapshots_of_every_kind():
     done = run(
         "import torch, stillframe\n"
         "from stillframe.testing import slow\n"

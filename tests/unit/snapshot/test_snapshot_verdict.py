@@ -104,9 +104,7 @@ def ended(copy: Any) -> Any:
     return copy
 
 
-def test_a_step_that_does_not_wait_asks_before_it_writes_and_not_again(
-    made: Callable[..., Any],
-) -> None:
+def test_a_step_that_does_not_wait_asks_before_it_writes_and_not_again(made):
     deferral = Deferral(-1, 0, 0)
     copy = made(deferral, devices=(0,))
     copy.core.gates = [False, False]
@@ -115,7 +113,7 @@ def test_a_step_that_does_not_wait_asks_before_it_writes_and_not_again(
     assert copy.gate_wait_s > 0
 
 
-def test_a_write_before_a_step_that_does_not_wait_is_told(made: Callable[..., Any]) -> None:
+def test_a_write_before_a_step_that_does_not_wait_is_told(made):
     deferral = Deferral(0)
     copy = made(deferral, devices=(0,))
     copy.core.gates = [False]
@@ -125,9 +123,7 @@ def test_a_write_before_a_step_that_does_not_wait_is_told(made: Callable[..., An
     assert deferral.distrusted == [0]
 
 
-def test_the_samples_verdict_and_a_devices_failure_come_before_the_versions(
-    made: Callable[..., Any],
-) -> None:
+def test_the_samples_verdict_and_a_devices_failure_come_before_the_versions(made):
     torn, failed = made(Deferral()), made(Deferral())
     torn.core.torn = 0
     assert isinstance(ended(torn).error, stillframe.TornSnapshotError)
@@ -137,7 +133,7 @@ def test_the_samples_verdict_and_a_devices_failure_come_before_the_versions(
     assert failed.verdict._deferral.distrusted == []
 
 
-def test_a_settled_copy_lets_go_and_no_step_waits_for_it(made: Callable[..., Any]) -> None:
+def test_a_settled_copy_lets_go_and_no_step_waits_for_it(made):
     copy = made(Deferral(-1))
     copy.settle()
     assert not copy.is_settled() and copy.sources and id(copy) in gate._pendings
@@ -147,9 +143,7 @@ def test_a_settled_copy_lets_go_and_no_step_waits_for_it(made: Callable[..., Any
     assert copy.sources == [] and id(copy) not in gate._pendings
 
 
-def test_who_wants_the_verdict_is_told_once_before_or_after(
-    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_wants_the_verdict_is_told_once_before_or_after(made, monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(completion.callbacks, "put", told.append)
     copy = made(Deferral(-1))
@@ -160,9 +154,7 @@ def test_who_wants_the_verdict_is_told_once_before_or_after(
     assert told == ["before", "after"]
 
 
-def test_a_copy_that_broke_off_keeps_its_sources_as_long_as_it_runs(
-    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_broke_off_keeps_its_sources_as_long_as_it_runs(made, monkeypatch):
     monkeypatch.setattr(Core, "start", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         made(Deferral(), devices=(0,))
@@ -173,7 +165,7 @@ def test_a_copy_that_broke_off_keeps_its_sources_as_long_as_it_runs(
     assert Core.number not in completion.copying
 
 
-def test_a_copy_made_in_the_call_is_over_with_it(made: Callable[..., Any]) -> None:
+def test_a_copy_made_in_the_call_is_over_with_it(made):
     deferral = Deferral(-1)
     deferral.indices = []
     core: Any = Core()
@@ -185,9 +177,7 @@ def test_a_copy_made_in_the_call_is_over_with_it(made: Callable[..., Any]) -> No
     assert Core.number not in completion.copying
 
 
-def test_no_step_waits_for_a_copy_that_is_settled_before_its_call_is_over(
-    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_step_waits_for_a_copy_that_is_settled_before_its_call_is_over(made, monkeypatch):
     def track(copy: Any, deferral: Deferral) -> None:
         ended(copy)  # as the completion thread does, just then
         into(copy, deferral)
@@ -199,8 +189,8 @@ def test_no_step_waits_for_a_copy_that_is_settled_before_its_call_is_over(
 
 
 def test_a_signal_handler_that_asks_for_the_verdict_while_it_is_given_gives_none_of_its_own(
-    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    made, monkeypatch
+):
     told: list[Any] = []
     monkeypatch.setattr(completion.callbacks, "put", told.append)
     deferral = Deferral(0, 0)
@@ -220,9 +210,7 @@ def test_a_signal_handler_that_asks_for_the_verdict_while_it_is_given_gives_none
     assert (deferral.nr_released, deferral.distrusted, told) == (1, [0], ["once"])
 
 
-def test_a_damage_that_only_tensors_can_have_is_logged(
-    made: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damage_that_only_tensors_can_have_is_logged(made, caplog):
     copy = made(Deferral(0))
     copy.owner = lambda: None
     ended(copy)
@@ -239,9 +227,7 @@ def over(**copy: Any) -> Any:
     return Snapshot(made, {"a": 1}, [], False)
 
 
-def test_an_error_that_nobody_asked_for_is_logged_once_in_its_process(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_that_nobody_asked_for_is_logged_once_in_its_process(caplog):
     error = stillframe.StillframeError("torn")
     for seen, foreign in ((True, False), (False, True)):
         snapshot = over()
@@ -257,7 +243,7 @@ def test_an_error_that_nobody_asked_for_is_logged_once_in_its_process(
     assert [each.levelno for each in caplog.records] == [logging.ERROR]
 
 
-def test_a_torn_tensor_is_named_among_tensors_that_have_no_storage_of_their_own() -> None:
+def test_a_torn_tensor_is_named_among_tensors_that_have_no_storage_of_their_own():
     torn = torch.ones(3)
     sparse, meta = torch.eye(2).to_sparse(), torch.ones(1, device="meta")
     tree = {"sparse": sparse, "meta": meta, "mkldnn": torch.ones(4).to_mkldnn(), "torn": torn}
@@ -265,7 +251,7 @@ def test_a_torn_tensor_is_named_among_tensors_that_have_no_storage_of_their_own(
     assert snapshot._names(0) == ["torn"]
 
 
-def test_a_failed_snapshot_is_of_no_use_and_its_error_seen() -> None:
+def test_a_failed_snapshot_is_of_no_use_and_its_error_seen():
     snapshot = over()
     copy = snapshot._copy
     copy.core.ended = True
@@ -279,7 +265,7 @@ def test_a_failed_snapshot_is_of_no_use_and_its_error_seen() -> None:
     assert snapshot._copy.seen and snapshot._tree is None
 
 
-def test_a_future_that_calls_back_twice_ends_its_own_hold_alone() -> None:
+def test_a_future_that_calls_back_twice_ends_its_own_hold_alone():
     class Twice:
         def add_done_callback(self, function: Callable[[object], object]) -> None:
             function(self)
@@ -294,9 +280,7 @@ def test_a_future_that_calls_back_twice_ends_its_own_hold_alone() -> None:
     assert snapshot._copy.core.holds == 1
 
 
-def test_memory_that_has_gone_is_held_for_nobody_but_who_has_a_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_has_gone_is_held_for_nobody_but_who_has_a_copy(monkeypatch):
     snapshot = over()
     snapshot._copy.core.hold = lambda: False
     for method in ("spawn", "forkserver"):
@@ -311,7 +295,7 @@ def test_memory_that_has_gone_is_held_for_nobody_but_who_has_a_copy(
         snapshot.hold_until(multiprocessing.Process(target=print))
 
 
-def test_a_forked_child_reads_what_is_shared_and_nothing_else() -> None:
+def test_a_forked_child_reads_what_is_shared_and_nothing_else():
     private, shared = over(), over()
     shared._shared = True
     for each in (private, shared):
@@ -324,7 +308,7 @@ def test_a_forked_child_reads_what_is_shared_and_nothing_else() -> None:
 # ---- the call ----
 
 
-def test_a_snapshot_that_is_refused_holds_no_other_threads_step_up() -> None:
+def test_a_snapshot_that_is_refused_holds_no_other_threads_step_up():
     model, optimizer = trained()
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB) as small:
         # What was raised keeps the call's frames, and these what the call had.
@@ -336,7 +320,7 @@ def test_a_snapshot_that_is_refused_holds_no_other_threads_step_up() -> None:
         assert not gate.calls and not is_used(small)
 
 
-def test_a_snapshot_is_a_use_of_its_engine_and_keeps_no_source(engine: stillframe.Engine) -> None:
+def test_a_snapshot_is_a_use_of_its_engine_and_keeps_no_source(engine):
     source = torch.ones(1000)
     gone = weakref.ref(source)
     assert not is_used(engine)
@@ -347,9 +331,7 @@ def test_a_snapshot_is_a_use_of_its_engine_and_keeps_no_source(engine: stillfram
     assert torch.equal(snapshot.tree["x"], torch.ones(1000))
 
 
-def test_a_copy_that_was_torn_before_the_call_returned_is_not_handed_out(
-    engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_was_torn_before_the_call_returned_is_not_handed_out(engine, monkeypatch):
     start = Copy.start
 
     def torn(copy: Copy) -> None:
@@ -369,7 +351,7 @@ class Part:
         self.shared = shared
 
 
-def test_what_copied_objects_share_is_shared_by_their_copies(engine: stillframe.Engine) -> None:
+def test_what_copied_objects_share_is_shared_by_their_copies(engine):
     shared = [1]
     taken = snapshot_to_write([Part(shared), Part(shared)], overlap=False, engine=engine)
     shared.append(2)
@@ -377,16 +359,14 @@ def test_what_copied_objects_share_is_shared_by_their_copies(engine: stillframe.
     assert one.shared is other.shared and one.shared == [1]
 
 
-def test_an_object_that_cannot_be_copied_is_left(engine: stillframe.Engine) -> None:
+def test_an_object_that_cannot_be_copied_is_left(engine):
     """A lock, say: it cannot be pickled either, and whoever tries names it."""
     lock, part = threading.Lock(), Part([1])
     taken = snapshot_to_write([lock, part], overlap=False, engine=engine)
     assert taken.tree[0] is lock and taken.tree[1] is not part
 
 
-def test_a_module_is_warned_of_where_it_is_left_and_not_where_it_is_copied(
-    engine: stillframe.Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_module_is_warned_of_where_it_is_left_and_not_where_it_is_copied(engine, caplog):
     tree = {"module": torch.nn.Linear(2, 2)}
     taken = snapshot_to_write(tree, overlap=False, engine=engine)
     assert taken.tree["module"] is not tree["module"]

@@ -27,7 +27,7 @@ SFR_TORCH_FUNCTIONS(NEEDED, %s)
 """
 
 
-def test_every_function_is_declared_as_torch_declares_it(tmp_path: Path) -> None:
+def test_every_function_is_declared_as_torch_declares_it(tmp_path):
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     headers = Path(torch.__file__).parent / "include"
     if shutil.which(compiler[0]) is None or not headers.is_dir():

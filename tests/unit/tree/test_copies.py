@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def made(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [news[id(tensor)] for tensor in tensors]
 
 
-def test_views_of_a_storage_are_views_of_one_copy() -> None:
+def test_views_of_a_storage_are_views_of_one_copy():
     base = torch.arange(24.0)
     views = [base[5:9], base[20:], base, base.view(4, 6).t(), base[3:3], base[::7]]
     for order in (views, views[::-1]):
@@ -53,7 +52,7 @@ def test_views_of_a_storage_are_views_of_one_copy() -> None:
         assert not any(new._is_view() for new in news)
 
 
-def test_the_memory_lives_as_long_as_a_storage_over_it() -> None:
+def test_the_memory_lives_as_long_as_a_storage_over_it():
     collector, memory, offsets = copied([torch.ones(4), torch.zeros(2, 3)])
     before = sys.getrefcount(memory)
     news, firsts, _ = collector.copies(memory, offsets, True)
@@ -76,7 +75,7 @@ def test_the_memory_lives_as_long_as_a_storage_over_it() -> None:
 
 
 @pytest.mark.parametrize("offset", [-2, 49, 65, 1 << 62])
-def test_a_copy_that_is_not_within_the_memory_is_refused(offset: int) -> None:
+def test_a_copy_that_is_not_within_the_memory_is_refused(offset):
     collector, _, _ = copied([torch.ones(4)])
     memory = bytearray(64)
     before = sys.getrefcount(memory)
@@ -85,14 +84,14 @@ def test_a_copy_that_is_not_within_the_memory_is_refused(offset: int) -> None:
     assert sys.getrefcount(memory) == before
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_refused():
     collector, memory, offsets = copied([torch.ones(4)])
     with pytest.raises(ValueError, match="an offset for each storage"):
         collector.copies(memory, [], True)
     with pytest.raises(BufferError):
         collector.copies(bytes(memory), offsets, True)
     with pytest.raises(TypeError):
-        collector.copies(memory, ["0"], True)  # type: ignore[list-item]
+        collector.copies(memory, ["0"], True)
     unfinished = skeleton.tree_collector()
     with pytest.raises(ValueError, match="after finish"):
         unfinished.copies(memory, [], True)
@@ -106,9 +105,7 @@ def test_wrong_arguments_are_refused() -> None:
         (lambda: None, SystemError),
     ],
 )
-def test_a_bridge_that_fails_keeps_nothing(
-    answer: Callable[[], Any], error: type[Exception]
-) -> None:
+def test_a_bridge_that_fails_keeps_nothing(answer, error):
     def take(handles: list[Any]) -> Any:
         assert len(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)) == 1
         return answer()
@@ -122,7 +119,7 @@ def test_a_bridge_that_fails_keeps_nothing(
     assert sys.getrefcount(memory) == before
 
 
-def test_what_cannot_be_made_is_left_out_and_said_so() -> None:
+def test_what_cannot_be_made_is_left_out_and_said_so():
     floats = torch.arange(4.0)
     other = floats.view(torch.int32)
     empty = torch.empty(0, 3)
@@ -139,16 +136,16 @@ def test_what_cannot_be_made_is_left_out_and_said_so() -> None:
     assert [first is None for first in firsts] == [False, True, True, True]
 
 
-def test_without_the_function_everything_is_left_out() -> None:
+def test_without_the_function_everything_is_left_out():
     collector, memory, offsets = copied([torch.ones(4), torch.zeros(2)])
     news, firsts, left = collector.copies(memory, offsets, False)
     assert (news, firsts) == ({}, [None, None])
     assert [number for _, number in left] == [0, 1]
 
 
-def test_only_plain_tensors_are_entered() -> None:
+def test_only_plain_tensors_are_entered():
     hung = torch.ones(2)
-    hung.note = "x"  # type: ignore[attr-defined]
+    hung.note = "x"
     conj = torch.ones(2, dtype=torch.complex64).conj()
     sparse = torch.eye(2).to_sparse()
     meta = torch.empty(3, device="meta")
@@ -160,7 +157,7 @@ def test_only_plain_tensors_are_entered() -> None:
     assert len(collector.finish()[0]) == 1
 
 
-def test_gradients_are_wanted_where_they_were() -> None:
+def test_gradients_are_wanted_where_they_were():
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     tensors = [torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2)), frozen]
     news = made(tensors)
@@ -169,7 +166,7 @@ def test_gradients_are_wanted_where_they_were() -> None:
     assert all(new.is_leaf for new in news)
 
 
-def test_a_tensor_that_sees_more_of_a_storage_than_was_copied_is_left_out() -> None:
+def test_a_tensor_that_sees_more_of_a_storage_than_was_copied_is_left_out():
     first = torch.arange(8.0)
     collector = skeleton.tree_collector()
     assert collector.collect([first]) == []
@@ -183,7 +180,7 @@ def test_a_tensor_that_sees_more_of_a_storage_than_was_copied_is_left_out() -> N
     assert [(id(tensor), number) for tensor, number in left] == [(id(longer), 0)]
 
 
-def test_what_is_nested_too_deeply_for_python_is_refused_as_such() -> None:
+def test_what_is_nested_too_deeply_for_python_is_refused_as_such():
     nested: list[Any] = []
     for _ in range(100_000):  # far more than a stack has room for
         nested = [nested]

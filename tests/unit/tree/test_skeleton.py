@@ -8,7 +8,6 @@ import os
 import pickle
 import pickletools
 import struct
-import subprocess
 import sys
 import threading
 import warnings
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from fix_graphs import assert_same, assert_same_outcome, bytes_of, outcome, tensor_of
+from fix_processes import run_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stillframe._tree import skeleton
@@ -716,7 +716,7 @@ assert failed > 50, failed
 assert build(tree).data == good
 print("failed", failed)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_python("-c", script)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

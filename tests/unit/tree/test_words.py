@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import fix_graphs
@@ -16,6 +14,7 @@ import pytest
 import stillframe
 import torch
 from fix_graphs import assert_same_outcome, outcome
+from fix_processes import run_python
 from stillframe import _core
 from stillframe._tree import skeleton
 from stillframe._tree.skeleton import build
@@ -31,7 +30,7 @@ def collector(place: Callable[[torch.Tensor], int]) -> _core.Collector:
 
 
 def set_other(tensor: torch.Tensor) -> None:
-    tensor.set_(torch.arange(24.0).untyped_storage(), 3, (2, 2), (5, 1))  # type: ignore[call-overload]
+    tensor.set_(torch.arange(24.0).untyped_storage(), 3, (2, 2), (5, 1))
 
 
 def named(tensor: torch.Tensor) -> None:
@@ -69,9 +68,9 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", sorted(CHANGES))
-def test_what_changed_since_the_last_save_is_saved_as_it_is(name: str) -> None:
+def test_what_changed_since_the_last_save_is_saved_as_it_is(name):
     tensor = torch.arange(6.0).reshape(2, 3)
-    view = torch.empty(0).set_(tensor.untyped_storage(), 3, (3,), (1,))  # type: ignore[call-overload]
+    view = torch.empty(0).set_(tensor.untyped_storage(), 3, (3,), (1,))
     tree = {"tensor": tensor, "again": [tensor], "view": view, "other": torch.ones(2)}
     for change in (lambda _: None, CHANGES[name]):
         change(tensor)
@@ -82,7 +81,7 @@ def test_what_changed_since_the_last_save_is_saved_as_it_is(name: str) -> None:
         assert_same_outcome(ours, stock)
 
 
-def test_python_is_asked_once_of_tensors_with_the_same_dispatch_keys() -> None:
+def test_python_is_asked_once_of_tensors_with_the_same_dispatch_keys():
     asked: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> int:
@@ -97,7 +96,7 @@ def test_python_is_asked_once_of_tensors_with_the_same_dispatch_keys() -> None:
     assert len(met.finish()[0]) == len(plain)
 
 
-def test_more_sets_of_keys_than_are_remembered_are_told_apart() -> None:
+def test_more_sets_of_keys_than_are_remembered_are_told_apart():
     def of_keys(device: str, conj: bool, neg: bool, inference: bool) -> torch.Tensor:
         with torch.inference_mode(inference):
             tensor = torch.ones(2, dtype=torch.complex64, device=device)
@@ -115,7 +114,7 @@ def test_more_sets_of_keys_than_are_remembered_are_told_apart() -> None:
     assert list(map(id, met.collect([*tensors, *tensors]))) == list(map(id, [*others, *others]))
 
 
-def test_of_what_python_refuses_nothing_is_assumed() -> None:
+def test_of_what_python_refuses_nothing_is_assumed():
     answers: list[Any] = [ValueError("no"), 2, "0"]
 
     def place(tensor: torch.Tensor) -> Any:
@@ -192,10 +191,8 @@ assert _core.learn_words(wrong)  # once is enough
 """
 
 
-def test_of_a_torch_that_keeps_its_tensors_otherwise_nothing_is_read(tmp_path: Any) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", UNKNOWN, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+def test_of_a_torch_that_keeps_its_tensors_otherwise_nothing_is_read(tmp_path):
+    done = run_python("-c", UNKNOWN, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -209,7 +206,7 @@ class RefusingToo(TorchDispatchMode):
         raise RuntimeError("nor here")
 
 
-def test_it_is_learned_wherever_the_package_is_imported_first() -> None:
+def test_it_is_learned_wherever_the_package_is_imported_first():
     spec = importlib.util.spec_from_file_location("again", skeleton.__file__)
     assert spec is not None
     assert spec.loader is not None
@@ -249,21 +246,13 @@ print(len(build(long).data))
 """
 
 
-def test_no_tensor_is_too_long_for_its_room_in_the_pickle() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LONG],
-        env={**os.environ, "PYTHONMALLOC": "debug"},  # looks behind each piece of memory
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_no_tensor_is_too_long_for_its_room_in_the_pickle():
+    done = run_python("-c", LONG, env={**os.environ, "PYTHONMALLOC": "debug"})
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 9000 + 64 * 10
 
 
-def test_what_makes_a_call_slow_is_logged_with_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_makes_a_call_slow_is_logged_with_its_path(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(skeleton, "_sees_words", False)
     with caplog.at_level("INFO", "stillframe"):
         stillframe.save({"w": torch.ones(9)}, tmp_path / "a.pt")

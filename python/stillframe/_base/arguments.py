@@ -1,9 +1,20 @@
-"""The check of timeouts, for every call that waits."""
+"""Checks of arguments that many calls have: switches and timeouts."""
 
 from __future__ import annotations
 
 import math
 import numbers
+
+
+def refuse_unclear(**switches: object) -> None:
+    """Refuse unclear values of boolean arguments.
+
+    Raises:
+        TypeError: An argument is None or a string.
+    """
+    for name, value in switches.items():
+        if value is None or isinstance(value, str):
+            raise TypeError(f"{name} has to be True or False, not {value!r}")
 
 
 def seconds(timeout: object) -> float | None:

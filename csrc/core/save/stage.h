@@ -1,0 +1,37 @@
+/* Staging: from the sources of a save to blocks in host memory. stage_host.c and stage_device.c
+ * implement it. */
+#ifndef SFR_SAVE_STAGE_H
+#define SFR_SAVE_STAGE_H
+
+#include "save/ticket.h"
+
+/* ---- stage_host.c ---- */
+/* Sets up the copies of host memory, at admission. */
+void sfr__runs_aim(struct sfr_ticket *t);
+/* Writes the bytes between tensors: headers and padding. */
+void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst);
+/* Prefetches the first bytes of an entry that is copied soon. */
+void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
+/* Takes samples of every deferred source in host memory. -ENOMEM. */
+int sfr__take_samples(struct sfr_ticket *t);
+/* Returns the sources of a run for sampling, from malloc, or NULL. */
+struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct sfr__run *run);
+/* Compares staged bytes of an entry with the samples. Returns the index of a torn source, or -1. */
+int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples,
+			 uint32_t entry, uint64_t off, const char *staged, size_t len);
+/* The same with checksums (SFR_SAVE_CHECK_BYTES); an entry's bytes must come in ascending order. */
+int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
+		       size_t len);
+
+/* ---- stage_device.c ---- */
+/* Makes a new ticket's device parts from its image. -ENOMEM. */
+int sfr__cuda_parts_new(struct sfr_ticket *t);
+/* Queues the copies of captured sources on devices, takes samples there, and makes the caller's
+ * streams wait for both. SFR_EAGAIN and SFR_EEXHAUSTED as sfr_save_capture; other failures become
+ * the ticket's. */
+int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns);
+/* Hands the device parts to their lanes, or releases them if the save was abandoned or is
+ * failing. */
+void sfr__cuda_launch(struct sfr_ticket *t);
+
+#endif

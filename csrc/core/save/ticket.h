@@ -1,0 +1,151 @@
+/* The ticket: everything that is known of one save. ticket.c and wait.c implement it. */
+#ifndef SFR_SAVE_TICKET_H
+#define SFR_SAVE_TICKET_H
+
+#include <stdatomic.h>
+
+#include "sfr/parts.h"
+#include "sfr/save.h"
+#include "archive/layout.h"
+#include "commit/log.h"
+#include "engine/engine.h"
+#include "file/file.h"
+#include "stage/host.h"
+#include "stage/samples.h"
+
+struct sfr__job;
+
+/* The plan: the bytes to be written. Constant once the save is admitted. */
+struct sfr__save_plan {
+	/* an entry's crc and crc_len change: they belong to the copying thread if all its bytes do,
+	 * else the engine's mutex guards them */
+	struct sfr__image img;
+	bool in_place; /* a file of parts: nothing is staged, writers read the sources */
+	uint32_t nr_blocks;
+	uint32_t nr_whole;     /* blocks that need a whole block of memory */
+	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, PLACE, CLEAN */
+	void (*run_job)(struct sfr__task *task);
+};
+
+/* The events so far, in any order. sfr__ticket_step_locked derives the state from it. */
+struct sfr__save_facts {
+	bool opened, launched, abandoned, confirmed, tail_queued, synced;
+	atomic_bool copied; /* also read without the lock */
+	uint32_t blocks_written;
+	_Atomic uint64_t written_nbytes; /* also read without the lock */
+};
+
+/* A run of the image that is filled from host memory; run is NULL if there is none. */
+struct sfr__run_copy {
+	struct sfr__host_copy copy;
+	struct sfr_ticket *ticket;
+	const struct sfr__run *run;
+};
+
+/* How the sources get into blocks, and what shows that nobody wrote to them meanwhile. The capture
+ * sets it up, then lanes use it. */
+struct sfr__save_staging {
+	struct sfr__run_copy captured, deferred; /* host memory */
+	struct sfr__cuda_part *parts;            /* one for each device */
+	uint32_t nr_parts;
+	bool capture_done;           /* used only by the capturing thread */
+	struct sfr__samples samples; /* of host memory */
+	/* SFR_SAVE_CHECK_BYTES: CRC of each deferred entry at the call, then of its copy */
+	uint32_t *sums;
+};
+
+/* The parts of the save that other threads have. Nothing of it is left when the save ends. */
+struct sfr__save_sharing {
+	bool lane_owns;              /* deferred bytes of the host are being handed out or copied */
+	uint32_t cuda_out;           /* device parts that are not over */
+	uint32_t cuda_unsubmitted;   /* device parts that still have copies to queue */
+	uint32_t jobs_out;           /* jobs that are queued or running */
+	struct sfr__job *parked;     /* blocks that wait for the CRC of an entry's earlier bytes */
+	bool needs_blocks;           /* the pool counts this save among those that need blocks */
+	uint32_t blocks_back;        /* blocks given back to the pool, written or not */
+	uint32_t next_run, next_blk; /* a save of parts: the next block to queue */
+};
+
+/* Every field is guarded by the engine's mutex unless its comment says otherwise. */
+struct sfr_ticket {
+	struct sfr_engine *engine; /* holds a reference; constant, like the next four */
+	uint64_t fork_generation;
+	uint64_t number; /* among the process's saves; names the save in a timeline */
+	uint64_t seq;    /* order of admission: older saves get blocks first */
+	uint32_t flags;
+	atomic_uint refs;
+
+	_Atomic enum sfr_state state; /* also read without the lock */
+	atomic_bool over;             /* the state is final, and nothing changes any more */
+	struct sfr_err err;           /* the first error is kept */
+
+	struct sfr__save_plan plan;
+	struct sfr__save_facts facts;
+	struct sfr__save_staging staging;
+	struct sfr__save_sharing sharing;
+	struct sfr_report report; /* state and err are those above */
+
+	struct sfr__file file; /* writers use it until READY, then the committing thread */
+	struct sfr__flight flight;
+	struct sfr__log_entry log;
+	struct sfr__notice notice_copied, notice_ended;
+};
+
+/* ---- ticket.c ---- */
+/* Frees a ticket without references, including a half-made one. */
+void sfr__ticket_free(struct sfr_ticket *t);
+/* Returns how often the process took an arrow between states; for tests. */
+unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to);
+/* Sets the state; every change of state goes through here. */
+void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state);
+/* Whether a save has reached a point, or will not get any further. Needs the lock. */
+bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
+/* Records an error (the first is kept) and lets the save end. */
+void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err);
+void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err);
+/* takes the lock; else as sfr__ticket_failing_locked */
+bool sfr__ticket_failing(struct sfr_ticket *t);
+/* Derives the state from the facts, and starts what follows from it. */
+void sfr__ticket_step_locked(struct sfr_ticket *t);
+/* READY -> COMMITTING. False if the save was cancelled before. */
+bool sfr__ticket_begin_commit(struct sfr_ticket *t);
+/* Takes the last arrow, after all I/O, and settles slot, log and notice. */
+void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
+/* Called when a lane has released the ticket. If no lane has it any more, its sources are free. */
+void sfr__ticket_released_locked(struct sfr_ticket *t);
+/* Whether the host lets the next step begin: every copy has ended or is queued on a device. */
+bool sfr__ticket_is_open_locked(const struct sfr_ticket *t);
+/* Gives back a leased block that is not used. */
+void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block);
+
+static inline bool sfr__ticket_failing_locked(const struct sfr_ticket *t)
+{
+	return t->err.code != 0;
+}
+
+static inline bool sfr__ticket_is_ordered(const struct sfr_ticket *t)
+{
+	return (t->flags & SFR_SAVE_UNORDERED) == 0;
+}
+
+/* Whether the ticket was made before a fork that created this process; then nothing may touch
+ * it. */
+static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
+{
+	return t->fork_generation != sfr_fork_generation();
+}
+
+/* Counts a block that was leased for the save. */
+static inline void sfr__ticket_take_block_locked(struct sfr_ticket *t)
+{
+	uint64_t bytes = ++t->flight.blocks_held * t->plan.img.block_bytes;
+
+	if (bytes > t->report.peak_pool_bytes)
+		t->report.peak_pool_bytes = bytes;
+}
+
+/* ---- wait.c ---- */
+/* Waits, and helps to copy when waiting for copies. Deadline 0 does not wait. 0 or SFR_EAGAIN. */
+int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t deadline_ns);
+
+#endif

@@ -1,0 +1,28 @@
+/* The work of writers and the log on a save. write.c, in_place.c and commit.c implement it. */
+#ifndef SFR_SAVE_WRITE_H
+#define SFR_SAVE_WRITE_H
+
+#include "save/jobs.h"
+
+/* ---- write.c ---- */
+/* Runs a job on a writer's thread. */
+void sfr__job_run(struct sfr__task *task);
+
+/* ---- in_place.c ---- */
+/* Returns the block size of a save of parts: never more than the pool's. */
+uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine);
+/* begin queues the first blocks of a save of parts; next queues one more, when one is written. */
+void sfr__in_place_begin_locked(struct sfr_ticket *t);
+void sfr__in_place_next_locked(struct sfr_ticket *t);
+/* Prepares such a block on a writer: the memory to write, and the CRCs of its bytes. 0, or -1 with
+ * the reason in err. */
+int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err);
+/* Gives that memory back, whether or not the block was written. */
+void sfr__in_place_release(struct sfr__job *job);
+
+/* ---- commit.c ---- */
+extern const struct sfr__log_ops sfr__save_log_ops;
+/* Renames the file and ends the ticket. False: the save was cancelled before. */
+bool sfr__save_commit(struct sfr_ticket *t);
+
+#endif

@@ -1,0 +1,144 @@
+"""The memory of pools without `pool_bytes`: half of what the system leaves.
+
+    budget = (what the system leaves + what our pools hold already) / 2 / local ranks
+
+"What the system leaves" is the least of MemAvailable and, for the process's memory cgroup and each
+of its parents (v1 and v2), limit - usage + inactive file pages. The kernel reclaims those pages
+before memory runs short, and a machine that writes checkpoints has many. The memory of our own
+pools is added, or a second engine would subtract it twice: as used, and as a cap already taken.
+
+A limit of address space (`ulimit -v`, which batch systems set) works differently: a reservation
+counts against it without using memory, and it applies to this process alone. One pool gets at most
+half of what it leaves.
+
+The core gives each pool what the others have left of the budget (`csrc/core/memory/budget.c`). A
+missing or unexpected file under /proc or /sys counts as no limit.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_NO_LIMIT = 1 << 62  # more than any machine has
+
+
+class Budget(NamedTuple):
+    """The limits of default pools.
+
+    Attributes:
+        shared: Bytes of all of them in this process together.
+        most: Bytes of one.
+    """
+
+    shared: int
+    most: int
+
+
+class _Files(NamedTuple):
+    """The same three values in one version of the cgroup interface."""
+
+    limit: str
+    usage: str
+    inactive: str
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def look(held: int, root: Path = Path("/")) -> Budget:
+    """Look at what the system leaves now.
+
+    Args:
+        held: Bytes that the pools of this process hold.
+        root: The directory with `proc` and `sys`.
+    """
+    least = min(_available(root), _groups(root))
+    # A system without any figures gets pools of one block: slow, but safe.
+    shared = 0 if least == _NO_LIMIT else (least + held) // 2 // _local_ranks()
+    return Budget(shared, _address_space(root) // 2)
+
+
+def _available(root: Path) -> int:
+    kib = _number(root / "proc/meminfo", "MemAvailable:")
+    return _NO_LIMIT if kib is None else kib * 1024
+
+
+def _groups(root: Path) -> int:
+    """Return the least that a memory cgroup of the process leaves.
+
+    Lines of /proc/self/cgroup are `number:controllers:/group`. v2's has number 0 and no
+    controllers.
+    """
+    mount, least = root / "sys/fs/cgroup", _NO_LIMIT
+    for line in _text(root / "proc/self/cgroup").split("\n"):
+        number, _, rest = line.partition(":")
+        controllers, colon, group = rest.partition(":")
+        if not colon:
+            continue
+        if "memory" in controllers.split(","):
+            least = min(least, _chain(mount / "memory", group, _V1))
+        elif number == "0" and not controllers:
+            least = min(least, _chain(mount, group, _V2), _chain(mount / "unified", group, _V2))
+    return least
+
+
+def _chain(mount: Path, group: str, files: _Files) -> int:
+    """Return the least that a group or one of its parents leaves.
+
+    Inside a container the group may be the host's name for it, which does not exist below the
+    container's mount. Then one of the parents, in the end the mount itself, is the container's.
+    """
+    folder = mount / group.strip("/")
+    return min(_leaves(each, files) for each in _up_to(folder, mount))
+
+
+def _up_to(folder: Path, mount: Path) -> Iterator[Path]:
+    while folder != mount:
+        yield folder
+        folder = folder.parent
+    yield mount
+
+
+def _leaves(folder: Path, files: _Files) -> int:
+    limit = _number(folder / files.limit)  # v2 says "max" for none, v1 a huge number
+    usage = _number(folder / files.usage)
+    if limit is None or limit == _NO_LIMIT or usage is None:
+        return _NO_LIMIT
+    inactive = _number(folder / "memory.stat", files.inactive + " ") or 0
+    # The two files are not read at the same moment, so more may be inactive than used.
+    return max(0, limit - max(0, usage - inactive))
+
+
+def _local_ranks() -> int:
+    """Return the number of ranks on this machine, which torchrun sets."""
+    found = re.match(r"\s*(\d+)", os.environ.get("LOCAL_WORLD_SIZE", ""))
+    return (found and int(found[1])) or 1
+
+
+def _address_space(root: Path) -> int:
+    """Return what RLIMIT_AS leaves. The first number of statm is the pages in use."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return _NO_LIMIT
+    return max(0, limit - (_number(root / "proc/self/statm") or 0) * mmap.PAGESIZE)
+
+
+def _number(file: Path, key: str = "") -> int | None:
+    """Return the number that follows `key` at the start of a line; without a key, of the file."""
+    start = rf"(?m)^{re.escape(key)}" if key else r"\A"
+    found = re.search(rf"{start}[ \t]*(\d+)", _text(file))
+    return min(int(found[1]), _NO_LIMIT) if found else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("ascii", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,255 @@
+"""The saves that a plugin has under way in one process, and the one way that their errors take.
+
+    a call of the plugin ──▶ `saves` ──next_error──▶ raised by a save or at the end, warned of, or
+                                                     logged
+
+An error stays in the Outcome of its handle (`_save/outcome.py`) until somebody is told of it. That
+may be the next save, the end of the training, or `stillframe.wait_all`. An error without a save has
+a handle of its own, `Failed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, TextIO
+
+from stillframe._base.paths import Place
+from stillframe._lightning.rotation import Rotation
+from stillframe._save.completion import start_once
+from stillframe._save.handle import SaveHandle, State, is_collected, report_of, wait_for_end
+from stillframe.errors import StillframeError
+
+if TYPE_CHECKING:
+    from stillframe._lightning.wrapped import Inner
+    from stillframe._save.engine import Engine
+
+log = logging.getLogger("stillframe")
+
+DELAY_S = 1.0
+_REDRAW_S = 0.1
+
+
+class Failed(SaveHandle):
+    """A failure without a save: of a call that made none, of a link, or of a logger."""
+
+    def __init__(self, what: str, error: BaseException | None = None) -> None:
+        super().__init__(what)
+        self._outcome.settle(None, error)
+
+    @property
+    def state(self) -> State:
+        return "failed"
+
+
+class Work:
+    """The saves of one plugin, and its files. A forked child starts with nothing.
+
+    A signal handler may save at any moment, also in the middle of a method here. So each method
+    takes an item from a list in one step, and does not look at the list before that.
+
+    Args:
+        remover_of, durable: See `Rotation`.
+
+    Attributes:
+        rotation: What is to become of files once saves have ended.
+        pid: The process.
+        engine: The plugin's own engine.
+        saves: Saves whose errors nobody was told of, in the order in which to tell.
+        newest: The last save; None before the first, `Failed` if its call made none.
+        newest_is_early: Its call does not wait for its end, so that a later call tells its error.
+    """
+
+    def __init__(self, remover_of: Callable[[Place], Inner | None], *, durable: bool) -> None:
+        self.rotation = Rotation(remover_of, durable=durable, failed=self.add_failed)
+        self.pid = os.getpid()
+        self.engine: Engine | None = None
+        self.saves: list[SaveHandle] = []
+        self.newest: SaveHandle | None = None
+        self.newest_is_early = False
+
+    def under_way(self) -> bool:
+        return bool(self.saves or self.engine or self.rotation.under_way())
+
+    def use(self, made: Engine) -> Engine:
+        """Return the engine: `made`, unless a signal handler saved while it was being made."""
+        if self.engine is None:
+            self.engine = made
+        else:
+            made.close()
+        return self.engine
+
+    def add(self, handle: SaveHandle, *, early: bool) -> None:
+        """Add the newest save. If its call waits for its end, its error is the next one."""
+        self.saves.insert(len(self.saves) if early else 0, handle)
+        self.newest, self.newest_is_early = handle, early
+
+    def add_failed(self, what: str, error: BaseException, *, first: bool = False) -> None:
+        """Add an error without a save, as the last one, or as the next one if `first`."""
+        self.saves.insert(0 if first else len(self.saves), Failed(what, error))
+
+    def is_newest_made(self) -> bool:
+        """Return whether the last save got beyond its call."""
+        return not isinstance(self.newest, Failed)
+
+    def forget_newest(self) -> None:
+        """Wait for the last save and drop its error, because all ranks raise another one."""
+        handle = self.newest
+        if handle is not None and self._discard(handle):
+            _error_of(handle)
+
+    def next_error(self) -> BaseException | None:
+        """Return the error to raise or tell next, once; None if no save that ended has one.
+
+        The error of the newest save is left for a later call if its own call did not wait for it,
+        however fast the save failed.
+        """
+        for handle in list(self.saves):
+            if handle is self.newest and self.newest_is_early:
+                continue
+            if handle.done() and self._discard(handle):
+                error = _error_of(handle)
+                if error is not None:
+                    return error
+        return None
+
+    def take_error(self) -> BaseException | None:
+        """Return the next error; its notes name the others, which are logged."""
+        first = self.next_error()
+        while first is not None and (error := self.next_error()) is not None:
+            first.add_note(f"Another checkpoint failed as well: {error}")
+            log_error(error)
+        return first
+
+    def drain(self, *, close: bool) -> None:
+        """Wait for everything. Errors stay; an interrupted wait leaves the rest for the next.
+
+        Args:
+            close: Close the plugin's own engine, too.
+        """
+        with WaitingLine(self.saves):
+            for handle in iter(self._first_under_way, None):
+                wait_for_end(handle)
+            for handle in list(self.saves):
+                if report_of(handle) is not None:
+                    self._discard(handle)
+            self.newest_is_early = False
+            self.rotation.finish()
+            if close:
+                engine, self.engine = self.engine, None
+                if engine is not None:
+                    engine.close()
+
+    def _first_under_way(self) -> SaveHandle | None:
+        return next((handle for handle in list(self.saves) if not handle.done()), None)
+
+    def _discard(self, handle: SaveHandle) -> bool:
+        """Return False if a save made by a signal handler in the meantime took `handle`."""
+        try:
+            self.saves.remove(handle)
+        except ValueError:
+            return False
+        return True
+
+
+def _error_of(handle: SaveHandle) -> BaseException | None:
+    """Wait for a save and return its error; None too if `wait_all` has raised that already."""
+    if is_collected(handle):
+        return None
+    try:
+        return handle.exception()
+    except CancelledError as cancelled:
+        return cancelled
+
+
+def log_error(error: BaseException) -> None:
+    log.error("a checkpoint was not saved: %s", error, exc_info=error)
+
+
+def warn(error: BaseException) -> None:
+    """Warn of an error, which `on_error="warn"` does instead of raising it."""
+    log.warning("a checkpoint was not saved: %s", error, exc_info=error)
+    warnings.warn(f"a checkpoint was not saved: {error}", UserWarning, stacklevel=2)
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether a save failed, and was not asked for in a wrong way."""
+    return isinstance(error, (StillframeError, OSError, CancelledError))
+
+
+class WaitingLine:
+    """Shows what a long wait for `handles`, links and removes is for: a context manager.
+
+    After a second of waiting, a progress bar appears on stderr if that is a terminal, else one
+    plain line. A thread of its own draws it, because the waiting thread is inside waits that answer
+    signals.
+    """
+
+    def __init__(self, handles: Sequence[SaveHandle]) -> None:
+        self._handles = [handle for handle in handles if not handle.done()]
+        self._over = threading.Event()
+        self._runs = False
+        self._thread = threading.Thread(target=self._run, name="sf-waiting", daemon=True)
+
+    def __enter__(self) -> WaitingLine:
+        with contextlib.suppress(OSError):  # without a thread, or at exit, there is no line
+            self._runs = start_once(self._thread)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self._runs:
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._over.wait(DELAY_S) or sys.stderr is None:
+            return
+        stream = sys.stderr
+        if stream.isatty():
+            self._draw(stream)
+        else:
+            done, total = self._bytes()
+            stream.write(f"{self._what()} ({done / 1e6:.0f} of {total / 1e6:.0f} MB written)\n")
+            stream.flush()
+
+    def _draw(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+        )
+        with Progress(*columns, console=Console(file=stream)) as progress:
+            done, total = self._bytes()
+            task = progress.add_task(self._what(), completed=done, total=total)
+            while not self._over.wait(_REDRAW_S):
+                done, total = self._bytes()
+                progress.update(task, completed=done, total=total, description=self._what())
+            done, total = self._bytes()
+            progress.update(task, completed=done, total=total, description=self._what())
+
+    def _what(self) -> str:
+        waiting = sum(not handle.done() for handle in self._handles)
+        if waiting == 0:
+            return "stillframe: waiting for checkpoints to be removed"
+        noun = "checkpoint" if waiting == 1 else "checkpoints"
+        return f"stillframe: waiting for {waiting} {noun} to reach the disk"
+
+    def _bytes(self) -> tuple[int, int]:
+        pairs = [handle.progress() for handle in self._handles]
+        return sum(done for done, _ in pairs), sum(total for _, total in pairs)
