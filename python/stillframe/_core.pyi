@@ -206,6 +206,8 @@ def check(
     direct: bool = False,
     directory: bool = False,
     later: bool = False,
+    offset: int = 0,
+    nbytes: int | None = None,
 ) -> dict[str, Any]: ...
 def crc32(data: bytes | bytearray | memoryview, value: int = 0, /) -> int: ...
 
@@ -239,10 +241,9 @@ def _set_limits(
     *,
     zip64_bytes: int = ...,
     zip64_records: int = ...,
-    restore_piece_bytes: int = ...,
+    reader_piece_bytes: int = ...,
     check_piece_bytes: int = ...,
     ahead_bytes: int = ...,
-    ahead_piece_bytes: int = ...,
 ) -> None: ...
 
 # observer.c; `marks`: a keepers.Marks

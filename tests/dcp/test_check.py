@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fix_checkpoints import open_descriptors, saving
 from fix_dcp import equal, loaded
+from stillframe import _core
 from stillframe._dcp import check
 from stillframe._dcp.check import wrong_in_item
 from stillframe._shell import contents
@@ -81,25 +82,49 @@ def test_what_was_saved_without_crcs_is_whole(wrong):
         assert wrong(archive(torch.tensor(VALUES))) is None
 
 
-def test_a_record_that_is_packed_or_longer_than_its_item_is_told(wrong):
-    data = bytes(1000)
-    deflated = packed(("a/data.pkl", data), compression=zipfile.ZIP_DEFLATED)
-    assert wrong(deflated) == "a/data.pkl: its bytes are not where they should be"
-    stored = bytearray(packed(("a/data.pkl", data)))
+def test_compressed_record_is_not_called_whole(wrong):
+    records = ("a/data.pkl", bytes(1000)), ("a/version", b"3")
+    deflated = packed(*records, compression=zipfile.ZIP_DEFLATED)
+    assert wrong(deflated) == "it has compressed records, whose bytes cannot be checked"
+
+
+def test_record_that_is_longer_than_its_item_is_named(wrong):
+    stored = bytearray(packed(("a/data.pkl", bytes(1000))))
     directory = stored.index(b"PK\1\2")
     stored[directory + 16 : directory + 28] = b"\0\0\0\0" + 2 * (2000).to_bytes(4, "little")
-    assert wrong(bytes(stored)) == "a/data.pkl: its bytes are not where they should be"
+    assert wrong(bytes(stored)) == "a/data.pkl: it reaches beyond the data of the file"
 
 
-def test_a_record_of_several_pieces_is_compared_to_its_last_byte(wrong, monkeypatch):
-    monkeypatch.setattr(check, "_PIECE", 64)
-    item = bytearray(archive(torch.arange(100)))
-    assert wrong(bytes(item)) is None
-    for number in (0, 50, 99):
-        place = item.index(torch.arange(100).numpy().tobytes()) + number * 8
-        item[place] ^= 1
-        assert wrong(bytes(item)) == "archive/data/0: its bytes do not match their CRC"
-        item[place] ^= 1
+def test_bytes_behind_the_end_of_an_item_are_damage(wrong):
+    assert wrong(archive(torch.tensor(VALUES)) + b"12345") == "5 bytes follow its end"
+
+
+def test_item_in_the_legacy_format_is_no_archive(wrong):
+    buffer = io.BytesIO()
+    torch.save(torch.tensor(VALUES), buffer, _use_new_zipfile_serialization=False)
+    assert wrong(buffer.getvalue()) == "it is in torch's legacy format, which has no checksums"
+
+
+def test_item_of_negative_length_is_refused(tmp_path):
+    with open(tmp_path / "data", "w+b") as file:
+        said = "it cannot have -9 bytes from byte 3 on"
+        assert wrong_in_item(file.fileno(), 3, -9) == said
+        assert wrong_in_item(file.fileno(), -3, 9) == "it cannot have 9 bytes from byte -3 on"
+
+
+def test_every_byte_of_a_record_is_compared_with_and_without_threads(wrong):
+    item = bytearray(archive(torch.arange(3000)))
+    for threads in (False, True):
+        _core._set_limits(reader_piece_bytes=4096, ahead_bytes=1 if threads else 1 << 40)
+        try:
+            assert wrong(bytes(item)) is None
+            for number in (0, 1500, 2999):
+                place = item.index(torch.arange(3000).numpy().tobytes()) + number * 8
+                item[place] ^= 1
+                assert wrong(bytes(item)) == "archive/data/0: its bytes do not match their CRC"
+                item[place] ^= 1
+        finally:
+            _core._set_limits()
 
 
 class Turned(StreamTransformExtension):
@@ -151,11 +176,11 @@ def bad(directory: Path) -> list[tuple[str, str]]:
 
 
 def test_a_file_that_cannot_be_opened_or_read_is_told_with_what_it_holds(saved, monkeypatch):
-    def failing(*_: Any) -> int:
+    def failing(*_: Any, **__: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr(check, "_wrong_in_record", failing)
+        patched.setattr(_core, "check", failing)
         assert bad(saved) == [
             ("__0_0.distcp", "Input/output error: it holds a from (0,) and 1 more")
         ]
@@ -195,5 +220,5 @@ def test_a_part_of_a_tensor_is_named_by_where_it_begins(saved):
 def test_a_reader_that_finds_damage_leaves_no_file_open(saved):
     (data,) = saved.glob("*.distcp")
     data.write_bytes(data.read_bytes().replace(b"PK\3\4", b"PK\3\5"))
-    with pytest.raises(CheckpointException, match="its header is missing"):
+    with pytest.raises(CheckpointException, match="a is damaged: it is not a torch.save file"):
         loaded({"a": torch.tensor(VALUES)}, saved, storage_reader=Reader(saved))

@@ -14,10 +14,9 @@ PAGE = 4 * KIB
 CORE = {
     "zip64_bytes": 12 * KIB,
     "zip64_records": 5,
-    "restore_piece_bytes": PAGE,
+    "reader_piece_bytes": PAGE,
     "check_piece_bytes": PAGE,
     "ahead_bytes": 1,
-    "ahead_piece_bytes": PAGE,
 }
 # Of modules. Memory of a load is found ahead in proportions like those of the product.
 MODULES = [

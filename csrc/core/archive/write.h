@@ -6,7 +6,7 @@
 #include "archive/layout.h"
 
 /* Length of a local header at `hdr_off` as stillframe writes it, without the bytes that align its
- * data. The reader of such files (restore/plan.c) uses it too. */
+ * data. The reader of such files (reader/plan.c) uses it too. */
 uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off);
 /* Length of an entry's local header: from its hdr_off to the earliest start of its data. The
  * padding that aligns the data is not included. name, nbytes and hdr_off must be set, also for the

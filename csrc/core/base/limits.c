@@ -12,10 +12,9 @@
 	{                                                                                          \
 		.zip64_bytes = ZIP_MAX32,                                                          \
 		.zip64_records = ZIP_MAX16,                                                        \
-		.restore_piece_bytes = MIB,                                                        \
+		.reader_piece_bytes = MIB,                                                         \
 		.check_piece_bytes = MIB,                                                          \
 		.ahead_bytes = 8 * MIB,                                                            \
-		.ahead_piece_bytes = 2 * MIB,                                                      \
 	}
 
 struct sfr_limits sfr_limits = PRODUCT;
@@ -31,10 +30,9 @@ int sfr_limits_set(const struct sfr_limits *limits)
 
 	if (!is_in_range(l->zip64_bytes, SFR_PAGE, ZIP_MAX32, 1) ||
 	    !is_in_range(l->zip64_records, 1, ZIP_MAX16, 1) ||
-	    !is_in_range(l->restore_piece_bytes, SFR_PAGE, MIB, SFR_PAGE) ||
+	    !is_in_range(l->reader_piece_bytes, SFR_PAGE, MIB, SFR_PAGE) ||
 	    !is_in_range(l->check_piece_bytes, SFR_PAGE, MIB, SFR_PAGE) ||
-	    !is_in_range(l->ahead_bytes, 1, UINT64_MAX, 1) ||
-	    !is_in_range(l->ahead_piece_bytes, SFR_PAGE, 2 * MIB, SFR_PAGE))
+	    !is_in_range(l->ahead_bytes, 1, UINT64_MAX, 1))
 		return -EINVAL;
 	sfr_limits = *limits;
 	return 0;

@@ -19,13 +19,11 @@ enum sfr__lock_rank {
 	SFR__LOCK_LANES,   /* device/lanes.c: the lanes of an engine */
 	/* copies in flight on a device's stream; never held over a call that queues */
 	SFR__LOCK_LANE,
-	SFR__LOCK_EYES,  /* device/glance.c: the devices that can be probed */
-	SFR__LOCK_LOG,   /* commit/log.c: the process's ordered log */
-	SFR__LOCK_POOL,  /* a pool's free blocks, waiters, statistics */
-	SFR__LOCK_PIN,   /* the regions of a pool that the driver knows */
-	SFR__LOCK_AHEAD, /* check/ahead.c: chunks between the readers and the check */
-	/* restore/restore.c: records between the readers and the waiting thread */
-	SFR__LOCK_RESTORE,
+	SFR__LOCK_EYES,     /* device/glance.c: the devices that can be probed */
+	SFR__LOCK_LOG,      /* commit/log.c: the process's ordered log */
+	SFR__LOCK_POOL,     /* a pool's free blocks, waiters, statistics */
+	SFR__LOCK_PIN,      /* the regions of a pool that the driver knows */
+	SFR__LOCK_READER,   /* reader/reader.c: records between its threads and the waiting one */
 	SFR__LOCK_DRIVER,   /* cuda/driver.c: whether it is loaded and initialised */
 	SFR__LOCK_TMP,      /* file/tmp.c: this process's live temporaries */
 	SFR__LOCK_NOTICES,  /* base/notice.c: posted notices */

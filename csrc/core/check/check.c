@@ -4,17 +4,20 @@
  * The walk. Records of a checkpoint are in the file in the order of the directory, without overlap,
  * and the check insists on that. So the directory and the data are each read once, front to back.
  * The memory needed is two windows and 16 bytes a record (to find names that occur twice), whatever
- * the numbers in the file claim. The data of a long file is read ahead by threads (ahead.c), which
- * takes 12 MiB more.
+ * the numbers in the file claim.
  *
  *     the file    | header data desc | header data desc | gap | ... | directory | end records |
  *                           ^ body window                             ^ directory window
  *
  *     START --> RECORD --> BYTES --> RECORD ... --> SORT --> NAMES --> DONE
- *       |         |          (only with SFR_CHECK_BYTES)                 ^
- *       +---------+--- foreign, truncated, no directory -----------------+
+ *      | |        |          (only with SFR_CHECK_BYTES)                ^
+ *      | +--------+--- foreign, truncated, no directory ----------------+
+ *      |                                                                |
+ *      +--> SUMS --- every record was read ----------------------------+
+ *             +---- not readable in this way --> RECORD
  *
  *     START   start_check    the kind of file; its end records
+ *     SUMS    check_sums     a long file's bytes, read on threads (sums.c)
  *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
  *     BYTES   record_bytes   one chunk of the record's data (records.c)
  *     SORT    sort_names     sorts the names by their hashes, a bounded number of moves
@@ -38,7 +41,6 @@
 #include <stdio.h> /* snprintf */
 #include <string.h>
 
-#include "check/ahead.h"
 #include "check/records.h"
 #include "sfr/limits.h"
 #include "base/base.h"
@@ -82,6 +84,12 @@ static const char *foreign(const unsigned char *head, size_t len)
 	return "it begins with zeros, like a file whose bytes never reached the disk";
 }
 
+/* Whether threads read the bytes. Starting them costs more than reading a short file. */
+static bool is_long(const struct sfr_check *c)
+{
+	return (c->flags & SFR_CHECK_BYTES) != 0 && c->result.nbytes >= sfr_limits.ahead_bytes;
+}
+
 /* Windows are no longer than the file, because many files are short. */
 static int make_windows(struct sfr_check *c)
 {
@@ -91,19 +99,15 @@ static int make_windows(struct sfr_check *c)
 	size_t cap;
 	int rc;
 
-	rc = sfr__window_init(&c->dir, c->fd, len < WINDOW ? (size_t)len : WINDOW, DIR_PIECE);
+	rc = sfr__window_init(&c->dir, c->fd, c->base, SFR__WAY_CACHE,
+			      len < WINDOW ? (size_t)len : WINDOW, DIR_PIECE);
 	if (rc != 0)
 		return rc;
 	cap = piece > WINDOW ? piece : WINDOW;
-	return sfr__window_init(&c->body, c->fd, len < cap ? (size_t)len : cap, piece);
-}
-
-/* If this fails, the window reads by itself, which only costs time. */
-static void read_ahead(struct sfr_check *c)
-{
-	if ((c->flags & SFR_CHECK_BYTES) != 0 && c->end.dir_off >= sfr_limits.ahead_bytes)
-		(void)sfr__ahead_start(c->fd, c->end.dir_off, (c->flags & SFR_CHECK_DIRECT) != 0,
-				       &c->body.ahead);
+	return sfr__window_init(&c->body, c->fd, c->base,
+				is_long(c) && (c->flags & SFR_CHECK_DIRECT) != 0 ? SFR__WAY_DISK :
+										   SFR__WAY_CACHE,
+				len < cap ? (size_t)len : cap, piece);
 }
 
 /* Finds the end of the archive. Few bytes may follow its end record. */
@@ -145,7 +149,8 @@ static int start_check(struct sfr_check *c)
 		return sfr__check_unreadable(c, -EISDIR);
 	if (!S_ISREG(st.st_mode))
 		return sfr__check_fatal(c, "it is not a regular file");
-	r->nbytes = (uint64_t)st.st_size;
+	if (r->nbytes == SFR_CHECK_WHOLE)
+		r->nbytes = (uint64_t)st.st_size;
 	if (r->nbytes == 0)
 		return sfr__check_fatal(c, "it is empty");
 	rc = make_windows(c);
@@ -178,8 +183,7 @@ static int start_check(struct sfr_check *c)
 		c->flags |= SFR_CHECK_DIRECTORY;
 	r->headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
 	c->dir_pos = c->end.dir_off;
-	read_ahead(c);
-	c->state = SFR__CHECK_RECORD;
+	c->state = is_long(c) ? SFR__CHECK_SUMS : SFR__CHECK_RECORD;
 	return 0;
 }
 
@@ -293,7 +297,7 @@ uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len
 
 /* ---- public ------------------------------------------------------------------ */
 
-int sfr_check_new(int fd, unsigned flags, struct sfr_check **out)
+int sfr_check_new_part(int fd, uint64_t off, uint64_t len, unsigned flags, struct sfr_check **out)
 {
 	struct sfr_check *c;
 
@@ -308,14 +312,22 @@ int sfr_check_new(int fd, unsigned flags, struct sfr_check **out)
 	if (c == NULL)
 		return -ENOMEM;
 	c->fd = fd;
+	c->base = off;
+	c->result.nbytes = len;
 	c->flags = flags;
 	return 0;
+}
+
+int sfr_check_new(int fd, unsigned flags, struct sfr_check **out)
+{
+	return sfr_check_new_part(fd, 0, SFR_CHECK_WHOLE, flags, out);
 }
 
 int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
 {
 	static int (*const steps[])(struct sfr_check *) = {
 		[SFR__CHECK_START] = start_check,
+		[SFR__CHECK_SUMS] = sfr__check_sums,
 		[SFR__CHECK_RECORD] = sfr__check_next_record,
 		[SFR__CHECK_BYTES] = sfr__check_record_bytes,
 		[SFR__CHECK_SORT] = sort_names,
@@ -323,6 +335,7 @@ int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
 	};
 	const uint64_t deadline = sfr__deadline(slice_ns);
 
+	check->deadline_ns = deadline;
 	while (check->code == 0 && check->state != SFR__CHECK_DONE) {
 		check->code = steps[check->state](check);
 		if (check->code == 0 && check->state != SFR__CHECK_DONE &&
@@ -354,6 +367,7 @@ void sfr_check_free(struct sfr_check *check)
 	for (uint32_t i = 0; i < check->result.nr_listed; i++)
 		sfr_sys.free(check->bad[i].name);
 	sfr_sys.free(check->bad);
+	sfr__check_end_sums(check);
 	sfr__names_fini(&check->names);
 	sfr__places_fini(&check->places);
 	sfr__window_fini(&check->dir);

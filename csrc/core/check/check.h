@@ -9,10 +9,10 @@
  *             use(sfr_check_result(check));
  *     sfr_check_free(check);
  *
- * Only one thread at a time may use a check. A check of the bytes of a long file has two threads of
- * its own that read ahead; freeing it ends them. After a fork the child can use the check, which
- * then reads by itself. The file's own position is not used. If the file is changed meanwhile, the
- * worst result is a verdict of damage. */
+ * Only one thread at a time may use a check. A check of the bytes of a long file has threads of its
+ * own that read; freeing it ends them. After a fork the child can use the check, which then reads
+ * by itself. The file's own position is not used. If the file is changed meanwhile, the worst
+ * result is a verdict of damage. */
 #ifndef SFR_CHECK_H
 #define SFR_CHECK_H
 
@@ -31,6 +31,7 @@
 enum sfr_format { SFR_FORMAT_FOREIGN, SFR_FORMAT_ARCHIVE, SFR_FORMAT_LEGACY };
 
 #define SFR_CHECK_MAX_LISTED 1000u
+#define SFR_CHECK_WHOLE UINT64_MAX /* as `len` of a part: to the end of the file */
 
 struct sfr_bad_record {
 	char *name;         /* as in the archive, with '?' for control characters */
@@ -40,7 +41,7 @@ struct sfr_bad_record {
 struct sfr_check_result {
 	bool ok;
 	enum sfr_format format;
-	uint64_t nbytes;     /* length of the file */
+	uint64_t nbytes;     /* length of the file, or of the part of it */
 	uint64_t nr_records; /* records in the directory; 0 if it cannot be found */
 	uint64_t
 		/* written without a CRC, or deflated: only their structure was checked */
@@ -60,6 +61,8 @@ struct sfr_check;
 
 /* `fd` stays the caller's and must stay open. -ENOMEM. */
 int sfr_check_new(int fd, unsigned flags, struct sfr_check **out);
+/* The same for an archive of `len` bytes that begins at `off` in the file. */
+int sfr_check_new_part(int fd, uint64_t off, uint64_t len, unsigned flags, struct sfr_check **out);
 /* 0: the verdict exists. SFR_EAGAIN: call again. -errno: the file could not be read (-EISDIR for a
  * directory) or there was no memory; there is no verdict then, and later calls return the same. */
 int sfr_check_run(struct sfr_check *check, uint64_t slice_ns);
@@ -71,12 +74,5 @@ uint64_t sfr_check_done(const struct sfr_check *check);
 /* Valid until the check is freed; final once run has returned 0. */
 const struct sfr_check_result *sfr_check_result(const struct sfr_check *check);
 void sfr_check_free(struct sfr_check *check); /* NULL is allowed */
-
-/* Reads [off, off + len) of a file into memory that is new, and so has mostly no pages yet
- * (read_into.c). Returns the bytes read, fewer than `len` only at the end of the file, or
- * -errno. */
-int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off);
-/* Takes the faults of the whole pages of new memory in [buf, buf + len) in one call. */
-void sfr__populate(char *buf, size_t len);
 
 #endif

@@ -9,8 +9,8 @@
  * receives the first damage found in this record, which ends its check and puts it on the list of
  * bad ones. c->body_pos never decreases: a record that begins below it overlaps another.
  *
- * Only sfr__check_record_bytes takes much time. A core's CRC is several times as fast as a disk, so
- * one thread computes it and others read (ahead.c). */
+ * Only sfr__check_record_bytes takes much time. The bytes of a long file are read on threads instead
+ * (sums.c). */
 #include <string.h>
 
 #include "sfr/crc.h"
@@ -200,6 +200,7 @@ int sfr__check_next_record(struct sfr_check *c)
 	if (wrong != NULL)
 		return sfr__check_bad_record(c, wrong);
 	if ((c->flags & SFR_CHECK_KEEP) != 0) {
+		c->places.prefix_len = c->prefix_len;
 		rc = sfr__places_add(&c->places, &c->rec, c->name, central);
 		if (rc != 0)
 			return rc;

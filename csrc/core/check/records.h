@@ -1,15 +1,16 @@
-/* The state of a check, shared by check.c and records.c. */
+/* The state of a check, shared by check.c, records.c, sums.c and verdict.c. */
 #ifndef SFR_RECORDS_H
 #define SFR_RECORDS_H
 
 #include "check/check.h"
 #include "check/names.h"
-#include "check/places.h"
 #include "archive/read.h"
-#include "check/window.h"
+#include "reader/reader.h"
+#include "reader/window.h"
 
 enum sfr__check_state {
 	SFR__CHECK_START,
+	SFR__CHECK_SUMS,
 	SFR__CHECK_RECORD,
 	SFR__CHECK_BYTES,
 	SFR__CHECK_SORT,
@@ -19,9 +20,11 @@ enum sfr__check_state {
 
 struct sfr_check {
 	int fd;
+	uint64_t base; /* offset in the file of the archive's first byte */
 	unsigned flags;
 	enum sfr__check_state state;
-	int code; /* 0, or the error of reading */
+	int code;             /* 0, or the error of reading */
+	uint64_t deadline_ns; /* of the slice; only waits look at it */
 	struct sfr_check_result result;
 	struct sfr_bad_record *bad;
 	struct sfr__window dir, body;
@@ -34,6 +37,9 @@ struct sfr_check {
 	uint64_t names_at;         /* how far the names were compared */
 	unsigned nr_alike;         /* pairs of different names with the same hash */
 	bool os_error;             /* `code` is an error of the operating system about the file */
+	/* sums.c; NULL before and after */
+	struct sfr_check *directory;
+	struct sfr_reader *reader;
 	/* the current record */
 	struct sfr__unzip_record rec;
 	uint64_t data_off, data_done, rec_end;
@@ -65,5 +71,10 @@ uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len
 
 int sfr__check_next_record(struct sfr_check *c);
 int sfr__check_record_bytes(struct sfr_check *c);
+
+/* ---- sums.c: one of the steps ---- */
+
+int sfr__check_sums(struct sfr_check *c);
+void sfr__check_end_sums(struct sfr_check *c);
 
 #endif

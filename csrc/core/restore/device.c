@@ -19,9 +19,8 @@
  * is queried every 50 us. After a device has failed, nobody knows whether its copies still run, so
  * the buffers that they read are retired. */
 #include <errno.h>
-#include <stdio.h>
 
-#include "restore/plan.h"
+#include "restore/restore_int.h"
 #include "base/base.h"
 
 #define POLL_NS UINT64_C(50000)
@@ -29,14 +28,158 @@
 static void device_failed(struct sfr_restore *r, const struct sfr__restore_device *device,
 			  const char *call, CUresult rc, uint64_t index)
 {
-	char why[sizeof(r->why)];
+	if (atomic_exchange(&r->has_why, true))
+		return; /* another thread tells of a failure */
+	sfr__cuda_explain(r->cu, device->device, call, rc, r->why, sizeof(r->why));
+	sfr__reader_fail(r->reader, -EIO, index, sfr__reader_data_off(r->reader, index), r->why);
+}
 
-	sfr__cuda_explain(r->cu, device->device, call, rc, why, sizeof(why));
-	sfr__lock(&r->mu);
-	if (r->failure.code == 0)
-		(void)snprintf(r->why, sizeof(r->why), "%s", why);
-	sfr__unlock(&r->mu);
-	sfr__restore_fail(r, -EIO, index, r->targets[index].data_off, r->why);
+/* ---- for the reader ----------------------------------------------------------- */
+
+static void enter(const struct sfr_restore *r, struct sfr__cuda_scope *scope)
+{
+	*scope = (struct sfr__cuda_scope){ 0 };
+	(void)sfr__cuda_enter(scope, r->cu,
+			      r->devices[0].context); /* the next call shows an error */
+}
+
+static char *lend(void *self, size_t len)
+{
+	struct sfr_restore *r = self;
+	struct sfr__cuda_scope scope;
+	void *mem = NULL;
+
+	enter(r, &scope);
+	if (r->cu->host_alloc(&mem, len, CU_MEMHOSTALLOC_PORTABLE) != CUDA_SUCCESS)
+		mem = NULL;
+	sfr__cuda_leave(&scope);
+	return mem;
+}
+
+static void take_back(void *self, struct sfr__buffer *buffer)
+{
+	struct sfr_restore *r = self;
+	struct sfr__restore_flight *flight = &r->flights[buffer->number];
+	struct sfr__cuda_scope scope;
+
+	enter(r, &scope);
+	for (unsigned k = 0; k < r->nr_devices; k++)
+		if (flight->landed[k] != NULL)
+			(void)r->cu->event_free(flight->landed[k]); /* is leaked at worst */
+	*flight = (struct sfr__restore_flight){ 0 };
+	if (buffer->mem != NULL)
+		(void)r->cu->host_free(buffer->mem);
+	buffer->mem = NULL;
+	sfr__cuda_leave(&scope);
+}
+
+bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index, char *to,
+		       const char *from, size_t len)
+{
+	const struct sfr__restore_device *device = r->targets[index].device;
+	struct sfr__cuda_scope scope;
+	const char *call = "cuCtxPushCurrent";
+	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
+
+	SFR__CUDA_THEN(rc, call, "cuMemcpyHtoDAsync",
+		       r->cu->copy_to((CUdeviceptr)(uintptr_t)to, from, len, device->stream));
+	sfr__cuda_leave(&scope);
+	if (rc != CUDA_SUCCESS)
+		device_failed(r, device, call, rc, index);
+	else
+		r->flights[buffer->number].devices |= 1u << (device - r->devices);
+	return rc == CUDA_SUCCESS;
+}
+
+/* Records an event of the flight after the work on the device's stream. `call` receives the call
+ * that failed. */
+static CUresult record(const struct sfr_restore *r, unsigned k, struct sfr__restore_flight *flight,
+		       const char **call)
+{
+	const struct sfr__restore_device *device = &r->devices[k];
+	struct sfr__cuda_scope scope;
+	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
+
+	*call = "cuCtxPushCurrent";
+	if (flight->landed[k] == NULL)
+		SFR__CUDA_THEN(rc, *call, "cuEventCreate",
+			       r->cu->event_new(&flight->landed[k], CU_EVENT_DISABLE_TIMING));
+	SFR__CUDA_THEN(rc, *call, "cuEventRecord",
+		       r->cu->event_record(flight->landed[k], device->stream));
+	sfr__cuda_leave(&scope);
+	return rc;
+}
+
+static void sleep_a_little(struct sfr_restore *r)
+{
+	sfr__reader_sleep(r->reader, sfr__deadline(POLL_NS));
+}
+
+/* Without an event for the copies from the buffer, queries the streams as a whole. If these fail
+ * too, nobody knows whether a copy still runs, and the memory is retired. */
+static void give_up(struct sfr_restore *r, struct sfr__buffer *buffer)
+{
+	struct sfr__restore_flight *flight = &r->flights[buffer->number];
+	CUresult rc = CUDA_SUCCESS;
+
+	for (unsigned k = 0; k < r->nr_devices && rc == CUDA_SUCCESS; k++)
+		while ((flight->devices & 1u << k) != 0 &&
+		       (rc = r->cu->stream_query(r->devices[k].stream)) == CUDA_ERROR_NOT_READY)
+			sleep_a_little(r);
+	if (rc != CUDA_SUCCESS)
+		buffer->mem = NULL;
+	flight->devices = 0;
+}
+
+static int sent(void *self, struct sfr__buffer *buffer)
+{
+	struct sfr_restore *r = self;
+	struct sfr__restore_flight *flight = &r->flights[buffer->number];
+
+	for (unsigned k = 0; k < r->nr_devices; k++) {
+		CUresult rc = CUDA_SUCCESS;
+		const char *call;
+
+		if ((flight->devices & 1u << k) != 0)
+			rc = record(r, k, flight, &call);
+		if (rc == CUDA_SUCCESS)
+			continue;
+		device_failed(r, &r->devices[k], call, rc, 0);
+		give_up(r, buffer);
+		return -1;
+	}
+	return 0;
+}
+
+static int land_all(struct sfr_restore *r, struct sfr__buffer *buffer)
+{
+	struct sfr__restore_flight *flight = &r->flights[buffer->number];
+
+	for (unsigned k = 0; k < r->nr_devices; k++) {
+		CUresult rc = CUDA_SUCCESS;
+
+		while ((flight->devices & 1u << k) != 0 &&
+		       (rc = r->cu->event_query(flight->landed[k])) == CUDA_ERROR_NOT_READY)
+			sleep_a_little(r);
+		if (rc == CUDA_SUCCESS)
+			continue;
+		device_failed(r, &r->devices[k], "cuEventQuery", rc, 0);
+		give_up(r, buffer);
+		return -1;
+	}
+	flight->devices = 0;
+	return 0;
+}
+
+static int land(void *self, struct sfr__buffer *buffer)
+{
+	struct sfr__cuda_scope scope;
+	int rc;
+
+	enter(self, &scope);
+	rc = land_all(self, buffer);
+	sfr__cuda_leave(&scope);
+	return rc;
 }
 
 /* ---- for the caller ----------------------------------------------------------- */
@@ -56,7 +199,7 @@ static int open_device(struct sfr_restore *r, uint32_t number, char *why, size_t
 	struct sfr__restore_device device = { .device = number };
 	int ret;
 
-	if (r->nr_devices == SFR__RESTORE_DEVICES || r->nr_threads != 0)
+	if (r->nr_devices == SFR__RESTORE_DEVICES || sfr__reader_runs(r->reader))
 		return -EOPNOTSUPP;
 	r->cu = sfr__cuda_get(why, why_len);
 	ret = r->cu == NULL ?
@@ -65,6 +208,10 @@ static int open_device(struct sfr_restore *r, uint32_t number, char *why, size_t
 	if (ret < 0)
 		return ret;
 	r->devices[r->nr_devices++] = device;
+	r->client.lend = lend;
+	r->client.take_back = take_back;
+	r->client.sent = sent;
+	r->client.land = land;
 	return 0;
 }
 
@@ -128,167 +275,4 @@ void sfr__restore_leave_devices(struct sfr_restore *r)
 		sfr__cuda_release(r->cu, r->devices[i].device);
 	}
 	r->nr_devices = 0;
-}
-
-/* ---- for a reader ------------------------------------------------------------------ */
-
-void sfr__restore_enter(const struct sfr_restore *r, struct sfr__cuda_scope *scope)
-{
-	*scope = (struct sfr__cuda_scope){ 0 };
-	if (r->nr_devices != 0)
-		/* an error shows in the next call */
-		(void)sfr__cuda_enter(scope, r->cu, r->devices[0].context);
-}
-
-int sfr__restore_pin(struct sfr__reader *reader)
-{
-	struct sfr_restore *r = reader->r;
-	struct sfr__cuda_scope scope;
-	bool pinned = true;
-
-	sfr__restore_enter(r, &scope);
-	for (unsigned i = 0; i < SFR__RESTORE_BUFFERS && pinned; i++) {
-		void *mem = NULL;
-
-		pinned =
-			r->cu->host_alloc(&mem, r->piece, CU_MEMHOSTALLOC_PORTABLE) == CUDA_SUCCESS;
-		reader->buffers[i].mem = pinned ? mem : NULL;
-	}
-	sfr__cuda_leave(&scope);
-	return pinned ? 0 : -ENOMEM;
-}
-
-void sfr__restore_unpin(struct sfr__reader *reader)
-{
-	struct sfr_restore *r = reader->r;
-	struct sfr__cuda_scope scope;
-
-	if (r->nr_devices == 0)
-		return;
-	sfr__restore_enter(r, &scope);
-	for (unsigned i = 0; i < SFR__RESTORE_BUFFERS; i++) {
-		struct sfr__buffer *buffer = &reader->buffers[i];
-
-		for (unsigned k = 0; k < r->nr_devices; k++)
-			if (buffer->landed[k] != NULL)
-				(void)r->cu->event_free(buffer->landed[k]); /* is leaked at worst */
-		if (buffer->mem != NULL)
-			(void)r->cu->host_free(buffer->mem);
-		sfr_sys.free(buffer->parts);
-		*buffer = (struct sfr__buffer){ 0 };
-	}
-	sfr__cuda_leave(&scope);
-}
-
-bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index, char *to,
-		       const char *from, size_t len)
-{
-	const struct sfr__restore_device *device = r->targets[index].device;
-	struct sfr__cuda_scope scope;
-	const char *call = "cuCtxPushCurrent";
-	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
-
-	SFR__CUDA_THEN(rc, call, "cuMemcpyHtoDAsync",
-		       r->cu->copy_to((CUdeviceptr)(uintptr_t)to, from, len, device->stream));
-	sfr__cuda_leave(&scope);
-	if (rc != CUDA_SUCCESS)
-		device_failed(r, device, call, rc, index);
-	else
-		buffer->devices |= 1u << (device - r->devices);
-	return rc == CUDA_SUCCESS;
-}
-
-int sfr__restore_later(struct sfr__buffer *buffer, const struct sfr__part *part)
-{
-	if (buffer->nr_parts == buffer->room) {
-		const size_t room = buffer->room == 0 ? 64 : 2 * buffer->room;
-		struct sfr__part *parts =
-			sfr_sys.realloc(buffer->parts, room * sizeof(*buffer->parts));
-
-		if (parts == NULL)
-			return -ENOMEM;
-		buffer->parts = parts;
-		buffer->room = room;
-	}
-	buffer->parts[buffer->nr_parts++] = *part;
-	return 0;
-}
-
-/* Records an event of the buffer after the work on the device's stream. `call` receives the call
- * that failed. */
-static CUresult record(const struct sfr_restore *r, unsigned k, struct sfr__buffer *buffer,
-		       const char **call)
-{
-	const struct sfr__restore_device *device = &r->devices[k];
-	struct sfr__cuda_scope scope;
-	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
-
-	*call = "cuCtxPushCurrent";
-	if (buffer->landed[k] == NULL)
-		SFR__CUDA_THEN(rc, *call, "cuEventCreate",
-			       r->cu->event_new(&buffer->landed[k], CU_EVENT_DISABLE_TIMING));
-	SFR__CUDA_THEN(rc, *call, "cuEventRecord",
-		       r->cu->event_record(buffer->landed[k], device->stream));
-	sfr__cuda_leave(&scope);
-	return rc;
-}
-
-static void sleep_a_little(struct sfr_restore *r)
-{
-	sfr__lock(&r->mu);
-	(void)sfr__cond_wait(&r->asks, &r->mu, sfr__deadline(POLL_NS));
-	sfr__unlock(&r->mu);
-}
-
-/* Without an event for the copies from the buffer, queries the streams as a whole. If these fail
- * too, nobody knows whether a copy still runs, and the memory is retired. */
-static void give_up(struct sfr_restore *r, struct sfr__buffer *buffer)
-{
-	CUresult rc = CUDA_SUCCESS;
-
-	for (unsigned k = 0; k < r->nr_devices && rc == CUDA_SUCCESS; k++)
-		while ((buffer->devices & 1u << k) != 0 &&
-		       (rc = r->cu->stream_query(r->devices[k].stream)) == CUDA_ERROR_NOT_READY)
-			sleep_a_little(r);
-	if (rc != CUDA_SUCCESS)
-		buffer->mem = NULL;
-	buffer->devices = 0;
-	buffer->nr_parts = 0;
-}
-
-void sfr__restore_fly(struct sfr_restore *r, struct sfr__buffer *buffer)
-{
-	for (unsigned k = 0; k < r->nr_devices; k++) {
-		CUresult rc = CUDA_SUCCESS;
-		const char *call;
-
-		if ((buffer->devices & 1u << k) != 0)
-			rc = record(r, k, buffer, &call);
-		if (rc == CUDA_SUCCESS)
-			continue;
-		device_failed(r, &r->devices[k], call, rc, 0);
-		give_up(r, buffer);
-		return;
-	}
-}
-
-void sfr__restore_land(struct sfr_restore *r, struct sfr__buffer *buffer)
-{
-	for (unsigned k = 0; k < r->nr_devices; k++) {
-		CUresult rc = CUDA_SUCCESS;
-
-		while ((buffer->devices & 1u << k) != 0 &&
-		       (rc = r->cu->event_query(buffer->landed[k])) == CUDA_ERROR_NOT_READY)
-			sleep_a_little(r);
-		if (rc == CUDA_SUCCESS)
-			continue;
-		device_failed(r, &r->devices[k], "cuEventQuery", rc, 0);
-		give_up(r, buffer);
-		return;
-	}
-	for (size_t i = 0; i < buffer->nr_parts; i++)
-		sfr__restore_got(r, buffer->parts[i].index, buffer->parts[i].units,
-				 buffer->parts[i].crc);
-	buffer->nr_parts = 0;
-	buffer->devices = 0;
 }

@@ -5,8 +5,8 @@
  *     sfr_restore_new(check, fd, SFR_RESTORE_VERIFY, &restore);
  *     for (i = 0; i < sfr_restore_nr(restore); i++)
  *             sfr_restore_into(restore, i, memory of sfr_restore_nbytes(restore, i) bytes);
- *     sfr_restore_go(restore, i);
- *     while ((rc = sfr_restore_wait(restore, index, slice_ns)) == SFR_EAGAIN)
+ *     sfr_reader_go(sfr_restore_reader(restore), i);
+ *     while ((rc = sfr_reader_wait(sfr_restore_reader(restore), index, slice_ns)) == SFR_EAGAIN)
  *             ...;
  *     sfr_restore_free(restore);
  *
@@ -18,23 +18,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "reader/reader.h"
+
 struct sfr_check;
 struct sfr_restore;
 
 #define SFR_RESTORE_VERIFY 1u /* compare the CRC of every record */
 /* other processes read the file now: use the page cache, so that the disk reads it once */
 #define SFR_RESTORE_SHARED 2u
-
-/* The first failure. */
-struct sfr_restore_failure {
-	/* 0; SFR_ECORRUPT; -EOPNOTSUPP: the archive cannot be read in this way; -errno of the file;
-	 * -EIO with a reason: of a device */
-	int code;
-	uint64_t index; /* index of the record */
-	uint64_t off;   /* offset in the file */
-	/* words to show after the record's name, owned by the restore; or NULL */
-	const char *reason;
-};
 
 /* The restore owns the check from now on, and frees it on failure too. `fd` stays the caller's and
  * must stay open. -EOPNOTSUPP: the records of this archive are not where torch and stillframe put
@@ -52,26 +43,14 @@ uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t 
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
 /* The same for memory of a device. `stream` is the caller's on it. Work that is on it now comes
  * before all writes to memory given from here on, until the next call that names the device. The
- * call of sfr_restore_device must come before the first sfr_restore_go, and before the record may
+ * call of sfr_restore_device must come before the first sfr_reader_go, and before the record may
  * be read. Too many devices give -EOPNOTSUPP; else -ENODEV or -EIO with `why`. */
 int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
 		       size_t why_len);
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem);
-/* Returns how many records need a destination before this one can be read completely: all up to it,
- * and those that share the chunk with its last bytes. */
-uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index);
-/* Declares that the first `upto` records have their destinations and may be read. A lower number
- * than before has no effect. The first call starts the threads. -ENOMEM, -errno: none could be
- * started. */
-int sfr_restore_go(struct sfr_restore *r, uint64_t upto);
-/* 0: the record is there and good (sfr_restore_nr: all of them). SFR_EAGAIN: call again.
- * SFR_EUNPLACED, at once: the readers cannot get there, because sfr_restore_go has allowed fewer
- * records than sfr_restore_reach returns (or fewer than all). SFR_EFORK; else the code of the
- * failure. */
-int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns);
-const struct sfr_restore_failure *sfr_restore_failure(const struct sfr_restore *r);
-/* Returns the bytes of the file that are done. */
-uint64_t sfr_restore_done(struct sfr_restore *r);
+/* Returns the reader of the records, which lives as long as the restore. A record may be read when
+ * it has its destination: sfr_reader_go says how many have. */
+struct sfr_reader *sfr_restore_reader(struct sfr_restore *r);
 /* Waits for the reads in flight, at most one a thread. NULL is allowed. */
 void sfr_restore_free(struct sfr_restore *r);
 

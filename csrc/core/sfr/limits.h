@@ -10,13 +10,12 @@
 #include <stdint.h>
 
 struct sfr_limits {
-	uint64_t zip64_bytes;         /* the writer puts sizes and offsets from here on into zip64
+	uint64_t zip64_bytes;        /* the writer puts sizes and offsets from here on into zip64
 					 fields; at least 4096 */
-	uint64_t zip64_records;       /* and this many records; at least 1 */
-	uint64_t restore_piece_bytes; /* a restore reads at a time; 4096 to 1 MiB, whole pages */
-	uint64_t check_piece_bytes;   /* a check of the bytes reads at a time; as above */
-	uint64_t ahead_bytes;         /* a check of so many bytes reads ahead, on threads */
-	uint64_t ahead_piece_bytes;   /* each of them at a time; 4096 to 2 MiB, whole pages */
+	uint64_t zip64_records;      /* and this many records; at least 1 */
+	uint64_t reader_piece_bytes; /* a thread reads at a time; 4096 to 1 MiB, whole pages */
+	uint64_t check_piece_bytes;  /* a check without threads reads at a time; as above */
+	uint64_t ahead_bytes;        /* a check of the bytes of so long a file reads on threads */
 };
 
 extern struct sfr_limits sfr_limits;

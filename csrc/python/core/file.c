@@ -7,7 +7,7 @@
 #include <errno.h>
 #include <string.h>
 
-#include "check/check.h"
+#include "reader/source.h"
 #include "module.h"
 #include "core/objects.h"
 

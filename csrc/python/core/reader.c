@@ -86,11 +86,12 @@ static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress
 
 PyDoc_STRVAR(check_doc,
 "check(fd, verify, progress=None, direct=False, directory=False,\n"
-"      later=False)\n--\n\n"
+"      later=False, offset=0, nbytes=None)\n--\n\n"
 "Look whether an open file is a whole checkpoint; with `verify`, compare every record's CRC.\n"
 "With `direct` too, the bytes are read past the page cache where the file system can. With\n"
 "`directory`, which `verify` excludes, nothing but the file's directory is looked at; with `later`\n"
-"so where records are long, and `headers` in the result says whether their headers were, too.\n\n"
+"so where records are long, and `headers` in the result says whether their headers were, too.\n"
+"With `nbytes` the checkpoint is that much of the file, from `offset` on.\n\n"
 "The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called now and\n"
 "then. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
 "\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `nbytes`;\n"
@@ -100,18 +101,25 @@ PyDoc_STRVAR(check_doc,
 
 static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "fd", "verify", "progress", "direct", "directory", "later", NULL };
-	PyObject *progress = Py_None, *dict = NULL;
+	static char *names[] = { "fd",    "verify", "progress", "direct", "directory",
+				 "later", "offset", "nbytes",   NULL };
+	PyObject *progress = Py_None, *dict = NULL, *nbytes = Py_None;
+	unsigned long long off = 0, len = SFR_CHECK_WHOLE;
 	struct sfr_check *run;
 	int fd, verify, direct = 0, directory = 0, later = 0, rc;
 	unsigned flags;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|Oppp:check", names, &fd, &verify,
-					 &progress, &direct, &directory, &later))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|OpppKO:check", names, &fd, &verify,
+					 &progress, &direct, &directory, &later, &off, &nbytes))
 		return NULL;
+	if (nbytes != Py_None) {
+		len = PyLong_AsUnsignedLongLong(nbytes);
+		if (PyErr_Occurred())
+			return NULL;
+	}
 	flags = (direct ? SFR_CHECK_DIRECT : 0) | (directory ? SFR_CHECK_DIRECTORY : 0) |
 		(later ? SFR_CHECK_LATER : 0);
-	rc = sfr_check_new(fd, verify ? flags | SFR_CHECK_BYTES : flags, &run);
+	rc = sfr_check_new_part(fd, off, len, verify ? flags | SFR_CHECK_BYTES : flags, &run);
 	if (rc != 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	if (run_check(module, run, progress) == 0)

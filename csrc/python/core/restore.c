@@ -158,7 +158,7 @@ static PyObject *restore_go(PyObject *object, PyObject *upto)
 
 	if (restore == NULL || PyErr_Occurred())
 		return NULL;
-	rc = sfr_py_unlocked(sfr_restore_go(restore, nr));
+	rc = sfr_py_unlocked(sfr_reader_go(sfr_restore_reader(restore), nr));
 	if (rc == -ENOMEM)
 		return PyErr_NoMemory();
 	return rc < 0 ? sfr_py_raise_os(sfr_py_state_of(object), rc) : Py_NewRef(Py_None);
@@ -189,7 +189,7 @@ static PyObject *restore_reach(PyObject *object, PyObject *number)
 
 	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 0))
 		return NULL;
-	return PyLong_FromUnsignedLongLong(sfr_restore_reach(restore, index));
+	return PyLong_FromUnsignedLongLong(sfr_reader_reach(sfr_restore_reader(restore), index));
 }
 
 static PyObject *restore_wait(PyObject *object, PyObject *number)
@@ -200,9 +200,10 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 
 	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 1))
 		return NULL;
-	w.rc = sfr_restore_wait(restore, index, 0);
+	w.rc = sfr_reader_wait(sfr_restore_reader(restore), index, 0);
 	while (sfr_py_goes_on(&w))
-		w.rc = sfr_py_unlocked(sfr_restore_wait(restore, index, w.slice_ns));
+		w.rc = sfr_py_unlocked(sfr_reader_wait(sfr_restore_reader(restore), index,
+						       w.slice_ns));
 	if (w.rc == SFR_EUNPLACED)
 		return sfr_py_raise(sfr_py_state_of(object), w.rc);
 	return w.rc == SFR_PY_RAISED ? NULL : PyBool_FromLong(w.rc == 0);
@@ -211,13 +212,13 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 static PyObject *restore_failure(PyObject *object, PyObject *unused)
 {
 	struct sfr_restore *restore = get(object);
-	const struct sfr_restore_failure *failure;
+	const struct sfr_reader_failure *failure;
 	const char *name;
 	size_t len;
 
 	if (restore == NULL)
 		return NULL;
-	failure = sfr_restore_failure(restore);
+	failure = sfr_reader_failure(sfr_restore_reader(restore));
 	name = sfr_restore_name(restore, failure->index, &len);
 	return Py_BuildValue("(iNKs)", failure->code,
 			     PyUnicode_DecodeUTF8(name, (Py_ssize_t)len, "replace"),
@@ -228,7 +229,9 @@ static PyObject *restore_done(PyObject *object, PyObject *unused)
 {
 	struct sfr_restore *restore = get(object);
 
-	return restore == NULL ? NULL : PyLong_FromUnsignedLongLong(sfr_restore_done(restore));
+	return restore == NULL ?
+		       NULL :
+		       PyLong_FromUnsignedLongLong(sfr_reader_done(sfr_restore_reader(restore)));
 }
 
 static PyObject *restore_nr(PyObject *object, void *unused)

@@ -1,152 +1,49 @@
-"""Is a checkpoint of DCP whole: every item is a zip archive whose records have CRCs.
+"""The check whether a checkpoint of DCP is whole: every item is an archive whose records have CRCs.
 
-The metadata is a pickle. Who loads a checkpoint trusts it; who only looks at one need not, so here
-it is read without importing or calling anything it names.
+The core checks each item as it checks a file. The metadata is a pickle, and is read here without
+importing or calling anything that it names.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import struct
-import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from stillframe import _core
 from stillframe._base import looks
 from stillframe._tree.keypaths import Stub
 from stillframe.errors import CorruptCheckpointError
 
-_PIECE = 8 << 20
-
-# The end of an archive: of one that may be long, where that is, and of any.
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
-_END = struct.Struct("<4s4H2LH")
-_CENTRAL = 46  # bytes of a record of the directory, without its three strings
-_NOT_AS_IT_IS = 0x2061  # flags: encrypted, patched, strongly encrypted, with hidden names
-_DIRECTORY = 0x10  # of MS-DOS
-
-
-class _BeforeBeginningError(OSError):
-    """An archive that says it begins there; zipfile expects an OSError."""
-
-
-class _Slice(io.RawIOBase):
-    """Bytes of a file from `offset` on, to be read as a file."""
-
-    def __init__(self, fd: int, offset: int, length: int) -> None:
-        self._fd, self._offset, self._length = fd, offset, length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if start + offset < 0:
-            raise _BeforeBeginningError("something in it would be before its beginning")
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, min(len(view), self._length - self._at))]
-        got = os.preadv(self._fd, [view], self._offset + self._at) if len(view) else 0
-        self._at += got
-        return got
-
 
 def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
-    """What is wrong with an item of a data file; None where its bytes are those that were saved.
+    """Return what is wrong with an item of a data file, or None if its bytes are those saved.
 
-    Records without a CRC, as torch writes them where it is told to, are only looked for.
+    The CRC of every record is compared. Records without a CRC, as torch writes them if asked to,
+    are only looked for.
 
     Raises:
         OSError: The file cannot be read.
     """
     end = os.fstat(fd).st_size
+    if offset < 0 or length < 0:
+        return f"it cannot have {length} bytes from byte {offset} on"
     if offset + length > end:
         return f"it should reach to byte {offset + length}, and the file ends at {end}"
-    item = _Slice(fd, offset, length)
-    try:
-        with zipfile.ZipFile(cast(Any, item)) as archive:
-            for record in archive.infolist():
-                wrong = _wrong_in_record(item, record, length)
-                if wrong is not None:
-                    return f"{record.filename}: {wrong}"
-            if not _is_ended(item, archive.start_dir, length, len(archive.infolist())):
-                return "its directory does not end as it should"
-    except (
-        *(zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error),
-        _BeforeBeginningError,
-    ) as error:
-        return f"it is no archive: {error}"
+    found = _core.check(fd, True, offset=offset, nbytes=length)
+    for name, reason in found["bad_records"]:
+        return f"{name}: {reason}"
+    if found["format"] == "legacy":
+        return "it is in torch's legacy format, which has no checksums"
+    if found["error"] is not None:
+        return str(found["error"])
+    if found["num_compressed"]:
+        return "it has compressed records, whose bytes cannot be checked"
+    if found["num_behind"]:
+        return f"{found['num_behind']} bytes follow its end"
     return None
-
-
-def _is_ended(item: _Slice, start: int, length: int, nr: int) -> bool:
-    """Whether the directory has `nr` records and reaches to its end, which says the same: zipfile
-    takes what it finds, and torch refuses to read what does not fit."""
-    end = start
-    for _ in range(nr):
-        item.seek(end + 28)
-        end += _CENTRAL + sum(struct.unpack("<3H", item.read(6) or b""))
-    item.seek(end)
-    directory = (0, 0, nr, nr, end - start, start)
-    if length - end == _END.size:
-        return _END.unpack(item.read() or b"")[1:7] == directory
-    if length - end != _END64.size + _LOCATOR.size + _END.size:
-        return False
-    _, nbytes, _, _, *found = _END64.unpack(item.read(_END64.size) or b"")
-    _, *place = _LOCATOR.unpack(item.read(_LOCATOR.size) or b"")
-    return nbytes == _END64.size - 12 and (*found,) == directory and place == [0, end, 1]
-
-
-def _wrong_in_record(item: _Slice, record: zipfile.ZipInfo, length: int) -> str | None:
-    item.seek(record.header_offset)
-    header = item.read(30) or b""
-    name = record.orig_filename.encode()
-    if len(header) < 30 or header[:4] != b"PK\3\4":
-        return "its header is missing"
-    name_length, extra_length = struct.unpack("<HH", header[26:])
-    if item.read(name_length) != name:
-        return "its header is of another record"
-    start = record.header_offset + 30 + name_length + extra_length
-    if (
-        record.compress_type != zipfile.ZIP_STORED
-        or record.compress_size != record.file_size
-        or start + record.file_size > length
-        or record.flag_bits & _NOT_AS_IT_IS
-        or record.external_attr & _DIRECTORY
-        or record.volume
-    ):
-        return "its bytes are not where they should be"
-    item.seek(start)
-    if _crc(item, record.file_size) != record.CRC and record.CRC != 0:
-        return "its bytes do not match their CRC"
-    return None
-
-
-def _crc(item: _Slice, nbytes: int) -> int:
-    value = 0
-    buffer = memoryview(bytearray(min(nbytes, _PIECE)))
-    while nbytes:
-        got = item.readinto(buffer[: min(nbytes, _PIECE)])
-        if not got:
-            return ~value  # it has become shorter
-        value = _core.crc32(buffer[:got], value)
-        nbytes -= got
-    return value
 
 
 @dataclass

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "check/names.h"
-#include "check/places.h"
+#include "reader/places.h"
 #include "check.h"
 
 #define MAX 700 /* past two doublings of the list */

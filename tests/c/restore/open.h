@@ -3,8 +3,9 @@
 #define OPEN_H
 
 #include "check/verdict.h"
-#include "restore/plan.h"
+#include "reader/reader_int.h"
 #include "restore/restore.h"
+#include "restore/restore_int.h"
 
 /* NULL with *rc set to the reason. */
 static inline struct sfr_restore *open_restore(int fd, unsigned flags, int *rc)

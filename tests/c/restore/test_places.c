@@ -29,7 +29,7 @@ static void lower_the_piece(void)
 {
 	struct sfr_limits limits = sfr_limits;
 
-	limits.restore_piece_bytes = SMALL_PIECE;
+	limits.reader_piece_bytes = SMALL_PIECE;
 	CHECK_EQ(sfr_limits_set(&limits), 0);
 }
 
@@ -43,18 +43,20 @@ static void wait_for_a_record_whose_neighbours_have_no_memory_is_refused(void)
 	for (uint64_t upto = 0; upto < a.nr; upto++) {
 		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
-		CHECK_EQ(sfr_restore_go(r, upto), 0);
+		CHECK_EQ(sfr_reader_go(r->reader, upto), 0);
 		for (uint64_t i = 0; i < a.nr; i++) {
-			bool can = sfr_restore_reach(r, i) <= upto;
+			bool can = sfr_reader_reach(r->reader, i) <= upto;
 
-			CHECK_EQ(sfr_restore_wait(r, i, SFR_FOREVER), can ? 0 : SFR_EUNPLACED);
+			CHECK_EQ(sfr_reader_wait(r->reader, i, SFR_FOREVER),
+				 can ? 0 : SFR_EUNPLACED);
 			nr_refused += i < upto && !can;
 		}
-		CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), SFR_EUNPLACED);
-		CHECK_EQ(sfr_restore_failure(r)->code, 0);
-		CHECK_EQ(sfr_restore_go(r, a.nr), 0); /* and nothing is lost by having asked */
-		CHECK_EQ(sfr_restore_go(r, upto), 0); /* what was allowed stays so */
-		CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), SFR_EUNPLACED);
+		CHECK_EQ(sfr_reader_failure(r->reader)->code, 0);
+		CHECK_EQ(sfr_reader_go(r->reader, a.nr),
+			 0); /* and nothing is lost by having asked */
+		CHECK_EQ(sfr_reader_go(r->reader, upto), 0); /* what was allowed stays so */
+		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
 		sfr_restore_free(r);
 	}
 	CHECK(nr_refused > 0); /* records that had memory themselves */
@@ -72,17 +74,17 @@ static void ask_in_order(const struct archive *a, int fd, const uint64_t *order)
 	uint64_t placed = 0;
 
 	for (uint64_t k = 0; k < a->nr; k++) {
-		const uint64_t reach = sfr_restore_reach(r, order[k]);
+		const uint64_t reach = sfr_reader_reach(r->reader, order[k]);
 
 		for (; placed < reach; placed++)
 			sfr_restore_into(r, placed, mem + a->records[placed].data_off);
-		CHECK_EQ(sfr_restore_go(r, reach), 0);
-		CHECK_EQ(sfr_restore_wait(r, order[k], SFR_FOREVER), 0);
+		CHECK_EQ(sfr_reader_go(r->reader, reach), 0);
+		CHECK_EQ(sfr_reader_wait(r->reader, order[k], SFR_FOREVER), 0);
 		CHECK(memcmp(mem + a->records[order[k]].data_off,
 			     a->buf + a->records[order[k]].data_off,
 			     a->records[order[k]].len) == 0);
 	}
-	CHECK_EQ(sfr_restore_wait(r, a->nr, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, a->nr, SFR_FOREVER), 0);
 	sfr_restore_free(r);
 	free(mem);
 }
@@ -125,7 +127,7 @@ static void header_whose_name_is_longer_than_in_the_directory_is_refused(void)
 	int fd, rc;
 
 	archive_add(&a, "archive/data/0", padding, 0);
-	archive_gap(&a, SFR__RESTORE_PIECE_MAX - 10 - a.len); /* it lies across two pieces */
+	archive_gap(&a, SFR__READER_PIECE_MAX - 10 - a.len); /* it lies across two pieces */
 	archive_add(&a, "archive/data/1", "x", 1);
 	archive_gap(&a, 3 * 0xffffu);
 	archive_finish(&a);
@@ -156,7 +158,7 @@ static void longest_header_is_read_across_two_pieces(void)
 	int fd, rc;
 
 	memset(name + 8, 'n', MOST - 8);
-	archive_gap(&a, SFR__RESTORE_PIECE_MAX - 10 - a.len);
+	archive_gap(&a, SFR__READER_PIECE_MAX - 10 - a.len);
 	a.align = 0;
 	at = a.len;
 	archive_add(&a, name, "", 0);
@@ -168,9 +170,9 @@ static void longest_header_is_read_across_two_pieces(void)
 	fd = file_of(a.buf, a.len);
 	r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	if (CHECK(r != NULL)) {
-		CHECK_EQ(r->targets[a.nr - 1].data_off - at, SFR__RESTORE_HEADER_MAX);
-		CHECK_EQ(sfr_restore_go(r, a.nr), 0);
-		CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), 0);
+		CHECK_EQ(r->reader->records[a.nr - 1].data_off - at, SFR__READER_HEADER_MAX);
+		CHECK_EQ(sfr_reader_go(r->reader, a.nr), 0);
+		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
 	}
 	sfr_restore_free(r);
 	(void)close(fd);
@@ -204,12 +206,12 @@ static void archive_of_another_program_is_never_called_damaged(void)
 
 		CHECK(r != NULL);
 		/* Those before it are as torch has them; their header is not what is late. */
-		r->next_off = SMALL_PIECE;
-		r->next_rec = 2;
+		r->reader->next_off = SMALL_PIECE;
+		r->reader->next_rec = 2;
 		sfr_inject_clear();
 		CHECK_EQ(sfr_inject_set(&late), 0);
-		CHECK_EQ(sfr_restore_go(r, a.nr), 0);
-		CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), -EOPNOTSUPP);
+		CHECK_EQ(sfr_reader_go(r->reader, a.nr), 0);
+		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), -EOPNOTSUPP);
 		sfr_restore_free(r);
 	}
 	sfr_inject_remove();

@@ -3,7 +3,7 @@
 
 #include "restore/open.h"
 
-#define PIECE SFR__RESTORE_PIECE_MAX
+#define PIECE SFR__READER_PIECE_MAX
 
 /* What a restore made of a file: the code that ended it, and the records. */
 struct restored {
@@ -29,20 +29,20 @@ static void read_all(struct sfr_restore *r, struct restored *found, uint64_t ste
 	uint64_t upto = 0;
 
 	for (uint64_t i = 0; i < found->nr && found->rc == 0; i++) {
-		uint64_t need = sfr_restore_reach(r, i);
+		uint64_t need = sfr_reader_reach(r->reader, i);
 
 		CHECK(need > i && need <= found->nr);
 		if (need > upto) {
 			need = need + step < found->nr ? need + step : found->nr;
 			for (; upto < need; upto++)
 				sfr_restore_into(r, upto, found->mem[upto]);
-			found->rc = sfr_restore_go(r, upto);
+			found->rc = sfr_reader_go(r->reader, upto);
 		}
 		if (found->rc == 0)
-			found->rc = sfr_restore_wait(r, i, SFR_FOREVER);
+			found->rc = sfr_reader_wait(r->reader, i, SFR_FOREVER);
 	}
 	if (found->rc == 0)
-		found->rc = sfr_restore_wait(r, found->nr, SFR_FOREVER);
+		found->rc = sfr_reader_wait(r->reader, found->nr, SFR_FOREVER);
 }
 
 static struct restored restore_fd(int fd, unsigned flags, uint64_t step)
@@ -60,8 +60,8 @@ static struct restored restore_fd(int fd, unsigned flags, uint64_t step)
 		found.mem[i] = malloc(found.len[i] + 1); /* ASAN sees a byte too many */
 	}
 	read_all(r, &found, step);
-	found.failed_off = sfr_restore_failure(r)->off;
-	found.reason = sfr_restore_failure(r)->reason;
+	found.failed_off = sfr_reader_failure(r->reader)->off;
+	found.reason = sfr_reader_failure(r->reader)->reason;
 	sfr_restore_free(r);
 	return found;
 }
@@ -295,9 +295,9 @@ static void a_file_that_becomes_shorter_is_noticed(void)
 	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
 	CHECK_EQ(ftruncate(fd, (off_t)a.records[10].data_off + 5), 0);
-	CHECK_EQ(sfr_restore_go(r, sfr_restore_nr(r)), 0);
-	CHECK_EQ(sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER), SFR_ECORRUPT);
-	CHECK(strstr(sfr_restore_failure(r)->reason, "shorter") != NULL);
+	CHECK_EQ(sfr_reader_go(r->reader, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), SFR_ECORRUPT);
+	CHECK(strstr(sfr_reader_failure(r->reader)->reason, "shorter") != NULL);
 	sfr_restore_free(r);
 	(void)close(fd);
 	archive_free(&a);
@@ -351,8 +351,8 @@ static void no_reader_maps_anything(void)
 	r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	nr_maps = sfr_inject_calls("mmap");
 	CHECK(nr_maps <= 1);
-	CHECK_EQ(sfr_restore_go(r, sfr_restore_nr(r)), 0);
-	CHECK_EQ(sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER), 0);
+	CHECK_EQ(sfr_reader_go(r->reader, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), 0);
 	CHECK_EQ(sfr_inject_calls("mmap"), nr_maps);
 	CHECK_EQ(sfr_inject_calls("munmap"), 0);
 	sfr_restore_free(r);
@@ -369,13 +369,13 @@ static void readers_look_for_no_more_when_all_is_read(void)
 	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	bool over = false;
 
-	CHECK_EQ(sfr_restore_go(r, sfr_restore_nr(r)), 0);
-	CHECK_EQ(sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER), 0);
+	CHECK_EQ(sfr_reader_go(r->reader, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), 0);
 	for (int ms = 0; !over && ms < 10000; ms++) {
 		(void)usleep(1000);
-		sfr__lock(&r->mu);
-		over = r->next_rec == r->nr;
-		sfr__unlock(&r->mu);
+		sfr__lock(&r->reader->mu);
+		over = r->reader->next_rec == r->reader->nr;
+		sfr__unlock(&r->reader->mu);
 	}
 	CHECK(over);
 	sfr_restore_free(r);
@@ -391,9 +391,9 @@ static void it_is_ended_at_any_moment(void)
 	for (uint64_t upto = 0; upto <= a.nr; upto++) {
 		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
-		CHECK_EQ(sfr_restore_go(r, upto), 0);
+		CHECK_EQ(sfr_reader_go(r->reader, upto), 0);
 		if (upto % 2 == 0)
-			(void)sfr_restore_wait(r, upto / 2, upto * 1000);
+			(void)sfr_reader_wait(r->reader, upto / 2, upto * 1000);
 		sfr_restore_free(r);
 	}
 	(void)close(fd);

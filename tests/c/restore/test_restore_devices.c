@@ -2,7 +2,7 @@
  * what they were. */
 #include <errno.h>
 
-#include "restore/restore.h"
+#include "restore/restore_int.h"
 #include "cuda/fix_cuda.h"
 
 static int open_file(const char *name)
@@ -57,12 +57,13 @@ static int restore_to_two(int fd)
 			sfr_restore_into_device(r, index, i % 2,
 						(uint64_t)(uintptr_t)arrived[i] + FAKE_CUDA_DEVICE);
 	}
-	rc = sfr_restore_go(r, sfr_restore_nr(r));
+	rc = sfr_reader_go(r->reader, sfr_restore_nr(r));
 	if (rc == 0)
-		rc = sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER);
+		rc = sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER);
 	(void)snprintf(reason, sizeof(reason), "%s",
-		       rc < 0 && sfr_restore_failure(r)->reason ? sfr_restore_failure(r)->reason :
-								  "");
+		       rc < 0 && sfr_reader_failure(r->reader)->reason ?
+			       sfr_reader_failure(r->reader)->reason :
+			       "");
 	sfr_restore_free(r);
 	CHECK_EQ(fake.fake_cuda_nr_violations(), 0);
 	return rc;

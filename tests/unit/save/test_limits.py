@@ -57,11 +57,10 @@ def test_every_reader_accepts_an_archive_with_low_zip64_thresholds(
         {"zip64_bytes": 4095},
         {"zip64_bytes": 1 << 32},
         {"zip64_records": 0},
-        {"restore_piece_bytes": 2 << 20},
-        {"restore_piece_bytes": 5000},
+        {"reader_piece_bytes": 2 << 20},
+        {"reader_piece_bytes": 5000},
         {"check_piece_bytes": 0},
         {"ahead_bytes": 0},
-        {"ahead_piece_bytes": 4 << 20},
     ],
 )
 def test_limit_outside_its_range_is_refused(limits):

@@ -717,7 +717,7 @@ def test_memory_that_runs_out_in_a_check_is_a_memory_error(tmp_path):
     for call, nth in (("calloc", 1), ("malloc", 1), ("malloc", 2), ("realloc", 1)):
         with (
             open(path, "rb") as file,
-            testing.fault(call, nth=nth, err=errno.ENOMEM),
+            testing.fault(call, nth=nth, sticky=True, err=errno.ENOMEM),
             pytest.raises(MemoryError),
         ):
             _core.check(file.fileno(), True)

@@ -19,7 +19,7 @@ KIB = 1 << 10
 @pytest.fixture(autouse=True)
 def low_thresholds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A KiB stands for a GiB of a load's memory, a page for a piece of 1 MiB."""
-    _core._set_limits(restore_piece_bytes=4096, zip64_bytes=24 * KIB, zip64_records=5)
+    _core._set_limits(reader_piece_bytes=4096, zip64_bytes=24 * KIB, zip64_records=5)
     monkeypatch.setattr(restore, "_AHEAD_BYTES", 8 * KIB)
     monkeypatch.setattr(restore, "_BATCH_BYTES", 1 * KIB)
     monkeypatch.setattr(restore, "_DEVICE_AHEAD_BYTES", 2 * KIB)

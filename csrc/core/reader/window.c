@@ -7,56 +7,37 @@
  *     file     |-------|-------|-------|-------|-------|    pages
  *     window           [buf         ^off ..... len   ]      off may be anywhere in it
  *
- * Asking backwards works and costs another read. With a read-ahead (ahead.c), forward requests are
- * answered from that. The memory is fixed at the start, so a file cannot make it grow. */
+ * Asking backwards works and costs another read. The memory is fixed at the start, so a file cannot
+ * make it grow. */
 #include <errno.h>
 
-#include "check/ahead.h"
-#include "check/window.h"
+#include "reader/window.h"
 #include "base/base.h"
 
-int sfr__window_init(struct sfr__window *w, int fd, size_t cap, size_t piece)
+int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
+		     size_t piece)
 {
-	*w = (struct sfr__window){ .fd = fd, .cap = cap, .piece = piece };
-	w->mem = sfr_sys.malloc(cap + SFR_PAGE);
+	*w = (struct sfr__window){ .cap = cap, .piece = piece };
+	/* A read past the page cache may write to the rest of the last page. */
+	w->mem = sfr_sys.malloc((size_t)sfr__round_up(cap, SFR_PAGE) + SFR_PAGE);
 	if (w->mem == NULL)
 		return -ENOMEM;
 	w->buf = w->mem + (SFR_PAGE - (uintptr_t)w->mem % SFR_PAGE) % SFR_PAGE;
+	sfr__source_open(&w->source, fd, base, way);
 	return 0;
 }
 
 void sfr__window_fini(struct sfr__window *w)
 {
-	sfr__ahead_stop(w->ahead);
-	w->ahead = NULL;
+	if (w->mem != NULL)
+		sfr__source_close(&w->source);
 	sfr_sys.free(w->mem);
 	w->mem = NULL;
-}
-
-/* Reads [w->off, w->off + want), continuing after short reads and EINTR. */
-static int refill(struct sfr__window *w, size_t want)
-{
-	w->len = 0;
-	while (w->len < want) {
-		ssize_t n = sfr_sys.pread(w->fd, w->buf + w->len, want - w->len,
-					  (off_t)(w->off + w->len));
-
-		if (n < 0 && errno == EINTR)
-			continue;
-		if (n < 0)
-			return -errno;
-		if (n == 0)
-			return SFR_ECORRUPT;
-		w->len += (size_t)n;
-	}
-	return 0;
 }
 
 int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t limit,
 		    const unsigned char **out, size_t *got)
 {
-	if (w->ahead != NULL && sfr__ahead_can(w->ahead, off, limit))
-		return sfr__ahead_get(w->ahead, off, len, out, got);
 	if (off < w->off || off - w->off > w->len || len > w->len - (size_t)(off - w->off)) {
 		size_t lead = (size_t)(off % SFR_PAGE);
 		size_t want = lead + len > w->piece ? lead + len : w->piece;
@@ -70,13 +51,13 @@ int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t li
 		if (want > w->cap)
 			/* impossible too; a wrong verdict is better than a wild write */
 			return SFR_ECORRUPT;
-		rc = refill(w, want);
-		if (rc != 0) {
-			w->len = 0;
+		w->len = 0;
+		rc = sfr__source_read(&w->source, w->buf, want, w->off);
+		if (rc != 0)
 			return rc;
-		}
+		w->len = want;
 	}
-	*out = w->buf + (off - w->off);
+	*out = (const unsigned char *)w->buf + (off - w->off);
 	if (got != NULL)
 		*got = w->len - (size_t)(off - w->off);
 	return 0;

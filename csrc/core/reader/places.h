@@ -1,4 +1,4 @@
-/* Keeps the records of an archive as its directory lists them; a restore reads by this list. See
+/* Keeps the records of an archive as its directory lists them; a reader reads by this list. See
  * places.c. */
 #ifndef SFR_PLACES_H
 #define SFR_PLACES_H
@@ -22,7 +22,8 @@ struct sfr__places { /* a zeroed one is an empty list; in the order of the file 
 	char *names; /* complete names, one after the other */
 	uint64_t nr, cap;
 	size_t names_len, names_cap;
-	bool incomplete; /* a record was left out: it is compressed, or there are too many */
+	size_t prefix_len; /* of the archive's own directory, in front of every name */
+	bool incomplete;   /* a record was left out: it is compressed, or there are too many */
 };
 
 /* Adds a record. -ENOMEM. */

@@ -7,7 +7,7 @@
 #include <errno.h>
 #include <string.h>
 
-#include "check/places.h"
+#include "reader/places.h"
 #include "base/base.h"
 
 #define MOST (1u << 20)        /* records that are kept */

@@ -10,7 +10,7 @@
  * and the archive names that alignment (64 if it does not: an older torch). So the offset is
  * computed, and compared with the header when that has been read with the rest (piece.c). An
  * archive that another program has packed again fails there at the first record, and is then read
- * by the general loader.
+ * by torch.load, and checked front to back.
  *
  * The last record of stillframe's files, their identification, is not aligned. Its header is beside
  * the directory, which has just been read. Headers may be hostile: their lengths are compared with
@@ -21,9 +21,10 @@
  * in which they differ tells which writer it was. */
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "archive/write.h"
-#include "restore/plan.h"
+#include "reader/reader_int.h"
 #include "base/base.h"
 
 #define TORCH_LONG UINT32_C(0xffffffff) /* from this size on torch does not use 32 bits */
@@ -50,17 +51,11 @@ static uint64_t data_off(const struct sfr__place *p, uint64_t align, enum writer
 	return sfr__round_up(p->hdr_off + len, align);
 }
 
-/* Reads up to `len` bytes. Returns their number, or -errno. */
-static int64_t read_some(const struct sfr_restore *r, void *buf, size_t len, uint64_t off)
-{
-	return sfr_fill(r->source.fd, buf, len, off);
-}
-
 /* Returns the offset of a record's data according to its header, or -errno, -EOPNOTSUPP. */
-static int64_t look(const struct sfr_restore *r, const struct sfr__place *p)
+static int64_t look(const struct sfr_reader *r, const struct sfr__place *p)
 {
 	unsigned char header[SFR__UNZIP_LOCAL];
-	int64_t got = read_some(r, header, sizeof(header), p->hdr_off);
+	int64_t got = sfr__source_some(&r->source, header, sizeof(header), p->hdr_off);
 
 	if (got < 0)
 		return got;
@@ -70,10 +65,21 @@ static int64_t look(const struct sfr_restore *r, const struct sfr__place *p)
 			 (uint64_t)(header[28] | header[29] << 8));
 }
 
-static int64_t find_align(const struct sfr_restore *r)
+/* Returns the record of this name, without the archive's directory; r->nr if there is none. */
+static uint64_t find(const struct sfr_reader *r, const char *bare)
 {
-	static const char name[] = ".storage_alignment";
-	const uint64_t index = sfr__check_find(r->check, name, sizeof(name) - 1);
+	const size_t len = strlen(bare), prefix_len = r->list->prefix_len;
+
+	for (uint64_t i = 0; i < r->nr; i++)
+		if (r->places[i].name_len == prefix_len + len &&
+		    memcmp(r->list->names + r->places[i].name_at + prefix_len, bare, len) == 0)
+			return i;
+	return r->nr;
+}
+
+static int64_t find_align(const struct sfr_reader *r)
+{
+	const uint64_t index = find(r, ".storage_alignment");
 	const struct sfr__place *p = &r->places[index];
 	char digits[8] = "";
 	long align;
@@ -85,14 +91,14 @@ static int64_t find_align(const struct sfr_restore *r)
 		return -EOPNOTSUPP;
 	at = look(r, p);
 	if (at >= 0)
-		at = read_some(r, digits, (size_t)p->len, (uint64_t)at);
+		at = sfr__source_some(&r->source, digits, (size_t)p->len, (uint64_t)at);
 	if (at < 0)
 		return at;
 	align = strtol(digits, NULL, 10);
 	return align >= 1 && align <= MOST_ALIGN ? align : -EOPNOTSUPP;
 }
 
-static int find_writer(const struct sfr_restore *r, uint64_t align, enum writer *writer)
+static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *writer)
 {
 	*writer = TORCH;
 	for (uint64_t i = 0; i < r->nr; i++) {
@@ -111,7 +117,7 @@ static int find_writer(const struct sfr_restore *r, uint64_t align, enum writer 
 	return 0;
 }
 
-int sfr__restore_plan(struct sfr_restore *r)
+int sfr__reader_plan(struct sfr_reader *r)
 {
 	const int64_t align = find_align(r), last = look(r, &r->places[r->nr - 1]);
 	enum writer writer;
@@ -123,19 +129,19 @@ int sfr__restore_plan(struct sfr_restore *r)
 	if (rc != 0)
 		return rc;
 	for (uint64_t i = 0; i < r->nr; i++) {
-		struct sfr__target *t = &r->targets[i];
+		struct sfr__reader_record *t = &r->records[i];
 		const struct sfr__place *p = &r->places[i];
-		const uint64_t limit = sfr__restore_limit(r, i);
+		const uint64_t limit = sfr__reader_limit(r, i);
 
 		t->data_off = i + 1 < r->nr ? data_off(p, (uint64_t)align, writer) : (uint64_t)last;
 		if (t->data_off < p->hdr_off + SFR__UNZIP_LOCAL + p->name_len)
 			return -EOPNOTSUPP;
 		if (t->data_off > limit || p->len > limit - t->data_off)
 			return -EOPNOTSUPP;
-		if (t->data_off - p->hdr_off > SFR__RESTORE_HEADER_MAX)
+		if (t->data_off - p->hdr_off > SFR__READER_HEADER_MAX)
 			return -EOPNOTSUPP;
 		t->left = p->len + 1 + ((p->flags & SFR__UNZIP_DESCRIBED) != 0);
-		if ((p->flags & SFR__UNZIP_DESCRIBED) != 0 && sfr__restore_data_end(r, i) == limit)
+		if ((p->flags & SFR__UNZIP_DESCRIBED) != 0 && sfr__reader_data_end(r, i) == limit)
 			return -EOPNOTSUPP;
 	}
 	return 0;

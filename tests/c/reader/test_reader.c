@@ -3,10 +3,11 @@
 #include <sys/wait.h>
 
 #include "check/verdict.h"
-#include "restore/plan.h"
+#include "reader/reader_int.h"
 #include "restore/restore.h"
+#include "restore/restore_int.h"
 
-#define PIECE SFR__RESTORE_PIECE_MAX
+#define PIECE SFR__READER_PIECE_MAX
 
 static struct archive a;
 static int fd;
@@ -46,8 +47,8 @@ static void a_record_that_ends_where_a_piece_does_reaches_into_the_next(void)
 {
 	struct sfr_restore *r = open_restore();
 
-	CHECK_EQ(sfr_restore_reach(r, ENDING), BEHIND + 1);
-	CHECK_EQ(sfr_restore_reach(r, 0), BEHIND);
+	CHECK_EQ(sfr_reader_reach(r->reader, ENDING), BEHIND + 1);
+	CHECK_EQ(sfr_reader_reach(r->reader, 0), BEHIND);
 	sfr_restore_free(r);
 }
 
@@ -61,13 +62,13 @@ static void one_thread_is_enough_and_tells_how_far_it_is(void)
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&fault), 0);
-	CHECK_EQ(sfr_restore_done(r), 0);
-	CHECK_EQ(sfr_restore_go(r, a.nr), 0);
+	CHECK_EQ(sfr_reader_done(r->reader), 0);
+	CHECK_EQ(sfr_reader_go(r->reader, a.nr), 0);
 	CHECK_EQ(sfr_inject_hits(), 1);
-	CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), 0);
-	for (int i = 0; i < 2000 && sfr_restore_done(r) != a.dir_off; i++)
+	CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
+	for (int i = 0; i < 2000 && sfr_reader_done(r->reader) != a.dir_off; i++)
 		(void)usleep(5000); /* counted when all of the piece has arrived */
-	CHECK_EQ(sfr_restore_done(r), a.dir_off);
+	CHECK_EQ(sfr_reader_done(r->reader), a.dir_off);
 	sfr_restore_free(r);
 	sfr_inject_remove();
 }
@@ -76,13 +77,13 @@ static void what_fails_first_is_told_and_ends_the_reading(void)
 {
 	struct sfr_restore *r = open_restore();
 
-	sfr__restore_fail(r, -EIO, ENDING, 77, NULL);
-	sfr__restore_fail(r, SFR_ECORRUPT, BEHIND, 99, SFR__RESTORE_SHORTER);
-	CHECK_EQ(sfr_restore_failure(r)->code, -EIO);
-	CHECK_EQ(sfr_restore_failure(r)->index, ENDING);
-	CHECK_EQ(sfr_restore_go(r, a.nr), 0);
-	CHECK_EQ(sfr_restore_wait(r, 0, SFR_FOREVER), -EIO);
-	CHECK(r->stop);
+	sfr__reader_fail(r->reader, -EIO, ENDING, 77, NULL);
+	sfr__reader_fail(r->reader, SFR_ECORRUPT, BEHIND, 99, SFR__READER_SHORTER);
+	CHECK_EQ(sfr_reader_failure(r->reader)->code, -EIO);
+	CHECK_EQ(sfr_reader_failure(r->reader)->index, ENDING);
+	CHECK_EQ(sfr_reader_go(r->reader, a.nr), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, 0, SFR_FOREVER), -EIO);
+	CHECK(r->reader->stop);
 	sfr_restore_free(r);
 }
 
@@ -104,8 +105,8 @@ static void what_has_no_checksums_is_read(void)
 	fd = file_of(without.buf, without.len);
 	r = open_restore();
 	sfr_restore_into(r, ENDING, got);
-	CHECK_EQ(sfr_restore_go(r, without.nr), 0);
-	CHECK_EQ(sfr_restore_wait(r, without.nr, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_reader_go(r->reader, without.nr), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, without.nr, SFR_FOREVER), 0);
 	CHECK(strcmp(got, "abcdefgh") == 0);
 	sfr_restore_free(r);
 	(void)close(fd);
@@ -121,8 +122,8 @@ static void a_forked_child_is_refused(void)
 	pid_t child = fork();
 
 	if (child == 0) {
-		CHECK_EQ(sfr_restore_go(r, a.nr), SFR_EFORK);
-		CHECK_EQ(sfr_restore_wait(r, 0, 1000), SFR_EFORK);
+		CHECK_EQ(sfr_reader_go(r->reader, a.nr), SFR_EFORK);
+		CHECK_EQ(sfr_reader_wait(r->reader, 0, 1000), SFR_EFORK);
 		sfr_restore_free(r);
 		_exit(check_done() == 0 ? 0 : 1);
 	}

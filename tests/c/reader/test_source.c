@@ -6,7 +6,7 @@
 
 #include "base/base.h"
 #include "check.h"
-#include "restore/plan.h"
+#include "reader/source.h"
 
 enum { NR = 64, LEN = NR * SFR_PAGE - 1000, WORTH = 16 };
 
@@ -90,7 +90,7 @@ static void what_is_in_the_page_cache_comes_from_there_and_the_rest_from_the_dis
 	struct sfr__source s;
 
 	sfr_sys.open = open_without_direct;
-	sfr__source_open(&s, file_fd, false);
+	sfr__source_open(&s, file_fd, 0, SFR__WAY_EITHER);
 	direct_fd = s.direct_fd;
 	CHECK(direct_fd >= 0 && direct_fd != file_fd);
 	sfr_sys.mincore = told_mincore;
@@ -106,7 +106,6 @@ static void what_is_in_the_page_cache_comes_from_there_and_the_rest_from_the_dis
 		read_all_of(&s);
 	}
 	sfr_sys = plain;
-	sfr__source_unmap(&s);
 	sfr__source_close(&s);
 	CHECK_EQ(s.direct_fd, -1);
 	CHECK_EQ(fcntl(direct_fd, F_GETFD), -1); /* closed */
@@ -116,9 +115,8 @@ static void what_ranks_read_together_goes_through_the_page_cache(void)
 {
 	struct sfr__source s;
 
-	sfr__source_open(&s, file_fd, true);
+	sfr__source_open(&s, file_fd, 0, SFR__WAY_CACHE);
 	CHECK_EQ(s.direct_fd, -1);
-	sfr__source_unmap(&s);
 	sfr__source_close(&s);
 }
 

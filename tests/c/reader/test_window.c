@@ -5,8 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "check/check.h"
-#include "check/window.h"
+#include "reader/window.h"
 #include "base/base.h"
 #include "check.h"
 
@@ -42,7 +41,7 @@ static void whatever_is_asked_is_shown(void)
 		size_t cap = SFR_PAGE * (2 + rng() % 8), piece = 1 + rng() % cap;
 		struct sfr__window w;
 
-		if (!CHECK_EQ(sfr__window_init(&w, fd, cap, piece), 0))
+		if (!CHECK_EQ(sfr__window_init(&w, fd, 0, SFR__WAY_CACHE, cap, piece), 0))
 			continue;
 		CHECK((uintptr_t)w.buf % SFR_PAGE == 0);
 		for (int i = 0; i < 500; i++) {
@@ -68,7 +67,7 @@ static void a_walk_from_front_to_back_reads_every_piece_once(void)
 	struct sfr__window w;
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr__window_init(&w, fd, 4 * SFR_PAGE, 4 * SFR_PAGE), 0);
+	CHECK_EQ(sfr__window_init(&w, fd, 0, SFR__WAY_CACHE, 4 * SFR_PAGE, 4 * SFR_PAGE), 0);
 	for (uint64_t off = 0; off < LEN; off++) {
 		const unsigned char *bytes;
 
@@ -88,7 +87,7 @@ static void what_is_out_of_bounds_is_refused_and_not_read(void)
 	struct sfr__window w;
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr__window_init(&w, fd, 2 * SFR_PAGE, SFR_PAGE), 0);
+	CHECK_EQ(sfr__window_init(&w, fd, 0, SFR__WAY_CACHE, 2 * SFR_PAGE, SFR_PAGE), 0);
 	CHECK_EQ(sfr__window_get(&w, 5000, 1, 4999, &bytes, NULL), SFR_ECORRUPT);
 	CHECK_EQ(sfr__window_get(&w, 5000, 2, 5001, &bytes, NULL), SFR_ECORRUPT);
 	CHECK_EQ(sfr__window_get(&w, UINT64_MAX, 1, LEN, &bytes, NULL), SFR_ECORRUPT);

@@ -14,7 +14,7 @@
 #include <errno.h>
 #include <sys/mman.h>
 
-#include "check/check.h"
+#include "reader/source.h"
 #include "base/base.h"
 
 #ifndef MADV_POPULATE_WRITE

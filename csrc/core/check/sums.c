@@ -1,0 +1,111 @@
+/* Checks the bytes of a long file on threads: one of the steps of a check (check.c has the picture).
+ *
+ * The check is a client of the reader that keeps nothing. A second check, of the directory alone,
+ * tells the reader where the records are:
+ *
+ *     check of the directory --> reader: headers, bytes and descriptors, on threads --> verdict
+ *        |                         |
+ *        +--anything is wrong------+--the archive is laid out in another way--> the walk (RECORD)
+ *                                     no memory, no thread, a forked child
+ *
+ * So the walk alone describes damage to the directory, and reads what other programs packed. It
+ * begins from the front, and its words are the verdict. Damage to headers, bytes and descriptors of
+ * records is the reader's to find. Both say it in the same words. */
+#include <errno.h>
+#include <string.h>
+
+#include "check/records.h"
+#include "base/base.h"
+
+void sfr__check_end_sums(struct sfr_check *c)
+{
+	sfr__reader_free(c->reader);
+	sfr_check_free(c->directory);
+	c->reader = NULL;
+	c->directory = NULL;
+}
+
+static int walk(struct sfr_check *c)
+{
+	sfr__check_end_sums(c);
+	c->body_pos = 0;
+	c->state = SFR__CHECK_RECORD;
+	return 0;
+}
+
+/* Starts the reader when the directory is known. 0, SFR_EAGAIN, or a reason to walk. */
+static int start(struct sfr_check *c)
+{
+	struct sfr__reader_spec spec = {
+		.fd = c->fd,
+		.base = c->base,
+		.end = c->end.dir_off,
+		.way = (c->flags & SFR_CHECK_DIRECT) != 0 ? SFR__WAY_DISK : SFR__WAY_CACHE,
+		.flags = SFR__READER_SUMS | SFR__READER_LIST,
+	};
+	int rc = 0;
+
+	if (c->directory == NULL)
+		rc = sfr_check_new_part(c->fd, c->base, c->result.nbytes,
+					SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &c->directory);
+	if (rc == 0)
+		rc = sfr_check_run(c->directory, sfr__time_left(c->deadline_ns));
+	if (rc != 0)
+		return rc;
+	if (!c->directory->result.ok)
+		return SFR_ECORRUPT;
+	spec.places = &c->directory->places;
+	rc = sfr__reader_new(&spec, &c->reader);
+	return rc == 0 ? sfr_reader_go(c->reader, spec.places->nr) : rc;
+}
+
+/* Takes the verdict on every record from the reader. */
+static int conclude(struct sfr_check *c)
+{
+	const struct sfr__places *places = &c->directory->places;
+	struct sfr_check_result *r = &c->result;
+
+	*r = c->directory->result;
+	r->headers = true;
+	r->nr_unchecked = 0;
+	for (uint64_t i = 0; i < places->nr; i++) {
+		const struct sfr__place *place = &places->v[i];
+		bool unchecked;
+		const char *wrong = sfr__reader_damage(c->reader, i, &unchecked);
+		int rc = 0;
+
+		r->nr_unchecked += unchecked;
+		if (wrong == NULL)
+			continue;
+		c->rec.name_len = place->name_len;
+		memcpy(c->name, places->names + place->name_at, place->name_len);
+		rc = sfr__check_bad_record(c, wrong);
+		if (rc != 0)
+			return rc;
+	}
+	r->ok = r->nr_bad == 0;
+	c->body_pos = r->nbytes;
+	c->state = SFR__CHECK_DONE;
+	sfr__check_end_sums(c);
+	return 0;
+}
+
+int sfr__check_sums(struct sfr_check *c)
+{
+	int rc;
+
+	if (c->reader == NULL) {
+		rc = start(c);
+		return rc == 0 || rc == SFR_EAGAIN ? 0 : walk(c);
+	}
+	rc = sfr_reader_wait(c->reader, c->directory->places.nr, sfr__time_left(c->deadline_ns));
+	if (rc == 0)
+		return conclude(c);
+	if (rc == SFR_EAGAIN) {
+		c->body_pos = sfr_reader_done(c->reader);
+		return 0;
+	}
+	if (rc == -EOPNOTSUPP || rc == SFR_EFORK)
+		return walk(c);
+	return sfr__check_unreadable(c, rc);
+}

@@ -1,0 +1,253 @@
+/* Checks one piece of the file, and hands it out.
+ *
+ *   the piece   |..data of 3 | desc | header of 4 | data of 4 | desc | gap | header of 5 | data..|
+ *                 |                                 |                                      |
+ *                 v put, CRC computed on the way                                           v
+ *   client      record 3's                        record 4's                             record 5's
+ *
+ * A record may begin and end in pieces that different threads handle, in any order. CRCs allow
+ * that: the CRC of a whole is the sum of the CRCs of its stretches, each shifted by the length
+ * after it (sfr_crc32_combine with nothing). A header or descriptor that crosses the end of the
+ * piece is read once more from its beginning, which is rare and costs few bytes.
+ *
+ * The offsets of data and descriptors are computed (plan.c), and valid only if the record's header
+ * confirms them. So a descriptor is called wrong only after its header was checked. Otherwise the
+ * verdict on a file packed by another program would depend on the order of the threads. */
+#include <errno.h>
+#include <string.h>
+
+#include "sfr/crc.h"
+#include "reader/reader_int.h"
+
+struct piece {
+	struct sfr_reader *r;
+	struct sfr__buffer *buffer;
+	uint64_t off, end;
+	char *scratch;
+};
+
+/* ---- what counts -------------------------------------------------------------- */
+
+/* Keeps the first damage to a record. False: damage ends the reading. */
+static bool note_locked(const struct sfr_reader *r, struct sfr__reader_record *record,
+			const char *wrong)
+{
+	if ((r->flags & SFR__READER_LIST) != 0 && record->wrong == NULL)
+		record->wrong = wrong;
+	return (r->flags & SFR__READER_LIST) != 0;
+}
+
+/* Deals with damage to a record. False: a failure was recorded. */
+static bool goes_on_after(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong)
+{
+	if (sfr__under(&r->mu, note_locked(r, &r->records[i], wrong)))
+		return true;
+	sfr__reader_fail(r, SFR_ECORRUPT, i, off, wrong);
+	return false;
+}
+
+/* Counts more units of a record. */
+static void got(struct sfr_reader *r, const struct sfr__part *part)
+{
+	static const char other_bytes[] = "its bytes do not match their CRC";
+	struct sfr__reader_record *record = &r->records[part->index];
+	const uint32_t crc = r->places[part->index].crc;
+	bool wrong;
+
+	sfr__lock(&r->mu);
+	record->left -= part->units;
+	record->crc ^= part->crc;
+	/* With torch's compute_crc32=False all CRCs are zero, and the bytes cannot be checked. */
+	wrong = record->left == 0 && (r->flags & SFR__READER_SUMS) != 0 && record->crc != crc &&
+		crc != 0;
+	if (wrong && !note_locked(r, record, other_bytes)) {
+		sfr__unlock(&r->mu);
+		sfr__reader_fail(r, SFR_ECORRUPT, part->index, record->data_off, other_bytes);
+		return;
+	}
+	if (record->left == 0) {
+		atomic_store(&record->good, true);
+		r->nr_good++;
+		if (part->index == r->awaited || r->nr_good == r->nr)
+			(void)pthread_cond_broadcast(&r->news);
+	}
+	sfr__unlock(&r->mu);
+}
+
+void sfr__reader_count(struct sfr_reader *r, struct sfr__buffer *buffer)
+{
+	for (size_t i = 0; i < buffer->nr_parts; i++)
+		got(r, &buffer->parts[i]);
+	buffer->nr_parts = 0;
+}
+
+/* Keeps bytes of a record, to count when the client has finished with the buffer. -ENOMEM. */
+static int keep(struct sfr__buffer *buffer, const struct sfr__part *part)
+{
+	if (buffer->nr_parts == buffer->room) {
+		const size_t room = buffer->room == 0 ? 64 : 2 * buffer->room;
+		struct sfr__part *parts =
+			sfr_sys.realloc(buffer->parts, room * sizeof(*buffer->parts));
+
+		if (parts == NULL)
+			return -ENOMEM;
+		buffer->parts = parts;
+		buffer->room = room;
+	}
+	buffer->parts[buffer->nr_parts++] = *part;
+	return 0;
+}
+
+/* ---- headers and descriptors ---------------------------------------------------- */
+
+static bool covers(const struct piece *p, uint64_t off)
+{
+	return off >= p->off && off < p->end;
+}
+
+/* Returns [off, off + len) of the file, len at most SFR__READER_HEADER_MAX: from the piece if all
+ * of it is there. NULL if it could not be read. */
+static const unsigned char *bytes_at(const struct piece *p, uint64_t off, size_t len,
+				     uint64_t index)
+{
+	int64_t read;
+
+	if (covers(p, off) && len <= p->end - off)
+		return (const unsigned char *)p->buffer->mem + (off - p->off);
+	read = sfr__source_some(&p->r->source, p->scratch, len, off);
+	if (read == (int64_t)len)
+		return (const unsigned char *)p->scratch;
+	sfr__reader_fail(p->r, read < 0 ? (int)read : SFR_ECORRUPT, index, off,
+			 read < 0 ? NULL : SFR__READER_SHORTER);
+	return NULL;
+}
+
+/* Returns a record as the directory describes it. */
+static struct sfr__unzip_record as_unzipped(const struct sfr__place *place)
+{
+	return (struct sfr__unzip_record){
+		.hdr_off = place->hdr_off,
+		.clen = place->len,
+		.ulen = place->len,
+		.crc = place->crc,
+		.stamp = place->stamp,
+		.flags = place->flags,
+		.method = SFR__UNZIP_STORED,
+		.name_len = place->name_len,
+	};
+}
+
+/* Compares the local header with the directory, and with the computed offset of the data. 0: it is
+ * right; 1: it is not, and the reading goes on; -1: a failure was recorded. */
+static int check_header(const struct piece *p, uint64_t i)
+{
+	const struct sfr__place *place = &p->r->places[i];
+	const struct sfr__unzip_record rec = as_unzipped(place);
+	const size_t len = (size_t)(p->r->records[i].data_off - place->hdr_off);
+	const char *name = p->r->list->names + place->name_at, *wrong;
+	const unsigned char *header = bytes_at(p, place->hdr_off, len, i);
+	size_t extra_len, at = SFR__UNZIP_LOCAL + (size_t)place->name_len;
+
+	if (header == NULL)
+		return -1;
+	wrong = sfr__unzip_local(header, &rec, &extra_len);
+	if (wrong == NULL && at + extra_len != len) {
+		sfr__reader_fail(p->r, -EOPNOTSUPP, i, place->hdr_off, NULL);
+		return -1;
+	}
+	if (wrong == NULL && memcmp(header + SFR__UNZIP_LOCAL, name, place->name_len) != 0)
+		wrong = "its name in the local header is another one";
+	if (wrong == NULL)
+		wrong = sfr__unzip_local_extra(header, header + at, extra_len, &rec);
+	if (wrong == NULL)
+		return 0;
+	return goes_on_after(p->r, i, place->hdr_off, wrong) ? 1 : -1;
+}
+
+/* Checks the descriptor. False: a failure was recorded. */
+static bool check_descriptor(const struct piece *p, uint64_t i)
+{
+	const struct sfr__unzip_record rec = as_unzipped(&p->r->places[i]);
+	const uint64_t off = sfr__reader_data_end(p->r, i);
+	const uint64_t left = sfr__reader_limit(p->r, i) - off;
+	size_t len = left < SFR__UNZIP_DESC ? (size_t)left : SFR__UNZIP_DESC;
+	const unsigned char *bytes = bytes_at(p, off, len, i);
+	const char *wrong;
+	int header;
+
+	if (bytes == NULL)
+		return false;
+	wrong = sfr__unzip_desc(bytes, len, &rec, &len);
+	if (wrong == NULL)
+		return true;
+	/* Only the header tells whether a descriptor is there at all, and another thread may not
+	 * have checked it yet. */
+	header = check_header(p, i);
+	return header == 0 ? goes_on_after(p->r, i, off, wrong) : header > 0;
+}
+
+/* ---- the bytes ------------------------------------------------------------------ */
+
+/* Hands the record's bytes in the piece to the client; adds their number and CRC to `part`. Returns
+ * what put does. */
+static int hand_out(const struct piece *p, struct sfr__part *part)
+{
+	const struct sfr_reader *r = p->r;
+	const uint64_t data_off = r->records[part->index].data_off;
+	const uint64_t to = sfr__reader_data_end(r, part->index);
+	const uint64_t a = data_off > p->off ? data_off : p->off;
+	const uint64_t b = to < p->end ? to : p->end;
+	const bool sums = (r->flags & SFR__READER_SUMS) != 0;
+	const char *bytes = p->buffer->mem + (a - p->off);
+	int rc = 0;
+
+	if (a >= b)
+		return 0;
+	if (r->client != NULL)
+		rc = r->client->put(r->self, p->buffer, part->index, a - data_off, bytes,
+				    (size_t)(b - a), sums ? &part->crc : NULL);
+	else if (sums)
+		part->crc = sfr_crc32(0, bytes, (size_t)(b - a));
+	part->units += b - a;
+	part->crc = sfr_crc32_combine(part->crc, 0, to - b);
+	return rc;
+}
+
+static bool look_at_record(const struct piece *p, uint64_t i)
+{
+	const bool described = (p->r->places[i].flags & SFR__UNZIP_DESCRIBED) != 0;
+	struct sfr__part part = { .index = i };
+	int rc;
+
+	if (covers(p, p->r->places[i].hdr_off)) {
+		if (check_header(p, i) < 0)
+			return false;
+		part.units++;
+	}
+	rc = hand_out(p, &part);
+	if (rc < 0)
+		return false;
+	if (described && covers(p, sfr__reader_data_end(p->r, i))) {
+		if (!check_descriptor(p, i))
+			return false;
+		part.units++;
+	}
+	if (rc == SFR__READER_LATER) {
+		rc = keep(p->buffer, &part);
+		if (rc < 0)
+			sfr__reader_fail(p->r, rc, i, p->off, NULL);
+	} else if (part.units != 0) {
+		got(p->r, &part);
+	}
+	return rc >= 0;
+}
+
+void sfr__reader_piece(struct sfr__reader_thread *thread, struct sfr__buffer *buffer, uint64_t off,
+		       size_t len, uint64_t first, uint64_t last)
+{
+	const struct piece p = { thread->r, buffer, off, off + len, thread->scratch };
+
+	for (uint64_t i = first; i < last; i++)
+		if (!look_at_record(&p, i))
+			return;
+}

@@ -1,0 +1,404 @@
+/* Reads the records of an archive on threads, in pieces, and hands the bytes to a client.
+ *
+ * A disk is fastest when read front to back, in large pieces, several at a time. A loader needs its
+ * tensors in the order of the pickle, one by one. So threads read the file in its own order, ahead
+ * of whoever waits:
+ *
+ *   the file    | piece | piece | piece | piece | piece | ...   1 MiB each; a thread takes the next
+ *                   |       |
+ *                   v       v              into the thread's buffer, in a core's own cache, and
+ *   the client  | record 0 | record 1 | record 2 | ...            from there to the client
+ *
+ * There are two clients. A check keeps nothing: the reader only computes CRCs. A restore copies the
+ * bytes to tensors, or has a device copy them. The pieces are not read directly into a tensor's
+ * memory. That comes from torch, so that it can be resized and freed like any other, and is not
+ * aligned to the file's sectors. The copy costs a twentieth of the disk's time, and is made while
+ * other threads wait for the disk.
+ *
+ * A thread:
+ *
+ *     WAIT --a piece may be read--> READ --all of it--> PUT --> WAIT      reader.c, source.c,
+ *       |                            |                   |                piece.c
+ *       +--stop, or no piece left----+--failure----------+--> END
+ *
+ * Who owns a buffer, when the client lends them (a device reads from it after the put):
+ *
+ *     reader --put returned LATER, sent--> client --land--> reader
+ *
+ * A record. Its header, data and descriptor may come in any order and from several threads:
+ *
+ *     TO COME --its last unit counts, CRC right--> GOOD
+ *        |
+ *        +--header, descriptor, CRC wrong; reading failed--> the reader has failed, for good
+ *
+ * With SFR__READER_LIST damage to one record is kept with it, the record is GOOD, and the reading
+ * goes on.
+ *
+ * The caller says up to which record the client is ready (`upto`); threads stop at the first piece
+ * that has bytes of a later record. A piece belongs to all records in it, so the client must be
+ * ready for more than the record that is wanted (sfr_reader_reach). A wait that only the caller
+ * could end is refused. The caller waits for single records and uses none before it is GOOD, so no
+ * code ever sees unchecked bytes. */
+#include <errno.h>
+
+#include "reader/reader_int.h"
+#include "sfr/limits.h"
+
+/* ---- the threads ------------------------------------------------------------ */
+
+struct piece {
+	uint64_t off, first, last;
+	size_t len;
+};
+
+/* Finds the next piece with records in it. False at the end. */
+static bool find_piece_locked(struct sfr_reader *r, struct piece *piece)
+{
+	for (;;) {
+		uint64_t to;
+
+		while (r->next_rec < r->nr && sfr__reader_limit(r, r->next_rec) <= r->next_off)
+			r->next_rec++;
+		if (r->next_rec == r->nr)
+			return false;
+		to = r->next_off + r->piece;
+		if (to > r->end)
+			to = r->end;
+		/* Only a gap follows the record here. It may be made long by a hostile file, so it
+		 * is skipped. */
+		if (sfr__reader_data_end(r, r->next_rec) + SFR__UNZIP_DESC <= r->next_off &&
+		    sfr__reader_limit(r, r->next_rec) >= to) {
+			r->next_off = sfr__reader_limit(r, r->next_rec) / r->piece * r->piece;
+			if (r->next_off < to)
+				r->next_off = to;
+			continue;
+		}
+		piece->off = r->next_off;
+		piece->len = (size_t)(to - r->next_off);
+		piece->first = piece->last = r->next_rec;
+		while (piece->last < r->nr && r->places[piece->last].hdr_off < to)
+			piece->last++;
+		return true;
+	}
+}
+
+/* Waits until the client has finished with the buffer, and counts what was in it. */
+static void land(struct sfr_reader *r, struct sfr__buffer *buffer)
+{
+	if (r->nr_buffers == 1)
+		return; /* nothing is left in it */
+	if (r->client->land(r->self, buffer) < 0)
+		buffer->nr_parts = 0;
+	sfr__reader_count(r, buffer);
+}
+
+static void land_all(struct sfr__reader_thread *thread)
+{
+	/* The buffer whose turn is next was sent first. */
+	for (unsigned i = 0; i < thread->r->nr_buffers; i++)
+		land(thread->r, &thread->buffers[(thread->turn + i) % thread->r->nr_buffers]);
+}
+
+/* Waits until the next piece may be read, and takes it. Before a wait that may be long, counts what
+ * the client has finished with. */
+static bool take_piece(struct sfr__reader_thread *thread, struct piece *piece)
+{
+	struct sfr_reader *r = thread->r;
+	bool found, counted = false;
+
+	sfr__lock(&r->mu);
+	while ((found = !r->stop && find_piece_locked(r, piece)) && piece->last > r->upto) {
+		if (counted) {
+			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* always 0 */
+			continue;
+		}
+		sfr__unlock(&r->mu);
+		land_all(thread);
+		counted = true;
+		sfr__lock(&r->mu);
+	}
+	if (found)
+		r->next_off = piece->off + piece->len;
+	sfr__unlock(&r->mu);
+	return found;
+}
+
+/* Returns the record whose bytes are at the beginning of the piece. */
+static uint64_t whose(const struct sfr_reader *r, const struct piece *piece)
+{
+	uint64_t i = piece->first;
+
+	while (i + 1 < piece->last && sfr__reader_limit(r, i) <= piece->off)
+		i++;
+	return i;
+}
+
+static bool read_piece(struct sfr__reader_thread *thread, const struct piece *piece)
+{
+	struct sfr_reader *r = thread->r;
+	struct sfr__buffer *buffer = &thread->buffers[thread->turn];
+	int rc;
+
+	land(r, buffer);
+	thread->turn = (thread->turn + 1) % r->nr_buffers;
+	if (buffer->mem == NULL)
+		return false; /* the client has failed */
+	rc = sfr__source_read(&r->source, buffer->mem, piece->len, piece->off);
+	if (rc != 0) {
+		sfr__reader_fail(r, rc, whose(r, piece), piece->off,
+				 rc == SFR_ECORRUPT ? SFR__READER_SHORTER : NULL);
+		return false;
+	}
+	sfr__reader_piece(thread, buffer, piece->off, piece->len, piece->first, piece->last);
+	if (r->nr_buffers > 1 && r->client->sent(r->self, buffer) < 0)
+		buffer->nr_parts = 0;
+	sfr__lock(&r->mu);
+	r->done += piece->len;
+	sfr__unlock(&r->mu);
+	return true;
+}
+
+static void *reader_main(void *arg)
+{
+	struct sfr__reader_thread *thread = arg;
+	struct piece piece;
+
+	while (take_piece(thread, &piece) && read_piece(thread, &piece))
+		;
+	land_all(thread);
+	return NULL;
+}
+
+static void free_thread(struct sfr__reader_thread *thread, bool is_child)
+{
+	const struct sfr_reader *r = thread->r;
+
+	for (unsigned i = 0; i < r->nr_buffers; i++) {
+		/* In a child, the thread was in the middle of something. */
+		if (is_child)
+			continue;
+		if (r->nr_buffers > 1)
+			r->client->take_back(r->self, &thread->buffers[i]);
+		sfr_sys.free(thread->buffers[i].parts);
+	}
+	sfr_sys.free(thread->mem);
+}
+
+/* Gets the memory of a thread. -ENOMEM: free_thread frees what there is. */
+static int give_memory(struct sfr__reader_thread *thread, unsigned number)
+{
+	const struct sfr_reader *r = thread->r;
+	const bool lent = r->nr_buffers > 1;
+	const size_t own = lent ? 0 : r->piece;
+	char *mem = sfr_sys.malloc(own + SFR__READER_HEADER_MAX + SFR_PAGE);
+
+	thread->mem = mem;
+	if (mem == NULL)
+		return -ENOMEM;
+	mem += (SFR_PAGE - (uintptr_t)mem % SFR_PAGE) % SFR_PAGE;
+	thread->scratch = mem + own;
+	for (unsigned i = 0; i < r->nr_buffers; i++) {
+		thread->buffers[i].number = number * SFR__READER_BUFFERS + i;
+		thread->buffers[i].mem = lent ? r->client->lend(r->self, r->piece) : mem;
+		if (thread->buffers[i].mem == NULL)
+			return -ENOMEM;
+	}
+	return 0;
+}
+
+static int start_thread(struct sfr_reader *r)
+{
+	struct sfr__reader_thread *thread = &r->threads[r->nr_threads];
+	int rc;
+
+	*thread = (struct sfr__reader_thread){ .r = r };
+	rc = give_memory(thread, r->nr_threads);
+	if (rc == 0)
+		rc = sfr__thread_start(&thread->id, "sfr-reader", SFR__AWAITED, reader_main,
+				       thread);
+	if (rc < 0)
+		free_thread(thread, false);
+	else
+		r->nr_threads++;
+	return rc;
+}
+
+/* ---- for the owner ----------------------------------------------------------- */
+
+int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out)
+{
+	struct sfr_reader *r;
+	int rc = sfr_fork_init();
+
+	*out = NULL;
+	if (rc == 0 && (spec->places->incomplete || spec->places->nr == 0))
+		rc = -EOPNOTSUPP;
+	if (rc < 0)
+		return rc;
+	r = sfr_sys.calloc(1, sizeof(*r));
+	if (r == NULL)
+		return -ENOMEM;
+	r->list = spec->places;
+	r->places = spec->places->v;
+	r->nr = r->awaited = spec->places->nr;
+	r->end = spec->end;
+	r->flags = spec->flags;
+	r->client = spec->client;
+	r->self = spec->self;
+	r->nr_buffers = 1;
+	r->piece = (size_t)sfr_limits.reader_piece_bytes;
+	r->fork_generation = sfr_fork_generation();
+	sfr__mutex_init(&r->mu, SFR__LOCK_READER);
+	(void)sfr__cond_init(&r->work);
+	(void)sfr__cond_init(&r->news);
+	(void)sfr__cond_init(&r->never);
+	sfr__source_open(&r->source, spec->fd, spec->base, spec->way);
+	r->records = sfr_sys.calloc(r->nr, sizeof(*r->records));
+	rc = r->records == NULL ? -ENOMEM : sfr__reader_plan(r);
+	if (rc < 0)
+		sfr__reader_free(r);
+	else
+		*out = r;
+	return rc;
+}
+
+uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index)
+{
+	/* The descriptor's first byte is in the last piece that the record needs. */
+	const uint64_t to = sfr__round_up(sfr__reader_data_end(r, index) + 1, r->piece);
+
+	return sfr__lower_bound(i, index + 1, r->nr, r->places[i].hdr_off < to);
+}
+
+int sfr_reader_go(struct sfr_reader *r, uint64_t upto)
+{
+	const uint64_t nr_pieces = r->end / r->piece + 1;
+	int rc = 0;
+
+	if (r->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	sfr__lock(&r->mu);
+	if (upto > r->upto)
+		r->upto = upto;
+	(void)pthread_cond_broadcast(&r->work);
+	sfr__unlock(&r->mu);
+	if (r->nr_threads != 0)
+		return 0;
+	if (r->client != NULL && r->client->lend != NULL)
+		r->nr_buffers = SFR__READER_BUFFERS;
+	while (r->nr_threads < SFR__READER_THREADS && r->nr_threads < nr_pieces && rc == 0)
+		rc = start_thread(r);
+	return r->nr_threads == 0 ? rc : 0; /* fewer threads are only slower */
+}
+
+bool sfr__reader_runs(const struct sfr_reader *r)
+{
+	return r->nr_threads != 0;
+}
+
+/* Whether the threads may read the record completely. Only the caller extends `upto`, so a wait for
+ * any other record would never end. */
+static bool is_within_reach(const struct sfr_reader *r, uint64_t index)
+{
+	return (index < r->nr ? sfr_reader_reach(r, index) : r->nr) <= r->upto;
+}
+
+int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
+{
+	const uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	if (index < r->nr && atomic_load(&r->records[index].good))
+		return 0;
+	if (r->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	sfr__lock(&r->mu);
+	r->awaited = index;
+	for (;;) {
+		if (index < r->nr ? atomic_load(&r->records[index].good) : r->nr_good == r->nr)
+			rc = 0;
+		else if (r->failure.code != 0)
+			rc = r->failure.code;
+		else if (!is_within_reach(r, index))
+			rc = SFR_EUNPLACED;
+		else if (rc == 0) {
+			rc = sfr__cond_wait(&r->news, &r->mu, deadline);
+			continue;
+		}
+		break;
+	}
+	sfr__unlock(&r->mu);
+	return rc;
+}
+
+void sfr__reader_sleep(struct sfr_reader *r, uint64_t deadline_ns)
+{
+	sfr__lock(&r->mu);
+	(void)sfr__cond_wait(&r->never, &r->mu, deadline_ns); /* a sleep that ends early is fine */
+	sfr__unlock(&r->mu);
+}
+
+void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t off,
+		      const char *reason)
+{
+	sfr__lock(&r->mu);
+	if (r->failure.code == 0)
+		r->failure = (struct sfr_reader_failure){ code, index, off, reason };
+	r->stop = true;
+	(void)pthread_cond_broadcast(&r->work);
+	(void)pthread_cond_broadcast(&r->news);
+	sfr__unlock(&r->mu);
+}
+
+const struct sfr_reader_failure *sfr_reader_failure(const struct sfr_reader *r)
+{
+	return &r->failure;
+}
+
+const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool *unchecked)
+{
+	const struct sfr__reader_record *record = &r->records[index];
+
+	*unchecked = record->wrong == NULL && record->crc != r->places[index].crc;
+	return record->wrong;
+}
+
+uint64_t sfr__reader_data_off(const struct sfr_reader *r, uint64_t index)
+{
+	return r->records[index].data_off;
+}
+
+uint64_t sfr_reader_done(struct sfr_reader *r)
+{
+	return sfr__under(&r->mu, r->done);
+}
+
+static void end_threads(struct sfr_reader *r)
+{
+	sfr__lock(&r->mu);
+	r->stop = true;
+	(void)pthread_cond_broadcast(&r->work);
+	sfr__unlock(&r->mu);
+	for (unsigned i = 0; i < r->nr_threads; i++)
+		(void)sfr_sys.thread_join(r->threads[i].id, NULL); /* our own thread, joined once */
+	(void)pthread_cond_destroy(&r->never);
+	(void)pthread_cond_destroy(&r->news);
+	(void)pthread_cond_destroy(&r->work);
+	sfr__mutex_fini(&r->mu);
+}
+
+void sfr__reader_free(struct sfr_reader *r)
+{
+	bool is_child;
+
+	if (r == NULL)
+		return;
+	is_child = r->fork_generation != sfr_fork_generation();
+	if (!is_child)
+		end_threads(r);
+	for (unsigned i = 0; i < r->nr_threads; i++)
+		free_thread(&r->threads[i], is_child);
+	sfr__source_close(&r->source);
+	sfr_sys.free(r->records);
+	sfr_sys.free(r);
+}

@@ -1,0 +1,120 @@
+/* Reads the records of an archive on threads, compares their CRCs, and hands the bytes to a client.
+ * See reader.c.
+ *
+ *     sfr__reader_new(&spec, &reader);
+ *     sfr_reader_go(reader, i);                     the first i records may be read
+ *     while ((rc = sfr_reader_wait(reader, index, slice_ns)) == SFR_EAGAIN)
+ *             ...;
+ *     sfr__reader_free(reader);
+ *
+ * One thread at a time uses a reader. After a fork the child may only free it. */
+#ifndef SFR_READER_H
+#define SFR_READER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "reader/places.h"
+#include "reader/source.h"
+
+#define SFR__READER_PIECE_MAX (1u << 20) /* fits a core's own cache; sfr_limits may ask for less */
+#define SFR__READER_THREADS 4u
+/* buffers of a thread whose client lends memory: one is read into while the other is being sent */
+#define SFR__READER_BUFFERS 2u
+#define SFR__READER_SHORTER "the file became shorter while it was read"
+
+#define SFR__READER_SUMS 1u /* compare the CRC of every record */
+#define SFR__READER_LIST 2u /* go on after damage to a record, and keep it for reader_damage */
+
+struct sfr_reader;
+
+/* Bytes of a record that count when the client has finished with the buffer. */
+struct sfr__part {
+	uint64_t index, units;
+	uint32_t crc;
+};
+
+/* Memory that one piece is read into. */
+struct sfr__buffer {
+	char *mem;       /* page aligned; NULL: the client could not give it back */
+	unsigned number; /* below SFR__READER_THREADS * SFR__READER_BUFFERS */
+	struct sfr__part *parts;
+	size_t nr_parts, room;
+};
+
+/* What `put` returns for bytes that its client still needs in the buffer. */
+#define SFR__READER_LATER 1
+
+/* Keeps what the reader reads. Its functions run on the reader's threads. A function that fails
+ * has called sfr__reader_fail. */
+struct sfr__reader_client {
+	/* Takes `len` bytes that begin `at` bytes into record `index`. Sets *crc to their CRC unless
+	 * that is NULL. 0; SFR__READER_LATER; or -1 on failure. */
+	int (*put)(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
+		   const char *bytes, size_t len, uint32_t *crc);
+	/* Lends memory to read into, and takes it back. NULL, like the rest, if no put returns
+	 * SFR__READER_LATER. They must be set before the first sfr_reader_go. */
+	char *(*lend)(void *self, size_t len);
+	void (*take_back)(void *self, struct sfr__buffer *buffer);
+	/* All bytes of a piece have been put. 0 or -1. */
+	int (*sent)(void *self, struct sfr__buffer *buffer);
+	/* Waits until the client needs the buffer no longer. 0 or -1. */
+	int (*land)(void *self, struct sfr__buffer *buffer);
+};
+
+struct sfr__reader_spec {
+	const struct sfr__places *places; /* stay the caller's, and constant */
+	int fd;                           /* stays the caller's and must stay open */
+	uint64_t base, end;               /* as for a source; end of the records' bytes */
+	enum sfr__way way;
+	unsigned flags;
+	const struct sfr__reader_client *client; /* NULL: the bytes are only checked */
+	void *self;                              /* the client's first argument */
+};
+
+/* The first failure. */
+struct sfr_reader_failure {
+	/* 0; SFR_ECORRUPT; -EOPNOTSUPP: the archive cannot be read in this way; -errno of the file;
+	 * -EIO with a reason: of the client */
+	int code;
+	uint64_t index; /* index of the record */
+	uint64_t off;   /* offset in the file */
+	/* words to show after the record's name, constant while the reader lives; or NULL */
+	const char *reason;
+};
+
+/* -EOPNOTSUPP: the records of this archive are not where torch and stillframe put them, or not
+ * stored as in memory; the file may be good. -ENOMEM, -errno of reading. */
+int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out);
+/* Returns how many records may have to be read before this one is read completely: all up to it,
+ * and those that share the piece with its last bytes. */
+uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index);
+/* Allows the first `upto` records to be read. A lower number than before has no effect. The first
+ * call starts the threads. -ENOMEM, -errno: none could be started. SFR_EFORK. */
+int sfr_reader_go(struct sfr_reader *r, uint64_t upto);
+/* Whether sfr_reader_go has started threads. */
+bool sfr__reader_runs(const struct sfr_reader *r);
+/* 0: the record is there and good (the number of records: all of them). SFR_EAGAIN: call again.
+ * SFR_EUNPLACED, at once: the threads cannot get there, because sfr_reader_go has allowed fewer
+ * records than sfr_reader_reach returns (or fewer than all). SFR_EFORK; else the code of the
+ * failure. With SFR__READER_LIST a record with damage counts as good. */
+int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns);
+/* Sleeps on a client's behalf, until the deadline. */
+void sfr__reader_sleep(struct sfr_reader *r, uint64_t deadline_ns);
+/* Ends the reading. Only the first failure is kept. */
+void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t off,
+		      const char *reason);
+const struct sfr_reader_failure *sfr_reader_failure(const struct sfr_reader *r);
+/* Returns the damage of a record, or NULL; once all records were waited for. *unchecked: its bytes
+ * have a CRC, and the archive does not say which. */
+const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool *unchecked);
+/* Returns the offset of a record's data. */
+uint64_t sfr__reader_data_off(const struct sfr_reader *r, uint64_t index);
+/* Returns the bytes of the file that are done. */
+uint64_t sfr_reader_done(struct sfr_reader *r);
+/* Ends the threads, after the reads in flight, at most one a thread. What the client lent has been
+ * taken back. NULL is allowed. */
+void sfr__reader_free(struct sfr_reader *r);
+
+#endif

@@ -1,0 +1,82 @@
+/* The state of a reader, shared by reader.c, plan.c and piece.c. */
+#ifndef SFR_READER_INT_H
+#define SFR_READER_INT_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "reader/reader.h"
+#include "base/base.h"
+
+/* The longest local header that a plan accepts, and the most that is read into the scratch memory
+ * at a time. */
+#define SFR__READER_HEADER_MAX (SFR__UNZIP_LOCAL + SFR__UNZIP_NAME_MAX + 0xffffu)
+
+struct sfr__reader_record {
+	uint64_t data_off; /* constant */
+	uint64_t left; /* units that did not count yet: bytes, header, descriptor; guarded by mu */
+	/* of the bytes so far, each stretch shifted to its position; guarded by mu */
+	uint32_t crc;
+	atomic_bool good;  /* complete, and correct without SFR__READER_LIST */
+	const char *wrong; /* the first damage, with SFR__READER_LIST; guarded by mu */
+};
+
+struct sfr__reader_thread {
+	struct sfr_reader *r;
+	pthread_t id;
+	char *mem; /* the only buffer, unless the client lends them, and the scratch memory */
+	/* SFR__READER_HEADER_MAX bytes, for headers that cross the end of a piece */
+	char *scratch;
+	struct sfr__buffer buffers[SFR__READER_BUFFERS];
+	unsigned turn; /* index of the next buffer */
+};
+
+struct sfr_reader {
+	/* constant */
+	const struct sfr__place *places;
+	const struct sfr__places *list;
+	uint64_t nr, end;           /* number of records; end of their bytes */
+	unsigned flags, nr_buffers; /* buffers of a thread */
+	size_t piece;               /* bytes read at a time */
+	const struct sfr__reader_client *client;
+	void *self;
+	struct sfr__source source;
+	uint64_t fork_generation;
+
+	struct sfr__reader_record *records;
+	struct sfr__mutex mu;             /* a leaf: no other lock is taken under it */
+	pthread_cond_t work, news, never; /* never is not signalled: for timed sleeps */
+	/* guarded by mu */
+	uint64_t next_off, next_rec; /* the next piece, and a record at or before its first */
+	uint64_t upto;               /* records before it may be read */
+	uint64_t nr_good, awaited;
+	uint64_t done; /* bytes read */
+	bool stop;
+	struct sfr_reader_failure failure; /* constant once its code is not 0 */
+
+	struct sfr__reader_thread threads[SFR__READER_THREADS];
+	unsigned nr_threads;
+};
+
+/* Returns the offset where record `i` must have ended: at the next one, or at the directory. */
+static inline uint64_t sfr__reader_limit(const struct sfr_reader *r, uint64_t i)
+{
+	return i + 1 < r->nr ? r->places[i + 1].hdr_off : r->end;
+}
+
+static inline uint64_t sfr__reader_data_end(const struct sfr_reader *r, uint64_t i)
+{
+	return r->records[i].data_off + r->places[i].len;
+}
+
+/* plan.c: sets records[].data_off. 0, -EOPNOTSUPP or -errno. */
+int sfr__reader_plan(struct sfr_reader *r);
+
+/* piece.c: checks [off, off + len) of the file, which is in the buffer, and hands out records
+ * [first, last). */
+void sfr__reader_piece(struct sfr__reader_thread *thread, struct sfr__buffer *buffer, uint64_t off,
+		       size_t len, uint64_t first, uint64_t last);
+/* piece.c: counts the bytes of a buffer that the client has finished with. */
+void sfr__reader_count(struct sfr_reader *r, struct sfr__buffer *buffer);
+
+#endif

@@ -1,0 +1,171 @@
+/* Reads a file from the page cache, past it from the disk, or from wherever the bytes are.
+ *
+ * A load reads from the page cache what is cached, and the rest from the disk. A checkpoint that
+ * was just written, or that another rank reads too, is in the page cache; reading it from the disk
+ * again would take several times as long. A checkpoint that is not cached is large and read once:
+ * going through the page cache would cost a copy and evict what others read again. verify reads
+ * from the disk alone, to report what that holds.
+ *
+ * For reads past the page cache the file is opened once more, with O_DIRECT. If the system refuses
+ * that, or part of it, the page cache is used, which only costs time.
+ *
+ * mincore tells what is cached without reading anything. It tells the truth to users who own the
+ * file or may write to it. To all others it reports everything as cached, and they read through the
+ * page cache. (preadv2 with RWF_NOWAIT tells it too, but a refused read starts the kernel's
+ * readahead. On Linux 6.18, asking so about a gigabyte that was not cached read all of it into the
+ * page cache.)
+ *
+ * Processes that read the file at about the same time share the page cache: the first to need a
+ * page reads it from the disk, and the others wait for that. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h> /* snprintf */
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "reader/reader.h"
+#include "reader/source.h"
+#include "base/base.h"
+
+#define NR_PAGES (SFR__READER_PIECE_MAX / SFR_PAGE)
+#define WORTH_CACHE 16u /* pages; fewer cached pages in a row are not worth a call of their own */
+
+static int open_direct(int fd)
+{
+	char path[32];
+
+	(void)snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+	return sfr__fd_open(path, O_RDONLY | O_NONBLOCK | O_DIRECT, 0);
+}
+
+/* The mapping for mincore covers the whole file. To map or unmap takes the process's address space
+ * exclusively, and would wait for every reader that fills new memory. */
+static void map(struct sfr__source *s)
+{
+	struct stat st;
+	void *mem;
+
+	if (s->direct_fd < 0 || sfr_sys.fstat(s->fd, &st) < 0)
+		return;
+	if (st.st_uid != geteuid() && geteuid() != 0)
+		return;
+	s->map_len = (size_t)st.st_size;
+	mem = sfr_sys.mmap(NULL, s->map_len, PROT_READ, MAP_SHARED, s->fd, 0);
+	s->map = mem == MAP_FAILED ? NULL : mem;
+}
+
+static void close_direct(struct sfr__source *s)
+{
+	if (s->direct_fd >= 0 && s->fork_generation == sfr_fork_generation())
+		(void)sfr__fd_close(s->direct_fd); /* nothing was written to it */
+	s->direct_fd = -1;
+}
+
+void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__way way)
+{
+	*s = (struct sfr__source){ .fd = fd, .base = base, .direct_fd = -1 };
+	if (way == SFR__WAY_CACHE || base % SFR_PAGE != 0 || sfr_fork_init() < 0)
+		return;
+	s->fork_generation = sfr_fork_generation();
+	s->direct_fd = open_direct(fd);
+	if (way == SFR__WAY_DISK)
+		return;
+	map(s);
+	if (s->map == NULL)
+		close_direct(s); /* nobody knows what is cached */
+}
+
+void sfr__source_close(struct sfr__source *s)
+{
+	if (s->map != NULL)
+		(void)sfr_sys.munmap(s->map, s->map_len); /* our own mapping, whole */
+	s->map = NULL;
+	close_direct(s);
+}
+
+/* Reads through direct_fd unless that is negative; what it refuses is read through the page
+ * cache. */
+static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_t len, uint64_t off)
+{
+	bool direct = direct_fd >= 0;
+	size_t done = 0;
+
+	while (done < len) {
+		size_t want = len - done;
+		ssize_t n;
+
+		direct = direct && done % SFR_PAGE == 0; /* a short read may end anywhere */
+		if (direct) /* whole pages; the last page of the file returns what it has */
+			want = (size_t)sfr__round_up(want, SFR_PAGE);
+		n = sfr_sys.pread(direct ? direct_fd : s->fd, buf + done, want,
+				  (off_t)(s->base + off + done));
+		if (n < 0 && errno == EINTR)
+			continue;
+		if (n < 0 && direct && (errno == EINVAL || errno == EOPNOTSUPP)) {
+			direct = false;
+			continue;
+		}
+		if (n < 0)
+			return -errno;
+		if (n == 0)
+			return SFR_ECORRUPT;
+		done += (size_t)n;
+	}
+	return 0;
+}
+
+/* Gets the pages that are cached. False if that is not known. */
+static bool ask(const struct sfr__source *s, uint64_t off, size_t len, unsigned char *there)
+{
+	return s->map != NULL && off + len <= s->map_len &&
+	       sfr_sys.mincore((char *)s->map + off, len, there) == 0;
+}
+
+/* Counts the cached pages from `at` on. */
+static size_t cached_run(const unsigned char *there, size_t at, size_t nr)
+{
+	size_t to = at;
+
+	while (to < nr && (there[to] & 1) != 0)
+		to++;
+	return to - at;
+}
+
+/* Returns how many pages from `at` on are read in the same way, and which way. */
+static size_t alike(const unsigned char *there, size_t at, size_t nr, bool *cached)
+{
+	size_t run = cached_run(there, at, nr), to = at;
+
+	*cached = run >= WORTH_CACHE || run == nr - at;
+	if (*cached)
+		return run;
+	for (; to < nr && run < WORTH_CACHE; run = cached_run(there, to, nr))
+		to += run + 1;
+	return (to < nr ? to : nr) - at;
+}
+
+int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
+{
+	const bool is_ours = s->fork_generation == sfr_fork_generation();
+	const int direct_fd = is_ours ? s->direct_fd : -1;
+	const size_t nr = (len + SFR_PAGE - 1) / SFR_PAGE;
+	unsigned char there[NR_PAGES];
+	int rc = 0;
+
+	if (direct_fd < 0 || nr > NR_PAGES || !ask(s, s->base + off, len, there))
+		return read_all(s, direct_fd, buf, len, off);
+	for (size_t at = 0; at < nr && rc == 0;) {
+		bool cached;
+		size_t pages = alike(there, at, nr, &cached), from = at * SFR_PAGE;
+		size_t some = at + pages == nr ? len - from : pages * SFR_PAGE;
+
+		rc = read_all(s, cached ? -1 : direct_fd, buf + from, some, off + from);
+		at += pages;
+	}
+	return rc;
+}
+
+int64_t sfr__source_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off)
+{
+	return sfr_fill(s->fd, buf, len, s->base + off);
+}

@@ -1,0 +1,42 @@
+/* The bytes of a file, or of a part of one: from the page cache, or past it from the disk. See
+ * source.c. */
+#ifndef SFR_SOURCE_H
+#define SFR_SOURCE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Where bytes come from. What O_DIRECT refuses is read through the page cache. */
+enum sfr__way {
+	SFR__WAY_CACHE,  /* the page cache */
+	SFR__WAY_DISK,   /* the disk */
+	SFR__WAY_EITHER, /* the page cache where it has them, else the disk */
+};
+
+struct sfr__source {
+	int fd, direct_fd; /* direct_fd is negative if there is none */
+	uint64_t base;     /* offset in the file of the source's first byte */
+	void *map;         /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
+	size_t map_len;
+	uint64_t fork_generation; /* a child has no direct_fd: the fork handler has closed it */
+};
+
+/* `fd` stays the caller's and must stay open. Offsets count from `base`; direct reads need one on a
+ * page. */
+void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__way way);
+void sfr__source_close(struct sfr__source *s); /* a zeroed one is allowed */
+/* Reads `len` bytes at `off`. Without SFR__WAY_CACHE, `off` and the address `buf` are multiples of
+ * a page, and the rest of the last page may be written to. -errno, or SFR_ECORRUPT if the file ends
+ * before. */
+int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off);
+/* Reads up to `len` bytes at any offset, through the page cache. Returns their number, or
+ * -errno. */
+int64_t sfr__source_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off);
+
+/* Reads [off, off + len) of a file into memory that is new, and so has mostly no pages yet
+ * (fill.c). Returns the bytes read, fewer than `len` only at the end of the file, or -errno. */
+int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off);
+/* Takes the faults of the whole pages of new memory in [buf, buf + len) in one call. */
+void sfr__populate(char *buf, size_t len);
+
+#endif
