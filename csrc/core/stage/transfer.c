@@ -111,27 +111,36 @@ static void order(struct sfr__transfer *tr, CUstream stream, CUevent after)
 	sfr__cuda_event_put(tr->lane, after);
 }
 
-int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
-			enum sfr__cuda_way way, CUstream stream)
+int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
+		       enum sfr__cuda_way way)
 {
 	struct sfr__cuda_lane *lane;
 	char why[160] = "";
 	int rc = sfr__cuda_lane_get(lanes, device, way, &lane, why, sizeof(why));
 
 	tr->err.index = -1;
-	if (rc == SFR_ECLOSED)
-		return rc;
-	if (rc < 0) {
+	if (rc == 0) {
+		tr->lane = lane;
+		tr->nr_users = 1;
+	} else if (rc != SFR_ECLOSED) {
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, why);
-		return 0;
+		rc = 0;
 	}
-	tr->lane = lane;
+	return rc;
+}
+
+int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
+			enum sfr__cuda_way way, CUstream stream)
+{
+	int rc = sfr__transfer_open(tr, lanes, device, way);
+	struct sfr__cuda_lane *lane = tr->lane;
+
+	if (!lane || !sfr__transfer_enter(tr))
+		return rc;
 	tr->stream = stream;
-	tr->nr_users = 1;
-	if (!sfr__transfer_enter(tr))
-		return 0;
 	if (sfr__cuda_is_capturing(lane->cu, stream)) {
 		sfr__transfer_leave(tr);
+		tr->nr_users = 0;
 		tr->lane = NULL;
 		return SFR_ECAPTURING;
 	}

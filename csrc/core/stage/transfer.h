@@ -1,6 +1,6 @@
 /* Transfers: the copies of one client between one device and host memory. transfer.c implements them.
  *
- * A client is a save, a snapshot or an onload. It says which bytes go where, and is told when they
+ * A client is a save, a snapshot, an onload or a load. It says which bytes go where, and is told when they
  * are there. Everything between is done here:
  *
  *   caller's stream   ... work  E │                  waits C │ forward, backward  waits S │ step
@@ -85,9 +85,12 @@ struct sfr__transfer {
 	CUevent staged;            /* S; NULL: could not be recorded, or is not needed any more */
 };
 
-/* Gets the device's lane, enters its context on this thread, and makes the lane wait for the
- * caller's stream (E). 0: transfer_end must follow if there is a lane, and err says what failed.
- * SFR_ECLOSED or SFR_ECAPTURING: refused. */
+/* Gets the device's lane, for a transfer without E. 0: transfer_end must follow if there is a lane,
+ * and err says what failed. SFR_ECLOSED. */
+int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
+		       enum sfr__cuda_way way);
+/* Does the same, enters the context on this thread, and makes the lane wait for the caller's stream
+ * (E). SFR_ECAPTURING: refused, and there is no lane. */
 int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
 			enum sfr__cuda_way way, CUstream stream);
 /* Whether all copies have ended, or none was begun. Takes no lock. */
