@@ -86,7 +86,7 @@ def core() -> Extension:
 
 
 def signature(ext: Extension) -> str:
-    """What the binary of `ext` is made from: flags, sources, headers."""
+    """Return a hash of all that the binary of `ext` is made from: flags, sources, headers."""
     digest = hashlib.sha256()
     args = (ext.extra_compile_args, ext.extra_link_args, ext.define_macros, ext.include_dirs)
     digest.update(repr((args, os.environ.get("CC"))).encode())

@@ -5,7 +5,7 @@
 It measures the coordinator's work for each item of a plan: merging plans, making and pickling
 `.metadata`, and unpickling what ranks send. It also measures a small file that is synced and
 renamed, and a directory's sync. From these it computes the coordinator's time at 8 to 10,240 ranks,
-with plans made anew and with plans that are kept. Beside that is the time in which a shared file
+with plans made again and with plans that are kept. Beside that is the time in which a shared file
 system takes the bytes. The ranks' network and slow ranks are not included.
 """
 

@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     document = _document(run, facts)
     write_json(json_path, document)
     if not args.no_pictures:
-        pictures.beside(json_path, document)
+        pictures.side_file(json_path, document)
     return 0
 
 

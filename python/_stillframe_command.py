@@ -1,9 +1,9 @@
 """The command `stillframe`, as far as it needs no torch: help, version, bad usage, completion,
 verify and inspect.
 
-It stands outside the package, whose import takes seconds because torch's does. What it needs of it
-are modules without torch, which it imports without the package's `__init__`; so do verify and
-inspect, which need the core as well.
+It is outside the package, because importing the package imports torch, which takes seconds. It uses
+only modules without torch, and imports them without the package's `__init__`. The commands verify
+and inspect do the same and also use the core.
 """
 
 from __future__ import annotations

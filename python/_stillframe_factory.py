@@ -29,8 +29,8 @@ def _trainer_being_made():
 def _adds_later(trainer, companion):
     """Have Lightning put `companion` into the new list that it makes when all callbacks are known.
 
-    What a factory returns goes into the list that the user gave, and so into a Trainer that is
-    made with the same list later. False where this Lightning makes its list in another way.
+    Lightning adds a factory's result to the user's own list, so a Trainer that is made later with
+    the same list would have it too. Returns False if this Lightning makes its list differently.
     """
     connector = trainer._callback_connector
     reorder = getattr(connector, "_reorder_callbacks", None)

@@ -1,6 +1,8 @@
-"""Fixtures of all tests; those of one subject live in fix_*.py beside the tests that use them."""
+"""Fixtures of all tests. Those of one subject are in `fix_*.py`; README.md lists them."""
 
 import contextlib
+import gc
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +26,10 @@ LIMITED = (
 TESTS = ROOT / "tests"
 MIB = 1 << 20
 
+# A forked child collects no garbage of its parent. A process group of gloo, of an earlier test,
+# joins threads that the child does not have: the child hangs, or dies of SIGSEGV.
+os.register_at_fork(after_in_child=gc.freeze)
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     path = Path(metafunc.module.__file__)
@@ -35,27 +41,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def limits(request: pytest.FixtureRequest) -> Iterator[dict[str, int]]:
-    """Runs a test with the product's size thresholds, or with low ones: those of the core."""
+    """Run a test with the product's size thresholds, or with lowered ones; return the core's."""
     if getattr(request, "param", "product") == "product":
         yield {}
         return
     with fix_limits.lowered():
         yield fix_limits.CORE
-        # A save that goes on must not meet other thresholds halfway.
+        # The thresholds must not change during a save.
         with contextlib.suppress(stillframe.StillframeError):
             stillframe.wait_all(timeout=60)
 
 
 @pytest.fixture
 def engine() -> Iterator[stillframe.Engine]:
-    """An engine of the test's own: small blocks, so that small states need several of them."""
+    """Return an engine with small blocks, so that small states need several of them."""
     with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine:
         yield engine
 
 
 @pytest.fixture
 def disk_path(tmp_path: Path) -> Iterator[Path]:
-    """A directory that is not on a tmpfs: there files are memory, and nothing can be synced."""
+    """Return a directory that is not on a tmpfs, where files are memory and syncs do nothing."""
     if file_system(tmp_path) != "tmpfs":
         yield tmp_path
         return
@@ -69,7 +75,7 @@ def disk_path(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def no_temporary_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves a file of an unfinished save in its tmp_path.
+    """Fail a test that leaves an unfinished save's temporary in its tmp_path.
 
     Saves in flight are waited for. The mark `leaves_temporaries` is for tests that kill a writer.
     """
@@ -79,7 +85,7 @@ def no_temporary_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if path is None or request.node.get_closest_marker("leaves_temporaries"):
         return
-    # An error is of a save that the test did not look at; its file has to be gone all the same.
+    # A save that the test did not wait for may have failed; its temporary must be gone even so.
     with contextlib.suppress(stillframe.StillframeError):
         stillframe.wait_all(timeout=60)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
@@ -88,7 +94,7 @@ def no_temporary_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that `path` is on, such as "ext4"."""
+    """Return the type of the file system that `path` is on, such as "ext4"."""
     found = ("", "")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")

@@ -97,7 +97,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, sfr_py_add_snapshot },
 	{ Py_mod_exec, sfr_py_add_memory },
 	{ Py_mod_exec, sfr_py_add_onload },
-	{ Py_mod_exec, sfr_py_add_look },
+	{ Py_mod_exec, sfr_py_add_path },
 	{ Py_mod_exec, sfr_py_add_steps },
 	{ Py_mod_exec, sfr_py_add_cpus },
 	{ Py_mod_exec, sfr_py_add_log },

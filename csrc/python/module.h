@@ -122,7 +122,7 @@ int sfr_py_add_parts(PyObject *module);      /* parts.c */
 int sfr_py_add_snapshot(PyObject *module);   /* snapshot.c */
 int sfr_py_add_memory(PyObject *module);     /* memory.c */
 int sfr_py_add_onload(PyObject *module);     /* onload.c */
-int sfr_py_add_look(PyObject *module);       /* look.c */
+int sfr_py_add_path(PyObject *module);       /* path.c */
 int sfr_py_add_steps(PyObject *module);      /* steps.c */
 int sfr_py_add_cpus(PyObject *module);       /* cpus.c */
 int sfr_py_add_log(PyObject *module);        /* log.c: log, notices, fork */

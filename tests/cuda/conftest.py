@@ -1,5 +1,6 @@
-"""Everything here saves tensors in host memory as if they lived on CUDA device 0, over the fake
-driver of tests/c/cuda/fake_cuda.c, and fails when a rule of the driver's was broken."""
+"""Runs each test of this folder with host tensors that count as tensors of CUDA device 0.
+
+The fake driver of tests/c/cuda/fake_cuda.c copies them. A test that breaks a rule fails."""
 
 import pytest
 from fix_driver import fake as fake
@@ -8,4 +9,4 @@ from stillframe import testing
 
 @pytest.fixture(autouse=True)
 def over_the_driver(fake: testing.FakeDriver) -> None:
-    """Of every test, whether or not it asks for the controls."""
+    """Install the fake driver for every test, whether or not the test uses its controls."""

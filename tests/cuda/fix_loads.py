@@ -1,4 +1,4 @@
-"""A file to load, the stream that loads meet, and what they must not leave behind."""
+"""Fixtures for loads to a device: a file, a current stream, and a check for leaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def file(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Has the calls meet a current stream that is not the calling thread."""
+    """Make another stream than the calling thread the current one."""
     handle = fake.stream()
     monkeypatch.setattr(_device, "current_stream", lambda device: handle)
     return handle
@@ -36,7 +36,7 @@ def nothing_is_left(fake: FakeDriver, stream: int) -> Iterator[None]:
 
 
 def living(fake: FakeDriver) -> dict[str, int]:
-    """What there is of the driver's things, of readers and of open files."""
+    """Count the driver's objects, reader threads and open files."""
     kinds = ("streams", "events", "allocated", "contexts")
     return {
         **{kind: fake.live(kind) for kind in kinds},
@@ -46,7 +46,7 @@ def living(fake: FakeDriver) -> dict[str, int]:
 
 
 def _nr_readers() -> int:
-    """Threads of loads that have not ended. One that was joined may be listed for a moment."""
+    """Count the threads of loads. A joined thread may be listed for another moment."""
     for _ in range(1000):
         found = 0
         for each in Path("/proc/self/task").iterdir():

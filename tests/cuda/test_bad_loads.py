@@ -1,5 +1,6 @@
-"""Loads to a device, and into tensors on one, that meet a bad file, a bad disk, no memory or
-Ctrl-C: a clear error, nothing left, and the next load works."""
+"""Loads to a device that meet a damaged file, a failing disk, no memory or Ctrl-C.
+
+Each gives a clear error and leaks nothing, and the next load works."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from fix_loads import file as file
 from fix_loads import living
 from fix_loads import nothing_is_left as nothing_is_left
 from fix_loads import stream as stream
-from stillframe import _save, testing
+from stillframe import _load, testing
 from stillframe._load import fill, restore
 from stillframe.testing import FakeDriver
 
 NR, NUMEL = 6, 300_000
 HALF_WRITTEN = "half written"
+PRODUCT = os.path.join(os.path.dirname(stillframe.__file__), "")
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ class Way:
         return stillframe.load(path, into=target if self.more else None)
 
     def first(self, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
-        """Has `call` made when the file was looked at and before its tensors are read."""
+        """Call `call` after the file was checked and before its tensors are read."""
         real = getattr(self.runner, self.method)
 
         def run(*args: Any) -> Any:
@@ -86,7 +88,7 @@ def change(file: Path, at: int) -> None:
         os.pwrite(opened.fileno(), bytes([byte ^ 1]), at)
 
 
-def test_bytes_that_change_under_a_load_are_told_by_record_place_and_tensor(
+def test_bytes_changed_during_a_load_are_reported_by_record_offset_and_tensor(
     way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = file.read_bytes().index(state["w3"].numpy().tobytes())
@@ -100,7 +102,7 @@ def test_bytes_that_change_under_a_load_are_told_by_record_place_and_tensor(
     assert_whole(way, file, state)
 
 
-def test_a_file_that_becomes_shorter_under_a_load_is_corrupt(
+def test_file_truncated_during_a_load_is_corrupt(
     way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = file.read_bytes()
@@ -114,7 +116,7 @@ def test_a_file_that_becomes_shorter_under_a_load_is_corrupt(
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_disk_error_under_a_load_names_file_record_and_place(
+def test_disk_error_during_a_load_names_file_record_and_offset(
     nth: int, way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = testing.fault("pread", nth=nth, sticky=True, err=errno.EIO)
@@ -131,7 +133,7 @@ def test_a_disk_error_under_a_load_names_file_record_and_place(
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 8])
-def test_without_memory_that_the_device_reads_from_a_load_is_slower_or_says_so(
+def test_load_without_pinned_memory_is_slower_or_raises(
     nth: int, way: Way, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
 ) -> None:
     fake.fail("cuMemHostAlloc", nth=nth, code=2)
@@ -144,7 +146,7 @@ def test_without_memory_that_the_device_reads_from_a_load_is_slower_or_says_so(
     assert_whole(way, file, state)
 
 
-def test_a_device_that_fails_in_the_middle_leaves_targets_half_written(
+def test_device_failure_in_a_load_reports_partly_written_targets(
     file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
 ) -> None:
     (into_way,) = [each for each in WAYS if each.more]
@@ -156,7 +158,7 @@ def test_a_device_that_fails_in_the_middle_leaves_targets_half_written(
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the nth line that runs in the package `_save`."""
+    """Raises KeyboardInterrupt at the nth line of the product that runs."""
 
     def __init__(self, nth: int) -> None:
         self._nth = nth
@@ -174,7 +176,11 @@ class Interrupt:
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, _: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(_save.__path__[0]) else None
+        return self._line if self._is_product(frame.f_code.co_filename) else None
+
+    @staticmethod
+    def _is_product(file: str) -> bool:
+        return file.startswith(PRODUCT) and file != testing.__file__
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
@@ -187,14 +193,15 @@ class Interrupt:
         return self._line
 
 
-def test_ctrl_c_at_any_line_leaves_nothing(way: Way, tmp_path: Path, fake: FakeDriver) -> None:
+def test_ctrl_c_at_any_line_leaks_nothing(way: Way, tmp_path: Path, fake: FakeDriver) -> None:
     file = tmp_path / "a.pt"
     torch.save({f"w{i}": torch.zeros(NUMEL)[: 9 + i].clone() for i in range(2)}, file)
     small = Way(way.name, way.runner, way.method, way.more, (9, 10))
     with Interrupt(0) as counted:
         small(file)
     before = living(fake)
-    assert len(counted.first) > 100
+    loading = [file for file, _ in counted.first if file.startswith(_load.__path__[0])]
+    assert len(loading) > 100
     for nth in sorted({*counted.first.values(), *counted.last.values()}):
         with contextlib.suppress(KeyboardInterrupt), Interrupt(nth):
             small(file)

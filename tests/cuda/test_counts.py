@@ -39,8 +39,10 @@ def test_few_calls_and_nearly_all_bytes_are_deferred(
     assert found["deferred_after_step"][0] == 0
 
 
-def test_a_devices_lane_is_not_niced_and_wakes_in_time(tmp_path: Path, fake: FakeDriver) -> None:
-    """Training may wait for it; the writers, for which nobody waits, are niced."""
+def test_device_lane_has_normal_priority_and_wakes_in_time(
+    tmp_path: Path, fake: FakeDriver
+) -> None:
+    """Training may wait for a device's lane. The writers are niced, since nobody waits for them."""
     stillframe.save({"w": torch.zeros(100_000)}, tmp_path / "a.pt")
     threads = {
         (task / "comm").read_text().strip(): task for task in Path("/proc/self/task").iterdir()
@@ -54,7 +56,7 @@ def test_a_devices_lane_is_not_niced_and_wakes_in_time(tmp_path: Path, fake: Fak
 
 
 def _stat(task: Path) -> list[str]:
-    """proc(5)'s fields from the third on: behind the name, which may hold anything."""
+    """Return the fields of /proc/*/stat after the name, which may contain spaces."""
     return (task / "stat").read_text().rpartition(")")[2].split()
 
 
@@ -73,7 +75,7 @@ class Tags(pickle.Unpickler):
         self.tags.append(pid[3])
 
 
-def test_torch_is_asked_for_a_devices_tag_once_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_tag_is_read_once_per_save(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def location(storage: torch.UntypedStorage) -> str:

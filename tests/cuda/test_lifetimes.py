@@ -1,4 +1,4 @@
-"""Whose storages are while the device copies from them, and whose streams wait for it."""
+"""Which objects keep storages alive during a copy, and which streams wait for it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ NBYTES = 3 << 20
 
 
 class Memory(ctypes.c_char * NBYTES):  # type: ignore[misc]
-    """Memory that says when torch lets go of it."""
+    """Memory that records when torch releases it."""
 
 
 @pytest.fixture
 def elsewhere(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on, the calls meet a current stream that is not the calling thread.
+    """Return a function that makes another stream than the calling thread the current one.
 
-    Not while there is training: its steps run on the calling thread, and do not wait for what a
-    stream has yet to look at.
+    It must not be called during training: steps run on the calling thread, and would not wait for
+    probes of that stream.
     """
     handle = fake.stream()
     return lambda: monkeypatch.setattr(_device, "current_stream", lambda device: handle)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["deferred", "captured"])
-def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
+def test_storages_are_released_exactly_when_their_copies_end(
     overlap: bool,
     tmp_path: Path,
     fake: FakeDriver,
@@ -88,7 +88,7 @@ def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
     assert freed == [address]
 
 
-def test_the_stream_of_each_step_waits_for_the_copies_and_nobody_else(
+def test_only_the_steps_stream_waits_for_the_copies(
     tmp_path: Path,
     fake: FakeDriver,
     engine: stillframe.Engine,

@@ -1,4 +1,4 @@
-"""Loads to a device: what arrives, in which order, and what is left when something fails."""
+"""Loads to a device: the bytes, their order, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fix_loads import stream as stream
 from stillframe._load import restore
 from stillframe.testing import FakeDriver
 
-COPY = "cuMemcpyHtoDAsync_v2"
+COPY, BATCH = "cuMemcpyHtoDAsync_v2", "cuMemcpyBatchAsync_v2"
 LENGTHS = (0, 1, 1023, 1 << 18, (3 << 18) + 5, 64)  # float32: parts of pieces, and several
 
 
@@ -37,7 +37,7 @@ def assert_same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("where", [None, "cuda", torch.device("cuda:0"), {"cpu": "cuda:0"}])
 @pytest.mark.parametrize("verify", [True, False])
-def test_what_is_loaded_to_a_device_is_sent_there_once(
+def test_load_to_a_device_copies_each_byte_once(
     where: Any, verify: bool, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
 ) -> None:
     # Without a GPU torch itself knows no such device: the storages are there already.
@@ -54,7 +54,7 @@ def test_what_is_loaded_to_a_device_is_sent_there_once(
     assert fake.copied_bytes == sum(each.nbytes() for each in stored.values())
 
 
-def test_nothing_is_handed_out_before_it_has_landed(
+def test_tensors_are_returned_only_after_their_copies_complete(
     file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
 ) -> None:
     fake.hold(True)
@@ -71,7 +71,7 @@ def test_nothing_is_handed_out_before_it_has_landed(
     assert_same(found[0], state)
 
 
-def test_host_memory_is_two_pieces_for_each_thread_however_large_the_file(
+def test_host_memory_is_two_chunks_per_thread_for_any_file(
     tmp_path: Path, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save([torch.zeros(30 << 18)], tmp_path / "a.pt")
@@ -82,9 +82,9 @@ def test_host_memory_is_two_pieces_for_each_thread_however_large_the_file(
 
 @pytest.mark.parametrize("nth", [1, 2, 4])
 @pytest.mark.parametrize(
-    "call", [COPY, "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent", "cuStreamCreate"]
+    "call", [COPY, BATCH, "cuEventRecord", "cuStreamWaitEvent", "cuStreamCreate"]
 )
-def test_a_device_that_refuses_a_call_is_named_and_the_next_load_works(
+def test_failed_driver_call_names_the_device_and_the_next_load_works(
     call: str, nth: int, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
 ) -> None:
     fake.fail(call, nth=nth, code=999)
@@ -100,7 +100,25 @@ def test_a_device_that_refuses_a_call_is_named_and_the_next_load_works(
     assert_same(stillframe.load(file), state)
 
 
-def test_a_device_without_memory_is_torch_s_error_and_the_next_load_works(
+def test_event_query_that_fails_once_is_repeated(
+    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
+) -> None:
+    fake.fail("cuEventQuery", code=999)
+    assert_same(stillframe.load(file), state)
+    assert fake.hits == 1
+
+
+def test_device_that_never_answers_fails_the_load_and_the_next_one_works(
+    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
+) -> None:
+    fake.fail("cuEventQuery", sticky=True, code=999)
+    with pytest.raises(stillframe.StillframeError, match=r"device 0: cuEventQuery: .*999"):
+        stillframe.load(file)
+    fake.reset()
+    assert_same(stillframe.load(file), state)
+
+
+def test_full_device_raises_torchs_error_and_the_next_load_works(
     file: Path, state: dict[str, torch.Tensor], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, left = restore.new_storage, [3]
@@ -118,7 +136,7 @@ def test_a_device_without_memory_is_torch_s_error_and_the_next_load_works(
     assert_same(stillframe.load(file), state)
 
 
-def test_a_damaged_record_is_told_of_and_not_handed_out(file: Path, fake: FakeDriver) -> None:
+def test_damaged_record_is_reported_and_not_returned(file: Path, fake: FakeDriver) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -126,7 +144,7 @@ def test_a_damaged_record_is_told_of_and_not_handed_out(file: Path, fake: FakeDr
         stillframe.load(file)
 
 
-def test_tensors_that_are_there_are_filled_on_their_device(
+def test_existing_tensors_are_filled_on_their_device(
     file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
 ) -> None:
     base = torch.zeros(3, 5)

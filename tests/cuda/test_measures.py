@@ -1,4 +1,4 @@
-"""Figures of `benchmarks/gpu_measures.py`, over a device whose memory the test counts."""
+"""The measurements of `benchmarks/gpu_measures.py`, on a device whose memory the test counts."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ AT_REST, ACTIVATIONS = 100, 50
 
 
 class Device:
-    """A training that takes memory, as far as `one_round` asks for it."""
+    """A training that takes device memory, with the methods that `one_round` calls."""
 
     def __init__(self) -> None:
         self.now = self.highest = AT_REST

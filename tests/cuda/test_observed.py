@@ -1,4 +1,4 @@
-"""What is learned of storages on a device, whose bytes the host cannot look at."""
+"""Observation of storages on a device, whose bytes the host cannot read."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def counts(training: Training) -> tuple[int, int, int]:
     return owner.observer.counts()
 
 
-def test_what_only_steps_change_is_known_by_the_third_gate(fake: FakeDriver) -> None:
+def test_storages_changed_only_by_steps_are_known_at_the_third_gate(fake: FakeDriver) -> None:
     training = adamw()
     seen = []
     for _ in range(4):
         training.advance()
         seen.append(counts(training))
-    # Three storages of each weight are large enough; biases are captured whoever owns them.
+    # Three storages of each weight are large enough; biases are always captured.
     assert seen == [(6, 0, 0), (6, 0, 0), (0, 6, 0), (0, 6, 0)]
 
 
-def test_nobody_waits_for_a_look_and_its_verdict_comes_later(
+def test_probe_is_asynchronous_and_its_verdict_comes_later(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = adamw()
@@ -69,7 +69,7 @@ def test_nobody_waits_for_a_look_and_its_verdict_comes_later(
     assert eventually(decided)
 
 
-def test_a_write_to_data_between_steps_is_seen_on_the_device(fake: FakeDriver) -> None:
+def test_write_through_data_between_steps_is_noticed_on_a_device(fake: FakeDriver) -> None:
     training = adamw()
     assert training.model is not None
     for _ in range(6):
@@ -80,9 +80,7 @@ def test_a_write_to_data_between_steps_is_seen_on_the_device(fake: FakeDriver) -
 
 
 @pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
-def test_a_write_to_the_first_or_the_last_element_alone_is_seen(
-    fake: FakeDriver, place: int
-) -> None:
+def test_write_to_the_first_or_last_element_is_noticed(fake: FakeDriver, place: int) -> None:
     training = adamw()
     assert training.model is not None
     for _ in range(4):
@@ -92,7 +90,7 @@ def test_a_write_to_the_first_or_the_last_element_alone_is_seen(
     assert counts(training) == (0, 4, 2)
 
 
-def test_a_step_in_a_capture_is_not_looked_at(fake: FakeDriver) -> None:
+def test_step_inside_a_graph_capture_is_not_probed(fake: FakeDriver) -> None:
     training = adamw()
     fake.capture(True)
     training.advance()  # the fixture fails if anything is put into the graph
@@ -100,7 +98,7 @@ def test_a_step_in_a_capture_is_not_looked_at(fake: FakeDriver) -> None:
     assert counts(training)[1] == 0
 
 
-def test_memory_that_consists_of_segments_is_looked_at_line_by_line(
+def test_segmented_memory_is_probed_line_by_line(
     tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     fake.segments(1 << 16)
@@ -179,9 +177,7 @@ with testing.host_as_device() as fake:
 
 
 @pytest.mark.parametrize("call", ["cuMemHostAlloc", "cuEventCreate", "cuEventRecord"])
-def test_a_device_that_cannot_be_looked_at_has_everything_captured(
-    call: str, tmp_path: Path
-) -> None:
+def test_storages_on_an_unreadable_device_are_captured(call: str, tmp_path: Path) -> None:
     oracle = str(Path(__file__).parents[1] / "oracle")
     done = subprocess.run(
         [sys.executable, "-c", BLIND.format(oracle=oracle, call=call, code=2), str(tmp_path / "a")],
@@ -219,7 +215,7 @@ with testing.host_as_device():
 """
 
 
-def test_a_group_that_is_added_has_room_among_what_is_looked_at(tmp_path: Path) -> None:
+def test_added_group_is_probed_too(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", GROWN, str(Path(__file__).parents[1] / "oracle"), tmp_path / "a"],
         capture_output=True,

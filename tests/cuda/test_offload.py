@@ -1,4 +1,4 @@
-"""CPUOffloadCallback from a device: one batch of copies, and nobody waits but for their end."""
+"""CPUOffloadCallback on a device: one batch of copies and one wait for their end."""
 
 from __future__ import annotations
 

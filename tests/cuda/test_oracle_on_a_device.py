@@ -1,7 +1,7 @@
-"""The mutation oracle once more, from a device: see tests/oracle/test_mutation_oracle.py.
+"""The mutation oracle for a device: see tests/oracle/test_mutation_oracle.py.
 
-What is held back here is the device's streams, at random; everything that is not captured in time
-or not held still by the gate's wait on the stream is overwritten by the next step.
+Here the device's streams are delayed at random. The next step overwrites everything that was not
+captured in time and that the gate's wait on the stream does not protect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.c
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_file_is_the_state_at_the_call(
+def test_every_file_holds_the_state_at_the_call(
     name: str, tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     training = warmed_up(TRAININGS[name], steps=12)
@@ -49,7 +49,7 @@ def test_every_file_is_the_state_at_the_call(
 
 @pytest.mark.parametrize("pool_blocks", [1, 2, 7])
 @pytest.mark.parametrize("make", [adamw, adamw_fused], ids=lambda m: m.__name__)
-def test_small_pools_and_saves_in_flight_together(
+def test_small_pools_and_overlapping_saves_are_correct(
     make: Callable[[], Training], pool_blocks: int, tmp_path: Path, fake: FakeDriver
 ) -> None:
     kinds = ("registered", "streams", "contexts")
@@ -71,9 +71,7 @@ def test_small_pools_and_saves_in_flight_together(
     assert [fake.live(kind) for kind in kinds] == before
 
 
-def test_the_host_is_held_up_only_where_the_pool_is_too_small(
-    tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_host_waits_only_if_the_pool_is_too_small(tmp_path: Path, fake: FakeDriver) -> None:
     training = warmed_up(adamw, steps=12)
     with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as large:
         large.warm_up(64 * MIB)

@@ -1,4 +1,4 @@
-"""What cannot be saved from a device, and says so; and what fails on the way."""
+"""Saves from a device that are refused, and failures during such saves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_save_while_a_graph_is_captured_is_refused(
     assert engine.stats()["saves_total"] == 1
 
 
-def test_a_captured_step_waits_on_the_host_and_captures_from_then_on(
+def test_captured_step_waits_on_the_host_and_its_state_is_captured_afterwards(
     tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     training = warmed_up(adamw, steps=12)
@@ -51,7 +51,7 @@ def test_a_captured_step_waits_on_the_host_and_captures_from_then_on(
 def test_memory_that_cannot_be_registered_comes_from_the_driver(
     tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
-    # Of what observers look at, and the default engine's.
+    # The memory of observers and of the default engine.
     before = fake.live("allocated"), fake.live("registered")
     fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
     report = stillframe.save(state(), tmp_path / "a", engine=engine)
@@ -63,7 +63,7 @@ def test_memory_that_cannot_be_registered_comes_from_the_driver(
     assert fake.live("allocated") == before[0]
 
 
-def test_memory_that_cannot_be_pinned_at_all_still_serves(
+def test_memory_that_cannot_be_pinned_still_works(
     tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     fake.allow_pageable(True)
@@ -75,7 +75,7 @@ def test_memory_that_cannot_be_pinned_at_all_still_serves(
     assert_same(read(tmp_path / "a"), state())
 
 
-def test_large_pieces_that_are_refused_are_registered_in_smaller_ones(
+def test_refused_large_regions_are_registered_in_smaller_ones(
     fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     before = fake.live("registered")
@@ -84,15 +84,15 @@ def test_large_pieces_that_are_refused_are_registered_in_smaller_ones(
     assert fake.live("registered") == before + 2
 
 
-def test_pool_of_more_than_128_mib_is_registered_in_pieces(fake: FakeDriver) -> None:
-    """The driver of these tests complains of a longer registration."""
+def test_pool_above_128_mib_is_registered_in_regions(fake: FakeDriver) -> None:
+    """The fake driver reports a longer registration as a violation."""
     before = fake.live("registered")
     with stillframe.Engine(pool_bytes=260 * MIB, block_bytes=MIB) as engine:
         engine.warm_up(260 * MIB)
         assert fake.live("registered") == before + 3
 
 
-def test_a_driver_without_batches_gets_single_copies(
+def test_driver_without_batched_copies_gets_single_copies(
     tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     fake.fail("cuMemcpyBatchAsync_v2", sticky=True, code=NOT_SUPPORTED)
@@ -122,7 +122,7 @@ def test_a_device_that_dies_in_mid_copy_fails_its_saves_and_no_others(
         assert int(stats["retired_bytes"]) > 0
         with pytest.raises(stillframe.SaveError, match="dead"):
             stillframe.save(state(), path, engine=engine)
-        # What lives elsewhere is served as before.
+        # Saves without tensors of that device work as before.
         stillframe.save({"numbers": list(range(1000))}, tmp_path / "b", engine=engine)
         assert engine.stats()["leased_bytes"] == 0
 
@@ -178,8 +178,10 @@ stillframe.save({{"a": [1, 2]}}, {str(tmp_path / "a")!r})
     ],
 )
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS])
-def test_any_call_may_fail(call: str, code: int, tmp_path: Path, fake: FakeDriver) -> None:
-    """The file is old or new, nothing hangs, and the next engine works."""
+def test_failure_of_any_driver_call_is_survived(
+    call: str, code: int, tmp_path: Path, fake: FakeDriver
+) -> None:
+    """The path holds the old or the new file, nothing hangs, and the next engine works."""
     old, new = state(1.0), state(2.0)
     path = tmp_path / "a"
     outcomes = set()

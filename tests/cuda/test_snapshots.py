@@ -1,4 +1,4 @@
-"""Snapshots of tensors on a device: few batches, no wait but the last, nothing goes too early."""
+"""Snapshots of tensors on a device: few batches, one wait, and no storage released too early."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(copied: dict[str, Any], value: float = 1.0) -> None:
     assert_same({name: each for name, each in copied.items() if name != "sparse"}, wanted)
 
 
-def test_small_tensors_of_a_tree_are_one_batch_and_its_copy_is_the_state_at_the_call(
+def test_small_tensors_are_copied_in_one_batch_with_the_state_at_the_call(
     fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     fake.delay(500_000, seed=3)
@@ -61,7 +61,7 @@ def test_small_tensors_of_a_tree_are_one_batch_and_its_copy_is_the_state_at_the_
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_snapshot_of_tensors_without_bytes_leaves_nothing_behind(
+def test_snapshot_of_empty_tensors_takes_no_memory(
     fake: FakeDriver, engine: stillframe.Engine, overlap: bool
 ) -> None:
     before = dict(completion.copying)
@@ -71,7 +71,7 @@ def test_a_snapshot_of_tensors_without_bytes_leaves_nothing_behind(
     assert snap.tree["a"].shape == (0, 3)
 
 
-def test_a_snapshot_nobody_wants_gives_its_memory_back_once_the_copy_is_through(
+def test_dropped_snapshot_returns_its_memory_after_the_copy(
     fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     kinds = ("registered", "streams", "contexts")
@@ -91,7 +91,7 @@ def test_a_snapshot_nobody_wants_gives_its_memory_back_once_the_copy_is_through(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_training_state_is_the_state_at_the_call(
+def test_snapshot_of_training_state_is_the_state_at_the_call(
     overlap: bool, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     training = warmed_up(adamw, steps=12)
@@ -134,7 +134,7 @@ def test_a_snapshot_while_a_graph_is_captured_is_refused(
     stillframe.snapshot(tree(), engine=engine).wait()
 
 
-def test_memory_that_cannot_be_registered_stays_pageable_and_serves(
+def test_unregistered_memory_stays_pageable_and_works(
     fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     before = fake.live("registered")
@@ -145,10 +145,10 @@ def test_memory_that_cannot_be_registered_stays_pageable_and_serves(
     assert fake.live("registered") == before
 
 
-def test_memory_that_the_driver_gave_to_a_save_is_of_no_use_to_a_snapshot(
+def test_memory_allocated_by_the_driver_is_not_used_for_snapshots(
     tmp_path: Path, fake: FakeDriver
 ) -> None:
-    """Blocks of it do not lie side by side: they come home first."""
+    """Blocks from cuMemHostAlloc are not adjacent, so they return to the pool before a snapshot."""
     before = fake.live("allocated")
     with stillframe.Engine(pool_bytes=6 * MIB, block_bytes=MIB) as engine:
         fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
@@ -164,9 +164,7 @@ def test_memory_that_the_driver_gave_to_a_save_is_of_no_use_to_a_snapshot(
         stillframe.save(tree(), tmp_path / "a", engine=engine)
 
 
-def test_registered_memory_can_be_that_of_a_file_which_a_process_maps(
-    tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_shared_file_memory_can_be_registered(tmp_path: Path, fake: FakeDriver) -> None:
 
     def tensors() -> dict[str, Any]:  # torch warns of a sparse one on its arrival
         return {name: each for name, each in tree().items() if name != "sparse"}
@@ -193,7 +191,7 @@ def test_registered_memory_can_be_that_of_a_file_which_a_process_maps(
         assert_same(pickle.loads(data), wanted)
 
 
-def test_a_batch_that_is_refused_is_copied_one_by_one(
+def test_refused_batch_is_copied_one_by_one(
     tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:
     fake.fail("cuMemcpyBatchAsync_v2", sticky=True, code=NOT_SUPPORTED)
@@ -215,7 +213,7 @@ def test_a_copy_never_crosses_two_registrations(fake: FakeDriver) -> None:
 
 
 def gives_back(engine: stillframe.Engine) -> bool:
-    """The completion thread may still be on its way out of a copy."""
+    """Wait until the memory is returned: the completion thread may still be finishing a copy."""
     return eventually(lambda: leased(engine) == 0)
 
 
@@ -241,7 +239,7 @@ def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(
 
 @pytest.fixture
 def held(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Copy]]:
-    """Streams stand still until a call waits for the end of its copy: those that did."""
+    """Hold all streams until a call waits for its copy's end; return the calls that did."""
 
     def finish(copy: Copy) -> None:
         fake.hold(False)
@@ -257,7 +255,7 @@ def held(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cop
     fake.hold(False)
 
 
-def test_what_fails_in_the_call_is_raised_by_it_and_keeps_no_memory(
+def test_failure_in_the_call_is_raised_and_keeps_no_memory(
     fake: FakeDriver, held: list[Copy]
 ) -> None:
     with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
@@ -268,7 +266,7 @@ def test_what_fails_in_the_call_is_raised_by_it_and_keeps_no_memory(
         assert refused.tb is not None and gives_back(engine)
 
 
-def test_tensors_that_look_at_their_bytes_are_made_behind_the_copy(
+def test_tensors_that_read_their_bytes_are_made_after_the_copy(
     engine: stillframe.Engine, held: list[Copy]
 ) -> None:
     snap = stillframe.snapshot({"sparse": torch.eye(4).to_sparse()}, engine=engine)
@@ -292,8 +290,8 @@ def test_tensors_that_look_at_their_bytes_are_made_behind_the_copy(
     ],
 )
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS])
-def test_any_call_may_fail(call: str, code: int, fake: FakeDriver) -> None:
-    """The copy is right or there is none, nothing hangs, no memory is lost but a dead device's."""
+def test_failure_of_any_driver_call_is_survived(call: str, code: int, fake: FakeDriver) -> None:
+    """The copy is right or missing, nothing hangs, and only a dead device's memory is lost."""
     for nth in range(1, 40):
         with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB) as engine:
             fake.allow_pageable(True)  # where pinning is what fails
@@ -312,7 +310,7 @@ def test_any_call_may_fail(call: str, code: int, fake: FakeDriver) -> None:
             break
 
 
-def test_a_copy_in_ordinary_memory_is_made_by_torch(fake: FakeDriver) -> None:
+def test_torch_makes_copies_in_ordinary_memory(fake: FakeDriver) -> None:
     built, _, _ = ordinary_copy(tree())
     check(built)
     assert fake.calls("cuMemcpyBatchAsync_v2") == 0

@@ -1,4 +1,4 @@
-"""States, and a process group of one rank, for tests of torch.distributed.checkpoint's parts."""
+"""States and a process group of one rank, for the tests of `stillframe.dcp`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """DCP warns of much that is meant here, on threads of its own too."""
+    """Ignore DCP's warnings about things that these tests do on purpose."""
     import warnings
 
     with warnings.catch_warnings():
@@ -48,7 +48,7 @@ class Trained:
 
 
 def copied(tree: Any) -> Any:
-    """The tree with clones for tensors, for comparing later."""
+    """Return the tree with cloned tensors, for a later comparison."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().clone()
     if isinstance(tree, dict):
@@ -79,7 +79,7 @@ def zeroed(tree: Any) -> Any:
 
 
 def loaded(like: Any, path: Any, **arguments: Any) -> Any:
-    """What a checkpoint holds, of the shape of `like`."""
+    """Load a checkpoint into a tree of the same structure as `like`."""
     state = zeroed(like)
     dcp.load(state, checkpoint_id=path, no_dist=True, **arguments)
     return state

@@ -1,5 +1,4 @@
-"""Ranks in processes of their own, which are forked from one that has imported torch and talk over
-gloo; models of FSDP2, and what each rank notes of what it saw."""
+"""Ranks in forked processes that communicate over gloo, FSDP2 models, and notes of each rank."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Model:
 
 
 def locals_of(state: Any) -> Any:
-    """Its tensors as this rank has them."""
+    """Return the local tensors of this rank."""
     if isinstance(state, ShardedTensor):
         return [each.tensor.detach().clone() for each in state.local_shards()]
     if isinstance(state, torch.Tensor):
@@ -58,7 +57,7 @@ def locals_of(state: Any) -> Any:
 
 
 def loads_as(wanted: Any, path: Path, **arguments: Any) -> bool:
-    """Whether a new model gets this state from a checkpoint, with PyTorch's own calls."""
+    """Tell whether PyTorch's own calls load this state from a checkpoint into a new model."""
     new = Model(seed=1)
     state = new.state()
     stock.load(state, checkpoint_id=path, **arguments)
@@ -72,7 +71,7 @@ def loads_as(wanted: Any, path: Path, **arguments: Any) -> bool:
 
 
 def fails(function: Any, *arguments: Any) -> str:
-    """What a call raises, in words; fails where it raises nothing."""
+    """Return the text of the error that a call raises; fail if it raises none."""
     try:
         function(*arguments)
     except BaseException as error:
@@ -86,7 +85,7 @@ DYING: list[Any] = []
 
 
 def dying(scenario: Callable[[Path, int], Notes]) -> Callable[[Path, int], Notes]:
-    """One of its ranks is killed: none can wait for all of them at its end."""
+    """Tell whether the world loses a rank, so that its ranks cannot meet at the end."""
     DYING.append(scenario)
     return scenario
 
@@ -118,7 +117,7 @@ def run(directory: Path, name: str, size: int, scenarios: list[Any], rank: int) 
 
 
 def forked(directory: Path, name: str, size: int, scenarios: list[Any]) -> list[int]:
-    """The processes of a world's ranks."""
+    """Fork and return the processes of a world's ranks."""
     children = []
     for rank in range(size):
         child = os.fork()

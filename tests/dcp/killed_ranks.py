@@ -1,5 +1,5 @@
-"""Scenarios of many_ranks.py in which a rank is killed: while it writes, and between any two steps
-of its files' way to the disk."""
+"""Scenarios of many_ranks.py in which a rank is killed: during a write, and between any two steps
+of writing and committing its files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stillframe.testing import held
 
 @dying
 def killed(path: Path, rank: int) -> Notes:
-    """The last but one, or the last of two, while it writes. The last scenario of its world."""
+    """Kill the last rank but one (of two, the last) while it writes. This ends its world."""
     state = {f"w{rank}": torch.ones(1000)}
     group = None
     if dist.get_world_size() > 2:
@@ -48,7 +48,7 @@ def killed(path: Path, rank: int) -> Notes:
 
 
 def go_on_until_told(path: Path, living: int) -> None:
-    """Nobody's end tells the others of one that was killed: they go on, as training would."""
+    """Keep calling, as a training would, until the killed rank is noticed."""
     began, store = time.monotonic(), dist.FileStore(f"{path}/told")
     store.add("told", 1)
     while store.add("told", 0) < living and time.monotonic() - began < 90:
@@ -57,7 +57,7 @@ def go_on_until_told(path: Path, living: int) -> None:
 
 @dying
 def few_killed(path: Path, rank: int) -> Notes:
-    """One of four in a group of the user's; a fifth rank of the world has no part in it."""
+    """Kill one of four ranks of a user's group; a fifth rank of the world is not in the group."""
     limit = datetime.timedelta(seconds=5)
     group = dist.new_group([0, 1, 2, 3], backend="gloo", timeout=limit)
     if rank == 4:
@@ -80,7 +80,7 @@ def end(*_: Any) -> None:
 
 @contextlib.contextmanager
 def end_at_rename() -> Iterator[None]:
-    """Of the first file that this process renames, which is its data: it stands still there."""
+    """Stop this process at its first rename, that of its data file."""
 
     def look() -> None:
         while not stands.hits:
@@ -101,7 +101,7 @@ def end_with_named_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def end_at_commit(*, taken: bool) -> Iterator[None]:
-    """Before or after `.metadata` gets its name."""
+    """Stop this process before or after the rename of `.metadata`."""
 
     def told(step: Step, is_taken: bool) -> None:
         if step[0] == _core.STEP_RENAME and is_taken == taken:
@@ -113,13 +113,13 @@ def end_at_commit(*, taken: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def end_with_commit() -> Iterator[None]:
-    """Once it is durable, and before anybody is told."""
+    """Stop this process when the checkpoint is durable, before any rank is told."""
     put_in_place = checkpoint.put_in_place
     checkpoint.put_in_place = lambda *given, **named: end(put_in_place(*given, **named))
     yield
 
 
-# Who is killed and how.
+# The rank that is killed, and the step at which it dies.
 KILLS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None]]]] = {
     "data written": (1, end_at_rename),
     "data named": (1, end_with_named_data),
@@ -132,7 +132,7 @@ KILLS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None]
 
 @dying
 def killed_at(path: Path, rank: int) -> Notes:
-    """One rank at a step of its files' way to the disk; the world's name says at which."""
+    """Kill one rank at the step that the world's name gives."""
     who, ending = KILLS[path.parent.name]
     state = {f"w{rank}": torch.ones(1000)}
     dcp.save(state, path / "c")
@@ -144,7 +144,7 @@ def killed_at(path: Path, rank: int) -> Notes:
 
 
 def after_kills(path: Path, rank: int) -> Notes:
-    """New processes load what is left, and save there again."""
+    """Load in new processes what is left, and save there again."""
     notes = {}
     for name in KILLS:
         directory = path.parent.parent / name / "killed_at" / "c"

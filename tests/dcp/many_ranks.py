@@ -1,9 +1,9 @@
-"""What test_many_ranks.py runs: processes that are forked from this one and talk over gloo.
+"""The scenarios of test_many_ranks.py: forked ranks that communicate over gloo.
 
     python many_ranks.py DIRECTORY
 
-Each scenario has a directory of its own, and each rank notes there what it saw. Torch is imported
-once, before the first fork.
+Each scenario has its own directory, in which each rank writes its notes. torch is imported once,
+before the first fork.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 def fsdp2(path: Path, rank: int) -> Notes:
-    """Saves beside training, to one path again and again, with plans kept."""
+    """Save repeatedly to one path during training, with plans kept."""
     plans = []
     create = stock.DefaultSavePlanner.create_local_plan
 
@@ -67,7 +67,7 @@ def fsdp2(path: Path, rank: int) -> Notes:
 
 
 def structures(path: Path, rank: int) -> Notes:
-    """What ranks tell each other while their states change, and whether what is saved is right."""
+    """Change the structure of states; note exchanges and whether saves are right."""
     said: list[str] = []
     within: list[str] = []  # an object's bytes begin with words that tell how many there are
 
@@ -85,7 +85,7 @@ def structures(path: Path, rank: int) -> Notes:
 
         return noted
 
-    calls = {name: getattr(Ranks, name) for name in ("words", "gathered", "scattered", "broadcast")}
+    calls = {name: getattr(Ranks, name) for name in ("exchange", "gather", "scatter", "broadcast")}
     for name in calls:
         setattr(Ranks, name, noting(name))
     training, notes = Model(), {}
@@ -113,7 +113,7 @@ def structures(path: Path, rank: int) -> Notes:
 
 
 class Refusing(stock.DefaultSavePlanner):
-    """Refuses one of the steps."""
+    """A planner that raises in one of the steps."""
 
     def __init__(self, step: str) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Refusing(stock.DefaultSavePlanner):
 
 
 def planner_refuses(path: Path, rank: int) -> Notes:
-    """A user's planner, on one rank."""
+    """Save with a user's planner that raises on one rank."""
     notes = {}
     for step, where in (("local plan", 1), ("global plan", 0), ("data", 1)):
         planner = Refusing(step if rank == where else "nothing")
@@ -161,7 +161,7 @@ def replicated(path: Path, rank: int) -> Notes:
 
 
 def crossed(path: Path, rank: int) -> Notes:
-    """Our stager, writer and reader with PyTorch's."""
+    """Combine our stager, writer and reader with PyTorch's."""
     training, good = Model(), {}
     group = dist.new_group(backend="gloo")
     for ours in ("stager", "writer", "stager writer", ""):
@@ -185,7 +185,7 @@ def crossed(path: Path, rank: int) -> Notes:
 
 
 def back_to_back(path: Path, rank: int) -> Notes:
-    """No save is waited for but by the next."""
+    """Make saves that only the next save waits for."""
     training, wanted = Model(), []
     for number in range(4):
         wanted.append(locals_of(training.state()))
@@ -196,7 +196,7 @@ def back_to_back(path: Path, rank: int) -> Notes:
 
 
 def full_disk(path: Path, rank: int) -> Notes:
-    """On one rank. The next call raises on all, once; then saving goes on."""
+    """Fill one rank's disk. The next call raises once on all ranks; then saves work again."""
     training = Model()
     old = locals_of(training.state())
     dcp.save(training.state(), path / "c")
@@ -240,7 +240,7 @@ def commit_fails(path: Path, rank: int) -> Notes:
 
 
 def stage_fails(path: Path, rank: int) -> Notes:
-    """On one rank, in the call: the other gets the reason instead of waiting."""
+    """Fail the copy on one rank in the call; the other gets the reason instead of waiting."""
     training = Model()
     small = stillframe.Engine(pool_bytes=4096, block_bytes=4096) if rank else None
     began = time.monotonic()
@@ -257,8 +257,9 @@ def stage_fails(path: Path, rank: int) -> Notes:
 
 
 def seen_by_one(path: Path, rank: int) -> Notes:
-    """One rank has seen the error, the other's next call raises it: then nobody saves, nobody
-    waits, and the call after saves."""
+    """Let one rank collect the error, and the other's next call raise it.
+
+    That call saves nothing and makes no rank wait; the next one saves."""
     training = Model()
     with fault("pwrite", err=errno.ENOSPC, sticky=True):
         response = dcp.async_save(training.state(), path / "c")
@@ -278,7 +279,7 @@ def seen_by_one(path: Path, rank: int) -> Notes:
 
 
 def busy(path: Path, rank: int) -> Notes:
-    """Where one rank is, all say so."""
+    """Make one rank busy; all ranks must raise."""
     training = Model()
     with held("pwrite") if rank else contextlib.nullcontext():
         first = dcp.async_save(training.state(), path / "c", when_busy="raise")
@@ -296,7 +297,7 @@ def busy(path: Path, rank: int) -> Notes:
 
 
 def out_of_step(path: Path, rank: int) -> Notes:
-    """A rank that has made one call more: all are told."""
+    """Let one rank make an extra call; all ranks must get an error."""
     from stillframe._dcp import api
 
     group = api._saver.group(None, False)
@@ -307,7 +308,7 @@ def out_of_step(path: Path, rank: int) -> Notes:
 
 
 def wrong_order(path: Path, rank: int) -> Notes:
-    """Ranks that save to two paths, each in an order of its own, and then in the same one."""
+    """Save to two paths in a different order on each rank, then in the same order."""
     state = {f"w{rank}": torch.zeros(1000)}
     for name in "ab":
         dcp.save(state, path / name)
@@ -336,7 +337,7 @@ def alone(path: Path, rank: int) -> Notes:
 
 
 def groups(path: Path, rank: int) -> Notes:
-    """All process groups are destroyed and made anew: between saves, and while one is under way."""
+    """Destroy and make all process groups: between saves, and during a save."""
     from stillframe._dcp import api, rounds
     from stillframe._dcp.joint import JointSave
 
@@ -412,7 +413,7 @@ def groups(path: Path, rank: int) -> Notes:
 
 
 def fsdp1(path: Path, rank: int) -> Notes:
-    """ShardedTensors, and the full states that FSDP1 makes of them."""
+    """Save FSDP1's ShardedTensors and the full states that it makes of them."""
 
     def trained(seed: int) -> tuple[Any, Any]:
         torch.manual_seed(seed)
@@ -457,7 +458,7 @@ def fsdp1(path: Path, rank: int) -> Notes:
 
 
 def other_world(path: Path, rank: int) -> Notes:
-    """Three ranks load what two have saved, and save it."""
+    """Load on three ranks what two have saved, and save it."""
     saved = path.parent.parent / "2" / "fsdp2"
     new = Model(seed=1)
     state = new.state()
@@ -471,7 +472,7 @@ def other_world(path: Path, rank: int) -> Notes:
 
 
 def removed(path: Path, rank: int) -> Notes:
-    """On all ranks, each of which has something in front of it, and saved to again at once."""
+    """Remove a path on all ranks, behind other entries of the log, and save to it at once."""
     training = Model()
     dcp.save(training.state(), path / "c")
     training.step()
@@ -491,7 +492,7 @@ def removed(path: Path, rank: int) -> Notes:
 
 
 def four(path: Path, rank: int) -> Notes:
-    """The disk of one of four is slow, then that of another full, in files of several a rank."""
+    """Slow down one of four ranks' disks, then fill another's, with several files per rank."""
     training = Model()
     wanted = locals_of(training.state())
     with slow("pwrite", 0.05) if rank == 2 else contextlib.nullcontext():
@@ -509,7 +510,7 @@ def four(path: Path, rank: int) -> Notes:
 
 
 def from_four(path: Path, rank: int) -> Notes:
-    """Fewer ranks load what four have saved."""
+    """Load on fewer ranks what four have saved."""
     saved = path.parent.parent / "4" / "four"
     state = Model(seed=1).state()
     stock.load(state, checkpoint_id=saved / "last")

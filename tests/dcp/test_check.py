@@ -1,4 +1,4 @@
-"""What `stillframe verify` and `Reader` say of a checkpoint's items: every kind of damage."""
+"""Damage in a checkpoint's items that `stillframe verify` and `Reader` report."""
 
 import errno
 import io
@@ -16,7 +16,7 @@ from fix_checkpoints import open_descriptors, saving
 from fix_dcp import equal, loaded
 from stillframe import _core
 from stillframe._dcp import check
-from stillframe._dcp.check import wrong_in_item
+from stillframe._dcp.check import damage_of_item
 from stillframe._shell import contents
 from stillframe.dcp import Reader
 from stillframe.errors import CorruptCheckpointError
@@ -37,13 +37,13 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def wrong(tmp_path: Path) -> Iterator[Callable[[bytes], str | None]]:
-    """What is wrong with an item that stands between others."""
+    """Return the damage that is reported for an item between two others."""
     fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
 
     def look(item: bytes) -> str | None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"before" + item + b"behind", 0)
-        return wrong_in_item(fd, len(b"before"), len(item))
+        return damage_of_item(fd, len(b"before"), len(item))
 
     yield look
     os.close(fd)
@@ -63,7 +63,7 @@ def packed(*records: tuple[str, bytes], **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def test_an_item_that_is_not_called_damaged_loads_as_it_was_saved(wrong):
+def test_item_that_passes_the_check_loads_as_it_was_saved(wrong):
     whole = archive(torch.tensor(VALUES))
     assert wrong(whole) is None
     said = 0
@@ -77,7 +77,7 @@ def test_an_item_that_is_not_called_damaged_loads_as_it_was_saved(wrong):
     assert said > len(whole)
 
 
-def test_what_was_saved_without_crcs_is_whole(wrong):
+def test_item_without_crcs_passes_the_check(wrong):
     with saving(compute_crc32=False):
         assert wrong(archive(torch.tensor(VALUES))) is None
 
@@ -108,8 +108,8 @@ def test_item_in_the_legacy_format_is_no_archive(wrong):
 def test_item_of_negative_length_is_refused(tmp_path):
     with open(tmp_path / "data", "w+b") as file:
         said = "it cannot have -9 bytes from byte 3 on"
-        assert wrong_in_item(file.fileno(), 3, -9) == said
-        assert wrong_in_item(file.fileno(), -3, 9) == "it cannot have 9 bytes from byte -3 on"
+        assert damage_of_item(file.fileno(), 3, -9) == said
+        assert damage_of_item(file.fileno(), -3, 9) == "it cannot have 9 bytes from byte -3 on"
 
 
 def test_every_byte_of_a_record_is_compared_with_and_without_threads(wrong):
@@ -128,7 +128,7 @@ def test_every_byte_of_a_record_is_compared_with_and_without_threads(wrong):
 
 
 class Turned(StreamTransformExtension):
-    """Turns every bit round."""
+    """Inverts every bit."""
 
     @staticmethod
     def registry_name() -> str:
@@ -152,7 +152,7 @@ class Turned(StreamTransformExtension):
         return io.BytesIO(bytes(each ^ 255 for each in data.read()))
 
 
-def test_items_that_only_an_extension_can_read_are_counted_and_left_to_it(tmp_path):
+def test_items_of_an_extension_are_counted_as_unchecked(tmp_path):
     state = {"a": torch.tensor(VALUES), "b": torch.zeros(3)}
     writer = dcp.FileSystemWriter(tmp_path, _extensions=[Turned()])
     dcp.save(state, storage_writer=writer, no_dist=True)
@@ -175,7 +175,7 @@ def bad(directory: Path) -> list[tuple[str, str]]:
     return found.bad
 
 
-def test_a_file_that_cannot_be_opened_or_read_is_told_with_what_it_holds(saved, monkeypatch):
+def test_unreadable_file_is_reported_with_its_items(saved, monkeypatch):
     def failing(*_: Any, **__: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -194,7 +194,7 @@ DAMAGES = ["no records", "a place that is none", "an offset of nothing", "nothin
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_metadata_that_makes_no_sense_is_damaged(saved, damage):
+def test_nonsensical_metadata_counts_as_damaged(saved, damage):
     metadata = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 9)})
     if damage == "no records":
         del metadata.storage_data
@@ -209,7 +209,7 @@ def test_metadata_that_makes_no_sense_is_damaged(saved, damage):
         check.check(os.fspath(saved), contents.read)
 
 
-def test_a_part_of_a_tensor_is_named_by_where_it_begins(saved):
+def test_shard_of_a_tensor_is_named_with_its_offset(saved):
     index = MetadataIndex("w", torch.Size([4, 0]), 1)
     metadata = Metadata({}, storage_data={index: _StorageInfo("gone.distcp", 0, 9)})
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -220,5 +220,5 @@ def test_a_part_of_a_tensor_is_named_by_where_it_begins(saved):
 def test_a_reader_that_finds_damage_leaves_no_file_open(saved):
     (data,) = saved.glob("*.distcp")
     data.write_bytes(data.read_bytes().replace(b"PK\3\4", b"PK\3\5"))
-    with pytest.raises(CheckpointException, match="a is damaged: it is not a torch.save file"):
+    with pytest.raises(CheckpointException, match=r"a is damaged: it is not a torch\.save file"):
         loaded({"a": torch.tensor(VALUES)}, saved, storage_reader=Reader(saved))

@@ -1,4 +1,4 @@
-"""The commit of a DCP checkpoint where one of its calls fails, and what it may remove."""
+"""Commits of a DCP checkpoint in which a call fails, and the files that they may remove."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ STEPS = [_core.STEP_WRITE_SYNCED, *2 * [_core.STEP_SYNC], _core.STEP_RENAME, _co
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[int]:
-    """The nth step from now on, from 0, fails. Gets the steps up to there."""
+    """Fail the nth step from now on, counted from 0; return the steps before it."""
     seen: list[int] = []
 
     def told(step: Step, taken: bool) -> int:
@@ -40,7 +40,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[int]:
 
 @pytest.mark.parametrize("save", ["dcp", "ours"])
 @pytest.mark.parametrize("nth", range(len(STEPS)))
-def test_whatever_fails_of_a_commit_is_raised_and_one_checkpoint_is_whole(
+def test_failure_of_any_commit_step_is_raised_and_one_checkpoint_is_complete(
     tmp_path, monkeypatch, caplog, save, nth
 ):
     stillframe.dcp.save(OLD, tmp_path)
@@ -69,7 +69,7 @@ def test_a_first_save_whose_commit_fails_leaves_nothing(tmp_path, monkeypatch, c
     assert list(tmp_path.iterdir()) == [] and caplog.text == ""
 
 
-def test_a_directory_that_cannot_be_listed_fails_no_save(tmp_path, monkeypatch, caplog):
+def test_directory_that_cannot_be_listed_fails_no_save(tmp_path, monkeypatch, caplog):
     def unlisted(directory: str) -> list[str]:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
 
@@ -80,9 +80,7 @@ def test_a_directory_that_cannot_be_listed_fails_no_save(tmp_path, monkeypatch, 
     assert "what" in caplog.text and "was not removed: [Errno 13] Permission denied" in caplog.text
 
 
-def test_while_nobody_knows_what_is_needed_nothing_goes_and_the_reason_is_said(
-    tmp_path, monkeypatch, caplog
-):
+def test_no_file_is_removed_if_the_metadata_cannot_be_read(tmp_path, monkeypatch, caplog):
     (tmp_path / ".metadata").write_bytes(b"no pickle")
     (tmp_path / "__0_0.0123abcd.distcp").write_bytes(b"of a checkpoint that may be mended")
     failing(monkeypatch, STEPS.index(_core.STEP_RENAME))
@@ -92,7 +90,7 @@ def test_while_nobody_knows_what_is_needed_nothing_goes_and_the_reason_is_said(
     assert "files of a failed save stay" in caplog.text
 
 
-def test_a_rank_that_saves_for_itself_removes_its_own_files_alone(tmp_path):
+def test_rank_that_saves_alone_removes_only_its_own_files(tmp_path):
     others = ["__1_0.0123abcd.distcp", "__1.metadata.0123abcd.tmp", ".metadata.0123abcd.tmp"]
     for name in ("__0_0.0123abcd.distcp", *others):
         (tmp_path / name).touch()
@@ -103,7 +101,7 @@ def test_a_rank_that_saves_for_itself_removes_its_own_files_alone(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_new_directories_are_as_durable_as_the_checkpoint(tmp_path, monkeypatch):
+def test_new_directories_are_synced_like_the_checkpoint(tmp_path, monkeypatch):
     recorded = Recorded(tmp_path)
     with recorded(monkeypatch):
         writer = FileSystemWriter(tmp_path / "a/b/c")
@@ -112,14 +110,14 @@ def test_new_directories_are_as_durable_as_the_checkpoint(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("options", [{"durable": False}, {"sync_files": False}])
-def test_what_is_not_to_be_synced_is_not(tmp_path, monkeypatch, options):
+def test_durable_false_skips_all_syncs(tmp_path, monkeypatch, options):
     recorded = Recorded(tmp_path)
     with recorded(monkeypatch):
         dcp.save(NEW, storage_writer=FileSystemWriter(tmp_path / "a", **options), no_dist=True)
     assert recorded.synced() == []
 
 
-def test_the_first_of_several_errors_is_raised_and_no_file_stays(tmp_path, monkeypatch):
+def test_first_of_several_file_errors_is_raised_and_no_file_stays(tmp_path, monkeypatch):
     made: list[Any] = []
 
     class File(checkpoint.DataFile):
@@ -128,7 +126,7 @@ def test_the_first_of_several_errors_is_raised_and_no_file_stays(tmp_path, monke
             return OSError(f"of file {made.index(self)}")
 
         def discard(self) -> None:
-            super().failure()  # whoever is behind the first one that failed was not waited for
+            super().failure()  # later files were not waited for
             os.unlink(self.path)
 
     def make(*args: Any, **named: Any) -> File:

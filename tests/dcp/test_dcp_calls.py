@@ -1,6 +1,8 @@
-"""What `stillframe.dcp.save` and `async_save` are asked for, and what they refuse."""
+"""The arguments of `stillframe.dcp.save` and `async_save`, valid and invalid."""
 
+import gc
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ class Halved(stock.DefaultSavePlanner):
 
 
 @both
-def test_what_need_not_be_durable_is_not_synced(
+def test_dcp_save_with_durable_false_skips_syncs(
     call: Call, tmp_path: Path, monkeypatch: Any
 ) -> None:
     recorded = Recorded(tmp_path)
@@ -50,13 +52,13 @@ def test_what_need_not_be_durable_is_not_synced(
 
 
 @both
-def test_a_users_planner_plans(call: Call, tmp_path: Path) -> None:
+def test_users_planner_is_used(call: Call, tmp_path: Path) -> None:
     call({"w": torch.ones(5)}, tmp_path, planner=Halved())
     assert loaded({"w": torch.ones(5)}, tmp_path)["w"].tolist() == [0.5] * 5
 
 
 @both
-def test_a_users_engine_copies_and_writes(call: Call, tmp_path: Path) -> None:
+def test_users_engine_copies_and_writes(call: Call, tmp_path: Path) -> None:
     with stillframe.Engine(pool_bytes="8MiB", block_bytes="1MiB") as engine:
         call({"w": torch.ones(5)}, tmp_path, engine=engine)
         assert engine.stats()["saves_total"] == 1
@@ -64,7 +66,7 @@ def test_a_users_engine_copies_and_writes(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_only_what_may_overlap_is_copied_behind_the_call(overlap: bool, tmp_path: Path) -> None:
+def test_only_deferrable_tensors_are_copied_after_the_call(overlap: bool, tmp_path: Path) -> None:
     trained = Trained()
     report = async_save(trained.state(), tmp_path, overlap=overlap)
     assert (report.deferred_nbytes > 0) == overlap
@@ -79,7 +81,7 @@ def test_only_what_may_overlap_is_copied_behind_the_call(overlap: bool, tmp_path
         ({"a": 1}, {"engine": "e"}, TypeError, r"stillframe\.Engine"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_costs_no_later_save(
+def test_invalid_argument_is_refused_and_fails_no_later_save(
     state: Any, options: dict[str, Any], error: type[Exception], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=says):
@@ -88,7 +90,7 @@ def test_what_makes_no_sense_is_refused_and_costs_no_later_save(
     save({"a": 1}, tmp_path / "c")
 
 
-def test_a_group_without_the_cpu_is_refused(
+def test_group_without_a_cpu_backend_is_refused(
     tmp_path: Path, one_rank: None, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
@@ -97,7 +99,7 @@ def test_a_group_without_the_cpu_is_refused(
     assert not (tmp_path / "c").exists()
 
 
-def test_a_report_says_what_a_save_did_and_cost(tmp_path: Path) -> None:
+def test_report_has_sizes_and_times_of_a_save(tmp_path: Path) -> None:
     trained = Trained()
     with (
         stillframe.Engine(pool_bytes="32MiB", block_bytes="1MiB") as engine,
@@ -119,13 +121,13 @@ def test_a_report_says_what_a_save_did_and_cost(tmp_path: Path) -> None:
         assert report.blocked_s < report.staged_after_s < report.durable_after_s
 
 
-def test_a_state_of_nothing_is_saved(tmp_path: Path) -> None:
+def test_empty_state_is_saved(tmp_path: Path) -> None:
     report = save({}, tmp_path)
     assert (report.num_tensors, report.nbytes, report.io_mode) == (0, 0, "buffered")
     loaded({}, tmp_path)
 
 
-def test_a_remote_checkpoint_is_copied_before_it_is_written() -> None:
+def test_remote_save_is_staged_before_it_is_written() -> None:
     trained = Trained()
     for number in range(2):
         wanted = copied(trained.state())
@@ -139,14 +141,14 @@ def test_a_remote_checkpoint_is_copied_before_it_is_written() -> None:
         assert equal(found, wanted)
 
 
-def test_a_remote_checkpoint_is_planned_by_a_users_planner() -> None:
+def test_remote_save_uses_the_users_planner() -> None:
     save({"w": torch.ones(5)}, "memory://calls/planned", planner=Halved())
     found = loaded({"w": torch.ones(5)}, "memory://calls/planned")
     assert found["w"].tolist() == [0.5] * 5
 
 
 class Counting:
-    """Says its state where it is asked, as a `Stateful` of DCP."""
+    """A `Stateful` of DCP."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -159,19 +161,25 @@ class Counting:
 
 
 @both
-def test_what_has_a_state_dict_is_asked_for_it(call: Call, tmp_path: Path) -> None:
+def test_stateful_values_are_asked_for_their_state_dict(call: Call, tmp_path: Path) -> None:
     call({"counting": Counting(3.0)}, tmp_path)
     found = Counting(0.0)
     stock.load({"counting": found}, checkpoint_id=tmp_path, no_dist=True)
     assert found.value == 3.0
 
 
-def test_a_forked_child_saves_by_itself(tmp_path: Path) -> None:
+def test_forked_child_saves_with_its_own_saver(tmp_path: Path) -> None:
+    """Also beside garbage of the parent's that would wait for the parent's threads."""
     save({"w": torch.ones(3)}, tmp_path / "parent")
+    garbage: list[Any] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]
+    garbage.append(garbage)
+    del garbage
     child = os.fork()
     if child == 0:
         code = 1
+        signal.alarm(60)
         try:
+            gc.collect()
             save({"w": torch.ones(3)}, tmp_path / "child")
             code = 0
         finally:

@@ -1,5 +1,4 @@
-"""A rank's data files from the inside: what goes into which, in what form, whose error counts; and
-what ranks tell each other."""
+"""The data files of a rank: distribution of items, formats, errors; and collectives of ranks."""
 
 import datetime
 import io
@@ -19,7 +18,7 @@ from stillframe._dcp.ranks import Groups, Ranks, _to_send
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 
-def test_objects_come_first_and_every_file_gets_its_share():
+def test_objects_come_first_and_files_have_similar_sizes():
     state = {"a": torch.zeros(1000), "text": "hello", "b": torch.zeros(1000)}
     items = create_default_local_save_plan(state, is_coordinator=True).items
     found = buckets(items, 2, one_item_a_file=False)
@@ -39,14 +38,14 @@ BASE = torch.arange(24.0).reshape(4, 6)
     ],
     ids=["conjugate", "negative", "gaps", "expanded"],
 )
-def test_what_is_a_view_is_laid_out_as_what_it_shows(tensor):
-    """And not packed by torch.save, which takes all of the storage behind it."""
+def test_view_is_laid_out_without_the_rest_of_its_storage(tensor):
+    """torch.save would write the view's whole storage."""
     assert not isinstance(Item(tensor).row, memoryview)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "compressed", "quantized"])
 @pytest.mark.filterwarnings("ignore")  # torch's, of each of these kinds
-def test_what_has_no_bytes_of_its_own_is_packed_by_torch(kind):
+def test_tensor_without_a_storage_of_its_own_is_saved_by_torch(kind):
     tensor = {
         "sparse": torch.Tensor.to_sparse,
         "compressed": torch.Tensor.to_sparse_csr,
@@ -60,7 +59,7 @@ def test_what_has_no_bytes_of_its_own_is_packed_by_torch(kind):
     assert torch.equal(*values)
 
 
-def test_a_file_keeps_nothing_of_what_it_has_written(tmp_path):
+def test_file_drops_its_owners_after_writing(tmp_path):
     item = Item(torch.ones(1000))
     alive = weakref.ref(item.owner)
     file = DataFile(str(tmp_path / "data"), [item])
@@ -70,7 +69,7 @@ def test_a_file_keeps_nothing_of_what_it_has_written(tmp_path):
     assert eventually(lambda: alive() is None)
 
 
-def test_of_files_that_cannot_all_be_begun_none_stays(tmp_path):
+def test_failure_to_start_a_file_removes_all_files(tmp_path):
     state = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
     items = create_default_local_save_plan(state, is_coordinator=True).items
     found = buckets(items, 2, one_item_a_file=True)
@@ -84,21 +83,21 @@ def test_of_files_that_cannot_all_be_begun_none_stays(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_more_files_are_made_than_were_asked_for():
+def test_at_most_thread_count_files_are_made():
     state = {str(number): torch.zeros(1) for number in range(7)}
     items = create_default_local_save_plan(state, is_coordinator=True).items
     for most in range(1, 8):
         assert len(buckets(items, most, one_item_a_file=False)) <= most
 
 
-def test_what_a_file_gets_is_measured_in_bytes_and_objects_count():
+def test_files_are_balanced_by_bytes_including_objects():
     state = {"w": torch.zeros(4096), **{str(number): number for number in range(17)}}
     items = create_default_local_save_plan(state, is_coordinator=True).items
     found = buckets(items, 2, one_item_a_file=False)
     assert [len(bucket) for bucket in found] == [17, 1]
 
 
-def test_a_file_says_how_long_each_item_is(tmp_path):
+def test_file_reports_offset_and_length_of_each_item(tmp_path):
     state = {"a": torch.zeros(1000), "b": torch.zeros(10)}
     items = create_default_local_save_plan(state, is_coordinator=True).items
     files = RankFiles([items], lambda item: state[item.index.fqn], str(tmp_path), lambda _: "x")
@@ -107,11 +106,11 @@ def test_a_file_says_how_long_each_item_is(tmp_path):
         assert result.size_in_bytes >= state[result.index.fqn].nbytes
 
 
-def test_what_is_in_a_files_name_is_one_word_between_ranks():
+def test_file_name_id_fits_into_one_exchanged_number():
     assert all(0 <= checkpoint.new_id() < 1 << 32 for _ in range(20))
 
 
-def test_what_torch_packs_needs_no_gradient_there():
+def test_item_saved_by_torch_drops_requires_grad():
     tensor = torch.ones(3, dtype=torch.float8_e4m3fn).requires_grad_()
     item = Item(tensor)
     assert isinstance(item.row, memoryview)
@@ -128,7 +127,7 @@ class Ended:
         return self.error
 
 
-def test_the_first_of_several_errors_counts_and_every_file_is_waited_for():
+def test_first_error_counts_and_every_file_is_waited_for():
     files = RankFiles([], None, "", None)
     first, second = OSError("first"), OSError("second")
     files._files = [Ended(None), Ended(first), Ended(None), Ended(second)]
@@ -136,20 +135,20 @@ def test_the_first_of_several_errors_counts_and_every_file_is_waited_for():
     assert all(file.waited for file in files._files)
 
 
-def test_more_words_than_a_rank_has_room_for_are_refused():
+def test_exchange_of_too_many_numbers_is_refused():
     ranks = Ranks(None, [])
-    assert ranks.words(1, 2, 3, 4, 5, 6, 7) == [[1, 2, 3, 4, 5, 6, 7]]
+    assert ranks.exchange(1, 2, 3, 4, 5, 6, 7) == [[1, 2, 3, 4, 5, 6, 7]]
     with pytest.raises(ValueError, match="room for 7"):  # else they would be another rank's
-        ranks.words(1, 2, 3, 4, 5, 6, 7, 8)
+        ranks.exchange(1, 2, 3, 4, 5, 6, 7, 8)
 
 
 class _Frame(traceback.FrameSummary):
-    """As Python 3.13's: it holds its code, which no pickle takes."""
+    """A frame summary as in Python 3.13: it references code, which cannot be pickled."""
 
     __slots__ = ("_code",)
 
 
-def test_an_error_goes_round_whose_frames_hold_their_code(monkeypatch):
+def test_error_with_code_in_its_frames_is_sent_to_all_ranks(monkeypatch):
     def extracted(_):
         frame = _Frame("a.py", 1, "f")
         frame._code = extracted.__code__
@@ -164,9 +163,7 @@ def test_an_error_goes_round_whose_frames_hold_their_code(monkeypatch):
     assert str(sent) == "full" and len(frames) == 1
 
 
-def test_ranks_ask_each_other_whether_they_are_busy_within_the_timeout_of_their_group(
-    one_rank, monkeypatch
-):
+def test_busy_vote_uses_the_timeout_of_the_group(one_rank, monkeypatch):
     limit, made, make = datetime.timedelta(minutes=2), [], dist.new_group
     given = make(backend="gloo", timeout=limit)
 

@@ -1,4 +1,4 @@
-"""`forked`: callers of forked writers, as Megatron-LM's and nvidia-resiliency-ext's."""
+"""`forked` with callers of forked writers like those of Megatron-LM and nvidia-resiliency-ext."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from stillframe.dcp import forked
 
 
 class Request(NamedTuple):
-    """The fields that their AsyncRequest has, and that count here."""
+    """The fields of their AsyncRequest that matter here."""
 
     async_fn: Callable[..., None] | None
     async_fn_args: tuple[Any, ...]
@@ -24,7 +24,7 @@ class Request(NamedTuple):
 
 
 class TemporalAsyncCaller:
-    """As theirs: what is preloaded takes the second argument's place, then a process is forked."""
+    """Replaces the second argument by the preloaded one and forks a process, as theirs does."""
 
     def __init__(self) -> None:
         self.process: Any = None
@@ -41,7 +41,7 @@ class TemporalAsyncCaller:
 
 
 def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> None:
-    """Exits with 0 if the state is what it was when the writer was asked to write it."""
+    """Exit with 0 if the state is the one at the time of the request."""
     go.wait(60)
     if orphan and os.fork() == 0:
         time.sleep(0.05)
@@ -52,7 +52,7 @@ def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> 
 
 
 class Reused:
-    """Buffers that are used again by each preload, as theirs are."""
+    """Buffers that each preload uses again, like theirs."""
 
     def __init__(self, state: list[torch.Tensor]) -> None:
         self.state = state
@@ -65,7 +65,7 @@ class Reused:
 
 
 def run(make: type[TemporalAsyncCaller], count: int) -> list[int]:
-    """Exit codes of writers that begin to read when all of them have been started."""
+    """Start all writers before any of them reads; return their exit codes."""
     state = [torch.zeros(200_000) for _ in range(2)]
     preload, go = Reused(state), multiprocessing.get_context("fork").Event()
     callers = []
@@ -82,13 +82,13 @@ def run(make: type[TemporalAsyncCaller], count: int) -> list[int]:
     return [caller.process.exitcode for caller in callers]
 
 
-def test_slow_writers_write_what_they_were_given_and_not_what_the_buffers_hold_by_now(engine):
+def test_slow_forked_writer_writes_the_state_it_was_given(engine):
     assert run(TemporalAsyncCaller, 3) == [1, 1, 0]  # dirty data, as they are
     assert run(forked(TemporalAsyncCaller, engine=engine), 3) == [0, 0, 0]
     assert eventually(lambda: leased(engine) == 0)
 
 
-def test_the_memory_of_a_writer_that_is_killed_goes_back(engine):
+def test_memory_of_a_killed_writer_is_returned(engine):
     caller = forked(TemporalAsyncCaller, engine=engine)()
     go = multiprocessing.get_context("fork").Event()
     state = [torch.ones(200_000)]
@@ -110,7 +110,7 @@ def _look(tensor: torch.Tensor) -> None:
     os._exit(int(tensor[0]))
 
 
-def test_a_spawned_process_may_be_held_for_though_it_has_copies_of_its_own(engine):
+def test_hold_until_accepts_a_spawned_process(engine):
     taken = stillframe.snapshot({"w": torch.full((1000,), 7.0)}, engine=engine)
     process = multiprocessing.get_context("spawn").Process(target=_look, args=(taken.tree["w"],))
     process.start()
@@ -121,7 +121,7 @@ def test_a_spawned_process_may_be_held_for_though_it_has_copies_of_its_own(engin
     assert eventually(lambda: leased(engine) == 0)
 
 
-def test_what_is_held_for_a_future_after_the_memory_has_gone_is_refused(engine):
+def test_hold_until_is_refused_after_the_memory_was_returned(engine):
     from concurrent.futures import Future
 
     taken = stillframe.snapshot({"w": torch.ones(1000)}, engine=engine)

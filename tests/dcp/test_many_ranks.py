@@ -1,4 +1,4 @@
-"""Two to four ranks on gloo, in processes of their own. many_ranks.py has the scenarios."""
+"""Saves of two to four ranks on gloo, each in its own process. many_ranks.py has the scenarios."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def notes(directory: Path) -> Any:
-    """`notes(scenario)`: what each rank noted."""
+    """Return a function that returns each rank's notes of a scenario."""
 
     def read(scenario: str, world: object = 2, ranks: int = 2) -> list[dict[str, Any]]:
         found = [
@@ -49,7 +49,7 @@ def notes(directory: Path) -> Any:
     return read
 
 
-def test_an_fsdp2_state_is_saved_beside_training_as_it_was_at_each_call(notes):
+def test_fsdp2_saves_hold_the_state_at_each_call(notes):
     for rank in notes("fsdp2"):
         assert rank["good"] == [True] * 4
         assert rank["leased"] == 0
@@ -60,20 +60,20 @@ def test_only_the_first_save_of_a_structure_is_planned(notes):
         assert rank["plans"] == [0]
 
 
-def test_ranks_tell_each_other_a_few_numbers_and_what_has_changed_is_planned_and_saved(notes):
-    planned = ["words", "words", "gathered", "words", "scattered"]
-    moved = ["words", "gathered", "words"]
+def test_known_structure_exchanges_only_numbers_and_a_changed_one_is_planned(notes):
+    planned = ["exchange", "exchange", "gather", "exchange", "scatter"]
+    moved = ["exchange", "gather", "exchange"]
     for rank in notes("structures"):
         for case in ("first", "wider on one rank"):
             assert rank[case] == [True, *planned, *moved, "broadcast"], case
         for case in ("same", "that again"):
-            assert rank[case] == [True, "words", "words", "words"], case
+            assert rank[case] == [True, "exchange", "exchange", "exchange"], case
         for case in ("a longer object",):
-            assert rank[case] == [True, "words", *moved], case
+            assert rank[case] == [True, "exchange", *moved], case
         assert rank["as the first"][0]
 
 
-def test_what_a_users_planner_raises_on_one_rank_is_every_ranks_error(notes):
+def test_planner_error_of_one_rank_reaches_all_ranks(notes):
     for rank in notes("planner_refuses"):
         for step in ("local plan", "global plan", "data"):
             says = rank[step]
@@ -82,7 +82,7 @@ def test_what_a_users_planner_raises_on_one_rank_is_every_ranks_error(notes):
         assert rank["good"]
 
 
-def test_another_number_of_ranks_loads_it(notes, directory, tmp_path):
+def test_another_number_of_ranks_loads_the_checkpoint(notes, directory, tmp_path):
     for rank in notes("other_world", 3, 3):
         assert rank["good"]
     full = torch.load(directory / "2/fsdp2/full.pt")
@@ -101,29 +101,29 @@ def test_replicated_tensors_are_written_once(notes):
     assert 200_000 < sum(rank["nbytes"] for rank in both) < 250_000
 
 
-def test_our_parts_work_with_pytorchs(notes):
+def test_stager_and_writer_work_with_pytorchs_counterparts(notes):
     for rank in notes("crossed"):
         assert len(rank) == 8 and all(rank.values()), rank
 
 
-def test_saves_that_nobody_waits_for_are_all_right(notes):
+def test_saves_without_a_wait_are_correct(notes):
     for rank in notes("back_to_back"):
         assert rank["good"] == [True] * 4
 
 
-def test_a_full_disk_of_one_rank_is_every_ranks_error_and_the_old_checkpoint_loads(notes):
+def test_full_disk_of_one_rank_fails_all_and_keeps_the_old_checkpoint(notes):
     for rank in notes("full_disk"):
         for says in (rank["next"], rank["own"]):
             assert says.startswith("CheckpointException") and "No space" in says
         assert rank["old"] and rank["files"] and rank["new"]
 
 
-def test_a_commit_that_fails_leaves_the_old_checkpoint_and_no_file_of_the_new(notes):
+def test_failed_commit_of_ranks_keeps_the_old_checkpoint_only(notes):
     for rank in notes("commit_fails"):
         assert "no metadata today" in rank["says"] and rank["old"] and rank["files"]
 
 
-def test_a_rank_that_cannot_copy_its_state_tells_the_others(notes):
+def test_copy_error_of_one_rank_reaches_all_ranks(notes):
     zero, one = notes("stage_fails")
     assert one["says"] == "call: PoolExhaustedError"
     assert zero["says"].startswith("CheckpointException") and "does not fit" in zero["says"]
@@ -131,14 +131,14 @@ def test_a_rank_that_cannot_copy_its_state_tells_the_others(notes):
         assert rank["in time"] and rank["new"]
 
 
-def test_an_error_that_only_one_rank_has_seen_makes_nobody_wait(notes):
+def test_error_that_only_one_rank_collected_makes_no_rank_hang(notes):
     zero, one = notes("seen_by_one")
     assert one["says"] == "call: CheckpointException"
     assert "nothing was saved" in zero["says"] and "[1]" in zero["says"]
     assert zero["new"] and one["new"]
 
 
-def test_groups_that_are_destroyed_leave_nothing_and_a_save_under_way_gets_through(notes):
+def test_save_under_way_survives_destroy_process_group(notes):
     for rank in notes("groups"):
         assert rank["good"] == [True] * 6
         planned, new, before, behind = rank["says"]
@@ -148,23 +148,23 @@ def test_groups_that_are_destroyed_leave_nothing_and_a_save_under_way_gets_throu
         assert rank["kept"] == 0 and rank["threads"] == 1
 
 
-def test_where_one_rank_is_busy_all_say_so(notes):
+def test_busy_rank_makes_all_ranks_raise(notes):
     for rank in notes("busy"):
         assert rank["says"].startswith("BusyError")
 
 
-def test_a_group_of_some_ranks_saves_for_itself_and_cannot_ask_all_whether_they_are_busy(notes):
+def test_subgroup_saves_alone_and_refuses_when_busy_raise(notes):
     for rank in notes("busy"):
         assert rank["few"].startswith("ValueError") and "process_group of all ranks" in rank["few"]
         assert rank["own"]
 
 
-def test_ranks_at_different_calls_are_told(notes):
+def test_ranks_at_different_calls_get_an_error(notes):
     for rank in notes("out_of_step"):
         assert "not all ranks are at the same call" in rank["says"]
 
 
-def test_ranks_that_save_to_different_paths_are_told_and_nothing_is_written(notes):
+def test_ranks_with_different_paths_get_an_error_and_write_nothing(notes):
     for number, rank in enumerate(notes("wrong_order")):
         for name, says in zip("ba" if number else "ab", rank["says"], strict=True):
             assert says.startswith("StillframeError: not all ranks save to the same path")
@@ -172,17 +172,17 @@ def test_ranks_that_save_to_different_paths_are_told_and_nothing_is_written(note
         assert rank["files"] and rank["good"] == [True] * 3
 
 
-def test_without_dist_each_process_saves_for_itself(notes):
+def test_no_dist_makes_each_process_save_alone(notes):
     for rank in notes("alone"):
         assert rank["good"]
 
 
-def test_a_path_that_every_rank_removes_and_saves_to_again_has_the_new_checkpoint(notes):
+def test_path_removed_and_saved_again_by_all_ranks_has_the_new_checkpoint(notes):
     for rank in notes("removed"):
         assert rank == {"done": True, "there": True, "new": True}
 
 
-def test_a_slow_disk_of_one_of_four_is_waited_for_and_fewer_ranks_load(notes, directory):
+def test_slow_disk_of_one_of_four_ranks_is_waited_for(notes, directory):
     assert all(rank["good"] for rank in notes("four", 4, 4))
     assert all(rank["good"] for size in (2, 3) for rank in notes("from_four", size, size))
     full = torch.load(directory / "4/four/full.pt")
@@ -191,16 +191,14 @@ def test_a_slow_disk_of_one_of_four_is_waited_for_and_fewer_ranks_load(notes, di
     assert all(torch.equal(new["model"][name], full[name]) for name in full)
 
 
-def test_a_full_disk_of_one_of_four_with_several_files_a_rank_is_every_ranks_error(notes):
+def test_full_disk_of_one_of_four_ranks_with_several_files_fails_all(notes):
     for rank in notes("four", 4, 4):
         assert rank["says"].startswith("CheckpointException") and "No space" in rank["says"]
         assert rank["old"]
 
 
 @pytest.mark.parametrize(("size", "living"), [(2, [0]), (4, [0, 1, 3])])
-def test_the_ranks_that_live_are_told_of_one_that_was_killed_and_the_old_loads(
-    directory, size, living
-):
+def test_killed_rank_fails_the_others_and_keeps_the_old_checkpoint(directory, size, living):
     path = directory / str(size) / "killed"
     for rank in living:
         note = json.loads((path / f"rank{rank}.json").read_text())
@@ -213,8 +211,8 @@ def test_the_ranks_that_live_are_told_of_one_that_was_killed_and_the_old_loads(
     assert all((value == 1).all() for value in found.values())
 
 
-# Who lives, the data files and temporaries that are left, and which checkpoint loads. Where one is
-# killed at its data, the other may not have come to its own.
+# For each kill: the surviving rank, the data files and temporaries left, and which checkpoint
+# loads. If one rank dies before its data is written, the other may not have written its own.
 KILLED = {
     "data written": (0, 3, {".stillframe", ".metadata"}, 1),
     "data named": (0, 4, {".metadata"}, 1),
@@ -226,9 +224,7 @@ KILLED = {
 
 
 @pytest.mark.parametrize("step", KILLED)
-def test_wherever_a_rank_is_killed_the_other_is_told_one_checkpoint_loads_and_the_next_save_tidies(
-    notes, directory, step
-):
+def test_kill_of_a_rank_at_any_step_leaves_a_loadable_checkpoint(notes, directory, step):
     living, nr_data, temporaries, value = KILLED[step]
     told = json.loads((directory / step / f"killed_at/rank{living}.json").read_text())
     assert "closed" in told["says"] or "reset" in told["says"]
@@ -247,10 +243,10 @@ def test_wherever_a_rank_is_killed_the_other_is_told_one_checkpoint_loads_and_th
         assert files[0] == ".metadata" and len(files) == 3  # and a data file of each
 
 
-def test_in_a_group_of_some_ranks_those_that_wait_for_a_living_one_hear_of_it_at_its_timeout(
+def test_killed_rank_of_a_subgroup_is_noticed_at_the_timeout(
     directory,
 ):
-    """Others than stillframe may use that group: it is not given up."""
+    """Other code may use that group, so stillframe does not destroy it."""
     paths = [directory / "beside/few_killed" / f"rank{rank}.json" for rank in (0, 1, 3)]
     says = [json.loads(path.read_text())["says"] for path in paths]
     assert any("timed out" in each.lower() for each in says), says
@@ -259,12 +255,12 @@ def test_in_a_group_of_some_ranks_those_that_wait_for_a_living_one_hear_of_it_at
     assert all((value == 1).all() for value in found.values())
 
 
-def test_what_fsdp1_shards_and_what_it_makes_whole_is_saved_as_it_was_at_the_call(notes):
+def test_fsdp1_sharded_and_full_states_hold_the_values_at_the_call(notes):
     for rank in notes("fsdp1"):
         assert rank["full False"] == [True, "ShardedTensor"]
         assert rank["full True"] == [True, "Tensor"]
 
 
-def test_a_sharded_tensor_is_refused_by_the_stager_and_never_left_live(notes):
+def test_stager_refuses_a_sharded_tensor(notes):
     for rank in notes("fsdp1"):
         assert rank["stager"].startswith("TypeError") and "ShardedTensor" in rank["stager"]

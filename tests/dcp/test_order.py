@@ -1,4 +1,4 @@
-"""Saves of `stillframe.dcp` among the process's other saves, removes and looks at what is there."""
+"""The order of `stillframe.dcp` saves among the process's other saves and removes."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ from stillframe._base import paths
 from stillframe._base.paths import Place
 from stillframe._dcp import checkpoint
 from stillframe._dcp.api import saver_of_this_process
-from stillframe._dcp.rounds import Asked
+from stillframe._dcp.rounds import SaveRequest
 from stillframe._save import completion, ordered
 from stillframe._snapshot.save import SnapshotSave
 from stillframe.testing import fault, held
@@ -44,7 +44,7 @@ def value_of(path: Path) -> float:
 
 @contextlib.contextmanager
 def held_commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Commits wait for the event, which the end of the block sets; it fails if none came."""
+    """Hold commits until the block ends; fail if no commit came."""
     go, put_in_place = threading.Event(), checkpoint.put_in_place
 
     def held(*args: Any, **options: Any) -> None:
@@ -70,7 +70,7 @@ def test_wait_all_waits_for_a_save_and_says_what_is_under_way(tmp_path, monkeypa
     assert value_of(tmp_path / "c") == 1
 
 
-def test_an_error_that_nobody_has_seen_is_raised_by_wait_all_once_and_by_no_later_save(tmp_path):
+def test_uncollected_error_is_raised_once_by_wait_all_and_not_by_later_saves(tmp_path):
     with fault("pwrite", err=errno.ENOSPC, sticky=True):
         upload = begin(1, tmp_path / "c")
         with pytest.raises(CheckpointException, match="No space"):
@@ -82,7 +82,7 @@ def test_an_error_that_nobody_has_seen_is_raised_by_wait_all_once_and_by_no_late
     assert value_of(tmp_path / "c") == 2
 
 
-def test_a_save_that_has_ended_says_how_and_nobody_looks_at_it_any_more(tmp_path):
+def test_ended_save_has_its_result_and_is_no_longer_tracked(tmp_path):
     begin(1, tmp_path / "c").result()
     good = saver_of_this_process()._last
     with fault("pwrite", err=errno.ENOSPC, sticky=True):
@@ -94,7 +94,7 @@ def test_a_save_that_has_ended_says_how_and_nobody_looks_at_it_any_more(tmp_path
     assert not {good, failed} & {*completion.in_flight.values()}
 
 
-def test_an_error_that_a_later_call_has_raised_is_told_to_nobody_else(tmp_path, caplog):
+def test_error_raised_by_a_later_call_is_not_reported_again(tmp_path, caplog):
     with fault("pwrite", err=errno.ENOSPC, sticky=True):
         upload = begin(1, tmp_path / "c")
         with pytest.raises(CheckpointException, match="No space"):
@@ -106,7 +106,7 @@ def test_an_error_that_a_later_call_has_raised_is_told_to_nobody_else(tmp_path, 
     assert "nobody asked" not in caplog.text
 
 
-def test_an_error_that_nobody_can_ask_for_any_more_is_logged(caplog):
+def test_error_of_a_dropped_response_is_logged(caplog):
     save = SnapshotSave("c", "c", None, entered=0.0, known_as="the path")
     save.end(None, OSError("the disk"))
     del save
@@ -116,7 +116,7 @@ def test_an_error_that_nobody_can_ask_for_any_more_is_logged(caplog):
         stillframe.wait_all()
 
 
-def test_what_saves_are_done_with_goes_with_the_next_one(tmp_path):
+def test_objects_of_an_ended_save_are_freed_by_the_next_call(tmp_path):
     kept = []
     for number in range(3):
         begin(number, tmp_path / "c").result()
@@ -125,7 +125,7 @@ def test_what_saves_are_done_with_goes_with_the_next_one(tmp_path):
     assert kept[0] == kept[1] == kept[2] > 0
 
 
-def test_an_error_that_a_call_has_raised_is_raised_by_no_later_one(tmp_path):
+def test_error_raised_by_a_call_is_not_raised_by_a_later_one(tmp_path):
     path = tmp_path / "c"
     path.mkdir()
     with stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB") as engine:
@@ -141,7 +141,7 @@ def test_an_error_that_a_call_has_raised_is_raised_by_no_later_one(tmp_path):
     assert value_of(path) == 2
 
 
-def test_a_checkpoint_is_there_when_it_is_going_to_be_whole(tmp_path, monkeypatch):
+def test_exists_is_true_for_complete_checkpoints_and_saves_under_way(tmp_path, monkeypatch):
     path = tmp_path / "c"
     assert stillframe.exists(tmp_path)  # no checkpoint, and none in the making
     assert not stillframe.exists(path)
@@ -159,7 +159,7 @@ def test_a_checkpoint_is_there_when_it_is_going_to_be_whole(tmp_path, monkeypatc
     assert stillframe.exists(tmp_path / "any")
 
 
-def test_a_save_by_way_of_a_link_has_the_name_of_what_it_leads_to(tmp_path, monkeypatch):
+def test_save_through_a_link_is_ordered_under_its_target(tmp_path, monkeypatch):
     (tmp_path / "c").mkdir()
     (tmp_path / "c/__0_0.distcp").touch()  # of a save that died
     (tmp_path / "link").symlink_to("c")
@@ -170,7 +170,7 @@ def test_a_save_by_way_of_a_link_has_the_name_of_what_it_leads_to(tmp_path, monk
     assert value_of(tmp_path / "c") == 1
 
 
-def test_a_checkpoint_whose_save_has_failed_is_not_there_for_whoever_has_heard_of_it(tmp_path):
+def test_exists_is_false_once_the_failure_of_a_save_is_known(tmp_path):
     with fault("fdatasync", sticky=True):
         for _ in range(20):
             upload = begin(1, tmp_path / "c")
@@ -178,9 +178,7 @@ def test_a_checkpoint_whose_save_has_failed_is_not_there_for_whoever_has_heard_o
             assert not stillframe.exists(tmp_path / "c")
 
 
-def test_a_remove_waits_for_the_save_before_it_and_needs_it_to_end_well(
-    tmp_path, monkeypatch, caplog
-):
+def test_remove_waits_for_the_save_before_it_and_needs_its_success(tmp_path, monkeypatch, caplog):
     begin(1, tmp_path / "old").result()
     with held_commits(monkeypatch) as go:
         begin(2, tmp_path / "new")
@@ -199,7 +197,7 @@ def test_a_remove_waits_for_the_save_before_it_and_needs_it_to_end_well(
     assert eventually(lambda: "was not removed: the save before it" in caplog.text)
 
 
-def test_a_remove_takes_nothing_of_a_save_to_the_same_path_after_it(tmp_path):
+def test_remove_does_not_touch_a_later_save_to_its_path(tmp_path):
     path = tmp_path / "c"
     begin(1, path).result()
     with held("fdatasync", sticky=False):
@@ -214,9 +212,7 @@ def test_a_remove_takes_nothing_of_a_save_to_the_same_path_after_it(tmp_path):
     assert len(list(path.iterdir())) == 2  # and nothing of the first
 
 
-def test_a_commit_waits_for_what_was_saved_before_and_is_waited_for_by_what_comes_after(
-    tmp_path, monkeypatch
-):
+def test_commit_keeps_the_order_of_saves(tmp_path, monkeypatch):
     metadata = tmp_path / "c/.metadata"
     with held_commits(monkeypatch) as go:
         with held("fdatasync", sticky=False) as one:
@@ -235,7 +231,7 @@ def test_a_commit_waits_for_what_was_saved_before_and_is_waited_for_by_what_come
         last.result()
 
 
-def test_saves_behind_one_that_is_being_written_may_have_all_the_slots(tmp_path, monkeypatch):
+def test_later_saves_may_use_all_slots(tmp_path, monkeypatch):
     write, go = dcp.FileSystemWriter.write_data, threading.Event()
     monkeypatch.setattr(
         dcp.FileSystemWriter, "write_data", lambda *given: go.wait(60) and write(*given)
@@ -248,7 +244,7 @@ def test_saves_behind_one_that_is_being_written_may_have_all_the_slots(tmp_path,
         last.result()
 
 
-def test_work_in_the_order_of_saves_cannot_save_what_would_wait_for_its_end(tmp_path):
+def test_external_work_in_the_log_cannot_save_with_dcp(tmp_path):
     seen: list[BaseException] = []
 
     def work(_: bool) -> bool:
@@ -265,7 +261,7 @@ def test_work_in_the_order_of_saves_cannot_save_what_would_wait_for_its_end(tmp_
 
 
 @pytest.mark.parametrize("call", ["ours", "pytorchs"])
-def test_a_path_leads_to_where_it_led_when_the_save_was_asked_for(tmp_path, monkeypatch, call):
+def test_relative_path_is_resolved_at_the_call(tmp_path, monkeypatch, call):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with held("pwrite"):
@@ -283,7 +279,7 @@ def test_a_path_leads_to_where_it_led_when_the_save_was_asked_for(tmp_path, monk
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_remote_checkpoint_is_in_the_order_too():
+def test_remote_save_is_ordered_with_others():
     upload = dcp.async_save(state(2), "memory://order/c", no_dist=True).upload_completion
     stillframe.wait_all()
     assert upload.done()
@@ -314,7 +310,7 @@ dcp.async_save({"w": torch.ones(5)}, sys.argv[1] + "/c", no_dist=True)
 """
 
 
-def test_a_save_under_way_at_exit_is_finished_and_its_failure_said(tmp_path):
+def test_save_under_way_at_exit_is_finished_and_its_failure_printed(tmp_path):
     ways = ("well", "planning", "fails")
     running = [
         subprocess.Popen(
@@ -336,8 +332,8 @@ def test_a_save_under_way_at_exit_is_finished_and_its_failure_said(tmp_path):
     assert not stillframe.exists(tmp_path / "fails/c")
 
 
-def asked_as_by_lightning(**options: Any) -> Asked:
-    return Asked(
+def asked_as_by_lightning(**options: Any) -> SaveRequest:
+    return SaveRequest(
         group=None,
         planner=None,
         overlap=False,
@@ -351,20 +347,20 @@ def asked_as_by_lightning(**options: Any) -> Asked:
 
 @contextlib.contextmanager
 def log_stands_still(name: Path) -> Iterator[None]:
-    """Work with another name holds up what is submitted in the block."""
+    """Hold up all entries of the log that are submitted in the block."""
     go = threading.Event()
     ordered.submit(paths.key(name, follow_link=False), _core.WORK_SAVE, lambda _: go.wait(60))
     yield
     go.set()
 
 
-def test_save_in_the_place_of_a_file_writes_nothing_while_others_stand_before_it(tmp_path):
-    """Until these have ended, the file may be the only checkpoint."""
+def test_save_that_replaces_a_file_waits_for_earlier_entries_before_writing(tmp_path):
+    """Until the earlier entries have ended, the file may be the only checkpoint."""
     path = tmp_path / "a"
     path.write_bytes(b"a checkpoint of one file")
     with log_stands_still(tmp_path / "other"):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(makes_way=True)
+            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(removes_file=True)
         )
         with pytest.raises(TimeoutError):
             save.result(timeout=0.5)
@@ -373,13 +369,13 @@ def test_save_in_the_place_of_a_file_writes_nothing_while_others_stand_before_it
     assert stillframe.exists(path) and path.is_dir()
 
 
-def test_save_into_a_directory_writes_while_others_stand_before_it_and_commits_behind_them(
+def test_save_into_a_directory_writes_early_and_commits_in_order(
     tmp_path,
 ):
     path = tmp_path / "a"
     with log_stands_still(tmp_path / "other"):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(makes_way=True)
+            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(removes_file=True)
         )
         assert eventually(lambda: path.is_dir() and any(path.glob("*.distcp")))
         assert not save.done() and not (path / ".metadata").exists()
@@ -387,7 +383,7 @@ def test_save_into_a_directory_writes_while_others_stand_before_it_and_commits_b
     assert stillframe.exists(path)
 
 
-def test_error_of_a_save_whose_asker_raises_it_is_raised_by_no_later_save(tmp_path):
+def test_error_that_its_caller_raises_is_not_raised_by_a_later_save(tmp_path):
     def error_of(error: BaseException, path: str) -> BaseException:
         return stillframe.StillframeError(f"{path}: {type(error).__name__}")
 
@@ -401,9 +397,7 @@ def test_error_of_a_save_whose_asker_raises_it_is_raised_by_no_later_save(tmp_pa
         save.result()
 
 
-def test_a_save_that_fails_ends_also_where_its_files_cannot_be_cleaned_up(
-    tmp_path, monkeypatch, caplog
-):
+def test_failed_save_ends_even_if_its_files_cannot_be_removed(tmp_path, monkeypatch, caplog):
     def broken(_: object) -> None:
         raise OSError(errno.EIO, "no")
 

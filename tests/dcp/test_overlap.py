@@ -1,4 +1,4 @@
-"""What a save of `stillframe.dcp` does while its state is being copied, and what has to wait."""
+"""The work of a `stillframe.dcp` save that runs during the copy, and the work that must wait."""
 
 import threading
 from collections import deque
@@ -30,11 +30,11 @@ def begin(state: Any, path: Path, **options: Any) -> Any:
 
 
 class Steps:
-    """Notes what saves have come to."""
+    """Records the steps that saves have reached."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[str] = []
-        for owner, name in ((JointSave, "prepare"), (Ranks, "words"), (JointSave, "_write")):
+        for owner, name in ((JointSave, "prepare"), (Ranks, "exchange"), (JointSave, "_write")):
             monkeypatch.setattr(owner, name, self._noting(name, getattr(owner, name)))
 
     def _noting(self, name: str, call: Any) -> Any:
@@ -46,12 +46,10 @@ class Steps:
         return noted
 
 
-def test_ranks_plan_and_agree_while_the_state_is_copied_and_nothing_is_written_before(
-    tmp_path, engine, monkeypatch
-):
+def test_ranks_plan_during_the_copy_and_write_after_it(tmp_path, engine, monkeypatch):
     trained, steps = Trained(), Steps(monkeypatch)
     mine = {"a structure": "that no other test saves"}
-    for planned in (["prepare", "words", "words", "words"], ["prepare", "words"]):
+    for planned in (["prepare", "exchange", "exchange", "exchange"], ["prepare", "exchange"]):
         steps.taken.clear()
         wanted = copied(trained.state())
         with held("lane_copy"):
@@ -68,8 +66,20 @@ def test_ranks_plan_and_agree_while_the_state_is_copied_and_nothing_is_written_b
 
 
 @pytest.mark.parametrize("kind", ["view", "queue", "planner"])
-def test_what_looks_at_bytes_to_be_laid_out_waits_for_them(tmp_path, engine, kind):
-    """The second save has its plan, so it is laid out at once."""
+def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, monkeypatch):
+    """The second save has its plan, so it is laid out at once.
+
+    A thread that waits copies what the lane has not begun. So it starts when the lane is held in
+    the midst of the only piece.
+    """
+    prepare = JointSave.prepare
+
+    def prepare_behind_the_lane(*given: Any) -> Any:
+        assert eventually(lambda: copying[-1].hits > 0)
+        return prepare(*given)
+
+    copying: list[Any] = []
+    monkeypatch.setattr(JointSave, "prepare", prepare_behind_the_lane)
 
     class Looking(stock.DefaultSavePlanner):
         def transform_object(self, item: Any, value: Any) -> Any:
@@ -86,7 +96,8 @@ def test_what_looks_at_bytes_to_be_laid_out_waits_for_them(tmp_path, engine, kin
         }[kind]
         wanted = weight.detach().clone()
         planner = Looking() if kind == "planner" else None
-        with held("lane_copy"):
+        with held("lane_copy") as holding:
+            copying.append(holding)
             response = begin({**state, **trained.state()}, tmp_path / "c", planner=planner)
             assert not eventually(response.staging_completion.done, 0.05)
         trained.step()
@@ -97,7 +108,7 @@ def test_what_looks_at_bytes_to_be_laid_out_waits_for_them(tmp_path, engine, kin
         assert torch.equal(got, wanted[1:5, ::2] if kind == "view" else wanted), number
 
 
-def test_a_state_that_is_changed_while_it_is_copied_fails_all_of_it(tmp_path, engine):
+def test_change_during_the_copy_fails_the_whole_save(tmp_path, engine):
     trained = Trained()
     begin(trained.state(), tmp_path / "c", engine=engine).upload_completion.result()
     wanted = copied(trained.state())
@@ -115,7 +126,7 @@ def test_a_state_that_is_changed_while_it_is_copied_fails_all_of_it(tmp_path, en
     assert equal(loaded(wanted, tmp_path / "c"), copied(trained.state()))
 
 
-def test_who_wants_the_memory_of_a_save_under_way_waits_for_it(tmp_path, engine):
+def test_stage_waits_for_the_memory_of_a_save_under_way(tmp_path, engine):
     size = engine.stats()["pool_bytes"] // 2 + 1
     state, found = {"w": torch.ones(size, dtype=torch.uint8)}, []
     with held("pwrite"):
@@ -131,8 +142,8 @@ def test_who_wants_the_memory_of_a_save_under_way_waits_for_it(tmp_path, engine)
     assert found and (found[0].tree["w"] == 1).all()
 
 
-def test_what_is_called_when_a_save_is_copied_or_has_ended_may_save_and_wait(tmp_path, engine):
-    """Also where the thread that calls it has something else to do, and the save goes on."""
+def test_callbacks_of_a_save_may_save_and_wait(tmp_path, engine):
+    """They may block their thread, and the save still goes on."""
     trained, ended, go = Trained(), [], threading.Event()
 
     def then(name: str) -> None:

@@ -1,6 +1,7 @@
-"""Every state that a power failure may leave of a directory loads as its old checkpoint or its new
-one. What the core does to a data file (written, synced, renamed) is one change of the directory
-here; tests/c/save/test_crash.c has what is inside it."""
+"""Power failures: every state that one may leave loads as the old or the new checkpoint.
+
+Writing, syncing and renaming a data file in the core counts as one change of the directory here.
+tests/c/save/test_crash.c tests the steps inside it."""
 
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fix_entries import Call, Recorded, what_stands
-from stillframe._dcp import beside, checkpoint
+from stillframe._dcp import checkpoint, side_file
 from stillframe.dcp import FileSystemWriter
 
 META = "meta.pt"
@@ -25,7 +26,7 @@ def recorded_save(
     path: Path, top: Path, monkeypatch: pytest.MonkeyPatch, meta: int | None = None
 ) -> Recorded:
     recorded, failure, seen = Recorded(top, identity), checkpoint.DataFile.failure, set()
-    write = beside._write
+    write = side_file._write
 
     def noted(self: Any) -> Any:
         error = failure(self)
@@ -41,7 +42,7 @@ def recorded_save(
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.DataFile, "failure", noted)
-        patched.setattr(beside, "_write", written)
+        patched.setattr(side_file, "_write", written)
         with recorded(monkeypatch):
             save(path, 2.0, meta)
     assert len(seen) == 3
@@ -52,7 +53,7 @@ def save(path: Path, value: float, meta: int | None = None) -> None:
     state = {f"w{i}": torch.full((500,), value) for i in range(6)}
     writer = FileSystemWriter(path, thread_count=3)
     if meta is not None:
-        writer.beside = beside.Beside(META, {"step": meta})
+        writer.side_file = side_file.SideFile(META, {"step": meta})
     dcp.save(state, storage_writer=writer, no_dist=True)
 
 
@@ -95,28 +96,28 @@ def test_a_power_failure_leaves_the_old_checkpoint_or_the_new_one(
 
 
 @pytest.mark.parametrize("before", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
-def test_a_power_failure_leaves_the_meta_of_its_checkpoint_or_one_that_can_be_linked_again(
+def test_power_failure_leaves_matching_meta_or_one_that_mend_restores(
     tmp_path, monkeypatch, before
 ):
     path = tmp_path / "above" / "checkpoint"
     if before is not None:
         before(path, 1.0, 1)
         old, old_metadata = identity(str(path / META)), identity(str(path / ".metadata"))
-        save_id = beside._save_of(str(path))
+        save_id = side_file._saved_id(str(path))
     recorded = recorded_save(path, tmp_path, monkeypatch, meta=2)
     new, metadata, link = identity(str(path / META)), str(path / ".metadata"), str(path / META)
-    new_metadata, new_id = identity(metadata), beside._save_of(str(path))
+    new_metadata, new_id = identity(metadata), side_file._saved_id(str(path))
     seen = set()
     for state in recorded.every_state():
         stands = state.get(link)
         if state.get(metadata) == new_metadata:
             assert stands in (None, new)
-            assert state[beside._of_save(str(path), META, new_id)] == new
+            assert state[side_file._file_of_save(str(path), META, new_id)] == new
         elif before is None:
             assert metadata not in state and stands in (None, new)
         else:
             assert state[metadata] == old_metadata and stands in (None, old)
-            assert old in (stands, state.get(beside._of_save(str(path), META, save_id)))
+            assert old in (stands, state.get(side_file._file_of_save(str(path), META, save_id)))
         seen.add((state.get(metadata) == new_metadata, stands))
     assert {True, False} == {committed for committed, _ in seen}
     # Once the save has ended there is nothing but the new one.

@@ -1,5 +1,6 @@
-"""ShardedTensors are taken apart for the copying and put together over the copies: in whatever a
-state dict holds them, on one rank. test_many_ranks.py has those of FSDP1."""
+"""ShardedTensors are taken apart for the copy and made again over the copies, in any container.
+
+These tests use one rank; test_many_ranks.py tests those of FSDP1."""
 
 from collections import OrderedDict
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import stillframe.dcp
 import torch
-from stillframe._dcp.shards import put_together, taken_apart
+from stillframe._dcp.shards import put_together, take_apart
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint import load
@@ -19,7 +20,7 @@ pytestmark = [
 
 
 def sharded(value: float, **options: Any) -> Any:
-    """Four rows in two shards, both of this rank."""
+    """Return a ShardedTensor of four rows in two shards, both on this rank."""
     halves = [ShardMetadata([row, 0], [2, 3], "rank:0/cpu") for row in (0, 2)]
     tensor = sharded_tensor.empty(EnumerableShardingSpec(halves), 4, 3, **options)
     with torch.no_grad():
@@ -44,10 +45,10 @@ def test_a_state_with_sharded_tensors_is_saved_as_it_was_at_the_call(tmp_path):
     assert values(found["a"]) == [1, 2] and values(found["deep"]["b"]) == [3, 4]
 
 
-def test_what_is_put_together_is_what_was_taken_apart(tmp_path):
+def test_put_together_restores_what_was_taken_apart(tmp_path):
     one, other = sharded(1, requires_grad=True), torch.ones(2)  # its metadata says so
     tree = {"in": [{"a": one}, (one, "b")], "beside": [other]}
-    apart = taken_apart(tree)
+    apart = take_apart(tree)
     assert [each.tolist() for each in apart["in"][0]["a"]] == [[[1] * 3] * 2, [[2] * 3] * 2]
     assert apart["beside"] is tree["beside"]  # what holds none is the same
     again = put_together(apart)
@@ -59,6 +60,6 @@ def test_what_is_put_together_is_what_was_taken_apart(tmp_path):
     assert type(again["in"][1]) is tuple and again["in"][1][1] == "b"
 
 
-def test_a_tree_without_them_is_not_made_anew():
+def test_tree_without_sharded_tensors_is_returned_unchanged():
     tree = OrderedDict(a=[torch.ones(1)], b=(1, [2]), c={})
-    assert taken_apart(tree) is tree and put_together(tree) is tree
+    assert take_apart(tree) is tree and put_together(tree) is tree

@@ -1,4 +1,4 @@
-"""PinnedStager under DCP's own async_save: what is staged, when memory goes back, what fails."""
+"""PinnedStager under DCP's own async_save: staged trees, returned memory and failures."""
 
 import gc
 import threading
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 
 class Held(dcp.FileSystemWriter):
-    """Waits before it writes; fails with what it is given."""
+    """A writer that waits before it writes, and raises the given error."""
 
     def __init__(self, path: Path, error: Exception | None = None) -> None:
         super().__init__(path)
@@ -42,7 +42,7 @@ def save(state: Any, stager: PinnedStager, **arguments: Any) -> AsyncSaveRespons
 
 
 def filling(engine: stillframe.Engine) -> dict[str, torch.Tensor]:
-    """A state for which the pool has room once."""
+    """Return a state that fits once into the pool."""
     return {"w": torch.ones(engine.stats()["pool_bytes"] // 2 + 1, dtype=torch.uint8)}
 
 
@@ -76,7 +76,7 @@ class Counter:
         self.number = number
 
 
-def test_a_staged_tree_has_its_ties_views_strides_bits_and_attributes(engine, one_rank):
+def test_staged_tree_keeps_ties_views_strides_bits_and_attributes(engine, one_rank):
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
@@ -107,7 +107,7 @@ def test_a_staged_tree_has_its_ties_views_strides_bits_and_attributes(engine, on
     assert staged["d"].placements == state["d"].placements
 
 
-def test_memory_is_not_written_to_before_the_upload_that_reads_it_has_ended(
+def test_memory_is_not_reused_before_the_upload_that_reads_it_has_ended(
     tmp_path, engine, monkeypatch
 ):
     """The pool has room for one state; the second stage waits for the first upload."""
@@ -134,9 +134,7 @@ def test_memory_is_not_written_to_before_the_upload_that_reads_it_has_ended(
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no space")])
-def test_memory_goes_back_when_the_upload_ends_whoever_still_holds_the_tree(
-    tmp_path, engine, error
-):
+def test_memory_returns_when_the_upload_ends_even_if_the_tree_is_held(tmp_path, engine, error):
     stager, state = PinnedStager(engine), filling(engine)
     planner = dcp.DefaultSavePlanner()  # keeps the staged tensors
     held = []
@@ -155,7 +153,7 @@ def test_memory_goes_back_when_the_upload_ends_whoever_still_holds_the_tree(
     assert planner.state_dict["w"].numel() == 0
 
 
-def test_a_pool_that_nobody_would_empty_is_refused_at_once(engine, monkeypatch):
+def test_stage_is_refused_at_once_if_nothing_will_free_the_pool(engine, monkeypatch):
     monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 0.0)
     stager, state = PinnedStager(engine), filling(engine)
     mine = stager.stage(state).result()
@@ -184,7 +182,7 @@ def test_a_stage_waits_for_one_that_an_upload_is_about_to_take(engine, monkeypat
     thread.join()
 
 
-def test_memory_that_somebody_has_kept_from_an_upload_is_not_waited_for(engine):
+def test_stage_does_not_wait_for_memory_kept_after_an_upload(engine):
     stager, state = PinnedStager(engine), filling(engine)
     future = stager.stage(state)
     future._staged.upload_begins()
@@ -200,7 +198,7 @@ def test_memory_that_somebody_has_kept_from_an_upload_is_not_waited_for(engine):
     stager.stage(state)
 
 
-def test_what_does_not_fit_is_refused_at_once_whatever_is_being_uploaded(
+def test_state_larger_than_the_pool_is_refused_at_once_during_uploads(
     tmp_path, engine, monkeypatch
 ):
     monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 1e6)
@@ -215,7 +213,7 @@ def test_what_does_not_fit_is_refused_at_once_whatever_is_being_uploaded(
 
 @pytest.mark.parametrize("kind", ["sparse", "quantized"])
 @pytest.mark.filterwarnings("ignore")  # torch's, of each of these kinds
-def test_what_cannot_be_emptied_is_left_whole_to_who_holds_it(engine, kind):
+def test_tensor_that_cannot_be_emptied_stays_intact_for_its_holder(engine, kind):
     dense = torch.arange(8.0)
     value = (
         dense.to_sparse()
@@ -245,7 +243,7 @@ def test_a_stager_keeps_nothing_of_uploads_that_have_ended(engine):
     assert gone() is None
 
 
-def test_the_memory_of_dtensors_goes_back_too_whoever_holds_them(engine, one_rank):
+def test_memory_of_dtensors_returns_even_if_they_are_held(engine, one_rank):
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     mesh = init_device_mesh("cpu", (1,))
@@ -261,7 +259,7 @@ def test_the_memory_of_dtensors_goes_back_too_whoever_holds_them(engine, one_ran
 
 @pytest.mark.parametrize("asked_late", [False, True])
 def test_a_stage_that_fails_fails_both_futures(tmp_path, engine, asked_late, monkeypatch):
-    """Where it fails before DCP asks whether it is done, too: DCP takes that for success."""
+    """That includes a failure before DCP asks `done()`, which DCP would take for success."""
     trained, stager = Trained(), PinnedStager(engine)
     stage = stager.stage
 
@@ -289,7 +287,7 @@ BASE = torch.tensor([1 + 2j])
 
 
 def save_in_a_process(trained, stager, path):
-    """Saves beside a step; what was to be saved."""
+    """Save while a step runs; return the state that must be saved."""
     state = {**trained.state(), "conj": BASE.conj(), "neg": torch.nn.Parameter(BASE.conj().imag)}
     wanted = copied(state)
     response = dcp.async_save(
@@ -303,7 +301,7 @@ def save_in_a_process(trained, stager, path):
     return wanted
 
 
-def test_it_stages_for_the_process_executor(tmp_path, engine, one_rank, monkeypatch):
+def test_stager_works_with_the_process_executor(tmp_path, engine, one_rank, monkeypatch):
     moved, share = [], torch.UntypedStorage._share_fd_cpu_
 
     def counted(storage):
@@ -337,7 +335,7 @@ def test_it_stages_for_the_process_executor(tmp_path, engine, one_rank, monkeypa
         assert eventually(lambda: leased(shared) == 0)
 
 
-def test_a_report_says_how_long_a_step_has_waited(tmp_path, engine):
+def test_report_has_the_wait_of_a_step(tmp_path, engine):
     trained = Trained()
     with slow("lane_copy", 0.02):
         response = async_save(trained.state(), tmp_path / "c", no_dist=True, engine=engine)
@@ -349,7 +347,7 @@ def test_a_report_says_how_long_a_step_has_waited(tmp_path, engine):
     assert response.report.gate_wait_s == 0
 
 
-def test_a_closed_stager_refuses_and_its_uploads_go_on(tmp_path, engine):
+def test_closed_stager_refuses_stages_and_its_uploads_go_on(tmp_path, engine):
     stager, state = PinnedStager(engine, overlap=False), filling(engine)
     writer = Held(tmp_path)
     response = save(state, stager, storage_writer=writer)
@@ -362,13 +360,13 @@ def test_a_closed_stager_refuses_and_its_uploads_go_on(tmp_path, engine):
     assert (loaded(state, tmp_path)["w"] == 1).all()
 
 
-def test_an_engine_that_is_none_is_refused():
+def test_argument_that_is_no_engine_is_refused():
     with pytest.raises(TypeError, match=r"stillframe\.Engine"):
         PinnedStager("engine")
 
 
 @pytest.mark.parametrize("value", [None, "no"])
-def test_a_flag_that_says_neither_is_refused(tmp_path, value):
+def test_flag_that_is_not_a_bool_is_refused(tmp_path, value):
     refused = "has to be True or False, not"
     with pytest.raises(TypeError, match=f"overlap {refused}"):
         PinnedStager(overlap=value)
@@ -378,7 +376,7 @@ def test_a_flag_that_says_neither_is_refused(tmp_path, value):
     assert not (tmp_path / "c").exists()
 
 
-def test_saves_have_a_group_of_their_own_where_a_users_group_has_all_ranks(one_rank):
+def test_saves_use_their_own_group_if_the_users_has_all_ranks(one_rank):
     groups, users = Groups(), torch.distributed.group.WORLD
     ours = groups.of_saves(users)
     assert ours is not users

@@ -1,5 +1,6 @@
-"""FileSystemWriter and Reader on one rank: what is written, what an overwritten path holds at every
-moment, what is refused. Many ranks are in test_many_ranks.py."""
+"""FileSystemWriter and Reader on one rank: files, overwritten paths and refused arguments.
+
+test_many_ranks.py tests many ranks."""
 
 import errno
 import io
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 
 def kinds() -> dict[str, Any]:
-    """Items of every kind that the writer makes differently."""
+    """Return one item of each kind that the writer treats differently."""
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     return {
         "plain": base,
@@ -68,7 +69,7 @@ def items(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 3}])
-def test_pytorchs_reader_gets_every_kind_back(tmp_path, engine, options):
+def test_pytorchs_reader_loads_every_kind_of_item(tmp_path, engine, options):
     state = kinds()
     write(state, tmp_path / "c", engine=engine, **options)
     found = loaded(state, tmp_path / "c")
@@ -84,7 +85,7 @@ def test_pytorchs_reader_gets_every_kind_back(tmp_path, engine, options):
         assert len(data) == len(items(tmp_path / "c"))
 
 
-def test_every_item_is_a_whole_archive_with_right_crcs_and_aligned_bytes(tmp_path):
+def test_every_item_is_a_complete_archive_with_correct_crcs_and_alignment(tmp_path):
     write(kinds(), tmp_path / "c")
     for name, data in items(tmp_path / "c").items():
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -92,7 +93,7 @@ def test_every_item_is_a_whole_archive_with_right_crcs_and_aligned_bytes(tmp_pat
         torch.load(io.BytesIO(data), weights_only=True)
 
 
-def test_dcp_to_torch_save_reads_it(tmp_path):
+def test_dcp_to_torch_save_converts_a_checkpoint(tmp_path):
     trained = Trained()
     write(trained.state(), tmp_path / "c")
     dcp_to_torch_save(tmp_path / "c", tmp_path / "file.pt")
@@ -100,7 +101,7 @@ def test_dcp_to_torch_save_reads_it(tmp_path):
 
 
 @pytest.mark.parametrize("stager", ["ours", "theirs", "the writer"])
-def test_it_writes_what_any_stager_has_staged(tmp_path, engine, stager):
+def test_writer_accepts_the_result_of_any_stager(tmp_path, engine, stager):
     trained = Trained()
     chosen = {
         "ours": PinnedStager(engine),
@@ -139,7 +140,7 @@ def test_one_planner_with_cached_plans_serves_many_saves(tmp_path):
 # ---- overwriting ----
 
 
-def test_an_overwritten_path_has_the_new_checkpoint_and_no_file_of_the_old(tmp_path):
+def test_overwritten_path_has_only_files_of_the_new_checkpoint(tmp_path):
     theirs = {"a": torch.zeros(3), "b": torch.zeros(100)}
     dcp.save(theirs, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
     mine = [".metadata.0123abcd.tmp.mine", "__0_0.0123abcd.distcp.mine", "notes.txt"]
@@ -154,9 +155,7 @@ def test_an_overwritten_path_has_the_new_checkpoint_and_no_file_of_the_old(tmp_p
         assert files(tmp_path) == sorted([".metadata", data, *mine])
 
 
-def test_the_new_checkpoint_is_on_the_disk_before_and_after_its_name_is_and_the_old_goes_last(
-    tmp_path, monkeypatch
-):
+def test_data_is_synced_before_the_rename_and_old_files_go_last(tmp_path, monkeypatch):
     path = tmp_path / "a"
     write({"w": torch.ones(5)}, path)
     (old,) = (name for name in files(path) if name.endswith(".distcp"))
@@ -176,21 +175,21 @@ def test_the_new_checkpoint_is_on_the_disk_before_and_after_its_name_is_and_the_
     assert all(call.kind != "unlink" for call in recorded.calls[:named])
 
 
-def test_a_checkpoint_that_need_not_be_durable_is_not_synced(tmp_path, monkeypatch):
+def test_durable_false_writes_without_syncs(tmp_path, monkeypatch):
     recorded = Recorded(tmp_path)
     with recorded(monkeypatch):
         write({"w": torch.ones(5)}, tmp_path / "a", durable=False)
     assert recorded.synced() == []
 
 
-def test_overwriting_is_refused_if_asked(tmp_path):
+def test_overwrite_false_refuses_an_existing_checkpoint(tmp_path):
     write({"a": torch.zeros(3)}, tmp_path)
     with pytest.raises(CheckpointException, match="Checkpoint already exists, and overwrite=False"):
         write({"a": torch.ones(3)}, tmp_path, overwrite=False)
     assert (loaded({"a": torch.ones(3)}, tmp_path)["a"] == 0).all()
 
 
-def test_a_writer_that_is_used_again_gives_no_name_twice(tmp_path):
+def test_reused_writer_never_repeats_a_file_name(tmp_path):
     writer = FileSystemWriter(tmp_path)
     names = []
     for _ in range(2):
@@ -199,7 +198,7 @@ def test_a_writer_that_is_used_again_gives_no_name_twice(tmp_path):
     assert len(set(names)) == 2
 
 
-def test_a_writer_in_another_process_gives_names_of_its_own(tmp_path):
+def test_unpickled_writer_uses_new_file_names(tmp_path):
     writer = FileSystemWriter(tmp_path)
     writer.stage({"a": torch.zeros(3)})  # with a stager, which has an engine
     copies = [pickle.loads(pickle.dumps(writer)) for _ in range(2)]
@@ -225,7 +224,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_file(tmp_path, call)
     assert equal(loaded(old, tmp_path), old)
 
 
-def test_where_one_of_several_files_fails_none_of_them_stays(tmp_path):
+def test_failure_of_one_file_removes_all_files_of_the_rank(tmp_path):
     state = {"a": torch.zeros(300_000), "b": torch.zeros(300_000)}
     with (
         fault("rename", err=errno.ENOSPC, nth=2),
@@ -235,7 +234,7 @@ def test_where_one_of_several_files_fails_none_of_them_stays(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_the_metadata_names_the_save(tmp_path):
+def test_metadata_has_the_id_of_the_save(tmp_path):
     writer = FileSystemWriter(tmp_path)
     dcp.save({"a": torch.zeros(3)}, storage_writer=writer, no_dist=True)
     dcp.save({"a": torch.zeros(3)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
@@ -283,7 +282,7 @@ for value in (0, 1):
 """
 
 
-def test_a_kill_between_any_two_steps_of_the_commit_leaves_the_old_or_the_new(tmp_path):
+def test_kill_between_any_two_commit_steps_leaves_old_or_new(tmp_path):
     fixtures = os.path.dirname(fix_entries.__file__)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([fixtures, *sys.path])}
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c")], check=True, env=environment)
@@ -309,7 +308,7 @@ def test_a_kill_between_any_two_steps_of_the_commit_leaves_the_old_or_the_new(tm
         ({"thread_count": True}, "thread_count"),
     ],
 )
-def test_what_it_does_not_do_is_refused_with_who_does(options, says):
+def test_unsupported_options_are_refused_with_an_alternative(options, says):
     with pytest.raises(ValueError, match=says):
         FileSystemWriter("c", **options)
     with pytest.raises(ValueError, match="remote"):
@@ -320,7 +319,7 @@ def test_what_it_does_not_do_is_refused_with_who_does(options, says):
         _ = FileSystemWriter().directory
 
 
-def test_a_rank_that_saves_for_itself_names_its_files_by_itself(tmp_path):
+def test_rank_that_saves_alone_names_its_own_files(tmp_path):
     writer = FileSystemWriter(tmp_path)
     writer.set_up_storage_writer(True, rank=3, use_collectives=False)
     plan = writer.prepare_local_plan(SavePlan([]))
@@ -331,7 +330,7 @@ def test_a_rank_that_saves_for_itself_names_its_files_by_itself(tmp_path):
     assert [each.storage_data.prefix for each in plans] == ["__0_", "__1_"]
 
 
-def test_only_local_paths_are_its():
+def test_writer_accepts_only_local_paths():
     valid = FileSystemWriter.validate_checkpoint_id
     assert [valid(path) for path in ("c", Path("c"), "s3://bucket/c", 3)] == [
         True,
@@ -341,14 +340,14 @@ def test_only_local_paths_are_its():
     ]
 
 
-def test_it_stages_with_the_engine_that_it_writes_with():
+def test_writer_stages_with_its_own_engine():
     with stillframe.Engine(pool_bytes="8MiB", block_bytes="1MiB") as engine:
         tree = FileSystemWriter("c", engine=engine).stage({"w": torch.ones(3)}).result()
         assert leased(engine) > 0 and tree["w"].tolist() == [1.0] * 3
         del tree
 
 
-def test_pytorchs_arguments_are_taken_in_pytorchs_order(tmp_path):
+def test_positional_arguments_have_pytorchs_order(tmp_path):
     writer = FileSystemWriter(tmp_path / "c", True, False, 2, 10, True, True)
     dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
     again = pickle.loads(pickle.dumps(writer))
@@ -359,7 +358,7 @@ def test_pytorchs_arguments_are_taken_in_pytorchs_order(tmp_path):
 
 
 @pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter])
-def test_a_flipped_bit_is_found_before_a_byte_is_set(tmp_path, writer):
+def test_reader_finds_a_flipped_bit_before_changing_the_state(tmp_path, writer):
     state = {"a": torch.full((100_000,), 5.0), "b": torch.zeros(10)}
     dcp.save(state, storage_writer=writer(tmp_path), no_dist=True)
     assert equal(loaded(state, tmp_path, storage_reader=Reader(tmp_path)), state)
@@ -375,7 +374,7 @@ def test_a_flipped_bit_is_found_before_a_byte_is_set(tmp_path, writer):
 
 
 @pytest.mark.parametrize(("cut", "says"), [(None, "is missing"), (40_000, "the file ends at")])
-def test_a_file_that_is_cut_or_gone_is_named(tmp_path, cut, says):
+def test_reader_names_a_truncated_or_missing_file(tmp_path, cut, says):
     state = {"a": torch.full((100_000,), 5.0)}
     write(state, tmp_path)
     (data,) = (tmp_path / name for name in files(tmp_path) if name.endswith(".distcp"))
@@ -387,7 +386,7 @@ def test_a_file_that_is_cut_or_gone_is_named(tmp_path, cut, says):
         loaded(state, tmp_path, storage_reader=Reader(tmp_path))
 
 
-def test_a_save_takes_little_memory_beside_that_of_its_copy(tmp_path: Path) -> None:
+def test_save_needs_little_memory_beside_its_copy(tmp_path: Path) -> None:
     state = {str(i): torch.ones(32 << 10) for i in range(192)}  # 24 MiB, none written as it lies
     with stillframe.Engine(pool_bytes="64MiB", block_bytes="16MiB", writer_threads=2) as engine:
         report = stillframe.dcp.save(state, tmp_path / "a", no_dist=True, engine=engine)
@@ -395,7 +394,7 @@ def test_a_save_takes_little_memory_beside_that_of_its_copy(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("save", [write, lambda *given: stillframe.dcp.save(*given, no_dist=True)])
-def test_a_tensor_without_bytes_is_refused_by_its_name(tmp_path, save):
+def test_meta_tensor_is_refused_by_name(tmp_path, save):
     state = {"a": torch.ones(3), "deep": {"w": torch.empty(4, device="meta")}}
     with pytest.raises(CheckpointException, match=r"deep\.w is on the meta device"):
         save(state, tmp_path / "c")
@@ -407,7 +406,7 @@ def test_a_tensor_without_bytes_is_refused_by_its_name(tmp_path, save):
 FIXED = 24 << 20
 
 
-def test_a_first_save_takes_its_state_once_and_a_fixed_amount_of_memory(tmp_path: Path) -> None:
+def test_first_save_takes_the_state_once_plus_a_fixed_amount(tmp_path: Path) -> None:
     state = {str(i): torch.ones(64 << 10) for i in range(256)}  # 64 MiB
     peak = peak_of(lambda: stillframe.dcp.save(state, tmp_path / "a", no_dist=True))
     assert 64 << 20 <= peak <= (64 << 20) + FIXED

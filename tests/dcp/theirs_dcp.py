@@ -5,17 +5,17 @@
 CHECKOUT is a directory with PyTorch's sources, of about the version that is installed, or only
 with its `test/distributed/checkpoint`.
 
-Runs the tests as they are (what fails then wants a GPU, a package or another version, and is not
-counted against anybody), and with `FileSystemWriter` and `PinnedStager` in place of PyTorch's
-`FileSystemWriter` and `DefaultStager` in every module and process (their_site). Prints how many
-pass, and each test that passes with PyTorch's parts and not with ours. Exit status 1 if there is
-one that EXPECTED does not explain, 2 for wrong usage. The tests want the package `expecttest`.
+Runs the tests unchanged first. Tests that fail then need a GPU, a package or another version, and
+do not count. Then runs them with stillframe's `FileSystemWriter` and `PinnedStager` in place of
+PyTorch's `FileSystemWriter` and `DefaultStager`, in every module and process (their_site). Prints
+how many pass, and each test that passes with PyTorch's parts and not with ours. The exit status is
+1 if EXPECTED does not explain one of these, and 2 for wrong usage. The tests need `expecttest`.
 
-With torch 2.13.0 on a CPU, and of PyTorch's tests test_file_system_checkpoint_cpu.py of 2026 and
-the two of test_format_utils.py that want no GPU, 16 of 19 pass as they are (two want `zstandard`,
-one a later torch) and 14 with ours: two give the writer an extension, which is refused. Of the 12
-of e2e/test_e2e_save_and_load.py that save with a writer or stager, 8 pass as they are and 12 with
-ours; what wants a GPU there runs on the CPU (their_site).
+Measured with torch 2.13.0 on a CPU and PyTorch's tests of 2026. There are 19 tests without a GPU in
+test_file_system_checkpoint_cpu.py and test_format_utils.py. Of these, 16 pass unchanged (two need
+`zstandard`, one a later torch) and 14 with ours: two use a writer extension, which is refused. In
+e2e/test_e2e_save_and_load.py, 12 tests save with a writer or stager. Of these, 8 pass unchanged and
+12 with ours; tests that need a GPU run on the CPU (their_site).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(given: argparse.Namespace, kind: str) -> dict[str, str]:
-    """The outcome of each test."""
+    """Run the tests and return the outcome of each."""
     outcomes: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
         results, log = Path(directory) / "results.xml", Path(tempfile.gettempdir())

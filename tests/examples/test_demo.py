@@ -1,4 +1,4 @@
-"""The demo: what it accepts, what it refuses, and one small run from end to end."""
+"""The demo: valid and invalid arguments, and one small run from end to end."""
 
 import argparse
 import os
@@ -84,8 +84,10 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(module, package):
 
 
 def run_of(save_s: float, finished_s: float | None, drift: float = 1.0):
-    """18 steps of 100 ms with a save after every third; the step that ends in one takes `save_s`
-    more, and each step is `drift` times as long as the one before."""
+    """Return 18 steps of 100 ms with a save after every third.
+
+    A step that ends in a save takes `save_s` more, and each step is `drift` times as long as the
+    one before."""
     from runs import Run, Save
 
     run = Run(starts=[0.0], grown_bytes=int(1000 * save_s))
@@ -100,7 +102,7 @@ def run_of(save_s: float, finished_s: float | None, drift: float = 1.0):
     return run
 
 
-def test_lost_time_is_what_steps_behind_a_save_took_more_than_steps_of_the_same_run_without():
+def test_lost_time_compares_steps_after_a_save_with_steps_without():
     from runs import figures
 
     of = figures([run_of(0.3, 0.15)], [run_of(0.0, 0.0)], period=4)
@@ -113,11 +115,11 @@ def test_lost_time_is_what_steps_behind_a_save_took_more_than_steps_of_the_same_
     assert of.memory_bytes == 300
 
 
-def test_a_machine_that_grows_slower_does_not_count_as_lost_time():
+def test_slowing_machine_does_not_count_as_lost_time():
     assert run_of(0.0, 0.01, drift=1.01).lost(4) == pytest.approx([0.0] * 3, abs=0.004)
 
 
-def test_steps_beside_a_save_that_goes_on_are_no_measure_of_steps_without():
+def test_steps_during_a_save_are_not_used_as_baseline():
     from runs import figures
 
     run = run_of(0.3, 0.15)
@@ -128,7 +130,7 @@ def test_steps_beside_a_save_that_goes_on_are_no_measure_of_steps_without():
     assert figures([run_of(0.3, None)], [run_of(0.0, 0.0)], period=4).finished_s is None
 
 
-def test_lost_time_is_told_with_its_error_and_left_out_where_that_is_larger():
+def test_lost_time_is_shown_with_its_error_or_left_out():
     import story
     from runs import Figures
 
@@ -141,7 +143,7 @@ def test_lost_time_is_told_with_its_error_and_left_out_where_that_is_larger():
 
 
 @pytest.mark.slow
-def test_a_small_demo_shows_the_table_and_passes_its_checks_leaving_nothing(tmp_path):
+def test_small_demo_prints_the_table_and_leaves_nothing(tmp_path):
     done = run_demo(["--size", "3MB", "--steps", "24"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for row in (
@@ -160,7 +162,7 @@ def test_a_small_demo_shows_the_table_and_passes_its_checks_leaving_nothing(tmp_
 
 
 @pytest.mark.slow
-def test_checkpoints_stay_where_the_user_named_a_directory(tmp_path):
+def test_checkpoints_stay_in_a_directory_named_by_the_user(tmp_path):
     arguments = ["--size", "3MB", "--steps", "24", "--dir", str(tmp_path / "here")]
     done = run_demo(arguments, tmp_path, PYTHONIOENCODING="ascii")  # whatever the terminal takes
     assert done.returncode == 0, done.stdout + done.stderr
@@ -172,7 +174,7 @@ def test_checkpoints_stay_where_the_user_named_a_directory(tmp_path):
 def run_demo(
     arguments: list[str], directory: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The demo in a process of its own, with `directory` for its temporary files."""
+    """Run the demo in its own process, with `directory` for its temporary files."""
     if bench_raw.file_system_of(Path(tempfile.gettempdir())) == "tmpfs":
         pytest.skip("the demo keeps off a tmpfs, so where it puts its files cannot be watched")
     return subprocess.run(

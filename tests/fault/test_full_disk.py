@@ -1,4 +1,4 @@
-"""R7: a full disk, a limit on the length of files. The old file stays, a later save works."""
+"""A full disk and a limit on file sizes: the old file stays, and a later save works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def clean():
 
 
 def in_small_tmpfs(size: int, code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Runs code in a tmpfs of `size` bytes that only it sees."""
+    """Run code in a private tmpfs of `size` bytes."""
     if shutil.which("unshare") is None or shutil.which("mount") is None:
         pytest.skip("unshare or mount is not installed")
     mount = f'mount -t tmpfs -o size={size} tmpfs "$0" && cd "$0"'
@@ -61,7 +61,7 @@ def test_a_full_disk_fails_the_save_and_keeps_the_old_file(tmp_path: Path) -> No
     assert done.stdout.startswith("ok")
 
 
-def test_every_size_of_disk_up_to_the_need_is_survived(tmp_path: Path) -> None:
+def test_every_disk_size_below_the_need_is_survived(tmp_path: Path) -> None:
     done = in_small_tmpfs(
         512 << 10,
         """
@@ -91,7 +91,7 @@ def test_every_size_of_disk_up_to_the_need_is_survived(tmp_path: Path) -> None:
     assert done.stdout == "ok\n"
 
 
-def test_a_limit_on_the_length_of_files_is_an_error_and_no_signal_kills(tmp_path: Path) -> None:
+def test_file_size_limit_raises_an_error_and_no_signal_kills(tmp_path: Path) -> None:
     code = CODE + textwrap.dedent(
         """
         import resource

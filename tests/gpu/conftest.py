@@ -1,6 +1,6 @@
-"""What needs a GPU. Everywhere else these tests are skipped, with the reason.
+"""Skips the tests of this folder, with the reason, on machines without a GPU.
 
-`make gpu` runs them with whatever Python has a torch that sees a device.
+`make gpu` runs them with a Python whose torch sees a device.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 
 
 def missing() -> str:
-    """Why these cannot run here, or ""."""
+    """Return why the tests cannot run here, or ""."""
     if torch.version.cuda is None:
         return f"needs a GPU: torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def device_is_well() -> Iterator[None]:
-    """An error on the device belongs to the test that made it."""
+    """Synchronise after each test, so that a device error fails the test that caused it."""
     yield
     if not missing():
         torch.cuda.synchronize()
@@ -36,7 +36,7 @@ def device_is_well() -> Iterator[None]:
 
 @pytest.fixture
 def busy() -> Any:
-    """Keeps the current stream busy for some tenths of a second, and says whether it still is."""
+    """Keep the current stream busy for tenths of a second; return a test whether it still is."""
 
     def keep() -> Any:
         event = torch.cuda.Event()

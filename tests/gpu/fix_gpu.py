@@ -1,4 +1,4 @@
-"""What is trained on the device, and how states are compared."""
+"""A training on the device, and the comparison of states."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ class Training:
         self.input = torch.randn(64, width, device=device)
         for _ in range(8):
             self.step()
-            # What may be deferred is known after step 4, and later if the host runs ahead.
+            # Storages are decided after step 4, or later if the host runs ahead.
             torch.cuda.synchronize(device)
 
     def step(self) -> None:
@@ -29,7 +29,7 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def now(self) -> Any:
-        """The state as it is, on the CPU."""
+        """Return a copy of the current state on the CPU."""
         return to_cpu(copy.deepcopy(self.state()))
 
 
@@ -44,7 +44,7 @@ def to_cpu(node: Any) -> Any:
 
 
 def same(got: Any, wanted: Any, where: str = "") -> None:
-    """Equal to the last bit, wherever the tensors live."""
+    """Tell whether two trees are equal bit for bit, on whatever devices."""
     if isinstance(wanted, torch.Tensor):
         one, two = (each.detach().cpu().reshape(-1).view(torch.uint8) for each in (got, wanted))
         assert torch.equal(one, two), where

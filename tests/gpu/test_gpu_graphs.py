@@ -1,4 +1,4 @@
-"""CUDA graphs and compiled steps on a real device: no capture is broken, no replay is missed."""
+"""CUDA graphs and compiled steps on a real device: captures stay valid, replays are noticed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_call_inside_a_capture_is_refused_and_does_not_break_it(
 
 
 def test_a_lane_at_work_does_not_break_a_capture(tmp_path: Path, engine: Any) -> None:
-    """In torch's default mode a query of an event by any thread would."""
+    """In torch's default capture mode, a query of an event by any thread breaks the capture."""
     training = Training(CAPTURABLE)
     extra = torch.zeros(MIB, device="cuda")
     torch.cuda.synchronize()
@@ -78,7 +78,7 @@ def test_a_captured_step_is_noticed_and_its_replays_tear_nothing(
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_a_compiled_step(tmp_path: Path, engine: Any) -> None:
+def test_compiled_step_is_waited_for(tmp_path: Path, engine: Any) -> None:
     training = Training(CAPTURABLE)
     try:
         step = torch.compile(training.optimizer.step)

@@ -1,4 +1,4 @@
-"""Offloading to a real device, where autograd runs backward on threads of its own."""
+"""Offloading on a real device, where autograd runs backward on its own threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PASSES = 200
 
 
 class Bang(torch.autograd.Function):
-    """Its backward fails."""
+    """An operation whose backward fails."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
 
 def test_failed_backwards_add_nothing_after_their_error() -> None:
-    """A training that catches an out-of-memory error, clears the gradients and tries again."""
+    """The training catches an out-of-memory error, clears the gradients and tries again."""
     torch.manual_seed(0)
     layers = [Layer() for _ in range(4)]
     model = nn.Sequential(*layers)
@@ -87,7 +87,7 @@ assert torch.load(path)["a"].tolist() == list(range(9))
 
 @pytest.mark.parametrize("use", FIRST)
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "last"])
-def test_it_may_be_the_first_use_of_a_device(use: str, device: str, tmp_path) -> None:
+def test_offloading_may_be_the_first_use_of_a_device(use: str, device: str, tmp_path) -> None:
     if device == "last":
         device = f"cuda:{torch.cuda.device_count() - 1}"
     program = (

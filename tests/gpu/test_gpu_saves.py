@@ -1,4 +1,4 @@
-"""Saves and snapshots from a real device: right bytes, no memory of the device, no host wait."""
+"""Saves and snapshots on a real device: right bytes, no device memory, no wait of the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine() -> Any:
 
 
 @pytest.mark.parametrize("make", [FUSED, FOREACH, SGD], ids=["fused", "foreach", "sgd"])
-def test_every_file_is_the_state_at_the_call(make: Any, tmp_path: Path, engine: Any) -> None:
+def test_every_file_holds_the_state_at_the_call(make: Any, tmp_path: Path, engine: Any) -> None:
     training = Training(make)
     for _ in range(10):
         wanted = training.now()
@@ -42,7 +42,7 @@ def test_every_file_is_the_state_at_the_call(make: Any, tmp_path: Path, engine: 
 
 
 @pytest.mark.parametrize("pool_blocks", [1, 2, 5])
-def test_a_small_pool_serves(pool_blocks: int, tmp_path: Path) -> None:
+def test_save_works_with_a_small_pool(pool_blocks: int, tmp_path: Path) -> None:
     training = Training(FUSED)
     with stillframe.Engine(pool_bytes=pool_blocks * MIB, block_bytes=MIB) as small:
         for _ in range(3):
@@ -53,7 +53,7 @@ def test_a_small_pool_serves(pool_blocks: int, tmp_path: Path) -> None:
             same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_it_takes_no_memory_of_the_device(tmp_path: Path, engine: Any) -> None:
+def test_save_takes_no_device_memory(tmp_path: Path, engine: Any) -> None:
     training = Training(FUSED)
     stillframe.save(training.state(), tmp_path / "a.pt", engine=engine)
     training.step()
@@ -94,7 +94,7 @@ def test_work_queued_before_the_call_is_in_the_file(tmp_path: Path, engine: Any,
     assert torch.load(tmp_path / "a.pt", map_location="cpu")[0].eq(1.0).all()
 
 
-def test_a_side_stream_and_a_thread_of_their_own(tmp_path: Path, engine: Any) -> None:
+def test_saves_work_from_a_side_stream_and_another_thread(tmp_path: Path, engine: Any) -> None:
     failed: list[BaseException] = []
 
     def one(name: str) -> None:
@@ -118,7 +118,7 @@ def test_a_side_stream_and_a_thread_of_their_own(tmp_path: Path, engine: Any) ->
     assert not failed, failed
 
 
-def test_optimizers_that_step_in_backward(tmp_path: Path, engine: Any) -> None:
+def test_saves_work_with_optimizers_inside_backward(tmp_path: Path, engine: Any) -> None:
     training = Training(FUSED)
     optimizers = {p: torch.optim.AdamW([p], fused=True) for p in training.model.parameters()}
 
@@ -138,7 +138,7 @@ def test_optimizers_that_step_in_backward(tmp_path: Path, engine: Any) -> None:
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_a_grad_scaler(tmp_path: Path, engine: Any) -> None:
+def test_saves_work_with_a_grad_scaler(tmp_path: Path, engine: Any) -> None:
     training, scaler = Training(FUSED), torch.amp.GradScaler("cuda")
     for _ in range(6):
         wanted = training.now()
@@ -153,7 +153,7 @@ def test_a_grad_scaler(tmp_path: Path, engine: Any) -> None:
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_tensors_that_leave_the_device_while_they_are_copied(tmp_path: Path, engine: Any) -> None:
+def test_tensors_may_leave_the_device_during_the_copy(tmp_path: Path, engine: Any) -> None:
     training = Training(FUSED)
     wanted = training.now()
     handle = stillframe.async_save(training.state(), tmp_path / "a.pt", engine=engine)
@@ -179,7 +179,7 @@ def test_a_snapshot_is_the_state_at_the_call(overlap: bool, engine: Any) -> None
         snap.release()
 
 
-def test_many_small_tensors(tmp_path: Path, engine: Any) -> None:
+def test_many_small_tensors_are_saved(tmp_path: Path, engine: Any) -> None:
     tree = [torch.full((i % 300 + 1,), float(i), device="cuda") for i in range(5000)]
     handle = stillframe.async_save(tree, tmp_path / "a.pt", engine=engine)
     report = handle.result()
@@ -187,7 +187,7 @@ def test_many_small_tensors(tmp_path: Path, engine: Any) -> None:
     assert not any("batched" in sentence for sentence in report.fallbacks), report.fallbacks
 
 
-def test_the_driver_is_named_and_memory_is_pinned(tmp_path: Path, engine: Any) -> None:
+def test_driver_is_named_and_memory_is_pinned(tmp_path: Path, engine: Any) -> None:
     report = stillframe.save([torch.ones(MIB, device="cuda")], tmp_path / "a.pt", engine=engine)
     print(engine.stats()["driver"], report.fallbacks)
     assert "CUDA driver" in engine.stats()["driver"]
@@ -209,7 +209,7 @@ assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.parametrize("config", ["expandable_segments:True", "backend:cudaMallocAsync"])
-def test_other_allocators(config: str, tmp_path: Path) -> None:
+def test_saves_work_with_other_allocators(config: str, tmp_path: Path) -> None:
     import os
 
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": config, "PYTORCH_ALLOC_CONF": config}

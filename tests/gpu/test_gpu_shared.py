@@ -1,7 +1,7 @@
-"""Pinned memory that other processes have too: mapped by spawned ones, inherited by forked ones.
+"""Pinned memory that spawned processes map and forked ones inherit.
 
-Until these have run on a device, neither is promised there: a driver may refuse pages of a file,
-and a fork beside pages that it has pinned may leave parent and device with different ones.
+Neither is promised on a GPU until these tests have run there. A driver may refuse pages of a file,
+and after a fork the parent and the device may have different pages.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MIB = 1 << 20
 
 
 def state(training: Training) -> dict[str, Any]:
-    """With tensors of the host too: both kinds in the same blocks."""
+    """Return a state with device and host tensors, which share blocks."""
     return {**training.state(), "host": torch.full((3 * MIB,), float(training.input[0, 0]))}
 
 
 def total(node: Any) -> int:
-    """Of all bytes, without torch's threads, which a forked child does not have."""
+    """Sum all bytes without torch's threads, which a forked child does not have."""
     if isinstance(node, torch.Tensor):
         return sum(node.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()[::97])
     return sum(map(total, node.values())) if isinstance(node, dict) else 0

@@ -23,7 +23,7 @@ _VERSION = "2.4.0"  # of Lightning: old enough that no version of today has anyt
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint consists of.
+    """The tensors of a checkpoint.
 
     Attributes:
         sizes: Bytes of each tensor, in the order of the pickle.

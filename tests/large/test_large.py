@@ -40,7 +40,7 @@ def test_every_way_loads_a_small_state(
     assert not list(tmp_path.iterdir())
 
 
-def test_hang_is_one_failure_and_says_where_the_threads_stood(
+def test_hang_counts_as_one_failure_and_prints_the_threads_stacks(
     scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen = ("--states", "260 MiB", "--saves", "torch.save", "--loads", "load")

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Models this small are trained faster by one thread, above all beside other tests."""
+    """Use one torch thread: small models train faster so, above all beside other tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -30,11 +30,11 @@ def one_thread():
 
 @pytest.fixture(params=fix_lightning.PACKAGES)
 def pkg(request):
-    """Each of the two packages."""
+    """Run the test with each of the two packages."""
     return fix_lightning.package(request.param)
 
 
 @pytest.fixture
 def lit():
-    """`lightning` alone, where one package is as good as two."""
+    """Run the test with `lightning` only."""
     return fix_lightning.package("lightning")

@@ -1,4 +1,4 @@
-"""What a save or a remove has done on return, seen by its caller."""
+"""Helpers that show what a save or a remove has done when it returns."""
 
 import stillframe
 from fix_holds import held_until_awaited
@@ -6,8 +6,7 @@ from stillframe._lightning.rotation import Rotation
 
 
 def save_and_look(trainer, path, seen):
-    """Saves on a disk that stands still until it is waited for; notes whether the file is there on
-    return."""
+    """Save on a disk that stands still until a wait; record whether the file exists on return."""
     with held_until_awaited("fdatasync"):
         trainer.save_checkpoint(path)
         seen.append(path.exists())
@@ -15,7 +14,7 @@ def save_and_look(trainer, path, seen):
 
 
 def waits(monkeypatch):
-    """A list, longer with each wait for removes and links from now on."""
+    """Return a list that grows with each wait for removes and links."""
     made, wait = [], Rotation.wait
 
     def noted(self):

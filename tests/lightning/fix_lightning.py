@@ -29,11 +29,11 @@ SLURM = {
     "SLURM_NODEID": "0",
     "SLURM_NODELIST": "localhost",
 }
-WIDTH = 300  # 300 x 300 floats are above the sizes that are captured whoever owns them
+WIDTH = 300  # 300 x 300 floats are above the sizes that are always captured
 
 
 def package(name):
-    """The names that the tests use, of `lightning` or of `pytorch_lightning`."""
+    """Return the names that the tests use, from `lightning` or `pytorch_lightning`."""
     if name == "lightning":
         pl = importlib.import_module("lightning.pytorch")
         fabric = importlib.import_module("lightning.fabric")
@@ -64,7 +64,7 @@ def loader(nr_samples=32, batch_size=4):
 
 
 class ModelMixin:
-    """A regression whose losses are kept; `layer` is what Lightning's manual optimization saves."""
+    """A regression that records its losses. Lightning's manual optimization saves `layer`."""
 
     def __init__(self, lr=0.01):
         super().__init__()
@@ -94,7 +94,7 @@ class ModelMixin:
 
 
 class ManualMixin:
-    """The same, optimized by hand, with the weights before each step kept for ModelCheckpoint."""
+    """The same with manual optimization, and the weights before each step for ModelCheckpoint."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ PytorchLightningModel, PytorchLightningManualModel = _named(
 
 
 def trainer(pkg, tmp_path, **options):
-    """A quiet CPU Trainer; `plugin=` is its CheckpointIO."""
+    """Make a quiet CPU Trainer; `plugin=` is its CheckpointIO."""
     plugin = options.pop("plugin", None)
     options.setdefault("max_steps", 8)
     options.setdefault("limit_val_batches", 0)
@@ -169,7 +169,7 @@ def every_steps(pkg, directory, steps, **options):
 
 
 def copied(tree):
-    """A deep copy that shares nothing with what it copies."""
+    """Return a deep copy that shares no memory with the original."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().clone()
     if isinstance(tree, dict):
@@ -180,7 +180,7 @@ def copied(tree):
 
 
 def assert_same(left, right, where="checkpoint"):
-    """Bit for bit the same tree."""
+    """Assert that two trees are equal bit for bit."""
     if isinstance(left, torch.Tensor):
         assert torch.equal(left, right), where
     elif isinstance(left, dict):
@@ -200,7 +200,7 @@ def load(path):
 
 
 def at(pkg, actions):
-    """A callback that runs `actions[step](trainer)` at the end of that global step's batch."""
+    """Make a callback that runs `actions[step](trainer)` at the end of that global step's batch."""
 
     class At(pkg.Callback):
         def on_train_batch_end(self, trainer, module, *args):

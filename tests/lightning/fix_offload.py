@@ -1,4 +1,4 @@
-"""What the tests of CPUOffloadCallback have in common."""
+"""Fixtures of the tests of CPUOffloadCallback."""
 
 import gc
 import importlib
@@ -14,7 +14,7 @@ KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
 
 @pytest.fixture
 def offload(pkg):
-    """The callback's class in each of the two packages."""
+    """Return the callback's class, from each of the two packages in turn."""
     return importlib.import_module(f"stillframe.{pkg.name}").CPUOffloadCallback
 
 
@@ -25,7 +25,7 @@ def strategies(pkg):
 
 @pytest.fixture
 def small_pool(monkeypatch):
-    """A default engine of one block of 1 MiB."""
+    """Configure a default engine with one block of 1 MiB."""
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
         monkeypatch.setattr(
             sys.modules["stillframe._snapshot.snapshot"], "engine_or_default", lambda given: engine
@@ -42,23 +42,23 @@ def nothing_stays_leased():
 
 
 def leased():
-    """Bytes of the default pool that are in use."""
+    """Return the bytes of the default pool that are in use."""
     return stillframe.default_engine().stats()["leased_bytes"]
 
 
 def part_of(pkg, name):
-    """A module of the package's training half."""
+    """Import a module of the package's `pytorch` half."""
     root = "lightning.pytorch" if pkg.name == "lightning" else pkg.name
     return importlib.import_module(f"{root}.{name}")
 
 
 def lightning_async(pkg):
-    """Lightning's own AsyncCheckpointIO."""
+    """Return Lightning's own AsyncCheckpointIO."""
     return part_of(pkg, "plugins.io").AsyncCheckpointIO
 
 
 def recorder(pkg, seen):
-    """Keeps a copy of what a checkpoint is when the callbacks get it; stands before ours."""
+    """Make a callback before ours that copies each checkpoint as the callbacks get it."""
 
     class Recorder(pkg.Callback):
         def on_save_checkpoint(self, trainer, module, checkpoint):
@@ -68,7 +68,7 @@ def recorder(pkg, seen):
 
 
 def of(rank=0, strategy=None):
-    """As much of a Trainer as the callback looks at."""
+    """Return the parts of a Trainer that the callback reads."""
     return SimpleNamespace(global_rank=rank, strategy=strategy, optimizers=[])
 
 

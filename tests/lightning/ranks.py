@@ -1,9 +1,9 @@
-"""What the ranks of test_ranks.py run: `python ranks.py START DIRECTORY SCENARIO...`.
+"""The scenarios of test_ranks.py: `python ranks.py START DIRECTORY SCENARIO...`.
 
-START is "spawn", "fork" (Lightning starts the ranks) or "torchrun" (they are started already).
-The scenarios run one after the other, since a process takes seconds to import all it needs. Each
-has DIRECTORY/SCENARIO to itself; every rank writes what it saw to rank<n>.json there, and each
-process what the scenario raised to raised<n>.txt.
+START is "spawn", "fork" (Lightning starts the ranks) or "torchrun" (they run already). Scenarios
+run one after the other, because a process takes seconds to import everything. Each has its own
+DIRECTORY/SCENARIO. Every rank writes its notes to rank<n>.json there, and each process writes the
+scenario's error to raised<n>.txt.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ RANKS = 2
 
 
 class Report:
-    """Notes of this rank."""
+    """A callback that writes this rank's notes."""
 
     def __init__(self, directory):
         self.directory, self.notes = directory, {}
 
     def write(self, rank):
         (Path(self.directory) / f"rank{rank}.json").write_text(json.dumps(self.notes))
-        # A rank that Lightning started ends like this, before the interpreter does: gloo's
-        # threads abort a process that ends around them, whoever saved.
+        # End a rank that Lightning started before the interpreter ends: otherwise gloo's threads
+        # abort the process, with or without stillframe.
         multiprocessing.util.Finalize(None, leave, exitpriority=0)
 
 
@@ -69,7 +69,7 @@ def checkpoints(directory, **options):
 
 
 class Pools(Callback):
-    """Which rank has an engine, looked at when training has ended."""
+    """Notes at the end of training whether the rank has an engine."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -82,7 +82,7 @@ class Pools(Callback):
 
 
 def trains(start, directory):
-    """An ordinary run on a slow disk, link and all."""
+    """Train on a slow disk, with `save_last="link"`."""
     with slow("fdatasync", 0.2):
         run = make_trainer(
             start, directory, [Pools(directory), checkpoints(directory, save_last="link")]
@@ -99,7 +99,7 @@ def trains(start, directory):
 
 
 class FullDisk(Callback):
-    """Rank 0's disk is full from step 2 on; notes what `save_checkpoint` raises on each rank."""
+    """Fills rank 0's disk from step 2 on and notes the error of `save_checkpoint` on each rank."""
 
     def __init__(self, directory, late):
         self.directory, self.late = directory, late
@@ -125,17 +125,17 @@ class FullDisk(Callback):
 
 
 def full_disk(start, directory):
-    """Found by a save in the middle of training."""
+    """Fill the disk so that a save during training notices it."""
     _fit_on(FullDisk(directory, late=False), start, directory, max_steps=8)
 
 
 def full_disk_at_the_end(start, directory):
-    """Found only when training has ended."""
+    """Fill the disk so that only the end of training notices it."""
     _fit_on(FullDisk(directory, late=True), start, directory, max_steps=6)
 
 
 def full_disk_after_training(start, directory):
-    """A save that is durable on return, behind which all ranks meet."""
+    """Fill the disk after training: the save is durable on return, and all ranks meet after it."""
     run = make_trainer(start, directory, [checkpoints(directory)])
     run.fit(LightningModel(), loader())
     report = Report(directory)
@@ -160,7 +160,7 @@ def _fit_on(full_disk, start, directory, **options):
 
 
 class Resume(Callback):
-    """Every rank restores, in the middle of training, what rank 0 is still writing."""
+    """Restores on every rank, during training, the checkpoint that rank 0 is still writing."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -193,7 +193,7 @@ def finds_a_rate(start, directory):
 
 
 def several_fits(start, directory):
-    """Each rank looks for the newest checkpoint as soon as its own part of a fit has ended."""
+    """Fit twice; each rank searches for the newest checkpoint as soon as its fit has ended."""
     plugin = AsyncCheckpointIO()
     with slow("fdatasync", 0.3):
         for steps in (4, 8):
@@ -208,7 +208,7 @@ def several_fits(start, directory):
 
 
 def full_state(start, directory):
-    """FSDP2 with full state dicts: rank 0 has all of it."""
+    """Train with FSDP2 and full state dicts, which rank 0 has completely."""
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
@@ -252,7 +252,7 @@ def train_with_fabric(fabric, directory):
 
 
 def fabric(start, directory):
-    """Fabric under DDP: the last save is waited for by wait_all."""
+    """Save with Fabric under DDP; `wait_all` waits for the last save."""
     import lightning.fabric
 
     run = lightning.fabric.Fabric(
@@ -269,7 +269,7 @@ def fabric(start, directory):
 
 
 def fabric_fsdp2(start, directory):
-    """Fabric under DDP's strategy, the model sharded by FSDP2: its full state is saved."""
+    """Save the full state of an FSDP2 model with Fabric under DDP's strategy."""
     import lightning.fabric
     from torch import nn
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

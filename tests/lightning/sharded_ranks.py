@@ -1,9 +1,9 @@
-"""What test_sharded.py runs: two ranks that are forked from this process and talk over gloo.
+"""The scenarios of test_sharded.py: two forked ranks that communicate over gloo.
 
     python sharded_ranks.py DIRECTORY
 
-Each scenario has a directory of its own, and each rank notes there what it saw. Torch and both
-packages are imported once, before the fork; Lightning takes the ranks for torchrun's.
+Each scenario has its own directory, in which each rank writes its notes. torch and both packages
+are imported once, before the fork. Lightning takes the ranks for those of torchrun.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def model_of(pkg):
 
 
 def run(pkg, path, callbacks=(), *, plugin=True, model=None, ckpt_path=None, samples=64, **options):
-    """A fit under ModelParallelStrategy; the Trainer, and what it raised."""
+    """Fit under ModelParallelStrategy; return the Trainer and its error."""
     strategies = importlib.import_module(
         f"{pkg.Trainer.__module__.split('.trainer')[0]}.strategies"
     )
@@ -77,7 +77,7 @@ def saving(pkg, path, **options):
 
 
 def at_step(pkg, actions):
-    """A callback that stands behind ModelCheckpoint's: `actions[step](trainer)`."""
+    """Make a callback after ModelCheckpoint that runs `actions[step](trainer)`."""
 
     class At(pkg.ModelCheckpoint):
         def on_train_batch_end(self, trainer, module, *args):
@@ -98,7 +98,7 @@ def local(tensor):
 
 
 def state_of(fitted):
-    """This rank's part of parameters and optimizer state."""
+    """Return this rank's part of parameters and optimizer state."""
     (optimizer,) = fitted.optimizers
     held = [local(each) for each in fitted.strategy.model.parameters()]
     for each in optimizer.state.values():
@@ -111,7 +111,7 @@ def same(one, other):
 
 
 def resumed(pkg, path, checkpoint, **options):
-    """What a new Trainer holds that goes on from a checkpoint, and does no step."""
+    """Return the state of a new Trainer that resumes from a checkpoint and does no step."""
     held = {}
 
     class Look(pkg.Callback):
@@ -126,7 +126,7 @@ def resumed(pkg, path, checkpoint, **options):
 
 
 def names(path):
-    """Of checkpoints and what they hold, with the saves' own ids left out."""
+    """List checkpoints and their files, with the ids of saves removed."""
     found = {}
     for each in sorted(path.iterdir()):
         found[each.name] = sorted({name.split(".")[0] or name for name in os.listdir(each)})
@@ -144,7 +144,7 @@ def full_on_rank_1(rank):
 
 
 def behind(checkpoint, do):
-    """An action that lets the save of `checkpoint` end first."""
+    """Return an action that runs after the save of `checkpoint` has ended."""
 
     def action(trainer):
         ordered.wait_for_path(checkpoint)
@@ -157,7 +157,7 @@ def behind(checkpoint, do):
 
 
 def trains(path, rank, pkg):
-    """On slow disks: what the call leaves undone, what is there at the end, who reads it."""
+    """Train on slow disks; note unwritten files after the call, final files, and readers."""
     held, reports, unfinished = {}, [], []
     directory = path / "c"
 
@@ -196,7 +196,7 @@ def trains(path, rank, pkg):
 
 
 def lightnings_own(path, rank, pkg):
-    """What Lightning has saved by itself is loaded, saved over, and loaded again."""
+    """Load Lightning's own checkpoint, save over it, and load it again."""
     checkpoint = path / "c"
     first = run(pkg, path, plugin=False, max_steps=2)
     first.save_checkpoint(checkpoint)
@@ -217,7 +217,7 @@ def lightnings_own(path, rank, pkg):
 
 
 def overwrites(path, rank, pkg):
-    """`last.ckpt` is saved over and over; files and links of a name make way."""
+    """Save repeatedly to `last.ckpt`; a save replaces files and links of its name."""
     seen = []
     put = checkpoint.put_in_place
 
@@ -254,7 +254,7 @@ def overwrites(path, rank, pkg):
 
 
 def in_flight(path, rank, pkg):
-    """Every rank restores, in the middle of training, what is still being written."""
+    """Restore on every rank, during training, a checkpoint that is still being written."""
     loaded, unfinished = [], []
     checkpoint = path / "c" / "step=4.ckpt"
 
@@ -270,7 +270,7 @@ def in_flight(path, rank, pkg):
 
 
 def full_disk(path, rank, pkg):
-    """On rank 1, found by the next save: all ranks raise it once, the older checkpoint stays."""
+    """Fill rank 1's disk: all ranks raise at the next save, once, and the old checkpoint stays."""
     full = full_on_rank_1(rank)
 
     actions = {
@@ -308,7 +308,7 @@ def full_disk_at_the_end(path, rank, pkg):
 
 
 def warns(path, rank, pkg):
-    """`on_error="warn"`: training goes on, and the older checkpoint is kept."""
+    """Fail with `on_error="warn"`: training goes on, and the old checkpoint stays."""
     full = full_on_rank_1(rank)
     plugin = pkg.AsyncCheckpointIO(on_error="warn")
     actions = {3: behind(path / "c" / "step=2.ckpt", full.__enter__)}
@@ -324,7 +324,7 @@ def warns(path, rank, pkg):
 
 
 def call_fails(path, rank, pkg):
-    """On rank 1, which cannot copy its state: all ranks raise that, once."""
+    """Fail the copy on rank 1: all ranks raise its error, once."""
     submit = sharded._saved
 
     def broken(saver, state, *args):
@@ -353,7 +353,7 @@ def call_fails(path, rank, pkg):
 
 
 class Broken(torch.Tensor):
-    """Cannot be copied."""
+    """An object that cannot be copied."""
 
     def __new__(cls):
         return torch.Tensor._make_subclass(cls, torch.zeros(5000))
@@ -363,7 +363,7 @@ class Broken(torch.Tensor):
 
 
 def small_pool(path, rank, pkg):
-    """A state that does not fit is saved all the same, during the call."""
+    """Save a state that does not fit into the pool; it is saved during the call."""
     reports, done = [], []
     plugin = pkg.AsyncCheckpointIO(
         pool_bytes=1 << 24, on_durable=lambda path, report: reports.append(report)
@@ -384,7 +384,7 @@ def small_pool(path, rank, pkg):
 
 
 def interrupted(path, rank, pkg):
-    """Ctrl-C on all ranks while a save is in flight: it is whole when the fit has ended."""
+    """Press Ctrl-C on all ranks during a save: the checkpoint is complete after the fit."""
 
     def interrupt(trainer):
         raise KeyboardInterrupt
@@ -399,7 +399,7 @@ def interrupted(path, rank, pkg):
 
 
 def incomplete(path, rank, pkg):
-    """A directory whose save never ended is refused on all ranks, with the reason."""
+    """Load the directory of an unfinished save: all ranks refuse it with the reason."""
     if rank == 0:
         (path / "c").mkdir()
         (path / "c" / "meta.pt").touch()
@@ -408,7 +408,7 @@ def incomplete(path, rank, pkg):
 
 
 def fabric(path, rank, pkg):
-    """The same through Fabric, whose saves return when the state is captured."""
+    """Save with Fabric, whose saves return when the state is captured."""
     ours = importlib.import_module(f"stillframe.{pkg.name}")
     strategies = importlib.import_module(f"{pkg.Fabric.__module__.rsplit('.', 1)[0]}.strategies")
 
@@ -476,7 +476,7 @@ def fabric(path, rank, pkg):
 
 
 def killed(path, rank, pkg):
-    """One rank, in the middle of a save: the other ends, with a reason, and the older one loads."""
+    """Kill one rank during a save: the other ends with a reason, and the old checkpoint loads."""
 
     def kill(trainer):
         if rank == 1:

@@ -1,5 +1,6 @@
-"""What the ranks of a Trainer raise together: what one of them sends, and what another makes of it.
-test_ranks.py and test_sharded.py have the ranks themselves."""
+"""How the ranks of a Trainer agree on an error: what a rank sends, and what the others raise.
+
+test_ranks.py and test_sharded.py run real ranks."""
 
 import errno
 import pickle
@@ -12,7 +13,7 @@ from stillframe._lightning import ranks
 
 
 class Unreadable(Exception):
-    """Is pickled, and cannot be made again: what it takes is not among its `args`."""
+    """An exception that can be pickled but not unpickled, because its `args` lack an argument."""
 
     def __init__(self, path, reason):
         super().__init__(f"{path}: {reason}")
@@ -20,7 +21,7 @@ class Unreadable(Exception):
 
 @pytest.fixture
 def agree(monkeypatch):
-    """`agree(of_others, error, unmade)`: on rank 1, where the other ranks have (error, unmade)."""
+    """Return `agree(of_others, error, unmade)`, which acts as rank 1 beside other ranks."""
 
     def asked(of_others, error=None, unmade=False):
         rows = [(ranks._packed(each), that) for each, that in of_others]
@@ -39,11 +40,11 @@ def agree(monkeypatch):
     return asked
 
 
-def test_without_an_error_nothing_is_raised(agree):
+def test_ranks_without_errors_raise_nothing(agree):
     assert agree([(None, False)], None, False) == (None, False)
 
 
-def test_each_raises_its_own_and_who_has_none_the_first(agree):
+def test_rank_raises_its_own_error_or_else_the_first_ranks(agree):
     own, full = ValueError("own"), stillframe.SaveError(errno.ENOSPC, "full", "a.ckpt", "write")
     assert agree([(full, False)], own)[0] is own
     raised, unmade = agree([(None, False), (full, False), (KeyError("b"), False)])
@@ -53,20 +54,20 @@ def test_each_raises_its_own_and_who_has_none_the_first(agree):
 
 
 @pytest.mark.parametrize("own", [None, ValueError("own")])
-def test_a_save_that_one_rank_could_not_begin_was_made_by_none(agree, own):
+def test_save_that_one_rank_could_not_begin_counts_as_not_made_on_all(agree, own):
     assert agree([(KeyError("a"), True)], own)[1]
     assert not agree([(KeyError("a"), False)], own)[1]
 
 
 @pytest.mark.parametrize("error", [Unreadable("a.ckpt", "full"), ValueError(lambda: None)])
-def test_an_error_that_no_other_rank_can_read_is_told_in_words(agree, error):
+def test_error_that_cannot_be_unpickled_is_sent_as_text(agree, error):
     raised, _ = agree([(error, False)])
     assert type(raised) is stillframe.StillframeError
     assert str(raised).startswith(type(error).__name__)
     pickle.dumps(raised)
 
 
-def test_ranks_that_cannot_talk_to_each_other_are_not_several(monkeypatch):
+def test_ranks_without_a_process_group_count_as_one(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     assert not ranks.several(SimpleNamespace(world_size=2))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""The scripts that measure loads run, in their smallest form and in this process."""
+"""The benchmarks of loads and fits, in their smallest form and in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scripts(monkeypatch):
 
 
 @pytest.mark.parametrize("saved_by", ["torch.save", "stillframe.save"])
-def test_loads_are_measured(saved_by, scripts, tmp_path):
+def test_benchmark_measures_loads(saved_by, scripts, tmp_path):
     import restore
     import restore_process
 
@@ -36,7 +36,7 @@ def test_loads_are_measured(saved_by, scripts, tmp_path):
     assert restore_process.verify(path) > 0
 
 
-def test_a_process_answers_until_it_fails(scripts):
+def test_benchmark_process_answers_until_it_fails(scripts):
     from common import BenchError
     from process import Worker
 
@@ -55,7 +55,7 @@ def test_a_process_answers_until_it_fails(scripts):
         worker.call("sleep", 600)
 
 
-def test_what_is_measured_beside_the_loads_has_a_colour_too(scripts):
+def test_every_measured_load_has_a_colour(scripts):
     import pictures
     import restore
 
@@ -63,7 +63,7 @@ def test_what_is_measured_beside_the_loads_has_a_colour_too(scripts):
     assert len(set(shown)) == len(shown)
 
 
-def test_a_restart_is_measured(scripts, tmp_path, lit):
+def test_benchmark_measures_a_restart(scripts, tmp_path, lit):
     import restart
 
     path = tmp_path / "x.ckpt"
@@ -74,7 +74,7 @@ def test_a_restart_is_measured(scripts, tmp_path, lit):
         assert found["peak_nbytes"] >= 0
 
 
-def test_what_fits_lose_is_judged_with_its_error(scripts):
+def test_lost_speed_of_a_fit_is_judged_with_its_error(scripts):
     import lightning_fit
     from common import Series
 
@@ -88,7 +88,7 @@ def test_what_fits_lose_is_judged_with_its_error(scripts):
     assert judged([0.15, 0.16, 0.17]) == "ahead of both: MISSED; <= 2%: MISSED"
 
 
-def test_each_fit_is_held_against_one_without_checkpoints_in_the_same_turn(scripts, monkeypatch):
+def test_each_fit_is_compared_with_one_without_checkpoints_in_its_round(scripts, monkeypatch):
     import lightning_fit
 
     asked = []

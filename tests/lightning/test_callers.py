@@ -1,4 +1,4 @@
-"""When a save returns depends on who makes it."""
+"""When a save returns, for every kind of caller."""
 
 import gc
 import os
@@ -57,7 +57,7 @@ def test_only_training_saves_asynchronously(pkg, tmp_path):
     assert outside == [True] * 6
 
 
-def test_training_that_broke_off_has_ended(lit, tmp_path):
+def test_interrupted_training_counts_as_ended(lit, tmp_path):
     seen = []
 
     def boom(trainer):
@@ -70,7 +70,7 @@ def test_training_that_broke_off_has_ended(lit, tmp_path):
     assert seen == [True]
 
 
-def test_a_validation_after_training_that_broke_off_is_no_training(lit, tmp_path):
+def test_validation_after_interrupted_training_saves_durably(lit, tmp_path):
     seen = []
 
     def boom(trainer):
@@ -95,7 +95,7 @@ def test_a_validation_after_training_that_broke_off_is_no_training(lit, tmp_path
     assert seen == [True]
 
 
-def test_a_plugin_that_somebody_wraps_is_found(lit, tmp_path):
+def test_plugin_inside_a_users_wrapper_is_found(lit, tmp_path):
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
     seen = []
@@ -110,7 +110,7 @@ def test_a_plugin_that_somebody_wraps_is_found(lit, tmp_path):
     assert seen == [False, True]
 
 
-def test_two_trainers_of_one_plugin_are_told_apart(lit, tmp_path):
+def test_two_trainers_with_one_plugin_are_distinguished(lit, tmp_path):
     seen = []
     plugin = lit.AsyncCheckpointIO()
     done = trainer(lit, tmp_path, plugin=plugin, max_steps=1)
@@ -153,7 +153,7 @@ def test_removes_outside_training_are_done_on_return(lit, tmp_path):
     assert not (tmp_path / "a.ckpt").exists()
 
 
-def test_a_remove_is_of_the_trainer_that_asks_for_it(lit, tmp_path, monkeypatch):
+def test_remove_belongs_to_the_trainer_that_calls_it(lit, tmp_path, monkeypatch):
     waited = waits(monkeypatch)
     plugin = lit.AsyncCheckpointIO()
     done = trainer(lit, tmp_path, plugin=plugin, max_steps=1)
@@ -171,7 +171,9 @@ def test_a_remove_is_of_the_trainer_that_asks_for_it(lit, tmp_path, monkeypatch)
     assert seen == [0, 1]
 
 
-def test_a_function_that_is_called_as_the_plugins_method_is_no_strategy(lit, tmp_path, monkeypatch):
+def test_function_named_like_a_plugin_method_is_not_taken_for_a_strategy(
+    lit, tmp_path, monkeypatch
+):
     plugin = lit.AsyncCheckpointIO()
     monkeypatch.setattr(ranks, "several", lambda trainer: True)
 
@@ -186,7 +188,7 @@ def test_a_function_that_is_called_as_the_plugins_method_is_no_strategy(lit, tmp
     assert load(tmp_path / "a.ckpt")["n"] == 3
 
 
-def test_your_own_code_saves_durably_from_the_moment_a_trainer_is_made(lit, tmp_path):
+def test_users_code_saves_durably_once_a_trainer_exists(lit, tmp_path):
     plugin, seen = lit.AsyncCheckpointIO(), []
     before = tmp_path / "before.ckpt", tmp_path / "after.ckpt"
     for path in before:
@@ -200,7 +202,7 @@ def test_your_own_code_saves_durably_from_the_moment_a_trainer_is_made(lit, tmp_
 
 
 @pytest.mark.parametrize("what", ["add", "set_up", "starts"])
-def test_a_trainer_is_known_by_whatever_is_heard_of_it_first(lit, tmp_path, caplog, what):
+def test_trainer_is_registered_by_its_first_call_of_any_kind(lit, tmp_path, caplog, what):
     run, trainers = trainer(lit, tmp_path), Trainers()
     getattr(trainers, what)(run)
     assert trainers.behind(None) == [run]
@@ -212,9 +214,9 @@ def test_a_trainer_is_known_by_whatever_is_heard_of_it_first(lit, tmp_path, capl
     assert not trainers.is_set_up(None) and not trainers.is_set_up(Fabric)
 
 
-def test_saves_that_no_rank_meets_behind_wait_for_none(lit, tmp_path, monkeypatch):
-    """An error leaves before the barrier of `trainer.save_checkpoint`, so it has to be made up for;
-    a strategy's save has none."""
+def test_save_without_a_later_barrier_waits_for_no_rank(lit, tmp_path, monkeypatch):
+    """An error skips the barrier of `trainer.save_checkpoint`, so the plugin must call it. A
+    strategy's own save has no barrier."""
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO())
     run.fit(lit.Model(), loader())
     checkpoint, met = run._checkpoint_connector.dump_checkpoint(), []
@@ -229,7 +231,7 @@ def test_saves_that_no_rank_meets_behind_wait_for_none(lit, tmp_path, monkeypatc
     assert met == ["Trainer.save_checkpoint"]
 
 
-def test_a_link_outlives_a_remove_at_the_end_of_a_fit_until_it_is_made_anew(lit, tmp_path):
+def test_link_target_stays_at_the_end_of_a_fit_until_the_link_moves(lit, tmp_path):
     old, new, link = (tmp_path / f"{name}.ckpt" for name in ("old", "new", "last"))
     plugin = lit.AsyncCheckpointIO()
     seen = []
@@ -248,7 +250,7 @@ def test_a_link_outlives_a_remove_at_the_end_of_a_fit_until_it_is_made_anew(lit,
 
     trainer(lit, tmp_path, plugin=plugin, callbacks=[Rotates()]).fit(lit.Model(), loader())
     assert seen == [("old.ckpt", True), ("new.ckpt", False)]
-    # By hand, with nobody to make it anew, a file goes although a link names it.
+    # Removed by hand after the run: the file is removed although a link names it.
     plugin.remove_checkpoint(new)
     assert not new.exists()
 

@@ -1,4 +1,4 @@
-"""The plugin's calls and its companion's, one by one: what each leaves for the next."""
+"""Single calls of the plugin and its companion, and the state that each leaves."""
 
 import os
 from types import SimpleNamespace
@@ -29,11 +29,11 @@ def calls(plugin):
 
 
 class Callback:
-    """What loggers are told of."""
+    """A stand-in for ModelCheckpoint, of which loggers are told."""
 
 
 class Strategy:
-    """Of several ranks, all of which do what this one does."""
+    """A strategy of several ranks that all do what this one does."""
 
     global_rank = 0
 
@@ -48,9 +48,7 @@ class Strategy:
 # ---- saves, removes, links ----
 
 
-def test_a_name_that_is_saved_again_outlives_the_remove_that_loggers_held_back(
-    plugin, calls, tmp_path
-):
+def test_new_save_of_a_name_survives_a_remove_that_waited_for_loggers(plugin, calls, tmp_path):
     path, told = tmp_path / "a.ckpt", []
     with held("fdatasync"):
         plugin.save_checkpoint(STATE, path)
@@ -62,9 +60,7 @@ def test_a_name_that_is_saved_again_outlives_the_remove_that_loggers_held_back(
     assert load(path)["n"] == 4
 
 
-def test_a_relative_name_is_not_removed_before_loggers_are_told(
-    plugin, calls, tmp_path, monkeypatch
-):
+def test_remove_of_a_relative_path_waits_for_loggers(plugin, calls, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there = []
     with held("fdatasync"):
@@ -77,7 +73,7 @@ def test_a_relative_name_is_not_removed_before_loggers_are_told(
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_links_are_as_durable_as_the_plugins_files(lit, tmp_path, monkeypatch, durable):
+def test_links_follow_the_plugins_durable_option(lit, tmp_path, monkeypatch, durable):
     asked = []
     monkeypatch.setattr(rotation, "make_link", lambda *_, durable: not asked.append(durable))
     plugin = lit.AsyncCheckpointIO(durable=durable)
@@ -86,9 +82,7 @@ def test_links_are_as_durable_as_the_plugins_files(lit, tmp_path, monkeypatch, d
     assert asked == [durable]
 
 
-def test_a_trainer_that_is_made_finds_the_saves_before_it_on_the_disk(
-    lit, tmp_path, monkeypatch, plugin
-):
+def test_new_trainer_finds_earlier_saves_on_disk(lit, tmp_path, monkeypatch, plugin):
     drained, drain = [], _core.log_drain
     monkeypatch.setattr(_core, "log_drain", lambda *given: drained.append(drain(*given)))
     assert plugin._checkpoints._current_work().saves == []
@@ -101,7 +95,7 @@ def test_a_trainer_that_is_made_finds_the_saves_before_it_on_the_disk(
 # ---- errors ----
 
 
-def test_the_end_of_a_wait_for_a_save_is_ctrl_cs_own(lit, tmp_path, monkeypatch):
+def test_keyboard_interrupt_ends_a_wait_for_a_save(lit, tmp_path, monkeypatch):
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(on_error="warn"))
     run.fit(lit.Model(), loader())
 
@@ -115,7 +109,7 @@ def test_the_end_of_a_wait_for_a_save_is_ctrl_cs_own(lit, tmp_path, monkeypatch)
     stillframe.wait_all()
 
 
-def test_what_fails_behind_a_training_that_broke_off_is_raised(lit, tmp_path):
+def test_error_after_an_interrupted_training_is_raised(lit, tmp_path):
     def boom(run):
         raise ZeroDivisionError
 
@@ -126,7 +120,7 @@ def test_what_fails_behind_a_training_that_broke_off_is_raised(lit, tmp_path):
         run.save_checkpoint(tmp_path / "bad.ckpt")
 
 
-def test_what_breaks_off_a_save_of_all_ranks_swallows_no_later_error(plugin, calls, tmp_path):
+def test_interrupted_save_of_all_ranks_hides_no_later_error(plugin, calls, tmp_path):
     with pytest.raises(ZeroDivisionError), calls.together(Strategy()):
         raise ZeroDivisionError
     (tmp_path / "a.ckpt").mkdir()
@@ -157,7 +151,7 @@ def test_wait_all_raises_the_errors_that_no_save_has_raised(plugin, tmp_path):
     plugin.teardown()
 
 
-def test_a_save_that_all_ranks_make_is_agreed_on_once(calls):
+def test_ranks_agree_once_on_a_joint_save(calls):
     strategy = Strategy()
     with calls.together(strategy), calls.together(strategy):
         pass
@@ -167,9 +161,7 @@ def test_a_save_that_all_ranks_make_is_agreed_on_once(calls):
 # ---- loggers ----
 
 
-def test_the_error_of_a_logger_that_was_told_before_it_is_finalized_is_raised_at_the_end(
-    plugin, calls, tmp_path
-):
+def test_logger_error_before_finalize_is_raised_at_the_end(plugin, calls, tmp_path):
     def refuse(callback):
         raise RuntimeError("no network")
 
@@ -181,7 +173,7 @@ def test_the_error_of_a_logger_that_was_told_before_it_is_finalized_is_raised_at
         plugin.teardown()
 
 
-def test_loggers_are_finalized_in_the_middle_and_the_engine_stays(lit, tmp_path):
+def test_finalizing_loggers_early_keeps_the_engine(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     engine = plugin._checkpoints._work.engine
@@ -191,7 +183,7 @@ def test_loggers_are_finalized_in_the_middle_and_the_engine_stays(lit, tmp_path)
     assert is_closed(engine)
 
 
-def test_loggers_are_told_at_once_of_what_is_not_ours_and_never_of_what_was_refused(lit, tmp_path):
+def test_loggers_hear_of_foreign_checkpoints_at_once_and_never_of_refused_ones(lit, tmp_path):
     plugin, told = lit.AsyncCheckpointIO(on_error="warn"), []
     plugin._checkpoints.publish(told.append, "somebody else's")
     plugin.save_checkpoint(STATE, tmp_path / "good.ckpt")
@@ -229,7 +221,7 @@ def test_each_option_reaches_the_save(lit, tmp_path, monkeypatch):
     assert heard == [True, False]
 
 
-def test_an_engine_that_is_given_says_how_many_saves_may_be_under_way():
+def test_given_engine_determines_max_in_flight():
     with stillframe.Engine(max_in_flight=5, when_busy="raise") as engine:
         assert PluginOptions(engine=engine).engine_options() is None
     assert PluginOptions(max_in_flight=3).engine_options() == {
@@ -255,7 +247,7 @@ def test_an_engine_that_was_made_to_check_the_options_is_closed(lit, monkeypatch
 # ---- who saves, and what stands over methods ----
 
 
-def test_whoever_stands_around_our_plugin_may_save_by_itself(lit, plugin):
+def test_wrapper_around_our_plugin_may_save_by_itself(lit, plugin):
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
     def holding(io):
@@ -267,7 +259,7 @@ def test_whoever_stands_around_our_plugin_may_save_by_itself(lit, plugin):
     assert not saves_by_itself(SimpleNamespace())
 
 
-def test_a_callback_has_its_own_file_system_again_whatever_it_said(calls):
+def test_callbacks_file_system_is_restored_even_after_an_error(calls):
     class FileSystem:
         def exists(self, path):
             raise OSError("no network")
@@ -279,7 +271,7 @@ def test_a_callback_has_its_own_file_system_again_whatever_it_said(calls):
     assert callback._fs is own
 
 
-def test_a_plugin_that_another_package_came_after_is_one_of_its_too(lit, monkeypatch):
+def test_plugin_also_belongs_to_a_package_imported_later(lit, monkeypatch):
     import sys
 
     registered = []

@@ -1,5 +1,6 @@
-"""Stock ModelCheckpoint in its modes, on a disk of any speed: the same files as with
-synchronous saving, and never fewer than one while they change."""
+"""Stock ModelCheckpoint in all modes and on slow disks.
+
+It leaves the same files as synchronous saving, and never fewer than one while they change."""
 
 import errno
 import inspect
@@ -28,7 +29,7 @@ from stillframe.testing import fault, slow
 
 @pytest.fixture(params=DISKS, ids=lambda seconds: f"{seconds}s")
 def disk(request):
-    """A disk whose flush takes that long."""
+    """Make the disk's flush take the given time."""
     with slow("fdatasync", request.param):
         yield request.param
 
@@ -38,7 +39,7 @@ def files(directory):
 
 
 def fit_both(lit, tmp_path, make, **options):
-    """The same fit with Lightning's synchronous plugin and with ours; both directories."""
+    """Run a fit with Lightning's synchronous plugin and with ours; return both directories."""
     found = []
     for kind, plugin in (("stock", lit.TorchCheckpointIO()), ("ours", lit.AsyncCheckpointIO())):
         model = lit.Model()
@@ -70,7 +71,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_leaves_what_synchronous_saving_leaves(lit, tmp_path, disk, mode):
+def test_every_mode_leaves_the_files_of_synchronous_saving(lit, tmp_path, disk, mode):
     stock, ours = fit_both(
         lit,
         tmp_path,
@@ -89,7 +90,7 @@ def test_every_mode_leaves_what_synchronous_saving_leaves(lit, tmp_path, disk, m
 
 @pytest.mark.parametrize("save_last", [True, "link"])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_a_rotation_never_has_more_than_one_file_too_many(lit, tmp_path, disk, top_k, save_last):
+def test_rotation_never_has_more_than_one_extra_file(lit, tmp_path, disk, top_k, save_last):
     directory = tmp_path / "c"
     seen = []
 
@@ -114,7 +115,7 @@ def test_a_rotation_never_has_more_than_one_file_too_many(lit, tmp_path, disk, t
     assert len([name for name in files(directory) if name != "last.ckpt"]) == top_k
 
 
-def test_no_more_saves_wait_for_the_disk_than_are_allowed(lit, tmp_path, disk):
+def test_at_most_max_in_flight_saves_wait_for_the_disk(lit, tmp_path, disk):
     plugin = lit.AsyncCheckpointIO(max_in_flight=2)
     under_way = []
 
@@ -148,7 +149,7 @@ def test_versions_count_files_in_flight(lit, tmp_path, disk):
         assert load(ours / name)["global_step"] == load(stock / name)["global_step"]
 
 
-def test_a_name_whose_remove_is_in_flight_is_free(lit, tmp_path, disk):
+def test_name_is_free_while_its_remove_is_in_flight(lit, tmp_path, disk):
     stock, ours = fit_both(
         lit,
         tmp_path,
@@ -160,7 +161,7 @@ def test_a_name_whose_remove_is_in_flight_is_free(lit, tmp_path, disk):
     assert len(files(ours)) == 1
 
 
-def test_each_failed_save_leaves_one_file_more_and_the_newest_good_one(lit, tmp_path):
+def test_failed_save_keeps_the_newest_good_file_and_one_extra(lit, tmp_path):
     directory = tmp_path / "c"
     broken = []
 
@@ -188,8 +189,8 @@ def test_each_failed_save_leaves_one_file_more_and_the_newest_good_one(lit, tmp_
 
 
 @pytest.mark.parametrize("which", ["best", "last", "path"])
-def test_training_goes_on_from_a_checkpoint_in_flight(lit, tmp_path, disk, which):
-    """A fit inside a fit: the inner one starts while the outer one's saves are on their way."""
+def test_training_resumes_from_a_checkpoint_in_flight(lit, tmp_path, disk, which):
+    """An inner fit starts while the saves of the outer fit are in flight."""
     found = []
 
     def resume(outer):
@@ -223,7 +224,7 @@ def test_training_goes_on_from_a_checkpoint_in_flight(lit, tmp_path, disk, which
     assert found == [(5, 1)]
 
 
-def test_one_trainer_fits_validates_and_tests_from_its_checkpoints(lit, tmp_path, disk):
+def test_trainer_fits_validates_and_tests_from_its_checkpoints(lit, tmp_path, disk):
     class Model(lit.Model):
         def test_step(self, batch, batch_idx):
             self.log("test_loss", self(batch[0]).mean())
@@ -245,7 +246,7 @@ def test_one_trainer_fits_validates_and_tests_from_its_checkpoints(lit, tmp_path
     assert files(tmp_path / "c") == ["last.ckpt", "step=12.ckpt"]
 
 
-def test_the_exception_of_the_training_is_saved_for(lit, tmp_path, disk):
+def test_checkpoint_is_saved_on_a_training_exception(lit, tmp_path, disk):
     if "save_on_exception" not in inspect.signature(lit.ModelCheckpoint).parameters:
         pytest.skip("this Lightning has no save_on_exception")
 
@@ -270,7 +271,7 @@ def test_the_exception_of_the_training_is_saved_for(lit, tmp_path, disk):
     assert load(tmp_path / "c" / "step=3.ckpt")["global_step"] == 3
 
 
-def test_lightnings_own_on_exception_checkpoint_comes_and_goes(lit, tmp_path, disk):
+def test_lightnings_on_exception_checkpoint_is_saved_and_removed(lit, tmp_path, disk):
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     def boom(run):
@@ -290,9 +291,9 @@ def test_lightnings_own_on_exception_checkpoint_comes_and_goes(lit, tmp_path, di
 
 
 @pytest.mark.skipif(VERSION < (2, 6), reason="this Lightning swaps no weights")
-def test_weights_that_are_swapped_for_a_rare_save_never_tear_it(lit, tmp_path):
-    """ModelCheckpoint under manual optimization loads older weights, saves, and loads the newer
-    ones back. After many steps in which nobody else wrote, they would be copied later."""
+def test_weights_swapped_for_validation_never_tear_a_rare_save(lit, tmp_path):
+    """Under manual optimization ModelCheckpoint loads older weights, saves, and restores the newer
+    ones. Many steps without such a write have made the weights deferrable."""
     model = LightningManualModel()
     before = {}
 
@@ -318,7 +319,7 @@ def test_weights_that_are_swapped_for_a_rare_save_never_tear_it(lit, tmp_path):
 # ------------------------
 
 
-def test_the_link_is_relative_and_names_the_newest(lit, tmp_path, disk):
+def test_last_link_is_relative_and_points_to_the_newest_checkpoint(lit, tmp_path, disk):
     stock, ours = fit_both(
         lit, tmp_path, lambda directory: [every_steps(lit, directory, 2, save_last="link")]
     )
@@ -326,7 +327,7 @@ def test_the_link_is_relative_and_names_the_newest(lit, tmp_path, disk):
     assert os.readlink(ours / "last.ckpt") == os.readlink(stock / "last.ckpt") == "step=8.ckpt"
 
 
-def test_the_link_never_dangles_and_is_never_missing(lit, tmp_path):
+def test_last_link_is_always_there_and_never_dangles(lit, tmp_path):
     directory = tmp_path / "c"
     link = directory / "last.ckpt"
     states, over = [], threading.Event()
@@ -354,7 +355,7 @@ def test_the_link_never_dangles_and_is_never_missing(lit, tmp_path):
     assert files(directory) == ["last.ckpt", "step=10.ckpt"]
 
 
-def test_a_link_whose_target_failed_stays_with_the_older_one(lit, tmp_path):
+def test_link_keeps_its_old_target_if_the_new_save_failed(lit, tmp_path):
     directory = tmp_path / "c"
 
     def breaks(run):
@@ -379,7 +380,7 @@ def test_a_link_whose_target_failed_stays_with_the_older_one(lit, tmp_path):
     assert load(directory / "last.ckpt")["global_step"] == 2
 
 
-def test_a_checkpoint_that_has_the_links_name_is_not_replaced_by_it(lit, tmp_path):
+def test_link_does_not_replace_a_checkpoint_of_its_name(lit, tmp_path):
     stock, ours = fit_both(
         lit,
         tmp_path,
@@ -398,7 +399,7 @@ def test_a_checkpoint_that_has_the_links_name_is_not_replaced_by_it(lit, tmp_pat
     assert load(ours / "last.ckpt")["global_step"] == 8
 
 
-def test_a_link_that_cannot_be_made_is_an_error_of_the_run(lit, tmp_path, monkeypatch):
+def test_failure_to_make_a_link_fails_the_run(lit, tmp_path, monkeypatch):
     directory = tmp_path / "c"
     symlink = os.symlink
 
@@ -419,7 +420,7 @@ def test_a_link_that_cannot_be_made_is_an_error_of_the_run(lit, tmp_path, monkey
     with pytest.raises(stillframe.SaveError, match=r"last\.ckpt") as caught:
         run.fit(lit.Model(), loader())
     assert (caught.value.errno, caught.value.phase) == (errno.ENOSPC, "link")
-    # What the older link needs is still there, with the newest.
+    # The old link's target is still there, and so is the newest file.
     assert files(directory) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
     assert load(directory / "last.ckpt")["global_step"] == 2
     plugin.teardown()
@@ -438,7 +439,7 @@ def test_a_link_replaces_a_file_and_a_directory_of_its_name(lit, tmp_path):
         assert os.readlink(directory / "last.ckpt") == "step=8.ckpt"
 
 
-def test_a_link_is_loaded_as_of_the_logs_end(lit, tmp_path, disk):
+def test_load_through_a_link_waits_for_the_new_target(lit, tmp_path, disk):
     directory = tmp_path / "c"
     loaded = []
 
@@ -459,7 +460,7 @@ def test_a_link_is_loaded_as_of_the_logs_end(lit, tmp_path, disk):
     assert loaded == [2, 2, 4, 4]
 
 
-def test_somebodys_own_way_of_linking_gets_a_file_that_is_there(lit, tmp_path, disk):
+def test_overridden_link_method_finds_its_target_on_disk(lit, tmp_path, disk):
     there = []
 
     class Own(lit.ModelCheckpoint):

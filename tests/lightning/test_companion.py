@@ -1,4 +1,4 @@
-"""The companion callback: where it stands, what it leaves alone, and what it holds back."""
+"""The companion callback: its position, the Trainers it leaves alone, and the hooks it delays."""
 
 import gc
 import importlib.metadata
@@ -40,7 +40,7 @@ def companions(run):
     return [type(each).__name__ for each in run.callbacks].count("StillframeCompanion")
 
 
-def test_the_installed_package_brings_the_entry_points():
+def test_installed_package_has_the_entry_points():
     for name in PACKAGES:
         group = "lightning.pytorch" if name == "lightning" else name
         (point,) = importlib.metadata.entry_points(
@@ -69,7 +69,7 @@ def test_a_trainer_without_a_plugin_of_ours_is_left_alone(pkg, tmp_path):
     assert companions(trainer(pkg, tmp_path)) == 0
 
 
-def test_it_is_first_once_the_fit_is_set_up_and_the_rest_keeps_its_order(pkg, tmp_path):
+def test_companion_is_first_after_setup_and_others_keep_their_order(pkg, tmp_path):
     class Look(pkg.Callback):
         def on_fit_start(self, trainer, module):
             self.seen = list(trainer.callbacks)
@@ -91,7 +91,7 @@ def test_it_is_first_once_the_fit_is_set_up_and_the_rest_keeps_its_order(pkg, tm
     assert run.callbacks is before
 
 
-def test_callbacks_of_the_module_do_not_displace_it(lit, tmp_path):
+def test_callbacks_of_the_module_do_not_displace_the_companion(lit, tmp_path):
     class Look(lit.Callback):
         def on_train_start(self, trainer, module):
             self.seen = list(trainer.callbacks)
@@ -123,7 +123,7 @@ def test_every_callback_is_still_set_up(lit, tmp_path):
     assert calls == [1, 2]
 
 
-def test_a_trainer_with_another_plugin_does_not_get_it(lit, tmp_path, monkeypatch):
+def test_trainer_with_another_plugin_gets_no_companion(lit, tmp_path, monkeypatch):
     ours = lit.AsyncCheckpointIO()  # alive, so every Trainer is looked at
     run = trainer(
         lit, tmp_path, plugin=lit.TorchCheckpointIO(), callbacks=[every_steps(lit, tmp_path, 4)]
@@ -136,7 +136,7 @@ def test_a_trainer_with_another_plugin_does_not_get_it(lit, tmp_path, monkeypatc
     del ours
 
 
-def test_it_gates_at_every_hook_outside_the_step_and_no_other(pkg, tmp_path, monkeypatch):
+def test_companion_waits_at_every_hook_outside_the_step_and_no_other(pkg, tmp_path, monkeypatch):
     hooks = {name for name in vars(pkg.Callback) if not name.startswith("_")} - {"state_key"}
     assert hooks == OUTSIDE_THE_STEP | AROUND_THE_STEP | INSIDE_THE_STEP
     overridden = {
@@ -165,7 +165,7 @@ def test_it_gates_at_every_hook_outside_the_step_and_no_other(pkg, tmp_path, mon
     assert len(calls) == len(OUTSIDE_THE_STEP)
 
 
-def test_one_that_got_into_such_a_trainer_does_nothing(lit, tmp_path, monkeypatch):
+def test_companion_in_a_trainer_with_another_plugin_does_nothing(lit, tmp_path, monkeypatch):
     run = trainer(lit, tmp_path, plugin=lit.TorchCheckpointIO(), callbacks=[lit.Companion()])
     monkeypatch.setattr(gate, "wait", lambda: pytest.fail("gated"))
     run.fit(lit.Model(), loader())
@@ -196,7 +196,7 @@ def test_an_extension_that_cannot_be_imported_breaks_no_trainer():
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
-def test_it_leaves_no_trace_in_a_checkpoint(pkg, tmp_path):
+def test_companion_leaves_no_trace_in_a_checkpoint(pkg, tmp_path):
     contents = []
     for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO()):
         run = trainer(pkg, tmp_path, plugin=plugin)
@@ -207,13 +207,13 @@ def test_it_leaves_no_trace_in_a_checkpoint(pkg, tmp_path):
     assert_same(*contents)
 
 
-def test_it_can_be_pickled(pkg):
+def test_companion_can_be_pickled(pkg):
     copy = pickle.loads(pickle.dumps(pkg.Companion()))
     assert type(copy) is pkg.Companion
     assert vars(copy) == {}
 
 
-def test_a_trainer_of_one_package_takes_the_plugin_of_the_other(pkg, tmp_path):
+def test_trainer_of_one_package_accepts_the_plugin_of_the_other(pkg, tmp_path):
     other = package(PACKAGES[PACKAGES[0] == pkg.name])
     run = trainer(
         pkg,
@@ -228,7 +228,7 @@ def test_a_trainer_of_one_package_takes_the_plugin_of_the_other(pkg, tmp_path):
 
 @pytest.mark.parametrize("how", ["copy_", "data"])
 def test_weights_swapped_for_validation_never_get_into_a_file(pkg, tmp_path, how):
-    """An averaging callback: the average is in the weights while validation runs."""
+    """During validation, an averaging callback puts the average into the weights."""
     expected, deferred = {}, []
 
     class Averaging(pkg.Callback):
@@ -277,7 +277,7 @@ def test_weights_swapped_for_validation_never_get_into_a_file(pkg, tmp_path, how
 
 
 @pytest.mark.parametrize("name", ["StochasticWeightAveraging", "EMAWeightAveraging"])
-def test_lightnings_own_averaging_saves_what_it_saves_with_the_stock_plugin(lit, tmp_path, name):
+def test_weight_averaging_saves_as_with_lightnings_plugin(lit, tmp_path, name):
     import lightning.pytorch.callbacks as stock
 
     if not hasattr(stock, name):
@@ -340,8 +340,8 @@ def test_a_rare_write_inside_the_step_fails_the_save_or_is_captured(lit, tmp_pat
         assert_same(saved["state_dict"], expected[saved["global_step"]])
 
 
-def test_what_is_loaded_inside_a_training_overwrites_no_save(lit, tmp_path):
-    """Restoring in the middle of a fit writes over weights that an earlier save may be copying."""
+def test_load_during_training_does_not_change_a_save_in_flight(lit, tmp_path):
+    """A restore during a fit overwrites weights that an earlier save may be copying."""
     expected = {}
 
     class Restore(lit.Callback):
@@ -372,7 +372,7 @@ def ours(original):
     return [*original(), "ours"]
 
 
-def test_a_method_that_is_put_over_twice_is_called_once():
+def test_method_wrapped_twice_is_called_once():
     owner, wraps = Owner(), Wraps()
     for _ in range(2):
         wraps.put(owner, "name", ours)
@@ -381,7 +381,7 @@ def test_a_method_that_is_put_over_twice_is_called_once():
     assert vars(owner) == {}
 
 
-def test_what_is_exchanged_twice_is_at_last_what_it_was():
+def test_attribute_exchanged_twice_is_restored():
     owner, wraps = Owner(), Wraps()
     owner.callbacks = "theirs"
     for each in ("ours", "ours again"):
@@ -390,8 +390,8 @@ def test_what_is_exchanged_twice_is_at_last_what_it_was():
     assert owner.callbacks == "theirs"
 
 
-def test_a_method_of_ours_that_somebody_put_back_too_late_is_put_over_anew():
-    """As `mock.patch.object` does that began inside a fit and ends behind it."""
+def test_wrapper_restored_too_late_by_others_is_wrapped_again():
+    """`mock.patch.object` does so if it starts inside a fit and ends after it."""
     owner, wraps = Owner(), Wraps()
     wraps.put(owner, "name", ours)
     kept = vars(owner)["name"]
@@ -402,7 +402,7 @@ def test_a_method_of_ours_that_somebody_put_back_too_late_is_put_over_anew():
     assert owner.name() == ["theirs", "ours"]
 
 
-def test_what_others_put_over_our_methods_stays_and_reaches_the_original_when_ours_are_gone():
+def test_foreign_wrapper_around_ours_reaches_the_original_after_removal():
     owner, wraps = Owner(), Wraps()
     wraps.put(owner, "name", ours)
     put = owner.name
@@ -413,7 +413,7 @@ def test_what_others_put_over_our_methods_stays_and_reaches_the_original_when_ou
 
 
 def test_factory_leaves_the_list_of_the_user_alone(pkg, tmp_path):
-    """The list may be given to another Trainer; Lightning itself adds its own callbacks to it."""
+    """The user may give the list to another Trainer."""
     given = [every_steps(pkg, tmp_path / "c", 4)]
     plugin = pkg.AsyncCheckpointIO()
     for _ in range(2):

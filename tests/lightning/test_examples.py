@@ -1,4 +1,4 @@
-"""The worked examples run, print what their page says, and stand there as they are."""
+"""The worked examples run, print what their page shows, and are on the page unchanged."""
 
 import pathlib
 import re
@@ -13,14 +13,14 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def shown_output(name):
-    """What the page shows under an example's name, as patterns: any number of seconds will do."""
+    """Return the output that the page shows for an example, as patterns that match any seconds."""
     block = re.search(rf"`examples/{name}`.*?```py\n(.*?)```.*?```text\n(.*?)```", PAGE, re.S)
     assert block, f"docs/examples.md does not show {name}"
     lines = [re.escape(line) for line in block[2].splitlines()]
     return block[1], [re.sub(r"\d+\\\.\d{3}\\ s", r"\\d+\\.\\d{3}\\ s", line) for line in lines]
 
 
-def test_there_are_four():
+def test_there_are_four_examples():
     assert [each.name for each in EXAMPLES] == [
         "lightning_plugin.py",
         "offload.py",

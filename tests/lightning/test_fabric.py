@@ -1,4 +1,4 @@
-"""Fabric: save, load, and no end but `wait_all`."""
+"""Fabric: saves and loads, with `wait_all` at the end."""
 
 import pytest
 import stillframe
@@ -26,7 +26,7 @@ def step(fabric, model, optimizer, nr):
     return loss.item()
 
 
-def test_a_run_is_saved_and_goes_on_bit_for_bit(pkg, tmp_path):
+def test_resumed_run_is_bit_identical(pkg, tmp_path):
     fabric, model, optimizer = launched(pkg, pkg.AsyncCheckpointIO())
     losses = []
     for nr in range(12):
@@ -57,7 +57,7 @@ def test_saves_are_asynchronous_and_loads_wait_for_them(pkg, tmp_path):
     assert_same(dict(model.state_dict()), expected)
 
 
-def test_loading_older_weights_in_place_leaves_a_save_in_flight_alone(lit, tmp_path):
+def test_loading_weights_in_place_does_not_change_a_save_in_flight(lit, tmp_path):
     fabric, model, optimizer = launched(lit, lit.AsyncCheckpointIO())
     for nr in range(6):
         step(fabric, model, optimizer, nr)
@@ -72,7 +72,7 @@ def test_loading_older_weights_in_place_leaves_a_save_in_flight_alone(lit, tmp_p
     assert_same(dict(torch.load(tmp_path / "new.ckpt")["model"]), expected)
 
 
-def test_wait_all_raises_what_failed(lit, tmp_path):
+def test_wait_all_raises_the_error_of_a_failed_save(lit, tmp_path):
     fabric, model, _ = launched(lit, lit.AsyncCheckpointIO())
     with fault("fdatasync", sticky=True), pytest.raises(stillframe.SaveError):
         fabric.save(tmp_path / "a.ckpt", {"model": model})
@@ -80,7 +80,7 @@ def test_wait_all_raises_what_failed(lit, tmp_path):
     stillframe.wait_all()
 
 
-def test_a_filter_and_storage_options_behave_as_with_lightnings_own(lit, tmp_path):
+def test_filter_and_storage_options_behave_as_in_lightnings_plugin(lit, tmp_path):
     fabric, model, _ = launched(lit, lit.AsyncCheckpointIO())
     fabric.save(
         tmp_path / "a.ckpt",

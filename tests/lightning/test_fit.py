@@ -1,4 +1,4 @@
-"""The ordinary run: fit with stock callbacks, what is on the disk, and going on from it."""
+"""Ordinary fits with stock callbacks: the files they leave, and resuming from them."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def names(directory):
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_top_k_leaves_the_files_that_lightnings_own_plugin_leaves(pkg, tmp_path, top_k):
+def test_top_k_leaves_the_files_that_lightnings_plugin_leaves(pkg, tmp_path, top_k):
     for kind, plugin in (("stock", pkg.TorchCheckpointIO()), ("ours", pkg.AsyncCheckpointIO())):
         callback = every_steps(pkg, tmp_path / kind, 2, save_top_k=top_k)
         run = trainer(pkg, tmp_path, plugin=plugin, callbacks=[callback], max_steps=9)
@@ -38,7 +38,7 @@ def test_top_k_leaves_the_files_that_lightnings_own_plugin_leaves(pkg, tmp_path,
 
 
 @pytest.mark.parametrize("step", [5, 8])
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(pkg, tmp_path, step):
+def test_resumed_fit_is_bit_identical(pkg, tmp_path, step):
     runs = {}
     for kind, plugin in (("stock", pkg.TorchCheckpointIO), ("ours", pkg.AsyncCheckpointIO)):
         whole, resumed = pkg.Model(), pkg.Model()
@@ -121,7 +121,7 @@ def test_manual_optimization_saves_the_weights_before_the_step(pkg, tmp_path):
             assert torch.equal(state[f"layer.{name}"], value), (step, name)
 
 
-def test_tied_weights_stay_tied_and_arrays_are_those_of_the_call(lit, tmp_path):
+def test_tied_weights_stay_tied_and_arrays_hold_the_values_at_the_call(lit, tmp_path):
     class Tied(lit.Model):
         def __init__(self):
             super().__init__()
@@ -149,7 +149,7 @@ def test_tied_weights_stay_tied_and_arrays_are_those_of_the_call(lit, tmp_path):
         assert (saved["array"] == step - 1).all()
 
 
-def test_several_fits_with_one_plugin(pkg, tmp_path):
+def test_one_plugin_serves_several_fits(pkg, tmp_path):
     plugin = pkg.AsyncCheckpointIO(pool_bytes=64 << 20)
     for turn in range(3):
         callback = every_steps(pkg, tmp_path / f"c{turn}", 2)

@@ -1,4 +1,4 @@
-"""A save of a signal handler is durable on return, whatever kind of a handler it is."""
+"""A save inside any kind of signal handler is durable on return."""
 
 import functools
 import os
@@ -105,7 +105,7 @@ def test_a_save_of_a_signal_handler_is_durable_on_return(lit, tmp_path, sigusr2,
     assert load(by_handler)["global_step"] == 2
 
 
-def test_a_handler_that_came_in_the_middle_of_an_epoch_is_one_too(lit, tmp_path, sigusr2):
+def test_handler_installed_during_an_epoch_saves_durably(lit, tmp_path, sigusr2):
     seen = []
 
     def look(run):
@@ -119,10 +119,10 @@ def test_a_handler_that_came_in_the_middle_of_an_epoch_is_one_too(lit, tmp_path,
     assert seen == [True]
 
 
-def test_a_handler_that_saves_behind_a_save_leaves_it_the_newest(
+def test_interrupted_save_stays_the_newest_after_a_handlers_save(
     lit, tmp_path, sigusr2, monkeypatch
 ):
-    """Loggers are told of the newest save of whoever goes on after the handler."""
+    """After the handler, loggers must be told of the interrupted call's own save."""
     next_error, plugin, newest = Work.next_error, lit.AsyncCheckpointIO(), []
 
     def interrupted(self):
@@ -144,7 +144,7 @@ def test_a_handler_that_saves_behind_a_save_leaves_it_the_newest(
     assert newest[1:] == ["a.ckpt"]
 
 
-def test_what_a_requeue_comes_after_is_on_the_disk_whoever_saves_it(lit, tmp_path):
+def test_hpc_checkpoint_is_durable_on_return_from_any_caller(lit, tmp_path):
     seen = []
 
     def look(run):
@@ -155,7 +155,7 @@ def test_what_a_requeue_comes_after_is_on_the_disk_whoever_saves_it(lit, tmp_pat
     assert seen == [True]
 
 
-def test_a_decorator_shared_with_a_handler_makes_no_handler(lit, tmp_path, sigusr2):
+def test_decorator_shared_with_a_handler_does_not_count_as_one(lit, tmp_path, sigusr2):
     seen = []
 
     def logged(function):
@@ -217,7 +217,7 @@ def test_slurms_requeue_finds_the_checkpoint_on_the_disk(lit, tmp_path, monkeypa
     assert load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 2
 
 
-def test_what_a_signal_handler_removes_and_links_is_done_on_return(
+def test_removes_and_links_of_a_signal_handler_are_done_on_return(
     lit, tmp_path, sigusr2, monkeypatch
 ):
     waited = waits(monkeypatch)

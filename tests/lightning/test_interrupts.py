@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a fit: what is on the disk is whole, and the plugin can be used again."""
+"""Ctrl-C at any moment of a fit: files are complete, and the plugin stays usable."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ from test_wrapped import other
 
 @pytest.fixture
 def interrupts():
-    """SIGUSR2 does what Ctrl-C does. Lightning ignores SIGINT once it was interrupted."""
+    """Make SIGUSR2 act like Ctrl-C, because Lightning ignores SIGINT after the first one."""
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt
@@ -32,8 +32,10 @@ def interrupts():
 
 
 class AtLineOutsideHandlers(AtLine):
-    """Not in an `except` block: where a trace function has raised there, Python 3.11 goes on to
-    report that block's exception to `sys.exc_info` for the rest of the process."""
+    """Interrupts at a line, but not in an `except` block.
+
+    If a trace function raises there, Python 3.11 reports that block's exception in `sys.exc_info`
+    for the rest of the process."""
 
     def __call__(self, frame, event, arg):
         if self.lines == self.number - 1 and sys.exc_info()[0] is not None:
@@ -48,7 +50,7 @@ def assert_whole(directory):
         load(directory / name)  # a link too: it names a file that is there
 
 
-def test_between_a_remove_and_the_link_made_anew(lit, tmp_path, interrupts):
+def test_signal_between_a_remove_and_the_new_link_loses_nothing(lit, tmp_path, interrupts):
     directory = tmp_path / "c"
 
     class Interrupted(lit.ModelCheckpoint):
@@ -72,7 +74,7 @@ def test_between_a_remove_and_the_link_made_anew(lit, tmp_path, interrupts):
 
 
 class SubmittedAndInterrupted:
-    """A save's ticket. Ctrl-C comes when it has just been launched."""
+    """A ticket that raises KeyboardInterrupt just after its launch."""
 
     def __init__(self, *args):
         self._ticket = _core.Ticket(*args)
@@ -86,8 +88,10 @@ class SubmittedAndInterrupted:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_just_after_a_save_was_launched(lit, tmp_path, interrupts, monkeypatch, overlap):
-    """What somebody saves for the interrupt does not wait for that one for ever."""
+def test_signal_just_after_a_save_was_launched_loses_nothing(
+    lit, tmp_path, interrupts, monkeypatch, overlap
+):
+    """A save made because of the interrupt does not wait forever for the interrupted one."""
     directory = tmp_path / "c"
 
     def interrupted(run):
@@ -112,8 +116,10 @@ def test_just_after_a_save_was_launched(lit, tmp_path, interrupts, monkeypatch, 
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_around_the_moment_at_which_a_wrapped_save_is_submitted(lit, tmp_path, monkeypatch, when):
-    """It is saved or given up, not both, and nothing waits for it for ever."""
+def test_signal_around_the_submission_of_a_wrapped_save_loses_nothing(
+    lit, tmp_path, monkeypatch, when
+):
+    """The save is either made or given up, and nothing waits for it forever."""
 
     class Interrupted:
         def __init__(self, *args):
@@ -146,7 +152,7 @@ def test_around_the_moment_at_which_a_wrapped_save_is_submitted(lit, tmp_path, m
 
 
 @pytest.mark.parametrize("kind", ["ours", "wrapped"])
-def test_before_any_line_of_ours(lit, tmp_path, interrupts, kind):
+def test_signal_before_any_line_of_ours_loses_nothing(lit, tmp_path, interrupts, kind):
     nr, step = 0, 61 if FULL else 997
     while True:
         nr += step

@@ -1,4 +1,4 @@
-"""What failed is raised once, and never in place of the training's own exception."""
+"""Errors of saves are raised once, and never instead of the training's own exception."""
 
 import errno
 import logging
@@ -17,7 +17,7 @@ class Boom(Exception):
 
 
 def save_badly(path):
-    """An action that saves to `path` while the disk fails, and sees the save end."""
+    """Return an action that saves to `path` on a failing disk and waits for the end."""
 
     def action(trainer):
         with fault("fdatasync", sticky=True):
@@ -48,7 +48,7 @@ def fit(pkg, tmp_path, actions, plugin=None, callbacks=()):
     return plugin
 
 
-def test_the_next_save_raises_and_is_made_all_the_same(pkg, tmp_path):
+def test_next_save_raises_the_error_and_is_still_made(pkg, tmp_path):
     bad, good = tmp_path / "bad.ckpt", tmp_path / "good.ckpt"
     with pytest.raises(stillframe.SaveError) as caught:
         fit(pkg, tmp_path, {2: save_badly(bad), 3: save_well(good)})
@@ -59,7 +59,7 @@ def test_the_next_save_raises_and_is_made_all_the_same(pkg, tmp_path):
     assert not bad.exists()
 
 
-def test_an_error_is_raised_once(lit, tmp_path):
+def test_error_is_raised_once(lit, tmp_path):
     third = tmp_path / "third.ckpt"
 
     def next_save(trainer):
@@ -73,7 +73,7 @@ def test_an_error_is_raised_once(lit, tmp_path):
     stillframe.wait_all()
 
 
-def test_errors_are_raised_oldest_first_one_a_save(lit, tmp_path):
+def test_each_save_raises_one_error_oldest_first(lit, tmp_path):
     seen = []
 
     def bad_again(trainer):
@@ -92,7 +92,7 @@ def test_errors_are_raised_oldest_first_one_a_save(lit, tmp_path):
     assert caught.value.filename == str(tmp_path / "c.ckpt")
 
 
-def test_teardown_raises_once_names_every_error_and_leaves_the_plugin_usable(pkg, tmp_path, caplog):
+def test_teardown_raises_once_with_all_errors_and_the_plugin_stays_usable(pkg, tmp_path, caplog):
     plugin = pkg.AsyncCheckpointIO()
     state = {"x": torch.ones(3)}
     # Slow, so that the first has not ended when the second is submitted.
@@ -112,14 +112,14 @@ def test_teardown_raises_once_names_every_error_and_leaves_the_plugin_usable(pkg
     assert load(tmp_path / "good.ckpt")["global_step"] == 2
 
 
-def test_fit_raises_at_its_end_what_failed_last(pkg, tmp_path):
+def test_fit_raises_the_last_saves_error_at_its_end(pkg, tmp_path):
     plugin = pkg.AsyncCheckpointIO()
     with pytest.raises(stillframe.SaveError):
         fit(pkg, tmp_path, {3: save_badly(tmp_path / "bad.ckpt")}, plugin=plugin)
     plugin.teardown()
 
 
-def test_the_exception_of_the_training_stays(pkg, tmp_path, caplog):
+def test_training_exception_is_not_replaced(pkg, tmp_path, caplog):
     bad = tmp_path / "bad.ckpt"
     with caplog.at_level(logging.ERROR), pytest.raises(Boom) as caught:
         fit(pkg, tmp_path, {2: save_badly(bad), 4: boom})
@@ -128,7 +128,7 @@ def test_the_exception_of_the_training_stays(pkg, tmp_path, caplog):
     stillframe.wait_all()
 
 
-def test_a_keyboard_interrupt_stays(lit, tmp_path, caplog):
+def test_keyboard_interrupt_is_not_replaced(lit, tmp_path, caplog):
     def interrupt(trainer):
         raise KeyboardInterrupt
 
@@ -141,7 +141,7 @@ def test_a_keyboard_interrupt_stays(lit, tmp_path, caplog):
     assert "bad.ckpt" in caplog.text
 
 
-def test_a_save_for_an_exception_neither_fails_nor_raises_in_its_place(pkg, tmp_path, caplog):
+def test_save_on_exception_does_not_replace_the_exception(pkg, tmp_path, caplog):
     states = []
 
     class Emergency(pkg.Callback):
@@ -164,7 +164,7 @@ def test_a_save_for_an_exception_neither_fails_nor_raises_in_its_place(pkg, tmp_
     assert "failed.ckpt" in caplog.text
 
 
-def test_a_fit_inside_an_except_block_raises_all_the_same(lit, tmp_path):
+def test_fit_inside_an_except_block_still_raises(lit, tmp_path):
     try:
         raise Boom
     except Boom:
@@ -181,7 +181,7 @@ def test_a_save_outside_training_raises_its_own_error(pkg, tmp_path):
     assert load(tmp_path / "good.ckpt")["global_step"] == 8
 
 
-def test_an_object_that_cannot_be_pickled_raises_in_the_call_and_hides_no_error(lit, tmp_path):
+def test_object_that_cannot_be_pickled_raises_in_the_call_and_keeps_earlier_errors(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO()
     with fault("fdatasync", sticky=True):
         plugin.save_checkpoint({"x": 1}, tmp_path / "bad.ckpt")
@@ -193,7 +193,7 @@ def test_an_object_that_cannot_be_pickled_raises_in_the_call_and_hides_no_error(
     assert list(tmp_path.glob("*.ckpt")) == []
 
 
-def test_teardown_by_hand_while_an_exception_passes_logs(lit, tmp_path, caplog):
+def test_teardown_called_during_an_exception_only_logs(lit, tmp_path, caplog):
     plugin = lit.AsyncCheckpointIO()
     with caplog.at_level(logging.ERROR), pytest.raises(Boom):
         try:
@@ -232,8 +232,8 @@ def test_the_last_good_checkpoint_outlives_a_disk_that_fails(lit, tmp_path):
     assert not bad.exists()
 
 
-def test_rotation_after_saves_that_no_file_can_be_made_for_keeps_the_last_good_one(lit, tmp_path):
-    """With on_error="warn" ModelCheckpoint goes on, and removes the previous file."""
+def test_rotation_keeps_the_last_good_file_if_new_files_cannot_be_made(lit, tmp_path):
+    """With on_error="warn", ModelCheckpoint goes on and removes the previous file."""
     directory = tmp_path / "c"
     for step in (4, 6, 8):
         (directory / f"step={step}.ckpt").mkdir(parents=True)
@@ -245,7 +245,7 @@ def test_rotation_after_saves_that_no_file_can_be_made_for_keeps_the_last_good_o
     assert load(directory / "step=2.ckpt")["global_step"] == 2
 
 
-def test_rotation_after_saves_that_were_refused_keeps_the_last_good_one(lit, tmp_path):
+def test_rotation_keeps_the_last_good_file_after_refused_saves(lit, tmp_path):
     good, slow_one, refused, newer = (tmp_path / f"{name}.ckpt" for name in ("a", "b", "c", "d"))
 
     def rotate(trainer):
@@ -265,7 +265,7 @@ def test_rotation_after_saves_that_were_refused_keeps_the_last_good_one(lit, tmp
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["b.ckpt", "d.ckpt"]
 
 
-def test_of_saves_that_fail_at_the_end_each_is_warned_of(pkg, tmp_path):
+def test_every_failed_save_is_warned_of_at_the_end(pkg, tmp_path):
     plugin = pkg.AsyncCheckpointIO(on_error="warn")
     with fault("rename", sticky=True), pytest.warns(UserWarning) as caught:
         with held("fdatasync"):  # neither has failed when the other is called

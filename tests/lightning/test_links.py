@@ -1,4 +1,4 @@
-"""`last.ckpt` as a link: what stands for it where there are none, and what a crash has left."""
+"""`last.ckpt` as a link, on file systems without links, and after a crash."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ def place(tmp_path):
 
 @pytest.fixture
 def done(monkeypatch):
-    """What is made sure of on the disk, in order: names."""
+    """Record the names of what is synced, in order."""
     steps = []
 
     def noted(what, function):
@@ -36,7 +36,7 @@ REPLACED = ("replace", ".last.ckpt.stillframe-link")
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_link_is_in_its_place_before_its_directory_is_synced(place, tmp_path, done, durable):
+def test_link_is_made_before_its_directory_is_synced(place, tmp_path, done, durable):
     assert rotation.make_link(*place, durable=durable)
     assert done == [REPLACED, ("sync_directory", tmp_path.name)][: 1 + durable]
     assert os.readlink(place[1]) == "a.ckpt"
@@ -44,7 +44,7 @@ def test_a_link_is_in_its_place_before_its_directory_is_synced(place, tmp_path, 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS])
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_copy_that_stands_for_a_link_is_synced_before_it_is_there(
+def test_copy_that_replaces_a_link_is_synced_before_its_rename(
     place, tmp_path, done, monkeypatch, caplog, number, durable
 ):
     def refuse(*names):
@@ -60,14 +60,14 @@ def test_a_copy_that_stands_for_a_link_is_synced_before_it_is_there(
     assert "has no symbolic links" in caplog.text
 
 
-def test_what_a_process_that_died_has_left_is_used_up(place, tmp_path):
+def test_leftover_of_a_dead_process_is_replaced(place, tmp_path):
     os.symlink("gone.ckpt", tmp_path / ".last.ckpt.stillframe-link")
     assert rotation.make_link(*place, durable=True)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "last.ckpt"]
     assert os.readlink(place[1]) == "a.ckpt"
 
 
-def test_a_link_names_a_file_in_whatever_way_it_says_so(place, tmp_path):
+def test_link_is_recognised_by_relative_and_absolute_targets(place, tmp_path):
     (tmp_path / "links").mkdir()
     link = str(tmp_path / "links" / "last.ckpt")
     for text in ("../a.ckpt", f"../../{tmp_path.name}/a.ckpt", place[0]):

@@ -1,4 +1,4 @@
-"""The plugin's loads: stillframe's, wherever that does what Lightning's own reader would."""
+"""The plugin's loads, which use stillframe's reader if it gives what Lightning's would."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_replaced_torch_load_is_called(pkg, path, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"weights_only": True}, {"weights_only": False}])
-def test_what_is_trusted_is_what_lightning_trusts(options, pkg, path):
+def test_weights_only_default_is_lightnings(options, pkg, path):
     torch.save({"x": NotAllowed()}, path)
     ends = []
     for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO()):
@@ -51,7 +51,7 @@ def test_what_is_trusted_is_what_lightning_trusts(options, pkg, path):
 
 @pytest.mark.parametrize("name", writers._FORCED)
 @pytest.mark.parametrize("weights_only", [None, True, False])
-def test_what_the_environment_says_of_trust_counts(name, weights_only, pkg, path, monkeypatch):
+def test_environment_variables_decide_weights_only(name, weights_only, pkg, path, monkeypatch):
     torch.save({"x": NotAllowed()}, path)
     monkeypatch.setenv(name, "1")
     ends = []
@@ -76,7 +76,7 @@ def test_a_home_directory_is_found_as_lightning_finds_it(pkg, path, monkeypatch)
     ("world", "on_the_node", "shared"),
     [(None, None, False), (1, None, False), (2, None, True), (2, "2", True), (2, "1", False)],
 )
-def test_the_ranks_of_a_node_share_what_its_disk_reads(
+def test_ranks_of_a_node_share_one_read_of_the_disk(
     world, on_the_node, shared, pkg, path, monkeypatch
 ):
     asked = []
@@ -99,8 +99,9 @@ FIXED = 20 << 20  # buffers of the readers, Lightning's own: less than another c
 
 
 def train(pkg, path, *, resumes):
-    """A training of a few steps: the first writes `path`, another goes on from there. Returns the
-    bytes that were resident at most from before its restart to its first step, over its model."""
+    """Train a few steps; the first call writes `path`, and another resumes from it.
+
+    Returns the peak of resident bytes from the restart to the first step, less the model's."""
     peak = []
 
     class Wide(pkg.LightningModule):
@@ -135,14 +136,14 @@ def train(pkg, path, *, resumes):
     return peak[0]
 
 
-def test_a_training_that_goes_on_has_its_state_in_memory_once(lit, tmp_path):
+def test_resumed_training_holds_its_state_once(lit, tmp_path):
     path = str(tmp_path / "x.ckpt")
     in_a_child(lambda: train(lit, path, resumes=False))
     peak = in_a_child(lambda: train(lit, path, resumes=True))
     assert 0.9 * STATE_NBYTES <= peak <= 1.05 * STATE_NBYTES + FIXED
 
 
-def test_what_is_loaded_comes_behind_the_copies_of_saves_under_way(pkg, path, monkeypatch):
+def test_load_waits_for_the_copies_of_saves_under_way(pkg, path, monkeypatch):
     waits = []
     monkeypatch.setattr(gate, "wait", lambda: waits.append("for copies"))
     assert pkg.AsyncCheckpointIO().load_checkpoint(path)["n"] == 3

@@ -21,7 +21,7 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["none", "naive", "stillframe"])
-def test_a_way_leaves_copies_in_the_checkpoint_or_nothing(benchmark, way):
+def test_benchmarked_variant_leaves_copies_in_the_checkpoint(benchmark, way):
     tensors = benchmark.plain_tensors(4000, 10)
     assert sum(tensor.nbytes for tensor in tensors.values()) == 4000
     checkpoint = {"state_dict": dict(tensors)}
@@ -34,7 +34,7 @@ def test_a_way_leaves_copies_in_the_checkpoint_or_nothing(benchmark, way):
 
 
 @pytest.mark.parametrize("way", ["memcpy", "none", "naive", "stillframe"])
-def test_each_save_says_what_it_took(benchmark, way):
+def test_benchmark_reports_the_time_of_each_save(benchmark, way):
     saves = benchmark.Saves(way, 4000, 10)
     for _ in range(2):
         seconds, _, freed = saves.save()

@@ -1,4 +1,4 @@
-"""CPUOffloadCallback by itself: arguments, strategies, what a save does, its state and log."""
+"""CPUOffloadCallback alone: arguments, strategies, copies, state and log."""
 
 import collections
 import concurrent.futures
@@ -48,7 +48,7 @@ def test_keys_that_are_no_list_of_strings_are_refused(offload, keys):
         offload(offload_keys=keys)
 
 
-def test_a_flag_that_says_neither_is_refused(offload):
+def test_flag_that_is_not_a_bool_is_refused(offload):
     with pytest.raises(TypeError, match="log_skipped has to be True or False, not 'no'"):
         offload(log_skipped="no")
 
@@ -57,7 +57,7 @@ def test_a_flag_that_says_neither_is_refused(offload):
 
 
 def instance_of(cls):
-    """A strategy, without its initialisation where this machine cannot construct it."""
+    """Return a strategy, not initialised if this machine cannot construct it."""
     try:
         return cls("cpu") if "SingleDeviceStrategy" in str(cls.__mro__[:2]) else cls()
     except Exception:  # each says in its own way what is not installed
@@ -77,7 +77,9 @@ def instance_of(cls):
     ],
 )
 @pytest.mark.parametrize("subclass", [False, True])
-def test_every_strategy_has_its_rule(offload, strategies, caplog, name, enabled, subclass):
+def test_every_strategy_is_supported_or_disabled_as_documented(
+    offload, strategies, caplog, name, enabled, subclass
+):
     cls = getattr(strategies, name)
     if subclass:
         cls = type("SomebodysOwn", (cls,), {})
@@ -93,14 +95,14 @@ def test_every_strategy_has_its_rule(offload, strategies, caplog, name, enabled,
 
 
 @pytest.mark.parametrize("subclass", [False, True])
-def test_data_parallel_is_known_by_its_name(offload, subclass):
+def test_data_parallel_is_recognised_by_its_name(offload, subclass):
     cls = type("DataParallelStrategy", (), {})
     callback = offload()
     callback.setup(of(strategy=(type("Own", (cls,), {}) if subclass else cls)()), None, "fit")
     assert callback.is_enabled
 
 
-def test_a_strategy_is_looked_at_anew_at_every_setup(offload, strategies):
+def test_strategy_is_checked_again_at_every_setup(offload, strategies):
     callback = offload()
     assert callback.is_enabled
     for name, enabled in (("FSDPStrategy", False), ("DDPStrategy", True), ("XLAStrategy", False)):
@@ -113,7 +115,7 @@ def test_only_rank_0_says_that_the_callback_is_disabled(offload, caplog):
     assert not caplog.records
 
 
-def test_a_disabled_callback_leaves_everything_alone(offload, strategies, caplog):
+def test_disabled_callback_changes_nothing(offload, strategies, caplog):
     callback, tensor = offload(), torch.ones(3)
     fake = of(strategy=object.__new__(strategies.FSDPStrategy))
     callback.setup(fake, None, "fit")
@@ -178,7 +180,7 @@ def test_only_the_keys_asked_for_are_copied(offload, caplog):
     assert "The checkpoint has 'state_dict', 'callbacks', 'epoch'" in missing[0].getMessage()
 
 
-def test_a_key_that_some_checkpoints_have_is_no_slip(offload, caplog):
+def test_optional_checkpoint_key_is_not_reported_as_missing(offload, caplog):
     callback = offload(["extra", "lr_schedulers"])
     save(callback, {"extra": torch.ones(3)})
     save(callback, {"state_dict": {}})
@@ -249,11 +251,11 @@ def test_gpu_memory_is_told_and_added_up(offload, monkeypatch, caplog):
     assert "GPU memory before: 5 GB" in caplog.text
     assert "GPU memory after: 3 GB, freed: 2 GB; in all 1 checkpoints" in caplog.text
     assert "GPU memory after: 3.5 GB, freed: 0 B; in all 2 checkpoints" in caplog.text
-    # What others allocated meanwhile was not freed by the callback, nor taken by it.
+    # Memory that other code allocated meanwhile counts neither as freed nor as taken.
     assert callback.state_dict()["total_memory_freed"] == 2.0
 
 
-def test_the_gpus_own_tensors_are_let_go_of_before_what_was_freed_is_counted(offload, monkeypatch):
+def test_device_tensors_are_dropped_before_freed_memory_is_counted(offload, monkeypatch):
     tensor, there = torch.ones(3), []
     own = weakref.ref(tensor)
     checkpoint = {"state_dict": {"x": tensor}}
@@ -264,7 +266,7 @@ def test_the_gpus_own_tensors_are_let_go_of_before_what_was_freed_is_counted(off
     assert there == [True, False]
 
 
-def test_the_end_tells_the_totals(offload, caplog):
+def test_totals_are_logged_at_the_end(offload, caplog):
     callback = offload()
     callback.load_state_dict(
         {"checkpoint_count": 4, "total_time_saved": 2.0, "total_memory_freed": 1.5}
@@ -279,7 +281,7 @@ def test_the_end_tells_the_totals(offload, caplog):
     assert "ValueError ended the run" in caplog.text
 
 
-def test_the_docstring_says_what_the_totals_mean(offload):
+def test_docstring_explains_the_totals(offload):
     text = " ".join(offload.__doc__.split())
     assert "`total_time_saved` (seconds spent offloading" in text
 
@@ -294,11 +296,11 @@ def test_a_save_logs_one_line_and_the_rest_at_debug(offload, caplog):
 
 
 class Custom:
-    """Neither a container nor a plain value."""
+    """An object that is neither a container nor a plain value."""
 
 
 @pytest.mark.parametrize(("log_skipped", "level"), [(False, logging.DEBUG), (True, logging.INFO)])
-def test_custom_objects_are_named(offload, caplog, log_skipped, level):
+def test_custom_objects_in_a_checkpoint_are_named(offload, caplog, log_skipped, level):
     plain = [1, 2.0, None, "text", True, (0.9, 0.999), torch.float32]
     checkpoint = {"state_dict": {"plain": plain, "own": [Custom() for _ in range(25)]}}
     with caplog.at_level(logging.DEBUG, "stillframe"):
@@ -312,14 +314,14 @@ def test_custom_objects_are_named(offload, caplog, log_skipped, level):
 
 
 class Unwilling(torch.Tensor):
-    """Does not tell what it is made of."""
+    """An object that raises when it is reduced."""
 
     def __reduce_ex__(self, protocol):
         raise ValueError("not me")
 
 
 class Unmade(torch.Tensor):
-    """Tells, but cannot be made again."""
+    """An object that can be reduced but not rebuilt."""
 
     def __reduce_ex__(self, protocol):
         return fail_to_make, (torch.ones(3),)
@@ -330,7 +332,7 @@ def fail_to_make(inner):
 
 
 @pytest.mark.parametrize("kind", [Unwilling, Unmade])
-def test_a_key_that_cannot_be_copied_stays_and_is_named(offload, caplog, kind):
+def test_key_that_cannot_be_copied_stays_and_is_named(offload, caplog, kind):
     unwilling = {"x": torch.ones(2).as_subclass(kind)}
     tensor = torch.ones(3)
     checkpoint = {
@@ -355,14 +357,14 @@ def test_a_key_that_cannot_be_copied_stays_and_is_named(offload, caplog, kind):
     assert leased() == 0  # with no help from the collector of garbage
 
 
-def test_where_no_key_can_be_copied_all_stay(offload, caplog):
+def test_checkpoint_stays_as_it_is_if_no_key_can_be_copied(offload, caplog):
     unwilling = {key: torch.ones(2).as_subclass(Unwilling) for key in KEYS}
     checkpoint = save(offload(), dict(unwilling))
     assert all(checkpoint[key] is unwilling[key] for key in KEYS)
     assert sum("stays as it is" in each.getMessage() for each in caplog.records) == 3
 
 
-def test_a_pool_too_small_means_ordinary_memory_and_a_line(offload, small_pool, caplog):
+def test_pool_too_small_falls_back_to_ordinary_memory_with_a_log_line(offload, small_pool, caplog):
     tensor = torch.randn(1000, 300)
     checkpoint = save(offload(), {"state_dict": {"x": tensor, "view": tensor[5:]}})
     new = checkpoint["state_dict"]
@@ -374,8 +376,8 @@ def test_a_pool_too_small_means_ordinary_memory_and_a_line(offload, small_pool, 
     assert small_pool.stats()["leased_bytes"] == 0
 
 
-def test_memory_that_a_future_holds_is_not_waited_for(offload, small_pool, caplog):
-    """The future may be one that only the training thread will complete."""
+def test_callback_does_not_wait_for_memory_held_by_a_future(offload, small_pool, caplog):
+    """Only the training thread may be able to complete that future."""
     future = concurrent.futures.Future()
     held = stillframe.snapshot([torch.ones(5)], engine=small_pool)
     held.hold_until(future)
@@ -388,7 +390,9 @@ def test_memory_that_a_future_holds_is_not_waited_for(offload, small_pool, caplo
     assert small_pool.stats()["leased_bytes"] == 0
 
 
-def test_a_save_that_has_the_pool_is_not_waited_for(offload, small_pool, tmp_path, caplog):
+def test_callback_does_not_wait_for_a_save_that_fills_the_pool(
+    offload, small_pool, tmp_path, caplog
+):
     with slow("pwrite", 0.2):
         handle = stillframe.async_save(torch.ones(200_000), tmp_path / "x", engine=small_pool)
         tensor = torch.randn(5)
@@ -400,7 +404,7 @@ def test_a_save_that_has_the_pool_is_not_waited_for(offload, small_pool, tmp_pat
 
 
 def test_checkpoints_may_be_dropped_by_another_thread(offload):
-    """As a writer does that has the dictionary alone."""
+    """A writer that only has the dictionary does so."""
     dropped = []
     checkpoint = save(offload(), {"state_dict": {"x": torch.ones(100_000)}})
     assert leased() > 0
@@ -415,7 +419,7 @@ def test_checkpoints_may_be_dropped_by_another_thread(offload):
     assert dropped == [0]
 
 
-def test_checkpoints_that_nobody_drops_never_block(offload, small_pool):
+def test_checkpoints_that_are_kept_never_block_a_save(offload, small_pool):
     callback = offload()
     kept = [
         save(callback, {"state_dict": {"x": torch.full((50_000,), float(n))}}) for n in range(6)
@@ -427,7 +431,7 @@ def test_checkpoints_that_nobody_drops_never_block(offload, small_pool):
 # ---- state and sizes ----
 
 
-def test_the_state_goes_round(offload, strategies):
+def test_callback_state_survives_a_round_trip(offload, strategies):
     callback = offload()
     save(callback, {"state_dict": {"x": torch.ones(3)}})
     callback.setup(of(strategy=object.__new__(strategies.FSDPStrategy)), None, "fit")
@@ -448,7 +452,7 @@ def test_the_state_goes_round(offload, strategies):
     assert decided.is_enabled
 
 
-def test_sizes_are_of_the_real_dtypes_and_the_real_optimizer(offload, caplog):
+def test_size_estimates_use_real_dtypes_and_optimizer(offload, caplog):
     module = torch.nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)
     fake = of()
     callback = offload()
@@ -518,7 +522,7 @@ def test_the_estimate_before_the_first_step_is_the_size_after_it(offload, caplog
     assert lines[0] == lines[1]
 
 
-def test_of_an_optimizer_with_a_step_of_its_own_nothing_is_assumed(offload, caplog):
+def test_no_state_size_is_estimated_for_an_unknown_optimizer(offload, caplog):
     class Own(torch.optim.Adam):
         def step(self, closure=None):
             return None

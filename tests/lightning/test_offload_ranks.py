@@ -1,4 +1,4 @@
-"""CPUOffloadCallback under DDP with two ranks: rank 0 offloads, and the file is right."""
+"""CPUOffloadCallback under DDP with two ranks: rank 0 offloads, and the file is correct."""
 
 import json
 import os
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def main(name, directory):
-    """One fit on two forked ranks; each notes its callback's state."""
+    """Fit on two forked ranks; each writes its callback's state."""
     import torch
     from fix_lightning import VERSION, every_steps, loader, package, trainer
     from fix_offload import lightning_async, recorder
@@ -47,7 +47,7 @@ def main(name, directory):
 
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
-def test_rank_0_of_ddp_offloads_and_the_other_does_nothing(name, tmp_path):
+def test_only_rank_0_of_ddp_offloads(name, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, name, tmp_path],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},

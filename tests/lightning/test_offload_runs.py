@@ -1,4 +1,4 @@
-"""CPUOffloadCallback in real runs: whoever writes the checkpoint, it is the state of the call."""
+"""CPUOffloadCallback in real runs: every kind of writer writes the state at the call."""
 
 import gc
 import logging
@@ -22,7 +22,7 @@ __all__ = ["nothing_stays_leased", "offload"]  # fixtures
 
 
 def writer(pkg, kind, kept):
-    """A CheckpointIO of each kind; `kept` gets what a user's own keeps for later."""
+    """Return a CheckpointIO of each kind; a user's own adds checkpoints to `kept`."""
     if kind == "sync":
         return pkg.TorchCheckpointIO()
     if kind == "async":
@@ -76,8 +76,7 @@ def test_the_file_holds_the_state_of_the_save(pkg, offload, tmp_path, kind):
 
 
 def in_its_own_thread(pkg, gate):
-    """A CheckpointIO that hands the dictionary, and nothing else, to a thread; each file is begun
-    when the gate lets it."""
+    """Return a CheckpointIO whose thread writes each file when the gate opens."""
 
     class Threaded(pkg.TorchCheckpointIO):
         def __init__(self):
@@ -103,7 +102,7 @@ def in_its_own_thread(pkg, gate):
 
 
 def behind_a_gate(pkg, gate):
-    """Lightning's own AsyncCheckpointIO, whose thread begins each file when the gate lets it."""
+    """Return Lightning's AsyncCheckpointIO, whose thread starts a file when the gate opens."""
 
     class Slow(pkg.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -117,7 +116,7 @@ def behind_a_gate(pkg, gate):
 def test_a_writer_slower_than_training_sees_no_byte_of_a_later_step(
     pkg, offload, tmp_path, make_writer
 ):
-    """A save at every step; each file is begun when the run is three saves further."""
+    """The run saves at every step, and each file is started three saves later."""
     seen, gate = [], threading.Semaphore(0)
 
     class Releases(pkg.Callback):
@@ -147,7 +146,7 @@ def test_a_writer_slower_than_training_sees_no_byte_of_a_later_step(
         assert_same({key: found[key] for key in KEYS}, expected)
 
 
-def test_with_our_plugin_a_save_is_one_line_and_one_count(pkg, offload, tmp_path, caplog):
+def test_with_our_plugin_a_save_logs_one_line_and_counts_once(pkg, offload, tmp_path, caplog):
     callback = offload()
     run = trainer(
         pkg,
@@ -170,8 +169,8 @@ def test_with_our_plugin_a_save_is_one_line_and_one_count(pkg, offload, tmp_path
     }
 
 
-def test_our_plugin_around_another_gets_the_copies(pkg, offload, tmp_path):
-    """What the inner one is given is the callback's, and right."""
+def test_wrapped_checkpoint_io_gets_the_copies(pkg, offload, tmp_path):
+    """The wrapped CheckpointIO gets the callback's copies."""
     seen = []
     callback = offload()
     run = trainer(
@@ -193,7 +192,7 @@ def test_our_plugin_around_another_gets_the_copies(pkg, offload, tmp_path):
         assert_same({key: found[key] for key in KEYS}, expected)
 
 
-def test_a_checkpoint_of_weights_alone_is_whole(pkg, offload, tmp_path):
+def test_checkpoint_of_weights_alone_is_complete(pkg, offload, tmp_path):
     """Lightning asks no callback about such a checkpoint."""
     callback = offload()
     trainer(
@@ -219,7 +218,7 @@ def test_training_itself_is_not_changed(pkg, offload, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_its_state_comes_back_with_a_resumed_run(pkg, offload, tmp_path):
+def test_callback_state_is_restored_on_resume(pkg, offload, tmp_path):
     callbacks = [offload(), every_steps(pkg, tmp_path, 2, save_top_k=-1)]
     trainer(pkg, tmp_path, callbacks=callbacks, max_steps=4).fit(pkg.Model(), loader())
     resumed = offload()
@@ -232,7 +231,7 @@ def test_its_state_comes_back_with_a_resumed_run(pkg, offload, tmp_path):
     assert resumed.state_dict()["total_time_saved"] > 0
 
 
-def test_an_exception_in_mid_run_leaves_nothing_leased(pkg, offload, tmp_path, caplog):
+def test_exception_during_a_run_returns_all_leases(pkg, offload, tmp_path, caplog):
     def fail(trainer):
         raise RuntimeError("in mid-run")
 
@@ -253,7 +252,7 @@ def test_an_exception_in_mid_run_leaves_nothing_leased(pkg, offload, tmp_path, c
     # nothing_stays_leased looks at the rest
 
 
-def test_a_writer_that_fails_leaves_nothing_leased(pkg, offload, tmp_path):
+def test_failed_writer_returns_all_leases(pkg, offload, tmp_path):
     class Full(pkg.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             assert leased() > 0
@@ -270,7 +269,7 @@ def test_a_writer_that_fails_leaves_nothing_leased(pkg, offload, tmp_path):
     assert leased() == 0
 
 
-def test_a_callback_that_fails_behind_ours_leaves_nothing_leased(pkg, offload, tmp_path):
+def test_failure_of_a_later_callback_returns_all_leases(pkg, offload, tmp_path):
     class Fails(pkg.Callback):
         def on_save_checkpoint(self, trainer, module, checkpoint):
             raise ValueError("behind")
@@ -285,7 +284,7 @@ def test_a_callback_that_fails_behind_ours_leaves_nothing_leased(pkg, offload, t
     assert leased() == 0
 
 
-def test_the_start_of_training_tells_what_to_expect(pkg, offload, tmp_path, caplog):
+def test_expected_sizes_are_logged_when_training_starts(pkg, offload, tmp_path, caplog):
     callback = offload()
     with caplog.at_level(logging.INFO, "stillframe"):
         trainer(pkg, tmp_path, callbacks=[callback], max_steps=1).fit(pkg.Model(), loader())

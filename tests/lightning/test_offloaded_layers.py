@@ -54,7 +54,7 @@ class Offloaded(Plain):
 
 
 def fit(model, path, epochs, resumed=None):
-    """Its checkpoints, in their order."""
+    """Fit, and return its checkpoints in order."""
     torch.manual_seed(2)
     samples = torch.randn(24, 16)
     data = DataLoader(TensorDataset(samples), batch_size=4)
@@ -103,7 +103,7 @@ def test_a_trainer_trains_layers_that_live_on_the_cpu(either, tmp_path):
     torch.testing.assert_close(plain, offloaded, rtol=0, atol=0)
 
 
-def test_the_page_shows_these_lines():
+def test_documentation_shows_the_tested_lines():
     code = Path(__file__).read_text()
     shown = re.search(r"```py\n(class Offloaded.*?)```", PAGE, re.S)
     assert shown and shown[1].split("...\n\n")[-1].strip() in code

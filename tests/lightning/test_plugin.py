@@ -20,7 +20,7 @@ from stillframe.testing import held, slow
 STATE = {"x": torch.arange(12.0), "n": 3}
 
 
-def test_the_options_are_these(pkg):
+def test_plugin_has_the_documented_options(pkg):
     parameters = inspect.signature(pkg.AsyncCheckpointIO).parameters
     assert {name: each.default for name, each in parameters.items()} == {
         "checkpoint_io": None,
@@ -39,7 +39,7 @@ def test_the_options_are_these(pkg):
     assert positional == ["checkpoint_io"]
 
 
-def test_an_unknown_way_of_telling_errors_is_refused(lit):
+def test_unknown_on_error_value_is_refused(lit):
     with pytest.raises(ValueError, match="on_error"):
         lit.AsyncCheckpointIO(on_error="ignore")
     for option in ("overlap", "log_metrics", "durable"):
@@ -75,12 +75,12 @@ def test_an_engine_that_skips_is_refused_too(lit, tmp_path, monkeypatch):
         ({"pool_bytes": 4096}, ValueError),
     ],
 )
-def test_an_option_that_no_engine_takes_is_refused_at_once(lit, options, error):
+def test_invalid_engine_option_is_refused_at_once(lit, options, error):
     with pytest.raises(error, match=next(iter(options))):
         lit.AsyncCheckpointIO(**options)
 
 
-def test_a_mistake_in_the_arguments_names_what_users_know(lit):
+def test_argument_error_names_the_public_class(lit):
     with pytest.raises(ValueError, match="when_busy has to be 'wait' or 'raise', not 'later'"):
         lit.AsyncCheckpointIO(when_busy="later")
     module = sys.modules[lit.AsyncCheckpointIO.__module__]
@@ -106,7 +106,7 @@ def test_an_object_of_the_wrong_kind_is_refused_at_once(lit, options):
 @pytest.mark.parametrize(
     "options", [{"pool_bytes": 64 << 20}, {"max_in_flight": 3}, {"when_busy": "raise"}]
 )
-def test_an_engine_and_options_of_an_engine_exclude_each_other(lit, options):
+def test_engine_together_with_engine_options_is_refused(lit, options):
     with stillframe.Engine() as engine, pytest.raises(ValueError, match="engine="):
         lit.AsyncCheckpointIO(engine=engine, **options)
 
@@ -122,7 +122,7 @@ def test_the_given_engine_is_used_and_not_closed(lit, tmp_path):
         assert engine.stats()["saves_total"] == 2
 
 
-def test_the_default_engine_serves_unless_options_ask_for_another(lit, tmp_path):
+def test_default_engine_is_used_unless_options_need_another(lit, tmp_path):
     before = stillframe.default_engine().stats()["saves_total"]
     for plugin in (lit.AsyncCheckpointIO(), lit.AsyncCheckpointIO(max_in_flight=3)):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
@@ -131,7 +131,7 @@ def test_the_default_engine_serves_unless_options_ask_for_another(lit, tmp_path)
     assert stillframe.default_engine().stats()["saves_total"] == before + 1
 
 
-def test_the_plugins_own_engine_lives_from_the_first_save_to_teardown(lit, tmp_path, monkeypatch):
+def test_plugins_own_engine_exists_from_first_save_to_teardown(lit, tmp_path, monkeypatch):
     import stillframe._lightning.writers
 
     made, open_now = [], []
@@ -161,7 +161,7 @@ def test_the_plugins_own_engine_lives_from_the_first_save_to_teardown(lit, tmp_p
     assert made[-1] == {"pool_bytes": 64 << 20, "max_in_flight": 2, "when_busy": "wait"}
 
 
-def test_arguments_may_be_given_by_position_or_by_name(pkg, tmp_path):
+def test_methods_accept_arguments_by_position_and_by_name(pkg, tmp_path):
     plugin = pkg.AsyncCheckpointIO()
     plugin.save_checkpoint(STATE, tmp_path / "trainer.ckpt", storage_options=None)
     plugin.save_checkpoint(
@@ -188,7 +188,7 @@ def test_arguments_may_be_given_by_position_or_by_name(pkg, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["trainer.ckpt"]
 
 
-def test_loading_raises_what_lightnings_own_raises(pkg, tmp_path):
+def test_load_raises_the_errors_of_lightnings_plugin(pkg, tmp_path):
     for path, options in ((tmp_path / "none.ckpt", {}), (tmp_path / "a.ckpt", {"no_such": 1})):
         raised = []
         for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO()):
@@ -198,7 +198,7 @@ def test_loading_raises_what_lightnings_own_raises(pkg, tmp_path):
         assert raised[0] == raised[1]
 
 
-def test_storage_options_are_refused_in_lightnings_words(pkg, tmp_path):
+def test_storage_options_are_refused_with_lightnings_message(pkg, tmp_path):
     messages = []
     for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO()):
         with pytest.raises(TypeError) as caught:
@@ -209,7 +209,7 @@ def test_storage_options_are_refused_in_lightnings_words(pkg, tmp_path):
 
 
 @pytest.mark.parametrize("ours", [stillframe.save, stillframe.async_save])
-def test_plugin_writes_where_torch_save_is_our_own(lit, tmp_path, monkeypatch, caplog, ours):
+def test_plugin_saves_if_torch_save_is_replaced_by_ours(lit, tmp_path, monkeypatch, caplog, ours):
     monkeypatch.setattr(torch, "save", ours)
     monkeypatch.setattr(torch, "load", stillframe.load)
     plugin = lit.AsyncCheckpointIO()
@@ -254,7 +254,7 @@ def test_a_load_waits_for_the_save(lit, tmp_path):
     plugin.teardown()
 
 
-def test_a_remove_never_overtakes_the_save_nor_waits_for_it(lit, tmp_path):
+def test_remove_returns_at_once_and_runs_after_the_save(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO()
     with held("fdatasync"):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
@@ -276,7 +276,7 @@ def test_teardown_waits_for_the_remove_of_a_relative_name(lit, tmp_path, monkeyp
     assert not (tmp_path / "a.ckpt").exists()
 
 
-def test_directories_are_removed_too_and_a_missing_name_is_no_error(lit, tmp_path):
+def test_remove_takes_directories_and_ignores_missing_names(lit, tmp_path):
     sharded = tmp_path / "sharded.ckpt"
     (sharded / "inner").mkdir(parents=True)
     (sharded / "inner" / "0.distcp").write_bytes(b"x")
@@ -288,9 +288,7 @@ def test_directories_are_removed_too_and_a_missing_name_is_no_error(lit, tmp_pat
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_parent_directories_are_made_and_are_as_durable_as_the_file(
-    lit, tmp_path, monkeypatch, durable
-):
+def test_missing_parent_directories_are_created_and_synced(lit, tmp_path, monkeypatch, durable):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     plugin = lit.AsyncCheckpointIO(durable=durable)
@@ -309,7 +307,7 @@ def test_a_bare_file_name_is_saved_in_the_working_directory(lit, tmp_path, monke
     assert load(tmp_path / "a.ckpt")["n"] == 3
 
 
-def test_a_link_is_replaced_and_its_target_left_alone(lit, tmp_path):
+def test_save_replaces_a_link_and_not_its_target(lit, tmp_path):
     target, link = tmp_path / "e0.ckpt", tmp_path / "last.ckpt"
     torch.save({"n": 0}, target)
     link.symlink_to("e0.ckpt")
@@ -343,7 +341,7 @@ def test_on_durable_is_called_with_the_path_as_given(lit, tmp_path):
     assert report.nbytes == path.stat().st_size
 
 
-def test_the_plugin_is_pickled_with_its_options_alone(pkg, tmp_path):
+def test_plugin_is_pickled_with_only_its_options(pkg, tmp_path):
     plugin = pkg.AsyncCheckpointIO(pool_bytes=64 << 20, when_busy="raise", durable=False)
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     copy = pickle.loads(pickle.dumps(plugin))
@@ -363,7 +361,7 @@ def test_a_plugin_with_an_engine_cannot_be_pickled_and_says_why(lit):
             pickle.dumps(plugin)
 
 
-def test_it_is_a_checkpoint_io_of_both_packages(pkg):
+def test_plugin_is_a_checkpoint_io_of_both_packages(pkg):
     import lightning.fabric.plugins
     import lightning_fabric.plugins
 
@@ -372,12 +370,12 @@ def test_it_is_a_checkpoint_io_of_both_packages(pkg):
     assert isinstance(plugin, lightning_fabric.plugins.CheckpointIO)
 
 
-def test_it_is_none_of_lightnings_wrappers(pkg):
+def test_plugin_is_no_subclass_of_lightnings_wrapper(pkg):
     # A strategy would replace a wrapper's inner CheckpointIO.
     assert not any("Wrapping" in base.__name__ for base in pkg.AsyncCheckpointIO.__mro__)
 
 
-def test_a_long_wait_says_so_in_one_plain_line(lit, tmp_path, capfd):
+def test_long_wait_prints_one_line(lit, tmp_path, capfd):
     plugin = lit.AsyncCheckpointIO()
     with slow("fdatasync", 1.5):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
@@ -386,14 +384,14 @@ def test_a_long_wait_says_so_in_one_plain_line(lit, tmp_path, capfd):
     assert line.startswith("stillframe: waiting for 1 checkpoint to reach the disk")
 
 
-def test_a_short_wait_says_nothing(lit, tmp_path, capfd):
+def test_short_wait_prints_nothing(lit, tmp_path, capfd):
     plugin = lit.AsyncCheckpointIO()
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     plugin.teardown()
     assert capfd.readouterr().err == ""
 
 
-def test_where_there_is_no_stderr_a_wait_says_nothing(monkeypatch):
+def test_wait_without_stderr_prints_nothing(monkeypatch):
     monkeypatch.setattr(work, "DELAY_S", 0.0)
     monkeypatch.setattr(sys, "stderr", None)
     work.WaitingLine([])._run()
@@ -436,7 +434,7 @@ def test_an_interrupted_teardown_can_be_called_again(lit, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_starts_with_nothing_under_way(lit, tmp_path):
+def test_forked_child_starts_without_saves_under_way(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
     with slow("fdatasync", 0.3):
         plugin.save_checkpoint(STATE, tmp_path / "parent.ckpt")

@@ -1,4 +1,4 @@
-"""What is made known of a checkpoint, and when: loggers, metrics, `on_durable`."""
+"""Loggers, metrics and `on_durable`: when they are called for a checkpoint."""
 
 import errno
 import os
@@ -63,7 +63,7 @@ def fit(pkg, tmp_path, logger, *, plugin=None, callbacks=(), **options):
 
 
 @pytest.mark.parametrize("seconds", DISKS)
-def test_loggers_hear_of_every_checkpoint_in_order_once_it_is_durable(pkg, tmp_path, seconds):
+def test_loggers_are_told_of_checkpoints_in_order_once_durable(pkg, tmp_path, seconds):
     logger = loggers_of(pkg)()
     with slow("fdatasync", seconds):
         fit(pkg, tmp_path, logger)
@@ -72,11 +72,11 @@ def test_loggers_hear_of_every_checkpoint_in_order_once_it_is_durable(pkg, tmp_p
         "success",
     ]
     assert logger.threads == {threading.main_thread()}
-    # What was kept for a logger is gone when it has been told.
+    # A remove that waited for a logger runs when the logger has been told.
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step=8.ckpt"]
 
 
-def test_loggers_do_not_hear_of_a_checkpoint_that_failed(lit, tmp_path, caplog):
+def test_loggers_are_not_told_of_a_failed_checkpoint(lit, tmp_path, caplog):
     logger = loggers_of(lit)()
     broken = []
 
@@ -104,7 +104,7 @@ def test_loggers_do_not_hear_of_a_checkpoint_that_failed(lit, tmp_path, caplog):
     assert "not told of" in caplog.text
 
 
-def test_loggers_hear_before_they_finalise_when_training_breaks_off(lit, tmp_path):
+def test_loggers_are_told_before_finalize_when_training_is_interrupted(lit, tmp_path):
     logger = loggers_of(lit)()
 
     def boom(run):
@@ -115,7 +115,7 @@ def test_loggers_hear_before_they_finalise_when_training_breaks_off(lit, tmp_pat
     assert logger.events == [("step=2.ckpt", True, 2), ("step=4.ckpt", True, 4), "failed"]
 
 
-def test_a_signal_handler_that_finalises_finds_them_told(lit, tmp_path):
+def test_signal_handler_that_finalizes_loggers_finds_them_told(lit, tmp_path):
     """As SLURM's requeue handler does in the middle of training."""
     logger = loggers_of(lit)()
     handler = signal.getsignal(signal.SIGUSR2)
@@ -148,7 +148,7 @@ def test_an_error_of_a_logger_reaches_the_run(lit, tmp_path):
         fit(lit, tmp_path, Bad())
 
 
-def test_a_logger_that_does_not_listen_holds_nothing_back(lit, tmp_path):
+def test_logger_without_the_hook_delays_nothing(lit, tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 
     removed = []
@@ -181,13 +181,13 @@ def test_metrics_of_each_save_are_logged(pkg, tmp_path, seconds):
         assert metrics["checkpoint/durable_s"] * 1e3 >= metrics["checkpoint/call_ms"] >= 0
 
 
-def test_no_metrics_unless_asked_for(lit, tmp_path):
+def test_metrics_are_not_logged_by_default(lit, tmp_path):
     logger = loggers_of(lit)()
     fit(lit, tmp_path, logger)
     assert not any("checkpoint/bytes" in metrics for metrics, _ in logger.metrics)
 
 
-def test_on_durable_hears_of_every_checkpoint_of_a_fit(lit, tmp_path):
+def test_on_durable_is_called_for_every_checkpoint_of_a_fit(lit, tmp_path):
     names, last = [], threading.Event()
 
     def hear(path, report):
@@ -201,7 +201,7 @@ def test_on_durable_hears_of_every_checkpoint_of_a_fit(lit, tmp_path):
     assert names == [f"step={step}.ckpt" for step in (2, 4, 6, 8)]
 
 
-def test_what_was_put_over_methods_is_taken_off(pkg, tmp_path):
+def test_wrapped_methods_are_restored(pkg, tmp_path):
     logger = loggers_of(pkg)()
     during = []
 
@@ -227,7 +227,7 @@ def test_what_was_put_over_methods_is_taken_off(pkg, tmp_path):
     assert during == [True] * 4
 
 
-def test_the_callback_is_as_it_was_after_loggers_were_told(lit, tmp_path):
+def test_callback_is_restored_after_loggers_were_told(lit, tmp_path):
     logger = loggers_of(lit)()
     with slow("fdatasync", 0.3):
         run = fit(lit, tmp_path, logger)

@@ -35,7 +35,7 @@ def starts(scenario):
 
 
 class Ran:
-    """What the processes of one scenario have left behind.
+    """The results of one scenario's processes.
 
     Attributes:
         directory: The scenario's own.
@@ -58,7 +58,7 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """`ran(scenario, start)`: its processes have ended. All scenarios of a start run at once."""
+    """Return `ran(scenario, start)`, which runs all scenarios of a start at its first call."""
     directories = {}
 
     def run(scenario, start):
@@ -92,7 +92,7 @@ def _run(start, directory):
 
 
 @starts("trains")
-def test_two_ranks_train_and_only_the_writing_one_has_a_pool(ran, start):
+def test_only_the_writing_rank_of_two_has_a_pool(ran, start):
     done = ran("trains", start)
     assert not done.raised, done.said
     assert done.files() == ["last.ckpt", "step=6.ckpt"]
@@ -111,7 +111,7 @@ def test_two_ranks_train_and_only_the_writing_one_has_a_pool(ran, start):
         if scenario in each
     ],
 )
-def test_the_run_ends_with_what_rank_0s_full_disk_says(ran, scenario, start):
+def test_full_disk_of_rank_0_ends_the_run_on_all_ranks(ran, scenario, start):
     done = ran(scenario, start)
     assert "SaveError: [Errno 28] No space left on device" in done.raised
     if start != "torchrun":
@@ -124,14 +124,14 @@ def test_the_run_ends_with_what_rank_0s_full_disk_says(ran, scenario, start):
     assert done.notes[0]["text"] == done.notes[1]["text"]
 
 
-def test_a_full_disk_after_training_leaves_nobody_in_the_barrier(ran):
+def test_full_disk_after_training_leaves_no_rank_in_the_barrier(ran):
     done = ran("full_disk_after_training", "torchrun")
     assert not done.raised, done.said
     assert done.notes == {0: {"raised": errno.ENOSPC}, 1: {"raised": None}}
 
 
 @starts("resumes")
-def test_all_ranks_load_what_rank_0_is_still_writing(ran, start):
+def test_all_ranks_wait_to_load_what_rank_0_is_writing(ran, start):
     done = ran("resumes", start)
     assert not done.raised, done.said
     assert done.notes == {0: {"loaded": 4}, 1: {"loaded": 4}}
@@ -151,7 +151,7 @@ def test_all_ranks_find_the_newest_checkpoint_of_the_fit_before(ran):
     assert load(done.directory / "c" / "last.ckpt")["global_step"] == 8
 
 
-def test_model_parallel_with_full_state_dicts_saves_all_of_it(ran):
+def test_model_parallel_saves_full_state_dicts(ran):
     done = ran("full_state", "torchrun")
     assert not done.raised, done.said
     assert {rank: note["engine"] for rank, note in done.notes.items()} == {0: True, 1: False}

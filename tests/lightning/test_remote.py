@@ -1,4 +1,4 @@
-"""Remote paths: Lightning's own writer goes to them through fsspec, in the order of the log."""
+"""Remote paths: Lightning's own writer saves through fsspec, in the order of the log."""
 
 import os
 import queue
@@ -13,14 +13,14 @@ STATE = {"x": torch.arange(12.0), "n": 3}
 
 @pytest.fixture
 def memory():
-    """fsspec's file system in memory, empty before and after."""
+    """Return fsspec's file system in memory, empty before and after the test."""
     system = fsspec.filesystem("memory")
     system.store.clear()
     yield system
     system.store.clear()
 
 
-def test_lightnings_own_writes_what_is_remote_and_that_is_told(
+def test_lightnings_writer_saves_remote_paths_with_a_warning(
     lit, tmp_path, memory, monkeypatch, caplog
 ):
     monkeypatch.chdir(tmp_path)
@@ -44,7 +44,7 @@ def test_lightnings_own_writes_what_is_remote_and_that_is_told(
     assert os.listdir() == []
 
 
-def test_what_a_remote_file_system_says_is_raised(lit, tmp_path, monkeypatch):
+def test_error_of_a_remote_file_system_is_raised(lit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plugin = lit.AsyncCheckpointIO()
     plugin.save_checkpoint(STATE, "nowhere://a.ckpt")
@@ -53,7 +53,7 @@ def test_what_a_remote_file_system_says_is_raised(lit, tmp_path, monkeypatch):
     assert os.listdir() == []
 
 
-def test_a_remote_checkpoint_is_still_read_by_lightning(lit, memory):
+def test_lightning_reads_remote_checkpoints(lit, memory):
     with fsspec.open("memory://a.ckpt", "wb") as file:
         torch.save(STATE, file)
     loaded = lit.AsyncCheckpointIO().load_checkpoint("memory://a.ckpt")
@@ -61,7 +61,7 @@ def test_a_remote_checkpoint_is_still_read_by_lightning(lit, memory):
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_a_run_rotates_remote_checkpoints_and_goes_on_from_the_last(pkg, tmp_path, memory, top_k):
+def test_run_rotates_remote_checkpoints_and_resumes_from_the_last(pkg, tmp_path, memory, top_k):
     def names(directory):
         return sorted(name.rsplit("/")[-1] for name in memory.ls(directory, detail=False))
 
@@ -81,7 +81,7 @@ def test_a_run_rotates_remote_checkpoints_and_goes_on_from_the_last(pkg, tmp_pat
     assert ours["global_step"] == 12
 
 
-def test_versions_of_remote_checkpoints_count_those_in_flight(lit, tmp_path, memory):
+def test_remote_version_numbers_count_saves_in_flight(lit, tmp_path, memory):
     callback = every_steps(
         lit, "memory://versions", 2, save_top_k=-1, filename="m", monitor="clock"
     )

@@ -1,4 +1,4 @@
-"""What becomes of files once saves have ended, asked of the plugin's parts one by one."""
+"""Links, removes and logger calls that follow saves, tested on the plugin's parts."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from stillframe._save.handle import SaveHandle
 
 
 class Telling:
-    """A call that waits for a save."""
+    """A publication that waits for a save."""
 
     def __init__(self, place, calls, due=True, error=None):
         self.place, self.calls, self.is_due, self.error = place, calls, due, error
@@ -51,7 +51,7 @@ def work():
 
 @pytest.fixture
 def place(tmp_path):
-    """`place(name)`: the path of a file that is there."""
+    """Return `place(name)`, which makes a file and returns its path."""
 
     def made(name):
         (tmp_path / name).write_text(name)
@@ -60,7 +60,7 @@ def place(tmp_path):
     return made
 
 
-def test_a_file_that_a_link_names_goes_when_the_link_does(files, place, tmp_path):
+def test_target_of_a_link_is_removed_after_the_link(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -72,7 +72,7 @@ def test_a_file_that_a_link_names_goes_when_the_link_does(files, place, tmp_path
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_a_link_named_goes_when_a_file_takes_the_links_place(files, place, tmp_path):
+def test_former_target_is_removed_when_a_file_replaces_the_link(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -83,7 +83,7 @@ def test_a_file_that_a_link_named_goes_when_a_file_takes_the_links_place(files, 
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, place, tmp_path):
+def test_delayed_remove_of_a_name_runs_before_the_next_save_to_it(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -95,7 +95,7 @@ def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, pl
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place, tmp_path):
+def test_remove_delayed_for_a_link_that_moved_runs_at_the_end(files, place, tmp_path):
     old, newer = place("old.ckpt"), place("newer.ckpt")
     link = Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
@@ -109,7 +109,7 @@ def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place,
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt"]
 
 
-def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
+def test_target_of_a_link_stays_at_the_end(files, place, tmp_path):
     old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
@@ -117,7 +117,7 @@ def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_path):
+def test_wrapped_remove_is_delayed_while_a_link_points_to_the_file(lit, place, tmp_path):
     inner = Inner(lit.TorchCheckpointIO(), lit.TorchCheckpointIO)
     files = Rotation(lambda place: inner, durable=True, failed=refuse)
     old, newer, link = place("old.ckpt"), place("newer.ckpt"), Place.of(tmp_path / "last.ckpt")
@@ -128,7 +128,7 @@ def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_behind_a_run_a_file_goes_by_hand_whatever_links_have_named_in_it(files, place, tmp_path):
+def test_remove_after_a_run_takes_a_former_link_target(files, place, tmp_path):
     one, other, link = place("one.ckpt"), place("other.ckpt"), Place.of(tmp_path / "last.ckpt")
     for source in (one, other, one):
         files.link(source, link)
@@ -139,7 +139,7 @@ def test_behind_a_run_a_file_goes_by_hand_whatever_links_have_named_in_it(files,
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
 
 
-def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
+def test_directory_is_removed_with_its_content_after_its_link(files, tmp_path):
     for name in ("old.ckpt", "newer.ckpt"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()
@@ -151,7 +151,7 @@ def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "newer.ckpt"]
 
 
-def test_links_say_nothing_of_how_saves_ended(files, place, tmp_path):
+def test_link_does_not_count_as_a_successful_save(files, place, tmp_path):
     older, newer = place("older.ckpt"), place("newer.ckpt")
     files.link(Place.of(tmp_path / "never.ckpt"), Place.of(tmp_path / "last.ckpt"))
     files.remove(older)
@@ -166,7 +166,7 @@ def test_links_say_nothing_of_how_saves_ended(files, place, tmp_path):
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_a_save_of_what_is_no_path_has_failed_like_any(files, place, tmp_path):
+def test_save_to_an_invalid_path_drops_the_next_remove(files, place, tmp_path):
     rotation.note_unmade(3)
     old = place("old.ckpt")
     files.remove(old)
@@ -175,7 +175,7 @@ def test_a_save_of_what_is_no_path_has_failed_like_any(files, place, tmp_path):
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, monkeypatch):
+def test_finish_waits_for_a_link_being_made(files, place, tmp_path, monkeypatch):
     waited = threading.Event()
     make_link, wait_for_key = rotation.make_link, ordered.wait_for_key
 
@@ -196,7 +196,7 @@ def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, mon
     assert has_waited and os.path.exists(tmp_path / "last.ckpt")
 
 
-def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):
+def test_link_is_synced_as_files_are(place, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         rotation, "make_link", lambda *names, durable: bool(asked.append(durable)) or True
@@ -208,7 +208,7 @@ def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):
     assert asked == [True, False]
 
 
-def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
+def test_loggers_are_called_in_order_before_the_file_is_removed(files, place):
     calls = []
     first, second = (Telling(place(name), calls, due=False) for name in "ab")
     files.publications += [first, second]
@@ -223,7 +223,7 @@ def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
     assert not os.path.exists(first.place) and os.path.exists(second.place)
 
 
-def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
+def test_failed_logger_call_no_longer_delays_the_remove(files, place):
     calls = []
     files.publications.append(Telling(place("a"), calls, error=RuntimeError("no network")))
     with pytest.raises(RuntimeError, match="no network"):
@@ -244,7 +244,7 @@ def test_the_end_makes_every_call_and_keeps_each_error(work, place):
     assert [work.next_error() for _ in range(3)] == [errors[0], errors[2], None]
 
 
-def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
+def test_finish_removes_a_file_after_its_logger_call(files, place, tmp_path):
     seen = []
 
     class Looking(Telling):
@@ -258,14 +258,14 @@ def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
     assert seen == [True] and os.listdir(tmp_path) == []
 
 
-def test_ctrl_c_in_a_call_is_no_error_of_it(files, place):
+def test_keyboard_interrupt_in_a_logger_is_not_caught(files, place):
     files.publications.append(Telling(place("a"), [], error=KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         files.finish()
 
 
-def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
-    """As a signal handler does, in the middle of it."""
+def test_wait_includes_entries_added_meanwhile(files, place, monkeypatch):
+    """A signal handler may add them in the middle of the wait."""
     waited, wait_for_key = [], ordered.wait_for_key
 
     def wait(key):
@@ -281,7 +281,7 @@ def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
     assert not files.under_way()
 
 
-def test_a_wait_that_broke_off_is_waited_for_again(files, place, monkeypatch):
+def test_interrupted_wait_can_be_repeated(files, place, monkeypatch):
     waited = []
 
     def wait(key):
@@ -299,7 +299,7 @@ def test_a_wait_that_broke_off_is_waited_for_again(files, place, monkeypatch):
     assert len(waited) == 2 and not files.under_way()
 
 
-def test_a_link_comes_behind_a_remove_of_its_name(files, place, tmp_path):
+def test_link_is_made_after_a_remove_of_its_name(files, place, tmp_path):
     link, newer = place("last.ckpt"), place("newer.ckpt")
     files.publications.append(Telling(link, [], due=False))
     files.remove(link)
@@ -312,7 +312,7 @@ def test_a_link_comes_behind_a_remove_of_its_name(files, place, tmp_path):
 # ---- whose error, whose engine ----
 
 
-def test_an_engine_that_a_handler_made_meanwhile_serves_and_the_other_one_is_closed(work):
+def test_engine_made_by_a_signal_handler_is_kept_and_the_second_closed(work):
     first, second = stillframe.Engine(), stillframe.Engine()
     assert work.use(first) is first
     assert work.use(second) is first
@@ -372,7 +372,7 @@ def test_error_that_wait_all_raises_is_not_raised_again(work):
     assert work.next_error() is None and work.saves == []
 
 
-def test_anything_at_all_is_under_way(work, place):
+def test_under_way_is_true_for_saves_engine_and_links(work, place):
     assert not work.under_way()
     work.engine = stillframe.Engine()
     assert work.under_way()
@@ -447,18 +447,18 @@ def test_next_save_does_not_wait_for_one_that_is_still_written(work):
         (AttributeError("cannot be pickled"), False),
     ],
 )
-def test_a_mistake_in_how_a_save_is_asked_for_is_no_failure(error, failure):
+def test_wrong_argument_is_not_a_failed_save(error, failure):
     assert is_failure(error) is failure
 
 
-def test_a_mistake_is_raised_where_failures_are_only_warned_of(lit, tmp_path):
+def test_wrong_argument_is_raised_even_with_on_error_warn(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(on_error="warn")
     with pytest.raises((AttributeError, TypeError)):
         plugin.save_checkpoint({"x": lambda: None}, tmp_path / "a.ckpt")
     plugin.teardown()
 
 
-def test_a_remote_name_is_asked_of_its_file_system_unless_it_is_in_the_log(files):
+def test_exists_asks_the_remote_file_system_unless_the_log_has_the_name(files):
     asked, in_log = Place.of("memory://nowhere/a.ckpt"), Place.of("memory://nowhere/b.ckpt")
     assert asked.remote and in_log.remote
     assert files.will_exist(asked, lambda path: True)

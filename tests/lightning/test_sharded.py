@@ -1,4 +1,4 @@
-"""Sharded strategies on two ranks over gloo, and what refuses. sharded_ranks.py has the runs."""
+"""Sharded strategies on two ranks over gloo, and refused ones. sharded_ranks.py has the runs."""
 
 import errno
 import json
@@ -38,7 +38,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def notes(directory):
-    """`notes(scenario)`: what each rank noted."""
+    """Return a function that returns each rank's notes of a scenario."""
 
     def read(scenario, package="lightning", ranks=2):
         found = []
@@ -53,7 +53,7 @@ def notes(directory):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_sharded_checkpoints_are_saved_beside_training_and_read_by_lightning(notes, package):
+def test_sharded_checkpoints_are_saved_during_training_and_read_by_lightning(notes, package):
     for rank, note in enumerate(notes("trains", package)):
         assert note["raised"] == "NoneType", note["text"]
         assert note["warnings"] == []
@@ -67,7 +67,7 @@ def test_sharded_checkpoints_are_saved_beside_training_and_read_by_lightning(not
         assert note["deferred"][1:] == ([] if rank else [540_000] * 2)
 
 
-def test_what_lightning_has_saved_by_itself_is_loaded_and_saved_over(notes):
+def test_checkpoint_of_lightning_alone_is_loaded_and_replaced(notes):
     for note in notes("lightnings_own"):
         assert note["raised"] == "NoneType", note["text"]
         assert note["steps"] == [2, 3, 3]
@@ -75,7 +75,7 @@ def test_what_lightning_has_saved_by_itself_is_loaded_and_saved_over(notes):
         assert note["files"] == WHOLE
 
 
-def test_one_name_is_saved_over_and_over_and_files_and_links_make_way(notes):
+def test_repeated_saves_to_one_name_replace_files_and_links(notes):
     found = notes("overwrites")
     for note in found:
         assert note["raised"] == "NoneType", note["text"]
@@ -88,14 +88,16 @@ def test_one_name_is_saved_over_and_over_and_files_and_links_make_way(notes):
     assert found[0]["meta first"] == [True] * 6
 
 
-def test_all_ranks_load_what_is_still_being_written(notes):
+def test_all_ranks_wait_to_load_a_checkpoint_being_written(notes):
     for note in notes("in_flight"):
         assert note["raised"] == "NoneType", note["text"]
         assert note["unfinished"] == [True]
         assert note["loaded"] == [4]
 
 
-def test_a_full_disk_of_one_rank_is_raised_by_all_at_the_next_save_and_the_older_stays(notes):
+def test_full_disk_of_one_rank_is_raised_by_all_at_the_next_save_and_keeps_the_old_checkpoint(
+    notes,
+):
     for note in notes("full_disk"):
         assert (note["raised"], note["errno"]) == ("SaveError", errno.ENOSPC)
         assert "rank 1: No space left on device" in note["text"]
@@ -121,7 +123,7 @@ def test_with_warnings_training_goes_on_and_nothing_is_removed(notes):
         assert note["files"] == {"step=2.ckpt": WHOLE}
 
 
-def test_a_rank_that_cannot_copy_its_state_makes_all_raise_that_once(notes):
+def test_copy_error_of_one_rank_is_raised_once_by_all(notes):
     for note in notes("call_fails"):
         assert note["said"] == ["not to be copied"]
         assert note["raised"] == "NoneType", note["text"]
@@ -132,24 +134,24 @@ def test_a_state_that_does_not_fit_into_the_pool_is_saved_during_the_call(notes)
     for note in notes("small_pool"):
         assert note["raised"] == "NoneType", note["text"]
         assert note["done"] == [True]
-    # What the report says of the call, on the rank that is told.
+    # The report's time of the call, on the rank whose on_durable is called.
     assert sorted(note["blocked"] for note in notes("small_pool")) == [[], [True] * 3]
 
 
-def test_a_save_in_flight_at_ctrl_c_is_whole_when_the_fit_has_ended(notes):
+def test_save_in_flight_at_ctrl_c_is_complete_after_the_fit(notes):
     for note in notes("interrupted"):
         assert note["raised"] in ("SystemExit", "KeyboardInterrupt")
         assert note["files"] == {"step=4.ckpt": WHOLE}
         assert note["step"] == 4
 
 
-def test_a_directory_whose_save_never_ended_is_refused_on_all_ranks(notes):
+def test_directory_of_an_unfinished_save_is_refused_on_all_ranks(notes):
     for note in notes("incomplete"):
         assert note["raised"] == "CorruptCheckpointError"
         assert "no .metadata" in note["text"]
 
 
-def test_where_a_rank_is_killed_the_other_ends_and_the_older_checkpoint_is_whole(notes):
+def test_killed_rank_ends_the_other_and_keeps_the_old_checkpoint(notes):
     (note,) = notes("killed", ranks=1)
     assert note["raised"]
     assert note["in time"]
@@ -157,7 +159,7 @@ def test_where_a_rank_is_killed_the_other_ends_and_the_older_checkpoint_is_whole
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_fabric_saves_its_shards_beside_training_and_all_ranks_raise(notes, package):
+def test_fabric_saves_shards_during_training_and_all_ranks_raise(notes, package):
     for note in notes("fabric", package):
         assert note["early"]
         assert note["changed"]
@@ -204,12 +206,12 @@ def own_save(self):
     ],
     ids=str,
 )
-def test_sharded_refuses_what_it_cannot_serve_with_the_reason(strategy, kind, reason):
+def test_sharded_refuses_unsupported_strategies_with_the_reason(strategy, kind, reason):
     with pytest.raises(kind, match=reason):
         sharded(strategy)
 
 
-def test_a_strategy_is_known_by_its_class_and_keeps_a_save_of_its_own():
+def test_strategy_is_recognised_by_class_and_an_overridden_save_is_kept():
     fsdp = a_strategy("FSDPStrategy", _state_dict_type="sharded")
     derived = type("Mine", (type(fsdp),), {})()
     own = type("Mine", (type(fsdp),), {"save_checkpoint": own_save})()

@@ -1,4 +1,4 @@
-"""Loads of sharded checkpoints: what they wait for. test_sharded.py has them on several ranks."""
+"""Loads of sharded checkpoints: what they wait for. test_sharded.py loads on several ranks."""
 
 import stillframe
 import torch
@@ -15,7 +15,7 @@ save_checkpoint.__module__ = "lightning.fabric.strategies.fsdp"
 
 
 class FSDPStrategy:
-    """As Fabric's, alone."""
+    """Fabric's FSDP strategy with one rank."""
 
     _state_dict_type = "sharded"
     global_rank = 0
@@ -31,7 +31,7 @@ class FSDPStrategy:
         return decision
 
 
-def test_what_is_loaded_comes_behind_the_save_of_it_and_the_copies_of_all(tmp_path, monkeypatch):
+def test_load_waits_for_the_save_of_its_path_and_for_all_copies(tmp_path, monkeypatch):
     path = str(tmp_path / "c")
     stillframe.save(3, path)
     waits = []

@@ -1,5 +1,6 @@
-"""What stands over a sharded strategy's methods, asked on one rank: what it leaves to Lightning,
-and what it takes for a checkpoint. test_sharded.py has the ranks."""
+"""Our wrappers of a sharded strategy's methods, on one rank: what they leave to Lightning.
+
+test_sharded.py runs several ranks."""
 
 import os
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from stillframe._lightning.sharded import META
 
 
 class Checkpoints:
-    """Notes what is saved."""
+    """Records what is saved."""
 
     def __init__(self):
         self.saved = []
@@ -23,7 +24,7 @@ class Checkpoints:
 
 
 class ModelParallelStrategy:
-    """As Lightning's: all ranks save to where rank 0 does."""
+    """A strategy like Lightning's: all ranks save to rank 0's path."""
 
     _save_distributed_checkpoint = True
     global_rank = 0
@@ -50,7 +51,7 @@ def note_saves(monkeypatch):
 
 @pytest.fixture
 def calls():
-    """Of the original method."""
+    """Record the calls of the original method."""
     return []
 
 
@@ -60,7 +61,7 @@ def original(calls):
 
 
 def of_trainer(original, path, storage_options=None):
-    """`save_checkpoint` of a Trainer's strategy: what was saved."""
+    """Call `save_checkpoint` of a Trainer's strategy; return what was saved."""
     checkpoints = Checkpoints()
     checkpoint = {"state_dict": {"w": 1}, "optimizer_states": [{"m": 2}, {"m": 3}], "epoch": 4}
     trainer = SimpleNamespace(strategy=ModelParallelStrategy())
@@ -81,7 +82,7 @@ def every_model_is_sharded(monkeypatch):
 
 
 @pytest.mark.parametrize("save", [of_trainer, of_fabric])
-def test_all_ranks_save_to_where_rank_0_does(save, original, calls):
+def test_all_ranks_save_to_rank_0s_path(save, original, calls):
     ((place, parts),) = save(original, "/of/this/rank")
     assert place.given == "/of/rank/0" and parts.rank == 0 and not calls
 
@@ -91,7 +92,7 @@ def test_all_ranks_save_to_where_rank_0_does(save, original, calls):
     ("path", "options"),
     [("memory://there/c", {}), ("/c", {"storage_options": {"a": 1}}), ("/c", {"filter": {}})],
 )
-def test_what_is_not_served_is_left_to_lightning(save, path, options, original, calls):
+def test_unsupported_sharded_saves_are_left_to_lightning(save, path, options, original, calls):
     if save is of_trainer and "filter" in options:
         return
     assert save(original, path, **options) == []
@@ -101,7 +102,7 @@ def test_what_is_not_served_is_left_to_lightning(save, path, options, original, 
         assert each in args or each in kwargs.values()
 
 
-def test_what_has_a_state_of_its_own_is_saved_by_that(original):
+def test_object_with_a_state_dict_is_saved_by_its_state_dict(original):
     class Schedule:
         def state_dict(self):
             return {"step": 3}
@@ -120,13 +121,13 @@ def test_what_has_a_state_of_its_own_is_saved_by_that(original):
 
 
 @pytest.mark.parametrize("name", [META, f"__0_0{checkpoint.SUFFIX}"])
-def test_what_a_save_leaves_that_never_ended_is_refused(name, tmp_path):
+def test_load_refuses_a_directory_of_an_unfinished_save(name, tmp_path):
     (tmp_path / name).touch()
     with pytest.raises(stillframe.CorruptCheckpointError, match="not a complete checkpoint"):
         sharded._make_ready(str(tmp_path))
 
 
-def test_a_directory_of_another_kind_is_left_to_lightning(tmp_path):
+def test_directory_of_another_kind_is_left_to_lightning(tmp_path):
     (tmp_path / "zero_to_fp32.py").touch()
     sharded._make_ready(str(tmp_path))
     sharded._make_ready(str(tmp_path / "nothing"))
@@ -134,7 +135,7 @@ def test_a_directory_of_another_kind_is_left_to_lightning(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_mends_a_checkpoint(rank, original, calls, monkeypatch):
+def test_only_rank_0_repairs_a_checkpoint(rank, original, calls, monkeypatch):
     mended = []
     monkeypatch.setattr(sharded, "_make_ready", mended.append)
     strategy = ModelParallelStrategy()

@@ -1,4 +1,4 @@
-"""A sharded save as its handle shows it, on one rank. test_sharded.py has two, and Trainers."""
+"""The handle of a sharded save, on one rank. test_sharded.py has two ranks and Trainers."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def one_rank():
 
 @pytest.fixture
 def save(engine, tmp_path):
-    """`save()` begins one."""
+    """Return `save()`, which begins a save."""
 
     def begun(engine=engine):
         parts = Parts({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
@@ -40,7 +40,7 @@ def save(engine, tmp_path):
     return begun
 
 
-def test_an_error_that_nobody_has_seen_is_raised_by_wait_all_once(save):
+def test_uncollected_error_is_raised_once_by_wait_all(save):
     with fault("pwrite", err=errno.ENOSPC, sticky=True):
         submitted = save()
         with pytest.raises(stillframe.SaveError, match="No space"):
@@ -49,7 +49,7 @@ def test_an_error_that_nobody_has_seen_is_raised_by_wait_all_once(save):
     assert submitted.done()
 
 
-def test_an_error_is_the_handles_however_late_that_hears_of_it(save, monkeypatch):
+def test_handle_gets_an_error_that_arrives_late(save, monkeypatch):
     go, end = threading.Event(), SnapshotSave.end
 
     def late(self, *args, **options):
@@ -66,7 +66,7 @@ def test_an_error_is_the_handles_however_late_that_hears_of_it(save, monkeypatch
     stillframe.wait_all()
 
 
-def test_what_wait_all_waits_for_is_named_once(save, tmp_path):
+def test_wait_all_names_each_save_once(save, tmp_path):
     with held("rename"):
         submitted = save()
         with pytest.raises(TimeoutError) as raised:
@@ -75,7 +75,7 @@ def test_what_wait_all_waits_for_is_named_once(save, tmp_path):
     assert str(raised.value).count(f"{tmp_path / 'c'}: ") == 1
 
 
-def test_what_keeps_a_file_from_making_way_is_the_error(save, tmp_path, monkeypatch):
+def test_error_removing_the_old_file_fails_the_save(save, tmp_path, monkeypatch):
     (tmp_path / "c").write_bytes(b"a checkpoint of one file")
     unlink = os.unlink
 
@@ -90,7 +90,7 @@ def test_what_keeps_a_file_from_making_way_is_the_error(save, tmp_path, monkeypa
     assert (tmp_path / "c").read_bytes() == b"a checkpoint of one file"
 
 
-def test_a_call_that_breaks_off_lets_the_save_end(save, monkeypatch):
+def test_interrupted_call_still_ends_the_save(save, monkeypatch):
     def refuse(*args):
         raise MemoryError("no room in the log")
 
@@ -104,12 +104,12 @@ def test_a_call_that_breaks_off_lets_the_save_end(save, monkeypatch):
     stillframe.wait_all()  # the call has raised it
 
 
-def test_a_save_that_is_not_to_wait_is_refused_while_one_is_under_way(save, monkeypatch):
+def test_save_with_when_busy_raise_is_refused_while_one_is_under_way(save, monkeypatch):
     asked, saved = [], sharded._saved
 
     def noted(*args):
         asked.append(args[-1].when_busy)
-        assert asked == ["wait", "raise"][: len(asked)]  # or it would wait for ever
+        assert asked == ["wait", "raise"][: len(asked)]  # otherwise it would wait forever
         return saved(*args)
 
     monkeypatch.setattr(sharded, "_saved", noted)
@@ -121,12 +121,12 @@ def test_a_save_that_is_not_to_wait_is_refused_while_one_is_under_way(save, monk
         first.result()
 
 
-def test_a_report_has_the_time_of_the_call(save):
+def test_sharded_report_has_the_time_of_the_call(save):
     report = save().result()
     assert 0 < report.blocked_s <= report.durable_after_s
 
 
-def test_a_save_is_staged_when_its_copy_is_there(save):
+def test_save_is_staged_when_its_copy_is_complete(save):
     handle = save()
     handle.wait_staged(timeout=60)
     handle.staging_completion.result(timeout=60)
@@ -134,7 +134,7 @@ def test_a_save_is_staged_when_its_copy_is_there(save):
 
 
 class Copying:
-    """A snapshot whose copy ends as it is told."""
+    """A snapshot whose copy ends when the test says so."""
 
     nbytes, num_tensors, deferred_nbytes = 12, 1, 0
 
@@ -153,13 +153,13 @@ class Copying:
 
 
 def following(copying):
-    """A save of that snapshot."""
+    """Return a save of that snapshot."""
     handle = SnapshotSave("c", "c", None, entered=0.0)
     handle.copies(copying)
     return handle
 
 
-def test_save_that_is_being_copied_is_staged_at_its_end():
+def test_save_still_being_copied_becomes_staged_at_the_copys_end():
     copying = Copying()
     handle = following(copying)
     with pytest.raises(TimeoutError, match="not staged yet"):
@@ -174,7 +174,7 @@ def test_save_that_is_being_copied_is_staged_at_its_end():
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_save_whose_copy_failed_never_is(before):
+def test_save_whose_copy_failed_is_never_staged(before):
     copying = Copying()
     handle = following(copying)
     staged = handle.staging_completion if before else None
@@ -188,7 +188,7 @@ def test_a_save_whose_copy_failed_never_is(before):
         handle.wait_staged(timeout=0)
 
 
-def test_nobody_can_cancel_the_futures_of_what_others_write():
+def test_futures_of_saves_written_by_others_cannot_be_cancelled():
     handle = SnapshotSave("c", "c", None, entered=0.0)
     futures = handle.staging_completion, handle.upload_completion
     assert not any(each.cancel() for each in futures)
@@ -196,7 +196,7 @@ def test_nobody_can_cancel_the_futures_of_what_others_write():
     assert [each.result(timeout=0) for each in futures] == [None, "metadata"]
 
 
-def test_what_failed_on_several_ranks_is_told_by_rank_and_is_the_firsts():
+def test_error_of_several_ranks_lists_ranks_and_has_the_first_ranks_type():
     class Failed(BaseException):
         def __init__(self):
             full = stillframe.SaveError(errno.ENOSPC, "full", "x", "rename")

@@ -1,4 +1,4 @@
-"""A signal handler that saves, at any moment of any of the plugin's calls."""
+"""A signal handler that saves at any moment of any call of the plugin."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ class AtLine:
 
 
 def a_rotation(plugin, directory):
-    """Every call that the plugin and its companion know."""
+    """Make every call of the plugin and its companion."""
     plugin.save_checkpoint(STATE, directory / "a.ckpt")
     plugin._checkpoints.publish(lambda callback: None, Told())
     plugin.save_checkpoint(STATE, directory / "b.ckpt")
@@ -69,8 +69,8 @@ class Told:
 
 
 @pytest.mark.parametrize("kind", ["ours", "wrapped"])
-def test_a_handler_may_save_before_every_line(lit, tmp_path, sigusr2, kind):
-    """Each run of the calls is interrupted before another line, until no line is left."""
+def test_signal_handler_may_save_before_any_line(lit, tmp_path, sigusr2, kind):
+    """Each run is interrupted before another line, until every line had its turn."""
     nr = 0
 
     def handler(signum, frame):
@@ -110,8 +110,8 @@ def while_training(lit, line):
 def test_slurms_handler_may_fire_in_the_middle_of_any_call_of_a_fit(
     lit, tmp_path, sigusr2, monkeypatch
 ):
-    """The checkpoint is whole on the disk when the requeue is asked for, training goes on, and the
-    files at the end are those of any other run."""
+    """The checkpoint is durable when the requeue is requested. Training goes on, and the final
+    files are those of any other run."""
     from lightning.fabric.plugins.environments import SLURMEnvironment
     from lightning.pytorch.trainer.connectors import signal_connector
 
@@ -158,8 +158,8 @@ def test_slurms_handler_may_fire_in_the_middle_of_any_call_of_a_fit(
     assert nr > 3 * 401
 
 
-def test_a_terminated_training_leaves_what_it_saved_before(lit, tmp_path):
-    """Lightning ends at the next batch after SIGTERM; what was on its way by then is durable."""
+def test_terminated_training_keeps_its_earlier_saves(lit, tmp_path):
+    """Lightning ends at the next batch after SIGTERM, and saves in flight become durable."""
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     def terminate(run):

@@ -1,4 +1,4 @@
-"""Strategies that cannot save with the plugin, or do not."""
+"""Strategies that cannot save with the plugin, or do not use it."""
 
 import warnings
 
@@ -8,7 +8,7 @@ from stillframe._lightning import callers
 
 
 @pytest.mark.parametrize("name", ["XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"])
-def test_xla_is_refused_with_the_reason_before_anything_is_trained(lit, tmp_path, name):
+def test_xla_is_refused_with_the_reason_before_training(lit, tmp_path, name):
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     strategy = type("Own", (type(name, (SingleDeviceStrategy,), {}),), {})("cpu")
@@ -19,7 +19,7 @@ def test_xla_is_refused_with_the_reason_before_anything_is_trained(lit, tmp_path
     assert model.losses == []
 
 
-def test_a_save_without_the_companion_is_refused_too(lit, tmp_path):
+def test_save_without_the_companion_is_refused_on_xla(lit, tmp_path):
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     class XLAStrategy(SingleDeviceStrategy):
@@ -45,7 +45,7 @@ def a_strategy(name, **attributes):
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_a_strategy_that_writes_by_itself_is_warned_of_once(monkeypatch, strategy, remedy):
+def test_strategy_that_writes_its_own_checkpoints_is_warned_of_once(monkeypatch, strategy, remedy):
     monkeypatch.setattr(callers, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -66,7 +66,7 @@ def test_a_strategy_that_writes_by_itself_is_warned_of_once(monkeypatch, strateg
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_the_others_are_not(monkeypatch, strategy):
+def test_strategies_that_use_a_checkpoint_io_are_not_warned_of(monkeypatch, strategy):
     monkeypatch.setattr(callers, "_warned", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""`AsyncCheckpointIO(checkpoint_io=other)`: another CheckpointIO saves, in our order."""
+"""`AsyncCheckpointIO(checkpoint_io=other)`: another CheckpointIO saves, in the order of the log."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ SIZE = 300 * 300
 
 
 class Gate:
-    """Saves stop here until it is opened."""
+    """A gate at which saves wait until the test opens it."""
 
     def __init__(self, opened=True):
         self.event = threading.Event()
@@ -30,7 +30,7 @@ class Gate:
 
 
 def other(pkg, gate=None, calls=None):
-    """A CheckpointIO that notes its calls: (what, name, thread)."""
+    """Return a CheckpointIO that records its calls as (method, name, thread)."""
     calls = [] if calls is None else calls
 
     class Other(pkg.TorchCheckpointIO):
@@ -67,7 +67,7 @@ def state(value=1.0):
     return {"x": torch.full((SIZE,), value), "y": {"n": 3}}
 
 
-def test_a_save_waits_for_the_memory_of_a_wrapped_one_under_way(pkg, tmp_path):
+def test_save_waits_for_the_memory_of_a_wrapped_save(pkg, tmp_path):
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
         gate = Gate(opened=False)
         plugin = pkg.AsyncCheckpointIO(other(pkg, gate), engine=engine)
@@ -80,7 +80,7 @@ def test_a_save_waits_for_the_memory_of_a_wrapped_one_under_way(pkg, tmp_path):
     assert torch.equal(load(tmp_path / "b.pt")["x"], torch.full((SIZE,), 2.0))
 
 
-def test_a_snapshot_inside_the_work_does_not_wait_for_ever_for_the_works_own_memory(
+def test_snapshot_inside_a_wrapped_save_does_not_wait_forever_for_its_own_memory(
     pkg, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("stillframe._snapshot.snapshot._INSIDE_S", 0.05)
@@ -96,7 +96,7 @@ def test_a_snapshot_inside_the_work_does_not_wait_for_ever_for_the_works_own_mem
             plugin.teardown()
 
 
-def test_it_saves_a_snapshot_on_another_thread(pkg, tmp_path):
+def test_wrapped_checkpoint_io_saves_a_snapshot_on_another_thread(pkg, tmp_path):
     gate = Gate(opened=False)
     io = other(pkg, gate)
     plugin = pkg.AsyncCheckpointIO(io)
@@ -124,14 +124,14 @@ class Counter:
 
 
 @pytest.mark.parametrize("tree", [{}, {"n": 3}, {"x": torch.empty(0)}])
-def test_a_checkpoint_without_a_byte_of_tensors_is_saved(lit, tmp_path, tree):
+def test_checkpoint_without_tensor_bytes_is_saved(lit, tmp_path, tree):
     plugin = lit.AsyncCheckpointIO(other(lit))
     plugin.save_checkpoint(tree, tmp_path / "a.ckpt")
     plugin.teardown()
     assert list(load(tmp_path / "a.ckpt")) == list(tree)
 
 
-def test_the_memory_is_held_until_the_save_returns_and_then_given_back(lit, tmp_path):
+def test_memory_is_returned_when_the_wrapped_save_returns(lit, tmp_path):
     gate = Gate(opened=False)
     with stillframe.Engine(pool_bytes=8 << 20, block_bytes=1 << 20) as engine:
         plugin = lit.AsyncCheckpointIO(other(lit, gate), engine=engine)
@@ -143,12 +143,12 @@ def test_the_memory_is_held_until_the_save_returns_and_then_given_back(lit, tmp_
 
 
 def under_way(path):
-    """The handle of a save that has not ended, or None."""
+    """Return the handle of a save that has not ended, or None."""
     found = [save for save in completion.in_flight.values() if save.path == str(path)]
     return found[0] if found else None
 
 
-def test_the_handle_of_a_save_waits_and_lets_go_at_its_end(lit, tmp_path):
+def test_handle_waits_for_the_wrapped_save_and_then_drops_it(lit, tmp_path):
     gate, heard = Gate(opened=False), threading.Event()
     plugin = lit.AsyncCheckpointIO(
         other(lit, gate), pool_bytes=64 << 20, on_durable=lambda path, report: heard.set()
@@ -168,7 +168,7 @@ def test_the_handle_of_a_save_waits_and_lets_go_at_its_end(lit, tmp_path):
     plugin.teardown()
 
 
-def test_the_other_that_waits_for_its_own_save_is_told(lit, tmp_path):
+def test_wrapped_checkpoint_io_that_waits_for_its_own_save_gets_an_error(lit, tmp_path):
     told, begun = [], threading.Event()
 
     class Waiting(lit.TorchCheckpointIO):
@@ -186,7 +186,7 @@ def test_the_other_that_waits_for_its_own_save_is_told(lit, tmp_path):
     assert len(told) == 1 and "wait for its own end" in told[0]
 
 
-def test_the_memory_is_back_before_a_save_says_that_it_has_ended(lit, tmp_path, monkeypatch):
+def test_memory_is_returned_before_the_save_reports_its_end(lit, tmp_path, monkeypatch):
     leased, real = [], SnapshotSave.end
 
     def end(self, *args):
@@ -201,7 +201,7 @@ def test_the_memory_is_back_before_a_save_says_that_it_has_ended(lit, tmp_path, 
     assert leased == [0]
 
 
-def test_an_error_holds_none_of_the_others_frames(lit, tmp_path):
+def test_error_references_no_frames_of_the_wrapped_checkpoint_io(lit, tmp_path):
     gate = Gate(opened=False)
     plugin = lit.AsyncCheckpointIO(other(lit, gate), pool_bytes=64 << 20)
     plugin.save_checkpoint(state(), tmp_path / "fail.ckpt")
@@ -212,7 +212,7 @@ def test_an_error_holds_none_of_the_others_frames(lit, tmp_path):
     plugin.teardown()
 
 
-def test_what_cannot_be_submitted_is_not_under_way(lit, tmp_path, monkeypatch):
+def test_save_that_cannot_be_submitted_is_not_under_way(lit, tmp_path, monkeypatch):
     def submit(*args):
         raise MemoryError("no room in the log")
 
@@ -249,7 +249,7 @@ def test_saves_removes_and_loads_are_in_order(lit, tmp_path):
     assert os.listdir(tmp_path) == ["b.ckpt"]
 
 
-def test_removes_and_saves_of_ours_keep_the_order_too(lit, tmp_path):
+def test_order_holds_between_wrapped_and_our_own_saves_and_removes(lit, tmp_path):
     gate = Gate(opened=False)
     wrapped, plain = lit.AsyncCheckpointIO(other(lit, gate)), lit.AsyncCheckpointIO()
     stillframe.save({"x": 1}, tmp_path / "old.ckpt")
@@ -263,7 +263,7 @@ def test_removes_and_saves_of_ours_keep_the_order_too(lit, tmp_path):
     assert load(tmp_path / "a.ckpt")["x"][0] == 2.0
 
 
-def test_an_error_is_raised_once_and_keeps_what_is_there(lit, tmp_path, caplog):
+def test_wrapped_error_is_raised_once_and_keeps_the_old_file(lit, tmp_path, caplog):
     io = other(lit)
     plugin = lit.AsyncCheckpointIO(io)
     plugin.save_checkpoint(state(), tmp_path / "good.ckpt")
@@ -279,7 +279,7 @@ def test_an_error_is_raised_once_and_keeps_what_is_there(lit, tmp_path, caplog):
     assert "was not removed" in caplog.text
 
 
-def test_wait_all_waits_and_raises_what_nobody_saw(lit, tmp_path):
+def test_wait_all_waits_for_wrapped_saves_and_raises_uncollected_errors(lit, tmp_path):
     gate = Gate(opened=False)
     plugin = lit.AsyncCheckpointIO(other(lit, gate), pool_bytes=64 << 20)
     plugin.save_checkpoint(state(), tmp_path / "fail.ckpt")
@@ -291,7 +291,7 @@ def test_wait_all_waits_and_raises_what_nobody_saw(lit, tmp_path):
     plugin.teardown()
 
 
-def test_no_more_than_max_in_flight_wait_for_it(lit, tmp_path):
+def test_at_most_max_in_flight_wrapped_saves_wait(lit, tmp_path):
     gate = Gate(opened=False)
     plugin = lit.AsyncCheckpointIO(other(lit, gate), when_busy="raise", pool_bytes=64 << 20)
     for name in "ab":
@@ -317,7 +317,7 @@ def test_a_third_save_waits_for_the_first(lit, tmp_path):
     assert len(os.listdir(tmp_path)) == 3
 
 
-def test_a_checkpoint_larger_than_the_pool_is_saved_inside_the_call(lit, tmp_path, caplog):
+def test_checkpoint_larger_than_the_pool_is_saved_in_the_call(lit, tmp_path, caplog):
     plugin = lit.AsyncCheckpointIO(other(lit), pool_bytes=16 << 20)
     big = {"x": torch.ones(8 << 20)}
     plugin.save_checkpoint(big, tmp_path / "a.ckpt")
@@ -337,7 +337,7 @@ def test_two_snapshots_take_turns_in_a_pool_for_one(lit, tmp_path, caplog):
     assert "does not fit into the pool" not in caplog.text
 
 
-def test_the_other_may_take_a_snapshot_while_a_save_waits_behind_it(lit, tmp_path):
+def test_wrapped_checkpoint_io_may_take_a_snapshot_while_a_save_waits(lit, tmp_path):
     gate = Gate(opened=False)
     taken = []
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
@@ -364,7 +364,7 @@ def test_the_other_may_take_a_snapshot_while_a_save_waits_behind_it(lit, tmp_pat
     assert load(tmp_path / "a.ckpt")["x"][0] == 1
 
 
-def test_it_trains_as_with_the_other_alone(pkg, tmp_path):
+def test_training_is_the_same_as_with_the_wrapped_checkpoint_io_alone(pkg, tmp_path):
     expected = {}
 
     class Keep(pkg.Callback):
@@ -389,7 +389,7 @@ def test_it_trains_as_with_the_other_alone(pkg, tmp_path):
     assert reports[0].nbytes == (tmp_path / "c" / "step=1.ckpt").stat().st_size
 
 
-def test_a_rotation_over_a_slow_one_keeps_exactly_one(lit, tmp_path):
+def test_rotation_over_a_slow_checkpoint_io_keeps_exactly_one_file(lit, tmp_path):
     gate = Gate()
     gate.event.wait = lambda timeout: not threading.Event().wait(0.1)  # each save takes that long
     io = other(lit, gate)
@@ -403,7 +403,7 @@ def test_a_rotation_over_a_slow_one_keeps_exactly_one(lit, tmp_path):
     assert whats.index("remove") > whats.index("save") + 1
 
 
-def test_outside_training_it_has_been_saved_on_return(lit, tmp_path):
+def test_wrapped_save_outside_training_is_complete_on_return(lit, tmp_path):
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(other(lit)))
     run.fit(lit.Model(), loader())
     run.save_checkpoint(tmp_path / "a.ckpt", storage_options={"a": 1})
@@ -413,7 +413,7 @@ def test_outside_training_it_has_been_saved_on_return(lit, tmp_path):
         run.save_checkpoint(tmp_path / "fail.ckpt")
 
 
-def test_errors_of_any_kind_are_warned_of_if_asked(lit, tmp_path):
+def test_on_error_warn_covers_every_exception(lit, tmp_path):
     class Odd(lit.TorchCheckpointIO):
         def save_checkpoint(self, *args, **kwargs):
             raise KeyError("odd")
@@ -424,7 +424,7 @@ def test_errors_of_any_kind_are_warned_of_if_asked(lit, tmp_path):
         run.fit(lit.Model(), loader())
 
 
-def test_remote_paths_are_the_other_ones_business(lit):
+def test_remote_paths_go_to_the_wrapped_checkpoint_io(lit):
     def is_there(path):
         return fsspec.filesystem("memory").exists("wrapped/a.ckpt")
 
@@ -443,7 +443,7 @@ def test_remote_paths_are_the_other_ones_business(lit):
     assert not is_there(path)
 
 
-def test_a_wrapper_with_nothing_inside_gets_lightnings_own(pkg, tmp_path):
+def test_wrapper_without_a_checkpoint_io_uses_lightnings(pkg, tmp_path):
     import importlib
 
     package = "lightning.pytorch" if pkg.name == "lightning" else "pytorch_lightning"
@@ -454,7 +454,7 @@ def test_a_wrapper_with_nothing_inside_gets_lightnings_own(pkg, tmp_path):
     assert load(tmp_path / "a.ckpt")["y"]["n"] == 3
 
 
-def test_one_of_ours_is_refused_as_the_other(lit):
+def test_our_own_plugin_cannot_be_wrapped(lit):
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
     for io in (lit.AsyncCheckpointIO(), _WrappingCheckpointIO(lit.AsyncCheckpointIO())):
@@ -462,7 +462,7 @@ def test_one_of_ours_is_refused_as_the_other(lit):
             lit.AsyncCheckpointIO(io)
 
 
-def test_one_that_saves_with_stillframe_is_told_and_does_not_hang(lit, tmp_path):
+def test_wrapped_checkpoint_io_that_saves_with_stillframe_gets_an_error(lit, tmp_path):
     class Nested(lit.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             stillframe.save(checkpoint, path)
@@ -474,7 +474,7 @@ def test_one_that_saves_with_stillframe_is_told_and_does_not_hang(lit, tmp_path)
 
 
 @pytest.mark.parametrize("what", ["save", "remove"])
-def test_whatever_the_other_calls_of_stillframe_it_does_not_wait_for_itself(lit, tmp_path, what):
+def test_wrapped_checkpoint_io_never_waits_for_itself(lit, tmp_path, what):
     begun, told = threading.Event(), {}
 
     def call_everything():
@@ -527,7 +527,7 @@ def test_whatever_the_other_calls_of_stillframe_it_does_not_wait_for_itself(lit,
     assert os.listdir(tmp_path) == ["outer.pt"]
 
 
-def test_it_is_pickled_with_the_other(lit, tmp_path):
+def test_plugin_is_pickled_with_the_wrapped_checkpoint_io(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO())
     again = pickle.loads(pickle.dumps(plugin))
     again.save_checkpoint(state(), tmp_path / "a.ckpt")
@@ -535,7 +535,7 @@ def test_it_is_pickled_with_the_other(lit, tmp_path):
     assert load(tmp_path / "a.ckpt")["y"]["n"] == 3
 
 
-def test_the_exception_of_the_training_stays(lit, tmp_path, caplog):
+def test_training_exception_is_not_replaced(lit, tmp_path, caplog):
     def fails(run):
         run.save_checkpoint(tmp_path / "fail.ckpt")
 
@@ -549,9 +549,7 @@ def test_the_exception_of_the_training_stays(lit, tmp_path, caplog):
     assert "full" in caplog.text
 
 
-def test_what_the_others_teardown_raises_is_not_in_the_place_of_the_trainings_own(
-    lit, tmp_path, caplog
-):
+def test_wrapped_teardown_error_does_not_replace_the_training_exception(lit, tmp_path, caplog):
     class Stuck(lit.TorchCheckpointIO):
         def teardown(self):
             raise OSError("stuck")
@@ -567,7 +565,7 @@ def test_what_the_others_teardown_raises_is_not_in_the_place_of_the_trainings_ow
     assert "stuck" in caplog.text
 
 
-def test_a_save_in_flight_at_the_interpreters_end_is_finished(tmp_path):
+def test_wrapped_save_in_flight_at_exit_is_finished(tmp_path):
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""`AsyncCheckpointIO(checkpoint_io=other)`: memory that nobody has promised to give back."""
+"""`AsyncCheckpointIO(checkpoint_io=other)`: waiting for memory that may never return."""
 
 import threading
 
@@ -14,13 +14,13 @@ def ones(blocks):
     return {"x": torch.ones(blocks * BLOCK // 4 - 64)}
 
 
-def test_a_save_that_finds_no_room_waits_for_one_under_way_and_looks_again(
+def test_save_without_room_waits_for_one_under_way_and_tries_again(
     lit, tmp_path, caplog, monkeypatch
 ):
     go = threading.Event()
 
     class Giving(lit.TorchCheckpointIO):
-        """What it does in its first save makes room: nobody could know."""
+        """A CheckpointIO whose first save happens to free memory of the pool."""
 
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             assert go.wait(60)

@@ -1,4 +1,4 @@
-"""A save that another CheckpointIO makes: who waits for what, and what is reported of it."""
+"""A save that another CheckpointIO makes: its waits, errors and report."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def end_well(save, nbytes):
 
 
 class Memory:
-    """A snapshot that is still being copied."""
+    """A fake snapshot that is still being copied."""
 
     nbytes, num_tensors, deferred_nbytes = 12, 1, 0
 
@@ -43,7 +43,7 @@ class Memory:
 
 @pytest.fixture
 def first_of(monkeypatch):
-    """Two saves under way, and a list of those that were waited for: each ends so."""
+    """Return two saves under way, and the list of those waited for; a wait ends a save."""
     saves = [SimpleNamespace(path=name, ended=False) for name in "ab"]
     for save in saves:
         save.done = lambda save=save: save.ended
@@ -58,7 +58,7 @@ def first_of(monkeypatch):
 
 
 def held_saves(lit):
-    """A CheckpointIO whose saves wait for `go`."""
+    """Return a CheckpointIO whose saves wait for `go`."""
 
     class Held(lit.TorchCheckpointIO):
         go = threading.Event()
@@ -70,7 +70,7 @@ def held_saves(lit):
     return Held()
 
 
-def test_saves_of_another_count_among_those_of_the_engine(lit, tmp_path):
+def test_wrapped_saves_count_towards_max_in_flight(lit, tmp_path):
     inner = held_saves(lit)
     engine = stillframe.Engine(max_in_flight=1, when_busy="raise")
     plugin = lit.AsyncCheckpointIO(inner, engine=engine)
@@ -87,7 +87,7 @@ def test_saves_of_another_count_among_those_of_the_engine(lit, tmp_path):
     engine.close()
 
 
-def test_saves_of_another_wait_for_those_of_the_engine(lit, tmp_path):
+def test_wrapped_saves_wait_for_a_slot_of_the_engine(lit, tmp_path):
     with stillframe.Engine(max_in_flight=1) as engine:
         plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO(), engine=engine)
         with held("fdatasync"):
@@ -118,7 +118,7 @@ def test_save_that_cannot_be_copied_keeps_no_slot(lit, tmp_path, monkeypatch):
         plugin.teardown()
 
 
-def test_a_snapshot_waits_for_the_memory_of_the_oldest_first(first_of, monkeypatch):
+def test_snapshot_waits_for_the_oldest_saves_memory_first(first_of, monkeypatch):
     saves, waited = first_of
 
     def full(checkpoint, wait_for_room, **options):
@@ -131,7 +131,7 @@ def test_a_snapshot_waits_for_the_memory_of_the_oldest_first(first_of, monkeypat
     assert waited == ["a"]
 
 
-def test_a_state_that_no_save_under_way_makes_room_for_is_not_copied(first_of, monkeypatch):
+def test_state_that_cannot_fit_is_saved_without_a_copy(first_of, monkeypatch):
     saves, waited = first_of
 
     def full(checkpoint, wait_for_room, **options):
@@ -144,8 +144,8 @@ def test_a_state_that_no_save_under_way_makes_room_for_is_not_copied(first_of, m
     assert waited == ["a", "b"]
 
 
-def test_the_other_may_raise_whatever_it_likes(lit, tmp_path):
-    """Also what ends a thread, which is not one of its own."""
+def test_any_exception_of_the_wrapped_checkpoint_io_fails_its_save(lit, tmp_path):
+    """That includes SystemExit, which must not end our thread."""
     go = threading.Event()
 
     class Leaving(lit.TorchCheckpointIO):
@@ -164,8 +164,8 @@ def test_the_other_may_raise_whatever_it_likes(lit, tmp_path):
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_a_save_whose_call_broke_off_is_not_made_behind_it(lit, tmp_path, monkeypatch):
-    """Ctrl-C, after the thread has seen that it is the work's turn and before it begins."""
+def test_interrupted_call_makes_no_save_afterwards(lit, tmp_path, monkeypatch):
+    """Ctrl-C comes after the thread has seen that it is the work's turn, and before it begins."""
     works = []
 
     def interrupted(key, kind, work):
@@ -182,7 +182,7 @@ def test_a_save_whose_call_broke_off_is_not_made_behind_it(lit, tmp_path, monkey
     plugin.teardown()
 
 
-def test_the_other_is_torn_down_though_a_save_failed(lit, tmp_path):
+def test_wrapped_checkpoint_io_is_torn_down_after_a_failed_save(lit, tmp_path):
     torn = []
 
     class Full(lit.TorchCheckpointIO):
@@ -200,7 +200,7 @@ def test_the_other_is_torn_down_though_a_save_failed(lit, tmp_path):
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_a_fit_that_handles_anothers_exception_raises_what_the_others_teardown_says(lit, tmp_path):
+def test_fit_inside_an_except_block_raises_the_error_of_the_wrapped_teardown(lit, tmp_path):
     class Stuck(lit.TorchCheckpointIO):
         def teardown(self):
             raise OSError("stuck")
@@ -218,7 +218,7 @@ def test_a_fit_that_handles_anothers_exception_raises_what_the_others_teardown_s
             trainer(lit, tmp_path, plugin=plugin).fit(lit.Model(), loader())
 
 
-def test_outside_training_too_errors_of_any_kind_are_warned_of_if_asked(lit, tmp_path):
+def test_on_error_warn_covers_every_exception_outside_training(lit, tmp_path):
     class Odd(lit.TorchCheckpointIO):
         def save_checkpoint(self, *args, **kwargs):
             raise KeyError("odd")
@@ -230,7 +230,7 @@ def test_outside_training_too_errors_of_any_kind_are_warned_of_if_asked(lit, tmp
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_one_that_saves_with_a_plugin_of_ours_is_told(lit, tmp_path):
+def test_wrapped_checkpoint_io_that_saves_with_our_plugin_is_refused(lit, tmp_path):
     inner = lit.AsyncCheckpointIO(lit.TorchCheckpointIO())
 
     class Nested(lit.TorchCheckpointIO):
@@ -248,12 +248,12 @@ def test_one_that_saves_with_a_plugin_of_ours_is_told(lit, tmp_path):
 # ---- what the handle says ----
 
 
-def test_a_wait_for_the_copy_ends_in_time_and_says_so():
+def test_wait_staged_times_out_with_a_message():
     with pytest.raises(TimeoutError, match="not staged yet"):
         save_of(Memory()).wait_staged(timeout=0)
 
 
-def test_a_save_that_was_not_copied_is_never_staged(monkeypatch):
+def test_save_without_a_copy_is_never_staged(monkeypatch):
     save, heard = save_of(), []
     monkeypatch.setattr(type(save._outcome), "notify_staged", lambda each: heard.append(each))
     save.copied()
@@ -264,15 +264,15 @@ def test_a_save_that_was_not_copied_is_never_staged(monkeypatch):
         save.result()
 
 
-def test_a_save_that_ends_before_its_call_has_blocked_until_then():
+def test_blocked_s_ends_with_a_save_that_ends_within_its_call():
     save = save_of()
     entered = time.perf_counter()
     end_well(save, 12)
     assert report_of(save).blocked_s >= entered
 
 
-def test_a_save_that_is_made_in_its_call_has_blocked_to_its_end(lit, tmp_path, monkeypatch):
-    """And not until it was handed over."""
+def test_blocked_s_covers_a_save_made_in_its_call(lit, tmp_path, monkeypatch):
+    """It does not end with the hand-over to the thread."""
     begun, reports = threading.Event(), []
 
     class Waits(lit.TorchCheckpointIO):
@@ -297,7 +297,7 @@ def test_a_save_that_is_made_in_its_call_has_blocked_to_its_end(lit, tmp_path, m
     assert reports[0].blocked_s > waited_from[0]
 
 
-def test_a_report_has_the_times_of_its_save(lit, tmp_path):
+def test_report_has_the_times_of_its_save(lit, tmp_path):
     reports, go = Future(), threading.Event()
 
     class Waits(lit.TorchCheckpointIO):
@@ -320,7 +320,7 @@ def test_a_report_has_the_times_of_its_save(lit, tmp_path):
     assert load(tmp_path / "a.ckpt")["x"].eq(1).all()
 
 
-def test_a_report_has_the_wait_for_a_slot():
+def test_report_includes_the_wait_for_a_slot():
     save = save_of()
     entered = time.perf_counter()
     save.waited()

@@ -1,8 +1,7 @@
-"""A pytest plugin for Lightning's own tests: every Trainer that was given no CheckpointIO saves
-with the one that `theirs.py` asks for, and outcomes are written to a file.
+"""A pytest plugin for Lightning's own tests: sets a default CheckpointIO and records outcomes.
 
-Set by `theirs.py` in the environment: THEIRS_WITH (sync, stock or ours), THEIRS_DELAY (seconds that
-a save takes longer) and THEIRS_OUTCOMES (a file).
+`theirs.py` sets the environment: THEIRS_WITH (sync, stock or ours) selects the CheckpointIO of
+Trainers without one, THEIRS_DELAY delays each save by some seconds, and THEIRS_OUTCOMES is a file.
 """
 
 import functools
@@ -55,8 +54,7 @@ if WITH != "sync":
 
 
 def pytest_sessionstart():
-    """Lightning's tests count threads before and after each of them; ours live as long as the
-    process, so they are there from the start."""
+    """Start our threads first: Lightning's tests compare the number of threads before and after."""
     if WITH != "ours":
         return
     import stillframe
@@ -79,7 +77,7 @@ def a_slow_disk():
 
     with slow("fdatasync", DELAY_S):
         yield
-        # What a test left under way is not the next one's.
+        # Saves that a test left under way must not reach the next test.
         try:
             stillframe.wait_all(timeout=60)
         except stillframe.StillframeError as error:

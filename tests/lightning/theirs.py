@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(given: argparse.Namespace, kind: str, delay: float) -> dict[str, str]:
-    """The outcome of each test."""
+    """Run the tests and return the outcome of each."""
     tests = given.checkout / "tests"
     wanted = given.tests or [each for each in TESTS if (tests / "tests_pytorch" / each).exists()]
     with tempfile.TemporaryDirectory() as directory:

@@ -59,14 +59,14 @@ def run(tree: Path, capsys: pytest.CaptureFixture[str], *entries: str) -> tuple[
     return status, re.findall(r"^\d+/\d+ (\w+)", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_mistake_is_killed_when_a_test_fails_and_lives_otherwise(
+def test_mistake_is_killed_if_a_test_fails_and_lives_otherwise(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tree, capsys, KILLED) == (0, ["killed"])
     assert run(tree, capsys, LIVED, KILLED, KILLED_IN_PYTHON) == (1, ["lived", "killed", "killed"])
 
 
-def test_the_tree_stays_as_it_is_and_mistakes_do_not_add_up(
+def test_tree_is_unchanged_and_mistakes_do_not_accumulate(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harmless = entry(C_FILE, "int unused = 1;", "", C_TEST)
@@ -74,7 +74,7 @@ def test_the_tree_stays_as_it_is_and_mistakes_do_not_add_up(
     assert {name: (tree / name).read_text() for name in TREE} == TREE
 
 
-def test_a_run_that_died_leaves_no_mistake_in_the_copy(
+def test_killed_run_leaves_no_mistake_in_the_copy(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tree, capsys, KILLED)
@@ -180,7 +180,7 @@ def test_every_file_of_the_package_has_tests_for_its_mutants() -> None:
             assert there, f"{path}: there is no test {test}"
 
 
-def test_what_tests_start_imports_the_copy_that_has_the_mistake() -> None:
+def test_processes_of_tests_import_the_copy_with_the_mistake() -> None:
     """A PYTHONPATH of its own leads to the installed tree, in which every mistake lives."""
     for path in HERE.parent.rglob("*.py"):
         if path.parent != HERE:

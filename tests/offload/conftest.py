@@ -1,5 +1,7 @@
-"""Everything here runs twice: on the CPU, and with CPU tensors taken for ones on CUDA device 0 over
-the fake driver, where no rule of the driver's may be broken and nobody may wait for the device."""
+"""Runs each test of this folder on the CPU and on the fake driver.
+
+On the fake driver, CPU tensors count as tensors of CUDA device 0. A test fails there if it breaks a
+rule of the driver or makes the host wait for the device."""
 
 from collections.abc import Iterator
 
@@ -10,8 +12,7 @@ from fix_driver import fake as fake
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads of torch's that share small work on a busy machine wait for each other most of the
-    time."""
+    """Use one torch thread: several threads that share little work mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -20,7 +21,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", "fake"])
 def either(request: pytest.FixtureRequest) -> str:
-    """On the CPU, and over the fake driver."""
+    """Run the test on the CPU and on the fake driver."""
     if request.param == "fake":
         request.getfixturevalue("fake")
     return str(request.param)

@@ -1,4 +1,4 @@
-"""Small trainings that are run twice, plain and offloaded, and have to agree in every bit."""
+"""Small trainings that run plain and offloaded and must agree bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """One block of a transformer: attention, a network, norms, dropout."""
+    """One transformer block: attention, a feed-forward network, norms, dropout."""
 
     def __init__(self, width: int = WIDTH, dropout: float = 0.1) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token embeddings that are the output's weights as well."""
+    """A transformer whose token embeddings are tied to the output weights."""
 
     def __init__(self, nr_blocks: int = 3, tokens: int = 11) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
 
 
 class Bang(torch.autograd.Function):
-    """Its backward fails."""
+    """An operation whose backward fails."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def next_token(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors under dicts and lists, in their order."""
+    """Return the tensors in nested dicts and lists, in order."""
     if isinstance(tree, Tensor):
         return [tree]
     parts = (
@@ -109,7 +109,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    """Every bit of a training."""
+    """Return all tensors of a training: weights, buffers, gradients and optimizer state."""
     seen = [
         *model.state_dict().values(),
         *(p.grad for p in model.parameters() if p.grad is not None),
@@ -120,7 +120,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
 
 
 def group(seed: int, numel: int = 5000) -> list[Tensor]:
-    """Tensors of several types and sizes."""
+    """Return tensors of several types and sizes."""
     made = torch.Generator().manual_seed(seed)
     return [
         torch.randn(numel, generator=made),
@@ -151,7 +151,7 @@ def train(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     before_step: Callable[[nn.Module], object] = lambda model: None,
 ) -> list[list[Tensor]]:
-    """Losses, gradients, weights and the optimizer's state after every step."""
+    """Train, and return losses, gradients, weights and optimizer state after every step."""
     torch.manual_seed(7)
     opt = optimizer(model)
     seen = []
@@ -180,7 +180,7 @@ def twice(
     offloaded: dict[str, Any] | None = None,
     **how: Any,
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """The model's training, plain and with its layers offloaded."""
+    """Train the model plain and with its layers offloaded; return both results."""
     other = copy.deepcopy(model)
     plain = train(model, **how)
     with offload_layers(layers(other), device="cpu", **(offloaded or {})):

@@ -1,7 +1,7 @@
-"""Random trainings: a model, how it is offloaded, and what happens on the way, all of one seed.
+"""Random trainings: a seed determines the model, how it is offloaded, and all that happens.
 
-A training says what it has at every point: losses, gradients, weights, the optimizer's state. Run
-plain and offloaded, both say the same in every bit.
+A training records losses, gradients, weights and optimizer state at every point. The records of the
+plain and the offloaded run must agree bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class Boom(Exception):
-    """What is raised in the middle of a pass."""
+    """The exception that is raised in the middle of a pass."""
 
 
 class _Bang(torch.autograd.Function):
@@ -43,7 +43,7 @@ class _Bang(torch.autograd.Function):
 
 
 class Part(nn.Module):
-    """A layer, perhaps under a checkpoint, that may fail on its way."""
+    """A layer, perhaps under a checkpoint, that may raise in forward or backward."""
 
     def __init__(self, inner: nn.Module, how: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Conv(nn.Module):
 
 
 class Away(nn.Module):
-    """Nothing of it is offloaded."""
+    """The plain run: nothing is offloaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ KINDS = {
 
 @dataclass
 class Plan:
-    """What a seed says."""
+    """The choices that a seed determines."""
 
     seed: int
     keep: int = 0
@@ -139,7 +139,7 @@ def plan(seed: int) -> Plan:
 
 
 def model(seed: int) -> tuple[nn.Sequential, list[nn.Module]]:
-    """The model, and those of its layers that may be offloaded, in their order."""
+    """Return the model, and its layers that may be offloaded, in order."""
     chance = random.Random(seed + 1)
     torch.manual_seed(seed)
     parts: list[nn.Module] = []
@@ -165,7 +165,7 @@ def model(seed: int) -> tuple[nn.Sequential, list[nn.Module]]:
 
 
 def _groups(net: nn.Module) -> list[dict[str, Any]]:
-    """A group for each layer; what is tied is in the first."""
+    """Return a parameter group for each layer; tied parameters are in the first."""
     seen: set[int] = set()
     groups = []
     for child in dict.fromkeys(net.children()):
@@ -291,13 +291,13 @@ class Training:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Of any value: a training may come to NaN, and goes on with it."""
+    """Compare values bit for bit: a training may produce NaN and goes on with it."""
     bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
 
 
 def offloaded(made: Plan, folder: Path) -> list[Tensor]:
-    """What an offloaded training says, in the smallest pool of its blocks that it can be run in."""
+    """Run a training offloaded, in the smallest pool that it fits into, and return its records."""
     while True:
         folder.mkdir(parents=True)
         try:
@@ -310,7 +310,7 @@ def offloaded(made: Plan, folder: Path) -> list[Tensor]:
 
 
 def differences(seed: int, folder: Path, driver: testing.FakeDriver | None) -> Iterator[str]:
-    """Runs the training of a seed both ways; what was not as it should be."""
+    """Run the training of a seed both ways and return the differences."""
     made = plan(seed)
     plain = Training(made, None).run()
     if driver is not None:

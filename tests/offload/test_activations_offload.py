@@ -1,4 +1,4 @@
-"""What autograd saves waits in the pool, and nothing else changes."""
+"""Tensors that autograd saves leave for the pool and come back, and results do not change."""
 
 import contextlib
 import copy
@@ -59,7 +59,7 @@ class First(nn.Module):
 
 @pytest.mark.parametrize("keep_last", [0, 3, 1000])
 @pytest.mark.parametrize("name", MODELS)
-def test_it_trains_as_the_plain_model(either, name, keep_last):
+def test_training_equals_that_of_the_plain_model(either, name, keep_last):
     make, how = MODELS[name]
     model = make()
     context = away(keep_last=keep_last)
@@ -68,7 +68,7 @@ def test_it_trains_as_the_plain_model(either, name, keep_last):
     assert (keep_last == 1000) == (counts(context)["groups_offloaded"] == 0)
 
 
-def test_under_autocast(either):
+def test_training_under_autocast_equals_the_plain_one(either):
     model = Transformer()
     plain = train(
         copy.deepcopy(model), around=lambda: torch.autocast("cpu", torch.bfloat16), **TEXT
@@ -87,7 +87,7 @@ def test_under_autocast(either):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_with_checkpoints(either, where, use_reentrant):
+def test_training_with_checkpoints_equals_the_plain_one(either, where, use_reentrant):
     def forward(around, model, batch):
         x = batch.requires_grad_()
         for layer in model:
@@ -108,14 +108,14 @@ def test_with_checkpoints(either, where, use_reentrant):
     assert agree(plain, train(model, loss=functools.partial(forward, away)))
 
 
-def test_together_with_layers(either):
+def test_activations_and_layers_can_be_offloaded_together(either):
     model = Transformer()
     plain = train(copy.deepcopy(model), parts=2, **TEXT)
     with offload_layers(model.layers(), device="cpu"):
         assert agree(plain, train(model, around=away, parts=2, **TEXT))
 
 
-def test_parameters_stay_and_views_go_once(either):
+def test_parameters_stay_and_each_storage_leaves_once(either):
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     frozen = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
     x = torch.randn(8, 3 * WIDTH, requires_grad=True).tanh().detach().requires_grad_()
@@ -137,7 +137,7 @@ def test_parameters_stay_and_views_go_once(either):
     assert weight.grad is not None
 
 
-def test_a_small_part_of_a_large_storage_does_not_bring_it_along(either):
+def test_small_view_does_not_offload_its_large_storage(either):
     large = torch.randn(100, WIDTH, requires_grad=True) * 1
     context = away(keep_last=0)
     with context:
@@ -146,7 +146,7 @@ def test_a_small_part_of_a_large_storage_does_not_bring_it_along(either):
     loss.backward()
 
 
-def test_who_decides_what_leaves(either):
+def test_predicate_and_min_bytes_decide_what_leaves(either):
     x = torch.randn(4, WIDTH, requires_grad=True) * 1
     with away(min_bytes=x.nbytes + 1) as context:
         (x**2).sum()
@@ -163,7 +163,7 @@ def test_who_decides_what_leaves(either):
         offload_activations(keep_last=-1)
 
 
-def test_backward_sends_for_what_was_saved_before(either):
+def test_backward_prefetches_earlier_activations(either):
     model = mlp(depth=12)
     context = away(keep_last=0)
     with context:
@@ -175,7 +175,7 @@ def test_backward_sends_for_what_was_saved_before(either):
 
 
 @pytest.mark.parametrize("keep_last", [0, 1, 3])
-def test_as_many_as_are_to_stay_do(either, keep_last):
+def test_keep_last_activations_stay(either, keep_last):
     y = torch.rand(64, requires_grad=True)
     with away(keep_last=keep_last) as context:
         for _ in range(5):
@@ -186,7 +186,7 @@ def test_as_many_as_are_to_stay_do(either, keep_last):
 
 
 class Sum(torch.autograd.Function):
-    """Its backward looks at all that was saved before it lets any of it go."""
+    """An operation whose backward needs all its saved tensors at once."""
 
     @staticmethod
     def forward(ctx, *parts):
@@ -198,7 +198,7 @@ class Sum(torch.autograd.Function):
         return tuple(grad * part for part in ctx.saved_tensors)
 
 
-def test_an_operation_that_wants_more_at_once_than_there_are_slots(either):
+def test_operation_may_need_more_tensors_than_slots(either):
     x = torch.rand(64, requires_grad=True)
     context = away(keep_last=0)
     with context:
@@ -208,7 +208,7 @@ def test_an_operation_that_wants_more_at_once_than_there_are_slots(either):
     torch.testing.assert_close(x.grad, x.detach() * sum(f * f for f in range(20)))
 
 
-def test_a_backward_may_come_twice(either):
+def test_backward_may_run_twice(either):
     model = Transformer().blocks[0]
     model.eval()
     batch = numbers(0)[None]
@@ -222,7 +222,7 @@ def test_a_backward_may_come_twice(either):
 
 
 @pytest.mark.parametrize("keep_last", [0, 10])
-def test_what_is_written_to_after_it_was_saved_is_told(keep_last):
+def test_write_after_saving_is_reported(keep_last):
     x = torch.randn(4, WIDTH, requires_grad=True) * 1
     with away(keep_last=keep_last):
         loss = (x**2).sum()
@@ -235,7 +235,7 @@ def test_what_is_written_to_after_it_was_saved_is_told(keep_last):
         loss.backward()  # a copy was taken in time
 
 
-def test_what_is_too_small_to_leave_and_is_written_to_is_told():
+def test_write_to_a_small_saved_tensor_is_reported():
     x = torch.randn(4, WIDTH, requires_grad=True) * 1
     with away(min_bytes=1 << 20):
         loss = (x**2).sum()
@@ -245,7 +245,7 @@ def test_what_is_too_small_to_leave_and_is_written_to_is_told():
         loss.backward()
 
 
-def test_what_is_too_small_to_leave_is_left_to_the_hooks_around():
+def test_small_tensor_is_passed_to_outer_hooks():
     x, seen = torch.randn(4, WIDTH, requires_grad=True), []
 
     def pack(tensor):
@@ -259,7 +259,7 @@ def test_what_is_too_small_to_leave_is_left_to_the_hooks_around():
     assert torch.equal(x.grad, 2 * x.detach())
 
 
-def test_what_is_written_to_while_it_waits_to_leave_stays_and_is_told(either):
+def test_tensor_written_before_it_left_stays_and_is_reported(either):
     x = torch.rand(64, requires_grad=True)
     with away(keep_last=2) as context:
         y = x.exp()
@@ -270,7 +270,7 @@ def test_what_is_written_to_while_it_waits_to_leave_stays_and_is_told(either):
         total.backward()
 
 
-def test_a_graph_that_is_dropped_gives_the_pool_back(either):
+def test_dropped_graph_returns_the_pool_memory(either):
     with stillframe.Engine(pool_bytes=1 << 24, block_bytes=1 << 20) as engine:
         context = offload_activations(min_bytes=0, keep_last=0, device="cpu", engine=engine)
         for _ in range(3):
@@ -279,11 +279,11 @@ def test_a_graph_that_is_dropped_gives_the_pool_back(either):
             assert engine.stats()["leased_bytes"] > 0
             del loss
             gc.collect()
-        # What is still being copied is held until it has come.
+        # Memory of running copies is kept until they complete.
         assert eventually(lambda: engine.stats()["leased_bytes"] == 0)
 
 
-def test_a_backward_that_may_come_again_holds_nothing_on_the_device(either):
+def test_retained_graph_holds_nothing_on_the_device(either):
     model = mlp()
     context = away(keep_last=0)
     with context:
@@ -307,8 +307,8 @@ def test_a_tensor_saved_before_and_after_a_write_is_saved_twice(either):
     torch.testing.assert_close(x.grad, 2 * (2 * before + 3 * (before + 1) ** 2))
 
 
-def test_memory_that_is_given_out_again_is_saved_again(either):
-    """A storage is known by its address, which others have after it."""
+def test_reallocated_memory_is_saved_again(either):
+    """A storage is identified by its address, which a later storage may get."""
     x = torch.rand(64, requires_grad=True)
     factors, parts = [i / 30 for i in range(1, 30)], []
     inputs = [x * factor for factor in factors]
@@ -325,7 +325,7 @@ def test_memory_that_is_given_out_again_is_saved_again(either):
     torch.testing.assert_close(x.grad, sum(f * (x.detach() * f).exp() for f in factors))
 
 
-def test_a_backward_that_broke_off_leaves_nothing_on_the_device(either):
+def test_interrupted_backward_leaves_nothing_on_the_device(either):
     context = away(keep_last=0)
     with context:
         loss = squares(mlp(depth=3), Bang.apply(mlp(depth=6)(numbers(0))))
@@ -337,8 +337,8 @@ def test_a_backward_that_broke_off_leaves_nothing_on_the_device(either):
     assert counts(context)["slots_in_use"] == 0
 
 
-def test_small_ones_share_the_pools_blocks(either):
-    """200 of 16 KiB: in blocks of their own they would take 1.6 GiB."""
+def test_small_activations_share_blocks(either):
+    """200 activations of 16 KiB would take 1.6 GiB in blocks of their own."""
     with stillframe.Engine(pool_bytes=1 << 26, block_bytes=1 << 23) as engine:
         context = away(engine=engine, keep_last=0)
         x = torch.randn(4096, requires_grad=True)
@@ -359,7 +359,7 @@ def test_small_ones_share_the_pools_blocks(either):
         assert torch.equal(x.grad, 2 * expected.grad)
 
 
-def test_memory_is_pinned_once_and_not_at_every_step(fake):
+def test_memory_is_pinned_once_for_all_steps(fake):
     with stillframe.Engine(pool_bytes=1 << 24, block_bytes=1 << 20) as engine:
         context = away(engine=engine, keep_last=0)
         model = mlp()
@@ -373,7 +373,7 @@ def test_memory_is_pinned_once_and_not_at_every_step(fake):
 
 
 def test_a_forward_without_gradients_inside_the_block_leaves_no_trace(either):
-    """Nothing comes for it: it must not stand in the way of what does."""
+    """Such a forward has no backward, so its tensors must not delay those that have one."""
     model = mlp(depth=6)
     other = copy.deepcopy(model)
     context = away(keep_last=0)
@@ -400,11 +400,11 @@ def test_a_forward_without_gradients_inside_the_block_leaves_no_trace(either):
         ({"predicate": 3}, "predicate takes a function, not a int"),
     ],
 )
-def test_what_is_no_such_option_is_named(option, text):
+def test_unknown_option_is_named(option, text):
     with pytest.raises(TypeError, match=text):
         offload_activations(**option)
 
 
-def test_left_more_often_than_entered():
+def test_context_left_more_often_than_entered_is_refused():
     with pytest.raises(stillframe.StillframeError, match="more often"):
         away().__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""What the benchmark counts without a GPU, and how it judges what it measures on one."""
+"""The offload benchmark: its counts without a GPU, and its goals."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ def scripts(monkeypatch, fake):
             del sys.modules[name]
 
 
-def test_without_a_gpu_every_way_is_counted_and_no_goal_is_said_to_be_met(scripts):
+def test_rehearsal_without_a_gpu_counts_and_claims_no_goal(scripts):
     offload, over = scripts
     figures = over.over_the_fake(argparse.Namespace(layers=3, side=32, batch=4))
     ways = ["copies", "pageable", "pinned", "save_on_cpu", "streams", "ours"]
@@ -40,7 +40,7 @@ def test_without_a_gpu_every_way_is_counted_and_no_goal_is_said_to_be_met(script
 
 
 def measured(compute, step, waits=0):
-    """Of copies that take a second."""
+    """Return the figures of copies that take a second."""
     return {
         "resident": {"seconds": [compute]},
         "copies": {"seconds": 1.0, "in_gb_per_s": 50.0, "out_gb_per_s": 40.0},
@@ -65,7 +65,7 @@ def test_goals_are_judged_by_their_bounds(scripts, compute, step, waits, met):
     assert [each["met"] for each in judged.values()] == met
 
 
-def test_figures_are_of_the_steps_in_between(scripts):
+def test_figures_count_only_the_measured_steps(scripts):
     before = {
         **dict.fromkeys(("slots_in_use", "bytes_lingering"), 0),
         "slots": 2,

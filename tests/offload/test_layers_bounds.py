@@ -1,4 +1,4 @@
-"""What offloaded layers take and leave, and what modules may be like."""
+"""Bounds on memory and slots of offloaded layers, and unusual modules."""
 
 import copy
 import functools
@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 # ---- what goes where ----------------------------------------------------------------------
 
 
-def test_an_rnn_computes_with_what_is_on_the_device(either):
-    """It keeps a list of its weights beside its parameters."""
+def test_rnn_uses_its_weights_on_the_device(either):
+    """An RNN keeps a list of its weights beside its parameters."""
     model = Recurrent()
     own = list(model.rnn._flat_weights)
     with offload_layers([model.rnn], device="cpu") as handle:
@@ -31,7 +31,7 @@ def test_an_rnn_computes_with_what_is_on_the_device(either):
 
 
 class Decays(nn.Module):
-    """Its forward writes to a buffer, in place."""
+    """A module whose forward writes to a buffer in place."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Decays(nn.Module):
         return self.linear(x) * self.scale
 
 
-def test_what_a_forward_has_changed_leaves_once(either):
+def test_changed_buffer_is_copied_back_once(either):
     model = Decays()
     with offload_layers([model], device="cpu", keep=1) as handle:
         squares(model, numbers(0)).backward()
@@ -51,8 +51,8 @@ def test_what_a_forward_has_changed_leaves_once(either):
         assert handle.stats()["bytes_offloaded"] == model.scale.nbytes + gradients
 
 
-def test_a_buffer_that_a_forward_has_changed_is_there_for_later_backwards(either):
-    """That it changes is seen where one has changed it."""
+def test_changed_buffer_is_available_to_later_backwards(either):
+    """A buffer counts as changing after the first forward that has changed it."""
     model = nn.Sequential(Decays(), nn.Linear(WIDTH, WIDTH), Decays())
     other = copy.deepcopy(model)
     with offload_layers(other, device="cpu"):
@@ -78,7 +78,7 @@ def test_under_autocast_no_cast_weight_stays_on_the_device(either):
     assert seen and (WIDTH, WIDTH) not in seen
 
 
-def test_removed_it_is_out_of_the_pool(either):
+def test_remove_returns_the_pool_memory(either):
     with stillframe.Engine(pool_bytes=1 << 24, block_bytes=1 << 16) as engine:
         model = mlp(nn.BatchNorm1d(WIDTH))
         handle = offload_layers(model, device="cpu", engine=engine)
@@ -99,8 +99,8 @@ def test_a_pool_too_small_for_the_parameters_leaves_them_as_they_were(either):
         torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
-def test_only_so_many_layers_gradients_are_on_their_way(request, either):
-    """A pool with room for weights, gradients, and those of the slots on their way to be added."""
+def test_layers_with_gradients_in_flight_are_bounded(request, either):
+    """The pool has room for weights, gradients, and the gradients of the layers in the slots."""
     depth, block = 8, 1 << 16
     model = nn.Sequential(*(nn.Linear(120, 120, bias=False) for _ in range(depth)))
     with stillframe.Engine(pool_bytes=(2 * depth + 4) * block, block_bytes=block) as engine:
@@ -113,7 +113,7 @@ def test_only_so_many_layers_gradients_are_on_their_way(request, either):
         model.zero_grad()
 
 
-def test_gradients_are_under_way_of_no_more_layers_than_there_are_slots(either, monkeypatch):
+def test_gradients_in_flight_never_exceed_the_slots(either, monkeypatch):
     model = mlp(depth=6)
     with offload_layers(model, device="cpu", keep=1) as handle:
         seen, real = [], handle._gradients.send
@@ -127,8 +127,8 @@ def test_gradients_are_under_way_of_no_more_layers_than_there_are_slots(either, 
         assert seen == [1, 2, 3, 3, 3, 3]
 
 
-def test_what_is_read_has_been_read_when_a_pass_has_ended(either, monkeypatch):
-    """The caller may write to the weights then: the host waits, since no event orders it."""
+def test_all_reads_are_complete_when_a_pass_ends(either, monkeypatch):
+    """The caller may write to the weights afterwards, and only a wait of the host orders that."""
     model = mlp()
     with offload_layers(model, device="cpu") as handle:
         waits = []
@@ -155,11 +155,11 @@ class Twice(nn.Module):
         return self.out(self.norm(self.norm(x) * 2 + 1))
 
 
-def test_a_layer_used_twice_has_its_statistics_each_time(either):
+def test_layer_used_twice_updates_its_statistics_each_time(either):
     assert agree(*twice(Twice(), lambda m: [m.norm, m.norm, m.out]))
 
 
-def test_buffers_that_two_layers_share_are_brought_in_their_turn(either):
+def test_shared_buffers_of_two_layers_are_onloaded_in_order(either):
     norm = nn.BatchNorm1d(WIDTH)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm) for _ in range(3)))
     for keep in (0, 3):
@@ -174,8 +174,8 @@ class Checkpointed(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def test_a_kept_layer_whose_buffers_another_changes_comes_again(either):
-    """A checkpoint inside runs its norm once more in backward, on what all have made of it."""
+def test_kept_layer_is_onloaded_again_if_another_changed_its_buffers(either):
+    """A checkpoint inside the layer runs its norm again in backward, with the current buffers."""
     norm = nn.BatchNorm1d(WIDTH)
     model = nn.Sequential(*(Checkpointed(nn.Linear(WIDTH, WIDTH), norm) for _ in range(3)))
     assert agree(*twice(model, offloaded={"keep": 3}))
@@ -190,15 +190,15 @@ class Empty(nn.Module):
         return x + torch.relu(x) + (x @ self.weight.t()).sum()
 
 
-def test_layers_without_tensors_or_with_empty_ones_stand_between_others(either):
+def test_layers_without_bytes_may_be_between_others(either):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Empty(), nn.Linear(WIDTH, WIDTH))
     for keep in (0, 3):
         assert agree(*twice(copy.deepcopy(model), offloaded={"keep": keep}))
 
 
 @pytest.mark.parametrize("nth", range(3))
-def test_what_came_ahead_for_a_forward_that_failed_is_brought_anew(either, nth):
-    """Nobody counts a write of a fused optimizer, or through `.data`."""
+def test_prefetch_of_a_failed_forward_is_repeated(either, nth):
+    """Writes of a fused optimizer, or through `.data`, change no version."""
     model = mlp(depth=4)
     plain = copy.deepcopy(model)
 
@@ -217,7 +217,7 @@ def test_what_came_ahead_for_a_forward_that_failed_is_brought_anew(either, nth):
 
 
 class Reentrant(nn.Linear):
-    """It has a backward of its own, inside the one around."""
+    """An operation that runs another backward inside its own."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=True) if x.requires_grad else x
@@ -233,8 +233,8 @@ def test_gradients_are_added_in_the_order_of_their_backwards(either):
         assert agree(*twice(model, parts=3))
 
 
-def test_a_sum_that_a_failed_backward_has_begun_is_dropped(either):
-    """As autograd drops it: the gradient is given when the last of a parameter's uses has come."""
+def test_partial_gradient_sum_of_a_failed_backward_is_dropped(either):
+    """Autograd drops it too: it adds a gradient only after the last use of the parameter."""
 
     def grads(model, repeated):
         model(numbers(0)).sum().backward()
@@ -248,7 +248,7 @@ def test_a_sum_that_a_failed_backward_has_begun_is_dropped(either):
         assert same(grads(model, model[1]), grads(other, other[1]))
 
 
-def test_a_norm_that_stays_may_change_again_while_its_statistics_leave(fake):
+def test_kept_norm_may_change_while_its_statistics_are_copied(fake):
     norm = nn.BatchNorm1d(WIDTH)
     model = nn.Sequential(Checkpointed(nn.Linear(WIDTH, WIDTH), norm))
     other = copy.deepcopy(model)
@@ -259,7 +259,7 @@ def test_a_norm_that_stays_may_change_again_while_its_statistics_leave(fake):
 
 
 class Adds(nn.Module):
-    """Its weight's gradient comes laid out as the scales are."""
+    """A module whose weight gradient has the strides of another tensor."""
 
     def __init__(self):
         super().__init__()
@@ -270,7 +270,7 @@ class Adds(nn.Module):
         return x + (self.weight * self.scales).sum()
 
 
-def test_a_gradient_is_laid_out_as_its_parameter(either):
+def test_gradient_has_the_strides_of_its_parameter(either):
     model = mlp(Adds())
     model[1][0].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
     other = copy.deepcopy(model)
@@ -281,7 +281,7 @@ def test_a_gradient_is_laid_out_as_its_parameter(either):
     assert strides[0] == strides[1]
 
 
-def test_a_parameter_whose_memory_others_use_stays_where_it_is(either):
+def test_parameter_with_shared_memory_keeps_its_memory(either):
     model = mlp(depth=2)
     alias = model[0][0].weight.detach()
     with offload_layers(model, device="cpu"):
@@ -299,7 +299,7 @@ class Complex(nn.Module):
         return torch.view_as_real(torch.complex(x, 2 * x) @ self.weight.conj()).sum(-1)
 
 
-def test_weights_that_are_complex(either):
+def test_complex_weights_train_as_in_the_plain_model(either):
     sgd = functools.partial(torch.optim.SGD, lr=0.01)
     model = nn.Sequential(Complex(), Complex())
     assert agree(*twice(model, optimizer=lambda m: sgd(m.parameters())))

@@ -1,7 +1,6 @@
 """Compiled layers train as they do without offloading.
 
-STILLFRAME_TRAININGS=2000   as for the random trainings: with torch's own compiler too, whose C++
-                            takes a quarter of a minute
+STILLFRAME_TRAININGS=2000   also uses torch's own compiler, whose C++ takes 15 seconds
 """
 
 import copy
@@ -36,7 +35,7 @@ def norms():
 
 
 def offloaded(model, compiled, what):
-    """The layers to offload, and what makes the compiled model of them when they are."""
+    """Return the layers to offload, and a function that makes the compiled model afterwards."""
     layers = list(model)
     if what == "layers":
         layers = [compiled(layer) for layer in layers]
@@ -47,8 +46,8 @@ def offloaded(model, compiled, what):
 
 
 @pytest.mark.parametrize("what", ["layers", "the model", "layers, afterwards"])
-def test_what_is_compiled_trains_as_ever(what, compiled):
-    """Also norms, whose statistics it writes to, and when the layers are given back."""
+def test_compiled_model_trains_as_the_plain_one(what, compiled):
+    """That includes norms, whose statistics forward writes, and the time after `remove()`."""
     model = norms()
     layers, make = offloaded(other := copy.deepcopy(model), compiled, what)
     with offload_layers(layers, device="cpu") as handle:
@@ -58,7 +57,7 @@ def test_what_is_compiled_trains_as_ever(what, compiled):
     assert torch.equal(run(numbers(0)), other(numbers(0)))
 
 
-def test_a_layer_in_one_graph_is_compiled_before(compiled):
+def test_layer_with_fullgraph_must_be_compiled_before_offloading(compiled):
     whole = functools.partial(compiled, fullgraph=True)
     model = norms()
     layers, make = offloaded(copy.deepcopy(model), whole, "layers")
@@ -76,7 +75,7 @@ def test_a_layer_in_one_graph_is_compiled_before(compiled):
 )
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["layers", "layers, afterwards"])
-def test_with_torchs_compiler_offloaded_and_resident_layers_agree_in_every_bit(what, compiled):
+def test_compiled_offloaded_and_resident_layers_agree_bit_for_bit(what, compiled):
     config = importlib.import_module("torch._inductor.config")
     with config.patch({"cpp.cxx": (None, "g++")}):  # no "ccache g++" of the environment's
         agree_through_inductor(what)

@@ -1,5 +1,6 @@
-"""The end of a backward, where something of it fails: the rest of it happens all the same, the
-first error is what the caller gets, and nothing is raised where nobody could catch it."""
+"""Failures at the end of a backward: other steps still run, and the caller gets the first error.
+
+No error is raised where no caller could catch it."""
 
 import contextlib
 import copy
@@ -13,7 +14,7 @@ import torch
 from fix_offloading import WIDTH, mlp, numbers, same, squares, train
 from fix_waits import leased
 from stillframe._offload import gradients
-from stillframe._offload.every import every
+from stillframe._offload.run_all import run_all
 from stillframe.offload import Offloader, offload_layers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,7 @@ BLOCK = 1 << 12
 
 
 class Checkpointed(nn.Sequential):
-    """Its norms' statistics change in backward as well."""
+    """A model with checkpoints, in which backward changes the norms' statistics too."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -30,7 +31,7 @@ class Checkpointed(nn.Sequential):
 
 @contextlib.contextmanager
 def full(engine):
-    """Nothing more fits into the pool meanwhile."""
+    """Fill the pool until the block ends."""
     with Offloader("cpu", engine=engine) as other:
         tickets = []
         with contextlib.suppress(stillframe.PoolExhaustedError):
@@ -55,15 +56,15 @@ def errors(caplog):
 
 
 def works(model):
-    """Whether it trains as a model would that nothing has happened to."""
+    """Tell whether the model still trains like an untouched one."""
     model.zero_grad()
     with torch.no_grad():  # settled: the statistics are those of the last forward that has ended
         plain = copy.deepcopy(model)
     return all(same(a, b) for a, b in zip(train(plain), train(model), strict=True))
 
 
-def test_a_backward_that_finds_the_pool_full_ends_whole_and_is_told_once(either, engine, caplog):
-    """Its gradients do not fit, and at its end nor do the statistics of its norm."""
+def test_backward_with_a_full_pool_cleans_up_and_raises_once(either, engine, caplog):
+    """The gradients do not fit into the pool, nor do the norm's statistics at the end."""
     model = nn.Sequential(
         *(Checkpointed(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3))
     )
@@ -83,7 +84,7 @@ def test_a_backward_that_finds_the_pool_full_ends_whole_and_is_told_once(either,
 
 
 def test_an_error_at_the_end_of_a_backward_reaches_the_caller(either, engine, monkeypatch, caplog):
-    """Of frozen layers no gradients leave: what does not fit are the statistics of a norm alone."""
+    """Frozen layers have no gradients, so only the norm's statistics fail to fit."""
     model = Checkpointed(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).requires_grad_(False)
     with offload_layers([model], device="cpu", engine=engine) as handle:
         loss = squares(model, numbers(0).requires_grad_())
@@ -99,8 +100,8 @@ def test_an_error_at_the_end_of_a_backward_reaches_the_caller(either, engine, mo
 
 
 @pytest.mark.parametrize("nth", range(3))
-def test_a_forward_whose_buffers_cannot_leave_gives_back_what_it_holds(either, nth, monkeypatch):
-    """The one slot, and the pool's memory: others would starve."""
+def test_forward_whose_buffers_cannot_leave_releases_its_memory(either, nth, monkeypatch):
+    """It must release the only slot and its pool memory, which other forwards need."""
     model, other = (mlp(nn.BatchNorm1d(WIDTH), depth=3) for _ in range(2))
     with (
         stillframe.Engine(pool_bytes=64 * BLOCK, block_bytes=BLOCK) as engine,
@@ -124,8 +125,8 @@ def test_a_forward_whose_buffers_cannot_leave_gives_back_what_it_holds(either, n
 
 
 @pytest.mark.parametrize("nth", range(3))
-def test_a_gradient_that_cannot_be_added_is_told_and_costs_no_other(either, nth, monkeypatch):
-    """Not those of other layers, nor the next backward's: nothing half done is added then."""
+def test_failure_to_add_one_gradient_loses_no_other(either, nth, monkeypatch):
+    """Gradients of other layers and of the next backward are complete, without partial sums."""
     model = mlp(depth=3)
     real, broken = gradients._add, model[nth][0].weight
     with offload_layers(model, device="cpu") as handle:
@@ -147,7 +148,7 @@ def test_a_gradient_that_cannot_be_added_is_told_and_costs_no_other(either, nth,
         assert works(model)
 
 
-def test_what_is_removed_in_trouble_is_removed_whole(either):
+def test_remove_completes_even_after_errors(either):
     engine = stillframe.Engine(pool_bytes=1 << 20, block_bytes=BLOCK)
     model = mlp(depth=3)
     before = copy.deepcopy(model.state_dict())
@@ -163,7 +164,7 @@ def test_what_is_removed_in_trouble_is_removed_whole(either):
     offload_layers(model, device="cpu").remove()
 
 
-def test_the_first_error_is_raised_when_all_steps_are_taken():
+def test_first_error_is_raised_after_all_steps():
     taken = []
 
     def step(number):
@@ -175,6 +176,6 @@ def test_the_first_error_is_raised_when_all_steps_are_taken():
         return take
 
     with pytest.raises(ValueError, match="step 0") as caught:
-        every(step(number) for number in range(8))
+        run_all(step(number) for number in range(8))
     assert taken == list(range(8))
     assert caught.value.__notes__ == ["and then: ValueError('step 1')"]

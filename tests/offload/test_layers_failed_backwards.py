@@ -1,5 +1,6 @@
-"""A backward that fails is over when its caller has the error: nothing of it happens afterwards,
-even where the engine lets go of it later, as it does on a device."""
+"""A failed backward has ended when its caller gets the error: nothing of it happens later.
+
+That holds even if autograd's engine releases the pass later, as it does on a device."""
 
 import contextlib
 import copy
@@ -18,7 +19,7 @@ HELD_S = 0.3  # that the engine keeps a callback
 
 
 class Holding(torch._C._ImperativeEngine):
-    """An engine that drops the callbacks of its passes late and on a thread of its own."""
+    """An autograd engine that drops a pass's callbacks late, on another thread."""
 
     def __init__(self):
         self.dropping = []
@@ -40,7 +41,7 @@ def holding(monkeypatch):
 
 
 class Failing(nn.Module):
-    """Fails in the midst of its backward."""
+    """An operation that raises in the middle of its backward."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +84,7 @@ def test_a_failed_backward_adds_nothing_after_its_error(either, holding, nth, mo
         assert handle.resident() == [] and handle.stats()["slots_in_use"] == 0
 
 
-def test_a_training_goes_on_at_once_after_a_failed_backward(either, holding):
+def test_training_can_go_on_right_after_a_failed_backward(either, holding):
     model = nn.Sequential(*(Failing() for _ in range(3)))
     plain = copy.deepcopy(model)
     with offload_layers(model, device="cpu"):
@@ -101,7 +102,7 @@ def test_a_training_goes_on_at_once_after_a_failed_backward(either, holding):
 
 
 class Catching(torch.autograd.Function):
-    """Runs a backward of its own inside its backward, and survives its failure."""
+    """An operation that runs another backward inside its own and catches its error."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -129,7 +130,7 @@ def test_a_backward_inside_another_one_may_fail_alone(either, holding):
             assert same([p.grad for p in one.parameters()], [p.grad for p in two.parameters()])
 
 
-def test_a_failed_backward_of_one_thread_costs_another_thread_nothing(either):
+def test_failed_backward_of_one_thread_does_not_affect_another(either):
     models = [nn.Sequential(*(Failing() for _ in range(3))) for _ in range(2)]
     models[0][1].fails = True
     plain = copy.deepcopy(models[1])
@@ -163,7 +164,7 @@ def test_a_failed_backward_of_one_thread_costs_another_thread_nothing(either):
     assert not wrong
 
 
-def test_the_last_handle_gives_autograd_its_engine_back():
+def test_removing_the_last_handle_restores_autograds_engine():
     before = torch.autograd.Variable._execution_engine
     first, second = (offload_layers(mlp(depth=1), device="cpu") for _ in range(2))
     first.remove()
@@ -173,7 +174,7 @@ def test_the_last_handle_gives_autograd_its_engine_back():
     assert torch.autograd.Variable._execution_engine is before
 
 
-def test_a_backward_whose_call_was_not_seen_is_refused():
+def test_backward_not_called_through_torch_autograd_is_refused():
     model = mlp(depth=2)
     engine = torch.autograd.Variable._execution_engine
     with offload_layers(model, device="cpu"):

@@ -1,4 +1,4 @@
-"""Layers that live on the CPU train as resident ones do, bit for bit."""
+"""Layers that live on the CPU train like resident ones, bit for bit."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ class Frozen(nn.Sequential):
 
 
 class Repeats(nn.Module):
-    """One layer that is used three times, and one twice in itself."""
+    """A model that uses one layer three times, and a module inside a layer twice."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Repeats(nn.Module):
 
 
 class MaxNorm(nn.Module):
-    """Its forward writes its weights."""
+    """An embedding whose forward writes to its weights."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class MaxNorm(nn.Module):
 
 
 class Counter(nn.Module):
-    """Its forward puts other buffers in the place of its own."""
+    """A module whose forward replaces its buffers."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class Counter(nn.Module):
 
 
 class Positions(nn.Module):
-    """A buffer that backward needs and no forward changes."""
+    """A module with a buffer that backward needs and that no forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_trains_as_the_plain_model(either, name):
+def test_training_equals_that_of_the_plain_model(either, name):
     keep = int(either == "fake")
     make, layers, how = MODELS[name]
     torch.manual_seed(1)
@@ -123,7 +123,7 @@ def test_it_trains_as_the_plain_model(either, name):
 
 
 def through_checkpoints(use_reentrant, nr, model, batch):
-    """The model's layers, so many at a time under a checkpoint."""
+    """Run the model's layers under checkpoints of a given number of layers each."""
     x = model.embedding(batch[:, :-1])
     for start in range(0, len(model.blocks), nr):
         some = nn.Sequential(*model.blocks[start : start + nr])
@@ -133,7 +133,7 @@ def through_checkpoints(use_reentrant, nr, model, batch):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("nr", [1, 2, 4])
-def test_checkpoints_around_layers(either, nr, use_reentrant):
+def test_training_with_checkpoints_around_layers_equals_the_plain_one(either, nr, use_reentrant):
     model = Transformer(4)
     loss = functools.partial(through_checkpoints, use_reentrant, nr)
     plain, offloaded = twice(model, Transformer.layers, loss=loss, batch=tokens, parts=2)
@@ -154,7 +154,7 @@ class Checkpointed(Block):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_inside_layers(either, use_reentrant):
+def test_training_with_checkpoints_inside_layers_equals_the_plain_one(either, use_reentrant):
     model = Transformer()
     model.blocks = nn.ModuleList(Checkpointed(use_reentrant) for _ in range(3))
     plain, offloaded = twice(model, Transformer.layers, **TEXT)
@@ -162,7 +162,7 @@ def test_checkpoints_inside_layers(either, use_reentrant):
 
 
 class Lowered(nn.Module):
-    """What dtype= does, in torch: differentiable copies of low precision take part."""
+    """Does in plain torch what `dtype=` does: computes with differentiable low-precision copies."""
 
     def __init__(self, layers):
         super().__init__()
@@ -175,7 +175,7 @@ class Lowered(nn.Module):
         return x
 
 
-def test_a_copy_of_low_precision_goes_up_and_the_master_stays(either):
+def test_low_precision_copy_goes_to_the_device_and_the_parameter_stays(either):
     layers = list(mlp())
     other = copy.deepcopy(layers)
 
@@ -189,7 +189,7 @@ def test_a_copy_of_low_precision_goes_up_and_the_master_stays(either):
     assert all(p.dtype is torch.float32 for layer in other for p in layer.parameters())
 
 
-def test_gradients_are_clipped_and_scaled_as_ever(either):
+def test_clipping_and_scaling_work_as_without_offloading(either):
     def steps(model):
         torch.manual_seed(3)
         opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -210,7 +210,7 @@ def test_gradients_are_clipped_and_scaled_as_ever(either):
         assert same(steps(model), steps(other))
 
 
-def test_an_optimizer_in_the_backward(either):
+def test_optimizer_inside_backward_trains_as_the_plain_model(either):
     def steps(model):
         made = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
@@ -230,7 +230,7 @@ def test_an_optimizer_in_the_backward(either):
         assert same(steps(model), steps(other))
 
 
-def test_autograd_grad_is_handed_the_gradients(either):
+def test_autograd_grad_returns_the_gradients(either):
     model = mlp()
     plain = torch.autograd.grad(squares(model, numbers(0)), list(model.parameters()))
     with offload_layers(model, device="cpu"):
@@ -240,7 +240,7 @@ def test_autograd_grad_is_handed_the_gradients(either):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_backward_for_some_parameters_leaves_the_others_alone(either):
+def test_backward_for_some_parameters_leaves_other_gradients_unchanged(either):
     model = mlp()
     plain = torch.autograd.grad(squares(model, numbers(0)), [model[1][0].weight])
     with offload_layers(model, device="cpu"):
@@ -249,7 +249,7 @@ def test_a_backward_for_some_parameters_leaves_the_others_alone(either):
     assert [n for n, p in model.named_parameters() if p.grad is not None] == ["1.0.weight"]
 
 
-def test_a_backward_may_come_twice_and_not_be_differentiated(either):
+def test_backward_may_run_twice_and_create_graph_is_refused(either):
     def grads(model):
         loss = squares(model, numbers(0))
         loss.backward(retain_graph=True)
@@ -265,7 +265,7 @@ def test_a_backward_may_come_twice_and_not_be_differentiated(either):
             torch.autograd.grad(loss, other.one.weight, create_graph=True)
 
 
-def test_an_evaluation_in_between_sees_and_changes_nothing(either):
+def test_evaluation_between_steps_changes_nothing(either):
     def steps(model):
         opt = adam(model)
         seen = []
@@ -290,7 +290,7 @@ def test_an_evaluation_in_between_sees_and_changes_nothing(either):
 
 
 class FailsAt(nn.Module):
-    """Backward fails in it while `fail`."""
+    """A layer whose backward raises while `fail` is set."""
 
     def __init__(self):
         super().__init__()
@@ -302,7 +302,7 @@ class FailsAt(nn.Module):
         return Bang.apply(y) if self.fail else y
 
 
-def test_an_error_in_the_middle_of_backward_leaves_what_a_plain_one_leaves(either):
+def test_error_in_backward_leaves_the_gradients_of_a_plain_one(either):
     def steps(model):
         opt, seen = adam(model), []
         for step in range(4):
@@ -344,7 +344,7 @@ def test_an_error_in_forward_leaves_the_module_as_it_was(either):
         assert agree(train(model), train(other))
 
 
-def test_two_models_at_once(either):
+def test_two_offloaded_models_train_independently(either):
     models = [mlp(), mlp(nn.BatchNorm1d(WIDTH))]
     others = copy.deepcopy(models)
 
@@ -363,7 +363,7 @@ def test_two_models_at_once(either):
 # ---- saves ----
 
 
-def test_a_save_in_the_middle_holds_the_state_at_the_call(either, tmp_path):
+def test_save_during_training_holds_the_state_at_the_call(either, tmp_path):
     model = mlp(nn.BatchNorm1d(512), depth=3)
     for layer in model:
         layer[0] = nn.Linear(512, 512)

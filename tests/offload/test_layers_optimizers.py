@@ -1,4 +1,4 @@
-"""Optimizers wait for the layers that their parameters lie in, and for no others."""
+"""Optimizers wait for the layers of their own parameters, and for no others."""
 
 import os
 
@@ -15,14 +15,14 @@ LOST = 719  # CUDA_ERROR_LAUNCH_FAILED: the device is dead
 
 
 def trained(model):
-    """Its optimizer, with gradients."""
+    """Return the model's optimizer after a backward."""
     squares(model, numbers(0)).backward()
     return adam(model)
 
 
 @pytest.fixture
 def on_its_way(fake):
-    """A model whose second layer is on its way for long, and how often its host has waited."""
+    """Return a model whose second layer's copy takes long, and a counter of host waits."""
     model = mlp(depth=2)
     with offload_layers(model, device="cpu") as handle:
         optimizer = trained(model)
@@ -33,14 +33,14 @@ def on_its_way(fake):
         fake.delay(0)
 
 
-def test_an_optimizer_waits_for_what_still_reads_the_weights(on_its_way):
-    """A forward that has had no backward is computed with the weights that it was called with."""
+def test_optimizer_step_waits_for_copies_that_read_its_weights(on_its_way):
+    """A forward without a backward still computes with the weights of its call."""
     _, optimizer, waits = on_its_way
     optimizer.step()
     assert waits() == 1
 
 
-def test_one_that_writes_the_same_memory_under_another_name_waits(on_its_way):
+def test_optimizer_over_views_of_the_weights_waits(on_its_way):
     model, _, waits = on_its_way
     alias = nn.Parameter(model[1][0].weight.detach())
     alias.grad = torch.ones_like(alias)
@@ -49,8 +49,8 @@ def test_one_that_writes_the_same_memory_under_another_name_waits(on_its_way):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_an_optimizer_of_another_model_waits_for_nothing(fake, on_its_way, captured):
-    """Nor does what has come ahead go."""
+def test_optimizer_of_another_model_does_not_wait(fake, on_its_way, captured):
+    """Nor does it drop prefetched layers."""
     model, _, waits = on_its_way
     own = trained(mlp())
     fake.capture(captured)
@@ -61,14 +61,14 @@ def test_an_optimizer_of_another_model_waits_for_nothing(fake, on_its_way, captu
     assert waits() == 0
 
 
-def test_an_optimizer_of_offloaded_layers_that_do_not_move_waits_for_no_others(on_its_way):
+def test_optimizer_of_idle_layers_does_not_wait_for_others(on_its_way):
     other = mlp(depth=2)
     with offload_layers(other, device="cpu"):
         trained(other).step()
     assert on_its_way[2]() == 0
 
 
-def test_what_has_come_ahead_outlives_the_steps_of_others(either):
+def test_prefetched_layer_survives_steps_of_other_optimizers(either):
     model, own = mlp(depth=2), trained(mlp())
     with offload_layers(model, device="cpu") as handle, torch.no_grad():
         x = model[0](numbers(0))
@@ -78,7 +78,7 @@ def test_what_has_come_ahead_outlives_the_steps_of_others(either):
 
 
 @pytest.mark.parametrize("how", ["the device has died", "its engine is closed"])
-def test_what_another_models_layers_have_met_is_not_raised_by_a_step(fake, how, monkeypatch):
+def test_step_does_not_raise_errors_of_another_models_layers(fake, how, monkeypatch):
     model, resident = mlp(depth=2), mlp()
     own, before = trained(resident), resident[0][0].weight.detach().clone()
     engine = stillframe.Engine(pool_bytes=1 << 22, block_bytes=1 << 16)
@@ -107,7 +107,7 @@ def test_what_another_models_layers_have_met_is_not_raised_by_a_step(fake, how, 
     engine.close()
 
 
-def test_a_step_with_a_closure_waits_behind_it(monkeypatch):
+def test_step_with_a_closure_waits_after_the_closure(monkeypatch):
     model, order = mlp(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -127,7 +127,7 @@ def test_a_step_with_a_closure_waits_behind_it(monkeypatch):
     assert order == ["closure", "closure", "gate", "wait"]
 
 
-def test_steps_in_a_forked_child_wait_for_no_layers_of_its_parent(monkeypatch):
+def test_step_in_a_forked_child_does_not_wait_for_the_parents_layers(monkeypatch):
     model, other = mlp(), nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
     optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)  # gradients: of one

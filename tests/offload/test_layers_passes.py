@@ -1,5 +1,4 @@
-"""One pass after another: what an earlier one has sent for is never used by a later one, and the
-host waits once for each."""
+"""Successive passes: none uses a prefetch of an earlier one, and the host waits once for each."""
 
 import copy
 import functools
@@ -18,12 +17,12 @@ def in_place(layer):
 
 
 def sparsely_in_place(layer):
-    """No sample is of it."""
+    """Write to an element that the fingerprint does not sample."""
     layer[0].weight.view(-1)[1] += 1
 
 
 def through_data(layer):
-    """No version tells."""
+    """Write through `.data`, which changes no version."""
     for parameter in layer.parameters():
         parameter.data.mul_(2)
 
@@ -44,7 +43,7 @@ def other_parameters(layer):
 
 
 class Sparse(torch.optim.Optimizer):
-    """It writes one element that no sample is of, and no version tells."""
+    """A module that writes one element that the fingerprint and the version counter both miss."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -71,7 +70,7 @@ WRITES = [
 
 @pytest.mark.parametrize("write", WRITES)
 @torch.no_grad()
-def test_what_came_ahead_for_a_pass_that_ended_early_is_not_used_by_the_next(either, write):
+def test_prefetch_of_an_interrupted_pass_is_not_used_by_the_next(either, write):
     model = mlp(depth=4)
     plain = copy.deepcopy(model)
     with offload_layers(model, device="cpu") as handle:
@@ -86,7 +85,7 @@ def test_what_came_ahead_for_a_pass_that_ended_early_is_not_used_by_the_next(eit
 
 
 @torch.no_grad()
-def test_what_came_ahead_is_used_where_nothing_was_written(either):
+def test_prefetch_is_used_if_nothing_was_written(either):
     model = mlp(depth=4)
     with offload_layers(model, device="cpu") as handle:
         model(numbers(0))
@@ -94,8 +93,8 @@ def test_what_came_ahead_is_used_where_nothing_was_written(either):
         assert handle.stats()["groups_stale"] == 0
 
 
-def test_a_layer_that_failed_has_sent_for_nothing_that_is_used(either):
-    """One element is written, which no sample is of."""
+def test_prefetch_of_a_failed_layer_is_not_used(either):
+    """The write hits one element that the fingerprint does not sample."""
     model = mlp(depth=3)
     plain = copy.deepcopy(model)
 
@@ -112,8 +111,8 @@ def test_a_layer_that_failed_has_sent_for_nothing_that_is_used(either):
         assert torch.equal(model[1:](numbers(1)), plain[1:](numbers(1)))
 
 
-def test_layers_that_share_a_module_come_in_their_turn(either):
-    """The module has the device's weights while one of them computes."""
+def test_layers_that_share_a_module_are_prefetched_in_order(either):
+    """While one of the layers computes, the shared module has the device's weights."""
     shared = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared) for _ in range(3)))
     for keep in (0, 3):
@@ -147,7 +146,7 @@ def again(model, batch):
 
 
 @pytest.mark.parametrize("loss", [squares, reentrant, again])
-def test_the_host_waits_once_for_a_backward(fake, loss):
+def test_host_waits_once_per_backward(fake, loss):
     model = mlp(depth=6)
     other = copy.deepcopy(model)
     # So many layers' gradients may be on their way.
@@ -159,18 +158,18 @@ def test_the_host_waits_once_for_a_backward(fake, loss):
             value.backward()
             assert handle.stats()["host_waits"] == before + 1
             loss(model, numbers(step)).backward()
-            # Who reads gradients right behind it asks nobody.
+            # Gradients are read right after backward, without a wait.
             norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (model, other)]
             assert same(norms[:1], norms[1:])
     assert same(state(model), state(other))
 
 
-def test_backwards_inside_a_backward_add_up_as_ever(either):
+def test_nested_backwards_add_gradients_as_without_offloading(either):
     plain, offloaded = twice(mlp(nn.BatchNorm1d(WIDTH), depth=5), loss=reentrant, parts=2)
     assert agree(plain, offloaded)
 
 
-def test_a_backward_that_fails_inside_another_leaves_what_a_plain_one_leaves(either):
+def test_failed_nested_backward_leaves_the_gradients_of_a_plain_one(either):
     class Fails(nn.Linear):
         fails = True
 

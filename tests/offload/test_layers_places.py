@@ -1,4 +1,4 @@
-"""Which layers are on the device when, and what becomes of modules that are moved or copied."""
+"""Which layers are on the device at which time, and modules that are moved or copied."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ from torch import nn
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_layer_that_is_skipped_costs_nothing_but_its_place(either):
+def test_skipped_layer_costs_only_its_slot(either):
     class Skips(nn.Sequential):
         def forward(self, x):
             for number, layer in enumerate(self):
@@ -36,8 +36,8 @@ def test_no_weight_stays_on_the_device_between_forward_and_backward(either):
         assert handle.resident() == []
 
 
-def test_a_kept_layer_is_brought_anew_where_no_backward_came(either):
-    """Nobody counts a write through `.data`."""
+def test_kept_layer_is_onloaded_again_after_a_forward_without_backward(either):
+    """A write through `.data` changes no version."""
     model = mlp()
     plain = copy.deepcopy(model)
     with offload_layers(model, device="cpu", keep=2) as handle:
@@ -49,7 +49,7 @@ def test_a_kept_layer_is_brought_anew_where_no_backward_came(either):
         assert torch.equal(model(numbers(1)), plain(numbers(1)))
 
 
-def test_the_next_layer_is_brought_in_ahead_both_ways(either):
+def test_next_layer_is_prefetched_in_forward_and_backward(either):
     model = mlp(depth=5)
     forward, backward = [], []
     with offload_layers(model, device="cpu") as handle:
@@ -66,7 +66,7 @@ def test_the_next_layer_is_brought_in_ahead_both_ways(either):
     assert backward == [*pairs[::-1], ["layers[0]"]]
 
 
-def test_a_layer_that_was_sent_for_and_not_needed_gives_its_slot_back(either):
+def test_unused_prefetched_layer_returns_its_slot(either):
     model = mlp(depth=4)
     with offload_layers(model, device="cpu") as handle:
         seen = []
@@ -81,7 +81,7 @@ def test_a_layer_that_was_sent_for_and_not_needed_gives_its_slot_back(either):
         assert handle.stats()["slots_in_use"] == 0
 
 
-def test_removed_it_is_the_module_that_it_was(either):
+def test_remove_restores_the_module(either):
     model = mlp(nn.BatchNorm1d(WIDTH))
     before, entries = state(model), [dict(m.__dict__) for m in model.modules()]
     parameters = list(model.parameters())
@@ -97,7 +97,7 @@ def test_removed_it_is_the_module_that_it_was(either):
     offload_layers(model, device="cpu").remove()
 
 
-def test_a_copy_of_a_module_is_no_offloaded_one(either):
+def test_copied_module_is_not_offloaded(either):
     model = mlp()
     with offload_layers(model, device="cpu"):
         other = copy.deepcopy(model)

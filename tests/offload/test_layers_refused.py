@@ -1,4 +1,4 @@
-"""Which layers cannot be offloaded, and what is left where something fails."""
+"""Layers that cannot be offloaded, and the state after a failure."""
 
 import copy
 import itertools
@@ -11,7 +11,7 @@ from stillframe.offload import offload_layers
 from torch import nn
 
 
-def test_what_is_given_is_looked_at():
+def test_arguments_of_offload_layers_are_checked():
     model = mlp()
     with pytest.raises(ValueError, match="no modules"):
         offload_layers([], device="cpu")
@@ -41,7 +41,7 @@ def test_what_is_given_is_looked_at():
         offload_layers(model[0], device="cpu")
 
 
-def test_a_module_list_is_as_good_as_a_list(either):
+def test_module_list_is_accepted_like_a_list(either):
     model = nn.ModuleList(mlp())
     with offload_layers(model, device="cpu") as handle:
         squares(nn.Sequential(*model), numbers(0)).backward()
@@ -50,14 +50,14 @@ def test_a_module_list_is_as_good_as_a_list(either):
 
 @pytest.fixture
 def alone(tmp_path):
-    """A process group of one."""
+    """Make a process group of one rank."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
-def test_what_is_wrapped_for_several_processes_is_refused(alone):
+def test_module_wrapped_for_several_processes_is_refused(alone):
     model = mlp(depth=2)
     wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     for each in (wrapped, [wrapped], [nn.Sequential(wrapped)], [nn.DataParallel(model)]):
@@ -72,7 +72,7 @@ def test_what_is_wrapped_for_several_processes_is_refused(alone):
         offload_layers([sharded[0]], device="cpu")
 
 
-def test_layers_inside_a_module_that_reduces_gradients_are_told(alone):
+def test_layers_inside_a_gradient_reducing_module_are_refused(alone):
     model = mlp(depth=2)
     weight = model[0][0].weight
     with offload_layers(model, device="cpu"):
@@ -82,10 +82,10 @@ def test_layers_inside_a_module_that_reduces_gradients_are_told(alone):
         assert model[0][0].weight is weight
         with torch.no_grad():
             wrapped(numbers(0))  # a teacher's, say
-        squares(model, numbers(0)).backward()  # as ever
+        squares(model, numbers(0)).backward()
 
 
-def test_a_module_that_moves_its_parameters_is_told(either):
+def test_module_that_replaces_its_parameters_is_refused(either):
     class Moves(nn.Linear):
         moves = False
 
@@ -108,7 +108,7 @@ def test_a_module_that_moves_its_parameters_is_told(either):
         squares(model, numbers(0)).backward()
 
 
-def test_a_module_that_was_moved_is_told(either):
+def test_module_moved_while_offloaded_is_refused(either):
     model = mlp(depth=2)
     with offload_layers(model, device="cpu"):
         model[1][0].to("meta")
@@ -116,7 +116,7 @@ def test_a_module_that_was_moved_is_told(either):
             model(numbers(0))
 
 
-def test_weights_that_change_before_their_backward_are_told(either):
+def test_weights_changed_before_their_backward_are_reported(either):
     model = mlp()
     with offload_layers(model, device="cpu"):
         loss = squares(model, numbers(0))
@@ -126,7 +126,7 @@ def test_weights_that_change_before_their_backward_are_told(either):
             loss.backward()
 
 
-def test_a_backward_behind_remove_is_told(either):
+def test_backward_after_remove_is_refused(either):
     model = mlp()
     with offload_layers(model, device="cpu"):
         loss = squares(model, numbers(0))
@@ -135,7 +135,7 @@ def test_a_backward_behind_remove_is_told(either):
 
 
 @pytest.mark.parametrize("nth", range(8))
-def test_a_device_without_room_leaves_everything_on_the_cpu(either, nth, monkeypatch):
+def test_full_device_leaves_everything_on_the_cpu(either, nth, monkeypatch):
     model = mlp()
     other = copy.deepcopy(model)
     with offload_layers(other, device="cpu") as handle:

@@ -1,5 +1,4 @@
-"""What a module writes to in its forward, or has others put in its place: backward finds what the
-plain training finds, and raises what that raises."""
+"""Modules whose forward writes or replaces tensors: backward behaves as in plain training."""
 
 import copy
 
@@ -11,7 +10,7 @@ from torch import nn
 
 
 class Writes(nn.Module):
-    """A running buffer that backward needs. `when` says where forward writes to it."""
+    """A module with a buffer that backward needs. `when` says where forward writes to it."""
 
     def __init__(self, when):
         super().__init__()
@@ -40,7 +39,7 @@ def stack(when):
 
 
 def trained(model):
-    """What a training has come to, or what has ended it."""
+    """Train, and return the result or the error."""
     try:
         return train(model, parts=2)
     except RuntimeError as error:
@@ -50,8 +49,8 @@ def trained(model):
 
 @pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("when", ["before", "between", "behind", "by another, behind"])
-def test_a_buffer_that_forward_writes_to_is_what_the_plain_training_has(either, when, keep):
-    """In its first backward too, and where autograd refuses it, it is refused."""
+def test_buffer_written_by_forward_equals_that_of_plain_training(either, when, keep):
+    """That holds in the first backward too. If autograd refuses the write, so does offloading."""
     model = stack(when)
     other = copy.deepcopy(model)
     plain = trained(model)
@@ -62,7 +61,7 @@ def test_a_buffer_that_forward_writes_to_is_what_the_plain_training_has(either, 
 
 
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_backward_behind_another_forward_that_wrote_is_refused_as_ever(either, settled):
+def test_backward_after_a_forward_that_wrote_buffers_is_refused_as_by_autograd(either, settled):
     model = stack("before")
     for layers in ([], list(model)):
         with offload_layers(layers, device="cpu") if layers else torch.enable_grad():
@@ -74,7 +73,7 @@ def test_a_backward_behind_another_forward_that_wrote_is_refused_as_ever(either,
                 loss.backward()
 
 
-def test_statistics_of_another_forward_are_no_write_that_autograd_knows(either):
+def test_running_statistics_of_another_forward_do_not_fail_a_backward(either):
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in "12")
     )
@@ -101,8 +100,8 @@ class Replaced(nn.Module):
         return self.linear(x) * self.angles
 
 
-def test_what_is_replaced_before_backward_is_still_what_forward_computed_with(either):
-    """The gradient is of the parameter that forward had, too."""
+def test_backward_uses_the_tensors_of_its_forward_even_if_replaced(either):
+    """The gradient belongs to the parameter that forward used."""
     torch.manual_seed(4)
     model = nn.Sequential(*(Replaced() for _ in range(3)))
     other = copy.deepcopy(model)
@@ -122,7 +121,7 @@ def test_what_is_replaced_before_backward_is_still_what_forward_computed_with(ei
 
 
 class TiedMaxNorm(nn.Module):
-    """Its forward writes to weights that its last layer computes with."""
+    """A model whose forward writes to weights that its last layer uses."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +134,7 @@ class TiedMaxNorm(nn.Module):
 
 
 @pytest.mark.parametrize("keep", [0, 2])
-def test_weights_that_one_layer_writes_to_are_what_another_computes_with(either, keep):
+def test_weights_written_by_one_layer_are_seen_by_another(either, keep):
     torch.manual_seed(5)
     model = TiedMaxNorm()
     other = copy.deepcopy(model)
@@ -144,7 +143,7 @@ def test_weights_that_one_layer_writes_to_are_what_another_computes_with(either,
         assert agree(train(model, **how), train(other, **how))
 
 
-def test_cast_weights_that_forward_writes_to_are_what_the_plain_training_has(either):
+def test_cast_weights_written_by_forward_equal_those_of_plain_training(either):
     model = TiedMaxNorm()
     other = copy.deepcopy(model)
     how = {

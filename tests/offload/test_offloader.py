@@ -1,4 +1,4 @@
-"""Groups of tensors that leave a device for the pool, and come back."""
+"""Groups of tensors that leave a device for the pool and return."""
 
 import threading
 
@@ -15,7 +15,7 @@ from stillframe.offload import Offloader
 MIB = 1 << 20
 
 
-def test_what_leaves_comes_back_bit_for_bit(either: str, engine: stillframe.Engine) -> None:
+def test_offloaded_group_returns_bit_identical(either: str, engine: stillframe.Engine) -> None:
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         assert ticket.nbytes == 4 * 5000 + 2 * 77 + 8 * 13
@@ -26,7 +26,7 @@ def test_what_leaves_comes_back_bit_for_bit(either: str, engine: stillframe.Engi
 def test_offloader_may_be_the_first_use_of_a_device(
     fake: testing.FakeDriver, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver makes no context for it, so torch has to."""
+    """stillframe creates no CUDA context, so torch must do so first."""
     made = []
     with monkeypatch.context() as patch:
         patch.setattr(_device, "in_use", list)
@@ -35,9 +35,7 @@ def test_offloader_may_be_the_first_use_of_a_device(
     assert made == [torch.device("cuda", 0)]
 
 
-def test_a_group_without_bytes_leaves_nothing_behind(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_group_without_bytes_takes_no_memory(either: str, engine: stillframe.Engine) -> None:
     with Offloader("cpu", engine=engine) as offloader:
         before = dict(completion.copying)
         ticket = offloader.offload([torch.zeros(0, 3), torch.zeros(0)])
@@ -46,7 +44,7 @@ def test_a_group_without_bytes_leaves_nothing_behind(
         assert [each.shape for each in offloader.onload(ticket)] == [(0, 3), (0,)]
 
 
-def test_views_come_back_as_views_and_nothing_is_copied_twice(
+def test_views_stay_views_and_each_storage_is_copied_once(
     either: str, engine: stillframe.Engine
 ) -> None:
     whole = torch.arange(1000, dtype=torch.float32).reshape(10, 100)
@@ -78,7 +76,7 @@ def test_slots_bound_the_groups_on_the_device(either: str, engine: stillframe.En
         assert offloader.stats()["groups_prefetched"] == 1
 
 
-def test_a_released_group_is_as_it_was_while_something_refers_to_it(
+def test_released_group_keeps_its_bytes_while_referenced(
     either: str, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -94,7 +92,7 @@ def test_a_released_group_is_as_it_was_while_something_refers_to_it(
             offloader.release(ticket)
 
 
-def test_the_host_does_not_wait(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+def test_host_never_waits(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         fake.hold(True)
@@ -105,7 +103,7 @@ def test_the_host_does_not_wait(fake: testing.FakeDriver, engine: stillframe.Eng
         assert same(offloader.onload(ticket), group(1))
 
 
-def test_what_tensors_are_brought_from_is_held_until_they_have_come(
+def test_sources_are_kept_alive_until_their_copies_complete(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -154,7 +152,9 @@ def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe
     assert fake.live("events") < events + 64 + 64  # no more than this engine's lanes keep
 
 
-def test_cpu_tensors_come_from_wherever_they_are(either: str, engine: stillframe.Engine) -> None:
+def test_cpu_tensors_are_onloaded_from_any_kind_of_memory(
+    either: str, engine: stillframe.Engine
+) -> None:
     with Offloader("cpu", engine=engine) as offloader:
         assert same(offloader.onload(group(1)), group(1))
         home = offloader.adopt(group(2)).tensors()

@@ -1,4 +1,4 @@
-"""Who waits for whom in an Offloader, what keeps what alive, and what tensors may be like."""
+"""Waits and lifetimes in an Offloader, and unusual tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 # ---- who waits ----------------------------------------------------------------------------
 
 
-def test_work_behind_a_group_that_is_reused_waits_for_its_copies(
+def test_later_work_waits_for_the_copies_of_a_reused_group(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -35,7 +35,7 @@ def test_work_behind_a_group_that_is_reused_waits_for_its_copies(
         assert same(ticket.tensors(), group(1))
 
 
-def test_weights_may_be_written_to_once_nothing_is_read_of_them(
+def test_weights_may_be_written_after_wait_read(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", slots=2, engine=engine) as offloader:
@@ -51,7 +51,7 @@ def test_weights_may_be_written_to_once_nothing_is_read_of_them(
         assert copied == sum(tensor.nbytes for tensor in (*one, *two))
 
 
-def test_what_is_computed_with_has_come(
+def test_onloaded_group_is_complete_when_it_is_used(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -60,7 +60,7 @@ def test_what_is_computed_with_has_come(
         assert same(offloader.onload(ticket), group(1))
 
 
-def test_where_a_stream_cannot_wait_the_host_does_and_counts_it(
+def test_host_waits_and_counts_it_if_a_stream_cannot_wait(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -87,10 +87,10 @@ def test_where_a_stream_cannot_wait_the_host_does_and_counts_it(
         assert offloader.stats()["host_waited_s"] > 0
 
 
-def test_another_stream_than_the_default_one_is_waited_for(
+def test_offload_waits_for_the_current_stream(
     fake: testing.FakeDriver, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is on the calling thread's current stream, and on no other, is waited for."""
+    """Only work on the calling thread's current stream is waited for."""
     asked: list[int] = []
 
     def current(device: int) -> int:
@@ -108,7 +108,7 @@ def test_another_stream_than_the_default_one_is_waited_for(
         assert set(asked) == {0}
 
 
-def test_a_write_before_its_time_is_told_though_nobody_has_asked_in_between(
+def test_early_write_is_reported_even_without_a_check_in_between(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -121,7 +121,7 @@ def test_a_write_before_its_time_is_told_though_nobody_has_asked_in_between(
             ticket.tensors()
 
 
-def test_what_still_leaves_has_left_when_it_is_closed(
+def test_close_waits_for_groups_that_are_leaving(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -133,10 +133,10 @@ def test_what_still_leaves_has_left_when_it_is_closed(
 # ---- slots --------------------------------------------------------------------------------
 
 
-def test_what_was_only_prefetched_is_given_up_at_the_end(
+def test_unused_prefetches_are_dropped_at_close(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
-    """The stream waits for it: its memory is the next one's that asks on that stream."""
+    """The stream waits for the copy: torch gives its memory to the stream's next allocation."""
     with Offloader("cpu", engine=engine) as offloader:
         fake.delay(200_000_000)
         assert offloader.prefetch(offloader.adopt(group(1)))
@@ -145,9 +145,7 @@ def test_what_was_only_prefetched_is_given_up_at_the_end(
         assert fake.calls("cuStreamWaitEvent") == before + 1
 
 
-def test_of_what_was_prefetched_the_latest_gives_way(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_latest_prefetch_gives_way_first(either: str, engine: stillframe.Engine) -> None:
     with Offloader("cpu", slots=2, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(3)]
         assert offloader.prefetch(tickets[0]) and offloader.prefetch(tickets[1])
@@ -156,7 +154,9 @@ def test_of_what_was_prefetched_the_latest_gives_way(
         assert offloader.stats()["groups_prefetched"] == 1
 
 
-def test_what_has_given_way_may_be_given_up(either: str, engine: stillframe.Engine) -> None:
+def test_giving_up_a_dropped_or_used_prefetch_does_nothing(
+    either: str, engine: stillframe.Engine
+) -> None:
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(2)]
         assert offloader.prefetch(tickets[0])
@@ -169,7 +169,7 @@ def test_what_has_given_way_may_be_given_up(either: str, engine: stillframe.Engi
         assert offloader.stats()["slots_in_use"] == 1 and same(back, group(1))
 
 
-def test_memory_that_was_put_under_a_tensor_after_its_prefetch_is_brought(
+def test_storage_replaced_after_its_prefetch_is_onloaded_again(
     either: str, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -179,7 +179,7 @@ def test_memory_that_was_put_under_a_tensor_after_its_prefetch_is_brought(
         assert bool((offloader.onload(given)[0] == 1).all())
 
 
-def test_what_was_prefetched_gives_way_where_the_device_has_no_room(
+def test_prefetched_groups_give_way_on_a_full_device(
     either: str, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stillframe._offload import slot
@@ -203,7 +203,7 @@ class _Circle:
         self.me, self.tensors = self, tensors
 
 
-def test_tensors_that_a_circle_keeps_give_their_slot_back(
+def test_tensors_in_a_reference_cycle_return_their_slot(
     either: str, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", slots=1, engine=engine) as offloader:
@@ -216,7 +216,7 @@ def test_tensors_that_a_circle_keeps_give_their_slot_back(
             gc.enable()
 
 
-def test_what_was_brought_from_is_let_go(either: str, engine: stillframe.Engine) -> None:
+def test_source_tensors_are_dropped_after_the_copy(either: str, engine: stillframe.Engine) -> None:
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         alive = [weakref.ref(source) for source in sources]
@@ -231,7 +231,7 @@ def test_what_was_brought_from_is_let_go(either: str, engine: stillframe.Engine)
 # ---- devices that fail -----------------------------------------------------------------------
 
 
-def test_a_device_that_dies_under_a_group_that_leaves_is_told(
+def test_device_failure_during_an_offload_is_raised(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:

@@ -1,4 +1,4 @@
-"""What an Offloader refuses, and what it says of devices that fail."""
+"""Arguments that an Offloader refuses, and its errors when a device fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Subclass(torch.Tensor):
         (lambda: [torch.ones(3, device="meta")], ValueError, "number 0 is on meta"),
     ],
 )
-def test_what_is_no_plain_tensor_of_the_device_is_refused(
+def test_offload_refuses_anything_but_plain_device_tensors(
     either: str,
     engine: stillframe.Engine,
     given: Callable[[], list[torch.Tensor]],
@@ -71,7 +71,7 @@ def test_wrong_options_and_uses_out_of_order_are_refused(
     assert same(ticket.tensors(), group(1))
 
 
-def test_a_closed_engine_is_told_and_what_is_in_its_pool_stays(either: str) -> None:
+def test_closed_engine_raises_and_offloaded_tensors_stay_readable(either: str) -> None:
     engine = stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB)
     offloader = Offloader("cpu", engine=engine)
     ticket = offloader.offload(group(1))
@@ -115,7 +115,7 @@ def test_a_forked_child_is_refused_and_disturbs_nothing(
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent"])
-def test_a_call_that_fails_inward_is_told_and_the_next_one_works(
+def test_failed_copy_to_the_device_is_raised_and_the_next_one_works(
     fake: testing.FakeDriver, engine: stillframe.Engine, call: str
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -129,7 +129,7 @@ def test_a_call_that_fails_inward_is_told_and_the_next_one_works(
         assert same(offloader.onload(ticket), group(1))
 
 
-def test_a_call_that_fails_outward_is_told_and_the_next_one_works(
+def test_failed_copy_from_the_device_is_raised_and_the_next_one_works(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -142,7 +142,7 @@ def test_a_call_that_fails_outward_is_told_and_the_next_one_works(
         assert same(offloader.offload(group(1)).tensors(), group(1))
 
 
-def test_on_a_device_that_died_everything_says_so_and_the_pool_is_readable(
+def test_failed_device_is_reported_everywhere_and_the_pool_stays_readable(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     offloader = Offloader("cpu", engine=engine)
@@ -156,7 +156,9 @@ def test_on_a_device_that_died_everything_says_so_and_the_pool_is_readable(
     offloader.close()
 
 
-def test_nothing_is_moved_into_a_graph(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+def test_offload_is_refused_during_a_graph_capture(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         ticket.wait()

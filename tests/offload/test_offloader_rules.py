@@ -1,5 +1,4 @@
-"""What an Offloader promises beside the bytes: lifetimes, bounds, and errors that say what to
-do."""
+"""Promises of an Offloader besides the bytes: lifetimes, bounds and helpful errors."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ LARGE = 100_000  # elements: such a group shares no block
 # ---- lifetimes ----------------------------------------------------------------------------
 
 
-def test_sources_live_until_they_are_read_and_not_longer(
+def test_sources_live_until_their_copy_completes_and_no_longer(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -40,7 +39,7 @@ def test_sources_live_until_they_are_read_and_not_longer(
         assert same(ticket.tensors(), group(1))
 
 
-def test_only_so_many_groups_wait_to_be_read_though_the_host_runs_ahead(
+def test_number_of_queued_groups_is_bounded_while_the_host_runs_ahead(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     fake.delay(3_000_000)
@@ -56,7 +55,7 @@ def test_only_so_many_groups_wait_to_be_read_though_the_host_runs_ahead(
         assert all(same(ticket.tensors(), group(i)) for i, ticket in enumerate(tickets))
 
 
-def test_a_ticket_let_go_under_a_copy_keeps_its_memory_until_that_has_landed(
+def test_dropped_ticket_keeps_its_memory_until_the_copy_completes(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -73,7 +72,7 @@ def test_a_ticket_let_go_under_a_copy_keeps_its_memory_until_that_has_landed(
         assert leased(engine) == 0
 
 
-def test_the_pools_memory_goes_back_with_the_last_that_refers_to_it(
+def test_pool_memory_returns_with_its_last_reference(
     either: str, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -88,7 +87,7 @@ def test_the_pools_memory_goes_back_with_the_last_that_refers_to_it(
         assert leased(engine) == 0
 
 
-def test_a_group_that_is_let_go_before_it_has_come_is_written_to_by_nobody_else(
+def test_memory_of_a_dropped_onload_is_not_reused_before_its_copy_completes(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", slots=1, engine=engine) as offloader:
@@ -104,7 +103,7 @@ def test_a_group_that_is_let_go_before_it_has_come_is_written_to_by_nobody_else(
 # ---- order and changes ------------------------------------------------------------------------
 
 
-def test_a_source_written_to_on_its_way_out_is_told(
+def test_write_to_a_source_during_its_copy_is_reported(
     fake: testing.FakeDriver, engine: stillframe.Engine
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -119,9 +118,7 @@ def test_a_source_written_to_on_its_way_out_is_told(
             ticket.tensors()
 
 
-def test_sources_may_be_written_to_where_the_stream_waits(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_reuse_allows_writes_to_the_sources(either: str, engine: stillframe.Engine) -> None:
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         ticket = offloader.offload(sources, reuse=True)
@@ -129,7 +126,7 @@ def test_sources_may_be_written_to_where_the_stream_waits(
         assert same(ticket.tensors(), group(1))
 
 
-def test_what_was_written_to_after_its_prefetch_is_brought_again(
+def test_group_written_after_its_prefetch_is_onloaded_again(
     either: str, engine: stillframe.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -146,7 +143,7 @@ def test_what_was_written_to_after_its_prefetch_is_brought_again(
     assert caplog.text.count("between prefetch() and onload()") == 1
 
 
-def test_a_save_of_a_ticket_holds_its_state_at_the_call(
+def test_save_of_a_tickets_tensors_holds_their_state_at_the_call(
     either: str, engine: stillframe.Engine, tmp_path: Path
 ) -> None:
     with Offloader("cpu", engine=engine) as offloader:
@@ -160,8 +157,8 @@ def test_a_save_of_a_ticket_holds_its_state_at_the_call(
         assert same(others.tensors(), group(2))
 
 
-def test_what_is_in_the_pool_is_pinned_before_it_comes(engine: stillframe.Engine) -> None:
-    """A ticket whose memory no driver knew of when it was filled."""
+def test_pool_memory_is_pinned_before_it_is_copied_to_the_device(engine: stillframe.Engine) -> None:
+    """The ticket's memory was filled before a driver was in use."""
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.adopt(group(1))
     with testing.host_as_device() as driver, Offloader("cpu", engine=engine) as offloader:
@@ -174,7 +171,9 @@ def test_what_is_in_the_pool_is_pinned_before_it_comes(engine: stillframe.Engine
         assert driver.violations == []
 
 
-def test_a_group_comes_in_one_copy(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+def test_group_is_onloaded_with_one_copy(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload([torch.ones(n) for n in (5, 700, 33, 12_000)])
         before = fake.calls("cuMemcpyHtoDAsync_v2")
@@ -184,7 +183,7 @@ def test_a_group_comes_in_one_copy(fake: testing.FakeDriver, engine: stillframe.
         assert len({tensor.data_ptr() % 512 for tensor in tensors}) == 1
 
 
-def test_small_groups_share_blocks_and_each_goes_back_with_the_last_of_its_groups(
+def test_small_groups_share_blocks_that_return_with_their_last_group(
     either: str,
 ) -> None:
     with (
@@ -211,7 +210,7 @@ def test_small_groups_share_blocks_and_each_goes_back_with_the_last_of_its_group
 # ---- bounds ------------------------------------------------------------------------------------
 
 
-def test_a_full_pool_is_an_error_that_names_who_holds_it(either: str) -> None:
+def test_full_pool_error_names_its_holders(either: str) -> None:
     with (
         stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB) as engine,
         Offloader("cpu", engine=engine) as offloader,
@@ -224,7 +223,7 @@ def test_a_full_pool_is_an_error_that_names_who_holds_it(either: str) -> None:
         assert same(tickets[3].tensors(), group(3, LARGE))
 
 
-def test_what_comes_back_to_the_pool_by_itself_is_waited_for_and_counted(
+def test_offload_waits_for_memory_that_will_return_and_counts_it(
     fake: testing.FakeDriver,
 ) -> None:
     with (
@@ -243,7 +242,7 @@ def test_what_comes_back_to_the_pool_by_itself_is_waited_for_and_counted(
         assert same(kept.tensors(), group(1, LARGE))
 
 
-def test_a_prefetch_gives_way_to_what_is_asked_for(either: str, engine: stillframe.Engine) -> None:
+def test_prefetch_gives_way_to_an_onload(either: str, engine: stillframe.Engine) -> None:
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         one, two = offloader.offload(group(1)), offloader.offload(group(2))
         assert offloader.prefetch(one)
@@ -251,7 +250,7 @@ def test_a_prefetch_gives_way_to_what_is_asked_for(either: str, engine: stillfra
         assert same(offloader.onload(one), group(1))
 
 
-def test_a_device_without_room_is_told_and_nothing_is_lost(
+def test_full_device_raises_and_nothing_is_lost(
     either: str, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(device: torch.device, nbytes: int) -> torch.Tensor:
@@ -272,8 +271,8 @@ def test_a_device_without_room_is_told_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_uses_by_two_threads_find_every_group_as_it_was(either: str, seed: int) -> None:
-    """Each thread has groups of its own; slots and pool are everybody's, and small."""
+def test_random_use_by_two_threads_keeps_every_group_intact(either: str, seed: int) -> None:
+    """Each thread has its own groups; both share few slots and a small pool."""
     engine = stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB)
     offloader = Offloader("cpu", slots=4, engine=engine)
     wrong: list[object] = []

@@ -1,4 +1,4 @@
-"""An optimizer's state lives in the pool, comes in for the step, and steps as ever."""
+"""Offloaded optimizer state: it is in the pool between steps and gives the same results."""
 
 import copy
 
@@ -45,7 +45,7 @@ def steps(model, opt, nr=4, first=0):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_steps_as_ever(either, name):
+def test_step_equals_that_of_a_resident_state(either, name):
     model = network()
     other = copy.deepcopy(model)
     opt, away = KINDS[name](groups(model)), KINDS[name](groups(other))
@@ -57,7 +57,7 @@ def test_it_steps_as_ever(either, name):
     assert same(steps(model, opt), steps(other, away))
 
 
-def test_an_optimizer_that_has_stepped_is_taken_over(either):
+def test_existing_state_is_taken_over(either):
     model = network()
     opt = KINDS["AdamW"](groups(model))
     steps(model, opt)
@@ -78,7 +78,7 @@ def test_between_steps_the_state_is_in_the_pool(either):
             assert engine.stats()["leased_bytes"] - before >= sum(t.nbytes for t in big)
 
 
-def test_closures_schedulers_and_scalers(either):
+def test_closures_schedulers_and_scalers_work(either):
     def run(model, opt):
         scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -104,7 +104,7 @@ def test_closures_schedulers_and_scalers(either):
         assert same(run(model, opt), run(other, away))
 
 
-def test_parameters_without_gradients_and_groups_that_are_added(either):
+def test_parameters_without_gradients_and_added_groups_work(either):
     def run(model, opt):
         for step in range(4):
             opt.zero_grad()
@@ -124,7 +124,7 @@ def test_parameters_without_gradients_and_groups_that_are_added(either):
         assert same(run(model, opt), run(other, away))
 
 
-def test_the_state_of_a_group_that_is_added_waits_in_the_pool_too(either):
+def test_state_of_an_added_group_is_in_the_pool(either):
     model = network()
     opt = KINDS["AdamW"](groups(model[:3]))
     with offload_optimizer_state(opt) as handle:
@@ -139,7 +139,7 @@ def test_the_state_of_a_group_that_is_added_waits_in_the_pool_too(either):
 
 
 class Rounds(torch.optim.Optimizer):
-    """Its step goes through the groups twice, and looks up what it has just had."""
+    """An optimizer whose step visits the groups twice and reads a group's state again."""
 
     def __init__(self, groups):
         super().__init__(groups, {})
@@ -159,7 +159,7 @@ class Rounds(torch.optim.Optimizer):
                 self.look()
 
 
-def test_a_group_that_is_looked_up_again_in_a_step_comes_again(either):
+def test_group_read_again_within_a_step_is_onloaded_again(either):
     stillframe.register_optimizer(Rounds)
     model = network(3)
     other = copy.deepcopy(model)
@@ -185,7 +185,7 @@ def test_two_groups_at_most_are_on_the_device(either):
         steps(model, opt, 1)
 
         def look():
-            # What leaves is kept until it is read.
+            # Memory on the device is kept until its copy completes.
             assert eventually(lambda: not handle.stats()["bytes_lingering"])
             seen.append(handle.stats())
 
@@ -206,7 +206,7 @@ def test_small_state_stays_where_it_is(either):
         assert all(a is b for a, b in zip(counts, after, strict=True))
 
 
-def test_removed_it_is_an_ordinary_state(either):
+def test_remove_leaves_an_ordinary_state(either):
     with stillframe.Engine(pool_bytes=1 << 24, block_bytes=1 << 16) as engine:
         model = network(2)
         opt = KINDS["Adam"](groups(model))
@@ -219,7 +219,7 @@ def test_removed_it_is_an_ordinary_state(either):
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_a_state_that_is_put_in_its_place_is_taken_over(either):
+def test_replaced_state_is_taken_over(either):
     model = network(2)
     opt = KINDS["SGD"](groups(model))
     plain, other = copy.deepcopy((model, opt))
@@ -232,7 +232,7 @@ def test_a_state_that_is_put_in_its_place_is_taken_over(either):
         assert same(steps(model, opt, 1, 2), steps(plain, other, 3))
 
 
-def test_a_state_of_another_type_is_loaded_as_torch_does(either):
+def test_state_of_another_dtype_is_converted_as_by_torch(either):
     model = network(2)
     opt = KINDS["Adam"](groups(model))
     steps(model, opt, 1)
@@ -248,7 +248,7 @@ def test_a_state_of_another_type_is_loaded_as_torch_does(either):
         assert same(steps(model, opt, 2), steps(plain, other, 2))
 
 
-def test_state_dicts_go_both_ways(either, tmp_path):
+def test_state_dicts_load_in_both_directions(either, tmp_path):
     model = network()
     other, third = copy.deepcopy(model), copy.deepcopy(model)
     opt, away, fresh = (KINDS["AdamW"](groups(m)) for m in (model, other, third))
@@ -269,7 +269,7 @@ def test_state_dicts_go_both_ways(either, tmp_path):
     assert same(steps(model, opt, 0), steps(other, away))
 
 
-def test_loading_brings_nothing_to_the_device(either, monkeypatch):
+def test_load_state_dict_uses_no_device_memory(either, monkeypatch):
     model = network()
     opt = KINDS["Adam"](groups(model))
     steps(model, opt)
@@ -289,7 +289,7 @@ def test_loading_brings_nothing_to_the_device(either, monkeypatch):
     assert seen and max(seen) < 4096
 
 
-def test_an_error_in_the_step_leaves_the_state_whole(either):
+def test_error_in_a_step_leaves_the_state_complete(either):
     model = network()
     opt = KINDS["SGD"](groups(model))
     with offload_optimizer_state(opt):
@@ -309,7 +309,7 @@ def test_an_error_in_the_step_leaves_the_state_whole(either):
         opt.step()
 
 
-def test_a_group_sent_for_by_a_step_that_broke_off_comes_again_for_the_next(either):
+def test_prefetch_of_an_interrupted_step_is_repeated(either):
     def run(model, opt):
         steps(model, opt, 2)
         momenta = [opt.state[p]["momentum_buffer"] for p in model[1].parameters()]
@@ -331,7 +331,7 @@ def test_a_group_sent_for_by_a_step_that_broke_off_comes_again_for_the_next(eith
         assert same(run(model, opt), run(other, away))
 
 
-def test_the_host_waits_once_for_a_step(either):
+def test_host_waits_once_per_step(either):
     model = network()
     opt = KINDS["Adam"](groups(model))
     with offload_optimizer_state(opt) as handle:
@@ -375,7 +375,7 @@ def step(model, opt, seed):
     opt.step()
 
 
-def test_a_save_copies_the_state_from_the_pool_behind_its_call(either, engine, tmp_path):
+def test_save_copies_the_pooled_state_after_its_call(either, engine, tmp_path):
     model = large()
     opt = KINDS["AdamW"](groups(model))
     with offload_optimizer_state(opt, engine=engine):
@@ -392,12 +392,12 @@ def test_a_save_copies_the_state_from_the_pool_behind_its_call(either, engine, t
         # All of it but step counts and what is small.
         weights = sum(2 * layer.weight.nbytes for layer in model)
         assert report.deferred_nbytes == weights
-        # What was loaded has to be seen anew.
+        # Loaded state must be observed again.
         handle = stillframe.async_save(opt.state_dict(), tmp_path / "b.pt", engine=engine)
         assert handle.result().deferred_nbytes == 0
 
 
-def test_a_state_that_somebody_writes_to_is_copied_in_the_call(either, engine, tmp_path):
+def test_state_written_outside_steps_is_copied_in_the_call(either, engine, tmp_path):
     model = large()
     opt = KINDS["AdamW"](groups(model))
     with offload_optimizer_state(opt, engine=engine):
@@ -412,7 +412,7 @@ def test_a_state_that_somebody_writes_to_is_copied_in_the_call(either, engine, t
         torch.testing.assert_close(stillframe.load(report.path), expected, rtol=0, atol=0)
 
 
-def test_a_state_that_is_written_to_under_its_save_is_told_and_captured_from_then_on(
+def test_write_during_a_save_tears_it_and_the_state_is_captured_from_then_on(
     either, engine, tmp_path
 ):
     model = large()
@@ -435,7 +435,7 @@ def test_a_state_that_is_written_to_under_its_save_is_told_and_captured_from_the
         assert handle.result().deferred_nbytes == 0
 
 
-def test_what_cannot_be_served_is_refused():
+def test_unsupported_optimizers_are_refused():
     class Own(torch.optim.SGD):
         def step(self, closure=None):
             return super().step(closure)

@@ -1,8 +1,8 @@
-"""Random trainings agree with the plain ones in every bit, and saves hold what was at their call.
+"""Random offloaded trainings equal plain ones bit for bit, and saves hold the state at the call.
 
-STILLFRAME_TRAININGS=2000         how many, 12 otherwise
-STILLFRAME_FIRST_TRAINING=4711    the first one's seed, to see one again
-STILLFRAME_TRAININGS_S=600        begin none after that time
+STILLFRAME_TRAININGS=2000         the number of trainings, 12 by default
+STILLFRAME_FIRST_TRAINING=4711    the first seed, to repeat a training
+STILLFRAME_TRAININGS_S=600        start no training after that time
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""What the gate's tests share: saves that exist only as skeletons, and small trainings."""
+"""Helpers of the gate's tests: saves that consist only of a skeleton, and small trainings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SOURCE = struct.Struct("=QQII")
 
 
 def skeleton_of(tensors: Iterable[Tensor]) -> Skeleton:
-    """A save of these tensors, as `stillframe.skeleton.build` would describe it."""
+    """Return the skeleton of a save of these tensors."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     rows = bytearray()
     for storage in storages.values():
@@ -38,7 +38,7 @@ def lanes(skeleton: Skeleton) -> list[int]:
 
 
 def deferred(*tensors: Tensor) -> list[bool]:
-    """For each tensor, whether a save at this moment would defer its storage."""
+    """Tell for each tensor whether a save would now defer its storage."""
     skeleton = skeleton_of(tensors)
     deferral = gate.defer(skeleton, overlap=True)
     deferral.close()
@@ -48,7 +48,7 @@ def deferred(*tensors: Tensor) -> list[bool]:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors of the optimizer's state that are large enough to be deferred."""
+    """Return the tensors of the optimizer's state that are large enough to be deferred."""
     found: list[Tensor] = []
 
     def visit(value: Any) -> None:
@@ -81,7 +81,7 @@ def run_steps(
     count: int,
     between: Callable[[], object] | None = None,
 ) -> None:
-    """Steps, with something happening after each, as a training loop has it."""
+    """Run steps, and call a function after each, as in a training loop."""
     for _ in range(count):
         give_gradients(optimizer)
         optimizer.step()
@@ -90,7 +90,7 @@ def run_steps(
 
 
 class FakePending:
-    """A save in flight that notes when it was waited for."""
+    """A fake save in flight that records when it was waited for."""
 
     def __init__(self, note: Callable[[], object] = lambda: None) -> None:
         self.waits = 0

@@ -1,7 +1,7 @@
 """Small trainings of every kind, for the mutation oracle.
 
-A `Training` makes one real step with `advance`, shows its whole state, and says which tensors a
-save between two steps should leave to be copied later (DESIGN.md calls them deferred).
+A `Training` makes one real step with `advance`, returns its whole state, and tells which tensors a
+save between two steps should defer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def owned(*optimizers: Optimizer) -> list[Tensor]:
-    """The parameters and the state of the optimizers."""
+    """Return the parameters and the optimizers' state."""
     found: list[Tensor] = []
     for opt in optimizers:
         for group in opt.param_groups:
@@ -309,7 +309,7 @@ def tied_and_overlapping_weights() -> Training:
 
 
 class Sam(Optimizer):
-    """Sharpness-aware minimization as it is usually written: around another optimizer."""
+    """Sharpness-aware minimization in its usual form, as a wrapper of another optimizer."""
 
     def __init__(self, params: Iterable[nn.Parameter], base: Optimizer) -> None:
         super().__init__(params, {})
@@ -384,7 +384,7 @@ def sam_as_a_subclass() -> Training:
 
 
 class Sign(Optimizer):
-    """A class of one's own that keeps the promise of `register_optimizer`."""
+    """A user's class that fulfils the conditions of `register_optimizer`."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.001})

@@ -1,9 +1,8 @@
-"""Run by test_moves.py: the ways in which a storage gets other memory, each in a process forked for
-it, since some of them crash where they are not waited for.
+"""Replaces the memory of storages right after a save, in every way that torch has.
 
-``python moving.py`` saves and snapshots parameters, gives their storages other memory in the next
-line, and compares what was written with the state at the call. It prints what became of each way:
-its name and a wait status.
+test_moves.py runs ``python moving.py``. For each way a forked process saves and snapshots
+parameters, replaces their memory in the next line, and compares the result with the state at the
+call. A missing wait may crash the process. The output has the name and wait status of each way.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def grow(model: torch.nn.ParameterList) -> None:
 
 @way
 def replace(model: torch.nn.ParameterList) -> None:
-    """These give a tensor another storage; the old one is held."""
+    """Give a tensor another storage and keep the old one alive."""
     first, second, third = list(model.parameters())[:3]
     first.data = torch.empty(0)
     second.data.set_()  # type: ignore[call-overload]

@@ -1,10 +1,11 @@
-"""Steps that are compiled as one graph, which leaves no place for a hook to wait."""
+"""Steps compiled as a single graph, inside which no hook can wait."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import stillframe
 import torch
 from stillframe._watch import gate
+from stillframe.offload import offload_layers, offload_optimizer_state
 from stillframe.testing import held
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports
@@ -58,7 +60,7 @@ def test_fullgraph_step_compiles_and_trains_as_an_eager_one(kind: Optimizers) ->
 def test_first_fullgraph_step_waits_for_the_copy_of_a_save(
     tmp_path: Path, kind: Optimizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager steps had shown that the weight may be copied behind the call."""
+    """Earlier eager steps have made the weight deferrable."""
     model, optimizer = training(kind)
     for _ in range(4):
         backward(model)
@@ -77,7 +79,7 @@ def test_first_fullgraph_step_waits_for_the_copy_of_a_save(
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_state_of_a_fullgraph_step_is_captured_and_the_report_says_why(
+def test_state_of_a_fullgraph_step_is_captured_with_a_fallback(
     tmp_path: Path, kind: Optimizers
 ) -> None:
     model, optimizer = training(kind)
@@ -98,7 +100,7 @@ def test_state_of_a_fullgraph_step_is_captured_and_the_report_says_why(
 
 
 def test_each_optimizer_of_a_compiled_function_is_captured(tmp_path: Path) -> None:
-    """A graph that was traced for one optimizer is not used for another."""
+    """torch does not use a graph traced for one optimizer for another."""
     for number in range(2):
         model, optimizer = training(torch.optim.Muon)
         for _ in range(4):
@@ -119,9 +121,7 @@ def _step_of(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.AdamW, torch.optim.SGD])
-def test_step_whose_graph_may_break_still_copies_behind_the_call(
-    tmp_path: Path, kind: Optimizers
-) -> None:
+def test_state_of_a_step_with_graph_breaks_is_deferred(tmp_path: Path, kind: Optimizers) -> None:
     model, optimizer = training(kind)
     step = compiled(optimizer, fullgraph=False)
     for _ in range(4):
@@ -135,15 +135,129 @@ def test_step_whose_graph_may_break_still_copies_behind_the_call(
     assert torch.equal(stillframe.load(tmp_path / "a.pt")["weight"], expected)
 
 
-def test_fullgraph_step_is_refused_where_something_has_to_wait_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An offloaded state comes back before a step writes it: no graph may go without that."""
-    monkeypatch.setattr(gate, "readers", [lambda _: None])
+def layer(optimizer: torch.optim.Optimizer) -> torch.nn.Linear:
+    """Return a layer whose weight is the optimizer's first parameter."""
+    made = torch.nn.Linear(64, 64, bias=False)
+    made.weight = optimizer.param_groups[0]["params"][0]
+    return made
+
+
+def test_fullgraph_step_of_offloaded_layers_is_refused() -> None:
+    """A step must not write weights while they are copied to the device."""
     model, optimizer = training(torch.optim.Muon)
     backward(model)
-    with pytest.raises(RuntimeError, match="_step_begins"):
+    with (
+        offload_layers([layer(optimizer)], device="cpu"),
+        pytest.raises(RuntimeError, match="_step_begins"),
+    ):
         compiled(optimizer)()
+
+
+def test_compiled_step_is_refused_while_its_layers_are_offloaded() -> None:
+    """Its graph, which cannot wait, was made before."""
+    model, optimizer = training(torch.optim.Muon)
+    step = compiled(optimizer)
+    for _ in range(2):
+        backward(model)
+        step()
+    handle = offload_layers([layer(optimizer)], device="cpu")
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="_step_begins"):
+        step()
+    assert torch.equal(model.weight, before)
+    handle.remove()
+    step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_offloaded_layers_of_another_model_leave_a_fullgraph_step_alone() -> None:
+    weights = []
+    for offloads in (False, True):
+        other = torch.nn.Linear(64, 64)
+        with contextlib.ExitStack() as offloaded:
+            if offloads:
+                offloaded.enter_context(offload_layers([other], device="cpu"))
+            model, optimizer = training(torch.optim.Muon)
+            step = compiled(optimizer)
+            backward(model)
+            step()
+        backward(model)
+        step()  # the other layers are on the CPU again
+        weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_fullgraph_step_with_offloaded_state_is_refused(is_compiled: bool) -> None:
+    """The state returns to its device group by group, in the step."""
+    model, optimizer = training(torch.optim.Muon)
+    step = compiled(optimizer)
+    backward(model)
+    (step if is_compiled else optimizer.step)()
+    with offload_optimizer_state(optimizer), pytest.raises(RuntimeError, match="_before_step"):
+        step()
+    other_model, other = training(torch.optim.Muon)
+    backward(other_model)
+    with offload_optimizer_state(optimizer):
+        compiled(other)()
+
+
+@pytest.mark.parametrize("first", ["eager", "compiled"])
+def test_parameter_that_a_fullgraph_step_writes_too_is_captured(tmp_path: Path, first: str) -> None:
+    """Another optimizer owns it, whose own steps would wait for the copy."""
+    model, optimizer = training(torch.optim.Muon)
+    other = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    step = compiled(other)
+    if first == "compiled":
+        backward(model)
+        step()
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+    if first == "eager":
+        backward(model)
+        step()
+    model.zero_grad()
+    expected = model.weight.detach().clone()
+    with held("lane_copy"):
+        handle = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
+        backward(model)
+        step()
+    assert handle.result().deferred_nbytes == 0
+    assert torch.equal(stillframe.load(tmp_path / "a.pt")["weight"], expected)
+    assert not torch.equal(model.weight, expected)
+
+
+def test_first_fullgraph_step_waits_for_a_save_that_another_thread_submits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save has chosen what it copies late, and is not launched yet."""
+    model, optimizer = training(torch.optim.Muon)
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+    backward(model)
+    step, expected = compiled(optimizer), model.weight.detach().clone()
+    chosen, go, wait, handles = threading.Event(), threading.Event(), gate._wait_for_calls, []
+    track = gate.track
+
+    def late(*given: object) -> None:
+        chosen.set()
+        assert go.wait(60)
+        track(*given)
+
+    monkeypatch.setattr(gate, "track", late)
+    monkeypatch.setattr(gate, "_wait_for_calls", lambda: (go.set(), wait()))
+    saver = threading.Thread(
+        target=lambda: handles.append(stillframe.async_save(model.state_dict(), tmp_path / "a.pt"))
+    )
+    saver.start()
+    assert chosen.wait(60)
+    step()
+    go.set()
+    saver.join()
+    assert handles[0].result().deferred_nbytes > 0
+    assert torch.equal(stillframe.load(tmp_path / "a.pt")["weight"], expected)
 
 
 IMPORT_ALONE = """

@@ -1,4 +1,4 @@
-"""When a step waits for the saves in flight: the hooks, the closure, threads, fork."""
+"""The gate: when a step waits for saves in flight, with hooks, closures, threads and fork."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def order() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def pending(order: list[str]) -> Iterator[FakePending]:
-    """One save in flight, which the first gate ends."""
+    """Return a fake save in flight, which the first wait ends."""
     if ownership.active():
         gc.collect()
     assert not ownership.active()
@@ -52,7 +52,7 @@ def noted(order: list[str], word: str, value: Any = None) -> Callable[..., Any]:
 
 
 def optimizer(order: list[str], cls: type[torch.optim.Optimizer] = SGD, **options: Any) -> Any:
-    """An optimizer whose update is noted: it is the write that the gate must come before."""
+    """Return an optimizer that records its update, before which the gate must come."""
     p = param()
     opt = cls([p], **{"lr": 0.1, **options})
     give_gradients(opt)
@@ -65,7 +65,7 @@ def optimizer(order: list[str], cls: type[torch.optim.Optimizer] = SGD, **option
     return opt
 
 
-def test_a_step_without_a_closure_waits_at_once(order: list[str], pending: FakePending) -> None:
+def test_step_without_a_closure_waits_at_once(order: list[str], pending: FakePending) -> None:
     opt = optimizer(order)
     opt.step()
     assert order == ["gate", "updated"]
@@ -75,7 +75,7 @@ def test_a_step_without_a_closure_waits_at_once(order: list[str], pending: FakeP
 
 
 @pytest.mark.parametrize("as_keyword", [False, True])
-def test_the_gate_stands_behind_the_closure(order: list[str], as_keyword: bool) -> None:
+def test_gate_comes_after_the_closure(order: list[str], as_keyword: bool) -> None:
     opt = optimizer(order)
     closure = noted(order, "closure", "the loss")
     loss = opt.step(closure=closure) if as_keyword else opt.step(closure)
@@ -83,7 +83,7 @@ def test_the_gate_stands_behind_the_closure(order: list[str], as_keyword: bool) 
     assert order == ["closure", "gate", "updated"]
 
 
-def test_the_update_is_behind_the_gate() -> None:
+def test_update_comes_after_the_gate() -> None:
     opt = SGD([param()], lr=0.1)
     p = opt.param_groups[0]["params"][0]
     at_gate: list[Tensor] = []
@@ -184,7 +184,7 @@ def test_a_step_through_a_grad_scaler_waits(order: list[str]) -> None:
     assert order == ["gate", "updated"]
 
 
-def test_lightning_like_closures_are_gated_after_on_before_optimizer_step(order: list[str]) -> None:
+def test_lightnings_closures_wait_after_on_before_optimizer_step(order: list[str]) -> None:
     opt = optimizer(order)
     torch.optim.lr_scheduler.StepLR(opt, 10)
 
@@ -197,7 +197,7 @@ def test_lightning_like_closures_are_gated_after_on_before_optimizer_step(order:
     assert order == ["forward", "backward", "on_before_optimizer_step", "gate", "updated"]
 
 
-def test_a_class_of_its_own_waits_at_once(order: list[str]) -> None:
+def test_unregistered_class_waits_before_its_closure(order: list[str]) -> None:
     class Sam(SGD):
         def step(self, closure: Any = None) -> Any:
             order.append("perturb")
@@ -210,7 +210,7 @@ def test_a_class_of_its_own_waits_at_once(order: list[str]) -> None:
     assert order[:3] == ["gate", "perturb", "closure"]
 
 
-def test_a_registered_class_waits_behind_the_closure(order: list[str]) -> None:
+def test_registered_class_waits_after_its_closure(order: list[str]) -> None:
     class Vouched(SGD):
         def step(self, closure: Any = None) -> Any:
             loss = closure()
@@ -223,7 +223,7 @@ def test_a_registered_class_waits_behind_the_closure(order: list[str]) -> None:
     assert order[:2] == ["closure", "gate"]
 
 
-def test_a_registered_class_that_breaks_its_promise_is_caught(
+def test_registered_class_that_writes_before_its_closure_tears_the_save(
     order: list[str], pending: FakePending
 ) -> None:
     class Liar(SGD):
@@ -239,14 +239,14 @@ def test_a_registered_class_that_breaks_its_promise_is_caught(
     assert order == ["step", "unchanged", "gate", "step", "unchanged"]
 
 
-def test_other_pre_hooks_have_the_gate_before_them(order: list[str]) -> None:
+def test_gate_runs_before_other_pre_hooks(order: list[str]) -> None:
     opt = optimizer(order)
     opt.register_step_pre_hook(noted(order, "instance hook"))
     opt.step(noted(order, "closure"))
     assert order == ["gate", "instance hook", "closure", "updated"]
 
 
-def test_other_global_pre_hooks_have_the_gate_before_them(order: list[str]) -> None:
+def test_gate_runs_before_other_global_pre_hooks(order: list[str]) -> None:
     opt = optimizer(order)
     handle = register_optimizer_step_pre_hook(noted(order, "global hook"))
     try:
@@ -256,7 +256,7 @@ def test_other_global_pre_hooks_have_the_gate_before_them(order: list[str]) -> N
     assert order == ["gate", "global hook", "closure", "updated"]
 
 
-def test_our_hook_puts_itself_before_older_ones() -> None:
+def test_gate_hook_moves_before_older_hooks() -> None:
     script = (
         "from torch.optim.optimizer import register_optimizer_step_pre_hook as r\n"
         "from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks\n"
@@ -267,7 +267,7 @@ def test_our_hook_puts_itself_before_older_ones() -> None:
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", script]) == 0
 
 
-def test_what_a_post_hook_of_others_writes_is_observed() -> None:
+def test_writes_of_foreign_post_hooks_are_observed() -> None:
     p, q = param(), param()
     opt = Adam([p, q])
 
@@ -319,7 +319,7 @@ def test_gradient_accumulation_waits_only_at_the_step(order: list[str]) -> None:
     assert order == ["backward"] * 4 + ["gate", "updated"]
 
 
-def test_wait_waits_for_every_save_and_once(pending: FakePending) -> None:
+def test_gate_waits_once_for_every_save(pending: FakePending) -> None:
     others = [FakePending() for _ in range(3)]
     for other in others:
         gate.track(other)
@@ -328,14 +328,14 @@ def test_wait_waits_for_every_save_and_once(pending: FakePending) -> None:
     assert [f.waits for f in (pending, *others)] == [1, 1, 1, 1]
 
 
-def test_an_untracked_save_is_not_waited_for(pending: FakePending) -> None:
+def test_untracked_save_is_not_waited_for(pending: FakePending) -> None:
     gate.untrack(pending)
     gate.untrack(pending)
     gate.wait()
     assert pending.waits == 0
 
 
-def test_a_wait_that_was_interrupted_goes_on_at_the_next_gate(order: list[str]) -> None:
+def test_interrupted_wait_continues_at_the_next_gate(order: list[str]) -> None:
     gate.wait()
 
     class Interrupted(FakePending):
@@ -356,7 +356,7 @@ def test_a_wait_that_was_interrupted_goes_on_at_the_next_gate(order: list[str]) 
     assert fake.waits == 2
 
 
-def test_a_save_made_while_another_is_waited_for_is_waited_for_too(order: list[str]) -> None:
+def test_save_made_during_a_wait_is_waited_for(order: list[str]) -> None:
     gate.wait()
     inner = FakePending()
     gate.track(FakePending(lambda: gate.track(inner)))
@@ -388,7 +388,7 @@ def test_a_signal_handler_may_save_and_wait_inside_a_step(order: list[str]) -> N
 # ---- threads ----------------------------------------------------------------------------------
 
 
-def test_a_step_of_another_thread_waits_until_the_save_is_tracked(order: list[str]) -> None:
+def test_step_of_another_thread_waits_until_the_save_is_tracked(order: list[str]) -> None:
     gate.wait()
     order.clear()
     p = param()
@@ -413,7 +413,7 @@ def test_a_step_of_another_thread_waits_until_the_save_is_tracked(order: list[st
     assert deferral.overtaken is False
 
 
-def test_a_call_that_failed_lets_other_threads_go_on() -> None:
+def test_failed_call_releases_waiting_threads() -> None:
     p = param()
     opt = Adam([p])
     run_steps(opt, 4)
@@ -428,7 +428,7 @@ def test_a_call_that_failed_lets_other_threads_go_on() -> None:
     assert not thread.is_alive() and ref() is None
 
 
-def test_a_call_that_never_ends_is_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_stops_waiting_for_a_call_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_CALL_TIMEOUT_S", 0.05)
     p = param()
     opt = Adam([p], fused=True)  # counts no version
@@ -441,7 +441,7 @@ def test_a_call_that_never_ends_is_overtaken(monkeypatch: pytest.MonkeyPatch) ->
     assert deferral.torn() == 0
 
 
-def test_a_step_inside_the_very_call_tears_its_save() -> None:
+def test_step_inside_the_save_call_tears_the_save() -> None:
     p = param()
     opt = Adam([p], fused=True)
     run_steps(opt, 4)
@@ -450,7 +450,7 @@ def test_a_step_inside_the_very_call_tears_its_save() -> None:
     assert deferral.torn() == 0
 
 
-def test_closing_ends_a_deferral_that_has_no_save() -> None:
+def test_close_ends_a_deferral_without_a_save() -> None:
     p = param()
     opt = Adam([p])
     run_steps(opt, 4)
@@ -464,7 +464,7 @@ def test_closing_ends_a_deferral_that_has_no_save() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_waits_for_nothing_and_goes_on_learning(pending: FakePending) -> None:
+def test_forked_child_waits_for_nothing_and_keeps_observing(pending: FakePending) -> None:
     p = param()
     opt = SGD([p], lr=0.1, momentum=0.9, foreach=False)
     gate.untrack(pending)
@@ -487,7 +487,7 @@ def test_a_forked_child_waits_for_nothing_and_goes_on_learning(pending: FakePend
 # ---- cost -------------------------------------------------------------------------------------
 
 
-def test_a_decided_optimizer_pays_microseconds_a_step() -> None:
+def test_decided_optimizer_costs_microseconds_per_step() -> None:
     gate.wait()
     p = param()
     opt = SGD([p], lr=0.1, momentum=0.9)
@@ -502,7 +502,7 @@ def test_a_decided_optimizer_pays_microseconds_a_step() -> None:
     assert best < 50e-6  # 4 us on an idle machine
 
 
-def test_over_a_thousand_storages_are_deferred_at_once() -> None:
+def test_more_than_a_thousand_storages_are_deferred_together() -> None:
     params = [param(2048) for _ in range(400)]
     opt = AdamW(params, foreach=True)
     run_steps(opt, 20)  # the budget of the watching is processor time: more than idle takes
@@ -515,10 +515,10 @@ def test_over_a_thousand_storages_are_deferred_at_once() -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_step_that_torch_captures_makes_its_optimizer_distrusted(
+def test_step_captured_by_torch_makes_its_optimizer_captured(
     captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replays write with no hook to say so, and nothing may be copied late from then on."""
+    """Replays write without running hooks, so nothing may be deferred from then on."""
     monkeypatch.setattr(_device, "_is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)

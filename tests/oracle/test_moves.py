@@ -1,4 +1,4 @@
-"""Memory that moves or is freed behind a save is not read any more by then."""
+"""Memory that moves or is freed after a save is copied before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 @pytest.fixture(scope="module")
 def ways() -> tuple[dict[str, str], str]:
-    """What became of each way, and what the processes said."""
+    """Run moving.py and return the outcome of each way and the output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", moving.__file__],
         capture_output=True,
@@ -32,7 +32,7 @@ def ways() -> tuple[dict[str, str], str]:
 
 
 @pytest.mark.parametrize("name", moving.WAYS)
-def test_memory_that_goes_behind_the_call_is_copied_before(
+def test_storage_moved_after_the_call_is_copied_first(
     ways: tuple[dict[str, str], str], name: str
 ) -> None:
     statuses, said = ways
@@ -41,7 +41,7 @@ def test_memory_that_goes_behind_the_call_is_copied_before(
 
 @pytest.fixture
 def copied() -> torch.nn.Parameter:
-    """A parameter whose storage may be copied late."""
+    """Return a parameter whose storage is deferrable."""
     gate.wait()
     p = param()
     opt = SGD([p], lr=0.1)
@@ -50,7 +50,7 @@ def copied() -> torch.nn.Parameter:
     return p
 
 
-def test_only_a_storage_that_is_being_copied_waits(copied: torch.nn.Parameter) -> None:
+def test_move_waits_only_for_a_storage_being_copied(copied: torch.nn.Parameter) -> None:
     pending = FakePending()
     gate.track(pending, gate.defer(skeleton_of([copied]), overlap=True))
     param().untyped_storage().resize_(0)
@@ -62,7 +62,7 @@ def test_only_a_storage_that_is_being_copied_waits(copied: torch.nn.Parameter) -
     assert pending.waits == 1
 
 
-def test_a_device_s_copies_are_asked_for_again(copied: torch.nn.Parameter) -> None:
+def test_move_waits_again_for_copies_on_a_device(copied: torch.nn.Parameter) -> None:
     class OnDevice(FakePending):
         def gate(self) -> bool:  # type: ignore[override]
             super().gate()
@@ -77,7 +77,7 @@ def test_a_device_s_copies_are_asked_for_again(copied: torch.nn.Parameter) -> No
     assert not gate.anything_copied()
 
 
-def test_a_storage_waits_for_another_thread_s_call(copied: torch.nn.Parameter) -> None:
+def test_move_waits_for_a_save_call_of_another_thread(copied: torch.nn.Parameter) -> None:
     deferral = gate.defer(skeleton_of([copied]), overlap=True)
     moved = threading.Event()
 
@@ -96,7 +96,7 @@ def test_a_storage_waits_for_another_thread_s_call(copied: torch.nn.Parameter) -
 
 
 def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model whose optimizer was watched until all was known of it."""
+    """Return a model whose optimizer was observed until all storages were decided."""
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     run_steps(optimizer, 4)
@@ -104,7 +104,7 @@ def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_tensors_are_swapped_as_without_us() -> None:
+def test_swap_tensors_works_as_without_stillframe() -> None:
     model, optimizer = stepped()
     assert deferred(model.weight) == [True]
     torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.full((100, 100), 7.0)))
@@ -120,13 +120,13 @@ def test_tensors_are_swapped_as_without_us() -> None:
     assert deferred(model.weight) == [True]
 
 
-def test_tensors_that_are_given_by_name_are_swapped_too() -> None:
+def test_swap_tensors_accepts_keyword_arguments() -> None:
     model, _ = stepped()
     torch.utils.swap_tensors(t1=model.weight, t2=torch.nn.Parameter(torch.full((100, 100), 7.0)))
     assert model.weight[0, 0] == 7
 
 
-def test_a_swap_waits_for_copies_of_before(tmp_path: Path) -> None:
+def test_swap_waits_for_earlier_copies(tmp_path: Path) -> None:
     model, _ = stepped()
     before = model.weight.detach().clone()
     with slow("lane_copy", 0.1):
@@ -137,7 +137,7 @@ def test_a_swap_waits_for_copies_of_before(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "x.pt")["weight"], before)
 
 
-def test_somebody_elses_weak_reference_is_still_refused() -> None:
+def test_swap_is_still_refused_for_foreign_weak_references() -> None:
     model, _ = stepped()
     theirs = weakref.ref(model.weight)
     with pytest.raises(RuntimeError, match="t1 because it has weakref"):
@@ -145,7 +145,7 @@ def test_somebody_elses_weak_reference_is_still_refused() -> None:
     assert theirs() is model.weight
 
 
-def test_the_methods_look_as_they_did() -> None:
+def test_wrapped_methods_keep_their_names_and_signatures() -> None:
     assert list(inspect.signature(torch.utils.swap_tensors).parameters) == ["t1", "t2"]
     base = torch._C.StorageBase.resize_
     assert torch.UntypedStorage.resize_.__doc__ == base.__doc__

@@ -1,8 +1,8 @@
-"""The mutation oracle: every saved file is the state at the call, byte for byte.
+"""The mutation oracle: every saved file equals the state at the call, byte for byte.
 
-Real trainings go on right after each call, with the copies held back, so that whatever is not
-copied in the call and not held still by the gate is overwritten before it is copied. What may be
-copied late is asserted to be, to the byte: a save that captures everything proves nothing.
+Real trainings go on right after each call while the copies are held back. So anything that was not
+captured in the call and that the gate does not protect is overwritten before it is copied. The
+tests also assert which bytes are deferred: a save that captures everything proves nothing.
 
 ``STILLFRAME_ORACLE_ROUNDS`` sets how many saves each training makes (3).
 """
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.c
 
 @pytest.fixture(autouse=True)
 def few_threads() -> Iterator[None]:
-    """The oracle needs no speed, and the lane needs a core."""
+    """Use few torch threads, so that the lane has a core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def few_threads() -> Iterator[None]:
 
 
 def assert_same(got: Any, wanted: Any, where: str = "state") -> None:
-    """Equality of trees, tensors bit for bit."""
+    """Assert that two trees are equal, tensors bit for bit."""
     assert type(got) is type(wanted), where
     if isinstance(wanted, Tensor):
         assert (got.dtype, got.shape, got.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
@@ -76,7 +76,7 @@ def warmed_up(make: Callable[[], Training], steps: int = 4) -> Training:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_file_is_the_state_at_the_call(name: str, tmp_path: Path) -> None:
+def test_every_file_holds_the_state_at_the_call(name: str, tmp_path: Path) -> None:
     training = warmed_up(TRAININGS[name])
     path = tmp_path / "state.pt"
     gate_wait_s = 0.0
@@ -113,7 +113,7 @@ def test_saves_in_flight_together_each_hold_their_own_step(
             assert_same(read(tmp_path / str(i)), wanted)
 
 
-def test_saves_from_the_first_step_on_are_right(tmp_path: Path) -> None:
+def test_saves_from_the_first_step_on_are_correct(tmp_path: Path) -> None:
     training = adamw()
     late = []
     with slow("lane_copy", 0.005):
@@ -155,7 +155,7 @@ def test_with_overlap_false_everything_is_captured(tmp_path: Path) -> None:
     assert_same(read(tmp_path / "s.pt"), wanted)
 
 
-def test_threads_that_train_and_save_at_once_do_not_tear_each_other(tmp_path: Path) -> None:
+def test_threads_that_train_and_save_do_not_tear_each_others_saves(tmp_path: Path) -> None:
     trainings = [warmed_up(adamw_fused) for _ in range(2)]
     failures: list[BaseException] = []
     late: list[int] = []
@@ -253,7 +253,7 @@ def test_after_wait_staged_anything_may_be_changed(
 
 
 @pytest.mark.parametrize("write", [new_storages, load_the_optimizer], ids=lambda w: w.__name__)
-def test_replaced_storages_do_not_tear_a_save(
+def test_replaced_storage_does_not_tear_a_save(
     write: Callable[[Training], None], tmp_path: Path
 ) -> None:
     training = warmed_up(adamw)
@@ -290,7 +290,7 @@ def test_a_write_while_the_copy_is_held_back_fails_the_save_and_keeps_the_old_fi
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
-def test_a_write_at_any_moment_tears_nothing_unnoticed(
+def test_write_at_any_moment_is_noticed_or_harmless(
     write: Callable[[Training], None], tmp_path: Path
 ) -> None:
     path = tmp_path / "state.pt"
@@ -312,7 +312,7 @@ def test_a_write_at_any_moment_tears_nothing_unnoticed(
     assert outcomes[-1] == "torn"
 
 
-def test_a_step_then_a_write_is_no_tear(tmp_path: Path) -> None:
+def test_write_after_a_step_does_not_tear(tmp_path: Path) -> None:
     training = warmed_up(adamw)
     with slow("lane_copy", 0.02):
         for _ in range(ROUNDS):
@@ -326,7 +326,7 @@ def test_a_step_then_a_write_is_no_tear(tmp_path: Path) -> None:
 
 
 def one_element(training: Training) -> None:
-    """A sparse write through ``.data``: counts no version, and seldom hits a sample."""
+    """Write one element through ``.data``, which changes no version and seldom hits a sample."""
     training.optimizers[0].param_groups[0]["params"][0].data.view(-1)[100_003] += 1.0
 
 
@@ -369,7 +369,7 @@ def test_a_sparse_data_write_outside_the_step_is_noticed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("make", [adamw, adamw_fused, sgd], ids=lambda m: m.__name__)
-def test_without_the_gate_this_oracle_finds_it(
+def test_oracle_notices_a_missing_gate(
     make: Callable[[], Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = warmed_up(make)

@@ -1,4 +1,4 @@
-"""What an observer looks at, and when: asked directly, without saves or steps around it."""
+"""The observer called directly, without saves or steps: what it reads, and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fix_gate import NUMEL, deferred, lanes, param, run_steps, skeleton_of
 from stillframe import _core
 from stillframe._tree.skeleton import SOURCE
 from stillframe._watch import gate, ownership
-from stillframe._watch.keepers import Marks
+from stillframe._watch.memory_owners import Marks
 from torch.optim import SGD
 
 LARGE = 1 << 21  # floats; 8 MiB, which are unmapped as soon as they are freed
@@ -21,7 +21,7 @@ KEPT = 1 << 16  # bytes; what a keeper has is copied late beyond that
 
 @pytest.fixture
 def present() -> Iterator[Callable[[str, Callable[[Any], Any]], None]]:
-    """Has observers take an attribute of torch's from a function, until the test ends."""
+    """Make observers read an attribute of torch through a function until the test ends."""
     names = []
 
     def take(name: str, function: Callable[[Any], Any]) -> None:
@@ -53,7 +53,7 @@ def marks_of(*tensors: torch.Tensor) -> Marks:
 # ---- what is still there ----------------------------------------------------------------------
 
 
-def test_memory_that_was_exchanged_for_another_is_not_looked_at() -> None:
+def test_exchanged_memory_is_not_read() -> None:
     p = param(LARGE)
     observer = enrolled(groups_of(p))
     p.share_memory_()  # the same StorageImpl, as long as it was
@@ -61,7 +61,7 @@ def test_memory_that_was_exchanged_for_another_is_not_looked_at() -> None:
     assert observer.counts() == (0, 0, 1)
 
 
-def test_memory_that_has_become_shorter_where_it_is_is_not_looked_at(
+def test_shrunk_memory_is_not_read(
     present: Callable[[str, Any], None],
 ) -> None:
     elsewhere = torch.zeros(NUMEL)
@@ -73,7 +73,7 @@ def test_memory_that_has_become_shorter_where_it_is_is_not_looked_at(
     assert observer.counts() == (0, 0, 1)
 
 
-def test_memory_that_torch_refuses_to_show_is_not_looked_at(
+def test_memory_that_torch_refuses_is_not_read(
     present: Callable[[str, Any], None],
 ) -> None:
     p = param()
@@ -86,7 +86,7 @@ def test_memory_that_torch_refuses_to_show_is_not_looked_at(
     assert again.counts() == (0, 0, 0)
 
 
-def test_a_save_that_has_a_storage_with_another_length_captures_it() -> None:
+def test_storage_with_a_new_length_is_captured() -> None:
     p = param()
     opt = SGD([p], lr=0.1)
     run_steps(opt, 4)
@@ -98,7 +98,7 @@ def test_a_save_that_has_a_storage_with_another_length_captures_it() -> None:
     assert (deferral.indices, lanes(skeleton)) == ([], [0])
 
 
-def test_what_was_captured_between_two_looks_stays_so() -> None:
+def test_storage_captured_between_two_probes_stays_captured() -> None:
     p = param()
     groups = groups_of(p)
     observer = enrolled(groups)
@@ -109,7 +109,7 @@ def test_what_was_captured_between_two_looks_stays_so() -> None:
     assert observer.counts() == (0, 0, 1)
 
 
-def test_a_storage_that_is_gone_when_a_step_ends_has_its_successor_enrolled() -> None:
+def test_successor_of_a_vanished_storage_is_enrolled() -> None:
     p = param()
     groups = groups_of(p)
     observer = enrolled(groups)
@@ -120,7 +120,7 @@ def test_a_storage_that_is_gone_when_a_step_ends_has_its_successor_enrolled() ->
     assert observer.stepped(groups, {}) is True
 
 
-def test_tensors_that_count_no_versions_are_captured() -> None:
+def test_inference_tensors_are_captured() -> None:
     p = param()
     with torch.inference_mode():
         average = torch.zeros(NUMEL)
@@ -131,7 +131,7 @@ def test_tensors_that_count_no_versions_are_captured() -> None:
 # ---- when there is nothing to do --------------------------------------------------------------
 
 
-def test_tensors_that_are_never_deferred_have_nothing_enrolled_again() -> None:
+def test_undeferrable_tensors_are_not_enrolled_again() -> None:
     p, small = param(), param(10)
     opt = SGD([p, small], lr=0.1)
     run_steps(opt, 4)
@@ -144,7 +144,7 @@ def test_tensors_that_are_never_deferred_have_nothing_enrolled_again() -> None:
 # ---- devices ----------------------------------------------------------------------------------
 
 
-def test_devices_that_cannot_be_looked_at_leave_everything_undecided(
+def test_storages_on_unreadable_devices_stay_undecided(
     present: Callable[[str, Any], None],
 ) -> None:
     # More of them than there are eyes, and none that any driver has.
@@ -164,7 +164,7 @@ def test_devices_that_cannot_be_looked_at_leave_everything_undecided(
 # ---- what a keeper has ------------------------------------------------------------------------
 
 
-def test_what_a_keeper_has_is_marked_once_and_only_where_it_is_worth_it() -> None:
+def test_memory_owners_storages_are_marked_once_and_only_if_large() -> None:
     large, small = torch.zeros(KEPT // 4 + 1), torch.zeros(KEPT // 4)
     marks = marks_of(small, large)
     _core.Observer.defer_kept([small, large, large], marks)
@@ -172,7 +172,7 @@ def test_what_a_keeper_has_is_marked_once_and_only_where_it_is_worth_it() -> Non
     assert [marks.is_late(number) for number in range(2)] == [False, True]
 
 
-def test_a_keepers_tensor_that_counts_no_versions_is_refused_and_leaves_no_marks() -> None:
+def test_memory_owners_inference_tensor_is_refused_and_leaves_no_marks() -> None:
     with torch.inference_mode():
         kept = torch.zeros(KEPT)
     marks = marks_of(kept)
@@ -185,7 +185,7 @@ def test_a_keepers_tensor_that_counts_no_versions_is_refused_and_leaves_no_marks
 # ---- what is left -----------------------------------------------------------------------------
 
 
-def test_an_observer_lets_go_of_all_that_it_watched() -> None:
+def test_observer_releases_everything_that_it_observed() -> None:
     owned: dict[Any, Any] = {}
     p = param()
     observer = _core.Observer(owned, 1)

@@ -1,4 +1,4 @@
-"""Which storages a save may copy later: what is learned about every optimizer."""
+"""Which storages a save may defer, for every kind of optimizer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fix_gate import (
 from stillframe import _core
 from stillframe._tree.skeleton import SOURCE
 from stillframe._watch import gate, ownership
-from stillframe._watch.keepers import Marks
+from stillframe._watch.memory_owners import Marks
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 
 @pytest.fixture(autouse=True)
 def no_left_over_steps() -> Iterator[None]:
-    """Optimizers of earlier tests that raised in a step must not be mistaken for active ones."""
+    """Forget optimizers of earlier tests whose step raised; they would count as active."""
     if ownership.active():
         gc.collect()
     assert not ownership.active()
@@ -91,7 +91,7 @@ def test_a_small_view_of_a_large_storage_is_deferred_with_it() -> None:
     assert deferred(p, q) == [True, True]
 
 
-def test_a_stateless_optimizer_owns_what_had_a_gradient_at_a_step() -> None:
+def test_stateless_optimizer_owns_parameters_with_gradients_at_a_step() -> None:
     p, q = param(), param()
     opt = SGD([p, q], lr=0.1)
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_frozen_parameters_are_captured() -> None:
     assert deferred(p, q) == [True, False]
 
 
-def test_every_owner_of_a_storage_has_to_be_trained() -> None:
+def test_storage_is_deferred_only_if_all_its_owners_are_trained() -> None:
     flat = torch.randn(2 * NUMEL)
     p, q = nn.Parameter(flat[:NUMEL]), nn.Parameter(flat[NUMEL:])
     opt = adamw(p, q)
@@ -135,7 +135,7 @@ def test_every_owner_of_a_storage_has_to_be_trained() -> None:
     assert deferred(p) == [False]
 
 
-def test_a_frozen_parameter_over_the_same_storage_has_it_captured() -> None:
+def test_storage_shared_with_a_frozen_parameter_is_captured() -> None:
     flat = torch.randn(2 * NUMEL)
     p = nn.Parameter(flat[:NUMEL])
     frozen = nn.Parameter(flat[NUMEL:], requires_grad=False)
@@ -145,7 +145,7 @@ def test_a_frozen_parameter_over_the_same_storage_has_it_captured() -> None:
     assert deferred(*state_tensors(opt)) == [True, True]
 
 
-def test_what_left_the_groups_or_the_state_is_captured() -> None:
+def test_tensor_removed_from_groups_or_state_is_captured() -> None:
     p, q, r = param(), param(), param()
     opt = adamw(p, q, r)
     run_steps(opt, 4)
@@ -156,7 +156,7 @@ def test_what_left_the_groups_or_the_state_is_captured() -> None:
     assert deferred(p, q, r, old) == [False, False, True, False]
 
 
-def test_other_tensors_are_captured() -> None:
+def test_tensors_outside_the_optimizer_are_captured() -> None:
     p = param()
     opt = adamw(p)
     run_steps(opt, 4)
@@ -209,7 +209,7 @@ def test_a_registered_subclass_of_tensor_is_captured() -> None:
     ],
     ids=["clamp", "data", "foreach", "start", "middle", "end"],
 )
-def test_what_is_written_between_steps_is_captured(write: Callable[[Tensor], object]) -> None:
+def test_storage_written_between_steps_is_captured(write: Callable[[Tensor], object]) -> None:
     p, q = param(), param()
     opt = adamw(p, q)
 
@@ -221,7 +221,7 @@ def test_what_is_written_between_steps_is_captured(write: Callable[[Tensor], obj
     assert deferred(p, q, *state_tensors(opt)) == [False, True, True, True, True, True]
 
 
-def test_a_storage_that_changed_once_stays_captured_until_load_state_dict() -> None:
+def test_storage_changed_once_is_captured_until_load_state_dict() -> None:
     p, q = param(), param()
     opt = adamw(p, q)
     run_steps(opt, 1)
@@ -258,7 +258,7 @@ def test_new_storages_are_captured_until_observed() -> None:
 
 
 @pytest.mark.parametrize("by", ["a new parameter", "a parameter that moves"])
-def test_a_storage_that_gets_another_tensor_is_captured_until_observed_with_it(by: str) -> None:
+def test_storage_with_a_new_tensor_is_captured_until_observed_again(by: str) -> None:
     p, q = param(), param()
     opt = adamw(p, q)
     run_steps(opt, 4)
@@ -273,7 +273,7 @@ def test_a_storage_that_gets_another_tensor_is_captured_until_observed_with_it(b
     assert deferred(p) == [True]
 
 
-def test_module_to_and_back_is_captured_until_observed() -> None:
+def test_module_moved_there_and_back_is_captured_until_observed() -> None:
     module = nn.Linear(64, 64)
     opt = SGD(module.parameters(), lr=0.1, momentum=0.9)
     run_steps(opt, 4)
@@ -300,7 +300,7 @@ def test_a_resized_storage_is_captured() -> None:
     assert deferred(p) == [False]
 
 
-def test_a_resized_storage_is_deferred_once_it_is_observed_in_its_new_memory() -> None:
+def test_resized_storage_is_deferred_after_it_is_observed_again() -> None:
     p = param()
     opt = SGD([p], lr=0.1)
     run_steps(opt, 4)
@@ -310,7 +310,7 @@ def test_a_resized_storage_is_deferred_once_it_is_observed_in_its_new_memory() -
     assert deferred(p) == [True]
 
 
-def test_freed_memory_is_not_looked_at() -> None:
+def test_freed_memory_is_never_read() -> None:
     p = param(1 << 21)  # 8 MiB: unmapped as soon as it is freed
     opt = SGD([p], lr=0.1)
     run_steps(opt, 2)
@@ -352,7 +352,7 @@ def test_lists_and_dicts_in_the_state_are_observed() -> None:
     assert all(deferred(*opt.state[p]["old_dirs"]))
 
 
-def test_a_state_that_contains_itself_is_observed_as_far_as_it_goes() -> None:
+def test_recursive_state_is_observed_without_a_loop() -> None:
     p = param()
     opt = adamw(p)
     run_steps(opt, 1)
@@ -361,7 +361,7 @@ def test_a_state_that_contains_itself_is_observed_as_far_as_it_goes() -> None:
     assert deferred(p, opt.state[p]["exp_avg"]) == [True, True]
 
 
-def test_steps_leave_garbage_collection_off_where_it_was() -> None:
+def test_steps_do_not_enable_garbage_collection() -> None:
     p = param()
     gc.disable()
     try:
@@ -455,7 +455,7 @@ def test_a_registered_class_is_deferred_and_its_subclass_with_another_step_is_no
     ]
 
 
-def test_inner_steps_of_one_step_count_no_cycles() -> None:
+def test_nested_steps_count_no_cycles() -> None:
     class Twice(SGD):
         def step(self, closure: Any = None) -> Any:
             super().step()
@@ -472,7 +472,7 @@ def test_inner_steps_of_one_step_count_no_cycles() -> None:
     assert deferred(p) == [True]
 
 
-def test_register_optimizer_refuses_what_is_no_optimizer() -> None:
+def test_register_optimizer_refuses_other_classes() -> None:
     with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer"):
         gate.register_optimizer(nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer"):
@@ -487,7 +487,7 @@ def test_lr_schedulers_do_not_hide_the_step() -> None:
     assert deferred(p) == [True]
 
 
-def test_a_wrapper_that_hides_inside_the_hooks_is_not_taken_for_torch() -> None:
+def test_wrapper_inside_the_hooks_is_not_taken_for_torchs_step() -> None:
     class Sneaky(SGD):
         @functools.wraps(SGD.step)
         def step(self, closure: Any = None) -> Any:
@@ -514,7 +514,7 @@ def test_an_instance_whose_step_was_replaced_is_captured() -> None:
     assert deferred(p) == [True]
 
 
-def test_a_class_that_skips_the_constructor_defers_nothing() -> None:
+def test_class_that_skips_the_constructor_is_captured() -> None:
     class Bare(Optimizer):
         def __init__(self, params: list[nn.Parameter]) -> None:
             self.param_groups = [{"params": params}]
@@ -558,7 +558,7 @@ def test_an_optimizer_in_the_backward_is_observed() -> None:
     assert deferred(module.weight) == [True]
 
 
-def test_two_optimizers_that_share_a_parameter_have_it_captured() -> None:
+def test_parameter_shared_by_two_optimizers_is_captured() -> None:
     shared, p, q = param(), param(), param()
     one, two = adamw(shared, p), adamw(shared, q)
     for _ in range(5):
@@ -572,7 +572,7 @@ def test_two_optimizers_that_share_a_parameter_have_it_captured() -> None:
     assert deferred(shared, p) == [True, True]
 
 
-def test_a_second_optimizer_that_only_claims_a_parameter_has_it_captured() -> None:
+def test_parameter_listed_by_a_second_optimizer_is_captured() -> None:
     p = param()
     one = adamw(p)
     run_steps(one, 4)
@@ -605,7 +605,7 @@ def test_everything_is_captured_during_any_step() -> None:
     assert deferred(p, q) == [True, True]
 
 
-def test_a_step_that_raised_captures_its_own_until_the_next_step_is_complete() -> None:
+def test_failed_step_captures_its_storages_until_a_step_completes() -> None:
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -624,7 +624,7 @@ def test_a_step_that_raised_captures_its_own_until_the_next_step_is_complete() -
     assert deferred(p, q) == [True, True]
 
 
-def test_a_step_of_another_thread_counts_as_one_and_its_end_does_too() -> None:
+def test_step_of_another_thread_counts_from_start_to_end() -> None:
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -649,7 +649,7 @@ def test_a_step_of_another_thread_counts_as_one_and_its_end_does_too() -> None:
     assert deferred(p, q) == [True, False]
 
 
-def test_a_compiled_function_counts_as_a_step_that_may_go_on() -> None:
+def test_compiled_function_counts_as_a_step_in_progress() -> None:
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -664,7 +664,7 @@ def test_a_compiled_function_counts_as_a_step_that_may_go_on() -> None:
     assert seen == [[False]]
 
 
-def test_a_dead_optimizer_that_raised_in_a_step_is_forgotten() -> None:
+def test_dead_optimizer_whose_step_raised_is_forgotten() -> None:
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -676,7 +676,7 @@ def test_a_dead_optimizer_that_raised_in_a_step_is_forgotten() -> None:
     assert not ownership._active
 
 
-def test_a_distrusted_optimizer_is_captured_for_good() -> None:
+def test_distrusted_optimizer_stays_captured() -> None:
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -724,7 +724,7 @@ def test_a_write_through_one_of_two_tensors_over_a_storage_is_noticed() -> None:
         assert deferral.torn() == 0
 
 
-def test_a_default_device_runs_no_python_code_in_our_reads() -> None:
+def test_observer_reads_run_no_python_code_under_a_default_device() -> None:
     p = param()
     opt = adamw(p)
     calls = []
@@ -763,7 +763,7 @@ def test_nothing_keeps_a_dead_optimizer_or_its_tensors_alive() -> None:
     assert len(ownership._owners) == before - 1
 
 
-def test_an_optimizer_that_its_parameter_holds_is_freed() -> None:
+def test_optimizer_in_a_reference_cycle_with_its_parameter_is_freed() -> None:
     p = param()
     opt = adamw(p)
     p.owner = opt  # a cycle through the parameter
@@ -798,7 +798,7 @@ def test_cleared_state_is_freed_at_once() -> None:
     assert deferred(p, *state_tensors(opt)) == [True] * 3
 
 
-def test_storages_at_reused_addresses_are_not_taken_for_old_ones() -> None:
+def test_storage_at_a_reused_address_is_new() -> None:
     for _ in range(20):
         p = param()
         opt = adamw(p)
@@ -811,7 +811,7 @@ def test_storages_at_reused_addresses_are_not_taken_for_old_ones() -> None:
     gc.collect()
 
 
-def test_the_claims_of_dead_optimizers_are_dropped() -> None:
+def test_claims_of_dead_optimizers_are_dropped() -> None:
     gc.collect()
     before = len(ownership._claimed)
     p = param()
@@ -833,7 +833,7 @@ def test_optimizers_are_copied_and_pickled_as_before() -> None:
         assert deferred(twin.param_groups[0]["params"][0]) == [True]
 
 
-def test_threads_that_step_their_own_optimizers_do_not_disturb_each_other() -> None:
+def test_threads_with_their_own_optimizers_are_independent() -> None:
     made = [adamw(param(), param()) for _ in range(4)]
     start = threading.Barrier(len(made))
     failures: list[BaseException] = []
@@ -857,7 +857,7 @@ def test_threads_that_step_their_own_optimizers_do_not_disturb_each_other() -> N
         assert deferred(*opt.param_groups[0]["params"]) == [True, True]
 
 
-def test_optimizers_that_die_while_the_living_are_counted_do_not_disturb() -> None:
+def test_optimizers_may_die_while_others_are_listed() -> None:
     kept = [
         adamw(param()) for _ in range(30)
     ]  # so many that a tuple of them may start a collection
@@ -884,7 +884,7 @@ def test_optimizers_that_die_while_the_living_are_counted_do_not_disturb() -> No
 
 
 class Wrapped(Tensor):
-    """A tensor that has its bytes in others, as quantized states do."""
+    """A wrapper tensor whose bytes are in inner tensors, like quantized states."""
 
     codes: Tensor
 
@@ -899,7 +899,7 @@ class Wrapped(Tensor):
         raise NotImplementedError
 
 
-def test_tensors_inside_a_state_s_tensor_are_deferred_with_it() -> None:
+def test_inner_tensors_of_a_wrapped_state_tensor_are_deferred() -> None:
     class Quantized(Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
@@ -924,7 +924,7 @@ class Unsearchable(list[int]):
         raise AssertionError("with many optimizers, a search for each takes for ever")
 
 
-def test_whether_an_unknown_optimizers_storage_is_copied_late_is_not_searched_for() -> None:
+def test_unknown_optimizers_are_not_searched_for_deferrable_storages() -> None:
     class Stepping(SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             return super().step(closure)
@@ -941,7 +941,7 @@ def test_whether_an_unknown_optimizers_storage_is_copied_late_is_not_searched_fo
     assert owner.captured(marks) is None
 
 
-def test_a_number_beyond_the_rows_is_refused() -> None:
+def test_index_beyond_the_rows_is_refused() -> None:
     tensor = torch.zeros(1 << 16)
     numbers = _core.Numbers([tensor.untyped_storage()._cdata])
     with pytest.raises(IndexError, match="beyond the rows"):

@@ -1,4 +1,4 @@
-"""FSDP2 states, whose parameters are DTensors over a local tensor: what is copied late."""
+"""Which storages of FSDP2 states are deferred. Their parameters are DTensors over local tensors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
+    """Make a device mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
 class Sharded:
-    """A model under FSDP2 and its optimizer, after a few steps."""
+    """An FSDP2 model and its optimizer after a few steps."""
 
     def __init__(self, mesh: DeviceMesh, steps: int = 4, **options: Any) -> None:
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ class Sharded:
 
 
 def local_bytes(tree: Any) -> list[bytes]:
-    """The bytes of every tensor of a tree, in order."""
+    """Return the bytes of every tensor in a tree, in order."""
     if isinstance(tree, dict):
         return [each for value in tree.values() for each in local_bytes(value)]
     if isinstance(tree, Tensor):
@@ -74,7 +74,7 @@ def local_bytes(tree: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}], ids=str)
-def test_a_sharded_state_is_copied_beside_training_and_is_that_of_the_call(
+def test_sharded_save_is_deferred_and_holds_the_state_at_the_call(
     options: dict[str, Any], mesh: DeviceMesh, tmp_path: Path
 ) -> None:
     training = Sharded(mesh, **options)
@@ -92,7 +92,7 @@ def test_a_sharded_state_is_copied_beside_training_and_is_that_of_the_call(
             assert local_bytes(saved) == wanted
 
 
-def test_a_snapshot_of_a_sharded_state_is_copied_beside_training(mesh: DeviceMesh) -> None:
+def test_sharded_snapshot_is_deferred(mesh: DeviceMesh) -> None:
     training = Sharded(mesh)
     with slow("lane_copy", 0.005):
         state = training.state()
@@ -103,7 +103,7 @@ def test_a_snapshot_of_a_sharded_state_is_copied_beside_training(mesh: DeviceMes
             assert local_bytes(snap.tree) == wanted
 
 
-def test_a_snapshots_dtensors_are_new_ones_of_the_same_specification(mesh: DeviceMesh) -> None:
+def test_snapshot_has_new_dtensors_of_the_same_specification(mesh: DeviceMesh) -> None:
     weight = nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]))
     weight.note = {"mean": torch.zeros(1)}
     view = DTensor(weight._local_tensor[1:], weight._spec, requires_grad=False)  # type: ignore[call-arg,arg-type,misc]
@@ -171,7 +171,7 @@ def test_a_write_outside_the_step_tears_the_save(
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
-def test_what_is_written_between_steps_is_captured(
+def test_storage_written_between_steps_is_captured(
     write: Callable[[DTensor], None], mesh: DeviceMesh
 ) -> None:
     training = Sharded(mesh, steps=0)
@@ -190,7 +190,7 @@ def test_a_frozen_dtensor_is_captured(mesh: DeviceMesh) -> None:
     assert deferred(weight._local_tensor) == [False]
 
 
-def test_another_local_tensor_is_learned_anew(mesh: DeviceMesh) -> None:
+def test_replaced_local_tensor_is_observed_again(mesh: DeviceMesh) -> None:
     weight = nn.Parameter(distribute_tensor(torch.zeros(WIDTH, WIDTH), mesh, [Replicate()]))
     optimizer = SGD([weight], momentum=0.9)
     for _ in range(4):
@@ -206,7 +206,7 @@ def test_another_local_tensor_is_learned_anew(mesh: DeviceMesh) -> None:
     assert deferred(old, weight._local_tensor) == [False, True]
 
 
-def test_a_sharded_model_is_converted_as_without_us(mesh: DeviceMesh) -> None:
+def test_sharded_model_is_converted_as_without_stillframe(mesh: DeviceMesh) -> None:
     """torch swaps the DTensors, and refuses those that have weak references."""
     sharded = Sharded(mesh)
     sharded.model.double().bfloat16().float()
@@ -215,7 +215,7 @@ def test_a_sharded_model_is_converted_as_without_us(mesh: DeviceMesh) -> None:
     assert sharded.weight().dtype is torch.float32
 
 
-def test_without_state_a_gradient_of_the_dtensor_makes_it_trained(mesh: DeviceMesh) -> None:
+def test_gradient_of_a_dtensor_counts_as_trained_without_state(mesh: DeviceMesh) -> None:
     made = [distribute_tensor(torch.zeros(WIDTH, WIDTH), mesh, [Replicate()]) for _ in range(2)]
     weights = [nn.Parameter(each) for each in made]
     optimizer = SGD(weights, lr=0.1)
@@ -248,10 +248,10 @@ class Wrapper(Tensor):
 
 
 class OwnDTensor(DTensor):
-    """What a subclass of DTensor does with its local tensor is not known."""
+    """A subclass of DTensor; it is not known what it does with its local tensor."""
 
 
-def test_other_wrappers_are_captured_and_nothing_is_raised(mesh: DeviceMesh) -> None:
+def test_other_wrapper_tensors_are_captured_without_an_error(mesh: DeviceMesh) -> None:
     plain = distribute_tensor(torch.zeros(WIDTH, WIDTH), mesh, [Replicate()])
     own = OwnDTensor(plain._local_tensor.clone(), plain._spec, requires_grad=True)  # type: ignore[call-arg,arg-type,misc]
     own.grad = own.detach()
@@ -266,7 +266,7 @@ def test_other_wrappers_are_captured_and_nothing_is_raised(mesh: DeviceMesh) -> 
     assert deferred(*kept) == [False, False, True]
 
 
-def test_a_dtensor_that_lost_its_local_tensor_is_captured_and_nothing_is_raised(
+def test_dtensor_without_a_local_tensor_is_captured_without_an_error(
     mesh: DeviceMesh,
 ) -> None:
     weight = nn.Parameter(distribute_tensor(torch.zeros(WIDTH, WIDTH), mesh, [Replicate()]))

@@ -1,7 +1,6 @@
-"""The list of other packages' classes: how they are recognised, and, where the packages are there,
-whether each entry still is what was read.
+"""The list of other packages' optimizers, and whether installed versions match the reviewed ones.
 
-`make optimizers` brings their newest versions, and runs this file with them.
+`make optimizers` installs the newest versions and runs this file with them.
 """
 
 from __future__ import annotations
@@ -104,18 +103,18 @@ def is_deferred(cls: type[Any]) -> bool:
     return parts[0]
 
 
-def test_a_listed_class_overlaps_and_so_does_one_that_inherits_its_step(package: Any) -> None:
+def test_listed_class_and_subclasses_with_its_step_are_deferred(package: Any) -> None:
     assert is_deferred(package.Heir)
     assert is_deferred(package.Listed)
 
 
-def test_a_subclass_that_overrides_what_writes_is_another_matter(package: Any) -> None:
+def test_subclass_that_overrides_a_writing_method_is_captured(package: Any) -> None:
     assert is_deferred(package.Listed)
     assert not is_deferred(package.Other)
     assert not is_deferred(package.Swapping)
 
 
-def test_a_step_that_somebody_has_put_over_a_listed_one_is_not_known(package: Any) -> None:
+def test_replaced_step_of_a_listed_class_is_not_known(package: Any) -> None:
     original = package.Listed.step
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -128,7 +127,7 @@ def test_a_step_that_somebody_has_put_over_a_listed_one_is_not_known(package: An
 @pytest.mark.parametrize(
     ("version", "known"), [("1.4", True), ("1.4.10", True), ("1.40", False), ("2.1.4", False)]
 )
-def test_only_versions_that_were_tried_count(
+def test_only_tested_versions_count(
     package: Any, version: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
@@ -136,7 +135,7 @@ def test_only_versions_that_were_tried_count(
 
 
 def unknown_versions(installed: dict[str, str]) -> list[str]:
-    """What to say of installed packages whose version is not in the list."""
+    """Return sentences about installed packages whose version is not in the list."""
     return [
         f"{package.distribution} {version} is none of {', '.join(package.versions)}: read what it"
         " changed, run this file with it, and add the version to third_party.toml"
@@ -145,7 +144,7 @@ def unknown_versions(installed: dict[str, str]) -> list[str]:
     ]
 
 
-def test_a_version_that_nobody_has_read_is_named() -> None:
+def test_untested_version_is_named() -> None:
     assert unknown_versions({"schedulefree": "1.4.3", "torch": "9.9"}) == []
     (told,) = unknown_versions({"schedulefree": "1.5"})
     assert told.startswith("schedulefree 1.5 is none of 1.4")
@@ -159,7 +158,7 @@ def test_every_installed_version_is_known() -> None:
     assert not (unknown := unknown_versions(installed)), "\n".join(unknown)
 
 
-def test_a_class_of_no_installed_package_is_not_known(
+def test_class_of_a_missing_package_is_not_known(
     package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> str:
@@ -169,9 +168,7 @@ def test_a_class_of_no_installed_package_is_not_known(
     assert not is_deferred(package.Listed)
 
 
-def test_a_method_that_writes_beside_the_step_waits_as_the_step_does(
-    package: Any, tmp_path: Path
-) -> None:
+def test_writing_method_beside_step_waits_like_the_step(package: Any, tmp_path: Path) -> None:
     p = param(1 << 16)
     opt = package.Listed([p])
     run_steps(opt, 4)
@@ -225,7 +222,7 @@ def made(cls: type[Any], model: nn.Module) -> Any:
 
 
 def copied(value: Any) -> list[Tensor]:
-    """Copies of all that a state dict holds, also inside tensors that wrap others."""
+    """Copy everything in a state dict, including inner tensors of wrappers."""
     if isinstance(value, Tensor):
         if type(value) in (Tensor, nn.Parameter):
             return [value.detach().clone()]
@@ -244,7 +241,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("top", "module", "name"), ENTRIES, ids=lambda part: part)
-def test_each_class_of_the_list_is_what_was_read(
+def test_each_listed_class_has_the_reviewed_source(
     top: str, module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # theirs are as right uncompiled
@@ -294,6 +291,6 @@ def test_each_class_of_the_list_is_what_was_read(
 
 if os.environ.get("STILLFRAME_THIRD_PARTY") == "required":
 
-    def test_the_packages_are_there() -> None:
+    def test_listed_packages_are_installed() -> None:
         for package in PACKAGES.values():
             assert steps._is_tried(package), package.distribution

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import pickle
 from collections.abc import Callable
@@ -37,8 +36,6 @@ def in_a_child(call: Callable[[], int]) -> int:
     pid = os.fork()
     if pid == 0:
         answer: object = None
-        # A process group of gloo that is garbage waits, at its end, for threads that are not here.
-        gc.freeze()
         try:
             torch.set_num_threads(1)  # the threads of the parent are not here
             ctypes.CDLL(None).malloc_trim(0)  # nothing of it goes into memory that was free

@@ -22,7 +22,7 @@ import torch
 from stillframe import _core
 from stillframe._tree import skeleton
 from stillframe._tree.skeleton import SOURCE
-from stillframe._watch.keepers import Marks
+from stillframe._watch.memory_owners import Marks
 
 failing = (0, 0)  # the present try fails allocations behind the n-th, to the second; (n, 0): all
 MOST = 5000  # allocations of a call
@@ -201,7 +201,7 @@ def copies_entered(_: Path) -> Any:
 @call
 def look(directory: Path) -> Any:
     path = os.fsencode(directory / "new.pt")
-    return lambda: None, lambda _: _core.look(path, True)
+    return lambda: None, lambda _: _core.resolve(path, True)
 
 
 @call

@@ -20,7 +20,7 @@ RUN = Path(__file__).parents[1] / "c/run.py"
         ("a.c:3: failed: x", 1, 1, ["a.c:3: failed: x"]),
     ],
 )
-def test_what_was_skipped_or_failed_is_printed(tmp_path, said, status, end, expected):
+def test_skipped_and_failed_programs_are_printed(tmp_path, said, status, end, expected):
     program = tmp_path / "test_it"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\nexit {status}\n")
     program.chmod(0o755)
@@ -31,7 +31,7 @@ def test_what_was_skipped_or_failed_is_printed(tmp_path, said, status, end, expe
     assert any("skipped" in line for line in lines[1:-1]) == ("skipped" in said)
 
 
-def test_programs_of_a_day_are_others_on_another_and_all_come():
+def test_programs_of_each_day_differ_and_all_have_their_day():
     daily = runpy.run_path(str(RUN))["daily"]
     programs = [f"test_{number}" for number in range(40)]
     days = [daily(5, programs, f"2026-11-{day:02}") for day in range(1, 31)]

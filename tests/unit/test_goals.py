@@ -56,7 +56,7 @@ def test_a_bound_is_met_or_missed(scripts):
     assert judged(scripts, 1.0) == "not measured" == judged(scripts, 1.0, "a", ours=[0.5])
 
 
-def test_what_the_noise_could_have_made_is_neither(scripts):
+def test_difference_within_the_noise_is_neither_met_nor_missed(scripts):
     wide = [0.2, 0.6, 0.9, 1.2, 1.6]
     assert judged(scripts, 1.0, ours=wide) == judged(scripts, 0.8, ours=wide) == "within the error"
     assert judged(scripts, 2.0, ours=wide) == "met" and judged(scripts, 0.3, ours=wide) == "missed"

@@ -59,9 +59,9 @@ def test_a_call_hands_the_interpreter_lock_over_at_most_three_times(call, counts
     assert counts[call] <= MOST
 
 
-def test_a_load_hands_it_over_less_often_than_torchs_which_reads_each_tensor_itself(counts):
+def test_load_hands_the_lock_over_less_often_than_torch_load(counts):
     assert 0 < counts[LOAD] < counts[TORCHS_LOAD]
 
 
-def test_a_save_of_many_ranks_hands_it_over_as_often_however_many_tensors_it_has(counts):
+def test_save_of_many_ranks_hands_the_lock_over_equally_often_for_any_tensors(counts):
     assert 0 < counts[MANY_RANKS] <= MOST_OF_MANY_RANKS

@@ -192,7 +192,7 @@ def test_no_two_files_of_the_core_call_each_other_and_no_folder_calls_upwards():
     assert upwards(graph, CORE_LAYERS) == []
 
 
-def test_what_one_file_alone_needs_is_static_there():
+def test_function_used_in_one_file_is_static():
     home, needs = symbols()
     others = (CORE / "sfr", BINDING, ROOT / "tests")
     needed = {symbol for _, symbol in needs}

@@ -179,7 +179,7 @@ def test_loaded_parameters_train_on():
         assert torch.equal(a, b)
 
 
-def test_what_was_loaded_can_be_saved_again():
+def test_loaded_state_can_be_saved_again():
     with files(SAMPLES["special"]()) as (ours, _stock):
         first = torch.load(ours, weights_only=False)
     with files(first) as (ours, _stock):
@@ -204,7 +204,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_torch_save_refuses_is_refused_by_the_call_and_leaves_the_old_file(name, tmp_path):
+def test_object_that_torch_save_refuses_is_refused_and_keeps_the_old_file(name, tmp_path):
     path = tmp_path / "a.pt"
     stillframe.save({"old": torch.ones(1)}, path)
     before = path.read_bytes()

@@ -76,7 +76,7 @@ def test_kept_figures_are_written_in_lines_that_fit(tables, tmp_path):
     assert '   "s": {"median": 1.25, "min": 1.0, "max": 2.5}\n' in text
 
 
-def test_of_a_timeline_one_turn_is_kept_and_the_lost_time_of_all(tables):
+def test_timeline_keeps_one_round_and_the_lost_time_of_all(tables):
     import timeline
 
     turns = [{"step_s": step, "lost_s": lost} for step, lost in ((2.0, 3.0), (1.0, 5.0))]
@@ -85,7 +85,7 @@ def test_of_a_timeline_one_turn_is_kept_and_the_lost_time_of_all(tables):
     assert (kept["lost_s"]["median"], kept["lost_s"]["n"]) == (4.0, 2)
 
 
-def test_a_way_whose_package_is_missing_is_left_out_with_a_sentence(
+def test_benchmark_of_a_missing_package_is_left_out_with_a_sentence(
     tables, tmp_path, monkeypatch, capsys
 ):
     import dcp

@@ -46,7 +46,7 @@ def test_a_directory_that_cannot_be_synced_leaves_the_new_file(engine, tmp_path)
 
 
 @pytest.mark.parametrize("limit", [1, 4096, "half", "all but one"])
-def test_a_short_write_is_gone_on_with(engine, tmp_path, limit):
+def test_short_write_is_continued(engine, tmp_path, limit):
     with fault("pwrite", nth=2, limit=limit) as injected:
         stillframe.save(state(), tmp_path / "a.pt", engine=engine)
     assert injected.hits == 1
@@ -115,12 +115,12 @@ def test_the_faults_end_with_the_block_also_after_an_exception(engine, tmp_path)
         ("fsync", {"limit": 1}),
     ],
 )
-def test_a_fault_that_cannot_be_is_a_value_error(call, options):
+def test_impossible_fault_raises_value_error(call, options):
     with pytest.raises(ValueError), fault(call, **options):
         pytest.fail("the block was entered")
 
 
-def test_slow_and_held_refuse_what_cannot_be():
+def test_slow_and_held_refuse_invalid_calls():
     for call, nth in [("nap", 1), ("free", 0)]:
         with pytest.raises(ValueError), held(call, nth=nth):
             pytest.fail("the block was entered")

@@ -1,4 +1,4 @@
-"""What an installed wheel has to do: saves, loads, snapshots, the shell. Needs torch alone."""
+"""Uses an installed wheel: saves, loads, snapshots, the shell. Needs torch alone."""
 
 import subprocess
 import sys

@@ -3,9 +3,9 @@
     python tests/wheel/wheel.py check WHEEL...             names, symbols, paths, debugging symbols
     python tests/wheel/wheel.py versions WHEEL VERSION...  an environment for each torch, and a save
 
-Each environment is a fresh one below build/, with the CPU build of torch. What cannot be had is
-skipped, and a line says why; with WHEEL_CUDA=1 the ordinary build is taken in its place, which
-brings up to six gigabytes of CUDA packages. Exit status 1: something is wrong with the wheel.
+Each environment is a fresh one below build/, with the CPU build of torch. A version that
+cannot be installed is skipped, and a line says why. With WHEEL_CUDA=1 the ordinary build is used
+instead, which brings up to six gigabytes of CUDA packages. Exit status 1: the wheel has a fault.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sections(binary: bytes) -> dict[str, bytes]:
 
 
 def complaints_of_binary(binary: bytes) -> list[str]:
-    """What is wrong with an extension that is to be released."""
+    """Return what is wrong with an extension for a release."""
     found = sections(binary)
     wrong = [f"has {name}: not stripped" for name in found if name in (".symtab", ".debug_info")]
     tags = {tag for tag, _ in struct.iter_unpack("<qQ", found[".dynamic"])}
@@ -49,7 +49,7 @@ def complaints_of_binary(binary: bytes) -> list[str]:
 
 
 def data_files() -> list[str]:
-    """What the package reads beside its modules."""
+    """Return the data files that the package reads."""
     python = HERE.parents[1] / "python"
     return [str(each.relative_to(python)) for each in python.rglob("*.toml")] + [
         "stillframe/py.typed"
@@ -63,7 +63,7 @@ def glibc_of(binary: bytes) -> tuple[int, int]:
 
 
 def audit(tool: str, wheel: Path, *arguments: str) -> bool:
-    """Whether auditwheel or abi3audit is content; True where it is not there, which is said."""
+    """Run auditwheel or abi3audit; return False if it complains. A missing tool is reported."""
     if importlib.util.find_spec(tool) is None:
         print(f"  {tool}: skipped, it could not be installed")
         return True
@@ -103,7 +103,7 @@ def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def install_torch(python: Path, version: str) -> bool:
-    """Whether it could be had."""
+    """Install torch; return whether that succeeded."""
     newest = version == "newest"
     torch = "torch" if newest else f"torch=={version}"
     index = ["--index-url" if newest else "--extra-index-url", INDEX]
@@ -115,7 +115,7 @@ def install_torch(python: Path, version: str) -> bool:
 
 
 def try_beside(wheel: Path, version: str) -> bool:
-    """Whether the wheel works beside this torch; True where that cannot be had, which is said."""
+    """Tell whether the wheel works with this torch; True if that torch cannot be installed."""
     with tempfile.TemporaryDirectory(dir="build", prefix=f"torch-{version}-") as directory:
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)
         python = Path(directory).resolve() / "bin/python"

@@ -48,7 +48,7 @@ void sfr__copy_fence(void);
 /* ---- sys.c: helpers over the system-call table ---- */
 
 /* How often an interrupted call is retried without progress. No signal handler runs on our threads,
- * so a call interrupted that often is broken, and retrying for ever would hide it. */
+ * so a call interrupted that often is broken, and retrying forever would hide it. */
 #define SFR__EINTR_TRIES 64
 
 uint64_t sfr__now_ns(void);

@@ -2,7 +2,7 @@
  *
  * A child has the parent's memory and descriptors, but only the thread that forked. The core's
  * other threads do not exist there, and any of its locks may have been held. So the child starts
- * anew: it increments the generation counter, by which every older object is recognised
+ * again: it increments the generation counter, by which every older object is recognised
  * (SFR_EFORK), and calls the fork hooks, with which files forget their process-wide state.
  *
  * Descriptors cannot just be forgotten. A temporary is locked by flock for as long as any

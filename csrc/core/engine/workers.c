@@ -1,8 +1,8 @@
-/* The engine's threads: a lane for shared work, writers for tasks, and copiers that help with shared
- * work while somebody waits. They do not know what any of it does.
+/* The engine's threads: a lane for shared work, writers for tasks, and copiers that help with
+ * shared work while somebody waits. They do not know what any of it does.
  *
- * All run one loop over lists that the engine's mutex guards. A thread with no task makes memory for
- * the pool before it sleeps, as long as saves could use some (memory/supply.c). */
+ * All run one loop over lists that the engine's mutex guards. A thread with no task makes memory
+ * for the pool before it sleeps, as long as saves could use some (memory/supply.c). */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 

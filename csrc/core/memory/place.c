@@ -9,7 +9,7 @@
  * itself. */
 static bool usable(const struct sfr__block *block, bool ever)
 {
-	/* A copy into a retired block may run for ever. */
+	/* A copy into a retired block may run forever. */
 	if (block->state == SFR__BLOCK_RETIRED)
 		return false;
 	return ever ? !block->held : !sfr__pool_in_hand(block->state);

@@ -25,7 +25,7 @@
  *
  * A thread that takes memory away waits until no maker is at it: a trim, or a failed or replaced
  * allocation. Otherwise the maker would touch missing pages, or make pages that nobody counts. The
- * maker counts its 2 MiB when they are made, whoever owns the block by then, because a new owner
+ * maker counts its 2 MiB when they are made, even if the block has a new owner by then: that owner
  * may have wanted less or given up. Pools that a driver knows work the same way: the user of a
  * block pins it, which is faster when the memory exists. */
 #include "memory/pin.h"

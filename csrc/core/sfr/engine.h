@@ -14,9 +14,9 @@ struct sfr_engine_opts {
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
 	uint32_t nr_copiers;    /* threads that help those who wait for large copies; 0: none */
-	/* A default pool gets what budget_bytes leaves beside the caps of the process's other default
-	 * pools, at most most_bytes and at least one block. If the system refuses it so much address
-	 * space, it gets half, and so on. */
+	/* A default pool gets what budget_bytes leaves beside the caps of the process's other
+	 * default pools, at most most_bytes and at least one block. If the system refuses it so
+	 * much address space, it gets half, and so on. */
 	uint64_t budget_bytes, most_bytes;
 };
 
@@ -47,8 +47,8 @@ int sfr_engine_trim(struct sfr_engine *engine);
 /* Prepares the engine for CUDA: makes the device's lane, and makes warm_up pin memory for it.
  * Returns 0, or -errno with a sentence in `why`. */
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
-/* Takes a slot for a save whose bytes the engine does not write. It counts against max_in_flight and
- * in the statistics, and close waits until it is given back. The caller owns it. `flags` are
+/* Takes a slot for a save whose bytes the engine does not write. It counts against max_in_flight
+ * and in the statistics, and close waits until it is given back. The caller owns it. `flags` are
  * SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a save. Returns 0; SFR_EAGAIN when the slice has
  * passed; SFR_EBUSY, SFR_ECLOSED, SFR_EFORK, -ENOMEM. */
 struct sfr_slot;

@@ -24,7 +24,7 @@
  * runs in between, except for the destructor of an object. If that enters again, `busy` refuses it
  * harmlessly: nothing is deferred or counted, and nothing waits.
  *
- * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c stores it, look.c
+ * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c stores it, observe.c
  * observes it, defer.c marks a save's storages; this file has the type.
  *
  * Observing costs more than 0.2 ms in an optimizer's first steps. After a step, one observation has
@@ -100,7 +100,7 @@ static PyObject *observer_rests(struct sfr_py_observer *self, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "OO:rests", &groups, &state))
 		return NULL;
-	return PyBool_FromLong(!self->busy && !self->nr_undecided && sfr_py_eyes_rest(self) &&
+	return PyBool_FromLong(!self->busy && !self->nr_undecided && sfr_py_probes_rest(self) &&
 			       !wants_enrolment(self, groups, state));
 }
 
@@ -120,7 +120,7 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 		Py_RETURN_FALSE;
 	self->nr_armed = 0;
 	self->busy = 1; /* not enter(): the interpreter lock may be released in between */
-	sfr_py_eyes_harvest(self);
+	sfr_py_probes_harvest(self);
 	self->busy = 0;
 	if (wants_enrolment(self, groups, state))
 		Py_RETURN_TRUE;
@@ -140,7 +140,7 @@ PyDoc_STRVAR(observer_compare_doc,
 static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 {
 	(void)none;
-	if (!self->busy && !self->forget && (self->nr_armed || self->nr_eyes)) {
+	if (!self->busy && !self->forget && (self->nr_armed || self->nr_probes)) {
 		enter(self);
 		sfr_py_observer_compare(self);
 		leave(self);
@@ -150,21 +150,21 @@ static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 
 PyDoc_STRVAR(observer_due_doc,
 "due()\n--\n\n"
-"The devices that wait for a look(), as a tuple of their numbers: after stepped() or enrol(), and\n"
+"The devices that wait for a probe(), as a tuple of their numbers: after stepped() or enrol(), and\n"
 "after compare().");
 
 static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 {
 	(void)none;
-	return self->busy ? PyTuple_New(0) : sfr_py_eyes_due(self);
+	return self->busy ? PyTuple_New(0) : sfr_py_probes_due(self);
 }
 
-PyDoc_STRVAR(observer_look_doc,
-"look(streams, /)\n--\n\n"
+PyDoc_STRVAR(observer_probe_doc,
+"probe(streams, /)\n--\n\n"
 "Has lines of what is watched on devices copied down, behind what is on the streams, which wait for\n"
 "the copies; the host does not. `streams`: a tuple of (device, handle).");
 
-static PyObject *observer_look(struct sfr_py_observer *self, PyObject *streams)
+static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 {
 	int ret;
 
@@ -175,7 +175,7 @@ static PyObject *observer_look(struct sfr_py_observer *self, PyObject *streams)
 	if (self->busy)
 		Py_RETURN_NONE;
 	self->busy = 1; /* not enter(): the interpreter lock is released in between */
-	ret = sfr_py_eyes_look(self, streams);
+	ret = sfr_py_probes_take(self, streams);
 	self->busy = 0;
 	if (ret)
 		return NULL;
@@ -220,7 +220,7 @@ static PyObject *observer_see_through(PyObject *type, PyObject *args)
 PyDoc_STRVAR(observer_defer_doc,
 "defer(param_groups, state, marks, /)\n--\n\n"
 "Marks the storages of a save that the optimizer still owns and that were found to change in its\n"
-"steps only. `marks`: a `keepers.Marks`.");
+"steps only. `marks`: a `memory_owners.Marks`.");
 
 static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
 {
@@ -246,7 +246,7 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 	if (self->busy || self->forget || !self->table.nr_watches)
 		Py_RETURN_NONE;
 	enter(self);
-	sfr_py_eyes_harvest(self);
+	sfr_py_probes_harvest(self);
 	ret = sfr_py_observer_defer(self, groups, state, &marks);
 	leave(self);
 	if (ret)
@@ -377,7 +377,7 @@ static PyObject *observer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 static void observer_dealloc(struct sfr_py_observer *self)
 {
 	sfr_py_observer_drop(self);
-	sfr_py_eyes_fini(self);
+	sfr_py_probes_fini(self);
 	PyMem_Free(self->lines);
 	PyMem_Free(self->armed);
 	Py_XDECREF(self->owned);
@@ -393,7 +393,7 @@ static PyMethodDef observer_methods[] = {
 	METHOD(rests, METH_VARARGS),
 	METHOD(compare, METH_NOARGS),
 	METHOD(due, METH_NOARGS),
-	METHOD(look, METH_O),
+	METHOD(probe, METH_O),
 	METHOD(present, METH_VARARGS | METH_STATIC),
 	METHOD(defer, METH_VARARGS),
 	METHOD(defer_kept, METH_VARARGS | METH_STATIC),

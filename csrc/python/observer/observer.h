@@ -141,24 +141,24 @@ struct sfr_py_table {
 	struct sfr_py_map by_storage, by_tensor; /* to indices of watches and claims */
 };
 
-/* The probes of one device; eyes.c has the states. */
-enum sfr_py_eye_state {
+/* The probes of one device; probes.c has the states. */
+enum sfr_py_probe_state {
 	SFR_PY_IDLE,
 	SFR_PY_DUE,       /* storages are recorded; the first probe is to be taken */
-	SFR_PY_LOOKED,    /* the first probe was taken */
+	SFR_PY_TAKEN,     /* the first probe was taken */
 	SFR_PY_DUE_AGAIN, /* the next gate is reached; the second probe is to be taken */
 	SFR_PY_IN_FLIGHT, /* the second probe was taken, and its copies may run */
 	SFR_PY_BLIND,     /* the device cannot be probed */
 };
-struct sfr_py_eye {
+struct sfr_py_probe {
 	uint32_t device; /* as in a watch */
-	enum sfr_py_eye_state state;
-	struct sfr_glance *look;
+	enum sfr_py_probe_state state;
+	struct sfr_glance *core;
 	struct sfr_glance_at *at; /* addresses of the storages that are probed */
 	uint32_t *asked;          /* their indices */
 	uint32_t nr_asked, room;
 };
-#define SFR_PY_MAX_EYES 16 /* storages on further devices stay undecided */
+#define SFR_PY_MAX_PROBES 16 /* storages on further devices stay undecided */
 
 struct sfr_py_observer {
 	PyObject_HEAD
@@ -173,8 +173,8 @@ struct sfr_py_observer {
 	uint64_t size;             /* sfr_py_walk_size at the last enrolment */
 	uint64_t credit_ns;        /* CPU time that may be spent on observing now */
 	uint64_t device_credit_ns; /* the same in time of devices */
-	struct sfr_py_eye eyes[SFR_PY_MAX_EYES];
-	uint32_t nr_eyes;
+	struct sfr_py_probe probes[SFR_PY_MAX_PROBES];
+	uint32_t nr_probes;
 	uint64_t stepped_ns; /* when a step last ended; at first when this object was made */
 	int busy, wanted, forget, gc_was_on;
 };
@@ -192,28 +192,28 @@ void sfr_py_observer_drop(struct sfr_py_observer *self);
 int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  PyObject *clashes);
 
-/* eyes.c; all between enter() and leave(), except for the probe itself. Records a storage on a
+/* probes.c; all between enter() and leave(), except for the probe itself. Records a storage on a
  * device for the next probe, if the budget allows. */
-void sfr_py_eyes_record(struct sfr_py_observer *self, uint32_t number);
+void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number);
 /* Ends the recording of a step's storages. */
-void sfr_py_eyes_recorded(struct sfr_py_observer *self);
+void sfr_py_probes_recorded(struct sfr_py_observer *self);
 /* Marks the second probes at the next step's gate; `is_same` compares what the host can see. */
-void sfr_py_eyes_compare(struct sfr_py_observer *self,
-			 int (*is_same)(struct sfr_py_observer *self, uint32_t number));
+void sfr_py_probes_compare(struct sfr_py_observer *self,
+			   int (*is_same)(struct sfr_py_observer *self, uint32_t number));
 /* Gives verdicts on completed probes. Calls the driver: another thread may have the interpreter
  * lock meanwhile, so `busy` must be set. */
-void sfr_py_eyes_harvest(struct sfr_py_observer *self);
+void sfr_py_probes_harvest(struct sfr_py_observer *self);
 /* Whether no device waits for a probe or for a verdict. */
-int sfr_py_eyes_rest(const struct sfr_py_observer *self);
+int sfr_py_probes_rest(const struct sfr_py_observer *self);
 /* Forgets probes, because the indices of storages change. */
-void sfr_py_eyes_reset(struct sfr_py_observer *self);
+void sfr_py_probes_reset(struct sfr_py_observer *self);
 /* Returns the devices that wait for a probe: a tuple of torch's numbers. */
-PyObject *sfr_py_eyes_due(struct sfr_py_observer *self);
+PyObject *sfr_py_probes_due(struct sfr_py_observer *self);
 /* Takes these probes, on (device, stream) of each. 0, or -1 with an exception set. */
-int sfr_py_eyes_look(struct sfr_py_observer *self, PyObject *streams);
-void sfr_py_eyes_fini(struct sfr_py_observer *self);
+int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams);
+void sfr_py_probes_fini(struct sfr_py_observer *self);
 
-/* The storages of a save and its marks of deferred ones: keepers.Marks, borrowed. */
+/* The storages of a save and its marks of deferred ones: memory_owners.Marks, borrowed. */
 struct sfr_py_marks {
 	struct sfr_py_numbers *numbers;                  /* numbers of the storages */
 	PyObject *rows;                                  /* rows by number */
@@ -226,8 +226,8 @@ int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObje
 			  const struct sfr_py_marks *marks);
 int sfr_py_defer_kept(PyObject *tensors, const struct sfr_py_marks *marks);
 
-/* look.c; all between enter() and leave(). record, after a step: records undecided storages within
- * the budget. record_all, after an enrolment: all of them, without the budget. */
+/* observe.c; all between enter() and leave(). record, after a step: records undecided storages
+ * within the budget. record_all, after an enrolment: all of them, without the budget. */
 void sfr_py_observer_record(struct sfr_py_observer *self);
 void sfr_py_observer_record_all(struct sfr_py_observer *self);
 /* At the next step's gate: compares recorded storages once, within the budget. */

@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-#define MIN_NBYTES 4096 /* host storages up to this size are captured, whoever owns them */
+#define MIN_NBYTES 4096 /* host storages up to this size are always captured */
 
 static int table_init(struct sfr_py_table *t, size_t nr)
 {
@@ -67,7 +67,7 @@ void sfr_py_observer_drop(struct sfr_py_observer *self)
 
 	memset(&self->table, 0, sizeof(self->table));
 	self->nr_armed = self->nr_undecided = 0;
-	sfr_py_eyes_reset(self);
+	sfr_py_probes_reset(self);
 	table_fini(self, &old);
 }
 
@@ -273,7 +273,7 @@ static int enrol_arm(struct sfr_py_observer *self, const struct sfr_py_table *t)
 	self->lines = NULL;
 	self->armed = NULL;
 	self->nr_armed = self->cursor = self->nr_undecided = 0;
-	sfr_py_eyes_reset(self);
+	sfr_py_probes_reset(self);
 	for (i = 0; i < t->nr_watches; i++)
 		self->nr_undecided += t->watches[i].verdict == SFR_PY_UNDECIDED;
 	self->lines = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->lines));

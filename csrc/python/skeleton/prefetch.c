@@ -1,4 +1,4 @@
-/* The prefetch order (`trail` here): the addresses of the last save's tensors, in the pickler's
+/* The prefetch order: the addresses of the last save's tensors, in the pickler's
  * order.
  *
  * Between two saves a training step streams its whole state through the processor's caches. Each
@@ -34,24 +34,24 @@ static void prefetch_step(const struct sfr_py_step *step)
 	prefetch(step->storage, 2);
 }
 
-void sfr_py_trail_take(struct sfr_py_collector *c)
+void sfr_py_prefetch_order_take(struct sfr_py_collector *c)
 {
 	size_t i;
 
-	c->before = c->torch->trail;
-	c->torch->trail = (struct sfr_py_trail){ 0 };
+	c->before = c->torch->order;
+	c->torch->order = (struct sfr_py_prefetch_order){ 0 };
 	for (i = 0; i < AHEAD && i < c->before.nr; i++)
 		prefetch_step(&c->before.steps[i]);
 }
 
-void sfr_py_trail_look_ahead(const struct sfr_py_collector *c)
+void sfr_py_prefetch_next(const struct sfr_py_collector *c)
 {
 	if (c->nr_found + AHEAD < c->before.nr)
 		prefetch_step(&c->before.steps[c->nr_found + AHEAD]);
 }
 
-int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
-		     uint64_t storage)
+int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
+			      uint64_t storage)
 {
 	const struct sfr_py_step step = { .tensor = (uintptr_t)tensor,
 					  .impl = sfr_py_impl_of(tensor),
@@ -60,27 +60,27 @@ int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wra
 					  .holder = c->holder };
 
 	/* Indexed by found tensor; tensors of torch's own path leave empty steps. */
-	while (c->trail.nr <= c->nr_found) {
-		if (sfr_py_make_room((void **)&c->trail.steps, c->trail.nr, &c->trail.room,
+	while (c->order.nr <= c->nr_found) {
+		if (sfr_py_make_room((void **)&c->order.steps, c->order.nr, &c->order.room,
 				     sizeof(step)) != 0)
 			return -1;
-		c->trail.steps[c->trail.nr++] = (struct sfr_py_step){ 0 };
+		c->order.steps[c->order.nr++] = (struct sfr_py_step){ 0 };
 	}
-	c->trail.steps[c->nr_found] = step;
+	c->order.steps[c->nr_found] = step;
 	return 0;
 }
 
-void sfr_py_trail_leave(struct sfr_py_collector *c)
+void sfr_py_prefetch_order_leave(struct sfr_py_collector *c)
 {
-	if (c->trail.nr != 0) {
-		sfr_py_trail_fini(&c->torch->trail);
-		c->torch->trail = c->trail;
-		c->trail = (struct sfr_py_trail){ 0 };
+	if (c->order.nr != 0) {
+		sfr_py_prefetch_order_fini(&c->torch->order);
+		c->torch->order = c->order;
+		c->order = (struct sfr_py_prefetch_order){ 0 };
 	}
 }
 
-void sfr_py_trail_fini(struct sfr_py_trail *trail)
+void sfr_py_prefetch_order_fini(struct sfr_py_prefetch_order *order)
 {
-	PyMem_Free(trail->steps);
-	*trail = (struct sfr_py_trail){ 0 };
+	PyMem_Free(order->steps);
+	*order = (struct sfr_py_prefetch_order){ 0 };
 }

@@ -32,8 +32,8 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 	struct sfr_py_found found = { 0 };
 
 	found.object = object;
-	sfr_py_trail_look_ahead(c);
-	if (exact && c->plain_road && sfr_py_examine(c->torch, &found) != 0)
+	sfr_py_prefetch_next(c);
+	if (exact && c->fast_path && sfr_py_examine(c->torch, &found) != 0)
 		return -1;
 	if (found.plain && sfr_py_describe(c, &found) != 0)
 		return -1;
@@ -183,7 +183,7 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 		return NULL;
 	}
 	c->finished = true;
-	sfr_py_trail_leave(c);
+	sfr_py_prefetch_order_leave(c);
 	for (i = 0; i < c->nr_storages; i++)
 		if (!c->storages[i].known && sfr_py_ask_storage(c, i) != 0)
 			return NULL;
@@ -276,8 +276,8 @@ static void collector_dealloc(PyObject *self)
 	PyMem_Free(c->storages);
 	Py_CLEAR(c->numbers);
 	sfr_py_map_fini(&c->dtype_at);
-	sfr_py_trail_fini(&c->before);
-	sfr_py_trail_fini(&c->trail);
+	sfr_py_prefetch_order_fini(&c->before);
+	sfr_py_prefetch_order_fini(&c->order);
 	while (c->rows != NULL) {
 		struct sfr_py_rows *rows = c->rows;
 
@@ -301,26 +301,27 @@ static int make_room_as_before(struct sfr_py_collector *c)
 					   sizeof(*c->found)) != 0 ||
 			       sfr_py_grow((void **)&c->storages, nr, &c->storages_room,
 					   sizeof(*c->storages)) != 0 ||
-			       sfr_py_grow((void **)&c->trail.steps, nr, &c->trail.room,
-					   sizeof(*c->trail.steps)) != 0 ?
+			       sfr_py_grow((void **)&c->order.steps, nr, &c->order.room,
+					   sizeof(*c->order.steps)) != 0 ?
 		       -1 :
 		       0;
 }
 
-/* Collector(types, plain_road, plain_cpu, plain_cuda, any_dtypes=False) */
+/* Collector(types, fast_path, plain_cpu, plain_cuda, any_dtypes=False) */
 static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "types",      "plain_road", "plain_cpu",
-				 "plain_cuda", "any_dtypes", NULL };
+	static char *names[] = {
+		"types", "fast_path", "plain_cpu", "plain_cuda", "any_dtypes", NULL
+	};
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_py_collector *c;
 	PyObject *torch;
-	int plain_road, plain_cpu, plain_cuda, any_dtypes = 0;
+	int fast_path, plain_cpu, plain_cuda, any_dtypes = 0;
 
 	if (state == NULL)
 		return NULL;
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!ppp|p:Collector", names,
-					 state->torch_types_type, &torch, &plain_road, &plain_cpu,
+					 state->torch_types_type, &torch, &fast_path, &plain_cpu,
 					 &plain_cuda, &any_dtypes))
 		return NULL;
 	c = (struct sfr_py_collector *)sfr_py_alloc(type); /* zeroed */
@@ -328,11 +329,11 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 		return NULL;
 	Py_INCREF(torch);
 	c->torch = (struct sfr_py_torch_types *)torch;
-	c->plain_road = plain_road && sfr_py_words.known;
+	c->fast_path = fast_path && sfr_py_words.known;
 	c->plain_cpu = plain_cpu;
 	c->plain_cuda = plain_cuda;
 	c->any_dtypes = any_dtypes;
-	sfr_py_trail_take(c);
+	sfr_py_prefetch_order_take(c);
 	c->storage_list = PyList_New(0);
 	c->numbers = sfr_py_numbers_make();
 	if (c->storage_list == NULL || c->numbers == NULL || make_room_as_before(c) != 0) {

@@ -78,7 +78,7 @@ struct sfr_py_step {
 	uintptr_t wrapper, storage; /* the same of its storage */
 	uintptr_t holder;           /* the dict that the pickler entered before; 0: none */
 };
-struct sfr_py_trail {
+struct sfr_py_prefetch_order {
 	struct sfr_py_step *steps; /* by found tensor */
 	size_t nr, room;
 };
@@ -97,8 +97,8 @@ struct sfr_py_torch_types {
 		[SFR_PY_MAX_NUMBERS]; /* 1 + the index of the dtype with torch's number; 0: none */
 	struct sfr_py_place place[SFR_PY_MAX_PLACES];
 	uint32_t nr_places;
-	PyObject *cpu;             /* "cpu" */
-	struct sfr_py_trail trail; /* of the last save */
+	PyObject *cpu;                      /* "cpu" */
+	struct sfr_py_prefetch_order order; /* of the last save */
 };
 
 /* A tensor that the pickler met. */
@@ -151,7 +151,7 @@ struct sfr_py_rows {
 struct sfr_py_collector {
 	PyObject_HEAD
 	struct sfr_py_torch_types *torch;
-	bool plain_road; /* false: something is active that only torch's own path handles */
+	bool fast_path;  /* false: something is active that only torch's own path handles */
 	bool plain_cpu;  /* true: nobody has changed torch's tags of host storages */
 	bool plain_cuda; /* true: likewise for CUDA; all storages of a device share a tag */
 	/* bytes may be viewed as several dtypes, because they are not saved as they are */
@@ -164,11 +164,11 @@ struct sfr_py_collector {
 	struct sfr_py_numbers *numbers; /* numbers of the storages */
 	/* address of bytes -> dtype they are viewed as (borrowed) */
 	struct sfr_py_map dtype_at;
-	PyObject *storage_list;            /* list of UntypedStorage, by number */
-	size_t tagged;                     /* number of the device storage tagged last */
-	struct sfr_py_rows *rows;          /* found[].row points into them */
-	struct sfr_py_trail before, trail; /* of the previous save, and of this one */
-	uintptr_t holder;                  /* the dict met last */
+	PyObject *storage_list;                     /* list of UntypedStorage, by number */
+	size_t tagged;                              /* number of the device storage tagged last */
+	struct sfr_py_rows *rows;                   /* found[].row points into them */
+	struct sfr_py_prefetch_order before, order; /* of the previous save, and of this one */
+	uintptr_t holder;                           /* the dict met last */
 	bool finished;
 };
 
@@ -207,15 +207,15 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
 /* ---- prefetch.c ------------------------------------------------------------ */
 
 /* Takes the last save's prefetch order, so that no other collector uses it meanwhile. */
-void sfr_py_trail_take(struct sfr_py_collector *c);
+void sfr_py_prefetch_order_take(struct sfr_py_collector *c);
 /* Prefetches later tensors, before the next one is examined. */
-void sfr_py_trail_look_ahead(const struct sfr_py_collector *c);
+void sfr_py_prefetch_next(const struct sfr_py_collector *c);
 /* Appends the tensor that is about to be entered. 0, or -1 with an exception set. */
-int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
-		     uint64_t storage);
+int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
+			      uint64_t storage);
 /* Passes the prefetch order to the next save. */
-void sfr_py_trail_leave(struct sfr_py_collector *c);
-void sfr_py_trail_fini(struct sfr_py_trail *trail);
+void sfr_py_prefetch_order_leave(struct sfr_py_collector *c);
+void sfr_py_prefetch_order_fini(struct sfr_py_prefetch_order *order);
 
 /* ---- pickle_splice.c ----------------------------------------------------------- */
 

@@ -282,7 +282,8 @@ int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 		tensor->row = NULL;
 		return rc < 0 ? -1 : 0;
 	}
-	return sfr_py_trail_add(c, tensor->object,
-				PyList_GetItem(c->storage_list, (Py_ssize_t)tensor->storage),
-				c->storages[tensor->storage].identity);
+	return sfr_py_prefetch_order_add(c, tensor->object,
+					 PyList_GetItem(c->storage_list,
+							(Py_ssize_t)tensor->storage),
+					 c->storages[tensor->storage].identity);
 }

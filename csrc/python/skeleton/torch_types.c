@@ -178,7 +178,7 @@ static void types_dealloc(PyObject *self)
 		Py_CLEAR(torch->dtype[i].storage_class);
 	}
 	Py_CLEAR(torch->cpu);
-	sfr_py_trail_fini(&torch->trail);
+	sfr_py_prefetch_order_fini(&torch->order);
 	sfr_py_free(self);
 }
 

@@ -1,7 +1,7 @@
 /* _core.Numbers: the numbers of a save's storages, by the addresses of their StorageImpls.
  *
  * A collector fills it. The observers in C and the gate in Python use it to find out whether a
- * storage is in the save. A Python dict would be built anew for each save, with two ints per
+ * storage is in the save. A Python dict would be built again for each save, with two ints per
  * storage whose hashes collide because addresses end in zeros. */
 #include "torch/numbers.h"
 

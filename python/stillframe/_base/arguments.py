@@ -18,7 +18,7 @@ def refuse_unclear(**switches: object) -> None:
 
 
 def seconds(timeout: object) -> float | None:
-    """Return a timeout in seconds, checked before the wait begins; None waits for ever.
+    """Return a timeout in seconds, checked before the wait begins; None waits forever.
 
     Raises:
         TypeError: It is neither a number nor None.

@@ -29,7 +29,7 @@ _NO_LIMIT = 1 << 62  # more than any machine has
 
 
 class Budget(NamedTuple):
-    """The limits of default pools.
+    """The memory that default pools may take.
 
     Attributes:
         shared: Bytes of all of them in this process together.

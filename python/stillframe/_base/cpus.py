@@ -89,7 +89,7 @@ def before_binding(
     return listed if len(listed) < runtime.number else None
 
 
-def look() -> Cpus:
+def inspect() -> Cpus:
     """Look at the process as it is now."""
     main = _of_main_thread()
     wide = None
@@ -103,7 +103,7 @@ def spread() -> None:
     global _known
     with contextlib.suppress(OSError):  # a sandbox: threads inherit
         if _known is None or _known.main != _of_main_thread():
-            _known = look()
+            _known = inspect()
             _core.set_cpus(tuple(_known.ours if _known.bound else ()))
 
 
@@ -168,4 +168,4 @@ def _granted() -> set[int]:
 
 
 _first: set[int] = _of_main_thread()
-_known: Cpus | None = None  # of the last look
+_known: Cpus | None = None  # the last result of inspect()

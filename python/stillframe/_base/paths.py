@@ -117,7 +117,7 @@ def _split(text: str, follow_link: bool) -> tuple[str, str]:
 def key(path: object, *, follow_link: bool) -> bytes:
     """Return the path's key in the log: real path of the parent, a slash, the last component."""
     text = as_text(path)
-    place = _core.look(os.fsencode(text), follow_link)
+    place = _core.resolve(os.fsencode(text), follow_link)
     if place is not None:
         return os.path.join(*place[:2])
     parent, name = _split(text, follow_link)
@@ -141,7 +141,7 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
     if os.path.basename(text) in ("", ".", "..") and not create_parents:  # no file's name
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
     # One call for everything, with one release of the interpreter lock; it is usually enough.
-    place = _core.look(os.fsencode(text), follow_link)
+    place = _core.resolve(os.fsencode(text), follow_link)
     well = place is not None and place[1] and (place[3] or not durable)
     if place is not None and well and _can_stand(place[2], follow_link):
         return Target(text, *place[:2], place[4])

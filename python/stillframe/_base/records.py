@@ -19,11 +19,21 @@ class Failure:
 
 
 class RestoreFailed(Exception):
-    """A record is damaged or could not be read; `failure` tells which, if it is known here."""
+    """A record is damaged or could not be read; `failure` tells which."""
 
-    def __init__(self, failure: Failure | None = None) -> None:
+    def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
         self.failure = failure
+
+
+def wait(core: _core.Restore, index: int) -> None:
+    """Wait until a record is there and good; for `core.nr`, all of them.
+
+    Raises:
+        RestoreFailed: A record is damaged or could not be read.
+    """
+    if not core.wait(index):
+        raise RestoreFailed(Failure(*core.failure()))
 
 
 def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
@@ -41,8 +51,7 @@ def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
             core.into(number, [_address_of(data)])
         for number in sorted(wanted):
             core.go(core.reach(number))
-            if not core.wait(number):
-                raise RestoreFailed(Failure(*core.failure()))
+            wait(core, number)
     except BaseException:
         core.close()  # ends the threads before the memory that they write to is freed
         raise

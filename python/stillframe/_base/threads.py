@@ -22,7 +22,7 @@ def refused() -> OSError:
 def refuse_greenlets() -> None:
     """Refuse to work where threads are greenlets.
 
-    A greenlet that waits in the core would stop all others for ever.
+    A greenlet that waits in the core would stop all others forever.
 
     Raises:
         StillframeError: gevent or eventlet has replaced threads by greenlets.

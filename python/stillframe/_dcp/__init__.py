@@ -1,1 +1,1 @@
-"""torch.distributed.checkpoint over the engine: stager, writer, reader, and one call for all."""
+"""Stager, writer and reader for `torch.distributed.checkpoint`, and one call that uses them."""

@@ -1,13 +1,13 @@
-"""`async_save` and `save`: one call that keeps what DCP wants kept.
+"""`async_save` and `save`: one call that keeps the stager, the writer and the plans between saves.
 
     async_save
-      wait for the save before        its error is raised, and goes round
-      stage                           copies, on pool memory (`staged`)
-      Rounds.submit                   the rest, on the thread of rounds
+      wait for the previous save      its error is raised here, and sent to the other ranks
+      stage                           copies the state into pool memory (`staged`)
+      Rounds.submit                   plans, writes and commits on the thread `sf-dcp`
 
-A save reads from here: `api` asks, `rounds` has one save after the other made on all ranks, `joint`
-makes one, `writer` writes this rank's part of it, and `checkpoint` is what that is in a directory.
-The ranks talk over `ranks`.
+To follow one save, read the modules in this order. `api` starts it, `rounds` runs the saves of all
+ranks one after the other, and `joint` makes one of them. `writer` writes this rank's files, and
+`checkpoint` names and commits the files of the directory. `ranks` has the collectives.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
 from stillframe._base.paths import Place
 from stillframe._dcp.ranks import Groups, refuse_without_cpu
-from stillframe._dcp.rounds import Asked, Round, Rounds, WhenBusy, Worker
-from stillframe._dcp.shards import taken_apart
+from stillframe._dcp.rounds import Round, Rounds, SaveRequest, WhenBusy, Worker
+from stillframe._dcp.shards import take_apart
 from stillframe._dcp.staged import Stages, StateDict
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion, ordered
@@ -48,8 +48,8 @@ log = logging.getLogger("stillframe")
 
 @dataclass
 class SaveResponse(AsyncSaveResponse):
-    """DCP's response: two futures, `staging_completion` and `upload_completion`. The result of the
-    second is the checkpoint's `Metadata`.
+    """DCP's response: the futures `staging_completion` and `upload_completion`. The result of
+    `upload_completion` is the checkpoint's `Metadata`.
 
     Attributes:
         report: What this rank did and what it cost, once the upload has succeeded; None before.
@@ -74,44 +74,44 @@ def async_save(
     engine: Engine | None = None,
     when_busy: WhenBusy = "wait",
 ) -> SaveResponse:
-    """Saves a checkpoint of all ranks, as `torch.distributed.checkpoint.async_save` does, with
-    stillframe's staging, writing and commit. Every rank has to make every call.
+    """Save a checkpoint of all ranks, as `torch.distributed.checkpoint.async_save` does, with
+    stillframe's staging, writing and commit. Every rank must make every call.
 
-    The call copies the state. With `overlap=True`, what only the optimizer's step changes is copied
-    after the call, under the next forward and backward, and the next step waits for it by itself.
-    Planning, writing and the commit run beside training, with collectives in a group of their own.
-    For local paths plans are kept: the second save of a structure sends none. PyTorch's `dcp.load`
-    reads the checkpoint, on any number of ranks.
+    The call copies the state. With `overlap=True`, data that only the optimizer's step changes is
+    copied after the call, during the next forward and backward, and the next step waits for that
+    copy. Planning, writing and the commit run while training goes on, with collectives in a process
+    group of their own. For local paths plans are kept, so the second save of a structure sends no
+    plan. PyTorch's `dcp.load` reads the checkpoint, on any number of ranks.
 
     One save is under way at a time. The next call waits for it, and raises its error unless the
-    future has already given it. A path that is saved to again holds the old checkpoint or the new
-    one at every moment.
+    future has already given it. A path that is saved to again always holds the complete old
+    checkpoint or the complete new one.
 
     Args:
-        state_dict: As for DCP; `Stateful` values are asked for theirs.
+        state_dict: As for DCP. `state_dict()` of each `Stateful` value is called.
         checkpoint_id: A directory, created with its parents if it is missing. For a remote one
             (`scheme://`), the state is staged here and written by PyTorch's own writer.
-        process_group: The ranks that save, with a backend for the CPU. By default all ranks. Where
-            it has all of them, only its timeout is used, for a gloo group that the first call
-            makes. With fewer ranks nothing else may use it meanwhile.
-        planner: By default PyTorch's, with plans kept.
-        no_dist: This process saves alone, even if there are others. To a path of its own: where two
-            save to one, the last one's state stays, as with PyTorch's writer.
+        process_group: The ranks that save, with a backend for the CPU; all ranks by default. If it
+            contains all ranks, only its timeout is used, for a gloo group that the first call
+            makes. If it has fewer ranks, nothing else may use it until the save has ended.
+        planner: PyTorch's planner by default, with plans kept.
+        no_dist: This process saves alone, even if there are others. Give each process a path of its
+            own: if two save to one path, the state of the last one stays, as with PyTorch's writer.
         overlap: Copy after the call what only the optimizer's step changes.
         durable: Sync files and directories.
         engine: The engine to use, `stillframe.default_engine()` by default.
-        when_busy: While a save is under way: "wait" for it, or "raise" `BusyError`, on all ranks
-            if any of them is still busy, for which the group has to have all ranks.
+        when_busy: While a save is under way, "wait" for it, or "raise" `BusyError` on all ranks if
+            any of them is still busy. "raise" needs a group of all ranks.
 
     Returns:
         Two futures, and later a report. An error of one rank reaches all: `CheckpointException` (a
         BaseException, not an Exception) says which ranks failed and why. If a rank was killed, the
-        others get gloo's error, within the group's timeout.
+        others get gloo's error within the group's timeout.
 
     Raises:
         BusyError: See `when_busy`.
-        CheckpointException, Exception: The save before failed.
-        TypeError, ValueError: An argument that makes no sense.
+        CheckpointException, Exception: The previous save failed.
+        TypeError, ValueError: An argument is invalid.
         PoolExhaustedError, StillframeError, Exception: This rank could not copy its state, see
             `stillframe.snapshot`. The other ranks' save fails with the reason.
     """
@@ -120,7 +120,7 @@ def async_save(
     begun = saver.save(
         state_dict,
         Place.of(checkpoint_id),
-        Asked(
+        SaveRequest(
             group=saver.group(process_group, no_dist),
             planner=planner,
             overlap=overlap,
@@ -142,7 +142,7 @@ def save(
     durable: bool = True,
     engine: Engine | None = None,
 ) -> SaveReport:
-    """Saves a checkpoint of all ranks and returns when it is durable.
+    """Save a checkpoint of all ranks and return when it is durable.
 
     Args:
         state_dict: As for `async_save`.
@@ -157,8 +157,8 @@ def save(
         What this rank did and what it cost.
 
     Raises:
-        CheckpointException: Any rank failed. The directory holds what it held before.
-        TypeError, ValueError, StillframeError, Exception: As `async_save`.
+        CheckpointException: A rank failed. The directory holds what it held before.
+        TypeError, ValueError, StillframeError, Exception: As in `async_save`.
     """
     response = async_save(
         state_dict,
@@ -176,21 +176,22 @@ def save(
 
 
 class Saver:
-    """What one process keeps from call to call: a group of our own, the thread of rounds, plans of
-    each structure, and which save is under way."""
+    """The state that a process keeps between calls: process groups, the thread that runs saves, the
+    plans of each structure, and the save under way."""
 
     def __init__(self) -> None:
         self.birth = Birth("what stillframe.dcp keeps")
         self._groups = Groups()
         self._worker = Worker()
-        # Of saves that have ended. The end of a tensor or collective lets go of the interpreter
-        # lock, so they end in the next call and not beside a main thread that computes.
+        # Objects of saves that have ended. Freeing a tensor or a collective releases the
+        # interpreter lock. The next call frees them: another thread would then have to wait for a
+        # main thread that computes.
         self._spent: list[Any] = []
         self._alone = self._new_rounds()
-        # By group, for as long as there is that.
+        # By process group, as long as the group exists.
         self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
         self._last: SnapshotSave | None = None
-        self._raises_last = False  # who asked for it does not
+        self._raises_last = False  # False if Lightning raises the last save's error itself
         self._stages = Stages()
 
     def group(
@@ -202,24 +203,24 @@ class Saver:
             refuse_without_cpu(process_group)
         return self._groups.of_saves(process_group)
 
-    def save(self, state_dict: StateDict, place: Place, asked: Asked) -> SnapshotSave:
-        """Starts a save: waits for the one before, copies, and has the rest done by the thread of
-        rounds. See `async_save`."""
+    def save(self, state_dict: StateDict, place: Place, request: SaveRequest) -> SnapshotSave:
+        """Start a save: wait for the previous one, copy the state, and submit the rest to the
+        thread `sf-dcp`. See `async_save`."""
         entered = time.perf_counter()
-        writer = _writer(place, asked.durable, asked.engine)
+        writer = _writer(place, request.durable, request.engine)
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
-        if asked.when_busy not in get_args(WhenBusy):
-            raise ValueError(f"when_busy has to be 'wait' or 'raise', not {asked.when_busy!r}")
-        refuse_unclear(overlap=asked.overlap, durable=asked.durable)
-        if asked.when_busy == "raise":
-            self._refuse_busy(asked.group)
+        if request.when_busy not in get_args(WhenBusy):
+            raise ValueError(f"when_busy has to be 'wait' or 'raise', not {request.when_busy!r}")
+        refuse_unclear(overlap=request.overlap, durable=request.durable)
+        if request.when_busy == "raise":
+            self._refuse_busy(request.group)
         if writer is not None:
-            writer.beside = asked.beside
+            writer.side_file = request.side_file
         path = place.text
-        save = SnapshotSave(path, place.given, asked.on_durable, entered=entered, known_as=path)
-        rounds = self._rounds_of(asked.group)
-        work = rounds.next(place, asked, save, writer)
+        save = SnapshotSave(path, place.given, request.on_durable, entered=entered, known_as=path)
+        rounds = self._rounds_of(request.group)
+        work = rounds.next(place, request, save, writer)
         try:
             self._wait_for_last(work)
             save.waited()
@@ -227,36 +228,38 @@ class Saver:
             self._stage(work, _of_stateful(state_dict))
             completion.completion.start()
             if not completion.completion.over:
-                # Now that the call is through, as a file's.
-                work.turn = Turn(place.key(follow_link=asked.follow_link))
+                # A save of one file joins the log at the end of its call, and so does this one.
+                work.turn = Turn(place.key(follow_link=request.follow_link))
         except BaseException as error:
             work.tree = error
-            save.told = True  # of this call's error
+            save.told = True  # the caller gets the error from this call
             raise
         finally:
-            self._last, self._raises_last = save, asked.error_of is None
-            if work.staged is not None:  # otherwise it is over when the save has ended
+            self._last, self._raises_last = save, request.error_of is None
+            if work.staged is not None:  # without a copy, the call lasts until the save has ended
                 save.call_is_over()
-            rounds.submit(work)  # the others are at this call too
+            rounds.submit(work)  # always: the other ranks expect this rank to take part
         return save
 
     def _stage(self, work: Round, state_dict: StateDict) -> None:
-        """Copies, where there is memory for that."""
-        asked = work.asked
-        content = None if asked.beside is None else asked.beside.content
+        """Copy the state into pool memory, if it fits."""
+        request = work.request
+        content = None if request.side_file is None else request.side_file.content
         tree = state_dict, content
-        stage = functools.partial(self._stages.stage, overlap=asked.overlap, engine=asked.engine)
+        stage = functools.partial(
+            self._stages.stage, overlap=request.overlap, engine=request.engine
+        )
         try:
             try:
                 work.staged = stage(tree)
-            except TypeError:  # mostly there is none to be looked for
-                tree = taken_apart(state_dict), content
+            except TypeError:  # ShardedTensors are rare, so they are searched for only now
+                tree = take_apart(state_dict), content
                 if tree[0] is state_dict:
                     raise
                 work.is_apart = True
                 work.staged = stage(tree)
         except PoolExhaustedError:
-            if not asked.live_if_full:
+            if not request.uncopied_if_full:
                 raise
             work.tree = tree
         else:
@@ -284,9 +287,10 @@ class Saver:
             )
 
     def _wait_for_last(self, work: Round) -> None:
-        """
+        """Wait for the previous save.
+
         Raises:
-            BaseException: What it failed with, if nobody has seen that and it is raised here.
+            BaseException: Its error, if nobody has seen it and this call is to raise it.
         """
         last = self._last
         if last is None:
@@ -299,7 +303,7 @@ class Saver:
 
 
 def _writer(place: Place, durable: bool, engine: Engine | None) -> FileSystemWriter | None:
-    """Return None for a remote place, which PyTorch's own writer writes to."""
+    """Return a writer, or None for a remote target, which PyTorch's own writer writes."""
     if engine is not None:
         refuse_no_engine(engine)
     if place.remote:
@@ -316,7 +320,8 @@ def _of_stateful(state_dict: StateDict) -> StateDict:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Asking a protocol takes longer than copying a tensor."""
+    """Tell whether a value is `Stateful`. Plain types come first: an isinstance check of a protocol
+    takes longer than copying a tensor."""
     plain = type(value) is dict or isinstance(value, torch.Tensor)
     return not plain and isinstance(value, Stateful)
 
@@ -325,7 +330,8 @@ _saver = Saver()
 
 
 def saver_of_this_process() -> Saver:
-    """A forked child starts with nothing: threads and groups are the parent's."""
+    """Return the process's Saver. A forked child gets a new one: threads and groups are the
+    parent's."""
     global _saver
     if _saver.birth.foreign():
         _saver = Saver()

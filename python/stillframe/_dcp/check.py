@@ -1,7 +1,7 @@
-"""The check whether a checkpoint of DCP is whole: every item is an archive whose records have CRCs.
+"""Check that a DCP checkpoint is intact: every item is a zip archive whose records have CRCs.
 
-The core checks each item as it checks a file. The metadata is a pickle, and is read here without
-importing or calling anything that it names.
+The metadata is a pickle. Loading a checkpoint means trusting it, but checking one must not. So the
+metadata is read here without importing or calling anything that it names.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from stillframe import _core
-from stillframe._base import looks
+from stillframe._base import file_kinds
 from stillframe._tree.keypaths import Stub
 from stillframe.errors import CorruptCheckpointError
 
 
-def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
+def damage_of_item(fd: int, offset: int, length: int) -> str | None:
     """Return what is wrong with an item of a data file, or None if its bytes are those saved.
 
     The CRC of every record is compared. Records without a CRC, as torch writes them if asked to,
@@ -48,13 +48,13 @@ def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
 
 @dataclass
 class Checked:
-    """What there is to say of a directory.
+    """The result of checking a directory.
 
     Attributes:
-        nr_items: That its metadata names.
-        nr_unchecked: Of them, those that only an extension could read.
-        nbytes: Of the files that they are in.
-        bad: Items, or files, and what is wrong with them.
+        nr_items: The number of items that its metadata names.
+        nr_unchecked: The number of those that only an extension could read.
+        nbytes: The bytes of the files that hold them.
+        bad: Pairs of an item or a file, and a description of its damage.
     """
 
     nr_items: int
@@ -64,20 +64,19 @@ class Checked:
 
 
 def check(directory: str, read: Callable[[IO[bytes]], Any]) -> Checked:
-    """Compares every CRC of a checkpoint, and its metadata with its files.
+    """Compare every CRC of a checkpoint, and its metadata with its files.
 
     Args:
-        read: The object of a pickle, made of stubs, without bounds or within those that a command
-            sets the process.
+        read: Reads a pickle and returns its object, made of stubs. A command may bound its memory.
 
     Raises:
         CorruptCheckpointError: Its metadata cannot be read.
         OSError: The directory or its metadata cannot be read.
     """
     found = Checked(0, 0, 0, [])
-    by_file: dict[str, list[_Place]] = {}
-    for name in sorted(each for each in os.listdir(directory) if looks.is_sharded([each])):
-        for place in _places(os.path.join(directory, name), read):
+    by_file: dict[str, list[_ItemRange]] = {}
+    for name in sorted(each for each in os.listdir(directory) if file_kinds.is_sharded([each])):
+        for place in _read_items(os.path.join(directory, name), read):
             by_file.setdefault(place.file, []).append(place)
             found.nr_items += 1
             found.nr_unchecked += place.transformed
@@ -86,7 +85,7 @@ def check(directory: str, read: Callable[[IO[bytes]], Any]) -> Checked:
     return found
 
 
-def _check_file(path: str, places: list[_Place], found: Checked) -> None:
+def _check_file(path: str, places: list[_ItemRange], found: Checked) -> None:
     items = f"it holds {places[0].name}" + (f" and {len(places) - 1} more" if places[1:] else "")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -100,7 +99,7 @@ def _check_file(path: str, places: list[_Place], found: Checked) -> None:
         found.nbytes += os.fstat(fd).st_size
         for place in places:
             if not place.transformed:
-                wrong = wrong_in_item(fd, place.offset, place.length)
+                wrong = damage_of_item(fd, place.offset, place.length)
                 if wrong is not None:
                     found.bad.append((place.name, wrong))
     except OSError as error:
@@ -110,7 +109,7 @@ def _check_file(path: str, places: list[_Place], found: Checked) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ItemRange:
     name: str
     file: str
     offset: int
@@ -118,17 +117,17 @@ class _Place:
     transformed: bool
 
 
-def _places(path: str, read: Callable[[IO[bytes]], Any]) -> list[_Place]:
-    """Where the items are, as a metadata file says.
+def _read_items(path: str, read: Callable[[IO[bytes]], Any]) -> list[_ItemRange]:
+    """Read from a metadata file where the items are.
 
     Raises:
-        CorruptCheckpointError: It says nothing that makes sense.
+        CorruptCheckpointError: The file does not describe items.
     """
     with open(path, "rb") as file:
         try:
             root = read(file)
             return [
-                _Place(
+                _ItemRange(
                     _name_of(index.state),
                     os.fspath(info.state["relative_path"]),
                     int(info.state["offset"]),
@@ -152,13 +151,14 @@ def _name_of(index: dict[str, Any]) -> str:
     return f"{index['fqn']} from {tuple(numbers)}"
 
 
-def refuse_wrong_items(directory: str, items: Iterable[tuple[str, str, int, int]]) -> None:
-    """
+def refuse_damaged_items(directory: str, items: Iterable[tuple[str, str, int, int]]) -> None:
+    """Check the given items.
+
     Args:
         items: Name, file, offset and length of each.
 
     Raises:
-        CorruptCheckpointError: One is damaged, or its file is missing.
+        CorruptCheckpointError: An item is damaged, or its file is missing.
     """
     by_file: dict[str, list[tuple[str, int, int]]] = {}
     for name, file, offset, length in items:
@@ -173,7 +173,7 @@ def refuse_wrong_items(directory: str, items: Iterable[tuple[str, str, int, int]
             ) from None
         try:
             for name, offset, length in places:
-                wrong = wrong_in_item(fd, offset, length)
+                wrong = damage_of_item(fd, offset, length)
                 if wrong is not None:
                     raise CorruptCheckpointError(f"{path}: {name} is damaged: {wrong}")
         finally:

@@ -1,18 +1,19 @@
-"""A checkpoint's directory: its data files, what they are called, and the one rename that makes it.
+"""The directory of a checkpoint: its data files, their names, and the rename that commits it.
 
-    __0_0.3fa9c2d1.distcp   data of rank 0, of the save 3fa9c2d1
-    __1_0.77b0e41a.distcp   each rank names its own
-    .metadata               names the data files of the checkpoint that the directory holds
+    __0_0.3fa9c2d1.distcp   data of rank 0; 3fa9c2d1 identifies its part of one save
+    __1_0.77b0e41a.distcp   each rank chooses an id of its own
+    .metadata               names the data files of the current checkpoint
 
-A data file is items one after the other, each a whole archive of torch.save. The core makes a
-tensor's archive around bytes that it writes from where they are. What it cannot describe (quantized
-and sparse tensors, types without a storage class, Python objects) torch.save has put into memory.
-Files are laid out first, so that it is known where everything will stand, and written when all
-ranks have agreed.
+A data file is a sequence of items, each a complete torch.save archive. For most tensors the core
+writes the archive and takes the tensor's bytes from where they are. Anything it cannot describe
+(quantized and sparse tensors, types without a storage class, Python objects) is saved to memory
+with torch.save first. Files are laid out first, so that every item's offset is known, and written
+when all ranks have agreed.
 
-No data file ever takes the place of another, so none is missing while the old .metadata stands, and
-all are there, and synced, before the new one takes its place. Its rename is the only commit. What
-it does not name goes afterwards: the old checkpoint's files, and those of saves that died.
+No data file replaces another. So none is missing while the old .metadata is in place, and all new
+ones exist and are synced before the new .metadata replaces it. That rename is the only commit.
+Files that the new .metadata does not name are removed afterwards: those of the old checkpoint and
+of saves that died.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ Resolve = Callable[[WriteItem], torch.Tensor | BytesIO]
 
 
 def new_id() -> int:
-    """Of the files of one rank's part of a save."""
+    """Return a new id for the names of one rank's files in one save."""
     return uuid.uuid4().int >> 96
 
 
@@ -67,13 +68,13 @@ def data_name(prefix: str, number: int, files_id: int) -> str:
 
 
 def renamed(name: str, ids: dict[str, str]) -> str:
-    """A data file's name, in a save that has other ids."""
+    """Return the name of a data file with its id replaced by the new one."""
     prefix, old, suffix = name.split(".")
     return f"{prefix}.{ids[old]}.{suffix}"
 
 
 def metadata_path(directory: str, rank: int | None) -> str:
-    """Of the checkpoint, or of what one rank has saved for itself."""
+    """Return the metadata's path: the checkpoint's, or that of a rank that saves alone."""
     return os.path.join(directory, ".metadata" if rank is None else f"__{rank}.metadata")
 
 
@@ -81,13 +82,14 @@ def metadata_path(directory: str, rank: int | None) -> str:
 
 
 class Item:
-    """One archive: what the core needs, and who has the bytes.
+    """One archive: the row that describes it to the core, and the owner of its bytes.
 
     Args:
-        wait: Called before the bytes themselves are looked at, which most tensors are spared.
+        wait: Waits until the bytes are copied. Called only for tensors whose bytes must be read
+            here.
 
     Raises:
-        ValueError: `data` is a meta tensor; it says its `name`.
+        ValueError: `data` is a meta tensor. The message contains its `name`.
     """
 
     __slots__ = ("owner", "row")
@@ -120,7 +122,7 @@ class Item:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU whose bytes are all there is of it, and stand together, if it can be."""
+    """Return an equal tensor on the CPU: for a strided one, contiguous and without conj and neg."""
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     if tensor.layout is not torch.strided:
@@ -130,14 +132,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DataFile:
-    """A file that is laid out, and then written.
+    """A file that is first laid out and then written.
 
     Args:
-        path: Where it goes; what stands there is replaced once the file is complete.
-        items: Their bytes may not change before the end.
+        path: Its target. An existing file is replaced once the new one is complete.
+        items: Their bytes must not change until the file is written.
 
     Attributes:
-        places: Offset and length of each item.
+        places: Offset and length of each item, in bytes.
     """
 
     def __init__(self, path: str, items: Sequence[Item]) -> None:
@@ -148,10 +150,11 @@ class DataFile:
         self._save: SaveHandle | None = None
 
     def start(self, *, durable: bool, engine: Engine | None) -> None:
-        """
+        """Start writing.
+
         Args:
             durable: Sync the file and its directory.
-            engine: Whose threads write it.
+            engine: The engine whose threads write the file.
         """
         self._save = submit_parts(
             engine_or_default(engine),
@@ -163,7 +166,7 @@ class DataFile:
         self._owners = []
 
     def failure(self) -> BaseException | None:
-        """Waits for the end; what went wrong."""
+        """Wait until the file is written; return the error, if any."""
         return None if self._save is None else self._save.exception()
 
     def report(self) -> SaveReport:
@@ -173,18 +176,19 @@ class DataFile:
         return report
 
     def discard(self) -> None:
-        """Removes it, if it has come into being."""
+        """Remove the file if it was written."""
         if self._save is not None and self.failure() is None and os.path.exists(self.path):
             os.unlink(self.path)
 
 
 class RankFiles:
-    """
+    """The data files of this rank in one save.
+
     Args:
         buckets: The items of each file.
-        resolve: Gives the tensor or the bytes of an item.
-        name: Gives the name of a file by its number.
-        wait: Returns when the tensors' bytes are there; called where they are looked at.
+        resolve: Returns the tensor or the bytes of an item.
+        name: Returns the name of the file with a given number.
+        wait: Waits until the tensors' bytes are copied. Called before bytes are read here.
     """
 
     def __init__(
@@ -197,16 +201,17 @@ class RankFiles:
     ) -> None:
         self._buckets = buckets
         self._files = []
-        with torch.no_grad():  # a DTensor's local tensor is to be had for nothing then
+        with torch.no_grad():  # then a DTensor's local tensor needs no autograd node
             for number, bucket in enumerate(buckets):
                 items = [Item(resolve(item), item.index.fqn, wait) for item in bucket]
                 self._files.append(DataFile(os.path.join(directory, name(number)), items))
         self.places = [file.places for file in self._files]
 
     def start(self, *, durable: bool, engine: Engine | None) -> None:
-        """
+        """Start writing all files.
+
         Raises:
-            SaveError: A file cannot be begun. None is left.
+            SaveError: A file could not be started. No file is left.
         """
         try:
             for file in self._files:
@@ -216,7 +221,7 @@ class RankFiles:
             raise
 
     def wait(self) -> None:
-        """Waits until all files are written, and durable where they are to be.
+        """Wait until all files are written, and durable if that was asked for.
 
         Raises:
             SaveError: The operating system refused a step. No file is left.
@@ -227,7 +232,7 @@ class RankFiles:
             raise failure
 
     def settle(self) -> BaseException | None:
-        """Waits for the end of all files; the first error."""
+        """Wait until all files have ended; return the first error, if any."""
         failures = [file.failure() for file in self._files]
         return next((each for each in failures if each is not None), None)
 
@@ -256,8 +261,8 @@ class RankFiles:
 def buckets(
     items: Sequence[WriteItem], nr_files: int, *, one_item_a_file: bool
 ) -> list[list[WriteItem]]:
-    """The items of each file."""
-    # Objects first, as PyTorch's writer has them.
+    """Distribute the items among files of about the same size."""
+    # Objects come first, as in files of PyTorch's writer.
     items = sorted(items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
     if one_item_a_file:
         return [[item] for item in items]
@@ -274,7 +279,7 @@ def buckets(
 
 
 def _nbytes(item: WriteItem) -> int:
-    """About what it takes in a file."""
+    """Estimate the bytes that an item takes in a file."""
     if item.tensor_data is None:
         return 1024
     size = item.tensor_data.chunk.sizes
@@ -286,7 +291,7 @@ def _nbytes(item: WriteItem) -> int:
 
 @dataclasses.dataclass
 class New:
-    """A checkpoint that is to be committed; its metadata stands beside the name it is to have."""
+    """A checkpoint that is ready to be committed. Its metadata has a temporary name."""
 
     metadata: Metadata
     path: str
@@ -296,19 +301,19 @@ class New:
 def write(
     metadata: Metadata, directory: str, rank: int | None, files_id: int, *, durable: bool
 ) -> New:
-    """All of a commit that the data files need not be there for.
+    """Write the metadata under a temporary name. The data files need not exist yet.
 
     Args:
-        files_id: Of the data files of who commits.
+        files_id: The id in the names of the coordinator's data files.
 
     Raises:
-        OSError: Nothing of it stays.
+        OSError: The metadata could not be written. No file is left.
     """
     path = metadata_path(directory, rank)
     new = New(metadata, path, f"{path}.{id_text(files_id)}.tmp")
     wanted = [steps.write(new.temporary, pickle.dumps(metadata), durable=durable)]
-    if durable:
-        wanted.append(steps.sync(os.path.dirname(os.path.abspath(directory))))  # its entry there
+    if durable:  # the parent holds the directory's own entry
+        wanted.append(steps.sync(os.path.dirname(os.path.abspath(directory))))
     try:
         steps.take(wanted)
     except BaseException:
@@ -318,31 +323,31 @@ def write(
 
 
 def discard(new: New) -> None:
-    """It will not be committed."""
+    """Remove the temporary of a checkpoint that will not be committed."""
     _remove([new.temporary])
 
 
 def put_in_place(new: New, *, durable: bool) -> None:
-    """The commit.
+    """Commit: rename the metadata.
 
     Raises:
-        OSError: The directory holds what it held before; or, where only syncing it failed, the new
-            checkpoint, not known to be durable.
+        OSError: The directory holds what it held before. If only its sync failed, it holds the new
+            checkpoint, which is then not known to be durable.
     """
     named = steps.rename(new.temporary, new.path)
     synced = steps.sync(os.path.dirname(new.path))
-    # First the entries of the data files of all ranks.
+    # The first sync is for the data files' entries, those of all ranks.
     steps.take([synced, named, synced] if durable else [named])
 
 
 def named_files(metadata: Metadata) -> set[str]:
-    """The data files of a checkpoint, relative to its directory."""
+    """Return the names of a checkpoint's data files, relative to its directory."""
     return {info.relative_path for info in (metadata.storage_data or {}).values()}
 
 
 def remove_unnamed(metadata: Metadata, directory: str, rank: int | None) -> None:
-    """Removes data files that the checkpoint does not name; of one rank only where it has saved for
-    itself. An extra file does no harm: what cannot be removed is logged."""
+    """Remove data files that the checkpoint does not name; for a rank that saves alone, only its
+    own. An extra file does no harm, so failures are only logged."""
     wanted = named_files(metadata)
     try:
         names = steps.names(directory)
@@ -355,7 +360,7 @@ def remove_unnamed(metadata: Metadata, directory: str, rank: int | None) -> None
 
 
 def _is_of(name: str, rank: int | None) -> bool:
-    """Whether a file is one of a checkpoint's, or of one rank's that has saved for itself."""
+    """Tell whether a file belongs to a checkpoint, or to `rank` if that rank saves alone."""
     data = _DATA.fullmatch(name)
     if rank is not None:
         return data is not None and int(data[1]) == rank
@@ -363,21 +368,21 @@ def _is_of(name: str, rank: int | None) -> bool:
 
 
 def remove_files(paths: Iterable[str], directory: str) -> None:
-    """Removes data files of a save that failed, but for those that the directory's checkpoint
-    names: the last step of a commit may have been what failed."""
+    """Remove the data files of a failed save, except those that the directory's checkpoint names:
+    the save may have failed after its rename."""
     try:
         with open(metadata_path(directory, None), "rb") as file:
             wanted = named_files(pickle.load(file))
     except FileNotFoundError:
         wanted = set()
-    except Exception as error:  # nothing may go while nobody knows what is needed
+    except Exception as error:  # without the metadata it is unknown which files are needed
         log.warning("stillframe: files of a failed save stay in %s: %s", directory, error)
         return
     _remove(path for path in paths if os.path.basename(path) not in wanted)
 
 
 def remove_if_empty(directory: str) -> None:
-    """What a save that failed has made, or other ranks of it."""
+    """Remove the directory of a failed save unless it has files."""
     with contextlib.suppress(OSError):
         os.rmdir(directory)
 

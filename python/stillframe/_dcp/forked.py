@@ -1,9 +1,8 @@
-"""`forked`: Megatron-LM's and nvidia-resiliency-ext's writers in forked processes, on memory that
-nobody writes to before they have ended.
+"""`forked`: gives each forked writer of Megatron-LM or nvidia-resiliency-ext a snapshot to write.
 
-Their caller forks a process that writes while training goes on. What it writes lies in buffers
-that the next save uses again: a writer that is slow then writes a mixture of both states. Here each
-save has a snapshot of its own, which is held until its writer has ended, however it ends.
+Their caller forks a process that writes while training goes on. It writes from buffers that the
+next save uses again, so a slow writer mixes both states. Here each save has its own snapshot, which
+is kept until its writer has ended or died.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Caller = TypeVar("Caller")
 
 
 def forked(caller_class: type[Caller], *, engine: Engine | None = None) -> type[Caller]:
-    """A caller of forked writers that gives them snapshots.
+    """Return a subclass of `caller_class` that gives forked writers snapshots.
 
         StillframeCaller = stillframe.dcp.forked(TemporalAsyncCaller)
 
@@ -29,8 +28,8 @@ def forked(caller_class: type[Caller], *, engine: Engine | None = None) -> type[
         engine: The engine whose pool is used, `stillframe.default_engine()` by default.
 
     Returns:
-        A subclass, to be used in its place. Its `schedule_async_call` raises what
-        `stillframe.snapshot` raises.
+        The subclass to use instead. Its `schedule_async_call` raises what `stillframe.snapshot`
+        raises.
     """
 
     class StillframeCaller(caller_class):  # type: ignore[valid-type, misc]

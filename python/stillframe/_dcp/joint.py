@@ -1,20 +1,19 @@
-"""One save of all ranks: a plan, everybody's files, one commit.
+"""One save of all ranks: a plan, the files of each rank, one commit.
 
-DCP's planners make the plan and describe it, with PyTorch's own by default; between them and the
-files stands what DCP's `save` does, with two differences. A plan that all ranks still have is used
-again without being made, compared or sent. And where all goes well, what the ranks have to tell
-each other then is a few numbers (`Ranks.words`), three times:
+This does what DCP's `save` does between a planner and a writer, with two differences. First, a plan
+that all ranks still have is used again: it is not made, compared or sent. Second, a save with such
+a plan and without errors exchanges only a few numbers (`Ranks.exchange`), three times:
 
-    prepared ──numbers──▶ agreed ──▶ written ──numbers──▶ committed by the first ──numbers──▶ ended
-                            │            ▲
-                            └─ planned ──┘   plans, results and the metadata go round as objects
+    prepared ─numbers─▶ agreed ─▶ written ─numbers─▶ committed by rank 0 ─numbers─▶ ended
+                           │         ▲
+                           └─planned─┘   plans, results and metadata are sent as objects
 
-The state dict may still be being copied meanwhile: only what is to be written has to be there.
-An error of any rank before the commit, or of the commit, is every rank's.
+The state dict may still be being copied during all this; its bytes must be there when the files are
+written. An error of any rank before or in the commit fails the save on all ranks.
 
-A plan depends on names, types and shapes on all ranks, and on nothing else. So a rank that finds
-its state dict as it was has its part of the plan already, and where all ranks have theirs of one
-and the same save, nobody plans, and none of it is sent.
+A plan depends only on the names, types and shapes of all ranks. A rank whose state dict has the
+same structure as in an earlier save still has its part of that plan. If all ranks have their parts
+of the same save, nobody plans and nothing of the plan is sent.
 """
 
 from __future__ import annotations
@@ -44,16 +43,17 @@ from stillframe._dcp.writer import FileSystemWriter
 
 _MOST = 8  # structures whose plans are kept
 
-Places = list[list[tuple[int, int]]]  # of the items of each file: offset and length
+Places = list[list[tuple[int, int]]]  # for each file, offset and length of its items
 
 
 class JointSave:
-    """
+    """One save of all ranks.
+
     Args:
-        plans: Those kept so far; this one's is added.
-        number: Of this save, the same on all ranks.
-        planner: The user's own, which is asked each time; None for PyTorch's.
-        wait: Returns when the bytes of the state dict's tensors are there.
+        plans: The plans kept so far; this save adds its own.
+        number: The number of this save, the same on all ranks.
+        planner: The user's planner, which makes a plan for each save; None for PyTorch's.
+        wait: Waits until the bytes of the state dict's tensors are copied.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class JointSave:
         self._planner: SavePlanner = planner
         self._wait = wait
         self._structure: Hashable = None
-        self._kept: Kept | None = None
+        self._kept: KeptPlan | None = None
         self._files: RankFiles | None = None
-        self._metadata: Metadata | None = None  # on the coordinator, as the plan has it
+        self._metadata: Metadata | None = None  # on the coordinator, as planned
 
     def prepare(self, state_dict: StateDict) -> tuple[int, bool]:
-        """What this rank can do by itself; nothing is written.
+        """Do this rank's work that needs no other rank. Nothing is written.
 
         Returns:
-            Which save the plan is known of, 0 where it is not; and whether all will stand where it
-            stood in the last save of that plan.
+            The number of the save whose plan this rank still has, or 0; and whether every item will
+            have the offset and length that it had in the last save with that plan.
         """
         if self._own is None:
             self._wait()  # a user's planner may look at anything
-        first = self._ranks.coordinates
+        first = self._ranks.is_coordinator
         meta = self._writer.storage_meta()
         self._planner.set_up_planner(state_dict=state_dict, storage_meta=meta, is_coordinator=first)
         self._writer.set_up_storage_writer(first, rank=self._ranks.rank, use_collectives=True)
@@ -104,15 +104,15 @@ class JointSave:
         return kept.number, self._files.places == kept.places
 
     def save(self, is_planned: bool, is_same: bool, files_ids: list[int]) -> Metadata:
-        """Once all ranks have agreed to.
+        """Plan if need be, write and commit, after all ranks have agreed to.
 
         Args:
-            is_planned: The plan is known on all ranks, and the same one's.
-            is_same: What is prepared stands in its files as it did in the last save, on all ranks.
-            files_ids: What the files of each rank have in their names.
+            is_planned: All ranks have their parts of the same plan.
+            is_same: On all ranks, every item has the same offset and length as in the last save.
+            files_ids: The id in the names of each rank's files.
 
         Raises:
-            CheckpointException: It failed on some rank.
+            CheckpointException: The save failed on some rank.
         """
         if not is_planned:
             self._kept = None
@@ -131,20 +131,20 @@ class JointSave:
             failure = error
         self._agree_on("write", failure)
         assert self._files is not None
-        results = None if is_same else self._ranks.gathered(self._files.results())
+        results = None if is_same else self._ranks.gather(self._files.results())
         try:
-            if self._ranks.coordinates:
-                new = new or self._described(results)
+            if self._ranks.is_coordinator:
+                new = new or self._describe(results)
                 self._writer.commit(new)
         except BaseException as error:
             failure = error
         self._agree_on("write", failure)
-        metadata = self._known_to_all(new)
+        metadata = self._share_metadata(new)
         if self._structure is not None:
             number = self._number if self._kept is None else self._kept.number
-            kept = Kept(number, plan, self._files.places, metadata, files_ids)
+            kept = KeptPlan(number, plan, self._files.places, metadata, files_ids)
             self._plans.keep(self._structure, kept)
-        if self._ranks.coordinates:
+        if self._ranks.is_coordinator:
             self._writer.tidy()
         return metadata
 
@@ -157,10 +157,10 @@ class JointSave:
         return self._planner.resolve_data(item)
 
     def _plan(self) -> SavePlan:
-        """This rank's part of a plan that all make now.
+        """Make a plan together with all ranks and return this rank's part.
 
         Raises:
-            CheckpointException: Some rank cannot, or all together.
+            CheckpointException: A rank's planner failed, or the global plan did.
         """
         plan: SavePlan | None = None
         plans: list[SavePlan] | None = None
@@ -170,7 +170,7 @@ class JointSave:
         except BaseException as error:
             failure = error
         self._agree_on("plan", failure)
-        gathered = self._ranks.gathered(plan)
+        gathered = self._ranks.gather(plan)
         try:
             if gathered is not None:
                 plans, self._metadata = self._planner.create_global_plan(gathered)
@@ -178,28 +178,29 @@ class JointSave:
         except BaseException as error:
             failure = error
         self._agree_on("plan", failure)
-        scattered: SavePlan = self._ranks.scattered(plans)
+        scattered: SavePlan = self._ranks.scatter(plans)
         return scattered
 
     def _agree_on(self, step: str, failure: BaseException | None) -> None:
-        if any(failed for (failed,) in self._ranks.words(failure is not None)):
-            self._ranks.refuse(step, failure)
+        if any(failed for (failed,) in self._ranks.exchange(failure is not None)):
+            self._ranks.raise_all(step, failure)
 
     def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.New | None:
-        """Returns what is to be committed, on the coordinator and where that is known before."""
+        """Write the files. On the coordinator, if the layout is known, also write the metadata
+        meanwhile, and return what is to be committed."""
         assert self._files is not None
         self._writer.start()
         try:
-            # In the time that the writing takes.
-            if is_same and self._ranks.coordinates:
+            # The engine's threads write the data files at the same time.
+            if is_same and self._ranks.is_coordinator:
                 assert self._kept is not None and self._kept.metadata is not None
                 old = self._kept.metadata
                 return self._writer.describe(old, _renamed(old, self._kept.files_ids, files_ids))
             return None
         finally:
-            self._files.wait()  # whatever goes wrong: memory is read until then
+            self._files.wait()  # also after an error: the threads read the memory until then
 
-    def _described(self, results: Any) -> checkpoint.New:
+    def _describe(self, results: Any) -> checkpoint.New:
         metadata = self._metadata
         if metadata is None:
             assert self._kept is not None and self._kept.metadata is not None
@@ -208,8 +209,8 @@ class JointSave:
             metadata, {each.index: each.storage_data for rank in results for each in rank}
         )
 
-    def _known_to_all(self, new: checkpoint.New | None) -> Metadata:
-        """The checkpoint's; where the storage is, only the coordinator knows."""
+    def _share_metadata(self, new: checkpoint.New | None) -> Metadata:
+        """Return the checkpoint's metadata. Only the coordinator's says where the items are."""
         if self._kept is None:
             whole: Metadata = self._ranks.broadcast(self._metadata)
         else:
@@ -229,7 +230,7 @@ def _is_without_tensors(value: Any) -> bool:
 def _renamed(
     metadata: Metadata, old_ids: list[int], new_ids: list[int]
 ) -> dict[MetadataIndex, _StorageInfo]:
-    """Where each item stands, in files that have other names."""
+    """Return each item's file, offset and length, with the ids in file names replaced."""
     renewed = {
         checkpoint.id_text(old): checkpoint.id_text(new)
         for old, new in zip(old_ids, new_ids, strict=True)
@@ -248,14 +249,15 @@ def _renamed(
 
 
 @dataclasses.dataclass
-class Kept:
-    """
+class KeptPlan:
+    """A plan that is kept, with facts of the last save that used it.
+
     Attributes:
-        number: Of the save that was planned; 0 where it is not known to be.
+        number: The number of the save that made the plan.
         plan: This rank's part.
-        places: Where its items stood in the files of the last save.
-        metadata: On the coordinator, of the last save.
-        files_ids: On the coordinator, what each rank's files had in their names then.
+        places: Offset and length of its items in the files of the last save.
+        metadata: The last save's metadata; complete on the coordinator only.
+        files_ids: The ids in the names of each rank's files in the last save.
     """
 
     number: int
@@ -266,29 +268,29 @@ class Kept:
 
 
 class Plans:
-    """Those of one group."""
+    """The plans kept for one group, by structure."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, Kept] = {}
+        self._kept: dict[Hashable, KeptPlan] = {}
 
-    def of(self, structure: Hashable) -> Kept | None:
+    def of(self, structure: Hashable) -> KeptPlan | None:
         return self._kept.get(structure)
 
-    def keep(self, structure: Hashable, kept: Kept) -> None:
+    def keep(self, structure: Hashable, kept: KeptPlan) -> None:
         self._kept.pop(structure, None)
         while len(self._kept) >= _MOST:
             del self._kept[next(iter(self._kept))]
-        self._kept[structure] = kept  # the last one used is the last to go
+        self._kept[structure] = kept  # the least recently used one is dropped first
 
 
 def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
-    """What a plan of PyTorch's planner depends on.
+    """Return everything that a plan of PyTorch's planner depends on.
 
     Args:
-        flat, mappings: As the planner has flattened the state dict.
+        flat, mappings: The state dict as the planner has flattened it.
 
     Returns:
-        None where it has something in it that plans by itself.
+        A hashable key; None if a value makes its own write items.
     """
     kinds = []
     for value in flat.values():

@@ -1,15 +1,15 @@
-"""What the ranks of a save tell each other.
+"""The collectives of a save.
 
-Where all goes well that is a few numbers each, in one collective: beside a main thread that
-computes in Python, whatever lets go of the interpreter lock may wait 5 ms for it. The collectives
-of Python objects do so dozens of times each, `torch.distributed`'s of tensors 12 times, and the
-group's own method, over memory that is kept, 3 times; the end of what that returns does so twice,
-and comes with the next call. Plans, results and errors go round as pickles, where there are any.
+A save without errors exchanges a few numbers per rank in one collective. Beside a main thread that
+computes in Python, each release of the interpreter lock may cost 5 ms. A collective of Python
+objects releases it dozens of times, a function of `torch.distributed` for tensors 12 times, and the
+group's own method over reused memory 3 times. Freeing the method's result releases the lock twice
+more, so that is left to the next call. Plans, results and errors are sent as pickles when needed.
 
-Collectives of a save run on a thread beside training's own, and two threads must not use one group.
-So saves have groups of their own. Only a group's own methods are called: `torch.distributed`'s know
-no group any more once the user has called `destroy_process_group()`, and those of one that is kept
-go on to the end of the save.
+A save's collectives run on a thread of their own, and two threads must not use one group, so saves
+have their own groups. Only methods of a group are called: after the user's
+`destroy_process_group()`, functions of `torch.distributed` no longer know the group, but methods of
+a group that is still referenced work until the save has ended.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stillframe.errors import StillframeError
 
-_MOST_WORDS = 7  # of a rank at a time
-_Timeout = datetime.timedelta | None  # None: gloo's own
+_MAX_NUMBERS = 7  # numbers that a rank can send in one exchange
+_Timeout = datetime.timedelta | None  # None: gloo's default
 
 
 class Ranks:
-    """Those of one group. Used by one thread.
+    """The ranks of one group and their collectives. Used by one thread.
 
     Args:
-        group: None for a process that saves alone. It is kept while a save is under way only.
-        spent: Gets what is not needed any more, for who knows a better time for its end. It keeps
-            the group's connections.
+        group: None for a process that saves alone. It is referenced only while a save is under way.
+        spent: Receives objects that are no longer needed, so that the caller can free them at a
+            better time. Until then they keep the group's connections open.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, spent: list[Any]) -> None:
@@ -44,49 +44,50 @@ class Ranks:
         self._spent = spent
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
-        self._words = array.array("q", bytes(8 * _MOST_WORDS * self.size))
-        self._tensor = torch.frombuffer(self._words, dtype=torch.int64)
+        self._numbers = array.array("q", bytes(8 * _MAX_NUMBERS * self.size))
+        self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
 
-    def rest(self) -> None:
-        """Until the next save has its group: the user may destroy it."""
+    def drop_group(self) -> None:
+        """Drop the group until the next save, so that the user may destroy it."""
         self._group = None
 
-    def go_on(self, group: dist.ProcessGroup | None) -> None:
+    def use_group(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
     @property
-    def coordinates(self) -> bool:
+    def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def words(self, *mine: int) -> list[list[int]]:
-        """Of all ranks, as many each: _MOST_WORDS at most, where a rank's begin in the sum."""
-        if len(mine) > _MOST_WORDS:
-            raise ValueError(f"{len(mine)} words, and there is room for {_MOST_WORDS}")
+    def exchange(self, *mine: int) -> list[list[int]]:
+        """Exchange numbers: return those of all ranks. Each rank gives the same count, at most
+        `_MAX_NUMBERS`. The exchange is a sum in which each rank fills its own slots."""
+        if len(mine) > _MAX_NUMBERS:
+            raise ValueError(f"{len(mine)} words, and there is room for {_MAX_NUMBERS}")
         if self._group is None:
             return [[*mine]]
-        at = self.rank * _MOST_WORDS
-        for number in range(len(self._words)):  # the others' are what they add to it
-            self._words[number] = 0
-        self._words[at : at + len(mine)] = array.array("q", mine)
+        at = self.rank * _MAX_NUMBERS
+        for number in range(len(self._numbers)):  # slots of other ranks must be 0
+            self._numbers[number] = 0
+        self._numbers[at : at + len(mine)] = array.array("q", mine)
         summed = self._group.allreduce([self._tensor])
         summed.wait()
         self._spent.append(summed)
         return [
-            self._words[at : at + len(mine)].tolist()
-            for at in range(0, len(self._words), _MOST_WORDS)
+            self._numbers[at : at + len(mine)].tolist()
+            for at in range(0, len(self._numbers), _MAX_NUMBERS)
         ]
 
-    def gathered(self, mine: Any) -> list[Any] | None:
-        """On the coordinator, of all ranks."""
+    def gather(self, mine: Any) -> list[Any] | None:
+        """Return the objects of all ranks on the coordinator, and None elsewhere."""
         if self._group is None:
             return [mine]
         own, longest = self._as_bytes([mine])
-        held = bytearray(longest * self.size if self.coordinates else 0)
+        held = bytearray(longest * self.size if self.is_coordinator else 0)
         self._group.gather(_rows(held, longest), own[0], 0).wait()
-        return _objects(held, longest) if self.coordinates else None
+        return _objects(held, longest) if self.is_coordinator else None
 
-    def scattered(self, objects: list[Any] | None) -> Any:
-        """The coordinator's for this rank."""
+    def scatter(self, objects: list[Any] | None) -> Any:
+        """Return the object that the coordinator has for this rank."""
         if self._group is None:
             assert objects is not None
             return objects[0]
@@ -95,20 +96,20 @@ class Ranks:
         self._group.scatter(_rows(held, longest)[0], given, 0).wait()
         return _objects(held, longest)[0]
 
-    def broadcast(self, coordinators: Any) -> Any:
-        """What the coordinator has, on all ranks."""
+    def broadcast(self, own: Any) -> Any:
+        """Return the coordinator's object on all ranks."""
         if self._group is None:
-            return coordinators
-        given, longest = self._as_bytes([coordinators] if self.coordinates else [])
+            return own
+        given, longest = self._as_bytes([own] if self.is_coordinator else [])
         held = bytearray(longest)
         self._group.broadcast((given or _rows(held, longest))[0], 0).wait()
-        return coordinators if given else _objects(held, longest)[0]
+        return own if given else _objects(held, longest)[0]
 
-    def refuse(self, step: str, mine: BaseException | None) -> None:
-        """All ranks call it once one of them has said that it failed.
+    def raise_all(self, step: str, mine: BaseException | None) -> None:
+        """Exchange errors after a rank has reported a failure. All ranks call this.
 
         Raises:
-            CheckpointException: Always; it shows every rank's error.
+            CheckpointException: Always; it has the errors of all ranks.
         """
         all_of_them: list[Any] = [_to_send(mine)]
         if self._group is not None:
@@ -120,33 +121,33 @@ class Ranks:
         raise CheckpointException(step, failures)
 
     def _as_bytes(self, objects: list[Any]) -> tuple[list[torch.Tensor], int]:
-        """Pickles of this rank's objects, and the length of the longest of any rank, which these
-        are filled up to: no pickle is read beyond its end."""
+        """Pickle this rank's objects and pad each to the length of the longest one of any rank.
+        Return them with that length. Unpickling ignores the padding."""
         pickled = [pickle.dumps(each) for each in objects]
-        longest = max(length for (length,) in self.words(max(map(len, pickled), default=0)))
+        longest = max(length for (length,) in self.exchange(max(map(len, pickled), default=0)))
         filled = bytearray(b"".join(each.ljust(longest, b"\0") for each in pickled))
         return _rows(filled, longest), longest
 
 
 def _rows(held: bytearray, nbytes: int) -> list[torch.Tensor]:
-    """The memory, in parts of `nbytes` each."""
+    """Divide the memory into tensors of `nbytes` each."""
     return [*torch.frombuffer(held, dtype=torch.uint8).view(-1, nbytes).unbind()] if held else []
 
 
 def _objects(held: bytearray, nbytes: int) -> list[Any]:
-    """What is pickled in each part."""
+    """Unpickle each row of `nbytes`."""
     view = memoryview(held)
     return [pickle.loads(view[at : at + nbytes]) for at in range(0, len(held), nbytes)]
 
 
 def _to_send(error: BaseException | None) -> Any:
-    """An error and where it comes from, as DCP has them: a copy, without frames and what they hold,
-    that can be pickled whatever the error holds."""
+    """Return a copy of an error and its traceback in DCP's form. The copy references no frames and
+    can be pickled, even if the error itself cannot."""
     if error is None:
         return None
     summary = traceback.extract_tb(error.__traceback__)
     for frame in summary:
-        if hasattr(frame, "_code"):  # of Python 3.13, which no pickle takes
+        if hasattr(frame, "_code"):  # Python 3.13 has it, and it cannot be pickled
             object.__setattr__(frame, "_code", None)
     try:
         return pickle.loads(pickle.dumps(error)), summary
@@ -158,12 +159,12 @@ def _to_send(error: BaseException | None) -> Any:
 
 
 class Groups:
-    """Groups of our own with gloo, of all ranks. Made anew where torch.distributed was initialized
-    anew.
+    """Our own gloo groups of all ranks, one for each timeout. New ones are made after
+    `torch.distributed` was initialized again.
 
-    A group of the user's that has all ranks is only asked for its timeout. One of ours may be given
-    up when a rank is gone, which tells all the others at once; in theirs they would wait for the
-    timeout. Groups of fewer ranks are used as they are: to make one, all ranks would have to come.
+    Of a user's group with all ranks only the timeout is used. Our own group can be destroyed when a
+    rank dies, which wakes all the others at once; in the user's group they would wait for the
+    timeout. A group of fewer ranks is used itself, since making a group needs all ranks.
     """
 
     def __init__(self) -> None:
@@ -173,15 +174,15 @@ class Groups:
         self._lost: dict[_Timeout, str] = {}
 
     def of_saves(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """Collective at its first call.
+        """Return the group for a save's collectives. The first call for a timeout is collective.
 
         Args:
-            given: The user's.
+            given: The user's group, if any.
 
         Raises:
-            StillframeError: It was given up.
+            StillframeError: The group was destroyed because a rank is gone.
         """
-        self._look()
+        self._check_world()
         if given is not None and dist.get_world_size(given) < dist.get_world_size():
             return given
         timeout = None if given is None else _timeout_of(given)
@@ -195,23 +196,23 @@ class Groups:
         return self._saving[timeout]
 
     def give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
-        """A collective has failed. Whoever waits for this rank in another would do so until its
-        timeout, if this one's connections did not end; a group of the user's stays."""
+        """Destroy our group after a collective has failed. Closing its connections wakes the ranks
+        that wait for this one; otherwise they would wait for the timeout. A user's group stays."""
         for timeout, ours in list(self._saving.items()):
             if ours is group:
                 self._lost[timeout] = str(why)
                 del self._saving[timeout], ours
-                if is_there(group):
+                if group_exists(group):
                     dist.destroy_process_group(group)
 
     def any_rank(self, group: dist.ProcessGroup, own: bool) -> bool:
-        """Whether it is true on any rank of a group of saves. Collective, while a save may be under
-        way.
+        """Tell whether `own` is true on any rank. This is a collective in a group of its own, since
+        a save may be using the other one.
 
         Raises:
-            ValueError: The group has not all ranks, and all would have to come.
+            ValueError: The group does not have all ranks, and making a group needs all of them.
         """
-        self._look()
+        self._check_world()
         if dist.get_world_size(group) < dist.get_world_size():
             raise ValueError(
                 "when_busy='raise' needs a process_group of all ranks: with fewer use 'wait'"
@@ -223,33 +224,34 @@ class Groups:
         dist.all_reduce(votes, group=self._calling[timeout])
         return bool(votes)
 
-    def _look(self) -> None:
+    def _check_world(self) -> None:
         world = dist.group.WORLD
         if world is not self._world:
             self.__init__()  # type: ignore[misc]
             self._world = world
 
 
-def is_there(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has destroyed it."""
+def group_exists(group: dist.ProcessGroup) -> bool:
+    """Tell whether the group has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)
-    except Exception:  # of a kind that depends on the version
+    except Exception:  # its type depends on torch's version
         return False
     return True
 
 
 def _timeout_of(group: dist.ProcessGroup) -> _Timeout:
-    """Of its collectives on host memory; None where its backend does not tell."""
+    """Return the timeout of collectives on host memory; None if the backend does not tell it."""
     backend = group._get_backend(torch.device("cpu"))
     timeout: _Timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
 
 
 def refuse_without_cpu(group: dist.ProcessGroup) -> None:
-    """
+    """Refuse a group without a backend for host memory.
+
     Raises:
-        ValueError: Its collectives cannot take host memory.
+        ValueError: The group has no such backend.
     """
     backends = str(dist.get_backend_config(group))
     if "cpu" not in backends and "gloo" not in backends and "mpi" not in backends:

@@ -1,4 +1,4 @@
-"""`Reader`: PyTorch's own, which compares checksums first."""
+"""`Reader`: PyTorch's FileSystemReader, with checksums compared before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from stillframe._dcp.check import refuse_wrong_items
+from stillframe._dcp.check import refuse_damaged_items
 
 
 class Reader(FileSystemReader):
     """PyTorch's `FileSystemReader`, for `storage_reader=` of `dcp.load`. With `verify=True` it
-    compares the CRCs of everything a rank is about to read, before any of its state is changed.
+    compares the CRCs of everything that a rank is about to read, before any state is changed.
 
-    For that every item is read one more time, mostly from the page cache. Checkpoints of any writer
-    can be read; of items without CRCs only the structure is checked.
+    So every item is read twice, the second time mostly from the page cache. Checkpoints of any
+    writer can be read. Of items without CRCs only the structure is checked.
 
     Args:
         path: The checkpoint's directory.
@@ -32,16 +32,16 @@ class Reader(FileSystemReader):
         self._verify = verify
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads this rank's items.
+        """Read this rank's items.
 
         Raises:
-            CorruptCheckpointError: One is damaged. Nothing was read.
+            CorruptCheckpointError: An item is damaged. No state was changed.
         """
         if self._verify:
             infos = {
                 item.storage_index: self.storage_data[item.storage_index] for item in plan.items
             }
-            refuse_wrong_items(
+            refuse_damaged_items(
                 os.fspath(self.path),
                 [
                     (str(index.fqn), info.relative_path, info.offset, info.length)

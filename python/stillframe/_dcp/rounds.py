@@ -1,17 +1,18 @@
-"""One save after the other, on all ranks the same one.
+"""The saves of a process, one after the other, each together with the other ranks.
 
-Every call takes part in exactly one save of its group, also a call that raises. Where it could not
-copy its state it takes part with that error, which all ranks get. Where it raises the error of the
-save before, nobody saves: the others have raised it too, or have seen it before. So no rank waits
-for one that has given up, and none saves its state beside another call's of the rest. A number of
-the call goes round with the first collective; ranks that differ in it all fail.
+A *round* is one save of all ranks of a group. Every call takes part in exactly one round, even if
+the call raises. A call that could not copy its state takes part with its error, and all ranks get
+that error. If a call raises the error of the previous save, the round saves nothing, because the
+other ranks have raised that error too or have seen it. So no rank waits for one that has given up,
+and no checkpoint mixes the states of different calls. The first collective exchanges the number of
+the call; if the numbers differ, all ranks fail.
 
-One thread runs the rounds. Nothing of DCP that is not public is leaned on; what is remote goes
-through DCP's own `save`.
+One thread runs the rounds. It uses only public interfaces of DCP. DCP's own `save` makes saves to
+remote targets.
 
-    called ──▶ staging ──▶ its turn to write ──▶ agreed ──▶ planned, copied, written (`JointSave`)
-       │                                                          its turn to commit ──▶ ended
-       └───────── an error goes along to where the others are ──────────┘
+    called ─▶ staging ─▶ its turn to write ─▶ agreed ─▶ planned, copied, written (`JointSave`)
+       │                                                      its turn to commit ─▶ ended
+       └──── an error is sent along in the next exchange ───────────┘
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stillframe._base.paths import Place
-from stillframe._dcp.beside import Beside
 from stillframe._dcp.joint import JointSave, Plans
-from stillframe._dcp.ranks import Ranks, is_there
+from stillframe._dcp.ranks import Ranks, group_exists
 from stillframe._dcp.shards import put_together
+from stillframe._dcp.side_file import SideFile
 from stillframe._dcp.staged import Staged, StateDict
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion
@@ -57,22 +58,22 @@ class _NotSavedError(StillframeError):
 
 
 class _GroupIsGoneError(Exception):
-    """The user has destroyed it."""
+    """The user has destroyed the process group."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How a save is asked for; see `async_save`. The rest is for saves of Lightning's.
+class SaveRequest:
+    """The arguments of a save; see `async_save`. Those described here are for Lightning's saves.
 
     Attributes:
-        beside: This rank's file that the checkpoint is committed with.
-        follow_link: Save to what a link names, and not in its place.
-        makes_way: This rank removes the file or link that stands where the directory goes.
-        live_if_full: A state that no pool is large enough for is saved as it is. Who asked has to
-            wait for the end then.
+        side_file: A second file that this rank commits together with the checkpoint.
+        follow_link: Save to the directory that a symlink names; otherwise replace the link.
+        removes_file: This rank removes a file or link at the directory's path.
+        uncopied_if_full: If the pool is too small for a copy, write the state itself. The caller
+            must then wait for the end of the save.
         on_durable: As for `stillframe.async_save`.
-        error_of: What the user gets of an error, with the path. The next save does not raise it:
-            who asked does.
+        error_of: Converts an error and the path to the error for the user. If it is given, the
+            caller raises the save's error, and the next save does not.
     """
 
     group: dist.ProcessGroup | None
@@ -81,33 +82,33 @@ class Asked:
     durable: bool
     engine: Engine | None
     when_busy: WhenBusy
-    beside: Beside | None = None
+    side_file: SideFile | None = None
     follow_link: bool = True
-    makes_way: bool = False
-    live_if_full: bool = False
+    removes_file: bool = False
+    uncopied_if_full: bool = False
     on_durable: OnDurable | None = None
     error_of: Callable[[BaseException, str], BaseException] | None = None
 
 
 @dataclass
 class Round:
-    """What one call wants saved.
+    """This rank's side of one round.
 
     Attributes:
-        save: Its handle.
-        writer: None where DCP is to choose one by the path.
-        tree: The copy of the state dict, and of what stands beside it, whose bytes need not be
-            there yet; or the exception that it has none for.
-        staged: Its memory; None where there is no copy.
-        group: None where this process saves alone.
-        turn: Its place in the order of other saves; None where nothing else is under way any more.
-        is_apart: ShardedTensors of the state dict were taken apart for the copying.
-        raised: The call raises the error of the save before.
+        save: The save's handle.
+        writer: None if DCP chooses a writer by the path.
+        tree: The copies of the state dict and of the second file's content; their bytes may not be
+            there yet. Or the exception because of which there is no copy.
+        staged: The memory of the copy; None without one.
+        group: None if this process saves alone.
+        turn: The save's entry in the order of commits; None when the interpreter exits.
+        is_apart: The ShardedTensors of the state dict were taken apart for the copy.
+        raised: The call raises the error of the previous save.
     """
 
     number: int
     place: Place
-    asked: Asked
+    request: SaveRequest
     save: SnapshotSave
     writer: FileSystemWriter | None
     group: dist.ProcessGroup | None
@@ -118,29 +119,29 @@ class Round:
     raised: bool = False
 
     def wait(self) -> None:
-        """Returns when the bytes of the tree's tensors are there.
+        """Wait until the bytes of the tree's tensors are copied.
 
         Raises:
-            TornSnapshotError, StillframeError: They will not be.
+            TornSnapshotError, StillframeError: The copy failed.
         """
         if self.staged is not None:
             try:
                 self.staged.wait_until_copied()
             finally:
-                self.save.copied()  # who waits for that hears the copy's own error
+                self.save.copied()  # a thread that waits for the copy gets the copy's own error
 
     def wait_for_turn(self) -> None:
-        """Returns when nothing in front of it has to do with the directory any more.
+        """Wait until no earlier entry of the log concerns the directory.
 
         Raises:
-            OSError: What stands in the way cannot be removed.
+            OSError: A file or link at the directory's path could not be removed.
         """
         if self.turn is not None:
             self.turn.wait_to_write()
         path = self.place.name
-        if self.asked.makes_way and (os.path.islink(path) or os.path.isfile(path)):
+        if self.request.removes_file and (os.path.islink(path) or os.path.isfile(path)):
             if self.turn is not None:
-                self.turn.wait_to_commit()  # until then it may be all that there is
+                self.turn.wait_to_commit()  # until then it may be the only checkpoint
             os.unlink(path)
 
     def report(self) -> SaveReport:
@@ -157,15 +158,15 @@ class Round:
 
 
 class Worker:
-    """The thread that runs a process's rounds, whichever group they are of: one at a time is under
-    way. It ends with the process; the exit waits for what has a turn."""
+    """The thread that runs the rounds of all groups, one at a time. It is a daemon thread; the
+    interpreter's exit waits for saves that have a turn in the order of commits."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def put(self, function: Callable[[], object]) -> None:
-        """Where it is too late for a thread, the function runs here."""
+        """Run the function on the thread, or here if no thread can be started at exit."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="sf-dcp", daemon=True)
         if completion.completion.over or not completion.start_once(self._thread):
@@ -179,11 +180,11 @@ class Worker:
 
 
 class Rounds:
-    """Those of one process over one group, which it does not keep.
+    """The rounds of one group in this process. It references the group only during a round.
 
     Args:
-        spent: Gets what nobody needs any more, the tensors of copies among it.
-        give_up: Called with a group in which a collective has failed.
+        spent: Receives objects that are no longer needed, such as the tensors of copies.
+        give_up: Called with a group in which a collective has failed, and the error.
     """
 
     def __init__(
@@ -200,11 +201,15 @@ class Rounds:
         self._give_up = give_up
 
     def next(
-        self, place: Place, asked: Asked, save: SnapshotSave, writer: FileSystemWriter | None
+        self,
+        place: Place,
+        request: SaveRequest,
+        save: SnapshotSave,
+        writer: FileSystemWriter | None,
     ) -> Round:
-        """What a call begins with. It has to be submitted, whatever happens."""
+        """Begin a round. The caller must submit it, even after an error."""
         self._calls += 1
-        return Round(self._calls, place, asked, save, writer, asked.group)
+        return Round(self._calls, place, request, save, writer, request.group)
 
     def submit(self, work: Round) -> None:
         work.save.begin()
@@ -218,8 +223,8 @@ class Rounds:
             metadata = self._save(work)
             report = work.report()
         except BaseException as error:
-            # CheckpointException is no Exception. Its frames hold the tree.
-            failure = self._cleaned_up(work, error.with_traceback(None))
+            # CheckpointException is no Exception. The traceback's frames reference the tree.
+            failure = self._try_clean_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
                 self._spent.extend(work.staged.upload_ended())
@@ -227,17 +232,18 @@ class Rounds:
             failure = failure or error
         work.tree = work.group = work.staged = None
         if self._ranks is not None:
-            self._ranks.rest()
-        if work.asked.beside is not None:
-            work.asked.beside.content = None
+            self._ranks.drop_group()
+        if work.request.side_file is not None:
+            work.request.side_file.content = None
         if failure is not None:
             metadata = report = None
-            if work.asked.error_of is not None:
-                failure = work.asked.error_of(failure, work.place.text)
+            if work.request.error_of is not None:
+                failure = work.request.error_of(failure, work.place.text)
         work.save.end(report, failure, value=metadata, turn=work.turn)
 
-    def _cleaned_up(self, work: Round, failure: BaseException) -> BaseException:
-        """Whatever goes wrong here, the save ends: somebody waits for it."""
+    def _try_clean_up(self, work: Round, failure: BaseException) -> BaseException:
+        """Clean up and return the error for the user. The save must end even if this fails,
+        because somebody waits for it."""
         try:
             return self._clean_up(work, failure)
         except Exception:
@@ -245,14 +251,15 @@ class Rounds:
             return failure
 
     def _clean_up(self, work: Round, failure: BaseException) -> BaseException:
-        """Returns what the user gets."""
+        """Remove the failed save's files, give up a broken group, and return the user's error."""
         if isinstance(failure, CheckpointException) and work.writer is not None:
-            work.writer.abandon()  # the coordinator has said that there is no commit
+            work.writer.abandon()  # all ranks know that there was no commit
         group, work.group, self._ranks = work.group, None, None
         self._spent.clear()
-        known = isinstance(failure, (CheckpointException, StillframeError))  # to all ranks
+        # All ranks get these errors; any other may be known to this rank alone.
+        known = isinstance(failure, (CheckpointException, StillframeError))
         of_dcp = work.writer is None and isinstance(failure, CheckpointException)
-        if group is not None and (of_dcp or not known) and not is_there(group):
+        if group is not None and (of_dcp or not known) and not group_exists(group):
             why = failure
             failure = StillframeError(
                 f"the process group was destroyed while the save of {work.place.text} was under"
@@ -262,7 +269,7 @@ class Rounds:
         if group is not None and not known:
             self._give_up(group, failure)
         if isinstance(failure, _NotSavedError):
-            work.save.told = True  # or its error would keep the next call from saving, and so on
+            work.save.told = True  # otherwise its error would stop the next round too, and so on
             if not work.raised:
                 log.error("stillframe: %s: %s", work.place.text, failure)
         return failure
@@ -270,10 +277,10 @@ class Rounds:
     def _save(self, work: Round) -> Metadata:
         ranks, writer = self._ranks or Ranks(work.group, self._spent), work.writer
         self._ranks = ranks
-        ranks.go_on(work.group)
+        ranks.use_group(work.group)
         joint: JointSave | None = None
         if writer is not None:
-            planner = work.asked.planner
+            planner = work.request.planner
             joint = JointSave(ranks, self._plans, work.number, writer, planner, work.wait)
         tree: StateDict = {}
         failure: BaseException | None = None
@@ -287,17 +294,17 @@ class Rounds:
         except BaseException as error:
             failure = error
         try:
-            work.wait_for_turn()  # all ranks have, once they agree
+            work.wait_for_turn()  # before the ranks agree, so all of them have had their turn
         except BaseException as error:
             failure = failure or error
         if work.turn is not None and writer is not None:
             writer.before_commit = work.turn.wait_to_commit
         files_id = 0 if writer is None else writer.files_id
-        failed, place = failure is not None, _number_of(work.place.name)
-        rows = ranks.words(work.number, work.raised, failed, kept, is_same, files_id, place)
+        failed, place = failure is not None, _path_number(work.place.name)
+        rows = ranks.exchange(work.number, work.raised, failed, kept, is_same, files_id, place)
         _refuse_to_save(rows, work.place.name, place)
         if any(row[2] for row in rows):
-            ranks.refuse("plan", failure)
+            ranks.raise_all("plan", failure)
         if joint is None:
             return _save_remotely(tree, work)
         return joint.save(
@@ -308,46 +315,48 @@ class Rounds:
 
 
 def _save_remotely(tree: StateDict, work: Round) -> Metadata:
-    """Where the group has been destroyed, DCP takes this rank for the only one: each would save
-    its own part as the whole."""
-    _look_for(work.group)
+    """Save with DCP's own `save`. If the group was destroyed, DCP would take this rank for the only
+    one and save its part as the whole checkpoint, so check the group before and after."""
+    _check_group(work.group)
     saved: Metadata = save(
         tree,
         checkpoint_id=work.place.text,
-        planner=work.asked.planner,
+        planner=work.request.planner,
         process_group=work.group,
         no_dist=work.group is None,
     )
-    _look_for(work.group)
+    _check_group(work.group)
     return saved
 
 
 def _copy_of(work: Round) -> StateDict:
-    """The state dict's copy, which may be under way yet."""
+    """Return the state dict's copy, which may not be complete yet."""
     assert work.tree is not None
     if isinstance(work.tree, BaseException):
         raise work.tree
     tree, content = work.tree
-    if work.asked.beside is not None:
-        work.asked.beside.content = content
+    if work.request.side_file is not None:
+        work.request.side_file.content = content
     together: StateDict = put_together(tree) if work.is_apart else tree
     return together
 
 
-def _look_for(group: dist.ProcessGroup | None) -> None:
-    if group is not None and not is_there(group):
+def _check_group(group: dist.ProcessGroup | None) -> None:
+    if group is not None and not group_exists(group):
         raise _GroupIsGoneError
 
 
-def _number_of(place: str) -> int:
-    """One that other places do not have."""
+def _path_number(place: str) -> int:
+    """Return a number that identifies a path."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(place), digest_size=7).digest(), "little")
 
 
 def _refuse_to_save(rows: list[list[int]], path: str, place: int) -> None:
-    """
+    """Refuse a round in which the ranks do not make the same save.
+
     Raises:
-        StillframeError: The ranks are at different calls, or one of them has raised: on all.
+        StillframeError: The ranks are at different calls or save to different paths, or a rank's
+            call has raised. All ranks raise it.
     """
     numbers = [row[0] for row in rows]
     if len({*numbers}) > 1:

@@ -1,7 +1,7 @@
-"""ShardedTensors in a state dict, which FSDP makes where it has no device mesh.
+"""ShardedTensors in a state dict, which FSDP makes when it has no device mesh.
 
-A snapshot refuses them: they reduce themselves to objects with tensors of their own. So for the
-copying each is exchanged for its local tensors, and made again over their copies.
+A snapshot refuses them, because they are pickled as objects that contain tensors. So each is
+replaced by its local tensors for the copy, and made again over the copied tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class _Recipe:
-    """What a ShardedTensor is, without its memory."""
+    """The description of a ShardedTensor, without its memory."""
 
     def __init__(self, whole: Any) -> None:
         self._spec = whole.sharding_spec()
@@ -32,8 +32,8 @@ class _Recipe:
             pin_memory=False,
             requires_grad=False,
         )
-        # Its constructor would make memory, and the official ways in compare devices, which the
-        # copies are not on any more.
+        # The constructor would allocate memory. The public factory functions compare devices, and
+        # the copies are on another device.
         whole._prepare_init(process_group=self._group)
         whole._metadata = self._metadata
         whole._local_shards = [
@@ -49,41 +49,42 @@ class _Local(list[torch.Tensor]):
     recipe: _Recipe
 
 
-def taken_apart(tree: Any) -> Any:
-    """The tree with local tensors for its ShardedTensors; the tree itself where it has none."""
+def take_apart(tree: Any) -> Any:
+    """Return the tree with ShardedTensors replaced by their local tensors; the same tree if it has
+    none."""
     kind = _kind()
-    return tree if kind is None else _exchanged(tree, kind, _apart)
+    return tree if kind is None else _replace(tree, kind, _local_tensors)
 
 
 def put_together(tree: Any) -> Any:
-    """The copied tree with ShardedTensors again."""
+    """Return the copied tree with its ShardedTensors made again."""
     kind = _kind()
     if kind is None:
         return tree
-    return _exchanged(tree, _Local, lambda local: local.recipe.over(local, kind))
+    return _replace(tree, _Local, lambda local: local.recipe.over(local, kind))
 
 
 def _kind() -> type[Any] | None:
-    """The class; None where nobody has imported it, and so has none."""
+    """Return the class; None if it was never imported, since then no such tensor exists."""
     kind = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", 0)
     return kind if isinstance(kind, type) else None
 
 
-def _exchanged(tree: Any, kind: type[Any], exchange: Any) -> Any:
-    """The tree itself where it has none of that kind."""
+def _replace(tree: Any, kind: type[Any], exchange: Any) -> Any:
+    """Return the tree with each object of a kind exchanged; the same tree if it has none."""
     if isinstance(tree, kind):
         return exchange(tree)
     if type(tree) in (list, tuple):
-        items = [_exchanged(each, kind, exchange) for each in tree]
+        items = [_replace(each, kind, exchange) for each in tree]
         changed = any(new is not old for new, old in zip(items, tree, strict=True))
         return type(tree)(items) if changed else tree
     if isinstance(tree, dict):
-        pairs = [(key, _exchanged(value, kind, exchange)) for key, value in tree.items()]
+        pairs = [(key, _replace(value, kind, exchange)) for key, value in tree.items()]
         return dict(pairs) if any(value is not tree[key] for key, value in pairs) else tree
     return tree
 
 
-def _apart(whole: Any) -> _Local:
+def _local_tensors(whole: Any) -> _Local:
     local = _Local(shard.tensor.detach() for shard in whole.local_shards())
     local.recipe = _Recipe(whole)
     return local

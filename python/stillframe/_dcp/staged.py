@@ -1,17 +1,17 @@
-"""A state dict on pool memory, from its call to the end of the upload that reads it.
+"""A state dict copied to pool memory, from the call to the end of the upload that reads it.
 
-    copying ──▶ copied ──an upload takes it──▶ uploading ──ended──▶ given back
+    copying ─▶ copied ─an upload takes it─▶ uploading ─ended─▶ memory returned to the pool
 
-An upload of stillframe's own takes it while it is being copied: what it has to know of a tensor is
-there from the first, all but its bytes.
+stillframe's own uploads start while the state dict is still being copied: they need the tensors'
+shapes and types first, and the bytes only later.
 
-The memory of a snapshot goes back when its tensors are gone. Of DCP's parts some live longer than
-the upload: a planner that is kept has the tensors of its last save, and so have the frames of an
-exception. So the end of an upload empties all of them, and nobody keeps memory by keeping a
-planner.
+A snapshot's memory returns to the pool when its tensors are gone. Some objects of DCP keep tensors
+longer than the upload lasts: a planner keeps those of its last save, and so do the frames of an
+exception. So the end of an upload empties all tensors, and they no longer hold memory.
 
-They are emptied by `tensor.data =`. `set_`, as any operator, lets go of the interpreter lock, and
-so does the end of every tensor: beside a main thread that computes, thousands of them take seconds.
+Tensors are emptied by assigning `tensor.data`. An operator such as `set_` releases the interpreter
+lock, and so does freeing a tensor. Beside a main thread that computes, thousands of releases take
+seconds.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from stillframe._tree.walk import paths
 
 StateDict = dict[str, Any]
 
-_GRACE_S = 5.0  # in which whoever was given a state dict takes it
+_GRACE_S = 5.0  # the time in which DCP's upload is expected to take its state dict
 
 
 class Staged:
-    """One state dict's copy. It keeps the tree only while that is copied, and while an upload reads
-    it.
+    """The copy of one state dict. It references the tree only while the tree is copied, and while
+    an upload reads it.
 
     Attributes:
-        nbytes: Of its storages.
-        deferred_nbytes: Of them, what is copied after the call.
+        nbytes: The bytes of its storages.
+        deferred_nbytes: The bytes of them that are copied after the call.
     """
 
     def __init__(self, taken: Snapshot[Any], changed: threading.Condition) -> None:
@@ -65,8 +65,8 @@ class Staged:
         self._uploading = False
 
     def settle(self, copied: Future[Any]) -> None:
-        """Gives the future the tree, once all of it is copied, or what went wrong: now where that
-        is known, otherwise on the callbacks' thread."""
+        """Set the future's result once the tree is copied, or its error: at once if the copy has
+        ended, otherwise on the callbacks' thread."""
         taken = self._taken
         assert taken is not None
         settle = functools.partial(self._settle, taken, copied)
@@ -85,10 +85,10 @@ class Staged:
             copied.set_result(tree)
 
     def wait_until_copied(self) -> None:
-        """Returns when all bytes are there.
+        """Wait until all bytes are copied.
 
         Raises:
-            TornSnapshotError, StillframeError: They will not be, see `Snapshot.wait`.
+            TornSnapshotError, StillframeError: The copy failed, see `Snapshot.wait`.
         """
         taken = self._taken
         assert taken is not None
@@ -96,8 +96,8 @@ class Staged:
         taken.release()  # the tensors keep the memory
 
     def uploads_at_once(self, save: SnapshotSave) -> Any:
-        """An upload begins with the tree as it is: see `wait_until_copied`. The save hears of the
-        copy's end: now where that is known, otherwise on the callbacks' thread."""
+        """Begin an upload while the tree may still be being copied, and return the tree. The upload
+        calls `wait_until_copied` before it reads bytes. The save is told of the copy's end."""
         taken = self._taken
         assert taken is not None
         self._tree = tree_to_be(taken)
@@ -110,7 +110,8 @@ class Staged:
         return self._tree
 
     def upload_begins(self) -> None:
-        """Somebody reads the tree soon, and says when it is over: who wants memory waits for it."""
+        """Note that an upload has taken the tree and will report its end. A stage that needs memory
+        waits for that end."""
         taken = self._taken
         if taken is not None:
             will_return(taken)
@@ -122,11 +123,11 @@ class Staged:
         self._tree = tree
 
     def upload_ended(self) -> list[Any]:
-        """Gives the memory back: nothing reads it any more. May be called again.
+        """Return the memory to the pool: nothing reads it any more. May be called again.
 
         Returns:
-            The tensors, which are empty now, and the snapshot that they were of, for who knows a
-            better time for their end.
+            The tensors, now empty, and their snapshot, so that the caller can free them at a better
+            time.
         """
         taken, tree = self._taken, self._tree
         self._tree = None
@@ -135,13 +136,13 @@ class Staged:
         if taken is not None and is_leased(taken):
             _empty(tensors)
         if taken is not None:
-            recall(taken)  # an executor's process keeps the last state dict that it has written
-            will_return(taken, False)  # what is left of it is in somebody's hands
+            recall(taken)  # the process of DCP's executor keeps the last state dict that it wrote
+            will_return(taken, False)  # only users' references can still hold its memory
         self._taken = None
         return [*tensors, taken]
 
     def grace_s(self) -> float:
-        """How much longer an upload may be about to take it; 0 where one has, or nobody will."""
+        """Return how many seconds longer to expect an upload to take the tree; 0 if one has."""
         if self._uploading or not self.holds_memory():
             return 0.0
         return max(0.0, self._made + _GRACE_S - time.monotonic())
@@ -151,7 +152,7 @@ class Staged:
         return taken is not None and is_leased(taken)
 
 
-# By dtype. Made once, and kept: both their making and their end let go of the interpreter lock.
+# An empty tensor for each dtype, kept because making and freeing one releases the interpreter lock.
 _nothing: dict[torch.dtype, torch.Tensor] = {}
 
 
@@ -164,7 +165,7 @@ def _empty(tensors: list[Any]) -> None:
 
 
 def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
-    """Those, and those inside of them, that have memory of their own."""
+    """Yield the tensors that have memory of their own, also those in wrapper subclasses."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
@@ -175,23 +176,22 @@ def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
 
 
 class Stages:
-    """Those of one stager, which wait for each other's memory."""
+    """The copies of one stager. A new one waits for memory that earlier ones will return."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._before: list[Staged] = []
 
     def stage(self, tree: Any, *, overlap: bool, engine: Engine | None) -> Staged:
-        """Copies a tree with a state dict, once uploads under way have given back the memory it
-        wants.
+        """Copy a tree with a state dict, after uploads have returned enough memory to the pool.
 
         Raises:
-            PoolExhaustedError: It does not fit, and no upload under way would change that.
+            PoolExhaustedError: The tree does not fit, and no upload under way would change that.
         """
         new = self._without_upload()
 
         def wait_for_an_upload() -> bool:
-            """Looks at those that had none when the core was asked: it waits for all others."""
+            """Wait for copies whose upload has not begun; the core waits for all others itself."""
             nonlocal new
             if not new:
                 return False
@@ -207,12 +207,12 @@ class Stages:
         return staged
 
     def _without_upload(self) -> list[Staged]:
-        """Those that an upload is about to take."""
+        """Return the copies that an upload is expected to take soon."""
         self._before = [each for each in self._before if each.holds_memory()]
         return [each for each in self._before if each.grace_s() > 0]
 
     def _wait_for_any(self, new: list[Staged]) -> None:
-        """Until an upload has taken one of them, or is not expected to any more."""
+        """Wait until an upload has taken one of the copies or is no longer expected to."""
         with self._changed:
             grace_s = min(each.grace_s() for each in new)
             if grace_s > 0:

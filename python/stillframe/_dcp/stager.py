@@ -1,9 +1,9 @@
-"""`PinnedStager`: what `dcp.async_save` stages with.
+"""`PinnedStager`: the stager for `dcp.async_save`.
 
-DCP tells a stager nothing of the upload's end. Its executors run each upload on a thread of its
-own, which first asks the stager's future for the state dict and ends with the upload. So the future
-notes the end of a thread of DCP's that asked it. Where somebody else asks, the memory goes back
-when the tensors are gone.
+DCP does not tell a stager when an upload has ended. Its executors run each upload on its own
+thread, which takes the state dict from the stager's future and exits after the upload. So the
+future watches for the exit of the DCP thread that took its result. If other code takes the result,
+the memory returns to the pool when the tensors are gone.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from stillframe._base.arguments import refuse_unclear
 from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._save.engine import Engine, refuse_no_engine
-from stillframe._snapshot.lent import keep_bits
+from stillframe._snapshot.loans import keep_bits
 from stillframe.errors import StillframeError
 
 _thread = threading.local()
 
 
 class _End:
-    """Dies with the thread that it is kept in."""
+    """A thread-local object; its finalizer runs when the thread exits."""
 
 
 class _Staging(Future[StateDict]):
     """The future that DCP gets.
 
-    `dcp.async_save` takes a future that is done already for one that went well. So one that has
-    failed is done only once somebody has asked to be told.
+    `dcp.async_save` assumes that a future that is already done has succeeded. So a failed one
+    reports that it is done only after a callback was added.
     """
 
     def __init__(self, staged: Staged) -> None:
@@ -61,26 +61,26 @@ class _Staging(Future[StateDict]):
 
 
 class PinnedStager(AsyncStager):
-    """Stages state dicts into an engine's pool, for `dcp.async_save(async_stager=)`: with any
-    storage writer, either executor, one rank or many.
+    """Stages state dicts into an engine's pool, for `dcp.async_save(async_stager=)`. It works with
+    any storage writer, either executor, and any number of ranks.
 
-    The future that DCP waits for is done when all bytes are copied. With `overlap=True`, what only
-    the optimizer's step changes is copied after the call, under the next forward and backward, and
-    the next step waits for it by itself: there is no need to wait for `staging_completion`. CPU
+    The future that DCP waits for is done when all bytes are copied. With `overlap=True`, data that
+    only the optimizer's step changes is copied after the call, during the next forward and
+    backward. The next step waits for that copy, so you need not wait for `staging_completion`. CPU
     tensors that no optimizer owns, and Python objects, are copied during the call.
 
-    The state dict keeps its keys, nesting, shared objects, views, ties, strides, conjugate and
+    The copy keeps keys, nesting, shared objects, views, tied tensors, strides, conjugate and
     negative bits, tensor attributes, parameters and DTensors. Nothing writes to its memory until
-    the upload that reads it has ended, successfully or not. Then the memory goes back to the pool,
-    and tensors of the state dict that are still referenced (by a planner that is kept, by the
-    frames of an exception) are empty. If the pool is full, staging waits for the uploads under way.
+    the upload that reads it has ended or failed. Then the memory returns to the pool, and tensors
+    of the copy that are still referenced (by a planner, or by the frames of an exception) become
+    empty. If the pool is full, staging waits for the uploads under way.
 
     Args:
         engine: The engine whose pool is used, `stillframe.default_engine()` by default.
         overlap: Copy after the call what only the optimizer's step changes.
 
     Raises:
-        TypeError: `engine` is no Engine, or `overlap` neither True nor False.
+        TypeError: `engine` is not an Engine, or `overlap` is not a bool.
     """
 
     _synchronize_after_execute = False
@@ -95,16 +95,16 @@ class PinnedStager(AsyncStager):
         self._stages = Stages()
 
     def stage(self, state_dict: StateDict, **_: Any) -> Future[StateDict]:
-        """Copies `state_dict`; DCP calls this.
+        """Copy `state_dict`. DCP calls this.
 
         Returns:
-            The state dict on CPU tensors, once all of it is copied. `TornSnapshotError` where
-            something other than an optimizer's step changed a tensor before.
+            A future of the state dict on CPU tensors. It fails with `TornSnapshotError` if anything
+            but an optimizer's step changed a tensor before it was copied.
 
         Raises:
-            PoolExhaustedError: It does not fit into the pool beside what snapshots hold.
-            StillframeError: The stager or its engine is closed; a device failed.
-            Exception: As `stillframe.snapshot`.
+            PoolExhaustedError: The state does not fit into the pool beside the user's snapshots.
+            StillframeError: The stager or its engine is closed, or a device failed.
+            Exception: As in `stillframe.snapshot`.
         """
         if self._closed:
             raise StillframeError("the stager was closed: make another one")
@@ -114,8 +114,8 @@ class PinnedStager(AsyncStager):
         return future
 
     def synchronize_staging(self) -> None:
-        """Nothing: the future tells of the end, and the next optimizer step waits for it."""
+        """Do nothing: the next optimizer step waits for the copy, and the future reports it."""
 
     def close(self) -> None:
-        """Refuses further stages. Uploads under way go on. May be called again."""
+        """Refuse further stages. Uploads under way go on. May be called again."""
         self._closed = True

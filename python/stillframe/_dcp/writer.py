@@ -1,4 +1,4 @@
-"""`FileSystemWriter`: a rank's data through the core's threads, and the commit."""
+"""`FileSystemWriter`: DCP's writer that uses the core's threads and commits in one step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from torch.futures import Future
 
 from stillframe._base import paths
 from stillframe._dcp import checkpoint
-from stillframe._dcp.beside import Beside
 from stillframe._dcp.checkpoint import RankFiles, Resolve, buckets
+from stillframe._dcp.side_file import SideFile
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
 from stillframe._save.engine import Engine, refuse_no_engine
@@ -38,38 +38,37 @@ _VERSION = "1.0.0"  # of the metadata's format
 
 
 class FileSystemWriter(StorageWriter, AsyncStager):
-    """Writes checkpoints of DCP into a directory, for `storage_writer=` of `dcp.save` and
-    `dcp.async_save`. PyTorch's own `FileSystemReader`, other numbers of ranks and
-    `dcp_to_torch_save` read them.
+    """Writes DCP checkpoints into a directory, for `storage_writer=` of `dcp.save` and
+    `dcp.async_save`. PyTorch's `FileSystemReader` reads them on any number of ranks, and
+    `dcp_to_torch_save` converts them.
 
-    Each rank's data goes through the threads of its engine, with CRCs and O_DIRECT. Data files have
-    names of their save; each is synced before it gets its name. `.metadata` comes last, is synced,
-    renamed, and its directory and that one's parent are synced. So a path that is saved to again
-    holds the old checkpoint or the new one at every moment, and where any rank fails, the old one.
-    Files that the new checkpoint does not need are removed afterwards.
+    The engine's threads write each rank's data, with CRCs and O_DIRECT. The names of data files
+    contain an id of the save, and each file is synced before it gets its name. `.metadata` comes
+    last: it is synced and renamed, and its directory and the directory's parent are synced. So a
+    path that is saved to again always holds the old checkpoint or the new one, and if any rank
+    fails, the old one. Files that the new checkpoint does not need are removed afterwards.
 
-    Given to `dcp.async_save` without `async_stager=`, it stages as `PinnedStager` does.
+    If you give it to `dcp.async_save` without `async_stager=`, it stages as `PinnedStager` does.
 
     Args:
-        path: The directory, created with its parents if it is missing. `checkpoint_id=` takes its
-            place. For remote directories (`scheme://`) use PyTorch's `FsspecWriter`.
-        overwrite: Allow a checkpoint to be replaced. With False that is refused, on all ranks.
+        path: The directory, created with its parents if it is missing. `checkpoint_id=` overrides
+            it. For remote directories (`scheme://`) use PyTorch's `FsspecWriter`.
+        overwrite: Allow a checkpoint to be replaced. With False, all ranks refuse that.
         durable: Sync files and directories. With False, a power failure may lose or damage the new
             checkpoint, and the old one with it.
-        single_file_per_rank: One file a rank, or as many as `thread_count` says. False gives each
-            tensor and object a file of its own.
-        thread_count: The most files of a rank. The threads are the engine's
-            (`Engine(writer_threads=)`) and work on all of them.
-        sync_files: PyTorch's name: False means `durable=False`.
-        per_thread_copy_ahead: Has no effect: the engine's copy threads copy tensors from devices
-            when they are staged.
+        single_file_per_rank: Write one file per rank, or up to `thread_count`. With False, each
+            tensor and object gets a file of its own.
+        thread_count: The largest number of files per rank. The engine's threads
+            (`Engine(writer_threads=)`) work on all of them.
+        sync_files: PyTorch's name for `durable`: False means `durable=False`.
+        per_thread_copy_ahead: Has no effect: tensors are copied from devices when they are staged.
         cache_staged_state_dict: Has no effect: the pool always reuses its memory.
-        _extensions: PyTorch's own writer has it; anything but the default is refused.
+        _extensions: An argument of PyTorch's writer; any other value than the default is refused.
         serialization_format: Likewise.
         engine: The engine to use, `stillframe.default_engine()` by default.
 
     Attributes:
-        save_id: What the metadata calls the save, a new one each time; as PyTorch's writer has it.
+        save_id: The id of the save in the metadata, new for each save, as in PyTorch's writer.
 
     Raises:
         TypeError, ValueError: An invalid argument, or one that only PyTorch's writer supports.
@@ -112,37 +111,37 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._stager: PinnedStager | None = None
         self.save_id = str(uuid.uuid4())
         self.files_id = checkpoint.new_id()
-        self._rank: int | None = None  # where each rank saves for itself
+        self._rank: int | None = None  # set if each rank saves for itself
         self._is_begun = False
         self._files: RankFiles | None = None
         self._new: checkpoint.New | None = None
-        self.beside: Beside | None = None
+        self.side_file: SideFile | None = None
         self.before_commit: Callable[[], object] = int
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the process that DCP saves in: it has engines of its own, and names too."""
+        """Pickle the writer for DCP's upload process, which has its own engine and file names."""
         none = dict.fromkeys(("_engine", "_stager", "_files", "_new"))
         return {**self.__dict__, **none, "files_id": checkpoint.new_id(), "before_commit": int}
 
     # ---- staging ----
 
     def stage(self, state_dict: StateDict, **_: Any) -> ThreadFuture[StateDict]:
-        """As `PinnedStager.stage`."""
+        """Copy `state_dict`, as `PinnedStager.stage` does."""
         if self._stager is None:
             self._stager = PinnedStager(self._engine)
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing: the future tells of the end, and the next optimizer step waits for it."""
+        """Do nothing: the next optimizer step waits for the copy, and the future reports it."""
 
     def close(self) -> None:
-        """Nothing to give back. May be called again."""
+        """Do nothing, since the writer holds no resources. May be called again."""
 
     # ---- what DCP calls, in this order, for each save ----
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether it is a local path."""
+        """Tell whether it is a local path."""
         try:
             paths.as_text(checkpoint_id)
         except (TypeError, ValueError):
@@ -154,10 +153,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return self._path
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        """A save begins.
+        """Begin a save.
 
         Raises:
-            TypeError, ValueError: It is not a path, or a remote one.
+            TypeError, ValueError: `checkpoint_id` is not a path, or is remote.
         """
         if checkpoint_id:
             self._go_to(checkpoint_id)
@@ -169,14 +168,15 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         alone = not kwargs.get("use_collectives", True)
         self._rank = kwargs.get("rank") if alone else None
-        # `reset` is not called by everybody: no name may be used twice.
+        # Not every caller calls `reset`, but no file name may be used twice.
         if self._files is not None:
             self.files_id = checkpoint.new_id()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """
+        """Make the directory and refuse an existing checkpoint if `overwrite` is False.
+
         Raises:
-            FileExistsError: There is a checkpoint, and it is not to be overwritten.
+            FileExistsError: A checkpoint exists and `overwrite` is False.
             OSError: The directory cannot be made.
         """
         directory = self.directory
@@ -192,7 +192,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Plans may be kept by the planner from save to save, so there is nothing of this one in it.
+        # A planner may keep plans between saves, so they contain nothing about this save.
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{number}_"))
             if plan.storage_data is None
@@ -201,10 +201,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items and waits until their files are durable.
+        """Write this rank's items and wait until their files are durable.
 
         Raises:
-            SaveError: The operating system refused a step. No file of this rank stays.
+            SaveError: A system call failed. No file of this rank is left.
         """
         files = self.lay_out(plan, planner.resolve_data)
         self.start()
@@ -217,8 +217,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """Commit the checkpoint. Only the coordinator calls this.
 
         Args:
-            metadata: Gets `version`, `storage_data` and `storage_meta` once the checkpoint is
-                committed: `dcp.save` returns it, and PyTorch's writer fills it too.
+            metadata: Its `version`, `storage_data` and `storage_meta` are set after the commit,
+                because `dcp.save` returns it. PyTorch's writer sets them too.
 
         Raises:
             OSError: See `checkpoint.put_in_place`.
@@ -236,10 +236,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def lay_out(
         self, plan: SavePlan, resolve: Resolve, wait: Callable[[], object] = int
     ) -> RankFiles:
-        """This rank's items in their files; nothing is written.
+        """Lay out this rank's items in files. Nothing is written.
 
         Args:
-            wait: Returns when the tensors' bytes are there; called where they are looked at.
+            wait: Waits until the tensors' bytes are copied. Called before bytes are read here.
         """
         prefix = plan.storage_data.prefix
         self._files = RankFiles(
@@ -252,27 +252,27 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return self._files
 
     def start(self) -> None:
-        """Begins to write what is laid out, which may not change before that has ended.
+        """Start writing the files. Their tensors must not change until that has ended.
 
         Raises:
-            SaveError: The operating system refused a step. No file of this rank stays.
+            SaveError: A system call failed. No file of this rank is left.
         """
         assert self._files is not None
         self._files.start(durable=self._durable, engine=self._engine)
 
     def reports(self) -> list[SaveReport]:
-        """Of the files that are written."""
+        """Return the reports of the written files."""
         return [] if self._files is None else self._files.reports()
 
     def describe(
         self, metadata: Metadata, storage_data: dict[MetadataIndex, _StorageInfo]
     ) -> checkpoint.New:
-        """On the coordinator: what is to be committed, all but its name.
+        """Write the metadata under a temporary name. Only the coordinator calls this.
 
         Raises:
             OSError: See `checkpoint.write`.
         """
-        # A copy: a plan that is kept gives the same one for the next save.
+        # A copy, because a kept plan uses the same metadata object for the next save.
         metadata = dataclasses.replace(
             metadata, storage_data=storage_data, storage_meta=self.storage_meta()
         )
@@ -283,30 +283,31 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return self._new
 
     def commit(self, new: checkpoint.New) -> None:
-        """
+        """Wait for the commit's turn and commit; on an error, discard the new checkpoint.
+
         Raises:
             OSError: See `checkpoint.put_in_place`.
         """
         try:
             self.before_commit()
             put_in_place = functools.partial(checkpoint.put_in_place, new, durable=self._durable)
-            if self.beside is None:
+            if self.side_file is None:
                 put_in_place()
             else:
                 directory = self.directory
-                self.beside.commit(directory, self.save_id, put_in_place, durable=self._durable)
+                self.side_file.commit(directory, self.save_id, put_in_place, durable=self._durable)
         except BaseException:
             checkpoint.discard(new)
             raise
 
     def tidy(self) -> None:
-        """Removes what the checkpoint that was committed does not need."""
+        """Remove files that the committed checkpoint does not need."""
         assert self._new is not None
         checkpoint.remove_unnamed(self._new.metadata, self.directory, self._rank)
 
     def abandon(self) -> None:
-        """Removes what this rank has written of a save that is known to have failed everywhere, and
-        with the last rank's files a directory that was not there, or empty."""
+        """Remove the files of this rank after a save that failed on all ranks. The last rank also
+        removes the directory if it is empty then."""
         if self._new is not None:
             checkpoint.discard(self._new)
         if self._files is not None:
@@ -318,12 +319,12 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     @property
     def directory(self) -> str:
-        """Where the path led when it was given: it stays there, wherever the process goes."""
+        """Return the absolute path; a later change of the working directory does not matter."""
         if self._path is None:
             raise ValueError("no path to save to: give checkpoint_id=")
         return self._place
 
     def _go_to(self, path: Path) -> None:
         text = paths.as_text(path)
-        if text != self._path:  # DCP resets it on its own thread again
+        if text != self._path:  # DCP calls `reset` again, later and on its own thread
             self._path, self._place = text, os.path.abspath(text)

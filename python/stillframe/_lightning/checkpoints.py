@@ -1,4 +1,4 @@
-"""The checkpoints of one plugin: when a save returns, who raises what, what the companion tells.
+"""The checkpoints of one plugin: when a save returns, and where its errors are raised.
 
 When a save returns:
 
@@ -6,31 +6,28 @@ When a save returns:
     a Trainer, from on_train_start to on_train_end   once the state is captured
     a Trainer at any other time                      once it is durable
     a signal handler                                 once it is durable
-    a Trainer that saves a `hpc_ckpt_*`              once it is durable
+    a Trainer that saves a `hpc_ckpt_*` file         once it is durable
     Fabric                                           once the state is captured
-    your own code                                    as by the Trainers that use the plugin, if
-                                                     there are any, otherwise as by Fabric
+    your own code                                    as for the Trainers that use the plugin if
+                                                     there are any, otherwise as for Fabric
 
-A Trainer's saves outside training are followed by something that needs the file at once: the
-learning rate finder and the batch size scaler read it back, a spawned worker names it to its
-parent, a script uploads it, a job is requeued. The companion callback tells the plugin when
-training starts and ends, and `Trainer.state` when it broke off. A Trainer without the companion
-never has an asynchronous save, since nothing would hold its hooks back while the state is being
-copied.
+After a save outside training, something needs the file at once: the learning rate finder and the
+batch size scaler read it back, a spawned worker passes its name to the parent, a script uploads it,
+or a job is requeued. The companion callback tells the plugin when training starts and ends, and
+`Trainer.state` tells it when training was interrupted. A Trainer without the companion never saves
+asynchronously, because nothing would delay its hooks while the state is being copied.
 
-When an error is raised: once, by the next save (which is made all the same), or by `teardown`;
-the oldest first. A save that is durable on return raises its own. While Lightning handles an
-exception of the training, errors are logged instead: they must not take its place. Where a Trainer
-has several ranks, all of them raise, behind the barrier of the save (`ranks.py`).
+An error is raised once, by the next save (which is still made) or by `teardown`, oldest first
+(`work.py`). A save that is durable on return raises its own error. While Lightning handles an
+exception of the training, errors are only logged, so that they do not replace that exception. In a
+Trainer with several ranks, all of them raise, after the barrier of the save (`ranks.py`).
 
-A remove is held back while a link points to the file (`save_last="link"`: the link is made anew
-right after) and while loggers are still to be told of it (`rotation.py`).
+A remove is delayed while a link points to the file (with `save_last="link"` a new link follows
+soon), and until loggers have been told of the file (`rotation.py`).
 
-An error's way is in `work.py`.
-
-A save that is refused in its call, and only warned of, gets a failed entry in the log:
-ModelCheckpoint is not told and removes the file before, and so that remove is dropped, as behind
-any failed save.
+If a save is refused in its call and the plugin only warns, ModelCheckpoint does not know that and
+removes the previous file. So such a save gets a failed entry in the log, and the remove behind it
+is dropped.
 """
 
 from __future__ import annotations
@@ -116,7 +113,7 @@ class Checkpoints:
 
     def save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
         """Make a save, and raise the error that is due; inside `together`, that raises it."""
-        # Asked before anything of ours can fail, which would be an exception being handled too.
+        # First of all: a failure of ours below would also count as an exception being handled.
         quiet = self.trainers.failed(trainer)
         work = self._current_work()
         in_handler = inside_signal_handler()
@@ -180,7 +177,7 @@ class Checkpoints:
         rotation = self._current_work().rotation
         rotation.remove(Place.of(path))
         if not asynchronous:
-            # While a Trainer is set up, what a link names goes once that is made anew.
+            # While a Trainer is set up, a link's target is removed when the link is made again.
             rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
             rotation.wait()
 

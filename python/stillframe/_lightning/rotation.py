@@ -1,13 +1,13 @@
 """Removes, links and announces files once saves have ended.
 
-    remove   removes a file after the saves submitted before it, in the log; held back while a link
-             points to the file or loggers are still to be told of it
+    remove   removes a file after the saves submitted before it, in the log; delayed while a link
+             points to the file or loggers have not been told of it
     link     makes `last.ckpt` a symbolic link to a file when that is on the disk, in the log
              (`ModelCheckpoint(save_last="link")`)
     notify   tells loggers of a checkpoint once it is durable, on the training thread
 
 A link replaces an older one with one rename. At no moment is the name missing, or names a file that
-does not exist. If Ctrl-C came before a link is made anew, the link still names its old target. The
+does not exist. If Ctrl-C came before a link is made again, the link still names its old target. The
 remove of that file finds this at its turn in the log, and is dropped. (`save_last=True` writes a
 second file, because it contains its own `last_model_path` and so differs from the first.)
 
@@ -99,7 +99,7 @@ class Rotation:
     def _release_last(self) -> None:
         """Submit the removes that are still held back when a run ends.
 
-        After Ctrl-C a link may not have been made anew. So each remove keeps the file if a link
+        After Ctrl-C a link may not have been made again. So each remove keeps the file if a link
         still names it when its entry is at the head of the log.
         """
         for link, target in list(self.links.items()):

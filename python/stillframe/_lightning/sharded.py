@@ -118,7 +118,7 @@ def _make_ready(path: str) -> None:
         CorruptCheckpointError: The checkpoint's save never ended.
         OSError: The right `meta.pt` cannot be put in place.
     """
-    from stillframe._dcp import beside, checkpoint
+    from stillframe._dcp import checkpoint, side_file
 
     if not os.path.isdir(path):
         return
@@ -128,7 +128,7 @@ def _make_ready(path: str) -> None:
         raise CorruptCheckpointError(
             f"{path} is not a complete checkpoint: it has no .metadata, which a save writes last"
         )
-    beside.mend(path, META)
+    side_file.mend(path, META)
 
 
 def _model_state(strategy: Any, original: Original) -> Any:
@@ -185,38 +185,38 @@ def submit(parts: Parts, place: Place, options: SaveOptions, *, engine: Engine) 
         StillframeError, Exception: This rank could not copy its state.
     """
     from stillframe._dcp.api import saver_of_this_process
-    from stillframe._dcp.beside import Beside
-    from stillframe._dcp.rounds import Asked
+    from stillframe._dcp.rounds import SaveRequest
+    from stillframe._dcp.side_file import SideFile
 
     first = parts.rank == 0
     saver = saver_of_this_process()
     with inside():
         ordered.refuse_inside()
-        asked = Asked(
+        request = SaveRequest(
             group=saver.group(None, no_dist=False),
             planner=None,
             overlap=options.overlap,
             durable=options.durable,
             engine=engine,
             when_busy="raise" if limits_of(engine).when_busy == "raise" else "wait",
-            beside=Beside(META, parts.rest) if first else None,
+            side_file=SideFile(META, parts.rest) if first else None,
             follow_link=options.follow_link,
-            makes_way=first,
-            live_if_full=True,
+            removes_file=first,
+            uncopied_if_full=True,
             on_durable=options.on_durable if first else None,
             error_of=of_save,
         )
-        save: SnapshotSave = _saved(saver, parts.state, place, asked)
+        save: SnapshotSave = _saved(saver, parts.state, place, request)
         if save.snapshot() is None:
             wait_for_end(save)
     return save
 
 
-def _saved(saver: Any, state: dict[str, Any], place: Place, asked: Any) -> Any:
+def _saved(saver: Any, state: dict[str, Any], place: Place, request: Any) -> Any:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        return saver.save(state, place, asked)
+        return saver.save(state, place, request)
     except CheckpointException as error:  # raised by the user's own DCP save
         raise of_save(error, place.text) from None
 

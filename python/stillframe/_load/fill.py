@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._base.records import Failure, RestoreFailed
+from stillframe._base import records
 from stillframe._load import restore
 from stillframe._load.into import Plan, copy_tensor
 
@@ -31,7 +31,6 @@ class Fill:
     """
 
     def __init__(self, core: _core.Restore, plan: Plan, new: list[Tensor]) -> None:
-        self.failure: Failure | None = None
         self._core = core
         self._plan = plan
         self._sizes = core.sizes(0, restore.EVERYTHING)
@@ -55,29 +54,24 @@ class Fill:
         self._placed = 0
 
     def run(self) -> None:
-        """Read every record, and finish the plan.
+        """Read every record into its targets. The plan is then to be finished.
 
         Raises:
-            RestoreFailed: `failure` says why. The targets are half written.
+            records.RestoreFailed: A record is damaged or could not be read. After this and every
+                other exception the targets may be half written.
         """
         try:
             restore.open_devices(self._core, {place - 1 for place in self._devices.values()})
             for index in sorted(self._wanted):
                 self._assign_memory(self._core.reach(index))
-                self._wait(index)
+                records.wait(self._core, index)
                 self._hand_over(index)
             self._assign_memory(self._core.nr)
-            self._wait(self._core.nr)
+            records.wait(self._core, self._core.nr)
         finally:
-            self.failure = Failure(*self._core.failure())
             # The threads end before the memory that they write to is freed.
             self._core.close()
         self._adopt_memory()
-        self._plan.finish()
-
-    def _wait(self, index: int) -> None:
-        if not self._core.wait(index):
-            raise RestoreFailed
 
     def _assign_memory(self, least: int) -> None:
         """Give records their memory: at least the first `least`, and those that may be read

@@ -288,10 +288,9 @@ def _words(tensor: Tensor) -> str:
 
 
 def copy(plan: Plan) -> None:
-    """Fill the targets from tensors that were loaded."""
+    """Fill the targets from tensors that were loaded. The plan is then to be finished."""
     for _, target, found in plan.tensors:
         copy_tensor(target, found)
-    plan.finish()
 
 
 def copy_tensor(target: Tensor, found: Tensor) -> None:

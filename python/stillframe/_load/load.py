@@ -1,66 +1,59 @@
-"""`load`: reading a checkpoint back, after a check that it is whole."""
+"""`load`: reading a checkpoint back, after a check that it is whole.
+
+The bytes go one of three roads:
+
+    new memory   restore.py   The usual one: torch unpickles, and threads read ahead of it.
+    in place     fill.py      With into=: the pickle is read first, with tensors that have no
+                              memory; then threads read the records into the targets.
+    torch.load   below        What these cannot read: torch's legacy format, TorchScript, archives
+                              that another program packed, mmap=True, a fake mode.
+
+Each reads data.pkl once, with two exceptions. torch.load takes no tree that somebody else has
+unpickled, so it begins anew with a file that turns out to be for it. And a load that leaves
+storages on the devices where they were saved first looks in the pickle for these (placement.py).
+
+Where the pickle does not tell which bytes go where, into= is filled by a copy of a tree that one of
+the other roads has loaded.
+"""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeAlias, cast
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stillframe import _core
-from stillframe._base import bar, cpus, looks, paths, records
+from stillframe._base import bar, cpus, file_kinds, paths
 from stillframe._base.arguments import refuse_unclear
 from stillframe._base.calls import no_collection
-from stillframe._base.records import Failure, RestoreFailed
 from stillframe._load import placement, restore
+from stillframe._load.errors import (
+    HALF_WRITTEN,
+    PACKED,
+    ForTorchError,
+    How,
+    MapLocation,
+    Path,
+    check_fd,
+    explained,
+    half_written,
+    refuse_damaged,
+)
 from stillframe._load.fill import Fill
-from stillframe._load.into import WAS_FREED, Plan, copy, match
+from stillframe._load.into import Plan, copy, match
 from stillframe._save import ordered
-from stillframe._tree import keypaths
 from stillframe._watch import gate
-from stillframe.errors import CorruptCheckpointError, StillframeError
+from stillframe.errors import CorruptCheckpointError
 
-_PACKED = "another program packed it"
 _LACKING = re.compile(r"failed locating file (\S+?)(?: in archive|: file not found)")
 _logger = logging.getLogger("stillframe")
-
-Path: TypeAlias = str | os.PathLike[str]
-MapLocation: TypeAlias = (
-    Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None  # as torch.load
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """The arguments of a load; as for `load`."""
-
-    path: str  # for messages
-    map_location: MapLocation
-    weights_only: bool | None
-    verify: bool
-    shared: bool
-
-    @property
-    def runs_code(self) -> bool:
-        """Whether code that the pickle names is run. None, torch.load's default, runs none."""
-        return self.weights_only is not None and not self.weights_only
-
-    def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
-        """Call `_core.restore`; an OSError gets the file's name."""
-        with _named(self.path):
-            return _core.restore(fd, self.verify, self.shared)
-
-    def open_again(self, fd: int) -> _core.Restore:
-        """Open a file for which `open` has returned a restore before."""
-        return cast("_core.Restore", self.open(fd)[1])
 
 
 def load(
@@ -133,6 +126,9 @@ def load(
         RuntimeError: A tensor's memory was freed or shrunk when it was saved.
         Exception: Whatever else `torch.load` raises, unchanged. Likewise what a `load_state_dict`
             raises, with a note that `into` is partly filled.
+
+        An error that ends a load while it writes to `into` says in its message, or in a note, that
+        `into` is half written.
     """
     text = paths.as_text(path)
     refuse_unclear(verify=verify, shared=shared)
@@ -146,124 +142,104 @@ def load(
             "with into= the file's bytes are read: not inside FakeTensorMode or"
             " torch.serialization.skip_data"
         )
-    how = _How(text, map_location, weights_only, verify, shared)
-    opened = _open(text)
+    how = How(text, map_location, weights_only, verify, shared)
+    opened = ordered.open_in_order(text)
     try:
         fd = opened.fileno()
         # Garbage collection takes an eighth of a load of many thousand tensors.
         with no_collection():
             if into is not None:
                 return _load_into(fd, into, how)
-            return _load_mapped(fd, how) if mmap else _load_fd(fd, how)
+            return _load_by_torch(fd, how, mmap=True) if mmap else _load_fd(fd, how)
     finally:
         opened.close()
 
 
-def _open(path: str) -> _core.LogLoad:
-    """Open `path` once earlier saves and removes of it have ended."""
-    return ordered.open_in_order(path)
-
-
-def _load_fd(fd: int, how: _How) -> Any:
-    """Check and load an open file, which stays the caller's.
+def _open_records(fd: int, how: How) -> tuple[int, _core.Restore | None, str]:
+    """Check an open file's directory.
 
     Checks and load use the same open file, so a save that replaces the path in between changes
     nothing here.
+
+    Returns:
+        The file's length; its records, or None if torch.load has to read it; why that is so.
     """
     found, core = how.open(fd)
-    if found["format"] == "foreign" and (words := looks.like(fd, how.path)) is not None:
+    if found["format"] == "foreign" and (words := file_kinds.guess(fd, how.path)) is not None:
         found["error"] = f"it is not a torch.save file; it looks like {words}"
-    _refuse_damaged(found, how.path)
-    why: str | None = _PACKED if found["format"] == "archive" else "it is in the legacy format"
-    core, why = _usable(core, how.map_location, why)
+    refuse_damaged(found, how.path)
+    why = PACKED if found["format"] == "archive" else "it is in the legacy format"
+    if core is not None and (reason := restore.can(core, how.map_location)) is not None:
+        core.close()
+        core, why = None, reason
+    return found["nbytes"], core, why
+
+
+def _load_fd(fd: int, how: How) -> Any:
+    """Load an open file into new memory. The file stays the caller's."""
+    nbytes, core, why = _open_records(fd, how)
     if core is not None:
         devices: dict[int, torch.device] = {}
         if placement.may_find(how.map_location):
             devices = placement.find(how.open_again(fd), how.map_location)
-        archive = restore.open_archive(core, fd, found["nbytes"], how.map_location, devices)
+        archive = restore.open_archive(core, fd, nbytes, how.map_location, devices)
         try:
-            with bar.watched(core.done, how.path, found["nbytes"]):
+            with bar.watched(core.done, how.path, nbytes), explained(fd, how):
                 return archive.load(how.map_location, not how.runs_code)
-        except RestoreFailed:
-            if not _is_for_torch(archive.failure):
-                _raise_failure(archive.failure, fd, how)
-            why = _PACKED
-        except restore.Missing as missing:
-            raise _lacks(str(missing), fd, how) from None
-        except restore.CutShort as short:
-            names = _tensors_in(fd, how, str(short))
-            raise RuntimeError(
-                f"{how.path} cannot be loaded: record {short} is too short for what is in"
-                f" it{names}; {WAS_FREED}"
-            ) from None
+        except ForTorchError as error:
+            why = str(error)
         except pickle.UnpicklingError:
             if how.runs_code:
                 raise
             why = "torch.load refuses it, and says how to go on"
     _logger.debug("%s goes to torch.load: %s", how.path, why)
-    return _load_generally(fd, how)
+    return _load_by_torch(fd, how)
 
 
-def _usable(
-    core: _core.Restore | None, map_location: MapLocation, why: str | None
-) -> tuple[_core.Restore | None, str | None]:
-    """Return the restore if it can read the archive; otherwise close it and return why it
-    cannot."""
+def _load_into(fd: int, into: Any, how: How) -> Any:
+    """Load an open file into the tensors and objects of `into`."""
+    nbytes, core, why = _open_records(fd, how)
+    ahead = None if core is None else _plan_ahead(core, into, how)
     if core is None:
-        return None, why
-    why = restore.can(core, map_location)
-    if why is None:
-        return core, None
-    core.close()
-    return None, why
-
-
-def _load_into(fd: int, into: Any, how: _How) -> Any:
-    """Check and load an open file, like `_load_fd`, into the tensors of `into`."""
-    found, core = how.open(fd)
-    _refuse_damaged(found, how.path)
-    core, why = _usable(core, None, "it is no archive of torch's")
-    if core is not None:
-        ahead = _plan_ahead(core, into, how)
-        if ahead is not None:
-            gate.wait()  # saves may still copy out of these tensors
-            if _fill(*ahead, fd, how, found["nbytes"]):
-                return into
-        why = "its pickle or its layout is for torch to read"
-    _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
-    plan = match(into, _load_fd(fd, replace(how, map_location="cpu")))
-    plan.refuse_problems()
-    gate.wait()  # as above
-    copy(plan)
+        plan = _copy_into(fd, into, how, why, _load_by_torch)
+    elif ahead is None:
+        plan = _copy_into(fd, into, how, "its pickle does not tell what goes where", _load_fd)
+    else:
+        gate.wait()  # saves may still copy out of these tensors
+        with half_written():
+            try:
+                plan = _fill(*ahead, fd, how, nbytes)
+            except ForTorchError as error:
+                plan = _copy_into(fd, into, how, str(error), _load_by_torch)
+    plan.finish()
     return into
 
 
-def _fill(plan: Plan, new: list[Tensor], fd: int, how: _How, nbytes: int) -> bool:
+def _fill(plan: Plan, new: list[Tensor], fd: int, how: How, nbytes: int) -> Plan:
     """Read the records of a file straight to their targets.
 
     Args:
+        new: The plan's `new_tensors`.
         nbytes: The file's length.
-
-    Returns:
-        False when another program packed the file, so that torch has to read it. The targets may
-        be half written then; values are not set.
-
-    Raises:
-        CorruptCheckpointError, OSError, StillframeError: The targets are half written.
     """
     core = how.open_again(fd)
-    fill = Fill(core, plan, new)
-    try:
-        with bar.watched(core.done, how.path, nbytes):
-            fill.run()
-    except RestoreFailed:
-        if not _is_for_torch(fill.failure):
-            _raise_failure(fill.failure, fd, how, "; what into= names is half written")
-        return False
-    return True
+    with bar.watched(core.done, how.path, nbytes), explained(fd, how, f"; {HALF_WRITTEN}"):
+        Fill(core, plan, new).run()
+    return plan
 
 
-def _plan_ahead(core: _core.Restore, into: Any, how: _How) -> tuple[Plan, list[Tensor]] | None:
+def _copy_into(fd: int, into: Any, how: How, why: str, road: Callable[[int, How], Any]) -> Plan:
+    """Load the file into memory on the CPU by another road, and copy it to the targets."""
+    _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
+    plan = match(into, road(fd, replace(how, map_location="cpu")))
+    plan.refuse_problems()
+    gate.wait()  # as above
+    with half_written():
+        copy(plan)
+    return plan
+
+
+def _plan_ahead(core: _core.Restore, into: Any, how: How) -> tuple[Plan, list[Tensor]] | None:
     """Find what goes where by the shapes in the file, without reading any tensor's bytes.
 
     Returns:
@@ -285,26 +261,26 @@ def _plan_ahead(core: _core.Restore, into: Any, how: _How) -> tuple[Plan, list[T
     return None if new is None else (plan, new)
 
 
-def _load_mapped(fd: int, how: _How) -> Any:
-    """Load by torch.load, with storages that are pages of the file."""
-    found, core = how.open(fd)
-    if core is not None:
-        core.close()
-    _refuse_damaged(found, how.path)
-    if found["format"] == "archive" and core is None:
-        raise ValueError(f"{how.path} cannot be mapped: {_PACKED}; load it without mmap=True")
-    check_fd(fd, how.path, verify=how.verify)
-    # This names the open file; `path` may name another one by now.
-    return _torch_load(f"/proc/self/fd/{fd}", how, mmap=True)
-
-
-def _load_generally(fd: int, how: _How) -> Any:
+def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
     """Load by torch.load, after a check that reads the file once more if CRCs are to be compared.
 
     Reading headers that are far apart would disable the readahead of a cold file. So a check
     without CRCs reads the headers after the load.
+
+    Args:
+        mmap: The storages are pages of the file.
     """
-    found = check_fd(fd, how.path, verify=how.verify, later=not how.verify)
+    if mmap:
+        found, core = how.open(fd)
+        if core is not None:
+            core.close()
+        refuse_damaged(found, how.path)
+        if found["format"] == "archive" and core is None:
+            raise ValueError(f"{how.path} cannot be mapped: {PACKED}; load it without mmap=True")
+    found = check_fd(fd, how.path, verify=how.verify, later=not (how.verify or mmap))
+    if mmap:
+        # This names the open file; `path` may name another one by now.
+        return _torch_load(f"/proc/self/fd/{fd}", how, mmap=True)
     if found["format"] != "archive":
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
@@ -323,7 +299,7 @@ def _load_generally(fd: int, how: _How) -> Any:
     return loaded
 
 
-def _torch_load(file: Any, how: _How, *, mmap: bool = False) -> Any:
+def _torch_load(file: Any, how: How, *, mmap: bool = False) -> Any:
     # torch's configuration may make mmap the default, and such tensors depend on the file.
     try:
         return torch.load(file, how.map_location, weights_only=how.weights_only, mmap=mmap)
@@ -333,94 +309,3 @@ def _torch_load(file: Any, how: _How, *, mmap: bool = False) -> Any:
         raise CorruptCheckpointError(
             f"{how.path} cannot be loaded: record {name[1]} is missing"
         ) from error
-
-
-# ---- errors ----
-
-
-def _is_for_torch(failure: Failure | None) -> bool:
-    """Return whether a restore ended because torch has to read the archive, not because of a
-    fault."""
-    return failure is not None and failure.code == -errno.EOPNOTSUPP
-
-
-def _lacks(record: str, fd: int, how: _How) -> CorruptCheckpointError:
-    names = _tensors_in(fd, how, record)
-    return CorruptCheckpointError(f"{how.path} cannot be loaded: record {record} is missing{names}")
-
-
-def _raise_failure(failure: Failure | None, fd: int, how: _How, more: str = "") -> NoReturn:
-    """Raise the error that ended a restore.
-
-    Args:
-        more: A clause with anything else the user has to know.
-    """
-    assert failure is not None
-    if failure.code == _core.ECORRUPT:
-        more = f" (at byte {failure.offset}{_tensors_in(fd, how, failure.record)}){more}"
-        try:
-            # The check covers the whole file and uses the words of `verify`.
-            check_fd(fd, how.path, verify=how.verify)
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{error}{more}") from None
-        raise CorruptCheckpointError(
-            f"{how.path} cannot be loaded: record {failure.record}: {failure.reason}{more}; read"
-            " again, it is right: the disk or the memory is not to be trusted"
-        )
-    if failure.reason is not None:
-        raise StillframeError(f"{how.path} cannot be loaded: {failure.reason}{more}")
-    where = f"record {failure.record}, at byte {failure.offset}"
-    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", how.path)
-
-
-def _tensors_in(fd: int, how: _How, record: str) -> str:
-    """Return words that name the tensors in a record, or ""."""
-    folder, _, key = record.partition("/")
-    if folder != "data":
-        return ""
-    try:
-        core = how.open_again(fd)
-        try:
-            (pickled,) = records.read(core, ("data.pkl",))
-        finally:
-            core.close()
-        names = keypaths.of_storage(pickled, key)
-    except Exception:  # a foreign pickle may raise anything; the names only help
-        return ""
-    return f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
-
-
-@contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Add the file's name to an OSError that is raised inside."""
-    try:
-        yield
-    except OSError as error:
-        number = error.errno or errno.EIO
-        reason = os.strerror(number)
-        if number == errno.EISDIR:
-            reason = f"{reason}: it is {looks.directory(path)}"
-        raise OSError(number, reason, path) from None
-
-
-def _refuse_damaged(found: dict[str, Any], path: str) -> None:
-    if not found["ok"]:
-        more = found["num_bad"] - 1
-        rest = f" (and {more} more {'record' if more == 1 else 'records'})" if more > 0 else ""
-        raise CorruptCheckpointError(f"{path} cannot be loaded: {found['error']}{rest}")
-
-
-def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[str, Any]:
-    """Check that the open file is a whole checkpoint; return what `_core.check` found.
-
-    Args:
-        later: The check may skip the headers of long records, for the caller to check later.
-
-    Raises:
-        CorruptCheckpointError: The file is damaged.
-        OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
-    """
-    with _named(path):
-        found = _core.check(fd, verify, later=later)
-    _refuse_damaged(found, path)
-    return found

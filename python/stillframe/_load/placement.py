@@ -1,17 +1,18 @@
 """The devices that a checkpoint's records go to, according to torch.load's map_location.
 
 torch decides the location of each storage when it unpickles it, one by one. Records are read ahead
-of that, straight to their device. So the pickle's storages are looked up first, by a reader that
-imports and runs nothing.
+of that, straight to their device. If map_location names one device, all go there. Otherwise it
+depends on where each storage was saved, which only the pickle says: it is looked up first, by a
+reader that imports and runs nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import itertools
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,9 +34,7 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
         peek: A restore of the file that has not begun; it is closed here.
     """
     try:
-        locations = _locations(peek)
-        to = _rule(map_location)
-        devices = {key: _device.of_location(to(place)) for key, place in locations.items()}
+        devices = _devices(peek, map_location)
         numbers = {key: peek.find(f"data/{key}") for key in devices}
     except Exception as error:  # of any kind: the load itself reports a bad pickle
         _logger.debug("by way of host memory: no places were found ahead: %r", error)
@@ -49,6 +48,26 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
     }
 
 
+def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device | None]:
+    """Return the device of each storage, by its key; none if its bytes have another order."""
+    if isinstance(map_location, (str, torch.device)):
+        # All go there, so the pickle need not be read. torch numbers storages from 0 on.
+        (byteorder,) = records.read(peek, ("byteorder",))
+        device = _device.of_location(str(map_location))
+        keys = itertools.takewhile(
+            lambda key: peek.find(f"data/{key}") >= 0, map(str, itertools.count())
+        )
+        return dict.fromkeys(keys, device) if byteorder == _BYTEORDER else {}
+    pickle, byteorder = records.read(peek, ("data.pkl", "byteorder"))
+    if byteorder != _BYTEORDER:
+        return {}
+    moved = map_location or {}
+    return {
+        key: _device.of_location(str(moved.get(place, place)))
+        for key, place in _Locations(pickle).found.items()
+    }
+
+
 def may_find(map_location: Any) -> bool:
     """Return whether `find` may find any, judging by this process and map_location alone."""
     if callable(map_location) or not (_device.may_be_loaded_to() and _torch_places_as_known()):
@@ -56,21 +75,6 @@ def may_find(map_location: Any) -> bool:
     if isinstance(map_location, (str, torch.device)):
         return _device.of_location(str(map_location)) is not None
     return True
-
-
-def _rule(map_location: Any) -> Callable[[str], str]:
-    """Return a function from a saved location to the one where torch.load puts it."""
-    if map_location is None:
-        return lambda place: place
-    if isinstance(map_location, dict):
-        return lambda place: str(map_location.get(place, place))
-    return lambda place: str(map_location)
-
-
-def _locations(peek: _core.Restore) -> dict[str, str]:
-    """Return where a pickle's storages were saved; none if their bytes have another byte order."""
-    pickle, byteorder = records.read(peek, ("data.pkl", "byteorder"))
-    return _Locations(pickle).found if byteorder == _BYTEORDER else {}
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from torch import _weights_only_unpickler, serialization
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._base.records import Failure, RestoreFailed, read
+from stillframe._base import records
 from stillframe.errors import StillframeError
 
 EVERYTHING = 1 << 62  # bytes
@@ -77,7 +77,6 @@ class Archive:
     def __init__(
         self, core: _core.Restore, fd: int, nbytes: int, ahead: int, devices: _Devices
     ) -> None:
-        self.failure: Failure | None = None
         self.is_native = False  # the file says that it has this machine's byte order
         self._core = core
         self._fd = fd
@@ -93,7 +92,7 @@ class Archive:
         """Return what torch.load would return.
 
         Raises:
-            RestoreFailed: A record is damaged or could not be read.
+            records.RestoreFailed: A record is damaged or could not be read.
             CutShort: A record is shorter than a tensor in it.
             Missing: The file lacks a record.
             Everything that torch.load raises after it has opened the file.
@@ -111,10 +110,8 @@ class Archive:
                 _ = self._torch  # torch's reader raises for versions that it does not know
             loaded = serialization._load(self, map_location, unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
             self._find_memory(self._core.nr)
-            if not self._core.wait(self._core.nr):
-                raise RestoreFailed
+            records.wait(self._core, self._core.nr)
         finally:
-            self.failure = Failure(*self._core.failure())
             # The threads end before the memory that they write to is freed.
             self._core.close()
             self._storages.clear()
@@ -188,8 +185,7 @@ class Archive:
         reach = self._core.reach(index)  # neighbours in the same chunk of the file need memory too
         if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
             self._find_memory(reach)
-        if not self._core.wait(index):
-            raise RestoreFailed
+        records.wait(self._core, index)
         storage, self._storages[index] = self._storages[index], None
         if storage is None:  # a second request: torch caches all but empty ones
             return _storage_of(self._torch.get_record(name))
@@ -307,7 +303,7 @@ def _short_cut(
             if own(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
-                    if storage._data_ptr():  # torch makes an empty one anew
+                    if storage._data_ptr():  # torch makes an empty one again
                         made[key] = storage
                     return storage
         return theirs(saved)
@@ -344,13 +340,13 @@ class Shapes:
         self._records: dict[str, bytes] = {}
 
     def load(self, weights_only: bool) -> Any:
-        """Return the tree on the meta device; arguments and errors as for `Archive.load`."""
+        """Return the tree on the meta device; the arguments are those of `Archive.load`."""
         unpickler = _weights_only_unpickler if weights_only else pickle
         names = [name for name in self._NAMES if self._core.find(name) >= 0]
         try:
-            self._records = dict(zip(names, read(self._core, tuple(names)), strict=True))
+            self._records = dict(zip(names, records.read(self._core, tuple(names)), strict=True))
             if self._records.get("byteorder", _BYTEORDER) != _BYTEORDER:
-                raise RestoreFailed  # another byte order
+                raise ValueError("it has another byte order")
             return serialization._load(self, "meta", unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
         finally:
             self._core.close()

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from stillframe._offload import graph
-from stillframe._offload.every import every
 from stillframe._offload.offloader import Offloader
+from stillframe._offload.run_all import run_all
 from stillframe._offload.ticket import Ticket
 
 
@@ -94,7 +94,7 @@ class Gradients:
         self._under_way, self._ending = deque(), []
         whole = False
         try:
-            every(each.result for each in ending)
+            run_all(each.result for each in ending)
             whole = True
         finally:
             self._end(task, succeeded and whole)
@@ -116,7 +116,7 @@ class Gradients:
 
     def join_all(self) -> None:
         """Wait until everything that was sent has been added."""
-        every(functools.partial(self.join, task) for task in [graph.NO_TASK, *self._sums])
+        run_all(functools.partial(self.join, task) for task in [graph.NO_TASK, *self._sums])
 
     def close(self) -> None:
         """End the thread after the gradients that are in flight."""

@@ -11,27 +11,35 @@ fails. On a device it drops them on a thread of its own, when the caller may be 
 already. So `watch` replaces the engine object of `torch.autograd`, through which every call of
 Python's goes, for as long as layers are offloaded. A dropped callback then has one effect only: the
 caller learns that no thread runs a node of the pass any more.
+
+The pass is an object among torch's thread-local ones. The engine takes those of the caller to every
+thread that runs a node. So a node finds its own pass, whatever other passes run in other threads.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stillframe._offload.every import every
+from stillframe._offload.run_all import run_all
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
 NO_TASK = -1
 _MOST_S = 60.0  # that a failed pass is waited for: its last node may take long
+_POLL_S = 0.0005
+_KEY = "stillframe.pass"  # of the calling thread's pass among torch's thread-local objects
 
 
 def task() -> int:
@@ -39,98 +47,77 @@ def task() -> int:
     return torch._C._current_graph_task_id()
 
 
-class _Held:
-    """A callback that lives as long as the engine holds the pass."""
-
-    def __init__(self, dropped: threading.Event) -> None:
-        self._dropped = dropped
-
-    def __call__(self) -> None:
-        """Do nothing: the caller's thread tells the end."""
-
-    def __del__(self) -> None:
-        self._dropped.set()
-
-
 class Pass:
     """One call of the engine.
 
     Attributes:
         around: The pass in one of whose nodes this one was called, as a reentrant checkpoint does.
-        number: The engine's number of it, once its first node runs.
-        nodes: Those of its outputs, one of which runs first.
+        number: The engine's number of it, once somebody has joined.
         ends: Who hears of its end, in the order of joining.
+        is_over: It has ended. Threads may still have it, with other thread-local objects.
     """
 
     def __init__(self, around: Pass | None) -> None:
         self.around = around
         self.number = NO_TASK
-        self.nodes: set[Any] = set()
         self.ends: dict[Ends, None] = {}
-        self._dropped: threading.Event | None = None
-
-    @contextmanager
-    def noted(self, outputs: Iterable[Any]) -> Iterator[None]:
-        """Note the pass under its number when its first node runs."""
-        self.nodes = {e.grad_fn if isinstance(e, Tensor) else e.node for e in outputs} - {None}
-        hooks = [node.register_prehook(self._note) for node in self.nodes]
-        with _lock:
-            _begun.append(self)
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            with _lock:
-                self.nodes.clear()
-                _passes.pop(self.number, None)
-                if self in _begun:
-                    _begun.remove(self)
-
-    def _note(self, grads: Any) -> None:
-        current()
+        self.is_over = False
+        self._held: weakref.ref[Any] | None = None  # a callback that the engine drops with the pass
 
     def join(self, ends: Ends) -> None:
         """Have `ends` hear of the end. The calling thread runs a node of this pass."""
-        with _lock:
-            self.ends[ends] = None
-            if self._dropped is not None:
-                return
-            dropped = self._dropped = threading.Event()
-        torch.autograd.Variable._execution_engine.queue_callback(_Held(dropped))
+        self.number = task()
+        self.ends[ends] = None
+        if self._held is None:
+            held: Any = functools.partial(
+                bool
+            )  # does nothing, and has no code that Ctrl-C interrupts
+            torch.autograd.Variable._execution_engine.queue_callback(held)
+            self._held = weakref.ref(held)  # last: the traceback of an error here keeps `held`
 
     def end(self, succeeded: bool) -> None:
         """Tell the end. Wait first until no thread runs a node of a pass that has failed."""
-        if not succeeded and self._dropped is not None and not self._dropped.wait(_MOST_S):
+        if not succeeded and not self._is_dropped():
             log.error(
                 "stillframe: a backward has failed, and a node of it still runs after %.0f s",
                 _MOST_S,
             )
-        every([functools.partial(each._ended, self, succeeded) for each in self.ends])
+        run_all([functools.partial(self._tell, each, succeeded) for each in self.ends])
 
+    def _tell(self, ends: Ends, succeeded: bool) -> None:
+        try:
+            ends._ended(self, succeeded)
+        except Exception:
+            del self.ends[ends]
+            raise
+        del self.ends[ends]  # after Ctrl-C it stays, and is told again
 
-_lock = threading.RLock()
-_begun: list[Pass] = []  # none of their nodes has run so far
-_passes: dict[int, Pass] = {}  # those that run, by number
-_nr_watching = 0
+    def _is_dropped(self) -> bool:
+        """Wait until the engine has dropped the pass; return False if it takes too long."""
+        end = time.monotonic() + _MOST_S
+        while self._held is not None and self._held() is not None:
+            if time.monotonic() > end:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
 
 def current() -> Pass | None:
     """Return the pass that the calling thread runs a node of; None outside one, and where the call
     was not seen."""
-    number = task()
-    if number == NO_TASK or number in _passes:
-        return _passes.get(number)
-    # A node of its outputs runs, and perhaps a hook that stands before the one of `Pass.noted`.
-    node = torch._C._current_autograd_node()
-    with _lock:
-        for one in _begun:
-            if node in one.nodes:
-                _begun.remove(one)
-                one.number = number
-                _passes[number] = one
-                return one
-    return None
+    if task() == NO_TASK or not torch._C._is_key_in_tls(_KEY):
+        return None
+    one: Pass | None = torch._C._get_obj_in_tls(_KEY)
+    return None if one is None or one.is_over else one
+
+
+def _make_current(one: Pass | None) -> None:
+    if one is not None:
+        torch._C._stash_obj_in_tls(_KEY, one)
+    elif hasattr(torch._C, "_remove_obj_from_tls"):
+        torch._C._remove_obj_from_tls(_KEY)
+    else:  # before torch 2.13
+        torch._C._stash_obj_in_tls(_KEY, None)
 
 
 class _Engine(torch._C._ImperativeEngine):
@@ -143,17 +130,21 @@ class _Engine(torch._C._ImperativeEngine):
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        if not _nr_watching:  # whoever replaced the engine too has put this one back
+            return self.engine.run_backward(*args, **kwargs)
         one = Pass(current())
-        succeeded = False
         try:
-            with one.noted(outputs):
-                result = self.engine.run_backward(outputs, *args, **kwargs)
-            succeeded = True
-        finally:  # Ctrl-C counts as a failure
-            if not succeeded:
-                _end_failed(one)
-        one.end(True)
+            try:
+                _make_current(one)
+                result = self.engine.run_backward(*args, **kwargs)
+            finally:
+                one.is_over = True
+                _make_current(one.around)
+            one.end(True)
+        except BaseException:  # Ctrl-C counts as a failure
+            _end_failed(one)
+            raise
         return result
 
     def queue_callback(self, callback: Any) -> Any:
@@ -170,18 +161,28 @@ def _end_failed(one: Pass) -> None:
         log.error("stillframe: a backward has failed, and so has its end: %r", error)
 
 
-def watch() -> None:
-    """Tell the ends of all backwards that begin from now on, until as many calls of `unwatch`."""
+_lock = threading.RLock()  # a handle's end may come in a garbage collection
+_nr_watching = 0
+
+
+def watch(ends: Ends) -> Callable[[], object]:
+    """Tell the ends of all backwards that begin from now on, for as long as `ends` lives.
+
+    Returns:
+        A function that ends this earlier. It may be called again.
+    """
     global _nr_watching
     variable: Any = torch.autograd.Variable
+    stop = weakref.finalize(ends, _unwatch)
+    stop.atexit = False
     with _lock:
         _nr_watching += 1
-        if _nr_watching == 1:
+        if not isinstance(variable._execution_engine, _Engine):
             variable._execution_engine = _Engine(variable._execution_engine)
+    return stop
 
 
-def unwatch() -> None:
-    """Take back one call of `watch`."""
+def _unwatch() -> None:
     global _nr_watching
     variable: Any = torch.autograd.Variable
     with _lock:
@@ -189,6 +190,14 @@ def unwatch() -> None:
         found = variable._execution_engine
         if _nr_watching == 0 and isinstance(found, _Engine):
             variable._execution_engine = found.engine
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Ends:
@@ -215,6 +224,9 @@ class Ends:
         number = task()
         if number in self._joined:
             return number
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and compiled.in_compiled_autograd_region:
+            raise StillframeError("compiled autograd cannot go through offloaded layers")
         one = current()
         if one is None:
             raise StillframeError(

@@ -19,12 +19,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stillframe._offload.offloader import Offloader
-from stillframe._offload.residents import Group, Stamp
+from stillframe._offload.residents import Fingerprint, Group
 from stillframe._offload.ticket import Ticket
 from stillframe.errors import StillframeError
 
 
-class Place(NamedTuple):
+class TensorRef(NamedTuple):
     """A module's reference to a tensor."""
 
     module: nn.Module
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     number: int  # index of the tensor in Layer.tensors
 
 
-Former = list[tuple[Place, Any]]
+Former = list[tuple[TensorRef, Any]]
 
 # For each tensor that forwards have written to on the device: the number of writes that are not yet
 # copied back.
@@ -90,29 +90,31 @@ class Layer:
         self._sources: list[Tensor] | None = None
         self._writes: list[_Write] = []
         self.uses: weakref.WeakSet[Any] = weakref.WeakSet()  # forwards whose backward may still run
-        self.look()
+        self.find_tensors()
 
     # ---- the layer's tensors ----
 
-    def look(self) -> None:
+    def find_tensors(self) -> None:
         """Find the tensors; called again after somebody has replaced one of them."""
         self._sources = None
         indices: dict[int, int] = {}
         self.tensors: list[Tensor] = []
-        self.places: list[Place] = []
+        self.places: list[TensorRef] = []
         self.changing: set[int] = set()  # changed by training forwards, without a change of version
         modules = list(self.module.modules())
         for module in modules:
-            self._look_at(module, module._parameters, indices)
+            self._add_tensors_of(module, module._parameters, indices)
         self.nr_parameters = len(self.tensors)
         for module in modules:
-            self._look_at(module, module._buffers, indices)
+            self._add_tensors_of(module, module._buffers, indices)
             if isinstance(module, _NormBase) and module.track_running_stats:
                 for name in ("running_mean", "running_var", "num_batches_tracked"):
                     if module._buffers.get(name) is not None:
                         self.changing.add(indices[id(module._buffers[name])])
 
-    def _look_at(self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]) -> None:
+    def _add_tensors_of(
+        self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]
+    ) -> None:
         for name, tensor in entries.items():
             if tensor is None:
                 continue
@@ -120,7 +122,7 @@ class Layer:
             index = indices.setdefault(id(tensor), len(self.tensors))
             if index == len(self.tensors):
                 self.tensors.append(tensor)
-            self.places.append(Place(module, entries, name, index))
+            self.places.append(TensorRef(module, entries, name, index))
 
     def _check(self, tensor: Tensor, name: str) -> None:
         what = f"{self.name}: {name}"
@@ -151,7 +153,7 @@ class Layer:
         if any(
             place.entries.get(place.name) is not self.tensors[place.number] for place in self.places
         ):
-            self.look()
+            self.find_tensors()
         for index, tensor in enumerate(self.tensors):
             if tensor.device.type != "cpu":
                 self._check(tensor, self.name_of(index))
@@ -160,10 +162,10 @@ class Layer:
                 self._sources = [self.lowered(i, t) for i, t in enumerate(self.tensors)]
         return self._sources
 
-    def stamp(self) -> Stamp:
+    def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of the tensors that the modules refer to now."""
         self.settle()
-        return Stamp([place.entries[place.name] for place in self.places])
+        return Fingerprint([place.entries[place.name] for place in self.places])
 
     def lowered(self, index: int, tensor: Tensor) -> Tensor:
         """Return what is copied to the device for a tensor."""
@@ -285,7 +287,7 @@ class Hook:
         return _no_hook, ()
 
 
-class Stay:
+class ApplyGuard:
     """Replaces `_apply` of an offloaded module, so that moving the model leaves the layer alone.
 
     A copy of the module gets its own `_apply` back.

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
-from stillframe._offload import given, graph, optimizers
-from stillframe._offload.every import every
+from stillframe._offload import arguments, graph, optimizers
 from stillframe._offload.gradients import Gradient, Gradients
-from stillframe._offload.layer import Former, Hook, Layer, Stay
+from stillframe._offload.layer import ApplyGuard, Former, Hook, Layer
+from stillframe._offload.layer_use import LayerOrder, LayerUse
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.residents import Group, Residents
+from stillframe._offload.run_all import run_all
 from stillframe._offload.saved import Onloading, SavedHooks, weights
-from stillframe._offload.use import Course, Use
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 
@@ -40,7 +40,7 @@ class _Onload(torch.autograd.Function, Onloading):
 
     @staticmethod
     def forward(
-        ctx: Any, owner: Any, use: Use, indices: list[int], group: list[Tensor], *_: Tensor
+        ctx: Any, owner: Any, use: LayerUse, indices: list[int], group: list[Tensor], *_: Tensor
     ) -> Any:
         ctx.owner, ctx.use, ctx.indices = owner, use, indices
         ctx.set_materialize_grads(False)
@@ -62,14 +62,14 @@ class OffloadedLayers:
         self, layers: list[Layer], order: list[Layer], keep: int, offloader: Offloader, slots: int
     ) -> None:
         self._layers = layers
-        self._course = Course(order)
+        self._layer_order = LayerOrder(order)
         self._kept = {each for each in order[len(order) - keep :] if not each.partners}
         self._offloader = offloader
         self._residents = Residents(offloader, layers, slots)
         self._gradients = Gradients(offloader, slots)
         self._ends = graph.Ends(self._backward_ended)
-        self._open: list[Use] = []  # forwards that are running
-        self._current: Use | None = None  # the use that backward has reached
+        self._open: list[LayerUse] = []  # forwards that are running
+        self._current: LayerUse | None = None  # the use that backward has reached
         self._current_task = graph.NO_TASK  # the backward that has reached it
         self._last: Layer | None = None  # the last layer used with gradients
         self._users: dict[Tensor, list[Layer]] = {}
@@ -80,7 +80,7 @@ class OffloadedLayers:
                 self._users.setdefault(parameter, []).append(layer)
             self._watch(layer)
         optimizers.watch(self._residents)
-        graph.watch()
+        self._stop_watching = graph.watch(self._ends)
 
     def __enter__(self) -> OffloadedLayers:
         return self
@@ -97,19 +97,19 @@ class OffloadedLayers:
             return
         self._removed = True
         optimizers.unwatch(self._residents)
-        graph.unwatch()
+        self._stop_watching()
         steps = [self._leave, self._gradients.join_all]
         steps += [handle.remove for handle in self._handles]
         steps += [functools.partial(self._residents.give_up_others, ())]
         steps += [layer.settle for layer in self._layers]
         steps += [self._gradients.close, self._offloader.close]
         steps += [functools.partial(self._let_go, layer) for layer in self._layers]
-        every(steps)
+        run_all(steps)
 
     def _let_go(self, layer: Layer) -> None:
         del layer.module._apply
         layer.to_ordinary()
-        given.offloaded.difference_update(layer.module.modules())
+        arguments.offloaded.difference_update(layer.module.modules())
 
     def wait(self) -> None:
         """Wait until nothing reads the weights on the CPU any more.
@@ -135,30 +135,32 @@ class OffloadedLayers:
             module.register_forward_hook(Hook(self._after, layer), always_call=True),
         ]
         state = Hook(self._before_state, layer)
-        module._apply = Stay(layer)  # type: ignore[method-assign]
+        module._apply = ApplyGuard(layer)  # type: ignore[method-assign]
         for each in module.modules():
             self._handles.append(each.register_state_dict_pre_hook(state))  # type: ignore[no-untyped-call]
 
     # ---- forward ----
 
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
-        given.refuse_reduction(layer)
+        arguments.refuse_reduction(layer)
         if any(use.layer is layer for use in self._open):  # the module calls itself
             self._open.append(next(use for use in self._open if use.layer is layer))
             return
         again = graph.task() != graph.NO_TASK  # a checkpoint repeats it
-        use = Use(self._enter, layer, self._course.preceder(layer) if again else self._last)
+        use = LayerUse(
+            self._enter, layer, self._layer_order.preceder(layer) if again else self._last
+        )
         if again:
             self._ends.join()  # joins the outer backward: what is repeated may have one of its own
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
         else:
             self._leave()
-            if self._course.forward(layer):
+            if self._layer_order.forward(layer):
                 self._residents.end_pass()
             if self._residents.get(layer) is not None:
                 self._residents.give_up(layer)  # weights of an earlier forward
-            following = self._course.follower()
+            following = self._layer_order.follower()
         group = use.group = self._residents.bring(layer, anew=not again)
         use.tensors = layer.tensors
         self._open.append(use)
@@ -172,7 +174,7 @@ class OffloadedLayers:
                 self._last = layer
         self._prefetch(following, anew=not again)
 
-    def _on_device(self, use: Use, group: Group) -> list[Tensor]:
+    def _on_device(self, use: LayerUse, group: Group) -> list[Tensor]:
         """Return what replaces a layer's tensors during a forward."""
         layer = use.layer
         values = [tensor.detach() for tensor in group.tensors]
@@ -199,13 +201,13 @@ class OffloadedLayers:
         try:
             self._end_use(use, output, stays)
         except BaseException as error:
-            every(self._failing(layer), error)
+            run_all(self._failing(layer), error)
         if output is None and not again:  # the forward failed; a checkpoint's may end early
-            every(self._failing(layer))
+            run_all(self._failing(layer))
         elif not stays:
             self._residents.give_up(layer)
 
-    def _end_use(self, use: Use, output: Any, stays: bool) -> None:
+    def _end_use(self, use: LayerUse, output: Any, stays: bool) -> None:
         layer = use.layer
         if use.hooks is not None:
             use.hooks.leave()
@@ -219,7 +221,7 @@ class OffloadedLayers:
             _tell_of_backward(use, output)
         else:
             layer.settle()
-            if self._course.is_last(layer):
+            if self._layer_order.is_last(layer):
                 self._offloader.wait_read()  # the caller may write to the weights now
 
     def _failing(self, layer: Layer) -> list[Callable[[], object]]:
@@ -247,7 +249,7 @@ class OffloadedLayers:
 
     # ---- backward ----
 
-    def _enter(self, use: Use) -> Group:
+    def _enter(self, use: LayerUse) -> Group:
         """Bring a layer to the device: backward has reached it, or asks for one of its weights."""
         if self._removed:
             raise StillframeError(
@@ -265,7 +267,7 @@ class OffloadedLayers:
         group = self._residents.bring(use.layer, anew=False)
         # A checkpoint inside the layer may repeat its part of forward, and a reentrant one
         # computes gradients of that.
-        inside = Use(self._enter, use.layer, use.before)
+        inside = LayerUse(self._enter, use.layer, use.before)
         inside.left = group.now()
         with torch.enable_grad():
             use.put(self._on_device(inside, group))
@@ -274,12 +276,12 @@ class OffloadedLayers:
         self._prefetch(following, anew=False)
         return group
 
-    def _go_back(self, use: Use, leave: bool) -> Layer | None:
+    def _go_back(self, use: LayerUse, leave: bool) -> Layer | None:
         """Note that backward reaches a layer, or that a checkpoint repeats it.
 
         Returns the predicted next layer.
         """
-        following = self._course.backward(use.layer, use.before)
+        following = self._layer_order.backward(use.layer, use.before)
         staying = {use.layer, following}
         if leave:
             self._leave(staying)
@@ -300,10 +302,10 @@ class OffloadedLayers:
             steps.append(functools.partial(back, group, self._offloader, stays=stays))
         if not stays:
             steps.append(functools.partial(self._residents.give_up, use.layer))
-        every(steps)
+        run_all(steps)
 
     def _gradients_out(
-        self, use: Use, indices: list[int], grads: Sequence[Tensor | None]
+        self, use: LayerUse, indices: list[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Send a layer's gradients to the CPU; return those that autograd expects as results."""
         use.task = self._ends.join()
@@ -329,7 +331,7 @@ class OffloadedLayers:
             self._leave()
         return handed
 
-    def _is_last(self, use: Use, parameter: Tensor) -> bool:
+    def _is_last(self, use: LayerUse, parameter: Tensor) -> bool:
         """Return whether no other use that this backward reaches adds to the parameter's
         gradient."""
         return not any(
@@ -345,20 +347,20 @@ class OffloadedLayers:
             steps.append(self._leave)
             self._last = None
         if not inside:
-            self._course.end_backward(succeeded)
+            self._layer_order.end_backward(succeeded)
             steps.append(functools.partial(self._residents.give_up_others, ()))
         end = self._gradients.finish if inside else self._wait_for_end
-        every([*steps, functools.partial(end, task, succeeded)])
+        run_all([*steps, functools.partial(end, task, succeeded)])
 
     def _wait_for_end(self, task: int, succeeded: bool) -> None:
         """Wait for the gradients, the changed buffers and the copies that still read weights."""
         join = functools.partial(self._gradients.join, task, succeeded)
         settle = [layer.settle for layer in self._layers]
         with self._offloader._waiting():
-            every([join, *settle, self._offloader.wait_read])
+            run_all([join, *settle, self._offloader.wait_read])
 
 
-def _tell_of_backward(use: Use, output: Any) -> None:
+def _tell_of_backward(use: LayerUse, output: Any) -> None:
     """Register hooks that call `use.enter` before backward runs any node of the layer."""
 
     def enter(grads: Any) -> None:
@@ -400,11 +402,11 @@ def offload_layers(
         StillframeError: A parameter or a buffer is not on the CPU.
         PoolExhaustedError: The pool is too small for the parameters.
     """
-    order_of_modules = given.check(modules, keep, dtype)
+    order_of_modules = arguments.check(modules, keep, dtype)
     unique = list(dict.fromkeys(order_of_modules))
     made = {module: Layer(module, f"layers[{i}]", dtype) for i, module in enumerate(unique)}
     layers = list(made.values())
-    given.mark_shared(layers)
+    arguments.mark_shared(layers)
     slots = 2 + keep
     offloader = Offloader(device, slots=slots, engine=engine)
     try:
@@ -416,5 +418,5 @@ def offload_layers(
         offloader.close()
         raise
     for module in unique:
-        given.offloaded.update(module.modules())
+        arguments.offloaded.update(module.modules())
     return OffloadedLayers(layers, [made[m] for m in order_of_modules], keep, offloader, slots)

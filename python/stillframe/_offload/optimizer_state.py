@@ -28,7 +28,8 @@ from stillframe._offload.offloader import Offloader
 from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine
-from stillframe._watch import keepers, steps
+from stillframe._watch import memory_owners, steps
+from stillframe._watch.step_hooks import eager
 
 _MIN_BYTES = 4096  # smaller tensors, such as step counts, stay where the optimizer made them
 
@@ -57,8 +58,8 @@ class _State(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-class _Keeper:
-    """Lets saves defer the state in the pool (see `keepers.Keeper`) if it changes only in steps.
+class _StateOwner:
+    """Lets saves defer the state in the pool if it changes only in steps; see `MemoryOwner`.
 
     That is learned by observation, as for state that is not offloaded (`_watch/ownership.py`): no
     version may change in two intervals from the end of a step to the next one. One change ends it
@@ -69,19 +70,19 @@ class _Keeper:
         self._intervals = 0
         self._noted: list[tuple[Tensor, int]] = []  # homes and versions since the last step
         self._ended = False
-        keepers.keep(self)
+        memory_owners.register(self)
 
     def note(self, homes: list[Tensor]) -> None:
         """Record the versions at the end of a step."""
         self._noted = [(home, home._version) for home in homes]
 
-    def look(self) -> None:
+    def compare(self) -> None:
         """Compare the versions, because a step begins or offloading ends."""
         noted, self._noted = self._noted, []
         self._ended = self._ended or any(home._version != version for home, version in noted)
         self._intervals += bool(noted)
 
-    def defer(self, marks: keepers.Marks) -> None:
+    def defer(self, marks: memory_owners.Marks) -> None:
         if self._intervals >= 2 and not self._ended:
             _core.Observer.defer_kept([home for home, _ in self._noted], marks)
 
@@ -107,7 +108,7 @@ class OffloadedOptimizerState:
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
         self._stepping = False
         self._removed = False
-        self._keeper = _Keeper()
+        self._state_owner = _StateOwner()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -129,7 +130,7 @@ class OffloadedOptimizerState:
             return
         self._come_home()
         self._removed = True
-        self._keeper.look()
+        self._state_owner.compare()
         for handle in self._handles:
             handle.remove()
         for number in list(self._homes):
@@ -147,17 +148,19 @@ class OffloadedOptimizerState:
 
     # ---- hooks of the optimizer ----
 
+    @eager
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._keeper.look()
+        self._state_owner.compare()
         self._come_home()  # an earlier step may have ended in an error
         if type(optimizer.state) is not _State:
             self._take_over()
         self._note_groups()
         self._stepping = True
 
+    @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._come_home()
-        self._keeper.note([home for group in self._homes.values() for _, home in group])
+        self._state_owner.note([home for group in self._homes.values() for _, home in group])
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self._come_home()
@@ -182,7 +185,7 @@ class OffloadedOptimizerState:
 
     def _loaded(self, optimizer: Optimizer) -> None:
         loading, self._loading = self._loading, []
-        self._keeper = _Keeper()
+        self._state_owner = _StateOwner()
         self._take_over()
         for number in range(len(optimizer.param_groups)):
             own = [each for each in loading if self._group_of[each[0]] == number]

@@ -13,13 +13,12 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stillframe._offload import graph
 from stillframe._watch import gate
@@ -27,6 +26,9 @@ from stillframe._watch import gate
 
 class Reader(Protocol):
     """Something that reads weights on the CPU asynchronously."""
+
+    def all(self) -> Iterable[Tensor]:
+        """Return the tensors that it may read at some time."""
 
     def reads(self) -> Iterable[Tensor]:
         """Return the tensors that it may be reading now or has prefetched."""
@@ -45,10 +47,13 @@ def watch(reader: Reader) -> None:
     """Make optimizers wait for the reader and end its pass, for as long as it lives."""
     _readers.add(reader)
     _install()
+    gate.readers_changed()
 
 
 def unwatch(reader: Reader) -> None:
+    """Take back `watch`."""
     _readers.discard(reader)
+    gate.readers_changed()
 
 
 def _storages(tensors: Iterable[object]) -> set[int]:
@@ -59,30 +64,41 @@ def _storages(tensors: Iterable[object]) -> set[int]:
     }
 
 
-def _of(optimizer: Optimizer) -> Iterator[Reader]:
-    """Yield the readers that may be reading what the optimizer writes."""
-    if graph.task() != graph.NO_TASK:
-        return
+def _of(optimizer: Optimizer, tensors: Callable[[Reader], Iterable[Tensor]]) -> Iterator[Reader]:
+    """Yield the readers among whose tensors are some that the optimizer writes."""
     own: set[int] | None = None
     for reader in tuple(_readers):
-        read = _storages(reader.reads())
+        read = _storages(tensors(reader))
         if read and own is None:
             own = _storages(p for group in optimizer.param_groups for p in group["params"])
         if own and not own.isdisjoint(read):
             yield reader
 
 
-@functools.cache
-def _install() -> None:
-    def before(optimizer: Optimizer) -> None:
-        for reader in _of(optimizer):
+def _reading(optimizer: Optimizer) -> Iterator[Reader]:
+    """Yield the readers that may be reading what the optimizer writes."""
+    return (
+        iter(()) if graph.task() != graph.NO_TASK else _of(optimizer, lambda reader: reader.reads())
+    )
+
+
+class _Readers:
+    """The readers of this module, as the gate sees them."""
+
+    def wait(self, optimizer: Optimizer) -> None:
+        for reader in _reading(optimizer):
             reader.wait()
 
-    def after(optimizer: Optimizer, *_: Any) -> None:
-        for reader in _of(optimizer):
+    def stepped(self, optimizer: Optimizer) -> None:
+        for reader in _reading(optimizer):
             reader.end_pass()
 
-    gate.before_steps_write(before)
-    register_optimizer_step_post_hook(after)
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return any(True for _ in _of(optimizer, lambda reader: reader.all()))
+
+
+@functools.cache
+def _install() -> None:
+    gate.wait_for(_Readers())
     # In a forked child nothing reads the weights of the parent's readers.
     os.register_at_fork(after_in_child=_readers.clear)

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from stillframe._offload.every import every
 from stillframe._offload.offloader import Offloader
+from stillframe._offload.run_all import run_all
 
 _ELEMENTS = 16  # intervals between the elements that are kept of each tensor
 
 
-class Stamp:
+class Fingerprint:
     """A fingerprint of tensors in host memory.
 
     Two fingerprints are equal if no write between them was detected.
@@ -47,7 +47,7 @@ class Stamp:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Stamp)
+            isinstance(other, Fingerprint)
             and self._known == other._known
             and all(map(torch.equal, self._samples, other._samples))
         )
@@ -79,7 +79,7 @@ class Source(Protocol):
         """Return the CPU tensors to copy: as they are now with `anew`, else those of the last
         call."""
 
-    def stamp(self) -> Stamp:
+    def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of the tensors as they are now."""
 
 
@@ -88,7 +88,7 @@ class _Coming(NamedTuple):
 
     what: Sequence[Tensor]
     number: int  # the pass in which it was started
-    stamp: Stamp
+    fingerprint: Fingerprint
 
 
 class Group:
@@ -128,12 +128,14 @@ class Residents:
         """Begin a new pass, in which no earlier prefetch is used. Any thread may call it."""
         self._pass += 1
 
+    def all(self) -> list[Tensor]:
+        """Return the tensors of all layers."""
+        return [tensor for layer in self._layers for tensor in layer.tensors]
+
     def reads(self) -> list[Tensor]:
         """Return the tensors of all layers if any of them may be read or prefetched now, else
         none."""
-        if not (self._coming or self._offloader._is_reading()):
-            return []
-        return [tensor for layer in self._layers for tensor in layer.tensors]
+        return self.all() if self._coming or self._offloader._is_reading() else []
 
     def wait(self) -> None:
         """Wait until nothing is read any more."""
@@ -179,9 +181,9 @@ class Residents:
             return
         what = layer.sources(anew)
         with torch.inference_mode(False), torch.no_grad():
-            stamp = layer.stamp()
+            fingerprint = layer.fingerprint()
             if _has_bytes(what) and self._offloader.prefetch(what):
-                self._coming[layer] = _Coming(what, self._pass, stamp)
+                self._coming[layer] = _Coming(what, self._pass, fingerprint)
 
     def give_up(self, layer: Source) -> None:
         """Release the layer's slot after the work queued on the current stream so far."""
@@ -195,7 +197,7 @@ class Residents:
     def give_up_others(self, keep: Iterable[Source | None]) -> None:
         kept = set(keep)
         others = [layer for layer in (*self._coming, *self._groups) if layer not in kept]
-        every(functools.partial(self.give_up, layer) for layer in others)
+        run_all(functools.partial(self.give_up, layer) for layer in others)
 
     def _onload(self, what: Sequence[Tensor]) -> list[Tensor]:
         if _has_bytes(what):
@@ -204,7 +206,7 @@ class Residents:
 
     def _is_good(self, layer: Source, coming: _Coming) -> bool:
         """Return whether a prefetch holds what a new one would copy now."""
-        return coming.number == self._pass and coming.stamp == layer.stamp()
+        return coming.number == self._pass and coming.fingerprint == layer.fingerprint()
 
     def _give_up_earlier(self) -> None:
         """Release the slots of prefetches that were started in an earlier pass."""

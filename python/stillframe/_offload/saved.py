@@ -29,7 +29,7 @@ _VIEWS = frozenset(
 _MOST_VIEWS = 4  # between a cast of a weight and the tensor that is saved
 
 
-class Use(Protocol):
+class WeightUse(Protocol):
     """One forward of a layer, whose weights return to the device when backward asks for them."""
 
     def version(self, number: int) -> int:
@@ -61,7 +61,7 @@ class View(NamedTuple):
 class _Weight(NamedTuple):
     """A reference to a view of a weight, or of a cast of a weight."""
 
-    use: Use
+    use: WeightUse
     number: int  # index in its layer's tensors
     version: int
     view: View
@@ -125,9 +125,9 @@ class Weights:
     """The weights that are on the device, by storage, each with its current use."""
 
     def __init__(self) -> None:
-        self._uses: dict[int, tuple[Use, list[_Held]]] = {}
+        self._uses: dict[int, tuple[WeightUse, list[_Held]]] = {}
 
-    def add(self, use: Use, tensors: Sequence[Tensor]) -> None:
+    def add(self, use: WeightUse, tensors: Sequence[Tensor]) -> None:
         """Make views of the tensors be saved as references."""
         for index, tensor in enumerate(tensors):
             begin = int(tensor.storage_offset()) * tensor.itemsize
@@ -170,11 +170,11 @@ class Onloading:
     Its nodes have these attributes.
     """
 
-    use: Use
+    use: WeightUse
     indices: list[int]
 
 
-def _cast_of(tensor: Tensor) -> tuple[Use | None, int]:
+def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
     """Return the use and index of the weight if a tensor is a view of autocast's cast of one."""
     node = tensor.grad_fn
     for _ in range(_MOST_VIEWS):

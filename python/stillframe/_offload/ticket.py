@@ -101,7 +101,7 @@ class Leaving:
                 self.error = StillframeError(f"the tensors could not be brought away: {failed}")
             self._let_go()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Check for writes to the sources if they are still held."""
         with self._lock:
             self._compare()
@@ -227,7 +227,7 @@ class Ticket:
         """
         self._birth.refuse_child()
         self._refuse_released()
-        self._leaving.look()
+        self._leaving.poll()
         self._raise_error()
         if self._memory is None:
             raise StillframeError("this Ticket was released: its memory may be others' already")

@@ -8,7 +8,7 @@ import threading
 from typing import Unpack
 
 from stillframe import _core
-from stillframe._base import looks, paths
+from stillframe._base import file_kinds, paths
 from stillframe._base.arguments import seconds
 from stillframe._base.calls import inside
 from stillframe._save import completion, ordered
@@ -219,7 +219,7 @@ def exists(path: Path) -> bool:
     if known < 0 and os.path.islink(path):
         known = _core.log_exists(paths.key(path, follow_link=True))
     _tell_of_home(path, known)
-    return looks.is_there(path) if known < 0 else bool(known)
+    return file_kinds.exists(path) if known < 0 else bool(known)
 
 
 def _tell_of_home(path: Path, known: int) -> None:

@@ -229,7 +229,7 @@ class Deadline:
     """A timeout that runs from now on.
 
     Attributes:
-        timeout: Seconds, as given; None waits for ever.
+        timeout: Seconds, as given; None waits forever.
     """
 
     def __init__(self, timeout: float | None) -> None:
@@ -237,7 +237,7 @@ class Deadline:
         self._end = None if self.timeout is None else time.monotonic() + self.timeout
 
     def left(self) -> float | None:
-        """Return the seconds left, at least 0; None waits for ever."""
+        """Return the seconds left, at least 0; None waits forever."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 

@@ -53,7 +53,7 @@ def _processor() -> str:
 def _machine() -> dict[str, Any]:
     from stillframe._base import cpus  # needs the core
 
-    found = cpus.look()
+    found = cpus.inspect()
     return {
         "processor": _processor(),
         "cores": len(found.ours),

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from stillframe import _core
-from stillframe._base import looks, records
+from stillframe._base import file_kinds, records
 from stillframe._base.bar import folded, printable
 from stillframe._base.calls import no_collection
 from stillframe._base.sizes import decimal
@@ -91,13 +91,13 @@ def examine(path: str) -> Found:
         return found
     if stat.S_ISDIR(os.fstat(fd).st_mode):
         os.close(fd)
-        found.status, found.error = UNUSABLE, f"it is {looks.directory(path)}"
+        found.status, found.error = UNUSABLE, f"it is {file_kinds.describe_directory(path)}"
         return found
     with os.fdopen(fd, "rb") as file, no_collection():
         try:
             checked = _core.check(fd, False)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
-            reason = None if checked["ok"] else looks.no_checkpoint(fd, path, checked)
+            reason = None if checked["ok"] else file_kinds.no_checkpoint(fd, path, checked)
             if reason is not None:
                 found.status, found.error = UNUSABLE, reason
                 return found

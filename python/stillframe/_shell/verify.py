@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stillframe import _core
-from stillframe._base import looks
+from stillframe._base import file_kinds
 from stillframe._base.bar import bar, folded, on_terminal, printable
 from stillframe._base.sizes import decimal
 from stillframe._shell import contents, safetensors
@@ -91,7 +91,7 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         return Finding(path, UNUSABLE, _reason(error))
     try:
         found = _core.check(fd, True, progress, True)  # bypassing the page cache
-        reason = None if found["ok"] else looks.no_checkpoint(fd, path, found)
+        reason = None if found["ok"] else file_kinds.no_checkpoint(fd, path, found)
         lacking = contents.lacking(fd) if found["ok"] else []
     except OSError as error:
         # The file exists and is readable, but its bytes are not: the disk has lost them.
@@ -191,7 +191,7 @@ def checkpoints_in(directory: str, failures: list[OSError]) -> Iterator[str]:
     """
     for root, directories, names in os.walk(directory, onerror=failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
-        if looks.is_sharded(names):
+        if file_kinds.is_sharded(names):
             yield root
         for name in sorted(names):
             path = os.path.join(root, name)

@@ -34,7 +34,7 @@ from stillframe._base.distributed import memory_of
 from stillframe._save import completion, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, limits_of, note_use, usage
-from stillframe._snapshot import lent
+from stillframe._snapshot import loans
 from stillframe._snapshot.copy import Copy
 from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
 from stillframe._tree.walk import Tree, paths
@@ -62,7 +62,7 @@ class Snapshot(Generic[T]):
         tree: T,
         begins: list[int],
         shared: bool,
-        lender: lent.Lender | None = None,
+        lender: loans.Lender | None = None,
     ) -> None:
         self._copy = copy
         self._tree: T | None = tree
@@ -221,7 +221,7 @@ def snapshot(
 ) -> Snapshot[T]:
     """Copy the tensors of `tree` into memory of the pool, and return the same tree over the copies.
 
-    Dicts, lists, tuples (their subclasses too), deques and sets are made anew. Tensors of any
+    Dicts, lists, tuples (their subclasses too), deques and sets are made again. Tensors of any
     device, layout, dtype and class become CPU tensors, and parameters stay parameters. Views and
     ties of one storage become views and ties of its copy. NumPy arrays are copied. Every other
     object stays the same object, with the tensors that it has: give a module's `state_dict()`, not
@@ -378,7 +378,7 @@ def _take(
     *,
     wait: bool = True,
     own_objects: bool = False,
-    patience_s: float | None = lent.PATIENCE_S,
+    patience_s: float | None = loans.PATIENCE_S,
 ) -> Snapshot[T]:
     engine_core = core_of(engine)
     source = Tree(tree)
@@ -390,7 +390,7 @@ def _take(
         forks = shared is True
         core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if forks else 0)
         memory = _lease(core, source, engine, _most_s() if wait else 0.0)
-        lender = lent.lend(core, memory, patience_s) if shared == "spawn" else None
+        lender = loans.lend(core, memory, patience_s) if shared == "spawn" else None
         copy = Copy(core, source, deferral, shared=forks)
         copy.start()
     except BaseException:
@@ -436,7 +436,7 @@ def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | N
             raise  # raised by a signal handler, whose own snapshot did not fit
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
-            f" {usage(engine)}{lent.explanation()}"
+            f" {usage(engine)}{loans.explanation()}"
         ) from None
     note_use(engine)
     return memory

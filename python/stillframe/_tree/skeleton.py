@@ -239,7 +239,7 @@ def _transformed() -> bool:
     )
 
 
-def _plain_road() -> bool:
+def _fast_path_is_allowed() -> bool:
     """Return whether plain tensors may be written without asking them.
 
     They may not under torch's modes and function transforms, nor when other code has changed how
@@ -256,7 +256,7 @@ def _plain_road() -> bool:
     return all(getattr(cls, name) is original for cls, name, original in _REDUCERS)
 
 
-def _plain_tags() -> tuple[bool, bool]:
+def _default_location_tags() -> tuple[bool, bool]:
     """Return whether host storages and CUDA storages have torch's own location tags: "cpu", and one
     for each device."""
     taggers = [tagger for _, tagger, _ in torch.serialization._package_registry[:2]]
@@ -267,7 +267,7 @@ def tree_collector() -> _core.Collector:
     """Return a collector for `stillframe._tree.walk`, which walks itself, saves nothing, and
     excludes function modes."""
     return _core.Collector(
-        _tree_types, plain_road=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
+        _tree_types, fast_path=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
     )
 
 
@@ -290,9 +290,9 @@ def build(obj: object) -> Skeleton:
     Raises:
         Exception: The same as ``torch.save`` for ``obj``.
     """
-    plain_cpu, plain_cuda = _plain_tags()
+    plain_cpu, plain_cuda = _default_location_tags()
     collector = _core.Collector(
-        _types, plain_road=_plain_road(), plain_cpu=plain_cpu, plain_cuda=plain_cuda
+        _types, fast_path=_fast_path_is_allowed(), plain_cpu=plain_cpu, plain_cuda=plain_cuda
     )
     try:
         pickle = _pickle_object(obj, collector)

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from stillframe import _core
-from stillframe._watch import keepers, ownership
-from stillframe._watch.keepers import Keeper, Marks
+from stillframe._watch import memory_owners, ownership
+from stillframe._watch.memory_owners import Marks, MemoryOwner
 from stillframe._watch.ownership import Owner
 
 
@@ -57,7 +57,7 @@ class Deferral:
         self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._parts: list[tuple[int, Owner | Keeper]] = []  # (end in `indices`, owner)
+        self._parts: list[tuple[int, Owner | MemoryOwner]] = []  # (end in `indices`, owner)
         self.overtaken = False
 
     def torn(self) -> int:
@@ -101,7 +101,9 @@ class Deferral:
         lists = self.indices, self._numbers, self._tensors, self._versions
         marks = Marks(sources.numbers, sources.rows, *lists)
         owners = list(ownership.living())
-        for owner in (*owners, *keepers.known):
+        for unseen in (each for each in owners if each.unseen):
+            unseen.capture_for_others()
+        for owner in (*owners, *memory_owners.known):
             before = len(self.indices)
             owner.defer(marks)
             if len(self.indices) > before:

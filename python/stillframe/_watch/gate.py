@@ -14,7 +14,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -53,9 +52,25 @@ class Pending(Protocol):
         """
 
 
+class Readers(Protocol):
+    """Copies beside those of saves that read what optimizers write."""
+
+    def wait(self, optimizer: Optimizer) -> object:
+        """Wait until none of them reads what the optimizer's step is about to write."""
+
+    def stepped(self, optimizer: Optimizer) -> object:
+        """Note that the optimizer's step has written."""
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether a step of the optimizer may ever have to wait for them."""
+
+
 _pendings: dict[int, Pending] = {}  # by id
 _late: dict[int, Deferral] = {}  # the deferral of each, by the same id
-readers: list[Callable[[Optimizer], object]] = []  # each waits for other readers of its storages
+_readers: list[Readers] = []
+# The serials of optimizers whose compiled steps have no hooks, although `_readers` now concern
+# them. Such steps guard on this string, so a change of it has them compiled again.
+must_wait = ""
 
 
 def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
@@ -172,24 +187,46 @@ def _wait_for_calls() -> None:
 def hold_back(optimizer: Optimizer) -> None:
     """Wait for saves, right before an optimizer's step writes.
 
-    It waits even where the bookkeeping has failed. It raises only what a signal handler or one of
-    `readers` raises.
+    It waits even where the bookkeeping has failed. It raises only what a signal handler or the
+    readers raise.
     """
     if calls:
         _wait_for_calls()
     if _pendings:
         wait()
-    for wait_for_reader in readers:
-        wait_for_reader(optimizer)
+    for each in _readers:
+        each.wait(optimizer)
 
 
-def before_steps_write(wait_for_reader: Callable[[Optimizer], object]) -> None:
-    """Make every later step call a function with its optimizer right before it writes.
+def stepped(optimizer: Optimizer) -> None:
+    """Tell the readers that an optimizer's step has written."""
+    for each in _readers:
+        each.stepped(optimizer)
+
+
+def wait_for(readers: Readers) -> None:
+    """Make every later step wait for these readers right before it writes.
 
     A pre-hook of torch would not do: it runs before the closure. If it wrote, the gate would have
     to be before the closure too.
     """
-    readers.append(wait_for_reader)
+    _readers.append(readers)
+
+
+def concerns(optimizer: Optimizer) -> bool:
+    """Return whether a step of the optimizer may have to wait for readers."""
+    return any(each.concerns(optimizer) for each in _readers)
+
+
+def readers_changed() -> None:
+    """Have compiled steps without hooks compiled again if readers concern them from now on."""
+    global must_wait
+    serials = [
+        str(owner.serial)
+        for owner in ownership.living()
+        if owner.unseen and (optimizer := owner.ref()) is not None and concerns(optimizer)
+    ]
+    must_wait = " ".join(serials)
 
 
 def forked() -> None:

@@ -10,8 +10,8 @@ Growth inside a torch operator (`Tensor.resize_`, an `out=` that is too small) u
 
 `torch.utils.swap_tensors` exchanges the contents of two tensor objects; `module.to()` does so for
 DTensors and quantized parameters. It refuses tensors with weak references, so observers drop theirs
-first and learn the optimizer anew. Verdicts compare the tensors' version counters, so every copy is
-waited for before that.
+first and observe the optimizer again. Verdicts compare the tensors' version counters, so all copies
+are waited for before that.
 """
 
 from __future__ import annotations

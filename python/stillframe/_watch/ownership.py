@@ -37,7 +37,7 @@ from stillframe._base.calls import stack
 from stillframe._base.distributed import dtensor, memory_of
 from stillframe._watch import steps
 from stillframe._watch.guard import guarded
-from stillframe._watch.keepers import Marks
+from stillframe._watch.memory_owners import Marks
 
 log = logging.getLogger("stillframe")
 
@@ -87,6 +87,8 @@ class Owner:
             closure again.
         gated: The closure passed on in the present step has been called.
         kind: The optimizer's class.
+        serial: Its number, which no other owner gets.
+        unseen: Its steps may run without hooks, so they wait for no copy.
     """
 
     __slots__ = (
@@ -95,7 +97,6 @@ class Owner:
         "_rests",
         "_rivals",
         "_seen",
-        "_serial",
         "_steps_nested",
         "_why",
         "closure_place",
@@ -103,11 +104,13 @@ class Owner:
         "kind",
         "observer",
         "ref",
+        "serial",
         "ungated",
+        "unseen",
     )
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._serial = next(_serials)
+        self.serial = next(_serials)
         self._steps_nested = 0  # steps that are running, one inside the other
         self._known = False
         self._rests = False  # `Observer.rests` at the end of the last step
@@ -116,9 +119,10 @@ class Owner:
         self._why = ""
         self.closure_place: int | None = None
         self.ungated = False
+        self.unseen = False
         self.gated = True
         self.kind = type(optimizer)
-        self.observer = _core.Observer(_claimed, self._serial)
+        self.observer = _core.Observer(_claimed, self.serial)
         self.ref = weakref.ref(optimizer, _OwnerRemoval(id(optimizer)))
 
     @property
@@ -129,6 +133,26 @@ class Owner:
     def distrust(self, why: str) -> None:
         """Have everything captured from now on; the first reason stays."""
         self._why = self._why or why
+
+    def run_unseen(self, why: str) -> None:
+        """Note that its steps may run without hooks; have all that they write captured."""
+        self.distrust(why)
+        self.unseen = True
+        self.capture_for_others()
+
+    @bookkeeping
+    def capture_for_others(self) -> None:
+        """Have its parameters captured where other optimizers own them too."""
+        optimizer = self.ref()
+        rivals = [each for each in living() if each is not self]
+        if optimizer is None or not rivals:
+            return
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            memory = memory_of(parameter)
+            if isinstance(memory, torch.Tensor) and memory.layout is torch.strided:
+                storage = memory.untyped_storage()._cdata
+                for rival in rivals:
+                    rival.observer.capture(storage)
 
     def qualifies(self, optimizer: Optimizer) -> bool:
         """Return whether the step is torch's own, or that of a listed or registered class."""
@@ -193,7 +217,7 @@ class Owner:
             self._probe()
         for serial, storage in clashes:
             for rival in living():
-                if rival._serial == serial:
+                if rival.serial == serial:
                     rival.observer.capture(storage)
                     rival._rivals.add(self)
                     self._rivals.add(rival)
@@ -211,7 +235,7 @@ class Owner:
         """Have devices copy down the probes that are not decided yet, on the current streams."""
         devices = self.observer.due()
         if devices:
-            self.observer.look(device.streams(devices))
+            self.observer.probe(device.streams(devices))
 
     @bookkeeping
     def defer(self, marks: Marks) -> None:
@@ -323,7 +347,7 @@ def living() -> Iterator[Owner]:
 
 
 def forget_all() -> None:
-    """Drop every reference to tensors; each optimizer is learned anew at its next step."""
+    """Drop every reference to tensors; each optimizer is learned again at its next step."""
     for owner in living():
         owner.observer.forget()
 

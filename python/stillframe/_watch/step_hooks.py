@@ -11,8 +11,10 @@ these the gate is therefore behind the closure:
     step()        -> pre-hook: GATE --------------------------------> update -> post-hook
 
 A step that is compiled as one graph (fullgraph=True) has no point where Python could wait, so the
-hooks do nothing in it. They run once, while it is traced, and have that optimizer's storages
-captured from then on. A graph that may break breaks at each hook.
+hooks do nothing in it. They run once, while it is traced. From then on every save captures what
+that optimizer writes, whoever else owns it. If the optimizer's weights belong to offloaded layers,
+whose copies a step must wait for, the step is not compiled: torch reports a graph break. A graph
+that may break breaks at each hook.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from torch.optim.optimizer import (
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._watch import gate, keepers, ownership, steps
+from stillframe._watch import gate, ownership, steps
 from stillframe._watch.ownership import Owner, bookkeeping
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _eager(function: _F) -> _F:
+def eager(function: _F) -> _F:
     """Keep a function out of compiled steps: it runs between their graphs, at every step."""
     # The private function imports torch._dynamo (1.4 s) at the first call, not at import.
     lazy = getattr(torch, "_disable_dynamo", None)
@@ -48,7 +50,7 @@ def _eager(function: _F) -> _F:
     return disable(function)
 
 
-@_eager
+@eager
 def _behind_closure(optimizer: Optimizer, owner: Owner) -> None:
     owner.gated = True
     owner.compare()
@@ -85,7 +87,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     owner.begin(optimizer)
     if _device.capturing():
         # Replays of the graph will change everything without running a hook.
-        owner.distrust("its step was captured in a CUDA graph")
+        owner.run_unseen("its step was captured in a CUDA graph")
     known = owner.qualifies(optimizer) and not owner.ungated
     if known and (len(args) > 1 or kwargs):
         passed_on = _passed_on(optimizer, owner, args, kwargs)
@@ -116,7 +118,7 @@ def _end(optimizer: Optimizer) -> bool:
     return owner is None or owner.end(optimizer)
 
 
-@_eager
+@eager
 def _before_writing(optimizer: Optimizer) -> None:
     ownership.enter(optimizer)
     _begin(optimizer, (), {})
@@ -149,19 +151,19 @@ def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
     """Gate at once, or pass on a closure that gates: the pre-hook."""
-    if torch.compiler.is_compiling() and _is_one_graph(optimizer):
+    if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
         return None
     return _step_begins(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note the end of the step: the post-hook."""
-    if torch.compiler.is_compiling() and _is_one_graph(optimizer):
+    if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
         return
     _step_ends(optimizer)
 
 
-@_eager
+@eager
 def _step_begins(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
@@ -173,24 +175,25 @@ def _step_begins(
     return passed_on
 
 
-@_eager
+@eager
 def _step_ends(optimizer: Optimizer) -> None:
     if _end(optimizer) is not False:
         ownership.leave(optimizer)
+    gate.stepped(optimizer)
     _core.trace_step_ends(optimizer)
 
 
-def _is_one_graph(optimizer: Optimizer) -> bool:
+def _is_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
     """Return whether a step that is being traced has to become one graph, without hooks.
 
     The compiler calls this function while it traces, treats the answer as a constant and guards on
-    the optimizer's identity. So nothing of the optimizer is copied after a call from now on, and no
-    copy of it is running when the graph first runs.
+    the optimizer's identity and on `gate.must_wait`. So nothing that the optimizer writes is copied
+    after a call from now on, and no copy of it is running when the graph first runs.
     """
-    if gate.readers or keepers.known or not _has_to_be_whole():
+    if not _has_to_be_whole() or gate.concerns(optimizer):
         return False
     _capture_all_of(optimizer)
-    gate.wait()
+    gate.hold_back(optimizer)
     return True
 
 
@@ -210,7 +213,7 @@ def _has_to_be_whole() -> bool:
 
 @bookkeeping
 def _capture_all_of(optimizer: Optimizer) -> None:
-    ownership.find_or_make(optimizer).distrust(
+    ownership.find_or_make(optimizer).run_unseen(
         "its step is compiled with fullgraph=True, so that nothing in it can wait for a copy"
     )
 

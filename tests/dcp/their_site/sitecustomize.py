@@ -1,5 +1,6 @@
-"""Imported by every interpreter that theirs_dcp.py starts, and by those that the tests start: has
-tests that want GPUs run on the CPU, and puts stillframe's writer and stager where PyTorch's are."""
+"""Replaces PyTorch's writer and stager by stillframe's, and runs GPU tests on the CPU.
+
+Every interpreter that theirs_dcp.py or its tests start imports this module."""
 
 import os
 import sys
@@ -7,7 +8,7 @@ from typing import Any
 
 
 def run_on_the_cpu() -> None:
-    """As PyTorch itself has it for the tests that say so."""
+    """Run on the CPU, as PyTorch does for some of its tests."""
     import torch.distributed
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -18,7 +19,7 @@ def run_on_the_cpu() -> None:
     init, shard = torch.distributed.init_process_group, FullyShardedDataParallel.__init__
 
     def init_process_group(backend: object = None, *given: Any, **named: Any) -> None:
-        """Theirs name the CPU's backend and the device's, which are one here."""
+        """Replace the pair of CPU and device backends, which PyTorch's tests name, by gloo."""
         init("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *given, **named)
 
     def shard_on_the_cpu(self: FullyShardedDataParallel, *given: Any, **named: Any) -> None:
@@ -34,7 +35,7 @@ def put_ours_in_place() -> None:
     from torch.distributed.checkpoint import staging
 
     class DefaultStager(ours.PinnedStager):
-        """Takes what PyTorch's takes: how it copies is its own affair."""
+        """Accepts the arguments of PyTorch's stager and ignores those about copying."""
 
         def __init__(self, config: object = None) -> None:
             super().__init__()

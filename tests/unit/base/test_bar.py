@@ -8,7 +8,7 @@ import pytest
 from stillframe._base import bar
 
 
-def test_a_bar_ends_with_what_it_is_over_however_that_ends(monkeypatch):
+def test_progress_bar_ends_with_its_work_even_after_an_error(monkeypatch):
     monkeypatch.setattr(bar, "on_terminal", lambda: True)
     monkeypatch.setattr(bar, "_QUIET_S", 60.0)
     with pytest.raises(ZeroDivisionError), bar.watched(lambda: 0, "a.pt", 10):
@@ -17,7 +17,7 @@ def test_a_bar_ends_with_what_it_is_over_however_that_ends(monkeypatch):
     assert "sf-progress" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_no_name_of_a_file_is_taken_for_a_markup_of_the_bars(monkeypatch, capsys):
+def test_file_name_is_not_taken_for_markup_by_the_bar(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with bar.bar("runs/[red]last.pt", 10) as update:
         update(5, 10)

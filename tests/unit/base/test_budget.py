@@ -49,7 +49,7 @@ def test_half_of_what_is_available_is_shared(system: System) -> None:
     ("ranks", "expected"),
     [("8", GIB // 2), ("1", 4 * GIB), ("0", 4 * GIB), ("", 4 * GIB), ("many", 4 * GIB)],
 )
-def test_ranks_of_a_machine_share_it(
+def test_ranks_of_a_machine_share_the_budget(
     system: System, monkeypatch: pytest.MonkeyPatch, ranks: str, expected: int
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
@@ -70,7 +70,7 @@ def test_memory_that_pools_hold_is_not_counted_twice(system: System) -> None:
         ("MemAvailable: none", "5:memory:/a\n0::/a\n"),
     ],
 )
-def test_system_that_tells_nothing_leaves_one_block(
+def test_unknown_memory_leaves_one_block(
     system: System, meminfo: str | None, cgroup: str | None
 ) -> None:
     (system.root / "proc/meminfo").unlink()
@@ -82,7 +82,7 @@ def test_system_that_tells_nothing_leaves_one_block(
     assert system.shared() == 0
 
 
-def test_v2_group_and_its_parents_limit_it(system: System) -> None:
+def test_cgroup_v2_and_its_parents_limit_the_budget(system: System) -> None:
     task, job = "job.slice/task-3", "job.slice"
     system.tell("proc/self/cgroup", f"0::/{task}\n")
     system.group(task, memory_max="max", memory_current=1000)
@@ -101,7 +101,7 @@ def test_v2_group_and_its_parents_limit_it(system: System) -> None:
     assert system.shared() == 0  # beyond its limit already
 
 
-def test_v1_group_limits_it(system: System) -> None:
+def test_cgroup_v1_limits_the_budget(system: System) -> None:
     system.tell(
         "proc/self/cgroup", "9:name=systemd:/x\n5:cpu,memory:/docker/abc\n3:cpuset:/\n0::/\n"
     )
@@ -154,7 +154,7 @@ def test_unreadable_files_are_no_limit(system: System) -> None:
     assert system.shared() == 4 * GIB
 
 
-def test_only_an_engine_without_pool_bytes_gets_what_is_found(
+def test_only_an_engine_without_pool_bytes_uses_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("STILLFRAME_POOL_BYTES", raising=False)
@@ -164,7 +164,7 @@ def test_only_an_engine_without_pool_bytes_gets_what_is_found(
         assert given.stats()["pool_bytes"] == 48 * MIB
 
 
-def test_look_is_told_what_all_pools_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_knows_the_memory_of_all_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STILLFRAME_POOL_BYTES", raising=False)
     told: list[int] = []
 

@@ -61,7 +61,7 @@ def interrupted_everywhere(function: Any) -> int:
         assert gc.isenabled(), f"line {number}"
 
 
-def test_an_interrupted_call_is_no_call():
+def test_interrupted_call_is_no_longer_counted():
     def call() -> None:
         with inside() as nested:
             assert not nested
@@ -70,7 +70,7 @@ def test_an_interrupted_call_is_no_call():
     assert interrupted_everywhere(call) >= 8
 
 
-def test_after_an_interrupt_garbage_is_collected_again():
+def test_garbage_collection_is_enabled_again_after_an_interrupt():
     def call() -> None:
         with no_collection():
             str(gc.isenabled())
@@ -78,7 +78,7 @@ def test_after_an_interrupt_garbage_is_collected_again():
     assert interrupted_everywhere(call) >= 8
 
 
-def test_a_call_inside_another_is_nested_wherever_it_comes_from():
+def test_call_inside_another_is_nested_whatever_calls_it():
     def inner() -> bool:
         with inside() as nested:
             return nested
@@ -95,7 +95,7 @@ def test_a_call_inside_another_is_nested_wherever_it_comes_from():
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_collections_go_on_as_before(was_on):
+def test_garbage_collection_is_restored_after_a_call(was_on):
     if not was_on:
         gc.disable()
     with no_collection():

@@ -127,6 +127,6 @@ def test_threads_follow_a_mask_that_the_program_sets(tmp_path):
 
 
 @several
-def test_threads_inherit_where_nothing_binds(tmp_path):
+def test_threads_inherit_the_mask_if_openmp_does_not_bind(tmp_path):
     found = run(tmp_path, ALL[:1], {}, ALL)
     assert found["ours"] == found["main"] == {(ALL[0],)}

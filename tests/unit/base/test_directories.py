@@ -57,7 +57,7 @@ def test_directories_of_a_save_that_need_not_be_durable_are_not_synced(tmp_path,
     assert [call.kind for call in recorded.calls] == ["mkdir", "mkdir"]
 
 
-def test_a_directory_that_somebody_else_makes_at_that_moment_is_taken(tmp_path, monkeypatch):
+def test_directory_made_by_another_process_meanwhile_is_used(tmp_path, monkeypatch):
     mkdir = os.mkdir
 
     def late(path: str) -> None:
@@ -70,7 +70,7 @@ def test_a_directory_that_somebody_else_makes_at_that_moment_is_taken(tmp_path, 
     assert (tmp_path / "a/b").is_dir()
 
 
-def test_a_file_in_the_way_of_a_directory_is_said(tmp_path, monkeypatch):
+def test_file_in_place_of_a_directory_is_named(tmp_path, monkeypatch):
     (tmp_path / "a").touch()
     with pytest.raises(SaveError) as caught:
         make(tmp_path / "a/b/file.ckpt")
@@ -89,24 +89,22 @@ def test_a_directory_that_cannot_be_synced_is_an_error_of_the_save(tmp_path, mon
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_knows_no_sync_of_directories_is_saved_to(tmp_path, monkeypatch, number):
+def test_file_system_without_directory_sync_works(tmp_path, monkeypatch, number):
     before = descriptors()
     monkeypatch.setattr(os, "fsync", failing(number))
     assert make(tmp_path / "a/file.ckpt").name == b"file.ckpt"
     assert descriptors() == before
 
 
-def test_a_directory_that_cannot_be_synced_for_want_of_permission_is_told_before(
-    tmp_path, monkeypatch
-):
+def test_directory_without_read_permission_is_refused_before_the_save(tmp_path, monkeypatch):
     # Root may read everything: so the answers of both looks are put in their place.
-    look = paths._core.look
+    look = paths._core.resolve
 
     def looks_unreadable(text: bytes, follow: bool) -> tuple[bytes, bytes, int, bool, int]:
         parent, name, kind, _, device = look(text, follow)
         return parent, name, kind, False, device
 
-    monkeypatch.setattr(paths._core, "look", looks_unreadable)
+    monkeypatch.setattr(paths._core, "resolve", looks_unreadable)
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     with pytest.raises(SaveError, match="cannot be synced without permission") as caught:
         make(tmp_path / "file.ckpt")
@@ -114,7 +112,7 @@ def test_a_directory_that_cannot_be_synced_for_want_of_permission_is_told_before
     assert make(tmp_path / "file.ckpt", durable=False).name == b"file.ckpt"
 
 
-def test_a_link_that_leads_round_in_a_circle_is_refused_where_it_is_followed(tmp_path):
+def test_circular_link_is_refused_if_it_is_followed(tmp_path):
     link = tmp_path / "round"
     link.symlink_to("round")
     with pytest.raises(SaveError) as caught:
@@ -123,7 +121,7 @@ def test_a_link_that_leads_round_in_a_circle_is_refused_where_it_is_followed(tmp
     assert make(link).name == b"round"
 
 
-def test_a_directory_whose_remove_stands_in_the_log_is_no_obstacle(tmp_path, monkeypatch):
+def test_directory_whose_remove_is_in_the_log_may_be_saved_over(tmp_path, monkeypatch):
     (tmp_path / "epoch").mkdir()
     with pytest.raises(SaveError):
         make(tmp_path / "epoch")
@@ -143,7 +141,7 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path.resolve()
 
 
-def test_a_link_is_never_missing_and_is_the_new_one_when_it_was_made(checkpoints, monkeypatch):
+def test_link_is_replaced_atomically(checkpoints, monkeypatch):
     link = str(checkpoints / "last.ckpt")
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
@@ -153,7 +151,7 @@ def test_a_link_is_never_missing_and_is_the_new_one_when_it_was_made(checkpoints
     assert recorded.synced() == [str(checkpoints)]
 
 
-def test_a_link_replaces_a_name_at_once_for_whoever_looks(checkpoints, monkeypatch):
+def test_link_replaces_a_name_atomically_for_readers(checkpoints, monkeypatch):
     seen = []
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
@@ -165,7 +163,7 @@ def test_a_link_replaces_a_name_at_once_for_whoever_looks(checkpoints, monkeypat
     assert sorted(os.listdir(checkpoints)) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
 
-def test_a_link_that_need_not_be_durable_syncs_nothing(checkpoints, monkeypatch):
+def test_link_with_durable_false_syncs_nothing(checkpoints, monkeypatch):
     recorded = Recorded(checkpoints)
     with recorded(monkeypatch):
         rotation.make_link(
@@ -174,7 +172,7 @@ def test_a_link_that_need_not_be_durable_syncs_nothing(checkpoints, monkeypatch)
     assert recorded.synced() == []
 
 
-def test_what_a_dead_process_left_of_a_link_is_used_up(checkpoints):
+def test_leftover_link_of_a_dead_process_is_replaced(checkpoints):
     (checkpoints / ".last.ckpt.stillframe-link").symlink_to("elsewhere")
     rotation.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
     assert os.readlink(checkpoints / "last.ckpt") == "new.ckpt"
@@ -200,7 +198,7 @@ def test_a_link_whose_directory_cannot_be_synced_is_an_error(checkpoints, monkey
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS])
-def test_a_file_system_without_links_gets_a_copy(checkpoints, monkeypatch, number):
+def test_file_system_without_links_gets_a_copy(checkpoints, monkeypatch, number):
     def no_links(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -218,7 +216,7 @@ def test_a_file_system_without_links_gets_a_copy(checkpoints, monkeypatch, numbe
     assert (checkpoints / "last.ckpt").read_bytes() == b"new"
 
 
-def test_another_error_of_a_link_is_said_and_the_older_one_stays(checkpoints, monkeypatch):
+def test_failed_link_is_reported_and_the_old_one_stays(checkpoints, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -237,7 +235,7 @@ def test_no_link_is_made_to_what_is_not_there(checkpoints):
     assert os.readlink(link) == "old.ckpt"
 
 
-def test_what_is_removed_is_the_link_and_not_the_directory_behind_it(tmp_path):
+def test_remove_takes_the_link_and_not_its_directory(tmp_path):
     (tmp_path / "epoch").mkdir()
     (tmp_path / "epoch/shard").touch()
     (tmp_path / "last").symlink_to("epoch")

@@ -50,9 +50,9 @@ LINKS = ["dangling", "round"]
 @pytest.mark.parametrize("follow_link", [True, False])
 @pytest.mark.parametrize("name", SEEN + LINKS)
 @pytest.mark.parametrize("absolute", [True, False])
-def test_a_look_says_what_pythons_functions_say(tree, name, follow_link, absolute):
+def test_resolve_agrees_with_pythons_functions(tree, name, follow_link, absolute):
     text = f"{tree}/{name}" if absolute else name
-    place = _core.look(os.fsencode(text), follow_link)
+    place = _core.resolve(os.fsencode(text), follow_link)
     if place is None:
         assert name in LINKS and follow_link  # of these the words are told
         return
@@ -66,26 +66,26 @@ def test_a_look_says_what_pythons_functions_say(tree, name, follow_link, absolut
 
 @pytest.mark.parametrize("follow_link", [True, False])
 @pytest.mark.parametrize("name", NOT_SEEN)
-def test_what_cannot_be_seen_is_looked_at_closer(tree, name, follow_link):
-    assert _core.look(os.fsencode(name), follow_link) is None
+def test_unreadable_path_is_examined_in_python(tree, name, follow_link):
+    assert _core.resolve(os.fsencode(name), follow_link) is None
 
 
-def test_a_path_longer_than_any_is_looked_at_closer():
-    assert _core.look(b"y/" * 50_000 + b"new.pt", False) is None
+def test_overlong_path_is_examined_in_python():
+    assert _core.resolve(b"y/" * 50_000 + b"new.pt", False) is None
 
 
 @pytest.mark.parametrize("call", ["lstat", "realpath"])
-def test_a_look_that_fails_is_repeated_by_python(tree, call):
+def test_failed_resolve_is_repeated_in_python(tree, call):
     with fault(call, err=errno.EIO, sticky=True):
-        assert _core.look(b"to-file", True) is None
+        assert _core.resolve(b"to-file", True) is None
         target = paths.target("to-file", follow_link=True, create_parents=False, durable=True)
     assert target.name == b"file.pt"
     assert stat.S_ISREG(os.stat(os.path.join(target.directory, target.name)).st_mode)
 
 
-def test_a_name_that_cannot_be_looked_at_is_not_taken_for_a_free_one(tree):
+def test_unreadable_name_is_not_taken_for_a_free_one(tree):
     with fault("lstat", err=errno.EIO, nth=2) as injected:  # the first one is its directory's
-        assert _core.look(b"file.pt", False) is None
+        assert _core.resolve(b"file.pt", False) is None
     assert injected.hits == 1
 
 
@@ -115,6 +115,6 @@ def test_path_with_a_scheme_inside_is_local(tree, path):
 
 
 @pytest.mark.parametrize("path", [3, None, ["a"]])
-def test_place_of_no_path_is_refused(path):
+def test_place_of_an_invalid_path_is_refused(path):
     with pytest.raises(TypeError, match=r"has to be a str or os\.PathLike"):
         paths.Place.of(path)

@@ -53,14 +53,14 @@ def test_records_come_as_they_are_asked_for_and_empty_where_there_is_none():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
-def test_no_thread_writes_to_memory_that_an_interrupt_lets_go_of(error):
+def test_interrupted_read_keeps_its_memory_until_threads_end(error):
     core: Any = Core(error)
     with pytest.raises(type(error)):
         records.read(core, ("a",))
     assert core.closed
 
 
-def test_what_is_damaged_is_told():
+def test_damaged_record_is_reported():
     core: Any = Core(good=False)
     with pytest.raises(records.RestoreFailed) as failed:
         records.read(core, ("a",))

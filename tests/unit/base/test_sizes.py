@@ -34,7 +34,7 @@ def test_a_size_is_an_int_or_a_number_with_a_unit(value, nbytes):
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "300XB", "1.2.3MB", "MB", "nan", "1e400"])
-def test_what_is_no_size_is_refused(text):
+def test_invalid_size_is_refused(text):
     with pytest.raises(ValueError, match=r"it='.*' is not a size: give bytes, or .*'4GiB'"):
         sizes.parse(text, "it")
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
@@ -42,7 +42,7 @@ def test_what_is_no_size_is_refused(text):
 
 
 @pytest.mark.parametrize("value", [1.5, True, None, b"4GiB"])
-def test_what_is_neither_an_int_nor_a_string_is_refused(value):
+def test_size_of_another_type_is_refused(value):
     with pytest.raises(TypeError, match="it has to be an int"):
         sizes.parse(value, "it")
 
@@ -72,7 +72,7 @@ def test_sizes_are_shown_with_three_digits(nbytes, decimal, binary):
     assert sizes.binary(nbytes) == binary
 
 
-def test_every_place_that_takes_a_size_takes_a_string(monkeypatch):
+def test_every_size_argument_accepts_a_string(monkeypatch):
     pytest.importorskip("lightning")
     from stillframe.lightning import AsyncCheckpointIO
 

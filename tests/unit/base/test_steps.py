@@ -8,7 +8,7 @@ import pytest
 from stillframe._base import steps
 
 
-def test_the_first_step_that_fails_is_the_last_and_named(tmp_path):
+def test_take_stops_at_the_first_failed_step_and_names_it(tmp_path):
     missing, new = str(tmp_path / "missing"), str(tmp_path / "new")
     with pytest.raises(FileNotFoundError) as caught:
         steps.take(
@@ -22,7 +22,7 @@ def test_the_first_step_that_fails_is_the_last_and_named(tmp_path):
     assert steps.names(str(tmp_path)) == ["first"]
 
 
-def test_of_steps_that_are_all_taken_every_error_is_told(tmp_path):
+def test_take_each_reports_every_error(tmp_path):
     for name in "abc":
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "full").mkdir()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
         ("linux", True, "does not support free-threaded builds"),
     ],
 )
-def test_systems_and_pythons_that_do_not_do_are_named(platform, free_threaded, words):
+def test_unsupported_systems_and_pythons_are_named(platform, free_threaded, words):
     said = support.complaint_of_python(platform, free_threaded)
     assert said is None if words is None else words in said
 

@@ -19,7 +19,7 @@ def test_none_waits_forever():
 
 
 @pytest.mark.parametrize("timeout", [True, False, "1", [1], 1j])
-def test_what_is_no_number_is_refused(timeout):
+def test_timeout_that_is_no_number_is_refused(timeout):
     with pytest.raises(TypeError, match="number of seconds"):
         arguments.seconds(timeout)
 

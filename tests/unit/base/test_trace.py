@@ -148,7 +148,7 @@ def test_every_row_is_named_and_steps_stand_above_the_threads(traced):
     assert all(timeline.order[tid] < min(others) for tid in above)
 
 
-def test_spans_of_a_row_are_nested_and_a_parts_times_fit_into_the_whole(traced):
+def test_spans_of_a_row_are_nested(traced):
     timeline, _, _ = traced
     expected = {
         "plan": "async_save",
@@ -204,13 +204,13 @@ def test_bytes_and_counts_are_those_of_the_saves(traced):
     assert {event["args"]["state"] for event in begins} == {"durable"}
 
 
-def test_times_have_all_their_digits(traced):
+def test_timestamps_keep_all_digits(traced):
     timeline, _, _ = traced
     digits = {round(event["ts"] * 1000) % 1000 for event in timeline.spans}
     assert any(each >= 100 for each in digits)
 
 
-def test_a_gate_that_waits_is_seen_as_long_as_the_report_says(tmp_path, monkeypatch):
+def test_gate_span_has_the_length_that_the_report_says(tmp_path, monkeypatch):
     begin = _core.trace_begin
 
     def late():
@@ -247,7 +247,7 @@ def test_a_pool_of_one_block_shows_the_waits_for_it(tmp_path):
     assert timeline.row_of("wait for block") == {"main thread"}
 
 
-def test_a_save_that_was_under_way_when_the_trace_began_is_seen_from_there_on(tmp_path):
+def test_save_under_way_is_traced_from_the_traces_begin(tmp_path):
     with contextlib.ExitStack() as write, stillframe.Engine() as engine:
         write.enter_context(held("fdatasync"))
         handle = stillframe.async_save([torch.ones(9)], tmp_path / "a.pt", engine=engine)
@@ -300,7 +300,7 @@ def test_without_a_trace_nothing_is_recorded(tmp_path):
         ("pipe", OSError, errno.ENXIO),
     ],
 )
-def test_a_path_that_cannot_be_written_is_an_error_at_entry(tmp_path, name, error, code):
+def test_unwritable_path_raises_on_entry(tmp_path, name, error, code):
     (tmp_path / "file").write_text("")
     (tmp_path / "null").symlink_to("/dev/null")
     os.mkfifo(tmp_path / "pipe")
@@ -315,12 +315,12 @@ def test_a_path_that_cannot_be_written_is_an_error_at_entry(tmp_path, name, erro
 
 
 @pytest.mark.parametrize("path", ["", "a\0b"])
-def test_what_is_no_path_is_refused(path):
+def test_invalid_path_is_refused(path):
     with pytest.raises(ValueError, match="cannot be the path of a trace"):
         stillframe.trace(path)
 
 
-def test_a_number_is_no_path():
+def test_number_is_refused_as_a_path():
     with pytest.raises(TypeError):
         stillframe.trace(3)
 
@@ -340,14 +340,14 @@ def test_two_traces_at_a_time_are_refused_and_the_first_goes_on(tmp_path):
     assert Timeline(tmp_path / "second.json").spans == []
 
 
-def test_an_error_in_the_block_passes_and_the_file_is_whole(tmp_path):
+def test_error_in_the_block_passes_and_the_file_is_complete(tmp_path):
     with pytest.raises(ZeroDivisionError), stillframe.trace(tmp_path / "t.json"):
         stillframe.save({"a": 1}, tmp_path / "a.pt")
         raise ZeroDivisionError
     assert Timeline(tmp_path / "t.json").named("sync")
 
 
-def test_a_trace_that_is_begun_again_tells_of_itself_alone(tmp_path):
+def test_second_trace_has_no_events_of_the_first(tmp_path):
     trace = stillframe.trace(tmp_path / "t.json")
     with trace:
         stillframe.save({"a": 1}, tmp_path / "a.pt")
@@ -454,6 +454,6 @@ def test_saves_that_finish_at_exit_are_in_the_trace_of_a_daemon_thread(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [-1, 0, 1000])
-def test_spans_of_no_kind_that_python_may_write_are_refused(kind):
+def test_unknown_kind_of_span_is_refused(kind):
     with pytest.raises(ValueError, match="no such kind"):
         _core.trace_end(kind, 1, 0, 0)

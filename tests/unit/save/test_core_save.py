@@ -84,7 +84,7 @@ def save_of(ticket: Ticket, *, late: bool = False, entered: float | None = None)
 
 
 @pytest.mark.parametrize("wait", [SaveHandle.wait_staged, SaveHandle.result])
-def test_who_waits_helps_and_gives_the_verdict_himself(wait):
+def test_waiting_thread_helps_to_copy_and_gives_the_verdict(wait):
     """Nobody else need come: at the end of the process the thread that would has ended."""
     ticket = Ticket()
     wait(save_of(ticket, late=True), 60)
@@ -92,7 +92,7 @@ def test_who_waits_helps_and_gives_the_verdict_himself(wait):
 
 
 @pytest.mark.parametrize("state", ["staging", "staged", "writing"])
-def test_a_save_that_goes_on_is_not_said_to_have_ended(state):
+def test_running_save_is_not_reported_as_ended(state):
     save = save_of(Ticket(state=state))
     with pytest.raises(AssertionError, match=state):
         save.settle()
@@ -115,12 +115,12 @@ def test_a_save_that_goes_on_is_not_said_to_have_ended(state):
         ),
     ],
 )
-def test_what_ends_a_save_behind_its_call_is_named(facts, kind, words):
+def test_error_after_the_call_is_named(facts, kind, words):
     error = save_of(Ticket())._error_of({**FACTS, **facts})
     assert type(error) is kind and str(error) == words
 
 
-def test_an_error_of_the_system_is_told_with_what_more_is_known_of_it():
+def test_system_error_has_phase_path_and_details():
     facts = {**FACTS, "code": -errno.EIO, "note": "the block at 4096", "phase": "sync"}
     error = save_of(Ticket())._error_of(facts)
     assert isinstance(error, stillframe.SaveError)
@@ -128,21 +128,21 @@ def test_an_error_of_the_system_is_told_with_what_more_is_known_of_it():
     assert error.strerror == "Input/output error: the block at 4096"
 
 
-def test_the_times_of_a_report_run_from_the_calls_entry():
+def test_times_of_a_report_count_from_the_calls_entry():
     """Not from the making of the ticket, behind the pickling."""
     save = save_of(Ticket(), entered=time.perf_counter() - 1000)
     report = save._report_of(FACTS)
     assert 1000 <= report.staged_after_s < report.durable_after_s
 
 
-def test_a_save_that_ends_before_its_call_has_blocked_until_then():
+def test_blocked_s_ends_with_a_save_that_ends_within_its_call():
     save = save_of(Ticket(), entered=time.perf_counter() - 1000)
     assert 1000 <= save._report_of(FACTS).blocked_s < 2000
     save._call.end()
     assert save._report_of(FACTS).blocked_s == save._report_of(FACTS).blocked_s
 
 
-def test_a_save_that_ends_before_a_step_that_waits_for_it_goes_on_has_held_it_up():
+def test_gate_wait_s_counts_a_step_that_waits_for_the_saves_end():
     """The thread that hears of the end may have the interpreter lock first."""
     reports = []
 
@@ -162,7 +162,7 @@ def test_a_save_that_ends_before_a_step_that_waits_for_it_goes_on_has_held_it_up
     assert 0 < during < again < after == later
 
 
-def test_a_call_that_is_interrupted_behind_the_launch_has_blocked_until_then(monkeypatch):
+def test_blocked_s_ends_with_an_interrupt_after_the_launch(monkeypatch):
     def submit(streams: Any) -> None:
         raise KeyboardInterrupt
 

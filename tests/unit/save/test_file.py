@@ -34,7 +34,7 @@ def opened(path: Path, nbytes: int = NBYTES) -> Iterator[tuple[_core.File, bytes
         os.close(fd)
 
 
-def test_any_order_of_calls_gives_what_a_bytesio_gives(tmp_path):
+def test_any_order_of_calls_behaves_like_a_bytesio(tmp_path):
     random_ = random.Random(2)
     with opened(tmp_path / "f") as (file, data):
         twin = io.BytesIO(data)
@@ -57,7 +57,7 @@ def test_any_order_of_calls_gives_what_a_bytesio_gives(tmp_path):
         assert file.read() == data[5:] and file.read() == b"" and file.read(None) == b""
 
 
-def test_places_that_do_not_exist_are_refused(tmp_path):
+def test_invalid_seek_positions_are_refused(tmp_path):
     with opened(tmp_path / "f", 100) as (file, _):
         for off, whence in [(-1, 0), (-101, 2), (0, 3), (0, -1), ((1 << 63) - 1, 2)]:
             with pytest.raises(ValueError, match="place"):
@@ -70,7 +70,7 @@ def test_places_that_do_not_exist_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("size", [10, 300_000])
-def test_a_file_that_becomes_shorter_is_damaged(tmp_path, size):
+def test_file_truncated_during_a_read_is_damaged(tmp_path, size):
     with opened(tmp_path / "f") as (file, _):
         os.truncate(tmp_path / "f", NBYTES - 5)
         file.seek(-size, 2)
@@ -116,7 +116,7 @@ def test_other_threads_run_while_a_window_is_read(tmp_path):
     assert order == ["other", bytes(10)]
 
 
-def test_behind_the_end_there_is_nothing_and_buffers_are_free_again(tmp_path):
+def test_reads_past_the_end_return_nothing_and_free_their_buffers(tmp_path):
     path = tmp_path / "ten"
     path.write_bytes(b"0123456789")
     descriptor = os.open(path, os.O_RDONLY)
@@ -133,7 +133,7 @@ def test_behind_the_end_there_is_nothing_and_buffers_are_free_again(tmp_path):
         os.close(descriptor)
 
 
-def test_after_an_error_nothing_is_taken_from_the_window_that_was_being_read(tmp_path):
+def test_partly_read_window_is_discarded_after_an_error(tmp_path):
     with opened(tmp_path / "f") as (file, data):
         assert file.read(10) == data[:10]
         file.seek(300_000)

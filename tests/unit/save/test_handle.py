@@ -69,7 +69,7 @@ def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio's own
-def test_a_loop_that_was_closed_harms_nobody(tmp_path, caplog):
+def test_closed_event_loop_does_no_harm(tmp_path, caplog):
     told: list[object] = []
     loop = asyncio.new_event_loop()
     with held("fdatasync"):
@@ -94,7 +94,7 @@ def test_awaiting_outside_asyncio_says_what_to_do(tmp_path):
     handle.result()
 
 
-def test_a_callback_that_exits_ends_no_later_one(tmp_path, caplog):
+def test_callback_that_exits_does_not_stop_later_ones(tmp_path, caplog):
     called = threading.Event()
     with slow("fdatasync", 0.05):
         for function in (lambda handle: sys.exit(3), lambda handle: called.set()):
@@ -119,7 +119,7 @@ def test_a_callback_that_fails_is_logged_whether_the_save_has_ended_or_not(tmp_p
     assert [each.getMessage() for each in caplog.records] == ["stillframe: a callback failed"] * 2
 
 
-def test_who_waits_for_an_end_alone_leaves_the_error_to_be_seen(tmp_path):
+def test_wait_for_end_does_not_collect_the_error(tmp_path):
     with fault("rename"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         wait_for_end(handle)
@@ -127,7 +127,7 @@ def test_who_waits_for_an_end_alone_leaves_the_error_to_be_seen(tmp_path):
         stillframe.wait_all()
 
 
-def test_what_is_left_of_a_timeout_is_never_below_zero():
+def test_remaining_timeout_is_never_negative():
     deadline = Deadline(0.001)
     time.sleep(0.002)
     assert deadline.left() == 0
@@ -225,7 +225,7 @@ def test_a_failure_that_was_logged_is_raised_once_more_by_wait_all(tmp_path, cap
     stillframe.wait_all()
 
 
-def test_a_slow_callback_of_a_future_holds_up_no_other_save(tmp_path):
+def test_slow_callback_of_a_future_delays_no_other_save(tmp_path):
     go_on, called = threading.Event(), threading.Event()
 
     def slowly(_: object) -> None:
@@ -243,7 +243,7 @@ def test_a_slow_callback_of_a_future_holds_up_no_other_save(tmp_path):
         go_on.set()
 
 
-def test_a_notice_that_there_is_no_memory_for_ends_no_later_one(monkeypatch):
+def test_notice_without_memory_does_not_stop_later_ones(monkeypatch):
     waited, logged = list[int](), list[int]()
 
     def notice_wait() -> tuple[int, int, str]:

@@ -376,7 +376,7 @@ def test_more_storages_than_the_old_directory_can_count(drive, tmp_path):
 
 
 @pytest.mark.parametrize("nbytes", [3, 5 << 20, (1 << 32) - 1, (4 << 30) + 77])
-def test_the_archive_of_a_tensor_of_any_size_is_read(library, tmp_path, nbytes):
+def test_archive_of_a_tensor_of_any_size_is_read(library, tmp_path, nbytes):
     """In a file of its own behind one byte; its zeros are holes."""
     function = library.drive_tensor
     function.restype = ctypes.c_int64

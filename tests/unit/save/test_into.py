@@ -64,7 +64,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_every_tensor_gets_the_files_bytes_where_it_is_and_values_are_replaced(write, tmp_path):
+def test_tensors_are_filled_in_place_and_values_replaced(write, tmp_path):
     write(state(), tmp_path / "x.pt")
     target = zeros_like(state())
     places = [each.data_ptr() for each in tensors(target)]
@@ -94,7 +94,7 @@ def test_targets_may_be_strided_parameters_or_a_part_of_what_is_in_the_file(writ
     assert set(target) == {"model"}
 
 
-def test_a_part_or_a_view_of_what_is_in_the_file_gets_its_own_bytes_alone(tmp_path):
+def test_view_in_the_file_fills_only_its_own_bytes(tmp_path):
     """Its record is longer, or in another order: what lies behind the target stays as it is."""
     weight = torch.arange(1.0, 1001.0).view(20, 50)
     parts = {"head": weight[:1], "tail": weight[-1:], "turned": weight.t()}
@@ -106,7 +106,7 @@ def test_a_part_or_a_view_of_what_is_in_the_file_gets_its_own_bytes_alone(tmp_pa
         assert torch.equal(target, part) and not memory[part.numel() :].any()
 
 
-def test_what_shares_a_record_gets_it_from_wherever_the_first_target_lies(tmp_path):
+def test_targets_that_share_a_record_are_filled_from_the_first(tmp_path):
     """The first target is read to its place, which others are copied from."""
     weight = torch.arange(1.0, 1001.0)
     stillframe.save({"a": weight, "part": weight[10:20], "tied": weight}, tmp_path / "x.pt")
@@ -118,7 +118,7 @@ def test_what_shares_a_record_gets_it_from_wherever_the_first_target_lies(tmp_pa
     assert not memory[:500].any() and not memory[1500:].any()
 
 
-def test_what_shares_a_record_is_copied_where_that_is():
+def test_targets_that_share_a_record_on_devices_are_copied():
     """On its device, which no host tensor can be laid over."""
     there = torch.empty(8, device="meta").untyped_storage()
     over = fill_module._over(there, 8, torch.zeros(2, 2).t())
@@ -139,7 +139,7 @@ def test_most_of_a_state_needs_no_memory_of_its_own(tmp_path, monkeypatch):
     assert sum(made) < 20_000  # the pickle
 
 
-def test_what_does_not_fit_is_told_by_name_before_a_byte_is_written(tmp_path):
+def test_mismatched_target_is_named_before_a_byte_is_written(tmp_path):
     by_path(state(), tmp_path / "x.pt")
     target = zeros_like(state())
     target["model"]["weight"] = torch.zeros(400, 300)
@@ -163,14 +163,14 @@ def test_what_does_not_fit_is_told_by_name_before_a_byte_is_written(tmp_path):
     assert target["step"] == -1
 
 
-def test_what_holds_no_tensors_in_the_file_is_told_by_name(tmp_path):
+def test_key_without_tensors_in_the_file_is_named(tmp_path):
     torch.save({"a": 5, "b": None}, tmp_path / "x.pt")
     for name in ("a", "b"):
         with pytest.raises(ValueError, match=rf"{name}\.w is not in the file"):
             stillframe.load(tmp_path / "x.pt", into={name: {"w": torch.zeros(3)}})
 
 
-def test_what_the_file_has_with_its_sign_turned_is_read_as_it_shows(tmp_path):
+def test_negated_tensor_of_the_file_is_read_as_its_values(tmp_path):
     turned = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert turned.is_neg()
     torch.save({"w": turned}, tmp_path / "x.pt")
@@ -200,7 +200,7 @@ CANNOT_BE_WRITTEN_TO = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
 @pytest.mark.parametrize("kind", sorted(CANNOT_BE_WRITTEN_TO))
-def test_what_cannot_be_written_to_is_told_before_a_byte_is_written(kind, tmp_path):
+def test_unwritable_target_is_named_before_a_byte_is_written(kind, tmp_path):
     make, words = CANNOT_BE_WRITTEN_TO[kind]
     stillframe.save(state(), tmp_path / "x.pt")
     target = {"bias": torch.zeros(400, dtype=torch.float64), "weight": make()}
@@ -211,7 +211,7 @@ def test_what_cannot_be_written_to_is_told_before_a_byte_is_written(kind, tmp_pa
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("nbytes", [0, 1000])
-def test_what_was_freed_when_it_was_saved_is_told_by_name(write, nbytes, tmp_path):
+def test_tensor_freed_before_its_save_is_named(write, nbytes, tmp_path):
     write({"other": torch.ones(9), "weight": shrunk_to(nbytes)}, tmp_path / "x.pt")
     target = {"other": torch.zeros(9), "weight": torch.zeros(300, 400)}
     with pytest.raises(ValueError, match=r"names: weight is cut short in the file: its memory was"):
@@ -222,7 +222,7 @@ def test_what_was_freed_when_it_was_saved_is_told_by_name(write, nbytes, tmp_pat
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_tensors_of_the_file_stand_where_the_target_has_none(write, tmp_path):
+def test_file_tensors_replace_targets_that_are_no_tensors(write, tmp_path):
     write({**state(), "object": argparse.Namespace(inner=[torch.ones(3)])}, tmp_path / "x.pt")
     target = {
         "model": {"weight": torch.zeros(300, 400), "bias": None},
@@ -236,7 +236,7 @@ def test_tensors_of_the_file_stand_where_the_target_has_none(write, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
-def test_tensors_that_wrap_others_get_the_files(tmp_path):
+def test_wrapper_tensors_are_filled(tmp_path):
     """They have no record of their own."""
     pair = TwoTensor(torch.arange(4.0), torch.arange(4.0) + 1)
     quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
@@ -260,9 +260,7 @@ def test_tensors_that_wrap_others_get_the_files(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # as above
-def test_what_was_saved_on_a_device_that_is_not_here_gets_into_tensors_that_wrap_others(
-    tmp_path, monkeypatch
-):
+def test_tensors_of_a_missing_device_fill_wrapper_tensors(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     saved = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
     with monkeypatch.context() as patch:
@@ -273,7 +271,7 @@ def test_what_was_saved_on_a_device_that_is_not_here_gets_into_tensors_that_wrap
     assert torch.equal(target, saved)
 
 
-def test_where_no_bytes_are_read_into_is_refused(tmp_path):
+def test_into_with_a_load_that_reads_no_bytes_is_refused(tmp_path):
     stillframe.save({"a": torch.ones(3)}, tmp_path / "x.pt")
     target = {"a": torch.zeros(3)}
     for mode in (torch.serialization.skip_data, FakeTensorMode):
@@ -282,7 +280,7 @@ def test_where_no_bytes_are_read_into_is_refused(tmp_path):
     assert not target["a"].any()
 
 
-def test_into_what_holds_no_tensors_and_with_map_location_is_refused(tmp_path):
+def test_into_a_tree_without_tensors_or_with_map_location_is_refused(tmp_path):
     by_path(state(), tmp_path / "x.pt")
     with pytest.raises(ValueError, match="map_location"):
         stillframe.load(tmp_path / "x.pt", "cpu", into={})
@@ -301,7 +299,7 @@ def holding_itself(value):
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_tree_that_holds_itself_is_filled(write, tmp_path):
+def test_recursive_tree_is_filled(write, tmp_path):
     write(holding_itself(5.0), tmp_path / "x.pt")
     target = holding_itself(0.0)
     assert stillframe.load(tmp_path / "x.pt", into=target) is target
@@ -318,7 +316,7 @@ def test_container_in_two_places_is_filled_from_the_first(tmp_path):
     assert shared == {"step": 1}
 
 
-def test_damage_in_the_middle_says_that_the_target_is_half_written(tmp_path):
+def test_damage_in_a_load_reports_partly_written_targets(tmp_path):
     path = tmp_path / "x.pt"
     by_stillframe(state(), path)
     flip(path, path.read_bytes().index(state()["optim"][0].numpy().tobytes()) + 1000)
@@ -326,7 +324,7 @@ def test_damage_in_the_middle_says_that_the_target_is_half_written(tmp_path):
         stillframe.load(path, into=zeros_like(state()))
 
 
-def test_damage_in_what_nobody_wants_is_found_too(tmp_path):
+def test_damage_in_unused_records_is_found(tmp_path):
     path = tmp_path / "x.pt"
     by_stillframe({"wanted": torch.ones(9), "last": torch.randn(1 << 19)}, path)
     flip(path, path.stat().st_size // 2)
@@ -334,7 +332,7 @@ def test_damage_in_what_nobody_wants_is_found_too(tmp_path):
         stillframe.load(path, into={"wanted": torch.zeros(9)})
 
 
-def test_a_disk_error_in_the_middle_says_so_too(tmp_path, monkeypatch):
+def test_disk_error_in_a_load_reports_partly_written_targets(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     by_stillframe(state(), path)
     run = fill_module.Fill.run
@@ -349,7 +347,7 @@ def test_a_disk_error_in_the_middle_says_so_too(tmp_path, monkeypatch):
     assert error.value.filename == str(path)
 
 
-def test_a_file_that_goes_to_torch_load_is_copied(tmp_path):
+def test_file_left_to_torch_load_is_copied_into_the_targets(tmp_path):
     by_path(state(), tmp_path / "x.pt")
     pack(tmp_path / "x.pt", tmp_path / "y.pt")
     torch.save(state(), tmp_path / "z.pt", _use_new_zipfile_serialization=False)
@@ -360,7 +358,7 @@ def test_a_file_that_goes_to_torch_load_is_copied(tmp_path):
 
 
 @pytest.mark.parametrize("write", [by_path, legacy])
-def test_targets_are_written_to_behind_the_copies_of_saves_under_way(write, tmp_path, monkeypatch):
+def test_targets_are_written_after_the_copies_of_saves_under_way(write, tmp_path, monkeypatch):
     write({"w": torch.zeros(9)}, tmp_path / "x.pt")
     target = {"w": torch.ones(9)}
     waits = []
@@ -370,7 +368,7 @@ def test_targets_are_written_to_behind_the_copies_of_saves_under_way(write, tmp_
     assert not target["w"].any()
 
 
-def test_a_record_of_two_dtypes_goes_to_targets_that_begin_anywhere(tmp_path):
+def test_record_of_two_dtypes_fills_targets_at_any_offset(tmp_path):
     halves = torch.arange(1, 9, dtype=torch.int16).view(torch.uint16)
     torch.save({"halves": halves, "whole": halves.view(torch.uint32)}, tmp_path / "x.pt")
     # The first target begins where no element of the second one could.
@@ -436,7 +434,7 @@ def test_targets_that_share_memory_as_in_the_file_need_no_second_copy(tmp_path, 
 
 
 @pytest.mark.parametrize("found", [torch.ones(2, 3), "ab", b"ab", [torch.ones(3)]])
-def test_list_is_not_filled_from_what_is_no_list_of_its_length(found, tmp_path):
+def test_list_is_filled_only_from_a_list_of_its_length(found, tmp_path):
     by_path({"a": found}, tmp_path / "x.pt")
     into = {"a": [torch.zeros(3), torch.zeros(3)]}
     with pytest.raises(ValueError, match=r"a\.1 is not in the file"):
@@ -444,7 +442,7 @@ def test_list_is_not_filled_from_what_is_no_list_of_its_length(found, tmp_path):
     assert not into["a"][0].any()
 
 
-def test_key_that_a_defaultdict_lacks_is_told_by_name(tmp_path):
+def test_key_that_a_defaultdict_lacks_is_named(tmp_path):
     saved = defaultdict(int, w=torch.ones(2))
     by_path(saved, tmp_path / "x.pt")
     into = {"w": torch.zeros(2), "epoch": 7}

@@ -201,7 +201,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_users_object_is_handed_the_files_dictionary(write, tmp_path):
+def test_users_object_gets_the_files_dictionary(write, tmp_path):
     write({"c": Counter(5.0).state_dict(), "w": torch.ones(2)}, tmp_path / "x.pt")
     counter = Counter(0.0)
     old = counter.weights
@@ -353,7 +353,7 @@ def test_wrapped_module_is_filled(tmp_path):
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_what_does_not_fit_is_refused_before_anything_changes(write, tmp_path):
+def test_mismatched_object_is_refused_before_anything_changes(write, tmp_path):
     model, optimizer, _ = trained(1)
     state = dict(model.last.state_dict())
     state["wight"] = state.pop("weight")

@@ -84,7 +84,7 @@ def test_many_small_records_are_loaded(tmp_path):
 
 
 @pytest.mark.product_limits
-def test_more_records_than_16_bits_count_are_whole(tmp_path):
+def test_more_than_65535_records_are_loaded(tmp_path):
     torch.save([torch.empty(0) for _ in range(66_000)], tmp_path / "x.pt")
     found = whole(tmp_path / "x.pt")
     assert found["ok"], found["error"]
@@ -92,7 +92,7 @@ def test_more_records_than_16_bits_count_are_whole(tmp_path):
 
 
 @pytest.mark.product_limits
-def test_records_past_4_gib_are_whole(tmp_path):
+def test_records_past_4_gib_are_loaded(tmp_path):
     path = tmp_path / "x.pt"
     with torch.serialization.skip_data():
         big = torch.empty((4 << 30) + 8, dtype=torch.uint8)
@@ -104,7 +104,7 @@ def test_records_past_4_gib_are_whole(tmp_path):
     assert found["num_unchecked"] == 3  # skip_data leaves CRCs out
 
 
-def test_the_structure_of_torchscript_is_whole_and_torch_says_what_it_thinks_of_it(tmp_path):
+def test_torchscript_archive_passes_the_check_and_is_left_to_torch(tmp_path):
     path = tmp_path / "x.pt"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -124,9 +124,7 @@ def test_a_checkpoint_of_an_old_torch_without_byteorder_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_a_checkpoint_of_a_machine_of_the_other_byte_order_is_loaded(
-    tmp_path, monkeypatch, weights_only
-):
+def test_checkpoint_of_the_other_byte_order_is_loaded(tmp_path, monkeypatch, weights_only):
     state = {"w": torch.arange(1000.0), "n": torch.arange(9, dtype=torch.int16)}
     turned = {
         name: each.view(torch.uint8).view(-1, each.itemsize).flip(1).flatten().view(each.dtype)
@@ -180,7 +178,7 @@ def test_file_of_any_storage_alignment_is_whole_and_read_by_threads(alignment, r
     assert same(loaded, small_state())
 
 
-def test_what_another_program_packed_goes_to_torch_load_and_is_checked_there(roads, tmp_path):
+def test_archive_of_another_program_is_left_to_torch_and_checked(roads, tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
     pack(tmp_path / "x.pt", tmp_path / "y.pt")
     loaded, why = roads(tmp_path / "y.pt")
@@ -195,7 +193,7 @@ def test_what_another_program_packed_goes_to_torch_load_and_is_checked_there(roa
 @pytest.mark.parametrize(
     "name", ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
 )
-def test_what_the_environment_forces_is_torch_loads_to_decide(name, roads, tmp_path, monkeypatch):
+def test_environment_variables_are_left_to_torch_load(name, roads, tmp_path, monkeypatch):
     torch.save({"x": NotAllowed()}, tmp_path / "x.pt")
     monkeypatch.setenv(name, "1")
     torch.save(small_state(), tmp_path / "y.pt")
@@ -214,7 +212,7 @@ def test_what_the_environment_forces_is_torch_loads_to_decide(name, roads, tmp_p
 
 
 @pytest.mark.parametrize("where", ["meta", torch.device("meta")])
-def test_no_byte_is_read_for_tensors_that_have_none(where, roads, tmp_path):
+def test_no_byte_is_read_for_empty_tensors(where, roads, tmp_path):
     by_stillframe(small_state(), tmp_path / "x.pt")
     loaded, why = roads(tmp_path / "x.pt", where)
     assert loaded["weight"].is_meta and why == "no storage is asked for"
@@ -229,7 +227,7 @@ def test_two_tensors_over_a_storage_without_bytes_are_loaded(roads, tmp_path):
     assert [tuple(each.shape) for each in loaded.values()] == [(0,), (0, 3), (2,)]
 
 
-def test_a_version_of_the_format_that_is_not_known_is_torchs_to_refuse(tmp_path):
+def test_unknown_format_version_is_left_to_torch(tmp_path):
     path = tmp_path / "x.pt"
     by_path(small_state(), path)
     with zipfile.ZipFile(path) as file:
@@ -268,7 +266,7 @@ class Curious:
 
 
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
-def test_code_of_a_pickle_sees_bytes_that_have_come_and_were_checked_and_no_others(write, tmp_path):
+def test_code_in_a_pickle_sees_only_checked_bytes(write, tmp_path):
     path = tmp_path / "x.pt"
     tensors = [torch.randn(n) for n in (3, 400_000, 0, 70_000, 5)]
     write([Curious(tensor) for tensor in tensors], path)
@@ -285,7 +283,7 @@ def test_code_of_a_pickle_sees_bytes_that_have_come_and_were_checked_and_no_othe
     assert all(torch.equal(a, b) for a, b in zip(Curious.seen, tensors, strict=False))
 
 
-def test_what_becomes_of_a_record_of_another_length_than_the_pickle_has_is_torchs_to_say(tmp_path):
+def test_record_of_another_length_is_left_to_torch(tmp_path):
     tensor = torch.empty(0, dtype=torch.float32)
     tensor.untyped_storage().resize_(43)
     tensor.set_(tensor.untyped_storage(), 0, (10,))
@@ -320,7 +318,7 @@ def test_a_tensor_that_was_freed_when_it_was_saved_is_refused_by_name(write, nby
 # ---- what torch.load says comes through -----------------------------------------------
 
 
-def test_map_location_is_torch_loads(tmp_path):
+def test_map_location_behaves_as_in_torch_load(tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
     assert stillframe.load(tmp_path / "x.pt", "meta")["weight"].is_meta
     seen = []
@@ -333,7 +331,7 @@ def test_map_location_is_torch_loads(tmp_path):
     assert set(seen) == {"cpu"}
 
 
-def test_what_weights_only_refuses_is_torch_loads_own_error(tmp_path):
+def test_weights_only_refusal_is_torch_loads_error(tmp_path):
     path = tmp_path / "x.pt"
     torch.save({"x": NotAllowed()}, path)
     with pytest.raises(Exception) as theirs:
@@ -347,7 +345,7 @@ def test_what_weights_only_refuses_is_torch_loads_own_error(tmp_path):
     assert isinstance(stillframe.load(path, weights_only=False)["x"], NotAllowed)
 
 
-def test_code_of_a_pickle_that_refuses_its_arguments_runs_once(tmp_path):
+def test_code_in_a_pickle_that_raises_runs_once(tmp_path):
     """torch.load is asked again where weights_only has refused something, and nowhere else."""
     path = tmp_path / "x.pt"
     torch.save({"x": Refused()}, path)
@@ -357,7 +355,7 @@ def test_code_of_a_pickle_that_refuses_its_arguments_runs_once(tmp_path):
     assert Refused.calls == [1]
 
 
-def test_tensors_own_their_memory_whatever_torch_is_configured_to(tmp_path):
+def test_tensors_own_their_memory_in_every_configuration_of_torch(tmp_path):
     path = tmp_path / "x.pt"
     by_path(small_state(), path)
     config.load.mmap = True
@@ -430,7 +428,7 @@ def test_a_wrong_byte_of_a_tensor_is_found(write, tmp_path):
 
 
 @pytest.mark.parametrize(("nr", "named"), [(3, ": a, b, c)"), (4, ": a, b, c and others)")])
-def test_of_the_tensors_in_a_damaged_record_three_are_named(nr, named, tmp_path):
+def test_three_tensors_of_a_damaged_record_are_named(nr, named, tmp_path):
     path = tmp_path / "x.pt"
     all_of_it = torch.ones(100)
     torch.save({name: all_of_it[at:] for at, name in enumerate("abcd"[:nr])}, path)
@@ -453,7 +451,7 @@ def test_several_damaged_records_are_counted(tmp_path):
 
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
-def test_a_damaged_header_is_found_without_verify_whatever_torch_makes_of_it(write, long, tmp_path):
+def test_damaged_header_is_found_even_without_verify(write, long, tmp_path):
     """Whether it is looked for before the load or after it."""
     path = tmp_path / "x.pt"
     state = {**small_state(), "long": torch.arange(3e5 if long else 3.0)}
@@ -507,13 +505,13 @@ def test_a_flipped_bit_is_found_or_changes_nothing_that_is_loaded(write, tmp_pat
 # ---- paths -------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_a_file_not_found_error(tmp_path):
+def test_missing_file_raises_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         stillframe.load(tmp_path / "x.pt")
     assert error.value.filename == str(tmp_path / "x.pt")
 
 
-def test_a_directory_is_an_is_a_directory_error(tmp_path):
+def test_directory_raises_is_a_directory_error(tmp_path):
     with pytest.raises(IsADirectoryError) as error:
         stillframe.load(tmp_path)
     assert error.value.filename == str(tmp_path)
@@ -522,7 +520,7 @@ def test_a_directory_is_an_is_a_directory_error(tmp_path):
         stillframe.load(tmp_path)
 
 
-def test_an_unreadable_file_is_a_permission_error(tmp_path):
+def test_unreadable_file_raises_permission_error(tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
     os.chmod(tmp_path / "x.pt", 0)
     with unprivileged(), pytest.raises(PermissionError) as error:
@@ -539,18 +537,18 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/x.pt", "file:///tmp/x.pt", "memory://x", ""])
-def test_a_remote_or_empty_path_is_a_value_error(path):
+def test_remote_or_empty_path_raises_value_error(path):
     with pytest.raises(ValueError, match="path"):
         stillframe.load(path)
 
 
 @pytest.mark.parametrize("path", [b"x.pt", 3, None])
-def test_what_is_no_path_is_a_type_error(path):
+def test_invalid_path_raises_type_error(path):
     with pytest.raises(TypeError, match="path"):
         stillframe.load(path)
 
 
-def test_strings_path_objects_links_and_letters_of_all_kinds_are_paths(tmp_path, monkeypatch):
+def test_every_kind_of_path_is_accepted(tmp_path, monkeypatch):
     name = "krüge \N{SNOWMAN}.pt"
     by_path(small_state(), tmp_path / name)
     os.symlink(name, tmp_path / "link.pt")
@@ -562,7 +560,7 @@ def test_strings_path_objects_links_and_letters_of_all_kinds_are_paths(tmp_path,
 # ---- meanwhile ---------------------------------------------------------------------------
 
 
-def test_a_file_replaced_between_check_and_load_is_loaded_as_it_was_checked(tmp_path, monkeypatch):
+def test_file_replaced_after_its_check_is_loaded_as_checked(tmp_path, monkeypatch):
     path, other = tmp_path / "x.pt", tmp_path / "other"
     by_path(small_state(), path)
     other.write_bytes(b"something else")
@@ -578,7 +576,7 @@ def test_a_file_replaced_between_check_and_load_is_loaded_as_it_was_checked(tmp_
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_no_garbage_is_collected_inside_and_afterwards_as_before(tmp_path, monkeypatch, was_on):
+def test_garbage_collection_is_off_during_a_load_and_restored(tmp_path, monkeypatch, was_on):
     by_path(small_state(), tmp_path / "x.pt")
     seen = []
 
@@ -601,7 +599,7 @@ def test_no_garbage_is_collected_inside_and_afterwards_as_before(tmp_path, monke
     assert seen == [False, False]
 
 
-def test_a_check_answers_signals(tmp_path):
+def test_check_answers_signals(tmp_path):
     sparse(tmp_path / "x.pt", 8 << 30)
 
     def interrupt(*_):
@@ -620,7 +618,7 @@ def test_a_check_answers_signals(tmp_path):
 
 
 @pytest.mark.product_limits
-def test_progress_goes_up_to_the_end_and_its_errors_come_through(tmp_path):
+def test_progress_reaches_the_end_and_its_errors_are_raised(tmp_path):
     sparse(tmp_path / "x.pt", 3 << 30)  # more than one slice's work
     seen = []
     with open(tmp_path / "x.pt", "rb") as file:
@@ -645,7 +643,7 @@ def large(path):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.ENOMEM])
-def test_a_disk_error_in_the_middle_names_record_and_place_and_leaves_no_thread(number, tmp_path):
+def test_disk_error_names_record_and_offset_and_leaves_no_thread(number, tmp_path):
     path = tmp_path / "x.pt"
     large(path)
     stillframe.load(path)
@@ -659,7 +657,7 @@ def test_a_disk_error_in_the_middle_names_record_and_place_and_leaves_no_thread(
     assert stillframe.load(path)["7"][-1] == 7
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_corrupt(tmp_path, monkeypatch):
+def test_file_truncated_during_a_read_is_corrupt(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     large(path)
     read = restore.Archive.load
@@ -711,7 +709,7 @@ def test_an_interrupted_open_is_tried_again(tmp_path):
         assert same(stillframe.load(path), small_state())
 
 
-def test_memory_that_runs_out_in_a_check_is_a_memory_error(tmp_path):
+def test_check_without_memory_raises_memory_error(tmp_path):
     path = tmp_path / "x.pt"
     by_path(small_state(), path)
     for call, nth in (("calloc", 1), ("malloc", 1), ("malloc", 2), ("realloc", 1)):

@@ -46,7 +46,7 @@ def printed(path: Path) -> str:
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("nr_behind", [1, 22, 4096, 65_535, MOST_BEHIND])
-def test_bytes_behind_the_archive_are_told_by_verify(write, nr_behind, tmp_path):
+def test_bytes_after_the_archive_are_reported_by_verify(write, nr_behind, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
     content = path.read_bytes()
@@ -61,7 +61,7 @@ def test_bytes_behind_the_archive_are_told_by_verify(write, nr_behind, tmp_path)
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_more_bytes_behind_than_torch_looks_past_are_refused(write, tmp_path):
+def test_too_many_bytes_after_the_archive_are_refused(write, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
     path.write_bytes(path.read_bytes() + b"\0" * (MOST_BEHIND + 1))
@@ -161,7 +161,7 @@ def with_a_shorter_record(path: Path, new: Path) -> None:
         (with_a_shorter_record, "data/1: it has 50 bytes of 56"),
     ],
 )
-def test_record_that_the_pickle_names_has_to_be_there_whole(
+def test_record_that_the_pickle_names_must_be_complete(
     change: Any, reason: str, tmp_path: Path
 ) -> None:
     by_path(state(), tmp_path / "a.pt")

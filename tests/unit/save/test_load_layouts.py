@@ -153,7 +153,7 @@ def empty_like(value: Any, order: random.Random) -> Any:
 
 @random_layouts
 @given(st.lists(sizes, min_size=1, max_size=24), st.integers(0, 64 * KIB), st.randoms())
-def test_records_are_given_in_any_order_of_asking(lengths, ahead, order):
+def test_records_are_returned_in_any_order(lengths, ahead, order):
     tensors = [tensor_of(torch.uint8, (length,), n) for n, length in enumerate(lengths)]
     numbers = list(range(len(tensors)))
     order.shuffle(numbers)

@@ -44,7 +44,7 @@ def test_a_load_into_tensors_takes_no_second_copy(path):
     assert peak_of(fill) <= FIXED
 
 
-def test_a_load_by_way_of_memory_takes_as_much_as_may_be_on_its_way(path, monkeypatch):
+def test_load_through_memory_takes_only_the_bytes_in_flight(path, monkeypatch):
     monkeypatch.setattr("stillframe._load.fill._AHEAD_BYTES", 8 << 20)
     columns = {f"t{i}": torch.zeros(NBYTES // 4, 2)[:, 0] for i in range(NR)}
     assert peak_of(lambda: stillframe.load(path, into=columns)) <= NBYTES * NR // 2 + FIXED // 2

@@ -36,7 +36,7 @@ def mapped_files():
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_what_is_mapped_is_what_was_saved_and_lies_in_the_file(verify, path):
+def test_mapped_tensors_equal_the_saved_ones_and_are_in_the_file(verify, path):
     found = stillframe.load(path, mmap=True, verify=verify)
     assert str(path) in mapped_files()
     assert same(found, small_state())
@@ -60,7 +60,7 @@ def test_mapped_bytes_are_checked_before_unless_that_is_left_out(path):
     stillframe.load(path, mmap=True, verify=False)
 
 
-def test_what_cannot_be_mapped_says_so(path, tmp_path):
+def test_file_that_cannot_be_mapped_raises_with_the_reason(path, tmp_path):
     with pytest.raises(ValueError, match="leave mmap out"):
         stillframe.load(path, mmap=True, into=small_state())
     packed = pack(path, tmp_path / "packed.pt")
@@ -72,14 +72,14 @@ def test_what_cannot_be_mapped_says_so(path, tmp_path):
         stillframe.load(tmp_path / "legacy.pt", mmap=True)
 
 
-def test_what_torch_load_reads_is_not_mapped_whatever_torch_is_configured_to(path, tmp_path):
+def test_load_without_mmap_never_maps(path, tmp_path):
     legacy(small_state(), tmp_path / "legacy.pt")
     with config.patch("load.mmap", True):
         for each in (tmp_path / "legacy.pt", pack(path, tmp_path / "packed.pt")):
             assert same(stillframe.load(each), small_state())
 
 
-def test_a_damaged_header_that_torch_load_has_not_seen_is_found(tmp_path):
+def test_damaged_header_that_torch_ignores_is_found(tmp_path):
     torch.save([torch.ones(1 << 20)], tmp_path / "x.pt")
     packed = pack(tmp_path / "x.pt", tmp_path / "packed.pt")
     flip(packed, packed.read_bytes().index(b"data/0"))
@@ -87,7 +87,7 @@ def test_a_damaged_header_that_torch_load_has_not_seen_is_found(tmp_path):
         stillframe.load(packed, verify=False)
 
 
-def test_what_torch_load_stumbles_over_in_a_damaged_file_is_called_damage(tmp_path, monkeypatch):
+def test_torch_load_error_of_a_damaged_file_is_reported_as_damage(tmp_path, monkeypatch):
     """Without verify= the headers of what is long are looked at behind it."""
 
     def stumble(file, how):
@@ -192,7 +192,7 @@ def as_rank_of_five(rank, directory):
     assert torch.equal(stillframe.load(path, shared=True)[0], torch.full((100_000 + rank,), rank))
 
 
-def test_a_rank_that_dies_or_has_another_file_is_no_concern_of_the_others(tmp_path):
+def test_dead_rank_or_another_file_does_not_affect_other_ranks(tmp_path):
     for rank in range(5):
         torch.save([torch.full((100_000 + rank,), rank)], tmp_path / f"{rank}.pt")
     os.truncate(tmp_path / "4.pt", 300_000)
@@ -258,9 +258,7 @@ def bars(monkeypatch):
 
 @pytest.mark.product_limits
 @pytest.mark.parametrize("into", [False, True])
-def test_a_long_load_shows_how_far_it_is_where_there_is_a_terminal(
-    into, bars, tmp_path, monkeypatch
-):
+def test_long_load_shows_progress_on_a_terminal(into, bars, tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     torch.save([torch.ones(NBYTES // 4)], path)
     monkeypatch.setattr(bar, "_QUIET_S", 0.0)
@@ -287,7 +285,7 @@ def test_a_short_load_shows_nothing(bars, path, monkeypatch):
 # ---- map_location -------------------------------------------------------------------
 
 
-def test_what_was_saved_on_a_device_goes_where_it_is_asked_to(tmp_path, monkeypatch):
+def test_tensors_saved_on_a_device_follow_map_location(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
@@ -303,9 +301,7 @@ def test_what_was_saved_on_a_device_goes_where_it_is_asked_to(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("into", [None, {}])
-def test_an_archive_that_is_left_to_torch_is_told_and_closed(
-    into, path, monkeypatch, caplog, restores
-):
+def test_archive_left_to_torch_is_logged_and_closed(into, path, monkeypatch, caplog, restores):
     monkeypatch.setattr(restore, "can", lambda core, map_location: "of a reason")
     with caplog.at_level("DEBUG", "stillframe"):
         stillframe.load(path, into=into)
@@ -319,20 +315,20 @@ def test_an_archive_that_is_left_to_torch_is_told_and_closed(
 def restores(monkeypatch):
     """Every restore that a load opens."""
     opened = []
-    original = load._How.open
+    original = load.How.open
 
     def noted(how, fd):
         found, core = original(how, fd)
         opened.append(core)
         return found, core
 
-    monkeypatch.setattr(load._How, "open", noted)
+    monkeypatch.setattr(load.How, "open", noted)
     return opened
 
 
-def test_why_no_places_are_found_ahead_is_told(path, monkeypatch, caplog, restores):
+def test_missing_placement_is_logged_with_the_reason(path, monkeypatch, caplog, restores):
     monkeypatch.setattr(placement, "may_find", lambda map_location: True)
-    monkeypatch.setattr(placement, "_locations", lambda peek: 1 / 0)
+    monkeypatch.setattr(placement, "_devices", lambda peek, map_location: 1 / 0)
     with caplog.at_level("DEBUG", "stillframe"):
         assert same(stillframe.load(path), small_state())
     assert "by way of host memory: no places were found ahead: ZeroDivisionError" in caplog.text

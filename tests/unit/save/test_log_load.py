@@ -8,7 +8,7 @@ import pytest
 from stillframe import _core
 
 
-def test_one_that_was_never_opened_closes_nothing(tmp_path):
+def test_load_that_was_never_opened_closes_nothing(tmp_path):
     load = _core.LogLoad(bytes(tmp_path / "a"))
     assert load.fileno() == -1
     before = os.fstat(0)
@@ -34,7 +34,7 @@ def test_a_descriptor_is_closed_once(tmp_path):
         os.close(other)
 
 
-def test_what_is_not_there_is_told_as_the_system_tells_it(tmp_path):
+def test_missing_file_has_the_systems_error(tmp_path):
     load = _core.LogLoad(bytes(tmp_path / "a"))
     with pytest.raises(FileNotFoundError):
         load.open()

@@ -50,7 +50,7 @@ def assert_same(found: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("block", [MIB, 4 * MIB, 16 * MIB])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_long_storages_are_saved_whole(block, overlap, state, tmp_path):
+def test_long_storages_are_saved_completely(block, overlap, state, tmp_path):
     with stillframe.Engine(pool_bytes=4 * block, block_bytes=block) as engine:
         handle = stillframe.async_save(
             flat(state), tmp_path / "x.pt", durable=False, overlap=overlap, engine=engine
@@ -63,7 +63,7 @@ def test_long_storages_are_saved_whole(block, overlap, state, tmp_path):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_snapshots_of_long_storages_are_whole(overlap, state):
+def test_snapshots_of_long_storages_are_complete(overlap, state):
     with (
         stillframe.Engine(pool_bytes=256 * MIB) as engine,
         stillframe.snapshot(flat(state), overlap=overlap, engine=engine) as snapshot,
@@ -73,7 +73,7 @@ def test_snapshots_of_long_storages_are_whole(overlap, state):
 
 
 @pytest.mark.filterwarnings("ignore")  # DCP says that there is one process
-def test_sharded_saves_of_long_storages_are_whole(state, tmp_path):
+def test_sharded_saves_of_long_storages_are_complete(state, tmp_path):
     stillframe.dcp.save(flat(state), tmp_path / "a", durable=False, no_dist=True)
     found = {name: torch.zeros_like(tensor) for name, tensor in flat(state).items()}
     dcp.load(found, checkpoint_id=tmp_path / "a", no_dist=True)

@@ -29,7 +29,7 @@ STATE = {"w": torch.arange(1000.0)}
         (0, "has to be a stillframe.Engine, not 0"),
     ],
 )
-def test_an_engine_that_is_none_is_named(tmp_path, engine, words):
+def test_engine_of_another_type_is_named(tmp_path, engine, words):
     for call in (stillframe.async_save, stillframe.save):
         with pytest.raises(TypeError, match=words):
             call(STATE, tmp_path / "a.pt", engine=engine)
@@ -37,13 +37,13 @@ def test_an_engine_that_is_none_is_named(tmp_path, engine, words):
         stillframe.snapshot(STATE, engine=engine)
 
 
-def test_an_engine_that_cannot_be_made_is_told_of_shared_memory_only_where_it_has_some():
+def test_failed_engine_mentions_shared_memory_only_if_it_uses_it():
     with fault("madvise", err=errno.EACCES), pytest.raises(OSError) as refused:
         stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB")
     assert refused.value.errno == errno.EACCES and "shared" not in str(refused.value)
 
 
-def test_a_mapping_that_the_kernel_has_no_memory_for_is_not_taken_for_a_thread():
+def test_failed_mapping_is_not_reported_as_a_refused_thread():
     with fault("madvise", err=errno.EAGAIN), pytest.raises(MemoryError):
         stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB")
 
@@ -55,13 +55,13 @@ def test_swapped_arguments_are_noticed():
         stillframe.async_save(STATE, 3)
 
 
-def test_open_file_in_the_place_of_a_path_is_referred_to_torch(tmp_path):
+def test_open_file_instead_of_a_path_is_referred_to_torch(tmp_path):
     for call in (stillframe.save, stillframe.async_save, lambda _, file: stillframe.load(file)):
         with pytest.raises(TypeError, match="not BytesIO: stillframe saves to files by name"):
             call(STATE, io.BytesIO())
 
 
-def test_a_tilde_is_not_expanded_and_said_so():
+def test_save_reports_an_unexpanded_tilde():
     with pytest.raises(stillframe.SaveError, match=r"'~' is not expanded: give os.path.expanduser"):
         stillframe.async_save(STATE, "~/a.pt")
 
@@ -82,7 +82,7 @@ def test_an_engine_whose_close_was_interrupted_is_closed(tmp_path):
             stillframe.save(STATE, tmp_path / "a.pt", engine=engine)
 
 
-def test_a_busy_engine_names_what_it_is_busy_with(tmp_path):
+def test_busy_engine_names_its_saves(tmp_path):
     with (
         stillframe.Engine(pool_bytes=32 << 20, max_in_flight=1, when_busy="raise") as engine,
         held("fdatasync"),
@@ -92,7 +92,7 @@ def test_a_busy_engine_names_what_it_is_busy_with(tmp_path):
             stillframe.async_save(STATE, tmp_path / "b.pt", engine=engine)
 
 
-def test_an_exhausted_pool_says_who_holds_it(tmp_path):
+def test_exhausted_pool_names_its_holders(tmp_path):
     with stillframe.Engine(pool_bytes="4MiB", block_bytes="1MiB") as engine:
         kept = stillframe.snapshot({"x": torch.zeros(1 << 20)}, engine=engine)
         words = "pool has 4 MiB in blocks of 1 MiB: snapshots hold 4 MiB of it, saves under way 0 B"
@@ -178,14 +178,14 @@ except stillframe.StillframeError as error:
 @pytest.mark.parametrize(
     "call", ["save({}, 'missing/a.pt')", "save({}, 3)", "snapshot({}, engine=3)", "exists('a')"]
 )
-def test_a_refused_save_is_no_use_of_the_default_engine(tmp_path, call):
+def test_refused_save_does_not_count_as_use_of_the_default_engine(tmp_path, call):
     done = run_python("-c", LATE.format(call=call), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "comes too late: the default engine is in use. Call it before" in done.stdout
     assert "In use is <Engine pool 64 MiB in blocks of 16 MiB" in done.stdout
 
 
-def test_the_default_engine_is_configured_anew_once_it_was_closed():
+def test_default_engine_can_be_configured_again_after_its_close():
     default = api._Default()
     try:
         default.configure({"pool_bytes": "32MiB"})
@@ -203,7 +203,7 @@ def test_the_default_engine_is_configured_anew_once_it_was_closed():
         default.close()
 
 
-def test_a_save_is_a_use_of_the_default_engine(tmp_path):
+def test_save_counts_as_use_of_the_default_engine(tmp_path):
     stillframe.save(STATE, tmp_path / "a.pt")
     with pytest.raises(stillframe.StillframeError, match="too late"):
         stillframe.configure(pool_bytes="32MiB")
@@ -219,7 +219,7 @@ def test_an_engine_shows_its_sizes_and_what_it_does():
     assert repr(engine) == "<Engine closed>"
 
 
-def test_a_working_directory_that_is_gone_is_a_missing_parent(tmp_path, monkeypatch):
+def test_removed_working_directory_is_a_missing_parent(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -228,7 +228,7 @@ def test_a_working_directory_that_is_gone_is_a_missing_parent(tmp_path, monkeypa
     assert raised.value.phase == "open"
 
 
-def test_what_belongs_to_a_process_says_so_where_it_is_pickled(tmp_path):
+def test_pickling_an_object_of_the_process_raises_with_the_reason(tmp_path):
     handle = stillframe.async_save(STATE, tmp_path / "a.pt")
     with stillframe.Engine(pool_bytes="16MiB") as engine:
         for each in (handle, engine):
@@ -237,7 +237,7 @@ def test_what_belongs_to_a_process_says_so_where_it_is_pickled(tmp_path):
     assert pickle.loads(pickle.dumps(handle.result())) == handle.result()
 
 
-def test_a_closed_engine_is_told_in_the_same_words_by_every_call(tmp_path):
+def test_every_call_reports_a_closed_engine_in_the_same_words(tmp_path):
     engine = stillframe.Engine()
     engine.close()
     for call in (
@@ -263,7 +263,7 @@ class Holder:
         ([torch.ones(3), Holder([Holder(lambda: 3)])], "1.value.0.value"),
     ],
 )
-def test_what_cannot_be_pickled_is_found_in_the_tree(tmp_path, tree, path):
+def test_unpicklable_object_is_found_in_the_tree(tmp_path, tree, path):
     with pytest.raises(Exception, match="pickle") as raised:
         stillframe.async_save(tree, tmp_path / "a.pt")
     assert raised.value.__notes__ == [f"stillframe: that is the function at {path!r} of the object"]
@@ -273,14 +273,14 @@ def test_what_cannot_be_pickled_is_found_in_the_tree(tmp_path, tree, path):
     assert str(theirs.value) == str(raised.value)
 
 
-def test_storages_are_not_in_the_way_of_what_cannot_be_pickled(tmp_path):
+def test_storages_do_not_hide_an_unpicklable_object(tmp_path):
     tree = {"storage": torch.ones(2).untyped_storage(), "lock": threading.Lock()}
     with pytest.raises(TypeError) as caught:
         stillframe.save(tree, tmp_path / "a.pt")
     assert caught.value.__notes__ == ["stillframe: that is the lock at 'lock' of the object"]
 
 
-def test_the_error_stays_what_it_is_where_its_place_cannot_be_found(tmp_path):
+def test_pickling_error_is_unchanged_if_its_object_is_not_found(tmp_path):
     class Broken(dict[str, Any]):
         def __reduce_ex__(self, protocol: Any) -> Any:
             raise TypeError("not to be pickled")
@@ -298,7 +298,7 @@ def test_an_object_that_cannot_be_pickled_as_a_whole_has_no_note(tmp_path):
     assert not hasattr(raised.value, "__notes__")
 
 
-def test_a_cycle_of_what_cannot_be_pickled_ends(tmp_path):
+def test_cycle_of_unpicklable_objects_ends(tmp_path):
     loop: list[object] = [lambda: 3]
     loop.insert(0, loop)
     with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
@@ -333,7 +333,7 @@ def test_a_callback_that_cannot_be_called_is_refused(tmp_path):
 
 @pytest.mark.parametrize("option", ["overlap", "durable", "check_mutation"])
 @pytest.mark.parametrize("value", [None, "no"])
-def test_a_flag_that_says_neither_is_refused(tmp_path, option, value):
+def test_flag_that_is_not_a_bool_is_refused(tmp_path, option, value):
     with pytest.raises(TypeError, match=f"{option} has to be True or False, not {value!r}"):
         stillframe.async_save(STATE, tmp_path / "a.pt", **{option: value})
     assert not (tmp_path / "a.pt").exists()
@@ -344,12 +344,12 @@ def test_a_flag_that_says_neither_is_refused(tmp_path, option, value):
 
 @pytest.mark.parametrize("option", ["verify", "shared"])
 @pytest.mark.parametrize("value", [None, "no"])
-def test_a_flag_of_a_load_that_says_neither_is_refused(option, value):
+def test_flag_of_a_load_that_is_not_a_bool_is_refused(option, value):
     with pytest.raises(TypeError, match=f"{option} has to be True or False, not {value!r}"):
         stillframe.load("a.pt", **{option: value})
 
 
-def test_an_optimizer_in_place_of_its_class_is_told_in_a_line():
+def test_optimizer_instead_of_its_class_is_refused_in_one_line():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(TypeError) as caught:
         stillframe.register_optimizer(optimizer)
@@ -359,22 +359,20 @@ def test_an_optimizer_in_place_of_its_class_is_told_in_a_line():
     )
 
 
-def test_configure_names_an_option_that_there_is_not():
+def test_configure_names_an_unknown_option():
     with pytest.raises(
         TypeError, match=r"configure\(\) has no option 'bogus': an engine's are pool"
     ):
         stillframe.configure(bogus=1)
 
 
-def test_a_load_says_too_that_a_tilde_is_not_expanded():
+def test_load_reports_an_unexpanded_tilde():
     with pytest.raises(FileNotFoundError, match="'~' is not expanded"):
         stillframe.load("~/no/such/file")
 
 
 @pytest.mark.parametrize("call", [stillframe.exists, stillframe.remove])
-def test_calls_to_which_a_missing_name_is_no_error_tell_of_a_tilde(
-    call, tmp_path, monkeypatch, caplog
-):
+def test_remove_and_exists_report_an_unexpanded_tilde(call, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     call("~/no/such/file")
     (record,) = caplog.records

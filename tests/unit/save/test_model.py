@@ -283,7 +283,7 @@ def test_every_path_holds_what_the_order_of_calls_says():
 
 @pytest.mark.skipif(not CAMPAIGN_S, reason="make campaign asks for it")
 @pytest.mark.timeout(CAMPAIGN_S + 600)
-def test_a_campaign_finds_nothing():
+def test_campaign_finds_nothing():
     end = time.monotonic() + CAMPAIGN_S
     while time.monotonic() < end:
         run_state_machine_as_test(Saves, settings=some(100))

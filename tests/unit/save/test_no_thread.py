@@ -48,7 +48,7 @@ def save(path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", [save, stillframe.load], ids=["save", "load"])
-def test_a_call_says_what_was_refused_and_what_to_do(tmp_path, call):
+def test_refused_thread_is_reported_with_a_remedy(tmp_path, call):
     path = tmp_path / "last.pt"
     stillframe.save({"n": 1, "t": torch.ones(3)}, path)
     with no_thread_of_the_core(), pytest.raises(BlockingIOError, match=SAYS) as raised:
@@ -58,14 +58,14 @@ def test_a_call_says_what_was_refused_and_what_to_do(tmp_path, call):
     call(path)
 
 
-def test_a_first_save_that_gets_no_thread_says_so_and_the_exit_waits_for_none():
+def test_first_save_without_a_thread_raises_and_the_exit_does_not_wait():
     of_a_new_process = completion._Completion()
     with no_thread_of_python(), pytest.raises(BlockingIOError, match=SAYS):
         of_a_new_process.start()
     of_a_new_process.stop()
 
 
-def test_a_thread_that_was_started_before_is_nothing_that_the_system_refuses():
+def test_starting_a_thread_twice_is_not_reported_as_refused():
     thread = threading.Thread(target=print, args=("",))
     threads.start(thread)
     with pytest.raises(RuntimeError, match="once"):
@@ -92,13 +92,13 @@ def test_callbacks_that_never_get_a_thread_are_called_at_the_end():
     assert called == [1]
 
 
-def test_a_wait_goes_without_its_line(tmp_path):
+def test_wait_works_without_a_thread_for_its_line(tmp_path):
     handle = stillframe.async_save({"n": 1}, tmp_path / "last.pt")
     with no_thread_of_python(), WaitingLine([handle]):
         handle.result()
 
 
-def test_memory_is_not_held_for_a_process_that_nobody_can_wait_for():
+def test_hold_until_fails_if_no_thread_can_wait_for_the_process():
     writer = get_context("fork").Process(target=time.sleep, args=(60,))
     writer.start()
     try:

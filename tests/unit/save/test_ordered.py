@@ -19,7 +19,7 @@ KEY = b"/test-of-ordered"
 LONG_S = 30.0
 
 
-def test_work_whose_turn_comes_before_its_submission_is_over_is_done(monkeypatch):
+def test_work_whose_turn_comes_during_its_submission_is_done(monkeypatch):
     done, made = threading.Event(), _core.LogWork
 
     class Entry:
@@ -37,7 +37,7 @@ def test_work_whose_turn_comes_before_its_submission_is_over_is_done(monkeypatch
     assert _core.log_drain(LONG_S)
 
 
-def test_ctrl_c_in_a_submission_leaves_nothing_that_the_log_waits_for(monkeypatch):
+def test_ctrl_c_in_a_submission_leaves_no_entry_that_blocks_the_log(monkeypatch):
     def interrupt() -> bool:
         raise KeyboardInterrupt
 
@@ -49,7 +49,7 @@ def test_ctrl_c_in_a_submission_leaves_nothing_that_the_log_waits_for(monkeypatc
     assert _core.log_drain(LONG_S)
 
 
-def test_who_has_done_work_at_exit_may_wait_for_the_log_again():
+def test_thread_that_did_work_at_exit_may_wait_for_the_log():
     child = os.fork()  # in which no thread of ours takes the turn
     if child == 0:
         inside: list[bool] = []
@@ -72,7 +72,7 @@ def exit_status_of_child(code: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_forked_child_has_a_thread_of_its_own_for_such_work():
+def test_forked_child_starts_its_own_thread_for_external_work():
     ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)
     assert _core.log_drain(LONG_S)  # the thread of the parent runs
     done: list[bool] = []
@@ -84,7 +84,7 @@ def test_a_forked_child_has_a_thread_of_its_own_for_such_work():
     assert exit_status_of_child(work_of_the_child) == 0
 
 
-def test_who_finds_no_thread_at_exit_does_all_that_stands_before_its_work():
+def test_exit_without_a_thread_does_earlier_work_first():
     def two() -> bool:
         done: list[int] = []
         worker = ordered._worker
@@ -108,7 +108,7 @@ def test_work_submitted_as_the_thread_ends_gets_another():
     assert exit_status_of_child(again) == 0
 
 
-def test_work_that_is_over_before_its_turn_is_forgotten_and_never_done():
+def test_cancelled_work_is_dropped_before_its_turn():
     go, done = threading.Event(), list[bool]()
     ordered.submit(KEY, _core.WORK_SAVE, lambda _: go.wait(LONG_S))
     entry = ordered.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(True))
@@ -125,7 +125,7 @@ def test_work_is_refused_once_the_exit_has_begun_on_another_thread(monkeypatch):
     assert not ordered._worker._waiting and _core.log_drain(LONG_S)
 
 
-def test_a_remove_that_fails_is_named_and_the_next_one_runs(caplog):
+def test_failed_remove_is_named_and_the_next_one_runs(caplog):
     gone: list[str] = []
 
     def fails(path: str) -> None:
@@ -155,7 +155,7 @@ def test_work_that_waits_for_its_own_name_is_refused():
     assert _core.log_drain(LONG_S) and len(answers) == 2
 
 
-def test_a_link_that_is_about_to_be_made_anew_is_read_as_the_new_one(tmp_path):
+def test_load_through_a_link_waits_for_its_new_target(tmp_path):
     link, go = tmp_path / "last", threading.Event()
     for name in ("old", "new"):
         (tmp_path / name).write_text(name)

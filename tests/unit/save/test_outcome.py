@@ -30,13 +30,13 @@ class Watched(Outcome):
             self.seen = (self.report, self.error)
 
 
-def test_who_sees_that_a_save_has_ended_sees_how():
+def test_ended_save_has_its_outcome():
     outcome, error = Watched("a.pt", None), RuntimeError("no")
     outcome.settle(None, error)
     assert outcome.seen == (None, error)
 
 
-def test_an_error_that_somebody_has_is_told_to_nobody_else():
+def test_collected_error_is_not_reported_again():
     outcome = Outcome("a.pt", None)
     outcome.settle(None, RuntimeError("no"))
     outcome.collect()
@@ -45,7 +45,7 @@ def test_an_error_that_somebody_has_is_told_to_nobody_else():
 
 
 @pytest.mark.parametrize("seen", [False, True])
-def test_an_error_is_logged_where_its_save_is_dropped_and_nobody_has_it(seen, caplog):
+def test_uncollected_error_is_logged_when_its_save_is_dropped(seen, caplog):
     outcome = Outcome("a.pt", None)
     outcome.settle(None, RuntimeError("no space"))
     if seen:
@@ -55,7 +55,7 @@ def test_an_error_is_logged_where_its_save_is_dropped_and_nobody_has_it(seen, ca
     assert [record.getMessage() for record in caplog.records] == said
 
 
-def test_a_cancelled_save_is_an_error_that_nobody_has_to_hear_of(caplog):
+def test_cancelled_save_is_not_reported_as_an_error(caplog):
     outcome = Outcome("a.pt", None)
     outcome.settle(None, CancelledError("cancelled"))
     assert take_failures(first_only=False) == []
@@ -64,7 +64,7 @@ def test_a_cancelled_save_is_an_error_that_nobody_has_to_hear_of(caplog):
     assert not caplog.records
 
 
-def test_a_save_that_failed_is_not_called_durable():
+def test_failed_save_is_not_called_durable():
     durable: list[object] = []
     over = threading.Event()
     outcome = Outcome("a.pt", lambda path, report: durable.append(path))
@@ -74,7 +74,7 @@ def test_a_save_that_failed_is_not_called_durable():
     assert over.wait(60) and durable == []
 
 
-def test_who_waits_no_more_is_not_woken():
+def test_thread_that_stopped_waiting_is_not_woken():
     woken: list[object] = []
     outcome = Outcome("a.pt", None)
 
@@ -88,7 +88,7 @@ def test_who_waits_no_more_is_not_woken():
     assert woken == []
 
 
-def test_an_error_that_wait_all_has_raised_is_not_logged_too(caplog):
+def test_error_raised_by_wait_all_is_not_logged(caplog):
     outcome = Outcome("a.pt", None)
     outcome.settle(None, RuntimeError("no space"))
     (failure,) = take_failures(first_only=True)
@@ -97,7 +97,7 @@ def test_an_error_that_wait_all_has_raised_is_not_logged_too(caplog):
     assert not caplog.records
 
 
-def test_who_asks_a_future_for_its_error_has_seen_it():
+def test_asking_a_future_for_its_error_collects_it():
     outcome = Outcome("a.pt", None)
     future = outcome.upload(None)
     outcome.settle(None, RuntimeError("no space"))
@@ -115,7 +115,7 @@ def test_the_futures_of_a_save_that_was_cancelled_are_cancelled():
     assert [future.cancelled() for future in futures] == [True, True]
 
 
-def test_a_future_that_is_done_by_then_is_left_as_it_is():
+def test_future_already_done_is_left_unchanged():
     outcome = Outcome("a.pt", None)
     staging, upload = outcome.staging(None, lambda: True), outcome.upload(None)
     assert staging.done() and upload.cancel()  # by its user
@@ -125,9 +125,7 @@ def test_a_future_that_is_done_by_then_is_left_as_it_is():
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_an_error_whose_save_is_dropped_in_the_exit_is_logged_when_nobody_prints_it_any_more(
-    over, monkeypatch, caplog
-):
+def test_error_dropped_during_exit_is_logged_after_the_last_print(over, monkeypatch, caplog):
     monkeypatch.setattr(completion.completion, "_exiting", threading.current_thread())
     monkeypatch.setattr(completion.completion, "over", over)
     outcome = Outcome("a.pt", None)
@@ -136,7 +134,7 @@ def test_an_error_whose_save_is_dropped_in_the_exit_is_logged_when_nobody_prints
     assert len(caplog.records) == over
 
 
-def test_a_future_keeps_its_save_and_no_save_its_futures():
+def test_future_keeps_its_save_alive_but_not_the_reverse():
     outcome = Outcome("a.pt", None)
     futures = [outcome.staging(None, lambda: False), outcome.upload(None)]
     known = [weakref.ref(future) for future in futures]

@@ -110,7 +110,7 @@ def test_an_integer_of_any_length_is_pickled_as_python_does(bits, engine, tmp_pa
     assert large == [numbers[1], *numbers, *numbers[::-1]]
 
 
-def test_what_is_large_stands_in_the_file_as_in_memory(engine, tmp_path):
+def test_large_source_is_written_correctly(engine, tmp_path):
     memory = torch.arange(BLOCK)
     large = [memory[1000:], memory[3:], memory[2000:]]
     archives = written(engine, [*large, b"x"], tmp_path / "a")
@@ -127,7 +127,7 @@ def test_a_type_with_a_name_longer_than_any_is_refused():
             Parts().append([("F" * length, 1, (1,), (1,), 0, 0)])
 
 
-def test_an_archive_passes_for_a_zip_file_of_its_own(engine, tmp_path):
+def test_item_is_a_zip_file_of_its_own(engine, tmp_path):
     (archive,) = written(engine, [torch.randn(400_000)], tmp_path / "a")
     (tmp_path / "b.zip").write_bytes(archive)
     subprocess.run([sys.executable, "-m", "zipfile", "-t", tmp_path / "b.zip"], check=True)
@@ -142,7 +142,7 @@ def test_a_file_is_as_long_as_its_parts(items, engine, tmp_path):
     assert written(engine, items, tmp_path / "a") == items
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_left_alone(engine, tmp_path):
+def test_link_is_replaced_and_its_target_left_alone(engine, tmp_path):
     other, link = tmp_path / "other", tmp_path / "a"
     other.write_bytes(b"of somebody else")
     link.symlink_to(other)
@@ -150,7 +150,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_left_alone(engine, tmp_path):
     assert not link.is_symlink() and other.read_bytes() == b"of somebody else"
 
 
-def test_bytes_and_tensors_stand_in_the_order_given(engine, tmp_path):
+def test_parts_are_in_the_order_given(engine, tmp_path):
     tensor = torch.randn(2 * BLOCK)
     items = [b"first", tensor, memoryview(b"second"), tensor, bytearray(b"third" * 5000)]
     got = written(engine, items, tmp_path / "a")
@@ -158,7 +158,7 @@ def test_bytes_and_tensors_stand_in_the_order_given(engine, tmp_path):
     assert all(torch.load(io.BytesIO(got[i])).equal(tensor) for i in (1, 3))
 
 
-def test_a_pool_full_of_snapshots_is_written_all_the_same(engine, tmp_path):
+def test_parts_are_written_even_if_snapshots_fill_the_pool(engine, tmp_path):
     state = [torch.randn(BLOCK // 8) for _ in range(8)] + [torch.randn(BLOCK)]
     with stillframe.snapshot(state, engine=engine) as snap:
         while engine.stats()["leased_bytes"] < 8 * BLOCK:
@@ -168,7 +168,7 @@ def test_a_pool_full_of_snapshots_is_written_all_the_same(engine, tmp_path):
         del got
 
 
-def test_what_is_large_is_written_from_where_it_is(engine, tmp_path):
+def test_large_source_is_written_without_a_copy(engine, tmp_path):
     state = [torch.randn(4 * BLOCK // 4 + i) for i in range(20)]
     engine.warm_up(2 * BLOCK)
     with slow("pwrite", 0.001):
@@ -227,7 +227,7 @@ def test_a_failure_keeps_the_old_file_and_the_engine_usable(call, engine, tmp_pa
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_cancelled_save_lets_go_of_its_sources(engine, tmp_path):
+def test_cancelled_save_releases_its_sources(engine, tmp_path):
     state = [torch.randn(BLOCK) for _ in range(6)]
     parts = Parts()
     parts.append([row_of(each) for each in state])
@@ -256,7 +256,7 @@ def test_a_field_holds_the_crc_of_an_earlier_source(engine, tmp_path):
     )
 
 
-def test_a_field_of_a_source_that_is_not_there_is_refused_for_good():
+def test_field_of_a_missing_source_is_refused():
     parts = Parts()
     with pytest.raises(ValueError):
         parts.crc(0)
@@ -264,7 +264,7 @@ def test_a_field_of_a_source_that_is_not_there_is_refused_for_good():
         parts.append([b"x"])
 
 
-def test_parts_are_the_saves_once(engine, tmp_path):
+def test_parts_can_be_submitted_once(engine, tmp_path):
     parts = Parts()
     parts.append([b"x"])
     assert not is_used(engine)
@@ -287,11 +287,11 @@ def test_parts_are_the_saves_once(engine, tmp_path):
     ],
     ids=["strided", "sparse", "conjugated", "float8", "expanded", "meta", "subclass"],
 )
-def test_what_torch_save_has_to_write_is_told(tensor):
+def test_tensor_that_needs_torch_save_is_reported(tensor):
     assert row_of(tensor) is None
 
 
-def test_tensors_of_no_shape_that_there_is_are_refused_and_buffers_are_free_again():
+def test_impossible_shapes_are_refused_and_buffers_released():
     parts = _core.Parts()
     for sizes, strides in (((2, 3), (1,)), ((1,) * 65, (1,) * 65)):
         with pytest.raises(ValueError, match=r"dimensions|strides"):

@@ -50,7 +50,7 @@ def temporaries(path: Path) -> list[str]:
     return [name for name in os.listdir(path) if name.startswith(".stillframe-")]
 
 
-def test_saves_in_flight_finish_at_exit_and_a_line_says_what_is_waited_for(tmp_path):
+def test_saves_in_flight_finish_at_exit_with_a_line(tmp_path):
     done = run(
         """
         hold_until_said("waiting for a.pt", held("fdatasync"))
@@ -63,7 +63,7 @@ def test_saves_in_flight_finish_at_exit_and_a_line_says_what_is_waited_for(tmp_p
     assert whole(tmp_path / "a.pt") and not temporaries(tmp_path)
 
 
-def test_nothing_is_said_at_exit_where_the_wait_is_short(tmp_path):
+def test_short_wait_at_exit_prints_nothing(tmp_path):
     done = run('hold(slow("fdatasync", 0.1)); stillframe.async_save(STATE, "a.pt")', tmp_path)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
     assert whole(tmp_path / "a.pt")
@@ -88,7 +88,7 @@ def test_removes_in_flight_run_at_exit(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["new.pt"]
 
 
-def test_a_remove_that_is_all_that_a_process_does_is_told_of_where_it_fails(tmp_path):
+def test_failed_remove_without_any_save_is_printed(tmp_path):
     done = run(
         """
         open("old.pt", "w").close()
@@ -102,7 +102,7 @@ def test_a_remove_that_is_all_that_a_process_does_is_told_of_where_it_fails(tmp_
     assert (tmp_path / "old.pt").exists()
 
 
-def test_an_error_nobody_saw_is_printed_at_exit(tmp_path):
+def test_uncollected_error_is_printed_at_exit(tmp_path):
     done = run(
         """
         hold(fault("rename"))
@@ -116,7 +116,7 @@ def test_an_error_nobody_saw_is_printed_at_exit(tmp_path):
 
 @pytest.mark.parametrize("kept", ["", "handle = "])
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_failure_is_told_once_and_the_exit_status_is_the_programs(tmp_path, kept, ended):
+def test_failure_is_printed_once_and_the_exit_status_is_the_programs(tmp_path, kept, ended):
     """Whether the handle is kept or dies, and the save fails before the exit or in it."""
     code = f"""
         from stillframe.testing import fault
@@ -133,7 +133,7 @@ def test_a_failure_is_told_once_and_the_exit_status_is_the_programs(tmp_path, ke
     )
 
 
-def test_a_forked_child_tells_of_no_failure_of_its_parents(tmp_path):
+def test_forked_child_prints_no_failure_of_its_parent(tmp_path):
     done = run(
         """
         hold(fault("rename"))
@@ -153,9 +153,7 @@ def test_a_forked_child_tells_of_no_failure_of_its_parents(tmp_path):
 
 
 @pytest.mark.parametrize(("disk_s", "callback_s"), [(0.4, 0), (0.05, 0.8)])
-def test_callbacks_of_the_last_saves_run_to_their_end_and_what_they_save_is_saved(
-    tmp_path, disk_s, callback_s
-):
+def test_callbacks_at_exit_finish_and_their_saves_are_made(tmp_path, disk_s, callback_s):
     done = run(
         f"""
         at_exit._QUIET_S = 0.01
@@ -175,7 +173,7 @@ def test_callbacks_of_the_last_saves_run_to_their_end_and_what_they_save_is_save
     assert whole(tmp_path / "a.pt") and whole(tmp_path / "b.pt")
 
 
-def test_wait_all_makes_the_exit_status_tell_of_a_failed_save(tmp_path):
+def test_wait_all_makes_the_exit_status_show_a_failed_save(tmp_path):
     done = run(
         """
         from stillframe.testing import fault
@@ -254,7 +252,7 @@ def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path):
     assert whole(tmp_path / "a.pt", 1.0) and not temporaries(tmp_path)
 
 
-def test_what_a_file_system_does_not_answer_is_named_and_can_be_left(tmp_path):
+def test_unresponsive_file_system_is_named_at_exit_and_can_be_left(tmp_path):
     process = start(
         """
         stillframe.save({"w": torch.full((10,), 1.0)}, "a.pt")
@@ -285,7 +283,7 @@ def test_what_a_file_system_does_not_answer_is_named_and_can_be_left(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_what_callbacks_save_at_exit_is_waited_for_and_its_file_system_named(tmp_path):
+def test_saves_of_callbacks_at_exit_are_waited_for_with_their_file_system(tmp_path):
     """Where that does not answer. What else waits for it at the end says nothing."""
     done = run(
         """
@@ -313,7 +311,7 @@ def test_what_callbacks_save_at_exit_is_waited_for_and_its_file_system_named(tmp
     assert whole(tmp_path / "a.pt") and whole(tmp_path / "b.pt")
 
 
-def test_a_save_killed_in_mid_write_leaves_a_temporary_that_the_next_save_clears(tmp_path):
+def test_killed_save_leaves_a_temporary_that_the_next_save_removes(tmp_path):
     process = start(
         """
         hold(held("pwrite"))
@@ -373,7 +371,7 @@ FORK_CHILD = """
 
 
 @pytest.mark.parametrize("kind", ["os.fork", "os._exit", "multiprocessing"])
-def test_after_a_fork_the_child_is_refused_what_is_the_parents(tmp_path, kind):
+def test_forked_child_cannot_use_objects_of_its_parent(tmp_path, kind):
     """R8: parent's saves go on, nothing of them is deleted, unlocked or joined by the child."""
     endings = {
         "os.fork": """
@@ -417,7 +415,7 @@ def test_after_a_fork_the_child_is_refused_what_is_the_parents(tmp_path, kind):
     assert not temporaries(tmp_path)
 
 
-def test_a_fork_in_every_state_of_a_save_harms_nobody(tmp_path):
+def test_fork_in_every_state_of_a_save_does_no_harm(tmp_path):
     for call in ("open", "capture_copy", "pwrite", "fdatasync", "rename", "fsync"):
         with slow(call, 0.1):
             handle = stillframe.async_save({"w": torch.full((10_000,), 3.0)}, tmp_path / "a.pt")
@@ -447,7 +445,7 @@ def test_exec_does_not_inherit_descriptors(tmp_path):
     handle.result()
 
 
-def test_the_default_engine_is_configured_before_its_first_use_and_made_anew(tmp_path):
+def test_default_engine_is_configured_before_first_use_and_made_again_after_close(tmp_path):
     done = run(
         """
         def refused(kind, **options):
@@ -556,7 +554,7 @@ def test_the_first_save_of_a_process_may_be_an_exit_handlers(tmp_path):
     assert not (tmp_path / "old.pt").exists()
 
 
-def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path):
+def test_later_exit_handler_saves_and_removes_at_once(tmp_path):
     done = run(
         """
         import atexit, os
@@ -580,7 +578,7 @@ def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path
     assert whole(tmp_path / "b.pt")
 
 
-def test_an_exit_handler_that_runs_after_ours_may_save_what_is_copied_late(tmp_path):
+def test_later_exit_handler_may_save_deferrable_state(tmp_path):
     """Its verdict has to come, though the thread that would give it has ended."""
     done = run(
         """
@@ -631,7 +629,7 @@ def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path):
     assert "Fatal Python error: Segmentation fault" in done.stderr
 
 
-def test_under_a_limit_of_address_space_saves_work_where_torch_does(tmp_path):
+def test_saves_work_under_an_address_space_limit(tmp_path):
     done = run(
         """
         import resource

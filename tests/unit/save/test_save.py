@@ -59,7 +59,7 @@ def test_a_save_returns_a_handle_whose_result_says_what_it_did(tmp_path):
     assert loads_as(path, STATE["w"])
 
 
-def test_what_an_optimizer_owns_is_deferred_and_the_next_step_waits(tmp_path):
+def test_optimizer_state_is_deferred_and_the_next_step_waits(tmp_path):
     model, optimizer, step = trained()
     expected = {k: v.clone() for k, v in model.state_dict().items()}
     with held_until_awaited("lane_copy"):
@@ -81,7 +81,7 @@ def test_overlap_false_captures_everything(tmp_path):
     assert report.deferred_nbytes == 0
 
 
-def test_a_save_that_is_waited_for_defers_nothing_and_syncs_if_asked(tmp_path):
+def test_blocking_save_defers_nothing_and_syncs_by_default(tmp_path):
     model, optimizer, _ = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with slow("fdatasync", 0) as injected:
@@ -91,7 +91,7 @@ def test_a_save_that_is_waited_for_defers_nothing_and_syncs_if_asked(tmp_path):
         assert injected.calls("fdatasync") == 1
 
 
-def test_a_link_is_there_when_what_it_leads_to_is_going_to_be(tmp_path):
+def test_exists_of_a_link_follows_the_log_of_its_target(tmp_path):
     (tmp_path / "link").symlink_to("a.pt")
     assert not stillframe.exists(tmp_path / "link")
     with held("rename"):
@@ -100,7 +100,7 @@ def test_a_link_is_there_when_what_it_leads_to_is_going_to_be(tmp_path):
     handle.result()
 
 
-def test_a_captured_state_may_change_at_once(tmp_path):
+def test_captured_state_may_change_after_the_call(tmp_path):
     w = torch.full((1_000_000,), 5.0)
     with held("pwrite"):
         handle = stillframe.async_save({"w": w}, tmp_path / "a.pt")
@@ -109,7 +109,7 @@ def test_a_captured_state_may_change_at_once(tmp_path):
     assert loads_as(tmp_path / "a.pt", torch.full((1_000_000,), 5.0))
 
 
-def test_a_change_after_wait_staged_is_nobodys_business(tmp_path):
+def test_change_after_wait_staged_is_allowed(tmp_path):
     model, _, _ = trained()
     expected = model.weight.detach().clone()
     with slow("lane_copy", 0.02):
@@ -120,7 +120,7 @@ def test_a_change_after_wait_staged_is_nobodys_business(tmp_path):
     assert torch.equal(torch.load(tmp_path / "a.pt")["w"], expected)
 
 
-def test_a_change_before_the_copy_fails_the_save_with_the_tensors_name(tmp_path):
+def test_change_before_the_copy_fails_the_save_and_names_the_tensor(tmp_path):
     model, _, _ = trained()
     stillframe.save({"m": {"w": torch.zeros(3)}}, tmp_path / "a.pt")
     with held_until_awaited("lane_copy"):
@@ -138,7 +138,7 @@ def test_a_change_before_the_copy_fails_the_save_with_the_tensors_name(tmp_path)
     assert report.deferred_nbytes == 0
 
 
-def test_check_mutation_notices_a_change_that_no_version_tells_of(tmp_path):
+def test_check_mutation_notices_a_change_without_a_version(tmp_path):
     model, _, _ = trained()
     with held_until_awaited("lane_copy"):
         handle = stillframe.async_save({"w": model.weight}, tmp_path / "a.pt", check_mutation=True)
@@ -175,7 +175,7 @@ def test_a_cancelled_save_leaves_the_old_file_and_says_so_each_time(tmp_path):
     stillframe.wait_all()  # a cancelled save is no error
 
 
-def test_callbacks_run_elsewhere_after_everything_is_settled(tmp_path):
+def test_callbacks_run_on_their_thread_after_everything_is_settled(tmp_path):
     seen: list[object] = []
     over = threading.Event()
 
@@ -203,7 +203,7 @@ def test_callbacks_run_elsewhere_after_everything_is_settled(tmp_path):
     assert (tmp_path / "from-callback.pt").exists()
 
 
-def test_the_futures_are_those_of_dcp(tmp_path):
+def test_handle_has_dcps_two_futures(tmp_path):
     with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         assert isinstance(handle.staging_completion, Future)
@@ -236,7 +236,7 @@ def test_an_error_of_the_disk_has_phase_errno_and_path_and_later_saves_work(tmp_
         stillframe.save({"w": torch.ones(3)}, path)
 
 
-def test_wait_all_raises_once_what_nobody_collected(tmp_path):
+def test_wait_all_raises_uncollected_errors_once(tmp_path):
     with fault("rename", sticky=True):
         collected = stillframe.async_save(STATE, tmp_path / "a.pt")
         assert isinstance(collected.exception(), stillframe.SaveError)
@@ -268,14 +268,14 @@ def nobody_takes_notices(directory: Path) -> Iterator[None]:
         go.set()
 
 
-def test_wait_all_raises_the_error_of_a_save_whose_notices_nobody_has_taken_yet(tmp_path):
+def test_wait_all_raises_an_error_whose_notice_is_still_queued(tmp_path):
     with nobody_takes_notices(tmp_path), fault("rename"):
         stillframe.async_save(STATE, tmp_path / "b.pt")
         with pytest.raises(stillframe.SaveError, match=r"b\.pt"):
             stillframe.wait_all()
 
 
-def test_an_error_nobody_asked_for_is_logged_when_its_handle_dies(tmp_path, caplog):
+def test_uncollected_error_is_logged_when_its_handle_dies(tmp_path, caplog):
     with fault("rename"), caplog.at_level(logging.ERROR, "stillframe"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         while not handle.done():
@@ -288,7 +288,7 @@ def test_an_error_nobody_asked_for_is_logged_when_its_handle_dies(tmp_path, capl
         stillframe.wait_all()
 
 
-def test_a_save_that_fails_and_is_looked_at_before_its_notices_are_is_kept_by_nobody(tmp_path):
+def test_failed_save_collected_before_its_notices_is_freed(tmp_path):
     model, _, _ = trained()
     with nobody_takes_notices(tmp_path), fault("pwrite", err=errno.ENOSPC):
         handle = stillframe.async_save(model.state_dict(), tmp_path / "b.pt")
@@ -298,7 +298,7 @@ def test_a_save_that_fails_and_is_looked_at_before_its_notices_are_is_kept_by_no
     assert isinstance(handle.exception(), stillframe.SaveError)
 
 
-def test_a_future_counts_as_collecting(tmp_path):
+def test_future_result_collects_the_error(tmp_path):
     with fault("rename"):
         future = stillframe.async_save(STATE, tmp_path / "a.pt").upload_completion
         with pytest.raises(stillframe.SaveError):
@@ -307,7 +307,7 @@ def test_a_future_counts_as_collecting(tmp_path):
 
 
 @pytest.mark.parametrize("call", [stillframe.async_save, stillframe.save])
-def test_bad_input_is_refused_by_the_call_and_loses_nothing(tmp_path, call):
+def test_invalid_input_is_refused_by_the_call_and_keeps_the_file(tmp_path, call):
     path = tmp_path / "a.pt"
     stillframe.save(STATE, path)
     os.mkfifo(tmp_path / "fifo")
@@ -344,7 +344,7 @@ def test_bad_input_is_refused_by_the_call_and_loses_nothing(tmp_path, call):
     assert loads_as(path, STATE["w"])
 
 
-def test_on_durable_has_to_be_callable(tmp_path):
+def test_on_durable_must_be_callable(tmp_path):
     with pytest.raises(TypeError, match="on_durable"):
         stillframe.async_save(STATE, tmp_path / "a.pt", on_durable=3)
     assert not (tmp_path / "a.pt").exists()
@@ -391,7 +391,7 @@ def test_a_link_is_followed_and_stays(tmp_path):
         stillframe.save(STATE, tmp_path / "loop")
 
 
-def test_a_relative_path_is_taken_at_the_call(tmp_path, monkeypatch):
+def test_relative_path_is_resolved_at_the_save_call(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with held("open"):
@@ -401,13 +401,13 @@ def test_a_relative_path_is_taken_at_the_call(tmp_path, monkeypatch):
     assert (tmp_path / "a.pt").exists() and handle.path == "a.pt"
 
 
-def test_names_that_are_no_utf8_work(tmp_path):
+def test_file_names_outside_utf8_work(tmp_path):
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.pt")
     stillframe.save(STATE, name)
     assert torch.equal(stillframe.load(name)["w"], STATE["w"])
 
 
-def test_what_is_said_of_a_name_that_is_no_utf8_is_read_without_it(tmp_path, caplog):
+def test_messages_about_names_outside_utf8_are_readable(tmp_path, caplog):
     stillframe.save(STATE, os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.pt"))
     with fault("rename"), caplog.at_level(logging.WARNING, "stillframe"):
         handle = stillframe.async_save(STATE, tmp_path / "new.pt")
@@ -418,7 +418,7 @@ def test_what_is_said_of_a_name_that_is_no_utf8_is_read_without_it(tmp_path, cap
             time.sleep(0.01)
 
 
-def test_a_load_sees_the_save_before_it(tmp_path):
+def test_load_sees_the_save_before_it(tmp_path):
     path = tmp_path / "a.pt"
     with slow("fdatasync", 0.1):
         stillframe.async_save(STATE, path)
@@ -464,7 +464,7 @@ def test_a_remove_is_dropped_when_the_save_before_it_fails(tmp_path, caplog):
     stillframe.save(STATE, tmp_path / "new.pt")
 
 
-def test_engines_bound_what_is_in_flight(tmp_path):
+def test_max_in_flight_bounds_each_engine(tmp_path):
     with slow("fdatasync", 0.2):
         with stillframe.Engine(max_in_flight=1, when_busy="raise") as engine:
             with held("fdatasync"):
@@ -492,7 +492,7 @@ def test_engines_bound_what_is_in_flight(tmp_path):
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_a_small_pool_is_enough(tmp_path, blocks):
+def test_save_works_with_a_pool_smaller_than_the_state(tmp_path, blocks):
     model, optimizer, step = trained()
     block = 64 << 10
     with stillframe.Engine(pool_bytes=blocks * block, block_bytes=block) as engine:
@@ -509,7 +509,7 @@ def test_a_small_pool_is_enough(tmp_path, blocks):
         assert engine.stats()["committed_bytes"] <= blocks * block
 
 
-def test_an_engine_says_what_it_holds(tmp_path):
+def test_engine_stats_show_what_it_holds(tmp_path):
     with stillframe.Engine(pool_bytes=64 << 20, block_bytes=1 << 20) as engine:
         before = engine.stats()
         assert before["committed_bytes"] == 0 and before["pool_bytes"] == 64 << 20
@@ -524,7 +524,7 @@ def test_an_engine_says_what_it_holds(tmp_path):
         assert engine.stats()["committed_bytes"] == 0
 
 
-def test_a_warm_up_says_how_far_it_is(caplog, monkeypatch):
+def test_warm_up_logs_its_progress(caplog, monkeypatch):
     monkeypatch.setattr("stillframe._save.engine._WARM_UP_PIECE", 8 << 20)
     with (
         stillframe.Engine(pool_bytes=20 << 20, block_bytes=1 << 20) as engine,
@@ -555,7 +555,7 @@ def test_a_warm_up_says_how_far_it_is(caplog, monkeypatch):
         ({"when_busy": "never"}, ValueError, "when_busy"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, kind, words):
+def test_invalid_options_are_refused(options, kind, words):
     with pytest.raises(kind, match=words):
         stillframe.Engine(**options)
 
@@ -682,7 +682,7 @@ def test_nothing_grows_over_many_saves(tmp_path):
         assert (figures(), engine.stats()["committed_bytes"]) == before
 
 
-def test_a_saved_tensor_is_let_go_of_once_it_is_copied(tmp_path):
+def test_saved_tensor_is_released_after_its_copy(tmp_path):
     import weakref
 
     model, optimizer, step = trained()

@@ -39,7 +39,7 @@ def test_versions_are_compared_once():
     assert [verdict.judge(), verdict.judge()] == [-1, -1]
 
 
-def test_first_answer_counts_when_a_signal_handler_looks_in_the_middle(monkeypatch):
+def test_first_verdict_counts_if_a_signal_handler_asks_meanwhile(monkeypatch):
     deferral = Deferral(-1, 0)
     verdict = Verdict(deferral)
     answer, inner = deferral.torn, []

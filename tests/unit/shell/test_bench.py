@@ -88,7 +88,7 @@ def test_the_table_ends_with_the_advice(disk_path, capsys):
     assert out.rstrip().endswith(".")
 
 
-def test_the_state_is_deferred_so_that_the_call_is_the_one_of_a_training(disk_path, monkeypatch):
+def test_bench_state_is_deferred_as_in_a_training(disk_path, monkeypatch):
     reports = []
     save = bench._Bench._save
 
@@ -119,14 +119,14 @@ def test_the_state_is_deferred_so_that_the_call_is_the_one_of_a_training(disk_pa
         ({}, ["Nothing to mend", "10 GB", "6 s"]),
     ],
 )
-def test_advice_names_what_is_in_the_way(change, words):
+def test_advice_names_the_obstacle(change, words):
     found = bench_result.advice(dataclasses.replace(GOOD, **change))
     assert len(found) == 1
     for word in words:
         assert word in found[0]
 
 
-def test_several_things_in_the_way_are_all_named():
+def test_advice_names_every_obstacle():
     found = bench_result.advice(
         dataclasses.replace(GOOD, file_system="nfs", io_mode="buffered", pool_bytes=MIB)
     )
@@ -186,7 +186,7 @@ def test_a_directory_that_may_not_be_written_to_is_refused(tmp_path, capsys):
     assert "Permission denied" in capsys.readouterr().err
 
 
-def test_too_little_room_or_memory_is_said_before_anything_is_written(
+def test_lack_of_disk_or_memory_is_reported_before_anything_is_written(
     tmp_path, monkeypatch, capsys
 ):
     usage = namedtuple("usage", "total used free")
@@ -260,7 +260,7 @@ sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
     assert list(disk_path.iterdir()) == []
 
 
-def test_the_chosen_size_is_that_of_a_second_within_memory_and_room(tmp_path, monkeypatch):
+def test_chosen_size_takes_a_second_and_fits_memory_and_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_raw, "free_memory", lambda: 7 * 1000 * MIB)
     for seconds, expected in ((0.1, 320 * MIB), (100.0, 32 * MIB), (1e-6, 512 * MIB)):
 
@@ -285,7 +285,7 @@ def test_a_short_source_is_repeated_to_the_length_asked_for(disk_path, direct):
 
 
 @pytest.mark.parametrize("nr_threads", [1, 2, 3])
-def test_a_copy_in_parts_is_whole(nr_threads):
+def test_copy_in_parts_is_complete(nr_threads):
     source, target = (bench_raw.make_buffer(5 * bench_raw.PAGE_BYTES) for _ in range(2))
     assert bench_raw.copy_seconds(source, target, nr_threads) > 0
     assert bytes(target) == bytes(source)

@@ -33,7 +33,7 @@ COMMANDS = ["verify", "inspect", "bench", "info", "completion"]
     ],
     ids=" ".join,
 )
-def test_what_needs_no_torch_imports_none(arguments):
+def test_help_and_version_import_no_torch(arguments):
     code = f"""if True:
         import sys
         from _stillframe_command import main
@@ -48,7 +48,7 @@ def test_what_needs_no_torch_imports_none(arguments):
 @pytest.mark.parametrize(
     "arguments", ["verify x.pt dcp", "inspect x.pt", "inspect --tree x.pt", "inspect --json old.pt"]
 )
-def test_files_are_looked_at_without_torch(arguments, tmp_path):
+def test_verify_and_inspect_import_no_torch(arguments, tmp_path):
     state = {"w": torch.ones(3, dtype=torch.bfloat16), "p": torch.nn.Parameter(torch.ones(2))}
     stillframe.save(state, tmp_path / "x.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -67,7 +67,7 @@ def test_files_are_looked_at_without_torch(arguments, tmp_path):
     assert "bfloat16" in done.stdout or arguments.startswith("verify")
 
 
-def test_a_module_without_front_brings_no_torch_and_leaves_the_package_to_be_imported():
+def test_module_without_front_imports_no_torch_and_not_the_package():
     code = """if True:
         import sys
         from _stillframe_command import module_without_front
@@ -130,7 +130,7 @@ def test_bash_completes_commands_and_options(capsys):
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
-def test_zsh_takes_its_script(capsys):
+def test_zsh_accepts_its_script(capsys):
     assert main(["completion", "zsh"]) == 0
     code = "autoload -Uz compinit; compinit -u -D\n" + capsys.readouterr().out
     code += "\n(( $+functions[_stillframe] )) && print ${_comps[stillframe]}"
@@ -138,7 +138,7 @@ def test_zsh_takes_its_script(capsys):
     assert done.stdout == "_stillframe\n"
 
 
-def test_zsh_is_told_every_command(capsys):
+def test_zsh_completion_has_every_command(capsys):
     assert main(["completion", "zsh"]) == 0
     script = capsys.readouterr().out
     for command in COMMANDS:
@@ -161,7 +161,7 @@ def test_lines_fit_and_no_part_of_a_path_is_broken(width):
     assert bar.folded("short: ok", width) == ["short: ok"]
 
 
-def test_a_part_wider_than_the_terminal_is_left_whole():
+def test_part_wider_than_the_terminal_is_not_split():
     assert bar.folded("a/" + "b" * 50 + ": ok", 20) == ["a/", "    " + "b" * 50 + ":", "    ok"]
 
 
@@ -204,7 +204,7 @@ def arguments(request, tmp_path, monkeypatch) -> list[str]:
     return words.split()
 
 
-def test_a_reader_that_has_gone_is_no_damage(arguments, monkeypatch, capsys):
+def test_closed_output_is_not_reported_as_damage(arguments, monkeypatch, capsys):
     end, begin = os.pipe()
     os.close(end)
     with open(begin, "w") as stdout:
@@ -267,7 +267,7 @@ def test_info_of_a_directory_that_cannot_be_written_to_says_why(tmp_path, capsys
     assert "torch: " in told
 
 
-def test_info_shows_what_a_save_had_to_do_without():
+def test_info_shows_the_fallbacks_of_a_save():
     found = info.collect(".")
     found["disk"]["fallbacks"] = ["Written through the page cache: no O_DIRECT."]
     assert "fallback: Written through the page cache: no O_DIRECT." in info.lines(found)

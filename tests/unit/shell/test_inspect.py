@@ -48,7 +48,7 @@ def by_name(told):
 
 
 @pytest.mark.parametrize("write", [*WRITERS, legacy])
-def test_names_shapes_types_and_bytes_are_told_for_every_writer(write, tmp_path, capsys):
+def test_names_shapes_types_and_bytes_are_shown_for_every_writer(write, tmp_path, capsys):
     write(small_state(), tmp_path / "x.pt")
     status, told = inspect_json(capsys, tmp_path / "x.pt")
     assert (status, told["error"]) == (0, None)
@@ -62,7 +62,7 @@ def test_names_shapes_types_and_bytes_are_told_for_every_writer(write, tmp_path,
     assert told["others"] == {"str": 1}
 
 
-def test_every_kind_of_tensor_is_told_as_torch_has_it(tmp_path, capsys):
+def test_every_kind_of_tensor_is_shown_as_in_torch(tmp_path, capsys):
     tree = {
         "parameter": torch.nn.Parameter(torch.ones(2, 3)),
         "float8": torch.ones(5).to(torch.float8_e4m3fn),
@@ -86,7 +86,7 @@ def test_every_kind_of_tensor_is_told_as_torch_has_it(tmp_path, capsys):
     }
 
 
-def test_every_type_of_torch_is_called_and_as_wide_as_torch_has_it():
+def test_every_dtype_has_torchs_name_and_width():
     types = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     assert len(types) > 20
     for each in types:
@@ -107,7 +107,7 @@ def test_totals_count_a_shared_storage_once(tmp_path, capsys):
     assert inspect_json(capsys, tmp_path / "x.pt")[1]["totals"] == {"a": 400, "b": 800}
 
 
-def test_nothing_of_a_pickle_is_obeyed_and_its_types_are_named(tmp_path, capsys):
+def test_nothing_in_a_pickle_is_executed_and_its_types_are_named(tmp_path, capsys):
     torch.save({"x": Dangerous(str(tmp_path / "made")), "w": torch.ones(3)}, tmp_path / "x.pt")
     status, told = inspect_json(capsys, tmp_path / "x.pt")
     assert status == 0
@@ -117,7 +117,7 @@ def test_nothing_of_a_pickle_is_obeyed_and_its_types_are_named(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
-def test_of_a_file_that_is_cut_the_pickle_is_shown(write, tmp_path, capsys):
+def test_pickle_of_a_truncated_file_is_shown(write, tmp_path, capsys):
     state = {"weight": torch.ones(100_000), "bias": torch.ones(3)}
     write(state, tmp_path / "x.pt")
     os.truncate(tmp_path / "x.pt", 100_000)
@@ -143,13 +143,13 @@ def test_every_cut_and_every_flip_ends_with_a_status_and_no_traceback(tmp_path, 
     assert statuses == {0, 1, 2}
 
 
-def test_wrong_bytes_of_a_tensor_are_verifys_to_find(tmp_path):
+def test_inspect_does_not_check_the_bytes_of_tensors(tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
     flip(tmp_path / "x.pt", offset_of_storage(tmp_path / "x.pt") + 8)
     assert inspect(tmp_path / "x.pt") == 0
 
 
-def test_wrong_bytes_of_the_pickle_are_told_and_it_is_shown(tmp_path, capsys):
+def test_damaged_pickle_is_reported_and_shown(tmp_path, capsys):
     by_path({"weight": torch.ones(3)}, tmp_path / "x.pt")
     raw = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(raw.replace(b"weight", b"weighs", 1))
@@ -167,7 +167,7 @@ def archive_of(pickled, path):
     return path
 
 
-def test_a_pickle_that_wants_memory_without_end_does_not_get_it(tmp_path, capsys):
+def test_pickle_that_needs_endless_memory_is_bounded(tmp_path, capsys):
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     # None, to be remembered as number 100 million: 1.6 GB.
     path = archive_of(b"\x80\x02Nr" + (100_000_000).to_bytes(4, "little") + b".", tmp_path / "x.pt")
@@ -258,7 +258,7 @@ def test_the_tree_has_each_branchs_bytes(tmp_path, capsys):
     assert "\n  model  2 kB\n    a  250 float32 cpu\n    b  250 float32 cpu\n" in printed
 
 
-def test_the_tree_has_what_is_of_a_branch_under_it_whatever_stands_between(tmp_path, capsys):
+def test_tree_groups_tensors_of_a_branch_in_any_order(tmp_path, capsys):
     x, y, b = (torch.ones(1) for _ in range(3))
     by_path({"a.x": x, "b": b, "a": {"y": y}}, tmp_path / "x.pt")
     assert inspect("--tree", tmp_path / "x.pt") == 0

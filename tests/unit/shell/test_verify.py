@@ -76,7 +76,7 @@ def verify_json(capsys, *arguments):
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_what_any_writer_saved_is_good(write, tmp_path, capsys):
+def test_checkpoint_of_any_writer_is_good(write, tmp_path, capsys):
     write(small_state(), tmp_path / "x.ckpt")
     assert verify(tmp_path / "x.ckpt") == 0
     output = capsys.readouterr()
@@ -202,7 +202,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_what_is_no_checkpoint_is_status_2_and_called_what_it_looks_like(name, tmp_path, capsys):
+def test_other_file_is_status_2_and_named_by_its_kind(name, tmp_path, capsys):
     path = tmp_path / "x.pt"
     STRANGERS[name](path)
     assert verify(path) == 2
@@ -212,7 +212,7 @@ def test_what_is_no_checkpoint_is_status_2_and_called_what_it_looks_like(name, t
         stillframe.load(path)
 
 
-def test_bytes_that_look_like_nothing_are_no_checkpoint(tmp_path, capsys):
+def test_unrecognised_bytes_are_not_a_checkpoint(tmp_path, capsys):
     (tmp_path / "x.pt").write_bytes(bytes(range(128, 256)) * 9)
     assert verify(tmp_path / "x.pt") == 2
     assert "not a PyTorch checkpoint" in capsys.readouterr().out
@@ -227,7 +227,7 @@ def sharded(tmp_path):
     return tmp_path / "dcp"
 
 
-def test_a_healthy_shard_is_recognised_and_its_directory_checked(sharded, capsys):
+def test_intact_shard_is_recognised_and_its_directory_checked(sharded, capsys):
     (shard,) = sharded.glob("*.distcp")
     status, (entry,) = verify_json(capsys, shard)
     assert status == 2
@@ -272,7 +272,7 @@ def test_a_damaged_sharded_checkpoint_is_status_1_and_says_where(
     assert says in out and (name is None or name in out)
 
 
-def test_nothing_in_a_checkpoints_metadata_is_run(sharded, capsys):
+def test_nothing_in_sharded_metadata_is_executed(sharded, capsys):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(sharded / "evil"),)
@@ -300,7 +300,7 @@ def test_a_machine_without_memory_is_status_2(tmp_path, capsys, call):
     assert "memory" in entry["error"]
 
 
-def test_of_several_paths_the_worst_status_counts(tmp_path, capsys):
+def test_worst_status_of_several_paths_counts(tmp_path, capsys):
     good, bad, missing = tmp_path / "good.pt", tmp_path / "bad.pt", tmp_path / "missing.pt"
     by_path(small_state(), good)
     damaged("truncated", bad)
@@ -315,7 +315,7 @@ def test_of_several_paths_the_worst_status_counts(tmp_path, capsys):
 # ---- directories -------------------------------------------------------------------------
 
 
-def test_a_directory_without_checkpoints_is_told_beside_what_is_good(tmp_path, capsys):
+def test_directory_without_checkpoints_is_reported_beside_good_ones(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     by_path(small_state(), tmp_path / "good.pt")
     assert verify(tmp_path / "good.pt", tmp_path / "empty") == 2
@@ -453,7 +453,7 @@ class Terminal:
         pass
 
 
-def test_long_work_is_shown_on_a_terminal_and_nowhere_else(tmp_path, capsys, monkeypatch):
+def test_progress_is_shown_only_on_a_terminal(tmp_path, capsys, monkeypatch):
     sparse(tmp_path / "[b]x.ckpt", 1 << 30)
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
@@ -496,7 +496,7 @@ def test_python_m_stillframe_runs_it(tmp_path):
     assert program("verify").returncode == 2
 
 
-def test_a_reader_that_goes_away_gets_no_traceback(tmp_path):
+def test_closed_output_gives_no_traceback(tmp_path):
     for i in range(300):
         by_path(small_state(), tmp_path / f"{i}.ckpt")
     with subprocess.Popen(
@@ -514,19 +514,19 @@ def test_a_reader_that_goes_away_gets_no_traceback(tmp_path):
 
 
 @given(st.binary(max_size=2000), st.integers(0, 2**32 - 1), st.integers(1, 300))
-def test_crc32_is_zlibs(data, value, times):
+def test_crc32_equals_zlibs(data, value, times):
     data *= times
     assert _core.crc32(data, value) == zlib.crc32(data, value)
     view = memoryview(data)[len(data) // 3 :]
     assert _core.crc32(view) == zlib.crc32(view)
 
 
-def test_crc32_refuses_what_is_no_buffer():
+def test_crc32_refuses_other_objects_than_buffers():
     with pytest.raises(TypeError):
         _core.crc32("text")
 
 
-def test_checks_run_beside_each_other(tmp_path):
+def test_checks_run_in_parallel(tmp_path):
     by_stillframe({"x": torch.ones(1 << 20)}, tmp_path / "x.ckpt")
     found = []
     threads = [

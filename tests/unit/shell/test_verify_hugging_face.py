@@ -59,7 +59,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_whole_directory_is_ok_and_names_what_has_no_checksum(checkpoint, capsys):
+def test_complete_directory_is_ok_and_names_files_without_checksums(checkpoint, capsys):
     assert command(["verify", str(checkpoint)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "model.safetensors: ok" in lines[0] and "2 records without a checksum" in lines[0]
@@ -104,7 +104,7 @@ def test_single_safetensors_file_is_named_as_no_pytorch_checkpoint(tmp_path, cap
 
 
 @pytest.mark.parametrize("name", ["info", "bench"])
-def test_mistyped_pool_size_is_said_in_one_line(tmp_path, capsys, monkeypatch, name):
+def test_mistyped_pool_size_is_reported_in_one_line(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setenv("STILLFRAME_POOL_BYTES", "12xyz")
     assert command([name, str(tmp_path)]) == 2
     told = capsys.readouterr()

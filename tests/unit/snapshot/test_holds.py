@@ -14,18 +14,18 @@ import stillframe
 import torch
 from fix_snapshots import MIB
 from fix_waits import leased
-from stillframe._snapshot import holds, lent
+from stillframe._snapshot import holds, loans
 
 
-def only_loan_of(taken: stillframe.Snapshot[Any]) -> lent.Loan:
+def only_loan_of(taken: stillframe.Snapshot[Any]) -> loans.Loan:
     """Loans of others may be ending still."""
-    lender = lent._lender_of(taken.tree["w"].untyped_storage())
+    lender = loans._lender_of(taken.tree["w"].untyped_storage())
     assert lender is not None
     (loan,) = lender._loans()
     return loan
 
 
-def test_what_is_borrowed_is_not_withdrawn_with_the_end_of_the_last_reader():
+def test_loan_taken_before_the_last_reader_ends_is_kept():
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB, shared_memory=True) as engine:
         taken = stillframe.snapshot({"w": torch.ones(9)}, shared="spawn", engine=engine)
         reader: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -39,7 +39,7 @@ def test_what_is_borrowed_is_not_withdrawn_with_the_end_of_the_last_reader():
         assert borrowed["w"].eq(1).all()
 
 
-def test_a_forked_process_has_no_end_of_a_channel_that_would_hide_the_lenders():
+def test_forked_process_keeps_no_end_of_a_loans_channel():
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB, shared_memory=True) as engine:
         taken = stillframe.snapshot({"w": torch.ones(9)}, shared="spawn", engine=engine)
         data = ForkingPickler.dumps(taken.tree)
@@ -53,7 +53,7 @@ def test_a_forked_process_has_no_end_of_a_channel_that_would_hide_the_lenders():
         assert pickle.loads(data)["w"].eq(1).all()
 
 
-def test_memory_goes_back_though_the_wait_for_its_holder_fails(caplog):
+def test_memory_returns_even_if_the_wait_for_its_holder_fails(caplog):
     def fails() -> None:
         raise OSError("no such process")
 
@@ -104,32 +104,32 @@ class Channel:
         self.closed = True
 
 
-def loan_over(channel: Channel) -> tuple[lent.Loan, list[str]]:
+def loan_over(channel: Channel) -> tuple[loans.Loan, list[str]]:
     lender: Any = SimpleNamespace(core=Memory(), patience_s=0.5, descriptor=-1)
-    return lent.Loan(lender, channel), lender.core.calls
+    return loans.Loan(lender, channel), lender.core.calls
 
 
-def test_memory_that_is_lent_for_too_long_is_somebodys_and_never_nobodys():
+def test_overdue_loan_counts_as_held_by_the_user():
     """Others wait for a hold, which ends by itself, and not for a view."""
     channel = Channel(TimeoutError(), b"")
     loan, calls = loan_over(channel)
-    lent._loans.append(loan)
+    loans._loans.append(loan)
     loan.serve()
     assert calls == ["hold", "view", "will return: False", "unhold"]
     assert channel.timeouts == [0.5, None]  # it tires once: its hold is given back by then
     loan.end()
-    assert calls[4:] == ["unview"] and channel.closed and loan not in lent._loans
+    assert calls[4:] == ["unview"] and channel.closed and loan not in loans._loans
 
 
-def test_a_borrower_that_is_killed_gives_back_what_it_had():
+def test_killed_borrower_returns_its_loan():
     loan, calls = loan_over(Channel(ConnectionResetError()))
-    lent._loans.append(loan)
+    loans._loans.append(loan)
     loan.serve()
     loan.end()
     assert calls == ["hold", "unhold"]
 
 
-def test_what_was_recalled_is_lent_to_nobody():
+def test_recalled_memory_is_not_on_loan():
     loan, _ = loan_over(Channel(b"\0"))
     loan.recall()  # though there is nobody left to tell
     loan.serve()
@@ -144,12 +144,12 @@ def test_a_forked_child_has_no_loans_and_may_lend_its_own():
         if child == 0:
             free: list[bool] = []
             thread = threading.Thread(
-                target=lambda: free.append(lent._offering.acquire(blocking=False))
+                target=lambda: free.append(loans._offering.acquire(blocking=False))
             )
             thread.start()
             thread.join()
-            os._exit(0 if free == [True] and lent.explanation() == "" else 1)
+            os._exit(0 if free == [True] and loans.explanation() == "" else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert "lent to them" in lent.explanation()
+        assert "lent to them" in loans.explanation()
         taken.release()
         assert pickle.loads(data)["w"].eq(1).all()

@@ -100,7 +100,7 @@ class Marked(torch.Tensor):
         pytest.param(lambda: torch.randn(3).as_subclass(Marked), id="subclass"),
     ],
 )
-def test_a_tensor_of_any_kind_has_a_twin_in_the_snapshot(tensor, engine):
+def test_tensor_of_any_kind_is_copied(tensor, engine):
     source = tensor()
     twin = stillframe.snapshot([source], engine=engine).tree[0]
     assert type(twin) is type(source)
@@ -128,7 +128,7 @@ def test_a_tensor_of_any_kind_has_a_twin_in_the_snapshot(tensor, engine):
     assert torch.equal(source, twin)
 
 
-def test_a_nested_tensor_has_a_twin(engine):
+def test_nested_tensor_is_copied(engine):
     parts = [torch.randn(2, 3), torch.randn(4, 3)]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
     twin = stillframe.snapshot([jagged], engine=engine).tree[0]
@@ -137,7 +137,7 @@ def test_a_nested_tensor_has_a_twin(engine):
     assert all(map(torch.equal, twin.unbind(), before))
 
 
-def test_what_belongs_to_one_storage_does_so_in_the_snapshot(engine):
+def test_tensors_that_share_a_storage_share_its_copy(engine):
     base = torch.randn(8, 8)
     tied = torch.nn.Parameter(torch.randn(4))
     tree = {
@@ -164,7 +164,7 @@ def test_what_belongs_to_one_storage_does_so_in_the_snapshot(engine):
     assert base[2, 0] != 7.0
 
 
-def test_containers_keep_their_types_and_what_hangs_on_them(engine):
+def test_containers_keep_their_types_and_attributes(engine):
     module = torch.nn.BatchNorm1d(3)
     tensor = torch.randn(3)
     counter = collections.Counter(a=2)
@@ -204,7 +204,7 @@ def test_containers_keep_their_types_and_what_hangs_on_them(engine):
     assert (new["array"][0], new["set"], new["counter"]["a"]) == (0, {1, 2}, 2)
 
 
-def test_other_objects_are_left_whole(engine, caplog):
+def test_other_objects_are_not_copied(engine, caplog):
     extra = Extra(1, torch.ones(2))
     module = torch.nn.Linear(1, 1)
     new = stillframe.snapshot({"extra": extra, "module": module}, engine=engine).tree
@@ -229,7 +229,7 @@ def test_a_tree_may_contain_itself(engine):
     assert new is not tree
 
 
-def test_attributes_of_tensors_come_along(engine):
+def test_attributes_of_tensors_are_copied(engine):
     tensor = torch.ones(2)
     tensor.note = {"mean": torch.zeros(1)}
     new = stillframe.snapshot([tensor], engine=engine).tree[0]
@@ -249,7 +249,7 @@ def test_a_wrapper_subclass_is_flattened_and_put_together(engine):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_wrapper_subclass_wants_its_gradient_where_it_did(engine, trained):
+def test_wrapper_subclass_keeps_requires_grad(engine, trained):
     from torch.testing._internal.two_tensor import TwoTensor
 
     wrapped = TwoTensor(torch.ones(3), torch.zeros(3)).requires_grad_(trained)
@@ -288,7 +288,7 @@ class HoldingTensor(torch.Tensor):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_tensor_whose_bytes_are_in_objects_left_whole_is_refused_by_its_place(depth, engine):
+def test_tensor_with_bytes_in_uncopied_objects_is_refused_by_name(depth, engine):
     live = torch.ones(2)
     tensor = torch.zeros(2).as_subclass(HoldingTensor)
     inner: Any = live
@@ -301,7 +301,7 @@ def test_a_tensor_whose_bytes_are_in_objects_left_whole_is_refused_by_its_place(
     assert engine.stats()["leased_bytes"] == before
 
 
-def test_objects_without_tensors_inside_a_reduced_tensor_are_left_whole(engine):
+def test_objects_without_tensors_in_a_reduced_tensor_are_not_copied(engine):
     tensor = torch.zeros(2).as_subclass(HoldingTensor)
     config: Any = Holder(None)
     config.inner = [config, {"width": 3}]
@@ -413,7 +413,7 @@ def test_a_saved_snapshot_loads_as_the_tree_would(engine, tmp_path):
         *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
     ],
 )
-def test_every_dtype_and_shape_is_the_same_bytes(engine, dtype, shape):
+def test_every_dtype_and_shape_is_copied_byte_for_byte(engine, dtype, shape):
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     raw_bytes = torch.randint(0, 2, (nbytes,), dtype=torch.uint8)
     source = raw_bytes.view(dtype).reshape(shape)
@@ -425,7 +425,7 @@ def test_every_dtype_and_shape_is_the_same_bytes(engine, dtype, shape):
 
 
 @pytest.mark.parametrize("size", [(1,), (1, 2), (2, 1)])
-def test_strides_that_do_not_matter_are_kept_all_the_same(engine, size):
+def test_irrelevant_strides_are_kept(engine, size):
     stride = tuple(1 if length > 1 else 7 for length in size)
     source = torch.arange(float(torch.Size(size).numel())).as_strided(size, stride)
     assert source.is_contiguous()
@@ -456,7 +456,7 @@ def test_a_deque_is_as_long_in_the_snapshot(engine, most):
     assert all(one is not other for one, other in zip(copied, tree, strict=True))
 
 
-def test_what_is_made_in_an_order_is_copied_in_it():
+def test_objects_are_rebuilt_in_their_order():
     """Neighbours in memory are read one after the other, where somebody's own containers have them
     too."""
     tensors = [torch.ones(3) for _ in range(4)]
@@ -474,13 +474,13 @@ def test_a_copy_in_ordinary_memory_is_as_aligned_as_torchs_own():
     assert [each.data_ptr() % 64 for each in copied] == [0, 0]
 
 
-def test_what_has_no_bytes_is_copied_to_ordinary_memory_too():
+def test_empty_tensors_are_copied_to_ordinary_memory():
     copied, number, nbytes = ordinary_copy({"step": 3, "empty": torch.empty(0, 7)})
     assert copied["step"] == 3 and copied["empty"].shape == (0, 7)
     assert (number, nbytes) == (1, 0)
 
 
-def test_a_tree_that_forgets_keeps_neither_its_containers_nor_its_tensors():
+def test_forgotten_tree_keeps_no_containers_or_tensors():
     class Root(list[Any]):
         pass
 
@@ -494,7 +494,7 @@ def test_a_tree_that_forgets_keeps_neither_its_containers_nor_its_tensors():
     assert len(tree.storages) == 1
 
 
-def test_a_tree_that_forgets_keeps_no_wrapped_tensor_either(monkeypatch):
+def test_forgotten_tree_keeps_no_wrapped_tensor(monkeypatch):
     class Wrapped:  # what stands for DTensor
         __slots__ = ("__weakref__", "_local_tensor")
 
@@ -520,7 +520,7 @@ def test_tensors_of_every_kind_are_counted_once():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
-def test_no_copy_has_a_history_whatever_the_caller_has_under_way(engine):
+def test_copies_have_no_autograd_history(engine):
     marked = torch.ones(3).as_subclass(Marked).requires_grad_()
     rows = torch.eye(3).to_sparse_csr().requires_grad_()
     with torch.enable_grad():

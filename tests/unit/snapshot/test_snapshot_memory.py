@@ -49,7 +49,7 @@ def test_memory_goes_back_when_the_last_tensor_is_gone(engine):
     assert leased(engine) == 0
 
 
-def test_copy_for_a_writer_looks_again_while_its_caller_knows_who_makes_room():
+def test_copy_for_a_writer_tries_again_while_room_is_expected():
     with stillframe.Engine(pool_bytes=2 * MIB, block_bytes=MIB) as engine:
         kept = [stillframe.snapshot([torch.ones(5)], engine=engine).tree for _ in range(2)]
 
@@ -72,7 +72,7 @@ def test_copy_for_a_writer_looks_again_while_its_caller_knows_who_makes_room():
         assert taken.tree[0].equal(tree[0]) and not kept
 
 
-def test_what_refers_weakly_to_the_memory_learns_of_its_end(engine):
+def test_weak_reference_to_the_memory_dies_with_it(engine):
     memory = _core.Snapshot(engine._core, bytearray(), 0).lease()
     ended: list[str] = []
     weakly = weakref.ref(memory, lambda _: ended.append("ended"))
@@ -147,7 +147,7 @@ def test_a_snapshot_waits_for_saves(engine, tmp_path):
     handle.result()
 
 
-def test_free_blocks_that_lie_apart_are_used(engine):
+def test_free_blocks_that_are_not_adjacent_are_used(engine):
     block = torch.arange(4 * MIB, dtype=torch.uint8)
     snaps = [stillframe.snapshot([block], engine=engine) for _ in range(8)]
     for snap in snaps[::2]:
@@ -209,7 +209,7 @@ def test_a_future_that_has_ended_holds_nothing(engine):
     assert leased(engine) == 0
 
 
-def test_a_wait_for_what_is_only_held_is_a_wait(engine):
+def test_snapshot_waits_for_memory_that_is_only_held(engine):
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
     snap = stillframe.snapshot([torch.zeros(32 * MIB, dtype=torch.uint8)], engine=engine)
     snap.hold_until(future)
@@ -334,7 +334,7 @@ def test_private_memory_is_not_there_in_a_child(engine):
     assert in_child(lambda: tensor.sum().item() == 5) == -signal.SIGSEGV
 
 
-def test_a_child_that_drops_tensors_touches_nothing(engine):
+def test_child_that_drops_tensors_returns_no_memory_of_the_parent(engine):
     kept = [stillframe.snapshot([torch.ones(5)], engine=engine).tree[0]]
     assert in_child(kept.clear) == 0
     assert leased(engine) > 0

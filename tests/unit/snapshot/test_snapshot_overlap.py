@@ -135,7 +135,7 @@ def test_a_change_outside_the_step_is_found_and_named(engine, through_data):
         assert injected.calls("lane_copy") == 0
 
 
-def test_the_verdict_comes_though_nobody_waits(engine):
+def test_verdict_is_given_without_a_wait(engine):
     model, optimizer = trained()
     told = threading.Event()
     with held("lane_copy"):
@@ -145,7 +145,7 @@ def test_the_verdict_comes_though_nobody_waits(engine):
     assert told.wait(60) and not snap._copy.sources
 
 
-def test_a_torn_snapshot_nobody_asks_about_is_logged(engine, caplog):
+def test_uncollected_torn_snapshot_is_logged(engine, caplog):
     model, optimizer = trained()
     with held_until_awaited("lane_copy"):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
@@ -158,7 +158,7 @@ def test_a_torn_snapshot_nobody_asks_about_is_logged(engine, caplog):
     assert "model.weight" in caplog.text
 
 
-def test_dropping_a_snapshot_while_it_is_copied_gives_everything_back(engine):
+def test_snapshot_dropped_during_its_copy_returns_its_memory(engine):
     model, optimizer = trained()
     with slow("lane_copy", 0.05):
         stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine).release()
@@ -215,7 +215,7 @@ def test_a_signal_handler_may_take_a_snapshot_while_one_waits(engine):
     assert snap.tree[0].equal(source)
 
 
-def test_what_a_signal_handler_raises_is_its_own(engine):
+def test_exception_of_a_signal_handler_is_not_taken_for_ours(engine):
     """A handler whose snapshot does not fit, in the middle of the call that has taken the pool."""
     source = torch.zeros(32 * MIB, dtype=torch.uint8)
     held = stillframe.snapshot([source], engine=engine)

@@ -104,7 +104,7 @@ def ended(copy: Any) -> Any:
     return copy
 
 
-def test_a_step_that_does_not_wait_asks_before_it_writes_and_not_again(made):
+def test_step_without_a_wait_asks_once_for_the_verdict_before_writing(made):
     deferral = Deferral(-1, 0, 0)
     copy = made(deferral, devices=(0,))
     copy.core.gates = [False, False]
@@ -113,7 +113,7 @@ def test_a_step_that_does_not_wait_asks_before_it_writes_and_not_again(made):
     assert copy.gate_wait_s > 0
 
 
-def test_a_write_before_a_step_that_does_not_wait_is_told(made):
+def test_write_before_a_step_without_a_wait_is_reported(made):
     deferral = Deferral(0)
     copy = made(deferral, devices=(0,))
     copy.core.gates = [False]
@@ -133,7 +133,7 @@ def test_the_samples_verdict_and_a_devices_failure_come_before_the_versions(made
     assert failed.verdict._deferral.distrusted == []
 
 
-def test_a_settled_copy_lets_go_and_no_step_waits_for_it(made):
+def test_settled_copy_releases_its_sources_and_delays_no_step(made):
     copy = made(Deferral(-1))
     copy.settle()
     assert not copy.is_settled() and copy.sources and id(copy) in gate._pendings
@@ -143,7 +143,7 @@ def test_a_settled_copy_lets_go_and_no_step_waits_for_it(made):
     assert copy.sources == [] and id(copy) not in gate._pendings
 
 
-def test_who_wants_the_verdict_is_told_once_before_or_after(made, monkeypatch):
+def test_verdict_callback_is_called_once_before_or_after_it(made, monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(completion.callbacks, "put", told.append)
     copy = made(Deferral(-1))
@@ -154,7 +154,7 @@ def test_who_wants_the_verdict_is_told_once_before_or_after(made, monkeypatch):
     assert told == ["before", "after"]
 
 
-def test_a_copy_that_broke_off_keeps_its_sources_as_long_as_it_runs(made, monkeypatch):
+def test_interrupted_copy_keeps_its_sources_until_it_ends(made, monkeypatch):
     monkeypatch.setattr(Core, "start", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         made(Deferral(), devices=(0,))
@@ -188,9 +188,7 @@ def test_no_step_waits_for_a_copy_that_is_settled_before_its_call_is_over(made, 
     assert copy.is_settled() and id(copy) not in gate._pendings
 
 
-def test_a_signal_handler_that_asks_for_the_verdict_while_it_is_given_gives_none_of_its_own(
-    made, monkeypatch
-):
+def test_signal_handler_during_the_verdict_gives_no_second_one(made, monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(completion.callbacks, "put", told.append)
     deferral = Deferral(0, 0)
@@ -210,7 +208,7 @@ def test_a_signal_handler_that_asks_for_the_verdict_while_it_is_given_gives_none
     assert (deferral.nr_released, deferral.distrusted, told) == (1, [0], ["once"])
 
 
-def test_a_damage_that_only_tensors_can_have_is_logged(made, caplog):
+def test_torn_copy_known_only_to_its_tensors_is_logged(made, caplog):
     copy = made(Deferral(0))
     copy.owner = lambda: None
     ended(copy)
@@ -227,7 +225,7 @@ def over(**copy: Any) -> Any:
     return Snapshot(made, {"a": 1}, [], False)
 
 
-def test_an_error_that_nobody_asked_for_is_logged_once_in_its_process(caplog):
+def test_uncollected_snapshot_error_is_logged_once(caplog):
     error = stillframe.StillframeError("torn")
     for seen, foreign in ((True, False), (False, True)):
         snapshot = over()
@@ -243,7 +241,7 @@ def test_an_error_that_nobody_asked_for_is_logged_once_in_its_process(caplog):
     assert [each.levelno for each in caplog.records] == [logging.ERROR]
 
 
-def test_a_torn_tensor_is_named_among_tensors_that_have_no_storage_of_their_own():
+def test_torn_tensor_is_named_among_wrapper_tensors():
     torn = torch.ones(3)
     sparse, meta = torch.eye(2).to_sparse(), torch.ones(1, device="meta")
     tree = {"sparse": sparse, "meta": meta, "mkldnn": torch.ones(4).to_mkldnn(), "torn": torn}
@@ -251,7 +249,7 @@ def test_a_torn_tensor_is_named_among_tensors_that_have_no_storage_of_their_own(
     assert snapshot._names(0) == ["torn"]
 
 
-def test_a_failed_snapshot_is_of_no_use_and_its_error_seen():
+def test_failed_snapshot_raises_and_its_error_counts_as_collected():
     snapshot = over()
     copy = snapshot._copy
     copy.core.ended = True
@@ -265,7 +263,7 @@ def test_a_failed_snapshot_is_of_no_use_and_its_error_seen():
     assert snapshot._copy.seen and snapshot._tree is None
 
 
-def test_a_future_that_calls_back_twice_ends_its_own_hold_alone():
+def test_future_that_calls_back_twice_ends_only_its_hold():
     class Twice:
         def add_done_callback(self, function: Callable[[object], object]) -> None:
             function(self)
@@ -280,7 +278,7 @@ def test_a_future_that_calls_back_twice_ends_its_own_hold_alone():
     assert snapshot._copy.core.holds == 1
 
 
-def test_memory_that_has_gone_is_held_for_nobody_but_who_has_a_copy(monkeypatch):
+def test_hold_until_after_release_works_only_for_private_copies(monkeypatch):
     snapshot = over()
     snapshot._copy.core.hold = lambda: False
     for method in ("spawn", "forkserver"):
@@ -308,7 +306,7 @@ def test_a_forked_child_reads_what_is_shared_and_nothing_else():
 # ---- the call ----
 
 
-def test_a_snapshot_that_is_refused_holds_no_other_threads_step_up():
+def test_refused_snapshot_delays_no_step_of_another_thread():
     model, optimizer = trained()
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB) as small:
         # What was raised keeps the call's frames, and these what the call had.
@@ -351,7 +349,7 @@ class Part:
         self.shared = shared
 
 
-def test_what_copied_objects_share_is_shared_by_their_copies(engine):
+def test_objects_shared_by_copied_objects_stay_shared(engine):
     shared = [1]
     taken = snapshot_to_write([Part(shared), Part(shared)], overlap=False, engine=engine)
     shared.append(2)
@@ -366,7 +364,7 @@ def test_an_object_that_cannot_be_copied_is_left(engine):
     assert taken.tree[0] is lock and taken.tree[1] is not part
 
 
-def test_a_module_is_warned_of_where_it_is_left_and_not_where_it_is_copied(engine, caplog):
+def test_module_is_warned_of_only_if_it_is_not_copied(engine, caplog):
     tree = {"module": torch.nn.Linear(2, 2)}
     taken = snapshot_to_write(tree, overlap=False, engine=engine)
     assert taken.tree["module"] is not tree["module"]

@@ -119,7 +119,7 @@ def test_a_bridge_that_fails_keeps_nothing(answer, error):
     assert sys.getrefcount(memory) == before
 
 
-def test_what_cannot_be_made_is_left_out_and_said_so():
+def test_tensor_that_cannot_be_made_is_left_out_and_reported():
     floats = torch.arange(4.0)
     other = floats.view(torch.int32)
     empty = torch.empty(0, 3)
@@ -157,7 +157,7 @@ def test_only_plain_tensors_are_entered():
     assert len(collector.finish()[0]) == 1
 
 
-def test_gradients_are_wanted_where_they_were():
+def test_requires_grad_is_kept():
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     tensors = [torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2)), frozen]
     news = made(tensors)
@@ -180,7 +180,7 @@ def test_a_tensor_that_sees_more_of_a_storage_than_was_copied_is_left_out():
     assert [(id(tensor), number) for tensor, number in left] == [(id(longer), 0)]
 
 
-def test_what_is_nested_too_deeply_for_python_is_refused_as_such():
+def test_too_deep_nesting_raises_recursion_error():
     nested: list[Any] = []
     for _ in range(100_000):  # far more than a stack has room for
         nested = [nested]

@@ -156,7 +156,7 @@ def test_tensors_have_backward_hooks_of_their_own():
     assert tree[0]._backward_hooks is not tree[1]._backward_hooks
 
 
-def test_storages_are_told_apart_by_their_object_and_not_by_their_bytes():
+def test_storages_are_distinguished_by_identity_and_not_by_bytes():
     array = np.arange(6.0)
     aliases = [torch.from_numpy(array), torch.from_numpy(array)]
     empties = [torch.empty(0), torch.empty(0)]
@@ -177,7 +177,7 @@ def test_dictionaries_keep_their_order_and_metadata():
 # ---- the pickle ------------------------------------------------------------------------
 
 
-def test_what_looks_like_a_marker_inside_a_string_is_left_alone():
+def test_string_that_looks_like_a_marker_is_kept():
     marks = [b"K\x00Q", b"K\x01Q", b"M\x00\x01Q", b"J\x00\x00\x00\x00Q", b"q\x00K\x00Q."]
     texts = [mark.decode("latin1") * 3 for mark in marks]
     tree = [torch.ones(2), *texts, *marks, {text: torch.ones(1) for text in texts}]
@@ -246,7 +246,7 @@ def test_the_same_object_gives_the_same_bytes():
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x02K", b"\x80\x02K\x05Q.", b"\x80\x02\xff.", b"N.N."])
-def test_what_no_pickler_of_ours_wrote_is_refused_by_the_splice(data):
+def test_splice_refuses_a_foreign_pickle(data):
     collector = skeleton._core.Collector(skeleton._types, True, True, True)
     with pytest.raises(SystemError, match="cannot be parsed"):
         collector.splice(data)
@@ -273,7 +273,7 @@ def test_plain_tensors_cost_no_python_call(no_collections):  # whose callbacks w
 # ---- what the caller gets beside the pickle ------------------------------------------------
 
 
-def test_rows_say_where_each_storage_lies():
+def test_rows_have_the_address_of_each_storage():
     base = torch.arange(10.0)
     freed = torch.ones(3)
     freed.untyped_storage().resize_(0)
@@ -324,7 +324,7 @@ def test_a_copy_on_write_tensor_gets_memory_of_its_own():
     assert bytes_of(made.storages[1]) == struct.pack("=4f", 0, 1, 2, 3)
 
 
-def test_storages_elsewhere_are_copied_with_a_sentence():
+def test_storages_on_other_devices_are_copied_with_a_fallback():
     class Elsewhere:
         device = torch.device("cuda", 1)
 
@@ -445,7 +445,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_torch_save_refuses_is_refused_with_its_error(name):
+def test_object_that_torch_save_refuses_raises_its_error(name):
     tree = {"before": torch.ones(2), "refused": REFUSED[name]()}
     stock = outcome(stock_file, tree)
     assert stock[0] != "returned"
@@ -458,7 +458,7 @@ def test_types_may_differ_where_there_are_no_bytes():
 
 
 @pytest.mark.parametrize("kind", ["freed", "shorter than an item"])
-def test_what_torch_load_cannot_read_of_torch_save_is_written_alike(kind):
+def test_object_that_torch_load_cannot_read_is_written_as_by_torch_save(kind):
     if kind == "freed":
         made = torch.ones(3)
         made.untyped_storage().resize_(0)
@@ -482,7 +482,7 @@ def test_torch_s_recursion_error_is_ours():
     assert outcome(build, tree)[0] is outcome(stock_file, tree)[0] is RecursionError
 
 
-def test_an_interrupt_in_a_users_reduce_comes_through():
+def test_interrupt_in_a_users_reduce_is_raised():
     class Interrupting:
         def __reduce__(self):
             raise KeyboardInterrupt
@@ -511,7 +511,7 @@ def test_torch_s_warnings_are_given():
 # ---- what others may have put in place -----------------------------------------------------
 
 
-def test_a_taken_over_reduce_is_obeyed(monkeypatch):
+def test_replaced_reduce_is_respected(monkeypatch):
     for cls in (torch.Tensor, torch.nn.Parameter):
         with monkeypatch.context() as patch:
             patch.setattr(cls, "__reduce_ex__", lambda self, _proto: (str, ("taken over",)))
@@ -519,7 +519,7 @@ def test_a_taken_over_reduce_is_obeyed(monkeypatch):
             assert check(tree) == ["taken over"]
 
 
-def test_what_a_taken_over_part_of_the_reduce_says_is_obeyed(monkeypatch):
+def test_replaced_part_of_a_reduce_is_respected(monkeypatch):
     def without_bytes(tensor, _protocol):
         return str, ("taken over",)
 
@@ -528,14 +528,14 @@ def test_what_a_taken_over_part_of_the_reduce_says_is_obeyed(monkeypatch):
 
 
 @pytest.mark.parametrize("cls", [torch.Tensor, torch.nn.Parameter])
-def test_a_state_of_somebodys_own_is_obeyed(cls, monkeypatch):
+def test_users_setstate_is_respected(cls, monkeypatch):
     monkeypatch.setattr(cls, "__getstate__", lambda _: {"hung": "onto it"}, raising=False)
     (loaded,) = check([cls(torch.ones(2))])
     assert loaded.hung == "onto it"
 
 
 @pytest.mark.parametrize("cls", [torch.Tensor, torch.nn.Parameter])
-def test_a_registered_reducer_is_obeyed(cls):
+def test_registered_reducer_is_respected(cls):
     copyreg.pickle(cls, lambda _tensor: (str, ("registered",)))
     try:
         tree = check([cls(torch.ones(2)), {"again": torch.ones(1)}])

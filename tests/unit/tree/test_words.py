@@ -68,7 +68,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", sorted(CHANGES))
-def test_what_changed_since_the_last_save_is_saved_as_it_is(name):
+def test_change_since_the_last_save_is_saved(name):
     tensor = torch.arange(6.0).reshape(2, 3)
     view = torch.empty(0).set_(tensor.untyped_storage(), 3, (3,), (1,))
     tree = {"tensor": tensor, "again": [tensor], "view": view, "other": torch.ones(2)}
@@ -114,7 +114,7 @@ def test_more_sets_of_keys_than_are_remembered_are_told_apart():
     assert list(map(id, met.collect([*tensors, *tensors]))) == list(map(id, [*others, *others]))
 
 
-def test_of_what_python_refuses_nothing_is_assumed():
+def test_nothing_is_assumed_of_tensors_that_python_refuses():
     answers: list[Any] = [ValueError("no"), 2, "0"]
 
     def place(tensor: torch.Tensor) -> Any:
@@ -191,7 +191,7 @@ assert _core.learn_words(wrong)  # once is enough
 """
 
 
-def test_of_a_torch_that_keeps_its_tensors_otherwise_nothing_is_read(tmp_path):
+def test_unknown_layout_of_tensors_is_not_read(tmp_path):
     done = run_python("-c", UNKNOWN, tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -206,7 +206,7 @@ class RefusingToo(TorchDispatchMode):
         raise RuntimeError("nor here")
 
 
-def test_it_is_learned_wherever_the_package_is_imported_first():
+def test_words_are_learned_wherever_the_package_is_imported_first():
     spec = importlib.util.spec_from_file_location("again", skeleton.__file__)
     assert spec is not None
     assert spec.loader is not None
@@ -252,7 +252,7 @@ def test_no_tensor_is_too_long_for_its_room_in_the_pickle():
     assert int(done.stdout) > 9000 + 64 * 10
 
 
-def test_what_makes_a_call_slow_is_logged_with_its_path(tmp_path, monkeypatch, caplog):
+def test_fallback_is_logged_with_the_path(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(skeleton, "_sees_words", False)
     with caplog.at_level("INFO", "stillframe"):
         stillframe.save({"w": torch.ones(9)}, tmp_path / "a.pt")

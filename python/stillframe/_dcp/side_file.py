@@ -1,18 +1,18 @@
-"""A file of somebody else's beside a checkpoint, under one commit with it: Lightning's `meta.pt`.
+"""A second file in a checkpoint's directory, committed together with it: Lightning's `meta.pt`.
 
-Lightning takes a directory for a checkpoint where there is a `meta.pt`, and reads the tensors by
-`.metadata`. Two names cannot change at once, so the file has a name of its save as data files have,
-and the other name is only a link:
+Lightning recognises a checkpoint by its `meta.pt` and finds the tensors through `.metadata`. Two
+names cannot change in one step. So the file is written under a name that contains the save's id,
+and `meta.pt` is only a link to it:
 
-    .metadata           says which save the checkpoint is of
-    meta.SAVE.pt        of that save; written and synced before .metadata is renamed
-    meta.pt             a link to it (a copy where there are no links)
+    .metadata           contains the id of the save
+    meta.SAVE.pt        the file of that save; written and synced before .metadata is renamed
+    meta.pt             a hard link to it (a copy if the file system has no links)
 
-In a directory without a checkpoint the link is made before the commit: a directory with a
-`.metadata` is complete. One that is saved to again loses its link before the commit and gets the
-new one right after: whoever knows only `meta.pt` finds the old checkpoint, the new one, or for that
-moment none, but never tensors of one with the counters of the other. `mend` makes the link again
-after a crash in between.
+In a directory without a checkpoint, the link is made before the commit, so that a directory with a
+`.metadata` is always complete. If there is a checkpoint already, the link is removed before the
+commit and made again right after it. A reader of `meta.pt` then finds the old checkpoint, the
+new one, or for a moment none, but never the tensors of one with the counters of the other. `mend`
+makes the link again after a crash in between.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from stillframe._dcp.checkpoint import metadata_path
 
 log = logging.getLogger("stillframe")
 
-_SAVE_ID = r"None|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # a uuid, where there is one
+_SAVE_ID = r"None|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # a uuid, or none was recorded
 
 
-class Beside:
-    """
+class SideFile:
+    """One save's second file.
+
     Args:
-        name: Of the link: a stem and a suffix.
-        content: What `torch.save` is to write, or, while it is being copied, what was given.
+        name: The link's name, a stem and a suffix.
+        content: The object that `torch.save` writes. Until the staging has copied it, this is the
+            caller's object.
     """
 
     def __init__(self, name: str, content: Any) -> None:
@@ -51,17 +53,17 @@ class Beside:
     def commit(
         self, directory: str, save_id: str, put_in_place: Callable[[], None], *, durable: bool
     ) -> None:
-        """`put_in_place()`, and this file with it.
+        """Write this file, call `put_in_place()`, and make the link.
 
         Raises:
-            OSError, Exception: Of `put_in_place` and of writing. The directory holds what it held
-                before, or the new checkpoint, not known to be durable.
+            OSError, Exception: `put_in_place` or writing failed. The directory holds what it held
+                before, or the new checkpoint, which is then not known to be durable.
         """
-        own, link = _of_save(directory, self.name, save_id), os.path.join(directory, self.name)
+        own, link = _file_of_save(directory, self.name, save_id), os.path.join(directory, self.name)
         try:
             _write(self.content, own, durable=durable)
             if os.path.exists(metadata_path(directory, None)):
-                _take_off(directory, self.name)
+                _remove_link(directory, self.name)
             else:
                 _link(own, link)
             put_in_place()
@@ -71,45 +73,45 @@ class Beside:
         except BaseException:
             try:
                 self._undo(directory, own, link, save_id)
-            except Exception as error:  # the first one is what went wrong
+            except Exception as error:  # the first error is the one to raise
                 log.warning("stillframe: %s is left as it is: %s", link, error)
             raise
-        for other in _of_saves(directory, self.name):
+        for other in _files_of_saves(directory, self.name):
             if other != own:
                 with contextlib.suppress(OSError):
                     os.unlink(other)
 
     def _undo(self, directory: str, own: str, link: str, save_id: str) -> None:
-        if _save_of(directory) != save_id:
-            for path in (link, own) if _same(own, link) else (own,):
+        if _saved_id(directory) != save_id:
+            for path in (link, own) if _is_same(own, link) else (own,):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
         mend(directory, self.name)
 
 
 def mend(directory: str, name: str) -> None:
-    """Makes `name` the file of the directory's checkpoint again where a save died between the two.
+    """Make the link again if a save died between the commit and its link.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The link cannot be made.
     """
     link = os.path.join(directory, name)
-    named = _of_saves(directory, name)
-    if not named or (len(named) == 1 and _same(named[0], link)):
+    named = _files_of_saves(directory, name)
+    if not named or (len(named) == 1 and _is_same(named[0], link)):
         return
-    own = _of_save(directory, name, _save_of(directory))
-    if own in named and not _same(own, link):
+    own = _file_of_save(directory, name, _saved_id(directory))
+    if own in named and not _is_same(own, link):
         log.warning("stillframe: %s is made anew: a save into its directory was interrupted", link)
         _link(own, link)
 
 
-def _of_save(directory: str, name: str, save_id: str | None) -> str:
+def _file_of_save(directory: str, name: str, save_id: str | None) -> str:
     stem, suffix = os.path.splitext(name)
     return os.path.join(directory, f"{stem}.{save_id}{suffix}")
 
 
-def _of_saves(directory: str, name: str) -> list[str]:
-    """And none that only has such a name: those of other saves are removed."""
+def _files_of_saves(directory: str, name: str) -> list[str]:
+    """List the files of all saves. The names must match exactly: the caller removes those files."""
     stem, suffix = map(re.escape, os.path.splitext(name))
     of_save = re.compile(rf"{stem}\.({_SAVE_ID}){suffix}")
     return [
@@ -117,8 +119,8 @@ def _of_saves(directory: str, name: str) -> list[str]:
     ]
 
 
-def _save_of(directory: str) -> str | None:
-    """Which save the directory's checkpoint is of; None where nobody knows."""
+def _saved_id(directory: str) -> str | None:
+    """Return the id of the save that the directory holds; None if it cannot be read."""
     try:
         with open(metadata_path(directory, None), "rb") as file:
             save_id = pickle.load(file).storage_meta.save_id
@@ -127,15 +129,15 @@ def _save_of(directory: str) -> str | None:
     return None if save_id is None else str(save_id)
 
 
-def _take_off(directory: str, name: str) -> None:
-    """The link goes; what it names stays under the name of its save."""
+def _remove_link(directory: str, name: str) -> None:
+    """Remove the link, but keep its file under the name that contains the save's id."""
     link = os.path.join(directory, name)
     if not os.path.exists(link):
         return
-    if any(os.path.samefile(each, link) for each in _of_saves(directory, name)):
+    if any(os.path.samefile(each, link) for each in _files_of_saves(directory, name)):
         os.unlink(link)
-    else:  # Lightning wrote it by itself, or it is a copy
-        os.replace(link, _of_save(directory, name, _save_of(directory)))
+    else:  # Lightning wrote the file itself, or it is a copy
+        os.replace(link, _file_of_save(directory, name, _saved_id(directory)))
 
 
 def _write(content: Any, path: str, *, durable: bool) -> None:
@@ -147,7 +149,7 @@ def _write(content: Any, path: str, *, durable: bool) -> None:
 
 
 def _link(own: str, link: str) -> None:
-    if _same(own, link):
+    if _is_same(own, link):
         return
     temporary = os.path.join(os.path.dirname(link), f".{os.path.basename(link)}.stillframe")
     with contextlib.suppress(FileNotFoundError):
@@ -159,7 +161,7 @@ def _link(own: str, link: str) -> None:
     os.replace(temporary, link)
 
 
-def _same(one: str, other: str) -> bool:
+def _is_same(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other) or filecmp.cmp(one, other, shallow=False)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`meta.pt` and the checkpoint it belongs to: one commit, wherever a process dies."""
+"""`meta.pt` is committed together with its checkpoint, wherever a process dies."""
 
 import itertools
 import os
@@ -14,15 +14,15 @@ import torch.distributed.checkpoint as stock
 from fix_dcp import loaded
 from fix_entries import Step, stepping
 from stillframe import _core, dcp
-from stillframe._dcp import beside, checkpoint
-from stillframe._dcp.beside import Beside, mend
+from stillframe._dcp import checkpoint, side_file
+from stillframe._dcp.side_file import SideFile, mend
 from stillframe._lightning.sharded import _make_ready as make_ready
 
 META = "meta.pt"
 
 
 class DiedError(BaseException):
-    """The process is gone at this point: nothing that would clean up runs."""
+    """Simulates the death of the process: no clean-up code runs after it."""
 
 
 def state(number: int) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def state(number: int) -> dict[str, Any]:
 
 def save(directory: Path, number: int) -> None:
     writer = dcp.FileSystemWriter(directory)
-    writer.beside = Beside(META, {"step": number})
+    writer.side_file = SideFile(META, {"step": number})
     stock.save(state(number), storage_writer=writer, no_dist=True)
 
 
@@ -49,8 +49,7 @@ def meta_of(directory: Path) -> int:
 
 
 def dying_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Callable[[], bool]:
-    """Dies before the nth operation that changes a name, the operations of the commit included;
-    returns whether it has."""
+    """Raise DiedError before the nth change of a name; return whether it was reached."""
     count = itertools.count(1)
     died = []
 
@@ -79,7 +78,7 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("old", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
-def test_wherever_a_process_dies_the_path_loads_as_old_or_as_new(
+def test_death_at_any_step_leaves_the_old_or_the_new_checkpoint(
     old: Callable[[Path, int], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
@@ -95,7 +94,7 @@ def test_wherever_a_process_dies_the_path_loads_as_old_or_as_new(
                 assert died(), error
         if (directory / ".metadata").exists():
             tensors = tensors_of(directory)
-            # Whoever knows only meta.pt finds the one of these tensors, or none at all.
+            # A reader of meta.pt finds the one of these tensors, or none.
             assert not (directory / META).exists() or meta_of(directory) == tensors
             mend(os.fspath(directory), META)
             assert meta_of(directory) == tensors
@@ -110,7 +109,7 @@ def test_wherever_a_process_dies_the_path_loads_as_old_or_as_new(
 
 
 @pytest.mark.parametrize("old", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
-def test_a_commit_that_fails_leaves_what_was_there(
+def test_failed_commit_keeps_the_old_checkpoint(
     old: Callable[[Path, int], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "c"
@@ -132,7 +131,7 @@ def test_a_commit_that_fails_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("old", [save, save_as_lightning], ids=["ours", "theirs"])
-def test_a_file_that_cannot_be_made_costs_nothing_of_what_was_there(
+def test_failure_to_write_the_second_file_keeps_the_old_checkpoint(
     old: Callable[[Path, int], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -143,13 +142,13 @@ def test_a_file_that_cannot_be_made_costs_nothing_of_what_was_there(
 
     old(tmp_path, 1)
     with monkeypatch.context() as patch, pytest.raises(BaseException, match="no file today"):
-        patch.setattr(beside, "_write", broken)
+        patch.setattr(side_file, "_write", broken)
         save(tmp_path, 2)
     assert (tensors_of(tmp_path), meta_of(tmp_path)) == (1, 1)
     assert "stillframe:" not in caplog.text  # there was nothing to undo
 
 
-def test_a_checkpoint_that_has_lost_its_file_or_never_had_one_is_saved_over(tmp_path: Path) -> None:
+def test_checkpoint_without_its_second_file_is_replaced(tmp_path: Path) -> None:
     stock.save(state(1), checkpoint_id=tmp_path / "a", no_dist=True)
     save(tmp_path / "b", 1)
     (tmp_path / "b" / META).unlink()
@@ -158,7 +157,7 @@ def test_a_checkpoint_that_has_lost_its_file_or_never_had_one_is_saved_over(tmp_
         assert (tensors_of(directory), meta_of(directory)) == (2, 2)
 
 
-def test_files_of_somebody_elses_with_such_names_stay(tmp_path: Path) -> None:
+def test_foreign_files_with_similar_names_stay(tmp_path: Path) -> None:
     mine = ["meta.notes.pt", "metadata.pt", "meta.0123abcd.pt.mine"]
     mine += [f"meta.{uuid.uuid4()}.txt", f"meta.{uuid.uuid4()}.pt.mine"]
     save(tmp_path, 1)
@@ -170,16 +169,16 @@ def test_files_of_somebody_elses_with_such_names_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("meta*"))) == 2 + len(mine)
 
 
-def test_files_of_one_length_and_time_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
+def test_files_of_equal_length_and_time_are_compared_by_their_bytes(tmp_path: Path) -> None:
     one, other, copy = (tmp_path / name for name in ("one", "other", "copy"))
     for path, text in ((one, "abc"), (other, "abd"), (copy, "abc")):
         path.write_text(text)
         os.utime(path, (1, 1))
-    assert beside._same(os.fspath(one), os.fspath(copy))
-    assert not beside._same(os.fspath(one), os.fspath(other))
+    assert side_file._is_same(os.fspath(one), os.fspath(copy))
+    assert not side_file._is_same(os.fspath(one), os.fspath(other))
 
 
-def test_what_cannot_be_undone_does_not_hide_what_went_wrong(
+def test_failed_undo_does_not_hide_the_first_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(what: str) -> Callable[..., None]:
@@ -189,13 +188,13 @@ def test_what_cannot_be_undone_does_not_hide_what_went_wrong(
         return call
 
     monkeypatch.setattr(checkpoint, "put_in_place", broken("the commit"))
-    monkeypatch.setattr(beside, "mend", broken("the mending"))
+    monkeypatch.setattr(side_file, "mend", broken("the mending"))
     with pytest.raises(BaseException, match="the commit"):
         save(tmp_path / "c", 1)
     assert "is left as it is: the mending" in caplog.text
 
 
-def test_meta_is_there_and_synced_before_the_first_metadata(
+def test_meta_is_written_and_synced_before_the_first_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -216,7 +215,7 @@ def test_meta_is_there_and_synced_before_the_first_metadata(
     save(tmp_path / "c", 1)
 
 
-def test_without_links_a_copy_takes_their_place(
+def test_copy_replaces_the_link_on_file_systems_without_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*_: Any) -> None:
@@ -231,7 +230,7 @@ def test_without_links_a_copy_takes_their_place(
         assert "stillframe:" not in caplog.text  # the copy was found to be right
 
 
-def test_a_checkpoint_of_lightnings_own_is_left_as_it_is(tmp_path: Path) -> None:
+def test_mend_leaves_lightnings_own_checkpoint_unchanged(tmp_path: Path) -> None:
     directory = tmp_path / "c"
     save(directory, 1)
     save_as_lightning(directory, 2)
@@ -239,17 +238,17 @@ def test_a_checkpoint_of_lightnings_own_is_left_as_it_is(tmp_path: Path) -> None
     assert (tensors_of(directory), meta_of(directory)) == (2, 2)
 
 
-def test_metadata_that_nobody_can_read_changes_nothing(tmp_path: Path) -> None:
+def test_mend_changes_nothing_if_metadata_cannot_be_read(tmp_path: Path) -> None:
     directory = tmp_path / "c"
     save(directory, 1)
     (directory / META).unlink()
     (directory / ".metadata").write_bytes(pickle.dumps(3))
     mend(os.fspath(directory), META)
     assert not (directory / META).exists()
-    assert beside._save_of(os.fspath(directory)) is None
+    assert side_file._saved_id(os.fspath(directory)) is None
 
 
-def test_a_load_of_lightnings_finds_the_file_of_a_save_that_died_before_its_link(tmp_path):
+def test_lightnings_load_finds_meta_after_a_crash_before_its_link(tmp_path):
     save(tmp_path / "c", 1)
     (tmp_path / "c" / META).unlink()
     make_ready(str(tmp_path / "c"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 
-def every(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
+def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
     """Run each step, whatever the steps before it raised; then raise the first error.
 
     The later errors are added to it as notes.

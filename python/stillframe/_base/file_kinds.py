@@ -56,7 +56,7 @@ def is_sharded(names: Iterable[str]) -> bool:
     return any(_METADATA.fullmatch(name) for name in names)
 
 
-def is_there(path: str | os.PathLike[str]) -> bool:
+def exists(path: str | os.PathLike[str]) -> bool:
     """Return whether a file or directory exists. A directory with shards counts only as a complete
     checkpoint: the metadata is written last and removed first."""
     if not os.path.isdir(path):
@@ -68,7 +68,7 @@ def is_there(path: str | os.PathLike[str]) -> bool:
     return is_sharded(names) or not any(map(is_shard, names))
 
 
-def directory(path: str) -> str:
+def describe_directory(path: str) -> str:
     """Return what a directory is and what reads it, for messages."""
     try:
         sharded = is_sharded(os.listdir(path))
@@ -77,7 +77,7 @@ def directory(path: str) -> str:
     return SHARDED if sharded else "a directory: name a file in it"
 
 
-def like(fd: int, path: str) -> str | None:
+def guess(fd: int, path: str) -> str | None:
     """Return what an open file looks like, or None if nothing but a checkpoint fits.
 
     Raises:
@@ -106,7 +106,7 @@ def like(fd: int, path: str) -> str | None:
 def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     """Return why a file that failed the core's check (`found`) is not a checkpoint at all, or None
     if it is a damaged one."""
-    if (words := like(fd, path)) is not None:
+    if (words := guess(fd, path)) is not None:
         return f"it is not a PyTorch checkpoint; it looks like {words}"
     no_checkpoint = found["num_bad"] == 0 and "no record" in found["error"]
     elsewhere = found["num_bad"] > 0 and is_another_zip(fd)  # its directory could be read

@@ -33,7 +33,7 @@ def is_quiet() -> bool:
     return not (gate.calls or gate._pendings or gate._late or gate.anything_copied())
 
 
-def test_a_refused_save_is_not_waited_for_nor_kept(tmp_path, trained):
+def test_refused_save_is_neither_waited_for_nor_kept(tmp_path, trained):
     model, _ = trained
     engine = stillframe.Engine(max_in_flight=1, when_busy="raise")
     with engine, held("fdatasync"):
@@ -47,7 +47,7 @@ def test_a_refused_save_is_not_waited_for_nor_kept(tmp_path, trained):
 
 
 @pytest.mark.parametrize("end", [lambda save: save.cancel(), lambda save: save.result()])
-def test_a_save_that_has_ended_holds_nothing(tmp_path, trained, end):
+def test_ended_save_holds_nothing(tmp_path, trained, end):
     model, _ = trained
     with slow("lane_copy", 0.02):
         save = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
@@ -57,7 +57,7 @@ def test_a_save_that_has_ended_holds_nothing(tmp_path, trained, end):
     assert save._skeleton is None and not save._verdict.is_needed
 
 
-def test_a_handle_of_a_save_that_has_ended_keeps_no_pickle(tmp_path):
+def test_handle_of_an_ended_save_keeps_no_pickle(tmp_path):
     with held("fdatasync"):
         save = stillframe.async_save({"w": torch.ones(9)}, tmp_path / "a.pt")
         pickled = save._skeleton.data
@@ -118,7 +118,7 @@ def test_a_save_that_ends_within_its_call_is_not_waited_for(tmp_path, trained, m
     save.result()
 
 
-def test_the_future_of_staging_comes_before_the_end(tmp_path, trained):
+def test_staging_future_is_done_before_the_saves_end(tmp_path, trained):
     model, _ = trained
     with held("fdatasync"):
         with held("lane_copy"):
@@ -129,7 +129,7 @@ def test_the_future_of_staging_comes_before_the_end(tmp_path, trained):
     save.result()
 
 
-def test_a_change_of_one_element_that_its_version_tells_of_is_found(tmp_path, trained):
+def test_change_of_one_element_with_a_version_is_found(tmp_path, trained):
     """Of two millions: no sample need lie there."""
     model, _ = trained
     with slow("lane_copy", 0.1):

@@ -1,17 +1,17 @@
-/* _core.look resolves a path. */
+/* _core.resolve resolves a path. */
 #include "module.h"
 #include "sfr/place.h"
 
-/* look(path, follow_link) -> (parent, name, mode, readable, st_dev): the real path of the parent,
+/* resolve(path, follow_link) -> (parent, name, mode, readable, st_dev): the parent's real path,
  * the last component, the mode of what exists or 0, whether the parent is readable, and its st_dev.
  * None if a component is missing or cannot be examined. */
-static PyObject *look(PyObject *module, PyObject *args)
+static PyObject *resolve_path(PyObject *module, PyObject *args)
 {
 	struct sfr_place place;
 	const char *path;
 	int follow_link, rc;
 
-	if (!PyArg_ParseTuple(args, "yp:look", &path, &follow_link))
+	if (!PyArg_ParseTuple(args, "yp:resolve", &path, &follow_link))
 		return NULL;
 	rc = sfr_py_unlocked(sfr_look(path, follow_link, &place));
 	if (rc < 0)
@@ -21,13 +21,13 @@ static PyObject *look(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-	{ "look", look, METH_VARARGS,
-	  "look(path, follow_link) -> (parent, name, mode or 0, readable, st_dev), or None: look "
-	  "closer." },
+	{ "resolve", resolve_path, METH_VARARGS,
+	  "resolve(path, follow_link) -> (parent, name, mode or 0, readable, st_dev), or None: examine "
+	  "the rest in Python." },
 	{ NULL, NULL, 0, NULL },
 };
 
-int sfr_py_add_look(PyObject *module)
+int sfr_py_add_path(PyObject *module)
 {
 	return PyModule_AddFunctions(module, functions);
 }

@@ -1,4 +1,4 @@
-"""Optimizers as others write them: torch runs the hooks of each, and not much else is sure."""
+"""Unusual optimizers, as users write them: torch runs their step hooks; little else is certain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def descend(params: Iterable[Parameter]) -> None:
 
 
 class Plain(Optimizer):
-    """What the others deviate from; its step is not known."""
+    """The simplest optimizer with a step that is not known; the others deviate from it."""
 
     def __init__(self, params: Iterable[Parameter]) -> None:
         super().__init__(params, {})
@@ -40,8 +40,9 @@ class Plain(Optimizer):
 
 @strange
 class MadeByHand(Optimizer):
-    """Around another optimizer, with the two dicts that torch's wrapper of `step` reads and no
-    other: pytorch_optimizer's Lookahead, TRAC, OrthoGrad and Magma."""
+    """A wrapper that has only the two dicts that torch's wrapper of `step` reads.
+
+    pytorch_optimizer's Lookahead, TRAC, OrthoGrad and Magma are like this."""
 
     def __init__(self, params: Iterable[Parameter]) -> None:
         self.optimizer = AdamW(params)
@@ -85,7 +86,7 @@ class GroupsRaise(Plain):
 
 @strange
 class StateIsNoDict(SGD):
-    """torch's own step, and so one that is watched."""
+    """An optimizer with torch's own step, so it is observed, but whose state is not a dict."""
 
     def __init__(self, params: Iterable[Parameter]) -> None:
         super().__init__(params, lr=0.1)
@@ -99,7 +100,7 @@ class _Forgetful:
 
 @strange
 class AttributesRaise(Plain):
-    """A proxy that answers what it does not know with an error of its own."""
+    """A proxy that raises its own error for unknown attributes."""
 
     def __getattr__(self, name: str) -> Any:
         raise KeyError(name)
@@ -115,7 +116,7 @@ class AttributesRaise(Plain):
 
 @strange
 class NoDict:
-    """No Optimizer at all, with neither a `__dict__` nor weak references."""
+    """A class that is no Optimizer and has neither a `__dict__` nor weak references."""
 
     __slots__ = ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "params")
 
@@ -162,7 +163,7 @@ StepIsAnObject.step = _hooked
 
 @strange
 class PoisonedClass(Plain):
-    """Says something else of itself."""
+    """A class whose `__class__` returns something else."""
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]

@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from fix_lent import seen, work
+from fix_loans import seen, work
 from fix_snapshots import MIB
 from fix_waits import eventually, leased
-from stillframe._snapshot import lent
+from stillframe._snapshot import loans
 from stillframe.testing import fault
 
 Tree = dict[str, torch.Tensor]
@@ -34,7 +34,7 @@ Tree = dict[str, torch.Tensor]
 def all_loans_are_over() -> bool:
     """Their threads may be slow."""
     gc.collect()
-    return eventually(lambda: not lent._loans)
+    return eventually(lambda: not loans._loans)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_pickle_takes_one_descriptor_however_many_tensors_it_has(engine):
     assert all(tensor.eq(value).all() for value, tensor in enumerate(new))
 
 
-def test_memory_goes_back_when_it_is_let_go_here_and_there(engine):
+def test_memory_returns_when_both_processes_have_dropped_it(engine):
     taken = take(engine, state(1))
     borrowed = [pickle.loads(dumps(taken.tree)) for _ in range(2)]
     borrowed[1] = borrowed[1]["x"][5:]
@@ -156,21 +156,21 @@ def test_memory_goes_back_when_it_is_let_go_here_and_there(engine):
     assert comes_to(engine, 0)
 
 
-def test_others_memory_between_two_parts_of_a_snapshot_is_not_lent_with_it(engine):
+def test_loan_excludes_foreign_memory_between_its_parts(engine):
     small = [take(engine, [torch.full((MIB // 4,), float(value))]) for value in range(4)]
     small[0].release()
     small[2].release()
     apart = take(engine, state(7))  # in the blocks beside the middle one
     small[1].release()
     middle = take(engine, [torch.ones(MIB // 4)])  # known after it, so looked at after it
-    lender = lent._lender_of(apart.tree["w"].untyped_storage())
+    lender = loans._lender_of(apart.tree["w"].untyped_storage())
     assert lender is not None and lender.nbytes > 2 * MIB
-    assert lent._lender_of(middle.tree[0].untyped_storage()) is not lender
+    assert loans._lender_of(middle.tree[0].untyped_storage()) is not lender
     new = pickle.loads(dumps([apart.tree, middle.tree]))
     assert seen(new[0]) == [7] * 4 and float(new[1][0][-1]) == 1
 
 
-def test_what_is_not_lent_goes_torchs_way(engine, torchs_memory):
+def test_tensors_without_a_loan_are_pickled_by_torch(engine, torchs_memory):
     take(engine, state(1))
     private = stillframe.snapshot({"w": torch.ones(5)}, engine=engine)
     new = pickle.loads(dumps([private.tree, torch.ones(3), torch.zeros(0)]))
@@ -178,7 +178,7 @@ def test_what_is_not_lent_goes_torchs_way(engine, torchs_memory):
     assert new[0]["w"].eq(1).all() and new[1].eq(1).all() and new[2].shape == (0,)
 
 
-def test_what_has_bits_wants_its_gradient_where_it_did(engine):
+def test_conjugated_tensor_on_loan_keeps_requires_grad(engine):
     turned = torch.ones(3, dtype=torch.complex64).conj()
     taken = take(engine, [turned.detach().requires_grad_(), turned])
     new = pickle.loads(dumps(taken.tree))
@@ -186,12 +186,12 @@ def test_what_has_bits_wants_its_gradient_where_it_did(engine):
     assert [each.requires_grad for each in new] == [True, False]
 
 
-def test_bits_of_what_is_not_lent_are_torchs_business(engine):
+def test_conj_and_neg_bits_without_a_loan_are_left_to_torch(engine):
     taken = take(engine, [torch.ones(3, dtype=torch.complex64).conj()])
     (lent_one,) = taken.tree
-    assert lent._reduce_tensor(lent_one)[0] is lent._with_bits
+    assert loans._reduce_tensor(lent_one)[0] is loans._with_bits
     others = torch.ones(3, dtype=torch.complex64).conj()
-    assert lent._reduce_tensor(others)[0] is not lent._with_bits
+    assert loans._reduce_tensor(others)[0] is not loans._with_bits
 
 
 def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine):
@@ -202,13 +202,13 @@ def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine):
     with pytest.raises(TypeError, match=r"hand over its \.tree"):
         pickle.dumps(taken)
     with pytest.raises(TypeError, match="multiprocessing only"):
-        pickle.dumps(lent.Lender.__new__(lent.Lender))
+        pickle.dumps(loans.Lender.__new__(loans.Lender))
 
 
 # ---- what never arrives ----
 
 
-def test_what_nobody_has_taken_goes_back_with_the_end_of_its_reader(engine):
+def test_untaken_offer_returns_when_its_reader_ends(engine):
     taken = take(engine, state(1))
     readers = [concurrent.futures.Future[None]() for _ in range(2)]
     lost, arrived = dumps(taken.tree), dumps(taken.tree)
@@ -217,9 +217,9 @@ def test_what_nobody_has_taken_goes_back_with_the_end_of_its_reader(engine):
     taken.release()
     readers[0].set_result(None)
     new = pickle.loads(arrived)  # the other may still come for it
-    loans = list(lent._loans)
+    open_loans = list(loans._loans)
     readers[1].set_result(None)
-    assert [loan._over for loan in loans] == [True, False]  # and their threads may be slow
+    assert [loan._over for loan in open_loans] == [True, False]  # and their threads may be slow
     with pytest.raises(stillframe.StillframeError, match="not lent any more"):
         pickle.loads(lost)
     assert leased(engine) == 2 * MIB and seen(new) == [1] * 4
@@ -227,7 +227,7 @@ def test_what_nobody_has_taken_goes_back_with_the_end_of_its_reader(engine):
     assert comes_to(engine, 0)
 
 
-def test_what_could_not_be_pickled_whole_goes_back_too(engine):
+def test_memory_returns_after_a_failed_pickle(engine):
     taken = take(engine, {**state(1), "z": threading.Lock()})
     with pytest.raises(TypeError, match="lock"):
         dumps(taken.tree)
@@ -239,7 +239,7 @@ def test_what_could_not_be_pickled_whole_goes_back_too(engine):
     assert comes_to(engine, 0)
 
 
-def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(engine):
+def test_snapshot_waits_for_a_loan_but_not_forever(engine):
     first, second = take(engine, state(1)), take(engine, state(2))
     new = [pickle.loads(dumps(first.tree))]
     first.release()
@@ -250,7 +250,7 @@ def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(engine):
     timer.join()
     third.release()
     patient = take(engine, state(4))
-    lender = lent._lender_of(patient.tree["w"].untyped_storage())
+    lender = loans._lender_of(patient.tree["w"].untyped_storage())
     assert lender is not None
     lender.patience_s = 0.05
     new = [pickle.loads(dumps(patient.tree))]
@@ -267,7 +267,7 @@ def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(engine):
     assert comes_to(engine, 0)
 
 
-def test_a_process_that_is_forked_before_the_memory_arrives_keeps_none_of_it(engine):
+def test_process_forked_before_the_loan_arrives_keeps_none_of_it(engine):
     taken = take(engine, state(1))
     data = dumps(taken.tree)
     reading, writing = os.pipe()

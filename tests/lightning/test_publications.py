@@ -1,4 +1,4 @@
-"""What is told of a checkpoint, asked of the calls one by one; test_published.py has the fits."""
+"""Publications: what loggers are told of a checkpoint. test_published.py tests whole fits."""
 
 import os
 import weakref
@@ -13,7 +13,7 @@ def ended(report):
     return SimpleNamespace(_outcome=SimpleNamespace(report=report), done=lambda: True)
 
 
-def test_a_call_is_made_once_and_not_for_a_save_that_failed(caplog):
+def test_publication_is_delivered_once_and_not_for_a_failed_save(caplog):
     calls = []
     publication = publish.Publication(ended("report"), Place.of("a.ckpt"), calls.append)
     publication.deliver()
@@ -23,7 +23,7 @@ def test_a_call_is_made_once_and_not_for_a_save_that_failed(caplog):
     assert f"not told of {os.path.abspath('b.ckpt')}" in caplog.text
 
 
-def test_a_callback_is_told_as_it_was_at_the_save_and_is_then_as_it_is_now():
+def test_logger_sees_the_callback_as_it_was_at_the_save():
     callback = SimpleNamespace(best_model_path="a", best_k_models={"a": 1}, other=1)
     seen = []
 
@@ -40,7 +40,7 @@ def test_a_callback_is_told_as_it_was_at_the_save_and_is_then_as_it_is_now():
     assert vars(callback) == {"best_model_path": "b", "best_k_models": {"a": 1, "b": 2}, "other": 2}
 
 
-def test_a_callback_is_told_of_every_name_and_score_as_it_was_at_the_save(lit):
+def test_logger_sees_every_name_and_score_as_at_the_save(lit):
     callback = lit.ModelCheckpoint(filename="x")
     callback._last_checkpoint_saved = ""
     names = {*callback.state_dict(), "_last_checkpoint_saved"} - {"monitor", "dirpath"}
@@ -60,7 +60,7 @@ def test_a_callback_is_told_of_every_name_and_score_as_it_was_at_the_save(lit):
     assert callback.last_model_path == "now"
 
 
-def test_a_callback_that_is_gone_is_told_of_nothing(caplog):
+def test_publication_for_a_deleted_callback_is_dropped(caplog):
     class Callback:
         best_model_path = "a"
 
@@ -71,7 +71,7 @@ def test_a_callback_that_is_gone_is_told_of_nothing(caplog):
     assert "not told of a.ckpt: its callback is gone" in caplog.text
 
 
-def test_a_logger_class_of_the_users_own_listens_whatever_it_is_called(lit):
+def test_logger_with_the_hook_is_recognised_whatever_its_class_is_called(lit):
     from lightning.pytorch.loggers import CSVLogger
 
     class Logger:

@@ -39,9 +39,7 @@ def repack_with_storages_elsewhere(source: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
-def test_load_into_hands_a_file_on_that_turns_out_to_be_packed_by_others(
-    write, tmp_path, monkeypatch
-):
+def test_load_into_leaves_a_repacked_file_to_torch(write, tmp_path, monkeypatch):
     write(state(), tmp_path / "a.pt")
     repack_with_storages_elsewhere(tmp_path / "a.pt", tmp_path / "b.pt")
     calls = []

@@ -184,7 +184,7 @@ static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 		return;
 	}
 	if (watch->device != 0) {
-		sfr_py_eyes_record(self, number);
+		sfr_py_probes_record(self, number);
 		return;
 	}
 	for (i = 0; i < SFR_PY_NR_LINES; i++)
@@ -215,7 +215,7 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 			break;
 	}
 	stretch_end(&stretch, &self->credit_ns);
-	sfr_py_eyes_recorded(self);
+	sfr_py_probes_recorded(self);
 }
 
 static uint64_t allowance(uint64_t nr, uint64_t each_ns, uint64_t most_ns)
@@ -236,7 +236,7 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 			record_one(self, i, 1);
 	}
 	self->credit_ns = allowance(self->nr_undecided, ENROLLED_NS, ENROLLED_MAX_NS);
-	sfr_py_eyes_recorded(self);
+	sfr_py_probes_recorded(self);
 	grant(self);
 }
 
@@ -282,7 +282,7 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 	struct stretch stretch = stretch_start(self->credit_ns);
 	uint32_t n = 0;
 
-	sfr_py_eyes_compare(self, is_same);
+	sfr_py_probes_compare(self, is_same);
 	if (self->nr_armed == 0)
 		return;
 	while (n < self->nr_armed) {

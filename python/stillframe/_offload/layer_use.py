@@ -1,7 +1,8 @@
 """Records the forwards of layers whose weights leave the device, and predicts the next layer.
 
-`Use` records one forward. It tells backward where to find the weights again, and whether they have
-changed since. `Course` predicts the order of the layers, so that the next one can be prefetched.
+`LayerUse` records one forward. It tells backward where to find the weights again, and whether they
+have changed since. `LayerOrder` predicts the order of the layers, so that the next one can be
+prefetched.
 
 Forward uses the layers in the order given; a backward uses them as the last backward did. A wrong
 prediction costs a copy. Without checkpointing, backward visits the layers that had gradients in
@@ -23,7 +24,7 @@ from stillframe._offload.residents import Group
 from stillframe._offload.saved import SavedHooks, check_version
 
 
-class Use:
+class LayerUse:
     """One forward of a layer, kept for as long as its backward may run.
 
     Args:
@@ -31,7 +32,9 @@ class Use:
         before: The layer that was used before this one.
     """
 
-    def __init__(self, enter: Callable[[Use], Group], layer: Layer, before: Layer | None) -> None:
+    def __init__(
+        self, enter: Callable[[LayerUse], Group], layer: Layer, before: Layer | None
+    ) -> None:
         self.enter = enter
         self.layer = layer
         self.before = before
@@ -76,7 +79,7 @@ class Use:
         return moved
 
 
-class Course:
+class LayerOrder:
     """Follows a training through the order of its layers."""
 
     def __init__(self, order: list[Layer]) -> None:

@@ -1,4 +1,4 @@
-"""Plans that are kept from save to save: for whom they are good, and how many."""
+"""Plans that are kept between saves: which states may use them, and how many are kept."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from fix_dcp import equal, loaded
 from stillframe import dcp
-from stillframe._dcp.joint import Kept, Plans, structure
+from stillframe._dcp.joint import KeptPlan, Plans, structure
 
 
 def of(value: Any, name: str = "w") -> Any:
@@ -15,7 +15,7 @@ def of(value: Any, name: str = "w") -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of sparse tensors
-def test_a_plan_is_good_for_the_same_names_shapes_and_kinds_alone():
+def test_plan_is_reused_only_for_equal_names_shapes_and_types():
     one = torch.ones(3, 3)
     assert of(one) == of(torch.zeros(3, 3)) == of(torch.nn.Parameter(one, requires_grad=False))
     different = [
@@ -28,10 +28,10 @@ def test_a_plan_is_good_for_the_same_names_shapes_and_kinds_alone():
         of(7),
     ]
     assert len(set(different)) == len(different)
-    assert of(7) == of("seven")  # objects are written anew each time
+    assert of(7) == of("seven")  # objects are written again each time
 
 
-def test_what_plans_by_itself_is_asked_each_time():
+def test_value_with_its_own_write_items_is_planned_each_time():
     class Own:
         def __create_write_items__(self, *_: Any) -> list[Any]:
             return []
@@ -42,16 +42,16 @@ def test_what_plans_by_itself_is_asked_each_time():
     assert of(Own()) is None and of(torch.ones(3).as_subclass(Special)) is None
 
 
-def test_two_states_that_differ_in_a_name_are_saved_each_as_it_is(tmp_path: Path) -> None:
+def test_states_that_differ_in_a_name_are_each_saved_correctly(tmp_path: Path) -> None:
     for name in ("a", "b", "a"):
         state = {name: torch.full((3,), float(ord(name))), "step": 3}
         dcp.save(state, tmp_path / "c", no_dist=True)
         assert equal(loaded(state, tmp_path / "c"), state)
 
 
-def test_of_more_structures_than_are_kept_the_one_not_used_for_longest_goes(monkeypatch):
+def test_least_recently_used_plan_is_dropped(monkeypatch):
     monkeypatch.setattr("stillframe._dcp.joint._MOST", 3)
-    plans, kept = Plans(), [Kept(number, None, [], None, []) for number in range(4)]
+    plans, kept = Plans(), [KeptPlan(number, None, [], None, []) for number in range(4)]
     for number in (0, 1, 2, 2):
         plans.keep(number, kept[number])
     assert [plans.of(number) for number in range(3)] == kept[:3]

@@ -1,4 +1,4 @@
-"""Layers come ahead of need in backward as well where checkpoints run parts of forward again."""
+"""Layers are prefetched in backward too if checkpoints run parts of forward again."""
 
 import copy
 
@@ -13,7 +13,7 @@ DEPTH = 6
 
 
 def chunked(size, use_reentrant):
-    """A loss through checkpoints around so many layers each."""
+    """Return a loss computed through checkpoints that contain a given number of layers each."""
 
     def loss(model, batch):
         x = batch.requires_grad_()
@@ -25,8 +25,7 @@ def chunked(size, use_reentrant):
 
 
 def copies(handle, step):
-    """Groups that were brought in a step, those of them that came ahead of need, and those that
-    came in vain."""
+    """Count the groups that were onloaded in a step, prefetched, and prefetched in vain."""
     before = handle.stats()
     step()
     after = handle.stats()
@@ -37,9 +36,7 @@ def copies(handle, step):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_under_checkpoints_every_layer_but_the_first_comes_ahead_of_need_both_ways(
-    fake, use_reentrant
-):
+def test_checkpointed_layers_are_prefetched_in_forward_and_backward(fake, use_reentrant):
     model = mlp(depth=DEPTH)
     loss = chunked(1, use_reentrant)
     with offload_layers(model, device="cpu") as handle:
@@ -51,8 +48,8 @@ def test_under_checkpoints_every_layer_but_the_first_comes_ahead_of_need_both_wa
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_way_of_a_backward_is_that_of_the_last_one(fake, size, use_reentrant):
-    """A checkpoint around several layers goes forward through them, and then back."""
+def test_backward_prefetches_in_the_order_of_the_last_one(fake, size, use_reentrant):
+    """In backward, a checkpoint around several layers runs them forward and then backward."""
     model = mlp(depth=DEPTH)
     loss = chunked(size, use_reentrant)
     with offload_layers(model, device="cpu") as handle:
@@ -63,9 +60,9 @@ def test_the_way_of_a_backward_is_that_of_the_last_one(fake, size, use_reentrant
         assert onloaded <= DEPTH + (size - 2) * (DEPTH // size) * 2
 
 
-def test_a_backward_that_goes_another_way_than_the_last_one_is_right(either):
+def test_backward_in_a_new_order_is_still_correct(either):
     class Turns(nn.Sequential):
-        """Every second forward takes its layers in another order, through other checkpoints."""
+        """A model in which every second forward uses another order and other checkpoints."""
 
         turn = 0
 
@@ -88,8 +85,8 @@ def test_a_backward_that_goes_another_way_than_the_last_one_is_right(either):
         assert handle.stats()["bytes_lingering"] == 0
 
 
-def test_a_layer_that_runs_again_is_on_the_device_once(fake):
-    """Also where the checkpoint stops as soon as backward has what it needs."""
+def test_rerun_layer_is_on_the_device_once(fake):
+    """That includes checkpoints that stop as soon as backward has what it needs."""
     model = mlp(nn.BatchNorm1d(WIDTH), depth=DEPTH)
     other = copy.deepcopy(model)
     with offload_layers(other, device="cpu") as handle:

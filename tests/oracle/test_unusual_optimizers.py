@@ -1,4 +1,4 @@
-"""Nothing of ours ends somebody's step, and nothing that fails lets a step past the gate."""
+"""Our hooks around unusual optimizers: they never end a step, and failures never skip the gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import stillframe
 import torch
 from fix_gate import FakePending, deferred, give_gradients, param, run_steps
-from fix_strange import STRANGE, Plain, StateIsNoDict, train
+from fix_unusual import STRANGE, Plain, StateIsNoDict, train
 from stillframe._watch import gate, ownership
 from stillframe.testing import slow
 from torch.optim import SGD, Adam
@@ -31,7 +31,7 @@ by_class = pytest.mark.parametrize("cls", STRANGE, ids=lambda c: c.__name__)
 
 
 @by_class
-def test_a_strange_optimizer_steps_as_it_does_without_us(cls: type[Any]) -> None:
+def test_unusual_optimizer_steps_as_without_stillframe(cls: type[Any]) -> None:
     p = param()
     opt = cls([p])
     for _ in range(5):
@@ -42,7 +42,7 @@ def test_a_strange_optimizer_steps_as_it_does_without_us(cls: type[Any]) -> None
 
 
 @by_class
-def test_a_strange_optimizer_waits_for_a_save(cls: type[Any]) -> None:
+def test_unusual_optimizer_waits_for_a_save(cls: type[Any]) -> None:
     p = param()
     opt = cls([p])
     train(opt, [p], 3)
@@ -55,7 +55,7 @@ def test_a_strange_optimizer_waits_for_a_save(cls: type[Any]) -> None:
 
 
 @by_class
-def test_a_save_beside_a_strange_optimizer_holds_the_state_at_the_call(
+def test_save_beside_an_unusual_optimizer_holds_the_state_at_the_call(
     cls: type[Any], tmp_path: Path
 ) -> None:
     p = param(1 << 16)
@@ -71,7 +71,7 @@ def test_a_save_beside_a_strange_optimizer_holds_the_state_at_the_call(
 
 
 @by_class
-def test_during_a_strange_optimizer_s_step_everything_is_captured(cls: type[Any]) -> None:
+def test_everything_is_captured_during_an_unusual_optimizers_step(cls: type[Any]) -> None:
     p, q = param(), param()
     watched = Adam([q])
     run_steps(watched, 4)
@@ -83,7 +83,7 @@ def test_during_a_strange_optimizer_s_step_everything_is_captured(cls: type[Any]
     assert deferred(q) == [True]
 
 
-def test_what_cannot_be_watched_is_told_once_a_class(caplog: pytest.LogCaptureFixture) -> None:
+def test_class_that_cannot_be_observed_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "stillframe")
     cls = next(each for each in STRANGE if each.__name__ == "AttributesRaise")
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_what_cannot_be_watched_is_told_once_a_class(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("name", ["stepped", "enrol", "compare"])
-def test_an_observer_that_has_no_memory_costs_overlap_and_nothing_else(
+def test_observer_without_memory_costs_only_overlap(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Poor:
@@ -120,7 +120,7 @@ def test_an_observer_that_has_no_memory_costs_overlap_and_nothing_else(
     assert not ownership.active()
 
 
-def test_an_owner_that_cannot_be_made_leaves_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_make_an_owner_keeps_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> Any:
         raise MemoryError
 
@@ -134,7 +134,7 @@ def test_an_owner_that_cannot_be_made_leaves_the_gate(monkeypatch: pytest.Monkey
     assert ownership.find(opt) is None and not ownership.active()
 
 
-def test_a_save_goes_on_where_an_owner_fails() -> None:
+def test_failure_of_an_owner_does_not_fail_the_save() -> None:
     p, q = param(), param()
     failing, opt = SGD([p], lr=0.1), SGD([q], lr=0.1)
     run_steps(failing, 4)
@@ -144,7 +144,7 @@ def test_a_save_goes_on_where_an_owner_fails() -> None:
     assert deferred(p, q) == [False, True]
 
 
-def test_loading_a_state_dict_never_fails_for_us() -> None:
+def test_failure_of_our_hooks_never_fails_load_state_dict() -> None:
     p = param()
     opt = SGD([p], lr=0.1)
     run_steps(opt, 4)
@@ -155,7 +155,7 @@ def test_loading_a_state_dict_never_fails_for_us() -> None:
     assert owner.distrusted
 
 
-def test_a_closure_is_passed_on_where_the_step_has_it() -> None:
+def test_closure_is_passed_in_the_position_the_step_expects() -> None:
     class Odd(SGD):
         def step(self, scale: Any, closure: Any = None) -> Any:  # type: ignore[override]
             loss = None if closure is None else closure()
@@ -180,7 +180,7 @@ def test_a_closure_is_passed_on_where_the_step_has_it() -> None:
 
 
 class Late(Exception):
-    """What a signal handler raises, as one that bounds an epoch's time does."""
+    """An exception that a signal handler raises, for instance to limit an epoch's time."""
 
 
 def raise_late(*_: Any) -> None:
@@ -197,7 +197,7 @@ class Handler:
 @pytest.mark.parametrize(
     "handler", [raise_late, Handler().on_signal, Handler()], ids=["function", "method", "object"]
 )
-def test_what_a_signal_handler_raises_in_the_bookkeeping_is_not_swallowed(handler: Any) -> None:
+def test_exception_of_a_signal_handler_in_our_hooks_is_not_swallowed(handler: Any) -> None:
     class Slow(Plain):
         signals = 0
 
@@ -219,7 +219,7 @@ def test_what_a_signal_handler_raises_in_the_bookkeeping_is_not_swallowed(handle
     train(opt, [p], 2)
 
 
-def test_an_error_of_another_thread_s_bookkeeping_is_no_handler_s() -> None:
+def test_hook_error_of_another_thread_is_not_taken_for_a_handlers() -> None:
     p = param()
     opt = next(each for each in STRANGE if each.__name__ == "AttributesRaise")([p])
     errors: list[BaseException] = []
@@ -253,7 +253,7 @@ def test_ctrl_c_in_a_wait_ends_the_step() -> None:
     train(opt, [p])
 
 
-def test_the_copy_of_a_strange_optimizer_s_state_says_why(tmp_path: Path) -> None:
+def test_report_says_why_an_unusual_optimizers_state_was_captured(tmp_path: Path) -> None:
     p = param()
     opt = Plain([p])
     train(opt, [p], 3)

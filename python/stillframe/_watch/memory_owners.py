@@ -1,7 +1,7 @@
 """Registered owners of memory that only an optimizer step replaces but no optimizer owns.
 
 Offloaded optimizer state is in new pool memory after every step. An observer would have to learn it
-anew each time, so its owner itself says which storages a save may copy after its call.
+again each time, so its owner itself says which storages a save may copy after its call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Marks(NamedTuple):
         return bool(lane)
 
 
-class Keeper(Protocol):
+class MemoryOwner(Protocol):
     """An owner of memory that only an optimizer step replaces but no optimizer owns."""
 
     def defer(self, marks: Marks) -> None:
@@ -50,9 +50,9 @@ class Keeper(Protocol):
         """Have everything captured from now on: it was written to while a save copied it."""
 
 
-known: weakref.WeakSet[Keeper] = weakref.WeakSet()
+known: weakref.WeakSet[MemoryOwner] = weakref.WeakSet()
 
 
-def keep(keeper: Keeper) -> None:
+def register(owner: MemoryOwner) -> None:
     """Ask this owner at every save, for as long as it lives."""
-    known.add(keeper)
+    known.add(owner)

@@ -1,0 +1,216 @@
+/* Observes storages on devices, whose memory the host cannot read.
+ *
+ *   IDLE -- a step has ended: recorded --> DUE -- take() --> TAKEN -- gate --> DUE_AGAIN
+ *     ^                                                                            | take()
+ *     +------------- landed: verdicts ---------------------------- IN_FLIGHT <-----+
+ *
+ * The host reads and compares versions, at the step's end and at the gate. The core compares the
+ * bytes with probes: it copies three lines of each storage at both moments. The caller's stream
+ * waits for the copies, the host does not. So a verdict comes when both copies have completed: a
+ * step later, or several if the host runs far ahead. Until then no other probe of that device
+ * starts.
+ *
+ * Two whole cycles from a step's end to the next gate are probed: with one cycle, a buffer that is
+ * written every other step would pass. Each cycle has to complete before the next one begins. So a
+ * storage has its verdict after step 4 if the host waits for the device at every step. Each step
+ * that the host runs ahead adds two.
+ *
+ * If a probe fails or is impossible (a graph capture, a probe by another thread), its storages stay
+ * undecided, and so captured.
+ *
+ * The budget is time of the device: a probe of a storage is one small copy, for which the
+ * training's stream waits. An enrolment adds an allowance once, because deferring gains many times
+ * as much at the first save. */
+#include "observer/observer.h"
+#include "sfr/glance.h"
+
+#define PROBE_NS 2000u /* time of the device for one storage */
+#define NR_PROBES 2u   /* probes in a cycle */
+
+/* Returns the probe of a device, a new one if needed; NULL if there is no room. */
+static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t device)
+{
+	struct sfr_py_probe *probe = self->probes;
+
+	while (probe < self->probes + self->nr_probes && probe->device != device)
+		probe++;
+	if (probe < self->probes + self->nr_probes)
+		return probe;
+	if (self->nr_probes == SFR_PY_MAX_PROBES)
+		return NULL;
+	self->nr_probes++;
+	*probe = (struct sfr_py_probe){ .device = device };
+	if (sfr_glance_new(device - 1, &probe->core) < 0)
+		probe->state = SFR_PY_BLIND;
+	return probe;
+}
+
+static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *probe)
+{
+	uint32_t room = self->table.nr_watches;
+	struct sfr_glance_at *at;
+	uint32_t *asked;
+
+	if (probe->room >= room)
+		return 0;
+	at = PyMem_Realloc(probe->at, room * sizeof(*at));
+	if (!at)
+		return -1;
+	probe->at = at;
+	asked = PyMem_Realloc(probe->asked, room * sizeof(*asked));
+	if (!asked)
+		return -1;
+	probe->asked = asked;
+	probe->room = room;
+	return 0;
+}
+
+void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number)
+{
+	const struct sfr_py_watch *watch = &self->table.watches[number];
+	struct sfr_py_probe *probe = probe_of(self, watch->device);
+
+	if (!probe || probe->state != SFR_PY_IDLE ||
+	    self->device_credit_ns < NR_PROBES * PROBE_NS || make_room(self, probe))
+		return;
+	self->device_credit_ns -= NR_PROBES * PROBE_NS;
+	probe->asked[probe->nr_asked] = number;
+	probe->at[probe->nr_asked++] =
+		(struct sfr_glance_at){ .addr = watch->addr, .nbytes = watch->nbytes };
+}
+
+void sfr_py_probes_recorded(struct sfr_py_observer *self)
+{
+	for (uint32_t k = 0; k < self->nr_probes; k++)
+		if (self->probes[k].state == SFR_PY_IDLE && self->probes[k].nr_asked > 0)
+			self->probes[k].state = SFR_PY_DUE;
+}
+
+void sfr_py_probes_compare(struct sfr_py_observer *self,
+			   int (*is_same)(struct sfr_py_observer *self, uint32_t number))
+{
+	for (uint32_t k = 0; k < self->nr_probes; k++) {
+		struct sfr_py_probe *probe = &self->probes[k];
+
+		if (probe->state != SFR_PY_TAKEN)
+			continue;
+		probe->state = SFR_PY_DUE_AGAIN;
+		for (uint32_t i = 0; i < probe->nr_asked; i++)
+			if (!is_same(self, probe->asked[i]))
+				probe->at[i].nbytes = 0;
+	}
+}
+
+static void go_idle(struct sfr_py_probe *probe)
+{
+	probe->state = SFR_PY_IDLE;
+	probe->nr_asked = 0;
+}
+
+static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *probe)
+{
+	for (uint32_t i = 0; i < probe->nr_asked; i++) {
+		struct sfr_py_watch *watch = &self->table.watches[probe->asked[i]];
+
+		if (probe->at[i].nbytes == 0 || watch->verdict != SFR_PY_UNDECIDED)
+			continue;
+		if (!sfr_glance_same(probe->core, i))
+			sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
+		else if (++watch->nr_cycles == SFR_PY_NR_CYCLES)
+			sfr_py_observer_decide(self, watch, SFR_PY_DEFERRABLE);
+	}
+	go_idle(probe);
+}
+
+void sfr_py_probes_harvest(struct sfr_py_observer *self)
+{
+	for (uint32_t k = 0; k < self->nr_probes; k++) {
+		struct sfr_py_probe *probe = &self->probes[k];
+		int landed;
+
+		if (probe->state != SFR_PY_IN_FLIGHT)
+			continue;
+		landed = sfr_py_unlocked(sfr_glance_landed(probe->core));
+		if (landed > 0)
+			give_verdicts(self, probe);
+		else if (landed < 0)
+			probe->state = SFR_PY_BLIND;
+	}
+}
+
+int sfr_py_probes_rest(const struct sfr_py_observer *self)
+{
+	for (uint32_t k = 0; k < self->nr_probes; k++)
+		if (self->probes[k].state != SFR_PY_IDLE && self->probes[k].state != SFR_PY_BLIND)
+			return 0;
+	return 1;
+}
+
+void sfr_py_probes_reset(struct sfr_py_observer *self)
+{
+	for (uint32_t k = 0; k < self->nr_probes; k++)
+		if (self->probes[k].state != SFR_PY_BLIND)
+			go_idle(&self->probes[k]);
+}
+
+static int is_due(const struct sfr_py_probe *probe)
+{
+	return probe->state == SFR_PY_DUE || probe->state == SFR_PY_DUE_AGAIN;
+}
+
+PyObject *sfr_py_probes_due(struct sfr_py_observer *self)
+{
+	PyObject *list = PyList_New(0), *number, *tuple;
+
+	for (uint32_t k = 0; list && k < self->nr_probes; k++) {
+		if (!is_due(&self->probes[k]))
+			continue;
+		number = PyLong_FromUnsignedLong(self->probes[k].device - 1);
+		if (!number || PyList_Append(list, number))
+			Py_CLEAR(list);
+		Py_XDECREF(number);
+	}
+	tuple = list ? PyList_AsTuple(list) : NULL;
+	Py_XDECREF(list);
+	return tuple;
+}
+
+/* Calls the driver: another thread may have the interpreter lock meanwhile. */
+static void take(struct sfr_py_probe *probe, uint64_t stream)
+{
+	int again = probe->state == SFR_PY_DUE_AGAIN, rc;
+
+	rc = sfr_py_unlocked(sfr_glance_take(probe->core, stream, probe->at, probe->nr_asked,
+					     again));
+	if (rc == 0)
+		probe->state = again ? SFR_PY_IN_FLIGHT : SFR_PY_TAKEN;
+	else if (rc == SFR_EBUSY || rc == SFR_ECAPTURING)
+		go_idle(probe);
+	else
+		probe->state = SFR_PY_BLIND;
+}
+
+int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams)
+{
+	for (Py_ssize_t i = 0; i < PyTuple_Size(streams); i++) {
+		unsigned long long stream;
+		unsigned int device;
+
+		if (!PyArg_ParseTuple(PyTuple_GetItem(streams, i), "IK:probe", &device, &stream))
+			return -1;
+		for (uint32_t k = 0; k < self->nr_probes; k++)
+			if (self->probes[k].device == device + 1 && is_due(&self->probes[k]))
+				take(&self->probes[k], stream);
+	}
+	return PyErr_Occurred() ? -1 : 0;
+}
+
+void sfr_py_probes_fini(struct sfr_py_observer *self)
+{
+	for (uint32_t k = 0; k < self->nr_probes; k++) {
+		sfr_glance_free(self->probes[k].core);
+		PyMem_Free(self->probes[k].at);
+		PyMem_Free(self->probes[k].asked);
+	}
+	self->nr_probes = 0;
+}

@@ -1,0 +1,169 @@
+"""The arguments of a load, and the errors that end one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias, cast
+
+import torch
+
+from stillframe import _core
+from stillframe._base import file_kinds, records
+from stillframe._base.records import Failure, RestoreFailed
+from stillframe._load import restore
+from stillframe._load.into import WAS_FREED
+from stillframe._tree import keypaths
+from stillframe.errors import CorruptCheckpointError, StillframeError
+
+PACKED = "another program packed it"
+HALF_WRITTEN = "what into= names is half written"
+
+Path: TypeAlias = str | os.PathLike[str]
+MapLocation: TypeAlias = (
+    Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None  # as torch.load
+)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """The arguments of a load; as for `load`."""
+
+    path: str  # for messages
+    map_location: MapLocation
+    weights_only: bool | None
+    verify: bool
+    shared: bool
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether code that the pickle names is run. None, torch.load's default, runs none."""
+        return self.weights_only is not None and not self.weights_only
+
+    def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
+        """Call `_core.restore`; an OSError gets the file's name."""
+        with _named(self.path):
+            return _core.restore(fd, self.verify, self.shared)
+
+    def open_again(self, fd: int) -> _core.Restore:
+        """Open a file for which `open` has returned a restore before."""
+        return cast("_core.Restore", self.open(fd)[1])
+
+
+class ForTorchError(Exception):
+    """The error of an archive that turns out to be for torch.load to read; it says why."""
+
+
+@contextmanager
+def half_written() -> Iterator[None]:
+    """Add a note to any exception that is raised inside, unless it says the same."""
+    try:
+        yield
+    except BaseException as error:
+        if HALF_WRITTEN not in " ".join([str(error), *getattr(error, "__notes__", ())]):
+            error.add_note(f"The load was under way: {HALF_WRITTEN}.")
+        raise
+
+
+@contextmanager
+def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
+    """Turn what a restore raises inside into the error of the load.
+
+    Args:
+        more: A clause with anything else the user has to know.
+
+    Raises:
+        ForTorchError: torch has to read the archive.
+    """
+    try:
+        yield
+    except RestoreFailed as failed:
+        if failed.failure.code == -errno.EOPNOTSUPP:
+            raise ForTorchError(PACKED) from None
+        _raise_failure(failed.failure, fd, how, more)
+    except restore.Missing as missing:
+        names = _tensors_in(fd, how, str(missing))
+        raise CorruptCheckpointError(
+            f"{how.path} cannot be loaded: record {missing} is missing{names}{more}"
+        ) from None
+    except restore.CutShort as short:
+        names = _tensors_in(fd, how, str(short))
+        raise RuntimeError(
+            f"{how.path} cannot be loaded: record {short} is too short for what is in"
+            f" it{names}; {WAS_FREED}"
+        ) from None
+
+
+def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
+    """Raise the error for a restore's failure, with `more` behind it."""
+    if failure.code == _core.ECORRUPT:
+        more = f" (at byte {failure.offset}{_tensors_in(fd, how, failure.record)}){more}"
+        try:
+            # The check covers the whole file and uses the words of `verify`.
+            check_fd(fd, how.path, verify=how.verify)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{error}{more}") from None
+        raise CorruptCheckpointError(
+            f"{how.path} cannot be loaded: record {failure.record}: {failure.reason}{more}; read"
+            " again, it is right: the disk or the memory is not to be trusted"
+        )
+    if failure.reason is not None:
+        raise StillframeError(f"{how.path} cannot be loaded: {failure.reason}{more}")
+    where = f"record {failure.record}, at byte {failure.offset}"
+    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", how.path)
+
+
+def _tensors_in(fd: int, how: How, record: str) -> str:
+    """Return words that name the tensors in a record, or ""."""
+    folder, _, key = record.partition("/")
+    if folder != "data":
+        return ""
+    try:
+        core = how.open_again(fd)
+        try:
+            (pickled,) = records.read(core, ("data.pkl",))
+        finally:
+            core.close()
+        names = keypaths.of_storage(pickled, key)
+    except Exception:  # a foreign pickle may raise anything; the names only help
+        return ""
+    return f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Add the file's name to an OSError that is raised inside."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or errno.EIO
+        reason = os.strerror(number)
+        if number == errno.EISDIR:
+            reason = f"{reason}: it is {file_kinds.describe_directory(path)}"
+        raise OSError(number, reason, path) from None
+
+
+def refuse_damaged(found: dict[str, Any], path: str) -> None:
+    if not found["ok"]:
+        more = found["num_bad"] - 1
+        rest = f" (and {more} more {'record' if more == 1 else 'records'})" if more > 0 else ""
+        raise CorruptCheckpointError(f"{path} cannot be loaded: {found['error']}{rest}")
+
+
+def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[str, Any]:
+    """Check that the open file is a whole checkpoint; return what `_core.check` found.
+
+    Args:
+        later: The check may skip the headers of long records, for the caller to check later.
+
+    Raises:
+        CorruptCheckpointError: The file is damaged.
+        OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
+    """
+    with _named(path):
+        found = _core.check(fd, verify, later=later)
+    refuse_damaged(found, path)
+    return found
