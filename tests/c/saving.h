@@ -100,6 +100,18 @@ static inline int saving_submit(struct sfr_ticket *t)
 	return rc;
 }
 
+/* A new save, launched. */
+static inline struct sfr_ticket *saving_started(struct sfr_engine *engine, const char *dir,
+						const char *name, const struct saving_state *s,
+						uint32_t flags)
+{
+	struct sfr_ticket *t = NULL;
+
+	CHECK_EQ(saving_new(engine, dir, name, s, flags, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	return t;
+}
+
 /* The last sentence that was among the notices, "" once it has been looked at. */
 static char saving_text[1024];
 
@@ -125,6 +137,13 @@ static inline void saving_finish(struct sfr_ticket *t)
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	while (saving_notice() != SFR_NOTICE_ENDED)
 		;
+}
+
+/* Ends a save and lets go of it. */
+static inline void saving_done(struct sfr_ticket *t)
+{
+	saving_finish(t);
+	sfr_ticket_put(t);
 }
 
 static inline enum sfr_state saving_state_of(struct sfr_ticket *t)

@@ -108,16 +108,6 @@ def test_event_query_that_fails_once_is_repeated(
     assert fake.hits == 1
 
 
-def test_device_that_never_answers_fails_the_load_and_the_next_one_works(
-    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
-) -> None:
-    fake.fail("cuEventQuery", sticky=True, code=999)
-    with pytest.raises(stillframe.StillframeError, match=r"device 0: cuEventQuery: .*999"):
-        stillframe.load(file)
-    fake.reset()
-    assert_same(stillframe.load(file), state)
-
-
 def test_full_device_raises_torchs_error_and_the_next_load_works(
     file: Path, state: dict[str, torch.Tensor], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

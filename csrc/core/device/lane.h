@@ -2,8 +2,8 @@
  *
  * A device has two lanes, one for copies from it and one for copies to it.
  *
- * A lane knows neither saves nor snapshots. stage/transfer.c queues their copies in portions, and is
- * told when the copies of one have completed. Code with more to queue than should be in flight
+ * A lane knows neither saves nor snapshots. stage/transfer.c queues their copies in portions, and
+ * is told when the copies of one have completed. Code with more to queue than should be in flight
  * gives the lane's thread a task.
  *
  * Locks: lane->mu ranks below engine->mu; lanes->mu is taken alone. Neither is held over a call
@@ -35,8 +35,8 @@ struct sfr__transfer;
 struct sfr__cuda_portion {
 	struct sfr__cuda_portion *next;
 	/* Called on the lane's thread when the copies have completed; the portion is the lane's
-	 * again when it returns. `ok` is false when the device died, and nobody can know what became
-	 * of them. */
+	 * again when it returns. `ok` is false when the device died, and nobody can know what
+	 * became of them. */
 	void (*landed)(struct sfr__cuda_portion *portion, bool ok);
 	struct sfr__transfer *of;
 	/* the client's, like the next two: memory that is complete with this portion, or NULL */

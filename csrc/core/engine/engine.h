@@ -89,8 +89,6 @@ void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
 /* Wakes threads that found nothing to do. */
 void sfr__shared_wake_locked(struct sfr_engine *engine);
-/* Wakes idle threads if there is memory to make. */
-void sfr__engine_wake_idle_locked(struct sfr_engine *engine);
 
 /* ---- engine.c ---- */
 void sfr__engine_get(struct sfr_engine *engine);

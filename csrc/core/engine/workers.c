@@ -1,8 +1,7 @@
 /* The engine's threads: a lane for shared work, writers for tasks, and copiers that help with
  * shared work while somebody waits. They do not know what any of it does.
  *
- * All run one loop over lists that the engine's mutex guards. A thread with no task makes memory
- * for the pool before it sleeps, as long as saves could use some (memory/supply.c). */
+ * All run one loop over lists that the engine's mutex guards. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 
@@ -12,14 +11,6 @@ void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task)
 {
 	sfr__queue_push(&engine->tasks, task);
 	pthread_cond_signal(&engine->cv_writer);
-}
-
-void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
-{
-	if (!sfr__pool_lacks(engine->pool))
-		return;
-	pthread_cond_broadcast(&engine->cv_lane);
-	pthread_cond_broadcast(&engine->cv_writer);
 }
 
 /* ---- shared work -------------------------------------------------------------------- */
@@ -98,31 +89,6 @@ static bool is_idle_locked(const struct crew *crew)
 	return !(crew->kind == WRITER && crew->engine->tasks.head) && !crew->engine->stopping;
 }
 
-static bool is_idle(void *arg)
-{
-	struct crew *crew = arg;
-	bool idle;
-
-	sfr__lock(&crew->engine->mu);
-	idle = is_idle_locked(crew) && !work_locked(crew);
-	sfr__unlock(&crew->engine->mu);
-	return idle;
-}
-
-/* Makes memory until there is a task. Returns whether any was made. */
-static bool supply_locked(struct crew *crew)
-{
-	struct sfr_engine *engine = crew->engine;
-	bool made;
-
-	if (crew->kind == COPIER || !sfr__pool_lacks(engine->pool))
-		return false;
-	sfr__unlock(&engine->mu);
-	made = sfr__pool_supply(engine->pool, is_idle, crew);
-	sfr__lock(&engine->mu);
-	return made;
-}
-
 static void serve(struct crew *crew)
 {
 	struct sfr_engine *engine = crew->engine;
@@ -142,8 +108,7 @@ static void serve(struct crew *crew)
 		} else if (engine->stopping && (!work || crew->kind == COPIER)) {
 			/* A call may still copy for a snapshot; it needs no copier. */
 			break;
-		} else if ((work || !supply_locked(crew)) && is_idle_locked(crew) &&
-			   work_locked(crew) == work) {
+		} else if (is_idle_locked(crew) && work_locked(crew) == work) {
 			/* Shared work with nothing for this thread was asked under this same
 			 * lock. */
 			(void)sfr__cond_wait(crew->cv, &engine->mu, SFR_FOREVER);

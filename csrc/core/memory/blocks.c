@@ -18,26 +18,9 @@ int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, siz
 	return rc;
 }
 
-/* Waits for threads that still make memory for a block that the caller owns. */
-static void wait_for_makers_locked(struct sfr__pool *pool, const struct sfr__block *block)
-{
-	const struct sfr__maker *maker = pool->makers;
-
-	while (maker != NULL)
-		if (maker->at == block) {
-			(void)sfr__cond_wait(&pool->cv, &pool->mu, SFR_FOREVER);
-			maker = pool->makers;
-		} else {
-			maker = maker->next;
-		}
-}
-
 int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		       size_t to)
 {
-	sfr__lock(&pool->mu);
-	wait_for_makers_locked(pool, block);
-	sfr__unlock(&pool->mu);
 	return sfr__memory_decommit(&pool->range, sfr__pool_home(pool, block) + from, to - from);
 }
 

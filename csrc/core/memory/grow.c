@@ -174,7 +174,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	int rc = 0;
 
 	sfr__lock(&pool->mu);
-	sfr__pool_stop_supply_locked(pool);
+	pool->nr_wanted = 0; /* nothing is made for the next save */
 	while ((block = sfr__pool_pop(&pool->whole)) != NULL ||
 	       (block = sfr__pool_pop(&pool->partial)) != NULL) {
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);

@@ -203,9 +203,7 @@ static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t 
 		bool spare = pool->nr_saves > nr_own;
 
 		if (pool->waiters == &me && worth &&
-		    (sfr__pool_plan_locked(pool, plan, false, spare) ||
-		     (sfr__pool_reclaim_locked(pool) &&
-		      sfr__pool_plan_locked(pool, plan, false, spare)))) {
+		    sfr__pool_plan_locked(pool, plan, false, spare)) {
 			take_locked(pool, plan, lease);
 			rc = 0;
 			break;

@@ -21,11 +21,10 @@
  *
  *     from       to         by
  *     RESERVED   GROWING    take_locked (get), warm_up, supply
- *     GROWING    GROWING    take_locked (get), out of the hand of supply
  *     FREE       GROWING    the same, when the block has less memory than asked for
  *     FREE       LEASED     take_locked, when it has enough
- *     GROWING    LEASED     get, the memory is there; take_locked, as above, when it is enough
- *     GROWING    FREE       warm_up, supply, the memory is there; each, when there is none for more
+ *     GROWING    LEASED     get, the memory is there
+ *     GROWING    FREE       warm_up, supply, the memory is there; get, when there is none for more
  *     GROWING    RESERVED   each, when the system has none and the block had none
  *     LEASED     FREE       put
  *     FREE       SHRINKING  trim
@@ -35,13 +34,12 @@
  *     LEASED     RETIRED    retire: a copy into it may be running for ever
  *
  * Leases of contiguous blocks (lease.c) use the same arrows as get and put. warm_up and trim are in
- * grow.c; supply.c makes memory ahead of use.
+ * grow.c; supply.c makes memory for the next save.
  *
  * pool->mu guards the lists, states and counters. No system call is made under it. A block that is
  * to gain or lose memory first leaves the lists (GROWING, SHRINKING) and belongs to that thread
- * alone; in supply.c the thread may have lost it to another one and not know yet. Owned blocks
- * (GROWING, LEASED, SHRINKING) are counted, because a thread that found the system without memory
- * may wait for them.
+ * alone. Owned blocks (GROWING, LEASED, SHRINKING) are counted, because a thread that found the
+ * system without memory may wait for them.
  *
  * Order: threads wait in a queue sorted by `seq`, and only its head may take a block. So a small
  * pool serves the oldest save until it has all it needs, instead of being divided until no save can
@@ -70,13 +68,11 @@ static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 	return NULL;
 }
 
-/* Takes a block without memory, or with only some of what it was to get. */
+/* Takes a block without memory. */
 static struct sfr__block *pop_cold_locked(struct sfr__pool *pool)
 {
-	struct sfr__block *block = sfr__pool_pop_unfinished(pool);
+	struct sfr__block *block = sfr__pool_pop(&pool->reserved);
 
-	if (block == NULL)
-		block = sfr__pool_pop(&pool->reserved);
 	return block != NULL ? block : sfr__pool_fresh_locked(pool);
 }
 
@@ -96,8 +92,6 @@ static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
 		block = pop_cold_locked(pool);
 	if (block == NULL)
 		block = sfr__pool_pop(&pool->partial);
-	if (block == NULL)
-		block = sfr__pool_take_over_locked(pool);
 	if (block != NULL)
 		sfr__pool_move_locked(pool, block,
 				      block->committed >= need && block->committed != 0 ?
@@ -176,7 +170,6 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
 			break;
 		returned = pool->nr_returned;
-		block->want = want;
 		if (sfr__pool_is_whole(pool, need)) {
 			sfr__pool_missed_locked(pool);
 			pool->nr_filling++;

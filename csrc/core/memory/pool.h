@@ -33,7 +33,7 @@ struct sfr__block {
 	 * owners of the region's blocks together. */
 	_Atomic(struct sfr__piece *) piece;
 	size_t committed; /* bytes with memory, from mem on; written under pool->mu */
-	size_t want;      /* bytes it is to have; the block is unfinished until then */
+	size_t want;      /* bytes that warm_up or a lease gives it */
 	uint32_t index;
 	enum sfr__block_state state; /* guarded by pool->mu, like held */
 	bool held; /* in a lease that only a caller can return: see sfr__pool_hold */
@@ -68,8 +68,8 @@ struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool);
 void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *blocks, uint32_t nr);
 /* Gives memory to the first blocks, nbytes in all (at most the cap), on up to four threads. */
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes);
-/* Returns the memory of free blocks to the system. Nothing is made ahead of use until the next save
- * begins. */
+/* Returns the memory of free blocks to the system. Nothing is made for later saves until the next
+ * one begins. */
 int sfr__pool_trim(struct sfr__pool *pool);
 void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
 
@@ -79,18 +79,10 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
  * their memory; the pool lacks any of these that it does not have. */
 void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole);
 void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
-/* Returns whether memory could be made that saves can use. */
-bool sfr__pool_lacks(struct sfr__pool *pool);
-/* Makes some of it, at most a block, and stops early when somebody waits for a block or `go_on`,
- * asked every 2 MiB, returns false. Returns false when nothing was made. Callable from any thread
- * that owns no block. */
-bool sfr__pool_supply(struct sfr__pool *pool, bool (*go_on)(void *arg), void *arg);
-/* Called when a block of a save has been written: the save could use `nr_whole` blocks, and
- * `nr_left` more calls will follow. Makes one block if more than nr_left are lacking. After the
- * last call the save's own blocks exist, unless the system has no memory or somebody waits for a
- * block. */
-void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left, uint32_t nr_whole,
-			 bool (*go_on)(void *arg), void *arg);
+/* Called when a block of a save has been written, and `nr_left` more calls will follow. Makes
+ * memory for as many blocks as are lacking beyond that: after the last call the save's own blocks
+ * exist, unless the system has no memory or a thread waits for a block. */
+void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left);
 
 /* ---- lease.c ---- */
 

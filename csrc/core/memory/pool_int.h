@@ -21,15 +21,6 @@ struct sfr__waiter {
 	uint64_t seq;
 };
 
-/* A thread that makes memory ahead of use. */
-struct sfr__maker {
-	struct sfr__maker *next;
-	struct sfr__block *block; /* NULL: another thread took it over */
-	/* The block whose pages the thread may be making, owned or not: they keep their memory. */
-	const struct sfr__block *at;
-	bool idle; /* the thread is niced and idle otherwise */
-};
-
 struct sfr__pool {
 	struct sfr__range range; /* the blocks' address space */
 	uint64_t block_bytes;
@@ -48,7 +39,6 @@ struct sfr__pool {
 	/* whole blocks that they could use; supply.c explains the next four */
 	uint32_t nr_expected;
 	uint32_t nr_wanted, nr_full, nr_filling;
-	struct sfr__maker *makers;
 	uint32_t nr_held;     /* owned blocks that only a caller can return: see lease.c */
 	uint64_t nr_returned; /* blocks that ever came back with their memory */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
@@ -83,8 +73,7 @@ static inline char *sfr__pool_home(const struct sfr__pool *pool, const struct sf
 	return pool->range.base + block->index * pool->block_bytes;
 }
 /* Give memory to, or take it from, bytes of a block that the caller owns, without the lock; the
- * caller counts it afterwards. -errno: nothing changed. Taking waits for threads that made parts of
- * the block before it was taken over. */
+ * caller counts it afterwards. -errno: nothing changed. */
 int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		     size_t to);
 int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
@@ -122,17 +111,10 @@ static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct s
 	pool->nr_full += sfr__block_is_full(pool, block);
 }
 /* ---- supply.c ---- */
+/* Whether saves could use whole blocks that the pool can still make. */
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
-/* Takes a free block that was to have more memory than it got, or NULL. */
-struct sfr__block *sfr__pool_pop_unfinished(struct sfr__pool *pool);
-/* Takes over a block from a thread that makes it ahead of use, or NULL. */
-struct sfr__block *sfr__pool_take_over_locked(struct sfr__pool *pool);
-/* Frees all such blocks. Returns whether there were any. */
-bool sfr__pool_reclaim_locked(struct sfr__pool *pool);
 /* Called when a save has found no block with memory. */
 void sfr__pool_missed_locked(struct sfr__pool *pool);
-/* Makes nothing lacking, and waits until no memory is being made. */
-void sfr__pool_stop_supply_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
 /* Gives blocks that the caller owns the memory that each wants, on several threads, and passes each
  * on with its result (0 or the first error of all). Called without the lock. */

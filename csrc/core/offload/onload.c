@@ -3,10 +3,10 @@
  *     caller's stream   memory is free E │  layer l          waits D │ layer l-1
  *     lane inward                waits E │  copies of layer l-1    D │
  *
- * stage/transfer.h explains the events; D is its S. The caller's stream is marked before anything is
- * queued: earlier work on it may still use the destinations, which a stream-ordered allocator has
- * already reused. If the sources are still being copied from the device (a snapshot's memory), the
- * lane's stream also waits for those copies. So bytes can come back without a wait of the host.
+ * stage/transfer.h explains the events; D is its S. The caller's stream is marked before anything
+ * is queued: earlier work on it may still use the destinations, which a stream-ordered allocator
+ * has already reused. If the sources are still being copied from the device (a snapshot's memory),
+ * the lane's stream also waits for those copies. So bytes can come back without a wait of the host.
  *
  * The copies of one group are queued together. Ranges adjacent on both sides become one copy.
  *

@@ -185,7 +185,7 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 }
 
 /* Gets the memory of a thread. -ENOMEM: free_thread frees what there is. */
-static int give_memory(struct sfr__reader_thread *thread, unsigned number)
+static int give_memory(struct sfr__reader_thread *thread)
 {
 	const struct sfr_reader *r = thread->r;
 	const bool lent = r->nr_buffers > 1;
@@ -198,7 +198,6 @@ static int give_memory(struct sfr__reader_thread *thread, unsigned number)
 	mem += (SFR_PAGE - (uintptr_t)mem % SFR_PAGE) % SFR_PAGE;
 	thread->scratch = mem + own;
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
-		thread->buffers[i].number = number * SFR__READER_BUFFERS + i;
 		thread->buffers[i].mem = lent ? r->client->lend(r->self, r->piece) : mem;
 		if (thread->buffers[i].mem == NULL)
 			return -ENOMEM;
@@ -212,7 +211,9 @@ static int start_thread(struct sfr_reader *r)
 	int rc;
 
 	*thread = (struct sfr__reader_thread){ .r = r };
-	rc = give_memory(thread, r->nr_threads);
+	for (unsigned i = 0; i < SFR__READER_BUFFERS; i++)
+		thread->buffers[i].number = r->nr_threads * SFR__READER_BUFFERS + i;
+	rc = give_memory(thread);
 	if (rc == 0)
 		rc = sfr__thread_start(&thread->id, "sfr-reader", SFR__AWAITED, reader_main,
 				       thread);
@@ -251,7 +252,6 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	sfr__mutex_init(&r->mu, SFR__LOCK_READER);
 	(void)sfr__cond_init(&r->work);
 	(void)sfr__cond_init(&r->news);
-	(void)sfr__cond_init(&r->never);
 	sfr__source_open(&r->source, spec->fd, spec->base, spec->way);
 	r->records = sfr_sys.calloc(r->nr, sizeof(*r->records));
 	rc = r->records == NULL ? -ENOMEM : sfr__reader_plan(r);
@@ -331,13 +331,6 @@ int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 	return rc;
 }
 
-void sfr__reader_sleep(struct sfr_reader *r, uint64_t deadline_ns)
-{
-	sfr__lock(&r->mu);
-	(void)sfr__cond_wait(&r->never, &r->mu, deadline_ns); /* a sleep that ends early is fine */
-	sfr__unlock(&r->mu);
-}
-
 void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t off,
 		      const char *reason)
 {
@@ -381,7 +374,6 @@ static void end_threads(struct sfr_reader *r)
 	sfr__unlock(&r->mu);
 	for (unsigned i = 0; i < r->nr_threads; i++)
 		(void)sfr_sys.thread_join(r->threads[i].id, NULL); /* our own thread, joined once */
-	(void)pthread_cond_destroy(&r->never);
 	(void)pthread_cond_destroy(&r->news);
 	(void)pthread_cond_destroy(&r->work);
 	sfr__mutex_fini(&r->mu);

@@ -12,8 +12,8 @@
  * Each buffer has a transfer (stage/transfer.h) to each device, for one piece at a time. The lanes
  * are the restore's own, so it needs no engine and waits for no save. They wait for the caller's
  * stream (E), because torch may hand out memory that work on that stream still uses. Nothing waits
- * in the other direction: bytes of a record count only when their copies have completed, so a caller
- * that has waited for the record may use it on any stream.
+ * in the other direction: bytes of a record count only when their copies have completed, so a
+ * caller that has waited for the record may use it on any stream.
  *
  * After a device has died, nobody knows whether its copies still run, so the buffers that they read
  * are retired. */

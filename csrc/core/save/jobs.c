@@ -41,7 +41,6 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, ui
 		.summed = summed,
 	};
 	sfr__job_push_locked(job);
-	sfr__engine_wake_idle_locked(t->engine);
 }
 
 void sfr__unpark_locked(struct sfr_ticket *t)

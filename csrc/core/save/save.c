@@ -168,7 +168,6 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 			t->plan.nr_whole = nr_whole_blocks(t);
 			t->sharing.needs_blocks = true;
 			sfr__pool_join(engine->pool, t->plan.nr_whole);
-			sfr__engine_wake_idle_locked(engine);
 		}
 		sfr__engine_enter_locked(engine, &t->flight);
 		t->seq = ++engine->next_seq;

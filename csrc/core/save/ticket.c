@@ -216,7 +216,6 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	       sizeof(t->file.why_unsynced));
 	t->report.ended_ns = sfr__now_ns();
 	leave_pool_locked(t);
-	sfr__engine_wake_idle_locked(engine);
 	sfr__engine_leave_locked(engine, &t->flight);
 	/* Before the log reports the end, so that a waiter for the log finds the save ended without
 	 * a lock. */

@@ -149,11 +149,6 @@ static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	return is_known(t, job);
 }
 
-static bool is_wanted(void *ticket)
-{
-	return !sfr__ticket_failing(ticket);
-}
-
 static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 {
 	struct sfr_engine *engine = t->engine;
@@ -168,7 +163,8 @@ static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 		nr_left = t->plan.nr_blocks - ++t->sharing.blocks_back;
 		sfr__unlock(&engine->mu);
 		sfr__pool_put(engine->pool, job->block);
-		sfr__pool_keep_pace(engine->pool, nr_left, t->plan.nr_whole, is_wanted, t);
+		if (!sfr__ticket_failing(t))
+			sfr__pool_keep_pace(engine->pool, nr_left);
 	} else {
 		sfr__in_place_release(job);
 	}

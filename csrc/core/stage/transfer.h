@@ -1,7 +1,7 @@
-/* Transfers: the copies of one client between one device and host memory. transfer.c implements them.
+/* Transfers: the copies of one client between one device and host memory, in transfer.c.
  *
- * A client is a save, a snapshot, an onload or a load. It says which bytes go where, and is told when they
- * are there. Everything between is done here:
+ * A client is a save, a snapshot, an onload or a load. It says which bytes go where, and is told
+ * when they are there. Everything between is done here:
  *
  *   caller's stream   ... work  E │                  waits C │ forward, backward  waits S │ step
  *   lane's stream               waits E │ captured, samples, C │ the rest            S │
@@ -32,10 +32,10 @@
  * are sent all the same. On a device that died, nobody can know what became of a copy (`ok` is
  * false). Memory to which nothing was queued is given back (`unused`).
  *
- * One thread at a time queues. Saves queue their captured bytes on the caller's thread, and the rest
- * on the lane's, in small portions (`slowly`) until a gate waits for them: their bytes wait for
- * blocks anyway, and copies of other streams queue behind them. Snapshots and onloads have all of
- * their memory, and their callers mostly wait for it, so theirs is one portion. */
+ * One thread at a time queues. Saves queue their captured bytes on the caller's thread, and the
+ * rest on the lane's, in small portions (`slowly`) until a gate waits for them: their bytes wait
+ * for blocks anyway, and copies of other streams queue behind them. Snapshots and onloads have all
+ * of their memory, and their callers mostly wait for it, so theirs is one portion. */
 #ifndef SFR_STAGE_TRANSFER_H
 #define SFR_STAGE_TRANSFER_H
 
@@ -46,8 +46,8 @@
 struct sfr__transfer_ops {
 	/* The copies of a portion have completed; on the lane's thread. May be NULL. */
 	void (*landed)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok);
-	/* Nothing was queued to the portion's memory, because the device was dead. NULL for a client
-	 * whose portions have none. On the thread that queues. */
+	/* Nothing was queued to the portion's memory, because the device was dead. NULL for a
+	 * client whose portions have none. On the thread that queues. */
 	void (*unused)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion);
 	/* Nothing is queued or in flight any more; the client may free the transfer. On the lane's
 	 * thread, or in sfr__transfer_end. NULL for a client that waits before it frees it. */

@@ -5,7 +5,11 @@
  * tensor is a dozen cache lines that the call would then wait for one after another, longer than
  * all its work takes. The next save meets the same tensors in the same order, so the lines of later
  * tensors are prefetched. An address here is never read: prefetching cannot fault, and a stale
- * address only loads a useless line. */
+ * address only loads a useless line.
+ *
+ * Measured with `benchmarks/plan.py --tensors 1600`, builds with and without this file in turns,
+ * three runs each on a busy machine: at best 1.08 to 1.18 ms of processor time with it, 1.33 to
+ * 1.59 without. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 

@@ -152,11 +152,9 @@ static struct sfr_ticket *submit(const char *name, uint64_t fs, const struct sav
 
 static void ends_well(struct sfr_ticket *t)
 {
-	struct sfr_report report;
 
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, UINT64_C(20000000000)), 0);
-	CHECK_EQ(sfr_save_report(t, &report), 0);
-	CHECK_EQ(report.state, SFR_DURABLE);
+	CHECK_EQ(saving_state_of(t), SFR_DURABLE);
 	sfr_ticket_put(t);
 }
 

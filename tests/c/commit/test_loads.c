@@ -11,19 +11,14 @@ static struct sfr_engine *engine;
 
 static struct sfr_ticket *submit(const char *name)
 {
-	struct sfr_ticket *t = NULL;
-
-	CHECK_EQ(saving_new(engine, dir, name, &one, SFR_SAVE_DURABLE, &t), 0);
-	CHECK_EQ(saving_submit(t), 0);
-	return t;
+	return saving_started(engine, dir, name, &one, SFR_SAVE_DURABLE);
 }
 
 static void finish(struct sfr_ticket *t)
 {
 	uint64_t seq = 0;
 
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
 }
 

@@ -11,23 +11,13 @@ static struct sfr_engine *engine;
 
 static struct sfr_ticket *submit(const char *name, const struct saving_state *s)
 {
-	struct sfr_ticket *t = NULL;
-
-	CHECK_EQ(saving_new(engine, dir, name, s, SFR_SAVE_DURABLE, &t), 0);
-	CHECK_EQ(saving_submit(t), 0);
-	return t;
+	return saving_started(engine, dir, name, s, SFR_SAVE_DURABLE);
 }
 
 static void confirm(struct sfr_ticket *t, int64_t torn)
 {
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_confirm(t, torn), 0);
-}
-
-static void finish(struct sfr_ticket *t)
-{
-	saving_finish(t);
-	sfr_ticket_put(t);
 }
 
 static void drain(void)
@@ -59,8 +49,8 @@ TEST(renames_take_effect_in_the_order_of_submission_across_paths)
 	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_ENDED, 100 * 1000 * 1000),
 		 SFR_EAGAIN); /* a is not there */
 	CHECK_EQ(saving_look(dir, "b"), -1);
-	finish(a);
-	finish(b);
+	saving_done(a);
+	saving_done(b);
 	CHECK_EQ(saving_look(dir, "a"), 1);
 	CHECK_EQ(saving_look(dir, "b"), 2);
 }
@@ -70,8 +60,8 @@ TEST(two_saves_of_one_path_land_in_turn)
 	struct sfr_ticket *a = submit("same", &one), *b = submit("same", &two);
 
 	confirm(b, -1);
-	finish(a);
-	finish(b);
+	saving_done(a);
+	saving_done(b);
 	CHECK_EQ(saving_look(dir, "same"), 2);
 }
 
@@ -79,20 +69,20 @@ TEST(a_remove_waits_for_the_save_before_it)
 {
 	struct sfr_ticket *a, *b;
 
-	finish(submit("old", &one));
+	saving_done(submit("old", &one));
 	a = submit("new", &two);
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "old")), 0);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "new")), 1);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "other")), -1);
 	CHECK_EQ(saving_look(dir, "old"), 1);
-	finish(a);
+	saving_done(a);
 	drain();
 	CHECK_EQ(saving_look(dir, "old"), -1);
 	CHECK_EQ(saving_look(dir, "new"), 2);
 	b = submit("new", &one);
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "new"), NULL), 0); /* of its own file, too */
-	finish(b);
+	saving_done(b);
 	drain();
 	CHECK_EQ(saving_look(dir, "new"), -1);
 }
@@ -101,11 +91,11 @@ TEST(a_remove_is_dropped_when_the_last_save_before_it_failed)
 {
 	struct sfr_ticket *a, *b;
 
-	finish(submit("old", &one));
+	saving_done(submit("old", &one));
 	a = submit("new", &two);
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	confirm(a, 3); /* torn */
-	finish(a);
+	saving_done(a);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
 	drain();
 	CHECK_EQ(saving_look(dir, "old"), 1);
@@ -117,10 +107,10 @@ TEST(a_remove_is_dropped_when_the_last_save_before_it_failed)
 	b = submit("new", &two);
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	CHECK_EQ(sfr_save_cancel(b), 1);
-	finish(b);
+	saving_done(b);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
 	CHECK_EQ(saving_look(dir, "old"), 1);
-	finish(submit("new", &two));
+	saving_done(submit("new", &two));
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	drain();
 	CHECK_EQ(saving_look(dir, "old"), -1);
@@ -134,8 +124,8 @@ TEST(a_later_save_survives_an_earlier_remove_of_its_name)
 	b = submit("x", &two);
 	confirm(b, -1);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "x")), 1);
-	finish(a);
-	finish(b);
+	saving_done(a);
+	saving_done(b);
 	drain();
 	CHECK_EQ(saving_look(dir, "x"), 2);
 }
@@ -152,11 +142,10 @@ TEST(removing_a_directory_leaves_a_later_save_into_it_alone)
 	first = submit("a", &one);
 	CHECK_EQ(sfr_log_remove(path, NULL), 0);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "tree/inside")), 0);
-	CHECK_EQ(saving_new(engine, path, "late", &two, SFR_SAVE_DURABLE, &late), 0);
-	CHECK_EQ(saving_submit(late), 0);
+	late = saving_started(engine, path, "late", &two, SFR_SAVE_DURABLE);
 	confirm(late, -1);
-	finish(first);
-	finish(late);
+	saving_done(first);
+	saving_done(late);
 	drain();
 	CHECK_EQ(saving_look(path, "inside"), -1);
 	CHECK_EQ(access(dir_path(dir, "tree/deep"), F_OK), -1);
@@ -172,7 +161,7 @@ TEST(a_missing_name_is_no_error_and_a_refused_one_is_told)
 
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "never"), NULL), 0);
 	drain();
-	finish(submit("kept", &one));
+	saving_done(submit("kept", &one));
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "kept"), NULL), 0);
 	CHECK(strstr(next_text(), "could not be removed") != NULL);
@@ -196,9 +185,9 @@ TEST(a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later)
 	CHECK_EQ(sfr_log_load_wait(load, 20 * 1000 * 1000, &fd), SFR_EAGAIN);
 	confirm(a, -1);
 	confirm(b, -1);
-	finish(other);
-	finish(a);
-	finish(b);
+	saving_done(other);
+	saving_done(a);
+	saving_done(b);
 	drain(); /* b has replaced it and the name is gone: the load still has what it asked for */
 	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
 	CHECK(fd >= 0);
@@ -216,7 +205,7 @@ TEST(a_load_of_another_path_waits_for_nobody)
 	struct sfr_log_load *load;
 	int fd;
 
-	finish(submit("there", &two));
+	saving_done(submit("there", &two));
 	a = submit("slow", &one);
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "there"), &load), 0);
 	/* Not for "slow", which has no verdict; its own save leaves the log a moment after its end. */
@@ -225,7 +214,7 @@ TEST(a_load_of_another_path_waits_for_nobody)
 	sfr_log_load_free(load);
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "slow"), &load), 0);
 	sfr_log_load_free(load); /* given up while it waits */
-	finish(a);
+	saving_done(a);
 	drain();
 }
 
@@ -236,8 +225,8 @@ TEST(a_failed_save_leaves_the_name_to_what_was_before)
 	confirm(a, 4);
 	CHECK_EQ(sfr_save_wait(a, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "f")), -1);
-	finish(a);
-	finish(first);
+	saving_done(a);
+	saving_done(first);
 }
 
 /* R8: the parent's saves go on; in the child everything of the parent is refused. */
@@ -254,7 +243,9 @@ TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
 	if (child == 0) {
 		struct sfr_report report;
 		struct sfr_stats stats;
+		struct sfr_snapshot *s;
 		struct sfr_ticket *u;
+		char text[256];
 
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), SFR_EFORK);
 		CHECK_EQ(sfr_save_cancel(t), SFR_EFORK);
@@ -264,6 +255,9 @@ TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), SFR_EFORK);
 		CHECK_EQ(sfr_engine_warm_up(engine, 1), SFR_EFORK);
 		CHECK_EQ(sfr_engine_trim(engine), SFR_EFORK);
+		CHECK_EQ(sfr_engine_use_device(engine, 0, text, sizeof(text)), SFR_EFORK);
+		CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), SFR_EFORK);
+		CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &s), SFR_EFORK);
 		CHECK_EQ(saving_new(engine, dir, "no", &one, 0, &u), SFR_EFORK);
 		CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), SFR_EFORK);
 		CHECK_EQ(sfr_log_pending(), 0);
@@ -283,7 +277,7 @@ TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
 	CHECK(child > 0);
 	CHECK_EQ(waitpid(child, &status, 0), child);
 	CHECK_EQ(status, 0);
-	finish(t);
+	saving_done(t);
 	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
 	(void)close(fd);
 	sfr_log_load_free(load);
@@ -293,7 +287,7 @@ TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
 
 TEST(running_out_of_memory_is_an_error_and_loses_nothing)
 {
-	finish(submit("m", &one));
+	saving_done(submit("m", &one));
 	FOR_EVERY_FAILURE(run, "*", ENOMEM)
 	{
 		struct sfr_log_load *load = NULL;
@@ -339,7 +333,7 @@ TEST(the_log_does_not_stop_between_a_saves_admission_and_its_launch)
 	if (rc < 0)
 		CHECK_EQ(sfr_log_remove(dir_path(dir, "none"), NULL),
 			 0); /* has the log run again */
-	finish(t);
+	saving_done(t);
 	CHECK_EQ(pthread_join(stopper, NULL), 0);
 	CHECK_EQ(saving_look(dir, "admitted"), 1);
 
@@ -347,8 +341,8 @@ TEST(the_log_does_not_stop_between_a_saves_admission_and_its_launch)
 	CHECK_EQ(sfr_save_admit(given_up, SFR_FOREVER), 0);
 	sfr_save_abandon(given_up);
 	CHECK_EQ(sfr_log_stop(), 0); /* waits for nothing */
-	finish(given_up);
-	finish(submit("next", &one));
+	saving_done(given_up);
+	saving_done(submit("next", &one));
 	CHECK_EQ(saving_look(dir, "next"), 1);
 }
 
@@ -366,8 +360,8 @@ TEST(the_log_stops_once_an_admitted_save_is_given_up)
 	sfr_save_abandon(t);
 	CHECK_EQ(pthread_join(stopper, NULL), 0);
 	sfr_log_tune(0);
-	finish(t);
-	finish(submit("next", &one));
+	saving_done(t);
+	saving_done(submit("next", &one));
 }
 
 static void *take_a_turn(void *number)

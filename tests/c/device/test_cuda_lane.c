@@ -193,8 +193,7 @@ TEST(a_lane_sleeps_between_its_looks_at_the_device)
 	fake.fake_cuda_settle();
 	await_sleep(); /* with all of it queued */
 	fake.fake_cuda_hold(0);
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 	fake_end(engine);
 }
 

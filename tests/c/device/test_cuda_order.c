@@ -163,8 +163,7 @@ TEST(a_gate_without_a_stream_for_the_device_waits_on_the_host)
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_save_gate(t, NULL, 0, SFR_FOREVER), 0);
 	fake_freed(&one, 0);
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 	fake_end(engine);
 }
 
@@ -394,44 +393,6 @@ TEST(whoever_goes_first_a_snapshot_is_the_state_at_the_call)
 		}
 		fake_end(engine);
 	}
-}
-
-/* Work queued behind the call overwrites what is captured at once, and behind the gate the rest. */
-TEST(random_delays_tear_no_snapshot)
-{
-	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
-			 captured = { &one, 0, FAKE_FIRST_DEFERRED, 6 },
-			 rest = { &one, FAKE_FIRST_DEFERRED, SAVING_NR, 6 };
-	void *stream;
-
-	begin();
-	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
-	for (uint64_t seed = 1; seed <= 40; seed++) {
-		struct sfr_engine *engine = fake_engine(16, 1);
-		struct sfr_snapshot *snapshot = new_snapshot(engine, &one, stream);
-		const struct sfr_stream step = { .handle = (uintptr_t)stream };
-		int64_t torn;
-
-		fake.fake_cuda_delay(1 + fake_rng(200000), seed);
-		fake.fake_cuda_launch(stream, fake_fill, &before);
-		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
-		if (seed % 2) /* else the rest comes as early as it may */
-			fake.fake_cuda_launch(stream, fake_fill, &captured);
-		CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, SFR_FOREVER), 0);
-		fake.fake_cuda_launch(stream, fake_fill, &rest);
-		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
-		CHECK_EQ(torn, -1);
-		CHECK(snapshot_is(snapshot, 0, 5));
-		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-		sfr_snapshot_unview(snapshot);
-		fake.fake_cuda_drain(stream);
-		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-		sfr_snapshot_put(snapshot);
-		saving_end(engine);
-	}
-	fake_check();
-	fake_check_nothing_left();
 }
 
 /* A stream that nobody joined writes while samples are taken and before the copy: it is noticed. */

@@ -36,7 +36,7 @@ static uint64_t next_cap(uint64_t budget)
 	return bytes;
 }
 
-static void default_caps_share_one_budget(void)
+TEST(default_caps_share_one_budget)
 {
 	uint64_t first, second, third;
 
@@ -53,13 +53,13 @@ static void default_caps_share_one_budget(void)
 	CHECK_EQ(next_cap(GIB), GIB);
 }
 
-static void a_cap_is_whole_blocks_and_at_least_one(void)
+TEST(a_cap_is_whole_blocks_and_at_least_one)
 {
 	CHECK_EQ(next_cap(0), 16 * MIB);
 	CHECK_EQ(next_cap(33 * MIB), 32 * MIB);
 }
 
-static void one_pool_gets_at_most_its_share(void)
+TEST(one_pool_gets_at_most_its_share)
 {
 	uint64_t first = take(4 * GIB, 768 * MIB), second = take(4 * GIB, 384 * MIB);
 
@@ -69,7 +69,7 @@ static void one_pool_gets_at_most_its_share(void)
 	sfr__budget_give(second);
 }
 
-static void the_memory_of_all_pools_is_known(void)
+TEST(the_memory_of_all_pools_is_known)
 {
 	uint64_t before = sfr_pools_hold();
 	struct sfr__pool *pool = NULL;
@@ -85,7 +85,7 @@ static void the_memory_of_all_pools_is_known(void)
 	CHECK_EQ(sfr_pools_hold(), before);
 }
 
-static void a_child_has_a_budget_of_its_own(void)
+TEST(a_child_has_a_budget_of_its_own)
 {
 	uint64_t taken;
 	int status = 1;
@@ -121,7 +121,7 @@ static void *tight_mmap(void *addr, size_t len, int prot, int flags, int fd, off
 	return mmap(addr, len, prot, flags, fd, off);
 }
 
-static void a_default_pool_is_halved_until_it_can_be_mapped(void)
+TEST(a_default_pool_is_halved_until_it_can_be_mapped)
 {
 	struct sfr_engine_opts opts = opts_with(4 * GIB, 1024 * GIB);
 	struct sfr_sys plain = sfr_sys;
@@ -147,11 +147,6 @@ static void a_default_pool_is_halved_until_it_can_be_mapped(void)
 
 int main(void)
 {
-	RUN(default_caps_share_one_budget);
-	RUN(a_cap_is_whole_blocks_and_at_least_one);
-	RUN(one_pool_gets_at_most_its_share);
-	RUN(the_memory_of_all_pools_is_known);
-	RUN(a_child_has_a_budget_of_its_own);
-	RUN(a_default_pool_is_halved_until_it_can_be_mapped);
+	check_run();
 	return check_done();
 }

@@ -16,8 +16,7 @@ static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name,
 {
 	struct sfr_ticket *t = NULL;
 
-	CHECK_EQ(saving_new(engine, dir, name, s, SFR_SAVE_DURABLE, &t), 0);
-	CHECK_EQ(saving_submit(t), 0);
+	t = saving_started(engine, dir, name, s, SFR_SAVE_DURABLE);
 	return t;
 }
 
@@ -257,8 +256,7 @@ TEST(a_remove_says_nothing_of_names_that_only_begin_like_its_own)
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep10")), -1);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep")), -1);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "other/shard")), -1);
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 	saving_end(engine);
 }
 

@@ -302,7 +302,6 @@ TEST(sources_are_free_when_they_are_written_and_not_before)
 		.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 2000000
 	};
 	struct sfr_engine *engine;
-	struct sfr_report report;
 
 	CHECK_EQ(sfr_inject_install(), 0);
 	engine = saving_engine_of(64 * KIB, 2, 2, 2);
@@ -320,14 +319,12 @@ TEST(sources_are_free_when_they_are_written_and_not_before)
 		if (cancel)
 			CHECK_EQ(sfr_save_cancel(t), 1);
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-		CHECK_EQ(sfr_save_report(t, &report), 0);
 		if (cancel)
-			CHECK_EQ(report.state, SFR_CANCELLED);
+			CHECK_EQ(saving_state_of(t), SFR_CANCELLED);
 		else
 			CHECK_EQ(t->facts.written_nbytes, 3 * MIB);
 		sfr_inject_clear();
-		saving_finish(t);
-		sfr_ticket_put(t);
+		saving_done(t);
 	}
 	saving_end(engine);
 	sfr_inject_remove();
@@ -388,8 +385,7 @@ TEST(parts_are_the_saves_that_has_them)
 	CHECK_EQ(sfr_parts_bytes(l.parts, "x", 1), -EINVAL);
 	sfr_parts_free(l.parts);
 	CHECK_EQ(saving_submit(t), 0);
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 	check_file(&l);
 	saving_end(engine);
 }

@@ -119,8 +119,7 @@ static void check_file(const char *name)
 
 static void end(struct sfr_engine *engine, struct sfr_ticket *t)
 {
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 	saving_end(engine);
 }
 
@@ -235,10 +234,7 @@ static struct sfr_engine *idle_engine(void)
 
 	sfr_sys.lane_copy = sfr_crc32_copy;
 	t = submit(engine, "a.pt", 0);
-	saving_finish(t);
-	sfr_ticket_put(t);
-	while (sfr__pool_lacks(engine->pool))
-		(void)usleep(1000);
+	saving_done(t);
 	(void)usleep(20000); /* they sleep by now, or there is nothing to see */
 	hold_the_lane();
 	return engine;
@@ -247,9 +243,8 @@ static struct sfr_engine *idle_engine(void)
 TEST(copiers_copy_too_as_long_as_somebody_waits)
 {
 	struct sfr_engine *engine = idle_engine();
-	struct sfr_ticket *t;
+	struct sfr_ticket *t = submit(engine, "a.pt", 0);
 
-	t = submit(engine, "a.pt", 0);
 	CHECK_EQ(sem_wait(&lane_stands), 0);
 	(void)usleep(20000); /* as above: what is captured is written */
 	waiter_stands = true;
@@ -265,9 +260,8 @@ TEST(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking)
 {
 	struct sfr_engine *engine = idle_engine();
 	struct timespec limit;
-	struct sfr_ticket *t;
+	struct sfr_ticket *t = submit(engine, "a.pt", 0);
 
-	t = submit(engine, "a.pt", 0);
 	CHECK_EQ(clock_gettime(CLOCK_REALTIME, &limit), 0);
 	limit.tv_sec += 20;
 	CHECK_EQ(sem_timedwait(&lane_stands, &limit), 0);

@@ -250,8 +250,7 @@ TEST(a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for)
 	CHECK_EQ(saving_new(engine, dir, "outer", &one, 0, &outer), 0);
 	CHECK_EQ(sfr_save_admit(outer, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_capture(outer, 0), SFR_EAGAIN); /* it has one block with the writer */
-	CHECK_EQ(saving_new(engine, dir, "nested", &one, SFR_SAVE_NESTED, &nested), 0);
-	CHECK_EQ(saving_submit(nested), 0);
+	nested = saving_started(engine, dir, "nested", &one, SFR_SAVE_NESTED);
 	CHECK_EQ(sfr_save_wait(nested, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_confirm(nested, -1), 0);
 	CHECK_EQ(sfr_save_wait(nested, SFR_WAIT_ENDED, SFR_FOREVER), 0);
@@ -283,16 +282,14 @@ TEST(a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snapshot)
 	(void)snprintf(key, sizeof(key), "%s/elsewhere", dir);
 	CHECK_EQ(sfr_log_work_new(key, SFR_WORK_SAVE, &work), 0);
 	CHECK_EQ(sfr_log_work_append(work), 0);
-	CHECK_EQ(saving_new(engine, dir, "behind", &one, 0, &t), 0);
-	CHECK_EQ(saving_submit(t), 0);
+	t = saving_started(engine, dir, "behind", &one, 0);
 	CHECK_EQ(sfr_snapshot_new(engine, &source, 1, 0, &snapshot), 0);
 	CHECK_EQ(sfr_snapshot_lease(snapshot, UINT64_C(20000000000)), 0);
 	sfr_snapshot_unview(snapshot);
 	sfr_snapshot_put(snapshot);
 	sfr_log_work_end(work, 1);
 	sfr_log_work_put(work);
-	saving_finish(t);
-	sfr_ticket_put(t);
+	saving_done(t);
 	saving_end(engine);
 	CHECK_EQ(saving_look(dir, "behind"), 1);
 }
@@ -305,10 +302,8 @@ TEST(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it)
 {
 	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_report report;
-	struct sfr_ticket *t;
+	struct sfr_ticket *t = saving_started(engine, dir, "a", &one, 0);
 
-	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
-	CHECK_EQ(saving_submit(t), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	sfr__lock(&engine->mu);
 	t->sharing.jobs_out++; /* this thread plays the writer */

@@ -1,4 +1,4 @@
-/* What a save says of itself on its way, and what is refused in another process. */
+/* What a save says of itself on its way. */
 #include <errno.h>
 #include <unistd.h>
 
@@ -113,30 +113,6 @@ TEST(a_call_that_the_pool_refuses_has_made_no_save)
 		;
 	sfr_ticket_put(t);
 	sfr__pool_unplace(engine->pool, &lease);
-	free_engine(engine);
-}
-
-/* As if it had been made before a fork. */
-TEST(an_engine_of_another_process_is_refused)
-{
-	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
-	struct sfr_snapshot *snapshot;
-	struct sfr_stats stats;
-	struct sfr_ticket *t;
-	char text[256];
-
-	engine->fork_generation++;
-	CHECK_EQ(sfr_engine_stats(engine, &stats), SFR_EFORK);
-	CHECK_EQ(sfr_engine_warm_up(engine, 1), SFR_EFORK);
-	CHECK_EQ(sfr_engine_trim(engine), SFR_EFORK);
-	CHECK_EQ(sfr_engine_use_device(engine, 0, text, sizeof(text)), SFR_EFORK);
-	CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), SFR_EFORK);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), SFR_EFORK);
-	CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &snapshot), SFR_EFORK);
-	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), SFR_EFORK);
-	sfr_engine_put(engine); /* does nothing */
-	engine->fork_generation--;
-	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
 	free_engine(engine);
 }
 

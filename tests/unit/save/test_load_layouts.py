@@ -17,10 +17,11 @@ import stillframe
 import torch
 from fix_graphs import assert_same_outcome, outcome, tensor_of
 from fix_limits import CORE, KIB, PAGE
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stillframe import _core
 from stillframe._load import restore
+from stillframe.errors import StillframeError
 
 random_layouts = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=80)
 
@@ -32,6 +33,14 @@ sizes = st.one_of(
     st.integers(0, 5 * PAGE),
 )
 lists = st.lists(sizes, max_size=24)
+# Long records among others, at their ends, side by side, and behind empty ones.
+LONG = [
+    [8800, 10],
+    [4800, 4800, 10],
+    [1200, 1200, 2080, 10],
+    [*[64] * 30, 9600, 64],
+    [0, 9000, 0, 0, 5000, 0],
+]
 LOCATIONS: dict[str, Any] = {
     "nothing": None,
     "a string": "cpu",
@@ -42,6 +51,17 @@ LOCATIONS: dict[str, Any] = {
     "a function that copies": lambda storage, place: storage.clone(),
     "a function that declines": lambda storage, place: None,
 }
+
+
+def with_long_records(*rest: Any) -> Callable[[Any], Any]:
+    """Try the lists of LONG too; `rest` are the test's other arguments."""
+
+    def decorate(test: Any) -> Any:
+        for lengths in LONG:
+            test = example(lengths, *rest, random.Random(0))(test)
+        return test
+
+    return decorate
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -107,9 +127,9 @@ WRITERS = [by_stillframe, by_torch, by_torch_in_another_order]
 
 @pytest.mark.parametrize("write", WRITERS)
 @random_layouts
-@given(
-    st.lists(sizes, max_size=24), st.sampled_from(sorted(LOCATIONS)), st.booleans(), st.randoms()
-)
+@with_long_records("nothing", True)
+@with_long_records("a function", False)
+@given(lists, st.sampled_from(sorted(LOCATIONS)), st.booleans(), st.randoms())
 def test_any_layout_loads_as_by_torch(write, lengths, location, verify, order):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "x.pt")
@@ -125,6 +145,7 @@ def test_any_layout_loads_as_by_torch(write, lengths, location, verify, order):
 
 @pytest.mark.parametrize("write", WRITERS)
 @random_layouts
+@with_long_records()
 @given(lists, st.randoms())
 def test_any_layout_fills_tensors_as_by_torch(write, lengths, order):
     with tempfile.TemporaryDirectory() as directory:
@@ -152,11 +173,18 @@ def empty_like(value: Any, order: random.Random) -> Any:
 
 
 @random_layouts
-@given(st.lists(sizes, min_size=1, max_size=24), st.integers(0, 64 * KIB), st.randoms())
-def test_records_are_returned_in_any_order(lengths, ahead, order):
+@with_long_records(True, 8 * KIB)
+@with_long_records(False, 8 * KIB)
+@given(
+    st.lists(sizes, min_size=1, max_size=24), st.booleans(), st.integers(0, 64 * KIB), st.randoms()
+)
+def test_records_are_returned_in_any_order(lengths, backwards, ahead, order):
     tensors = [tensor_of(torch.uint8, (length,), n) for n, length in enumerate(lengths)]
     numbers = list(range(len(tensors)))
-    order.shuffle(numbers)
+    if backwards:
+        numbers.reverse()
+    else:
+        order.shuffle(numbers)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "x.pt")
         stillframe.save(tensors, path, durable=False)
@@ -170,3 +198,19 @@ def test_records_are_returned_in_any_order(lengths, ahead, order):
                     assert found == bytes(tensors[number].numpy()), number
             finally:
                 core.close()
+
+
+def test_wait_that_only_the_caller_could_end_is_refused(tmp_path):
+    path = tmp_path / "a.pt"
+    stillframe.save([tensor_of(torch.uint8, (length,)) for length in (5000, 5000, 10)], path)
+    with path.open("rb") as file:
+        core = _core.restore(file.fileno(), True)[1]
+        assert core is not None
+        index = core.find("data/0")
+        memory = torch.zeros(1 << 16, dtype=torch.uint8)
+        core.into(0, [memory.data_ptr()] * (index + 1))
+        core.go(index + 1)
+        assert core.reach(index) > index + 1
+        with pytest.raises(StillframeError, match="before it and its neighbours had their memory"):
+            core.wait(index)
+        core.close()

@@ -110,6 +110,7 @@ def test_uncollected_error_is_printed_at_exit(tmp_path):
         """,
         tmp_path,
     )
+    assert done.returncode == 0
     assert "a save failed" in done.stderr and "a.pt" in done.stderr and "rename" in done.stderr
     assert not os.listdir(tmp_path)
 
@@ -118,19 +119,17 @@ def test_uncollected_error_is_printed_at_exit(tmp_path):
 @pytest.mark.parametrize("ended", [False, True])
 def test_failure_is_printed_once_and_the_exit_status_is_the_programs(tmp_path, kept, ended):
     """Whether the handle is kept or dies, and the save fails before the exit or in it."""
-    code = f"""
-        from stillframe.testing import fault
+    done = run(
+        f"""
         hold(fault("rename")); hold(slow("fdatasync", 0.2))
         {kept}stillframe.async_save(STATE, "a.pt")
         time.sleep({1.0 if ended else 0})
-        """
-    done = run(code, tmp_path)
-    assert done.returncode == 0
-    assert done.stderr.count("a save failed") == 1 and done.stderr.count("a.pt") == 1
-    assert (
-        run(code + "\n        sys.exit(3)".replace("sys", "__import__('sys')"), tmp_path).returncode
-        == 3
+        sys.exit(3)
+        """,
+        tmp_path,
     )
+    assert done.returncode == 3
+    assert done.stderr.count("a save failed") == 1 and done.stderr.count("a.pt") == 1
 
 
 def test_forked_child_prints_no_failure_of_its_parent(tmp_path):

@@ -108,12 +108,6 @@ def test_leaving_the_with_block_releases(engine):
     assert leased(engine) == 0
 
 
-def test_a_tensor_may_be_larger_than_a_block(engine):
-    source = torch.arange(3 * MIB, dtype=torch.int32)  # 12 MiB
-    new = stillframe.snapshot([source], engine=engine).tree[0]
-    assert new.equal(source)
-
-
 def test_what_does_not_fit_is_refused_at_once(engine):
     with pytest.raises(stillframe.PoolExhaustedError, match="pool_bytes"):
         stillframe.snapshot([torch.zeros(33 * MIB, dtype=torch.uint8)], engine=engine)
@@ -145,18 +139,6 @@ def test_a_snapshot_waits_for_saves(engine, tmp_path):
     assert engine._core.stats()["save_bytes"] == 0 and leased(engine) == 32 * MIB
     assert snap.tree.equal(source)
     handle.result()
-
-
-def test_free_blocks_that_are_not_adjacent_are_used(engine):
-    block = torch.arange(4 * MIB, dtype=torch.uint8)
-    snaps = [stillframe.snapshot([block], engine=engine) for _ in range(8)]
-    for snap in snaps[::2]:
-        snap.release()
-    scattered = stillframe.snapshot([block, block.flip(0), block, block[1:].clone()], engine=engine)
-    assert scattered.tree[1].equal(block.flip(0))
-    assert scattered.tree[3].equal(block[1:])
-    with pytest.raises(stillframe.PoolExhaustedError):  # 4 MiB free, but 8 in one piece wanted
-        stillframe.snapshot([torch.zeros(8 * MIB, dtype=torch.uint8)], engine=engine)
 
 
 def test_tensors_outlive_their_engine():
@@ -339,12 +321,6 @@ def test_child_that_drops_tensors_returns_no_memory_of_the_parent(engine):
     assert in_child(kept.clear) == 0
     assert leased(engine) > 0
     assert kept[0].equal(torch.ones(5))
-
-
-def test_shared_memory_is_private_again_after_its_snapshot(engine):
-    stillframe.snapshot([torch.ones(5)], shared=True, engine=engine).release()
-    tensor = stillframe.snapshot([torch.ones(5)], engine=engine).tree[0]
-    assert in_child(lambda: tensor.sum().item() == 5) == -signal.SIGSEGV
 
 
 def test_a_fork_waits_for_a_shared_copy(engine):

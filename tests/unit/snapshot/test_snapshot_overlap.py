@@ -35,11 +35,9 @@ __all__ = ["engine"]  # a fixture
 def test_the_next_step_waits_for_the_copy(engine):
     model, optimizer = trained()
     expected = [tensor.clone() for tensor in flat(state_of(model, optimizer))]
-    with slow("lane_copy", 0.05) as injected:
-        before = injected.calls("lane_copy")
+    with slow("lane_copy", 0.05):  # or copies for itself, where the lane has not come yet
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
         step(model, optimizer)
-        assert injected.calls("lane_copy") > before
     snap.wait()
     assert all(map(torch.equal, flat(snap.tree), expected))
 

@@ -177,17 +177,6 @@ def test_a_copy_made_in_the_call_is_over_with_it(made):
     assert Core.number not in completion.copying
 
 
-def test_no_step_waits_for_a_copy_that_is_settled_before_its_call_is_over(made, monkeypatch):
-    def track(copy: Any, deferral: Deferral) -> None:
-        ended(copy)  # as the completion thread does, just then
-        into(copy, deferral)
-
-    into = gate.track
-    monkeypatch.setattr(gate, "track", track)
-    copy = made(Deferral(-1))
-    assert copy.is_settled() and id(copy) not in gate._pendings
-
-
 def test_signal_handler_during_the_verdict_gives_no_second_one(made, monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(completion.callbacks, "put", told.append)
