@@ -23,7 +23,11 @@ CHECKED = [
     *("csrc/**/*.[ch]", "tests/**/*.[ch]"),
     *(f"{folder}/**/*.py" for folder in ("python", "examples", "benchmarks", "tests")),
 ]
-NOT_YET = ("tests/unit/", "tests/c/")  # rewritten last
+# Rewritten when their tests next change.
+NOT_YET = (
+    *("tests/c/base/test_sys.c", "tests/c/commit/", "tests/c/device/test_cuda", "tests/c/restore/"),
+    *("tests/c/memory/test_supply.c", "tests/c/save/", "tests/c/saving.h"),
+)
 ACCEPTED = {
     "What other tools do, according to their code and documentation",
 }
@@ -137,7 +141,7 @@ def complaints(path: Path) -> Iterator[str]:
     for line in sorted({line for line, _ in kind(text)}):
         whole = text.split("\n")[line - 1].expandtabs(8) if line else ""
         width = len(re.sub(r"\s+# (noqa|type: ignore).*", "", whole))
-        if width > MOST_COLUMNS and "──" not in whole:  # a diagram may be wider
+        if width > MOST_COLUMNS and not whole.endswith("\\") and "──" not in whole:
             yield f"{name}:{line}: {width} columns"
 
 

@@ -233,7 +233,7 @@ static inline void archive_free(struct archive *a)
 	memset(a, 0, sizeof(*a));
 }
 
-/* What torch.save writes, give or take numbers: up to the storages. */
+/* Returns an archive as torch.save writes it, up to the storages. */
 static inline struct archive archive_torch(void)
 {
 	struct archive a = { .described = true, .zip64 = true, .align = 64 };

@@ -44,8 +44,8 @@ static inline void dir_remove(const char *path)
 	CHECK(nftw(path, dir__remove_one, 32, FTW_DEPTH | FTW_PHYS) == 0);
 }
 
-/* "dir/name" in one of a few static buffers of the thread's. Not inlined: gcc takes a directory that is
- * such a path itself for one that overlaps. */
+/* "dir/name" in one of a few static buffers of the thread's. Not inlined: gcc takes a directory
+ * that is such a path itself for one that overlaps. */
 __attribute__((noinline, unused)) static const char *dir_path(const char *dir, const char *name)
 {
 	static _Thread_local char paths[8][PATH_MAX];
@@ -87,8 +87,8 @@ static inline bool file_exists(const char *path)
 	return lstat(path, &st) == 0;
 }
 
-/* Names in `dir` that begin with `prefix` (not counting "." and ".."). With `name_out`, a copy of the
- * last of them (NAME_MAX + 1 bytes). */
+/* Names in `dir` that begin with `prefix` (not counting "." and ".."). With `name_out`, a copy of
+ * the last of them (NAME_MAX + 1 bytes). */
 static inline int dir_count(const char *dir, const char *prefix, char *name_out)
 {
 	DIR *stream = opendir(dir);

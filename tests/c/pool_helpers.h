@@ -5,6 +5,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -26,9 +27,9 @@
 
 static int refuse_populate, refuse_dontneed;  /* errno, or 0 */
 static bool populate_first;                   /* and refuse with the memory already there */
-static void (*_Atomic during_populate)(void); /* set beside idle threads that populate */
+static void (*_Atomic during_populate)(void); /* set beside threads that populate */
 static char *populated;                       /* where it was last asked for */
-static int live_maps;                         /* mmap calls that no munmap has undone */
+static atomic_int live_maps;                  /* mmap calls that no munmap has undone */
 
 static inline int odd_madvise(void *addr, size_t len, int advice)
 {

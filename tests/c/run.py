@@ -72,7 +72,7 @@ def run(tool: str, program: Path) -> str:
 
 
 def daily(number: int, programs: list[str], day: str = "") -> list[str]:
-    """Those of a day; any of them comes within some days."""
+    """Return the programs of a day; each has its turn within some days."""
     chosen = random.Random(day or datetime.date.today().isoformat())
     return sorted(chosen.sample(sorted(programs), min(number, len(programs))))
 

@@ -22,7 +22,6 @@ from fix_loads import nothing_is_left as nothing_is_left
 from fix_loads import stream as stream
 from stillframe import _load, testing
 from stillframe._load import fill, restore
-from stillframe.testing import FakeDriver
 
 NR, NUMEL = 6, 300_000
 HALF_WRITTEN = "half written"
@@ -89,8 +88,8 @@ def change(file: Path, at: int) -> None:
 
 
 def test_bytes_changed_during_a_load_are_reported_by_record_offset_and_tensor(
-    way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    way, file, state, monkeypatch
+):
     start = file.read_bytes().index(state["w3"].numpy().tobytes())
     with monkeypatch.context() as patch, pytest.raises(stillframe.CorruptCheckpointError) as error:
         way.first(patch, lambda: change(file, start + 1000))
@@ -102,9 +101,7 @@ def test_bytes_changed_during_a_load_are_reported_by_record_offset_and_tensor(
     assert_whole(way, file, state)
 
 
-def test_file_truncated_during_a_load_is_corrupt(
-    way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_truncated_during_a_load_is_corrupt(way, file, state, monkeypatch):
     whole = file.read_bytes()
     with monkeypatch.context() as patch, pytest.raises(stillframe.CorruptCheckpointError) as error:
         way.first(patch, lambda: os.truncate(file, len(whole) // 2))
@@ -116,9 +113,7 @@ def test_file_truncated_during_a_load_is_corrupt(
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_disk_error_during_a_load_names_file_record_and_offset(
-    nth: int, way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_error_during_a_load_names_file_record_and_offset(nth, way, file, state, monkeypatch):
     bad = testing.fault("pread", nth=nth, sticky=True, err=errno.EIO)
     try:
         with monkeypatch.context() as patch, pytest.raises(OSError) as error:
@@ -133,9 +128,7 @@ def test_disk_error_during_a_load_names_file_record_and_offset(
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 8])
-def test_load_without_pinned_memory_is_slower_or_raises(
-    nth: int, way: Way, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
-) -> None:
+def test_load_without_pinned_memory_is_slower_or_raises(nth, way, file, state, fake):
     fake.fail("cuMemHostAlloc", nth=nth, code=2)
     try:
         assert_whole(way, file, state)
@@ -146,9 +139,7 @@ def test_load_without_pinned_memory_is_slower_or_raises(
     assert_whole(way, file, state)
 
 
-def test_device_failure_in_a_load_reports_partly_written_targets(
-    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
-) -> None:
+def test_device_failure_in_a_load_reports_partly_written_targets(file, state, fake):
     (into_way,) = [each for each in WAYS if each.more]
     fake.fail("cuMemcpyHtoDAsync_v2", nth=4, code=2)
     with pytest.raises(stillframe.StillframeError, match=f"device 0: cu.*{HALF_WRITTEN}"):
@@ -193,7 +184,7 @@ class Interrupt:
         return self._line
 
 
-def test_ctrl_c_at_any_line_leaks_nothing(way: Way, tmp_path: Path, fake: FakeDriver) -> None:
+def test_ctrl_c_at_any_line_leaks_nothing(way, tmp_path, fake):
     file = tmp_path / "a.pt"
     torch.save({f"w{i}": torch.zeros(NUMEL)[: 9 + i].clone() for i in range(2)}, file)
     small = Way(way.name, way.runner, way.method, way.more, (9, 10))

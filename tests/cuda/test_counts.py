@@ -14,7 +14,6 @@ import stillframe
 import torch
 from stillframe import testing
 from stillframe._tree import skeleton
-from stillframe.testing import FakeDriver
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -24,9 +23,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("batches", [True, False], ids=["batches", "single copies of rows"])
-def test_few_calls_and_nearly_all_bytes_are_deferred(
-    batches: bool, tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_few_calls_and_nearly_all_bytes_are_deferred(batches, tmp_path, fake):
     if not batches:  # the driver's age that has batches of spans, and none of rows
         fake.fail("cuMemcpy3DBatchAsync_v2", sticky=True, code=801)
     found = count(tmp_path, nbytes=72 << 10, block_bytes=4 * MIB)
@@ -39,9 +36,7 @@ def test_few_calls_and_nearly_all_bytes_are_deferred(
     assert found["deferred_after_step"][0] == 0
 
 
-def test_device_lane_has_normal_priority_and_wakes_in_time(
-    tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_device_lane_has_normal_priority_and_wakes_in_time(tmp_path, fake):
     """Training may wait for a device's lane. The writers are niced, since nobody waits for them."""
     stillframe.save({"w": torch.zeros(100_000)}, tmp_path / "a.pt")
     threads = {
@@ -75,7 +70,7 @@ class Tags(pickle.Unpickler):
         self.tags.append(pid[3])
 
 
-def test_device_tag_is_read_once_per_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_tag_is_read_once_per_save(monkeypatch):
     asked: list[int] = []
 
     def location(storage: torch.UntypedStorage) -> str:

@@ -7,7 +7,6 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import stillframe
@@ -23,7 +22,7 @@ __all__ = ["few_threads"]  # a fixture
 NBYTES = 3 << 20
 
 
-class Memory(ctypes.c_char * NBYTES):  # type: ignore[misc]
+class Memory(ctypes.c_char * NBYTES):
     """Memory that records when torch releases it."""
 
 
@@ -40,12 +39,8 @@ def elsewhere(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["deferred", "captured"])
 def test_storages_are_released_exactly_when_their_copies_end(
-    overlap: bool,
-    tmp_path: Path,
-    fake: FakeDriver,
-    elsewhere: Callable[[], None],
-    engine: stillframe.Engine,
-) -> None:
+    overlap, tmp_path, fake, elsewhere, engine
+):
     freed: list[int] = []
 
     def free(address: int) -> None:
@@ -88,12 +83,7 @@ def test_storages_are_released_exactly_when_their_copies_end(
     assert freed == [address]
 
 
-def test_only_the_steps_stream_waits_for_the_copies(
-    tmp_path: Path,
-    fake: FakeDriver,
-    engine: stillframe.Engine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_the_steps_stream_waits_for_the_copies(tmp_path, fake, engine, monkeypatch):
     training = warmed_up(adamw, steps=12)
     streams = [fake.stream(), fake.stream()]  # neither is the calling thread
     monkeypatch.setattr(_device, "current_stream", lambda device: streams[0])

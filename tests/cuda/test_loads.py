@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from fix_loads import file as file
 from fix_loads import nothing_is_left as nothing_is_left
 from fix_loads import stream as stream
 from stillframe._load import restore
-from stillframe.testing import FakeDriver
 
 COPY, BATCH = "cuMemcpyHtoDAsync_v2", "cuMemcpyBatchAsync_v2"
 LENGTHS = (0, 1, 1023, 1 << 18, (3 << 18) + 5, 64)  # float32: parts of pieces, and several
@@ -37,9 +35,7 @@ def assert_same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("where", [None, "cuda", torch.device("cuda:0"), {"cpu": "cuda:0"}])
 @pytest.mark.parametrize("verify", [True, False])
-def test_load_to_a_device_copies_each_byte_once(
-    where: Any, verify: bool, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
-) -> None:
+def test_load_to_a_device_copies_each_byte_once(where, verify, file, state, fake):
     # Without a GPU torch itself knows no such device: the storages are there already.
     real_load = restore.serialization._load
     with pytest.MonkeyPatch.context() as patch:
@@ -54,9 +50,7 @@ def test_load_to_a_device_copies_each_byte_once(
     assert fake.copied_bytes == sum(each.nbytes() for each in stored.values())
 
 
-def test_tensors_are_returned_only_after_their_copies_complete(
-    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
-) -> None:
+def test_tensors_are_returned_only_after_their_copies_complete(file, state, fake):
     fake.hold(True)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(stillframe.load(file)))
@@ -71,9 +65,7 @@ def test_tensors_are_returned_only_after_their_copies_complete(
     assert_same(found[0], state)
 
 
-def test_host_memory_is_two_chunks_per_thread_for_any_file(
-    tmp_path: Path, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_is_two_chunks_per_thread_for_any_file(tmp_path, fake, monkeypatch):
     torch.save([torch.zeros(30 << 18)], tmp_path / "a.pt")
     stillframe.load(tmp_path / "a.pt")
     assert fake.calls("cuMemHostAlloc") == 8
@@ -84,9 +76,7 @@ def test_host_memory_is_two_chunks_per_thread_for_any_file(
 @pytest.mark.parametrize(
     "call", [COPY, BATCH, "cuEventRecord", "cuStreamWaitEvent", "cuStreamCreate"]
 )
-def test_failed_driver_call_names_the_device_and_the_next_load_works(
-    call: str, nth: int, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
-) -> None:
+def test_failed_driver_call_names_the_device_and_the_next_load_works(call, nth, file, state, fake):
     fake.fail(call, nth=nth, code=999)
     hits = 0
     try:
@@ -100,17 +90,13 @@ def test_failed_driver_call_names_the_device_and_the_next_load_works(
     assert_same(stillframe.load(file), state)
 
 
-def test_event_query_that_fails_once_is_repeated(
-    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
-) -> None:
+def test_event_query_that_fails_once_is_repeated(file, state, fake):
     fake.fail("cuEventQuery", code=999)
     assert_same(stillframe.load(file), state)
     assert fake.hits == 1
 
 
-def test_full_device_raises_torchs_error_and_the_next_load_works(
-    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_device_raises_torchs_error_and_the_next_load_works(file, state, fake, monkeypatch):
     real, left = restore.new_storage, [3]
 
     def new_storage(nbytes: int, device: Any = "cpu") -> torch.UntypedStorage:
@@ -126,7 +112,7 @@ def test_full_device_raises_torchs_error_and_the_next_load_works(
     assert_same(stillframe.load(file), state)
 
 
-def test_damaged_record_is_reported_and_not_returned(file: Path, fake: FakeDriver) -> None:
+def test_damaged_record_is_reported_and_not_returned(file, fake):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -134,9 +120,7 @@ def test_damaged_record_is_reported_and_not_returned(file: Path, fake: FakeDrive
         stillframe.load(file)
 
 
-def test_existing_tensors_are_filled_on_their_device(
-    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
-) -> None:
+def test_existing_tensors_are_filled_on_their_device(file, state, fake):
     base = torch.zeros(3, 5)
     target = {name: torch.zeros_like(each) for name, each in state.items()}
     target["t5"] = torch.zeros(128)[::2]
@@ -150,9 +134,7 @@ def test_existing_tensors_are_filled_on_their_device(
     assert fake.copied_bytes == sum(state[name].nbytes for name in ("t1", "t2", "t3", "t4"))
 
 
-def test_module_is_filled_on_its_device_and_an_empty_optimizer_gets_its_state(
-    tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_module_is_filled_on_its_device_and_an_empty_optimizer_gets_its_state(tmp_path, fake):
     model, target = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():  # a step would have its storages observed
@@ -167,7 +149,7 @@ def test_module_is_filled_on_its_device_and_an_empty_optimizer_gets_its_state(
         assert torch.equal(optimizer.state[one]["exp_avg"], fresh.state[other]["exp_avg"])
 
 
-def test_every_flipped_byte_is_found_or_changes_nothing(tmp_path: Path, fake: FakeDriver) -> None:
+def test_every_flipped_byte_is_found_or_changes_nothing(tmp_path, fake):
     path = tmp_path / "small.pt"
     state = {"a": torch.arange(40.0), "b": torch.arange(3)}
     torch.save(state, path)
@@ -184,9 +166,7 @@ def test_every_flipped_byte_is_found_or_changes_nothing(tmp_path: Path, fake: Fa
     assert found > len(whole) // 14
 
 
-def test_ctrl_c_ends_a_load_whose_copies_are_under_way(
-    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
-) -> None:
+def test_ctrl_c_ends_a_load_whose_copies_are_under_way(file, state, fake):
     def interrupt() -> None:
         while fake.calls("cuEventQuery") < 20:  # the readers have read, and ask
             end.wait(0.001)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from fix_training import Training, adamw, adamw_fused, sgd
 from fix_waits import eventually
 from stillframe._base import device
 from stillframe._watch import ownership
-from stillframe.testing import FakeDriver
 from test_mutation_oracle import WRITES, assert_same, few_threads, now, read, warmed_up
 
 __all__ = ["few_threads"]  # a fixture
@@ -29,7 +27,7 @@ def counts(training: Training) -> tuple[int, int, int]:
     return owner.observer.counts()
 
 
-def test_storages_changed_only_by_steps_are_known_at_the_third_gate(fake: FakeDriver) -> None:
+def test_storages_changed_only_by_steps_are_known_at_the_third_gate(fake):
     training = adamw()
     seen = []
     for _ in range(4):
@@ -39,9 +37,7 @@ def test_storages_changed_only_by_steps_are_known_at_the_third_gate(fake: FakeDr
     assert seen == [(6, 0, 0), (6, 0, 0), (0, 6, 0), (0, 6, 0)]
 
 
-def test_probe_is_asynchronous_and_its_verdict_comes_later(
-    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_is_asynchronous_and_its_verdict_comes_later(fake, monkeypatch):
     training = adamw()
     training.advance()
     handle = fake.stream()
@@ -69,7 +65,7 @@ def test_probe_is_asynchronous_and_its_verdict_comes_later(
     assert eventually(decided)
 
 
-def test_write_through_data_between_steps_is_noticed_on_a_device(fake: FakeDriver) -> None:
+def test_write_through_data_between_steps_is_noticed_on_a_device(fake):
     training = adamw()
     assert training.model is not None
     for _ in range(6):
@@ -80,7 +76,7 @@ def test_write_through_data_between_steps_is_noticed_on_a_device(fake: FakeDrive
 
 
 @pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
-def test_write_to_the_first_or_last_element_is_noticed(fake: FakeDriver, place: int) -> None:
+def test_write_to_the_first_or_last_element_is_noticed(fake, place):
     training = adamw()
     assert training.model is not None
     for _ in range(4):
@@ -90,7 +86,7 @@ def test_write_to_the_first_or_last_element_is_noticed(fake: FakeDriver, place: 
     assert counts(training) == (0, 4, 2)
 
 
-def test_step_inside_a_graph_capture_is_not_probed(fake: FakeDriver) -> None:
+def test_step_inside_a_graph_capture_is_not_probed(fake):
     training = adamw()
     fake.capture(True)
     training.advance()  # the fixture fails if anything is put into the graph
@@ -98,9 +94,7 @@ def test_step_inside_a_graph_capture_is_not_probed(fake: FakeDriver) -> None:
     assert counts(training)[1] == 0
 
 
-def test_segmented_memory_is_probed_line_by_line(
-    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_segmented_memory_is_probed_line_by_line(tmp_path, fake, engine):
     fake.segments(1 << 16)
     training = warmed_up(adamw, steps=4)
     assert counts(training) == (0, 6, 0)
@@ -118,12 +112,8 @@ def test_segmented_memory_is_probed_line_by_line(
 @pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
 @pytest.mark.parametrize("make", [adamw, adamw_fused, sgd], ids=lambda m: m.__name__)
 def test_a_write_before_the_copy_fails_the_save_and_keeps_the_old_file(
-    make: Callable[[], Training],
-    write: Callable[[Training], None],
-    tmp_path: Path,
-    fake: FakeDriver,
-    engine: stillframe.Engine,
-) -> None:
+    make, write, tmp_path, fake, engine
+):
     path = tmp_path / "state.pt"
     training = warmed_up(make, steps=6)
     stillframe.save(training.state(), path, engine=engine)
@@ -145,9 +135,7 @@ def test_a_write_before_the_copy_fails_the_save_and_keeps_the_old_file(
 
 
 @pytest.mark.parametrize(("numel", "is_deferred"), [(1 << 14, False), ((1 << 14) + 1, True)])
-def test_storages_up_to_64_kib_are_captured(
-    numel: int, is_deferred: bool, tmp_path: Path, engine: stillframe.Engine
-) -> None:
+def test_storages_up_to_64_kib_are_captured(numel, is_deferred, tmp_path, engine):
     parameter = torch.nn.Parameter(torch.zeros(numel))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     for _ in range(12):
@@ -177,7 +165,7 @@ with testing.host_as_device() as fake:
 
 
 @pytest.mark.parametrize("call", ["cuMemHostAlloc", "cuEventCreate", "cuEventRecord"])
-def test_storages_on_an_unreadable_device_are_captured(call: str, tmp_path: Path) -> None:
+def test_storages_on_an_unreadable_device_are_captured(call, tmp_path):
     oracle = str(Path(__file__).parents[1] / "oracle")
     done = subprocess.run(
         [sys.executable, "-c", BLIND.format(oracle=oracle, call=call, code=2), str(tmp_path / "a")],
@@ -215,7 +203,7 @@ with testing.host_as_device():
 """
 
 
-def test_added_group_is_probed_too(tmp_path: Path) -> None:
+def test_added_group_is_probed_too(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", GROWN, str(Path(__file__).parents[1] / "oracle"), tmp_path / "a"],
         capture_output=True,

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from stillframe.testing import FakeDriver
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_save_is_one_batch_of_copies_and_no_synchronise(fake: FakeDriver) -> None:
+def test_a_save_is_one_batch_of_copies_and_no_synchronise(fake):
     from stillframe.lightning import CPUOffloadCallback
 
     state = {f"{number}": torch.full((100,), float(number)) for number in range(300)}

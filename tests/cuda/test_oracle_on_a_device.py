@@ -7,15 +7,12 @@ captured in time and that the gate's wait on the stream does not protect.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import stillframe
 import torch
-from fix_training import TRAININGS, Training, adamw, adamw_fused
+from fix_training import TRAININGS, adamw, adamw_fused
 from stillframe._base import device as _device
-from stillframe.testing import FakeDriver
 from test_mutation_oracle import assert_same, few_threads, now, read, warmed_up
 
 __all__ = ["few_threads"]  # a fixture
@@ -26,9 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.c
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_file_holds_the_state_at_the_call(
-    name: str, tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_every_file_holds_the_state_at_the_call(name, tmp_path, fake, engine):
     training = warmed_up(TRAININGS[name], steps=12)
     path = tmp_path / "state.pt"
     fake.delay(2_000_000, seed=hash(name) % 1000 + 1)
@@ -49,9 +44,7 @@ def test_every_file_holds_the_state_at_the_call(
 
 @pytest.mark.parametrize("pool_blocks", [1, 2, 7])
 @pytest.mark.parametrize("make", [adamw, adamw_fused], ids=lambda m: m.__name__)
-def test_small_pools_and_overlapping_saves_are_correct(
-    make: Callable[[], Training], pool_blocks: int, tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_small_pools_and_overlapping_saves_are_correct(make, pool_blocks, tmp_path, fake):
     kinds = ("registered", "streams", "contexts")
     before = [fake.live(kind) for kind in kinds]  # of the default engine
     training = warmed_up(make, steps=12)
@@ -71,7 +64,7 @@ def test_small_pools_and_overlapping_saves_are_correct(
     assert [fake.live(kind) for kind in kinds] == before
 
 
-def test_host_waits_only_if_the_pool_is_too_small(tmp_path: Path, fake: FakeDriver) -> None:
+def test_host_waits_only_if_the_pool_is_too_small(tmp_path, fake):
     training = warmed_up(adamw, steps=12)
     with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as large:
         large.warm_up(64 * MIB)
@@ -86,12 +79,7 @@ def test_host_waits_only_if_the_pool_is_too_small(tmp_path: Path, fake: FakeDriv
         assert large.stats()["committed_bytes"] == 0
 
 
-def test_a_write_between_call_and_copy_fails_the_save(
-    tmp_path: Path,
-    fake: FakeDriver,
-    engine: stillframe.Engine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_write_between_call_and_copy_fails_the_save(tmp_path, fake, engine, monkeypatch):
     training = warmed_up(adamw, steps=12)
     path = tmp_path / "a"
     stillframe.save(training.state(), path, engine=engine)
@@ -116,9 +104,7 @@ def test_a_write_between_call_and_copy_fails_the_save(
     assert report is not None and report.deferred_nbytes == 0
 
 
-def test_check_mutation_compares_every_byte(
-    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_check_mutation_compares_every_byte(tmp_path, fake, engine):
     training = warmed_up(adamw, steps=12)
     handle = stillframe.async_save(
         training.state(), tmp_path / "a", engine=engine, check_mutation=True

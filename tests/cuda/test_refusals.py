@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import stillframe
 import torch
 from fix_training import adamw
-from stillframe.testing import FakeDriver
 from test_mutation_oracle import assert_same, now, read, warmed_up
 
 MIB = 1 << 20
@@ -21,9 +19,7 @@ def state(value: float = 1.0) -> dict[str, torch.Tensor]:
     return {"large": torch.full((MIB,), value), "small": torch.full((10,), value)}
 
 
-def test_a_save_while_a_graph_is_captured_is_refused(
-    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_a_save_while_a_graph_is_captured_is_refused(tmp_path, fake, engine):
     fake.capture(True)
     with pytest.raises(stillframe.StillframeError, match="graph"):
         stillframe.async_save(state(), tmp_path / "a", engine=engine)
@@ -33,8 +29,8 @@ def test_a_save_while_a_graph_is_captured_is_refused(
 
 
 def test_captured_step_waits_on_the_host_and_its_state_is_captured_afterwards(
-    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+    tmp_path, fake, engine
+):
     training = warmed_up(adamw, steps=12)
     wanted = now(training)
     handle = stillframe.async_save(training.state(), tmp_path / "a", engine=engine)
@@ -48,9 +44,7 @@ def test_captured_step_waits_on_the_host_and_its_state_is_captured_afterwards(
     assert report is not None and report.deferred_nbytes == 0
 
 
-def test_memory_that_cannot_be_registered_comes_from_the_driver(
-    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_memory_that_cannot_be_registered_comes_from_the_driver(tmp_path, fake, engine):
     # The memory of observers and of the default engine.
     before = fake.live("allocated"), fake.live("registered")
     fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
@@ -63,9 +57,7 @@ def test_memory_that_cannot_be_registered_comes_from_the_driver(
     assert fake.live("allocated") == before[0]
 
 
-def test_memory_that_cannot_be_pinned_still_works(
-    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_memory_that_cannot_be_pinned_still_works(tmp_path, fake, engine):
     fake.allow_pageable(True)
     fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
     fake.fail("cuMemHostAlloc", sticky=True, code=OUT_OF_MEMORY)
@@ -75,16 +67,14 @@ def test_memory_that_cannot_be_pinned_still_works(
     assert_same(read(tmp_path / "a"), state())
 
 
-def test_refused_large_regions_are_registered_in_smaller_ones(
-    fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_refused_large_regions_are_registered_in_smaller_ones(fake, engine):
     before = fake.live("registered")
     fake.fail("cuMemHostRegister_v2", code=OUT_OF_MEMORY)
     engine.warm_up(8 * MIB)
     assert fake.live("registered") == before + 2
 
 
-def test_pool_above_128_mib_is_registered_in_regions(fake: FakeDriver) -> None:
+def test_pool_above_128_mib_is_registered_in_regions(fake):
     """The fake driver reports a longer registration as a violation."""
     before = fake.live("registered")
     with stillframe.Engine(pool_bytes=260 * MIB, block_bytes=MIB) as engine:
@@ -92,9 +82,7 @@ def test_pool_above_128_mib_is_registered_in_regions(fake: FakeDriver) -> None:
         assert fake.live("registered") == before + 3
 
 
-def test_driver_without_batched_copies_gets_single_copies(
-    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_driver_without_batched_copies_gets_single_copies(tmp_path, fake, engine):
     fake.fail("cuMemcpyBatchAsync_v2", sticky=True, code=NOT_SUPPORTED)
     tree = {str(i): torch.full((100,), float(i)) for i in range(100)}
     stillframe.save(tree, tmp_path / "a", engine=engine)
@@ -102,9 +90,7 @@ def test_driver_without_batched_copies_gets_single_copies(
     assert fake.calls("cuMemcpyDtoHAsync_v2") >= 100
 
 
-def test_a_device_that_dies_in_mid_copy_fails_its_saves_and_no_others(
-    tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_a_device_that_dies_in_mid_copy_fails_its_saves_and_no_others(tmp_path, fake):
     training = warmed_up(adamw, steps=12)
     path = tmp_path / "a"
     with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine:
@@ -127,7 +113,7 @@ def test_a_device_that_dies_in_mid_copy_fails_its_saves_and_no_others(
         assert engine.stats()["leased_bytes"] == 0
 
 
-def test_without_a_driver_the_error_names_the_library(tmp_path: Path) -> None:
+def test_without_a_driver_the_error_names_the_library(tmp_path):
     script = f"""
 import stillframe, torch
 from stillframe._tree import skeleton
@@ -178,9 +164,7 @@ stillframe.save({{"a": [1, 2]}}, {str(tmp_path / "a")!r})
     ],
 )
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS])
-def test_failure_of_any_driver_call_is_survived(
-    call: str, code: int, tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_failure_of_any_driver_call_is_survived(call, code, tmp_path, fake):
     """The path holds the old or the new file, nothing hangs, and the next engine works."""
     old, new = state(1.0), state(2.0)
     path = tmp_path / "a"

@@ -6,7 +6,6 @@ import gc
 import pickle
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,9 +42,7 @@ def check(copied: dict[str, Any], value: float = 1.0) -> None:
     assert_same({name: each for name, each in copied.items() if name != "sparse"}, wanted)
 
 
-def test_small_tensors_are_copied_in_one_batch_with_the_state_at_the_call(
-    fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_small_tensors_are_copied_in_one_batch_with_the_state_at_the_call(fake, engine):
     fake.delay(500_000, seed=3)
     source = tree()
     snap = stillframe.snapshot(source, engine=engine)
@@ -61,9 +58,7 @@ def test_small_tensors_are_copied_in_one_batch_with_the_state_at_the_call(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_snapshot_of_empty_tensors_takes_no_memory(
-    fake: FakeDriver, engine: stillframe.Engine, overlap: bool
-) -> None:
+def test_snapshot_of_empty_tensors_takes_no_memory(fake, engine, overlap):
     before = dict(completion.copying)
     snap = stillframe.snapshot({"a": torch.zeros(0, 3)}, overlap=overlap, engine=engine)
     assert dict(completion.copying) == before  # nobody would take it out
@@ -71,9 +66,7 @@ def test_snapshot_of_empty_tensors_takes_no_memory(
     assert snap.tree["a"].shape == (0, 3)
 
 
-def test_dropped_snapshot_returns_its_memory_after_the_copy(
-    fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_dropped_snapshot_returns_its_memory_after_the_copy(fake, engine):
     kinds = ("registered", "streams", "contexts")
     before = [fake.live(kind) for kind in kinds]
     fake.delay(1_000_000, seed=7)
@@ -91,9 +84,7 @@ def test_dropped_snapshot_returns_its_memory_after_the_copy(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_snapshot_of_training_state_is_the_state_at_the_call(
-    overlap: bool, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_snapshot_of_training_state_is_the_state_at_the_call(overlap, fake, engine):
     training = warmed_up(adamw, steps=12)
     fake.delay(1_000_000, seed=11)
     for _ in range(4):
@@ -105,9 +96,7 @@ def test_snapshot_of_training_state_is_the_state_at_the_call(
         snap.release()
 
 
-def test_a_write_between_call_and_copy_tears_the_snapshot(
-    fake: FakeDriver, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_between_call_and_copy_tears_the_snapshot(fake, engine, monkeypatch):
     training = warmed_up(adamw, steps=12)
     assert training.model is not None
     stream = fake.stream()  # not the calling thread, which must not wait while all stands still
@@ -124,9 +113,7 @@ def test_a_write_between_call_and_copy_tears_the_snapshot(
         snap.wait()
 
 
-def test_a_snapshot_while_a_graph_is_captured_is_refused(
-    fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_a_snapshot_while_a_graph_is_captured_is_refused(fake, engine):
     fake.capture(True)
     with pytest.raises(stillframe.StillframeError, match="graph"):
         stillframe.snapshot(tree(), engine=engine)
@@ -134,9 +121,7 @@ def test_a_snapshot_while_a_graph_is_captured_is_refused(
     stillframe.snapshot(tree(), engine=engine).wait()
 
 
-def test_unregistered_memory_stays_pageable_and_works(
-    fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_unregistered_memory_stays_pageable_and_works(fake, engine):
     before = fake.live("registered")
     fake.allow_pageable(True)
     fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
@@ -145,9 +130,7 @@ def test_unregistered_memory_stays_pageable_and_works(
     assert fake.live("registered") == before
 
 
-def test_memory_allocated_by_the_driver_is_not_used_for_snapshots(
-    tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_memory_allocated_by_the_driver_is_not_used_for_snapshots(tmp_path, fake):
     """Blocks from cuMemHostAlloc are not adjacent, so they return to the pool before a snapshot."""
     before = fake.live("allocated")
     with stillframe.Engine(pool_bytes=6 * MIB, block_bytes=MIB) as engine:
@@ -164,7 +147,7 @@ def test_memory_allocated_by_the_driver_is_not_used_for_snapshots(
         stillframe.save(tree(), tmp_path / "a", engine=engine)
 
 
-def test_shared_file_memory_can_be_registered(tmp_path: Path, fake: FakeDriver) -> None:
+def test_shared_file_memory_can_be_registered(tmp_path, fake):
 
     def tensors() -> dict[str, Any]:  # torch warns of a sparse one on its arrival
         return {name: each for name, each in tree().items() if name != "sparse"}
@@ -191,9 +174,7 @@ def test_shared_file_memory_can_be_registered(tmp_path: Path, fake: FakeDriver) 
         assert_same(pickle.loads(data), wanted)
 
 
-def test_refused_batch_is_copied_one_by_one(
-    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_refused_batch_is_copied_one_by_one(tmp_path, fake, engine):
     fake.fail("cuMemcpyBatchAsync_v2", sticky=True, code=NOT_SUPPORTED)
     with stillframe.snapshot(tree(), engine=engine) as snap:
         check(snap.tree)
@@ -201,7 +182,7 @@ def test_refused_batch_is_copied_one_by_one(
     assert report is not None and any("batch" in each for each in report.fallbacks)
 
 
-def test_a_copy_never_crosses_two_registrations(fake: FakeDriver) -> None:
+def test_a_copy_never_crosses_two_registrations(fake):
     before = fake.live("registered")
     with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
         fake.fail("cuMemHostRegister_v2", code=OUT_OF_MEMORY)  # so that there are several
@@ -217,9 +198,7 @@ def gives_back(engine: stillframe.Engine) -> bool:
     return eventually(lambda: leased(engine) == 0)
 
 
-def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(
-    tmp_path: Path, fake: FakeDriver
-) -> None:
+def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(tmp_path, fake):
     with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
         fake.fail_copy(3, ILLEGAL_ADDRESS)
         # In the call or afterwards, as soon as somebody notices.
@@ -255,9 +234,7 @@ def held(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cop
     fake.hold(False)
 
 
-def test_failure_in_the_call_is_raised_and_keeps_no_memory(
-    fake: FakeDriver, held: list[Copy]
-) -> None:
+def test_failure_in_the_call_is_raised_and_keeps_no_memory(fake, held):
     with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
         fake.fail("cuMemcpyBatchAsync_v2", code=ILLEGAL_ADDRESS)
         with pytest.raises(stillframe.StillframeError, match="ILLEGAL_ADDRESS") as refused:
@@ -266,9 +243,7 @@ def test_failure_in_the_call_is_raised_and_keeps_no_memory(
         assert refused.tb is not None and gives_back(engine)
 
 
-def test_tensors_that_read_their_bytes_are_made_after_the_copy(
-    engine: stillframe.Engine, held: list[Copy]
-) -> None:
+def test_tensors_that_read_their_bytes_are_made_after_the_copy(engine, held):
     snap = stillframe.snapshot({"sparse": torch.eye(4).to_sparse()}, engine=engine)
     assert len(held) == 1
     assert torch.equal(snap.tree["sparse"].to_dense(), torch.eye(4))
@@ -290,7 +265,7 @@ def test_tensors_that_read_their_bytes_are_made_after_the_copy(
     ],
 )
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS])
-def test_failure_of_any_driver_call_is_survived(call: str, code: int, fake: FakeDriver) -> None:
+def test_failure_of_any_driver_call_is_survived(call, code, fake):
     """The copy is right or missing, nothing hangs, and only a dead device's memory is lost."""
     for nth in range(1, 40):
         with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB) as engine:
@@ -301,7 +276,7 @@ def test_failure_of_any_driver_call_is_survived(call: str, code: int, fake: Fake
                 check(snap.tree)
             except stillframe.StillframeError:
                 pass
-            snap = None  # type: ignore[assignment]
+            snap = None
             hits = fake.hits
         assert engine.stats()["leased_bytes"] == 0
         assert fake.violations == []
@@ -310,7 +285,7 @@ def test_failure_of_any_driver_call_is_survived(call: str, code: int, fake: Fake
             break
 
 
-def test_torch_makes_copies_in_ordinary_memory(fake: FakeDriver) -> None:
+def test_torch_makes_copies_in_ordinary_memory(fake):
     built, _, _ = ordinary_copy(tree())
     check(built)
     assert fake.calls("cuMemcpyBatchAsync_v2") == 0

@@ -146,7 +146,7 @@ class Turned(StreamTransformExtension):
             def write(self, data: Any) -> int:
                 return output.write(bytes(each ^ 255 for each in bytes(data)))
 
-        return Writer()  # type: ignore[return-value]
+        return Writer()
 
     def transform_from(self, data: IO[bytes]) -> IO[bytes]:
         return io.BytesIO(bytes(each ^ 255 for each in data.read()))

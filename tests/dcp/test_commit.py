@@ -131,7 +131,7 @@ def test_first_of_several_file_errors_is_raised_and_no_file_stays(tmp_path, monk
 
     def make(*args: Any, **named: Any) -> File:
         made.append(File(*args, **named))
-        return made[-1]  # type: ignore[no-any-return]
+        return made[-1]
 
     monkeypatch.setattr(checkpoint, "DataFile", make)
     state = {"a": torch.ones(10), "b": torch.ones(10)}

@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +38,7 @@ class Halved(stock.DefaultSavePlanner):
 
 
 @both
-def test_dcp_save_with_durable_false_skips_syncs(
-    call: Call, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_dcp_save_with_durable_false_skips_syncs(call, tmp_path, monkeypatch):
     recorded = Recorded(tmp_path)
     with recorded(monkeypatch):
         call({"w": torch.ones(5)}, tmp_path / "a", durable=False)
@@ -52,13 +49,13 @@ def test_dcp_save_with_durable_false_skips_syncs(
 
 
 @both
-def test_users_planner_is_used(call: Call, tmp_path: Path) -> None:
+def test_users_planner_is_used(call, tmp_path):
     call({"w": torch.ones(5)}, tmp_path, planner=Halved())
     assert loaded({"w": torch.ones(5)}, tmp_path)["w"].tolist() == [0.5] * 5
 
 
 @both
-def test_users_engine_copies_and_writes(call: Call, tmp_path: Path) -> None:
+def test_users_engine_copies_and_writes(call, tmp_path):
     with stillframe.Engine(pool_bytes="8MiB", block_bytes="1MiB") as engine:
         call({"w": torch.ones(5)}, tmp_path, engine=engine)
         assert engine.stats()["saves_total"] == 1
@@ -66,7 +63,7 @@ def test_users_engine_copies_and_writes(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_only_deferrable_tensors_are_copied_after_the_call(overlap: bool, tmp_path: Path) -> None:
+def test_only_deferrable_tensors_are_copied_after_the_call(overlap, tmp_path):
     trained = Trained()
     report = async_save(trained.state(), tmp_path, overlap=overlap)
     assert (report.deferred_nbytes > 0) == overlap
@@ -81,25 +78,21 @@ def test_only_deferrable_tensors_are_copied_after_the_call(overlap: bool, tmp_pa
         ({"a": 1}, {"engine": "e"}, TypeError, r"stillframe\.Engine"),
     ],
 )
-def test_invalid_argument_is_refused_and_fails_no_later_save(
-    state: Any, options: dict[str, Any], error: type[Exception], says: str, tmp_path: Path
-) -> None:
+def test_invalid_argument_is_refused_and_fails_no_later_save(state, options, error, says, tmp_path):
     with pytest.raises(error, match=says):
         async_save(state, tmp_path / "c", **options)
     assert not (tmp_path / "c").exists()
     save({"a": 1}, tmp_path / "c")
 
 
-def test_group_without_a_cpu_backend_is_refused(
-    tmp_path: Path, one_rank: None, monkeypatch: Any
-) -> None:
+def test_group_without_a_cpu_backend_is_refused(tmp_path, one_rank, monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
     with pytest.raises(ValueError, match="none of them for the CPU"):
         dcp.async_save({"a": 1}, tmp_path / "c", process_group=dist.group.WORLD)
     assert not (tmp_path / "c").exists()
 
 
-def test_report_has_sizes_and_times_of_a_save(tmp_path: Path) -> None:
+def test_report_has_sizes_and_times_of_a_save(tmp_path):
     trained = Trained()
     with (
         stillframe.Engine(pool_bytes="32MiB", block_bytes="1MiB") as engine,
@@ -121,13 +114,13 @@ def test_report_has_sizes_and_times_of_a_save(tmp_path: Path) -> None:
         assert report.blocked_s < report.staged_after_s < report.durable_after_s
 
 
-def test_empty_state_is_saved(tmp_path: Path) -> None:
+def test_empty_state_is_saved(tmp_path):
     report = save({}, tmp_path)
     assert (report.num_tensors, report.nbytes, report.io_mode) == (0, 0, "buffered")
     loaded({}, tmp_path)
 
 
-def test_remote_save_is_staged_before_it_is_written() -> None:
+def test_remote_save_is_staged_before_it_is_written():
     trained = Trained()
     for number in range(2):
         wanted = copied(trained.state())
@@ -141,7 +134,7 @@ def test_remote_save_is_staged_before_it_is_written() -> None:
         assert equal(found, wanted)
 
 
-def test_remote_save_uses_the_users_planner() -> None:
+def test_remote_save_uses_the_users_planner():
     save({"w": torch.ones(5)}, "memory://calls/planned", planner=Halved())
     found = loaded({"w": torch.ones(5)}, "memory://calls/planned")
     assert found["w"].tolist() == [0.5] * 5
@@ -161,14 +154,14 @@ class Counting:
 
 
 @both
-def test_stateful_values_are_asked_for_their_state_dict(call: Call, tmp_path: Path) -> None:
+def test_stateful_values_are_asked_for_their_state_dict(call, tmp_path):
     call({"counting": Counting(3.0)}, tmp_path)
     found = Counting(0.0)
     stock.load({"counting": found}, checkpoint_id=tmp_path, no_dist=True)
     assert found.value == 3.0
 
 
-def test_forked_child_saves_with_its_own_saver(tmp_path: Path) -> None:
+def test_forked_child_saves_with_its_own_saver(tmp_path):
     """Also beside garbage of the parent's that would wait for the parent's threads."""
     save({"w": torch.ones(3)}, tmp_path / "parent")
     garbage: list[Any] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]

@@ -243,9 +243,7 @@ def test_kill_of_a_rank_at_any_step_leaves_a_loadable_checkpoint(notes, director
         assert files[0] == ".metadata" and len(files) == 3  # and a data file of each
 
 
-def test_killed_rank_of_a_subgroup_is_noticed_at_the_timeout(
-    directory,
-):
+def test_killed_rank_of_a_subgroup_is_noticed_at_the_timeout(directory):
     """Other code may use that group, so stillframe does not destroy it."""
     paths = [directory / "beside/few_killed" / f"rank{rank}.json" for rank in (0, 1, 3)]
     says = [json.loads(path.read_text())["says"] for path in paths]

@@ -369,9 +369,7 @@ def test_save_that_replaces_a_file_waits_for_earlier_entries_before_writing(tmp_
     assert stillframe.exists(path) and path.is_dir()
 
 
-def test_save_into_a_directory_writes_early_and_commits_in_order(
-    tmp_path,
-):
+def test_save_into_a_directory_writes_early_and_commits_in_order(tmp_path):
     path = tmp_path / "a"
     with log_stands_still(tmp_path / "other"):
         save = saver_of_this_process().save(

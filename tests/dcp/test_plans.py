@@ -1,6 +1,5 @@
 """Plans that are kept between saves: which states may use them, and how many are kept."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def test_value_with_its_own_write_items_is_planned_each_time():
     assert of(Own()) is None and of(torch.ones(3).as_subclass(Special)) is None
 
 
-def test_states_that_differ_in_a_name_are_each_saved_correctly(tmp_path: Path) -> None:
+def test_states_that_differ_in_a_name_are_each_saved_correctly(tmp_path):
     for name in ("a", "b", "a"):
         state = {name: torch.full((3,), float(ord(name))), "step": 3}
         dcp.save(state, tmp_path / "c", no_dist=True)

@@ -78,9 +78,7 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("old", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
-def test_death_at_any_step_leaves_the_old_or_the_new_checkpoint(
-    old: Callable[[Path, int], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_death_at_any_step_leaves_the_old_or_the_new_checkpoint(old, tmp_path, monkeypatch):
     seen = set()
     for nth in itertools.count(1):
         directory = tmp_path / str(nth)
@@ -109,9 +107,7 @@ def test_death_at_any_step_leaves_the_old_or_the_new_checkpoint(
 
 
 @pytest.mark.parametrize("old", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
-def test_failed_commit_keeps_the_old_checkpoint(
-    old: Callable[[Path, int], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_commit_keeps_the_old_checkpoint(old, tmp_path, monkeypatch):
     directory = tmp_path / "c"
     if old is not None:
         old(directory, 1)
@@ -132,11 +128,8 @@ def test_failed_commit_keeps_the_old_checkpoint(
 
 @pytest.mark.parametrize("old", [save, save_as_lightning], ids=["ours", "theirs"])
 def test_failure_to_write_the_second_file_keeps_the_old_checkpoint(
-    old: Callable[[Path, int], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    old, tmp_path, monkeypatch, caplog
+):
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("no file today")
 
@@ -148,7 +141,7 @@ def test_failure_to_write_the_second_file_keeps_the_old_checkpoint(
     assert "stillframe:" not in caplog.text  # there was nothing to undo
 
 
-def test_checkpoint_without_its_second_file_is_replaced(tmp_path: Path) -> None:
+def test_checkpoint_without_its_second_file_is_replaced(tmp_path):
     stock.save(state(1), checkpoint_id=tmp_path / "a", no_dist=True)
     save(tmp_path / "b", 1)
     (tmp_path / "b" / META).unlink()
@@ -157,7 +150,7 @@ def test_checkpoint_without_its_second_file_is_replaced(tmp_path: Path) -> None:
         assert (tensors_of(directory), meta_of(directory)) == (2, 2)
 
 
-def test_foreign_files_with_similar_names_stay(tmp_path: Path) -> None:
+def test_foreign_files_with_similar_names_stay(tmp_path):
     mine = ["meta.notes.pt", "metadata.pt", "meta.0123abcd.pt.mine"]
     mine += [f"meta.{uuid.uuid4()}.txt", f"meta.{uuid.uuid4()}.pt.mine"]
     save(tmp_path, 1)
@@ -169,7 +162,7 @@ def test_foreign_files_with_similar_names_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("meta*"))) == 2 + len(mine)
 
 
-def test_files_of_equal_length_and_time_are_compared_by_their_bytes(tmp_path: Path) -> None:
+def test_files_of_equal_length_and_time_are_compared_by_their_bytes(tmp_path):
     one, other, copy = (tmp_path / name for name in ("one", "other", "copy"))
     for path, text in ((one, "abc"), (other, "abd"), (copy, "abc")):
         path.write_text(text)
@@ -178,9 +171,7 @@ def test_files_of_equal_length_and_time_are_compared_by_their_bytes(tmp_path: Pa
     assert not side_file._is_same(os.fspath(one), os.fspath(other))
 
 
-def test_failed_undo_does_not_hide_the_first_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_undo_does_not_hide_the_first_error(tmp_path, monkeypatch, caplog):
     def broken(what: str) -> Callable[..., None]:
         def call(*_: Any, **__: Any) -> None:
             raise ValueError(what)
@@ -194,9 +185,7 @@ def test_failed_undo_does_not_hide_the_first_error(
     assert "is left as it is: the mending" in caplog.text
 
 
-def test_meta_is_written_and_synced_before_the_first_metadata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_meta_is_written_and_synced_before_the_first_metadata(tmp_path, monkeypatch):
     synced: list[str] = []
     fsync, put_in_place = os.fsync, checkpoint.put_in_place
 
@@ -215,9 +204,7 @@ def test_meta_is_written_and_synced_before_the_first_metadata(
     save(tmp_path / "c", 1)
 
 
-def test_copy_replaces_the_link_on_file_systems_without_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copy_replaces_the_link_on_file_systems_without_links(tmp_path, monkeypatch, caplog):
     def refused(*_: Any) -> None:
         raise PermissionError("no links here")
 
@@ -230,7 +217,7 @@ def test_copy_replaces_the_link_on_file_systems_without_links(
         assert "stillframe:" not in caplog.text  # the copy was found to be right
 
 
-def test_mend_leaves_lightnings_own_checkpoint_unchanged(tmp_path: Path) -> None:
+def test_mend_leaves_lightnings_own_checkpoint_unchanged(tmp_path):
     directory = tmp_path / "c"
     save(directory, 1)
     save_as_lightning(directory, 2)
@@ -238,7 +225,7 @@ def test_mend_leaves_lightnings_own_checkpoint_unchanged(tmp_path: Path) -> None
     assert (tensors_of(directory), meta_of(directory)) == (2, 2)
 
 
-def test_mend_changes_nothing_if_metadata_cannot_be_read(tmp_path: Path) -> None:
+def test_mend_changes_nothing_if_metadata_cannot_be_read(tmp_path):
     directory = tmp_path / "c"
     save(directory, 1)
     (directory / META).unlink()

@@ -386,7 +386,7 @@ def test_reader_names_a_truncated_or_missing_file(tmp_path, cut, says):
         loaded(state, tmp_path, storage_reader=Reader(tmp_path))
 
 
-def test_save_needs_little_memory_beside_its_copy(tmp_path: Path) -> None:
+def test_save_needs_little_memory_beside_its_copy(tmp_path):
     state = {str(i): torch.ones(32 << 10) for i in range(192)}  # 24 MiB, none written as it lies
     with stillframe.Engine(pool_bytes="64MiB", block_bytes="16MiB", writer_threads=2) as engine:
         report = stillframe.dcp.save(state, tmp_path / "a", no_dist=True, engine=engine)
@@ -406,7 +406,7 @@ def test_meta_tensor_is_refused_by_name(tmp_path, save):
 FIXED = 24 << 20
 
 
-def test_first_save_takes_the_state_once_plus_a_fixed_amount(tmp_path: Path) -> None:
+def test_first_save_takes_the_state_once_plus_a_fixed_amount(tmp_path):
     state = {str(i): torch.ones(64 << 10) for i in range(256)}  # 64 MiB
     peak = peak_of(lambda: stillframe.dcp.save(state, tmp_path / "a", no_dist=True))
     assert 64 << 20 <= peak <= (64 << 20) + FIXED

@@ -40,7 +40,7 @@ def in_small_tmpfs(size: int, code: str, tmp_path: Path) -> subprocess.Completed
     )
 
 
-def test_a_full_disk_fails_the_save_and_keeps_the_old_file(tmp_path: Path) -> None:
+def test_a_full_disk_fails_the_save_and_keeps_the_old_file(tmp_path):
     done = in_small_tmpfs(
         1 << 20,
         """
@@ -61,7 +61,7 @@ def test_a_full_disk_fails_the_save_and_keeps_the_old_file(tmp_path: Path) -> No
     assert done.stdout.startswith("ok")
 
 
-def test_every_disk_size_below_the_need_is_survived(tmp_path: Path) -> None:
+def test_every_disk_size_below_the_need_is_survived(tmp_path):
     done = in_small_tmpfs(
         512 << 10,
         """
@@ -91,7 +91,7 @@ def test_every_disk_size_below_the_need_is_survived(tmp_path: Path) -> None:
     assert done.stdout == "ok\n"
 
 
-def test_file_size_limit_raises_an_error_and_no_signal_kills(tmp_path: Path) -> None:
+def test_file_size_limit_raises_an_error_and_no_signal_kills(tmp_path):
     code = CODE + textwrap.dedent(
         """
         import resource
@@ -114,9 +114,7 @@ def test_file_size_limit_raises_an_error_and_no_signal_kills(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
-def test_a_full_disk_under_lightning_fails_the_run_once_and_keeps_the_last_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_full_disk_under_lightning_fails_the_run_once_and_keeps_the_last_checkpoint(tmp_path):
     pytest.importorskip("lightning")
     done = in_small_tmpfs(
         3 << 20,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +21,7 @@ def engine() -> Any:
         yield engine
 
 
-def test_a_call_inside_a_capture_is_refused_and_does_not_break_it(
-    tmp_path: Path, engine: Any
-) -> None:
+def test_a_call_inside_a_capture_is_refused_and_does_not_break_it(tmp_path, engine):
     value = torch.ones(MIB, device="cuda")
     stillframe.save([value], tmp_path / "a.pt", engine=engine)
     graph = torch.cuda.CUDAGraph()
@@ -38,7 +35,7 @@ def test_a_call_inside_a_capture_is_refused_and_does_not_break_it(
     assert value.eq(2.0).all()
 
 
-def test_a_lane_at_work_does_not_break_a_capture(tmp_path: Path, engine: Any) -> None:
+def test_a_lane_at_work_does_not_break_a_capture(tmp_path, engine):
     """In torch's default capture mode, a query of an event by any thread breaks the capture."""
     training = Training(CAPTURABLE)
     extra = torch.zeros(MIB, device="cuda")
@@ -55,9 +52,7 @@ def test_a_lane_at_work_does_not_break_a_capture(tmp_path: Path, engine: Any) ->
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_a_captured_step_is_noticed_and_its_replays_tear_nothing(
-    tmp_path: Path, engine: Any
-) -> None:
+def test_a_captured_step_is_noticed_and_its_replays_tear_nothing(tmp_path, engine):
     training = Training(CAPTURABLE)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -78,7 +73,7 @@ def test_a_captured_step_is_noticed_and_its_replays_tear_nothing(
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_compiled_step_is_waited_for(tmp_path: Path, engine: Any) -> None:
+def test_compiled_step_is_waited_for(tmp_path, engine):
     training = Training(CAPTURABLE)
     try:
         step = torch.compile(training.optimizer.step)

@@ -44,7 +44,7 @@ def fit(tmp_path: Path, **options: Any) -> Any:
     return model
 
 
-def test_the_plugin_saves_and_the_last_file_is_the_trained_model(tmp_path: Path) -> None:
+def test_the_plugin_saves_and_the_last_file_is_the_trained_model(tmp_path):
     model = fit(tmp_path, plugins=[AsyncCheckpointIO()])
     files = sorted(tmp_path.glob("*.ckpt"))
     assert len(files) == 3
@@ -53,7 +53,7 @@ def test_the_plugin_saves_and_the_last_file_is_the_trained_model(tmp_path: Path)
         assert torch.equal(last["state_dict"][name], value.cpu()), name
 
 
-def test_callback_offloads_from_a_gpu(tmp_path: Path) -> None:
+def test_callback_offloads_from_a_gpu(tmp_path):
     model = fit(tmp_path, callbacks=[CPUOffloadCallback()])
     last = torch.load(
         max(tmp_path.glob("*.ckpt"), key=lambda p: p.stat().st_mtime), map_location="cpu"

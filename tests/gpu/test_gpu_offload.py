@@ -38,7 +38,7 @@ class Layer(nn.Module):
         return self.second(Bang.apply(x) if self.fails else x)
 
 
-def test_failed_backwards_add_nothing_after_their_error() -> None:
+def test_failed_backwards_add_nothing_after_their_error():
     """The training catches an out-of-memory error, clears the gradients and tries again."""
     torch.manual_seed(0)
     layers = [Layer() for _ in range(4)]
@@ -87,7 +87,7 @@ assert torch.load(path)["a"].tolist() == list(range(9))
 
 @pytest.mark.parametrize("use", FIRST)
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "last"])
-def test_offloading_may_be_the_first_use_of_a_device(use: str, device: str, tmp_path) -> None:
+def test_offloading_may_be_the_first_use_of_a_device(use, device, tmp_path):
     if device == "last":
         device = f"cuda:{torch.cuda.device_count() - 1}"
     program = (

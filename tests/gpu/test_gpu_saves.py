@@ -6,7 +6,6 @@ import functools
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def engine() -> Any:
 
 
 @pytest.mark.parametrize("make", [FUSED, FOREACH, SGD], ids=["fused", "foreach", "sgd"])
-def test_every_file_holds_the_state_at_the_call(make: Any, tmp_path: Path, engine: Any) -> None:
+def test_every_file_holds_the_state_at_the_call(make, tmp_path, engine):
     training = Training(make)
     for _ in range(10):
         wanted = training.now()
@@ -42,7 +41,7 @@ def test_every_file_holds_the_state_at_the_call(make: Any, tmp_path: Path, engin
 
 
 @pytest.mark.parametrize("pool_blocks", [1, 2, 5])
-def test_save_works_with_a_small_pool(pool_blocks: int, tmp_path: Path) -> None:
+def test_save_works_with_a_small_pool(pool_blocks, tmp_path):
     training = Training(FUSED)
     with stillframe.Engine(pool_bytes=pool_blocks * MIB, block_bytes=MIB) as small:
         for _ in range(3):
@@ -53,7 +52,7 @@ def test_save_works_with_a_small_pool(pool_blocks: int, tmp_path: Path) -> None:
             same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_save_takes_no_device_memory(tmp_path: Path, engine: Any) -> None:
+def test_save_takes_no_device_memory(tmp_path, engine):
     training = Training(FUSED)
     stillframe.save(training.state(), tmp_path / "a.pt", engine=engine)
     training.step()
@@ -66,7 +65,7 @@ def test_save_takes_no_device_memory(tmp_path: Path, engine: Any) -> None:
     assert (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) == before
 
 
-def test_neither_call_nor_gate_waits_for_the_device(tmp_path: Path, engine: Any, busy: Any) -> None:
+def test_neither_call_nor_gate_waits_for_the_device(tmp_path, engine, busy):
     training = Training(FUSED)
     stillframe.save(training.state(), tmp_path / "a.pt", engine=engine)
     wanted = training.now()
@@ -84,7 +83,7 @@ def test_neither_call_nor_gate_waits_for_the_device(tmp_path: Path, engine: Any,
     same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_work_queued_before_the_call_is_in_the_file(tmp_path: Path, engine: Any, busy: Any) -> None:
+def test_work_queued_before_the_call_is_in_the_file(tmp_path, engine, busy):
     value = torch.zeros(MIB, device="cuda")
     busy()
     value.fill_(1.0)
@@ -94,7 +93,7 @@ def test_work_queued_before_the_call_is_in_the_file(tmp_path: Path, engine: Any,
     assert torch.load(tmp_path / "a.pt", map_location="cpu")[0].eq(1.0).all()
 
 
-def test_saves_work_from_a_side_stream_and_another_thread(tmp_path: Path, engine: Any) -> None:
+def test_saves_work_from_a_side_stream_and_another_thread(tmp_path, engine):
     failed: list[BaseException] = []
 
     def one(name: str) -> None:
@@ -118,7 +117,7 @@ def test_saves_work_from_a_side_stream_and_another_thread(tmp_path: Path, engine
     assert not failed, failed
 
 
-def test_saves_work_with_optimizers_inside_backward(tmp_path: Path, engine: Any) -> None:
+def test_saves_work_with_optimizers_inside_backward(tmp_path, engine):
     training = Training(FUSED)
     optimizers = {p: torch.optim.AdamW([p], fused=True) for p in training.model.parameters()}
 
@@ -138,7 +137,7 @@ def test_saves_work_with_optimizers_inside_backward(tmp_path: Path, engine: Any)
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_saves_work_with_a_grad_scaler(tmp_path: Path, engine: Any) -> None:
+def test_saves_work_with_a_grad_scaler(tmp_path, engine):
     training, scaler = Training(FUSED), torch.amp.GradScaler("cuda")
     for _ in range(6):
         wanted = training.now()
@@ -153,7 +152,7 @@ def test_saves_work_with_a_grad_scaler(tmp_path: Path, engine: Any) -> None:
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_tensors_may_leave_the_device_during_the_copy(tmp_path: Path, engine: Any) -> None:
+def test_tensors_may_leave_the_device_during_the_copy(tmp_path, engine):
     training = Training(FUSED)
     wanted = training.now()
     handle = stillframe.async_save(training.state(), tmp_path / "a.pt", engine=engine)
@@ -169,7 +168,7 @@ def test_tensors_may_leave_the_device_during_the_copy(tmp_path: Path, engine: An
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_snapshot_is_the_state_at_the_call(overlap: bool, engine: Any) -> None:
+def test_a_snapshot_is_the_state_at_the_call(overlap, engine):
     training = Training(FUSED)
     for _ in range(4):
         wanted = training.now()
@@ -179,7 +178,7 @@ def test_a_snapshot_is_the_state_at_the_call(overlap: bool, engine: Any) -> None
         snap.release()
 
 
-def test_many_small_tensors_are_saved(tmp_path: Path, engine: Any) -> None:
+def test_many_small_tensors_are_saved(tmp_path, engine):
     tree = [torch.full((i % 300 + 1,), float(i), device="cuda") for i in range(5000)]
     handle = stillframe.async_save(tree, tmp_path / "a.pt", engine=engine)
     report = handle.result()
@@ -187,7 +186,7 @@ def test_many_small_tensors_are_saved(tmp_path: Path, engine: Any) -> None:
     assert not any("batched" in sentence for sentence in report.fallbacks), report.fallbacks
 
 
-def test_driver_is_named_and_memory_is_pinned(tmp_path: Path, engine: Any) -> None:
+def test_driver_is_named_and_memory_is_pinned(tmp_path, engine):
     report = stillframe.save([torch.ones(MIB, device="cuda")], tmp_path / "a.pt", engine=engine)
     print(engine.stats()["driver"], report.fallbacks)
     assert "CUDA driver" in engine.stats()["driver"]
@@ -209,7 +208,7 @@ assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.parametrize("config", ["expandable_segments:True", "backend:cudaMallocAsync"])
-def test_saves_work_with_other_allocators(config: str, tmp_path: Path) -> None:
+def test_saves_work_with_other_allocators(config, tmp_path):
     import os
 
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": config, "PYTORCH_ALLOC_CONF": config}
@@ -248,7 +247,7 @@ except RuntimeError:
 """
 
 
-def test_a_device_that_dies_fails_the_save_and_keeps_the_old_file(tmp_path: Path) -> None:
+def test_a_device_that_dies_fails_the_save_and_keeps_the_old_file(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", DYING, str(tmp_path / "a.pt")],
         capture_output=True,

@@ -35,7 +35,7 @@ def answer(link: Connection) -> None:
         link.send(total(tree))
 
 
-def test_a_spawned_process_reads_pinned_memory_that_a_device_wrote() -> None:
+def test_a_spawned_process_reads_pinned_memory_that_a_device_wrote():
     training = Training()
     context = multiprocessing.get_context("spawn")
     link, theirs = context.Pipe()
@@ -61,7 +61,7 @@ def test_a_spawned_process_reads_pinned_memory_that_a_device_wrote() -> None:
 
 
 @pytest.mark.parametrize("rounds", [3])
-def test_pinned_blocks_are_right_after_a_fork_that_shared_them(rounds: int) -> None:
+def test_pinned_blocks_are_right_after_a_fork_that_shared_them(rounds):
     training = Training()
     context = multiprocessing.get_context("fork")
     with stillframe.Engine(pool_bytes=256 * MIB, block_bytes=4 * MIB) as engine:

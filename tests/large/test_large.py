@@ -29,9 +29,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saving", ["async_save", "dcp.save"])
-def test_every_way_loads_a_small_state(
-    saving: str, scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_way_loads_a_small_state(saving, scripts, tmp_path, capsys):
     loads = [way for way in scripts.ways.loads_of(saving, every=True) if way not in COMMANDS]
     chosen = ("--states", "30 deferred", "--saves", saving, "--loads", *loads)
     assert scripts.large.main([*SMALL, "--dir", str(tmp_path), *chosen]) == 0
@@ -40,9 +38,7 @@ def test_every_way_loads_a_small_state(
     assert not list(tmp_path.iterdir())
 
 
-def test_hang_counts_as_one_failure_and_prints_the_threads_stacks(
-    scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hang_counts_as_one_failure_and_prints_the_threads_stacks(scripts, tmp_path, capsys):
     chosen = ("--states", "260 MiB", "--saves", "torch.save", "--loads", "load")
     short = ("--divisor", "1000", "--limit", "0.000001", "--dir", str(tmp_path))
     assert scripts.large.main([*short, *chosen]) == 1
@@ -51,9 +47,7 @@ def test_hang_counts_as_one_failure_and_prints_the_threads_stacks(
     assert not list(tmp_path.iterdir())
 
 
-def test_state_that_does_not_fit_is_skipped_by_name(
-    scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_state_that_does_not_fit_is_skipped_by_name(scripts, tmp_path, capsys):
     chosen = ("--states", "9 GB mixed", "--saves", "save", "--memory", "0.9")
     assert scripts.large.main(["--dir", str(tmp_path), *chosen]) == 2
     told = capsys.readouterr().out
@@ -61,7 +55,7 @@ def test_state_that_does_not_fit_is_skipped_by_name(
 
 
 @pytest.mark.parametrize("name", ["past 4 GiB", "30 deferred"])
-def test_every_wrong_byte_and_value_is_found(name: str, scripts: Any) -> None:
+def test_every_wrong_byte_and_value_is_found(name, scripts):
     states = scripts.states
     state = states.STATES[name].scaled(1000)
     tree = states.make(state)

@@ -59,24 +59,18 @@ def run(tree: Path, capsys: pytest.CaptureFixture[str], *entries: str) -> tuple[
     return status, re.findall(r"^\d+/\d+ (\w+)", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_mistake_is_killed_if_a_test_fails_and_lives_otherwise(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistake_is_killed_if_a_test_fails_and_lives_otherwise(tree, capsys):
     assert run(tree, capsys, KILLED) == (0, ["killed"])
     assert run(tree, capsys, LIVED, KILLED, KILLED_IN_PYTHON) == (1, ["lived", "killed", "killed"])
 
 
-def test_tree_is_unchanged_and_mistakes_do_not_accumulate(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tree_is_unchanged_and_mistakes_do_not_accumulate(tree, capsys):
     harmless = entry(C_FILE, "int unused = 1;", "", C_TEST)
     assert run(tree, capsys, KILLED, harmless) == (1, ["killed", "lived"])
     assert {name: (tree / name).read_text() for name in TREE} == TREE
 
 
-def test_killed_run_leaves_no_mistake_in_the_copy(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_run_leaves_no_mistake_in_the_copy(tree, capsys):
     run(tree, capsys, KILLED)
     left = tree / "build/mutants/mistakes" / C_FILE
     left.write_text(TREE[C_FILE].replace("n / 2", "7"))
@@ -84,9 +78,7 @@ def test_killed_run_leaves_no_mistake_in_the_copy(
     assert run(tree, capsys, LIVED) == (1, ["lived"])  # with 7 in place of a half, its test fails
 
 
-def test_an_entry_that_no_longer_applies_is_a_warning(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_entry_that_no_longer_applies_is_a_warning(tree, capsys):
     twice = entry(C_FILE, "half(int n)", "half(long n)", C_TEST)
     no_file = entry("csrc/core/third.c", "n", "m", C_TEST)
     broken = entry(C_FILE, "return n / 2", "return n /", C_TEST)
@@ -96,16 +88,12 @@ def test_an_entry_that_no_longer_applies_is_a_warning(
     assert run(tree, capsys, no_file, broken_python, KILLED) == (0, ["gone", "gone", "killed"])
 
 
-def test_a_test_that_fails_without_the_mistake_kills_nothing(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_test_that_fails_without_the_mistake_kills_nothing(tree, capsys):
     (tree / "tests/c/test_half.c").write_text("int main(void) { return 1; }\n")
     assert run(tree, capsys, KILLED) == (0, ["gone"])
 
 
-def test_a_mistake_that_makes_a_test_hang_is_killed(
-    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_that_makes_a_test_hang_is_killed(tree, capsys, monkeypatch):
     monkeypatch.setattr("tree.C_TIMEOUT_S", 1.0)
     assert run(tree, capsys, entry(C_FILE, "return n / 2;", "for (;;) ;", C_TEST))[1] == ["killed"]
 
@@ -120,13 +108,13 @@ def test_a_mistake_that_makes_a_test_hang_is_killed(
         "\n".join(entry(C_FILE, "n / 2", f"n / {n}", C_TEST) for n in range(3, 154)),
     ],
 )
-def test_a_wrong_list_is_refused(tree: Path, text: str) -> None:
+def test_a_wrong_list_is_refused(tree, text):
     (tree / "entries/all.toml").write_text(text)
     with pytest.raises(mistakes.ListError):
         mistakes.load(tree / "entries")
 
 
-def test_a_sample_differs_from_day_to_day(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_differs_from_day_to_day(capsys):
     def sample(day: str) -> list[str]:
         assert mistakes.main(["--list", "--sample", "5", "--day", day]) == 0
         return capsys.readouterr().out.splitlines()
@@ -135,7 +123,7 @@ def test_a_sample_differs_from_day_to_day(capsys: pytest.CaptureFixture[str]) ->
     assert sample("2026-11-22") == sample("2026-11-22") != sample("2026-11-23")
 
 
-def test_every_mistake_that_still_applies_is_valid() -> None:
+def test_every_mistake_that_still_applies_is_valid():
     for mistake in mistakes.load(HERE / "mistakes"):
         try:
             text = mistake.apply((ROOT / mistake.file).read_text())
@@ -154,7 +142,7 @@ def git(tree: Path, *arguments: str) -> None:
     subprocess.run(["git", *identity, *arguments], cwd=tree, check=True, capture_output=True)
 
 
-def test_changed_and_new_lines_are_mutated(tree: Path) -> None:
+def test_changed_and_new_lines_are_mutated(tree):
     git(tree, "init", "--quiet")
     git(tree, "add", ".")
     git(tree, "commit", "--quiet", "--message", "first")
@@ -166,13 +154,13 @@ def test_changed_and_new_lines_are_mutated(tree: Path) -> None:
     assert changed.Changes(tree, "HEAD").lines() == expected
 
 
-def test_a_folder_of_tests_is_run_by_pytest(tree: Path) -> None:
+def test_a_folder_of_tests_is_run_by_pytest(tree):
     copy = TreeCopy(tree, tree / "build/copy")
     assert copy.command(["tests/unit/base"])[1:3] == ["-m", "pytest"]
     assert copy.command(["still/test_half"]) == ["./build/still/test_half"]
 
 
-def test_every_file_of_the_package_has_tests_for_its_mutants() -> None:
+def test_every_file_of_the_package_has_tests_for_its_mutants():
     files = [*ROOT.glob("csrc/**/*.c"), *ROOT.glob("python/stillframe/**/*.py")]
     for path in files:
         for test in changed.tests_of(str(path.relative_to(ROOT))):
@@ -180,7 +168,7 @@ def test_every_file_of_the_package_has_tests_for_its_mutants() -> None:
             assert there, f"{path}: there is no test {test}"
 
 
-def test_processes_of_tests_import_the_copy_with_the_mistake() -> None:
+def test_processes_of_tests_import_the_copy_with_the_mistake():
     """A PYTHONPATH of its own leads to the installed tree, in which every mistake lives."""
     for path in HERE.parent.rglob("*.py"):
         if path.parent != HERE:

@@ -44,7 +44,7 @@ class Late(torch._C._ImperativeEngine):
         return super().run_backward(*args, **kwargs)
 
 
-def test_two_threads_may_go_through_one_graph_in_turn(either: str) -> None:
+def test_two_threads_may_go_through_one_graph_in_turn(either):
     """The first of them has called backward, and has run no node of the graph yet."""
     model, errors = mlp(depth=2), []
     plain = copy.deepcopy(model)
@@ -73,7 +73,7 @@ def both(*models: nn.Module) -> Any:
     return zip(*(model.parameters() for model in models), strict=True)
 
 
-def test_model_that_dies_offloaded_gives_autograd_its_engine_back(either: str) -> None:
+def test_model_that_dies_offloaded_gives_autograd_its_engine_back(either):
     before = VARIABLE._execution_engine
     model = mlp(depth=1)
     offload_layers(model, device="cpu")
@@ -83,7 +83,7 @@ def test_model_that_dies_offloaded_gives_autograd_its_engine_back(either: str) -
     assert VARIABLE._execution_engine is before
 
 
-def test_engine_that_another_program_puts_back_tells_nothing(monkeypatch: Any) -> None:
+def test_engine_that_another_program_puts_back_tells_nothing(monkeypatch):
     """That program replaced the engine while layers were offloaded, and they no longer are."""
     handle = offload_layers(mlp(depth=1), device="cpu")
     ours = VARIABLE._execution_engine
@@ -95,7 +95,7 @@ def test_engine_that_another_program_puts_back_tells_nothing(monkeypatch: Any) -
     assert x.grad is not None
 
 
-def test_engine_takes_its_arguments_by_name(either: str) -> None:
+def test_engine_takes_its_arguments_by_name(either):
     model = mlp(depth=2)
     with offload_layers(model, device="cpu"):
         loss = squares(model, numbers(0))
@@ -113,7 +113,7 @@ def test_engine_takes_its_arguments_by_name(either: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_compiled_autograd_is_refused_by_name() -> None:
+def test_compiled_autograd_is_refused_by_name():
     from torch._dynamo import compiled_autograd
 
     model = mlp(depth=2)
@@ -152,9 +152,7 @@ class Interrupt:
         return self._call if frame.f_code.co_filename == graph.__file__ else None
 
 
-def test_ctrl_c_at_any_line_of_a_backward_costs_the_next_one_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ctrl_c_at_any_line_of_a_backward_costs_the_next_one_nothing(monkeypatch, caplog):
     monkeypatch.setattr(graph, "_MOST_S", 0.1)  # nothing of a failed pass still runs
     model = mlp(depth=2)
     plain = copy.deepcopy(model)

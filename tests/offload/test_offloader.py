@@ -7,7 +7,6 @@ import stillframe
 import torch
 from fix_offloading import group, same
 from fix_waits import eventually
-from stillframe import testing
 from stillframe._base import device as _device
 from stillframe._save import completion
 from stillframe.offload import Offloader
@@ -15,7 +14,7 @@ from stillframe.offload import Offloader
 MIB = 1 << 20
 
 
-def test_offloaded_group_returns_bit_identical(either: str, engine: stillframe.Engine) -> None:
+def test_offloaded_group_returns_bit_identical(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         assert ticket.nbytes == 4 * 5000 + 2 * 77 + 8 * 13
@@ -23,9 +22,7 @@ def test_offloaded_group_returns_bit_identical(either: str, engine: stillframe.E
         assert same(ticket.tensors(), group(1))
 
 
-def test_offloader_may_be_the_first_use_of_a_device(
-    fake: testing.FakeDriver, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloader_may_be_the_first_use_of_a_device(fake, engine, monkeypatch):
     """stillframe creates no CUDA context, so torch must do so first."""
     made = []
     with monkeypatch.context() as patch:
@@ -35,7 +32,7 @@ def test_offloader_may_be_the_first_use_of_a_device(
     assert made == [torch.device("cuda", 0)]
 
 
-def test_group_without_bytes_takes_no_memory(either: str, engine: stillframe.Engine) -> None:
+def test_group_without_bytes_takes_no_memory(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         before = dict(completion.copying)
         ticket = offloader.offload([torch.zeros(0, 3), torch.zeros(0)])
@@ -44,9 +41,7 @@ def test_group_without_bytes_takes_no_memory(either: str, engine: stillframe.Eng
         assert [each.shape for each in offloader.onload(ticket)] == [(0, 3), (0,)]
 
 
-def test_views_stay_views_and_each_storage_is_copied_once(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_views_stay_views_and_each_storage_is_copied_once(either, engine):
     whole = torch.arange(1000, dtype=torch.float32).reshape(10, 100)
     odd = whole.t()[3:50:2]
     with Offloader("cpu", engine=engine) as offloader:
@@ -59,7 +54,7 @@ def test_views_stay_views_and_each_storage_is_copied_once(
         assert back[1].stride() == whole.stride() and back[4].stride() == (0, 1)
 
 
-def test_slots_bound_the_groups_on_the_device(either: str, engine: stillframe.Engine) -> None:
+def test_slots_bound_the_groups_on_the_device(either, engine):
     with Offloader("cpu", slots=2, engine=engine) as offloader:
         tickets = [offloader.offload(group(i)) for i in range(4)]
         first = offloader.onload(tickets[0])
@@ -76,9 +71,7 @@ def test_slots_bound_the_groups_on_the_device(either: str, engine: stillframe.En
         assert offloader.stats()["groups_prefetched"] == 1
 
 
-def test_released_group_keeps_its_bytes_while_referenced(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_released_group_keeps_its_bytes_while_referenced(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         tensors = offloader.onload(ticket)
@@ -92,7 +85,7 @@ def test_released_group_keeps_its_bytes_while_referenced(
             offloader.release(ticket)
 
 
-def test_host_never_waits(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+def test_host_never_waits(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         fake.hold(True)
@@ -103,9 +96,7 @@ def test_host_never_waits(fake: testing.FakeDriver, engine: stillframe.Engine) -
         assert same(offloader.onload(ticket), group(1))
 
 
-def test_sources_are_kept_alive_until_their_copies_complete(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_sources_are_kept_alive_until_their_copies_complete(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         home = offloader.adopt(group(2)).tensors()
         fake.hold(True)
@@ -116,7 +107,7 @@ def test_sources_are_kept_alive_until_their_copies_complete(
         assert same(offloader.onload(home), group(2))
 
 
-def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+def test_copies_and_waits_are_timed(fake, engine):
     events = fake.live("events")  # lanes of earlier engines keep some
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
@@ -152,9 +143,7 @@ def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe
     assert fake.live("events") < events + 64 + 64  # no more than this engine's lanes keep
 
 
-def test_cpu_tensors_are_onloaded_from_any_kind_of_memory(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_cpu_tensors_are_onloaded_from_any_kind_of_memory(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         assert same(offloader.onload(group(1)), group(1))
         home = offloader.adopt(group(2)).tensors()

@@ -10,7 +10,6 @@ import pytest
 import stillframe
 import torch
 from fix_offloading import group, same
-from stillframe import testing
 from stillframe._base import device as _device
 from stillframe.offload import Offloader
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,9 +20,7 @@ MIB = 1 << 20
 # ---- who waits ----------------------------------------------------------------------------
 
 
-def test_later_work_waits_for_the_copies_of_a_reused_group(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_later_work_waits_for_the_copies_of_a_reused_group(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         fake.delay(20_000_000)  # of each thing that a stream does: the write would come first
         sources = group(1)
@@ -35,9 +32,7 @@ def test_later_work_waits_for_the_copies_of_a_reused_group(
         assert same(ticket.tensors(), group(1))
 
 
-def test_weights_may_be_written_after_wait_read(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_weights_may_be_written_after_wait_read(fake, engine):
     with Offloader("cpu", slots=2, engine=engine) as offloader:
         one, two = (offloader.adopt(group(i)).tensors() for i in (1, 2))
         fake.delay(200_000_000)
@@ -51,18 +46,14 @@ def test_weights_may_be_written_after_wait_read(
         assert copied == sum(tensor.nbytes for tensor in (*one, *two))
 
 
-def test_onloaded_group_is_complete_when_it_is_used(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_onloaded_group_is_complete_when_it_is_used(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.adopt(group(1))
         fake.delay(20_000_000)
         assert same(offloader.onload(ticket), group(1))
 
 
-def test_host_waits_and_counts_it_if_a_stream_cannot_wait(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_host_waits_and_counts_it_if_a_stream_cannot_wait(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.adopt(group(1))
         fake.hold(True)
@@ -87,9 +78,7 @@ def test_host_waits_and_counts_it_if_a_stream_cannot_wait(
         assert offloader.stats()["host_waited_s"] > 0
 
 
-def test_offload_waits_for_the_current_stream(
-    fake: testing.FakeDriver, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_waits_for_the_current_stream(fake, engine, monkeypatch):
     """Only work on the calling thread's current stream is waited for."""
     asked: list[int] = []
 
@@ -108,9 +97,7 @@ def test_offload_waits_for_the_current_stream(
         assert set(asked) == {0}
 
 
-def test_early_write_is_reported_even_without_a_check_in_between(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_early_write_is_reported_even_without_a_check_in_between(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         fake.hold(True)
@@ -121,9 +108,7 @@ def test_early_write_is_reported_even_without_a_check_in_between(
             ticket.tensors()
 
 
-def test_close_waits_for_groups_that_are_leaving(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_close_waits_for_groups_that_are_leaving(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         fake.delay(20_000_000)
         tickets = [offloader.offload(group(i)) for i in range(2)]
@@ -133,9 +118,7 @@ def test_close_waits_for_groups_that_are_leaving(
 # ---- slots --------------------------------------------------------------------------------
 
 
-def test_unused_prefetches_are_dropped_at_close(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_unused_prefetches_are_dropped_at_close(fake, engine):
     """The stream waits for the copy: torch gives its memory to the stream's next allocation."""
     with Offloader("cpu", engine=engine) as offloader:
         fake.delay(200_000_000)
@@ -145,7 +128,7 @@ def test_unused_prefetches_are_dropped_at_close(
         assert fake.calls("cuStreamWaitEvent") == before + 1
 
 
-def test_latest_prefetch_gives_way_first(either: str, engine: stillframe.Engine) -> None:
+def test_latest_prefetch_gives_way_first(either, engine):
     with Offloader("cpu", slots=2, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(3)]
         assert offloader.prefetch(tickets[0]) and offloader.prefetch(tickets[1])
@@ -154,9 +137,7 @@ def test_latest_prefetch_gives_way_first(either: str, engine: stillframe.Engine)
         assert offloader.stats()["groups_prefetched"] == 1
 
 
-def test_giving_up_a_dropped_or_used_prefetch_does_nothing(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_giving_up_a_dropped_or_used_prefetch_does_nothing(either, engine):
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(2)]
         assert offloader.prefetch(tickets[0])
@@ -169,9 +150,7 @@ def test_giving_up_a_dropped_or_used_prefetch_does_nothing(
         assert offloader.stats()["slots_in_use"] == 1 and same(back, group(1))
 
 
-def test_storage_replaced_after_its_prefetch_is_onloaded_again(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_storage_replaced_after_its_prefetch_is_onloaded_again(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         given = [torch.zeros(5000)]
         assert offloader.prefetch(given)
@@ -179,9 +158,7 @@ def test_storage_replaced_after_its_prefetch_is_onloaded_again(
         assert bool((offloader.onload(given)[0] == 1).all())
 
 
-def test_prefetched_groups_give_way_on_a_full_device(
-    either: str, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetched_groups_give_way_on_a_full_device(either, engine, monkeypatch):
     from stillframe._offload import slot
 
     real = slot._room
@@ -203,9 +180,7 @@ class _Circle:
         self.me, self.tensors = self, tensors
 
 
-def test_tensors_in_a_reference_cycle_return_their_slot(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_tensors_in_a_reference_cycle_return_their_slot(either, engine):
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(2)]
         gc.disable()
@@ -216,7 +191,7 @@ def test_tensors_in_a_reference_cycle_return_their_slot(
             gc.enable()
 
 
-def test_source_tensors_are_dropped_after_the_copy(either: str, engine: stillframe.Engine) -> None:
+def test_source_tensors_are_dropped_after_the_copy(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         alive = [weakref.ref(source) for source in sources]
@@ -231,9 +206,7 @@ def test_source_tensors_are_dropped_after_the_copy(either: str, engine: stillfra
 # ---- devices that fail -----------------------------------------------------------------------
 
 
-def test_device_failure_during_an_offload_is_raised(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_device_failure_during_an_offload_is_raised(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         fake.hold(True)
         fake.fail_copy(1, 700)
@@ -246,16 +219,14 @@ def test_device_failure_during_an_offload_is_raised(
 # ---- what tensors may be like ------------------------------------------------------------------
 
 
-def test_conjugated_and_negated_tensors_come_back(either: str, engine: stillframe.Engine) -> None:
+def test_conjugated_and_negated_tensors_come_back(either, engine):
     numbers = torch.view_as_complex(torch.randn(7, 5, 2))
     given = [numbers.conj(), numbers.conj().imag, numbers]
     with Offloader("cpu", engine=engine) as offloader:
         assert same(offloader.onload(offloader.offload(given)), given)
 
 
-def test_tensors_of_several_types_in_one_storage_come_back(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_tensors_of_several_types_in_one_storage_come_back(either, engine):
     memory = torch.arange(64, dtype=torch.uint8)
     storage = memory.untyped_storage()
     odd = memory[1:20]
@@ -266,9 +237,7 @@ def test_tensors_of_several_types_in_one_storage_come_back(
         assert torch.equal(back[1].view(torch.int32), floats.view(torch.int32))
 
 
-def test_a_storage_dies_with_the_group_that_was_made_contiguous(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_a_storage_dies_with_the_group_that_was_made_contiguous(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         whole = torch.arange(10_000, dtype=torch.float32).reshape(100, 100)
         storage = StorageWeakRef(whole.untyped_storage())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 import stillframe
 import torch
 from fix_offloading import group, same
 from fix_waits import leased
-from stillframe import testing
 from stillframe.offload import Offloader
 
 MIB = 1 << 20
@@ -34,13 +32,7 @@ class _Subclass(torch.Tensor):
         (lambda: [torch.ones(3, device="meta")], ValueError, "number 0 is on meta"),
     ],
 )
-def test_offload_refuses_anything_but_plain_device_tensors(
-    either: str,
-    engine: stillframe.Engine,
-    given: Callable[[], list[torch.Tensor]],
-    error: type[Exception],
-    text: str,
-) -> None:
+def test_offload_refuses_anything_but_plain_device_tensors(either, engine, given, error, text):
     with Offloader("cpu", engine=engine) as offloader:
         for call in (offloader.offload, offloader.adopt, offloader.onload, offloader.prefetch):
             with pytest.raises(error, match=text):
@@ -48,9 +40,7 @@ def test_offload_refuses_anything_but_plain_device_tensors(
         assert leased(engine) == 0 and offloader.stats()["slots_in_use"] == 0
 
 
-def test_wrong_options_and_uses_out_of_order_are_refused(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_wrong_options_and_uses_out_of_order_are_refused(either, engine):
     with pytest.raises(ValueError, match="at least, got 0"):
         Offloader("cpu", slots=0, engine=engine)
     with pytest.raises(ValueError, match="CUDA devices and the CPU, not meta"):
@@ -71,7 +61,7 @@ def test_wrong_options_and_uses_out_of_order_are_refused(
     assert same(ticket.tensors(), group(1))
 
 
-def test_closed_engine_raises_and_offloaded_tensors_stay_readable(either: str) -> None:
+def test_closed_engine_raises_and_offloaded_tensors_stay_readable(either):
     engine = stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB)
     offloader = Offloader("cpu", engine=engine)
     ticket = offloader.offload(group(1))
@@ -84,9 +74,7 @@ def test_closed_engine_raises_and_offloaded_tensors_stay_readable(either: str) -
     offloader.close()
 
 
-def test_a_forked_child_is_refused_and_disturbs_nothing(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_a_forked_child_is_refused_and_disturbs_nothing(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         ticket.wait()
@@ -115,9 +103,7 @@ def test_a_forked_child_is_refused_and_disturbs_nothing(
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent"])
-def test_failed_copy_to_the_device_is_raised_and_the_next_one_works(
-    fake: testing.FakeDriver, engine: stillframe.Engine, call: str
-) -> None:
+def test_failed_copy_to_the_device_is_raised_and_the_next_one_works(fake, engine, call):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         ticket.wait()
@@ -129,9 +115,7 @@ def test_failed_copy_to_the_device_is_raised_and_the_next_one_works(
         assert same(offloader.onload(ticket), group(1))
 
 
-def test_failed_copy_from_the_device_is_raised_and_the_next_one_works(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_failed_copy_from_the_device_is_raised_and_the_next_one_works(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         fake.fail("cuMemcpyBatchAsync_v2", code=719)
         fake.fail("cuMemcpyDtoHAsync_v2", code=2)
@@ -142,9 +126,7 @@ def test_failed_copy_from_the_device_is_raised_and_the_next_one_works(
         assert same(offloader.offload(group(1)).tensors(), group(1))
 
 
-def test_failed_device_is_reported_everywhere_and_the_pool_stays_readable(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_failed_device_is_reported_everywhere_and_the_pool_stays_readable(fake, engine):
     offloader = Offloader("cpu", engine=engine)
     ticket = offloader.offload(group(1))
     ticket.wait()
@@ -156,9 +138,7 @@ def test_failed_device_is_reported_everywhere_and_the_pool_stays_readable(
     offloader.close()
 
 
-def test_offload_is_refused_during_a_graph_capture(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_offload_is_refused_during_a_graph_capture(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         ticket.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from pathlib import Path
 
 import pytest
 import stillframe
@@ -23,9 +22,7 @@ LARGE = 100_000  # elements: such a group shares no block
 # ---- lifetimes ----------------------------------------------------------------------------
 
 
-def test_sources_live_until_their_copy_completes_and_no_longer(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_sources_live_until_their_copy_completes_and_no_longer(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         storage = StorageWeakRef(sources[0].untyped_storage())
@@ -39,9 +36,7 @@ def test_sources_live_until_their_copy_completes_and_no_longer(
         assert same(ticket.tensors(), group(1))
 
 
-def test_number_of_queued_groups_is_bounded_while_the_host_runs_ahead(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_number_of_queued_groups_is_bounded_while_the_host_runs_ahead(fake, engine):
     fake.delay(3_000_000)
     with Offloader("cpu", slots=2, engine=engine) as offloader:
         alive = []
@@ -55,9 +50,7 @@ def test_number_of_queued_groups_is_bounded_while_the_host_runs_ahead(
         assert all(same(ticket.tensors(), group(i)) for i, ticket in enumerate(tickets))
 
 
-def test_dropped_ticket_keeps_its_memory_until_the_copy_completes(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_dropped_ticket_keeps_its_memory_until_the_copy_completes(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         ticket.wait()
@@ -72,9 +65,7 @@ def test_dropped_ticket_keeps_its_memory_until_the_copy_completes(
         assert leased(engine) == 0
 
 
-def test_pool_memory_returns_with_its_last_reference(
-    either: str, engine: stillframe.Engine
-) -> None:
+def test_pool_memory_returns_with_its_last_reference(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         tensors = ticket.tensors()
@@ -87,9 +78,7 @@ def test_pool_memory_returns_with_its_last_reference(
         assert leased(engine) == 0
 
 
-def test_memory_of_a_dropped_onload_is_not_reused_before_its_copy_completes(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_memory_of_a_dropped_onload_is_not_reused_before_its_copy_completes(fake, engine):
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         ticket.wait()
@@ -103,9 +92,7 @@ def test_memory_of_a_dropped_onload_is_not_reused_before_its_copy_completes(
 # ---- order and changes ------------------------------------------------------------------------
 
 
-def test_write_to_a_source_during_its_copy_is_reported(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_write_to_a_source_during_its_copy_is_reported(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         fake.hold(True)
@@ -118,7 +105,7 @@ def test_write_to_a_source_during_its_copy_is_reported(
             ticket.tensors()
 
 
-def test_reuse_allows_writes_to_the_sources(either: str, engine: stillframe.Engine) -> None:
+def test_reuse_allows_writes_to_the_sources(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         ticket = offloader.offload(sources, reuse=True)
@@ -126,9 +113,7 @@ def test_reuse_allows_writes_to_the_sources(either: str, engine: stillframe.Engi
         assert same(ticket.tensors(), group(1))
 
 
-def test_group_written_after_its_prefetch_is_onloaded_again(
-    either: str, engine: stillframe.Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_group_written_after_its_prefetch_is_onloaded_again(either, engine, caplog):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.adopt(group(1))
         assert offloader.prefetch(ticket)
@@ -143,9 +128,7 @@ def test_group_written_after_its_prefetch_is_onloaded_again(
     assert caplog.text.count("between prefetch() and onload()") == 1
 
 
-def test_save_of_a_tickets_tensors_holds_their_state_at_the_call(
-    either: str, engine: stillframe.Engine, tmp_path: Path
-) -> None:
+def test_save_of_a_tickets_tensors_holds_their_state_at_the_call(either, engine, tmp_path):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         others = offloader.offload(group(2))
@@ -157,7 +140,7 @@ def test_save_of_a_tickets_tensors_holds_their_state_at_the_call(
         assert same(others.tensors(), group(2))
 
 
-def test_pool_memory_is_pinned_before_it_is_copied_to_the_device(engine: stillframe.Engine) -> None:
+def test_pool_memory_is_pinned_before_it_is_copied_to_the_device(engine):
     """The ticket's memory was filled before a driver was in use."""
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.adopt(group(1))
@@ -171,9 +154,7 @@ def test_pool_memory_is_pinned_before_it_is_copied_to_the_device(engine: stillfr
         assert driver.violations == []
 
 
-def test_group_is_onloaded_with_one_copy(
-    fake: testing.FakeDriver, engine: stillframe.Engine
-) -> None:
+def test_group_is_onloaded_with_one_copy(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload([torch.ones(n) for n in (5, 700, 33, 12_000)])
         before = fake.calls("cuMemcpyHtoDAsync_v2")
@@ -183,9 +164,7 @@ def test_group_is_onloaded_with_one_copy(
         assert len({tensor.data_ptr() % 512 for tensor in tensors}) == 1
 
 
-def test_small_groups_share_blocks_that_return_with_their_last_group(
-    either: str,
-) -> None:
+def test_small_groups_share_blocks_that_return_with_their_last_group(either):
     with (
         stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine,
         Offloader("cpu", engine=engine) as offloader,
@@ -210,7 +189,7 @@ def test_small_groups_share_blocks_that_return_with_their_last_group(
 # ---- bounds ------------------------------------------------------------------------------------
 
 
-def test_full_pool_error_names_its_holders(either: str) -> None:
+def test_full_pool_error_names_its_holders(either):
     with (
         stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB) as engine,
         Offloader("cpu", engine=engine) as offloader,
@@ -223,9 +202,7 @@ def test_full_pool_error_names_its_holders(either: str) -> None:
         assert same(tickets[3].tensors(), group(3, LARGE))
 
 
-def test_offload_waits_for_memory_that_will_return_and_counts_it(
-    fake: testing.FakeDriver,
-) -> None:
+def test_offload_waits_for_memory_that_will_return_and_counts_it(fake):
     with (
         stillframe.Engine(pool_bytes=2 * MIB, block_bytes=MIB) as engine,
         Offloader("cpu", engine=engine) as offloader,
@@ -242,7 +219,7 @@ def test_offload_waits_for_memory_that_will_return_and_counts_it(
         assert same(kept.tensors(), group(1, LARGE))
 
 
-def test_prefetch_gives_way_to_an_onload(either: str, engine: stillframe.Engine) -> None:
+def test_prefetch_gives_way_to_an_onload(either, engine):
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         one, two = offloader.offload(group(1)), offloader.offload(group(2))
         assert offloader.prefetch(one)
@@ -250,9 +227,7 @@ def test_prefetch_gives_way_to_an_onload(either: str, engine: stillframe.Engine)
         assert same(offloader.onload(one), group(1))
 
 
-def test_full_device_raises_and_nothing_is_lost(
-    either: str, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_device_raises_and_nothing_is_lost(either, engine, monkeypatch):
     def full(device: torch.device, nbytes: int) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
 
@@ -271,7 +246,7 @@ def test_full_device_raises_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_use_by_two_threads_keeps_every_group_intact(either: str, seed: int) -> None:
+def test_random_use_by_two_threads_keeps_every_group_intact(either, seed):
     """Each thread has its own groups; both share few slots and a small pool."""
     engine = stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB)
     offloader = Offloader("cpu", slots=4, engine=engine)

@@ -203,8 +203,8 @@ def an_optimizer_in_the_backward() -> Training:
     made = {p: AdamW([p]) for p in model.parameters()}
 
     def hook(p: Tensor) -> None:
-        made[p].step()  # type: ignore[index]
-        made[p].zero_grad()  # type: ignore[index]
+        made[p].step()
+        made[p].zero_grad()
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(hook)

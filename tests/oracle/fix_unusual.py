@@ -52,7 +52,7 @@ class MadeByHand(Optimizer):
         self.state: Any = {}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
     def step(self, closure: Any = None) -> Any:
@@ -62,7 +62,7 @@ class MadeByHand(Optimizer):
 @strange
 class StateRaises(Plain):
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         raise RuntimeError("not sharded yet")
 
     @state.setter
@@ -108,7 +108,7 @@ class AttributesRaise(Plain):
     def __init__(self, params: Iterable[Parameter]) -> None:
         self.params = list(params)
         self.param_groups = [{"params": self.params}]
-        self.state = {}  # type: ignore[assignment]
+        self.state = {}
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
         self._patch_step_function()
@@ -138,7 +138,7 @@ class NoDict:
 class _Unhashable:
     """A step that is an object."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __call__(self, optimizer: Any, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
@@ -156,8 +156,8 @@ class StepIsAnObject(Plain):
 
 _step_object = _Unhashable()
 _hooked = Optimizer.profile_hook_step(lambda self, *args: _step_object(self, *args))
-_hooked.__wrapped__ = _step_object  # type: ignore[attr-defined]
-_hooked.hooked = True  # type: ignore[attr-defined]
+_hooked.__wrapped__ = _step_object
+_hooked.hooked = True
 StepIsAnObject.step = _hooked
 
 
@@ -166,7 +166,7 @@ class PoisonedClass(Plain):
     """A class whose `__class__` returns something else."""
 
     @property
-    def __dict__(self) -> Any:  # type: ignore[override]
+    def __dict__(self) -> Any:
         raise TypeError("no dictionary here")
 
 

@@ -78,8 +78,8 @@ def replace(model: torch.nn.ParameterList) -> None:
     """Give a tensor another storage and keep the old one alive."""
     first, second, third = list(model.parameters())[:3]
     first.data = torch.empty(0)
-    second.data.set_()  # type: ignore[call-overload]
-    third.data.set_(torch.zeros(3))  # type: ignore[call-overload]
+    second.data.set_()
+    third.data.set_(torch.zeros(3))
     model.to_empty(device="cpu")
     model.double()
 
@@ -117,7 +117,7 @@ def tried(name: str) -> None:
         state = dict(model.state_dict())
         wanted = copy.deepcopy(state)
         with tempfile.TemporaryDirectory() as directory, slow("lane_copy", 0.02):
-            got = copied(state, lambda model=model: WAYS[name](model), directory)  # type: ignore[misc]
+            got = copied(state, lambda model=model: WAYS[name](model), directory)
         assert all(torch.equal(got[key], wanted[key]) for key in wanted), copied
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import stillframe
@@ -44,7 +43,7 @@ def compiled(optimizer: torch.optim.Optimizer, fullgraph: bool = True) -> Callab
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_fullgraph_step_compiles_and_trains_as_an_eager_one(kind: Optimizers) -> None:
+def test_fullgraph_step_compiles_and_trains_as_an_eager_one(kind):
     weights = []
     for whole in (False, True):
         model, optimizer = training(kind)
@@ -57,9 +56,7 @@ def test_fullgraph_step_compiles_and_trains_as_an_eager_one(kind: Optimizers) ->
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_first_fullgraph_step_waits_for_the_copy_of_a_save(
-    tmp_path: Path, kind: Optimizers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_fullgraph_step_waits_for_the_copy_of_a_save(tmp_path, kind, monkeypatch):
     """Earlier eager steps have made the weight deferrable."""
     model, optimizer = training(kind)
     for _ in range(4):
@@ -79,9 +76,7 @@ def test_first_fullgraph_step_waits_for_the_copy_of_a_save(
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_state_of_a_fullgraph_step_is_captured_with_a_fallback(
-    tmp_path: Path, kind: Optimizers
-) -> None:
+def test_state_of_a_fullgraph_step_is_captured_with_a_fallback(tmp_path, kind):
     model, optimizer = training(kind)
     for _ in range(4):
         backward(model)
@@ -99,7 +94,7 @@ def test_state_of_a_fullgraph_step_is_captured_with_a_fallback(
         assert torch.equal(stillframe.load(tmp_path / f"{number}.pt")["weight"], expected)
 
 
-def test_each_optimizer_of_a_compiled_function_is_captured(tmp_path: Path) -> None:
+def test_each_optimizer_of_a_compiled_function_is_captured(tmp_path):
     """torch does not use a graph traced for one optimizer for another."""
     for number in range(2):
         model, optimizer = training(torch.optim.Muon)
@@ -121,7 +116,7 @@ def _step_of(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.AdamW, torch.optim.SGD])
-def test_state_of_a_step_with_graph_breaks_is_deferred(tmp_path: Path, kind: Optimizers) -> None:
+def test_state_of_a_step_with_graph_breaks_is_deferred(tmp_path, kind):
     model, optimizer = training(kind)
     step = compiled(optimizer, fullgraph=False)
     for _ in range(4):
@@ -142,7 +137,7 @@ def layer(optimizer: torch.optim.Optimizer) -> torch.nn.Linear:
     return made
 
 
-def test_fullgraph_step_of_offloaded_layers_is_refused() -> None:
+def test_fullgraph_step_of_offloaded_layers_is_refused():
     """A step must not write weights while they are copied to the device."""
     model, optimizer = training(torch.optim.Muon)
     backward(model)
@@ -153,7 +148,7 @@ def test_fullgraph_step_of_offloaded_layers_is_refused() -> None:
         compiled(optimizer)()
 
 
-def test_compiled_step_is_refused_while_its_layers_are_offloaded() -> None:
+def test_compiled_step_is_refused_while_its_layers_are_offloaded():
     """Its graph, which cannot wait, was made before."""
     model, optimizer = training(torch.optim.Muon)
     step = compiled(optimizer)
@@ -170,7 +165,7 @@ def test_compiled_step_is_refused_while_its_layers_are_offloaded() -> None:
     assert not torch.equal(model.weight, before)
 
 
-def test_offloaded_layers_of_another_model_leave_a_fullgraph_step_alone() -> None:
+def test_offloaded_layers_of_another_model_leave_a_fullgraph_step_alone():
     weights = []
     for offloads in (False, True):
         other = torch.nn.Linear(64, 64)
@@ -188,7 +183,7 @@ def test_offloaded_layers_of_another_model_leave_a_fullgraph_step_alone() -> Non
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_fullgraph_step_with_offloaded_state_is_refused(is_compiled: bool) -> None:
+def test_fullgraph_step_with_offloaded_state_is_refused(is_compiled):
     """The state returns to its device group by group, in the step."""
     model, optimizer = training(torch.optim.Muon)
     step = compiled(optimizer)
@@ -203,7 +198,7 @@ def test_fullgraph_step_with_offloaded_state_is_refused(is_compiled: bool) -> No
 
 
 @pytest.mark.parametrize("first", ["eager", "compiled"])
-def test_parameter_that_a_fullgraph_step_writes_too_is_captured(tmp_path: Path, first: str) -> None:
+def test_parameter_that_a_fullgraph_step_writes_too_is_captured(tmp_path, first):
     """Another optimizer owns it, whose own steps would wait for the copy."""
     model, optimizer = training(torch.optim.Muon)
     other = torch.optim.Adafactor(model.parameters(), lr=0.01)
@@ -228,9 +223,7 @@ def test_parameter_that_a_fullgraph_step_writes_too_is_captured(tmp_path: Path, 
     assert not torch.equal(model.weight, expected)
 
 
-def test_first_fullgraph_step_waits_for_a_save_that_another_thread_submits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_fullgraph_step_waits_for_a_save_that_another_thread_submits(tmp_path, monkeypatch):
     """The save has chosen what it copies late, and is not launched yet."""
     model, optimizer = training(torch.optim.Muon)
     for _ in range(4):
@@ -270,7 +263,7 @@ torch.compile(lambda: optimizer.step(), fullgraph=True, backend="eager")()
 """
 
 
-def test_program_that_only_imports_the_package_compiles_a_fullgraph_step() -> None:
+def test_program_that_only_imports_the_package_compiles_a_fullgraph_step():
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALONE],
         capture_output=True,

@@ -65,7 +65,7 @@ def optimizer(order: list[str], cls: type[torch.optim.Optimizer] = SGD, **option
     return opt
 
 
-def test_step_without_a_closure_waits_at_once(order: list[str], pending: FakePending) -> None:
+def test_step_without_a_closure_waits_at_once(order, pending):
     opt = optimizer(order)
     opt.step()
     assert order == ["gate", "updated"]
@@ -75,7 +75,7 @@ def test_step_without_a_closure_waits_at_once(order: list[str], pending: FakePen
 
 
 @pytest.mark.parametrize("as_keyword", [False, True])
-def test_gate_comes_after_the_closure(order: list[str], as_keyword: bool) -> None:
+def test_gate_comes_after_the_closure(order, as_keyword):
     opt = optimizer(order)
     closure = noted(order, "closure", "the loss")
     loss = opt.step(closure=closure) if as_keyword else opt.step(closure)
@@ -83,7 +83,7 @@ def test_gate_comes_after_the_closure(order: list[str], as_keyword: bool) -> Non
     assert order == ["closure", "gate", "updated"]
 
 
-def test_update_comes_after_the_gate() -> None:
+def test_update_comes_after_the_gate():
     opt = SGD([param()], lr=0.1)
     p = opt.param_groups[0]["params"][0]
     at_gate: list[Tensor] = []
@@ -118,7 +118,7 @@ CLASSES = [
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
-def test_every_class_of_torch_calls_the_closure_before_it_writes(cls: Any) -> None:
+def test_every_class_of_torch_calls_the_closure_before_it_writes(cls):
     gate.wait()
     p = nn.Parameter(torch.randn(64, 64))
     opt = cls([p], lr=0.1)
@@ -150,7 +150,7 @@ def tensors_of(opt: torch.optim.Optimizer) -> list[Tensor]:
     return [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
 
 
-def test_every_call_of_lbfgs_waits_before_the_write_that_follows(order: list[str]) -> None:
+def test_every_call_of_lbfgs_waits_before_the_write_that_follows(order):
     p = param()
     opt = LBFGS([p], max_iter=5)
     written: list[bool] = []
@@ -174,7 +174,7 @@ def test_every_call_of_lbfgs_waits_before_the_write_that_follows(order: list[str
     assert not any(written)
 
 
-def test_a_step_through_a_grad_scaler_waits(order: list[str]) -> None:
+def test_a_step_through_a_grad_scaler_waits(order):
     opt = optimizer(order)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     p = opt.param_groups[0]["params"][0]
@@ -184,7 +184,7 @@ def test_a_step_through_a_grad_scaler_waits(order: list[str]) -> None:
     assert order == ["gate", "updated"]
 
 
-def test_lightnings_closures_wait_after_on_before_optimizer_step(order: list[str]) -> None:
+def test_lightnings_closures_wait_after_on_before_optimizer_step(order):
     opt = optimizer(order)
     torch.optim.lr_scheduler.StepLR(opt, 10)
 
@@ -197,7 +197,7 @@ def test_lightnings_closures_wait_after_on_before_optimizer_step(order: list[str
     assert order == ["forward", "backward", "on_before_optimizer_step", "gate", "updated"]
 
 
-def test_unregistered_class_waits_before_its_closure(order: list[str]) -> None:
+def test_unregistered_class_waits_before_its_closure(order):
     class Sam(SGD):
         def step(self, closure: Any = None) -> Any:
             order.append("perturb")
@@ -210,7 +210,7 @@ def test_unregistered_class_waits_before_its_closure(order: list[str]) -> None:
     assert order[:3] == ["gate", "perturb", "closure"]
 
 
-def test_registered_class_waits_after_its_closure(order: list[str]) -> None:
+def test_registered_class_waits_after_its_closure(order):
     class Vouched(SGD):
         def step(self, closure: Any = None) -> Any:
             loss = closure()
@@ -223,9 +223,7 @@ def test_registered_class_waits_after_its_closure(order: list[str]) -> None:
     assert order[:2] == ["closure", "gate"]
 
 
-def test_registered_class_that_writes_before_its_closure_tears_the_save(
-    order: list[str], pending: FakePending
-) -> None:
+def test_registered_class_that_writes_before_its_closure_tears_the_save(order, pending):
     class Liar(SGD):
         def step(self, closure: Any = None) -> Any:
             order.append("step")
@@ -239,14 +237,14 @@ def test_registered_class_that_writes_before_its_closure_tears_the_save(
     assert order == ["step", "unchanged", "gate", "step", "unchanged"]
 
 
-def test_gate_runs_before_other_pre_hooks(order: list[str]) -> None:
+def test_gate_runs_before_other_pre_hooks(order):
     opt = optimizer(order)
     opt.register_step_pre_hook(noted(order, "instance hook"))
     opt.step(noted(order, "closure"))
     assert order == ["gate", "instance hook", "closure", "updated"]
 
 
-def test_gate_runs_before_other_global_pre_hooks(order: list[str]) -> None:
+def test_gate_runs_before_other_global_pre_hooks(order):
     opt = optimizer(order)
     handle = register_optimizer_step_pre_hook(noted(order, "global hook"))
     try:
@@ -256,7 +254,7 @@ def test_gate_runs_before_other_global_pre_hooks(order: list[str]) -> None:
     assert order == ["gate", "global hook", "closure", "updated"]
 
 
-def test_gate_hook_moves_before_older_hooks() -> None:
+def test_gate_hook_moves_before_older_hooks():
     script = (
         "from torch.optim.optimizer import register_optimizer_step_pre_hook as r\n"
         "from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks\n"
@@ -267,7 +265,7 @@ def test_gate_hook_moves_before_older_hooks() -> None:
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", script]) == 0
 
 
-def test_writes_of_foreign_post_hooks_are_observed() -> None:
+def test_writes_of_foreign_post_hooks_are_observed():
     p, q = param(), param()
     opt = Adam([p, q])
 
@@ -283,7 +281,7 @@ def test_writes_of_foreign_post_hooks_are_observed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what torch.compile imports
-def test_a_compiled_step_waits_every_time(order: list[str]) -> None:
+def test_a_compiled_step_waits_every_time(order):
     gate.wait()
     order.clear()
     opt = AdamW([param()])
@@ -295,7 +293,7 @@ def test_a_compiled_step_waits_every_time(order: list[str]) -> None:
     assert order == ["gate"] * 4
 
 
-def test_an_optimizer_in_the_backward_waits(order: list[str]) -> None:
+def test_an_optimizer_in_the_backward_waits(order):
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     made = {p: SGD([p], lr=0.1) for p in module.parameters()}
     first = {p: p.detach().clone() for p in made}
@@ -303,13 +301,13 @@ def test_an_optimizer_in_the_backward_waits(order: list[str]) -> None:
     gate.wait()
     gate.track(FakePending(lambda: at_gate.extend(torch.equal(first[p], p) for p in made)))
     for p in module.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: made[p].step())  # type: ignore[index,arg-type]
+        p.register_post_accumulate_grad_hook(lambda p: made[p].step())
     module(torch.randn(2, 8)).sum().backward()
     assert at_gate == [True] * 4
     assert not any(torch.equal(first[p], p) for p in made)
 
 
-def test_gradient_accumulation_waits_only_at_the_step(order: list[str]) -> None:
+def test_gradient_accumulation_waits_only_at_the_step(order):
     opt = optimizer(order)
     p = opt.param_groups[0]["params"][0]
     for _ in range(4):
@@ -319,7 +317,7 @@ def test_gradient_accumulation_waits_only_at_the_step(order: list[str]) -> None:
     assert order == ["backward"] * 4 + ["gate", "updated"]
 
 
-def test_gate_waits_once_for_every_save(pending: FakePending) -> None:
+def test_gate_waits_once_for_every_save(pending):
     others = [FakePending() for _ in range(3)]
     for other in others:
         gate.track(other)
@@ -328,14 +326,14 @@ def test_gate_waits_once_for_every_save(pending: FakePending) -> None:
     assert [f.waits for f in (pending, *others)] == [1, 1, 1, 1]
 
 
-def test_untracked_save_is_not_waited_for(pending: FakePending) -> None:
+def test_untracked_save_is_not_waited_for(pending):
     gate.untrack(pending)
     gate.untrack(pending)
     gate.wait()
     assert pending.waits == 0
 
 
-def test_interrupted_wait_continues_at_the_next_gate(order: list[str]) -> None:
+def test_interrupted_wait_continues_at_the_next_gate(order):
     gate.wait()
 
     class Interrupted(FakePending):
@@ -356,7 +354,7 @@ def test_interrupted_wait_continues_at_the_next_gate(order: list[str]) -> None:
     assert fake.waits == 2
 
 
-def test_save_made_during_a_wait_is_waited_for(order: list[str]) -> None:
+def test_save_made_during_a_wait_is_waited_for(order):
     gate.wait()
     inner = FakePending()
     gate.track(FakePending(lambda: gate.track(inner)))
@@ -364,7 +362,7 @@ def test_save_made_during_a_wait_is_waited_for(order: list[str]) -> None:
     assert inner.waits == 1
 
 
-def test_a_signal_handler_may_save_and_wait_inside_a_step(order: list[str]) -> None:
+def test_a_signal_handler_may_save_and_wait_inside_a_step(order):
     p = param()
     opt = Adam([p])
     run_steps(opt, 4)
@@ -388,7 +386,7 @@ def test_a_signal_handler_may_save_and_wait_inside_a_step(order: list[str]) -> N
 # ---- threads ----------------------------------------------------------------------------------
 
 
-def test_step_of_another_thread_waits_until_the_save_is_tracked(order: list[str]) -> None:
+def test_step_of_another_thread_waits_until_the_save_is_tracked(order):
     gate.wait()
     order.clear()
     p = param()
@@ -413,7 +411,7 @@ def test_step_of_another_thread_waits_until_the_save_is_tracked(order: list[str]
     assert deferral.overtaken is False
 
 
-def test_failed_call_releases_waiting_threads() -> None:
+def test_failed_call_releases_waiting_threads():
     p = param()
     opt = Adam([p])
     run_steps(opt, 4)
@@ -428,7 +426,7 @@ def test_failed_call_releases_waiting_threads() -> None:
     assert not thread.is_alive() and ref() is None
 
 
-def test_step_stops_waiting_for_a_call_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_stops_waiting_for_a_call_that_never_ends(monkeypatch):
     monkeypatch.setattr(gate, "_CALL_TIMEOUT_S", 0.05)
     p = param()
     opt = Adam([p], fused=True)  # counts no version
@@ -441,7 +439,7 @@ def test_step_stops_waiting_for_a_call_that_never_ends(monkeypatch: pytest.Monke
     assert deferral.torn() == 0
 
 
-def test_step_inside_the_save_call_tears_the_save() -> None:
+def test_step_inside_the_save_call_tears_the_save():
     p = param()
     opt = Adam([p], fused=True)
     run_steps(opt, 4)
@@ -450,7 +448,7 @@ def test_step_inside_the_save_call_tears_the_save() -> None:
     assert deferral.torn() == 0
 
 
-def test_close_ends_a_deferral_without_a_save() -> None:
+def test_close_ends_a_deferral_without_a_save():
     p = param()
     opt = Adam([p])
     run_steps(opt, 4)
@@ -464,7 +462,7 @@ def test_close_ends_a_deferral_without_a_save() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_child_waits_for_nothing_and_keeps_observing(pending: FakePending) -> None:
+def test_forked_child_waits_for_nothing_and_keeps_observing(pending):
     p = param()
     opt = SGD([p], lr=0.1, momentum=0.9, foreach=False)
     gate.untrack(pending)
@@ -487,7 +485,7 @@ def test_forked_child_waits_for_nothing_and_keeps_observing(pending: FakePending
 # ---- cost -------------------------------------------------------------------------------------
 
 
-def test_decided_optimizer_costs_microseconds_per_step() -> None:
+def test_decided_optimizer_costs_microseconds_per_step():
     gate.wait()
     p = param()
     opt = SGD([p], lr=0.1, momentum=0.9)
@@ -502,7 +500,7 @@ def test_decided_optimizer_costs_microseconds_per_step() -> None:
     assert best < 50e-6  # 4 us on an idle machine
 
 
-def test_more_than_a_thousand_storages_are_deferred_together() -> None:
+def test_more_than_a_thousand_storages_are_deferred_together():
     params = [param(2048) for _ in range(400)]
     opt = AdamW(params, foreach=True)
     run_steps(opt, 20)  # the budget of the watching is processor time: more than idle takes
@@ -515,9 +513,7 @@ def test_more_than_a_thousand_storages_are_deferred_together() -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_step_captured_by_torch_makes_its_optimizer_captured(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_captured_by_torch_makes_its_optimizer_captured(captured, monkeypatch):
     """Replays write without running hooks, so nothing may be deferred from then on."""
     monkeypatch.setattr(_device, "_is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 
 import moving
 import pytest
@@ -32,9 +31,7 @@ def ways() -> tuple[dict[str, str], str]:
 
 
 @pytest.mark.parametrize("name", moving.WAYS)
-def test_storage_moved_after_the_call_is_copied_first(
-    ways: tuple[dict[str, str], str], name: str
-) -> None:
+def test_storage_moved_after_the_call_is_copied_first(ways, name):
     statuses, said = ways
     assert statuses.get(name) == "0", said
 
@@ -46,11 +43,11 @@ def copied() -> torch.nn.Parameter:
     p = param()
     opt = SGD([p], lr=0.1)
     run_steps(opt, 4)
-    p.optimizer = opt  # type: ignore[attr-defined]
+    p.optimizer = opt
     return p
 
 
-def test_move_waits_only_for_a_storage_being_copied(copied: torch.nn.Parameter) -> None:
+def test_move_waits_only_for_a_storage_being_copied(copied):
     pending = FakePending()
     gate.track(pending, gate.defer(skeleton_of([copied]), overlap=True))
     param().untyped_storage().resize_(0)
@@ -62,9 +59,9 @@ def test_move_waits_only_for_a_storage_being_copied(copied: torch.nn.Parameter) 
     assert pending.waits == 1
 
 
-def test_move_waits_again_for_copies_on_a_device(copied: torch.nn.Parameter) -> None:
+def test_move_waits_again_for_copies_on_a_device(copied):
     class OnDevice(FakePending):
-        def gate(self) -> bool:  # type: ignore[override]
+        def gate(self) -> bool:
             super().gate()
             return False
 
@@ -77,7 +74,7 @@ def test_move_waits_again_for_copies_on_a_device(copied: torch.nn.Parameter) -> 
     assert not gate.anything_copied()
 
 
-def test_move_waits_for_a_save_call_of_another_thread(copied: torch.nn.Parameter) -> None:
+def test_move_waits_for_a_save_call_of_another_thread(copied):
     deferral = gate.defer(skeleton_of([copied]), overlap=True)
     moved = threading.Event()
 
@@ -104,7 +101,7 @@ def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_swap_tensors_works_as_without_stillframe() -> None:
+def test_swap_tensors_works_as_without_stillframe():
     model, optimizer = stepped()
     assert deferred(model.weight) == [True]
     torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.full((100, 100), 7.0)))
@@ -120,13 +117,13 @@ def test_swap_tensors_works_as_without_stillframe() -> None:
     assert deferred(model.weight) == [True]
 
 
-def test_swap_tensors_accepts_keyword_arguments() -> None:
+def test_swap_tensors_accepts_keyword_arguments():
     model, _ = stepped()
     torch.utils.swap_tensors(t1=model.weight, t2=torch.nn.Parameter(torch.full((100, 100), 7.0)))
     assert model.weight[0, 0] == 7
 
 
-def test_swap_waits_for_earlier_copies(tmp_path: Path) -> None:
+def test_swap_waits_for_earlier_copies(tmp_path):
     model, _ = stepped()
     before = model.weight.detach().clone()
     with slow("lane_copy", 0.1):
@@ -137,7 +134,7 @@ def test_swap_waits_for_earlier_copies(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "x.pt")["weight"], before)
 
 
-def test_swap_is_still_refused_for_foreign_weak_references() -> None:
+def test_swap_is_still_refused_for_foreign_weak_references():
     model, _ = stepped()
     theirs = weakref.ref(model.weight)
     with pytest.raises(RuntimeError, match="t1 because it has weakref"):
@@ -145,7 +142,7 @@ def test_swap_is_still_refused_for_foreign_weak_references() -> None:
     assert theirs() is model.weight
 
 
-def test_wrapped_methods_keep_their_names_and_signatures() -> None:
+def test_wrapped_methods_keep_their_names_and_signatures():
     assert list(inspect.signature(torch.utils.swap_tensors).parameters) == ["t1", "t2"]
     base = torch._C.StorageBase.resize_
     assert torch.UntypedStorage.resize_.__doc__ == base.__doc__
@@ -155,4 +152,4 @@ def test_wrapped_methods_keep_their_names_and_signatures() -> None:
         assert method.__wrapped__ is not method
     assert "self" in str(inspect.signature(torch.UntypedStorage._share_fd_cpu_))
     with pytest.raises(RuntimeError, match="expects an int"):
-        torch.zeros(2).untyped_storage().resize_("many")  # type: ignore[arg-type]
+        torch.zeros(2).untyped_storage().resize_("many")

@@ -76,7 +76,7 @@ def warmed_up(make: Callable[[], Training], steps: int = 4) -> Training:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_file_holds_the_state_at_the_call(name: str, tmp_path: Path) -> None:
+def test_every_file_holds_the_state_at_the_call(name, tmp_path):
     training = warmed_up(TRAININGS[name])
     path = tmp_path / "state.pt"
     gate_wait_s = 0.0
@@ -98,9 +98,7 @@ def test_every_file_holds_the_state_at_the_call(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("make", [adamw, adamw_fused], ids=lambda m: m.__name__)
-def test_saves_in_flight_together_each_hold_their_own_step(
-    make: Callable[[], Training], tmp_path: Path
-) -> None:
+def test_saves_in_flight_together_each_hold_their_own_step(make, tmp_path):
     training = warmed_up(make)
     made = []
     with slow("lane_copy", 0.005):
@@ -113,7 +111,7 @@ def test_saves_in_flight_together_each_hold_their_own_step(
             assert_same(read(tmp_path / str(i)), wanted)
 
 
-def test_saves_from_the_first_step_on_are_correct(tmp_path: Path) -> None:
+def test_saves_from_the_first_step_on_are_correct(tmp_path):
     training = adamw()
     late = []
     with slow("lane_copy", 0.005):
@@ -121,12 +119,12 @@ def test_saves_from_the_first_step_on_are_correct(tmp_path: Path) -> None:
             wanted = now(training)
             handle = stillframe.async_save(training.state(), tmp_path / "state.pt")
             training.advance()
-            late.append(handle.result().deferred_nbytes > 0)  # type: ignore[union-attr]
+            late.append(handle.result().deferred_nbytes > 0)
             assert_same(read(tmp_path / "state.pt"), wanted)
     assert late == [False, False, False, True, True, True]
 
 
-def test_a_save_inside_a_step_captures_everything(tmp_path: Path) -> None:
+def test_a_save_inside_a_step_captures_everything(tmp_path):
     training = warmed_up(adamw)
     opt, model = training.optimizers[0], training.model
     assert model is not None
@@ -146,16 +144,16 @@ def test_a_save_inside_a_step_captures_everything(tmp_path: Path) -> None:
     assert_same(read(tmp_path / "s.pt"), made[0][0])
 
 
-def test_with_overlap_false_everything_is_captured(tmp_path: Path) -> None:
+def test_with_overlap_false_everything_is_captured(tmp_path):
     training = warmed_up(adamw)
     wanted = now(training)
     handle = stillframe.async_save(training.state(), tmp_path / "s.pt", overlap=False)
     scribble(training)
-    assert handle.result().deferred_nbytes == 0  # type: ignore[union-attr]
+    assert handle.result().deferred_nbytes == 0
     assert_same(read(tmp_path / "s.pt"), wanted)
 
 
-def test_threads_that_train_and_save_do_not_tear_each_others_saves(tmp_path: Path) -> None:
+def test_threads_that_train_and_save_do_not_tear_each_others_saves(tmp_path):
     trainings = [warmed_up(adamw_fused) for _ in range(2)]
     failures: list[BaseException] = []
     late: list[int] = []
@@ -167,7 +165,7 @@ def test_threads_that_train_and_save_do_not_tear_each_others_saves(tmp_path: Pat
                 wanted = now(training)
                 handle = stillframe.async_save(training.state(), path)
                 training.advance()
-                late.append(handle.result().deferred_nbytes)  # type: ignore[union-attr]
+                late.append(handle.result().deferred_nbytes)
                 assert_same(read(path), wanted)
         except BaseException as error:
             failures.append(error)
@@ -239,37 +237,33 @@ def resize(training: Training) -> None:
 @pytest.mark.parametrize(
     "write", [*WRITES, new_storages, load_the_optimizer, resize], ids=lambda w: w.__name__
 )
-def test_after_wait_staged_anything_may_be_changed(
-    write: Callable[[Training], None], tmp_path: Path
-) -> None:
+def test_after_wait_staged_anything_may_be_changed(write, tmp_path):
     training = warmed_up(adamw)
     wanted = now(training)
     with slow("lane_copy", 0.01):
         handle = stillframe.async_save(training.state(), tmp_path / "s.pt")
         handle.wait_staged()
         write(training)
-        assert handle.result().deferred_nbytes > 0  # type: ignore[union-attr]
+        assert handle.result().deferred_nbytes > 0
     assert_same(read(tmp_path / "s.pt"), wanted)
 
 
 @pytest.mark.parametrize("write", [new_storages, load_the_optimizer], ids=lambda w: w.__name__)
-def test_replaced_storage_does_not_tear_a_save(
-    write: Callable[[Training], None], tmp_path: Path
-) -> None:
+def test_replaced_storage_does_not_tear_a_save(write, tmp_path):
     training = warmed_up(adamw)
     wanted = now(training)
     with slow("lane_copy", 0.05):
         handle = stillframe.async_save(training.state(), tmp_path / "s.pt")
         write(training)
-        assert handle.result().deferred_nbytes > 0  # type: ignore[union-attr]
+        assert handle.result().deferred_nbytes > 0
     assert_same(read(tmp_path / "s.pt"), wanted)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
 @pytest.mark.parametrize("make", [adamw, adamw_fused, sgd], ids=lambda m: m.__name__)
 def test_a_write_while_the_copy_is_held_back_fails_the_save_and_keeps_the_old_file(
-    make: Callable[[], Training], write: Callable[[Training], None], tmp_path: Path
-) -> None:
+    make, write, tmp_path
+):
     path = tmp_path / "state.pt"
     training = warmed_up(make)
     stillframe.save(training.state(), path)
@@ -285,14 +279,12 @@ def test_a_write_while_the_copy_is_held_back_fails_the_save_and_keeps_the_old_fi
     wanted = now(training)
     handle = stillframe.async_save(training.state(), path)
     scribble(training)
-    assert handle.result().deferred_nbytes == 0  # type: ignore[union-attr]
+    assert handle.result().deferred_nbytes == 0
     assert_same(read(path), wanted)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
-def test_write_at_any_moment_is_noticed_or_harmless(
-    write: Callable[[Training], None], tmp_path: Path
-) -> None:
+def test_write_at_any_moment_is_noticed_or_harmless(write, tmp_path):
     path = tmp_path / "state.pt"
     outcomes = []
     for delay_s in [0.0] * ROUNDS + [0.002, 0.01]:
@@ -312,7 +304,7 @@ def test_write_at_any_moment_is_noticed_or_harmless(
     assert outcomes[-1] == "torn"
 
 
-def test_write_after_a_step_does_not_tear(tmp_path: Path) -> None:
+def test_write_after_a_step_does_not_tear(tmp_path):
     training = warmed_up(adamw)
     with slow("lane_copy", 0.02):
         for _ in range(ROUNDS):
@@ -330,7 +322,7 @@ def one_element(training: Training) -> None:
     training.optimizers[0].param_groups[0]["params"][0].data.view(-1)[100_003] += 1.0
 
 
-def test_a_sparse_write_that_counts_a_version_is_noticed(tmp_path: Path) -> None:
+def test_a_sparse_write_that_counts_a_version_is_noticed(tmp_path):
     training = warmed_up(adamw)
     with slow("lane_copy", 3 * HELD_BACK_S):
         handle = stillframe.async_save(training.state(), tmp_path / "s.pt")
@@ -340,7 +332,7 @@ def test_a_sparse_write_that_counts_a_version_is_noticed(tmp_path: Path) -> None
             handle.result()
 
 
-def test_check_mutation_notices_a_sparse_write_that_counts_no_version(tmp_path: Path) -> None:
+def test_check_mutation_notices_a_sparse_write_that_counts_no_version(tmp_path):
     training = warmed_up(adamw)
     with slow("lane_copy", 3 * HELD_BACK_S):
         handle = stillframe.async_save(training.state(), tmp_path / "s.pt", check_mutation=True)
@@ -355,7 +347,7 @@ def test_check_mutation_notices_a_sparse_write_that_counts_no_version(tmp_path: 
     reason="a sparse .data write between call and copy: no version is counted and no sample lies "
     "there; docs/guarantees.md states it, wait_staged() or check_mutation=True is the remedy",
 )
-def test_a_sparse_data_write_outside_the_step_is_noticed(tmp_path: Path) -> None:
+def test_a_sparse_data_write_outside_the_step_is_noticed(tmp_path):
     for _ in range(8):  # one line in eight is sampled here, others each time
         training = warmed_up(sgd)
         with slow("lane_copy", HELD_BACK_S):
@@ -369,9 +361,7 @@ def test_a_sparse_data_write_outside_the_step_is_noticed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("make", [adamw, adamw_fused, sgd], ids=lambda m: m.__name__)
-def test_oracle_notices_a_missing_gate(
-    make: Callable[[], Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oracle_notices_a_missing_gate(make, tmp_path, monkeypatch):
     training = warmed_up(make)
     monkeypatch.setattr(gate, "track", lambda *_: None)
     monkeypatch.setattr(gate, "_wait_for_calls", lambda: None)

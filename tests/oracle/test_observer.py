@@ -53,7 +53,7 @@ def marks_of(*tensors: torch.Tensor) -> Marks:
 # ---- what is still there ----------------------------------------------------------------------
 
 
-def test_exchanged_memory_is_not_read() -> None:
+def test_exchanged_memory_is_not_read():
     p = param(LARGE)
     observer = enrolled(groups_of(p))
     p.share_memory_()  # the same StorageImpl, as long as it was
@@ -61,9 +61,7 @@ def test_exchanged_memory_is_not_read() -> None:
     assert observer.counts() == (0, 0, 1)
 
 
-def test_shrunk_memory_is_not_read(
-    present: Callable[[str, Any], None],
-) -> None:
+def test_shrunk_memory_is_not_read(present):
     elsewhere = torch.zeros(NUMEL)
     present("data_ptr", lambda storage: elsewhere.data_ptr())
     p = param()
@@ -73,9 +71,7 @@ def test_shrunk_memory_is_not_read(
     assert observer.counts() == (0, 0, 1)
 
 
-def test_memory_that_torch_refuses_is_not_read(
-    present: Callable[[str, Any], None],
-) -> None:
+def test_memory_that_torch_refuses_is_not_read(present):
     p = param()
     groups = groups_of(p)
     observer = enrolled(groups)
@@ -86,7 +82,7 @@ def test_memory_that_torch_refuses_is_not_read(
     assert again.counts() == (0, 0, 0)
 
 
-def test_storage_with_a_new_length_is_captured() -> None:
+def test_storage_with_a_new_length_is_captured():
     p = param()
     opt = SGD([p], lr=0.1)
     run_steps(opt, 4)
@@ -98,7 +94,7 @@ def test_storage_with_a_new_length_is_captured() -> None:
     assert (deferral.indices, lanes(skeleton)) == ([], [0])
 
 
-def test_storage_captured_between_two_probes_stays_captured() -> None:
+def test_storage_captured_between_two_probes_stays_captured():
     p = param()
     groups = groups_of(p)
     observer = enrolled(groups)
@@ -109,7 +105,7 @@ def test_storage_captured_between_two_probes_stays_captured() -> None:
     assert observer.counts() == (0, 0, 1)
 
 
-def test_successor_of_a_vanished_storage_is_enrolled() -> None:
+def test_successor_of_a_vanished_storage_is_enrolled():
     p = param()
     groups = groups_of(p)
     observer = enrolled(groups)
@@ -120,7 +116,7 @@ def test_successor_of_a_vanished_storage_is_enrolled() -> None:
     assert observer.stepped(groups, {}) is True
 
 
-def test_inference_tensors_are_captured() -> None:
+def test_inference_tensors_are_captured():
     p = param()
     with torch.inference_mode():
         average = torch.zeros(NUMEL)
@@ -131,7 +127,7 @@ def test_inference_tensors_are_captured() -> None:
 # ---- when there is nothing to do --------------------------------------------------------------
 
 
-def test_undeferrable_tensors_are_not_enrolled_again() -> None:
+def test_undeferrable_tensors_are_not_enrolled_again():
     p, small = param(), param(10)
     opt = SGD([p, small], lr=0.1)
     run_steps(opt, 4)
@@ -144,9 +140,7 @@ def test_undeferrable_tensors_are_not_enrolled_again() -> None:
 # ---- devices ----------------------------------------------------------------------------------
 
 
-def test_storages_on_unreadable_devices_stay_undecided(
-    present: Callable[[str, Any], None],
-) -> None:
+def test_storages_on_unreadable_devices_stay_undecided(present):
     # More of them than there are eyes, and none that any driver has.
     params = [param((1 << 14) + 1) for _ in range(40)]
     numbers = {id(p): 100 + number for number, p in enumerate(params)}
@@ -164,7 +158,7 @@ def test_storages_on_unreadable_devices_stay_undecided(
 # ---- what a keeper has ------------------------------------------------------------------------
 
 
-def test_memory_owners_storages_are_marked_once_and_only_if_large() -> None:
+def test_memory_owners_storages_are_marked_once_and_only_if_large():
     large, small = torch.zeros(KEPT // 4 + 1), torch.zeros(KEPT // 4)
     marks = marks_of(small, large)
     _core.Observer.defer_kept([small, large, large], marks)
@@ -172,7 +166,7 @@ def test_memory_owners_storages_are_marked_once_and_only_if_large() -> None:
     assert [marks.is_late(number) for number in range(2)] == [False, True]
 
 
-def test_memory_owners_inference_tensor_is_refused_and_leaves_no_marks() -> None:
+def test_memory_owners_inference_tensor_is_refused_and_leaves_no_marks():
     with torch.inference_mode():
         kept = torch.zeros(KEPT)
     marks = marks_of(kept)
@@ -185,7 +179,7 @@ def test_memory_owners_inference_tensor_is_refused_and_leaves_no_marks() -> None
 # ---- what is left -----------------------------------------------------------------------------
 
 
-def test_observer_releases_everything_that_it_observed() -> None:
+def test_observer_releases_everything_that_it_observed():
     owned: dict[Any, Any] = {}
     p = param()
     observer = _core.Observer(owned, 1)

@@ -8,7 +8,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def adamw(*params: nn.Parameter, **options: Any) -> AdamW:
 @pytest.mark.parametrize(
     "options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str
 )
-def test_parameters_and_state_are_deferred_after_two_clean_cycles(options: dict[str, Any]) -> None:
+def test_parameters_and_state_are_deferred_after_two_clean_cycles(options):
     p = param()
     opt = adamw(p, **options)
     for step in range(1, 6):
@@ -56,7 +56,7 @@ def test_parameters_and_state_are_deferred_after_two_clean_cycles(options: dict[
         assert deferred(p, *state_tensors(opt)) == [wanted] * 3
 
 
-def test_nothing_is_deferred_with_overlap_false() -> None:
+def test_nothing_is_deferred_with_overlap_false():
     p = param()
     opt = adamw(p)
     run_steps(opt, 4)
@@ -65,7 +65,7 @@ def test_nothing_is_deferred_with_overlap_false() -> None:
     assert lanes(skeleton) == [0]
 
 
-def test_1200_storages_are_decided_by_the_fourth_gate() -> None:
+def test_1200_storages_are_decided_by_the_fourth_gate():
     params = [param(2048) for _ in range(400)]
     opt = adamw(*params)
     run_steps(opt, 3)
@@ -76,14 +76,14 @@ def test_1200_storages_are_decided_by_the_fourth_gate() -> None:
     assert owner.observer.counts() == (0, 1200, 0)
 
 
-def test_small_storages_are_captured() -> None:
+def test_small_storages_are_captured():
     p, q = param(1024), param(1025)  # 4096 bytes, and 4100
     opt = adamw(p, q)
     run_steps(opt, 4)
     assert deferred(p, q) == [False, True]
 
 
-def test_a_small_view_of_a_large_storage_is_deferred_with_it() -> None:
+def test_a_small_view_of_a_large_storage_is_deferred_with_it():
     flat = torch.randn(NUMEL)
     p, q = nn.Parameter(flat[:10]), nn.Parameter(flat[10:])
     opt = SGD([p, q], lr=0.1)
@@ -91,7 +91,7 @@ def test_a_small_view_of_a_large_storage_is_deferred_with_it() -> None:
     assert deferred(p, q) == [True, True]
 
 
-def test_stateless_optimizer_owns_parameters_with_gradients_at_a_step() -> None:
+def test_stateless_optimizer_owns_parameters_with_gradients_at_a_step():
     p, q = param(), param()
     opt = SGD([p, q], lr=0.1)
     for _ in range(4):
@@ -105,7 +105,7 @@ def test_stateless_optimizer_owns_parameters_with_gradients_at_a_step() -> None:
     assert deferred(p, q) == [True, True]
 
 
-def test_a_parameter_without_state_beside_others_with_state_is_captured() -> None:
+def test_a_parameter_without_state_beside_others_with_state_is_captured():
     # A momentum encoder in Adam(self.parameters()): requires_grad, never a gradient.
     p, encoder = param(), param()
     opt = Adam([p, encoder])
@@ -117,7 +117,7 @@ def test_a_parameter_without_state_beside_others_with_state_is_captured() -> Non
     assert deferred(p, encoder) == [True, False]
 
 
-def test_frozen_parameters_are_captured() -> None:
+def test_frozen_parameters_are_captured():
     p, q = param(), param()
     opt = adamw(p, q)
     run_steps(opt, 4)
@@ -125,7 +125,7 @@ def test_frozen_parameters_are_captured() -> None:
     assert deferred(p, q) == [True, False]
 
 
-def test_storage_is_deferred_only_if_all_its_owners_are_trained() -> None:
+def test_storage_is_deferred_only_if_all_its_owners_are_trained():
     flat = torch.randn(2 * NUMEL)
     p, q = nn.Parameter(flat[:NUMEL]), nn.Parameter(flat[NUMEL:])
     opt = adamw(p, q)
@@ -135,7 +135,7 @@ def test_storage_is_deferred_only_if_all_its_owners_are_trained() -> None:
     assert deferred(p) == [False]
 
 
-def test_storage_shared_with_a_frozen_parameter_is_captured() -> None:
+def test_storage_shared_with_a_frozen_parameter_is_captured():
     flat = torch.randn(2 * NUMEL)
     p = nn.Parameter(flat[:NUMEL])
     frozen = nn.Parameter(flat[NUMEL:], requires_grad=False)
@@ -145,7 +145,7 @@ def test_storage_shared_with_a_frozen_parameter_is_captured() -> None:
     assert deferred(*state_tensors(opt)) == [True, True]
 
 
-def test_tensor_removed_from_groups_or_state_is_captured() -> None:
+def test_tensor_removed_from_groups_or_state_is_captured():
     p, q, r = param(), param(), param()
     opt = adamw(p, q, r)
     run_steps(opt, 4)
@@ -156,7 +156,7 @@ def test_tensor_removed_from_groups_or_state_is_captured() -> None:
     assert deferred(p, q, r, old) == [False, False, True, False]
 
 
-def test_tensors_outside_the_optimizer_are_captured() -> None:
+def test_tensors_outside_the_optimizer_are_captured():
     p = param()
     opt = adamw(p)
     run_steps(opt, 4)
@@ -164,7 +164,7 @@ def test_tensors_outside_the_optimizer_are_captured() -> None:
     assert deferred(p, ema, plain) == [True, False, False]
 
 
-def test_a_tensor_lr_is_captured() -> None:
+def test_a_tensor_lr_is_captured():
     p = param()
     lr = torch.full((NUMEL,), 0.001)[0]
     opt = SGD([p], lr=lr, foreach=False)
@@ -172,7 +172,7 @@ def test_a_tensor_lr_is_captured() -> None:
     assert deferred(p, lr) == [True, False]
 
 
-def test_shared_memory_is_captured() -> None:
+def test_shared_memory_is_captured():
     p, q = param(), param()
     p.share_memory_()
     opt = adamw(p, q)
@@ -184,7 +184,7 @@ def test_shared_memory_is_captured() -> None:
     assert deferred(p, q) == [False, False]
 
 
-def test_a_registered_subclass_of_tensor_is_captured() -> None:
+def test_a_registered_subclass_of_tensor_is_captured():
     class Special(nn.Parameter):
         pass
 
@@ -209,7 +209,7 @@ def test_a_registered_subclass_of_tensor_is_captured() -> None:
     ],
     ids=["clamp", "data", "foreach", "start", "middle", "end"],
 )
-def test_storage_written_between_steps_is_captured(write: Callable[[Tensor], object]) -> None:
+def test_storage_written_between_steps_is_captured(write):
     p, q = param(), param()
     opt = adamw(p, q)
 
@@ -221,7 +221,7 @@ def test_storage_written_between_steps_is_captured(write: Callable[[Tensor], obj
     assert deferred(p, q, *state_tensors(opt)) == [False, True, True, True, True, True]
 
 
-def test_storage_changed_once_is_captured_until_load_state_dict() -> None:
+def test_storage_changed_once_is_captured_until_load_state_dict():
     p, q = param(), param()
     opt = adamw(p, q)
     run_steps(opt, 1)
@@ -236,7 +236,7 @@ def test_storage_changed_once_is_captured_until_load_state_dict() -> None:
     assert deferred(p, q, *state_tensors(opt)) == [True] * 6
 
 
-def test_max_norm_embeddings_are_captured() -> None:
+def test_max_norm_embeddings_are_captured():
     embedding = nn.Embedding(64, 64, max_norm=0.1)
     head = nn.Linear(64, 64)
     opt = SGD([*embedding.parameters(), *head.parameters()], lr=0.1, momentum=0.9)
@@ -247,7 +247,7 @@ def test_max_norm_embeddings_are_captured() -> None:
     assert deferred(embedding.weight, head.weight) == [False, True]
 
 
-def test_new_storages_are_captured_until_observed() -> None:
+def test_new_storages_are_captured_until_observed():
     p = param()
     opt = adamw(p)
     run_steps(opt, 4)
@@ -258,7 +258,7 @@ def test_new_storages_are_captured_until_observed() -> None:
 
 
 @pytest.mark.parametrize("by", ["a new parameter", "a parameter that moves"])
-def test_storage_with_a_new_tensor_is_captured_until_observed_again(by: str) -> None:
+def test_storage_with_a_new_tensor_is_captured_until_observed_again(by):
     p, q = param(), param()
     opt = adamw(p, q)
     run_steps(opt, 4)
@@ -273,7 +273,7 @@ def test_storage_with_a_new_tensor_is_captured_until_observed_again(by: str) -> 
     assert deferred(p) == [True]
 
 
-def test_module_moved_there_and_back_is_captured_until_observed() -> None:
+def test_module_moved_there_and_back_is_captured_until_observed():
     module = nn.Linear(64, 64)
     opt = SGD(module.parameters(), lr=0.1, momentum=0.9)
     run_steps(opt, 4)
@@ -284,7 +284,7 @@ def test_module_moved_there_and_back_is_captured_until_observed() -> None:
     assert deferred(module.weight) == [True]
 
 
-def test_a_resized_storage_is_captured() -> None:
+def test_a_resized_storage_is_captured():
     p = param()
     opt = adamw(p)
     run_steps(opt, 4)
@@ -300,7 +300,7 @@ def test_a_resized_storage_is_captured() -> None:
     assert deferred(p) == [False]
 
 
-def test_resized_storage_is_deferred_after_it_is_observed_again() -> None:
+def test_resized_storage_is_deferred_after_it_is_observed_again():
     p = param()
     opt = SGD([p], lr=0.1)
     run_steps(opt, 4)
@@ -310,7 +310,7 @@ def test_resized_storage_is_deferred_after_it_is_observed_again() -> None:
     assert deferred(p) == [True]
 
 
-def test_freed_memory_is_never_read() -> None:
+def test_freed_memory_is_never_read():
     p = param(1 << 21)  # 8 MiB: unmapped as soon as it is freed
     opt = SGD([p], lr=0.1)
     run_steps(opt, 2)
@@ -321,7 +321,7 @@ def test_freed_memory_is_never_read() -> None:
     assert owner.observer.counts() == (0, 0, 1)
 
 
-def test_a_group_added_later_is_observed() -> None:
+def test_a_group_added_later_is_observed():
     p, q = param(), param()
     opt = adamw(p)
     run_steps(opt, 4)
@@ -331,7 +331,7 @@ def test_a_group_added_later_is_observed() -> None:
     assert deferred(p, q) == [True, True]
 
 
-def test_lists_and_dicts_in_the_state_are_observed() -> None:
+def test_lists_and_dicts_in_the_state_are_observed():
     p = param()
     opt = torch.optim.LBFGS([p], max_iter=3, history_size=4)
 
@@ -352,7 +352,7 @@ def test_lists_and_dicts_in_the_state_are_observed() -> None:
     assert all(deferred(*opt.state[p]["old_dirs"]))
 
 
-def test_recursive_state_is_observed_without_a_loop() -> None:
+def test_recursive_state_is_observed_without_a_loop():
     p = param()
     opt = adamw(p)
     run_steps(opt, 1)
@@ -361,7 +361,7 @@ def test_recursive_state_is_observed_without_a_loop() -> None:
     assert deferred(p, opt.state[p]["exp_avg"]) == [True, True]
 
 
-def test_steps_do_not_enable_garbage_collection() -> None:
+def test_steps_do_not_enable_garbage_collection():
     p = param()
     gc.disable()
     try:
@@ -373,7 +373,7 @@ def test_steps_do_not_enable_garbage_collection() -> None:
         gc.enable()
 
 
-def test_observation_stops_once_a_storage_is_decided() -> None:
+def test_observation_stops_once_a_storage_is_decided():
     p = param()
     opt = adamw(p)
     run_steps(opt, 4)
@@ -412,21 +412,21 @@ def sgd_like(cls: type[SGD], p: nn.Parameter) -> SGD:
     return cls([p], lr=0.1, momentum=0.9)
 
 
-def test_a_subclass_with_a_step_of_its_own_is_captured() -> None:
+def test_a_subclass_with_a_step_of_its_own_is_captured():
     p = param()
     opt = sgd_like(SubclassWithStep, p)
     run_steps(opt, 5)
     assert deferred(p, *state_tensors(opt)) == [False, False]
 
 
-def test_a_subclass_that_inherits_step_is_deferred() -> None:
+def test_a_subclass_that_inherits_step_is_deferred():
     p = param()
     opt = sgd_like(SubclassWithoutStep, p)
     run_steps(opt, 4)
     assert deferred(p) == [True]
 
 
-def test_a_registered_class_is_deferred_and_its_subclass_with_another_step_is_not() -> None:
+def test_a_registered_class_is_deferred_and_its_subclass_with_another_step_is_not():
     class Registered(SGD):
         def step(self, closure: Any = None) -> Any:
             loss = closure() if closure is not None else None
@@ -455,7 +455,7 @@ def test_a_registered_class_is_deferred_and_its_subclass_with_another_step_is_no
     ]
 
 
-def test_nested_steps_count_no_cycles() -> None:
+def test_nested_steps_count_no_cycles():
     class Twice(SGD):
         def step(self, closure: Any = None) -> Any:
             super().step()
@@ -472,14 +472,14 @@ def test_nested_steps_count_no_cycles() -> None:
     assert deferred(p) == [True]
 
 
-def test_register_optimizer_refuses_other_classes() -> None:
+def test_register_optimizer_refuses_other_classes():
     with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer"):
-        gate.register_optimizer(nn.Linear)  # type: ignore[arg-type]
+        gate.register_optimizer(nn.Linear)
     with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer"):
-        gate.register_optimizer(SGD([param()], lr=0.1))  # type: ignore[arg-type]
+        gate.register_optimizer(SGD([param()], lr=0.1))
 
 
-def test_lr_schedulers_do_not_hide_the_step() -> None:
+def test_lr_schedulers_do_not_hide_the_step():
     p = param()
     opt = adamw(p)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 10)
@@ -487,7 +487,7 @@ def test_lr_schedulers_do_not_hide_the_step() -> None:
     assert deferred(p) == [True]
 
 
-def test_wrapper_inside_the_hooks_is_not_taken_for_torchs_step() -> None:
+def test_wrapper_inside_the_hooks_is_not_taken_for_torchs_step():
     class Sneaky(SGD):
         @functools.wraps(SGD.step)
         def step(self, closure: Any = None) -> Any:
@@ -503,24 +503,24 @@ def test_wrapper_inside_the_hooks_is_not_taken_for_torchs_step() -> None:
     assert deferred(p) == [False]
 
 
-def test_an_instance_whose_step_was_replaced_is_captured() -> None:
+def test_an_instance_whose_step_was_replaced_is_captured():
     p = param()
     opt = adamw(p)
     run_steps(opt, 4)
     original = opt.step
-    opt.step = lambda closure=None: original(closure)  # type: ignore[method-assign]
+    opt.step = lambda closure=None: original(closure)
     assert deferred(p) == [False]
     opt.__dict__.pop("step")
     assert deferred(p) == [True]
 
 
-def test_class_that_skips_the_constructor_is_captured() -> None:
+def test_class_that_skips_the_constructor_is_captured():
     class Bare(Optimizer):
         def __init__(self, params: list[nn.Parameter]) -> None:
             self.param_groups = [{"params": params}]
-            self.state = {}  # type: ignore[assignment]
+            self.state = {}
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             for p in self.param_groups[0]["params"]:
                 p.data.add_(1)
 
@@ -533,7 +533,7 @@ def test_class_that_skips_the_constructor_is_captured() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what torch.compile imports
-def test_a_compiled_step_is_observed() -> None:
+def test_a_compiled_step_is_observed():
     p = param()
     opt = adamw(p)
     step = torch.compile(lambda: opt.step(), backend="eager")
@@ -543,13 +543,13 @@ def test_a_compiled_step_is_observed() -> None:
     assert deferred(p, *state_tensors(opt)) == [True, True, True]
 
 
-def test_an_optimizer_in_the_backward_is_observed() -> None:
+def test_an_optimizer_in_the_backward_is_observed():
     module = nn.Linear(64, 128)
     made = {p: AdamW([p]) for p in module.parameters()}
 
     def hook(p: Tensor) -> None:
-        made[p].step()  # type: ignore[index]
-        made[p].zero_grad()  # type: ignore[index]
+        made[p].step()
+        made[p].zero_grad()
 
     for p in module.parameters():
         p.register_post_accumulate_grad_hook(hook)
@@ -558,7 +558,7 @@ def test_an_optimizer_in_the_backward_is_observed() -> None:
     assert deferred(module.weight) == [True]
 
 
-def test_parameter_shared_by_two_optimizers_is_captured() -> None:
+def test_parameter_shared_by_two_optimizers_is_captured():
     shared, p, q = param(), param(), param()
     one, two = adamw(shared, p), adamw(shared, q)
     for _ in range(5):
@@ -572,7 +572,7 @@ def test_parameter_shared_by_two_optimizers_is_captured() -> None:
     assert deferred(shared, p) == [True, True]
 
 
-def test_parameter_listed_by_a_second_optimizer_is_captured() -> None:
+def test_parameter_listed_by_a_second_optimizer_is_captured():
     p = param()
     one = adamw(p)
     run_steps(one, 4)
@@ -588,7 +588,7 @@ def test_parameter_listed_by_a_second_optimizer_is_captured() -> None:
 # ---- active steps -----------------------------------------------------------------------------
 
 
-def test_everything_is_captured_during_any_step() -> None:
+def test_everything_is_captured_during_any_step():
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -605,7 +605,7 @@ def test_everything_is_captured_during_any_step() -> None:
     assert deferred(p, q) == [True, True]
 
 
-def test_failed_step_captures_its_storages_until_a_step_completes() -> None:
+def test_failed_step_captures_its_storages_until_a_step_completes():
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -624,7 +624,7 @@ def test_failed_step_captures_its_storages_until_a_step_completes() -> None:
     assert deferred(p, q) == [True, True]
 
 
-def test_step_of_another_thread_counts_from_start_to_end() -> None:
+def test_step_of_another_thread_counts_from_start_to_end():
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -649,7 +649,7 @@ def test_step_of_another_thread_counts_from_start_to_end() -> None:
     assert deferred(p, q) == [True, False]
 
 
-def test_compiled_function_counts_as_a_step_in_progress() -> None:
+def test_compiled_function_counts_as_a_step_in_progress():
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -664,7 +664,7 @@ def test_compiled_function_counts_as_a_step_in_progress() -> None:
     assert seen == [[False]]
 
 
-def test_dead_optimizer_whose_step_raised_is_forgotten() -> None:
+def test_dead_optimizer_whose_step_raised_is_forgotten():
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -676,7 +676,7 @@ def test_dead_optimizer_whose_step_raised_is_forgotten() -> None:
     assert not ownership._active
 
 
-def test_distrusted_optimizer_stays_captured() -> None:
+def test_distrusted_optimizer_stays_captured():
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -694,7 +694,7 @@ def test_distrusted_optimizer_stays_captured() -> None:
 # ---- the version detector ---------------------------------------------------------------------
 
 
-def test_torn_names_the_storage_whose_tensor_counted_a_write() -> None:
+def test_torn_names_the_storage_whose_tensor_counted_a_write():
     params = [param() for _ in range(5)]
     opt = adamw(*params)
     run_steps(opt, 4)
@@ -710,7 +710,7 @@ def test_torn_names_the_storage_whose_tensor_counted_a_write() -> None:
     assert deferral.torn() == 3
 
 
-def test_a_write_through_one_of_two_tensors_over_a_storage_is_noticed() -> None:
+def test_a_write_through_one_of_two_tensors_over_a_storage_is_noticed():
     flat = torch.randn(2 * NUMEL)
     p, q = nn.Parameter(flat[:NUMEL]), nn.Parameter(flat[NUMEL:])
     opt = SGD([p, q], lr=0.1)
@@ -724,7 +724,7 @@ def test_a_write_through_one_of_two_tensors_over_a_storage_is_noticed() -> None:
         assert deferral.torn() == 0
 
 
-def test_observer_reads_run_no_python_code_under_a_default_device() -> None:
+def test_observer_reads_run_no_python_code_under_a_default_device():
     p = param()
     opt = adamw(p)
     calls = []
@@ -749,7 +749,7 @@ def test_observer_reads_run_no_python_code_under_a_default_device() -> None:
 # ---- memory -----------------------------------------------------------------------------------
 
 
-def test_nothing_keeps_a_dead_optimizer_or_its_tensors_alive() -> None:
+def test_nothing_keeps_a_dead_optimizer_or_its_tensors_alive():
     p = param()
     opt = adamw(p)
     run_steps(opt, 4)
@@ -763,11 +763,11 @@ def test_nothing_keeps_a_dead_optimizer_or_its_tensors_alive() -> None:
     assert len(ownership._owners) == before - 1
 
 
-def test_optimizer_in_a_reference_cycle_with_its_parameter_is_freed() -> None:
+def test_optimizer_in_a_reference_cycle_with_its_parameter_is_freed():
     p = param()
     opt = adamw(p)
     p.owner = opt  # a cycle through the parameter
-    opt.step = opt.step  # type: ignore[method-assign]  # and one through the instance
+    opt.step = opt.step  # and one through the instance
     run_steps(opt, 4)
     ref = weakref.ref(opt)
     del opt, p
@@ -775,7 +775,7 @@ def test_optimizer_in_a_reference_cycle_with_its_parameter_is_freed() -> None:
     assert ref() is None
 
 
-def test_a_replaced_storage_is_freed_at_once() -> None:
+def test_a_replaced_storage_is_freed_at_once():
     p = param()
     opt = adamw(p)
     run_steps(opt, 2)  # in the middle of the observation
@@ -787,7 +787,7 @@ def test_a_replaced_storage_is_freed_at_once() -> None:
     torch.UntypedStorage._free_weak_ref(weak)
 
 
-def test_cleared_state_is_freed_at_once() -> None:
+def test_cleared_state_is_freed_at_once():
     p = param()
     opt = adamw(p)
     run_steps(opt, 2)
@@ -798,7 +798,7 @@ def test_cleared_state_is_freed_at_once() -> None:
     assert deferred(p, *state_tensors(opt)) == [True] * 3
 
 
-def test_storage_at_a_reused_address_is_new() -> None:
+def test_storage_at_a_reused_address_is_new():
     for _ in range(20):
         p = param()
         opt = adamw(p)
@@ -811,7 +811,7 @@ def test_storage_at_a_reused_address_is_new() -> None:
     gc.collect()
 
 
-def test_claims_of_dead_optimizers_are_dropped() -> None:
+def test_claims_of_dead_optimizers_are_dropped():
     gc.collect()
     before = len(ownership._claimed)
     p = param()
@@ -823,7 +823,7 @@ def test_claims_of_dead_optimizers_are_dropped() -> None:
     assert len(ownership._claimed) == before
 
 
-def test_optimizers_are_copied_and_pickled_as_before() -> None:
+def test_optimizers_are_copied_and_pickled_as_before():
     p = param()
     opt = adamw(p)
     run_steps(opt, 2)
@@ -833,7 +833,7 @@ def test_optimizers_are_copied_and_pickled_as_before() -> None:
         assert deferred(twin.param_groups[0]["params"][0]) == [True]
 
 
-def test_threads_with_their_own_optimizers_are_independent() -> None:
+def test_threads_with_their_own_optimizers_are_independent():
     made = [adamw(param(), param()) for _ in range(4)]
     start = threading.Barrier(len(made))
     failures: list[BaseException] = []
@@ -857,7 +857,7 @@ def test_threads_with_their_own_optimizers_are_independent() -> None:
         assert deferred(*opt.param_groups[0]["params"]) == [True, True]
 
 
-def test_optimizers_may_die_while_others_are_listed() -> None:
+def test_optimizers_may_die_while_others_are_listed():
     kept = [
         adamw(param()) for _ in range(30)
     ]  # so many that a tuple of them may start a collection
@@ -890,7 +890,7 @@ class Wrapped(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor) -> Wrapped:
-        made: Wrapped = Tensor._make_wrapper_subclass(cls, codes.shape)  # type: ignore[attr-defined]
+        made: Wrapped = Tensor._make_wrapper_subclass(cls, codes.shape)
         made.codes = codes
         return made
 
@@ -899,13 +899,13 @@ class Wrapped(Tensor):
         raise NotImplementedError
 
 
-def test_inner_tensors_of_a_wrapped_state_tensor_are_deferred() -> None:
+def test_inner_tensors_of_a_wrapped_state_tensor_are_deferred():
     class Quantized(Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             for p in self.param_groups[0]["params"]:
                 if not self.state[p]:
                     self.state[p]["average"] = Wrapped(torch.zeros(NUMEL, dtype=torch.int64))
@@ -924,9 +924,9 @@ class Unsearchable(list[int]):
         raise AssertionError("with many optimizers, a search for each takes for ever")
 
 
-def test_unknown_optimizers_are_not_searched_for_deferrable_storages() -> None:
+def test_unknown_optimizers_are_not_searched_for_deferrable_storages():
     class Stepping(SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
     p = param()
@@ -941,18 +941,18 @@ def test_unknown_optimizers_are_not_searched_for_deferrable_storages() -> None:
     assert owner.captured(marks) is None
 
 
-def test_index_beyond_the_rows_is_refused() -> None:
+def test_index_beyond_the_rows_is_refused():
     tensor = torch.zeros(1 << 16)
     numbers = _core.Numbers([tensor.untyped_storage()._cdata])
     with pytest.raises(IndexError, match="beyond the rows"):
         _core.Observer.defer_kept([tensor], Marks(numbers, bytearray(), [], [], [], []))
     for unusable in ({}, [], None):
-        marks = Marks(unusable, bytearray(24), [], [], [], [])  # type: ignore[arg-type]
+        marks = Marks(unusable, bytearray(24), [], [], [], [])
         with pytest.raises(TypeError):
             _core.Observer.defer_kept([tensor], marks)
         if unusable != []:
             with pytest.raises(TypeError):
-                _core.Numbers(unusable)  # type: ignore[arg-type]
+                _core.Numbers(unusable)
     for identity in (-1, 1 << 64):
         with pytest.raises(OverflowError):
             _core.Numbers([identity])

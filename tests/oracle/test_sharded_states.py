@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,9 +73,7 @@ def local_bytes(tree: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}], ids=str)
-def test_sharded_save_is_deferred_and_holds_the_state_at_the_call(
-    options: dict[str, Any], mesh: DeviceMesh, tmp_path: Path
-) -> None:
+def test_sharded_save_is_deferred_and_holds_the_state_at_the_call(options, mesh, tmp_path):
     training = Sharded(mesh, **options)
     with slow("lane_copy", 0.005):
         for round_ in range(2):
@@ -92,7 +89,7 @@ def test_sharded_save_is_deferred_and_holds_the_state_at_the_call(
             assert local_bytes(saved) == wanted
 
 
-def test_sharded_snapshot_is_deferred(mesh: DeviceMesh) -> None:
+def test_sharded_snapshot_is_deferred(mesh):
     training = Sharded(mesh)
     with slow("lane_copy", 0.005):
         state = training.state()
@@ -103,12 +100,12 @@ def test_sharded_snapshot_is_deferred(mesh: DeviceMesh) -> None:
             assert local_bytes(snap.tree) == wanted
 
 
-def test_snapshot_has_new_dtensors_of_the_same_specification(mesh: DeviceMesh) -> None:
+def test_snapshot_has_new_dtensors_of_the_same_specification(mesh):
     weight = nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]))
     weight.note = {"mean": torch.zeros(1)}
-    view = DTensor(weight._local_tensor[1:], weight._spec, requires_grad=False)  # type: ignore[call-arg,arg-type,misc]
+    view = DTensor(weight._local_tensor[1:], weight._spec, requires_grad=False)
     empty = distribute_tensor(torch.empty(0, 4), mesh, [Replicate()])
-    other = DTensor(Wrapper(torch.ones(3)), weight._spec, requires_grad=False)  # type: ignore[call-arg,arg-type,misc]
+    other = DTensor(Wrapper(torch.ones(3)), weight._spec, requires_grad=False)
     tree = {"weight": weight, "tied": [weight, weight], "view": view, "plain": weight._local_tensor}
     with stillframe.snapshot({**tree, "empty": empty, "other": other}) as snap:
         with torch.no_grad():
@@ -131,7 +128,7 @@ def test_snapshot_has_new_dtensors_of_the_same_specification(mesh: DeviceMesh) -
         assert new["other"]._local_tensor is not other._local_tensor
 
 
-def test_a_torn_snapshot_names_the_dtensor(mesh: DeviceMesh) -> None:
+def test_a_torn_snapshot_names_the_dtensor(mesh):
     training = Sharded(mesh)
     with slow("lane_copy", 0.05):
         snap = stillframe.snapshot(training.state(), overlap=True)
@@ -158,9 +155,7 @@ WRITES: list[Callable[[DTensor], None]] = [in_place, through_to_local, on_the_lo
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
-def test_a_write_outside_the_step_tears_the_save(
-    write: Callable[[DTensor], None], mesh: DeviceMesh, tmp_path: Path
-) -> None:
+def test_a_write_outside_the_step_tears_the_save(write, mesh, tmp_path):
     training = Sharded(mesh)
     with slow("lane_copy", 0.1):
         handle = stillframe.async_save(training.state(), tmp_path / "s.pt")
@@ -171,9 +166,7 @@ def test_a_write_outside_the_step_tears_the_save(
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
-def test_storage_written_between_steps_is_captured(
-    write: Callable[[DTensor], None], mesh: DeviceMesh
-) -> None:
+def test_storage_written_between_steps_is_captured(write, mesh):
     training = Sharded(mesh, steps=0)
     for _ in range(4):
         training.advance()
@@ -182,7 +175,7 @@ def test_storage_written_between_steps_is_captured(
     assert deferred(first._local_tensor, second._local_tensor) == [False, True]
 
 
-def test_a_frozen_dtensor_is_captured(mesh: DeviceMesh) -> None:
+def test_a_frozen_dtensor_is_captured(mesh):
     training = Sharded(mesh)
     weight = training.weight()
     assert deferred(weight._local_tensor) == [True]
@@ -190,7 +183,7 @@ def test_a_frozen_dtensor_is_captured(mesh: DeviceMesh) -> None:
     assert deferred(weight._local_tensor) == [False]
 
 
-def test_replaced_local_tensor_is_observed_again(mesh: DeviceMesh) -> None:
+def test_replaced_local_tensor_is_observed_again(mesh):
     weight = nn.Parameter(distribute_tensor(torch.zeros(WIDTH, WIDTH), mesh, [Replicate()]))
     optimizer = SGD([weight], momentum=0.9)
     for _ in range(4):
@@ -206,7 +199,7 @@ def test_replaced_local_tensor_is_observed_again(mesh: DeviceMesh) -> None:
     assert deferred(old, weight._local_tensor) == [False, True]
 
 
-def test_sharded_model_is_converted_as_without_stillframe(mesh: DeviceMesh) -> None:
+def test_sharded_model_is_converted_as_without_stillframe(mesh):
     """torch swaps the DTensors, and refuses those that have weak references."""
     sharded = Sharded(mesh)
     sharded.model.double().bfloat16().float()
@@ -215,7 +208,7 @@ def test_sharded_model_is_converted_as_without_stillframe(mesh: DeviceMesh) -> N
     assert sharded.weight().dtype is torch.float32
 
 
-def test_gradient_of_a_dtensor_counts_as_trained_without_state(mesh: DeviceMesh) -> None:
+def test_gradient_of_a_dtensor_counts_as_trained_without_state(mesh):
     made = [distribute_tensor(torch.zeros(WIDTH, WIDTH), mesh, [Replicate()]) for _ in range(2)]
     weights = [nn.Parameter(each) for each in made]
     optimizer = SGD(weights, lr=0.1)
@@ -233,10 +226,10 @@ class Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
-        self = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
         self._local_tensor = inner
         self.scale = torch.ones(1)
-        return self  # type: ignore[no-any-return]
+        return self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,9 +244,9 @@ class OwnDTensor(DTensor):
     """A subclass of DTensor; it is not known what it does with its local tensor."""
 
 
-def test_other_wrapper_tensors_are_captured_without_an_error(mesh: DeviceMesh) -> None:
+def test_other_wrapper_tensors_are_captured_without_an_error(mesh):
     plain = distribute_tensor(torch.zeros(WIDTH, WIDTH), mesh, [Replicate()])
-    own = OwnDTensor(plain._local_tensor.clone(), plain._spec, requires_grad=True)  # type: ignore[call-arg,arg-type,misc]
+    own = OwnDTensor(plain._local_tensor.clone(), plain._spec, requires_grad=True)
     own.grad = own.detach()
     other = nn.Parameter(Wrapper(torch.zeros(WIDTH, WIDTH)))
     beside = nn.Parameter(torch.zeros(WIDTH, WIDTH))
@@ -266,9 +259,7 @@ def test_other_wrapper_tensors_are_captured_without_an_error(mesh: DeviceMesh) -
     assert deferred(*kept) == [False, False, True]
 
 
-def test_dtensor_without_a_local_tensor_is_captured_without_an_error(
-    mesh: DeviceMesh,
-) -> None:
+def test_dtensor_without_a_local_tensor_is_captured_without_an_error(mesh):
     weight = nn.Parameter(distribute_tensor(torch.zeros(WIDTH, WIDTH), mesh, [Replicate()]))
     optimizer = SGD([weight], momentum=0.9)
     for _ in range(4):

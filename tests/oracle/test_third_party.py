@@ -12,7 +12,6 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ ENTRIES = [
 ]
 
 
-def test_the_list_is_well_formed() -> None:
+def test_the_list_is_well_formed():
     assert len(set(ENTRIES)) == len(ENTRIES) > 100
     for top, module, name in ENTRIES:
         assert module.partition(".")[0] == top
@@ -103,18 +102,18 @@ def is_deferred(cls: type[Any]) -> bool:
     return parts[0]
 
 
-def test_listed_class_and_subclasses_with_its_step_are_deferred(package: Any) -> None:
+def test_listed_class_and_subclasses_with_its_step_are_deferred(package):
     assert is_deferred(package.Heir)
     assert is_deferred(package.Listed)
 
 
-def test_subclass_that_overrides_a_writing_method_is_captured(package: Any) -> None:
+def test_subclass_that_overrides_a_writing_method_is_captured(package):
     assert is_deferred(package.Listed)
     assert not is_deferred(package.Other)
     assert not is_deferred(package.Swapping)
 
 
-def test_replaced_step_of_a_listed_class_is_not_known(package: Any) -> None:
+def test_replaced_step_of_a_listed_class_is_not_known(package):
     original = package.Listed.step
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -127,9 +126,7 @@ def test_replaced_step_of_a_listed_class_is_not_known(package: Any) -> None:
 @pytest.mark.parametrize(
     ("version", "known"), [("1.4", True), ("1.4.10", True), ("1.40", False), ("2.1.4", False)]
 )
-def test_only_tested_versions_count(
-    package: Any, version: str, known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_tested_versions_count(package, version, known, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     assert is_deferred(package.Listed) == known
 
@@ -144,13 +141,13 @@ def unknown_versions(installed: dict[str, str]) -> list[str]:
     ]
 
 
-def test_untested_version_is_named() -> None:
+def test_untested_version_is_named():
     assert unknown_versions({"schedulefree": "1.4.3", "torch": "9.9"}) == []
     (told,) = unknown_versions({"schedulefree": "1.5"})
     assert told.startswith("schedulefree 1.5 is none of 1.4")
 
 
-def test_every_installed_version_is_known() -> None:
+def test_every_installed_version_is_known():
     installed = {}
     for package in PACKAGES.values():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -158,9 +155,7 @@ def test_every_installed_version_is_known() -> None:
     assert not (unknown := unknown_versions(installed)), "\n".join(unknown)
 
 
-def test_class_of_a_missing_package_is_not_known(
-    package: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_class_of_a_missing_package_is_not_known(package, monkeypatch):
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -168,7 +163,7 @@ def test_class_of_a_missing_package_is_not_known(
     assert not is_deferred(package.Listed)
 
 
-def test_writing_method_beside_step_waits_like_the_step(package: Any, tmp_path: Path) -> None:
+def test_writing_method_beside_step_waits_like_the_step(package, tmp_path):
     p = param(1 << 16)
     opt = package.Listed([p])
     run_steps(opt, 4)
@@ -241,9 +236,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("top", "module", "name"), ENTRIES, ids=lambda part: part)
-def test_each_listed_class_has_the_reviewed_source(
-    top: str, module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_listed_class_has_the_reviewed_source(top, module, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # theirs are as right uncompiled
     cls = real(top, module, name)
     assert issubclass(cls, Optimizer)
@@ -291,6 +284,6 @@ def test_each_listed_class_has_the_reviewed_source(
 
 if os.environ.get("STILLFRAME_THIRD_PARTY") == "required":
 
-    def test_listed_packages_are_installed() -> None:
+    def test_listed_packages_are_installed():
         for package in PACKAGES.values():
             assert steps._is_tried(package), package.distribution

@@ -6,7 +6,6 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ by_class = pytest.mark.parametrize("cls", STRANGE, ids=lambda c: c.__name__)
 
 
 @by_class
-def test_unusual_optimizer_steps_as_without_stillframe(cls: type[Any]) -> None:
+def test_unusual_optimizer_steps_as_without_stillframe(cls):
     p = param()
     opt = cls([p])
     for _ in range(5):
@@ -42,7 +41,7 @@ def test_unusual_optimizer_steps_as_without_stillframe(cls: type[Any]) -> None:
 
 
 @by_class
-def test_unusual_optimizer_waits_for_a_save(cls: type[Any]) -> None:
+def test_unusual_optimizer_waits_for_a_save(cls):
     p = param()
     opt = cls([p])
     train(opt, [p], 3)
@@ -55,9 +54,7 @@ def test_unusual_optimizer_waits_for_a_save(cls: type[Any]) -> None:
 
 
 @by_class
-def test_save_beside_an_unusual_optimizer_holds_the_state_at_the_call(
-    cls: type[Any], tmp_path: Path
-) -> None:
+def test_save_beside_an_unusual_optimizer_holds_the_state_at_the_call(cls, tmp_path):
     p = param(1 << 16)
     opt = cls([p])
     train(opt, [p], 4)
@@ -71,7 +68,7 @@ def test_save_beside_an_unusual_optimizer_holds_the_state_at_the_call(
 
 
 @by_class
-def test_everything_is_captured_during_an_unusual_optimizers_step(cls: type[Any]) -> None:
+def test_everything_is_captured_during_an_unusual_optimizers_step(cls):
     p, q = param(), param()
     watched = Adam([q])
     run_steps(watched, 4)
@@ -83,7 +80,7 @@ def test_everything_is_captured_during_an_unusual_optimizers_step(cls: type[Any]
     assert deferred(q) == [True]
 
 
-def test_class_that_cannot_be_observed_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_class_that_cannot_be_observed_is_logged_once(caplog):
     caplog.set_level(logging.INFO, "stillframe")
     cls = next(each for each in STRANGE if each.__name__ == "AttributesRaise")
     for _ in range(2):
@@ -96,9 +93,7 @@ def test_class_that_cannot_be_observed_is_logged_once(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("name", ["stepped", "enrol", "compare"])
-def test_observer_without_memory_costs_only_overlap(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_observer_without_memory_costs_only_overlap(name, monkeypatch):
     class Poor:
         def __init__(self, observer: Any) -> None:
             self.observer = observer
@@ -114,13 +109,13 @@ def test_observer_without_memory_costs_only_overlap(
     owner = ownership.find(opt)
     assert owner is not None
     owner.observer.forget()
-    owner.observer = Poor(owner.observer)  # type: ignore[assignment]
+    owner.observer = Poor(owner.observer)
     run_steps(opt, 4)
     assert deferred(p) == [False]
     assert not ownership.active()
 
 
-def test_failure_to_make_an_owner_keeps_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_make_an_owner_keeps_the_gate(monkeypatch):
     def none(*_: Any) -> Any:
         raise MemoryError
 
@@ -134,7 +129,7 @@ def test_failure_to_make_an_owner_keeps_the_gate(monkeypatch: pytest.MonkeyPatch
     assert ownership.find(opt) is None and not ownership.active()
 
 
-def test_failure_of_an_owner_does_not_fail_the_save() -> None:
+def test_failure_of_an_owner_does_not_fail_the_save():
     p, q = param(), param()
     failing, opt = SGD([p], lr=0.1), SGD([q], lr=0.1)
     run_steps(failing, 4)
@@ -144,20 +139,20 @@ def test_failure_of_an_owner_does_not_fail_the_save() -> None:
     assert deferred(p, q) == [False, True]
 
 
-def test_failure_of_our_hooks_never_fails_load_state_dict() -> None:
+def test_failure_of_our_hooks_never_fails_load_state_dict():
     p = param()
     opt = SGD([p], lr=0.1)
     run_steps(opt, 4)
     owner = ownership.find(opt)
     assert owner is not None
-    owner.observer = None  # type: ignore[assignment]
+    owner.observer = None
     opt.load_state_dict(opt.state_dict())
     assert owner.distrusted
 
 
-def test_closure_is_passed_in_the_position_the_step_expects() -> None:
+def test_closure_is_passed_in_the_position_the_step_expects():
     class Odd(SGD):
-        def step(self, scale: Any, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, scale: Any, closure: Any = None) -> Any:
             loss = None if closure is None else closure()
             super().step()
             return scale, loss
@@ -173,7 +168,7 @@ def test_closure_is_passed_in_the_position_the_step_expects() -> None:
     ):
         gate.track(FakePending(lambda: order.append("gate")))
         give_gradients(opt)
-        assert opt.step(*args, **kwargs)[0] is scale  # type: ignore[arg-type]
+        assert opt.step(*args, **kwargs)[0] is scale
     gate.track(FakePending(lambda: order.append("gate")))
     opt.step(scale)
     assert order == ["closure", "gate", "closure", "gate", "gate"]
@@ -197,7 +192,7 @@ class Handler:
 @pytest.mark.parametrize(
     "handler", [raise_late, Handler().on_signal, Handler()], ids=["function", "method", "object"]
 )
-def test_exception_of_a_signal_handler_in_our_hooks_is_not_swallowed(handler: Any) -> None:
+def test_exception_of_a_signal_handler_in_our_hooks_is_not_swallowed(handler):
     class Slow(Plain):
         signals = 0
 
@@ -219,7 +214,7 @@ def test_exception_of_a_signal_handler_in_our_hooks_is_not_swallowed(handler: An
     train(opt, [p], 2)
 
 
-def test_hook_error_of_another_thread_is_not_taken_for_a_handlers() -> None:
+def test_hook_error_of_another_thread_is_not_taken_for_a_handlers():
     p = param()
     opt = next(each for each in STRANGE if each.__name__ == "AttributesRaise")([p])
     errors: list[BaseException] = []
@@ -236,7 +231,7 @@ def test_hook_error_of_another_thread_is_not_taken_for_a_handlers() -> None:
     assert errors == []
 
 
-def test_ctrl_c_in_a_wait_ends_the_step() -> None:
+def test_ctrl_c_in_a_wait_ends_the_step():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -253,7 +248,7 @@ def test_ctrl_c_in_a_wait_ends_the_step() -> None:
     train(opt, [p])
 
 
-def test_report_says_why_an_unusual_optimizers_state_was_captured(tmp_path: Path) -> None:
+def test_report_says_why_an_unusual_optimizers_state_was_captured(tmp_path):
     p = param()
     opt = Plain([p])
     train(opt, [p], 3)

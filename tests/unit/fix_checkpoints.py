@@ -24,7 +24,7 @@ def small_state():
 
 
 def same(a, b):
-    """Whether two `small_state`s are equal, ties included."""
+    """Tell whether two `small_state`s are equal, ties included."""
     return (
         a.keys() == b.keys()
         and all(torch.equal(a[k], b[k]) for k in a if k != "name")

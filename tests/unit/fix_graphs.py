@@ -265,7 +265,7 @@ def optimizer_state(seed):
 
 
 def lightning_checkpoint(seed):
-    """As Trainer.dump_checkpoint lays one out."""
+    """Return a checkpoint with the layout of Trainer.dump_checkpoint."""
     state = optimizer_state(seed)
     return {
         "epoch": 3,
@@ -497,7 +497,7 @@ def assert_same(a, b):
 
 
 def outcome(function, *args, **kwargs):
-    """What a call does: ("returned", value) or (type, message) of its exception."""
+    """Return a call's outcome: ("returned", value), or type and message of its exception."""
     try:
         return ("returned", function(*args, **kwargs))
     except Exception as error:

@@ -67,8 +67,8 @@ class Counter:
     def count(self, function: Callable[[], T]) -> tuple[int, T]:
         """Hand-overs of this thread during a call, and what the call returned.
 
-        Who waits looks for signals once a slice. How often that is, the disk decides, so it is
-        left out.
+        A waiting thread checks for signals once a slice. The disk decides how often that is, so
+        these checks are not counted.
         """
         mine = threading.get_native_id()
         before, entered = self.of(mine), time.monotonic()

@@ -31,7 +31,7 @@ def peak_of(call: Callable[[], object]) -> int:
 
 
 def in_a_child(call: Callable[[], int]) -> int:
-    """What the call returns in a child, which is gone then."""
+    """Run the call in a forked child and return its result."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -9,7 +9,7 @@ import stillframe
 
 
 def eventually(holds: Callable[[], bool], timeout_s: float = 60) -> bool:
-    """Whether it holds before the time is over."""
+    """Wait until `holds()` is true; return False if the time has passed."""
     end = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > end:

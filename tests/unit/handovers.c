@@ -1,8 +1,8 @@
 /* Counts how often each thread lets go of the interpreter lock; preloaded (see fix_handovers.py).
  *
- * Whoever drops the lock signals one condition variable of the interpreter's, and nobody else
- * signals that one. Which one it is shows a call that is known to drop the lock just once. So the
- * count is exact, and needs neither a second thread nor time.
+ * A thread that drops the lock signals one condition variable of the interpreter, and nothing else
+ * signals it. A call that is known to drop the lock once shows which one it is. So the count is
+ * exact, and needs neither a second thread nor time.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -70,7 +70,7 @@ int handovers_learn(int on)
 	return 0;
 }
 
-/* What a thread, by its kernel's number, has counted so far. */
+/* Returns the count of a thread, given by its kernel id. */
 long handovers_of(int thread)
 {
 	for (int i = 0; i < NR_THREADS; i++)

@@ -39,8 +39,10 @@ def step(model: torch.nn.ParameterList, optimizer: torch.optim.Optimizer) -> Non
 
 
 class Completion:
-    """Knows when the completion thread waits again. Who sees it has the interpreter lock, so the
-    thread has handed it over; nobody is made to (`Counter`)."""
+    """Knows when the completion thread waits again.
+
+    A thread that sees this has the interpreter lock, so the completion thread has handed it over.
+    """
 
     def __init__(self) -> None:
         self._wait = _core.notice_wait
@@ -57,7 +59,7 @@ class Completion:
         return what, number, sentence
 
     def id_behind(self, handle: stillframe.SaveHandle) -> int:
-        """Of the thread, which has done all that there is to be done for this save."""
+        """Return the completion thread's id, once it has done everything for this save."""
         (thread,) = [each for each in threading.enumerate() if each.name == "sf-completion"]
         while self._ended != handle._ticket.number or not self._waits:
             time.sleep(0.001)
@@ -137,7 +139,7 @@ def main(tensors: int, directory: Path) -> dict[str, int]:
 
 
 def of_many_ranks(counter: Counter, tensors: int, directory: Path) -> int:
-    """Of the thread of stillframe.dcp, for a save whose plan is known."""
+    """Count the hand-overs of the thread of stillframe.dcp, for a save whose plan is known."""
     from stillframe import dcp
     from stillframe._dcp.rounds import Rounds
     from torch import distributed

@@ -149,8 +149,10 @@ def rebuilt(_: Path) -> Any:
 
 
 def copied(take: Callable[[list[Any]], Any], ahead: bool) -> Any:
-    """`take` stands in for torch's function that takes handles over, which may wait for ever where
-    there is no memory. `ahead`: what comes before it fails."""
+    """Copy with `take` in place of torch's function that takes handles over.
+
+    That function may wait forever without memory. With `ahead`, a step before it fails.
+    """
     types = skeleton._make_types(dtypes=skeleton._whole_dtypes(), from_handles=take)
     memory = bytearray(4096)
     tensors = [torch.ones(4), torch.nn.Parameter(torch.ones(3)), torch.ones(2).view(torch.int32)]
@@ -271,7 +273,7 @@ def restore(directory: Path) -> Any:
 
 @call
 def notice(_: Path) -> Any:
-    """What one call had no memory for, the next one is told."""
+    """Check that a notice for which one call had no memory reaches the next call."""
 
     def tried(_: None) -> None:
         # Python keeps the memory of 2,000 tuples such as the call makes.
@@ -281,7 +283,7 @@ def notice(_: Path) -> Any:
             told = _core.notice_wait()
         except MemoryError:
             _testcapi.remove_mem_hooks()
-            signal.alarm(60)  # this process ends, where the next call waits for ever
+            signal.alarm(60)  # this process ends, in which the next call waits forever
             assert _core.notice_wait() == (_core.NOTICE_STOP, 0, "")
             signal.alarm(0)
             raise
@@ -354,7 +356,7 @@ def snapshot(_: Path) -> Any:
 
 
 def wrong_of(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
-    """How often a call failed, and what was wrong."""
+    """Make a call's allocations fail in turn; return how often it failed, and what was wrong."""
     global failing
     make, tried = CALLS[name](directory)
     tried(make())  # once with memory: what is kept is made

@@ -80,7 +80,7 @@ def of_the_reader() -> dict[str, object]:
 
 
 def run(page: Path) -> str | None:
-    """What is wrong with the page."""
+    """Run a page; return what is wrong with it, or None."""
     text = text_of(page)
     names = {"__name__": "__main__", **(of_the_reader() if page.name == "README.md" else {})}
     for block in _BLOCK.finditer(text):

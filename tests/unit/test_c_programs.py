@@ -1,4 +1,4 @@
-"""What the runner of the C tests says of them."""
+"""The output of the C tests' runner."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_the_glossary_has_at_most_40_terms_and_names_files_that_exist():
 
 
 def _anchors(page: Path) -> set[str]:
-    """As Markdown's own slugs of the headings, with those that are given or made by entries."""
+    """Return a page's anchors: slugs of headings as Markdown makes them, and explicit ones."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     found = set(re.findall(r"^::: ([\w.]+)$", prose, re.M))
     for heading in re.findall(r"^#+ (.+)$", prose, re.M):

@@ -1,6 +1,6 @@
 """No call of the extension waits for an engine's lock while it has the interpreter's.
 
-Whoever has an engine's lock may be a niced thread that another process keeps from running: then
+The owner of an engine's lock may be a niced thread that another process keeps from running. Then
 every Python thread would stand still.
 """
 
@@ -67,7 +67,9 @@ def test_no_call_waits_for_the_engines_lock_with_the_interpreters(tmp_path):
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(120)  # whoever stands still with the interpreter lock answers nothing else
+        signal.alarm(
+            120
+        )  # a thread that stands still with the interpreter lock answers no other signal
         status = 1
         try:
             _call_all_under_a_taken_lock(tmp_path)

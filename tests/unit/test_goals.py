@@ -1,4 +1,4 @@
-"""What the benchmark says of its goals: nobody is dropped, and noise is no success."""
+"""Goals of the benchmarks: no competitor is dropped, and noise is no success."""
 
 import math
 import sys

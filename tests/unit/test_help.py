@@ -1,4 +1,4 @@
-"""What `help()` and `dir()` show: arguments documented, examples as code, nothing internal."""
+"""`help()` and `dir()` show documented arguments, examples as code, and nothing internal."""
 
 from __future__ import annotations
 

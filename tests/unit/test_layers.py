@@ -132,7 +132,7 @@ def calls() -> Graph:
 
 
 def words(*files: Path) -> set[str]:
-    """What sources say outside their comments."""
+    """Return the words of source files outside their comments."""
     text = "\n".join(file.read_text() for file in files)
     return set(re.findall(r"\bsfr\w+", re.sub(r"/\*.*?\*/", "", text, flags=re.S)))
 

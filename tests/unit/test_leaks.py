@@ -1,4 +1,4 @@
-"""What is left of saves, loads, snapshots, failures and forks: nothing. See leaks.py."""
+"""Saves, loads, snapshots, failures and forks leak nothing. leaks.py does the work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 ROUNDS = int(os.environ.get("STILLFRAME_SOAK", "200"))
 # Of malloc: what its lists and the interpreter's keep of one another, which does not grow. Of
 # mappings: where blocks of the pool that have memory lie beside ones that have none. Of committed
-# memory: the block of 64 KiB that is made for the next save while a snapshot has the only one. What
-# is leaked each time is many more.
+# memory: the block of 64 KiB that is made for the next save while a snapshot has the only one. A
+# real leak adds much more, once for each round.
 NOISE = {"malloc": 16384, "mappings": 20, "committed": 1 << 16}
 
 

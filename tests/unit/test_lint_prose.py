@@ -28,9 +28,7 @@ def _found(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch
         ("file.c", "/* {} */\n"),
     ],
 )
-def test_relative_openings_and_long_sentences_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, frame: str
-) -> None:
+def test_relative_openings_and_long_sentences_are_found(tmp_path, monkeypatch, name, frame):
     def found(sentence: str) -> list[str]:
         text = frame.format(sentence)
         return [each for each in _found(tmp_path, name, text, monkeypatch) if "columns" not in each]
@@ -42,9 +40,7 @@ def test_relative_openings_and_long_sentences_are_found(
     assert not found("What is copied?")
 
 
-def test_unusual_words_are_found_outside_quotes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusual_words_are_found_outside_quotes(tmp_path, monkeypatch):
     def found(sentence: str) -> list[str]:
         return _found(tmp_path, "page.md", f"{sentence}\n", monkeypatch)
 
@@ -53,9 +49,7 @@ def test_unusual_words_are_found_outside_quotes(
     assert not found('The message says "is made anew", and `anew` is a name.')
 
 
-def test_docstring_of_a_function_begins_with_a_verb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_docstring_of_a_function_begins_with_a_verb(tmp_path, monkeypatch):
     def found(head: str, docstring: str) -> list[str]:
         text = f'{head}\n    """{docstring}"""\n'
         return _found(tmp_path, "module.py", text, monkeypatch)
@@ -65,9 +59,7 @@ def test_docstring_of_a_function_begins_with_a_verb(
     assert not found("@property\ndef size(self) -> int:", "Its size in bytes.")
 
 
-def test_wide_comment_lines_are_found_with_tabs_of_8(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_comment_lines_are_found_with_tabs_of_8(tmp_path, monkeypatch):
     def found(name: str, text: str) -> list[str]:
         return _found(tmp_path, name, text, monkeypatch)
 
@@ -77,13 +69,11 @@ def test_wide_comment_lines_are_found_with_tabs_of_8(
     assert not found("module.py", f"x = {'1' * 85}  # type: ignore[assignment]\n")
 
 
-def test_code_and_generated_tables_are_not_prose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_and_generated_tables_are_not_prose(tmp_path, monkeypatch):
     page = f"```sh\n{LONG}\n```\n\n<!-- table x -->\n{LONG}\n<!-- end of table -->\n"
     assert not _found(tmp_path, "page.md", page, monkeypatch)
 
 
-def test_accepted_sentences_still_exist() -> None:
+def test_accepted_sentences_still_exist():
     pages = " ".join((Path(LINT["ROOT"]) / "docs").joinpath("comparison.md").read_text().split())
     assert all(accepted in pages for accepted in LINT["ACCEPTED"])

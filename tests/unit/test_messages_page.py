@@ -54,7 +54,7 @@ def _core_messages() -> Iterator[tuple[str, str]]:
 
 
 def _listed() -> set[str]:
-    """What the page quotes at the beginning of its rows."""
+    """Return the quotations at the beginning of the page's rows."""
     return set(re.findall(r'^\| "([^"]+)" \|', PAGE.read_text(), re.M))
 
 

@@ -1,4 +1,4 @@
-"""What the binding does where there is no memory: it says so, and nothing is broken or kept."""
+"""The binding without memory: each call raises MemoryError, and nothing is broken or leaked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed: metadata, entry points, types, and binaries that serve many versions."""
+"""The installed package: metadata, entry points, types, and binaries for many versions."""
 
 import importlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What users write type-checks under mypy --strict, README's snippets as they stand there."""
+"""Users' code type-checks under mypy --strict, including README's snippets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is given away: a source distribution with everything in it, and the check of a wheel."""
+"""The source distribution has everything in it, and the check of a wheel works."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@
  * receives the first damage found in this record, which ends its check and puts it on the list of
  * bad ones. c->body_pos never decreases: a record that begins below it overlaps another.
  *
- * Only sfr__check_record_bytes takes much time. The bytes of a long file are read on threads instead
- * (sums.c). */
+ * Only sfr__check_record_bytes takes much time. The bytes of a long file are read on threads
+ * instead (sums.c). */
 #include <string.h>
 
 #include "sfr/crc.h"

@@ -1,4 +1,4 @@
-/* Checks the bytes of a long file on threads: one of the steps of a check (check.c has the picture).
+/* Checks the bytes of a long file on threads. This is one step of a check (check.c).
  *
  * The check is a client of the reader that keeps nothing. A second check, of the directory alone,
  * tells the reader where the records are:

@@ -15,8 +15,8 @@
  * A file system that is slow but answers is never overtaken: the promise of order across paths is
  * given up only for one that hangs.
  *
- * Speed is not the reason. Without this, one dead network mount would keep every later save of the
- * process from its name, those to healthy local disks too. `wait_all` would not return for them.
+ * This is not about speed. Without it, one dead network mount would block the renames of all later
+ * saves, even on healthy local disks. `wait_all` would not return for them.
  * tests/c/commit/test_aside.c shows the saves that overtake, and what never does. */
 #include <stdio.h>
 

@@ -2,7 +2,7 @@
  *
  * A disk is fastest when read front to back, in large pieces, several at a time. A loader needs its
  * tensors in the order of the pickle, one by one. So threads read the file in its own order, ahead
- * of whoever waits:
+ * of the loader:
  *
  *   the file    | piece | piece | piece | piece | piece | ...   1 MiB each; a thread takes the next
  *                   |       |

@@ -43,14 +43,14 @@ struct sfr__buffer {
 	size_t nr_parts, room;
 };
 
-/* What `put` returns for bytes that its client still needs in the buffer. */
+/* The result of `put` for bytes that its client still needs in the buffer. */
 #define SFR__READER_LATER 1
 
 /* Keeps what the reader reads. Its functions run on the reader's threads. A function that fails
  * has called sfr__reader_fail. */
 struct sfr__reader_client {
-	/* Takes `len` bytes that begin `at` bytes into record `index`. Sets *crc to their CRC unless
-	 * that is NULL. 0; SFR__READER_LATER; or -1 on failure. */
+	/* Takes `len` bytes that begin `at` bytes into record `index`. Sets *crc to their CRC
+	 * unless that is NULL. Returns 0, SFR__READER_LATER, or -1 on failure. */
 	int (*put)(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
 		   const char *bytes, size_t len, uint32_t *crc);
 	/* Lends memory to read into, and takes it back. NULL, like the rest, if no put returns
@@ -111,8 +111,8 @@ const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool 
 uint64_t sfr__reader_data_off(const struct sfr_reader *r, uint64_t index);
 /* Returns the bytes of the file that are done. */
 uint64_t sfr_reader_done(struct sfr_reader *r);
-/* Ends the threads, after the reads in flight, at most one a thread. What the client lent has been
- * taken back. NULL is allowed. */
+/* Ends the threads, after the reads in flight, at most one a thread. The reader no longer
+ * uses memory of the client. NULL is allowed. */
 void sfr__reader_free(struct sfr_reader *r);
 
 #endif

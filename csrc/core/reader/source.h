@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Where bytes come from. What O_DIRECT refuses is read through the page cache. */
+/* Where bytes come from. Reads that O_DIRECT refuses go through the page cache. */
 enum sfr__way {
 	SFR__WAY_CACHE,  /* the page cache */
 	SFR__WAY_DISK,   /* the disk */

@@ -8,8 +8,8 @@ The bytes go one of three roads:
     torch.load   below        What these cannot read: torch's legacy format, TorchScript, archives
                               that another program packed, mmap=True, a fake mode.
 
-Each reads data.pkl once, with two exceptions. torch.load takes no tree that somebody else has
-unpickled, so it begins anew with a file that turns out to be for it. And a load that leaves
+Each reads data.pkl once, with two exceptions. torch.load accepts no tree that other code has
+unpickled, so it reads the pickle of a file left to it again. And a load that leaves
 storages on the devices where they were saved first looks in the pickle for these (placement.py).
 
 Where the pickle does not tell which bytes go where, into= is filled by a copy of a tree that one of
@@ -77,6 +77,9 @@ def load(
     Files in torch.save's legacy format have no checksums and go straight to `torch.load`.
     TorchScript files and archives packed by other programs are checked, and then go there too.
 
+    If a load ends with an error while it writes to `into`, the error's message or a note says that
+    `into` is partly written.
+
     Args:
         path: A local file. A symbolic link is followed.
         map_location: As for `torch.load`.
@@ -124,11 +127,8 @@ def load(
             `mmap` of a file that another program packed.
         StillframeError: The bytes could not be copied to a device.
         RuntimeError: A tensor's memory was freed or shrunk when it was saved.
-        Exception: Whatever else `torch.load` raises, unchanged. Likewise what a `load_state_dict`
-            raises, with a note that `into` is partly filled.
-
-        An error that ends a load while it writes to `into` says in its message, or in a note, that
-        `into` is half written.
+        Exception: Any other error of `torch.load`, unchanged. Errors of a `load_state_dict` have a
+            note that `into` is partly filled.
     """
     text = paths.as_text(path)
     refuse_unclear(verify=verify, shared=shared)

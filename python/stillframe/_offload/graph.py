@@ -131,7 +131,7 @@ class _Engine(torch._C._ImperativeEngine):
         self.engine = engine
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if not _nr_watching:  # whoever replaced the engine too has put this one back
+        if not _nr_watching:  # other code replaced the engine too, and has put this one back
             return self.engine.run_backward(*args, **kwargs)
         one = Pass(current())
         try:

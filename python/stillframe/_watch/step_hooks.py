@@ -12,9 +12,9 @@ these the gate is therefore behind the closure:
 
 A step that is compiled as one graph (fullgraph=True) has no point where Python could wait, so the
 hooks do nothing in it. They run once, while it is traced. From then on every save captures what
-that optimizer writes, whoever else owns it. If the optimizer's weights belong to offloaded layers,
-whose copies a step must wait for, the step is not compiled: torch reports a graph break. A graph
-that may break breaks at each hook.
+that optimizer writes, even if others own it too. A step must wait for the copies of offloaded
+layers. So if the optimizer's weights belong to such layers, the step is not compiled: torch reports
+a graph break. A graph that may break breaks at each hook.
 """
 
 from __future__ import annotations

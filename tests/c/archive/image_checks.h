@@ -1,5 +1,5 @@
-/* What must hold for every image: places that follow one another, segments that cover each block,
- * and headers and a directory that an independent reader understands. For test_image.c. */
+/* Checks for every image, used by test_image.c: ranges follow one another, segments cover each
+ * block, and an independent reader understands headers and directory. */
 #ifndef IMAGE_CHECKS_H
 #define IMAGE_CHECKS_H
 

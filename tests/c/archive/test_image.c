@@ -1,5 +1,5 @@
-/* layout.c and archive/write.c: where everything in a file stands, and what headers and directory say of it.
- * That real readers agree is tests/unit/save/test_image.py's to show; here are the sizes that no test
+/* layout.c and archive/write.c: the offsets of everything in a file, headers and directory.
+ * tests/unit/save/test_image.py shows that real readers agree. Here are the sizes that no test
  * can afford to write. */
 #include "image_checks.h"
 

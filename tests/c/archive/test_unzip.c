@@ -1,5 +1,5 @@
-/* archive/read.c: each rule by itself, on bytes in memory that are exactly as long as they have to be, so
- * that ASAN sees a look beyond. test_load.c has the rules at work on whole files. */
+/* archive/read.c: each rule alone, on bytes in memory of exactly the right length, so that ASAN
+ * notices a read beyond them. test_load.c tests the rules on whole files. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* What a forked child gets, and what it must not keep or touch. */
+/* Forked children: the resources that they get, and those that they must not keep or touch. */
 #include <errno.h>
 #include <pthread.h>
 #include <semaphore.h>

@@ -1,11 +1,11 @@
-/* The reader: what every writer writes is whole. What the system does meanwhile is in
- * test_load_system.c, damage in test_load_damage.c, malice in test_load_hostile.c. */
+/* The reader: files of every writer pass. test_load_system.c tests failing system calls,
+ * test_load_damage.c damage, and test_load_hostile.c malice. */
 #include "archive/layout.h"
 #include "verdict.h"
 
 /* ---- what is good ---------------------------------------------------------- */
 
-static void what_torch_writes_is_good(void)
+TEST(what_torch_writes_is_good)
 {
 	struct archive a = sample();
 	struct verdict v = check_archive(&a, SFR_CHECK_BYTES);
@@ -15,7 +15,7 @@ static void what_torch_writes_is_good(void)
 	archive_free(&a);
 }
 
-static void what_other_zip_writers_write_is_good(void)
+TEST(what_other_zip_writers_write_is_good)
 {
 	struct archive a = { .described = false };
 
@@ -28,7 +28,7 @@ static void what_other_zip_writers_write_is_good(void)
 	archive_free(&a);
 }
 
-static void records_without_a_crc_are_unchecked_and_good(void)
+TEST(records_without_a_crc_are_unchecked_and_good)
 {
 	struct archive a = { .described = true, .zip64 = true, .no_crc = true };
 
@@ -42,7 +42,7 @@ static void records_without_a_crc_are_unchecked_and_good(void)
 	archive_free(&a);
 }
 
-static void a_record_whose_crc_is_truly_zero_is_checked(void)
+TEST(a_record_whose_crc_is_truly_zero_is_checked)
 {
 	struct archive a = archive_torch();
 	struct verdict v;
@@ -56,7 +56,7 @@ static void a_record_whose_crc_is_truly_zero_is_checked(void)
 	archive_free(&a);
 }
 
-static void deflated_code_of_torchscript_is_unchecked_and_good(void)
+TEST(deflated_code_of_torchscript_is_unchecked_and_good)
 {
 	struct archive a = archive_torch();
 
@@ -71,7 +71,7 @@ static void deflated_code_of_torchscript_is_unchecked_and_good(void)
 }
 
 /* zip -r compresses all it packs, and torch reads it: what is not checked is counted. */
-static void deflated_records_are_counted_as_unchecked(void)
+TEST(deflated_records_are_counted_as_unchecked)
 {
 	static const char *const names[] = { "archive/data.pkl", "archive/version",
 					     "archive/byteorder", "archive/data/7",
@@ -88,7 +88,7 @@ static void deflated_records_are_counted_as_unchecked(void)
 }
 
 /* Behind the archive there may be anything, as far as torch's reader looks for the end record. */
-static void bytes_behind_the_archive_are_counted(void)
+TEST(bytes_behind_the_archive_are_counted)
 {
 	static const size_t lens[] = { 1, 21, 22, 75, 76, 77, 98, 4096, 65535, 69562 };
 
@@ -111,7 +111,7 @@ static void bytes_behind_the_archive_are_counted(void)
 }
 
 /* It would reach beyond the file: the file is truncated, though torch's reader does not see it. */
-static void comment_that_is_cut_off_is_damage(void)
+TEST(comment_that_is_cut_off_is_damage)
 {
 	struct archive a = sample();
 
@@ -124,7 +124,7 @@ static void comment_that_is_cut_off_is_damage(void)
 	archive_free(&a);
 }
 
-static void the_legacy_format_is_recognised_in_every_protocol(void)
+TEST(the_legacy_format_is_recognised_in_every_protocol)
 {
 	static const char magic[] = "\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.";
 	static const char *const heads[] = { "\x80\x02", "\x80\x03",
@@ -157,7 +157,7 @@ static void the_legacy_format_is_recognised_in_every_protocol(void)
 }
 
 /* Our own image, made by the code that makes every checkpoint. */
-static void what_stillframe_writes_is_good(void)
+TEST(what_stillframe_writes_is_good)
 {
 	static char storages[4][40000];
 	struct sfr_source sources[4] = {
@@ -227,7 +227,7 @@ static void what_stillframe_writes_is_good(void)
 
 /* Pieces of torch's dialect that only long files show: a zip64 field with {size, 0} or with the
  * offset alone, and long descriptors. The long record is a hole. */
-static void records_past_4_gib_are_good(void)
+TEST(records_past_4_gib_are_good)
 {
 	const uint64_t len = UINT64_C(0x100000008);
 	static unsigned char local[] = { 'P', 'K', 3, 4, 0, 0, 8, 8 };
@@ -313,16 +313,6 @@ static void records_past_4_gib_are_good(void)
 
 int main(void)
 {
-	RUN(what_torch_writes_is_good);
-	RUN(what_other_zip_writers_write_is_good);
-	RUN(records_without_a_crc_are_unchecked_and_good);
-	RUN(a_record_whose_crc_is_truly_zero_is_checked);
-	RUN(deflated_code_of_torchscript_is_unchecked_and_good);
-	RUN(deflated_records_are_counted_as_unchecked);
-	RUN(bytes_behind_the_archive_are_counted);
-	RUN(comment_that_is_cut_off_is_damage);
-	RUN(the_legacy_format_is_recognised_in_every_protocol);
-	RUN(what_stillframe_writes_is_good);
-	RUN(records_past_4_gib_are_good);
+	check_run();
 	return check_done();
 }

@@ -59,7 +59,7 @@ static void flip_every_bit(struct archive *a)
 	(void)close(fd);
 }
 
-static void every_flipped_bit_of_a_torch_file_is_seen_where_it_matters(void)
+TEST(every_flipped_bit_of_a_torch_file_is_seen_where_it_matters)
 {
 	struct archive a = sample();
 
@@ -67,7 +67,7 @@ static void every_flipped_bit_of_a_torch_file_is_seen_where_it_matters(void)
 	archive_free(&a);
 }
 
-static void every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters(void)
+TEST(every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters)
 {
 	struct archive a = { .described = false };
 
@@ -79,7 +79,7 @@ static void every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters(void)
 	archive_free(&a);
 }
 
-static void headers_are_left_for_later_where_records_are_long(void)
+TEST(headers_are_left_for_later_where_records_are_long)
 {
 	static char bytes[200 << 10];
 	struct archive a = sample();
@@ -107,7 +107,7 @@ static void headers_are_left_for_later_where_records_are_long(void)
 	archive_free(&a);
 }
 
-static void no_truncation_is_good(void)
+TEST(no_truncation_is_good)
 {
 	struct archive a = sample();
 
@@ -125,7 +125,7 @@ static void no_truncation_is_good(void)
 }
 
 /* As a disk does it: a page that never arrived. */
-static void no_zeroed_stretch_is_good(void)
+TEST(no_zeroed_stretch_is_good)
 {
 	struct archive a = sample();
 	unsigned char *bytes = malloc(a.len);
@@ -144,7 +144,7 @@ static void no_zeroed_stretch_is_good(void)
 	archive_free(&a);
 }
 
-static void every_damaged_record_is_named(void)
+TEST(every_damaged_record_is_named)
 {
 	struct archive a = sample();
 	struct verdict v;
@@ -164,7 +164,7 @@ static void every_damaged_record_is_named(void)
 	archive_free(&a);
 }
 
-static void only_so_many_bad_records_are_listed(void)
+TEST(only_so_many_bad_records_are_listed)
 {
 	enum { NR = 1500 };
 	struct archive a = archive_torch();
@@ -192,12 +192,6 @@ static void only_so_many_bad_records_are_listed(void)
 
 int main(void)
 {
-	RUN(every_flipped_bit_of_a_torch_file_is_seen_where_it_matters);
-	RUN(every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters);
-	RUN(headers_are_left_for_later_where_records_are_long);
-	RUN(no_truncation_is_good);
-	RUN(no_zeroed_stretch_is_good);
-	RUN(every_damaged_record_is_named);
-	RUN(only_so_many_bad_records_are_listed);
+	check_run();
 	return check_done();
 }

@@ -8,7 +8,7 @@
 
 /* ---- hostile --------------------------------------------------------------- */
 
-static void foreign_files_are_refused(void)
+TEST(foreign_files_are_refused)
 {
 	struct archive a = { .zip64 = false };
 
@@ -42,7 +42,7 @@ static void foreign_files_are_refused(void)
 	archive_free(&a);
 }
 
-static void names_that_occur_twice_are_refused(void)
+TEST(names_that_occur_twice_are_refused)
 {
 	struct archive a = archive_torch();
 
@@ -75,7 +75,7 @@ static void always_the_same(unsigned i, char *to)
 	strcpy(to, "archive/data/0");
 }
 
-static void once_it_is_known_to_be_bad_no_more_names_are_compared(void)
+TEST(once_it_is_known_to_be_bad_no_more_names_are_compared)
 {
 	struct archive a = with_names(NR_NAMES, always_the_same);
 	int fd = file_of(a.buf, a.len);
@@ -92,7 +92,7 @@ static void once_it_is_known_to_be_bad_no_more_names_are_compared(void)
 	archive_free(&a);
 }
 
-static void a_check_is_interrupted_while_it_sorts_and_compares_names(void)
+TEST(a_check_is_interrupted_while_it_sorts_and_compares_names)
 {
 	struct archive a = with_names(NR_NAMES, always_the_same);
 	int fd = file_of(a.buf, a.len);
@@ -109,7 +109,7 @@ static void a_check_is_interrupted_while_it_sorts_and_compares_names(void)
 	archive_free(&a);
 }
 
-static void strange_names_are_refused_and_shown_harmlessly(void)
+TEST(strange_names_are_refused_and_shown_harmlessly)
 {
 	struct archive a = archive_torch();
 	static char name[1200] = "archive/data/";
@@ -147,7 +147,7 @@ static void refuse_by_directory(struct archive *a, const char *words)
 	refuse(a, words);
 }
 
-static void overlaps_and_disorder_are_refused(void)
+TEST(overlaps_and_disorder_are_refused)
 {
 	struct archive a = sample();
 	struct archive_record swap = a.records[5];
@@ -173,7 +173,7 @@ static void overlaps_and_disorder_are_refused(void)
 	archive_free(&a);
 }
 
-static void a_record_that_the_directory_places_beyond_the_data_is_refused(void)
+TEST(a_record_that_the_directory_places_beyond_the_data_is_refused)
 {
 	struct archive a = sample();
 	const struct archive_record *last = &a.records[a.nr - 1];
@@ -204,7 +204,7 @@ static void a_record_that_the_directory_places_beyond_the_data_is_refused(void)
 	archive_free(&a);
 }
 
-static void one_cannot_ask_for_bytes_and_for_the_directory_alone(void)
+TEST(one_cannot_ask_for_bytes_and_for_the_directory_alone)
 {
 	struct archive a = sample();
 
@@ -212,7 +212,7 @@ static void one_cannot_ask_for_bytes_and_for_the_directory_alone(void)
 	archive_free(&a);
 }
 
-static void impossible_numbers_are_refused(void)
+TEST(impossible_numbers_are_refused)
 {
 	static const uint64_t values[] = { 0,
 					   1,
@@ -277,7 +277,7 @@ static void impossible_numbers_are_refused(void)
 		}
 }
 
-static void a_directory_that_is_too_short_or_too_long_is_refused(void)
+TEST(a_directory_that_is_too_short_or_too_long_is_refused)
 {
 	struct archive a = sample();
 	size_t last;
@@ -332,7 +332,7 @@ static void *counting_realloc(void *old, size_t len)
 	return realloc(old, len);
 }
 
-static void random_damage_never_costs_more_than_the_file(void)
+TEST(random_damage_never_costs_more_than_the_file)
 {
 	const struct sfr_sys plain = sfr_sys;
 	struct archive a = sample();
@@ -376,7 +376,7 @@ static void random_damage_never_costs_more_than_the_file(void)
 	archive_free(&a);
 }
 
-static void a_file_that_only_claims_to_be_huge_costs_nothing(void)
+TEST(a_file_that_only_claims_to_be_huge_costs_nothing)
 {
 	const struct sfr_sys plain = sfr_sys;
 	const uint64_t size = UINT64_C(1) << 42;
@@ -415,17 +415,6 @@ static void a_file_that_only_claims_to_be_huge_costs_nothing(void)
 
 int main(void)
 {
-	RUN(foreign_files_are_refused);
-	RUN(names_that_occur_twice_are_refused);
-	RUN(once_it_is_known_to_be_bad_no_more_names_are_compared);
-	RUN(a_check_is_interrupted_while_it_sorts_and_compares_names);
-	RUN(strange_names_are_refused_and_shown_harmlessly);
-	RUN(overlaps_and_disorder_are_refused);
-	RUN(a_record_that_the_directory_places_beyond_the_data_is_refused);
-	RUN(one_cannot_ask_for_bytes_and_for_the_directory_alone);
-	RUN(impossible_numbers_are_refused);
-	RUN(a_directory_that_is_too_short_or_too_long_is_refused);
-	RUN(random_damage_never_costs_more_than_the_file);
-	RUN(a_file_that_only_claims_to_be_huge_costs_nothing);
+	check_run();
 	return check_done();
 }

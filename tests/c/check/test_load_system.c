@@ -4,7 +4,7 @@
 
 #include "verdict.h"
 
-static void directories_pipes_and_closed_descriptors_are_told_apart(void)
+TEST(directories_pipes_and_closed_descriptors_are_told_apart)
 {
 	int ends[2], fd = open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	struct verdict v;
@@ -19,7 +19,7 @@ static void directories_pipes_and_closed_descriptors_are_told_apart(void)
 	(void)close(ends[1]);
 }
 
-static void a_check_runs_in_slices(void)
+TEST(a_check_runs_in_slices)
 {
 	struct archive a = archive_torch();
 	size_t len = 5u << 20;
@@ -56,7 +56,7 @@ static void a_check_runs_in_slices(void)
 	archive_free(&a);
 }
 
-static void every_failure_of_the_system_is_reported_and_leaks_nothing(void)
+TEST(every_failure_of_the_system_is_reported_and_leaks_nothing)
 {
 	for (int twice = 0; twice < 2; twice++) {
 		/* Bad in one way, so that the list of bad records is made, too. */
@@ -103,14 +103,14 @@ static struct archive long_archive(char (*names)[208], size_t nr)
 			       i);
 		archive_add(&a, names[i], big, i % 777);
 	}
-	/* A name that occurs twice, far apart: both are read again, each from a piece of its own. */
+	/* A name that occurs twice, far apart: both are read again, each from its own piece. */
 	archive_add(&a, names[0], big, 5);
 	archive_finish(&a);
 	free(big);
 	return a;
 }
 
-static void every_read_may_fail_in_a_long_file(void)
+TEST(every_read_may_fail_in_a_long_file)
 {
 	enum { NR = ARCHIVE_MAX - 8 };
 	static char names[NR][208];
@@ -157,7 +157,7 @@ static ssize_t meddling_pread(int fd, void *buf, size_t len, off_t off)
 	return n;
 }
 
-static void names_that_change_meanwhile_are_not_taken_for_others(void)
+TEST(names_that_change_meanwhile_are_not_taken_for_others)
 {
 	enum { NR = ARCHIVE_MAX - 8 };
 	const struct sfr_sys plain = sfr_sys;
@@ -189,7 +189,7 @@ static void names_that_change_meanwhile_are_not_taken_for_others(void)
 	archive_free(&a);
 }
 
-static void an_error_of_reading_stays(void)
+TEST(an_error_of_reading_stays)
 {
 	struct sfr_fault fault = { .call = "pread", .nth = 2, .err = EIO, .limit = -1 };
 	struct archive a = sample();
@@ -208,7 +208,7 @@ static void an_error_of_reading_stays(void)
 	archive_free(&a);
 }
 
-static void short_reads_and_interruptions_are_gone_on_with(void)
+TEST(short_reads_and_interruptions_are_gone_on_with)
 {
 	static const int64_t limits[] = { 1, 7, -2, -3 };
 	struct archive a = sample();
@@ -247,7 +247,7 @@ static ssize_t shrinking_pread(int fd, void *buf, size_t len, off_t off)
 	return pread(fd, buf, len, off);
 }
 
-static void a_file_that_shrinks_meanwhile_is_damaged(void)
+TEST(a_file_that_shrinks_meanwhile_is_damaged)
 {
 	const struct sfr_sys plain = sfr_sys;
 	struct archive a = archive_torch();
@@ -274,13 +274,6 @@ static void a_file_that_shrinks_meanwhile_is_damaged(void)
 
 int main(void)
 {
-	RUN(directories_pipes_and_closed_descriptors_are_told_apart);
-	RUN(a_check_runs_in_slices);
-	RUN(every_failure_of_the_system_is_reported_and_leaks_nothing);
-	RUN(every_read_may_fail_in_a_long_file);
-	RUN(names_that_change_meanwhile_are_not_taken_for_others);
-	RUN(an_error_of_reading_stays);
-	RUN(short_reads_and_interruptions_are_gone_on_with);
-	RUN(a_file_that_shrinks_meanwhile_is_damaged);
+	check_run();
 	return check_done();
 }

@@ -28,7 +28,7 @@ static int add(struct sfr__names *names, unsigned number, uint64_t place)
 }
 
 /* Every length, so that the list is also exactly full: ASAN sees a look behind its end. */
-static void names_that_differ_are_not_suspected(void)
+TEST(names_that_differ_are_not_suspected)
 {
 	for (unsigned nr = 0; nr < MAX; nr++) {
 		struct sfr__names names = { 0 };
@@ -47,7 +47,7 @@ static void names_that_differ_are_not_suspected(void)
 	}
 }
 
-static void names_that_occur_again_are_suspected_in_the_order_of_their_places(void)
+TEST(names_that_occur_again_are_suspected_in_the_order_of_their_places)
 {
 	for (int round = 0; round < 300; round++) {
 		unsigned nr = (unsigned)(rng() % MAX) + 2, range = (unsigned)(rng() % nr) + 1;
@@ -76,7 +76,7 @@ static void names_that_occur_again_are_suspected_in_the_order_of_their_places(vo
 	}
 }
 
-static void memory_that_runs_out_is_reported_and_the_list_stays(void)
+TEST(memory_that_runs_out_is_reported_and_the_list_stays)
 {
 	FOR_EVERY_FAILURE(run, "realloc", ENOMEM)
 	{
@@ -94,7 +94,7 @@ static void memory_that_runs_out_is_reported_and_the_list_stays(void)
 }
 
 /* Among lists of every length that are full and not: ASAN sees a look behind the end. */
-static void a_name_is_found_if_it_is_there(void)
+TEST(a_name_is_found_if_it_is_there)
 {
 	for (unsigned nr = 0; nr < MAX; nr += nr == 255 || nr == 511 ? 1 : 17) {
 		struct sfr__names names = { 0 };
@@ -116,7 +116,7 @@ static void a_name_is_found_if_it_is_there(void)
 	}
 }
 
-static void every_place_that_was_added_is_found_again(void)
+TEST(every_place_that_was_added_is_found_again)
 {
 	struct sfr__places places = { 0 };
 
@@ -136,10 +136,6 @@ static void every_place_that_was_added_is_found_again(void)
 
 int main(void)
 {
-	RUN(names_that_differ_are_not_suspected);
-	RUN(names_that_occur_again_are_suspected_in_the_order_of_their_places);
-	RUN(a_name_is_found_if_it_is_there);
-	RUN(every_place_that_was_added_is_found_again);
-	RUN(memory_that_runs_out_is_reported_and_the_list_stays);
+	check_run();
 	return check_done();
 }

@@ -1,5 +1,5 @@
-/* sums.c: threads and the walk reach the same verdict on every file, past the page cache and through
- * it; reads that fail or end early are told; a forked child ends the check by itself. */
+/* sums.c: threads and the walk reach the same verdict on every file, past the page cache and
+ * through it. Failing and short reads are reported. A forked child ends the check by itself. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
@@ -95,7 +95,7 @@ static struct archive damaged(unsigned kind)
 	return a;
 }
 
-static void threads_and_the_walk_agree_on_any_file(void)
+TEST(threads_and_the_walk_agree_on_any_file)
 {
 	unsigned nr_bad = 0, nr_good = 0;
 
@@ -117,7 +117,7 @@ static void threads_and_the_walk_agree_on_any_file(void)
 }
 
 /* An archive in the middle of a file, as in a sharded checkpoint. */
-static void part_of_a_file_is_checked_like_a_file(void)
+TEST(part_of_a_file_is_checked_like_a_file)
 {
 	static const uint64_t offsets[] = { 1, 777, SFR_PAGE, 3 * SFR_PAGE };
 	struct archive a = sample();
@@ -148,7 +148,7 @@ static void part_of_a_file_is_checked_like_a_file(void)
 	archive_free(&a);
 }
 
-static void check_that_is_freed_early_reads_no_further(void)
+TEST(check_that_is_freed_early_reads_no_further)
 {
 	const struct sfr_fault slow = {
 		.call = "pread", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 20000000
@@ -171,7 +171,7 @@ static void check_that_is_freed_early_reads_no_further(void)
 	archive_free(&a);
 }
 
-static void short_reads_and_interruptions_and_refused_direct_reads_do_no_harm(void)
+TEST(short_reads_and_interruptions_and_refused_direct_reads_do_no_harm)
 {
 	static const struct sfr_fault faults[] = {
 		{ .call = "pread", .nth = 7, .limit = 1 },
@@ -207,8 +207,8 @@ static void short_reads_and_interruptions_and_refused_direct_reads_do_no_harm(vo
 	archive_free(&a);
 }
 
-/* What the disk says once is told, even where another read would succeed. */
-static void read_error_of_a_thread_is_the_error_of_the_check(void)
+/* A disk error is reported even if another read would succeed. */
+TEST(read_error_of_a_thread_is_the_error_of_the_check)
 {
 	const struct sfr_fault fault = { .call = "pread", .nth = 4, .err = EIO, .limit = -1 };
 	struct archive a = long_archive();
@@ -231,7 +231,7 @@ static void read_error_of_a_thread_is_the_error_of_the_check(void)
 	archive_free(&a);
 }
 
-static void file_that_becomes_shorter_is_called_changed(void)
+TEST(file_that_becomes_shorter_is_called_changed)
 {
 	struct archive a = long_archive();
 	int fd = file_of(a.buf, a.len);
@@ -250,7 +250,7 @@ static void file_that_becomes_shorter_is_called_changed(void)
 	archive_free(&a);
 }
 
-static void check_finds_damage_whatever_fails_for_good_or_once(void)
+TEST(check_finds_damage_whatever_fails_for_good_or_once)
 {
 	const char *dir = dir_make(dir_bases[0]);
 	struct archive a = long_archive();
@@ -275,7 +275,7 @@ static void check_finds_damage_whatever_fails_for_good_or_once(void)
 }
 
 /* A signal handler forks between two slices, and the child goes on with the check. */
-static void forked_child_and_parent_both_end_the_check(void)
+TEST(forked_child_and_parent_both_end_the_check)
 {
 	const char *dir = dir_make(dir_bases[0]);
 	struct archive a = long_archive();
@@ -309,14 +309,7 @@ static void forked_child_and_parent_both_end_the_check(void)
 int main(void)
 {
 	make_content();
-	RUN(threads_and_the_walk_agree_on_any_file);
-	RUN(part_of_a_file_is_checked_like_a_file);
-	RUN(check_that_is_freed_early_reads_no_further);
-	RUN(short_reads_and_interruptions_and_refused_direct_reads_do_no_harm);
-	RUN(read_error_of_a_thread_is_the_error_of_the_check);
-	RUN(file_that_becomes_shorter_is_called_changed);
-	RUN(check_finds_damage_whatever_fails_for_good_or_once);
-	RUN(forked_child_and_parent_both_end_the_check);
+	check_run();
 	free(content);
 	return check_done();
 }

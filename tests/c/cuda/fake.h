@@ -18,8 +18,8 @@ static struct {
 
 /* ---- locks that the calling thread holds ----
  *
- * A call of the driver's may have to wait for room on its stream: whoever makes one with a lock in
- * hand makes others wait too. So the fake asks here. */
+ * A call of the driver may have to wait for room on its stream. A thread that makes one while it
+ * holds a lock makes others wait too. So the fake asks here. */
 
 static int fake__count_locks(void)
 {

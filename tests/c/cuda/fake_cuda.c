@@ -6,9 +6,9 @@
  *   - a copy's destination is overwritten with rubbish when the copy is queued, and its bytes are
  *     read and written only when an event behind it on the stream completes; a copy that no event
  *     follows never lands;
- *   - a stream that is destroyed with work on it goes on with that: the call returns at once. Copies
- *     that no event follows land as late as they may, when the test looks for violations;
- *   - who goes first where both may, the caller's streams or the core's, is the test's to say;
+ *   - a stream that is destroyed finishes its work: the call returns at once. Copies that no event
+ *     follows complete as late as possible, when the test checks for violations;
+ *   - the test decides whether the caller's streams or the core's go first if both may;
  *   - streams 0, 1 and 2 (legacy, default, per thread) are the calling thread itself, since torch
  *     runs CPU work there: an event recorded on one is complete at once, and a wait put on one
  *     holds the caller until the event completes.
@@ -16,20 +16,20 @@
  * Violations are kept as sentences: a copy to memory that is not registered or no longer so, or
  * across two registrations; a copy on a stream that has waited for no event of a caller's stream;
  * a wait for an event never recorded, and an event of a caller's stream that nobody waited for; use
- * of what was destroyed; memory unregistered, or freed on the device, under a copy; an event asked
+ * of destroyed objects; memory unregistered, or freed on the device, under a copy; an event asked
  * while a graph is captured by a thread that has not relaxed its mode, and work put into a graph;
- * a wait, or a question, of the thread that lets nothing go on, which would wait for ever.
+ * a wait, or a query, of the thread that holds all streams, which would wait forever.
  *
  * Any call can be made to fail. An error after which a real context is lost stays: the device is
  * dead, nothing on it lands any more, and every call that has to do with it returns that error.
  *
- * Memory of a device is the host's, seen from FAKE_CUDA_DEVICE bytes above it, where the host cannot
- * read: only the driver's own copies know the way.
+ * A device's memory is host memory, addressed FAKE_CUDA_DEVICE bytes above it, where the host
+ * cannot read. Only the driver's own copies convert the address.
  *
- * What a real driver refuses or takes its time for, this one does too: in a capture whatever is
- * illegal there; more operations than a stream takes, for which the call waits, with no lock of the
- * core's in hand; a batch with an empty copy or two of one place; an event on another device's
- * stream. A call takes 2 us, a copy 1.5, a registration 60 to 250 ms a GiB under the one mutex.
+ * This driver refuses or delays what a real one does: calls that are illegal in a capture; more
+ * operations than a stream takes, for which the call waits, with no lock of the core held; a batch
+ * with an empty copy or two copies to one place; an event on another device's stream. A call takes
+ * 2 us, a copy 1.5, a registration 60 to 250 ms a GiB under the one mutex.
  *
  * One mutex guards everything. `cv` is signalled when something has run; a stream's thread sleeps
  * on a condition of its own, so that one piece of work wakes one thread.
@@ -84,7 +84,7 @@ int fake__current_device(void)
 	return depth > 0 && stack[depth - 1] ? stack[depth - 1]->device : -1;
 }
 
-/* What every call does first, with the lock: counts itself, and may have to fail. */
+/* Begins a call, with the lock held: counts it, and makes it fail if a test asked for that. */
 int fake__enter(const char *name, bool needs_context)
 {
 	int device = fake__current_device(), code = 0;
@@ -129,8 +129,8 @@ int fake__enter(const char *name, bool needs_context)
 	return 0;
 }
 
-/* The thread that holds the devices asks whether something has completed, or waits for it: it would
- * do so for ever. Says so and lets them go on. */
+/* The thread that holds the devices asks whether something has completed, or waits for it, which
+ * would last forever. Reports that and lets the devices go on. */
 void fake__check_holder(const char *call)
 {
 	if (!fk.held || !pthread_equal(fk.holder, pthread_self()))

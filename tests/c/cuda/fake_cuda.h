@@ -1,4 +1,4 @@
-/* What the fake driver offers to tests beside the driver's own functions. See fake_cuda.c.
+/* The functions of the fake driver for tests, besides the driver's own. See fake_cuda.c.
  *
  * Tests load the library as the core does and find these by name (X: return type, name,
  * parameters); Python does it with ctypes. */
@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* An address of a device: this much above the host's memory that stands for it, where no process
- * has memory. So whoever reads it on the host dies of that. */
+ * has memory. So a read of it on the host crashes. */
 #define FAKE_CUDA_DEVICE ((uint64_t)1 << 54)
 
 #define FAKE_CUDA_LIST(X)                                                                               \
@@ -54,8 +54,8 @@
 	/* Waits until lanes only poll: whatever they could do they have done. For use while held,    \
 	 * with copies in flight. */ \
 	X(void, fake_cuda_settle, (void))                                                               \
-	/* What is alive: "streams", "events", "registered", "allocated", "contexts", and    \
-	 * contexts that threads have "pushed". */          \
+	/* Counts live objects: "streams", "events", "registered", "allocated", "contexts", and    \
+	 * contexts that threads have "pushed". */    \
 	X(int64_t, fake_cuda_live, (const char *what))                                                  \
 	X(uint64_t, fake_cuda_copied_bytes, (void))
 

@@ -1,4 +1,4 @@
-/* What tests ask of the fake driver and what they look at: fake_cuda.h, in its order of ideas. */
+/* The functions of fake_cuda.h, with which tests control and inspect the fake driver. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -235,7 +235,7 @@ EXPORT void fake_cuda_freed(const void *mem, uint64_t len)
 	pthread_mutex_unlock(&fk.mu);
 }
 
-/* Whether every lane that has copies in flight has asked for them, and nothing else, for a while. */
+/* Tells whether every lane with copies in flight has only polled them for a while. */
 static bool is_settled(void)
 {
 	for (const struct CUstream_st *s = fk.streams; s; s = s->next) {

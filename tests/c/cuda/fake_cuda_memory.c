@@ -154,8 +154,8 @@ EXPORT CUresult cuMemFreeHost(void *mem)
 
 /* ---- copies ----------------------------------------------------------------------- */
 
-/* What a copy is to write is rubbish until an event behind it completes: the host's memory from the
- * call on, a device's from the copy's turn on, since earlier work on streams may use it till then. */
+/* Fills a copy's destination with rubbish until an event behind it completes: host memory from the
+ * call on, device memory from the copy's turn on, since earlier work on streams may use it. */
 void fake__spoil(const struct op *op)
 {
 	for (size_t i = 0; i < op->nr; i++)
@@ -305,7 +305,7 @@ static bool crosses(CUdeviceptr ptr, size_t len)
 	return fk.segment && ptr / fk.segment != (ptr + len - 1) / fk.segment;
 }
 
-/* What a batch as a whole is refused for: its copies go in any order, and together. */
+/* Checks a whole batch: its copies run in any order, and together. */
 static int check_batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const size_t *lens,
 		       size_t nr)
 {

@@ -1,5 +1,5 @@
-/* What the files of the fake driver share: its state, and how a call begins and ends. fake_cuda.c has
- * the picture. */
+/* Shared by the files of the fake driver: its state, and how a call begins and ends. fake_cuda.c
+ * has the picture. */
 #ifndef FAKE_CUDA_STATE_H
 #define FAKE_CUDA_STATE_H
 

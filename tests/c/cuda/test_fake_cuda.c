@@ -1,5 +1,5 @@
 /* The fake driver itself: each rule that it watches over, broken once, is noticed, and work that
- * keeps to all of them is not. What follows is a lane's work in the driver's own calls. */
+ * keeps to all of them is not. The tests do a lane's work with the driver's own calls. */
 #include <signal.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -308,7 +308,7 @@ TEST(a_stream_that_is_full_makes_a_call_wait)
 	CHECK_EQ(pinned[99 * 40], 7);
 	end(NULL);
 
-	begin(); /* who lets nothing go on waits for ever */
+	begin(); /* a thread that holds all streams would wait forever */
 	fake.fake_cuda_depth(4);
 	fake.fake_cuda_hold(1);
 	mark();

@@ -1,5 +1,6 @@
-/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (stage/transfer.h), of
- * saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it may. */
+/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (stage/transfer.h),
+ * of saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it
+ * may. */
 #include <sched.h>
 
 #include "cuda/fix_cuda.h"
@@ -69,8 +70,8 @@ TEST(whoever_goes_first_a_file_is_the_state_at_the_call)
 	}
 }
 
-/* Samples are of the bytes at the call: a write that nobody announces, queued right behind it, comes
- * before the deferred copies, and is noticed. */
+/* Samples are of the bytes at the call: a write that nobody announces, queued right behind it,
+ * comes before the deferred copies, and is noticed. */
 TEST(a_write_behind_the_call_always_differs_from_the_samples)
 {
 	struct fake_fill work = { &one, 3, 4, 9 };

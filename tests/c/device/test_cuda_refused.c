@@ -331,8 +331,8 @@ TEST(memory_of_a_dead_device_is_nobodys_any_more)
 	}
 }
 
-/* The call that never says anything is named, and what waits for its answer ends all the same: pieces
- * in flight, checksums in the call. */
+/* The call that never says anything is named, and what waits for its answer ends all the same:
+ * pieces in flight, checksums in the call. */
 TEST(a_call_that_is_never_answered_is_named_and_waited_for_no_longer)
 {
 	static const char *const calls[] = { "cuEventQuery", "cuStreamQuery" };

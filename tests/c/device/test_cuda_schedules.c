@@ -16,7 +16,7 @@
 
 enum { NR_SAVES = 3, ROOMY = 64, FITS = 16, SAY_EVERY_S = 5, HANGS_S = 100, ENOUGH_FAILED = 5 };
 
-/* What comes between a save and the next change of its deferred storages. */
+/* The events between a save and the next change of its deferred storages. */
 #define STEPS(X)                                                                                   \
 	X(SAME, "gated on the save's stream")                                                      \
 	X(SIDE, "gated on a side stream")                                                          \
@@ -104,7 +104,7 @@ static void drain(const struct sfr_stream *streams)
 
 static bool held; /* nothing on the devices goes on, and so nobody may wait for them */
 
-/* What is taken of the state: a save, or a snapshot. */
+/* A copy of the state: a save or a snapshot. */
 static struct taken {
 	struct sfr_ticket *save;
 	struct sfr_snapshot *snapshot;
@@ -141,8 +141,8 @@ static void wait_copied(const struct taken *t)
 	CHECK_EQ(torn, -1);
 }
 
-/* The storages of [from, end) could be freed now. What is copied for a save that was given up no gate
- * waits for: its caller keeps them until it has let go of them. */
+/* The storages of [from, end) could be freed now. No gate waits for the copies of a save that was
+ * given up, so its caller keeps the storages until the save has released them. */
 static void freed(unsigned from, const struct taken *last)
 {
 	for (const struct taken *t = taken; t < last; t++)
@@ -315,7 +315,7 @@ static void begin_schedule(uint64_t seed, bool roomy)
 	fake.fake_cuda_delay(fake_rng(3) ? 1 + fake_rng(30000) : 0, seed);
 	fake.fake_cuda_delay_one_in(1 + fake_rng(8));
 	fake.fake_cuda_first((int)fake_rng(3));
-	/* Who holds the devices must not have to wait for room. */
+	/* The thread that holds the devices must not wait for room. */
 	fake.fake_cuda_depth(roomy || fake_rng(2) ? 0 : 3 + fake_rng(30));
 	fake.fake_cuda_segments(fake_rng(3) ? 0 : 512u << fake_rng(6));
 	sfr__cuda_tune(256u << fake_rng(7), 1 + fake_rng(4));

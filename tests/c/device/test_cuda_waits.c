@@ -1,4 +1,4 @@
-/* What a device's part of a save waits for, where a wait fails or is another's: over the fake driver.
+/* The waits of a save's device state, over the fake driver: failing waits, and waits of others.
  * Nothing here waits for a time to pass.
  */
 #include <sched.h>
@@ -318,8 +318,8 @@ TEST(errors_after_which_a_device_answers_nothing_any_more_are_known)
 	}
 }
 
-/* What ends a device is believed at once, what a call answers for a reason of its own after many times
- * in a row, and a device that is only busy is never given up. */
+/* An error that ends a device counts at once, an error of a single call only after many in a row,
+ * and a busy device is never given up. */
 TEST(a_device_is_given_up_at_once_when_it_has_ended_and_late_when_nobody_knows)
 {
 	static const struct {

@@ -1,5 +1,5 @@
-/* One file's life: its steps, its destinations, and disks that are really full. Injected failures are
- * in test_file_faults.c. */
+/* One file's life: its steps, its destinations, and disks that are really full. Injected failures
+ * are in test_file_faults.c. */
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>

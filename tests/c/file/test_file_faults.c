@@ -162,8 +162,8 @@ static ssize_t watched_pwrite(int fd, const void *buf, size_t len, off_t off)
 	return unwatched.pwrite(fd, buf, len, off);
 }
 
-/* A table of descriptors that fills up meanwhile, a directory whose permissions or path change: none
- * of it can come between the new file and its sync. */
+/* A table of descriptors that fills up meanwhile, a directory whose permissions or path change:
+ * none of it can come between the new file and its sync. */
 TEST(nothing_is_opened_once_bytes_are_written)
 {
 	const char *dir = dir_make("/var/tmp");

@@ -115,7 +115,7 @@ TEST(a_write_that_falls_short_is_gone_on_with_and_one_that_fails_late_has_failed
 	dir_remove(dir);
 }
 
-/* What a directory cannot be synced by is no error where the file system has no such thing. */
+/* A missing directory sync is no error on a file system that has none. */
 TEST(whatever_fails_says_so_and_nothing_behind_it_is_done)
 {
 	static const int errors[] = { EIO, ENOSPC, EACCES, EMFILE, EINVAL };

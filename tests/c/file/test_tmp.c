@@ -209,7 +209,7 @@ TEST(without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched)
 	dir_remove(dir);
 }
 
-/* What does not say whether a writer lives: the temporary stays, and is named once. */
+/* If it is unknown whether the writer lives, the temporary stays and is named once. */
 TEST(only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead)
 {
 	static const struct {
@@ -301,7 +301,7 @@ TEST(a_dead_temporary_on_nfs_is_cleared_away)
 	dir_remove(dir);
 }
 
-/* It has no other end, and whoever opened it to read would wait for one. */
+/* It has no writer, and opening it to read would wait for one. */
 TEST(a_pipe_of_somebody_elses_holds_nobody_up)
 {
 	const char *path;

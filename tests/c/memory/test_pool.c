@@ -59,8 +59,8 @@ TEST(a_block_gets_as_much_memory_as_is_asked_for)
 	sfr__pool_put(pool, big);
 	sfr__pool_put(pool, middle);
 	sfr__pool_put(pool, small);
-	/* What fits and is smaller goes first, then what is whole, then a new one, and small ones grow
-	 * only when there is no other. */
+	/* A smaller block that fits goes first, then a whole one, then a new one. Small ones grow
+	 * only if there is no other. */
 	CHECK(lease(pool, 2 * MIB) == small);
 	CHECK(lease(pool, 16 * MIB) == big);
 	fresh = lease(pool, 16 * MIB);

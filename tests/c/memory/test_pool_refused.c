@@ -124,8 +124,8 @@ TEST(without_memory_a_get_hears_of_what_is_made_meanwhile)
 	sfr__pool_free(pool);
 }
 
-/* The younger one could go on with what there is, and does as soon as it is its turn; those who came
- * before it, and are younger still, wait for longer. */
+/* The younger one could go on with what there is, and does as soon as it is its turn; those who
+ * came before it, and are younger still, wait for longer. */
 TEST(one_that_found_no_memory_and_gives_up_wakes_the_next)
 {
 	struct sfr__pool *pool = make(8 * MIB, 4 * MIB);

@@ -151,8 +151,8 @@ static unsigned fail_each(const char *name)
 	return told;
 }
 
-/* Of those that may: an event that the driver does not take back, or a context that it does not give to
- * do so, leave that event with the driver. */
+/* Of those that may: an event that the driver does not take back, or a context that it does not
+ * give to do so, leave that event with the driver. */
 static void a_call_of_the_driver_that_fails_is_told_and_leaves_nothing(void)
 {
 	static const char *const names[] = {
@@ -241,7 +241,7 @@ static void a_device_that_is_not_to_be_had_is_told(void)
 	end();
 }
 
-/* What is on its way out of the device, on which nothing goes on. */
+/* Offloads a group from a device on which nothing goes on. */
 static void leave_again(void)
 {
 	const struct sfr_stream streams[] = { { .handle = (uint64_t)(uintptr_t)stream } };
@@ -391,7 +391,7 @@ static void only_what_is_pinned_goes_in_batches(void)
 	}
 }
 
-/* What lies between two pieces that the caller gave is the caller's, on both sides. */
+/* Memory between two spans that the caller gave belongs to the caller, on both sides. */
 static void what_is_not_the_pools_is_copied_piece_by_piece(void)
 {
 	static unsigned char host[2 * SFR_APART];
@@ -469,7 +469,7 @@ static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
 	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), 0);
 	CHECK(copying > 0);
 	CHECK(waited > 0);
-	/* What has come is waited for by nobody. */
+	/* A complete group is not waited for. */
 	waited = fake.fake_cuda_calls("cuStreamWaitEvent");
 	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waited);

@@ -1,11 +1,11 @@
 /* Random schedules of groups that leave a device and come back, over the fake driver.
  *
- * The device has a few slots of memory, and one stream that computes. Each turn brings a group's
- * bytes into a slot, mostly before the work of the turn before is queued, has the stream look at them
- * and write new ones over them, and sends these away into memory of the pool. Nothing is waited for
- * by the host but memory of a pool that has little more than the groups need: what is no longer
- * wanted is let go while copies may still read from it. Every group has to be seen, and to end, as it
- * was last written. A seed decides on delays, sizes, who goes first and which turn does what.
+ * The device has a few slots of memory, and one stream that computes. Each turn copies a group's
+ * bytes into a slot, mostly before the work of the previous turn is queued. The stream reads them,
+ * writes new ones over them, and sends these into memory of the pool. The host waits only for
+ * memory of a pool that has little more than the groups need. Tickets are released while copies
+ * may still read from their memory. Every group must be read, and end, as it was last written. A
+ * seed decides on delays, sizes, who goes first and which turn does what.
  *
  *     STILLFRAME_SCHEDULES=10000        how many, 150 otherwise
  *     STILLFRAME_FIRST_SCHEDULE=4711    the first one's seed, to see one again
@@ -61,7 +61,7 @@ static void compute(void *arg)
 	}
 }
 
-/* What an allocator does with memory that was given back: others write to it. */
+/* Overwrites memory that was given back, as an allocator's next user does. */
 static void scribble(void *arg)
 {
 	struct slot *slot = arg;

@@ -43,7 +43,7 @@ static struct sfr_restore *open_restore(void)
 }
 
 /* Its descriptor stands in the next piece, which is read when what is in it may be. */
-static void a_record_that_ends_where_a_piece_does_reaches_into_the_next(void)
+TEST(a_record_that_ends_where_a_piece_does_reaches_into_the_next)
 {
 	struct sfr_restore *r = open_restore();
 
@@ -52,7 +52,7 @@ static void a_record_that_ends_where_a_piece_does_reaches_into_the_next(void)
 	sfr_restore_free(r);
 }
 
-static void one_thread_is_enough_and_tells_how_far_it_is(void)
+TEST(one_thread_is_enough_and_tells_how_far_it_is)
 {
 	const struct sfr_fault fault = {
 		.call = "thread_create", .nth = 2, .sticky = 1, .err = EAGAIN, .limit = -1
@@ -73,7 +73,7 @@ static void one_thread_is_enough_and_tells_how_far_it_is(void)
 	sfr_inject_remove();
 }
 
-static void what_fails_first_is_told_and_ends_the_reading(void)
+TEST(what_fails_first_is_told_and_ends_the_reading)
 {
 	struct sfr_restore *r = open_restore();
 
@@ -88,7 +88,7 @@ static void what_fails_first_is_told_and_ends_the_reading(void)
 }
 
 /* torch's compute_crc32=False: nothing is known of the bytes, and nothing is wrong with them. */
-static void what_has_no_checksums_is_read(void)
+TEST(what_has_no_checksums_is_read)
 {
 	struct archive without = { .described = true, .zip64 = true, .align = 64, .no_crc = true };
 	struct sfr_restore *r;
@@ -115,7 +115,7 @@ static void what_has_no_checksums_is_read(void)
 }
 
 /* There are no threads in it. */
-static void a_forked_child_is_refused(void)
+TEST(a_forked_child_is_refused)
 {
 	struct sfr_restore *r = open_restore();
 	int status = -1;
@@ -135,11 +135,7 @@ static void a_forked_child_is_refused(void)
 int main(void)
 {
 	make_archive();
-	RUN(a_record_that_ends_where_a_piece_does_reaches_into_the_next);
-	RUN(one_thread_is_enough_and_tells_how_far_it_is);
-	RUN(what_fails_first_is_told_and_ends_the_reading);
-	RUN(what_has_no_checksums_is_read);
-	RUN(a_forked_child_is_refused);
+	check_run();
 	(void)close(fd);
 	archive_free(&a);
 	return check_done();

@@ -1,5 +1,5 @@
-/* source.c: every byte is the file's, from the page cache where much of it is in there, and from the
- * disk where it is not. */
+/* source.c: every byte is the file's, from the page cache where much of it is in there, and from
+ * the disk where it is not. */
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -79,7 +79,7 @@ static void read_all_of(const struct sfr__source *s)
 	}
 }
 
-static void what_is_in_the_page_cache_comes_from_there_and_the_rest_from_the_disk(void)
+TEST(what_is_in_the_page_cache_comes_from_there_and_the_rest_from_the_disk)
 {
 	static const size_t turns[][5] = {
 		{ 0, NR, NR, NR, NR },  { NR, NR, NR, NR, NR },    { 20, NR, NR, NR, NR },
@@ -111,7 +111,7 @@ static void what_is_in_the_page_cache_comes_from_there_and_the_rest_from_the_dis
 	CHECK_EQ(fcntl(direct_fd, F_GETFD), -1); /* closed */
 }
 
-static void what_ranks_read_together_goes_through_the_page_cache(void)
+TEST(what_ranks_read_together_goes_through_the_page_cache)
 {
 	struct sfr__source s;
 
@@ -123,8 +123,7 @@ static void what_ranks_read_together_goes_through_the_page_cache(void)
 int main(void)
 {
 	make_file();
-	RUN(what_is_in_the_page_cache_comes_from_there_and_the_rest_from_the_disk);
-	RUN(what_ranks_read_together_goes_through_the_page_cache);
+	check_run();
 	(void)close(file_fd);
 	free(file_bytes);
 	free(buf);

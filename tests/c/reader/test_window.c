@@ -33,7 +33,7 @@ static int file_of_content(void)
 	return fd;
 }
 
-static void whatever_is_asked_is_shown(void)
+TEST(whatever_is_asked_is_shown)
 {
 	int fd = file_of_content();
 
@@ -61,7 +61,7 @@ static void whatever_is_asked_is_shown(void)
 	(void)close(fd);
 }
 
-static void a_walk_from_front_to_back_reads_every_piece_once(void)
+TEST(a_walk_from_front_to_back_reads_every_piece_once)
 {
 	int fd = file_of_content();
 	struct sfr__window w;
@@ -80,7 +80,7 @@ static void a_walk_from_front_to_back_reads_every_piece_once(void)
 	(void)close(fd);
 }
 
-static void what_is_out_of_bounds_is_refused_and_not_read(void)
+TEST(what_is_out_of_bounds_is_refused_and_not_read)
 {
 	int fd = file_of_content();
 	const unsigned char *bytes;
@@ -119,7 +119,7 @@ static int note_madvise(void *mem, size_t len, int advice)
 }
 
 /* Memory is asked for before it is read into: never more than the caller's own. */
-static void reading_into_memory_makes_no_page_of_somebody_else(void)
+TEST(reading_into_memory_makes_no_page_of_somebody_else)
 {
 	const size_t len = 5 * LEN + 1234, before = 3 * SFR_PAGE + 100;
 	char *mem = mmap(NULL, 4 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -143,9 +143,6 @@ static void reading_into_memory_makes_no_page_of_somebody_else(void)
 
 int main(void)
 {
-	RUN(whatever_is_asked_is_shown);
-	RUN(a_walk_from_front_to_back_reads_every_piece_once);
-	RUN(what_is_out_of_bounds_is_refused_and_not_read);
-	RUN(reading_into_memory_makes_no_page_of_somebody_else);
+	check_run();
 	return check_done();
 }

@@ -1,5 +1,5 @@
-/* Where a restore's records go and are looked for: waits that only the owner of the memory could end,
- * headers that say something else than the directory, and pieces of any size. */
+/* Where a restore's records go and are looked for: waits that only the owner of the memory could
+ * end, headers that say something else than the directory, and pieces of any size. */
 #include <errno.h>
 
 #include "restore/open.h"
@@ -33,7 +33,7 @@ static void lower_the_piece(void)
 	CHECK_EQ(sfr_limits_set(&limits), 0);
 }
 
-static void wait_for_a_record_whose_neighbours_have_no_memory_is_refused(void)
+TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 {
 	struct archive a = with_shared_pieces();
 	int fd = file_of(a.buf, a.len), rc;
@@ -89,7 +89,7 @@ static void ask_in_order(const struct archive *a, int fd, const uint64_t *order)
 	free(mem);
 }
 
-static void records_are_there_in_whatever_order_they_are_asked_for(void)
+TEST(records_are_there_in_whatever_order_they_are_asked_for)
 {
 	struct archive a = with_shared_pieces();
 	uint64_t *order = calloc(a.nr, sizeof(*order));
@@ -119,7 +119,7 @@ static void records_are_there_in_whatever_order_they_are_asked_for(void)
 
 /* The last record's header says by itself how long it is: 65,535 bytes of name and of extra fields
  * are more than any header that the directory allows. */
-static void header_whose_name_is_longer_than_in_the_directory_is_refused(void)
+TEST(header_whose_name_is_longer_than_in_the_directory_is_refused)
 {
 	static const char padding[1];
 	struct archive a = archive_torch();
@@ -148,7 +148,7 @@ static void header_whose_name_is_longer_than_in_the_directory_is_refused(void)
 }
 
 /* The longest header there may be fits the scratch memory, wherever it lies across two pieces. */
-static void longest_header_is_read_across_two_pieces(void)
+TEST(longest_header_is_read_across_two_pieces)
 {
 	enum { MOST = SFR__UNZIP_NAME_MAX };
 	static char name[MOST + 1] = "archive/";
@@ -180,7 +180,7 @@ static void longest_header_is_read_across_two_pieces(void)
 }
 
 /* A reader may come to a long record's end before another one has seen its header. */
-static void archive_of_another_program_is_never_called_damaged(void)
+TEST(archive_of_another_program_is_never_called_damaged)
 {
 	static const char data[20 * SMALL_PIECE];
 	struct archive a = { .zip64 = true, .described = true };
@@ -222,10 +222,6 @@ static void archive_of_another_program_is_never_called_damaged(void)
 
 int main(void)
 {
-	RUN(wait_for_a_record_whose_neighbours_have_no_memory_is_refused);
-	RUN(records_are_there_in_whatever_order_they_are_asked_for);
-	RUN(header_whose_name_is_longer_than_in_the_directory_is_refused);
-	RUN(longest_header_is_read_across_two_pieces);
-	RUN(archive_of_another_program_is_never_called_damaged);
+	check_run();
 	return check_done();
 }

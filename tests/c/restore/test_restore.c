@@ -102,8 +102,8 @@ static struct archive large(void)
 	return a;
 }
 
-/* With another alignment; a header lies across the end of the first piece, and the data of its record
- * end so many bytes before that of the second, a descriptor across it. */
+/* With another alignment; a header lies across the end of the first piece, and the data of its
+ * record end so many bytes before that of the second, a descriptor across it. */
 static struct archive crossing(size_t left)
 {
 	struct archive a = { .described = true, .zip64 = true, .align = 4096 };
@@ -124,7 +124,7 @@ static struct archive crossing(size_t left)
 	return a;
 }
 
-static void every_record_arrives_where_it_is_wanted(void)
+TEST(every_record_arrives_where_it_is_wanted)
 {
 	struct archive archives[] = { sample(), large(), crossing(5) };
 
@@ -152,7 +152,7 @@ static void *filled_malloc(size_t len)
 	return mem ? memset(mem, 0xa5, len) : NULL;
 }
 
-static void a_descriptor_may_lie_anywhere_across_two_pieces(void)
+TEST(a_descriptor_may_lie_anywhere_across_two_pieces)
 {
 	const struct sfr_sys plain = sfr_sys;
 
@@ -171,7 +171,7 @@ static void a_descriptor_may_lie_anywhere_across_two_pieces(void)
 	sfr_sys = plain;
 }
 
-static void every_flipped_bit_is_found_or_changes_no_record(void)
+TEST(every_flipped_bit_is_found_or_changes_no_record)
 {
 	struct archive a = sample();
 	int fd = file_of(a.buf, a.len);
@@ -197,7 +197,7 @@ static void every_flipped_bit_is_found_or_changes_no_record(void)
 	archive_free(&a);
 }
 
-static void a_damaged_record_is_named_with_its_place(void)
+TEST(a_damaged_record_is_named_with_its_place)
 {
 	struct archive a = large();
 	struct restored found;
@@ -218,7 +218,7 @@ static void a_damaged_record_is_named_with_its_place(void)
 }
 
 /* With gaps there is room for the data where they were taken to be: the headers tell. */
-static void an_archive_that_is_packed_in_another_way_is_told_apart_from_damage(void)
+TEST(an_archive_that_is_packed_in_another_way_is_told_apart_from_damage)
 {
 	for (size_t gap = 0; gap <= 100; gap += 100) {
 		struct archive a = { .zip64 = true }; /* no alignment: zip -0 does so */
@@ -244,7 +244,7 @@ static void an_archive_that_is_packed_in_another_way_is_told_apart_from_damage(v
 }
 
 /* A header that has the record reach into the directory: nothing is begun that cannot be ended. */
-static void a_record_without_room_for_its_bytes_is_refused_at_once(void)
+TEST(a_record_without_room_for_its_bytes_is_refused_at_once)
 {
 	for (uint64_t room = 0; room < 40; room += 39) {
 		struct archive a = sample();
@@ -262,7 +262,7 @@ static void a_record_without_room_for_its_bytes_is_refused_at_once(void)
 	}
 }
 
-static void what_lies_between_records_is_not_read(void)
+TEST(what_lies_between_records_is_not_read)
 {
 	enum { GAP = 64 * PIECE };
 	struct archive a = archive_torch();
@@ -288,7 +288,7 @@ static void what_lies_between_records_is_not_read(void)
 	archive_free(&a);
 }
 
-static void a_file_that_becomes_shorter_is_noticed(void)
+TEST(a_file_that_becomes_shorter_is_noticed)
 {
 	struct archive a = large();
 	int fd = file_of(a.buf, a.len), rc;
@@ -304,7 +304,7 @@ static void a_file_that_becomes_shorter_is_noticed(void)
 }
 
 /* What is not there is an error, and what is there is right, whatever call fails. */
-static void nothing_is_called_good_that_a_failing_call_kept_away(void)
+TEST(nothing_is_called_good_that_a_failing_call_kept_away)
 {
 	static const struct {
 		const char *call;
@@ -337,7 +337,7 @@ static void nothing_is_called_good_that_a_failing_call_kept_away(void)
 }
 
 /* A mapping taken or given back while others fill new memory waits for them, and they for it. */
-static void no_reader_maps_anything(void)
+TEST(no_reader_maps_anything)
 {
 	struct archive a = large();
 	char path[] = "/tmp/sfr-restore-XXXXXX"; /* a file system with O_DIRECT, perhaps */
@@ -362,7 +362,7 @@ static void no_reader_maps_anything(void)
 	archive_free(&a);
 }
 
-static void readers_look_for_no_more_when_all_is_read(void)
+TEST(readers_look_for_no_more_when_all_is_read)
 {
 	struct archive a = large();
 	int fd = file_of(a.buf, a.len), rc;
@@ -383,7 +383,7 @@ static void readers_look_for_no_more_when_all_is_read(void)
 	archive_free(&a);
 }
 
-static void it_is_ended_at_any_moment(void)
+TEST(it_is_ended_at_any_moment)
 {
 	struct archive a = large();
 	int fd = file_of(a.buf, a.len), rc;
@@ -400,7 +400,7 @@ static void it_is_ended_at_any_moment(void)
 	archive_free(&a);
 }
 
-static void records_are_found_by_name(void)
+TEST(records_are_found_by_name)
 {
 	struct archive a = large();
 	int fd = file_of(a.buf, a.len), rc;
@@ -417,7 +417,7 @@ static void records_are_found_by_name(void)
 	archive_free(&a);
 }
 
-static void the_longest_name_there_can_be_is_found_and_none_that_is_longer(void)
+TEST(the_longest_name_there_can_be_is_found_and_none_that_is_longer)
 {
 	enum { PREFIX = sizeof("archive/") - 1, MOST = SFR__UNZIP_NAME_MAX };
 	static char name[MOST + 2] = "archive/";
@@ -439,19 +439,6 @@ static void the_longest_name_there_can_be_is_found_and_none_that_is_longer(void)
 
 int main(void)
 {
-	RUN(every_record_arrives_where_it_is_wanted);
-	RUN(a_descriptor_may_lie_anywhere_across_two_pieces);
-	RUN(every_flipped_bit_is_found_or_changes_no_record);
-	RUN(a_damaged_record_is_named_with_its_place);
-	RUN(an_archive_that_is_packed_in_another_way_is_told_apart_from_damage);
-	RUN(a_record_without_room_for_its_bytes_is_refused_at_once);
-	RUN(what_lies_between_records_is_not_read);
-	RUN(a_file_that_becomes_shorter_is_noticed);
-	RUN(nothing_is_called_good_that_a_failing_call_kept_away);
-	RUN(no_reader_maps_anything);
-	RUN(readers_look_for_no_more_when_all_is_read);
-	RUN(it_is_ended_at_any_moment);
-	RUN(records_are_found_by_name);
-	RUN(the_longest_name_there_can_be_is_found_and_none_that_is_longer);
+	check_run();
 	return check_done();
 }

@@ -80,7 +80,7 @@ static bool all_is_there(void)
 	return true;
 }
 
-static void records_of_one_file_go_to_two_devices(void)
+TEST(records_of_one_file_go_to_two_devices)
 {
 	int fd;
 
@@ -94,7 +94,7 @@ static void records_of_one_file_go_to_two_devices(void)
 	(void)close(fd);
 }
 
-static void no_flipped_byte_is_called_good(void)
+TEST(no_flipped_byte_is_called_good)
 {
 	struct stat st;
 	unsigned nr_bad = 0;
@@ -121,7 +121,7 @@ static void no_flipped_byte_is_called_good(void)
 	(void)close(fd);
 }
 
-static void a_device_that_refuses_ends_the_load_of_the_other_too(void)
+TEST(a_device_that_refuses_ends_the_load_of_the_other_too)
 {
 	uint64_t nth = 0;
 	int fd, rc;
@@ -142,7 +142,7 @@ static void a_device_that_refuses_ends_the_load_of_the_other_too(void)
 }
 
 /* Of each of several calls in a row, made for a device that is opened or sent to. */
-static void the_call_that_failed_is_named_and_no_other(void)
+TEST(the_call_that_failed_is_named_and_no_other)
 {
 	static const char *const opening[] = { "cuStreamCreate", "cuEventCreate", "cuEventRecord",
 					       "cuStreamWaitEvent" };
@@ -177,7 +177,7 @@ static void the_call_that_failed_is_named_and_no_other(void)
 	(void)close(fd);
 }
 
-static void what_was_refused_first_is_said(void)
+TEST(what_was_refused_first_is_said)
 {
 	int fd;
 
@@ -196,7 +196,7 @@ static void what_was_refused_first_is_said(void)
 }
 
 /* Nobody knows whether a copy still reads from it. */
-static void a_buffer_of_a_device_that_does_not_answer_is_nobodys_again(void)
+TEST(a_buffer_of_a_device_that_does_not_answer_is_nobodys_again)
 {
 	int64_t nr_before;
 	int fd;
@@ -218,12 +218,7 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	dir = saving_dir();
-	RUN(records_of_one_file_go_to_two_devices);
-	RUN(no_flipped_byte_is_called_good);
-	RUN(a_device_that_refuses_ends_the_load_of_the_other_too);
-	RUN(what_was_refused_first_is_said);
-	RUN(a_buffer_of_a_device_that_does_not_answer_is_nobodys_again);
-	RUN(the_call_that_failed_is_named_and_no_other);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

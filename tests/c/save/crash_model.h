@@ -1,4 +1,4 @@
-/* What a disk may hold after the power went: a model of a directory's files.
+/* Crash model: the states of a directory's files that a power failure may leave.
  *
  * The calls of a run are recorded through the system-call table, in the order in which they were
  * made. A machine that dies after the k-th of them has on its disk
@@ -100,7 +100,7 @@ static inline uint64_t crash__build(int inode, int nr)
 	return len;
 }
 
-/* What a reader finds in an inode, as saving_look says it. Equal bytes are read once. */
+/* Returns what a reader finds in an inode, as saving_look does. Equal bytes are read once. */
 static inline int crash__look(int inode, int nr)
 {
 	uint64_t key = 14695981039346656037u, len, slot;

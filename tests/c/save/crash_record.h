@@ -234,7 +234,7 @@ static int crash__unlink(int dir, const char *name)
 	return rc;
 }
 
-/* What the test knows, in its place among the calls. */
+/* Records a fact that the test knows, in its order among the calls. */
 static inline void crash_note(enum crash_kind kind, const char *dir, const char *name, int value)
 {
 	pthread_mutex_lock(&crash.mu);

@@ -1,4 +1,5 @@
-/* Lists of parts for tests: the file that each stands for, its save, and a look at what was written. */
+/* Lists of parts for tests: the file that each stands for, its save, and a look at what was
+ * written. */
 #ifndef PARTS_LIST_H
 #define PARTS_LIST_H
 

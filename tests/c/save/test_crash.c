@@ -1,11 +1,10 @@
 /* R5: every state that a machine may be found in after it died during saves and removes.
  *
- * The path holds a whole file at any time from the first durable save on, and it is the last one
- * that was said to be durable, or a later one. crash_model.h says which states there are.
+ * From the first durable save on, the path always holds a complete file. It is the last one that
+ * was reported as durable, or a later one. crash_model.h says which states there are.
  *
- * CHECK_CRASH=full goes through files of more writes, and more of them in doubt at a time
- * (`make crash`).
- */
+ * CHECK_CRASH=full goes through files of more writes, and more of them in doubt at a time (`make
+ * crash`). */
 #include "crash_model.h"
 
 static const char *dir;

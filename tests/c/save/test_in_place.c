@@ -249,7 +249,8 @@ static int counting_munmap(void *at, size_t len)
 	return munmap(at, len);
 }
 
-/* However long the blocks are: they are memory beside that of a snapshot, which may be the pool's. */
+/* However long the blocks are: they are memory beside that of a snapshot, which may be the
+ * pool's. */
 TEST(buffers_beside_a_full_pool_are_small_and_given_back)
 {
 	struct sfr_engine *engine = saving_engine_of(8 * MIB, 1, 1, 1);

@@ -22,7 +22,7 @@ static const char *const phase_names[NR_PHASES] = {
 	"directory synced"
 };
 
-/* What the child leaves behind. */
+/* Memory in which the child records its progress. */
 static struct shared {
 	atomic_int acknowledged; /* the last durable state */
 	atomic_int phase;        /* of the save under way */

@@ -1,5 +1,5 @@
-/* Saves of parts whose blocks, ends and renames have to wait: for a source that another writer sums, for
- * the file that another one opens, for a writer, for memory. */
+/* Saves of parts whose blocks, ends and renames have to wait: for a source that another writer
+ * sums, for the file that another one opens, for a writer, for memory. */
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -30,7 +30,7 @@ static uint32_t copy_once_one_is_parked(uint32_t crc, void *dst, const void *src
 	return sfr_crc32_copy(crc, dst, src, len);
 }
 
-/* Whoever reads the guarded page waits: the source is summed where it is. */
+/* A read of the guarded page waits: the source's CRC is computed in place. */
 static void read_once_one_is_parked(int signal)
 {
 	(void)signal;

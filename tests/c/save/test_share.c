@@ -184,7 +184,8 @@ TEST(who_waits_copies_all_but_what_the_lane_has_in_hand)
 	}
 }
 
-/* The length that the first source needs for its data to end so far from the end of its second block. */
+/* The length that the first source needs for its data to end so far from the end of its second
+ * block. */
 static uint64_t len_that_leaves(uint64_t left)
 {
 	struct sfr_source source = { (uint64_t)(uintptr_t)bytes[0], lens[0], SFR_LANE_HOST, 0 };

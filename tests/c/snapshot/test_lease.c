@@ -59,7 +59,7 @@ TEST(a_spare_block_is_left_to_saves)
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), 0);
 	sfr__pool_put(pool, block);
 	sfr__pool_unplace(pool, &lease);
-	/* Who holds the only save up itself would wait for ever. */
+	/* A caller that itself delays the only save would wait forever. */
 	CHECK_EQ(sfr__pool_place(pool, all, 1, false, 1, 0, &addr, &lease), 0);
 	sfr__pool_unplace(pool, &lease);
 	sfr__pool_leave(pool, 0);
@@ -182,7 +182,7 @@ TEST(items_go_into_runs_that_lie_apart)
 	sfr__pool_free(pool);
 }
 
-/* Who maps it maps whole pages, and may read to the last block's end. */
+/* A process maps whole pages, and may read to the last block's end. */
 TEST(what_others_map_has_all_of_its_last_block)
 {
 	const uint64_t lens[1] = { 4 * MIB + 1 };
@@ -240,8 +240,7 @@ TEST(a_system_without_memory_is_said_so)
 	sfr__pool_free(pool);
 }
 
-/* The whole run, resident, whoever made it: several threads, the caller alone, or half of it
- * there already. */
+/* The whole run is resident: made by several threads, by the caller alone, or half of it before. */
 TEST(memory_of_a_run_is_made_by_as_many_threads_as_there_are)
 {
 	struct sfr_fault fault = { "thread_create", 2, 1, EAGAIN, -1, 0 };

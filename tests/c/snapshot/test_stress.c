@@ -1,11 +1,10 @@
 /* Everything at once, over pools of a few blocks: saves, cancels, snapshots that wait while blocks
  * grow, trims, warm-ups, removes, loads, faults and forks, on several threads.
  *
- * What may go wrong here is an order of events that nobody thought of: a hang (the test is ended), a
- * data race (make tsan), memory that does not come back, a file that is neither what it was nor
- * what was saved. CHECK_STRESS_S in the environment runs it for so many seconds (make stress);
- * CHECK_SEED repeats one.
- */
+ * The test looks for an unforeseen order of events. That may show as a hang (the test is ended), a
+ * data race (make tsan), memory that is not returned, or a file that is neither old nor new.
+ * CHECK_STRESS_S in the environment runs it for so many seconds (make stress); CHECK_SEED repeats
+ * one. */
 #include <errno.h>
 #include <pthread.h>
 #include <sys/wait.h>

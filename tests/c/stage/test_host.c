@@ -24,7 +24,7 @@ static struct {
 	atomic_bool over;
 } c;
 
-/* What the threads do in their pieces. */
+/* Controls of the threads that copy pieces. */
 static pthread_t caller;
 static atomic_int nr_by_caller, nr_by_copiers, nr_by_lane;
 static atomic_bool wait_for_copier, cancel_then, hold_copiers, hold_lane, outlast_copiers;

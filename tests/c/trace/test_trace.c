@@ -62,7 +62,7 @@ static int rings(void)
 
 /* ---- */
 
-static void without_a_trace_nothing_is_recorded_and_no_ring_is_made(void)
+TEST(without_a_trace_nothing_is_recorded_and_no_ring_is_made)
 {
 	struct sfr_trace_result result;
 
@@ -85,7 +85,7 @@ static void *record_spans(void *unused)
 	return NULL;
 }
 
-static void every_span_of_every_thread_is_written_or_counted(void)
+TEST(every_span_of_every_thread_is_written_or_counted)
 {
 	const char *path = dir_path(dir, "threads.json"), *text;
 	struct sfr_trace_result result;
@@ -107,7 +107,7 @@ static void every_span_of_every_thread_is_written_or_counted(void)
 	CHECK_EQ(rings(), 0); /* their threads have ended */
 }
 
-static void what_one_trace_has_left_is_not_in_the_next(void)
+TEST(what_one_trace_has_left_is_not_in_the_next)
 {
 	const char *path = dir_path(dir, "full.json");
 	struct sfr_trace_result result;
@@ -118,7 +118,7 @@ static void what_one_trace_has_left_is_not_in_the_next(void)
 		one_span(7);
 	atomic_store(&sfr__trace_on, 0);
 	CHECK_EQ(rings(), 1);
-	/* What is left of one trace is not in the next one, nor are its losses. */
+	/* Events and losses of one trace are not in the next. */
 	CHECK_EQ(sfr_trace_start(path), 0);
 	one_span(8);
 	one_span(0); /* of no save: that of the span before has ended */
@@ -136,7 +136,7 @@ static void add_dropped(struct sfr__ring *ring, void *unused)
 	seen_dropped += atomic_load(&ring->dropped);
 }
 
-static void a_full_ring_drops_and_counts(void)
+TEST(a_full_ring_drops_and_counts)
 {
 	sfr__rings_begin(1001);
 	for (int i = 0; i < SFR__RING_EVENTS + 100; i++)
@@ -160,7 +160,7 @@ static void *record_one(void *unused)
 	return NULL;
 }
 
-static void a_thread_without_memory_for_a_ring_is_counted(void)
+TEST(a_thread_without_memory_for_a_ring_is_counted)
 {
 	const struct sfr_fault fault = {
 		.call = "calloc", .nth = 1, .sticky = 1, .err = ENOMEM, .limit = -1
@@ -184,7 +184,7 @@ static void a_thread_without_memory_for_a_ring_is_counted(void)
 	CHECK_EQ(count(text_of(path), "\"dropped_events\":\"1\""), 1);
 }
 
-static void a_trace_that_cannot_begin_says_why_and_leaves_nothing_open(void)
+TEST(a_trace_that_cannot_begin_says_why_and_leaves_nothing_open)
 {
 	struct sfr_trace_result result;
 
@@ -205,7 +205,7 @@ static void a_trace_that_cannot_begin_says_why_and_leaves_nothing_open(void)
 	}
 }
 
-static void a_second_trace_is_refused_while_one_is_written(void)
+TEST(a_second_trace_is_refused_while_one_is_written)
 {
 	struct sfr_trace_result result;
 
@@ -217,7 +217,7 @@ static void a_second_trace_is_refused_while_one_is_written(void)
 	CHECK_EQ(sfr_trace_stop(&result), 0);
 }
 
-static void a_failing_disk_leaves_a_whole_document_and_counts_the_rest(void)
+TEST(a_failing_disk_leaves_a_whole_document_and_counts_the_rest)
 {
 	/* The first write is the head's. The one after it fails, at once or half-way. */
 	for (int half = 0; half < 2; half++) {
@@ -252,7 +252,7 @@ static void a_failing_disk_leaves_a_whole_document_and_counts_the_rest(void)
 	}
 }
 
-static void a_child_writes_nothing_of_its_parents_and_may_begin_its_own(void)
+TEST(a_child_writes_nothing_of_its_parents_and_may_begin_its_own)
 {
 	const char *path = dir_path(dir, "parent.json"), *own = dir_path(dir, "child.json");
 	struct sfr_trace_result result;
@@ -294,7 +294,7 @@ static void a_child_writes_nothing_of_its_parents_and_may_begin_its_own(void)
 	CHECK_EQ(count(text_of(own), "\"save\":1"), 0);
 }
 
-static void steps_that_raise_are_forgotten(void)
+TEST(steps_that_raise_are_forgotten)
 {
 	const char *path = dir_path(dir, "steps.json"), *text;
 	struct sfr_trace_result result;
@@ -317,7 +317,7 @@ static void steps_that_raise_are_forgotten(void)
 	CHECK_EQ(count(text, "\"name\":\"optimizer\""), 2 + 8);
 }
 
-static void a_save_is_seen_in_every_phase(void)
+TEST(a_save_is_seen_in_every_phase)
 {
 	static const char *const phases[] = { "save",           "admit", "capture",  "samples",
 					      "copy",           "block", "checksum", "write",
@@ -351,17 +351,7 @@ int main(void)
 
 	(void)snprintf(path, sizeof(path), "%s", saving_dir());
 	dir = path;
-	RUN(without_a_trace_nothing_is_recorded_and_no_ring_is_made);
-	RUN(every_span_of_every_thread_is_written_or_counted);
-	RUN(what_one_trace_has_left_is_not_in_the_next);
-	RUN(a_full_ring_drops_and_counts);
-	RUN(a_thread_without_memory_for_a_ring_is_counted);
-	RUN(a_trace_that_cannot_begin_says_why_and_leaves_nothing_open);
-	RUN(a_second_trace_is_refused_while_one_is_written);
-	RUN(a_failing_disk_leaves_a_whole_document_and_counts_the_rest);
-	RUN(a_child_writes_nothing_of_its_parents_and_may_begin_its_own);
-	RUN(steps_that_raise_are_forgotten);
-	RUN(a_save_is_seen_in_every_phase);
+	check_run();
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -1,4 +1,4 @@
-"""What the default cap of a pool makes of the files in which the system tells what it has left."""
+"""The default size of a pool, computed from the files in which the system reports free memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     return System(tmp_path)
 
 
-def test_half_of_what_is_available_is_shared(system: System) -> None:
+def test_half_of_what_is_available_is_shared(system):
     assert system.shared() == 4 * GIB
 
 
@@ -49,14 +49,12 @@ def test_half_of_what_is_available_is_shared(system: System) -> None:
     ("ranks", "expected"),
     [("8", GIB // 2), ("1", 4 * GIB), ("0", 4 * GIB), ("", 4 * GIB), ("many", 4 * GIB)],
 )
-def test_ranks_of_a_machine_share_the_budget(
-    system: System, monkeypatch: pytest.MonkeyPatch, ranks: str, expected: int
-) -> None:
+def test_ranks_of_a_machine_share_the_budget(system, monkeypatch, ranks, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert system.shared() == expected
 
 
-def test_memory_that_pools_hold_is_not_counted_twice(system: System) -> None:
+def test_memory_that_pools_hold_is_not_counted_twice(system):
     system.tell("proc/meminfo", "MemAvailable: 7340032 kB\n")  # 1 GiB less
     assert system.shared(held=GIB) == 4 * GIB
 
@@ -70,9 +68,7 @@ def test_memory_that_pools_hold_is_not_counted_twice(system: System) -> None:
         ("MemAvailable: none", "5:memory:/a\n0::/a\n"),
     ],
 )
-def test_unknown_memory_leaves_one_block(
-    system: System, meminfo: str | None, cgroup: str | None
-) -> None:
+def test_unknown_memory_leaves_one_block(system, meminfo, cgroup):
     (system.root / "proc/meminfo").unlink()
     if meminfo is not None:
         system.tell("proc/meminfo", meminfo)
@@ -82,7 +78,7 @@ def test_unknown_memory_leaves_one_block(
     assert system.shared() == 0
 
 
-def test_cgroup_v2_and_its_parents_limit_the_budget(system: System) -> None:
+def test_cgroup_v2_and_its_parents_limit_the_budget(system):
     task, job = "job.slice/task-3", "job.slice"
     system.tell("proc/self/cgroup", f"0::/{task}\n")
     system.group(task, memory_max="max", memory_current=1000)
@@ -101,7 +97,7 @@ def test_cgroup_v2_and_its_parents_limit_the_budget(system: System) -> None:
     assert system.shared() == 0  # beyond its limit already
 
 
-def test_cgroup_v1_limits_the_budget(system: System) -> None:
+def test_cgroup_v1_limits_the_budget(system):
     system.tell(
         "proc/self/cgroup", "9:name=systemd:/x\n5:cpu,memory:/docker/abc\n3:cpuset:/\n0::/\n"
     )
@@ -116,7 +112,7 @@ def test_cgroup_v1_limits_the_budget(system: System) -> None:
     assert system.shared() == 4 * GIB
 
 
-def test_mount_is_the_group_inside_a_container(system: System) -> None:
+def test_mount_is_the_group_inside_a_container(system):
     system.tell("proc/self/cgroup", "4:memory:/docker/name-on-the-host\n")
     system.group("memory", memory_limit_in_bytes=2 * GIB, memory_usage_in_bytes=0)
     assert system.shared() == GIB
@@ -130,9 +126,7 @@ def test_mount_is_the_group_inside_a_container(system: System) -> None:
     assert system.shared() == GIB // 4
 
 
-def test_limit_of_address_space_leaves_half_of_itself_to_each_process(
-    system: System, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limit_of_address_space_leaves_half_of_itself_to_each_process(system, monkeypatch):
     limit = [2 * GIB]
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit[0], limit[0]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -144,7 +138,7 @@ def test_limit_of_address_space_leaves_half_of_itself_to_each_process(
     assert budget.look(0, system.root).most > 1 << 50
 
 
-def test_unreadable_files_are_no_limit(system: System) -> None:
+def test_unreadable_files_are_no_limit(system):
     system.tell("proc/self/cgroup", "0::/a\n")
     system.group("a", memory_max=GIB, memory_current=0)
     assert system.shared() == GIB // 2
@@ -154,9 +148,7 @@ def test_unreadable_files_are_no_limit(system: System) -> None:
     assert system.shared() == 4 * GIB
 
 
-def test_only_an_engine_without_pool_bytes_uses_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_an_engine_without_pool_bytes_uses_the_budget(monkeypatch):
     monkeypatch.delenv("STILLFRAME_POOL_BYTES", raising=False)
     monkeypatch.setattr(budget, "look", lambda held: budget.Budget(1 << 50, 64 * MIB))
     with stillframe.Engine() as found, stillframe.Engine(pool_bytes="48MiB") as given:
@@ -164,7 +156,7 @@ def test_only_an_engine_without_pool_bytes_uses_the_budget(
         assert given.stats()["pool_bytes"] == 48 * MIB
 
 
-def test_budget_knows_the_memory_of_all_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_knows_the_memory_of_all_pools(monkeypatch):
     monkeypatch.delenv("STILLFRAME_POOL_BYTES", raising=False)
     told: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What holds for the length of a call, also after an interrupt at the worst of moments."""
+"""Nested calls and garbage collection during a call, also after an interrupt at any moment."""
 
 from __future__ import annotations
 

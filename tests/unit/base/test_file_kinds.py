@@ -1,4 +1,4 @@
-"""What a file or directory is taken for, by its first bytes and its names."""
+"""Guesses of what a file or directory is, from its first bytes and its names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stillframe cannot run with is told in one sentence, when it is built and when it is used."""
+"""Unsupported systems and packages are reported in one sentence, at build time and at run time."""
 
 from __future__ import annotations
 

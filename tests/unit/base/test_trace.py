@@ -97,8 +97,7 @@ class Trained:
 def save_before_a_step(
     trained: Trained, path: Path, engine: stillframe.Engine
 ) -> stillframe.SaveReport:
-    """Copies behind the call stand still until the step is at its gate, however busy the machine
-    is."""
+    """Save, and hold the copies after the call until the step is at its gate."""
     begin = _core.trace_begin
     with contextlib.ExitStack() as copies, pytest.MonkeyPatch.context() as patched:
         injected = copies.enter_context(held("lane_copy"))

@@ -1,4 +1,4 @@
-"""What a save asks its ticket, and what it makes of the answers: waits, errors, reports."""
+"""A save over a fake ticket: waits, errors and reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Ticket:
 
     def wait(self, what: int, timeout: float | None) -> bool:
         if what == _core.WAIT_COPIED:
-            self.copied = True  # whoever waits for it helps
+            self.copied = True  # a waiting thread helps
         return self.copied if what == _core.WAIT_COPIED else self.confirmed
 
     def confirm(self, torn: int) -> None:

@@ -1,8 +1,8 @@
 """The file image as its readers see it: torch.load in every mode, zipfile, unzip.
 
-The C core's layout (archive/layout.c, archive/write.c) is compiled into a small library of its own
-and driven block by block, with no engine, so that block sizes down to one page and files past 4 GiB
-can be had. What torch.save writes of the same objects is the measure.
+The C core's layout (archive/layout.c, archive/write.c) is compiled into a small library and driven
+block by block, without an engine. That allows block sizes down to one page and files past 4 GiB.
+The files are compared with those of torch.save for the same objects.
 """
 
 import ctypes
@@ -205,7 +205,7 @@ def test_torch_load_reads_it_in_every_mode_as_it_reads_torchs_own(files):
 
 
 def at_offsets(path, loaded, tree):
-    """Whether each loaded storage's _checkpoint_offset leads to its bytes in the file."""
+    """Tell whether each loaded storage's _checkpoint_offset leads to its bytes in the file."""
     content = path.read_bytes()
     for key, tensor in loaded.items():
         if isinstance(tensor, torch.Tensor):

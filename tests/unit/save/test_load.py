@@ -469,7 +469,7 @@ def test_damaged_header_is_found_even_without_verify(write, long, tmp_path):
             whole = _core.check(file.fileno(), False)["ok"]
             headers = _core.check(file.fileno(), False, later=True)["headers"]
             assert headers != long or at < 4  # then it is no archive
-            # What is not in the directory is not seen there.
+            # Damage outside the directory is not noticed there.
             assert _core.check(file.fileno(), False, directory=True)["ok"] or at < 4
         if whole:
             assert same(stillframe.load(path), state), at

@@ -143,7 +143,7 @@ def without_a_record(path: Path, new: Path) -> None:
 
 
 def with_a_shorter_record(path: Path, new: Path) -> None:
-    """As torch lays an archive out; the CRC is right."""
+    """Lay a record out as torch does, with the right CRC."""
     writer = torch._C.PyTorchFileWriter(str(new))
     with zipfile.ZipFile(path) as old:
         for name in old.namelist():
@@ -161,9 +161,7 @@ def with_a_shorter_record(path: Path, new: Path) -> None:
         (with_a_shorter_record, "data/1: it has 50 bytes of 56"),
     ],
 )
-def test_record_that_the_pickle_names_must_be_complete(
-    change: Any, reason: str, tmp_path: Path
-) -> None:
+def test_record_that_the_pickle_names_must_be_complete(change, reason, tmp_path):
     by_path(state(), tmp_path / "a.pt")
     path = tmp_path / "x.pt"
     change(tmp_path / "a.pt", path)

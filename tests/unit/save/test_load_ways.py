@@ -225,7 +225,7 @@ def status_of(pid):
 
 
 class Bars:
-    """What is shown in place of a bar."""
+    """A stand-in for the progress bar that records its calls."""
 
     def __init__(self):
         self.shown = []

@@ -1,4 +1,4 @@
-"""What the errors say: what, why, and what to do."""
+"""Error messages say what happened, why, and what to do."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_pool_tells_saves_from_snapshots(tmp_path):
 
 
 def in_child(function: object) -> str:
-    """What `function` raised in a forked child."""
+    """Run `function` in a forked child and return its error's text."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

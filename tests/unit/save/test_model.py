@@ -54,7 +54,7 @@ def states(draw: st.DrawFn) -> Any:
 
 
 def as_from_torch_save(obj: Any) -> Any:
-    """What a file of torch.save would give back."""
+    """Return what torch.load gives back for a file of torch.save."""
     buffer = io.BytesIO()
     torch.save(obj, buffer)
     buffer.seek(0)
@@ -235,7 +235,7 @@ class Saves(RuleBasedStateMachine):
                 assert error.errno in FAULTS.values()
 
     def contents(self, nr: int) -> dict[str, Any]:
-        """What each name holds when the first `nr` entries of the log have ended."""
+        """Return the content of each name after the first `nr` entries of the log."""
         held: dict[str, Any] = {}
         good = True  # the last save, of whatever name
         for entry in self.log[:nr]:

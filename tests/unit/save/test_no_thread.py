@@ -24,7 +24,7 @@ SAYS = "another thread: raise the limit on processes"
 
 @contextmanager
 def no_thread_of_python() -> Iterator[None]:
-    """As in a process whose limit is reached."""
+    """Refuse Python threads, as in a process whose limit is reached."""
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")

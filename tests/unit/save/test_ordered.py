@@ -61,7 +61,7 @@ def test_thread_that_did_work_at_exit_may_wait_for_the_log():
 
 
 def exit_status_of_child(code: Callable[[], bool]) -> int:
-    """Of a fork of this process, in which no thread of ours runs, that ends with `code`."""
+    """Fork, run `code` in the child, in which none of our threads runs; return its exit status."""
     child = os.fork()
     if child == 0:
         status = 2

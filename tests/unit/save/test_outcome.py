@@ -1,4 +1,4 @@
-"""What became of a save and who is told of it, from the inside."""
+"""The Outcome of a save: how it ended, and who collects its error."""
 
 from __future__ import annotations
 

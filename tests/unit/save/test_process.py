@@ -1,4 +1,4 @@
-"""What happens to saves when the process exits, forks, is interrupted, or dies of an exception."""
+"""Saves when the process exits, forks, is interrupted, or dies of an exception."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_unresponsive_file_system_is_named_at_exit_and_can_be_left(tmp_path):
 
 
 def test_saves_of_callbacks_at_exit_are_waited_for_with_their_file_system(tmp_path):
-    """Where that does not answer. What else waits for it at the end says nothing."""
+    """Where that does not answer. No other wait at exit prints anything."""
     done = run(
         """
         stillframe._core.log_tune(10**8)

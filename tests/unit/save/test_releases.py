@@ -1,4 +1,4 @@
-"""What is let go of: by a save that is refused, one that is cancelled, one that has ended."""
+"""References that saves release: when refused, cancelled, and ended."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_an_unknown_command_is_refused(capsys):
 
 
 def completed(shell_words: list[str], script: str) -> list[str]:
-    """What bash offers for the last of the words."""
+    """Return bash's completions of the last word."""
     words = " ".join(f"'{word}'" for word in shell_words)
     code = f"""{script}
 COMP_WORDS=({words}); COMP_CWORD={len(shell_words) - 1}

@@ -1,4 +1,4 @@
-"""What processes do in the tests of lent memory: a module of its own, which they can import."""
+"""Functions that processes of the loan tests run, in a module that they can import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of snapshots have in common."""
+"""Fixtures of the snapshot tests."""
 
 from __future__ import annotations
 

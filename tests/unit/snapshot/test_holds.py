@@ -1,4 +1,4 @@
-"""How the memory of a snapshot goes back that somebody holds. test_lent.py has what they get."""
+"""How held and lent memory of a snapshot returns. test_loans.py tests what borrowers get."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`shared="spawn"`: other processes map the memory, and the pool waits for them.
 
-What pickles and what comes of it is the same in one process, which lends to itself; the last tests
-have processes of their own.
+In most tests one process lends to itself, which pickles in the same way. The last tests start
+processes.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_tensors_arrive_as_they_are_and_none_is_copied(engine, torchs_memory):
     assert len(ties) == 1
     new["weight"][3, 0] = 5
     assert new["part"][0, 0] == 5 and new["transposed"][0, 3] == 5
-    # What is written there stays there.
+    # A write in the borrower does not change the lender's memory.
     assert torch.equal(taken.tree["weight"], weight)
 
 

@@ -161,7 +161,7 @@ def test_snapshot_dropped_during_its_copy_returns_its_memory(engine):
     with slow("lane_copy", 0.05):
         stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine).release()
         step(model, optimizer)
-        # Who asks for all of the pool waits for what is on its way back.
+        # A request for the whole pool waits for memory that is about to return.
         stillframe.snapshot(torch.zeros(32 * MIB, dtype=torch.uint8), engine=engine).release()
     assert leased(engine) == 0
     while stillframe._save.completion.copying:  # its notice may be on its way

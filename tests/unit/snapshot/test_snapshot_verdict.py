@@ -243,7 +243,7 @@ def test_failed_snapshot_raises_and_its_error_counts_as_collected():
     copy = snapshot._copy
     copy.core.ended = True
 
-    def settle() -> None:  # whoever waits may be the first to ask
+    def settle() -> None:  # a waiting thread may be the first to ask
         copy.error = stillframe.StillframeError("torn")
 
     copy.settle = settle
@@ -298,7 +298,7 @@ def test_a_forked_child_reads_what_is_shared_and_nothing_else():
 def test_refused_snapshot_delays_no_step_of_another_thread():
     model, optimizer = trained()
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB) as small:
-        # What was raised keeps the call's frames, and these what the call had.
+        # The exception keeps the call's frames, and these keep the call's objects.
         with pytest.raises(stillframe.PoolExhaustedError) as refused:
             stillframe.snapshot(
                 {**state_of(model, optimizer), "big": torch.ones(MIB)}, overlap=True, engine=small
@@ -347,7 +347,7 @@ def test_objects_shared_by_copied_objects_stay_shared(engine):
 
 
 def test_an_object_that_cannot_be_copied_is_left(engine):
-    """A lock, say: it cannot be pickled either, and whoever tries names it."""
+    """An example is a lock. It cannot be pickled either, and the error of an attempt names it."""
     lock, part = threading.Lock(), Part([1])
     taken = snapshot_to_write([lock, part], overlap=False, engine=engine)
     assert taken.tree[0] is lock and taken.tree[1] is not part

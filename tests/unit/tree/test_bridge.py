@@ -1,4 +1,4 @@
-"""What the bridge believes of torch's C shim is what torch's own headers say."""
+"""The bridge's declarations agree with torch's own headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of torch's memory is what torch would say, of every tensor and at every save."""
+"""The words read from torch's memory agree with torch, for every tensor and at every save."""
 
 from __future__ import annotations
 
