@@ -84,3 +84,18 @@ int sfr_look(const char *path, int follow_link, struct sfr_place *place)
 	rc = look_at_parent(path, (size_t)(last - path), place);
 	return rc < 0 ? rc : look_at_name(place);
 }
+
+void sfr_read_text(const char *path, char *text, size_t size)
+{
+	int fd = sfr_sys.open(AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
+	size_t len = 0;
+	ssize_t got = 1;
+
+	while (fd >= 0 && got > 0 && len < size - 1) {
+		got = sfr_sys.pread(fd, text + len, size - 1 - len, (off_t)len);
+		len += got > 0 ? (size_t)got : 0;
+	}
+	if (fd >= 0)
+		(void)sfr_sys.close(fd); /* nothing to lose: it was only read */
+	text[len] = '\0';
+}

@@ -2,6 +2,7 @@
 #ifndef SFR_PLACE_PUBLIC_H
 #define SFR_PLACE_PUBLIC_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #define SFR_PATH_MAX 4096 /* Linux's limits */
@@ -17,5 +18,9 @@ struct sfr_place {
 /* Resolves `path`, following a link in the last component if `follow_link`. Returns 0, or -errno if
  * a component is missing, is not a directory or cannot be examined. Blocks on file systems. */
 int sfr_look(const char *path, int follow_link, struct sfr_place *place);
+
+/* Reads a small file, such as those of /proc, as a string of at most `size` - 1 bytes. A file that
+ * cannot be read gives an empty one. */
+void sfr_read_text(const char *path, char *text, size_t size);
 
 #endif

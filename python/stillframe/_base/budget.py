@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from stillframe import _core
+
 _NO_LIMIT = 1 << 62  # more than any machine has
 
 
@@ -138,7 +140,5 @@ def _number(file: Path, key: str = "") -> int | None:
 
 
 def _text(file: Path) -> str:
-    try:
-        return file.read_text("ascii", "replace")
-    except OSError:
-        return ""
+    # Python's own read releases the interpreter lock several times for each file.
+    return _core.read_text(bytes(file)).decode("ascii", "replace")
