@@ -51,7 +51,7 @@ def _nr_readers() -> int:
         found = 0
         for each in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # it has just gone
-                found += (each / "comm").read_text().startswith("sfr-reader")
+                found += (each / "comm").read_text().startswith(("sfr-reader", "sfr-onload"))
         if not found:
             break
         time.sleep(0.001)

@@ -15,7 +15,7 @@ from fix_loads import nothing_is_left as nothing_is_left
 from fix_loads import stream as stream
 from stillframe._load import restore
 
-COPY = "cuMemcpyHtoDAsync_v2"
+COPY, BATCH = "cuMemcpyHtoDAsync_v2", "cuMemcpyBatchAsync_v2"
 LENGTHS = (0, 1, 1023, 1 << 18, (3 << 18) + 5, 64)  # float32: parts of pieces, and several
 
 
@@ -74,7 +74,7 @@ def test_host_memory_is_two_chunks_per_thread_for_any_file(tmp_path, fake, monke
 
 @pytest.mark.parametrize("nth", [1, 2, 4])
 @pytest.mark.parametrize(
-    "call", [COPY, "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent", "cuStreamCreate"]
+    "call", [COPY, BATCH, "cuEventRecord", "cuStreamWaitEvent", "cuStreamCreate"]
 )
 def test_failed_driver_call_names_the_device_and_the_next_load_works(call, nth, file, state, fake):
     fake.fail(call, nth=nth, code=999)
@@ -88,6 +88,12 @@ def test_failed_driver_call_names_the_device_and_the_next_load_works(call, nth, 
     assert fake.hits == hits
     fake.reset()
     assert_same(stillframe.load(file), state)
+
+
+def test_event_query_that_fails_once_is_repeated(file, state, fake):
+    fake.fail("cuEventQuery", code=999)
+    assert_same(stillframe.load(file), state)
+    assert fake.hits == 1
 
 
 def test_full_device_raises_torchs_error_and_the_next_load_works(file, state, fake, monkeypatch):

@@ -22,8 +22,8 @@ CORE, BINDING, PACKAGE = ROOT / "csrc/core", ROOT / "csrc/python", ROOT / "pytho
 
 # A folder may call and include what stands before it in its list, and itself.
 CORE_LAYERS = [
-    *("sfr", "base", "trace", "cuda", "memory", "archive", "file", "reader", "check", "restore"),
-    *("commit", "device", "engine", "stage", "save", "snapshot", "offload"),
+    *("sfr", "base", "trace", "cuda", "memory", "archive", "file", "reader", "check", "commit"),
+    *("device", "engine", "stage", "restore", "save", "snapshot", "offload"),
 ]
 # The same for packages; a module that is not in one of them stands by itself.
 PACKAGE_LAYERS = [

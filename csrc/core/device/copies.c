@@ -10,6 +10,7 @@
  * batch is tried as usual. Reports mention both.
  *
  * Batches request copy engines (PREFER_OVERLAP_WITH_COMPUTE). */
+#include <errno.h>
 #include <stdio.h>
 
 #include "base/base.h"
@@ -109,11 +110,12 @@ static void copy_alike(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 }
 
 /* Sorts small copies before large ones and returns how many are small. */
-static size_t sort_by_size(CUdeviceptr *dst, CUdeviceptr *src, size_t *len, size_t nr)
+static size_t sort_by_size(struct sfr__cuda_batch *batch)
 {
-	size_t nr_small = 0;
+	CUdeviceptr *dst = batch->dst, *src = batch->src;
+	size_t *len = batch->len, nr_small = 0;
 
-	for (size_t i = 0; i < nr; i++) {
+	for (size_t i = 0; i < batch->nr; i++) {
 		const CUdeviceptr d = dst[i], s = src[i];
 		const size_t l = len[i];
 
@@ -126,16 +128,53 @@ static size_t sort_by_size(CUdeviceptr *dst, CUdeviceptr *src, size_t *len, size
 	return nr_small;
 }
 
-void sfr__cuda_copy(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
-		    size_t nr, bool pinned, struct sfr_err *err)
+int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len)
 {
-	size_t nr_small = sort_by_size(dst, src, len, nr);
-	bool batched = pinned && is_still(lane, &lane->no_batches);
+	if (batch->nr == batch->room) {
+		size_t room = batch->room ? batch->room * 2 : 64;
+		CUdeviceptr *to = sfr_sys.realloc(batch->dst, room * sizeof(*to));
+		CUdeviceptr *from;
+		size_t *lens;
 
-	copy_alike(lane, dst, src, len, nr_small, batched, err);
+		if (!to)
+			return -ENOMEM;
+		batch->dst = to;
+		from = sfr_sys.realloc(batch->src, room * sizeof(*from));
+		if (!from)
+			return -ENOMEM;
+		batch->src = from;
+		lens = sfr_sys.realloc(batch->len, room * sizeof(*lens));
+		if (!lens)
+			return -ENOMEM;
+		batch->len = lens;
+		batch->room = room;
+	}
+	batch->dst[batch->nr] = dst;
+	batch->src[batch->nr] = src;
+	batch->len[batch->nr++] = len;
+	return 0;
+}
+
+void sfr__cuda_batch_free(struct sfr__cuda_batch *batch)
+{
+	sfr_sys.free(batch->dst);
+	sfr_sys.free(batch->src);
+	sfr_sys.free(batch->len);
+}
+
+void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
+			  struct sfr_err *err)
+{
+	const size_t nr_small = sort_by_size(batch);
+	const bool batched = pinned && is_still(lane, &lane->no_batches);
+
+	if (batch->nr == 0)
+		return;
+	copy_alike(lane, batch->dst, batch->src, batch->len, nr_small, batched, err);
 	if (!err->code)
-		copy_alike(lane, dst + nr_small, src + nr_small, len + nr_small, nr - nr_small,
-			   batched, err);
+		copy_alike(lane, batch->dst + nr_small, batch->src + nr_small,
+			   batch->len + nr_small, batch->nr - nr_small, batched, err);
+	batch->nr = 0;
 }
 
 /* ---- rows ----------------------------------------------------------------------- */

@@ -1,4 +1,4 @@
-/* A lane's events, its transfers (`piece` here), and its errors.
+/* A lane's events, its portions, and its errors.
  *
  * After an error that makes the context unusable, the device is dead for good. The error is logged
  * once and given as the reason of every later failure on it. */
@@ -36,6 +36,15 @@ bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err)
 	(void)snprintf(why, sizeof(why), "this device is dead since %.130s", lane->why);
 	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, why);
 	return true;
+}
+
+bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream)
+{
+	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+	CUresult rc = cu->stream_capturing(stream, &status);
+
+	return rc == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
+	       (rc == CUDA_SUCCESS && status != CU_STREAM_CAPTURE_STATUS_NONE);
 }
 
 /* Returns an event, new or reused, or NULL if the driver cannot make one. */
@@ -100,27 +109,27 @@ bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc
 	return dead;
 }
 
-struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane)
+struct sfr__cuda_portion *sfr__cuda_portion_get(struct sfr__cuda_lane *lane)
 {
-	struct sfr__cuda_piece *piece;
+	struct sfr__cuda_portion *portion;
 
 	sfr__lock(&lane->mu);
-	piece = lane->free_pieces;
-	if (piece)
-		lane->free_pieces = piece->next;
+	portion = lane->free_portions;
+	if (portion)
+		lane->free_portions = portion->next;
 	sfr__unlock(&lane->mu);
-	if (!piece)
-		piece = sfr_sys.malloc(sizeof(*piece));
-	if (piece)
-		*piece = (struct sfr__cuda_piece){ 0 };
-	return piece;
+	if (!portion)
+		portion = sfr_sys.malloc(sizeof(*portion));
+	if (portion)
+		*portion = (struct sfr__cuda_portion){ 0 };
+	return portion;
 }
 
-void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
+void sfr__cuda_portion_put(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
 {
 	sfr__lock(&lane->mu);
-	piece->next = lane->free_pieces;
-	lane->free_pieces = piece;
+	portion->next = lane->free_portions;
+	lane->free_portions = portion;
 	sfr__unlock(&lane->mu);
 }
 

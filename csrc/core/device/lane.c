@@ -1,25 +1,24 @@
-/* A device's lane: a stream, the transfers in flight on it (`piece` here), and a thread that
- * watches them.
+/* A device's lane: a stream, the portions in flight on it, and a thread that watches them.
  *
- *   callers' threads ──┐ have the turn    pieces                landed
- *                      ├────────────────▶ in flight (a list) ───────▶ the thread ───▶ landings
+ *   callers' threads ──┐ have the turn    portions           completed
+ *                      ├────────────────▶ in flight (a list) ───────▶ the thread ───▶ transfers
  *   the lane's thread ─┘
  *
- * The thread never waits for the device inside the driver: it queries the oldest transfer's event
+ * The thread never waits for the device inside the driver: it queries the oldest portion's event
  * every POLL_NS and sleeps in between. The driver's own waits spin or hold locks that training
  * needs, and host functions on the stream can serialise other streams. The thread's tasks queue
- * more only while few transfers are in flight, because one copy engine serves all streams in order:
+ * more only while few portions are in flight, because one copy engine serves all streams in order:
  * a loss copied on another stream waits behind them. Once a gate waits, all that is left is queued
  * at once. A step may wait for this thread, so it has its maker's priority and a small timer slack:
  * at nice 10 beside two busy cores, one sleep of 50 us in ten took 2.8 ms.
  *
  *     alive ──an error after which nothing of the context works──▶ dead
  *
- * On a dead device nobody can know whether a copy still runs. Landings are told so, later copies
+ * On a dead device nobody can know whether a copy still runs. Transfers are told so, later copies
  * fail with the reason, and the engine goes on serving the host and other devices.
  *
  * Order. A thread that queues copies has the turn, and before it ends the turn it appends a
- * transfer to the list. So the list has the stream's order, and every copy is followed by an event
+ * portion to the list. So the list has the stream's order, and every copy is followed by an event
  * that somebody watches. The turn is not a lock: only threads that want it too wait for its end,
  * neither the gate nor the watching thread. A stream holds about a thousand operations, and a call
  * beyond that blocks until earlier ones have run. */
@@ -32,16 +31,16 @@
 
 #define POLL_NS UINT64_C(50000)
 
-/* Bounds on queued copies while nobody waits: the bytes of a transfer and the transfers in flight.
+/* Bounds on queued copies while nobody waits: the bytes of a portion and the portions in flight.
  * Copies on other streams wait behind them, at most 0.3 ms at 55 GB/s with these values. Tests and
  * the benchmark's sweep change them while no save is in flight. */
-uint64_t sfr__cuda_piece_bytes = 4 << 20;
+uint64_t sfr__cuda_portion_bytes = 4 << 20;
 static uint64_t most_in_flight = 4;
 
-void sfr__cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight)
+void sfr__cuda_tune(uint64_t portion_bytes, uint64_t nr_in_flight)
 {
-	if (piece_bytes)
-		sfr__cuda_piece_bytes = piece_bytes;
+	if (portion_bytes)
+		sfr__cuda_portion_bytes = portion_bytes;
 	if (nr_in_flight)
 		most_in_flight = nr_in_flight;
 }
@@ -52,7 +51,7 @@ void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane)
 {
 	sfr__lock(&lane->mu);
 	while (lane->queueing)
-		(void)sfr__cond_wait(&lane->cv_turn, &lane->mu, SFR_FOREVER);
+		(void)sfr__cond_wait(&lane->cv_wait, &lane->mu, SFR_FOREVER);
 	lane->queueing = true;
 	sfr__unlock(&lane->mu);
 }
@@ -61,64 +60,65 @@ void sfr__cuda_turn_end(struct sfr__cuda_lane *lane)
 {
 	sfr__lock(&lane->mu);
 	lane->queueing = false;
-	pthread_cond_signal(&lane->cv_turn);
+	pthread_cond_broadcast(&lane->cv_wait);
 	sfr__unlock(&lane->mu);
 }
 
-/* ---- transfers --------------------------------------------------------------- */
+/* ---- portions ---------------------------------------------------------------- */
 
-void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, struct sfr_err *err)
+void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
+		   struct sfr_err *err)
 {
-	piece->landed = sfr__cuda_record(lane, lane->stream, err);
+	portion->event = sfr__cuda_record(lane, lane->stream, err);
 	sfr__lock(&lane->mu);
-	sfr__queue_push(&lane->in_flight, piece);
+	sfr__queue_push(&lane->in_flight, portion);
 	lane->nr_in_flight++;
 	pthread_cond_signal(&lane->cv);
 	sfr__unlock(&lane->mu);
 }
 
-/* Returns whether the oldest transfer is to be removed: its copies have completed, or never will
- * (the lane is dead). Only this thread removes transfers, so it stays on the list meanwhile. */
-static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
+/* Returns whether the oldest portion is to be removed: its copies have completed, or never will
+ * (the lane is dead). Only this thread removes portions, so it stays on the list meanwhile. */
+static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
 {
 	const struct sfr__cuda *cu = lane->cu;
 
 	if (sfr__cuda_is_dead(lane))
 		return true;
-	if (piece->landed)
-		return sfr__cuda_is_through(lane, "cuEventQuery", cu->event_query(piece->landed),
-					    &piece->failed);
+	if (portion->event)
+		return sfr__cuda_is_through(lane, "cuEventQuery", cu->event_query(portion->event),
+					    &portion->failed);
 	return sfr__cuda_is_through(lane, "cuStreamQuery", cu->stream_query(lane->stream),
-				    &piece->failed);
+				    &portion->failed);
 }
 
-/* Removes and returns the oldest transfer in flight, if it is due. */
-static struct sfr__cuda_piece *take_due(struct sfr__cuda_lane *lane, bool *landed)
+/* Removes and returns the oldest portion in flight, if it is due. */
+static struct sfr__cuda_portion *take_due(struct sfr__cuda_lane *lane, bool *landed)
 {
-	struct sfr__cuda_piece *piece;
+	struct sfr__cuda_portion *portion;
 
 	sfr__lock(&lane->mu);
-	piece = lane->in_flight.head;
+	portion = lane->in_flight.head;
 	sfr__unlock(&lane->mu);
-	if (!piece || !is_due(lane, piece))
+	if (!portion || !is_due(lane, portion))
 		return NULL;
 	sfr__lock(&lane->mu);
-	(void)sfr__queue_pop(&lane->in_flight); /* piece */
+	(void)sfr__queue_pop(&lane->in_flight); /* portion */
 	lane->nr_in_flight--;
 	*landed = !lane->dead;
-	sfr__cuda_event_put_locked(lane, piece->landed);
+	sfr__cuda_event_put_locked(lane, portion->event);
 	sfr__unlock(&lane->mu);
-	return piece;
+	return portion;
 }
 
 void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 {
-	struct sfr__cuda_piece *piece;
+	struct sfr__cuda_portion *portion;
 	bool landed;
 
-	while ((piece = take_due(lane, &landed))) {
-		piece->landing->fn(piece->landing, piece, landed);
-		sfr__cuda_piece_put(lane, piece);
+	while ((portion = take_due(lane, &landed))) {
+		portion->landed(portion, landed);
+		sfr__cuda_portion_put(lane, portion);
 	}
 }
 

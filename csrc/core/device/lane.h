@@ -2,9 +2,9 @@
  *
  * A device has two lanes, one for copies from it and one for copies to it.
  *
- * A lane knows neither saves nor snapshots. Code that queues copies supplies a landing, which is
- * called when they have completed. Code with more to queue than should be in flight gives the
- * lane's thread a task.
+ * A lane knows neither saves nor snapshots. stage/transfer.c queues their copies in portions, and
+ * is told when the copies of one have completed. Code with more to queue than should be in flight
+ * gives the lane's thread a task.
  *
  * Locks: lane->mu ranks below engine->mu; lanes->mu is taken alone. Neither is held over a call
  * that queues work, because a full stream blocks the call. The queueing thread has the lane's turn
@@ -23,30 +23,27 @@ enum {
 	SFR__CUDA_QUERIES = 64, /* failed queries in a row after which the device is given up */
 };
 
-/* Bytes of a transfer while nobody waits; see lane.c. */
-extern uint64_t sfr__cuda_piece_bytes;
-/* Sets the bytes of a transfer and the transfers in flight (0: unchanged), for measurements and
+/* Bytes of a portion while nobody waits; see lane.c. */
+extern uint64_t sfr__cuda_portion_bytes;
+/* Sets the bytes of a portion and the portions in flight (0: unchanged), for measurements and
  * tests, while no save is in flight. */
-void sfr__cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight);
+void sfr__cuda_tune(uint64_t portion_bytes, uint64_t nr_in_flight);
 
-struct sfr__cuda_piece;
+struct sfr__transfer;
 
-/* Called on the lane's thread when a transfer's copies have completed. `ok` is false when the
- * device died, and nobody can know what became of them. The landing owns the piece until fn
- * returns. */
-struct sfr__cuda_landing {
-	void (*fn)(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *piece, bool ok);
-};
-
-/* A transfer: copies followed by one event. */
-struct sfr__cuda_piece {
-	struct sfr__cuda_piece *next;
-	struct sfr__cuda_landing *landing;
-	/* the landing's, like the next two: blocks that this transfer completes */
-	struct sfr__block *blocks;
+/* Copies followed by one event. */
+struct sfr__cuda_portion {
+	struct sfr__cuda_portion *next;
+	/* Called on the lane's thread when the copies have completed; the portion is the lane's
+	 * again when it returns. `ok` is false when the device died, and nobody can know what
+	 * became of them. */
+	void (*landed)(struct sfr__cuda_portion *portion, bool ok);
+	struct sfr__transfer *of;
+	/* the client's, like the next two: memory that is complete with this portion, or NULL */
+	void *memory;
 	const struct sfr__run *run;
 	uint32_t first_blk; /* index of the first block in its extent; the others follow */
-	CUevent landed;     /* NULL: could not be recorded, and the whole stream is queried */
+	CUevent event;      /* NULL: could not be recorded, and the whole stream is queried */
 	uint32_t failed;    /* queries that failed in a row */
 };
 
@@ -64,14 +61,6 @@ struct sfr__cuda_timer {
 	uint64_t ns;
 };
 
-/* S: the event behind all copies, and the threads about to insert a wait for it. Guarded by
- * lane->mu. */
-struct sfr__cuda_staged {
-	CUevent event; /* NULL: could not be recorded */
-	uint32_t nr_waits;
-	bool over; /* all copies have completed: nothing to wait for */
-};
-
 /* The direction of a lane's copies. Each has its own stream, because a device copies both ways at
  * once. */
 enum sfr__cuda_way { SFR__CUDA_OUT, SFR__CUDA_IN };
@@ -85,12 +74,12 @@ struct sfr__cuda_lane {
 	CUstream stream;
 	pthread_t thread;
 
-	struct sfr__mutex mu; /* guards what follows */
-	pthread_cond_t cv;    /* wakes the thread */
-	pthread_cond_t cv_turn;
-	bool queueing;                                /* a thread has the turn */
-	SFR__QUEUE(struct sfr__cuda_piece) in_flight; /* in stream order */
-	struct sfr__cuda_piece *free_pieces;          /* to be reused */
+	struct sfr__mutex mu;   /* guards what follows */
+	pthread_cond_t cv;      /* wakes the thread */
+	pthread_cond_t cv_wait; /* wakes threads that wait for the turn, or for copies */
+	bool queueing;          /* a thread has the turn */
+	SFR__QUEUE(struct sfr__cuda_portion) in_flight; /* in stream order */
+	struct sfr__cuda_portion *free_portions;        /* to be reused */
 	SFR__QUEUE(struct sfr__task) tasks;
 	uint64_t nr_in_flight;
 	uint64_t rush_seq; /* a gate waits for saves up to this one: queue without bound */
@@ -139,10 +128,12 @@ void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);
 /* Returns whether the device is dead, and then sets *err to the reason. */
 bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err);
-/* Returns a zeroed transfer, new or reused, or NULL without memory. piece_put returns it for
+/* Returns whether work queued on the stream would become part of a graph or break its capture. */
+bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
+/* Returns a zeroed portion, new or reused, or NULL without memory. portion_put returns it for
  * reuse. */
-struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane);
-void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
+struct sfr__cuda_portion *sfr__cuda_portion_get(struct sfr__cuda_lane *lane);
+void sfr__cuda_portion_put(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion);
 
 /* ---- lane.c ---- */
 /* The main function of a lane's thread. */
@@ -150,12 +141,13 @@ void *sfr__cuda_lane_main(void *lane);
 /* Only the thread that has the turn queues work on a lane's stream. It holds no lock. */
 void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
 void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
-/* In a turn: records an event behind the queued work and appends the transfer to those in flight.
+/* In a turn: records an event behind the queued work and appends the portion to those in flight.
  * Never skipped: if no event can be recorded, the whole stream is queried instead. */
-void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, struct sfr_err *err);
-/* On the lane's thread: removes transfers whose copies have completed. */
+void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
+		   struct sfr_err *err);
+/* On the lane's thread: removes portions whose copies have completed. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
-/* On the lane's thread, before queueing more: waits until few transfers are in flight, unless a
+/* On the lane's thread, before queueing more: waits until few portions are in flight, unless a
  * gate waits for this save. */
 void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq);
 /* Return whether a gate waits for the save; and say that one does. */
@@ -165,18 +157,15 @@ void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq);
 void sfr__cuda_push(struct sfr__cuda_lane *lane, struct sfr__task *task);
 
 /* ---- copies.c; in a turn ---- */
-/* Queues copies in the lane's direction, in few calls if the driver has batches and the memory is
- * pinned. Reorders the arrays. */
-void sfr__cuda_copy(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
-		    size_t nr, bool pinned, struct sfr_err *err);
-/* Copies to queue together; all zero: none. See batch.c. */
+/* A growing list of copies to queue together; all zero: none. add: 0 or -ENOMEM. */
 struct sfr__cuda_batch {
 	CUdeviceptr *dst, *src;
 	size_t *len, nr, room;
 };
 int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len);
 void sfr__cuda_batch_free(struct sfr__cuda_batch *batch);
-/* Queues them, unless an error is set. */
+/* Queues them in the lane's direction, in few calls if the driver has batches and the memory is
+ * pinned, and empties the list. */
 void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
 			  struct sfr_err *err);
 /* `nr` rows of `width` bytes, `pitch` bytes apart on the device. */
@@ -212,23 +201,5 @@ void sfr__cuda_timer_end(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *ti
 /* Reads the time into timer->ns and frees the events. False: it has not ended yet. */
 bool sfr__cuda_timer_read(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
 void sfr__cuda_timer_drop(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
-
-/* ---- order.c ---- */
-/* Returns whether work queued on the stream would become part of a graph or break its capture. */
-bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
-/* Returns the caller's stream of a device, or NULL. */
-const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
-					uint32_t device);
-/* E: makes the lane's stream wait for what is on the caller's stream. In a turn. */
-void sfr__cuda_mark(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
-/* C: makes the caller's stream wait for *event (NULL: does nothing) and takes the event back. */
-void sfr__cuda_wait_captured(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event,
-			     struct sfr_err *err);
-/* S: makes a step's stream wait. False when the host must wait: no stream, no event, or a
- * capture. */
-bool sfr__cuda_wait_staged(struct sfr__cuda_lane *lane, struct sfr__cuda_staged *staged,
-			   const struct sfr_stream *stream);
-/* Notes that all copies have completed. */
-void sfr__cuda_staged_over_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_staged *staged);
 
 #endif

@@ -31,13 +31,13 @@ static void fini_device(struct sfr__cuda_lane *lane)
 
 static void free_lane(struct sfr__cuda_lane *lane)
 {
-	struct sfr__cuda_piece *piece;
+	struct sfr__cuda_portion *portion;
 
-	while ((piece = lane->free_pieces)) {
-		lane->free_pieces = piece->next;
-		sfr_sys.free(piece);
+	while ((portion = lane->free_portions)) {
+		lane->free_portions = portion->next;
+		sfr_sys.free(portion);
 	}
-	(void)pthread_cond_destroy(&lane->cv_turn); /* nobody waits any more */
+	(void)pthread_cond_destroy(&lane->cv_wait); /* nobody waits any more */
 	(void)pthread_cond_destroy(&lane->cv);
 	sfr__mutex_fini(&lane->mu);
 	sfr_sys.free(lane);
@@ -74,7 +74,7 @@ static int make_lane(uint32_t device, enum sfr__cuda_way way, struct sfr__cuda_l
 	lane->way = way;
 	rc = sfr__cond_init(&lane->cv);
 	if (rc == 0) {
-		rc = sfr__cond_init(&lane->cv_turn);
+		rc = sfr__cond_init(&lane->cv_wait);
 		if (rc < 0)
 			(void)pthread_cond_destroy(&lane->cv);
 	}

@@ -252,7 +252,6 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	sfr__mutex_init(&r->mu, SFR__LOCK_READER);
 	(void)sfr__cond_init(&r->work);
 	(void)sfr__cond_init(&r->news);
-	(void)sfr__cond_init(&r->never);
 	sfr__source_open(&r->source, spec->fd, spec->base, spec->way);
 	r->records = sfr_sys.calloc(r->nr, sizeof(*r->records));
 	rc = r->records == NULL ? -ENOMEM : sfr__reader_plan(r);
@@ -332,13 +331,6 @@ int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 	return rc;
 }
 
-void sfr__reader_sleep(struct sfr_reader *r, uint64_t deadline_ns)
-{
-	sfr__lock(&r->mu);
-	(void)sfr__cond_wait(&r->never, &r->mu, deadline_ns); /* a sleep that ends early is fine */
-	sfr__unlock(&r->mu);
-}
-
 const struct sfr_reader_failure *sfr_reader_failure(const struct sfr_reader *r)
 {
 	return &r->failure;
@@ -370,7 +362,6 @@ static void end_threads(struct sfr_reader *r)
 	sfr__unlock(&r->mu);
 	for (unsigned i = 0; i < r->nr_threads; i++)
 		(void)sfr_sys.thread_join(r->threads[i].id, NULL); /* our own thread, joined once */
-	(void)pthread_cond_destroy(&r->never);
 	(void)pthread_cond_destroy(&r->news);
 	(void)pthread_cond_destroy(&r->work);
 	sfr__mutex_fini(&r->mu);

@@ -100,8 +100,6 @@ bool sfr__reader_runs(const struct sfr_reader *r);
  * records than sfr_reader_reach returns (or fewer than all). SFR_EFORK; else the code of the
  * failure. With SFR__READER_LIST a record with damage counts as good. */
 int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns);
-/* Sleeps on a client's behalf, until the deadline. */
-void sfr__reader_sleep(struct sfr_reader *r, uint64_t deadline_ns);
 /* Ends the reading. Only the first failure is kept. */
 void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t off,
 		      const char *reason);

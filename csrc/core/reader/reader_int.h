@@ -44,8 +44,8 @@ struct sfr_reader {
 	uint64_t fork_generation;
 
 	struct sfr__reader_record *records;
-	struct sfr__mutex mu;             /* a leaf: no other lock is taken under it */
-	pthread_cond_t work, news, never; /* never is not signalled: for timed sleeps */
+	struct sfr__mutex mu; /* a leaf: no other lock is taken under it */
+	pthread_cond_t work, news;
 	/* guarded by mu */
 	uint64_t next_off, next_rec; /* the next piece, and a record at or before its first */
 	uint64_t upto;               /* records before it may be read */

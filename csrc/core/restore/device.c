@@ -1,46 +1,46 @@
 /* Restores records into a device's memory.
  *
- *   reader 0   read into buffer A | send A, event | read into B | send B, event | A completed? ...
- *   reader 1        read into C | send C, event | read into D | ...
- *   stream     E    copies from A, event   copies from C, event   copies from B ...
+ *   reader 0   read into buffer A | send A | read into B | send B | have A's copies completed? ...
+ *   reader 1        read into C | send C | read into D | ...
+ *   stream     E    copies from A   copies from C   copies from B ...
  *
- * A chunk is read into memory that the driver has pinned, its CRCs are computed there, and its data
+ * A piece is read into memory that the driver has pinned, its CRCs are computed there, and its data
  * are sent from there to their destinations. The processor copies nothing. The only host memory
  * needed is the readers' buffers (two of a MiB for each thread), however large the model is. A
- * reader continues with its other buffer meanwhile, and queries the first one's event when it needs
- * that buffer again.
+ * reader continues with its other buffer meanwhile.
  *
- * The stream is the restore's own. It waits for an event (E) that was recorded on the caller's
- * stream, because torch may hand out memory that work on that stream still uses. Nothing waits in
- * the other direction: bytes of a record count only when the event after their copies has
- * completed, so a caller that has waited for the record may use it on any stream.
+ * Each buffer has a transfer (stage/transfer.h) to each device, for one piece at a time. The lanes
+ * are the restore's own, so it needs no engine and waits for no save. They wait for the caller's
+ * stream (E), because torch may hand out memory that work on that stream still uses. Nothing waits
+ * in the other direction: bytes of a record count only when their copies have completed, so a
+ * caller that has waited for the record may use it on any stream.
  *
- * The driver's own waits are not used, because they spin, or hold locks that others need: an event
- * is queried every 50 us. After a device has failed, nobody knows whether its copies still run, so
- * the buffers that they read are retired. */
+ * After a device has died, nobody knows whether its copies still run, so the buffers that they read
+ * are retired. */
 #include <errno.h>
+#include <stdio.h>
 
 #include "restore/restore_int.h"
 #include "base/base.h"
 
-#define POLL_NS UINT64_C(50000)
+static const struct sfr__transfer_ops ops = { .landed = NULL };
 
-static void device_failed(struct sfr_restore *r, const struct sfr__restore_device *device,
-			  const char *call, CUresult rc, uint64_t index)
+static void device_failed(struct sfr_restore *r, const char *why, uint64_t index)
 {
 	if (atomic_exchange(&r->has_why, true))
 		return; /* another thread tells of a failure */
-	sfr__cuda_explain(r->cu, device->device, call, rc, r->why, sizeof(r->why));
+	(void)snprintf(r->why, sizeof(r->why), "%s", why);
 	sfr__reader_fail(r->reader, -EIO, index, sfr__reader_data_off(r->reader, index), r->why);
 }
 
 /* ---- for the reader ----------------------------------------------------------- */
 
-static void enter(const struct sfr_restore *r, struct sfr__cuda_scope *scope)
+/* Enters the context of the first device. */
+static void enter(struct sfr_restore *r, struct sfr__cuda_scope *scope)
 {
 	*scope = (struct sfr__cuda_scope){ 0 };
-	(void)sfr__cuda_enter(scope, r->cu,
-			      r->devices[0].context); /* the next call shows an error */
+	/* the next call shows an error */
+	(void)sfr__cuda_enter(scope, r->lane->cu, r->lane->context);
 }
 
 static char *lend(void *self, size_t len)
@@ -50,7 +50,7 @@ static char *lend(void *self, size_t len)
 	void *mem = NULL;
 
 	enter(r, &scope);
-	if (r->cu->host_alloc(&mem, len, CU_MEMHOSTALLOC_PORTABLE) != CUDA_SUCCESS)
+	if (r->lane->cu->host_alloc(&mem, len, CU_MEMHOSTALLOC_PORTABLE) != CUDA_SUCCESS)
 		mem = NULL;
 	sfr__cuda_leave(&scope);
 	return mem;
@@ -59,16 +59,11 @@ static char *lend(void *self, size_t len)
 static void take_back(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
-	struct sfr__restore_flight *flight = &r->flights[buffer->number];
 	struct sfr__cuda_scope scope;
 
 	enter(r, &scope);
-	for (unsigned k = 0; k < r->nr_devices; k++)
-		if (flight->landed[k] != NULL)
-			(void)r->cu->event_free(flight->landed[k]); /* is leaked at worst */
-	*flight = (struct sfr__restore_flight){ 0 };
 	if (buffer->mem != NULL)
-		(void)r->cu->host_free(buffer->mem);
+		(void)r->lane->cu->host_free(buffer->mem); /* is leaked at worst */
 	buffer->mem = NULL;
 	sfr__cuda_leave(&scope);
 }
@@ -76,141 +71,98 @@ static void take_back(void *self, struct sfr__buffer *buffer)
 bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index, char *to,
 		       const char *from, size_t len)
 {
-	const struct sfr__restore_device *device = r->targets[index].device;
-	struct sfr__cuda_scope scope;
-	const char *call = "cuCtxPushCurrent";
-	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
+	const unsigned k = r->targets[index].device - 1;
+	struct sfr__transfer *tr = &r->flights[buffer->number].to[k];
 
-	SFR__CUDA_THEN(rc, call, "cuMemcpyHtoDAsync",
-		       r->cu->copy_to((CUdeviceptr)(uintptr_t)to, from, len, device->stream));
-	sfr__cuda_leave(&scope);
-	if (rc != CUDA_SUCCESS)
-		device_failed(r, device, call, rc, index);
-	else
-		r->flights[buffer->number].devices |= 1u << (device - r->devices);
-	return rc == CUDA_SUCCESS;
-}
-
-/* Records an event of the flight after the work on the device's stream. `call` receives the call
- * that failed. */
-static CUresult record(const struct sfr_restore *r, unsigned k, struct sfr__restore_flight *flight,
-		       const char **call)
-{
-	const struct sfr__restore_device *device = &r->devices[k];
-	struct sfr__cuda_scope scope;
-	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
-
-	*call = "cuCtxPushCurrent";
-	if (flight->landed[k] == NULL)
-		SFR__CUDA_THEN(rc, *call, "cuEventCreate",
-			       r->cu->event_new(&flight->landed[k], CU_EVENT_DISABLE_TIMING));
-	SFR__CUDA_THEN(rc, *call, "cuEventRecord",
-		       r->cu->event_record(flight->landed[k], device->stream));
-	sfr__cuda_leave(&scope);
-	return rc;
-}
-
-static void sleep_a_little(struct sfr_restore *r)
-{
-	sfr__reader_sleep(r->reader, sfr__deadline(POLL_NS));
-}
-
-/* Without an event for the copies from the buffer, queries the streams as a whole. If these fail
- * too, nobody knows whether a copy still runs, and the memory is retired. */
-static void give_up(struct sfr_restore *r, struct sfr__buffer *buffer)
-{
-	struct sfr__restore_flight *flight = &r->flights[buffer->number];
-	struct sfr__cuda_scope scope;
-	CUresult rc = CUDA_SUCCESS;
-
-	enter(r, &scope);
-	for (unsigned k = 0; k < r->nr_devices && rc == CUDA_SUCCESS; k++)
-		while ((flight->devices & 1u << k) != 0 &&
-		       (rc = r->cu->stream_query(r->devices[k].stream)) == CUDA_ERROR_NOT_READY)
-			sleep_a_little(r);
-	sfr__cuda_leave(&scope);
-	if (rc != CUDA_SUCCESS)
-		buffer->mem = NULL;
-	flight->devices = 0;
+	if (sfr__transfer_is_over(tr)) { /* of the piece before */
+		*tr = (struct sfr__transfer){ .ops = &ops };
+		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k],
+					 SFR__CUDA_IN); /* it is there */
+	}
+	sfr__transfer_add(tr, (uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, len, true);
+	if (tr->err.code == 0)
+		return true;
+	sfr__reader_fail(r->reader, tr->err.code, index, sfr__reader_data_off(r->reader, index),
+			 NULL);
+	return false;
 }
 
 static int sent(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
-	struct sfr__restore_flight *flight = &r->flights[buffer->number];
+	int rc = 0;
 
 	for (unsigned k = 0; k < r->nr_devices; k++) {
-		CUresult rc = CUDA_SUCCESS;
-		const char *call;
+		struct sfr__transfer *tr = &r->flights[buffer->number].to[k];
 
-		if ((flight->devices & 1u << k) != 0)
-			rc = record(r, k, flight, &call);
-		if (rc == CUDA_SUCCESS)
+		if (sfr__transfer_is_over(tr))
 			continue;
-		device_failed(r, &r->devices[k], call, rc, 0);
-		give_up(r, buffer);
-		return -1;
+		if (sfr__transfer_enter(tr))
+			sfr__transfer_send(tr);
+		if (tr->err.code != 0) {
+			device_failed(r, tr->err.note, 0);
+			rc = -1;
+		}
+		sfr__transfer_end(tr);
 	}
-	return 0;
-}
-
-static int land_all(struct sfr_restore *r, struct sfr__buffer *buffer)
-{
-	struct sfr__restore_flight *flight = &r->flights[buffer->number];
-
-	for (unsigned k = 0; k < r->nr_devices; k++) {
-		CUresult rc = CUDA_SUCCESS;
-
-		while ((flight->devices & 1u << k) != 0 &&
-		       (rc = r->cu->event_query(flight->landed[k])) == CUDA_ERROR_NOT_READY)
-			sleep_a_little(r);
-		if (rc == CUDA_SUCCESS)
-			continue;
-		device_failed(r, &r->devices[k], "cuEventQuery", rc, 0);
-		give_up(r, buffer);
-		return -1;
-	}
-	flight->devices = 0;
-	return 0;
+	return rc;
 }
 
 static int land(void *self, struct sfr__buffer *buffer)
 {
-	struct sfr__cuda_scope scope;
-	int rc;
+	struct sfr_restore *r = self;
+	bool lost = false;
 
-	enter(self, &scope);
-	rc = land_all(self, buffer);
-	sfr__cuda_leave(&scope);
-	return rc;
+	for (unsigned k = 0; k < r->nr_devices; k++) {
+		struct sfr__transfer *tr = &r->flights[buffer->number].to[k];
+
+		if (!tr->lane)
+			continue;
+		(void)sfr__transfer_wait(tr, SFR_FOREVER); /* always 0 */
+		if (tr->lost)
+			device_failed(r, tr->lane->why, 0); /* constant once the lane is dead */
+		lost |= tr->lost;
+	}
+	if (lost)
+		buffer->mem = NULL;
+	return lost ? -1 : 0;
 }
 
 /* ---- for the caller ----------------------------------------------------------- */
 
-static struct sfr__restore_device *find(struct sfr_restore *r, uint32_t device)
+/* Returns the device's index, or nr_devices. */
+static unsigned find(const struct sfr_restore *r, uint32_t device)
 {
-	for (unsigned i = 0; i < r->nr_devices; i++)
-		if (r->devices[i].device == device)
-			return &r->devices[i];
-	return NULL;
+	unsigned k = 0;
+
+	while (k < r->nr_devices && r->devices[k] != device)
+		k++;
+	return k;
 }
 
-/* Returns the device with a stream of the restore's. Its context stays retained until the restore
- * is freed. */
-static int open_device(struct sfr_restore *r, uint32_t number, char *why, size_t why_len)
+int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, char *why,
+		       size_t why_len)
 {
-	struct sfr__restore_device device = { .device = number };
-	int ret;
+	struct sfr__transfer tr = { .ops = &ops };
+	const unsigned k = find(r, number);
+	int rc;
 
-	if (r->nr_devices == SFR__RESTORE_DEVICES || sfr__reader_runs(r->reader))
+	if (r->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	if (k == SFR__RESTORE_DEVICES || (k == r->nr_devices && sfr__reader_runs(r->reader)))
 		return -EOPNOTSUPP;
-	r->cu = sfr__cuda_get(why, why_len);
-	ret = r->cu == NULL ?
-		      -ENODEV :
-		      sfr__cuda_open(r->cu, number, &device.context, &device.stream, why, why_len);
-	if (ret < 0)
-		return ret;
-	r->devices[r->nr_devices++] = device;
+	/* Only orders the streams: E. */
+	rc = sfr__transfer_begin(&tr, &r->lanes, number, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
+	if (tr.lane)
+		sfr__transfer_end(&tr);
+	(void)snprintf(why, why_len, "%s", tr.err.note);
+	if (rc == 0)
+		rc = tr.err.code;
+	if (rc < 0 || k < r->nr_devices)
+		return rc;
+	if (k == 0)
+		r->lane = tr.lane;
+	r->devices[r->nr_devices++] = number;
 	r->client.lend = lend;
 	r->client.take_back = take_back;
 	r->client.sent = sent;
@@ -218,64 +170,8 @@ static int open_device(struct sfr_restore *r, uint32_t number, char *why, size_t
 	return 0;
 }
 
-/* Event E: makes our stream wait for the work on the caller's. `call` receives the call that
- * failed. */
-static CUresult follow(const struct sfr__cuda *cu, const struct sfr__restore_device *device,
-		       CUstream stream, const char **call)
-{
-	struct sfr__cuda_scope scope;
-	CUevent event = NULL;
-	CUresult rc = sfr__cuda_enter(&scope, cu, device->context);
-
-	*call = "cuCtxPushCurrent";
-	SFR__CUDA_THEN(rc, *call, "cuEventCreate", cu->event_new(&event, CU_EVENT_DISABLE_TIMING));
-	SFR__CUDA_THEN(rc, *call, "cuEventRecord", cu->event_record(event, stream));
-	SFR__CUDA_THEN(rc, *call, "cuStreamWaitEvent", cu->stream_wait(device->stream, event, 0));
-	if (event != NULL)
-		(void)cu->event_free(event); /* the wait refers to the event as it was recorded */
-	sfr__cuda_leave(&scope);
-	return rc;
-}
-
-int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, char *why,
-		       size_t why_len)
-{
-	struct sfr__restore_device *device = find(r, number);
-	const char *call;
-	CUresult rc;
-
-	if (r->fork_generation != sfr_fork_generation())
-		return SFR_EFORK;
-	if (device == NULL) {
-		int ret = open_device(r, number, why, why_len);
-
-		if (ret < 0)
-			return ret;
-		device = find(r, number);
-	}
-	rc = follow(r->cu, device, (CUstream)(uintptr_t)stream, &call);
-	if (rc == CUDA_SUCCESS)
-		return 0;
-	sfr__cuda_explain(r->cu, number, call, rc, why, why_len);
-	return -EIO;
-}
-
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem)
 {
 	r->targets[index].mem = (char *)(uintptr_t)mem;
-	r->targets[index].device = find(r, device);
-}
-
-void sfr__restore_leave_devices(struct sfr_restore *r)
-{
-	for (unsigned i = 0; i < r->nr_devices; i++) {
-		struct sfr__cuda_scope scope;
-
-		if (sfr__cuda_enter(&scope, r->cu, r->devices[i].context) == CUDA_SUCCESS)
-			/* all its work has completed */
-			(void)r->cu->stream_free(r->devices[i].stream);
-		sfr__cuda_leave(&scope);
-		sfr__cuda_release(r->cu, r->devices[i].device);
-	}
-	r->nr_devices = 0;
+	r->targets[index].device = find(r, device) + 1;
 }

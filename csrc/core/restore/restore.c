@@ -25,7 +25,7 @@ static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t 
 	const struct sfr__target *target = &r->targets[index];
 	char *to = target->mem == NULL ? NULL : target->mem + at;
 
-	if (to == NULL || target->device != NULL) {
+	if (to == NULL || target->device != 0) {
 		if (crc != NULL)
 			*crc = sfr_crc32(0, bytes, len);
 		if (to == NULL)
@@ -62,6 +62,7 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	r->check = check;
 	r->places = &check->places;
 	r->client.put = put;
+	sfr__cuda_lanes_init(&r->lanes);
 	r->fork_generation = sfr_fork_generation();
 	spec.client = &r->client;
 	spec.self = r;
@@ -113,8 +114,11 @@ void sfr_restore_free(struct sfr_restore *r)
 	if (r == NULL)
 		return;
 	sfr__reader_free(r->reader);
-	if (r->fork_generation == sfr_fork_generation())
-		sfr__restore_leave_devices(r);
+	/* A child has no such threads. */
+	if (r->fork_generation == sfr_fork_generation()) {
+		sfr__cuda_lanes_stop(&r->lanes);
+		sfr__cuda_lanes_free(&r->lanes);
+	}
 	sfr_sys.free(r->targets);
 	sfr_check_free(r->check);
 	sfr_sys.free(r);

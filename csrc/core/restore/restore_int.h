@@ -4,29 +4,21 @@
 
 #include <stdatomic.h>
 
-#include "cuda/driver.h"
 #include "reader/reader.h"
 #include "restore/restore.h"
+#include "stage/transfer.h"
 
 #define SFR__RESTORE_DEVICES 16u
 
 /* Where a record's bytes go; constant once the record may be read. */
 struct sfr__target {
-	char *mem;                                /* or NULL */
-	const struct sfr__restore_device *device; /* the device of `mem`; NULL: host memory */
+	char *mem;       /* or NULL */
+	unsigned device; /* the device of `mem`: its index and one; 0: host memory */
 };
 
-/* A device that receives records, and the restore's stream on it; device.c. */
-struct sfr__restore_device {
-	uint32_t device;
-	CUcontext context;
-	CUstream stream;
-};
-
-/* The copies that read from one buffer of the reader. */
+/* The copies that read from one buffer of the reader, by device. */
 struct sfr__restore_flight {
-	CUevent landed[SFR__RESTORE_DEVICES]; /* events after its copies; NULL: none */
-	uint32_t devices;                     /* a bit for each device that it has copies to */
+	struct sfr__transfer to[SFR__RESTORE_DEVICES];
 };
 
 struct sfr_restore {
@@ -37,9 +29,10 @@ struct sfr_restore {
 	struct sfr__target *targets;
 	uint64_t fork_generation;
 	/* constant once the reader runs */
-	const struct sfr__cuda *cu;
-	struct sfr__restore_device devices[SFR__RESTORE_DEVICES];
+	uint32_t devices[SFR__RESTORE_DEVICES]; /* the driver's numbers */
 	unsigned nr_devices;
+	struct sfr__cuda_lane *lane; /* the first device's */
+	struct sfr__cuda_lanes lanes;
 	/* each used by the thread that owns the buffer of the same number */
 	struct sfr__restore_flight flights[SFR__READER_THREADS * SFR__READER_BUFFERS];
 	/* the error of a device, written by the first that has one */
@@ -52,7 +45,5 @@ struct sfr_restore {
 /* Sends bytes in the buffer to `to` in record `index`. False: a failure was recorded. */
 bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index, char *to,
 		       const char *from, size_t len);
-/* Leaves the devices, when the reader's threads have ended. */
-void sfr__restore_leave_devices(struct sfr_restore *r);
 
 #endif

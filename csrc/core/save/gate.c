@@ -1,5 +1,5 @@
 /* The gate: before a step changes the sources of a save, all remaining copies are queued, and the
- * step's stream waits for the event S. stage_cuda.c explains the events.
+ * step's stream waits for the event S. stage/transfer.h explains the events.
  *
  * Waiting for an event that was never recorded silently does nothing. So the gate makes the lane
  * queue all remaining copies, waits on the host until S is recorded, and only then inserts the
@@ -27,8 +27,8 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 					    (t->facts.copied || sfr__ticket_failing_locked(t))))
 		return 0; /* copied, or the save is failing */
 	for (uint32_t i = 0; i < t->staging.nr_parts; i++)
-		if (t->staging.parts[i].lane)
-			sfr__cuda_rush(t->staging.parts[i].lane, t->seq);
+		if (t->staging.parts[i].transfer.lane)
+			sfr__cuda_rush(t->staging.parts[i].transfer.lane, t->seq);
 	sfr__lock(&engine->mu);
 	rc = sfr__host_wait_locked(&t->staging.deferred.copy, deadline, is_open, t);
 	failing = sfr__ticket_failing_locked(t);
@@ -39,8 +39,8 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		struct sfr__cuda_part *part = &t->staging.parts[i];
 
 		if (part->deferred &&
-		    !sfr__cuda_wait_staged(part->lane, &part->staged,
-					   sfr__stream_of(streams, nr_streams, part->device)))
+		    !sfr__transfer_gate(&part->transfer,
+					sfr__stream_of(streams, nr_streams, part->device)))
 			on_host = true;
 	}
 	return on_host ? sfr__ticket_wait(t, SFR_WAIT_COPIED, deadline) : 0;

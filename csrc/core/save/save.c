@@ -213,8 +213,6 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 			sfr__ticket_fail(t, &err);
 		}
 	}
-	if (!t->staging.capture_done)
-		sfr__cuda_capture_end(t);
 	t->staging.capture_done = true;
 	return 0;
 }

@@ -1,4 +1,4 @@
-/* Staging: from the sources of a save to blocks in host memory. stage_host.c and stage_cuda.c
+/* Staging: from the sources of a save to blocks in host memory. stage_host.c and stage_device.c
  * implement it. */
 #ifndef SFR_SAVE_STAGE_H
 #define SFR_SAVE_STAGE_H
@@ -23,14 +23,13 @@ int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *
 int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
 		       size_t len);
 
-/* ---- stage_cuda.c ---- */
+/* ---- stage_device.c ---- */
 /* Makes a new ticket's device parts from its image. -ENOMEM. */
 int sfr__cuda_parts_new(struct sfr_ticket *t);
-/* Queues the copies of captured sources on devices and takes samples there. SFR_EAGAIN and
- * SFR_EEXHAUSTED as sfr_save_capture; other failures become the ticket's. */
+/* Queues the copies of captured sources on devices, takes samples there, and makes the caller's
+ * streams wait for both. SFR_EAGAIN and SFR_EEXHAUSTED as sfr_save_capture; other failures become
+ * the ticket's. */
 int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns);
-/* Makes the caller's streams wait for the queued copies. */
-void sfr__cuda_capture_end(struct sfr_ticket *t);
 /* Hands the device parts to their lanes, or releases them if the save was abandoned or is
  * failing. */
 void sfr__cuda_launch(struct sfr_ticket *t);

@@ -230,7 +230,6 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	/* Devices first: they copy while the host copies. */
 	rc = sfr__snapshot_parts_start(s, &err);
 	sfr__snapshot_copy_now(s, false);
-	sfr__snapshot_parts_captured(s, &err);
 	if (nr) {
 		sfr__lock(&engine->mu);
 		s->nr_out++;

@@ -118,10 +118,9 @@ int sfr__snapshot_parts_new(struct sfr_snapshot *s);
 /* Sets the caller's current streams. SFR_ESTATE if a device has none. */
 int sfr__snapshot_parts_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 				uint32_t nr);
-/* Queues all copies. SFR_ECAPTURING or SFR_ECLOSED if refused; other errors are in *err. */
+/* Queues all copies, and makes the caller's streams wait for the captured ones. SFR_ECAPTURING or
+ * SFR_ECLOSED if refused; other errors are in *err. */
 int sfr__snapshot_parts_start(struct sfr_snapshot *s, struct sfr_err *err);
-/* Makes the caller's streams wait for the captured sources. */
-void sfr__snapshot_parts_captured(struct sfr_snapshot *s, struct sfr_err *err);
 /* Makes these streams wait for all copies of their devices. False if the host has to wait. */
 bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
 			      uint32_t nr);

@@ -1,5 +1,6 @@
 /* Saves from devices, over the fake driver: pools, lifetimes, several devices, what fails. */
 #include <errno.h>
+#include <sched.h>
 
 #include "cuda/fix_cuda.h"
 
@@ -22,7 +23,7 @@ TEST(a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-TEST(a_lane_has_few_pieces_in_flight_until_the_gate_comes)
+TEST(a_lane_has_few_portions_in_flight_until_the_gate_comes)
 {
 	struct sfr_ticket *t;
 	struct sfr_stats stats;
@@ -95,6 +96,37 @@ TEST(a_device_that_dies_retires_its_blocks_and_spares_the_others)
 	CHECK_EQ(saving_look_as(dir, "b", &two), 2);
 	CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), 0);
 	CHECK(strstr(text, "Device 1 is dead") != NULL);
+	saving_end(engine);
+	fake_check();
+}
+
+/* The rest of the block was never queued, but the device may still write to the beginning. */
+TEST(block_is_retired_when_the_device_dies_after_its_first_copies)
+{
+	struct sfr_stats before, after;
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+	void *stream;
+
+	engine = begin_on_device(32, 2);
+	sfr__cuda_tune(SAVING_BLOCK / 4, 5); /* the captured blocks, and the samples are one */
+	stream = fake.fake_cuda_stream(0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	fake.fake_cuda_settle(); /* no more portions are queued before the gate */
+	CHECK_EQ(sfr_engine_stats(engine, &before), 0);
+	fake.fake_cuda_fail("cuMemcpyBatchAsync_v2", 1, 1, 700);
+	fake.fake_cuda_fail("cuMemcpyDtoHAsync_v2", 1, 1, 700);
+	CHECK_EQ(sfr_save_gate(t, NULL, 0, 0), SFR_EAGAIN); /* makes the lane queue the rest */
+	while (!sfr__cuda_is_dead(engine->cuda_lanes.head))
+		(void)sched_yield();
+	fake.fake_cuda_hold(0);
+	saving_finish(t);
+	CHECK_EQ(sfr_engine_stats(engine, &after), 0);
+	CHECK_EQ(after.leased_bytes, 0);
+	CHECK_EQ(after.retired_bytes, before.leased_bytes);
+	sfr_ticket_put(t);
 	saving_end(engine);
 	fake_check();
 }

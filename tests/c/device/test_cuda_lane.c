@@ -122,7 +122,7 @@ TEST(many_small_storages_are_copied_in_few_calls)
 
 /* ---- how much is in flight ---- */
 
-TEST(as_many_pieces_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate)
+TEST(as_many_portions_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate)
 {
 	static const uint64_t most[] = { 3, 9 };
 
@@ -216,7 +216,7 @@ static void *sum(void *arg)
 	return NULL;
 }
 
-/* The call itself waits for checksums; nobody else does. */
+/* The call waits for checksums. It sleeps until the lane tells it, and the lane sleeps in between. */
 TEST(a_call_that_makes_checksums_sleeps_too_and_they_are_right)
 {
 	struct sfr_report report;
@@ -224,12 +224,13 @@ TEST(a_call_that_makes_checksums_sleeps_too_and_they_are_right)
 	pthread_t caller;
 	struct sfr_engine *engine = begin_on_device(32, 2);
 
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* makes the lane */
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		one.sources[i].lane = SFR_LANE_HOST;
+	atomic_store(&sleeper, lane_of(engine)->thread);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_CHECK_BYTES, &t), 0);
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(pthread_create(&caller, NULL, sum, t), 0);
-	atomic_store(&sleeper, caller);
 	await_sleep();
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(pthread_join(caller, NULL), 0);
@@ -244,7 +245,7 @@ TEST(a_call_that_makes_checksums_sleeps_too_and_they_are_right)
 
 /* ---- what is used again ---- */
 
-TEST(pieces_and_events_are_used_again)
+TEST(portions_and_events_are_used_again)
 {
 	uint32_t nr = 0;
 	struct sfr_engine *engine = begin_on_device(16, 2);
@@ -252,7 +253,8 @@ TEST(pieces_and_events_are_used_again)
 	for (int i = 0; i < 12; i++)
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 	sfr__lock(&lane_of(engine)->mu);
-	for (struct sfr__cuda_piece *each = lane_of(engine)->free_pieces; each; each = each->next)
+	for (struct sfr__cuda_portion *each = lane_of(engine)->free_portions; each;
+	     each = each->next)
 		nr++;
 	CHECK(lane_of(engine)->nr_events <= 12);
 	sfr__unlock(&lane_of(engine)->mu);

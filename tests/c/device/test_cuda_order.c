@@ -1,4 +1,4 @@
-/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (device/order.c),
+/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (stage/transfer.h),
  * of saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it
  * may. */
 #include <sched.h>
@@ -205,7 +205,7 @@ static unsigned char large[1 << 20]; /* so that few of its lines are samples */
 static void change_a_byte(void *arg)
 {
 	(void)arg;
-	large[sizeof(large) / 2 + 100]++;
+	large[200]++; /* the first sample is at 0, and the next one at 400 or later */
 }
 
 TEST(a_byte_between_the_samples_is_noticed_where_every_byte_is_summed)

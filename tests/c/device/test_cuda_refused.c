@@ -234,6 +234,53 @@ TEST(a_device_that_dies_before_anything_is_queued_fails_the_save)
 	fake_check();
 }
 
+static void *(*plain_realloc)(void *mem, size_t len);
+static struct sfr__cuda_lane *_Atomic dying; /* its device dies when the call lists a copy */
+
+static void *realloc_or_die(void *mem, size_t len)
+{
+	struct sfr__cuda_lane *lane = atomic_exchange(&dying, NULL);
+
+	if (lane != NULL)
+		sfr__cuda_die(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED);
+	return plain_realloc(mem, len);
+}
+
+/* All sources are captured, or all deferred: nothing of either kind is queued on the dead device,
+ * and so nothing is in flight that could tell. */
+TEST(a_device_that_dies_in_the_call_of_a_snapshot_fails_it)
+{
+	for (unsigned captured = 0; captured < 2; captured++) {
+		const struct sfr_stream stream = { 0 };
+		struct sfr_snapshot *s;
+		struct sfr_engine *engine;
+		struct sfr_err err;
+		int64_t torn;
+
+		begin();
+		engine = fake_engine(32, 2);
+		fake_place(&one, 0, SAVING_NR, 0);
+		CHECK_EQ(saved(engine, &one, 0).err.code, 0); /* makes the lane */
+		for (unsigned i = 0; i < SAVING_NR; i++)
+			one.sources[i].lane = captured ? SFR_CAPTURED : SFR_LANE_HOST;
+		CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &s), 0);
+		CHECK_EQ(sfr_snapshot_lease(s, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_snapshot_streams(s, &stream, 1), 0);
+		atomic_store(&dying, engine->cuda_lanes.head);
+		CHECK_EQ(sfr_snapshot_start(s), -EIO);
+		CHECK(atomic_load(&dying) == NULL);
+		CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
+		sfr_snapshot_error(s, &err);
+		CHECK_EQ(err.code, -EIO);
+		CHECK(strstr(err.note, "cuTest") != NULL);
+		sfr_snapshot_unview(s);
+		sfr_snapshot_put(s);
+		take_texts("");
+		saving_end(engine);
+		fake_check();
+	}
+}
+
 /* The memory of a snapshot that was being copied, and of blocks: nobody gets it, and the driver
  * goes on knowing it, since a copy into it may be running. Pinned by way of a device that lives. */
 TEST(memory_of_a_dead_device_is_nobodys_any_more)
@@ -396,6 +443,8 @@ int main(void)
 {
 	if (!fake_load())
 		return CHECK_SKIPPED;
+	plain_realloc = sfr_sys.realloc; /* before there are threads */
+	sfr_sys.realloc = realloc_or_die;
 	dir = saving_dir();
 	check_run();
 	saving_rmdir(dir);

@@ -1,0 +1,430 @@
+/* Stages the part of a save on one device: from the caller's stream to blocks in host memory.
+ * stage/transfer.h explains the order of streams and events.
+ *
+ *   begin     the transfer begins (E), before anything else of the call
+ *   capture   captured sources and samples of deferred ones are queued; the caller's stream waits
+ *             for them (C), and for nothing more
+ *   launch    the lane's thread queues deferred sources slowly, then S
+ *   gate      everything left is queued, and the stream of the step waits for S (gate.c)
+ *
+ * Headers and padding of a block are written at once. Its tensor bytes are copied by the device,
+ * with one queued copy for each extent of a tensor. In the call, and while a gate waits, a portion
+ * holds a few blocks; otherwise a block is several portions. When the copies of a block have
+ * completed, deferred bytes are compared with the samples, and the block goes to the writers.
+ *
+ * Nothing here waits for the device, except with SFR_SAVE_CHECK_BYTES. The caller holds the sources
+ * until the ticket reports that they are copied, which is when the transfers of all devices are
+ * over. If a call to the device fails, the save fails; copies that were queued before are still
+ * watched. After a device has died, the contents of its blocks are unknown: they are retired. */
+#include <errno.h>
+#include <string.h>
+
+#include "sfr/crc.h"
+#include "memory/pin.h"
+#include "save/parts.h"
+
+enum { BLOCKS_A_PORTION = 4 };
+
+static struct sfr__cuda_part *part_of(struct sfr__transfer *tr)
+{
+	return sfr__container(tr, struct sfr__cuda_part, transfer);
+}
+
+/* Passes an error of the transfer to the ticket. */
+static void report(struct sfr__cuda_part *part)
+{
+	if (part->transfer.err.code)
+		sfr__ticket_fail(part->ticket, &part->transfer.err);
+}
+
+/* ---- copies that have completed ------------------------------------------------------ */
+
+/* Compares one block with the samples, and with the checksums if there are any. Returns the index
+ * of a torn source, or -1. */
+static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+		     const struct sfr__block *block)
+{
+	struct sfr_ticket *t = part->ticket;
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+	int64_t torn = -1;
+
+	sfr__seg_iter_init(&it, &t->plan.img, run, blk);
+	while (torn < 0 && sfr__seg_next(&it, &seg)) {
+		const char *staged = block->mem + seg.pos;
+
+		if (seg.kind != SFR__SEG_DATA)
+			continue;
+		torn = sfr__check_piece(t, &part->transfer.samples, seg.entry, seg.off, staged,
+					seg.len);
+		if (torn < 0 && t->staging.sums)
+			torn = sfr__check_sum(t, seg.entry, seg.off, staged, seg.len);
+	}
+	return torn;
+}
+
+static void end_block(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+		      struct sfr__block *block, bool ok)
+{
+	struct sfr_ticket *t = part->ticket;
+	struct sfr_err err = { .index = -1 };
+	int64_t torn = ok && run == part->deferred ? check(part, run, blk, block) : -1;
+
+	if (torn >= 0) {
+		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
+		err.index = torn;
+	}
+	sfr__lock(&t->engine->mu);
+	if (torn >= 0)
+		sfr__ticket_fail_locked(t, &err);
+	if (ok)
+		sfr__push_block_locked(t, run, blk, block, false);
+	else
+		t->flight.blocks_held--;
+	sfr__unlock(&t->engine->mu);
+	/* Last, because a waiter for blocks that finds none left looks for the error. */
+	if (!ok)
+		sfr__pool_retire(t->engine->pool, block);
+}
+
+static void landed(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
+{
+	struct sfr__cuda_part *part = part_of(tr);
+	struct sfr__block *block = portion->memory, *next;
+	struct sfr_err err = { .index = -1 };
+	uint32_t blk = portion->first_blk;
+
+	if (!ok) {
+		/* constant once the lane is dead */
+		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
+		sfr__ticket_fail(part->ticket, &err);
+	}
+	for (; block; block = next, blk++) {
+		next = block->next;
+		end_block(part, portion->run, blk, block, ok);
+	}
+}
+
+static void unused(struct sfr__transfer *tr, struct sfr__cuda_portion *portion)
+{
+	struct sfr__block *block = portion->memory, *next;
+
+	for (; block; block = next) {
+		next = block->next;
+		sfr__ticket_put_block(part_of(tr)->ticket, block);
+	}
+}
+
+static void over(struct sfr__transfer *tr)
+{
+	struct sfr_ticket *t = part_of(tr)->ticket;
+	char note[sizeof(t->report.fallback[0])] = "";
+
+	sfr__cuda_copies_note(tr->lane, note, sizeof(note));
+	sfr__lock(&t->engine->mu);
+	t->sharing.cuda_out--;
+	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->report.fallback[SFR_FALLBACK_PAGEABLE],
+		      sizeof(t->report.fallback[0]));
+	if (note[0])
+		memcpy(t->report.fallback[SFR_FALLBACK_COPIES], note, sizeof(note));
+	sfr__ticket_released_locked(t);
+	sfr__ticket_step_locked(t);
+	sfr__unlock(&t->engine->mu);
+}
+
+static const struct sfr__transfer_ops ops = { .landed = landed, .unused = unused, .over = over };
+
+/* ---- blocks ------------------------------------------------------------------------------ */
+
+/* Leases a block that the device can write to. If the pool is not registered with the driver, this
+ * registers it block by block, for captured bytes inside the call. That is paid once. Copies to
+ * pageable memory would delay the call as long at every save: the driver stages them, and returns
+ * when they have run. warm_up() takes the registration out of the call. */
+static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__block **block)
+{
+	struct sfr_ticket *t = part->ticket;
+	struct sfr_engine *engine = t->engine;
+	int rc = sfr__pool_get(engine->pool, t->seq, engine->opts.block_bytes, slice_ns, block);
+
+	if (rc < 0)
+		return rc;
+	if (sfr__transfer_pin(&part->transfer, engine->pool) && (*block)->piece == NULL)
+		sfr__pool_pin_blocks(engine->pool, block, 1);
+	sfr__lock(&engine->mu);
+	sfr__ticket_take_block_locked(t);
+	sfr__unlock(&engine->mu);
+	return 0;
+}
+
+/* Adds one leased block: headers and padding at once, tensor bytes as copies. The portion with the
+ * last of them owns the block. */
+static void fill(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+		 struct sfr__block *block)
+{
+	struct sfr__transfer *tr = &part->transfer;
+	const bool pinned = sfr__pin_is_pinned(block);
+	struct sfr_ticket *t = part->ticket;
+	struct sfr__block **end;
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+	unsigned nr = 1;
+
+	if (!sfr__transfer_portion(tr)) {
+		sfr__ticket_put_block(t, block);
+		return;
+	}
+	sfr__seg_iter_init(&it, &t->plan.img, run, blk);
+	while (sfr__seg_next(&it, &seg))
+		if (seg.kind == SFR__SEG_DATA)
+			sfr__transfer_add(tr, (uint64_t)(uintptr_t)(block->mem + seg.pos),
+					  (uint64_t)(uintptr_t)t->plan.img.entries[seg.entry].src +
+						  seg.off,
+					  seg.len, pinned);
+		else
+			sfr__stage_rest(t, &seg, block->mem + seg.pos);
+	if (!tr->portion->memory) {
+		tr->portion->run = run;
+		tr->portion->first_blk = blk;
+	}
+	for (end = (struct sfr__block **)&tr->portion->memory; *end; end = &(*end)->next)
+		nr++;
+	*end = block;
+	block->next = NULL;
+	if (tr->slowly || nr == BLOCKS_A_PORTION || tr->err.code)
+		sfr__transfer_send(tr);
+}
+
+/* Leases and fills the next block of a run. Before waiting for a block it sends everything filled
+ * so far, because those blocks may be the ones to wait for. SFR_EAGAIN if there was none within the
+ * slice. */
+static int fill_next(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t *blk,
+		     uint64_t slice_ns)
+{
+	struct sfr_ticket *t = part->ticket;
+	struct sfr__block *block;
+	uint64_t start;
+	int rc = lease(part, 0, &block);
+
+	if (rc == SFR_EAGAIN) {
+		sfr__transfer_send(&part->transfer);
+		start = sfr__now_ns();
+		rc = lease(part, slice_ns, &block);
+		sfr__lock(&t->engine->mu);
+		if (run == part->captured) /* a lane's wait is part of the gate's */
+			t->report.block_wait_ns += sfr__now_ns() - start;
+		sfr__unlock(&t->engine->mu);
+	}
+	if (rc == 0)
+		fill(part, run, (*blk)++, block);
+	else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
+		sfr__err_set(&part->transfer.err, rc, SFR_PHASE_STAGE, NULL);
+	return rc;
+}
+
+/* Computes checksums of the deferred sources, for SFR_SAVE_CHECK_BYTES. Waits for each byte. */
+static void sum(struct sfr__cuda_part *part)
+{
+	const struct sfr__run *run = part->deferred;
+	struct sfr__transfer *tr = &part->transfer;
+	struct sfr_ticket *t = part->ticket;
+	struct sfr__sampled *sources = sfr__run_sources(t, run);
+	bool ok = sfr__transfer_store(tr, sources, run->nr_entries);
+
+	sfr_sys.free(sources);
+	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
+		const struct sfr__entry *entry = &t->plan.img.entries[i];
+
+		for (uint64_t off = 0, len; off < entry->nbytes && ok; off += len) {
+			len = entry->nbytes - off < tr->store.len ? entry->nbytes - off :
+								    tr->store.len;
+			ok = sfr__transfer_fetch(tr, (uint64_t)(uintptr_t)entry->src + off,
+						 (size_t)len);
+			if (ok)
+				t->staging.sums[i] =
+					sfr_crc32(t->staging.sums[i], tr->store.mem, (size_t)len);
+		}
+	}
+}
+
+/* ---- in the call --------------------------------------------------------------------------- */
+
+static void stage(struct sfr__task *task);
+
+int sfr__cuda_parts_new(struct sfr_ticket *t)
+{
+	uint32_t nr = 0;
+
+	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++)
+		nr += t->plan.img.runs[r].device != 0;
+	if (nr == 0)
+		return 0;
+	t->staging.parts = sfr_sys.calloc(nr, sizeof(*t->staging.parts));
+	if (!t->staging.parts)
+		return -ENOMEM;
+	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++) {
+		const struct sfr__run *run = &t->plan.img.runs[r];
+		struct sfr__cuda_part *part = t->staging.parts;
+
+		if (run->device == 0)
+			continue;
+		while (part < t->staging.parts + t->staging.nr_parts &&
+		       part->device != run->device - 1)
+			part++;
+		if (part == t->staging.parts + t->staging.nr_parts)
+			t->staging.nr_parts++;
+		part->transfer.ops = &ops;
+		part->staging.run = stage;
+		part->ticket = t;
+		part->device = run->device - 1;
+		if (run->lane == SFR_CAPTURED)
+			part->captured = run;
+		else
+			part->deferred = run;
+	}
+	return 0;
+}
+
+int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams)
+{
+	struct sfr_err err = { .index = -1 };
+	uint32_t nr = 0;
+
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
+		struct sfr__transfer *tr = &t->staging.parts[i].transfer;
+		const struct sfr_stream *stream =
+			sfr__stream_of(streams, nr_streams, t->staging.parts[i].device);
+		int rc;
+
+		if (!stream)
+			return SFR_ESTATE;
+		rc = sfr__transfer_begin(tr, &t->engine->cuda_lanes, t->staging.parts[i].device,
+					 SFR__CUDA_OUT, (CUstream)(uintptr_t)stream->handle);
+		if (rc < 0)
+			return rc;
+		sfr__transfer_leave(tr);
+		if (!err.code)
+			err = tr->err;
+		nr += tr->lane != NULL;
+	}
+	sfr__lock(&t->engine->mu);
+	t->sharing.cuda_out = t->sharing.cuda_unsubmitted = nr;
+	if (err.code)
+		t->err = err; /* takes effect when the NEW save is admitted */
+	sfr__unlock(&t->engine->mu);
+	return 0;
+}
+
+static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
+{
+	struct sfr__transfer *tr = &part->transfer;
+	const struct sfr__run *run = part->captured;
+	struct sfr_ticket *t = part->ticket;
+	int rc = 0;
+
+	while (run && part->capture_blk < run->nr_blocks && rc == 0 && !tr->err.code &&
+	       !sfr__ticket_failing(t))
+		rc = fill_next(part, run, &part->capture_blk, sfr__time_left(deadline));
+	sfr__transfer_send(tr);
+	report(part);
+	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
+		return rc;
+	if (part->samples_taken || sfr__ticket_failing(t))
+		return 0;
+	part->samples_taken = true;
+	if (part->deferred && t->staging.sums)
+		sum(part);
+	if (part->deferred && !tr->err.code)
+		sfr__transfer_sample(tr, sfr__run_sources(t, part->deferred),
+				     part->deferred->nr_entries, t->seq + t->report.created_ns);
+	sfr__transfer_captured(tr);
+	sfr__transfer_send(tr); /* the samples */
+	report(part);
+	return 0;
+}
+
+int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+
+	if (t->staging.nr_parts && sfr__ticket_failing(t)) {
+		/* An error of begin: only now has the save a state in which it can fail. */
+		sfr__lock(&t->engine->mu);
+		sfr__ticket_fail_locked(t, &t->err);
+		sfr__unlock(&t->engine->mu);
+	}
+	for (uint32_t i = 0; i < t->staging.nr_parts && !sfr__ticket_failing(t); i++) {
+		struct sfr__cuda_part *part = &t->staging.parts[i];
+		int rc = 0;
+
+		if (sfr__transfer_enter(&part->transfer)) {
+			rc = capture_part(part, deadline);
+			sfr__transfer_leave(&part->transfer);
+		}
+		report(part);
+		if (rc < 0)
+			return rc;
+	}
+	return 0;
+}
+
+/* ---- after the call ----------------------------------------------------------------------- */
+
+/* Nothing more will be queued. The ticket may be freed afterwards. */
+static void end(struct sfr__cuda_part *part)
+{
+	struct sfr_engine *engine = part->ticket->engine;
+
+	sfr__lock(&engine->mu);
+	part->ticket->sharing.cuda_unsubmitted--;
+	pthread_cond_broadcast(&engine->cv_state); /* the gate may now use S */
+	sfr__unlock(&engine->mu);
+	sfr__transfer_end(&part->transfer);
+}
+
+void sfr__cuda_launch(struct sfr_ticket *t)
+{
+	bool go = !sfr__ticket_failing(t);
+
+	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
+		struct sfr__cuda_part *part = &t->staging.parts[i];
+
+		if (!part->transfer.lane)
+			continue;
+		if (go && part->deferred && !sfr__cuda_is_dead(part->transfer.lane))
+			sfr__cuda_push(part->transfer.lane, &part->staging);
+		else
+			end(part);
+	}
+}
+
+/* On the lane's thread: queues the deferred blocks, few at a time until a thread waits for them. */
+static void stage(struct sfr__task *task)
+{
+	struct sfr__cuda_part *part = sfr__container(task, struct sfr__cuda_part, staging);
+	struct sfr__transfer *tr = &part->transfer;
+	struct sfr__cuda_lane *lane = tr->lane;
+	struct sfr_ticket *t = part->ticket;
+	uint32_t blk = 0;
+	int rc = 0;
+
+	tr->seq = t->seq;
+	while (blk < part->deferred->nr_blocks && (rc == 0 || rc == SFR_EAGAIN) &&
+	       !sfr__ticket_failing(t) && !tr->err.code) {
+		tr->slowly = !sfr__cuda_is_rushed(lane, t->seq);
+		if (tr->slowly)
+			sfr__cuda_throttle(lane, t->seq);
+		else
+			sfr__cuda_poll(lane);
+		/* A block of this save in flight may be the one to wait for, so the wait is short
+		 * and the loop polls. */
+		if (!sfr__transfer_died(tr))
+			rc = fill_next(part, part->deferred, &blk, 100 * 1000);
+	}
+	if (rc == SFR_EEXHAUSTED)
+		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
+	sfr__transfer_staged(tr); /* before the gate may use it */
+	report(part);
+	end(part);
+}

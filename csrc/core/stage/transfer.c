@@ -1,0 +1,428 @@
+/* Queues a client's copies on a device's lane, and tells it when they have completed. See
+ * transfer.h. */
+#include <errno.h>
+
+#include "base/base.h"
+#include "memory/pin.h"
+#include "stage/transfer.h"
+
+/* ---- users --------------------------------------------------------------------------- */
+
+/* Gives S back, unless a thread is about to use it. */
+static void drop_staged_locked(struct sfr__transfer *tr)
+{
+	if (tr->nr_waits != 0)
+		return;
+	sfr__cuda_event_put_locked(tr->lane, tr->staged);
+	tr->staged = NULL;
+}
+
+/* Counts one user less. The last one settles the transfer: nobody can become a user beside it. */
+static void put(struct sfr__transfer *tr)
+{
+	void (*over)(struct sfr__transfer *tr) = tr->ops->over;
+	struct sfr__cuda_lane *lane = tr->lane;
+	bool last;
+
+	sfr__lock(&lane->mu);
+	last = tr->nr_users == 1;
+	if (!last) {
+		tr->nr_users--;
+		pthread_cond_broadcast(&lane->cv_wait);
+	}
+	sfr__unlock(&lane->mu);
+	if (!last)
+		return;
+	sfr__cuda_store_put(lane, &tr->store);
+	/* ready: the copies have ended */
+	(void)sfr__cuda_timer_read(lane, &tr->copying);
+	sfr__lock(&lane->mu);
+	drop_staged_locked(tr);
+	tr->nr_users = 0; /* without `over` it may be freed from here on */
+	pthread_cond_broadcast(&lane->cv_wait);
+	sfr__unlock(&lane->mu);
+	if (over)
+		over(tr);
+}
+
+static void landed(struct sfr__cuda_portion *portion, bool ok)
+{
+	struct sfr__transfer *tr = portion->of;
+
+	if (!ok)
+		tr->lost = true;
+	if (tr->ops->landed)
+		tr->ops->landed(tr, portion, ok);
+	put(tr);
+}
+
+int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns)
+{
+	struct sfr__cuda_lane *lane = tr->lane;
+	int rc = 0;
+
+	if (sfr__transfer_is_over(tr))
+		return 0;
+	sfr__lock(&lane->mu);
+	while (tr->nr_users != 0 && rc == 0)
+		rc = sfr__cond_wait(&lane->cv_wait, &lane->mu, deadline_ns);
+	rc = tr->nr_users == 0 ? 0 : rc;
+	sfr__unlock(&lane->mu);
+	return rc;
+}
+
+bool sfr__transfer_died(struct sfr__transfer *tr)
+{
+	bool dead = sfr__cuda_is_dead(tr->lane);
+
+	if (dead)
+		/* constant once the lane is dead */
+		sfr__err_set(&tr->err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
+	return dead;
+}
+
+/* ---- begin: E --------------------------------------------------------------------------- */
+
+bool sfr__transfer_enter(struct sfr__transfer *tr)
+{
+	CUresult rc = sfr__cuda_enter(&tr->scope, tr->lane->cu, tr->lane->context);
+
+	if (rc != CUDA_SUCCESS)
+		(void)sfr__cuda_failed(tr->lane, "cuCtxPushCurrent", rc, &tr->err);
+	return rc == CUDA_SUCCESS;
+}
+
+void sfr__transfer_leave(struct sfr__transfer *tr)
+{
+	sfr__cuda_leave(&tr->scope);
+}
+
+/* Makes `stream` wait for what is on `after`. The wait concerns the event as recorded here, so the
+ * event can be reused. */
+static void order(struct sfr__transfer *tr, CUstream stream, CUevent after)
+{
+	CUresult rc;
+
+	if (!after)
+		return;
+	rc = tr->lane->cu->stream_wait(stream, after, 0);
+	if (rc != CUDA_SUCCESS)
+		(void)sfr__cuda_failed(tr->lane, "cuStreamWaitEvent", rc, &tr->err);
+	sfr__cuda_event_put(tr->lane, after);
+}
+
+int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
+		       enum sfr__cuda_way way)
+{
+	struct sfr__cuda_lane *lane;
+	char why[160] = "";
+	int rc = sfr__cuda_lane_get(lanes, device, way, &lane, why, sizeof(why));
+
+	tr->err.index = -1;
+	if (rc == 0) {
+		tr->lane = lane;
+		tr->nr_users = 1;
+	} else if (rc != SFR_ECLOSED) {
+		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, why);
+		rc = 0;
+	}
+	return rc;
+}
+
+int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
+			enum sfr__cuda_way way, CUstream stream)
+{
+	int rc = sfr__transfer_open(tr, lanes, device, way);
+	struct sfr__cuda_lane *lane = tr->lane;
+
+	if (!lane || !sfr__transfer_enter(tr))
+		return rc;
+	tr->stream = stream;
+	if (sfr__cuda_is_capturing(lane->cu, stream)) {
+		sfr__transfer_leave(tr);
+		tr->nr_users = 0;
+		tr->lane = NULL;
+		return SFR_ECAPTURING;
+	}
+	if (!sfr__cuda_refuses(lane, &tr->err)) {
+		sfr__cuda_turn_begin(lane);
+		order(tr, lane->stream, sfr__cuda_record(lane, stream, &tr->err));
+		sfr__cuda_turn_end(lane);
+	}
+	return 0;
+}
+
+/* ---- portions ------------------------------------------------------------------------- */
+
+struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr)
+{
+	if (!tr->portion)
+		tr->portion = sfr__cuda_portion_get(tr->lane);
+	if (!tr->portion)
+		sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
+	return tr->portion;
+}
+
+/* In a turn: queues the copies that were added. */
+static void queue(struct sfr__transfer *tr)
+{
+	struct sfr__cuda_lane *lane = tr->lane;
+
+	if (tr->pinned.nr + tr->others.nr > 0 && !tr->err.code && !sfr__transfer_died(tr)) {
+		tr->touched = true; /* a failed call may have queued some copies */
+		if (tr->timed)
+			sfr__cuda_timer_begin(lane, &tr->copying, lane->stream);
+		sfr__cuda_batch_copy(lane, &tr->pinned, true, &tr->err);
+		if (!tr->err.code)
+			sfr__cuda_batch_copy(lane, &tr->others, false, &tr->err);
+		if (tr->timed)
+			sfr__cuda_timer_end(lane, &tr->copying, lane->stream);
+		tr->timed = false;
+	}
+	tr->pinned.nr = tr->others.nr = 0;
+}
+
+/* In a turn: puts the portion in flight, behind what is queued. */
+static void fly(struct sfr__transfer *tr)
+{
+	struct sfr__cuda_lane *lane = tr->lane;
+
+	tr->portion->landed = landed;
+	tr->portion->of = tr;
+	tr->flew = true;
+	sfr__lock(&lane->mu);
+	tr->nr_users++;
+	sfr__unlock(&lane->mu);
+	sfr__cuda_fly(lane, tr->portion, &tr->err);
+	tr->portion = NULL;
+	tr->bytes = 0;
+}
+
+void sfr__transfer_send(struct sfr__transfer *tr)
+{
+	struct sfr__cuda_portion *portion = tr->portion;
+	bool unused;
+
+	if (!portion)
+		return;
+	sfr__cuda_turn_begin(tr->lane);
+	queue(tr);
+	unused = !tr->touched && (!portion->memory || sfr__transfer_died(tr));
+	if (!unused)
+		fly(tr);
+	sfr__cuda_turn_end(tr->lane);
+	tr->touched = false;
+	if (!unused)
+		return;
+	if (portion->memory)
+		tr->ops->unused(tr, portion);
+	sfr__cuda_portion_put(tr->lane, portion);
+	tr->portion = NULL;
+	tr->bytes = 0;
+}
+
+/* Sends what was added so far, and waits until few portions are in flight. Without memory for
+ * another portion, this one becomes larger. */
+static void send_some(struct sfr__transfer *tr)
+{
+	struct sfr__cuda_portion *next = sfr__cuda_portion_get(tr->lane);
+
+	if (!next)
+		return;
+	sfr__cuda_turn_begin(tr->lane);
+	queue(tr);
+	fly(tr);
+	sfr__cuda_turn_end(tr->lane);
+	tr->portion = next;
+	sfr__cuda_throttle(tr->lane, tr->seq);
+}
+
+void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
+		       bool pinned)
+{
+	for (uint64_t done = 0, now; done < len && !tr->err.code; done += now) {
+		const uint64_t most = sfr__cuda_portion_bytes;
+		const uint64_t room = most > tr->bytes ? most - tr->bytes : most;
+
+		now = len - done;
+		if (tr->slowly && now > room)
+			now = room;
+		if (!sfr__transfer_portion(tr))
+			return;
+		if (sfr__cuda_batch_add(pinned ? &tr->pinned : &tr->others, dst + done, src + done,
+					(size_t)now) < 0)
+			sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
+		tr->bytes += now;
+		if (tr->slowly && tr->bytes >= most)
+			send_some(tr);
+	}
+}
+
+bool sfr__transfer_pin(const struct sfr__transfer *tr, struct sfr__pool *pool)
+{
+	struct sfr__pin *pin = sfr__pool_pin(pool);
+	char why[160];
+
+	if (sfr__pin_on(pin, tr->lane->cu, tr->lane->device, why, sizeof(why)) == 0)
+		return true;
+	sfr__pin_failed(pin, why);
+	return false;
+}
+
+void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
+			      uint64_t src, uint64_t len)
+{
+	const char *host = (const char *)(uintptr_t)(tr->lane->way == SFR__CUDA_OUT ? dst : src);
+
+	for (uint64_t off = 0, now; off < len; off += now) {
+		bool pinned = true;
+
+		now = len - off;
+		if (sfr__pool_has(pool, host))
+			now = sfr__pool_span(pool, host + off, (size_t)now, &pinned);
+		sfr__transfer_add(tr, dst + off, src + off, now, pinned);
+	}
+}
+
+/* ---- samples and checksums ------------------------------------------------------------- */
+
+bool sfr__transfer_store(struct sfr__transfer *tr, const struct sfr__sampled *sources, uint32_t nr)
+{
+	int rc = sources ? 0 : -ENOMEM;
+
+	if (rc == 0 && !tr->store.mem)
+		rc = sfr__cuda_store_get(tr->lane,
+					 sfr__samples_most_rows(sources, nr) *
+						 sizeof(*tr->samples.items),
+					 &tr->store);
+	if (rc < 0)
+		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
+	return rc == 0;
+}
+
+void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
+			  uint64_t seed)
+{
+	struct sfr__cuda_rows *rows = sources ? sfr_sys.malloc((nr + 1) * sizeof(*rows)) : NULL;
+	size_t nr_rows;
+
+	if (!rows)
+		sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
+	if (rows && nr && sfr__transfer_store(tr, sources, nr) && sfr__transfer_portion(tr) &&
+	    !tr->err.code) {
+		tr->samples.items = tr->store.mem;
+		nr_rows = sfr__samples_place_rows(&tr->samples, sources, nr, seed, rows);
+		sfr__cuda_turn_begin(tr->lane);
+		tr->touched = true;
+		sfr__cuda_copy_rows(tr->lane, rows, nr_rows, sizeof(*tr->samples.items),
+				    tr->store.pinned, &tr->err);
+		sfr__cuda_turn_end(tr->lane);
+	}
+	sfr_sys.free(rows);
+	sfr_sys.free(sources);
+}
+
+bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len)
+{
+	struct sfr__cuda_lane *lane = tr->lane;
+
+	sfr__transfer_add(tr, (uint64_t)(uintptr_t)tr->store.mem, src, len, tr->store.pinned);
+	sfr__transfer_send(tr);
+	sfr__lock(&lane->mu);
+	while (tr->nr_users > 1)
+		(void)sfr__cond_wait(&lane->cv_wait, &lane->mu, SFR_FOREVER);
+	sfr__unlock(&lane->mu);
+	return !sfr__transfer_died(tr) && tr->err.code == 0;
+}
+
+/* ---- C and S ---------------------------------------------------------------------------- */
+
+void sfr__transfer_captured(struct sfr__transfer *tr)
+{
+	CUevent captured;
+
+	sfr__cuda_turn_begin(tr->lane);
+	queue(tr);
+	captured = sfr__cuda_record(tr->lane, tr->lane->stream, &tr->err);
+	sfr__cuda_turn_end(tr->lane);
+	order(tr, tr->stream, captured);
+}
+
+void sfr__transfer_staged(struct sfr__transfer *tr)
+{
+	struct sfr__cuda_lane *lane = tr->lane;
+	struct sfr_err err = { .index = -1 };
+	CUevent event;
+
+	sfr__transfer_send(tr);
+	if (sfr__cuda_is_dead(lane))
+		return;
+	sfr__cuda_turn_begin(lane);
+	/* Without an event the gate waits on the host. */
+	event = sfr__cuda_record(lane, lane->stream, &err);
+	sfr__cuda_turn_end(lane);
+	sfr__lock(&lane->mu);
+	tr->staged = event;
+	sfr__unlock(&lane->mu);
+}
+
+void sfr__transfer_end(struct sfr__transfer *tr)
+{
+	struct sfr__cuda_scope scope = tr->scope;
+
+	sfr__transfer_send(tr);
+	sfr__cuda_batch_free(&tr->pinned);
+	sfr__cuda_batch_free(&tr->others);
+	put(tr); /* it may be freed from here on */
+	sfr__cuda_leave(&scope);
+}
+
+/* ---- the gate ----------------------------------------------------------------------------- */
+
+/* Inserts the wait, unless the stream is capturing. */
+static bool put_wait(struct sfr__cuda_lane *lane, CUstream stream, CUevent event)
+{
+	struct sfr__cuda_scope scope;
+	bool done;
+
+	if (sfr__cuda_enter(&scope, lane->cu, lane->context) != CUDA_SUCCESS)
+		return false;
+	done = !sfr__cuda_is_capturing(lane->cu, stream) &&
+	       lane->cu->stream_wait(stream, event, 0) == CUDA_SUCCESS;
+	sfr__cuda_leave(&scope);
+	return done;
+}
+
+bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *stream)
+{
+	struct sfr__cuda_lane *lane = tr->lane;
+	CUevent event = NULL;
+	bool done;
+
+	if (!lane)
+		return true;
+	sfr__lock(&lane->mu);
+	done = tr->nr_users == 0 || lane->dead;
+	if (!done && stream)
+		event = tr->staged;
+	tr->nr_waits += event != NULL; /* keeps the event from being reused meanwhile */
+	sfr__unlock(&lane->mu);
+	if (!event)
+		return done;
+	done = put_wait(lane, (CUstream)(uintptr_t)stream->handle, event);
+	sfr__lock(&lane->mu);
+	tr->nr_waits--;
+	if (tr->nr_users == 0)
+		drop_staged_locked(tr);
+	sfr__unlock(&lane->mu);
+	return done;
+}
+
+const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
+					uint32_t device)
+{
+	for (uint32_t i = 0; i < nr; i++)
+		if (streams[i].device == device)
+			return &streams[i];
+	return NULL;
+}

@@ -1,0 +1,144 @@
+/* Transfers: the copies of one client between one device and host memory, in transfer.c.
+ *
+ * A client is a save, a snapshot, an onload or a load. It says which bytes go where, and is told
+ * when they are there. Everything between is done here:
+ *
+ *   caller's stream   ... work  E │                  waits C │ forward, backward  waits S │ step
+ *   lane's stream               waits E │ captured, samples, C │ the rest            S │
+ *
+ *   E   begin      is recorded on the caller's stream first; the lane's stream waits for it, so
+ *                  the copies see the state at the call
+ *   C   captured   is recorded behind the copies so far; the caller's stream waits for it
+ *   S   staged     is recorded behind all copies; a step's stream waits for it (gate)
+ *
+ * Waiting for an event that was never recorded silently does nothing. So each event is recorded
+ * before anybody can wait for it.
+ *
+ * Copies are sent in portions. Each is followed by an event, which the lane's thread queries. All
+ * bytes of a portion's memory are in it or in earlier ones, and a portion is allocated before its
+ * first copy is queued. So every copy is followed by an event that somebody watches.
+ *
+ *              begin                       end                    the last portion
+ *     no lane ───────▶ queueing           ─────▶ in flight       ─────────────────▶ over
+ *                      1 thread + portions       portions only                      0 users
+ *                           │      end, and nothing was sent or all of it has landed     ▲
+ *                           └────────────────────────────────────────────────────────────┘
+ *
+ * `nr_users` counts the thread that queues and the portions in flight. The last one settles the
+ * transfer, once, and does not touch it afterwards. A refused begin leaves no lane, and nothing is
+ * called.
+ *
+ * An error does not stop the events: copies are skipped from then on, and portions that have some
+ * are sent all the same. On a device that died, nobody can know what became of a copy (`ok` is
+ * false). Memory to which nothing was queued is given back (`unused`).
+ *
+ * One thread at a time queues. Saves queue their captured bytes on the caller's thread, and the
+ * rest on the lane's, in small portions (`slowly`) until a gate waits for them: their bytes wait
+ * for blocks anyway, and copies of other streams queue behind them. Snapshots and onloads have all
+ * of their memory, and their callers mostly wait for it, so theirs is one portion. */
+#ifndef SFR_STAGE_TRANSFER_H
+#define SFR_STAGE_TRANSFER_H
+
+#include "device/lane.h"
+#include "memory/pool.h"
+#include "stage/samples.h"
+
+struct sfr__transfer_ops {
+	/* The copies of a portion have completed; on the lane's thread. May be NULL. */
+	void (*landed)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok);
+	/* Nothing was queued to the portion's memory, because the device was dead. NULL for a
+	 * client whose portions have none. On the thread that queues. */
+	void (*unused)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion);
+	/* Nothing is queued or in flight any more; the client may free the transfer. On the lane's
+	 * thread, or in sfr__transfer_end. NULL for a client that waits before it frees it. */
+	void (*over)(struct sfr__transfer *tr);
+};
+
+/* Embedded in its client; all but ops zero before begin. */
+struct sfr__transfer {
+	const struct sfr__transfer_ops *ops; /* constant, like the next */
+	struct sfr__cuda_lane *lane;         /* NULL: not begun */
+
+	/* used by the thread that queues */
+	CUstream stream; /* the caller's */
+	struct sfr__cuda_scope scope;
+	struct sfr_err err;                    /* the first error */
+	struct sfr__cuda_batch pinned, others; /* added and not queued */
+	struct sfr__cuda_portion *portion;     /* the next one; NULL: nothing is added */
+	uint64_t bytes;                        /* in the next portion */
+	bool flew;                             /* a portion was sent */
+	bool touched;                          /* copies were queued since the client's last send */
+	bool slowly;  /* small portions, and few in flight; only on the lane's thread */
+	bool timed;   /* the copies that are queued next are measured */
+	uint64_t seq; /* a gate that waits for it ends slowness */
+
+	/* used by the thread that queues, then in `landed` and by the last user */
+	struct sfr__samples samples; /* items are in the store */
+	struct sfr__cuda_store store;
+	struct sfr__cuda_timer copying;
+
+	bool lost; /* the device died under a portion; constant when it is over */
+
+	/* guarded by lane->mu */
+	_Atomic uint32_t nr_users; /* also read without the lock */
+	uint32_t nr_waits;         /* threads about to insert a wait for S */
+	CUevent staged;            /* S; NULL: could not be recorded, or is not needed any more */
+};
+
+/* Gets the device's lane, for a transfer without E. 0: transfer_end must follow if there is a lane,
+ * and err says what failed. SFR_ECLOSED. */
+int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
+		       enum sfr__cuda_way way);
+/* Does the same, enters the context on this thread, and makes the lane wait for the caller's stream
+ * (E). SFR_ECAPTURING: refused, and there is no lane. */
+int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
+			enum sfr__cuda_way way, CUstream stream);
+/* Whether all copies have ended, or none was begun. Takes no lock. */
+static inline bool sfr__transfer_is_over(const struct sfr__transfer *tr)
+{
+	return tr->nr_users == 0;
+}
+/* Waits until the transfer is over. 0 or SFR_EAGAIN. */
+int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns);
+/* Enters and leaves the context, around the functions below. The lane's thread has entered it. */
+bool sfr__transfer_enter(struct sfr__transfer *tr);
+void sfr__transfer_leave(struct sfr__transfer *tr);
+
+/* Makes the pool's blocks pinnable. False: they are not, and the pool has noted why. */
+bool sfr__transfer_pin(const struct sfr__transfer *tr, struct sfr__pool *pool);
+/* Returns the next portion, which is the client's to label until it is sent; NULL without memory.
+ * Adding copies may send it while the transfer goes slowly. */
+struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr);
+/* Adds a copy. */
+void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
+		       bool pinned);
+/* Adds a copy from or to memory of the pool, or to pinned memory elsewhere; splits it where regions
+ * of the pool meet, because a driver refuses a copy across two registrations. */
+void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
+			      uint64_t src, uint64_t len);
+/* Gets memory for samples of the sources, unless there is some. */
+bool sfr__transfer_store(struct sfr__transfer *tr, const struct sfr__sampled *sources, uint32_t nr);
+/* Queues copies that gather samples of the sources, which it frees; NULL: there was no memory. */
+void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
+			  uint64_t seed);
+/* Whether the device has died; then err says why. */
+bool sfr__transfer_died(struct sfr__transfer *tr);
+/* Sends the portion, if there is one. */
+void sfr__transfer_send(struct sfr__transfer *tr);
+/* Queues the copies, and makes the caller's stream wait for them (C). */
+void sfr__transfer_captured(struct sfr__transfer *tr);
+/* Copies `len` bytes to the store and waits for them, outside the driver. */
+bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len);
+/* Sends the rest, and records S. */
+void sfr__transfer_staged(struct sfr__transfer *tr);
+/* Sends the rest and leaves the context: this thread does not use the transfer any more. */
+void sfr__transfer_end(struct sfr__transfer *tr);
+
+/* Makes a stream wait for S, if not all copies have completed. False: the host must wait (no
+ * stream, no event, a capture). On any thread. */
+bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *stream);
+/* Returns the caller's stream of a device, or NULL. */
+const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
+					uint32_t device);
+
+#endif
