@@ -1,4 +1,4 @@
-/* Records what a reader's threads find: more bytes of a record, damage to one, or the first failure. */
+/* Records the findings of a reader's threads: more bytes of a record, damage, or a first failure. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
