@@ -1,4 +1,4 @@
-/* Records the findings of a reader's threads: more bytes of a record, damage, or a first failure. */
+/* Records the findings of a reader's threads: more bytes of a record, damage, the first failure. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
