@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import threading
@@ -23,15 +24,16 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration
 
 from stillframe._base import paths
-from stillframe._base.calls import inside
-from stillframe._check.latest import latest
+from stillframe._check import kinds, newest
 from stillframe._huggingface.ranks import Beside, Ranks, ranks_of
 from stillframe._huggingface.redirect import redirected
-from stillframe._save import api
-from stillframe._save.directory import checkpoint
+from stillframe._save import api, ordered
+from stillframe._save.checkpoint import Checkpoint, checkpoint
+from stillframe._save.directory import DirectorySave
+from stillframe._save.engine import Engine
 from stillframe._save.handle import Deadline, SaveHandle, State, error_of
 from stillframe._save.options import OnDurable
-from stillframe.errors import StillframeError
+from stillframe.errors import SaveError, StillframeError
 
 # Those of the class: a subclass may call ours in their place.
 _accelerates_save = Accelerator.save_state
@@ -59,6 +61,7 @@ def save_state(
     safe_serialization: bool = True,
     *,
     on_durable: OnDurable | None = None,
+    engine: Engine | None = None,
     **save_model_func_kwargs: Any,
 ) -> SaveHandle:
     """Save what `Accelerator.save_state` saves, in the same files, without stopping training.
@@ -75,6 +78,7 @@ def save_state(
         safe_serialization: Save models as safetensors; False saves `pytorch_model.bin`.
         on_durable: Called as `on_durable(path, report)` when the checkpoint is durable, on the rank
             that writes it.
+        engine: The engine to use, `stillframe.default_engine()` by default.
         **save_model_func_kwargs: Passed on to Accelerate.
 
     Returns:
@@ -82,8 +86,8 @@ def save_state(
         the report is the writing rank's, and None on others.
 
     Raises:
-        NotImplementedError: FSDP, DeepSpeed, Megatron-LM, XLA or tensor parallelism is in use.
-        ValueError: No directory is given, or the next automatic name is taken.
+        ValueError: FSDP, DeepSpeed, Megatron-LM, XLA or tensor parallelism is in use; no directory
+            is given; the next automatic name is taken.
         StillframeError: The directory holds files that would be lost, or another rank failed.
         SaveError, BusyError, ForkError, Exception: As `async_save`, and what hooks raise.
     """
@@ -94,14 +98,15 @@ def save_state(
     saves = _saves_of(accelerator)
 
     def opened() -> AbstractContextManager[Any]:
-        return _opened(path, is_automatic, on_durable)
+        files = checkpoint(path, on_durable=on_durable, engine=engine)
+        return _opened(path, files, is_automatic)
 
     def write(files: Any) -> None:
         with redirected(files), _unnamed(config):
             _accelerates_save(accelerator, files.path, safe_serialization, **save_model_func_kwargs)
 
     handle = saves.save(path, opened, write)
-    if is_automatic and saves.is_leader:
+    if is_automatic and saves.is_leader and handle.state != "skipped":
         saves.rotate(path, config.total_limit)
     return handle
 
@@ -127,15 +132,21 @@ def load_state(
         ValueError, Exception: What `Accelerator.load_state` raises.
     """
     is_automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    looks_for_one = input_dir is None and is_automatic
+    directory = _checkpoints(accelerator) if looks_for_one else input_dir
+
+    def wait() -> str:
+        if directory is not None:
+            with contextlib.suppress(OSError):  # Accelerate says what is missing
+                ordered.wait_for_directory(os.path.expanduser(directory))
+        return ""
 
     def find() -> str:
-        """Wait for the saves in flight, and return the name to load."""
-        with inside():
-            api.drain(None)
-        return _newest(accelerator) if input_dir is None and is_automatic else ""
+        wait()
+        return _newest(accelerator) if looks_for_one else ""
 
-    name = _saves_of(accelerator).share(find)
-    if name:
+    name = _saves_of(accelerator).share(wait, find)
+    if looks_for_one:
         input_dir = os.path.join(_checkpoints(accelerator), name)
     _accelerates_load(accelerator, input_dir, load_kwargs, **load_model_func_kwargs)
 
@@ -146,7 +157,7 @@ def _refuse_unsupported(accelerator: Accelerator) -> None:
     if kind is None and parallel is not None and parallel.tp_enabled:
         kind = "tensor parallelism"
     if kind is not None:
-        raise NotImplementedError(
+        raise ValueError(
             f"stillframe.accelerate does not save with {kind}: call accelerator.save_state, which"
             " waits until the files are written"
         )
@@ -174,37 +185,58 @@ def _directory(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
 
 
 @contextlib.contextmanager
-def _opened(path: str, is_automatic: bool, on_durable: OnDurable | None) -> Iterator[Any]:
+def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Checkpoint]:
     """Open the checkpoint, and refuse to replace what is none."""
     if is_automatic and api.exists(path):
         raise ValueError(
             f"{path} exists already: set ProjectConfiguration(iteration=...) to the number of the"
             " next checkpoint"
         )
-    paths.make_directories(os.path.dirname(os.path.abspath(path)), durable=True)
-    with checkpoint(path, on_durable=on_durable) as files:
+    try:
+        paths.make_directories(os.path.dirname(os.path.abspath(path)), durable=True)
+    except OSError as error:
+        raise SaveError(error.errno or errno.EIO, str(error.strerror), path, "open") from None
+    with opening as files:
         yield files
-        lost = _lost(path, {*files.names, *os.listdir(files.path)})
-        if lost:
+        save = files.handle
+        if isinstance(save, DirectorySave) and (lost := _lost(path, save)):
             raise StillframeError(
                 f"{path} was not saved: the directory is replaced as a whole, and its"
                 f" {', '.join(lost)} would be lost. Save to a directory of its own"
             )
 
 
-def _lost(path: str, new: set[str]) -> list[str]:
-    """Return what is in the directory and neither in the new one nor Accelerate's."""
-    old = os.listdir(path) if os.path.isdir(path) else []
-    return sorted(name for name in old if name not in new and not _OWN.fullmatch(name))
+def _lost(path: str, save: DirectorySave) -> list[str]:
+    """Return what is in the old directory, and neither in the new one nor Accelerate's."""
+    old = set(os.listdir(path)) if os.path.isdir(path) else set()
+    new = {name.split("/")[0] for name in save.names}.union(os.listdir(save.directory))
+    return sorted(name for name in old - new if not _OWN.fullmatch(name))
 
 
 def _newest(accelerator: Accelerator) -> str:
     """Return the name of the newest complete checkpoint."""
     directory = _checkpoints(accelerator)
-    found = latest(directory) if os.path.isdir(directory) else None
+    found = None
+    if os.path.isdir(directory):
+        found = newest.find(directory, lacks=functools.partial(_lacks, accelerator))
     if found is None:
         raise FileNotFoundError(errno.ENOENT, "there is no complete checkpoint", directory)
-    return found.name
+    return os.path.basename(found)
+
+
+def _lacks(accelerator: Accelerator, path: str, names: list[str]) -> str | None:
+    """Return what a checkpoint lacks that the accelerator loads."""
+    if accelerator.distributed_type not in _UNSUPPORTED:  # those have other names
+        for stem, parts in (
+            ("optimizer", accelerator._optimizers),
+            ("scheduler", accelerator._schedulers),
+        ):
+            for number in range(len(parts)):
+                name = f"{stem}_{number}.bin" if number else f"{stem}.bin"
+                if name not in names:
+                    return f"it has no {name}"
+    needs_none = [] if accelerator._optimizers else ["optimizer.bin"]
+    return kinds.incomplete(path, names + needs_none)
 
 
 @contextlib.contextmanager
@@ -233,18 +265,26 @@ class _Saves:
             world_size=accelerator.num_processes,
             process_index=accelerator.process_index,
             local_process_index=accelerator.local_process_index,
-            save_on_each_node=accelerator.project_configuration.save_on_each_node,
+            save_on_each_node=False,
         )
-        self._ranks = ranks_of(arguments)
+        self._all = self._ranks = ranks_of(arguments)
+        if accelerator.project_configuration.save_on_each_node:
+            arguments.save_on_each_node = True
+            self._ranks = ranks_of(arguments)
         self._is_elsewhere = arguments.process_index != arguments.local_process_index
         self._number = 0  # of a call, the same on all ranks
         self._in_flight: list[SaveHandle] = []
         self.is_leader = self._ranks is None or self._ranks.is_leader
 
-    def share(self, make: Callable[[], str]) -> str:
-        """Return what `make()` returns on the leader."""
+    def share(self, wait: Callable[[], str], find: Callable[[], str]) -> str:
+        """Return what `find()` returns on rank 0, after `wait()` on the leader of this rank."""
         self._number += 1
-        return make() if self._ranks is None else self._ranks.share(f"load/{self._number}", make)
+        key = f"load/{self._number}"
+        if self._ranks is None or self._all is None:
+            return find()
+        if self._ranks is not self._all:
+            self._ranks.share(key, wait)
+        return self._all.share(key, find)
 
     def save(
         self,
