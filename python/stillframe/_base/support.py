@@ -12,6 +12,7 @@ import sys
 VERSION = "0.1.0"
 TORCH = (2, 10)
 LIGHTNING = (2, 4)
+TRANSFORMERS = (5, 0)
 
 
 def complaint_of_python(platform: str, free_threaded: bool) -> str | None:
@@ -44,6 +45,16 @@ def complaint_of_lightning(package: str, version: str | None) -> str | None:
         return f"{needs}, and there is none here: pip install {name}"
     if parsed(version) < LIGHTNING:
         return f"{needs}, and this is {version}: pip install -U {name}"
+    return None
+
+
+def complaint_of_transformers(version: str | None) -> str | None:
+    """Return what is wrong with transformers, or None."""
+    needs = "stillframe.transformers needs transformers 5.0 or later"
+    if version is None:
+        return f'{needs}, and there is none here: pip install "transformers[torch]"'
+    if parsed(version) < TRANSFORMERS:
+        return f"{needs}, and this is {version}: pip install -U transformers"
     return None
 
 
@@ -86,6 +97,17 @@ def refuse_elsewhere() -> None:
             "stillframe's extension (_core) is not there: install the package again, or build it in"
             " a checkout with `make build`"
         ) from None
+
+
+def refuse_transformers() -> None:
+    """Check the requirements when `stillframe.transformers` is imported.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+    """
+    complaint = complaint_of_transformers(installed("transformers"))
+    if complaint is not None:
+        raise ImportError(complaint)
 
 
 def refuse_lightning(package: str) -> None:
