@@ -132,6 +132,43 @@ TEST(a_torn_member_is_reported_by_its_source)
 	saving_end(engine);
 }
 
+static atomic_bool synced;
+static atomic_uint nr_late;
+
+static ssize_t noted_pwrite(int fd, const void *bytes, size_t len, off_t off)
+{
+	nr_late += synced;
+	return pwrite(fd, bytes, len, off);
+}
+
+static int noted_fdatasync(int fd)
+{
+	synced = true;
+	return fdatasync(fd);
+}
+
+TEST(pages_that_extents_share_are_written_before_the_sync)
+{
+	struct sfr_engine *engine = saving_engine_of(8192, 4, 2, 2);
+	struct sfr_sys plain = sfr_sys;
+	struct sfr_ticket *t;
+
+	do
+		flat_make(&state, 1);
+	while (state.desc.nr_members < 10);
+	sfr_sys.pwrite = noted_pwrite; /* no save is under way */
+	sfr_sys.fdatasync = noted_fdatasync;
+	CHECK_EQ(new_save(engine, SFR_SAVE_DURABLE, &t), 0);
+	CHECK(t->plan.img.nr_edges > 0);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_done(t);
+	CHECK(synced);
+	CHECK_EQ(nr_late, 0);
+	check_file();
+	saving_end(engine);
+	sfr_sys = plain;
+}
+
 static struct sfr_engine *small_engine(int *rc)
 {
 	const struct sfr_engine_opts opts = {
