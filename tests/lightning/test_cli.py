@@ -20,9 +20,15 @@ def configuration(pkg):
     return yaml.safe_load(text)
 
 
+def command_line(pkg):
+    package = "lightning.pytorch" if pkg.name == "lightning" else pkg.name
+    return importlib.import_module(f"{package}.cli").LightningCLI
+
+
 def test_class_path_of_a_configuration_makes_the_plugin(pkg, tmp_path):
     settings = configuration(pkg)
-    settings["trainer"] |= {
+    trainer = settings["trainer"]
+    trainer |= {
         "max_steps": 4,
         "accelerator": "cpu",
         "logger": False,
@@ -30,29 +36,35 @@ def test_class_path_of_a_configuration_makes_the_plugin(pkg, tmp_path):
         "enable_model_summary": False,
         "default_root_dir": str(tmp_path),
     }
-    checkpoint = settings["trainer"]["callbacks"][0]
-    assert checkpoint["class_path"].endswith("ModelCheckpoint")
-    checkpoint["init_args"] |= {"dirpath": str(tmp_path / "c"), "every_n_train_steps": 2}
-    file = tmp_path / "config.yaml"
+    trainer["callbacks"].append({"class_path": f"stillframe.{pkg.name}.CPUOffloadCallback"})
+    trainer["callbacks"][0]["init_args"] |= {
+        "dirpath": str(tmp_path / "c"),
+        "every_n_train_steps": 2,
+    }
+    file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump(settings))
-    cli_of = importlib.import_module(
-        "lightning.pytorch.cli" if pkg.name == "lightning" else "pytorch_lightning.cli"
-    ).LightningCLI
-    cli = cli_of(pkg.Model, run=False, args=["--config", str(file)])
+    cli = command_line(pkg)(pkg.Model, run=False, args=["--config", str(file)])
     assert type(cli.trainer.strategy.checkpoint_io) is pkg.AsyncCheckpointIO
     cli.trainer.fit(cli.model, loader())
     (path,) = (tmp_path / "c").iterdir()
     assert load(path)["global_step"] == 4
 
 
+def test_the_command_line_adds_the_plugin(pkg):
+    arguments = [
+        "--trainer.accelerator=cpu",
+        f"--trainer.plugins+=stillframe.{pkg.name}.AsyncCheckpointIO",
+        "--trainer.plugins.init_args.max_in_flight=1",
+    ]
+    cli = command_line(pkg)(pkg.Model, run=False, args=arguments)
+    assert type(cli.trainer.strategy.checkpoint_io) is pkg.AsyncCheckpointIO
+
+
 def test_an_option_that_does_not_exist_is_refused(pkg, tmp_path, capsys):
     settings = configuration(pkg)
     settings["trainer"]["plugins"][0]["init_args"] = {"max_in_fligth": 2}
-    file = tmp_path / "config.yaml"
+    file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump(settings))
-    cli = importlib.import_module(
-        "lightning.pytorch.cli" if pkg.name == "lightning" else "pytorch_lightning.cli"
-    )
     with pytest.raises(SystemExit):
-        cli.LightningCLI(pkg.Model, run=False, args=["--config", str(file)])
+        command_line(pkg)(pkg.Model, run=False, args=["--config", str(file)])
     assert "max_in_fligth" in capsys.readouterr().err
