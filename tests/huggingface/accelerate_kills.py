@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
+import logging
 import os
 import random
 import re
@@ -41,6 +42,7 @@ OUTCOMES = {
 def train(kind: str, directory: Path, ready: int) -> int:
     """Resume, compare, and train until killed. Return a key of OUTCOMES if it cannot resume."""
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     run = training(directory, width=WIDTH, total_limit=1)
     run.accelerator.step = 0
     has_saved = (directory / "saved").exists()

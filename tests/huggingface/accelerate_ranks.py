@@ -94,6 +94,8 @@ def full_disk(directory, rank):
     kept = path.stat().st_ino == before
     dist.barrier()
     save_state(run.accelerator, path).result(timeout=120)
+    stillframe.wait_all()  # the old directory is gone then
+    dist.barrier()
     return {
         "error": type(error).__name__,
         "words": str(error),

@@ -103,7 +103,7 @@ def training(directory=None, *, nr_models=1, width=WIDTH, iterable=False, **conf
 
 
 def forget():
-    """Let the next Accelerator begin anew: its state is shared in the process."""
+    """Drop the state that all Accelerators of the process share."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

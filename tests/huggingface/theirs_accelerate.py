@@ -7,7 +7,7 @@ SOURCES is a directory with Accelerate's sources, of the version that is install
     pip download --no-deps --no-binary :all: accelerate==1.15.0 && tar xzf accelerate-1.15.0.tar.gz
 
 The tests want the package `parameterized`. Each save is waited for, since they look at the
-directory right behind the call. Exit status 1 if a test passes with stock and not with ours.
+directory as soon as the call has returned. Exit status 1 if a test passes with stock and not with ours.
 
 RESULT
 """
@@ -15,6 +15,7 @@ RESULT
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import subprocess
@@ -66,10 +67,11 @@ def main() -> int:
     found = {}
     for kind in ("stock", "ours"):
         found[kind] = run(given, kind)
-        counts = [f"{list(found[kind].values()).count(each)} {each}" for each in ("passed", "failed", "skipped")]
-        print(f"{kind}: {', '.join(counts)}", flush=True)
+        counts = collections.Counter(found[kind].values())
+        print(f"{kind}: {dict(counts)}", flush=True)
     lost = sorted(
-        name for name, each in found["stock"].items()
+        name
+        for name, each in found["stock"].items()
         if each == "passed" and found["ours"].get(name) != "passed"
     )
     for name in lost:

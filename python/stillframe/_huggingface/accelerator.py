@@ -423,7 +423,9 @@ class _Followed(SaveHandle):
             self._ranks.wait_ended(self._number)
             error = self._ranks.error_of(self._number)
         except Exception as lost:  # the store is gone
-            error = StillframeError(f"the rank that saves {self._path} did not tell its end: {lost}")
+            error = StillframeError(
+                f"the rank that saves {self._path} did not tell its end: {lost}"
+            )
         self._outcome.settle(None, error, told=True)  # the leader's process reports it
         self._outcome.notify()
         self._over.set()
