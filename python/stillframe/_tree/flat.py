@@ -157,7 +157,7 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
             names that are not strings.
     """
     with torch._C.DisableTorchFunction():
-        tensors = _checked(obj)
+        tensors = checked(obj)
         found = _Builder()
         for name, tensor in tensors.items():
             found.add(name, tensor)
@@ -174,7 +174,7 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
     )
 
 
-def _checked(obj: object) -> dict[str, Tensor]:
+def checked(obj: object) -> dict[str, Tensor]:
     """Return ``obj`` if it is a dict of dense tensors that share no memory."""
     if not isinstance(obj, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(obj)}")
