@@ -20,10 +20,11 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from stillframe import _core
 from stillframe._base.calls import inside
@@ -32,7 +33,7 @@ from stillframe._huggingface.ranks import Beside, Ranks, ranks_of
 from stillframe._huggingface.redirect import redirected
 from stillframe._huggingface.rotation import normal, rotate
 from stillframe._save import api
-from stillframe._save.directory import checkpoint
+from stillframe._save.checkpoint import checkpoint
 from stillframe._save.handle import SaveHandle, report_of, take_unseen_error, wait_for_end
 from stillframe.errors import StillframeError
 
@@ -238,10 +239,11 @@ class Checkpoints:
         if not isinstance(asked, bool):
             return asked
         directory = self._trainer.args.output_dir
-        found = latest(directory)
-        if found is None:
-            raise ValueError(f"No valid checkpoint found in output directory ({directory})")
-        return str(found)
+        for path in reversed(sort_checkpoints(directory)):
+            # `latest` may also find one of the files in a directory.
+            if path.rpartition("-")[2].isdigit() and latest(path) == Path(path):
+                return path
+        raise ValueError(f"No valid checkpoint found in output directory ({directory})")
 
     def _has_ended(self, made: Checkpoint) -> bool:
         if made.handle is not None:

@@ -30,6 +30,8 @@ _NAMES = (
     ("peft.utils.save_and_load", "safe_save_file"),
 )
 
+_SAFETENSORS = ".safetensors"  # stillframe tells the two formats by the name's ending
+
 
 class Files(Protocol):
     """An open `stillframe.checkpoint`."""
@@ -122,7 +124,7 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> Any:
         found = None if args or kwargs else _redirection.find(f)
-        if found is None:
+        if found is None or found[1].endswith(_SAFETENSORS):
             return original(obj, f, *args, **kwargs)
         files, name = found
         files.save(obj, name)
@@ -144,7 +146,7 @@ def _save_file(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         found = None if args or kwargs else _redirection.find(filename)
-        if found is None:
+        if found is None or not found[1].endswith(_SAFETENSORS):
             return original(tensors, filename, metadata, *args, **kwargs)
         files, name = found
         files.save_safetensors(tensors, name, metadata)
