@@ -3,6 +3,8 @@
 #include "core/objects.h"
 #include "sfr/parts.h"
 
+#include <stdbool.h>
+
 struct sfr_py_ticket {
 	PyObject_HEAD
 	struct sfr_ticket *ticket;

@@ -40,6 +40,8 @@ _NAMES = {
     "float8_e5m2": "F8_E5M2",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "int16": "I16",
     "uint16": "U16",
     "float16": "F16",
@@ -52,6 +54,7 @@ _NAMES = {
     "int64": "I64",
     "uint64": "U64",
 }
+_PAIRS = "F4"  # torch counts bytes, and the format elements
 _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
     dtype: (name, rank, dtype.itemsize)
     for rank, (name, dtype) in enumerate(
@@ -235,6 +238,13 @@ def _reach(tensor: Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
 
 
+def _in_elements(name: str, shape: list[int]) -> list[int]:
+    """Return the shape that the format gives a tensor of bytes with two elements each."""
+    if not shape:
+        raise ValueError(f"`{name}` has elements of four bits and no dimension to count them in")
+    return [*shape[:-1], 2 * shape[-1]]
+
+
 class _Builder:
     """The storages of a file's tensors, each once, and its members."""
 
@@ -267,6 +277,8 @@ class _Builder:
         nbytes, offset = tensor.numel() * itemsize, tensor.storage_offset() * itemsize
         number = self._enter(name, tensor, offset + nbytes) if nbytes else -1
         shape = list(tensor.shape)
+        if word == _PAIRS:
+            shape = _in_elements(name, shape)
         self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
 
     def _enter(self, name: str, tensor: Tensor, needed: int) -> int:

@@ -1,5 +1,7 @@
 /* flat.c: the image of a header and tensors without a gap. tests/c/save/test_flat_save.c writes
  * such files, and tests/unit/save/test_safetensors.py reads them with the safetensors library. */
+#include <errno.h>
+
 #include "archive/layout.h"
 #include "check.h"
 #include "flat_state.h"
