@@ -75,7 +75,7 @@ def test_captured_tensors_have_the_offsets_that_the_library_gives_them(seed, tmp
         # Tensors without bytes may be anywhere.
         tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     assert {name: ours[name] for name in tensors} == {name: theirs[name] for name in tensors}
-    assert list(ours)[0] == "__metadata__"
+    assert next(iter(ours)) == "__metadata__"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -207,10 +207,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_the_library_refuses_is_refused_with_the_same_error(what, tmp_path):
     obj, words = REFUSED[what]
-    with pytest.raises(Exception, match=words) as theirs:  # noqa: PT011
+    with pytest.raises(Exception, match=words) as theirs:
         safetensors.torch.save_file(obj, tmp_path / "theirs")
     (tmp_path / "theirs").unlink(missing_ok=True)
-    with pytest.raises(Exception, match=words) as ours:  # noqa: PT011
+    with pytest.raises(Exception, match=words) as ours:
         stillframe.save(obj, tmp_path / "a.safetensors")
     assert ours.type is theirs.type
     assert list(tmp_path.iterdir()) == []
