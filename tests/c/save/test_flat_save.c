@@ -58,8 +58,8 @@ TEST(a_flat_file_is_its_header_and_members_with_any_pool)
 	static const uint64_t blocks[] = { 4096, 8192, 12288, 1 << 20 };
 
 	for (unsigned round = 0; round < 48; round++) {
-		struct sfr_engine *engine = saving_engine_of(blocks[round % 4], 1 + round % 5,
-							     1 + round % 3, 2);
+		struct sfr_engine *engine =
+			saving_engine_of(blocks[round % 4], 1 + round % 5, 1 + round % 3, 2);
 
 		flat_make(&state, 1);
 		CHECK_EQ(save(engine, (round % 2 ? SFR_SAVE_DURABLE : 0) |
@@ -114,9 +114,8 @@ TEST(a_torn_member_is_reported_by_its_source)
 	state.desc.nr_members = 2;
 	for (uint32_t i = 0; i < 2; i++) {
 		state.sources[4 + i].lane = SFR_LANE_HOST;
-		state.members[i] = (struct sfr_member){
-			.off = 100, .nbytes = 20000, .source = 4 + i
-		};
+		state.members[i] =
+			(struct sfr_member){ .off = 100, .nbytes = 20000, .source = 4 + i };
 	}
 	flat_expect(&state);
 	CHECK_EQ(new_save(engine, 0, &t), 0);
@@ -130,6 +129,43 @@ TEST(a_torn_member_is_reported_by_its_source)
 	CHECK_EQ(report.err.index, 5);
 	sfr_ticket_put(t);
 	saving_end(engine);
+}
+
+static atomic_bool synced;
+static atomic_uint nr_late;
+
+static ssize_t noted_pwrite(int fd, const void *bytes, size_t len, off_t off)
+{
+	nr_late += synced;
+	return pwrite(fd, bytes, len, off);
+}
+
+static int noted_fdatasync(int fd)
+{
+	synced = true;
+	return fdatasync(fd);
+}
+
+TEST(pages_that_extents_share_are_written_before_the_sync)
+{
+	struct sfr_engine *engine = saving_engine_of(8192, 4, 2, 2);
+	struct sfr_sys plain = sfr_sys;
+	struct sfr_ticket *t;
+
+	do
+		flat_make(&state, 1);
+	while (state.desc.nr_members < 10);
+	sfr_sys.pwrite = noted_pwrite; /* no save is under way */
+	sfr_sys.fdatasync = noted_fdatasync;
+	CHECK_EQ(new_save(engine, SFR_SAVE_DURABLE, &t), 0);
+	CHECK(t->plan.img.nr_edges > 0);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_done(t);
+	CHECK(synced);
+	CHECK_EQ(nr_late, 0);
+	check_file();
+	saving_end(engine);
+	sfr_sys = plain;
 }
 
 static struct sfr_engine *small_engine(int *rc)
