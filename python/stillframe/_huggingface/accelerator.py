@@ -218,7 +218,7 @@ def _newest(accelerator: Accelerator) -> str:
     directory = _checkpoints(accelerator)
     found = None
     if os.path.isdir(directory):
-        found = newest.find(directory, lacks=functools.partial(_lacks, accelerator))
+        found = newest.find(directory, incomplete=functools.partial(_lacks, accelerator))
     if found is None:
         raise FileNotFoundError(errno.ENOENT, "there is no complete checkpoint", directory)
     return os.path.basename(found)
