@@ -128,6 +128,8 @@ def name_is_taken(directory, rank):
     told = raised(save_state, run.accelerator)
     run.accelerator.project_configuration.iteration = 1
     save_state(run.accelerator).result(timeout=120)
+    stillframe.wait_all()
+    dist.barrier()
     return {"raised": told, "names": sorted(os.listdir(directory / "checkpoints"))}
 
 

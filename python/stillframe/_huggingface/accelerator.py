@@ -311,7 +311,8 @@ class _Saves:
                 def open_it() -> str:
                     nonlocal files
                     files = block.enter_context(opened())
-                    return os.fspath(files.path)
+                    directory: str = files.path
+                    return directory
 
                 if ranks is None:
                     open_it()
@@ -424,7 +425,7 @@ class _Followed(SaveHandle):
             error = self._ranks.error_of(self._number)
         except Exception as lost:  # the store is gone
             error = StillframeError(
-                f"the rank that saves {self._path} did not tell its end: {lost}"
+                f"the rank that saves {self._path} did not tell how the save ended: {lost}"
             )
         self._outcome.settle(None, error, told=True)  # the leader's process reports it
         self._outcome.notify()
