@@ -30,7 +30,7 @@ from stillframe._save.external import ExternalSave
 from stillframe._save.handle import Deadline, State, take_unseen_error
 from stillframe._save.options import OnDurable
 from stillframe._save.report import Interval, SaveReport
-from stillframe.errors import StillframeError
+from stillframe.errors import SaveError, StillframeError
 
 log = logging.getLogger("stillframe")
 
@@ -322,9 +322,13 @@ class DirectorySave(ExternalSave):
 def _error_of(file: CoreSave) -> BaseException | None:
     """Wait for the end of a file's save and return its error, which counts as seen."""
     try:
-        return file.exception()
-    except CancelledError as error:
-        return error
+        error = file.exception()
+    except CancelledError as cancelled:
+        return cancelled
+    if isinstance(error, SaveError) and error.phase == "sync directory":
+        # For the whole this phase means that the new directory is in place.
+        return SaveError(error.errno, error.strerror, error.filename, "sync")
+    return error
 
 
 # Directories whose block has not ended.
