@@ -274,6 +274,7 @@ def test_save_into_a_directory_that_is_replaced_meanwhile_fails(tmp_path):
         handle = write(path, 2.0)
         assert eventually(lambda: injected.calls("exchange") == 1)
         late = stillframe.async_save(1, path / "late.pt")
+        assert eventually(lambda: bool(hidden(path)))  # in the old directory
     handle.result(LONG_S)
     error = late.exception(LONG_S)
     assert isinstance(error, SaveError) and error.phase == "rename"
