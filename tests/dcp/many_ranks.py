@@ -405,9 +405,14 @@ def groups(path: Path, rank: int) -> Notes:
     says.append(str(response.upload_completion.exception(60)))
     join(path / "store6", rank, 2)
     rounds.save = save_by_dcp
-    gc.collect()
-    # The thread that has told the last save's end may hold the group for a moment longer.
-    eventually(lambda: len(api._saver._rounds) == 0)
+
+    def is_forgotten() -> bool:
+        # The thread that has told the last save's end may hold the group for a moment longer, and
+        # then leave it in the cycle of an error and its traceback.
+        gc.collect()
+        return len(api._saver._rounds) == 0
+
+    eventually(is_forgotten)
     threads = sum(each.name == "sf-dcp" for each in threading.enumerate())
     return {"good": good, "says": says, "kept": len(api._saver._rounds), "threads": threads}
 

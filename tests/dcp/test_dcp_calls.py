@@ -15,6 +15,7 @@ from fix_dcp import Trained, copied, equal, loaded
 from fix_entries import Recorded
 from fix_waits import eventually
 from stillframe import dcp
+from stillframe._dcp.staged import Staged
 from stillframe.testing import held, slow
 
 
@@ -120,11 +121,21 @@ def test_empty_state_is_saved(tmp_path):
     loaded({}, tmp_path)
 
 
-def test_remote_save_is_staged_before_it_is_written():
+def test_remote_save_is_staged_before_it_is_written(monkeypatch):
+    """A thread that waits copies what the lane has not begun, so it waits behind the lane."""
+    wait = Staged.wait_until_copied
+
+    def wait_behind_the_lane(staged: Staged) -> None:
+        assert eventually(lambda: copying[-1].hits > 0)
+        wait(staged)
+
+    copying: list[Any] = []
+    monkeypatch.setattr(Staged, "wait_until_copied", wait_behind_the_lane)
     trained = Trained()
     for number in range(2):
         wanted = copied(trained.state())
-        with held("lane_copy"):
+        with held("lane_copy") as holding:
+            copying.append(holding)
             call = dcp.async_save(trained.state(), f"memory://calls/{number}", no_dist=True)
             assert not eventually(call.upload_completion.done, 0.1)
         trained.step()
