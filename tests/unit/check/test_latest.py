@@ -418,6 +418,13 @@ def test_saves_submitted_before_are_waited_for(tmp_path):
     stillframe.wait_all()
 
 
+def test_safetensors_file_of_ours_is_found_beside_its_save(tmp_path):
+    with testing.slow("fdatasync", 0.3):
+        stillframe.async_save({"w": torch.ones(9)}, tmp_path / "step1.safetensors")
+        assert stillframe.latest(tmp_path) == tmp_path / "step1.safetensors"
+    stillframe.wait_all()
+
+
 def test_removes_submitted_before_are_waited_for(tmp_path):
     torch_file(tmp_path / "step1.pt")
     with testing.slow("fdatasync", 0.3):

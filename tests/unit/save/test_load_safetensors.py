@@ -113,6 +113,20 @@ def test_any_dict_comes_back(tmp_path_factory, described):
     assert same(stillframe.load(path, mmap=True), load_file(path))
 
 
+def test_our_own_files_come_back(tmp_path):
+    stillframe.save(state(), tmp_path / "m.safetensors", metadata={"format": "pt"})
+    for mmap in (False, True):
+        assert same(stillframe.load(tmp_path / "m.safetensors", mmap=mmap), state())
+    targets = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
+    assert same(stillframe.load(tmp_path / "m.safetensors", into=targets), state())
+
+
+def test_load_waits_for_a_save_of_ours(tmp_path):
+    with testing.slow("fdatasync", 0.3):
+        stillframe.async_save(state(), tmp_path / "m.safetensors")
+        assert same(stillframe.load(tmp_path / "m.safetensors"), state())
+
+
 def test_tensors_own_their_memory(file):
     loaded = stillframe.load(file)
     os.truncate(file, 0)
