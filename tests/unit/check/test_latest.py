@@ -261,6 +261,7 @@ def at(path: Path, time: float) -> Path:
         ("step99.pt", "step100.pt"),
         ("epoch=9-step=990.ckpt", "epoch=10-step=1100.ckpt"),
         ("epoch=2-val_loss=0.90.ckpt", "epoch=10-val_loss=0.10.ckpt"),
+        ("epoch=2-loss_step=0.90.ckpt", "epoch=10-loss_step=0.10.ckpt"),
         ("model_9.pth", "model_10.pth"),
         ("ckpt_iter_9.pt", "ckpt_iter_10.pt"),
         ("run7_step9.pt", "run7_step10.pt"),
