@@ -73,9 +73,10 @@ static inline void flat_make(struct flat_state *s, uint32_t nr_places)
 	for (uint32_t i = 0; i < s->desc.nr_members; i++) {
 		uint64_t nbytes = 1 + flat_below(most[flat_below(4)]);
 
-		s->members[i] = (struct sfr_member){ .off = flat_below(FLAT_SOURCE_LEN - nbytes + 1),
-						     .nbytes = nbytes,
-						     .source = (uint32_t)flat_below(FLAT_SOURCES) };
+		s->members[i] =
+			(struct sfr_member){ .off = flat_below(FLAT_SOURCE_LEN - nbytes + 1),
+					     .nbytes = nbytes,
+					     .source = (uint32_t)flat_below(FLAT_SOURCES) };
 	}
 	flat_expect(s);
 }

@@ -94,8 +94,8 @@ static void add(struct sfr__image *img, const char *src, uint64_t nbytes, uint64
 /* Adds the extents of one key. */
 static void add_runs(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
-	uint64_t *nbytes = key >> 32 == SFR_CAPTURED ? &img->captured_nbytes :
-						       &img->deferred_nbytes;
+	uint64_t *nbytes =
+		key >> 32 == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes;
 	uint64_t off = desc->skeleton_len, last = 0, its;
 
 	if (key == 0) {

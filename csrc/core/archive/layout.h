@@ -63,7 +63,7 @@ struct sfr__image {
 	/* for flat files, see flat.c: offsets of the pages that two extents share */
 	uint64_t *edges;
 	uint32_t nr_edges;
-	bool has_crcs;             /* the file contains the CRCs of its entries */
+	bool has_crcs;                             /* the file contains the CRCs of its entries */
 	uint64_t captured_nbytes, deferred_nbytes; /* storages and skeleton; storages */
 };
 

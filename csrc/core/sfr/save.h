@@ -18,9 +18,9 @@ struct sfr_ticket;
 #define SFR_SAVE_UNORDERED 16u
 
 struct sfr_save_desc {
-	const char *dir;      /* real path of the directory */
-	const char *name;     /* file name in it */
-	uint64_t fs;          /* its file system, as from sfr_look; 0: unknown */
+	const char *dir;  /* real path of the directory */
+	const char *name; /* file name in it */
+	uint64_t fs;      /* its file system, as from sfr_look; 0: unknown */
 	/* data.pkl, or the header of a flat file; valid until the save is staged or has ended */
 	const void *skeleton;
 	uint64_t skeleton_len;

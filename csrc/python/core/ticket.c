@@ -3,6 +3,8 @@
 #include "core/objects.h"
 #include "sfr/parts.h"
 
+#include <stdbool.h>
+
 struct sfr_py_ticket {
 	PyObject_HEAD
 	struct sfr_ticket *ticket;
@@ -59,7 +61,9 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		.sources = rows.buf,
 		.nr_sources = (uint32_t)((size_t)rows.len / sizeof(struct sfr_source)),
 		.flags = flags,
-		.members = members.obj == NULL ? NULL : members.len != 0 ? members.buf : &none,
+		.members = members.obj == NULL ? NULL :
+			   members.len != 0    ? members.buf :
+						 &none,
 		.nr_members = (uint32_t)((size_t)members.len / sizeof(struct sfr_member)),
 	};
 	if (is_array(&rows, sizeof(struct sfr_source)) &&
@@ -304,7 +308,8 @@ static PyType_Slot slots[] = {
 	{ Py_tp_dealloc, ticket_dealloc },
 	{ Py_tp_methods, methods },
 	{ Py_tp_getset, getset },
-	{ Py_tp_doc, "Ticket(engine, dir, name, skeleton, rows, flags, fs=0, members=None): one save" },
+	{ Py_tp_doc,
+	  "Ticket(engine, dir, name, skeleton, rows, flags, fs=0, members=None): one save" },
 	{ 0, NULL },
 };
 

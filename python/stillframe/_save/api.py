@@ -183,7 +183,8 @@ def save(
 ) -> SaveReport:
     """Save `obj` to `path` as `torch.save` would and return when the file is durable.
 
-    A path that ends in ".safetensors" gets a safetensors file instead. It always saves: if the engine has no free slot it waits for one, whatever its `when_busy` says.
+    A path that ends in ".safetensors" gets a safetensors file instead. `save` always saves: if the
+    engine has no free slot it waits for one, whatever its `when_busy` says.
 
     Args:
         obj: Anything `torch.save` takes. It is copied during the call.

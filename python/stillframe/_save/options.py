@@ -198,9 +198,7 @@ class SaveOptions:
         if self.format != "safetensors":
             raise ValueError("metadata= is for format='safetensors': put it into the saved object")
         if not isinstance(metadata, Mapping):
-            raise TypeError(
-                f"metadata has to be a dict of strings, not {type(metadata).__name__}"
-            )
+            raise TypeError(f"metadata has to be a dict of strings, not {type(metadata).__name__}")
         for text in (*metadata, *metadata.values()):
             if not isinstance(text, str):
                 raise TypeError(f"metadata has to hold strings only, not {type(text).__name__}")

@@ -1,8 +1,8 @@
 """The split of a dict of tensors into several safetensors files, and the index that names them.
 
-The split is that of `huggingface_hub.split_torch_state_dict_into_shards`: tensors in the dict's
-order fill a file up to the limit, a tensor beyond the limit has a file of its own, and tensors
-over one storage, which counts once and as a whole, stay together. Only the caller can make the
+The split is that of `huggingface_hub.split_torch_state_dict_into_shards`. Tensors in the dict's
+order fill a file up to the limit. A tensor beyond the limit has a file of its own. Tensors over one
+storage stay together, and the storage counts once and as a whole. Only the caller can make the
 files visible together, so this module only plans them.
 """
 

@@ -40,6 +40,8 @@ _NAMES = {
     "float8_e5m2": "F8_E5M2",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "int16": "I16",
     "uint16": "U16",
     "float16": "F16",
@@ -52,6 +54,7 @@ _NAMES = {
     "int64": "I64",
     "uint64": "U64",
 }
+_PAIRS = "F4"  # torch counts bytes, and the format elements
 _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
     dtype: (name, rank, dtype.itemsize)
     for rank, (name, dtype) in enumerate(
@@ -147,8 +150,8 @@ class Flat(Skeleton):
 def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
     """Check that a safetensors file can hold ``obj``, and plan it except for the order.
 
-    Tensors that are neither on the CPU nor on a CUDA device are copied to host memory in the call,
-    with a sentence in ``fallbacks``, and so are conjugated and negated ones.
+    torch copies tensors of devices other than CUDA to host memory in the call, and a sentence in
+    ``fallbacks`` says so. It also makes copies of conjugated and negated tensors.
 
     Raises:
         Exception: As `safetensors.torch.save_file`, and in substance its messages: ValueError for
@@ -190,16 +193,16 @@ def checked(obj: object) -> dict[str, Tensor]:
             sparse.append(name)
     if sparse:
         raise ValueError(
-            f"You are trying to save sparse tensors: `{sparse}`, which safetensors does not support."
-            " Make them dense with `.to_dense()`, which may take much more space"
+            f"You are trying to save sparse tensors: `{sparse}`, which safetensors does not"
+            " support. Make them dense with `.to_dense()`, which may take much more space"
         )
     if _METADATA in obj:
         raise ValueError(f"a tensor cannot be named {_METADATA}: use metadata=")
     if shared := _sharing(obj):
         raise RuntimeError(
-            f"Some tensors share memory, which a safetensors file cannot keep: {shared}. Save one of"
-            " each, or copies of them (`tensor.clone()`), or use format='torch', which keeps shared"
-            " memory"
+            f"Some tensors share memory, which a safetensors file cannot keep: {shared}. Save one"
+            " of each, or copies of them (`tensor.clone()`), or use format='torch', which keeps"
+            " shared memory"
         )
     return obj
 
@@ -213,7 +216,7 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
         storage = tensor.untyped_storage()
         key = tensor.device, storage.data_ptr(), storage.nbytes()
         if key[1] and key[2]:
-            begin = tensor.storage_offset() * tensor.itemsize
+            begin = int(tensor.storage_offset()) * tensor.itemsize
             areas.setdefault(key, []).append((begin, begin + _reach(tensor), name))
     groups: list[list[str]] = []
     for area in areas.values():
@@ -233,6 +236,13 @@ def _reach(tensor: Tensor) -> int:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+
+
+def _in_elements(name: str, shape: list[int]) -> list[int]:
+    """Return the shape that the format gives a tensor of bytes with two elements each."""
+    if not shape:
+        raise ValueError(f"`{name}` has elements of four bits and no dimension to count them in")
+    return [*shape[:-1], 2 * shape[-1]]
 
 
 class _Builder:
@@ -264,9 +274,11 @@ class _Builder:
             self.copied[origin] = self.copied.get(origin, 0) + 1
         if _bits(tensor):
             tensor = tensor.resolve_conj().resolve_neg()
-        nbytes, offset = tensor.numel() * itemsize, tensor.storage_offset() * itemsize
+        nbytes, offset = tensor.numel() * itemsize, int(tensor.storage_offset()) * itemsize
         number = self._enter(name, tensor, offset + nbytes) if nbytes else -1
         shape = list(tensor.shape)
+        if word == _PAIRS:
+            shape = _in_elements(name, shape)
         self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
 
     def _enter(self, name: str, tensor: Tensor, needed: int) -> int:
@@ -274,7 +286,9 @@ class _Builder:
         storage = tensor.untyped_storage()
         address, nbytes = _device.address_of(storage), storage.nbytes()
         if address == 0 or nbytes < needed:
-            raise ValueError(f"tensor `{name}` has no memory, or too little: it was freed or shrunk")
+            raise ValueError(
+                f"tensor `{name}` has no memory, or too little: it was freed or shrunk"
+            )
         number = self.numbers.setdefault(storage._cdata, len(self.storages))
         if number == len(self.storages):
             place = _device.place_of_tensor(tensor)

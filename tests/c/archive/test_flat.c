@@ -1,5 +1,7 @@
 /* flat.c: the image of a header and tensors without a gap. tests/c/save/test_flat_save.c writes
  * such files, and tests/unit/save/test_safetensors.py reads them with the safetensors library. */
+#include <errno.h>
+
 #include "archive/layout.h"
 #include "check.h"
 #include "flat_state.h"
@@ -8,7 +10,7 @@
 #define HUGE_LEN (UINT64_C(1) << 45)
 
 static struct flat_state state;
-static unsigned char nr_filled[FLAT_MAX + SFR_PAGE]; /* how often each byte is filled */
+static unsigned char nr_filled[FLAT_MAX + SFR_PAGE];      /* how often each byte is filled */
 static unsigned char nr_written[FLAT_MAX / SFR_PAGE + 2]; /* how often each page is written */
 
 /* Walks one block: its data are the file's at that offset, and all else is in pages that it shares
@@ -182,8 +184,8 @@ TEST(members_outside_their_sources_are_refused)
 		if (kind == 1)
 			state.members[1].nbytes = 0;
 		if (kind == 2)
-			state.members[1] = (struct sfr_member){ .off = 1,
-								.nbytes = FLAT_SOURCE_LEN };
+			state.members[1] =
+				(struct sfr_member){ .off = 1, .nbytes = FLAT_SOURCE_LEN };
 		if (kind == 3)
 			state.members[1].off = UINT64_MAX;
 		if (kind == 4)

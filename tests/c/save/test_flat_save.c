@@ -58,8 +58,8 @@ TEST(a_flat_file_is_its_header_and_members_with_any_pool)
 	static const uint64_t blocks[] = { 4096, 8192, 12288, 1 << 20 };
 
 	for (unsigned round = 0; round < 48; round++) {
-		struct sfr_engine *engine = saving_engine_of(blocks[round % 4], 1 + round % 5,
-							     1 + round % 3, 2);
+		struct sfr_engine *engine =
+			saving_engine_of(blocks[round % 4], 1 + round % 5, 1 + round % 3, 2);
 
 		flat_make(&state, 1);
 		CHECK_EQ(save(engine, (round % 2 ? SFR_SAVE_DURABLE : 0) |
@@ -114,9 +114,8 @@ TEST(a_torn_member_is_reported_by_its_source)
 	state.desc.nr_members = 2;
 	for (uint32_t i = 0; i < 2; i++) {
 		state.sources[4 + i].lane = SFR_LANE_HOST;
-		state.members[i] = (struct sfr_member){
-			.off = 100, .nbytes = 20000, .source = 4 + i
-		};
+		state.members[i] =
+			(struct sfr_member){ .off = 100, .nbytes = 20000, .source = 4 + i };
 	}
 	flat_expect(&state);
 	CHECK_EQ(new_save(engine, 0, &t), 0);

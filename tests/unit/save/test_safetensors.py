@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(200, 301), torch.nn.Linear(301, 7))
-        self.half = torch.nn.Parameter(torch.randn(5001).bfloat16())
+        self.short = torch.nn.Parameter(torch.randn(5001).bfloat16())
         for i, dtype in enumerate((torch.bool, torch.int64, torch.float16, torch.float32)):
             self.register_buffer(f"buffer{i}", filled(dtype, 3 + 2 * i))
         self.register_buffer("none", torch.zeros(0, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).sum() + self.half.float().sum()
+        return self.layers(x).sum() + self.short.float().sum()
 
 
 def trained(steps: int = 4) -> tuple[Model, torch.optim.Optimizer]:
@@ -74,7 +75,7 @@ def test_captured_tensors_have_the_offsets_that_the_library_gives_them(seed, tmp
         # Tensors without bytes may be anywhere.
         tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     assert {name: ours[name] for name in tensors} == {name: theirs[name] for name in tensors}
-    assert list(ours)[0] == "__metadata__"
+    assert next(iter(ours)) == "__metadata__"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,6 +84,16 @@ def test_dtypes_and_shapes_are_kept(dtype, shape, tmp_path):
     tensors = {"x": filled(dtype, *shape)}
     stillframe.save(tensors, tmp_path / "a.safetensors")
     assert_holds(tmp_path / "a.safetensors", tensors)
+
+
+def test_pairs_of_four_bits_are_described_as_by_the_library(tmp_path):
+    pairs = filled(torch.uint8, 3, 5).view(torch.float4_e2m1fn_x2)
+    stillframe.save({"x": pairs}, tmp_path / "a.safetensors")
+    safetensors.torch.save_file({"x": pairs}, tmp_path / "theirs")
+    ours, theirs = (header_of(tmp_path / name)[0] for name in ("a.safetensors", "theirs"))
+    assert ours == theirs and ours["x"]["shape"] == [3, 10]
+    with pytest.raises(ValueError, match="elements of four bits"):
+        stillframe.save({"x": pairs[0, 0]}, tmp_path / "b.safetensors")
 
 
 def test_dict_without_tensors_makes_a_valid_file(tmp_path):
@@ -149,7 +160,8 @@ def test_ending_of_the_name_picks_the_format(tmp_path):
         if is_flat:
             assert_holds(path, tensors)
         else:
-            assert torch.equal(torch.load(path)["x"], tensors["x"])
+            with path.open("rb") as file:  # torch.load, too, goes by the ending of a name
+                assert torch.equal(torch.load(file)["x"], tensors["x"])
 
 
 @pytest.mark.parametrize(
@@ -179,7 +191,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "nested": ({"a": {"b": BASE}}, "Key `a` is invalid"),
     "numpy": ({"a": np.zeros(3)}, "Key `a` is invalid"),
     "sparse": ({"a": torch.eye(3).to_sparse()}, "sparse tensor"),
-    "csr": ({"a": torch.eye(3).to_sparse_csr()}, "sparse tensor"),
     "transposed": ({"a": BASE.reshape(4, 6).t()}, "non contiguous tensor: `a`"),
     "strided": ({"a": BASE[::2]}, "non contiguous tensor: `a`"),
     "expanded": ({"a": BASE[:1].expand(5)}, "non contiguous tensor: `a`"),
@@ -189,7 +200,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "numeric name": ({3: BASE}, "int"),
     "meta": ({"a": torch.empty(3, device="meta")}, "meta tensor"),
     "complex128": ({"a": torch.zeros(2, dtype=torch.complex128)}, "complex128"),
-    "quantized": ({"a": torch.quantize_per_tensor(BASE, 0.1, 0, torch.quint8)}, "quint8"),
     "surrogate": ({"\ud800": BASE}, "surrogate"),
 }
 
@@ -197,13 +207,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_the_library_refuses_is_refused_with_the_same_error(what, tmp_path):
     obj, words = REFUSED[what]
-    with pytest.raises(Exception, match=words) as theirs:  # noqa: PT011
+    with pytest.raises(Exception, match=words) as theirs:
         safetensors.torch.save_file(obj, tmp_path / "theirs")
     (tmp_path / "theirs").unlink(missing_ok=True)
-    with pytest.raises(Exception, match=words) as ours:  # noqa: PT011
+    with pytest.raises(Exception, match=words) as ours:
         stillframe.save(obj, tmp_path / "a.safetensors")
     assert ours.type is theirs.type
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensor_is_refused_with_the_same_error(tmp_path):
+    tensors = {"a": torch.quantize_per_tensor(BASE, 0.1, 0, torch.quint8)}
+    for save in (safetensors.torch.save_file, stillframe.save):
+        with pytest.raises(KeyError, match="quint8"):
+            save(tensors, tmp_path / "a.safetensors")
 
 
 def test_name_of_the_metadata_is_refused(tmp_path):
@@ -341,7 +359,9 @@ def test_cancelled_save_keeps_the_old_file(tmp_path):
     with held("pwrite"):
         handle = stillframe.async_save({"x": torch.arange(5)}, path)
         assert handle.cancel()
-    assert handle.exception() is not None and handle.state == "cancelled"
+    with pytest.raises(CancelledError):
+        handle.result()
+    assert handle.state == "cancelled"
     assert_holds(path, {"old": BASE})
 
 

@@ -36,7 +36,7 @@ def random_tensors(seed: int) -> dict[str, Tensor]:
     """Return tensors of all sizes, some of them views of one storage, some empty."""
     dice = random.Random(seed)
     tensors: dict[str, Tensor] = {}
-    for i in range(dice.randrange(30)):
+    for i in range(1 + dice.randrange(30)):
         base = torch.zeros(dice.choice((0, 1, 10, 99, 1000)), dtype=torch.uint8)
         cut = dice.randrange(base.numel() + 1)
         tensors[f"{i}"] = base[:cut]
