@@ -233,6 +233,17 @@ def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
         open_in_order(path, follow_link=follow_link)
 
 
+def wait_for_directory(path: Path) -> None:
+    """Wait until no save or remove of `path`, or in it, that was submitted before is pending.
+
+    Raises:
+        OSError: There is no such directory at that point of the log.
+    """
+    refuse_inside()
+    with inside():
+        _open(os.fsencode(os.path.join(os.path.realpath(path), "")), path).close()
+
+
 def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
     """Wait as `wait_for_path` does and open the path as it is at that point of the log.
 
@@ -252,7 +263,10 @@ def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
         # An earlier entry may replace the link.
         with contextlib.suppress(OSError):
             _core.LogLoad(paths.key(path, follow_link=False)).open()
-    key = paths.key(path, follow_link=follow_link)
+    return _open(paths.key(path, follow_link=follow_link), path)
+
+
+def _open(key: bytes, path: Path) -> _core.LogLoad:
     load = _core.LogLoad(key)
     try:
         try:
