@@ -154,4 +154,3 @@ def is_whole(checkpoint, save_only_model=False):
     optimizer = torch.load(path / "optimizer.pt", weights_only=False)
     steps = {int(each["step"]) for each in optimizer["state"].values()}
     return steps == {step} and torch.load(path / "scheduler.pt")["last_epoch"] == step
-
