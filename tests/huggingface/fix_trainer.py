@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import torch
-import transformers
+import transformers as transformers
 from safetensors import safe_open
 from stillframe.transformers import Trainer as OurTrainer
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -154,6 +154,3 @@ def is_whole(checkpoint, save_only_model=False):
     optimizer = torch.load(path / "optimizer.pt", weights_only=False)
     steps = {int(each["step"]) for each in optimizer["state"].values()}
     return steps == {step} and torch.load(path / "scheduler.pt")["last_epoch"] == step
-
-
-__all__ = ["OurTrainer", "transformers"]

@@ -5,8 +5,8 @@ import gc
 
 import pytest
 import stillframe
-from fix_trainer import OurTrainer, checkpoints, is_whole, trainer, transformers
-from stillframe.testing import fault
+from fix_trainer import OurTrainer, checkpoints, is_whole, model, trainer, transformers
+from stillframe.testing import fault, held
 
 
 class Fail(transformers.TrainerCallback):
@@ -128,12 +128,19 @@ def test_ctrl_c_while_files_are_handed_over_leaves_nothing_behind():
 
 def test_change_outside_the_step_fails_the_save_and_names_the_tensor():
     class Meddle(transformers.TrainerCallback):
-        """Writes to the weights right behind a save, after many steps that did not."""
+        """Writes to the weights between a save and the next step, after steps that did not."""
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                self.hold = held("lane_copy")
+                self.hold.__enter__()
 
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             if state.global_step == 4:
                 for parameter in model.parameters():
                     parameter.data.mul_(2)
+                self.hold.__exit__(None, None, None)
 
     with pytest.raises(stillframe.TornSnapshotError, match="wait_staged"):
-        trainer(save_steps=4, max_steps=8, callbacks=[Meddle()], width=64).train()
+        trainer(save_steps=4, max_steps=8, callbacks=[Meddle()], net=model(64)).train()
+    assert checkpoints() == []

@@ -108,10 +108,8 @@ def test_resumed_training_ends_like_one_that_was_not_interrupted():
     assert resumed.state.global_step == 6
     for mine, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, other)
-    assert differences("cut/checkpoint-6", "whole/checkpoint-6") == [
-        "trainer_state.json differs",  # its log has the times of two trainings
-        "training_args.bin differs",  # the name of the output directory
-    ]
+    # The arguments have the name of the output directory.
+    assert differences("cut/checkpoint-6", "whole/checkpoint-6") == ["training_args.bin differs"]
 
 
 def test_either_trainer_resumes_from_the_other_ones_checkpoint():
@@ -127,10 +125,9 @@ def test_resume_skips_checkpoints_that_are_not_whole():
     trainer().train()
     os.truncate("out/checkpoint-6/optimizer.pt", 1000)
     os.remove("out/checkpoint-4/rng_state.pth")
-    resumed = trainer(max_steps=7, save_strategy="no", callbacks=[Began()])
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.callback_handler.callbacks[-1].step in (2, 4)
-    assert is_whole(f"out/checkpoint-{resumed.callback_handler.callbacks[-1].step}")
+    began = Began()
+    trainer(max_steps=7, save_strategy="no", callbacks=[began]).train(resume_from_checkpoint=True)
+    assert began.step == 2
 
 
 def test_resume_without_a_checkpoint_raises_as_transformers_does():

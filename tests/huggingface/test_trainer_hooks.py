@@ -7,6 +7,8 @@ import torch
 from fix_trainer import OurTrainer, checkpoints, is_whole, trainer, transformers
 from stillframe.testing import held
 
+PROGRESS = "Training in progress, step"
+
 
 class Notes(transformers.TrainerCallback):
     """Notes each call of a save's hooks."""
@@ -35,9 +37,12 @@ def test_training_goes_on_while_files_are_written():
     class Release(transformers.TrainerCallback):
         seen = None
 
+        saved = ()
+
         def on_save_submitted(self, args, state, control, handle=None, **kwargs):
-            self.hold = held("fdatasync")
-            self.hold.__enter__()
+            if state.global_step == 3:
+                self.hold = held("fdatasync")
+                self.hold.__enter__()
 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 5:
@@ -45,14 +50,14 @@ def test_training_goes_on_while_files_are_written():
                 self.hold.__exit__(None, None, None)
 
         def on_save(self, args, state, control, **kwargs):
-            self.saved = state.global_step
+            self.saved = (*self.saved, state.global_step)
 
     release = Release()
     made = trainer(save_steps=3, max_steps=5, callbacks=[release])
     before = {name: each.clone() for name, each in made.model.state_dict().items()}
     made.train()
     assert release.seen == []
-    assert release.saved == 3
+    assert release.saved == (3, 5)
     assert is_whole("out/checkpoint-3")
     assert not torch.equal(before["lm_head.weight"], made.model.lm_head.weight)
 
@@ -114,17 +119,18 @@ def test_push_follows_the_checkpoint_with_the_state_at_its_step(monkeypatch):
 
     class Pushes(OurTrainer):
         def init_hf_repo(self, *args, **kwargs):
-            self.hub_model_id = "user/model"
+            self.hub_model_id, self.push_in_progress = "user/model", None
 
         def _finish_current_push(self):
             pass
 
     class Job:
-        def is_done(self):
+        def done(self):
             return True
 
     class Hub:
         def upload_folder(self, *, folder_path, commit_message, **kwargs):
+            assert is_whole("out/" + commit_message.replace(f"{PROGRESS} ", "checkpoint-"))
             assert os.path.exists("out/model.safetensors")
             pushed.append(commit_message)
             return Job()
@@ -132,7 +138,7 @@ def test_push_follows_the_checkpoint_with_the_state_at_its_step(monkeypatch):
     monkeypatch.setattr(transformers.trainer, "hf_api", lambda *args, **kwargs: Hub())
     notes = Notes()
     trainer(Pushes, push_to_hub=True, hub_always_push=True, callbacks=[notes]).train()
-    assert pushed == [f"Training in progress, step {step}" for step in (2, 4, 6)]
+    assert pushed == [f"{PROGRESS} {step}" for step in (2, 4, 6)]
     assert [whole for *_, whole in notes.saved] == [True] * 3
 
 

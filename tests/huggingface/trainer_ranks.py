@@ -16,6 +16,7 @@ from fix_trainer import OurTrainer, checkpoints, is_whole, trainer, transformers
 from stillframe.testing import fault
 
 NOTES = {}
+FAULTS = []  # that last to the end of the process
 
 
 class Notes(transformers.TrainerCallback):
@@ -56,7 +57,8 @@ def full_disk():
     class Fail(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 4 and dist.get_rank() == 0:
-                fault("pwrite", err=errno.ENOSPC, sticky=True).__enter__()
+                FAULTS.append(fault("pwrite", err=errno.ENOSPC, sticky=True))
+                FAULTS[0].__enter__()
 
     try:
         trainer(callbacks=[Fail(), Notes()]).train()
