@@ -1,6 +1,7 @@
 """The scenarios of test_accelerate_ranks.py, under torchrun: `accelerate_ranks.py DIRECTORY`.
 
-Each scenario has its own DIRECTORY/SCENARIO, and every rank writes its notes there.
+Each scenario has its own DIRECTORY/SCENARIO, and every rank writes its notes there. At the end the
+ranks leave while a save is in flight.
 """
 
 from __future__ import annotations
@@ -183,6 +184,14 @@ def main() -> None:
             notes = {"failed": traceback.format_exc()}
         (directory / f"{scenario.__name__}-{rank}.json").write_text(json.dumps(notes))
         dist.barrier()
+    leaves_with_a_save_in_flight(directory)
+
+
+def leaves_with_a_save_in_flight(directory):
+    run = training()
+    with slow("fdatasync", 0.5):
+        handle = save_state(run.accelerator, directory / "last")
+        assert handle.state != "durable"
     dist.destroy_process_group()
 
 
