@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,8 +68,7 @@ _quoted: Callable[[str], str] = encode_basestring
 _bits: Callable[[Tensor], dict[str, bool]] = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One tensor: which bytes of which storage, and what the header says of it.
 
     Attributes:
@@ -209,19 +208,21 @@ def checked(obj: object) -> dict[str, Tensor]:
 
 def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
     """Return the names of tensors with common bytes, in groups."""
-    areas: dict[tuple[Any, int, int], list[tuple[int, int, str]]] = {}
+    names_of: dict[tuple[Any, int, int], list[str]] = {}  # by storage
     for name, tensor in tensors.items():
-        if tensor.device.type == "meta":
+        device = tensor.device
+        if device.type == "meta" or not tensor.numel():
             continue
         storage = tensor.untyped_storage()
-        key = tensor.device, storage.data_ptr(), storage.nbytes()
-        if key[1] and key[2]:
-            begin = int(tensor.storage_offset()) * tensor.itemsize
-            areas.setdefault(key, []).append((begin, begin + _reach(tensor), name))
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if address and nbytes:
+            names_of.setdefault((device, address, nbytes), []).append(name)
     groups: list[list[str]] = []
-    for area in areas.values():
+    for names in names_of.values():
+        if len(names) == 1:
+            continue
         last = -1
-        for begin, end, name in sorted(area) if len(area) > 1 else ():
+        for begin, end, name in sorted((*_area(tensors[name]), name) for name in names):
             if begin < last:
                 groups[-1].append(name)
             else:
@@ -230,12 +231,12 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
     return [names for names in groups if len(names) > 1]
 
 
-def _reach(tensor: Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last one."""
-    if not tensor.numel():
-        return 0
+def _area(tensor: Tensor) -> tuple[int, int]:
+    """Return where the bytes of a tensor with elements begin and end in its storage."""
+    first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+    last = first + sum((size - 1) * stride for size, stride in steps)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def _in_elements(name: str, shape: list[int]) -> list[int]:
@@ -263,25 +264,28 @@ class _Builder:
                 f"You are trying to save a non contiguous tensor: `{name}`, which is not allowed."
                 " Call `.contiguous()` on it, or save the tensor that it is a view of"
             )
-        if tensor.dtype not in _DTYPES:
+        known = _DTYPES.get(tensor.dtype)
+        if known is None:
             raise KeyError(
                 f"`{name}` has the dtype {tensor.dtype}, which safetensors does not support"
             )
-        word, rank, itemsize = _DTYPES[tensor.dtype]
-        if _device.place_of_tensor(tensor) < 0:
+        word, rank, itemsize = known
+        place = _device.place_of_tensor(tensor)
+        if place < 0:
             origin = str(tensor.device)
             tensor = tensor.to("cpu")
+            place = _device.place_of_tensor(tensor)
             self.copied[origin] = self.copied.get(origin, 0) + 1
         if _bits(tensor):
             tensor = tensor.resolve_conj().resolve_neg()
         nbytes, offset = tensor.numel() * itemsize, int(tensor.storage_offset()) * itemsize
-        number = self._enter(name, tensor, offset + nbytes) if nbytes else -1
+        number = self._enter(name, tensor, place, offset + nbytes) if nbytes else -1
         shape = list(tensor.shape)
         if word == _PAIRS:
             shape = _in_elements(name, shape)
         self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
 
-    def _enter(self, name: str, tensor: Tensor, needed: int) -> int:
+    def _enter(self, name: str, tensor: Tensor, place: int, needed: int) -> int:
         """Return the number of the tensor's storage, which has to have `needed` bytes."""
         storage = tensor.untyped_storage()
         address, nbytes = _device.address_of(storage), storage.nbytes()
@@ -291,7 +295,6 @@ class _Builder:
             )
         number = self.numbers.setdefault(storage._cdata, len(self.storages))
         if number == len(self.storages):
-            place = _device.place_of_tensor(tensor)
             self.storages.append(storage)
             self.rows += SOURCE.pack(address, nbytes, 0, place)
             self.places.add(place)
