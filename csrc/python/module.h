@@ -54,6 +54,10 @@ PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags);
+/* The same for the stretches of a file that is no archive. */
+struct sfr_stretch;
+PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
+				  uint64_t nr, uint64_t end, int fd, unsigned flags);
 
 /* Allocate a zeroed object of the type, or NULL with an exception set; and free it. */
 PyObject *sfr_py_alloc(PyTypeObject *type);

@@ -24,6 +24,7 @@ _refuse_elsewhere()  # first, because the other imports would fail with less cle
 # isort: on
 
 from stillframe._base.trace import trace
+from stillframe._check.latest import latest
 from stillframe._load.load import load
 from stillframe._save.api import (
     async_save,
@@ -70,6 +71,7 @@ __all__ = [
     "configure",
     "default_engine",
     "exists",
+    "latest",
     "load",
     "register_optimizer",
     "remove",

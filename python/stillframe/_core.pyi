@@ -201,6 +201,7 @@ class Restore:
 def restore(
     fd: int, verify: bool, shared: bool = False, /
 ) -> tuple[dict[str, Any], Restore | None]: ...
+def restore_bare(fd: int, stretches: Buffer, end: int, shared: bool = False, /) -> Restore: ...
 def check(
     fd: int,
     verify: bool,

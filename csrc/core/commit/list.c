@@ -28,9 +28,13 @@ bool sfr__log_has_ended(const struct sfr__log_entry *e)
 
 bool sfr__log_touches(const struct sfr__log_entry *e, const char *key)
 {
-	size_t len = strlen(e->key);
+	size_t len = strlen(e->key), key_len = strlen(key);
 
 	if (strcmp(e->key, key) == 0)
+		return true;
+	/* a directory and everything in it */
+	if (key_len > 0 && key[key_len - 1] == '/' &&
+	    strncmp(e->key, key, len < key_len ? key_len - 1 : key_len) == 0)
 		return true;
 	return !e->ops->creates && strncmp(e->key, key, len) == 0 && key[len] == '/';
 }

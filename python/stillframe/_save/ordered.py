@@ -232,6 +232,17 @@ def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
         open_in_order(path, follow_link=follow_link)
 
 
+def wait_for_directory(path: Path) -> None:
+    """Wait until no save or remove of `path`, or in it, that was submitted before is pending.
+
+    Raises:
+        OSError: There is no such directory at that point of the log.
+    """
+    refuse_inside()
+    with inside():
+        _open(_core.LogLoad(os.fsencode(os.path.join(os.path.realpath(path), ""))), path).close()
+
+
 def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
     """Wait as `wait_for_path` does and open the path as it is at that point of the log.
 
@@ -251,7 +262,10 @@ def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
         # An earlier entry may replace the link.
         with contextlib.suppress(OSError):
             _core.LogLoad(paths.key(path, follow_link=False)).open()
-    load = _core.LogLoad(paths.key(path, follow_link=follow_link))
+    return _open(_core.LogLoad(paths.key(path, follow_link=follow_link)), path)
+
+
+def _open(load: _core.LogLoad, path: Path) -> _core.LogLoad:
     try:
         load.open()
     except OSError as error:

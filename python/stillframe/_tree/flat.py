@@ -24,43 +24,18 @@ from torch import Tensor
 
 from stillframe import _core
 from stillframe._base import device as _device
+from stillframe._base import safetensors
 from stillframe._tree.skeleton import SOURCE, Skeleton, copied_sentence
 
 _ALIGN = 4096
-_MOST_HEADER = 100_000_000  # bytes; readers refuse a longer one
 _METADATA = "__metadata__"
 _MEMBER = struct.Struct("=QQII")  # struct sfr_member: off, nbytes, source, reserved
 
-# The format's name of each dtype, in the library's order: it saves the last ones first.
-_NAMES = {
-    "bool": "BOOL",
-    "float4_e2m1fn_x2": "F4",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-}
 _PAIRS = "F4"  # torch counts bytes, and the format elements
 _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
-    dtype: (name, rank, dtype.itemsize)
-    for rank, (name, dtype) in enumerate(
-        (name, getattr(torch, word, None)) for word, name in _NAMES.items()
-    )
-    if dtype is not None
+    getattr(torch, word): (name, rank, getattr(torch, word).itemsize)
+    for rank, (name, (_, word)) in enumerate(safetensors.DTYPES.items())
+    if hasattr(torch, word or "-")
 }
 
 _quoted: Callable[[str], str] = encode_basestring
@@ -137,10 +112,10 @@ class Flat(Skeleton):
             begin = end
         text = f"{{{','.join(head)}}}".encode()
         length = (8 + len(text) + _ALIGN - 1) // _ALIGN * _ALIGN - 8
-        if length > _MOST_HEADER:
+        if length > safetensors.MAX_HEADER:
             raise ValueError(
                 f"the names, shapes and metadata take {len(text)} bytes, and readers of safetensors"
-                f" accept at most {_MOST_HEADER}: save fewer tensors in one file"
+                f" accept at most {safetensors.MAX_HEADER}: save fewer tensors in one file"
             )
         self.data = struct.pack("<Q", length) + text.ljust(length)
         return bytes(packed)

@@ -237,7 +237,7 @@ def test_tensor_whose_memory_was_freed_is_refused(tmp_path):
 
 
 def test_header_that_no_reader_accepts_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("stillframe._tree.flat._MOST_HEADER", 5000)
+    monkeypatch.setattr("stillframe._base.safetensors.MAX_HEADER", 5000)
     stillframe.save({"x" * 100: BASE}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="accept at most 5000"):
         stillframe.save({"x" * 5000: BASE}, tmp_path / "b.safetensors")
