@@ -35,6 +35,7 @@ from stillframe._save.api import (
     save,
     wait_all,
 )
+from stillframe._save.checkpoint import checkpoint
 from stillframe._save.engine import Engine
 from stillframe._save.exit import install as _install_exit
 from stillframe._save.handle import SaveHandle
@@ -68,6 +69,7 @@ __all__ = [
     "StillframeError",
     "TornSnapshotError",
     "async_save",
+    "checkpoint",
     "configure",
     "default_engine",
     "exists",

@@ -163,6 +163,8 @@ class SaveOptions:
         format: The format of the file; `format_of` finds the one that its name asks for.
         metadata: For safetensors, the strings that the header holds beside the tensors.
         wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
+        shown: The path in messages and the report; None for the given one.
+        before_launch: Called with the handle before the save can begin.
     """
 
     overlap: bool = True
@@ -175,6 +177,8 @@ class SaveOptions:
     ordered: bool = True
     format: Format = "torch"
     metadata: Mapping[str, str] | None = None
+    shown: str | None = None
+    before_launch: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
         refuse_unclear(
