@@ -186,7 +186,7 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
     names_of: dict[tuple[Any, int, int], list[str]] = {}  # by storage
     for name, tensor in tensors.items():
         device = tensor.device
-        if device.type == "meta":
+        if device.type == "meta" or not tensor.numel():
             continue
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
@@ -207,11 +207,11 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def _area(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's bytes begin and end in its storage."""
-    begin = int(tensor.storage_offset())
+    """Return where the bytes of a tensor with elements begin and end in its storage."""
+    first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    reach = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-    return begin * tensor.itemsize, (begin + reach) * tensor.itemsize
+    last = first + sum((size - 1) * stride for size, stride in steps)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def _in_elements(name: str, shape: list[int]) -> list[int]:

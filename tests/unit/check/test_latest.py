@@ -14,7 +14,7 @@ import pytest
 import stillframe
 import torch
 from _stillframe_command import main as command
-from fix_directories import (
+from fix_kinds import (
     KINDS,
     accelerate,
     cases,

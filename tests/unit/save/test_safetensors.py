@@ -120,7 +120,7 @@ def test_header_may_be_longer_than_a_block(tmp_path):
 
 def test_views_of_one_storage_that_do_not_overlap_are_saved_alone(tmp_path):
     base = torch.arange(10_000, dtype=torch.float32)
-    tensors = {"a": base[10:1000], "b": base[1000:1001], "c": base[5000:]}
+    tensors = {"a": base[10:1000], "b": base[1000:1001], "c": base[5000:], "none": base[50:50]}
     report = stillframe.save(tensors, tmp_path / "a.safetensors")
     assert_holds(tmp_path / "a.safetensors", tensors)
     assert report.nbytes < 30_000
