@@ -29,7 +29,7 @@ from fix_trainer import OurTrainer, contents, is_whole, model, trainer, transfor
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 
 WIDTH = 256  # a checkpoint of 20 MB
-LONGEST_S = 1.0  # from the first step to the kill
+LONGEST_S = 1.5  # from the first step to the kill
 CLASSES = {"stillframe": OurTrainer, "transformers": transformers.Trainer}
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from stillframe._save import api
 from stillframe.errors import StillframeError
@@ -52,7 +52,7 @@ class Ranks:
         self._leader = leader
         self._others = others
         name = f"stillframe/checkpoints/{next(_names)}/{leader}"
-        self._store: Any = dist.PrefixStore(name, _get_default_store())
+        self._store: Any = PrefixStore(name, _get_default_store())
         self._ended = -1
         self._failed: dict[str, str] = {}
 

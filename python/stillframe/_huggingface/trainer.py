@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
+from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from stillframe._huggingface.checkpoints import Checkpoints
 
