@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-_MAX_HEADER = 100_000_000  # the library's limit
+MAX_HEADER = 100_000_000  # bytes; the library's limit
 _MAX_BYTES = 1 << 63
 _ERRORS = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
 
-# The bits of an element, and the name of its type in torch ("": torch has none).
+# The bits of an element, and the name of its type in torch ("": torch has none). The order is the
+# library's, which saves tensors of the last types first.
 DTYPES = {
     "BOOL": (8, "bool"),
     "F4": (4, "float4_e2m1fn_x2"),
@@ -31,9 +32,9 @@ DTYPES = {
     "I8": (8, "int8"),
     "F8_E5M2": (8, "float8_e5m2"),
     "F8_E4M3": (8, "float8_e4m3fn"),
-    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
-    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
     "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
     "I16": (16, "int16"),
     "U16": (16, "uint16"),
     "F16": (16, "float16"),
@@ -73,7 +74,7 @@ class Header(NamedTuple):
 def begins_like_one(head: bytes) -> bool:
     """Return whether a file's first nine bytes are a safetensors file's. No pickle or zip file
     begins so: they would be headers of more bytes than the format allows."""
-    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
 
 
 def read_header(fd: int) -> Header:

@@ -133,13 +133,15 @@ def _of_trainer(path: str, names: Sequence[str]) -> str | None:
     if not isinstance(state, dict) or state.get("global_step") != step:
         other = state.get("global_step") if isinstance(state, dict) else None
         return f"its {_TRAINER_STATE} is of step {other}"
-    args = _training_args(os.path.join(path, _TRAINING_ARGS)) if _TRAINING_ARGS in names else {}
     tag, wrong = _deepspeed(path, names)
     has = {
         "optimizer": any(map(_OPTIMIZER.fullmatch, names)),
         "scheduler": "scheduler.pt" in names or tag is not None,
         "RNG state": any(map(_RNG.fullmatch, names)),
     }
+    args: dict[str, Any] = {}
+    if _TRAINING_ARGS in names and not (all(has.values()) and "rng_state.pth" in names):
+        args = _training_args(os.path.join(path, _TRAINING_ARGS))
     if args.get("save_only_model", not any(has.values())):
         return wrong
     for part, there in has.items():
@@ -198,9 +200,10 @@ def _without_model(path: str, names: Sequence[str], *, by_hooks: bool = False) -
 
 def _deepspeed(path: str, names: Sequence[str]) -> tuple[str | None, str | None]:
     """Return the directory of DeepSpeed's state, and what is wrong with it."""
-    if _DEEPSPEED not in names:
+    named = os.path.join(path, _DEEPSPEED)
+    if _DEEPSPEED not in names or not os.path.isfile(named):
         return None, None
-    with open(os.path.join(path, _DEEPSPEED), errors="replace") as file:
+    with open(named, errors="replace") as file:
         tag = file.read(256).strip()
     whole = tag and os.path.basename(tag) == tag and os.path.isdir(os.path.join(path, tag))
     return tag, None if whole else f"it has no directory {tag}, which {_DEEPSPEED} names"

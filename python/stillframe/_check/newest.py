@@ -33,7 +33,7 @@ from stillframe._check.pickles import Bound, unbounded
 _logger = logging.getLogger("stillframe")
 
 _LABELLED = re.compile(
-    r"(?P<label>step|iter(?:ation)?|epoch)s?[=_-]?(?P<number>\d+)"
+    r"(?P<label>step|iter(?:ation)?|epoch)s?[=_-]?(?P<number>\d+)(?!\d|\.\d)"
     r"|=-?\d+(?:\.\d+)?(?:e-?\d+)?",  # a metric, as Lightning writes it
     re.IGNORECASE,
 )

@@ -92,11 +92,11 @@ class Checkpoint:
     """The files of one checkpoint, while its block runs. Made by `checkpoint`; used once."""
 
     def __init__(self, path: Path, options: SaveOptions, engine: Engine) -> None:
+        self._save: DirectorySave | None = None
         self._given = path
         self._text = paths.as_text(path)
         self._options = options
         self._engine = engine
-        self._save: DirectorySave | None = None
         self._skipped: SkippedSave | None = None
 
     def __repr__(self) -> str:
@@ -171,7 +171,7 @@ class Checkpoint:
                 self._begin(time.perf_counter(), nested)
             return self
         except BaseException:
-            self._give_up("its block did not begin")
+            self._leave("its block did not begin")
             raise
 
     def __exit__(
@@ -180,17 +180,20 @@ class Checkpoint:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        save = self._begun()
-        if save.is_foreign() and kind is not None:
-            return  # in a forked child, whose parent goes on with the block
-        save.refuse_child()
-        with inside():
-            if self._skipped is not None:
-                save.give_up("the engine was busy")
-            elif kind is not None:
-                save.give_up("its block raised")
-            else:
-                self._end(save)
+        try:
+            with inside():
+                save = self._begun()
+                if self._skipped is not None:
+                    save.give_up("the engine was busy")
+                elif kind is None:
+                    save.launch()
+        finally:
+            self._leave("its block raised" if kind is not None else "its end was interrupted")
+        if completion.completion.over:
+            wait_for_end(save)
+
+    def __del__(self) -> None:
+        self._leave("its block was never left")
 
     def _begin(self, entered: float, nested: bool) -> None:
         ordered.refuse_inside()  # the call may wait for a slot
@@ -216,18 +219,12 @@ class Checkpoint:
         save.open()
         note_use(self._engine)
 
-    def _end(self, save: DirectorySave) -> None:
-        try:
-            save.launch()
-        except BaseException:  # Ctrl-C, for instance
-            save.give_up("the end of its block was interrupted")
-            raise
-        if completion.completion.over:
-            wait_for_end(save)
-
-    def _give_up(self, why: str) -> None:
-        if self._save is not None:
-            self._save.give_up(why)
+    def _leave(self, why: str) -> None:
+        """Give the save up if it is still open, unless a forked child calls this."""
+        save = self._save
+        if save is not None and save.is_open():
+            save.give_up(why)
+            save.close()
 
     def _begun(self) -> DirectorySave:
         if self._save is None:

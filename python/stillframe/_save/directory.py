@@ -14,6 +14,7 @@ the old one (csrc/core/file/folder.c).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -30,7 +31,7 @@ from stillframe._save.external import ExternalSave
 from stillframe._save.handle import Deadline, State, take_unseen_error
 from stillframe._save.options import OnDurable
 from stillframe._save.report import Interval, SaveReport
-from stillframe.errors import StillframeError
+from stillframe.errors import SaveError, StillframeError
 
 log = logging.getLogger("stillframe")
 
@@ -139,13 +140,9 @@ class DirectorySave(ExternalSave):
         _open_ones.add(self)
         self._call.end()
 
-    def is_foreign(self) -> bool:
-        """Return whether this process is a forked child of the one that opened the block."""
-        return self._birth.foreign()
-
-    def refuse_child(self) -> None:
-        """Raise `ForkError` in such a child."""
-        self._birth.refuse_child()
+    def is_open(self) -> bool:
+        """Return whether this process runs the block. A forked child does not."""
+        return not self._closed.is_set() and not self._birth.foreign()
 
     def refuse_closed(self) -> None:
         """Refuse a file for a checkpoint whose block has ended.
@@ -165,15 +162,17 @@ class DirectorySave(ExternalSave):
         """Put the save into the log: the block has ended.
 
         Raises:
+            ForkError: It belongs to the parent process.
             StillframeError: It was given up, because the interpreter is exiting.
         """
+        self._birth.refuse_child()
         if not self._unclaimed:
             raise StillframeError(f"{self._path} was not saved: the interpreter is exiting")
         self._leaving = Interval(time.perf_counter())
         self._closed_s = time.perf_counter() - self._entered
         self._copies = [file.staging_completion for file in self._files]
-        self._close()
         self.submit(self._key, _core.WORK_DIRECTORY, self._work)
+        self.close()
         for copy in self._copies:
             # Here and not on the callback thread, which users' callbacks may delay.
             Future.add_done_callback(copy, self._tell_copied)
@@ -182,7 +181,7 @@ class DirectorySave(ExternalSave):
 
     def give_up(self, why: str) -> None:
         """End the save, and leave nothing of it, unless it was launched or has ended."""
-        if self.claim():
+        if not self._birth.foreign() and self.claim():
             self._give_up(why)
 
     def was_not_launched(self) -> None:
@@ -196,18 +195,21 @@ class DirectorySave(ExternalSave):
                 file.add_done_callback(take_unseen_error)
             self._clear()
         finally:
-            self._close()
+            self.close()
             self.end(None, CancelledError(f"{self._path} was not saved: {why}"))
 
     def drop(self, file: CoreSave) -> None:
         """Remove a file's save that was not launched; one that was stays."""
         if not file.done() and file not in completion.in_flight.values():
-            self._files.remove(file)
+            with contextlib.suppress(ValueError):  # Ctrl-C came before `add`
+                self._files.remove(file)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let others wait for the end: the block is over. A signal handler that interrupts its end
+        is refused to wait, because the end would never come."""
         _open_ones.discard(self)
-        self._opened_by = None
         self._closed.set()
+        self._opened_by = None
 
     def _cancel_files(self) -> None:
         for file in list(self._files):
@@ -322,9 +324,13 @@ class DirectorySave(ExternalSave):
 def _error_of(file: CoreSave) -> BaseException | None:
     """Wait for the end of a file's save and return its error, which counts as seen."""
     try:
-        return file.exception()
-    except CancelledError as error:
-        return error
+        error = file.exception()
+    except CancelledError as cancelled:
+        return cancelled
+    if isinstance(error, SaveError) and error.phase == "sync directory":
+        # For the whole this phase means that the new directory is in place.
+        return SaveError(error.errno or 0, error.strerror or "", error.filename, "sync")
+    return error
 
 
 # Directories whose block has not ended.

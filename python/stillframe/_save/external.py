@@ -63,11 +63,15 @@ class ExternalSave(SaveHandle):
     @property
     def state(self) -> State:
         self._birth.refuse_child()
-        if not self._outcome.settled:
+        if not self._has_ended():
             return self._state_under_way()
         if isinstance(self._outcome.error, CancelledError):
             return "cancelled"
         return "durable" if self._outcome.error is None else "failed"
+
+    def _has_ended(self) -> bool:
+        with self._outcome.lock:
+            return self._outcome.settled
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
         self._birth.refuse_child()
@@ -152,8 +156,9 @@ class ExternalSave(SaveHandle):
             turn: The save's entry in the log. Later entries learn of the end before the save's
                 users do, but not before its error can be read.
         """
-        self._give_back_slot()
-        self._outcome.settle(report, error, value=value, told=self.told)
+        with self._outcome.lock:  # a closed engine's saves have ended, and an ended save has no slot
+            self._give_back_slot()
+            self._outcome.settle(report, error, value=value, told=self.told)
         if turn is not None:
             turn.end(error is None)
         self._release()

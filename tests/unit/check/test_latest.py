@@ -14,7 +14,7 @@ import pytest
 import stillframe
 import torch
 from _stillframe_command import main as command
-from fix_directories import (
+from fix_kinds import (
     KINDS,
     accelerate,
     cases,
@@ -261,6 +261,7 @@ def at(path: Path, time: float) -> Path:
         ("step99.pt", "step100.pt"),
         ("epoch=9-step=990.ckpt", "epoch=10-step=1100.ckpt"),
         ("epoch=2-val_loss=0.90.ckpt", "epoch=10-val_loss=0.10.ckpt"),
+        ("epoch=2-loss_step=0.90.ckpt", "epoch=10-loss_step=0.10.ckpt"),
         ("model_9.pth", "model_10.pth"),
         ("ckpt_iter_9.pt", "ckpt_iter_10.pt"),
         ("run7_step9.pt", "run7_step10.pt"),
@@ -415,6 +416,13 @@ def test_saves_submitted_before_are_waited_for(tmp_path):
     with testing.slow("fdatasync", 0.3):
         stillframe.async_save({"w": torch.ones(9)}, tmp_path / "step1.pt")
         assert stillframe.latest(tmp_path) == tmp_path / "step1.pt"
+    stillframe.wait_all()
+
+
+def test_safetensors_file_of_ours_is_found_beside_its_save(tmp_path):
+    with testing.slow("fdatasync", 0.3):
+        stillframe.async_save({"w": torch.ones(9)}, tmp_path / "step1.safetensors")
+        assert stillframe.latest(tmp_path) == tmp_path / "step1.safetensors"
     stillframe.wait_all()
 
 
