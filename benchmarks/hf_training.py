@@ -85,6 +85,7 @@ class Training:
         self.width = width - width % HEADS
         self.directory = directory / way
         transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
         """Train once, with a checkpoint every so many steps (0: none)."""
@@ -92,6 +93,7 @@ class Training:
         times = Times()
         by_hand = SaveByHand(every, self.directory, times)
         trainer = self._trainer(batch, steps, 0 if self.way == "async_save" else every)
+        trainer.remove_callback(transformers.PrinterCallback)
         trainer.add_callback(times)
         if every and self.way == "async_save":
             trainer.add_callback(by_hand)
