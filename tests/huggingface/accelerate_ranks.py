@@ -134,6 +134,35 @@ def hook_of_one_rank_fails(directory, rank):
     return {"raised": told, "left": left, "names": files(directory / "c")}
 
 
+def hook_of_the_leader_fails(directory, rank):
+    run = training(directory)
+
+    def fails(models, weights, output_dir):
+        if rank == 0:
+            raise RuntimeError("the hook fails")
+        while os.path.exists(output_dir):  # until the leader has removed it
+            time.sleep(0.01)
+
+    hook = run.accelerator.register_save_state_pre_hook(fails)
+    told = raised(save_state, run.accelerator)
+    hook.remove()
+    dist.barrier()
+    handle = save_state(run.accelerator)
+    handle.result(timeout=120)
+    return {"raised": told, "name": os.path.basename(handle.path)}
+
+
+def busy_engine_skips(directory, rank):
+    run = training(directory)
+    with stillframe.Engine(max_in_flight=1, when_busy="skip") as engine:
+        with held("fdatasync"):
+            stillframe.async_save(torch.zeros(9), directory / f"{rank}.pt", engine=engine)
+            handle = save_state(run.accelerator, engine=engine)
+            dist.barrier()
+        result = handle.result(timeout=120)
+    return {"state": handle.state, "result": result, "there": os.path.exists(handle.path)}
+
+
 def name_is_taken(directory, rank):
     run = training(directory)
     save_state(run.accelerator)
@@ -165,6 +194,8 @@ SCENARIOS = (
     keeps_the_newest,
     full_disk,
     hook_of_one_rank_fails,
+    hook_of_the_leader_fails,
+    busy_engine_skips,
     name_is_taken,
     saves_on_each_node,
 )

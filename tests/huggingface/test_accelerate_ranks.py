@@ -96,6 +96,18 @@ def test_error_of_one_rank_leaves_nothing_and_is_raised_by_the_leader(ran):
     assert first["left"] == []
 
 
+def test_error_of_the_leader_is_raised_on_all_ranks_and_the_name_is_used_again(ran):
+    first, other = ran("hook_of_the_leader_fails")
+    assert first["raised"] == ["RuntimeError", "the hook fails"]
+    assert other["raised"][0] == "StillframeError"
+    assert "rank 0: RuntimeError: the hook fails" in other["raised"][1]
+    assert first["name"] == other["name"] == "checkpoint_0"
+
+
+def test_a_skipped_save_is_skipped_on_all_ranks(ran):
+    assert ran("busy_engine_skips") == [{"state": "skipped", "result": None, "there": False}] * 2
+
+
 def test_a_name_that_is_taken_is_refused_on_all_ranks(ran):
     first, other = ran("name_is_taken")
     assert first["raised"][0] == "ValueError"
@@ -107,13 +119,13 @@ def test_a_name_that_is_taken_is_refused_on_all_ranks(ran):
 def test_interpreter_ends_while_ranks_are_asked_for_the_end_of_saves():
     code = """
         import time, torch.distributed as dist
-        from stillframe._huggingface import accelerator
+        from stillframe._huggingface import accelerator_saves
         store = dist.TCPStore("127.0.0.1", 0, 1, True)
         class Ranks:
             def has_ended(self, number):
                 return store.check(["never"])
-        accelerator._POLL_S = 0  # a thread is in the store at every moment
-        handles = [accelerator._Followed("a", Ranks(), number) for number in range(8)]
+        accelerator_saves._POLL_S = 0  # a thread is in the store at every moment
+        handles = [accelerator_saves.Followed("a", Ranks(), number) for number in range(8)]
         time.sleep(0.2)
     """
     done = run_python("-W", "ignore", "-c", textwrap.dedent(code))

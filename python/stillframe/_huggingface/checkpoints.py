@@ -29,7 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from stillframe import _core
 from stillframe._base.calls import inside
 from stillframe._check.latest import latest
-from stillframe._huggingface.ranks import Beside, Ranks, ranks_of
+from stillframe._huggingface.ranks import Beside, Ranks, lead, ranks_of
 from stillframe._huggingface.redirect import redirected
 from stillframe._huggingface.rotation import normal, rotate
 from stillframe._save import api
@@ -125,7 +125,6 @@ class Checkpoints:
     @contextlib.contextmanager
     def _led(self, made: Checkpoint) -> Iterator[None]:
         """Open the directory, wait for the other ranks' files, and submit it."""
-        ranks, opened = self._ranks, f"{made.number}/opened"
         with contextlib.ExitStack() as stack:
             files: Any = None
 
@@ -136,11 +135,9 @@ class Checkpoints:
                 files = stack.enter_context(checkpoint(made.path))
                 return self._make_run(files.path, made)
 
-            staging = open_it() if ranks is None else ranks.share(opened, open_it)
-            with self._staged(staging), redirected(files):
+            led = lead(self._ranks, made.number, open_it)
+            with led as staging, self._staged(staging), redirected(files):
                 yield
-            if ranks is not None:
-                ranks.wait_written(made.number, opened)
             shutil.rmtree(staging)
         made.handle = files.handle
 
@@ -150,22 +147,11 @@ class Checkpoints:
         ranks, args = self._ranks, self._trainer.args
         assert ranks is not None
         self._raise_failed()
-        staging = ranks.share(f"{made.number}/opened", str)
-        try:
-            if not os.path.isdir(staging):
-                raise StillframeError(
-                    f"{made.path} is written by a rank on another machine, and its files are not"
-                    " visible here. Give output_dir on a shared file system, or set"
-                    " save_on_each_node=True"
-                )
-            is_elsewhere = args.process_index != args.local_process_index
+        is_elsewhere = args.process_index != args.local_process_index
+        with ranks.follow(made.number, made.path) as staging:
             files = Beside(os.path.dirname(staging), durable=is_elsewhere)
             with self._staged(staging), redirected(files):
                 yield
-        except BaseException as error:
-            ranks.report_written(made.number, error)
-            raise
-        ranks.report_written(made.number, None)
 
     @contextlib.contextmanager
     def _staged(self, staging: str) -> Iterator[None]:

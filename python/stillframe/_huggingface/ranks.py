@@ -11,17 +11,21 @@ are in the same call, so they use the key-value store of the process group and n
     closes the directory
     later: it is durable ──"ended"────▶  ask at the end of each step until they have the answer
 
-An error travels in place of an answer, so a rank that fails does not leave the others waiting.
+An error travels in place of an answer, so a rank that fails does not leave the others waiting. One
+that never comes to the call is named in the log; after the process group's timeout the call fails.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import logging
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +34,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from stillframe._save import api
 from stillframe.errors import StillframeError
 
+log = logging.getLogger("stillframe")
+
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.01  # between two looks at the store
+_PATIENCE_S = 30.0  # a rank that is later is named in the log
+_LATE = "It is slow, or it never comes to this call, which all ranks have to make"
 _names = itertools.count()  # every rank makes the same Ranks in the same order
 
 
@@ -55,6 +63,7 @@ class Ranks:
         self._store: Any = PrefixStore(name, _get_default_store())
         self._ended = -1
         self._failed: dict[str, str] = {}
+        self._skipped: list[int] = []
 
     def share(self, what: str, make: Callable[[], str]) -> str:
         """Return what `make()` returns on the leader; an error of it is raised on all ranks."""
@@ -68,38 +77,62 @@ class Ranks:
         self._store.set(what, "+" + made)
         return made
 
-    def report_written(self, number: int, error: BaseException | None) -> None:
-        """Tell the leader that this rank has written its files of checkpoint `number`, or why it
-        has not."""
-        said = "+" if error is None else "-" + _words(error)
-        self._store.set(f"{number}/written/{self._rank}", said)
-
-    def wait_written(self, number: int, opened: str) -> None:
-        """Wait until the other ranks have written their files, and forget checkpoint `number`.
+    @contextlib.contextmanager
+    def follow(self, number: int, path: str) -> Iterator[str]:
+        """Give the leader's open directory of checkpoint `number`, and tell the leader at the end
+        of the block that this rank's files are in it.
 
         Args:
-            opened: The key that told the others where to write.
+            path: The checkpoint, for the error.
 
         Raises:
-            StillframeError: A rank could not write.
+            StillframeError: The leader failed, or its directory is not visible here.
         """
-        for rank in self._others:
-            key = f"{number}/written/{rank}"
-            self._answer(key, of=rank)
-            self._store.delete_key(key)
+        opened = f"{number}/opened"
+        directory = self._answer(opened)
+        try:
+            if not os.path.isdir(directory):
+                raise StillframeError(
+                    f"{path} is written by a rank on another machine, and its files are not visible"
+                    " here. Give a directory on a shared file system, or set save_on_each_node=True"
+                )
+            yield directory
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._answer(opened)  # raises the leader's error: the directory is gone then
+            self._store.set(f"{number}/written/{self._rank}", "-" + _words(error))
+            raise
+        self._store.set(f"{number}/written/{self._rank}", "+")
+
+    @contextlib.contextmanager
+    def lead(self, number: int, open_it: Callable[[], str]) -> Iterator[str]:
+        """See the function `lead`."""
+        opened = f"{number}/opened"
+        directory = self.share(opened, open_it)
+        try:
+            yield directory
+            for rank in self._others:
+                key = f"{number}/written/{rank}"
+                self._answer(key, of=rank)
+                self._store.delete_key(key)
+        except BaseException as error:
+            self._store.set(opened, "-" + _words(error))  # before the directory goes
+            raise
         self._store.delete_key(opened)
 
-    def tell_ended(self, number: int, error: str | None) -> None:
+    def tell_ended(self, number: int, error: str | None, *, is_skipped: bool = False) -> None:
         """Tell the others that checkpoint `number` and all before it have ended."""
         if error is not None:
             self._failed[str(number)] = error
+        if is_skipped:
+            self._skipped.append(number)
         self._ended = number
-        self._store.set("ended", json.dumps([self._ended, self._failed]))
+        self._store.set("ended", json.dumps([self._ended, self._failed, self._skipped]))
 
     def has_ended(self, number: int) -> bool:
         """Return whether the leader has told that checkpoint `number` has ended."""
         if number > self._ended and self._store.check(["ended"]):
-            self._ended, self._failed = json.loads(self._store.get("ended"))
+            self._ended, self._failed, self._skipped = json.loads(self._store.get("ended"))
         return number <= self._ended
 
     def wait_ended(self, number: int) -> None:
@@ -110,15 +143,44 @@ class Ranks:
         words = self._failed.get(str(number))
         return None if words is None else self._error(self._leader, words)
 
+    def was_skipped(self, number: int) -> bool:
+        """Return whether the engine was busy, and nothing of the checkpoint was kept."""
+        return number in self._skipped
+
     def _answer(self, key: str, of: int | None = None) -> str:
-        _poll(lambda: self._store.check([key]))
+        rank = self._leader if of is None else of
+        longest = self._store.timeout.total_seconds()
+        if not _poll(lambda: self._store.check([key]), _PATIENCE_S):
+            log.warning("stillframe: a checkpoint waits for rank %d. %s", rank, _LATE)
+            if not _poll(lambda: self._store.check([key]), longest - _PATIENCE_S):
+                raise self._error(rank, f"nothing came from it in {longest:g} s. {_LATE}")
         said = self._store.get(key).decode()
         if said.startswith("-"):
-            raise self._error(self._leader if of is None else of, said[1:])
+            raise self._error(rank, said[1:])
         return str(said[1:])
 
     def _error(self, rank: int, words: str) -> StillframeError:
-        return StillframeError(f"rank {rank} did not save its part of a checkpoint: {words}")
+        return StillframeError(f"a checkpoint failed on rank {rank}: {words}")
+
+
+@contextlib.contextmanager
+def lead(ranks: Ranks | None, number: int, open_it: Callable[[], str]) -> Iterator[str]:
+    """Open the directory of checkpoint `number` on the leader, and wait at the end of the block
+    until the other ranks have written their files.
+
+    Args:
+        ranks: The ranks, or None for a process alone.
+        open_it: Opens the directory and returns its path. The caller removes the directory if
+            the block raises; the others know by then.
+
+    Raises:
+        StillframeError: Another rank could not write.
+    """
+    if ranks is None:
+        yield open_it()
+    else:
+        with ranks.lead(number, open_it) as directory:
+            yield directory
 
 
 @dataclasses.dataclass
@@ -167,12 +229,18 @@ def ranks_of(args: Any) -> Ranks | None:
     return Ranks(args.process_index, first, range(first + 1, first + count))
 
 
-def _poll(is_there: Callable[[], bool]) -> None:
-    """Wait until `is_there()`. Ctrl-C is answered between two looks."""
-    pause = _SHORTEST_S
+def _poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
+    """Wait until `is_there()`, and return False if that takes longer than `longest_s`.
+
+    Ctrl-C is answered between two looks.
+    """
+    end, pause = time.monotonic() + longest_s, _SHORTEST_S
     while not is_there():
+        if time.monotonic() > end:
+            return False
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_S)
+    return True
 
 
 def _words(error: BaseException) -> str:

@@ -1,0 +1,218 @@
+"""The saves of one Accelerator: who opens the directory, and how the other ranks hear of its end.
+
+One rank leads. It opens the directory, gets the save's own handle, and removes old checkpoints. The
+others write into the leader's directory and get a handle that asks the leader how the save ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate import Accelerator
+
+from stillframe._huggingface.ranks import Beside, Ranks, lead, ranks_of
+from stillframe._save import api
+from stillframe._save.handle import Deadline, SaveHandle, State, error_of
+from stillframe.errors import StillframeError
+
+_NAME = re.compile(r"checkpoint_(\d+)")
+# Each rank of Accelerate writes these under one name. The leader's stay.
+_LEADERS = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")
+_POLL_S = 0.01
+
+
+class Saves:
+    """The saves of one Accelerator, seen by one rank.
+
+    Attributes:
+        is_leader: This rank opens the directories and removes old ones.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        arguments = SimpleNamespace(
+            world_size=accelerator.num_processes,
+            process_index=accelerator.process_index,
+            local_process_index=accelerator.local_process_index,
+            save_on_each_node=False,
+        )
+        self._all = self._ranks = ranks_of(arguments)
+        if accelerator.project_configuration.save_on_each_node:
+            arguments.save_on_each_node = True
+            self._ranks = ranks_of(arguments)
+        self._is_elsewhere = arguments.process_index != arguments.local_process_index
+        self._number = 0  # of a call, the same on all ranks
+        self._in_flight: list[SaveHandle] = []
+        self.is_leader = self._ranks is None or self._ranks.is_leader
+
+    def share(self, wait: Callable[[], str], find: Callable[[], str]) -> str:
+        """Return what `find()` returns on rank 0, after `wait()` on the leader of this rank."""
+        self._number += 1
+        key = f"load/{self._number}"
+        if self._ranks is None or self._all is None:
+            return find()
+        if self._ranks is not self._all:
+            self._ranks.share(key, wait)
+        return self._all.share(key, find)
+
+    def save(
+        self,
+        path: str,
+        opened: Callable[[], AbstractContextManager[Any]],
+        write: Callable[[Any], object],
+    ) -> SaveHandle:
+        """Have all ranks write into one directory.
+
+        Args:
+            path: The directory.
+            opened: Opens it, on the leader.
+            write: Called with the open checkpoint, on each rank.
+        """
+        self._number += 1
+        ranks, number = self._ranks, self._number
+        if ranks is not None and not ranks.is_leader:
+            with ranks.follow(number, path) as directory:
+                write(_OfRank(directory, durable=self._is_elsewhere))
+            return Followed(path, ranks, number)
+        self._in_flight = [each for each in self._in_flight if not each.done()]
+        files: Any = None
+        try:
+            with contextlib.ExitStack() as block:
+
+                def open_it() -> str:
+                    nonlocal files
+                    files = block.enter_context(opened())
+                    directory: str = files.path
+                    return directory
+
+                block.enter_context(lead(ranks, number, open_it))
+                write(files)
+        except BaseException as error:
+            self._tell_ended(number, None, error)
+            raise
+        handle: SaveHandle = files.handle
+        if handle.state != "skipped":
+            self._in_flight.append(handle)
+        self._tell_ended(number, handle)
+        return handle
+
+    def _tell_ended(
+        self, number: int, handle: SaveHandle | None, failed: BaseException | None = None
+    ) -> None:
+        """Tell the other ranks how call `number` ends, once the saves in flight have ended."""
+        ranks = self._ranks
+        if ranks is None:
+            return
+
+        def tell(_: object = None) -> None:
+            error = failed if handle is None else error_of(handle)
+            is_skipped = handle is not None and handle.state == "skipped"
+            ranks.tell_ended(number, None if error is None else str(error), is_skipped=is_skipped)
+
+        if self._in_flight:
+            self._in_flight[-1].add_done_callback(tell)
+        else:
+            tell()
+
+    def rotate(self, path: str, limit: int | None) -> None:
+        """Remove the oldest checkpoints beside `path`, behind its save, so that `limit` remain."""
+        if limit is None:
+            return
+        directory, new = os.path.split(path)
+        names = {*os.listdir(directory), *(os.path.basename(each.path) for each in self._in_flight)}
+        numbers = {
+            int(matched[1]): name
+            for name in names - {new}
+            if (matched := _NAME.fullmatch(name)) and api.exists(os.path.join(directory, name))
+        }
+        for number in sorted(numbers)[: max(0, len(numbers) + 1 - limit)]:
+            api.remove(os.path.join(directory, numbers[number]))
+
+
+_saves: weakref.WeakKeyDictionary[Accelerator, Saves] = weakref.WeakKeyDictionary()
+
+
+def saves_of(accelerator: Accelerator) -> Saves:
+    """Return the saves of an Accelerator, which live as long as it does."""
+    if accelerator not in _saves:
+        _saves[accelerator] = Saves(accelerator)
+    return _saves[accelerator]
+
+
+class _OfRank(Beside):
+    """The leader's directory, as another rank sees it."""
+
+    def save(self, obj: object, name: str) -> None:
+        if not _LEADERS.fullmatch(name):
+            super().save(obj, name)
+
+
+# ---- handles of the other ranks ----
+
+_exiting = threading.Event()
+_followers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _stop_followers() -> None:
+    """End the threads before the interpreter: one that is in the store then aborts the process."""
+    _exiting.set()
+    for thread in list(_followers):
+        thread.join()
+
+
+atexit.register(_stop_followers)
+
+
+class Followed(SaveHandle):
+    """The handle of a save on a rank that does not lead it. A thread asks how it has ended."""
+
+    def __init__(self, path: str, ranks: Ranks, number: int) -> None:
+        super().__init__(path, path)
+        self._outcome.cancellable = False
+        self._ranks, self._number = ranks, number
+        self._is_skipped = False
+        self._over = threading.Event()
+        thread = threading.Thread(target=self._follow, name="sf-follow", daemon=True)
+        _followers.add(thread)
+        thread.start()
+
+    @property
+    def state(self) -> State:
+        self._birth.refuse_child()
+        if not self._outcome.settled:
+            return "writing"
+        if self._is_skipped:
+            return "skipped"
+        return "durable" if self._outcome.error is None else "failed"
+
+    def _is_staged(self) -> bool:
+        return True  # this rank's files were written in the call
+
+    def _wait_until_ended(self, deadline: Deadline) -> None:
+        self._birth.refuse_child()
+        if not self._over.wait(deadline.left()):
+            raise self._late(deadline, "durable")
+
+    def _follow(self) -> None:
+        error: Exception | None
+        try:
+            while not self._ranks.has_ended(self._number):
+                if _exiting.wait(_POLL_S):
+                    raise StillframeError("the interpreter is exiting")
+            error = self._ranks.error_of(self._number)
+            self._is_skipped = self._ranks.was_skipped(self._number)
+        except Exception as lost:  # the store is gone
+            error = StillframeError(
+                f"the rank that saves {self._path} did not tell how the save ended: {lost}"
+            )
+        self._outcome.settle(None, error, told=True)  # the leader's process reports it
+        self._outcome.notify()
+        self._over.set()
