@@ -29,7 +29,7 @@
 #include "sfr/engine.h"
 #include "sfr/err.h"
 #include "sfr/fork.h"
-#include "sfr/glance.h"
+#include "sfr/probe.h"
 #include "sfr/limits.h"
 #include "sfr/log.h"
 #include "sfr/notice.h"

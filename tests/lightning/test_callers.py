@@ -6,7 +6,7 @@ import os
 import pytest
 import stillframe
 import torch
-from fix_callers import save_and_look, waits
+from fix_callers import save_and_compare, waits
 from fix_holds import held_until_awaited
 from fix_lightning import at, load, loader, trainer
 from stillframe._lightning import ranks
@@ -20,26 +20,26 @@ def test_only_training_saves_asynchronously(pkg, tmp_path):
 
     class Look(pkg.Callback):
         def on_fit_start(self, trainer, module):
-            save_and_look(trainer, tmp_path / "fit_start.ckpt", outside)
+            save_and_compare(trainer, tmp_path / "fit_start.ckpt", outside)
 
         def on_sanity_check_end(self, trainer, module):
-            save_and_look(trainer, tmp_path / "sanity.ckpt", outside)
+            save_and_compare(trainer, tmp_path / "sanity.ckpt", outside)
 
         def on_train_start(self, trainer, module):
-            save_and_look(trainer, tmp_path / "train_start.ckpt", inside)
+            save_and_compare(trainer, tmp_path / "train_start.ckpt", inside)
 
         def on_validation_end(self, trainer, module):
             if not trainer.sanity_checking:
-                save_and_look(trainer, tmp_path / "validation.ckpt", inside)
+                save_and_compare(trainer, tmp_path / "validation.ckpt", inside)
 
         def on_train_end(self, trainer, module):
-            save_and_look(trainer, tmp_path / "train_end.ckpt", outside)
+            save_and_compare(trainer, tmp_path / "train_end.ckpt", outside)
 
         def on_fit_end(self, trainer, module):
-            save_and_look(trainer, tmp_path / "fit_end.ckpt", outside)
+            save_and_compare(trainer, tmp_path / "fit_end.ckpt", outside)
 
         def teardown(self, trainer, module, stage):
-            save_and_look(trainer, tmp_path / f"{stage}.ckpt", outside)
+            save_and_compare(trainer, tmp_path / f"{stage}.ckpt", outside)
 
     run = trainer(
         pkg,
@@ -52,7 +52,7 @@ def test_only_training_saves_asynchronously(pkg, tmp_path):
     )
     model = pkg.Model()
     run.fit(model, loader(), loader())
-    save_and_look(run, tmp_path / "after.ckpt", outside)
+    save_and_compare(run, tmp_path / "after.ckpt", outside)
     assert inside == [False, False]
     assert outside == [True] * 6
 
@@ -66,7 +66,7 @@ def test_interrupted_training_counts_as_ended(lit, tmp_path):
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: boom})])
     with pytest.raises(ValueError):
         run.fit(lit.Model(), loader())
-    save_and_look(run, tmp_path / "after.ckpt", seen)
+    save_and_compare(run, tmp_path / "after.ckpt", seen)
     assert seen == [True]
 
 
@@ -78,7 +78,7 @@ def test_validation_after_interrupted_training_saves_durably(lit, tmp_path):
 
     class Look(lit.Callback):
         def on_validation_end(self, trainer, module):
-            save_and_look(trainer, tmp_path / "validation.ckpt", seen)
+            save_and_compare(trainer, tmp_path / "validation.ckpt", seen)
 
     run = trainer(
         lit,
@@ -101,12 +101,12 @@ def test_plugin_inside_a_users_wrapper_is_found(lit, tmp_path):
     seen = []
 
     def look(trainer):
-        save_and_look(trainer, tmp_path / "training.ckpt", seen)
+        save_and_compare(trainer, tmp_path / "training.ckpt", seen)
 
     wrapper = _WrappingCheckpointIO(lit.AsyncCheckpointIO())
     run = trainer(lit, tmp_path, plugin=wrapper, callbacks=[at(lit, {2: look})])
     run.fit(lit.Model(), loader())
-    save_and_look(run, tmp_path / "after.ckpt", seen)
+    save_and_compare(run, tmp_path / "after.ckpt", seen)
     assert seen == [False, True]
 
 
@@ -118,8 +118,8 @@ def test_two_trainers_with_one_plugin_are_distinguished(lit, tmp_path):
     fabric = lit.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
 
     def look(trainer):
-        save_and_look(trainer, tmp_path / "training.ckpt", seen)
-        save_and_look(done, tmp_path / "done.ckpt", seen)
+        save_and_compare(trainer, tmp_path / "training.ckpt", seen)
+        save_and_compare(done, tmp_path / "done.ckpt", seen)
 
     run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
     run.fit(lit.Model(), loader())
@@ -134,7 +134,7 @@ def test_a_trainer_without_the_companion_saves_durably_and_says_why_once(lit, tm
     seen = []
 
     def look(trainer):
-        save_and_look(trainer, tmp_path / f"{trainer.global_step}.ckpt", seen)
+        save_and_compare(trainer, tmp_path / f"{trainer.global_step}.ckpt", seen)
 
     gc.collect()  # plugins of earlier tests, for which this Trainer would get the callback
     run = trainer(lit, tmp_path, callbacks=[at(lit, {2: look, 3: look})])

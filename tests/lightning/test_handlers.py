@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from fix_callers import save_and_look, waits
+from fix_callers import save_and_compare, waits
 from fix_lightning import SLURM, at, load, loader, trainer
 from stillframe._lightning.work import Work
 from stillframe.testing import slow
@@ -89,14 +89,14 @@ def test_a_save_of_a_signal_handler_is_durable_on_return(lit, tmp_path, sigusr2,
 
     class Signalled(lit.Callback):
         def on_train_start(self, trainer, module):
-            save = functools.partial(save_and_look, trainer, by_handler, seen)
+            save = functools.partial(save_and_compare, trainer, by_handler, seen)
             signal.signal(sigusr2, HANDLERS[kind](save))
 
         def on_train_batch_start(self, trainer, module, *args):
             if trainer.global_step == 2:
                 os.kill(os.getpid(), sigusr2)
                 time.sleep(0.01)
-                save_and_look(trainer, after, seen)
+                save_and_compare(trainer, after, seen)
 
     trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[Signalled()]).fit(
         lit.Model(), loader()
@@ -109,7 +109,7 @@ def test_handler_installed_during_an_epoch_saves_durably(lit, tmp_path, sigusr2)
     seen = []
 
     def look(run):
-        save = functools.partial(save_and_look, run, tmp_path / "handler.ckpt", seen)
+        save = functools.partial(save_and_compare, run, tmp_path / "handler.ckpt", seen)
         signal.signal(sigusr2, plain(save))
         os.kill(os.getpid(), sigusr2)
         time.sleep(0.01)
@@ -148,7 +148,7 @@ def test_hpc_checkpoint_is_durable_on_return_from_any_caller(lit, tmp_path):
     seen = []
 
     def look(run):
-        save_and_look(run, tmp_path / "hpc_ckpt_3.ckpt", seen)
+        save_and_compare(run, tmp_path / "hpc_ckpt_3.ckpt", seen)
 
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: look})])
     run.fit(lit.Model(), loader())
@@ -173,7 +173,7 @@ def test_decorator_shared_with_a_handler_does_not_count_as_one(lit, tmp_path, si
             lit,
             tmp_path,
             plugin=lit.AsyncCheckpointIO(),
-            callbacks=[at(lit, {2: lambda t: save_and_look(t, tmp_path / "a.ckpt", seen)})],
+            callbacks=[at(lit, {2: lambda t: save_and_compare(t, tmp_path / "a.ckpt", seen)})],
         )
         run.fit(lit.Model(), loader())
 

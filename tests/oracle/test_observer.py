@@ -141,7 +141,7 @@ def test_undeferrable_tensors_are_not_enrolled_again():
 
 
 def test_storages_on_unreadable_devices_stay_undecided(present):
-    # More of them than there are eyes, and none that any driver has.
+    # More of them than the observer probes, and none that any driver has.
     params = [param((1 << 14) + 1) for _ in range(40)]
     numbers = {id(p): 100 + number for number, p in enumerate(params)}
     present("is_cpu", lambda tensor: False)

@@ -153,8 +153,8 @@ enum sfr_py_probe_state {
 struct sfr_py_probe {
 	uint32_t device; /* as in a watch */
 	enum sfr_py_probe_state state;
-	struct sfr_glance *core;
-	struct sfr_glance_at *at; /* addresses of the storages that are probed */
+	struct sfr_probe *core;
+	struct sfr_probe_range *at; /* addresses of the storages that are probed */
 	uint32_t *asked;          /* their indices */
 	uint32_t nr_asked, room;
 };

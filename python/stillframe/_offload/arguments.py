@@ -122,5 +122,5 @@ def _mark(layers: list[Layer], parts: Callable[[Layer], set[int]], name: str) ->
 def _changing(layer: Layer) -> set[int]:
     return {
         *map(id, layer.tensors[layer.nr_parameters :]),
-        *(id(place.module) for place in layer.places),
+        *(id(reference.module) for reference in layer.references),
     }

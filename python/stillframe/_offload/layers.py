@@ -232,14 +232,14 @@ class OffloadedLayers:
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
         """Take over buffers that a forward has replaced; refuse replaced parameters."""
-        for place, found in moved:
-            if place.entries is place.module._parameters or not isinstance(found, Tensor):
+        for reference, found in moved:
+            if reference.entries is reference.module._parameters or not isinstance(found, Tensor):
                 raise StillframeError(
-                    f"{layer.name_of(place.number)} was replaced or moved in its module's forward:"
+                    f"{layer.name_of(reference.number)} was replaced or moved in its module's forward:"
                     " a module that moves its own parameters cannot be offloaded. They are on the"
                     " CPU as they were before"
                 )
-            place.entries[place.name] = found.detach().to("cpu")
+            reference.entries[reference.name] = found.detach().to("cpu")
 
     def _prefetch(self, layer: Layer | None, anew: bool) -> None:
         self._residents.prefetch(None if layer is None or layer.partners else layer, anew)
@@ -312,21 +312,21 @@ class OffloadedLayers:
         handed: list[Tensor | None] = [None] * len(grads)
         sent: list[Gradient] = []
         fetched: list[tuple[int, Gradient]] = []
-        for place, (index, grad) in enumerate(zip(indices, grads, strict=True)):
+        for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
             parameter = use.tensors[index]
             adds = graph.accumulates(parameter)
             if grad is None or adds is False:
                 continue
             if grad.layout is not torch.strided:
-                handed[place] = grad.to(device="cpu", dtype=parameter.dtype)
+                handed[position] = grad.to(device="cpu", dtype=parameter.dtype)
             elif adds:
                 sent.append(Gradient(parameter, grad, self._is_last(use, parameter)))
             else:
-                fetched.append((place, Gradient(parameter, grad, True)))
+                fetched.append((position, Gradient(parameter, grad, True)))
         self._gradients.send(use.task, sent)
         came = self._gradients.fetch([each for _, each in fetched])
-        for (place, _), value in zip(fetched, came, strict=True):
-            handed[place] = value
+        for (position, _), value in zip(fetched, came, strict=True):
+            handed[position] = value
         if self._current is use:
             self._leave()
         return handed

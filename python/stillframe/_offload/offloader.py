@@ -32,7 +32,7 @@ from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
 from stillframe._offload import layout as _layout
 from stillframe._offload.layout import Layout
-from stillframe._offload.place import HOST, OffloadStats, Place, summed
+from stillframe._offload.device_pool import HOST, OffloadStats, DevicePool, summed
 from stillframe._offload.slot import Slot
 from stillframe._offload.ticket import Leaving, Ticket
 from stillframe._save.api import engine_or_default
@@ -69,12 +69,12 @@ class Offloader:
             raise TypeError(f"slots takes a number of groups, not a {type(slots).__name__}")
         if slots < 1:
             raise ValueError(f"slots counts groups on the device: 1 at least, got {slots}")
-        self._place = Place(device, engine_or_default(engine), slots)
-        self.device = self._place.device
+        self._pool = DevicePool(device, engine_or_default(engine), slots)
+        self.device = self._pool.device
         """The device that groups are copied from and to."""
-        self.engine = self._place.engine
+        self.engine = self._pool.engine
         """The engine whose pool is used."""
-        self._stats = self._place.stats
+        self._stats = self._pool.stats
         self._most = slots
         self._birth = Birth("this Offloader")
         self._closed = False
@@ -125,7 +125,7 @@ class Offloader:
         with inside(), self._lock:
             self._refuse()
             layout = Layout(_layout.check(tensors, self.device, "offload"))
-            ticket = self._leave(layout, self._place.number)
+            ticket = self._leave(layout, self._pool.number)
             leaving = ticket._leaving
             self._sent.append(leaving)
             if not leaving.over:
@@ -155,9 +155,9 @@ class Offloader:
             return self._leave(Layout(_layout.check(tensors, HOST, "adopt")), 0)
 
     def _leave(self, layout: Layout, number: int) -> Ticket:
-        core = _core.Snapshot(self._place.core, layout.rows(number), _core.SNAPSHOT_LEAVES)
-        memory = self._place.lease(core, layout.nbytes)
-        leaving = Leaving(core, layout, self._place.stream() if number else None)
+        core = _core.Snapshot(self._pool.core, layout.rows(number), _core.SNAPSHOT_LEAVES)
+        memory = self._pool.lease(core, layout.nbytes)
+        leaving = Leaving(core, layout, self._pool.stream() if number else None)
         leaving.start()
         failed = core.error()
         if failed:
@@ -175,7 +175,7 @@ class Offloader:
             # The sources of another stream stay until they are copied: this stream's order does
             # not cover them.
             early = self._leaving.popleft()
-            if early.stream == self._place.stream():
+            if early.stream == self._pool.stream():
                 early.order()
 
     # ---- in ---------------------------------------------------------------------------
@@ -308,14 +308,14 @@ class Offloader:
         """Start to copy a group into a slot."""
         self._make_room()
         try:
-            slot = Slot(self._place, what)
+            slot = Slot(self._pool, what)
         except torch.OutOfMemoryError:
             waiting = [slot for slot in self._slots if not slot.taken]
             if not waiting:
                 raise
             for each in waiting:
                 self._give_up(each)
-            slot = Slot(self._place, what)
+            slot = Slot(self._pool, what)
         self._slots.append(slot)
         self._coming.append(slot)
         return slot
@@ -369,7 +369,7 @@ class Offloader:
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Count the time spent inside as one wait of the host."""
-        return self._place.waiting()
+        return self._pool.waiting()
 
     # ---- the rest -----------------------------------------------------------------------
 

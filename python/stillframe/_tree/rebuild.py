@@ -366,8 +366,8 @@ class Builder:
             if isinstance(node, list):
                 list.__setitem__(new, slice(None), parts)
             elif isinstance(node, deque):
-                for place, part in enumerate(parts):
-                    deque.__setitem__(new, place, part)
+                for index, part in enumerate(parts):
+                    deque.__setitem__(new, index, part)
             else:
                 new.clear()
                 new.update(parts)

@@ -82,7 +82,7 @@ class Owner:
     """One optimizer, as far as saves are concerned.
 
     Attributes:
-        closure_place: The index of the closure among a step's positional arguments, if it has one.
+        closure_index: The index of the closure among a step's positional arguments, if it has one.
         ungated: A step did not call the closure it was given, so the gate never waits behind the
             closure again.
         gated: The closure passed on in the present step has been called.
@@ -99,7 +99,7 @@ class Owner:
         "_seen",
         "_steps_nested",
         "_why",
-        "closure_place",
+        "closure_index",
         "gated",
         "kind",
         "observer",
@@ -117,7 +117,7 @@ class Owner:
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
         self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()
         self._why = ""
-        self.closure_place: int | None = None
+        self.closure_index: int | None = None
         self.ungated = False
         self.unseen = False
         self.gated = True
@@ -161,7 +161,7 @@ class Owner:
         seen, vouched = self._seen
         if seen is None or seen() is not step or vouched != len(steps.vouched):
             self._known = steps.is_known(type(optimizer), step)
-            self.closure_place = steps.closure_place(step)
+            self.closure_index = steps.closure_index(step)
             # Only a weak reference: a bound method would keep the optimizer alive. It dies at once,
             # so it is examined each time.
             try:

@@ -103,11 +103,11 @@ def _passed_on(
     # Another pre-hook may write, and it runs before the closure.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
-    closure, place = kwargs.get("closure"), owner.closure_place
+    closure, index = kwargs.get("closure"), owner.closure_index
     if callable(closure):
         return args, {**kwargs, "closure": _behind(closure, optimizer, owner)}
-    if place is not None and len(args) > place and callable(args[place]):
-        return (*args[:place], _behind(args[place], optimizer, owner), *args[place + 1 :]), kwargs
+    if index is not None and len(args) > index and callable(args[index]):
+        return (*args[:index], _behind(args[index], optimizer, owner), *args[index + 1 :]), kwargs
     return None
 
 

@@ -80,8 +80,8 @@ static inline void check_runs(const struct sfr__image *img)
 	CHECK_EQ(img->len, off + img->tail_len);
 }
 
-/* The segments of a block follow one another from its first byte to its last, and say where in
- * the file each byte belongs. */
+/* Checks that a block's segments follow one another from its first byte to its last, and that
+ * they give the file offset of each byte. */
 static inline void check_block(const struct sfr__image *img, const struct sfr__run *run,
 			       uint32_t blk)
 {
@@ -120,7 +120,7 @@ static inline void check_block(const struct sfr__image *img, const struct sfr__r
 
 /* ---- an independent reader of headers and the tail ------------------------- */
 
-/* Header of an entry that has a place: CRC and sizes are left to the descriptor. */
+/* Checks the header of a laid-out entry: CRC and sizes are left to the descriptor. */
 static inline void check_header(const struct sfr__image *img, uint32_t entry)
 {
 	const struct sfr__entry *e = &img->entries[entry];
@@ -156,7 +156,7 @@ static inline void check_header(const struct sfr__image *img, uint32_t entry)
 	CHECK_EQ(get(d + 8 + half, half), e->nbytes);
 }
 
-/* One record of the directory. Returns the place behind it. */
+/* Checks one record of the directory. Returns the address after it. */
 static inline const unsigned char *check_central(const unsigned char *c, const char *name,
 						 uint32_t crc, uint64_t nbytes, uint64_t hdr_off)
 {
@@ -174,7 +174,7 @@ static inline const unsigned char *check_central(const unsigned char *c, const c
 		CHECK_EQ(get(extra + 2, 2), extra_len - 4);
 		extra += 4;
 	}
-	/* Compressed size stands behind the size in the field, before it in the record. */
+	/* The compressed size comes after the size in the field, but before it in the record. */
 	for (int i = 1; i >= 0; i--) {
 		if (sizes[i] == UINT32_MAX) {
 			sizes[i] = get(extra, 8);

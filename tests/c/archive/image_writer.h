@@ -1,9 +1,8 @@
-/* Writes an image to a file the way lanes and writers do, on one thread: block by block, each
- * filled by its segments alone. test_image.c and tests/unit/save/test_image.py share it.
+/* Writes an image to a file as lanes and writers do, but on one thread: block by block, each
+ * filled from its segments alone. test_image.c and tests/unit/save/test_image.py share it.
  *
- * A source at HOLE stands for zeros that are neither read nor written: the file is left sparse
- * there, so entries of many gigabytes cost nothing.
- */
+ * A source at HOLE stands for zeros that are neither read nor written: the file stays sparse
+ * there, so entries of many gigabytes cost nothing. */
 #ifndef IMAGE_WRITER_H
 #define IMAGE_WRITER_H
 
@@ -18,7 +17,7 @@
 
 #define HOLE UINT64_C(1)
 
-/* CRC of `len` zeros behind what `crc` stands for. */
+/* Returns `crc` extended by `len` zero bytes. */
 static inline uint32_t crc_of_zeros(uint32_t crc, uint64_t len)
 {
 	static const unsigned char zero;
@@ -57,7 +56,7 @@ static inline void fill_segment(struct sfr__image *img, const struct sfr__seg *s
 	}
 }
 
-/* A block that lies within a hole and holds nothing else. */
+/* Returns whether the block is inside a hole and contains nothing else. */
 static inline bool is_hole(struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
 {
 	struct sfr__seg_iter it;
@@ -87,7 +86,8 @@ static inline int write_runs(struct sfr__image *img, int fd)
 
 			if (is_hole(img, run, blk))
 				continue;
-			memset(block, 0xdb, len); /* bytes that nobody fills are seen */
+			/* so that bytes that no segment fills are detected */
+			memset(block, 0xdb, len);
 			sfr__seg_iter_init(&it, img, run, blk);
 			while (sfr__seg_next(&it, &seg))
 				fill_segment(img, &seg, block, true);
@@ -116,8 +116,8 @@ static inline int write_tail(struct sfr__image *img, int fd)
 	return rc;
 }
 
-/* Writes a file of a byte and the archive of a tensor of `nbytes` zeros. Returns its length, or
- * -errno; the archive begins behind the byte. */
+/* Writes a file: one byte, then the archive of a tensor of `nbytes` zeros. Returns the file's
+ * length, or -errno. */
 static inline int64_t write_tensor(const char *path, uint64_t nbytes, uint64_t block_bytes)
 {
 	const int64_t size = (int64_t)nbytes, stride = 1;

@@ -1,4 +1,4 @@
-/* The check of the locks' order: does it see what goes against the order, and only that? */
+/* The check of the locks' order detects every violation of the order, and nothing else. */
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -8,7 +8,7 @@
 static struct sfr__mutex outer = SFR__MUTEX(SFR__LOCK_ENGINE);
 static struct sfr__mutex inner = SFR__MUTEX(SFR__LOCK_POOL);
 
-/* How a child that does this ends: the signal, or 0. */
+/* Returns how a child that runs `body` ends: the number of the signal, or 0. */
 static int end_of(void (*body)(void))
 {
 	int status = 0;
@@ -16,7 +16,7 @@ static int end_of(void (*body)(void))
 
 	if (child == 0) {
 		(void)fclose(stderr);
-		(void)signal(SIGABRT, SIG_DFL); /* no sanitizer's report of what is meant to be */
+		(void)signal(SIGABRT, SIG_DFL); /* no sanitizer report for an intended abort */
 		body();
 		_exit(0);
 	}
@@ -63,7 +63,7 @@ static void waits_under_two(void)
 	(void)sfr__cond_wait(&cond, &inner, 0);
 }
 
-TEST(what_goes_against_the_order_aborts_and_nothing_else)
+TEST(only_violations_of_the_lock_order_abort)
 {
 	CHECK_EQ(end_of(in_order), 0);
 	CHECK_EQ(end_of(against_the_order), SIGABRT);

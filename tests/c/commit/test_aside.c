@@ -1,7 +1,7 @@
-/* A file system that does not answer: what goes on without it, and what waits.
+/* A file system that does not answer: which entries of the log overtake it, and which wait.
  *
- * Whatever is called "hung" hangs before a door. File systems are numbers here: the log knows no
- * more of them. */
+ * A call that hangs here waits at the door, which the test opens and closes. File systems are
+ * numbers, because the log knows no more about them. */
 #include <pthread.h>
 #include <sys/wait.h>
 
@@ -10,7 +10,7 @@
 enum { NFS = 71, SSD = 72, RAM = 73, UNKNOWN = 0 };
 
 #define PATIENCE_NS UINT64_C(20000000)
-#define LONG_NS (6 * PATIENCE_NS) /* whoever is to go past has done so by then */
+#define LONG_NS (6 * PATIENCE_NS) /* long enough for an entry that may overtake to do so */
 
 static const char *dir;
 static struct saving_state one, two;
@@ -26,6 +26,7 @@ static struct {
 	unsigned nr_before;
 } door = { .mu = PTHREAD_MUTEX_INITIALIZER, .cv = PTHREAD_COND_INITIALIZER };
 
+/* Waits while the door is closed. */
 static void before_the_door(void)
 {
 	(void)pthread_mutex_lock(&door.mu);
@@ -39,7 +40,7 @@ static void before_the_door(void)
 	(void)pthread_mutex_unlock(&door.mu);
 }
 
-/* Whoever was before it has gone on when it is open. */
+/* Returns only when every call that waited there has continued. */
 static void set_door(bool closed, bool syncs)
 {
 	(void)pthread_mutex_lock(&door.mu);
@@ -97,7 +98,7 @@ static int slow_open(int fd, const char *name, int flags, mode_t mode)
 	return real.open(fd, name, flags, mode);
 }
 
-/* One sync hangs, whosever it is. */
+/* Makes one sync hang, of any file. */
 static int slow_fdatasync(int fd)
 {
 	bool hangs;
@@ -111,7 +112,7 @@ static int slow_fdatasync(int fd)
 	return real.fdatasync(fd);
 }
 
-/* Where a remove's directory lies is asked of the table: names say it. */
+/* Tells the file system of a remove's directory by the directory's name. */
 static int numbered_lstat(int fd, const char *path, struct stat *st)
 {
 	int rc = real.lstat(fd, path, st);
@@ -172,7 +173,7 @@ static void drain(void)
 	CHECK_EQ(sfr_log_pending(), 0);
 }
 
-/* How many notices of the queue say this; it is empty then. */
+/* Counts the notices that contain these words, and empties the queue. */
 static int nr_told(const char *words)
 {
 	struct sfr_notice notice;
@@ -208,7 +209,7 @@ static int nr_log_threads(void)
 
 /* ---- tests ---- */
 
-TEST(saves_of_other_file_systems_go_past_a_rename_that_hangs)
+TEST(saves_on_other_file_systems_overtake_a_hanging_rename)
 {
 	struct sfr_ticket *hung;
 	char text[256];
@@ -219,9 +220,9 @@ TEST(saves_of_other_file_systems_go_past_a_rename_that_hangs)
 	ends_well(submit("a", SSD, &two));
 	ends_well(submit("b", SSD, &two));
 	ends_well(submit("c", RAM, &two));
-	CHECK_EQ(saving_look(dir, "hung"), -1);
-	CHECK_EQ(saving_look(dir, "a"), 2);
-	CHECK_EQ(saving_look(dir, "c"), 2);
+	CHECK_EQ(saving_content(dir, "hung"), -1);
+	CHECK_EQ(saving_content(dir, "a"), 2);
+	CHECK_EQ(saving_content(dir, "c"), 2);
 	CHECK_EQ(sfr_log_pending(), 4); /* they leave the log in its order */
 	CHECK_EQ(nr_told("hung has not answered"), 1);
 	CHECK_EQ(sfr_log_unanswered(text, sizeof(text)), 1);
@@ -230,12 +231,12 @@ TEST(saves_of_other_file_systems_go_past_a_rename_that_hangs)
 	ends_well(hung);
 	drain();
 	CHECK_EQ(sfr_log_unanswered(text, sizeof(text)), 0);
-	CHECK_EQ(saving_look(dir, "hung"), 1);
+	CHECK_EQ(saving_content(dir, "hung"), 1);
 	while (nr_log_threads() > 1)
 		(void)usleep(1000);
 }
 
-TEST(saves_of_other_file_systems_go_past_a_sync_that_hangs)
+TEST(saves_on_other_file_systems_overtake_a_hanging_sync)
 {
 	struct sfr_ticket *hung;
 
@@ -250,7 +251,7 @@ TEST(saves_of_other_file_systems_go_past_a_sync_that_hangs)
 	drain();
 }
 
-TEST(saves_go_past_a_remove_that_hangs)
+TEST(saves_overtake_a_hanging_remove)
 {
 	(void)mkdir(dir_path(dir, "nfs"), 0777);
 	ends_well(submit_in(dir_path(dir, "nfs"), "hung", SSD, &one));
@@ -261,7 +262,7 @@ TEST(saves_go_past_a_remove_that_hangs)
 	ends_well(submit("b", SSD, &two));
 	CHECK_EQ(nr_told("nfs/hung has not answered"), 1);
 	drain();
-	CHECK_EQ(saving_look(dir_path(dir, "nfs"), "hung"), -1);
+	CHECK_EQ(saving_content(dir_path(dir, "nfs"), "hung"), -1);
 }
 
 TEST(two_file_systems_may_hang_at_a_time)
@@ -272,10 +273,10 @@ TEST(two_file_systems_may_hang_at_a_time)
 	sync = submit("a", RAM, &one);
 	until_somebody_hangs();
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "nfs/hung"), NULL),
-		 0); /* waits for that save, and does not hang */
+		 0); /* waits for that save, which does not hang */
 	hung = submit("hung", NFS, &one);
 	ends_well(submit("b", SSD, &two));
-	ends_well(submit("c", SSD, &two)); /* past both, when the rename hangs */
+	ends_well(submit("c", SSD, &two)); /* overtakes both, when the rename hangs */
 	set_door(false, false);
 	ends_well(sync);
 	ends_well(hung);
@@ -283,8 +284,8 @@ TEST(two_file_systems_may_hang_at_a_time)
 	CHECK_EQ(nr_told("has not answered") > 0, 1);
 }
 
-/* A save that is ready waits behind one that hangs, and lands when that one has. So does one that
- * comes while a thread stands by, which has let another go past. */
+/* A save that is ready waits behind one that hangs, and is renamed after it. `late`: the save
+ * comes when a second thread is already waiting, which has let another save overtake. */
 static void waits_for_it(const char *where, const char *name, uint64_t fs, bool late)
 {
 	struct sfr_ticket *hung, *held;
@@ -300,11 +301,11 @@ static void waits_for_it(const char *where, const char *name, uint64_t fs, bool 
 	ends_well(hung);
 	ends_well(held);
 	drain();
-	CHECK_EQ(saving_look(where, name), 2);
+	CHECK_EQ(saving_content(where, name), 2);
 	CHECK_EQ(nr_told("has not answered"), late);
 }
 
-TEST(what_shares_a_file_system_or_a_name_does_not_go_past)
+TEST(saves_of_the_same_file_system_or_name_do_not_overtake)
 {
 	for (int late = 0; late < 2; late++) {
 		waits_for_it(dir, "the same file system", NFS, late);
@@ -313,7 +314,7 @@ TEST(what_shares_a_file_system_or_a_name_does_not_go_past)
 	}
 }
 
-TEST(a_save_into_what_is_to_be_removed_does_not_go_past_the_remove)
+TEST(save_into_a_directory_to_be_removed_does_not_overtake)
 {
 	struct sfr_ticket *hung, *held;
 
@@ -330,8 +331,8 @@ TEST(a_save_into_what_is_to_be_removed_does_not_go_past_the_remove)
 	drain();
 }
 
-/* Whoever would go past lies on a file system that hangs itself, behind another save. */
-TEST(what_would_hang_itself_does_not_go_past)
+/* The save that could overtake is itself on a file system that hangs, behind another save. */
+TEST(save_behind_a_hanging_one_of_its_file_system_does_not_overtake)
 {
 	struct sfr_ticket *ready, *hung, *sync;
 
@@ -341,7 +342,7 @@ TEST(what_would_hang_itself_does_not_go_past)
 	set_door(true, true);
 	sync = submit("a", RAM, &one);
 	until_somebody_hangs();
-	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until it is known to hang */
+	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until the log knows that it hangs */
 	ready = submit("b", RAM, &two);
 	is_held_up(ready);
 	set_door(false, false);
@@ -352,8 +353,8 @@ TEST(what_would_hang_itself_does_not_go_past)
 	(void)nr_told("");
 }
 
-/* In a rename and in a sync: who goes past says it once. */
-TEST(a_file_system_that_hangs_twice_is_told_of_once)
+/* It hangs in a rename and in a sync; only one notice names it. */
+TEST(hanging_file_system_is_reported_once)
 {
 	struct sfr_ticket *hung, *sync;
 
@@ -363,7 +364,7 @@ TEST(a_file_system_that_hangs_twice_is_told_of_once)
 	set_door(true, true);
 	sync = submit("a", NFS, &one);
 	until_somebody_hangs();
-	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until it is known to hang */
+	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until the log knows that it hangs */
 	ends_well(submit("b", SSD, &two));
 	CHECK_EQ(nr_told("has not answered"), 1);
 	set_door(false, false);
@@ -372,12 +373,13 @@ TEST(a_file_system_that_hangs_twice_is_told_of_once)
 	drain();
 }
 
-TEST(a_save_that_takes_its_time_is_waited_for)
+TEST(slow_save_is_not_overtaken)
 {
 	struct sfr_ticket *slow = NULL, *b;
 
 	CHECK_EQ(saving_new(engine, dir, "slow", &one, SFR_SAVE_DURABLE, &slow), 0);
-	CHECK_EQ(saving_submit(slow), 0); /* no verdict: nobody asks its file system for anything */
+	/* without a verdict nothing is asked of its file system */
+	CHECK_EQ(saving_submit(slow), 0);
 	b = submit("b", SSD, &two);
 	is_held_up(b);
 	CHECK_EQ(sfr_save_confirm(slow, -1), 0);
@@ -387,11 +389,11 @@ TEST(a_save_that_takes_its_time_is_waited_for)
 	CHECK_EQ(nr_told("has not answered"), 0);
 }
 
-TEST(who_is_answered_in_time_is_waited_for)
+TEST(slow_but_answering_file_system_is_not_overtaken)
 {
 	struct sfr_ticket *slow, *b;
 
-	sfr_log_tune(0); /* as long as ever */
+	sfr_log_tune(0); /* back to the default */
 	set_door(true, false);
 	slow = submit("hung", NFS, &one);
 	until_somebody_hangs();
@@ -406,8 +408,8 @@ TEST(who_is_answered_in_time_is_waited_for)
 	sfr_log_tune(PATIENCE_NS);
 }
 
-/* Before and after somebody has taken its turn. */
-TEST(work_of_others_that_has_its_turn_is_waited_for)
+/* Before and after a thread has taken the work. */
+TEST(external_work_at_the_head_is_not_overtaken)
 {
 	struct sfr_log_work *work;
 	struct sfr_ticket *b;
@@ -426,8 +428,8 @@ TEST(work_of_others_that_has_its_turn_is_waited_for)
 	sfr_log_work_put(work);
 }
 
-/* Of what is ready on one file system the first is first, whatever hangs in front of both. */
-TEST(what_goes_past_keeps_its_order)
+/* Of two ready saves on one file system the first is renamed first, whatever hangs before them. */
+TEST(overtaking_saves_keep_their_order)
 {
 	struct sfr_ticket *hung, *slow = NULL, *b;
 	const struct sfr_save_desc desc = { .dir = dir,
@@ -465,16 +467,16 @@ TEST(a_remove_waits_for_every_save_before_it)
 	until_somebody_hangs();
 	ends_well(submit("new", SSD, &two));
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
-	ends_well(submit("newer", SSD, &two)); /* goes past the remove as well */
-	CHECK_EQ(saving_look(dir, "old"), 1);
+	ends_well(submit("newer", SSD, &two)); /* overtakes the remove too */
+	CHECK_EQ(saving_content(dir, "old"), 1);
 	set_door(false, false);
 	ends_well(hung);
 	drain();
-	CHECK_EQ(saving_look(dir, "old"), -1);
+	CHECK_EQ(saving_content(dir, "old"), -1);
 	(void)nr_told("");
 }
 
-TEST(a_load_of_what_went_past_is_opened_though_the_head_hangs)
+TEST(load_of_a_save_that_overtook_is_opened_while_the_head_hangs)
 {
 	struct sfr_log_load *load, *late, *of_hung;
 	struct sfr_ticket *hung;
@@ -486,9 +488,9 @@ TEST(a_load_of_what_went_past_is_opened_though_the_head_hangs)
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "hung"), &of_hung), 0);
 	ends_well(submit("b", SSD, &two));
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "b"), &late),
-		 0); /* its entry has ended, and is in the list */
+		 0); /* its entry has ended but is still in the list */
 	CHECK_EQ(sfr_log_load_wait(late, UINT64_C(20000000000), &fd), 0);
-	CHECK_EQ(saving_look_fd(fd), 2);
+	CHECK_EQ(saving_content_fd(fd), 2);
 	(void)close(fd);
 	sfr_log_load_free(late);
 	CHECK_EQ(sfr_log_load_wait(of_hung, LONG_NS, &fd), SFR_EAGAIN);
@@ -499,7 +501,7 @@ TEST(a_load_of_what_went_past_is_opened_though_the_head_hangs)
 	sfr_log_load_free(of_hung);
 	drain();
 
-	/* And where it is the load that hangs: its entry keeps its place, and others go past. */
+	/* If the load hangs, its entry stays where it is, and others overtake it. */
 	(void)nr_told("");
 	set_door(true, true);
 	hung = submit("hung to load", NFS, &two);
@@ -513,14 +515,14 @@ TEST(a_load_of_what_went_past_is_opened_though_the_head_hangs)
 	CHECK_EQ(nr_told("hung to load has not answered"), 1);
 	drain();
 	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
-	CHECK_EQ(saving_look_fd(fd), 2);
+	CHECK_EQ(saving_content_fd(fd), 2);
 	(void)close(fd);
 	sfr_log_load_free(load);
 	drain();
 	(void)nr_told("");
 }
 
-TEST(one_file_system_alone_has_one_thread)
+TEST(log_has_one_thread_for_one_file_system)
 {
 	struct sfr_ticket *hung, *held;
 
@@ -536,7 +538,7 @@ TEST(one_file_system_alone_has_one_thread)
 	drain();
 }
 
-/* One thread for each file system that hangs, up to four: what comes then waits its turn. */
+/* One thread for each file system that hangs, at most four. Later entries wait. */
 TEST(no_more_than_four_threads_hang)
 {
 	static const char *const places[] = { "0", "1", "2", "3", "4", "5" };
@@ -575,7 +577,7 @@ TEST(the_log_stops_with_all_its_threads)
 	(void)nr_told("");
 }
 
-/* Threads that were made and not joined yet. */
+/* Counts threads that were started and not joined yet. */
 static atomic_int nr_threads;
 
 static int counted_create(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),

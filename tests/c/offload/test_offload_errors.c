@@ -1,4 +1,4 @@
-/* Bringing a group to a device: what is refused, what fails, and that nothing is left of it. */
+/* Copying a group to a device: refusals and failures, and that nothing is left after them. */
 #include <errno.h>
 #include <semaphore.h>
 #include <sys/wait.h>
@@ -66,7 +66,8 @@ static void works(void)
 	CHECK_EQ(bring(&onload), 0);
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 	nr_events = fake.fake_cuda_calls("cuEventRecord");
-	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0); /* it is there */
+	/* the copies have completed */
+	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuEventRecord"), nr_events);
 	sfr_onload_error(onload, &err);
 	CHECK_EQ(err.code, 0);
@@ -83,7 +84,7 @@ static void take_notices(void)
 			sfr_snapshot_put(notice.snapshot);
 }
 
-/* The pool has all of its memory back, and the driver nothing. */
+/* The pool has all of its memory back, and nothing of ours is left in the driver. */
 static void end_engine(void)
 {
 	struct sfr_stats stats;
@@ -105,7 +106,7 @@ static void end(void)
 
 /* ---- what fails ---------------------------------------------------------------------- */
 
-static void without_memory_nothing_is_queued_and_nothing_left(void)
+static void failed_allocation_queues_and_leaks_nothing(void)
 {
 	begin();
 	works();
@@ -126,7 +127,7 @@ static void without_memory_nothing_is_queued_and_nothing_left(void)
 	end();
 }
 
-/* Fails every call of a name in turn. How often that was told. */
+/* Fails each call of this name in turn. Returns how many failures were reported. */
 static unsigned fail_each(const char *name)
 {
 	unsigned told = 0;
@@ -151,9 +152,9 @@ static unsigned fail_each(const char *name)
 	return told;
 }
 
-/* Of those that may: an event that the driver does not take back, or a context that it does not
- * give to do so, leave that event with the driver. */
-static void a_call_of_the_driver_that_fails_is_told_and_leaves_nothing(void)
+/* An exception: if the driver refuses to free an event, or to enter the context for that, the
+ * event is left with the driver. */
+static void failing_driver_call_is_reported_and_leaks_nothing(void)
 {
 	static const char *const names[] = {
 		"cuStreamIsCapturing",  "cuStreamWaitEvent",    "cuEventCreate",
@@ -171,7 +172,7 @@ static void a_call_of_the_driver_that_fails_is_told_and_leaves_nothing(void)
 	end();
 }
 
-static void behind_a_call_that_failed_nothing_is_copied(void)
+static void nothing_is_copied_after_a_failed_call(void)
 {
 	struct sfr_onload *onload;
 	struct sfr_err err;
@@ -193,8 +194,8 @@ static void behind_a_call_that_failed_nothing_is_copied(void)
 	end();
 }
 
-/* Nobody can know what becomes of a copy from it: its memory is nobody's any more. */
-static void a_device_that_dies_under_a_group_is_told_and_keeps_its_memory(void)
+/* Nobody knows whether a copy still reads the memory, so it is never used again. */
+static void dead_device_is_reported_and_keeps_the_groups_memory(void)
 {
 	struct sfr_stats stats;
 	struct sfr_onload *onload;
@@ -203,7 +204,7 @@ static void a_device_that_dies_under_a_group_is_told_and_keeps_its_memory(void)
 	begin();
 	works();
 	fake.fake_cuda_fail_copy(1, CUDA_ERROR_LAUNCH_FAILED);
-	for (int i = 0; i < 2; i++) { /* it dies, and is dead */
+	for (int i = 0; i < 2; i++) { /* first it dies during the copy, then it is already dead */
 		CHECK_EQ(bring(&onload), 0);
 		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 		sfr_onload_error(onload, &err);
@@ -223,7 +224,7 @@ static void a_device_that_dies_under_a_group_is_told_and_keeps_its_memory(void)
 	fake.fake_cuda_forget();
 }
 
-static void a_device_that_is_not_to_be_had_is_told(void)
+static void unavailable_device_is_reported(void)
 {
 	struct sfr_onload *onload;
 	struct sfr_err err;
@@ -241,7 +242,7 @@ static void a_device_that_is_not_to_be_had_is_told(void)
 	end();
 }
 
-/* Offloads a group from a device on which nothing goes on. */
+/* Offloads a group from a stopped device. */
 static void leave_again(void)
 {
 	const struct sfr_stream streams[] = { { .handle = (uint64_t)(uintptr_t)stream } };
@@ -262,7 +263,7 @@ static void leave_again(void)
 	CHECK_EQ(sfr_snapshot_start(ticket), 0);
 }
 
-static void what_cannot_be_ordered_behind_what_leaves_is_not_begun(void)
+static void onload_fails_if_it_cannot_wait_for_the_offload(void)
 {
 	struct sfr_onload *onload;
 	int64_t torn;
@@ -270,7 +271,8 @@ static void what_cannot_be_ordered_behind_what_leaves_is_not_begun(void)
 	begin();
 	works();
 	leave_again();
-	fake.fake_cuda_fail("cuStreamWaitEvent", 2, 0, CUDA_ERROR_OUT_OF_MEMORY); /* behind E */
+	/* the wait behind E */
+	fake.fake_cuda_fail("cuStreamWaitEvent", 2, 0, CUDA_ERROR_OUT_OF_MEMORY);
 	CHECK_EQ(bring(&onload), SFR_EAGAIN);
 	CHECK(onload == NULL);
 	CHECK_EQ(fake.fake_cuda_hits(), 1);
@@ -282,8 +284,8 @@ static void what_cannot_be_ordered_behind_what_leaves_is_not_begun(void)
 
 /* ---- what is refused ------------------------------------------------------------------- */
 
-/* Also one that is being closed, and waits for somebody. */
-static void a_closed_engine_is_told(void)
+/* The engine is closed, or is being closed and waits for a snapshot. */
+static void onload_of_a_closed_engine_is_refused(void)
 {
 	struct sfr_onload *onload;
 
@@ -298,7 +300,7 @@ static void a_closed_engine_is_told(void)
 	end();
 }
 
-static void a_stream_that_captures_is_refused_and_left_alone(void)
+static void capturing_stream_is_refused_and_left_alone(void)
 {
 	struct sfr_onload *onload;
 	uint64_t nr_events;
@@ -320,7 +322,7 @@ static void a_stream_that_captures_is_refused_and_left_alone(void)
 	end();
 }
 
-static void memory_that_has_gone_back_is_not_brought(void)
+static void onload_of_returned_memory_is_refused(void)
 {
 	struct sfr_onload *onload;
 	uint64_t len;
@@ -356,7 +358,7 @@ static void bring_first_and_last(struct sfr_onload **out)
 		 0);
 }
 
-static void what_lies_between_two_of_a_group_is_left_alone(void)
+static void memory_between_two_copies_is_left_alone(void)
 {
 	struct sfr_onload *onload;
 
@@ -369,8 +371,8 @@ static void what_lies_between_two_of_a_group_is_left_alone(void)
 	end();
 }
 
-/* To a batch a driver says nothing of memory that it does not know, and may take long over it. */
-static void only_what_is_pinned_goes_in_batches(void)
+/* A driver checks nothing about unknown memory in a batch, and may take long over it. */
+static void only_pinned_memory_is_copied_in_batches(void)
 {
 	for (int pinned = 0; pinned < 2; pinned++) {
 		struct sfr_onload *onload;
@@ -391,8 +393,9 @@ static void only_what_is_pinned_goes_in_batches(void)
 	}
 }
 
-/* Memory between two spans that the caller gave belongs to the caller, on both sides. */
-static void what_is_not_the_pools_is_copied_piece_by_piece(void)
+/* Memory between two ranges that the caller gave belongs to the caller, on the host and on the
+ * device. */
+static void copies_outside_the_pool_are_not_merged(void)
 {
 	static unsigned char host[2 * SFR_APART];
 	struct sfr_onload_copy copies[2];
@@ -449,7 +452,7 @@ static void a_child_of_fork_is_refused(void)
 
 /* ---- waiting ----------------------------------------------------------------------------- */
 
-static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
+static void wait_returns_eagain_until_the_copies_complete(void)
 {
 	struct sfr_onload *onload;
 	uint64_t copying, waited;
@@ -469,7 +472,7 @@ static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
 	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), 0);
 	CHECK(copying > 0);
 	CHECK(waited > 0);
-	/* A complete group is not waited for. */
+	/* A complete group needs no wait. */
 	waited = fake.fake_cuda_calls("cuStreamWaitEvent");
 	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waited);
@@ -482,7 +485,7 @@ static void stand(void *go)
 	(void)sem_wait(go);
 }
 
-static void a_time_is_known_when_the_stream_has_waited(void)
+static void times_are_known_after_the_streams_wait(void)
 {
 	struct sfr_onload *onload;
 	uint64_t copying, waited;
@@ -549,7 +552,7 @@ static void a_time_is_in_nanoseconds(void)
 	CHECK_EQ(timer.ns, 2500000);
 }
 
-static void a_group_let_go_while_it_comes_is_waited_for(void)
+static void dropping_an_onload_waits_for_its_copies(void)
 {
 	struct sfr_onload *onload;
 
@@ -569,22 +572,22 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	stream = fake.fake_cuda_stream(0);
-	RUN(without_memory_nothing_is_queued_and_nothing_left);
-	RUN(a_call_of_the_driver_that_fails_is_told_and_leaves_nothing);
-	RUN(behind_a_call_that_failed_nothing_is_copied);
-	RUN(a_device_that_dies_under_a_group_is_told_and_keeps_its_memory);
-	RUN(a_device_that_is_not_to_be_had_is_told);
-	RUN(what_cannot_be_ordered_behind_what_leaves_is_not_begun);
-	RUN(a_closed_engine_is_told);
-	RUN(a_stream_that_captures_is_refused_and_left_alone);
-	RUN(memory_that_has_gone_back_is_not_brought);
-	RUN(what_lies_between_two_of_a_group_is_left_alone);
-	RUN(only_what_is_pinned_goes_in_batches);
-	RUN(what_is_not_the_pools_is_copied_piece_by_piece);
+	RUN(failed_allocation_queues_and_leaks_nothing);
+	RUN(failing_driver_call_is_reported_and_leaks_nothing);
+	RUN(nothing_is_copied_after_a_failed_call);
+	RUN(dead_device_is_reported_and_keeps_the_groups_memory);
+	RUN(unavailable_device_is_reported);
+	RUN(onload_fails_if_it_cannot_wait_for_the_offload);
+	RUN(onload_of_a_closed_engine_is_refused);
+	RUN(capturing_stream_is_refused_and_left_alone);
+	RUN(onload_of_returned_memory_is_refused);
+	RUN(memory_between_two_copies_is_left_alone);
+	RUN(only_pinned_memory_is_copied_in_batches);
+	RUN(copies_outside_the_pool_are_not_merged);
 	RUN(a_child_of_fork_is_refused);
-	RUN(who_waits_for_a_while_is_told_that_it_has_not_come);
-	RUN(a_time_is_known_when_the_stream_has_waited);
+	RUN(wait_returns_eagain_until_the_copies_complete);
+	RUN(times_are_known_after_the_streams_wait);
 	RUN(a_time_is_in_nanoseconds);
-	RUN(a_group_let_go_while_it_comes_is_waited_for);
+	RUN(dropping_an_onload_waits_for_its_copies);
 	return check_done();
 }
