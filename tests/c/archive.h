@@ -1,5 +1,5 @@
-/* Makes zip files in memory as torch, stillframe and other programs write them, intact or damaged on
- * purpose. For the tests of the reader; only the CRC is shared with the code under test.
+/* Makes zip files in memory as torch, stillframe and other programs write them, intact or damaged
+ * on purpose. For the tests of the reader; only the CRC is shared with the code under test.
  *
  * `blind` marks each byte that no reader checks with a letter for the reason:
  *   'v' a version (needed, or made by): every reader here knows all of zip

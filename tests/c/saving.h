@@ -225,7 +225,7 @@ static inline int saving_content_in(int fd, const struct saving_state *layout)
 
 /* Does the same for the file dir/name; -1: there is none. */
 static inline int saving_content_as(const char *dir, const char *name,
-				 const struct saving_state *layout)
+				    const struct saving_state *layout)
 {
 	int found, fd = open(dir_path(dir, name), O_RDONLY | O_CLOEXEC);
 

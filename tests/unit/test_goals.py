@@ -1,4 +1,4 @@
-"""Goals of the benchmarks: no competitor is dropped, and noise is no success."""
+"""Goals of the benchmarks: no competitor is dropped, and noise is not a success."""
 
 import math
 import sys
@@ -26,7 +26,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def found(scripts: Any, **values: list[float]) -> Any:
-    """The figures of one scenario and metric; `ours` and others by name."""
+    """Return the figures of one scenario and metric; `ours` and others by name."""
     goals, measured, _ = scripts
     figures = measured.Figures()
     for who, series in values.items():

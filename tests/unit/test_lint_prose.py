@@ -1,4 +1,4 @@
-"""The language check of `make lint` finds what it is for, and nothing in good sentences."""
+"""The language check of `make lint` finds what it should, and accepts good sentences."""
 
 from __future__ import annotations
 

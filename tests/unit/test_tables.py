@@ -1,4 +1,4 @@
-"""The tables of README and docs are what the figures in the tree say."""
+"""The tables of README and docs agree with the stored figures."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The fault injection that stillframe.testing offers, through real saves."""
+"""The fault injection of stillframe.testing, tested with real saves."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from stillframe.testing import fault, held, slow
 
 
 def state(value: float = 1.0) -> dict[str, torch.Tensor]:
-    """A state of three blocks of the fixture's engine."""
+    """Return a state of three blocks of the fixture's engine."""
     return {"weight": torch.full((3 << 18,), value)}
 
 

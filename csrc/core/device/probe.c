@@ -10,8 +10,8 @@
  * The caller's stream waits for each copy, the host for none. Whether the copies have completed is
  * queried later, so a verdict lags as far as the device lags behind the host.
  *
- * Each device of the process has one prober: the stream on which its lines are copied. It lives as
- * long as the process. One thread at a time uses it. A second thread gets SFR_EBUSY and probes after
+ * Each device of the process has one prober: the stream on which its lines are copied. A prober
+ * lives as long as the process. One thread at a time uses it. A second thread gets SFR_EBUSY and probes after
  * its next step, because the first one may wait for room on the stream. The lock is not held during
  * calls of the driver.
  *
@@ -88,7 +88,8 @@ static int open_prober(struct prober *prober)
 	prober->cu = sfr__cuda_get(NULL, 0);
 	if (!prober->cu)
 		return -ENODEV;
-	return sfr__cuda_open(prober->cu, prober->device, &prober->context, &prober->stream, why, sizeof(why));
+	return sfr__cuda_open(prober->cu, prober->device, &prober->context, &prober->stream, why,
+			      sizeof(why));
 }
 
 static struct prober *find_locked(uint32_t device)
@@ -235,8 +236,8 @@ void sfr_probe_free(struct sfr_probe *probe)
 		return;
 	prober = probe->prober;
 	add_tombstone(prober, probe);
-	/* Otherwise the next probe frees it. With a closed prober the memory stays for as long as the
-	 * process, because nobody knows whether a copy still runs. */
+	/* Otherwise the next probe frees it. With a closed prober the memory stays until the
+	 * process ends, because a copy may still run. */
 	if (!take(prober))
 		return;
 	if (sfr__cuda_enter(&scope, prober->cu, prober->context) == CUDA_SUCCESS) {
@@ -262,7 +263,8 @@ static CUresult make_room(struct sfr_probe *probe, uint32_t nr)
 	sfr_sys.free(probe->rows);
 	probe->room = 0;
 	probe->rows = sfr_sys.malloc(nr * sizeof(*probe->rows));
-	if (!probe->rows || sfr__cuda_store_new(cu, (size_t)nr * 2 * LINES * LINE, &probe->store) < 0)
+	if (!probe->rows ||
+	    sfr__cuda_store_new(cu, (size_t)nr * 2 * LINES * LINE, &probe->store) < 0)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	/* A copy to pageable memory returns only when it has run, which would wait for the
 	 * device. */
@@ -279,7 +281,7 @@ static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 
 /* Sets up the copies of start, middle and end of each wanted storage. Returns their number. */
 static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_range *at, uint32_t nr,
-		      bool again)
+			    bool again)
 {
 	uint32_t nr_rows = 0;
 
@@ -327,7 +329,7 @@ static CUresult queue(struct sfr_probe *probe, CUstream stream, uint32_t nr_rows
 }
 
 static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr_probe_range *at,
-		     uint32_t nr, bool again)
+		      uint32_t nr, bool again)
 {
 	struct prober *prober = probe->prober;
 	CUresult rc = CUDA_SUCCESS;
@@ -353,7 +355,7 @@ static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr
 }
 
 int sfr_probe_take(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *at,
-		    uint32_t nr, int again)
+		   uint32_t nr, int again)
 {
 	struct prober *prober = probe->prober;
 	struct sfr__cuda_scope scope;

@@ -21,7 +21,7 @@ void sfr_probe_free(struct sfr_probe *probe);
  * probing or the previous copies have not completed. SFR_ECAPTURING, SFR_EFORK; -EIO: the probe
  * never works again. */
 int sfr_probe_take(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *at,
-		    uint32_t nr, int again);
+		   uint32_t nr, int again);
 /* Returns 1 when the copies have completed, 0 when they have not, and -EIO or SFR_EFORK when they
  * never will. */
 int sfr_probe_done(struct sfr_probe *probe);

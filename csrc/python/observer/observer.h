@@ -155,7 +155,7 @@ struct sfr_py_probe {
 	enum sfr_py_probe_state state;
 	struct sfr_probe *core;
 	struct sfr_probe_range *at; /* addresses of the storages that are probed */
-	uint32_t *asked;          /* their indices */
+	uint32_t *asked;            /* their indices */
 	uint32_t nr_asked, room;
 };
 #define SFR_PY_MAX_PROBES 16 /* storages on further devices stay undecided */

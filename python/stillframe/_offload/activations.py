@@ -22,8 +22,8 @@ from torch.nn import Parameter
 
 from stillframe._base import device as _device
 from stillframe._offload import graph
-from stillframe._offload.offloader import Offloader
 from stillframe._offload.device_pool import OffloadStats
+from stillframe._offload.offloader import Offloader
 from stillframe._offload.saved import Kept, SavedHooks, View, check_version
 from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine

@@ -151,7 +151,8 @@ class Layer:
         """Return what is copied to the device: the tensors, or low-precision copies of them."""
         self.settle()
         if any(
-            reference.entries.get(reference.name) is not self.tensors[reference.number] for reference in self.references
+            reference.entries.get(reference.name) is not self.tensors[reference.number]
+            for reference in self.references
         ):
             self.find_tensors()
         for index, tensor in enumerate(self.tensors):
@@ -200,7 +201,8 @@ class Layer:
         for reference in self.references:
             if isinstance(reference.module, nn.RNNBase):
                 reference.module._flat_weights = [
-                    getattr(reference.module, name, None) for name in reference.module._flat_weights_names
+                    getattr(reference.module, name, None)
+                    for name in reference.module._flat_weights_names
                 ]
 
     # ---- copying changes of a forward back ----

@@ -235,9 +235,9 @@ class OffloadedLayers:
         for reference, found in moved:
             if reference.entries is reference.module._parameters or not isinstance(found, Tensor):
                 raise StillframeError(
-                    f"{layer.name_of(reference.number)} was replaced or moved in its module's forward:"
-                    " a module that moves its own parameters cannot be offloaded. They are on the"
-                    " CPU as they were before"
+                    f"{layer.name_of(reference.number)} was replaced or moved in its module's"
+                    " forward: a module that moves its own parameters cannot be offloaded."
+                    " They are on the CPU as they were before"
                 )
             reference.entries[reference.name] = found.detach().to("cpu")
 

@@ -31,8 +31,8 @@ from stillframe import _core
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
 from stillframe._offload import layout as _layout
+from stillframe._offload.device_pool import HOST, DevicePool, OffloadStats, summed
 from stillframe._offload.layout import Layout
-from stillframe._offload.device_pool import HOST, OffloadStats, DevicePool, summed
 from stillframe._offload.slot import Slot
 from stillframe._offload.ticket import Leaving, Ticket
 from stillframe._save.api import engine_or_default

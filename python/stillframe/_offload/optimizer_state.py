@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from stillframe import _core
-from stillframe._offload.offloader import Offloader
 from stillframe._offload.device_pool import OffloadStats
+from stillframe._offload.offloader import Offloader
 from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine
 from stillframe._watch import memory_owners, steps

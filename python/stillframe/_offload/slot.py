@@ -22,8 +22,8 @@ from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base import sizes
 from stillframe._offload import layout as _layout
-from stillframe._offload.layout import Layout, Source
 from stillframe._offload.device_pool import HOST, DevicePool
+from stillframe._offload.layout import Layout, Source
 from stillframe._offload.ticket import Ticket
 from stillframe.errors import StillframeError
 

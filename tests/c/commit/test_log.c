@@ -334,8 +334,7 @@ TEST(the_log_does_not_stop_between_a_saves_admission_and_its_launch)
 	rc = sfr_save_wait(t, SFR_WAIT_ENDED, UINT64_C(20000000000));
 	CHECK_EQ(rc, 0);
 	if (rc < 0)
-		CHECK_EQ(sfr_log_remove(dir_path(dir, "none"), NULL),
-			 0); /* starts the log again */
+		CHECK_EQ(sfr_log_remove(dir_path(dir, "none"), NULL), 0); /* starts the log again */
 	saving_done(t);
 	CHECK_EQ(pthread_join(stopper, NULL), 0);
 	CHECK_EQ(saving_content(dir, "admitted"), 1);

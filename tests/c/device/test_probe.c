@@ -90,7 +90,8 @@ TEST(probe_in_flight_is_not_started_again)
 	pthread_t thread;
 
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(pthread_create(&thread, NULL, probe_twice, probe), 0); /* the thread that stopped the device must not query it */
+	/* A thread of its own, because the one that stopped the device must not query it. */
+	CHECK_EQ(pthread_create(&thread, NULL, probe_twice, probe), 0);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	fake.fake_cuda_hold(0);
 	wait_for(probe);

@@ -100,8 +100,8 @@ static inline uint64_t crash__build(int inode, int nr)
 	return len;
 }
 
-/* Returns what a reader finds in an inode, as saving_content does. Equal bytes are read only once. */
-static inline int crash__look(int inode, int nr)
+/* Returns what a reader finds in an inode, as saving_content does. Equal bytes are read once. */
+static inline int crash__content(int inode, int nr)
 {
 	uint64_t key = 14695981039346656037u, len, slot;
 
@@ -222,7 +222,7 @@ static inline void crash__judge(int nr, bool durable, struct crash_count *count)
 			continue;
 		for (int k = 0; k < nr_names; k++)
 			if (strcmp(names[k].name, op->name) == 0)
-				found = crash__look(names[k].inode, nr);
+				found = crash__content(names[k].inode, nr);
 		nr_whole += found >= 0;
 		good = crash__allowed(op->name, nr, found, durable);
 		if (!good)

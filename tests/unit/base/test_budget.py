@@ -87,14 +87,14 @@ def test_cgroup_v2_and_its_parents_limit_the_budget(system):
     assert system.shared() == 3 * GIB // 2
     system.group(job, memory_max=3 * GIB, memory_current=2 * GIB)
     assert system.shared() == GIB // 2
-    # A GiB of it is files that nobody has read lately.
+    # Of that, 1 GiB is inactive file pages.
     system.group(job, memory_stat=f"anon 5\ninactive_anon 77\nactive_file 5\ninactive_file {GIB}")
     assert system.shared() == GIB
-    # More than is used: the two files are not read at the same moment.
+    # More is inactive than used, because the two files are not read at the same moment.
     system.group(job, memory_stat="inactive_file 99999999999")
     assert system.shared() == 3 * GIB // 2
     system.group(job, memory_current=9999999999, memory_stat="inactive_file 0")
-    assert system.shared() == 0  # beyond its limit already
+    assert system.shared() == 0  # its limit is exceeded already
 
 
 def test_cgroup_v1_limits_the_budget(system):
@@ -121,7 +121,7 @@ def test_mount_is_the_group_inside_a_container(system):
     assert system.shared() == GIB // 2
     system.tell("proc/self/cgroup", "0::/../../elsewhere\n")
     assert system.shared() == GIB // 2
-    system.tell("proc/self/cgroup", "0::/a\n")  # v2 beside v1
+    system.tell("proc/self/cgroup", "0::/a\n")  # cgroup v2 beside v1
     system.group("unified/a", memory_max=GIB // 2, memory_current=0)
     assert system.shared() == GIB // 4
 

@@ -1,4 +1,4 @@
-"""Where a path leads: one look in C says what Python's functions say one by one."""
+"""The target of a path: one call of C gives the same results as several of Python's functions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_resolve_agrees_with_pythons_functions(tree, name, follow_link, absolute
     text = f"{tree}/{name}" if absolute else name
     place = _core.resolve(os.fsencode(text), follow_link)
     if place is None:
-        assert name in LINKS and follow_link  # of these the words are told
+        assert name in LINKS and follow_link  # messages name these paths as they were given
         return
     parent, last = paths._split(text, follow_link)
     assert place[:2] == (os.fsencode(parent), os.fsencode(last))
@@ -84,7 +84,7 @@ def test_failed_resolve_is_repeated_in_python(tree, call):
 
 
 def test_unreadable_name_is_not_taken_for_a_free_one(tree):
-    with fault("lstat", err=errno.EIO, nth=2) as injected:  # the first one is its directory's
+    with fault("lstat", err=errno.EIO, nth=2) as injected:  # the first lstat is of the directory
         assert _core.resolve(b"file.pt", False) is None
     assert injected.hits == 1
 

@@ -44,7 +44,7 @@ def test_an_old_torch_and_none_at_all_are_named(version, words):
 
 
 def run(code: str, path: Path) -> str:
-    """The last line on stderr of a Python that looks for modules in `path` first."""
+    """Return the last line on stderr of a Python that searches `path` for modules first."""
     done = run_python("-c", f"import sys; sys.path.insert(0, {str(path)!r})\n{code}")
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
@@ -89,7 +89,7 @@ def test_a_package_without_its_extension_says_what_to_do(monkeypatch):
 
 
 def build(path: Path, before: str = "") -> str:
-    """The last line of a build that is refused; `path` has modules that stand before others."""
+    """Return the last line of a refused build; modules in `path` come before all others."""
     code = f"""
         import runpy, sys
         sys.path.insert(0, {str(path)!r})

@@ -1,4 +1,5 @@
-"""Saves in children of multiprocessing, which run no exit handlers: none is lost silently."""
+"""Saves in children of multiprocessing, which run no exit handlers: each save ends or is
+reported."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import stillframe
 from fix_processes import run_python
 
 # The tensors are small and the syncs slow: without a wait each child would end long before its
-# saves. Every kind of child does the same three things.
+# saves. Each kind of child does the same three things.
 WORK = """
 import multiprocessing, os, sys, threading, time
 import torch
@@ -194,7 +195,7 @@ if __name__ == "__main__":
 
 
 def test_thread_that_outlives_a_childs_work_saves_durably(tmp_path):
-    """Python joins such threads behind all finalizers, so their saves end in the call."""
+    """Python joins such threads after all finalizers, so their saves end in the call."""
     done = run(WORK + THREADS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert saved(tmp_path / "first.pt") and saved(tmp_path / "late.pt")

@@ -1,4 +1,4 @@
-"""load(into=...) that ends while it writes: the error says that the targets are half written."""
+"""load(into=...) that fails while it writes: the error says that the targets are half written."""
 
 import errno
 import functools

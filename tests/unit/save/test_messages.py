@@ -67,7 +67,7 @@ def test_save_reports_an_unexpanded_tilde():
 
 
 def test_an_engine_whose_close_was_interrupted_is_closed(tmp_path):
-    """Its core takes nothing any more: the next default engine is another one."""
+    """Its core accepts nothing any more, so the next default engine is a new one."""
 
     class Interrupted:
         def close(self, timeout: float | None) -> None:
@@ -193,14 +193,15 @@ def test_default_engine_can_be_configured_again_after_its_close():
     try:
         default.configure({"pool_bytes": "32MiB"})
         first = default.get()
-        default.given = True  # default_engine() has handed it out
+        default.given = True  # as if default_engine() had returned it
         with pytest.raises(stillframe.StillframeError, match="too late"):
             default.configure({"pool_bytes": "48MiB"})
         first.close()
         default.configure({"pool_bytes": "48MiB"})
         second = default.get()
         assert second.stats()["pool_bytes"] == 48 << 20
-        default.configure({"pool_bytes": "64MiB"})  # nobody has had the second one
+        # the second engine was not returned to any caller
+        default.configure({"pool_bytes": "64MiB"})
         assert is_closed(second) and default.get().stats()["pool_bytes"] == 64 << 20
     finally:
         default.close()

@@ -1,4 +1,4 @@
-"""Saves when the process exits, forks, is interrupted, or dies of an exception."""
+"""Saves when the process exits, forks, is interrupted, or ends with an exception."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def test_uncollected_error_is_printed_at_exit(tmp_path):
 @pytest.mark.parametrize("kept", ["", "handle = "])
 @pytest.mark.parametrize("ended", [False, True])
 def test_failure_is_printed_once_and_the_exit_status_is_the_programs(tmp_path, kept, ended):
-    """Whether the handle is kept or dies, and the save fails before the exit or in it."""
+    """This holds whether the handle is kept or freed, and whether the save fails before the exit or
+    during it."""
     done = run(
         f"""
         hold(fault("rename")); hold(slow("fdatasync", 0.2))
@@ -283,7 +284,7 @@ def test_unresponsive_file_system_is_named_at_exit_and_can_be_left(tmp_path):
 
 
 def test_saves_of_callbacks_at_exit_are_waited_for_with_their_file_system(tmp_path):
-    """Where that does not answer. No other wait at exit prints anything."""
+    """The file system does not answer. No other wait at exit prints anything."""
     done = run(
         """
         stillframe._core.log_tune(10**8)
@@ -371,7 +372,7 @@ FORK_CHILD = """
 
 @pytest.mark.parametrize("kind", ["os.fork", "os._exit", "multiprocessing"])
 def test_forked_child_cannot_use_objects_of_its_parent(tmp_path, kind):
-    """R8: parent's saves go on, nothing of them is deleted, unlocked or joined by the child."""
+    """R8: the parent's saves go on; the child deletes, unlocks and joins nothing of them."""
     endings = {
         "os.fork": """
             pid = os.fork()
@@ -578,7 +579,7 @@ def test_later_exit_handler_saves_and_removes_at_once(tmp_path):
 
 
 def test_later_exit_handler_may_save_deferrable_state(tmp_path):
-    """Its verdict has to come, though the thread that would give it has ended."""
+    """The verdict is given, although the thread that normally gives it has ended."""
     done = run(
         """
         import atexit
@@ -604,7 +605,8 @@ def test_later_exit_handler_may_save_deferrable_state(tmp_path):
 
 @pytest.mark.leaves_temporaries
 def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path):
-    # The lane reads a page that is gone. So may a sample in the call: that is a crash as well.
+    # The lane reads a page that was unmapped. A sample in the call may crash first, which counts
+    # too.
     done = run(
         """
         import ctypes, faulthandler, mmap, struct

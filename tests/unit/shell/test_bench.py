@@ -1,4 +1,4 @@
-"""`stillframe bench DIR`: what it measures, what it advises, what it leaves behind."""
+"""`stillframe bench DIR`: its figures, its advice, and what it leaves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GOOD = bench_result.Result(
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path):
-    """No file, no descriptor, no save in flight, whatever has happened."""
+    """Check that no file, descriptor or save in flight is left, whatever has happened."""
     before = open_descriptors()
     term = signal.getsignal(signal.SIGTERM)
     yield
@@ -140,7 +140,7 @@ def test_other_processes_at_work_are_noticed():
     with subprocess.Popen([sys.executable, "-c", spin]) as process:
         try:
             while others.share() == 0:
-                time.sleep(0.01)  # ticks of the kernel's clock
+                time.sleep(0.01)  # the kernel counts time in ticks
         finally:
             process.kill()
 
@@ -255,7 +255,7 @@ sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
         assert process.stdout.readline() == "writing\n"
         process.send_signal(number)
         process.stdout.read()
-    # A very fast machine may be through before the signal comes.
+    # A very fast machine may finish before the signal comes.
     assert process.returncode in (INTERRUPTED, 0)
     assert list(disk_path.iterdir()) == []
 

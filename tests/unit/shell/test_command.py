@@ -1,4 +1,4 @@
-"""The command as a whole: what needs no torch, completion, terminals of all kinds, `info`."""
+"""The command as a whole: parts without torch, completion, all kinds of terminals, `info`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_verify_and_inspect_import_no_torch(arguments, tmp_path):
     stillframe.save(state, tmp_path / "x.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is one process
+        warnings.simplefilter("ignore")  # it warns that there is only one process
         torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     code = f"""if True:
         import sys
@@ -126,7 +126,8 @@ def test_bash_completes_commands_and_options(capsys):
     assert completed(["stillframe", "verify", "--j"], script) == ["--json"]
     assert completed(["stillframe", "bench", "/tmp", "--s"], script) == ["--size"]
     assert completed(["stillframe", "completion", "z"], script) == ["zsh"]
-    assert completed(["stillframe", "verify", "x"], script) == []  # files, which readline offers
+    # files, which readline offers itself
+    assert completed(["stillframe", "verify", "x"], script) == []
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")

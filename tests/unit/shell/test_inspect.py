@@ -1,4 +1,4 @@
-"""`stillframe inspect`: what is in a file, told without loading it and without obeying it."""
+"""`stillframe inspect` shows what is in a file without loading it or running its code."""
 
 import io
 import json
@@ -25,7 +25,7 @@ from stillframe._shell import contents
 
 
 class Dangerous:
-    """An object whose pickle does something when it is obeyed."""
+    """An object whose pickle makes a directory when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -169,7 +169,7 @@ def archive_of(pickled, path):
 
 def test_pickle_that_needs_endless_memory_is_bounded(tmp_path, capsys):
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    # None, to be remembered as number 100 million: 1.6 GB.
+    # None, stored as memo entry 100 million: 1.6 GB.
     path = archive_of(b"\x80\x02Nr" + (100_000_000).to_bytes(4, "little") + b".", tmp_path / "x.pt")
     status, told = inspect_json(capsys, path)
     assert (status, told["error"]) == (2, "not enough memory to read its pickle")
@@ -180,7 +180,7 @@ STORAGE = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpu%stQ"
 
 
 def nested(opening, nr, closing):
-    """A pickle of so many objects in each other around a storage of four elements."""
+    """Return a pickle of so many nested objects around a storage of four elements."""
     storage = STORAGE % b"K\x04"
     return b"\x80\x02" + opening * nr + storage + closing * nr + b"."
 

@@ -1,4 +1,4 @@
-"""The command line: what it checks, what it prints, and with which status it ends."""
+"""`stillframe verify`: its checks, its output and its exit status."""
 
 import errno
 import gzip
@@ -331,7 +331,7 @@ def test_every_checkpoint_under_a_directory_is_checked_and_nothing_else(tmp_path
     (tmp_path / "notes.txt").write_text("step 3")
     (tmp_path / "hparams.zip").write_bytes(b"PK\3\4" + bytes(26) + b"x")
     by_path(small_state(), tmp_path / "__0_0.distcp")
-    # A save in flight: half a file under a temporary's name.
+    # A save in flight: half a file with a temporary's name.
     half = (tmp_path / "a.ckpt").read_bytes()[:1000]
     (tmp_path / ".stillframe-noboot-1-1.tmp").write_bytes(half)
     (tmp_path / ".cache").mkdir()
@@ -435,7 +435,7 @@ def test_long_paths_are_not_cut_where_nobody_looks_at_a_terminal(tmp_path, capsy
 
 
 class Terminal:
-    """A stderr that claims to be a terminal."""
+    """A stderr that reports that it is a terminal."""
 
     encoding = "utf-8"
 

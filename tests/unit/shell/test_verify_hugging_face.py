@@ -1,4 +1,4 @@
-"""`stillframe verify` of directories as Hugging Face's libraries leave them."""
+"""`stillframe verify` of directories as Hugging Face's libraries write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from _stillframe_command import main as command
 
 
 def safetensors(path: Path, lengths: tuple[int, ...] = (400, 40), metadata: bool = True) -> Path:
-    """Write a file of the format: a header's length, the header, the tensors' bytes."""
+    """Write a safetensors file: the header's length, the header, the tensors' bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}} if metadata else {}
     end = 0
     for number, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""The verdict of a snapshot's copy, and who hears of it: over a core that does as it is told."""
+"""The verdict on a snapshot's copy, and which callers get it, over a fake core."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Core:
 
 
 class Deferral(gate.Deferral):
-    """Says one after the other what it is given."""
+    """A fake deferral that gives prepared answers in order."""
 
     def __init__(self, *torn: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Deferral(gate.Deferral):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """`made(deferral, devices)`: a copy that has been started."""
+    """Return `made(deferral, devices)`, which starts a copy."""
     monkeypatch.setattr(copies._device, "streams", lambda devices: ())
     found: list[Copy] = []
 
@@ -109,7 +109,7 @@ def test_step_without_a_wait_asks_once_for_the_verdict_before_writing(made):
     copy = made(deferral, devices=(0,))
     copy.core.gates = [False, False]
     assert not copy.gate() and not copy.gate()
-    assert ended(copy).error is None  # what it says by now is the step's own doing
+    assert ended(copy).error is None  # later changes are the step's own
     assert copy.gate_wait_s > 0
 
 
@@ -243,7 +243,7 @@ def test_failed_snapshot_raises_and_its_error_counts_as_collected():
     copy = snapshot._copy
     copy.core.ended = True
 
-    def settle() -> None:  # a waiting thread may be the first to ask
+    def settle() -> None:  # a waiting thread may ask first
         copy.error = stillframe.StillframeError("torn")
 
     copy.settle = settle
@@ -259,7 +259,7 @@ def test_future_that_calls_back_twice_ends_only_its_hold():
             function(self)
 
     snapshot = over()
-    snapshot._copy.core.holds = 1  # somebody else's
+    snapshot._copy.core.holds = 1  # the hold of another caller
     snapshot.hold_until(Twice())
     assert snapshot._copy.core.holds == 1
     with pytest.raises(TypeError):
@@ -274,7 +274,7 @@ def test_hold_until_after_release_works_only_for_private_copies(monkeypatch):
         snapshot.hold_until(multiprocessing.get_context(method).Process(target=print))
     with pytest.raises(stillframe.StillframeError, match="gone back"):
         snapshot.hold_until(multiprocessing.get_context("fork").Process(target=print))
-    # One that names no method has that of the program.
+    # A method that was not given runs as in the program.
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "spawn")
     snapshot.hold_until(multiprocessing.Process(target=print))
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "fork")
@@ -298,7 +298,7 @@ def test_a_forked_child_reads_what_is_shared_and_nothing_else():
 def test_refused_snapshot_delays_no_step_of_another_thread():
     model, optimizer = trained()
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB) as small:
-        # The exception keeps the call's frames, and these keep the call's objects.
+        # The exception keeps the call's frames, and the frames keep the call's objects.
         with pytest.raises(stillframe.PoolExhaustedError) as refused:
             stillframe.snapshot(
                 {**state_of(model, optimizer), "big": torch.ones(MIB)}, overlap=True, engine=small
@@ -328,11 +328,11 @@ def test_a_copy_that_was_torn_before_the_call_returned_is_not_handed_out(engine,
     monkeypatch.setattr(Copy, "start", torn)
     with pytest.raises(stillframe.TornSnapshotError, match="too late") as refused:
         stillframe.snapshot({"x": torch.ones(1000)}, engine=engine)
-    assert refused.tb is not None and leased(engine) == 0  # though the call's frames are kept
+    assert refused.tb is not None and leased(engine) == 0  # although the call's frames are kept
 
 
 class Part:
-    """Of somebody's own: left whole."""
+    """A user's object, which is left whole."""
 
     def __init__(self, shared: list[int]) -> None:
         self.shared = shared
@@ -347,7 +347,7 @@ def test_objects_shared_by_copied_objects_stay_shared(engine):
 
 
 def test_an_object_that_cannot_be_copied_is_left(engine):
-    """An example is a lock. It cannot be pickled either, and the error of an attempt names it."""
+    """A lock, for example. It cannot be pickled either, and the error of that attempt names it."""
     lock, part = threading.Lock(), Part([1])
     taken = snapshot_to_write([lock, part], overlap=False, engine=engine)
     assert taken.tree[0] is lock and taken.tree[1] is not part
