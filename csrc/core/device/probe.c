@@ -11,9 +11,9 @@
  * queried later, so a verdict lags as far as the device lags behind the host.
  *
  * Each device of the process has one prober: the stream on which its lines are copied. A prober
- * lives as long as the process. One thread at a time uses it. A second thread gets SFR_EBUSY and probes after
- * its next step, because the first one may wait for room on the stream. The lock is not held during
- * calls of the driver.
+ * lives as long as the process. One thread at a time uses it. A second thread gets SFR_EBUSY and
+ * probes after its next step, because the first one may wait for room on the stream. The lock is
+ * not held during calls of the driver.
  *
  * Without a verdict a storage is only captured instead of deferred. So after an error a prober is
  * closed for good, and the error is logged. */
