@@ -36,7 +36,7 @@ def test_few_calls_and_nearly_all_bytes_are_deferred(batches, tmp_path, fake):
     assert found["deferred_after_step"][0] == 0
 
 
-def test_device_lane_has_normal_priority_and_wakes_in_time(tmp_path, fake):
+def test_device_lane_has_normal_priority(tmp_path, fake):
     """Training may wait for a device's lane. The writers are niced, since nobody waits for them."""
     stillframe.save({"w": torch.zeros(100_000)}, tmp_path / "a.pt")
     threads = {

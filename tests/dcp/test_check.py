@@ -82,7 +82,7 @@ def test_item_without_crcs_passes_the_check(wrong):
         assert wrong(archive(torch.tensor(VALUES))) is None
 
 
-def test_compressed_record_is_not_called_whole(wrong):
+def test_compressed_record_is_not_reported_as_whole(wrong):
     records = ("a/data.pkl", bytes(1000)), ("a/version", b"3")
     deflated = packed(*records, compression=zipfile.ZIP_DEFLATED)
     assert wrong(deflated) == "it has compressed records, whose bytes cannot be checked"
@@ -95,7 +95,7 @@ def test_record_that_is_longer_than_its_item_is_named(wrong):
     assert wrong(bytes(stored)) == "a/data.pkl: it reaches beyond the data of the file"
 
 
-def test_bytes_behind_the_end_of_an_item_are_damage(wrong):
+def test_bytes_after_the_end_of_an_item_are_damage(wrong):
     assert wrong(archive(torch.tensor(VALUES)) + b"12345") == "5 bytes follow its end"
 
 

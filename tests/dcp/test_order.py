@@ -170,7 +170,7 @@ def test_save_through_a_link_is_ordered_under_its_target(tmp_path, monkeypatch):
     assert value_of(tmp_path / "c") == 1
 
 
-def test_exists_is_false_once_the_failure_of_a_save_is_known(tmp_path):
+def test_exists_is_false_after_a_save_is_known_to_have_failed(tmp_path):
     with fault("fdatasync", sticky=True):
         for _ in range(20):
             upload = begin(1, tmp_path / "c")

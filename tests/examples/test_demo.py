@@ -36,7 +36,7 @@ def test_bad_usage_ends_with_status_2(capsys):
     assert "huge" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch, capsys):
+def test_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000_000))
     assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
@@ -46,7 +46,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_too_little_memory_is_noticed_before_training(tmp_path, monkeypatch, capsys):
+def test_too_little_memory_is_reported_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_raw, "free_memory", lambda: GIB)
     assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
     assert "1.07 GB of memory are free" in capsys.readouterr().err

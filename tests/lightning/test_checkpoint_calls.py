@@ -183,7 +183,7 @@ def test_finalizing_loggers_early_keeps_the_engine(lit, tmp_path):
     assert is_closed(engine)
 
 
-def test_loggers_hear_of_foreign_checkpoints_at_once_and_never_of_refused_ones(lit, tmp_path):
+def test_loggers_are_called_at_once_for_foreign_checkpoints_and_never_for_refused_ones(lit, tmp_path):
     plugin, told = lit.AsyncCheckpointIO(on_error="warn"), []
     plugin._checkpoints.publish(told.append, "somebody else's")
     plugin.save_checkpoint(STATE, tmp_path / "good.ckpt")

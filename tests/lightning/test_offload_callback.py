@@ -163,7 +163,7 @@ def test_other_ranks_do_nothing(offload):
 # ---- what a save does ----
 
 
-def test_only_the_keys_asked_for_are_copied(offload, caplog):
+def test_only_the_requested_keys_are_copied(offload, caplog):
     inner = {"x": torch.ones(3)}
     checkpoint = {"state_dict": inner, "callbacks": {"y": inner["x"]}, "epoch": 3}
     with caplog.at_level(logging.DEBUG, "stillframe"):
@@ -180,7 +180,7 @@ def test_only_the_keys_asked_for_are_copied(offload, caplog):
     assert "The checkpoint has 'state_dict', 'callbacks', 'epoch'" in missing[0].getMessage()
 
 
-def test_optional_checkpoint_key_is_not_reported_as_missing(offload, caplog):
+def test_missing_optional_checkpoint_key_is_not_reported(offload, caplog):
     callback = offload(["extra", "lr_schedulers"])
     save(callback, {"extra": torch.ones(3)})
     save(callback, {"state_dict": {}})
@@ -240,7 +240,7 @@ def test_every_dtype_comes_out_byte_for_byte(offload, dtype):
     assert new.untyped_storage().tolist() == tensor.untyped_storage().tolist()
 
 
-def test_gpu_memory_is_told_and_added_up(offload, monkeypatch, caplog):
+def test_gpu_memory_is_logged_and_added_up(offload, monkeypatch, caplog):
     allocated = iter([5_000_000_000, 3_000_000_000, 3_000_000_000, 3_500_000_000])
     module = sys.modules["stillframe._lightning.offload"]
     monkeypatch.setattr(module, "_gpu_bytes", lambda: next(allocated))

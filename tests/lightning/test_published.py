@@ -63,7 +63,7 @@ def fit(pkg, tmp_path, logger, *, plugin=None, callbacks=(), **options):
 
 
 @pytest.mark.parametrize("seconds", DISKS)
-def test_loggers_are_told_of_checkpoints_in_order_once_durable(pkg, tmp_path, seconds):
+def test_loggers_are_called_in_order_once_checkpoints_are_durable(pkg, tmp_path, seconds):
     logger = loggers_of(pkg)()
     with slow("fdatasync", seconds):
         fit(pkg, tmp_path, logger)
@@ -76,7 +76,7 @@ def test_loggers_are_told_of_checkpoints_in_order_once_durable(pkg, tmp_path, se
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step=8.ckpt"]
 
 
-def test_loggers_are_not_told_of_a_failed_checkpoint(lit, tmp_path, caplog):
+def test_loggers_are_not_called_for_a_failed_checkpoint(lit, tmp_path, caplog):
     logger = loggers_of(lit)()
     broken = []
 
@@ -104,7 +104,7 @@ def test_loggers_are_not_told_of_a_failed_checkpoint(lit, tmp_path, caplog):
     assert "not told of" in caplog.text
 
 
-def test_loggers_are_told_before_finalize_when_training_is_interrupted(lit, tmp_path):
+def test_loggers_are_called_before_finalize_when_training_is_interrupted(lit, tmp_path):
     logger = loggers_of(lit)()
 
     def boom(run):
@@ -115,7 +115,7 @@ def test_loggers_are_told_before_finalize_when_training_is_interrupted(lit, tmp_
     assert logger.events == [("step=2.ckpt", True, 2), ("step=4.ckpt", True, 4), "failed"]
 
 
-def test_signal_handler_that_finalizes_loggers_finds_them_told(lit, tmp_path):
+def test_signal_handler_that_finalizes_loggers_finds_them_called(lit, tmp_path):
     """As SLURM's requeue handler does in the middle of training."""
     logger = loggers_of(lit)()
     handler = signal.getsignal(signal.SIGUSR2)
@@ -227,7 +227,7 @@ def test_wrapped_methods_are_restored(pkg, tmp_path):
     assert during == [True] * 4
 
 
-def test_callback_is_restored_after_loggers_were_told(lit, tmp_path):
+def test_callback_is_restored_after_loggers_were_called(lit, tmp_path):
     logger = loggers_of(lit)()
     with slow("fdatasync", 0.3):
         run = fit(lit, tmp_path, logger)

@@ -334,7 +334,7 @@ class Writing(SaveHandle):
             self._outcome.settle(None, self.ends_with)
 
 
-def test_each_error_is_told_once_the_oldest_first(work):
+def test_each_error_is_raised_once_oldest_first(work):
     earlier, of_link, own = OSError("earlier"), OSError("of a link"), OSError("own")
     work.saves += [Failed("a", earlier), Failed("b", CancelledError())]
     work.add_failed("last.ckpt", of_link)

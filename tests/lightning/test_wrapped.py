@@ -327,7 +327,7 @@ def test_checkpoint_larger_than_the_pool_is_saved_in_the_call(lit, tmp_path, cap
     assert "does not fit into the pool" in caplog.text
 
 
-def test_two_snapshots_take_turns_in_a_pool_for_one(lit, tmp_path, caplog):
+def test_two_snapshots_take_turns_in_a_pool_with_room_for_one(lit, tmp_path, caplog):
     plugin = lit.AsyncCheckpointIO(other(lit), pool_bytes=48 << 20, max_in_flight=4)
     for nr in range(4):
         plugin.save_checkpoint({"x": torch.full((8 << 20,), float(nr))}, tmp_path / f"{nr}.ckpt")

@@ -89,7 +89,7 @@ class InTurn(torch.autograd.Function):
         return grad, None
 
 
-def test_node_finds_its_pass_again_behind_a_backward_of_its_own(either: str) -> None:
+def test_node_finds_its_pass_again_after_an_inner_backward(either: str) -> None:
     model = mlp(depth=1)
     plain = copy.deepcopy(model)
     with offload_layers(model, device="cpu"):
@@ -108,7 +108,7 @@ def test_model_that_dies_offloaded_gives_autograd_its_engine_back(either):
     assert VARIABLE._execution_engine is before
 
 
-def test_engine_that_another_program_puts_back_tells_nothing(monkeypatch):
+def test_engine_put_back_by_other_code_reports_no_ends(monkeypatch):
     """That program replaced the engine while layers were offloaded, and they no longer are."""
     handle = offload_layers(mlp(depth=1), device="cpu")
     ours = VARIABLE._execution_engine
@@ -177,7 +177,7 @@ class Interrupt:
         return self._call if frame.f_code.co_filename == graph.__file__ else None
 
 
-def test_ctrl_c_at_any_line_of_a_backward_costs_the_next_one_nothing(monkeypatch, caplog):
+def test_ctrl_c_at_any_line_of_a_backward_does_not_affect_the_next(monkeypatch, caplog):
     monkeypatch.setattr(graph, "_MOST_S", 0.1)  # nothing of a failed pass still runs
     model = mlp(depth=2)
     plain = copy.deepcopy(model)

@@ -54,7 +54,7 @@ def test_ranks_of_a_machine_share_the_budget(system, monkeypatch, ranks, expecte
     assert system.shared() == expected
 
 
-def test_memory_that_pools_hold_is_not_counted_twice(system):
+def test_memory_held_by_pools_is_not_counted_twice(system):
     system.tell("proc/meminfo", "MemAvailable: 7340032 kB\n")  # 1 GiB less
     assert system.shared(held=GIB) == 4 * GIB
 

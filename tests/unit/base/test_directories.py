@@ -229,13 +229,13 @@ def test_failed_link_is_reported_and_the_old_one_stays(checkpoints, monkeypatch)
     assert os.readlink(checkpoints / "last.ckpt") == "old.ckpt"
 
 
-def test_no_link_is_made_to_what_is_not_there(checkpoints):
+def test_link_to_a_missing_target_is_refused(checkpoints):
     link = checkpoints / "last.ckpt"
     assert not rotation.make_link(str(checkpoints / "gone.ckpt"), str(link), durable=True)
     assert os.readlink(link) == "old.ckpt"
 
 
-def test_remove_takes_the_link_and_not_its_directory(tmp_path):
+def test_remove_deletes_the_link_and_not_its_directory(tmp_path):
     (tmp_path / "epoch").mkdir()
     (tmp_path / "epoch/shard").touch()
     (tmp_path / "last").symlink_to("epoch")

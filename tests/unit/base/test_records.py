@@ -46,7 +46,7 @@ class Core:
         self.closed = True
 
 
-def test_records_come_as_they_are_asked_for_and_empty_where_there_is_none():
+def test_records_are_returned_as_requested_and_empty_if_missing():
     core: Any = Core()
     assert records.read(core, ("b", "c", "a")) == [b"1..", b"", b"0.."]
     assert not core.closed

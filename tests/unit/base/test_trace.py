@@ -130,7 +130,7 @@ def traced(tmp_path: Path) -> tuple[Timeline, list[stillframe.SaveReport], still
     return Timeline(tmp_path / "t.json"), reports, trace
 
 
-def test_every_row_is_named_and_steps_stand_above_the_threads(traced):
+def test_every_row_is_named_and_steps_are_above_the_threads(traced):
     timeline, _, _ = traced
     assert {span["tid"] for span in timeline.spans} <= set(timeline.rows)
     assert timeline.row_of("step") == timeline.row_of("optimizer") == {"training steps"}
@@ -260,7 +260,7 @@ def test_save_under_way_is_traced_from_the_traces_begin(tmp_path):
     assert begin["ts"] == 0 < over["ts"]
 
 
-def test_a_failed_save_says_so_and_names_may_be_anything(tmp_path):
+def test_trace_shows_failed_saves_and_escapes_names(tmp_path):
     name = 'a "b"\n\\é😀\udcff' + "x" * 40 + ".pt"
     with (
         fault("fdatasync", err=errno.EIO),

@@ -176,7 +176,7 @@ def test_save_always_saves_and_returns_its_report(tmp_path, when_busy):
     assert report.nbytes == (tmp_path / "b.pt").stat().st_size
 
 
-def test_a_timeout_says_how_long_and_how_far(tmp_path):
+def test_timeout_message_has_the_time_and_the_progress(tmp_path):
     with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         handle.wait_staged()

@@ -189,7 +189,7 @@ def files(request, drive, tmp_path):
     return tree, ours, theirs
 
 
-def test_torch_load_reads_it_in_every_mode_as_it_reads_torchs_own(files):
+def test_torch_load_reads_our_files_in_every_mode_like_its_own(files):
     tree, ours, theirs = files
     for options in (
         {},

@@ -347,7 +347,7 @@ def test_disk_error_in_a_load_reports_partly_written_targets(tmp_path, monkeypat
     assert error.value.filename == str(path)
 
 
-def test_file_left_to_torch_load_is_copied_into_the_targets(tmp_path):
+def test_targets_are_filled_from_a_file_that_torch_load_reads(tmp_path):
     by_path(state(), tmp_path / "x.pt")
     pack(tmp_path / "x.pt", tmp_path / "y.pt")
     torch.save(state(), tmp_path / "z.pt", _use_new_zipfile_serialization=False)
@@ -413,7 +413,7 @@ def _twice() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("make", [_row_and_whole, _twice])
-def test_last_in_the_tree_counts_where_targets_share_memory(make, write, tmp_path):
+def test_last_value_in_the_tree_wins_if_targets_share_memory(make, write, tmp_path):
     first, last = make()
     saved = {"b": torch.full(first.shape, 1.0), "a": torch.full(last.shape, 2.0)}
     write(saved, tmp_path / "x.pt")

@@ -68,7 +68,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_training_is_resumed_by_one_call(write, steps, tmp_path):
+def test_one_call_resumes_a_training(write, steps, tmp_path):
     model, optimizer, scheduler = trained(1)
     scaler = torch.amp.GradScaler("cpu", init_scale=77.0)
     write(

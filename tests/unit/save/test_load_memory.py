@@ -63,7 +63,7 @@ class _Noting:
         return getattr(self._core, name)
 
 
-def test_no_memory_is_asked_for_while_readers_fill_what_was_found_before(path, monkeypatch):
+def test_no_memory_is_allocated_while_readers_fill_earlier_memory(path, monkeypatch):
     calls: list[str] = []
     real = restore.open_archive
     monkeypatch.setattr(

@@ -53,7 +53,7 @@ def test_a_mapped_file_may_be_replaced_and_is_not_written_to(tmp_path):
     assert torch.equal(found, torch.full((5000,), 2.0))
 
 
-def test_mapped_bytes_are_checked_before_unless_that_is_left_out(path):
+def test_mapped_bytes_are_checked_first_unless_verify_is_false(path):
     flip(path, offset_of_storage(path))
     with pytest.raises(CorruptCheckpointError, match="data/0"):
         stillframe.load(path, mmap=True)

@@ -48,7 +48,7 @@ def test_failed_mapping_is_not_reported_as_a_refused_thread():
         stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB")
 
 
-def test_swapped_arguments_are_noticed():
+def test_swapped_arguments_are_detected():
     with pytest.raises(TypeError, match="not dict: the arguments seem to be swapped"):
         stillframe.async_save("a.pt", STATE)
     with pytest.raises(TypeError, match=r"a path has to be a str or os\.PathLike, not int$"):
@@ -103,7 +103,7 @@ def test_exhausted_pool_names_its_holders(tmp_path):
         del kept
 
 
-def test_the_pool_tells_saves_from_snapshots(tmp_path):
+def test_pool_message_distinguishes_saves_and_snapshots(tmp_path):
     with stillframe.Engine(pool_bytes="4MiB", block_bytes="1MiB") as engine:
         kept = stillframe.snapshot({"x": torch.zeros(1 << 18)}, engine=engine)
         with slow("pwrite", 0.3):
@@ -131,7 +131,7 @@ def in_child(function: object) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_after_a_fork_the_object_is_named_and_what_a_child_may_use(tmp_path):
+def test_fork_error_names_the_object_and_the_remedy(tmp_path):
     path = tmp_path / "a.pt"
     with stillframe.Engine(pool_bytes=32 << 20) as engine:
         handle = stillframe.async_save(STATE, path, engine=engine)

@@ -278,7 +278,7 @@ def some(examples: int) -> settings:
     )
 
 
-def test_every_path_holds_what_the_order_of_calls_says():
+def test_every_path_has_the_content_that_the_order_of_calls_implies():
     run_state_machine_as_test(Saves, settings=some(25))
 
 

@@ -69,7 +69,7 @@ def test_short_wait_at_exit_prints_nothing(tmp_path):
     assert whole(tmp_path / "a.pt")
 
 
-def test_nothing_is_said_at_exit_when_nothing_is_in_flight(tmp_path):
+def test_exit_without_saves_in_flight_prints_nothing(tmp_path):
     done = run('stillframe.save(STATE, "a.pt")', tmp_path)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 

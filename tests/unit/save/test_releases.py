@@ -47,7 +47,7 @@ def test_refused_save_is_neither_waited_for_nor_kept(tmp_path, trained):
 
 
 @pytest.mark.parametrize("end", [lambda save: save.cancel(), lambda save: save.result()])
-def test_ended_save_holds_nothing(tmp_path, trained, end):
+def test_ended_save_keeps_no_objects_alive(tmp_path, trained, end):
     model, _ = trained
     with slow("lane_copy", 0.02):
         save = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")

@@ -44,7 +44,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, object]:
     return model, optimizer, step
 
 
-def test_a_save_returns_a_handle_whose_result_says_what_it_did(tmp_path):
+def test_save_returns_a_handle_with_a_report(tmp_path):
     path = tmp_path / "a.pt"
     handle = stillframe.async_save(STATE, path)
     report = handle.result()
@@ -138,7 +138,7 @@ def test_change_before_the_copy_fails_the_save_and_names_the_tensor(tmp_path):
     assert report.deferred_nbytes == 0
 
 
-def test_check_mutation_notices_a_change_without_a_version(tmp_path):
+def test_check_mutation_detects_a_change_without_a_version(tmp_path):
     model, _, _ = trained()
     with held_until_awaited("lane_copy"):
         handle = stillframe.async_save({"w": model.weight}, tmp_path / "a.pt", check_mutation=True)
@@ -159,7 +159,7 @@ def test_timeouts_raise_and_the_save_goes_on(tmp_path):
     assert handle.result(timeout=60).nbytes
 
 
-def test_a_cancelled_save_leaves_the_old_file_and_says_so_each_time(tmp_path):
+def test_cancelled_save_leaves_the_old_file_and_every_wait_raises(tmp_path):
     path = tmp_path / "a.pt"
     stillframe.save({"w": torch.ones(3)}, path)
     with held("pwrite"):
@@ -662,7 +662,7 @@ def test_many_threads_may_save_at_a_time(tmp_path):
     assert not errors
 
 
-def test_nothing_grows_over_many_saves(tmp_path):
+def test_many_saves_leak_nothing(tmp_path):
     def figures() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 

@@ -91,7 +91,7 @@ def test_storage_without_names_is_called_by_its_number_and_its_owner_is_distrust
     assert deferral.distrusted == [3, 4]
 
 
-def test_ended_verdict_keeps_nothing():
+def test_ended_verdict_keeps_no_objects_alive():
     deferral = Deferral(-1)
     gone, verdict = weakref.ref(deferral), Verdict(deferral)
     verdict.end(Pending())

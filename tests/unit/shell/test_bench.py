@@ -134,7 +134,7 @@ def test_advice_names_every_obstacle():
     assert not any("Nothing to mend" in sentence for sentence in found)
 
 
-def test_other_processes_at_work_are_noticed():
+def test_busy_processes_are_reported():
     spin = "import os\nwhile os.getppid() > 1: pass"
     others = bench_raw.Others()
     with subprocess.Popen([sys.executable, "-c", spin]) as process:
@@ -145,7 +145,7 @@ def test_other_processes_at_work_are_noticed():
             process.kill()
 
 
-def test_a_small_pool_of_the_environment_is_noticed(disk_path, monkeypatch, capsys):
+def test_small_pool_set_by_the_environment_is_reported(disk_path, monkeypatch, capsys):
     monkeypatch.setenv("STILLFRAME_POOL_BYTES", "16MiB")
     assert run(disk_path, "--size", "24MiB", "--json") == 0
     found = json.loads(capsys.readouterr().out)

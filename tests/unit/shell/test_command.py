@@ -243,7 +243,7 @@ def test_ctrl_c_while_torch_is_imported_ends_quietly(monkeypatch):
 # ---- info ----------------------------------------------------------------------------------------
 
 
-def test_info_says_what_a_report_needs(tmp_path, capsys):
+def test_info_prints_everything_a_bug_report_needs(tmp_path, capsys):
     assert main(["info", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     for name in ("stillframe", "torch", "python", "lightning", "machine", "pool", "driver"):
@@ -253,7 +253,7 @@ def test_info_says_what_a_report_needs(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_info_as_json_has_the_same(tmp_path, capsys):
+def test_info_as_json_has_the_same_values(tmp_path, capsys):
     assert main(["info", "--json", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["stillframe"] == stillframe.__version__

@@ -234,14 +234,14 @@ def test_lines_fit_the_terminal_and_names_stay_whole(how, tmp_path, monkeypatch)
         assert "    4x5  float32  cpu  80 B  tensor\n" in told[40]
 
 
-def test_a_missing_file_and_what_is_no_checkpoint_are_status_2(tmp_path, capsys):
+def test_missing_and_foreign_files_are_status_2(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("hello")
     assert inspect(tmp_path / "x.txt") == 2
     assert "looks like text" in capsys.readouterr().out
     assert inspect(tmp_path / "missing") == 2
 
 
-def test_a_directory_is_named_as_what_it_is(tmp_path, capsys):
+def test_inspect_refuses_a_directory_by_its_kind(tmp_path, capsys):
     assert inspect(tmp_path) == 2
     assert "a directory: name a file in it" in " ".join(capsys.readouterr().out.split())
     for name in (".metadata", "__0_0.distcp"):

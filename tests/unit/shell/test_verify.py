@@ -248,7 +248,7 @@ def test_intact_shard_is_recognised_and_its_directory_checked(sharded, capsys):
         ("metadata", None, "cannot be read"),
     ],
 )
-def test_a_damaged_sharded_checkpoint_is_status_1_and_says_where(
+def test_damaged_sharded_checkpoint_is_status_1_and_located(
     sharded, capsys, damage, name, says
 ):
     (shard,) = sharded.glob("*.distcp")
@@ -426,7 +426,7 @@ def test_names_cannot_steer_the_terminal(tmp_path, capsys):
     assert "?.ckpt" in capsys.readouterr().out
 
 
-def test_long_paths_are_not_cut_where_nobody_looks_at_a_terminal(tmp_path, capsys):
+def test_long_paths_are_not_cut_without_a_terminal(tmp_path, capsys):
     directory = tmp_path / ("d" * 200) / ("e" * 200)
     directory.mkdir(parents=True)
     by_path(small_state(), directory / "x.ckpt")

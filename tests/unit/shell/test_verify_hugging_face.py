@@ -92,7 +92,7 @@ def test_empty_weights_of_an_older_library_are_damaged(tmp_path):
     assert command(["verify", str(tmp_path)]) == 1
 
 
-def test_bin_file_of_another_program_is_passed_over(tmp_path):
+def test_bin_file_of_another_program_is_skipped(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"\1\2\3")
     torch.save({"step": 1}, tmp_path / "ckpt.pt")
     assert command(["verify", str(tmp_path)]) == 0

@@ -480,7 +480,7 @@ def test_empty_tensors_are_copied_to_ordinary_memory():
     assert (number, nbytes) == (1, 0)
 
 
-def test_forgotten_tree_keeps_no_containers_or_tensors():
+def test_dropped_tree_keeps_no_containers_or_tensors():
     class Root(list[Any]):
         pass
 
@@ -494,7 +494,7 @@ def test_forgotten_tree_keeps_no_containers_or_tensors():
     assert len(tree.storages) == 1
 
 
-def test_forgotten_tree_keeps_no_wrapped_tensor(monkeypatch):
+def test_dropped_tree_keeps_no_wrapped_tensor(monkeypatch):
     class Wrapped:  # represents a DTensor
         __slots__ = ("__weakref__", "_local_tensor")
 

@@ -108,7 +108,7 @@ def test_leaving_the_with_block_releases(engine):
     assert leased(engine) == 0
 
 
-def test_what_does_not_fit_is_refused_at_once(engine):
+def test_tree_that_does_not_fit_is_refused_at_once(engine):
     with pytest.raises(stillframe.PoolExhaustedError, match="pool_bytes"):
         stillframe.snapshot([torch.zeros(33 * MIB, dtype=torch.uint8)], engine=engine)
     first = stillframe.snapshot([torch.zeros(20 * MIB, dtype=torch.uint8)], engine=engine)
@@ -181,7 +181,7 @@ def test_a_future_holds_the_memory(engine):
         snap.hold_until(future)
 
 
-def test_a_future_that_has_ended_holds_nothing(engine):
+def test_ended_future_holds_no_memory(engine):
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
     future.set_result(None)
     snap = stillframe.snapshot([torch.ones(5)], engine=engine)

@@ -50,7 +50,7 @@ def test_the_tree_is_complete_when_it_is_asked_for(engine):
     assert all(map(torch.equal, flat(tree), flat(state_of(model, optimizer))))
 
 
-def test_a_wait_that_takes_too_long_says_so(engine):
+def test_wait_that_takes_too_long_raises_a_timeout(engine):
     model, optimizer = trained()
     with held("lane_copy", sticky=False):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)

@@ -477,7 +477,7 @@ def test_types_without_a_storage_class_may_share_bytes():
     check([base.view(torch.uint16), base.view(torch.uint32), base.untyped_storage()])
 
 
-def test_torch_s_recursion_error_is_ours():
+def test_recursion_error_is_that_of_torch_save():
     tree = []
     for _ in range(100_000):
         tree = [tree]

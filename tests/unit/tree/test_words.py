@@ -97,7 +97,7 @@ def test_python_is_asked_once_of_tensors_with_the_same_dispatch_keys():
     assert len(met.finish()[0]) == len(plain)
 
 
-def test_more_sets_of_keys_than_are_remembered_are_told_apart():
+def test_tensors_are_distinguished_beyond_the_remembered_key_sets():
     def of_keys(device: str, conj: bool, neg: bool, inference: bool) -> torch.Tensor:
         with torch.inference_mode(inference):
             tensor = torch.ones(2, dtype=torch.complex64, device=device)
