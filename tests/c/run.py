@@ -61,13 +61,13 @@ def run(tool: str, program: Path) -> str:
     status = process.returncode
     output += late
     outcome = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
-    told = [f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s"]
+    report = [f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s"]
     lines = output.decode(errors="replace").rstrip().splitlines()
     if outcome == "passed":  # what it has left out, and why
-        told += [line for line in lines if line.endswith(": skipped")]
+        report += [line for line in lines if line.endswith(": skipped")]
     else:
-        told += [*lines, f"[exit status {status}]"]
-    print("\n".join(told), flush=True)  # at once: others run beside it
+        report += [*lines, f"[exit status {status}]"]
+    print("\n".join(report), flush=True)  # at once: others run beside it
     return outcome
 
 

@@ -49,9 +49,9 @@ def killed(path: Path, rank: int) -> Notes:
 
 def go_on_until_told(path: Path, living: int) -> None:
     """Keep calling, as a training would, until the killed rank is noticed."""
-    began, store = time.monotonic(), dist.FileStore(f"{path}/told")
-    store.add("told", 1)
-    while store.add("told", 0) < living and time.monotonic() - began < 90:
+    began, store = time.monotonic(), dist.FileStore(f"{path}/counted")
+    store.add("counted", 1)
+    while store.add("counted", 0) < living and time.monotonic() - began < 90:
         time.sleep(0.05)
 
 
@@ -103,17 +103,17 @@ def end_with_named_data() -> Iterator[None]:
 def end_at_commit(*, taken: bool) -> Iterator[None]:
     """Stop this process before or after the rename of `.metadata`."""
 
-    def told(step: Step, is_taken: bool) -> None:
+    def on_step(step: Step, is_taken: bool) -> None:
         if step[0] == _core.STEP_RENAME and is_taken == taken:
             end()
 
-    _core.take_steps = stepping(told)
+    _core.take_steps = stepping(on_step)
     yield
 
 
 @contextlib.contextmanager
 def end_with_commit() -> Iterator[None]:
-    """Stop this process when the checkpoint is durable, before any rank is told."""
+    """Stop this process when the checkpoint is durable, before any rank knows."""
     put_in_place = checkpoint.put_in_place
     checkpoint.put_in_place = lambda *given, **named: end(put_in_place(*given, **named))
     yield

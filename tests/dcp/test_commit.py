@@ -29,12 +29,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[int]:
     """Fail the nth step from now on, counted from 0; return the steps before it."""
     seen: list[int] = []
 
-    def told(step: Step, taken: bool) -> int:
+    def on_step(step: Step, taken: bool) -> int:
         if not taken:
             seen.append(step[0])
         return errno.EIO if len(seen) == nth + 1 and not taken else 0
 
-    monkeypatch.setattr(_core, "take_steps", stepping(told))
+    monkeypatch.setattr(_core, "take_steps", stepping(on_step))
     return seen
 
 

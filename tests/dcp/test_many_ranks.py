@@ -226,9 +226,9 @@ KILLED = {
 @pytest.mark.parametrize("step", KILLED)
 def test_kill_of_a_rank_at_any_step_leaves_a_loadable_checkpoint(notes, directory, step):
     living, nr_data, temporaries, value = KILLED[step]
-    told = json.loads((directory / step / f"killed_at/rank{living}.json").read_text())
-    assert "closed" in told["says"] or "reset" in told["says"]
-    assert told["took"] < 30  # and not the group's timeout
+    note = json.loads((directory / step / f"killed_at/rank{living}.json").read_text())
+    assert "closed" in note["says"] or "reset" in note["says"]
+    assert note["took"] < 30  # and not the group's timeout
     for rank in notes("after_kills", "after"):
         left, values, is_good, files = rank[step]
         assert values == [value]

@@ -121,7 +121,7 @@ def test_objects_of_an_ended_save_are_freed_by_the_next_call(tmp_path):
     for number in range(3):
         begin(number, tmp_path / "c").result()
         stillframe.wait_all()
-        kept.append(len(saver_of_this_process()._spent))
+        kept.append(len(saver_of_this_process()._discarded))
     assert kept[0] == kept[1] == kept[2] > 0
 
 

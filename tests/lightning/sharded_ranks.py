@@ -319,8 +319,8 @@ def warns(path, rank, pkg):
         )
     full.__exit__(None, None, None)
     dist.barrier()
-    told = [str(each.message) for each in caught if "was not saved" in str(each.message)]
-    return {**note_of(fitted.raised), "told": len(told), "files": names(path / "c")}
+    warned = [str(each.message) for each in caught if "was not saved" in str(each.message)]
+    return {**note_of(fitted.raised), "warned": len(warned), "files": names(path / "c")}
 
 
 def call_fails(path, rank, pkg):
@@ -378,7 +378,7 @@ def small_pool(path, rank, pkg):
         fitted = run(
             pkg, path, [saving(pkg, path), at_step(pkg, {2: look})], plugin=plugin, model=model
         )
-    assert rank != 0 or eventually(lambda: len(reports) == 3, 30)  # told by a thread of its own
+    assert rank != 0 or eventually(lambda: len(reports) == 3, 30)  # called by a thread of its own
     blocked = [each.blocked_s == each.durable_after_s for each in reports]
     return {**note_of(fitted.raised), "done": done, "blocked": blocked}
 

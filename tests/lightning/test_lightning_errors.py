@@ -272,6 +272,6 @@ def test_every_failed_save_is_warned_of_at_the_end(pkg, tmp_path):
             for name in ("a", "b"):
                 plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / f"{name}.ckpt")
         plugin.teardown()
-    told = [str(each.message) for each in caught]
-    assert len(told) == 2 and "a.ckpt" in told[0] and "b.ckpt" in told[1]
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == 2 and "a.ckpt" in messages[0] and "b.ckpt" in messages[1]
     stillframe.save({}, tmp_path / "good.pt")  # or the next remove of the process would not be made

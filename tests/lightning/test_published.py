@@ -14,7 +14,7 @@ from stillframe.testing import fault, slow
 
 
 def loggers_of(pkg):
-    """A logger class that notes what it is told, and whether the file was there."""
+    """A logger class that notes each call, and whether the file was there."""
     import importlib
 
     base = importlib.import_module(
@@ -72,7 +72,7 @@ def test_loggers_are_called_in_order_once_checkpoints_are_durable(pkg, tmp_path,
         "success",
     ]
     assert logger.threads == {threading.main_thread()}
-    # A remove that waited for a logger runs when the logger has been told.
+    # A remove that waited for a logger runs when the logger has been called.
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step=8.ckpt"]
 
 
@@ -99,8 +99,8 @@ def test_loggers_are_not_called_for_a_failed_checkpoint(lit, tmp_path, caplog):
         )
     finally:
         broken.pop().__exit__(None, None, None)
-    told = [event[0] for event in logger.events if isinstance(event, tuple)]
-    assert told == ["step=2.ckpt", "step=6.ckpt", "step=8.ckpt"]
+    names = [event[0] for event in logger.events if isinstance(event, tuple)]
+    assert names == ["step=2.ckpt", "step=6.ckpt", "step=8.ckpt"]
     assert "not told of" in caplog.text
 
 

@@ -119,7 +119,7 @@ def test_a_full_disk_of_one_rank_is_raised_by_all_at_the_end_once(notes):
 def test_with_warnings_training_goes_on_and_nothing_is_removed(notes):
     for note in notes("warns"):
         assert note["raised"] == "NoneType", note["text"]
-        assert note["told"] == 2
+        assert note["warned"] == 2
         assert note["files"] == {"step=2.ckpt": WHOLE}
 
 

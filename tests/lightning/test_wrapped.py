@@ -169,7 +169,7 @@ def test_handle_waits_for_the_wrapped_save_and_then_drops_it(lit, tmp_path):
 
 
 def test_wrapped_checkpoint_io_that_waits_for_its_own_save_gets_an_error(lit, tmp_path):
-    told, begun = [], threading.Event()
+    errors, begun = [], threading.Event()
 
     class Waiting(lit.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -177,13 +177,13 @@ def test_wrapped_checkpoint_io_that_waits_for_its_own_save_gets_an_error(lit, tm
             try:
                 under_way(path).result(timeout=5)
             except stillframe.StillframeError as error:
-                told.append(str(error))
+                errors.append(str(error))
 
     plugin = lit.AsyncCheckpointIO(Waiting(), pool_bytes=64 << 20)
     plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
     begun.set()
     plugin.teardown()
-    assert len(told) == 1 and "wait for its own end" in told[0]
+    assert len(errors) == 1 and "wait for its own end" in errors[0]
 
 
 def test_memory_is_returned_before_the_save_reports_its_end(lit, tmp_path, monkeypatch):
@@ -475,7 +475,7 @@ def test_wrapped_checkpoint_io_that_saves_with_stillframe_gets_an_error(lit, tmp
 
 @pytest.mark.parametrize("what", ["save", "remove"])
 def test_wrapped_checkpoint_io_never_waits_for_itself(lit, tmp_path, what):
-    begun, told = threading.Event(), {}
+    begun, errors = threading.Event(), {}
 
     def call_everything():
         begun.wait(60)
@@ -489,15 +489,15 @@ def test_wrapped_checkpoint_io_never_waits_for_itself(lit, tmp_path, what):
             "load": lambda: stillframe.load(tmp_path / "outer.pt"),
         }.items():
             try:
-                told[name] = call()
+                errors[name] = call()
             except stillframe.StillframeError as error:
-                told[name] = error
+                errors[name] = error
         # These wait for nothing of the log.
         outer[0].wait_staged()
         outer[0].staging_completion.result()
         stillframe.snapshot({"w": torch.ones(3)}, engine=engine).release()
         stillframe.remove(tmp_path / "nothing")
-        told["exists"] = stillframe.exists(tmp_path / "outer.pt")
+        errors["exists"] = stillframe.exists(tmp_path / "outer.pt")
 
     class Busy(lit.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -519,9 +519,9 @@ def test_wrapped_checkpoint_io_never_waits_for_itself(lit, tmp_path, what):
     stillframe.remove(tmp_path / "nothing")
     begun.set()
     plugin.teardown()
-    assert told.pop("exists") is True
-    assert len(told) == 7
-    assert all("wait for its own end" in str(error) for error in told.values()), told
+    assert errors.pop("exists") is True
+    assert len(errors) == 7
+    assert all("wait for its own end" in str(error) for error in errors.values()), errors
     outer[0].result()
     engine.close()
     assert os.listdir(tmp_path) == ["outer.pt"]

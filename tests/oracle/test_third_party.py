@@ -143,8 +143,8 @@ def unknown_versions(installed: dict[str, str]) -> list[str]:
 
 def test_untested_version_is_named():
     assert unknown_versions({"schedulefree": "1.4.3", "torch": "9.9"}) == []
-    (told,) = unknown_versions({"schedulefree": "1.5"})
-    assert told.startswith("schedulefree 1.5 is none of 1.4")
+    (warning,) = unknown_versions({"schedulefree": "1.5"})
+    assert warning.startswith("schedulefree 1.5 is none of 1.4")
 
 
 def test_every_installed_version_is_known():

@@ -41,18 +41,18 @@ def what_stands(path: str) -> str | None:
 
 
 def stepping(
-    told: Callable[[Step, bool], int | None],
+    on_step: Callable[[Step, bool], int | None],
 ) -> Callable[[Sequence[Step]], tuple[int, int]]:
-    """Run `_core.take_steps` one step at a time. `told` is called before each step, and may return
-    an errno with which the step fails; it is called after the step too."""
+    """Run `_core.take_steps` one step at a time. `on_step` is called before and after each step. Before
+    a step, it may return an errno with which the step fails."""
     take = _core.take_steps
 
     def call(steps: Sequence[Step]) -> tuple[int, int]:
         for done, step in enumerate(steps):
-            code = told(step, False) or take([step])[1]
+            code = on_step(step, False) or take([step])[1]
             if code:
                 return done, code
-            told(step, True)
+            on_step(step, True)
         return len(steps), 0
 
     return call

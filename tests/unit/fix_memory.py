@@ -46,9 +46,9 @@ def in_a_child(call: Callable[[], int]) -> int:
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads, "rb") as pipe:
-        told = pipe.read()
+        sent = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status == 0, f"the child ended with {status}"
-    answer = pickle.loads(told)
+    answer = pickle.loads(sent)
     assert isinstance(answer, int), answer
     return answer

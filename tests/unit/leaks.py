@@ -130,11 +130,11 @@ def count(engine: stillframe.Engine, done: Round) -> dict[str, int]:
 
 def repeat(one: Round, kind: str, times: int) -> None:
     call: Callable[[], None] = getattr(one, kind)
-    told = time.monotonic()
+    printed = time.monotonic()
     for number in range(times):
         call()
-        if time.monotonic() > told + 10:
-            told = time.monotonic()
+        if time.monotonic() > printed + 10:
+            printed = time.monotonic()
             print(f"{kind}: {number} of {times}", file=sys.stderr, flush=True)
 
 

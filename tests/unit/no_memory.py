@@ -282,14 +282,14 @@ def notice(_: Path) -> Any:
         held = [(i, i, i) for i in range(2100)]  # noqa: F841
         _core.notice_stop()
         try:
-            told = _core.notice_wait()
+            notice = _core.notice_wait()
         except MemoryError:
             _testcapi.remove_mem_hooks()
             signal.alarm(60)  # ends this process if the next call waits forever
             assert _core.notice_wait() == (_core.NOTICE_STOP, 0, "")
             signal.alarm(0)
             raise
-        assert told == (_core.NOTICE_STOP, 0, "")
+        assert notice == (_core.NOTICE_STOP, 0, "")
 
     return lambda: None, tried
 

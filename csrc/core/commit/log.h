@@ -48,7 +48,7 @@ struct sfr__log_entry {
 	/* Since when a thread of the log has been waiting for the file system of this entry; 0:
 	 * none is. Only that thread writes it, without the lock after each answer. */
 	_Atomic uint64_t asked_ns;
-	bool told; /* a notice said that its file system was set aside */
+	bool notified; /* a notice said that its file system was set aside */
 };
 
 /* Reserves an entry: starts the log's thread if needed, which runs until the reservation is used or

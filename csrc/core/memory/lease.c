@@ -121,9 +121,9 @@ static void give_back_locked(struct sfr__pool *pool, const struct sfr__lease *le
 	}
 }
 
-/* Replaces the driver's memory of a block by as much of its own. -errno; the block then has
- * none. */
-static int come_home_locked(struct sfr__pool *pool, struct sfr__block *block)
+/* Replaces the driver's memory of a block by as much memory in the pool's own range. Returns 0, or
+ * -errno; the block then has no memory. Releases the mutex meanwhile. */
+static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *block)
 {
 	int rc;
 
@@ -161,7 +161,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 		if (block->state != SFR__BLOCK_GROWING || rc != 0)
 			continue;
 		if (sfr__pin_is_foreign(block))
-			rc = come_home_locked(pool, block);
+			rc = return_to_range_locked(pool, block);
 		block->want = sfr__pool_memory_for(pool, need_of(pool, lease, run, i));
 		if (block->committed < need_of(pool, lease, run, i))
 			sfr__pool_push(&work, block);
@@ -296,7 +296,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
-		if (block->piece != NULL)
+		if (block->region != NULL)
 			continue;
 		if (blocks == NULL)
 			sfr__pin_in_place(&pool->pin, &block, 1, pool->block_bytes);
@@ -310,7 +310,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	}
 	sfr_sys.free(blocks);
 	FOR_EACH_BLOCK(pool, lease, run, i)
-	all = all && pool->blocks[run->first + i].piece != NULL;
+	all = all && pool->blocks[run->first + i].region != NULL;
 	return all;
 }
 
@@ -336,7 +336,7 @@ size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len,
 	*pinned = sfr__pin_is_pinned(first);
 	/* Pageable memory is one span, whatever its blocks are. */
 	while (end < off + len &&
-	       (*pinned ? pool->blocks[end / pool->block_bytes].piece == first->piece :
+	       (*pinned ? pool->blocks[end / pool->block_bytes].region == first->region :
 			  !sfr__pin_is_pinned(&pool->blocks[end / pool->block_bytes])))
 		end += pool->block_bytes;
 	return end - off < len ? (size_t)(end - off) : len;

@@ -23,12 +23,12 @@
 #include "restore/restore_int.h"
 #include "base/base.h"
 
-static const struct sfr__transfer_ops ops = { .landed = NULL };
+static const struct sfr__transfer_ops ops = { .portion_done = NULL };
 
 static void device_failed(struct sfr_restore *r, const char *why, uint64_t index)
 {
 	if (atomic_exchange(&r->has_why, true))
-		return; /* another thread tells of a failure */
+		return; /* another thread reports a failure */
 	(void)snprintf(r->why, sizeof(r->why), "%s", why);
 	sfr__reader_fail(r->reader, -EIO, index, sfr__reader_data_off(r->reader, index), r->why);
 }
@@ -108,7 +108,7 @@ static int sent(void *self, struct sfr__buffer *buffer)
 	return rc;
 }
 
-static int land(void *self, struct sfr__buffer *buffer)
+static int finish(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
 	bool lost = false;
@@ -166,7 +166,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 	r->client.lend = lend;
 	r->client.take_back = take_back;
 	r->client.sent = sent;
-	r->client.land = land;
+	r->client.finish = finish;
 	return 0;
 }
 

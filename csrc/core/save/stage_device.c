@@ -87,7 +87,7 @@ static void end_block(struct sfr__cuda_part *part, const struct sfr__run *run, u
 		sfr__pool_retire(t->engine->pool, block);
 }
 
-static void landed(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
+static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__cuda_part *part = part_of(tr);
 	struct sfr__block *block = portion->memory, *next;
@@ -132,7 +132,9 @@ static void over(struct sfr__transfer *tr)
 	sfr__unlock(&t->engine->mu);
 }
 
-static const struct sfr__transfer_ops ops = { .landed = landed, .unused = unused, .over = over };
+static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
+					      .unused = unused,
+					      .over = over };
 
 /* ---- blocks ------------------------------------------------------------------------------ */
 
@@ -148,7 +150,7 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 
 	if (rc < 0)
 		return rc;
-	if (sfr__transfer_pin(&part->transfer, engine->pool) && (*block)->piece == NULL)
+	if (sfr__transfer_pin(&part->transfer, engine->pool) && (*block)->region == NULL)
 		sfr__pool_pin_blocks(engine->pool, block, 1);
 	sfr__lock(&engine->mu);
 	sfr__ticket_take_block_locked(t);

@@ -126,18 +126,18 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	for (i = watch->first_claim; i != SFR_PY_NONE; i = t->claims[i].next) {
 		PyObject *tensor = sfr_py_referent(t->claims[i].ref), *storage;
 		uint64_t addr = 0, nbytes = 0;
-		int told;
+		int is_known;
 
 		if (!tensor || tensor == Py_None)
 			return 0;
 		Py_INCREF(tensor);
 		storage = sfr_py_storage_of(tensor);
-		told = storage && !sfr_py_read_u64(&torch->data_ptr, storage, &addr) &&
-		       !sfr_py_read_u64(&torch->nbytes, storage, &nbytes);
+		is_known = storage && !sfr_py_read_u64(&torch->data_ptr, storage, &addr) &&
+			   !sfr_py_read_u64(&torch->nbytes, storage, &nbytes);
 		PyErr_Clear();
 		Py_XDECREF(storage);
 		Py_DECREF(tensor);
-		if (!told || addr != watch->addr || nbytes != watch->nbytes)
+		if (!is_known || addr != watch->addr || nbytes != watch->nbytes)
 			return 0;
 	}
 	return 1;

@@ -2,7 +2,7 @@
  *
  *   IDLE -- a step has ended: recorded --> DUE -- take() --> TAKEN -- gate --> DUE_AGAIN
  *     ^                                                                            | take()
- *     +------------- landed: verdicts ---------------------------- IN_FLIGHT <-----+
+ *     +------------- done: verdicts ------------------------------ IN_FLIGHT <-----+
  *
  * The host reads and compares versions, at the step's end and at the gate. The core compares the
  * bytes with probes: it copies three lines of each storage at both moments. The caller's stream
@@ -126,14 +126,14 @@ void sfr_py_probes_harvest(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
 		struct sfr_py_probe *probe = &self->probes[k];
-		int landed;
+		int done;
 
 		if (probe->state != SFR_PY_IN_FLIGHT)
 			continue;
-		landed = sfr_py_unlocked(sfr_probe_done(probe->core));
-		if (landed > 0)
+		done = sfr_py_unlocked(sfr_probe_done(probe->core));
+		if (done > 0)
 			give_verdicts(self, probe);
-		else if (landed < 0)
+		else if (done < 0)
 			probe->state = SFR_PY_BLIND;
 	}
 }

@@ -78,10 +78,10 @@ def _is_remote(text: str) -> bool:
 
 def no_path(path: object) -> TypeError:
     """Return the error for what is given in the place of a path."""
-    told = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
+    message = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
     if hasattr(path, "write") or hasattr(path, "read"):
-        told += ": stillframe saves to files by name. torch.save and torch.load take open files"
-    return TypeError(told)
+        message += ": stillframe saves to files by name. torch.save and torch.load take open files"
+    return TypeError(message)
 
 
 def as_text(path: object) -> str:

@@ -186,7 +186,7 @@ class Saver:
         # Objects of saves that have ended. Freeing a tensor or a collective releases the
         # interpreter lock. The next call frees them: another thread would then have to wait for a
         # main thread that computes.
-        self._spent: list[Any] = []
+        self._discarded: list[Any] = []
         self._alone = self._new_rounds()
         # By process group, as long as the group exists.
         self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
@@ -224,7 +224,7 @@ class Saver:
         try:
             self._wait_for_last(work)
             save.waited()
-            self._spent.clear()
+            self._discarded.clear()
             self._stage(work, _of_stateful(state_dict))
             completion.completion.start()
             if not completion.completion.over:
@@ -232,7 +232,7 @@ class Saver:
                 work.turn = Turn(place.key(follow_link=request.follow_link))
         except BaseException as error:
             work.tree = error
-            save.told = True  # the caller gets the error from this call
+            save.error_is_known = True  # the caller gets the error from this call
             raise
         finally:
             self._last, self._raises_last = save, request.error_of is None
@@ -266,7 +266,7 @@ class Saver:
             work.tree = work.staged.uploads_at_once(work.save)
 
     def _new_rounds(self) -> Rounds:
-        return Rounds(self._worker, self._spent, self._give_up)
+        return Rounds(self._worker, self._discarded, self._give_up)
 
     def _rounds_of(self, group: dist.ProcessGroup | None) -> Rounds:
         if group is None:

@@ -183,21 +183,21 @@ class Rounds:
     """The rounds of one group in this process. It references the group only during a round.
 
     Args:
-        spent: Receives objects that are no longer needed, such as the tensors of copies.
+        discarded: Receives objects that are no longer needed, such as the tensors of copies.
         give_up: Called with a group in which a collective has failed, and the error.
     """
 
     def __init__(
         self,
         worker: Worker,
-        spent: list[Any],
+        discarded: list[Any],
         give_up: Callable[[dist.ProcessGroup, BaseException], object],
     ) -> None:
         self._calls = 0
         self._plans = Plans()
         self._ranks: Ranks | None = None
         self._worker = worker
-        self._spent = spent
+        self._discarded = discarded
         self._give_up = give_up
 
     def next(
@@ -227,7 +227,7 @@ class Rounds:
             failure = self._try_clean_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
-                self._spent.extend(work.staged.upload_ended())
+                self._discarded.extend(work.staged.upload_ended())
         except BaseException as error:
             failure = failure or error
         work.tree = work.group = work.staged = None
@@ -255,7 +255,7 @@ class Rounds:
         if isinstance(failure, CheckpointException) and work.writer is not None:
             work.writer.abandon()  # all ranks know that there was no commit
         group, work.group, self._ranks = work.group, None, None
-        self._spent.clear()
+        self._discarded.clear()
         # All ranks get these errors; any other may be known to this rank alone.
         known = isinstance(failure, (CheckpointException, StillframeError))
         of_dcp = work.writer is None and isinstance(failure, CheckpointException)
@@ -269,13 +269,15 @@ class Rounds:
         if group is not None and not known:
             self._give_up(group, failure)
         if isinstance(failure, _NotSavedError):
-            work.save.told = True  # otherwise its error would stop the next round too, and so on
+            work.save.error_is_known = (
+                True  # otherwise its error would stop the next round too, and so on
+            )
             if not work.raised:
                 log.error("stillframe: %s: %s", work.place.text, failure)
         return failure
 
     def _save(self, work: Round) -> Metadata:
-        ranks, writer = self._ranks or Ranks(work.group, self._spent), work.writer
+        ranks, writer = self._ranks or Ranks(work.group, self._discarded), work.writer
         self._ranks = ranks
         ranks.use_group(work.group)
         joint: JointSave | None = None

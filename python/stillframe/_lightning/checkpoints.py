@@ -121,7 +121,7 @@ class Checkpoints:
         work.newest, work.newest_is_early = Failed(repr(path)), False  # until it is made
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
-            self._save_and_tell(work, save, path, quiet)
+            self._save_and_report(work, save, path, quiet)
             error = None if self._together else work.next_error()
         finally:
             if in_handler:  # the call that it interrupted goes on with its own
@@ -132,8 +132,10 @@ class Checkpoints:
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
 
-    def _save_and_tell(self, work: Work, save: Callable[[], None], path: Any, quiet: bool) -> None:
-        """Make a save, and tell of the errors that are not to be raised."""
+    def _save_and_report(
+        self, work: Work, save: Callable[[], None], path: Any, quiet: bool
+    ) -> None:
+        """Make a save; log or warn of the errors that are not to be raised."""
         error: BaseException | None = None
         try:
             save()
@@ -142,10 +144,10 @@ class Checkpoints:
         if error is not None and (quiet or self._warns(work, error)):
             if not work.is_newest_made():
                 rotation.note_unmade(path)
-            self._tell(error, quiet)
+            self._report(error, quiet)
             error = None
         if quiet or self.writers.options.on_error == "warn":
-            self._tell_all(work, quiet)
+            self._report_all(work, quiet)
         if error is not None:
             work.add_failed(repr(path), error, first=True)
 
@@ -214,24 +216,24 @@ class Checkpoints:
         self._finish(trainer, self.trainers.failed(trainer))
 
     def settle(self) -> None:
-        """Wait for everything and tell loggers; errors are left for the next save or the end."""
+        """Wait for everything and call loggers; errors are left for the next save or the end."""
         work = self._current_work()
         if work.under_way():
             work.drain(close=False)
 
-    def publish(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:
-        """Call `tell(checkpoint_callback)` once the last checkpoint is durable.
+    def publish(self, notify: Callable[[Any], object], checkpoint_callback: Any) -> None:
+        """Call `notify(checkpoint_callback)` once the last checkpoint is durable.
 
         If stillframe has saved none, it is called at once.
         """
         work = self._current_work()
         handle = work.newest
         if handle is None:
-            tell(checkpoint_callback)
+            notify(checkpoint_callback)
         if handle is None or not work.is_newest_made():
             return
         work.rotation.publications.append(
-            Publication(handle, Place.of(handle.path), logger_call(tell, checkpoint_callback))
+            Publication(handle, Place.of(handle.path), logger_call(notify, checkpoint_callback))
         )
         work.rotation.notify()
 
@@ -293,7 +295,7 @@ class Checkpoints:
         if work.under_way():
             work.drain(close=True)
         if quiet or self.writers.options.on_error == "warn":
-            self._tell_all(work, quiet)
+            self._report_all(work, quiet)
         if quiet:
             return
         error = work.take_error()
@@ -308,11 +310,11 @@ class Checkpoints:
             work.is_newest_made() or is_failure(error)
         )
 
-    def _tell_all(self, work: Work, quiet: bool) -> None:
+    def _report_all(self, work: Work, quiet: bool) -> None:
         while (error := work.next_error()) is not None:
-            self._tell(error, quiet)
+            self._report(error, quiet)
 
-    def _tell(self, error: BaseException, quiet: bool) -> None:
+    def _report(self, error: BaseException, quiet: bool) -> None:
         if quiet:
             log_error(error)
         else:

@@ -62,8 +62,8 @@ class Publication:
             log.warning("stillframe: loggers are not told of %s: it failed", self.place.name)
 
 
-def logger_call(tell: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:
-    """Return a call of `tell(callback)` that restores the callback's present state."""
+def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:
+    """Return a call of `notify(callback)` that restores the callback's present state."""
     state = {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in ((name, getattr(callback, name, None)) for name in _STATE)
@@ -73,7 +73,7 @@ def logger_call(tell: Callable[[Any], object], callback: Any) -> Callable[[SaveR
     def call(report: SaveReport) -> None:
         try:
             with _put_back(callback, state):
-                tell(callback)
+                notify(callback)
         except ReferenceError:  # Lightning passes a weak proxy, and the callback was freed
             log.warning("stillframe: loggers are not told of %s: its callback is gone", report.path)
 

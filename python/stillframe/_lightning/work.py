@@ -3,8 +3,8 @@
     a call of the plugin ──▶ `saves` ──next_error──▶ raised by a save or at the end, warned of, or
                                                      logged
 
-An error stays in the Outcome of its handle (`_save/outcome.py`) until somebody is told of it. That
-may be the next save, the end of the training, or `stillframe.wait_all`. An error without a save has
+An error stays in the Outcome of its handle (`_save/outcome.py`) until it is reported: by the next
+save, at the end of the training, or by `stillframe.wait_all`. An error without a save has
 a handle of its own, `Failed`.
 """
 
@@ -61,9 +61,9 @@ class Work:
         rotation: What is to become of files once saves have ended.
         pid: The process.
         engine: The plugin's own engine.
-        saves: Saves whose errors nobody was told of, in the order in which to tell.
+        saves: Saves whose errors were not reported yet, in the order in which to report them.
         newest: The last save; None before the first, `Failed` if its call made none.
-        newest_is_early: Its call does not wait for its end, so that a later call tells its error.
+        newest_is_early: Its call does not wait for its end, so that a later call reports its error.
     """
 
     def __init__(self, remover_of: Callable[[Place], Inner | None], *, durable: bool) -> None:
@@ -105,7 +105,7 @@ class Work:
             _error_of(handle)
 
     def next_error(self) -> BaseException | None:
-        """Return the error to raise or tell next, once; None if no save that ended has one.
+        """Return the error to raise or report next, once; None if no save that ended has one.
 
         The error of the newest save is left for a later call if its own call did not wait for it,
         however fast the save failed.

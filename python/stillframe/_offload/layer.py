@@ -62,7 +62,7 @@ class _Write(NamedTuple):
     targets: list[Tensor]
     nr_counted: int  # the first so many targets count the write in their version
 
-    def land(self) -> None:
+    def copy_back(self) -> None:
         came = self.ticket.tensors()
         with torch.no_grad():
             for number, target in enumerate(self.targets):
@@ -254,7 +254,7 @@ class Layer:
                 _written[target] -= 1
                 if not _written[target]:
                     del _written[target]
-            write.land()
+            write.copy_back()
 
     # ---- moving to the pool and back ----
 

@@ -67,7 +67,7 @@ class OffloadedLayers:
         self._offloader = offloader
         self._residents = Residents(offloader, layers, slots)
         self._gradients = Gradients(offloader, slots)
-        self._ends = graph.Ends(self._backward_ended)
+        self._end_listener = graph.EndListener(self._backward_ended)
         self._open: list[LayerUse] = []  # forwards that are running
         self._current: LayerUse | None = None  # the use that backward has reached
         self._current_task = graph.NO_TASK  # the backward that has reached it
@@ -80,7 +80,7 @@ class OffloadedLayers:
                 self._users.setdefault(parameter, []).append(layer)
             self._watch(layer)
         optimizers.watch(self._residents)
-        self._stop_watching = graph.watch(self._ends)
+        self._stop_watching = graph.watch(self._end_listener)
 
     def __enter__(self) -> OffloadedLayers:
         return self
@@ -151,7 +151,7 @@ class OffloadedLayers:
             self._enter, layer, self._layer_order.preceder(layer) if again else self._last
         )
         if again:
-            self._ends.join()  # joins the outer backward: what is repeated may have one of its own
+            self._end_listener.join()  # the outer one: the forward may call a backward of its own
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
         else:
@@ -262,7 +262,7 @@ class OffloadedLayers:
                 "a backward with create_graph=True cannot go through offloaded layers: what it"
                 " computes with is gone before it could be differentiated"
             )
-        task = self._ends.join()
+        task = self._end_listener.join()
         following = self._go_back(use, leave=True)
         group = self._residents.bring(use.layer, anew=False)
         # A checkpoint inside the layer may repeat its part of forward, and a reentrant one
@@ -308,7 +308,7 @@ class OffloadedLayers:
         self, use: LayerUse, indices: list[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Send a layer's gradients to the CPU; return those that autograd expects as results."""
-        use.task = self._ends.join()
+        use.task = self._end_listener.join()
         handed: list[Tensor | None] = [None] * len(grads)
         sent: list[Gradient] = []
         fetched: list[tuple[int, Gradient]] = []
@@ -341,7 +341,7 @@ class OffloadedLayers:
         )
 
     def _backward_ended(self, task: int, succeeded: bool) -> None:
-        inside = self._ends.is_inside(task)
+        inside = self._end_listener.is_inside(task)
         steps: list[Callable[[], object]] = []
         if self._current is None or self._current_task == task:  # else: a backward inside another
             steps.append(self._leave)

@@ -283,7 +283,7 @@ class Offloader:
         """Forget groups whose tensors or tickets are gone, and sources that are copied."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
             self._give_up(slot)
-        self._coming = [slot for slot in self._coming if not slot.landed()]
+        self._coming = [slot for slot in self._coming if not slot.is_copied()]
         self._slots = [slot for slot in self._slots if not slot.is_gone()]
         self._released = [slot for slot in self._released if not slot.is_gone()]
         self._bound()
@@ -355,7 +355,7 @@ class Offloader:
     def wait_read(self) -> None:
         """Wait until the tensors given to `onload` and `prefetch` so far may be written to."""
         with inside(), self._lock:
-            self._coming = [slot for slot in self._coming if not slot.landed()]
+            self._coming = [slot for slot in self._coming if not slot.is_copied()]
             if self._coming:
                 self._refuse()
                 with self._waiting():

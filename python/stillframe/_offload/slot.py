@@ -181,7 +181,7 @@ class Slot:
         if flat is not None:
             self._note_use(flat)
 
-    def landed(self) -> bool:
+    def is_copied(self) -> bool:
         """Return whether the copies have completed and been timed; release the sources once no
         copy runs."""
         if self._core is not None and not self._core.wait(0.0):
@@ -212,7 +212,7 @@ class Slot:
         """Wait for the copies."""
         if self._core is not None:
             self._core.wait(None)
-        self.landed()
+        self.is_copied()
 
 
 def _room(device: torch.device, nbytes: int) -> torch.Tensor:

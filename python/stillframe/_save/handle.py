@@ -2,8 +2,8 @@
 
 Two subclasses know what a save is doing. `CoreSave` asks its ticket in the core. `SnapshotSave`
 (`_snapshot/save.py`) asks the Python code that writes: another CheckpointIO, or the ranks of a
-distributed checkpoint. All kinds share an `Outcome`, which records how the save ended and who was
-told.
+distributed checkpoint. All kinds share an `Outcome`, which records how the save ended and
+whether its error was reported.
 """
 
 from __future__ import annotations

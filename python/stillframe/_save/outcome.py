@@ -1,4 +1,4 @@
-"""How a save ended, and who has been told: its report or error, futures, callbacks.
+"""How a save ended: its report or error, and the futures and callbacks that are called.
 
 Each handle has one. The first thread that sees the save's end settles it, and notifies the waiters
 afterwards. If Ctrl-C interrupts the notification, the next caller continues it.
@@ -115,11 +115,11 @@ class SaveFuture(CallingLater):
 
 
 class Outcome:
-    """How one save ended, and the futures and callbacks that are told.
+    """How one save ended, with the futures and callbacks to call then.
 
     Args:
         given: The path as it was given, for `on_durable`.
-        known_as: What the log calls the save if it failed and nobody asked.
+        known_as: The save's name in the log, if it failed and no caller asked.
 
     Attributes:
         lock: Re-entrant: a signal handler may use a handle in the middle of another use of it.
@@ -160,7 +160,7 @@ class Outcome:
         error: BaseException | None,
         *,
         value: object = None,
-        told: bool = False,
+        is_known: bool = False,
     ) -> None:
         """Record that the save has ended; the first call counts.
 
@@ -168,13 +168,13 @@ class Outcome:
 
         Args:
             value: The result of the upload's future, by default the report.
-            told: Somebody has the error already.
+            is_known: The caller has the error already, so it is not reported again.
         """
         with self.lock:
             if self.settled:
                 return
-            told = told or isinstance(error, CancelledError)  # the canceller knows
-            if error is not None and not told and self._failure is None:
+            is_known = is_known or isinstance(error, CancelledError)  # the canceller knows
+            if error is not None and not is_known and self._failure is None:
                 self._failure = Failure(error)
                 if completion.completion.over:  # the exit has already printed failures
                     self._failure.dropped("a save")

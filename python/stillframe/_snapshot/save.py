@@ -35,7 +35,7 @@ class SnapshotSave(SaveHandle):
         known_as: The name for the save in the log message about an error that was not collected.
 
     Attributes:
-        told: The caller knows the save's error already, so it is not reported again.
+        error_is_known: The caller knows the save's error already, so it is not reported again.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SnapshotSave(SaveHandle):
     ) -> None:
         super().__init__(path, given, on_durable, known_as=known_as)
         self._outcome.cancellable = False
-        self.told = False
+        self.error_is_known = False
         self._number = next(completion.numbers)
         self._slot = slot
         self._taken: Snapshot[Any] | None = None
@@ -188,7 +188,7 @@ class SnapshotSave(SaveHandle):
                 users do, but not before its error can be read.
         """
         self._give_back_slot()
-        self._outcome.settle(report, error, value=value, told=self.told)
+        self._outcome.settle(report, error, value=value, is_known=self.error_is_known)
         if turn is not None:
             turn.end(error is None)
         self._taken = None

@@ -130,7 +130,7 @@ static void failed_allocation_queues_and_leaks_nothing(void)
 /* Fails each call of this name in turn. Returns how many failures were reported. */
 static unsigned fail_each(const char *name)
 {
-	unsigned told = 0;
+	unsigned nr_reported = 0;
 
 	for (uint64_t nth = 1;; nth++) {
 		struct sfr_onload *onload;
@@ -142,14 +142,14 @@ static unsigned fail_each(const char *name)
 		(void)sfr_onload_order(onload, (uint64_t)(uintptr_t)stream);
 		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 		sfr_onload_error(onload, &err);
-		told += err.code != 0;
+		nr_reported += err.code != 0;
 		sfr_onload_put(onload);
 		if (fake.fake_cuda_hits() == before)
 			break;
 	}
 	fake_check();
 	fake.fake_cuda_reset();
-	return told;
+	return nr_reported;
 }
 
 /* An exception: if the driver refuses to free an event, or to enter the context for that, the
@@ -161,13 +161,13 @@ static void failing_driver_call_is_reported_and_leaks_nothing(void)
 		"cuEventRecord",        "cuEventQuery",         "cuEventElapsedTime",
 		"cuMemHostRegister_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyBatchAsync_v2",
 	};
-	unsigned told = 0;
+	unsigned nr_reported = 0;
 
 	begin();
 	works();
 	for (unsigned i = 0; i < sizeof(names) / sizeof(names[0]); i++)
-		told += fail_each(names[i]);
-	CHECK(told > 2);
+		nr_reported += fail_each(names[i]);
+	CHECK(nr_reported > 2);
 	works();
 	end();
 }

@@ -158,10 +158,10 @@ def test_only_an_engine_without_pool_bytes_uses_the_budget(monkeypatch):
 
 def test_budget_knows_the_memory_of_all_pools(monkeypatch):
     monkeypatch.delenv("STILLFRAME_POOL_BYTES", raising=False)
-    told: list[int] = []
+    shares: list[int] = []
 
     def look(held: int) -> budget.Budget:
-        told.append(held)
+        shares.append(held)
         return budget.Budget(1 << 50, 64 * MIB)
 
     monkeypatch.setattr(budget, "look", look)
@@ -169,4 +169,4 @@ def test_budget_knows_the_memory_of_all_pools(monkeypatch):
         first.warm_up("32MiB")
         with stillframe.Engine():
             pass
-    assert told[1] - told[0] == 32 * MIB
+    assert shares[1] - shares[0] == 32 * MIB

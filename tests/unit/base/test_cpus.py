@@ -63,11 +63,11 @@ def python_masks():
     return {thread.name: sorted(os.sched_getaffinity(thread.native_id)) for thread in ours}
 
 def save():
-    told = threading.Event()
+    durable = threading.Event()
     stillframe.async_save(
-        {"w": torch.ones(100_000)}, "a.pt", on_durable=lambda path, report: told.set()
+        {"w": torch.ones(100_000)}, "a.pt", on_durable=lambda path, report: durable.set()
     )
-    return told
+    return durable
 
 save().wait()
 save().wait()  # the thread that started the one for callbacks has come back from that
@@ -95,10 +95,10 @@ def run(
         preexec_fn=lambda: os.sched_setaffinity(0, cpus),
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    core, python = ({tuple(mask) for mask in told[kind].values()} for kind in ("core", "python"))
-    assert "sf-callbacks" in told["python"] and python == core
-    return {"ours": core, "main": {tuple(told["main"])}}
+    masks = json.loads(done.stdout)
+    core, python = ({tuple(mask) for mask in masks[kind].values()} for kind in ("core", "python"))
+    assert "sf-callbacks" in masks["python"] and python == core
+    return {"ours": core, "main": {tuple(masks["main"])}}
 
 
 @several

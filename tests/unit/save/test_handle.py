@@ -71,19 +71,19 @@ def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path):
 # caused by asyncio itself
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_closed_event_loop_does_no_harm(tmp_path, caplog):
-    told: list[object] = []
+    called: list[object] = []
     loop = asyncio.new_event_loop()
     with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         task = asyncio.ensure_future(handle, loop=loop)
         loop.run_until_complete(asyncio.sleep(0.01))
         loop.close()
-        handle.add_done_callback(told.append)
+        handle.add_done_callback(called.append)
     assert handle.result().nbytes
     stillframe.wait_all()
-    while not told:
+    while not called:
         time.sleep(0.01)
-    assert told == [handle]
+    assert called == [handle]
     assert not [each for each in caplog.records if each.name == "stillframe"]
     task._log_destroy_pending = False  # the test has closed its loop on purpose
 

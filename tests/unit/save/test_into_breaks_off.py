@@ -26,9 +26,7 @@ def _notes(error: pytest.ExceptionInfo[BaseException]) -> str:
     return " ".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
 
-def test_out_of_memory_in_a_load_reports_partly_written_targets(
-    tmp_path, monkeypatch
-):
+def test_out_of_memory_in_a_load_reports_partly_written_targets(tmp_path, monkeypatch):
     by_stillframe(state(), tmp_path / "x.pt")
 
     def run_out(nbytes, device="cpu"):

@@ -137,8 +137,8 @@ def test_fork_error_names_the_object_and_the_remedy(tmp_path):
         handle = stillframe.async_save(STATE, path, engine=engine)
         snapshot = stillframe.snapshot(STATE, engine=engine)
         handle.result()
-        told = "was made before fork() and belongs to the parent process. A forked child may use"
-        told += " stillframe.default_engine()"
+        message = "was made before fork() and belongs to the parent process. A forked child may use"
+        message += " stillframe.default_engine()"
         for call, name in (
             (lambda: stillframe.save(STATE, path, engine=engine), "this Engine"),
             (engine.stats, "this Engine"),
@@ -154,7 +154,7 @@ def test_fork_error_names_the_object_and_the_remedy(tmp_path):
             (snapshot.wait, "this Snapshot"),
             (snapshot.release, "this Snapshot"),
         ):
-            assert in_child(call).startswith(f"ForkError: {name} {told}")
+            assert in_child(call).startswith(f"ForkError: {name} {message}")
         assert in_child(lambda: f"{engine!r} {handle!r} {snapshot!r}") == "nothing"
         snapshot.release()
     assert in_child(lambda: stillframe.save(STATE, tmp_path / "child.pt")) == "nothing"

@@ -335,9 +335,9 @@ FORK_CHILD = """
     import traceback
     from stillframe import ForkError
     engine = stillframe.Engine(pool_bytes=64 << 20)
-    told = threading.Event()
-    stillframe.async_save(STATE, "told.pt", engine=engine, on_durable=lambda *_: told.set())
-    assert told.wait(60)  # from now on there is a thread for callbacks
+    called = threading.Event()
+    stillframe.async_save(STATE, "called.pt", engine=engine, on_durable=lambda *_: called.set())
+    assert called.wait(60)  # from now on there is a thread for callbacks
     syncs = held("fdatasync")  # until the child has ended
     hold(syncs)
     handle = stillframe.async_save(STATE, "parent.pt", engine=engine)
@@ -362,11 +362,11 @@ FORK_CHILD = """
         stillframe.wait_all()  # the parent's saves are not the child's
         stillframe.save({"w": torch.full((10,), 3.0)}, "child.pt")
         with stillframe.Engine(pool_bytes=32 << 20) as own:
-            told = threading.Event()  # the parent's may be locked here for good
+            called = threading.Event()  # the parent's may be locked here for good
             tree = {"w": torch.full((10,), 3.0)}
-            stillframe.async_save(tree, "own.pt", engine=own, on_durable=lambda *_: told.set())
+            stillframe.async_save(tree, "own.pt", engine=own, on_durable=lambda *_: called.set())
             assert len([n for n in os.listdir(".") if n.startswith(".stillframe-")]) >= 1
-        assert told.wait(60)
+        assert called.wait(60)
 """
 
 
@@ -536,9 +536,9 @@ def test_the_first_save_of_a_process_may_be_an_exit_handlers(tmp_path):
         at_exit._QUIET_S = 0.1  # so that there is the line of a long wait
         def save():
             # print() writes a line's end by itself: the last save's line and "all" ran into one.
-            told = lambda path, report: sys.stdout.write(f"{path}\\n")
+            called = lambda path, report: sys.stdout.write(f"{path}\\n")
             for name in ("a.pt", "b.pt", "old.pt"):
-                stillframe.async_save(STATE, name, on_durable=told)
+                stillframe.async_save(STATE, name, on_durable=called)
             stillframe.remove("old.pt")
             stillframe.snapshot(STATE, overlap=True).wait()
             stillframe.wait_all()

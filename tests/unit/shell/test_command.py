@@ -218,8 +218,8 @@ def test_output_that_cannot_be_written_is_an_error_in_a_line(arguments, monkeypa
     with open("/dev/full", "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert main(arguments) == UNUSABLE
-    told = "stillframe: the output cannot be written: No space left on device\n"
-    assert capsys.readouterr().err == told
+    output = "stillframe: the output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == output
 
 
 def test_without_a_standard_output_the_status_is_the_same(arguments, monkeypatch):
@@ -245,11 +245,11 @@ def test_ctrl_c_while_torch_is_imported_ends_quietly(monkeypatch):
 
 def test_info_prints_everything_a_bug_report_needs(tmp_path, capsys):
     assert main(["info", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("stillframe", "torch", "python", "lightning", "machine", "pool", "driver"):
-        assert f"\n{name}: " in f"\n{told}"
-    assert f"directory: {tmp_path}" in told
-    assert "a save there: " in told
+        assert f"\n{name}: " in f"\n{output}"
+    assert f"directory: {tmp_path}" in output
+    assert "a save there: " in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -263,9 +263,9 @@ def test_info_as_json_has_the_same_values(tmp_path, capsys):
 
 def test_info_of_a_directory_that_cannot_be_written_to_says_why(tmp_path, capsys):
     assert main(["info", str(tmp_path / "missing")]) == 2
-    told = capsys.readouterr().out
-    assert "a save there fails: FileNotFoundError" in told
-    assert "torch: " in told
+    output = capsys.readouterr().out
+    assert "a save there fails: FileNotFoundError" in output
+    assert "torch: " in output
 
 
 def test_info_shows_the_fallbacks_of_a_save():

@@ -248,9 +248,7 @@ def test_intact_shard_is_recognised_and_its_directory_checked(sharded, capsys):
         ("metadata", None, "cannot be read"),
     ],
 )
-def test_damaged_sharded_checkpoint_is_status_1_and_located(
-    sharded, capsys, damage, name, says
-):
+def test_damaged_sharded_checkpoint_is_status_1_and_located(sharded, capsys, damage, name, says):
     (shard,) = sharded.glob("*.distcp")
     data = bytearray(shard.read_bytes())
     if damage == "bit":

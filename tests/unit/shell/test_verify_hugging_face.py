@@ -107,6 +107,6 @@ def test_single_safetensors_file_is_named_as_no_pytorch_checkpoint(tmp_path, cap
 def test_mistyped_pool_size_is_reported_in_one_line(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setenv("STILLFRAME_POOL_BYTES", "12xyz")
     assert command([name, str(tmp_path)]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1
-    assert "STILLFRAME_POOL_BYTES='12xyz' is not a size" in told.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert "STILLFRAME_POOL_BYTES='12xyz' is not a size" in output.err

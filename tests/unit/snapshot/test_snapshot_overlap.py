@@ -135,12 +135,12 @@ def test_a_change_outside_the_step_is_found_and_named(engine, through_data):
 
 def test_verdict_is_given_without_a_wait(engine):
     model, optimizer = trained()
-    told = threading.Event()
+    copied = threading.Event()
     with held("lane_copy"):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
-        call_when_copied(snap, told.set)
-        assert not told.is_set()
-    assert told.wait(60) and not snap._copy.sources
+        call_when_copied(snap, copied.set)
+        assert not copied.is_set()
+    assert copied.wait(60) and not snap._copy.sources
 
 
 def test_uncollected_torn_snapshot_is_logged(engine, caplog):

@@ -144,14 +144,14 @@ def test_settled_copy_releases_its_sources_and_delays_no_step(made):
 
 
 def test_verdict_callback_is_called_once_before_or_after_it(made, monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(completion.callbacks, "put", told.append)
+    calls: list[Any] = []
+    monkeypatch.setattr(completion.callbacks, "put", calls.append)
     copy = made(Deferral(-1))
     copy.call_when_settled("before")
-    assert told == []
+    assert calls == []
     ended(copy)
     copy.call_when_settled("after")
-    assert told == ["before", "after"]
+    assert calls == ["before", "after"]
 
 
 def test_interrupted_copy_keeps_its_sources_until_it_ends(made, monkeypatch):
@@ -178,8 +178,8 @@ def test_a_copy_made_in_the_call_is_over_with_it(made):
 
 
 def test_signal_handler_during_the_verdict_gives_no_second_one(made, monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(completion.callbacks, "put", told.append)
+    calls: list[Any] = []
+    monkeypatch.setattr(completion.callbacks, "put", calls.append)
     deferral = Deferral(0, 0)
     copy = made(deferral)
     copy.call_when_settled("once")
@@ -194,7 +194,7 @@ def test_signal_handler_during_the_verdict_gives_no_second_one(made, monkeypatch
     monkeypatch.setattr(deferral, "torn", torn, raising=False)
     ended(copy)
     assert isinstance(copy.error, stillframe.TornSnapshotError)
-    assert (deferral.nr_released, deferral.distrusted, told) == (1, [0], ["once"])
+    assert (deferral.nr_released, deferral.distrusted, calls) == (1, [0], ["once"])
 
 
 def test_torn_copy_known_only_to_its_tensors_is_logged(made, caplog):
