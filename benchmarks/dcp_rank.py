@@ -128,10 +128,10 @@ class Rank:
                 break
             call_s, steps = self._steps_beside_a_save(found)
             after = self._steps(LOOP_STEPS)
-            found["lost_s"].append(call_s + _over(steps, before + after))
+            found["lost_s"].append(call_s + _extra_time(steps, before + after))
             plain = self._steps(min(len(steps), 2 * LOOP_STEPS))
             before = self._steps(LOOP_STEPS)
-            found["noise_s"].append(_over(plain, after + before))
+            found["noise_s"].append(_extra_time(plain, after + before))
             found["step_s"].append(statistics.median(after + before))
         return found
 
@@ -211,7 +211,7 @@ class Rank:
         return found
 
 
-def _over(steps: list[float], plain: list[float]) -> float:
+def _extra_time(steps: list[float], plain: list[float]) -> float:
     """Return by how much steps took longer than as many plain ones."""
     return sum(steps) - len(steps) * statistics.median(plain)
 

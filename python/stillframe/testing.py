@@ -318,7 +318,7 @@ def host_as_device() -> Iterator[FakeDriver]:
                     _core.Observer.present(name, None)
 
 
-def _said() -> dict[str, Any]:
+def _answers() -> dict[str, Any]:
     """Return the answers to a skeleton's questions to torch."""
     return {
         "place": lambda tensor: 1 if skeleton._place(tensor) == 0 else -1,
@@ -328,7 +328,7 @@ def _said() -> dict[str, Any]:
 
 
 def _show_on_device() -> None:
-    said = _said()
+    said = _answers()
     shown: list[tuple[Any, str, Any]] = [
         (skeleton, "_types", skeleton._make_types(**said)),
         (skeleton, "_tree_types", skeleton._make_types(dtypes=skeleton._whole_dtypes(), **said)),

@@ -82,13 +82,13 @@ def end(*_: Any) -> None:
 def end_at_rename() -> Iterator[None]:
     """Stop this process at its first rename, that of its data file."""
 
-    def look() -> None:
+    def check_files() -> None:
         while not stands.hits:
             time.sleep(0.001)
         end()
 
     with held("rename") as stands:
-        threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=check_files, daemon=True).start()
         yield
 
 

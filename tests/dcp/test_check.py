@@ -40,12 +40,12 @@ def wrong(tmp_path: Path) -> Iterator[Callable[[bytes], str | None]]:
     """Return the damage that is reported for an item between two others."""
     fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
 
-    def look(item: bytes) -> str | None:
+    def check_item(item: bytes) -> str | None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"before" + item + b"behind", 0)
         return damage_of_item(fd, len(b"before"), len(item))
 
-    yield look
+    yield check_item
     os.close(fd)
 
 

@@ -106,13 +106,15 @@ def test_a_request_without_a_function_starts_nothing(engine):
     assert caller.process is None and type(caller).__name__ == "StillframeTemporalAsyncCaller"
 
 
-def _look(tensor: torch.Tensor) -> None:
+def _check_tensor(tensor: torch.Tensor) -> None:
     os._exit(int(tensor[0]))
 
 
 def test_hold_until_accepts_a_spawned_process(engine):
     taken = stillframe.snapshot({"w": torch.full((1000,), 7.0)}, engine=engine)
-    process = multiprocessing.get_context("spawn").Process(target=_look, args=(taken.tree["w"],))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_check_tensor, args=(taken.tree["w"],)
+    )
     process.start()
     taken.hold_until(process)
     taken.release()

@@ -81,7 +81,7 @@ def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, monkeypatch)
     copying: list[Any] = []
     monkeypatch.setattr(JointSave, "prepare", prepare_behind_the_lane)
 
-    class Looking(stock.DefaultSavePlanner):
+    class CopyingPlanner(stock.DefaultSavePlanner):
         def transform_object(self, item: Any, value: Any) -> Any:
             new = value.clone() if isinstance(value, torch.Tensor) else value
             return super().transform_object(item, new)
@@ -95,7 +95,7 @@ def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, monkeypatch)
             "planner": {"w": weight.detach()},
         }[kind]
         wanted = weight.detach().clone()
-        planner = Looking() if kind == "planner" else None
+        planner = CopyingPlanner() if kind == "planner" else None
         with held("lane_copy") as holding:
             copying.append(holding)
             response = begin({**state, **trained.state()}, tmp_path / "c", planner=planner)

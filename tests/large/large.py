@@ -176,11 +176,11 @@ def run_all(args: argparse.Namespace, runner: Runner) -> dict[Case, Outcome]:
             chosen = [each for each in loads if args.loads is None or each in args.loads]
             for case, outcome in runner.run(Case(name, saving), chosen):
                 found[case] = outcome
-                _tell(case, outcome)
+                _report(case, outcome)
     return found
 
 
-def _tell(case: Case, outcome: Outcome) -> None:
+def _report(case: Case, outcome: Outcome) -> None:
     words = "" if outcome.kind in (OK, HANG) else f"  {outcome.words[:200]}"
     memory = f"{outcome.peak_nbytes / 1e9:5.1f} GB" if outcome.peak_nbytes else " " * 8
     print(

@@ -114,12 +114,14 @@ def resumed(pkg, path, checkpoint, **options):
     """Return the state of a new Trainer that resumes from a checkpoint and does no step."""
     held = {}
 
-    class Look(pkg.Callback):
+    class Observer(pkg.Callback):
         def on_train_start(self, trainer, module):
             held["step"], held["state"] = trainer.global_step, state_of(trainer)
             trainer.should_stop = True
 
-    fitted = run(pkg, path, [Look()], ckpt_path=checkpoint, max_steps=100, min_steps=0, **options)
+    fitted = run(
+        pkg, path, [Observer()], ckpt_path=checkpoint, max_steps=100, min_steps=0, **options
+    )
     if "state" not in held:
         raise fitted.raised
     return held
@@ -161,7 +163,7 @@ def trains(path, rank, pkg):
     held, reports, unfinished = {}, [], []
     directory = path / "c"
 
-    def look(trainer):
+    def observe(trainer):
         held[trainer.global_step] = state_of(trainer)
         newest = directory / f"step={trainer.global_step}.ckpt"
         unfinished.append(not (newest / ".metadata").exists())
@@ -172,7 +174,10 @@ def trains(path, rank, pkg):
         fitted = run(
             pkg,
             path,
-            [saving(pkg, path, save_last="link"), at_step(pkg, {2: look, 4: look, 6: look})],
+            [
+                saving(pkg, path, save_last="link"),
+                at_step(pkg, {2: observe, 4: observe, 6: observe}),
+            ],
             plugin=plugin,
         )
     ours = [str(each.message) for each in caught if "stillframe" in each.filename]
@@ -371,12 +376,12 @@ def small_pool(path, rank, pkg):
     model = model_of(pkg)
     model.extra = torch.nn.Parameter(torch.zeros(10_000_000))
 
-    def look(trainer):
+    def observe(trainer):
         done.append((path / "c" / "step=2.ckpt" / ".metadata").exists())
 
     with slow("fdatasync", 0.1):
         fitted = run(
-            pkg, path, [saving(pkg, path), at_step(pkg, {2: look})], plugin=plugin, model=model
+            pkg, path, [saving(pkg, path), at_step(pkg, {2: observe})], plugin=plugin, model=model
         )
     assert rank != 0 or eventually(lambda: len(reports) == 3, 30)  # called by a thread of its own
     blocked = [each.blocked_s == each.durable_after_s for each in reports]

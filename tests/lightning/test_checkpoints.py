@@ -94,7 +94,7 @@ def test_rotation_never_has_more_than_one_extra_file(lit, tmp_path, disk, top_k,
     directory = tmp_path / "c"
     seen = []
 
-    class Look(lit.Callback):
+    class Observer(lit.Callback):
         def on_train_batch_start(self, *args):
             seen.append([name for name in files(directory) if name.endswith(".ckpt")])
 
@@ -104,7 +104,10 @@ def test_rotation_never_has_more_than_one_extra_file(lit, tmp_path, disk, top_k,
         lit,
         tmp_path,
         plugin=lit.AsyncCheckpointIO(),
-        callbacks=[Look(), every_steps(lit, directory, 1, save_top_k=top_k, save_last=save_last)],
+        callbacks=[
+            Observer(),
+            every_steps(lit, directory, 1, save_top_k=top_k, save_last=save_last),
+        ],
         max_steps=8,
     )
     run.fit(lit.Model(), loader())
@@ -119,11 +122,11 @@ def test_at_most_max_in_flight_saves_wait_for_the_disk(lit, tmp_path, disk):
     plugin = lit.AsyncCheckpointIO(max_in_flight=2)
     under_way = []
 
-    class Look(lit.Callback):
+    class Observer(lit.Callback):
         def on_train_batch_start(self, *args):
             under_way.append(sum(not save.done() for save in plugin._checkpoints._work.saves))
 
-    callbacks = [Look(), every_steps(lit, tmp_path / "c", 1, save_top_k=-1)]
+    callbacks = [Observer(), every_steps(lit, tmp_path / "c", 1, save_top_k=-1)]
     trainer(lit, tmp_path, plugin=plugin, callbacks=callbacks).fit(lit.Model(), loader())
     assert max(under_way) <= 2
     assert not disk or max(under_way) >= 1  # or this would show nothing

@@ -70,42 +70,42 @@ def test_a_trainer_without_a_plugin_of_ours_is_left_alone(pkg, tmp_path):
 
 
 def test_companion_is_first_after_setup_and_others_keep_their_order(pkg, tmp_path):
-    class Look(pkg.Callback):
+    class Observer(pkg.Callback):
         def on_fit_start(self, trainer, module):
             self.seen = list(trainer.callbacks)
 
-    looks = [Look(), Look()]
+    observers = [Observer(), Observer()]
     run = trainer(
         pkg,
         tmp_path,
         plugin=pkg.AsyncCheckpointIO(),
-        callbacks=[*looks, every_steps(pkg, tmp_path / "c", 4)],
+        callbacks=[*observers, every_steps(pkg, tmp_path / "c", 4)],
     )
     before = run.callbacks
     assert companions(run) == 1
     run.fit(pkg.Model(), loader())
-    assert type(looks[0].seen[0]) is pkg.Companion
+    assert type(observers[0].seen[0]) is pkg.Companion
     rest = [each for each in before if type(each) is not pkg.Companion]
-    assert looks[0].seen[1:] == looks[1].seen[1:] == rest
+    assert observers[0].seen[1:] == observers[1].seen[1:] == rest
     # And when it is torn down, the Trainer has its own list again.
     assert run.callbacks is before
 
 
 def test_callbacks_of_the_module_do_not_displace_the_companion(lit, tmp_path):
-    class Look(lit.Callback):
+    class Observer(lit.Callback):
         def on_train_start(self, trainer, module):
             self.seen = list(trainer.callbacks)
 
-    look = Look()
+    observer = Observer()
 
     class Model(lit.Model):
         def configure_callbacks(self):
-            return [look]
+            return [observer]
 
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[lit.Callback()])
     for _ in range(2):
         run.fit(Model(), loader())
-        assert type(look.seen[0]) is lit.Companion
+        assert type(observer.seen[0]) is lit.Companion
 
 
 def test_every_callback_is_still_set_up(lit, tmp_path):

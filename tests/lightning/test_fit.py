@@ -173,7 +173,7 @@ def test_a_rotation_never_leaves_fewer_than_one_durable_checkpoint(lit, tmp_path
     directory = tmp_path / "c"
     seen = []
 
-    class Look(lit.Callback):
+    class Observer(lit.Callback):
         def on_train_batch_end(self, *args):
             seen.append(sorted(directory.glob("*.ckpt")) if directory.exists() else [])
             for path in seen[-1]:
@@ -189,7 +189,7 @@ def test_a_rotation_never_leaves_fewer_than_one_durable_checkpoint(lit, tmp_path
             lit,
             tmp_path,
             plugin=lit.AsyncCheckpointIO(),
-            callbacks=[Look(), callback],
+            callbacks=[Observer(), callback],
             max_steps=20,
         ).fit(lit.Model(), loader())
     first = next(index for index, files in enumerate(seen) if files)

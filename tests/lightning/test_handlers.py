@@ -108,13 +108,13 @@ def test_a_save_of_a_signal_handler_is_durable_on_return(lit, tmp_path, sigusr2,
 def test_handler_installed_during_an_epoch_saves_durably(lit, tmp_path, sigusr2):
     seen = []
 
-    def look(run):
+    def observe(run):
         save = functools.partial(save_and_compare, run, tmp_path / "handler.ckpt", seen)
         signal.signal(sigusr2, plain(save))
         os.kill(os.getpid(), sigusr2)
         time.sleep(0.01)
 
-    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     assert seen == [True]
 
@@ -132,13 +132,13 @@ def test_interrupted_save_stays_the_newest_after_a_handlers_save(
             time.sleep(0.01)
         return next_error(self)
 
-    def look(run):
+    def observe(run):
         signal.signal(sigusr2, lambda *_: run.save_checkpoint(tmp_path / "handler.ckpt"))
         monkeypatch.setattr(Work, "next_error", interrupted)
         run.save_checkpoint(tmp_path / "a.ckpt")
         newest.append(os.path.basename(plugin._checkpoints._work.newest.path))
 
-    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     assert (tmp_path / "handler.ckpt").exists()
     assert newest[1:] == ["a.ckpt"]
@@ -147,10 +147,10 @@ def test_interrupted_save_stays_the_newest_after_a_handlers_save(
 def test_hpc_checkpoint_is_durable_on_return_from_any_caller(lit, tmp_path):
     seen = []
 
-    def look(run):
+    def observe(run):
         save_and_compare(run, tmp_path / "hpc_ckpt_3.ckpt", seen)
 
-    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     assert seen == [True]
 
@@ -224,7 +224,7 @@ def test_removes_and_links_of_a_signal_handler_are_done_on_return(
     plugin = lit.AsyncCheckpointIO()
     seen, old, link = [], tmp_path / "old.ckpt", tmp_path / "last.ckpt"
 
-    def look(run):
+    def observe(run):
         def handler(signum, frame):
             del waited[:]
             plugin._checkpoints.link(run, old, link)
@@ -236,6 +236,6 @@ def test_removes_and_links_of_a_signal_handler_are_done_on_return(
         os.kill(os.getpid(), sigusr2)
         time.sleep(0.01)
 
-    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     assert seen == [(2, True)]

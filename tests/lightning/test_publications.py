@@ -27,11 +27,11 @@ def test_logger_sees_the_callback_as_it_was_at_the_save():
     callback = SimpleNamespace(best_model_path="a", best_k_models={"a": 1}, other=1)
     seen = []
 
-    def tell(callback):
+    def notify(callback):
         seen.append((callback.best_model_path, dict(callback.best_k_models), callback.other))
         raise RuntimeError("no network")
 
-    call = publish.logger_call(tell, callback)
+    call = publish.logger_call(notify, callback)
     callback.best_k_models["b"] = 2
     callback.best_model_path, callback.other = "b", 2
     with pytest.raises(RuntimeError):

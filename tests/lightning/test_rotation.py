@@ -17,7 +17,7 @@ from stillframe._save.engine import is_closed
 from stillframe._save.handle import SaveHandle
 
 
-class Telling:
+class PublicationStub:
     """A publication that waits for a save."""
 
     def __init__(self, place, calls, due=True, error=None):
@@ -210,7 +210,7 @@ def test_link_is_synced_as_files_are(place, tmp_path, monkeypatch):
 
 def test_loggers_are_called_in_order_before_the_file_is_removed(files, place):
     calls = []
-    first, second = (Telling(place(name), calls, due=False) for name in "ab")
+    first, second = (PublicationStub(place(name), calls, due=False) for name in "ab")
     files.publications += [first, second]
     files.remove(first.place)
     second.is_due = True
@@ -225,7 +225,7 @@ def test_loggers_are_called_in_order_before_the_file_is_removed(files, place):
 
 def test_failed_logger_call_no_longer_delays_the_remove(files, place):
     calls = []
-    files.publications.append(Telling(place("a"), calls, error=RuntimeError("no network")))
+    files.publications.append(PublicationStub(place("a"), calls, error=RuntimeError("no network")))
     with pytest.raises(RuntimeError, match="no network"):
         files.notify()
     assert not files.publications
@@ -237,7 +237,8 @@ def test_failed_logger_call_no_longer_delays_the_remove(files, place):
 def test_the_end_makes_every_call_and_keeps_each_error(work, place):
     calls, errors = [], [RuntimeError("first"), None, RuntimeError("last")]
     work.rotation.publications += [
-        Telling(place(name), calls, error=error) for name, error in zip("abc", errors, strict=True)
+        PublicationStub(place(name), calls, error=error)
+        for name, error in zip("abc", errors, strict=True)
     ]
     work.drain(close=True)
     assert calls == ["a", "b", "c"]
@@ -247,19 +248,19 @@ def test_the_end_makes_every_call_and_keeps_each_error(work, place):
 def test_finish_removes_a_file_after_its_logger_call(files, place, tmp_path):
     seen = []
 
-    class Looking(Telling):
+    class CheckingPublication(PublicationStub):
         def deliver(self):
             files.wait()
             seen.append(os.path.exists(self.place))
 
-    files.publications.append(Looking(place("a"), [], due=False))
+    files.publications.append(CheckingPublication(place("a"), [], due=False))
     files.remove(place("a"))
     files.finish()
     assert seen == [True] and os.listdir(tmp_path) == []
 
 
 def test_keyboard_interrupt_in_a_logger_is_not_caught(files, place):
-    files.publications.append(Telling(place("a"), [], error=KeyboardInterrupt()))
+    files.publications.append(PublicationStub(place("a"), [], error=KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         files.finish()
 
@@ -301,7 +302,7 @@ def test_interrupted_wait_can_be_repeated(files, place, monkeypatch):
 
 def test_link_is_made_after_a_remove_of_its_name(files, place, tmp_path):
     link, newer = place("last.ckpt"), place("newer.ckpt")
-    files.publications.append(Telling(link, [], due=False))
+    files.publications.append(PublicationStub(link, [], due=False))
     files.remove(link)
     assert files.held
     files.link(newer, link)
@@ -383,7 +384,7 @@ def test_under_way_is_true_for_saves_engine_and_links(work, place):
     work.rotation.remove(place("a"))
     assert work.under_way()
     work.drain(close=True)
-    work.rotation.publications.append(Telling(place("a"), [], due=False))
+    work.rotation.publications.append(PublicationStub(place("a"), [], due=False))
     assert work.under_way()
     work.drain(close=True)
     work.rotation.held[place("a")] = None
@@ -425,7 +426,7 @@ def test_drain_drops_saves_without_an_error(work, tmp_path):
 def test_the_engine_is_closed_when_a_logger_fails(work, place):
     work.use(engine := stillframe.Engine())
     error = RuntimeError("no network")
-    work.rotation.publications.append(Telling(place("a"), [], error=error))
+    work.rotation.publications.append(PublicationStub(place("a"), [], error=error))
     work.drain(close=True)
     assert work.next_error() is error
     assert is_closed(engine)

@@ -51,9 +51,9 @@ class AtLine:
 def a_rotation(plugin, directory):
     """Make every call of the plugin and its companion."""
     plugin.save_checkpoint(STATE, directory / "a.ckpt")
-    plugin._checkpoints.publish(lambda callback: None, Told())
+    plugin._checkpoints.publish(lambda callback: None, CallbackStub())
     plugin.save_checkpoint(STATE, directory / "b.ckpt")
-    plugin._checkpoints.publish(lambda callback: None, Told())
+    plugin._checkpoints.publish(lambda callback: None, CallbackStub())
     plugin._checkpoints.link(None, directory / "b.ckpt", directory / "last.ckpt")
     plugin.remove_checkpoint(directory / "a.ckpt")
     plugin._checkpoints.notify()
@@ -64,7 +64,7 @@ def a_rotation(plugin, directory):
     plugin.teardown()
 
 
-class Told:
+class CallbackStub:
     best_model_path = ""
 
 

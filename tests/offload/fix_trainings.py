@@ -248,7 +248,7 @@ class Training:
                 self.net.train()
             self.optimizer.step()
             self._save(step, "step", engine)
-            self._look()
+            self._check()
 
     def _pass(self, step: int, part: int, engine: stillframe.Engine | None) -> None:
         at, which, where = self.plan.fails
@@ -272,7 +272,7 @@ class Training:
             if isinstance(failing, Part):
                 failing.fails = ""
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self.seen += state(self.net)
         self.seen += [t.detach().clone() for t in tensors_of(self.optimizer.state_dict()["state"])]
 

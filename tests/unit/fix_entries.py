@@ -43,8 +43,10 @@ def what_stands(path: str) -> str | None:
 def stepping(
     on_step: Callable[[Step, bool], int | None],
 ) -> Callable[[Sequence[Step]], tuple[int, int]]:
-    """Run `_core.take_steps` one step at a time. `on_step` is called before and after each step. Before
-    a step, it may return an errno with which the step fails."""
+    """Run `_core.take_steps` one step at a time, and call `on_step` before and after each step.
+
+    Before a step, `on_step` may return an errno with which the step fails.
+    """
     take = _core.take_steps
 
     def call(steps: Sequence[Step]) -> tuple[int, int]:

@@ -160,7 +160,7 @@ def copied(take: Callable[[list[Any]], Any], ahead: bool) -> Any:
     tensors += [tensors[0][1:], tensors[2].view(torch.float32)]
     before = sys.getrefcount(memory)
 
-    def met() -> Any:
+    def containers() -> Any:
         gc.collect()
         assert sys.getrefcount(memory) == before, "a failure keeps the memory"
         collector = _core.Collector(types, True, True, True, True)
@@ -175,7 +175,7 @@ def copied(take: Callable[[list[Any]], Any], ahead: bool) -> Any:
         assert (len(news), len(firsts), len(left)) == (4, 3, 1)
         assert firsts[0] is news[id(tensors[0])]
 
-    return met, tried
+    return containers, tried
 
 
 @call
@@ -202,7 +202,7 @@ def copies_entered(_: Path) -> Any:
 
 
 @call
-def look(directory: Path) -> Any:
+def resolve(directory: Path) -> Any:
     path = os.fsencode(directory / "new.pt")
     return lambda: None, lambda _: _core.resolve(path, True)
 

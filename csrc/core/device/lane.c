@@ -66,8 +66,8 @@ void sfr__cuda_turn_end(struct sfr__cuda_lane *lane)
 
 /* ---- portions ---------------------------------------------------------------- */
 
-void sfr__cuda_launch(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
-		      struct sfr_err *err)
+void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
+			    struct sfr_err *err)
 {
 	portion->event = sfr__cuda_record(lane, lane->stream, err);
 	sfr__lock(&lane->mu);

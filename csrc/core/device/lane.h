@@ -143,8 +143,8 @@ void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
 void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
 /* In a turn: records an event behind the queued work and appends the portion to those in flight.
  * Never skipped: if no event can be recorded, the whole stream is queried instead. */
-void sfr__cuda_launch(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
-		      struct sfr_err *err);
+void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
+			    struct sfr_err *err);
 /* On the lane's thread: removes portions whose copies have completed. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
 /* On the lane's thread, before queueing more: waits until few portions are in flight, unless a

@@ -193,7 +193,7 @@ static void launch_portion(struct sfr__transfer *tr)
 	sfr__lock(&lane->mu);
 	tr->nr_users++;
 	sfr__unlock(&lane->mu);
-	sfr__cuda_launch(lane, tr->portion, &tr->err);
+	sfr__cuda_portion_send(lane, tr->portion, &tr->err);
 	tr->portion = NULL;
 	tr->bytes = 0;
 }

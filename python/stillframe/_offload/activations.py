@@ -92,7 +92,7 @@ class _Traffic:
 
     def save(self, tensor: Tensor) -> tuple[_Saved, View]:
         """Register the bytes of a tensor unless they are registered; return them and the view."""
-        whole, begin = _whole(tensor)
+        whole, begin = _whole_storage(tensor)
         storage = tensor.untyped_storage()
         key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
         view = View(tensor.shape, tensor.stride(), begin, tensor.dtype)
@@ -209,7 +209,7 @@ class OffloadedActivations:
             return self._traffic[saved.ticket.device].bring(saved)
 
 
-def _whole(tensor: Tensor) -> tuple[Tensor, int]:
+def _whole_storage(tensor: Tensor) -> tuple[Tensor, int]:
     """Return what to copy out for a tensor, and the tensor's offset in it in bytes.
 
     That is the tensor's whole storage or, if the tensor spans less than half of it, the range

@@ -196,7 +196,7 @@ class SaveHandle:
         if self._outcome.error is not None:
             raise self._outcome.error
 
-    def _late(self, deadline: Deadline, wanted: str) -> TimeoutError:
+    def _timeout_error(self, deadline: Deadline, wanted: str) -> TimeoutError:
         return TimeoutError(
             f"the save of {self._path} after {deadline.timeout:g} s: {self.state}, not {wanted} yet"
         )

@@ -84,7 +84,7 @@ class SnapshotSave(SaveHandle):
             try:
                 taken.wait(deadline.left())
             except TimeoutError:
-                raise self._late(deadline, "staged") from None
+                raise self._timeout_error(deadline, "staged") from None
             except StillframeError:  # an error of the copy, with which the save fails soon
                 return False
         return self._outcome.error is None
@@ -94,7 +94,7 @@ class SnapshotSave(SaveHandle):
         if not self._outcome.settled:
             ordered.refuse_inside()
             if not self._over.wait(deadline.left()):
-                raise self._late(deadline, "durable")
+                raise self._timeout_error(deadline, "durable")
         self._settle()
 
     # ---- for the code that makes the save ----

@@ -208,7 +208,7 @@ class Builder:
     def _tensor(self, tensor: Tensor) -> Tensor:
         found = self._others.get(id(tensor))
         if type(found) is not int:
-            return self._other(tensor, found)
+            return self._rebuild_other(tensor, found)
         nbytes = self._nbytes[found]
         if nbytes and reach(tensor) > nbytes:
             raise RuntimeError(
@@ -235,7 +235,7 @@ class Builder:
             new.__dict__.update({name: self.build(value) for name, value in hanging})
         return new
 
-    def _other(self, tensor: Tensor, found: Any) -> Tensor:
+    def _rebuild_other(self, tensor: Tensor, found: Any) -> Tensor:
         """Return the new tensor for one that is not simply a view of one storage."""
         if found is None:
             raise RuntimeError("a tensor came into the tree while it was copied")

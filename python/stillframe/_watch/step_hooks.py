@@ -57,7 +57,9 @@ def _behind_closure(optimizer: Optimizer, owner: Owner) -> None:
     gate.hold_back(optimizer)
 
 
-def _behind(closure: Callable[..., Any], optimizer: Optimizer, owner: Owner) -> Callable[..., Any]:
+def _gated_closure(
+    closure: Callable[..., Any], optimizer: Optimizer, owner: Owner
+) -> Callable[..., Any]:
     """Return the closure with the gate behind each call of it."""
 
     @functools.wraps(closure)
@@ -105,9 +107,13 @@ def _passed_on(
         return None
     closure, index = kwargs.get("closure"), owner.closure_index
     if callable(closure):
-        return args, {**kwargs, "closure": _behind(closure, optimizer, owner)}
+        return args, {**kwargs, "closure": _gated_closure(closure, optimizer, owner)}
     if index is not None and len(args) > index and callable(args[index]):
-        return (*args[:index], _behind(args[index], optimizer, owner), *args[index + 1 :]), kwargs
+        return (
+            *args[:index],
+            _gated_closure(args[index], optimizer, owner),
+            *args[index + 1 :],
+        ), kwargs
     return None
 
 

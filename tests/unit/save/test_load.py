@@ -144,7 +144,7 @@ def test_checkpoint_of_the_other_byte_order_is_loaded(tmp_path, monkeypatch, wei
 
 
 @pytest.fixture
-def roads(caplog):
+def ways(caplog):
     """Return a function that loads a path by `stillframe.load`, and returns the object and the
     reason for using torch.load, if it did."""
     caplog.set_level("DEBUG", "stillframe")
@@ -160,29 +160,29 @@ def roads(caplog):
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("write", WRITERS)
-def test_file_of_any_writer_is_loaded_and_by_threads_if_it_is_a_zip(write, verify, roads, tmp_path):
+def test_file_of_any_writer_is_loaded_and_by_threads_if_it_is_a_zip(write, verify, ways, tmp_path):
     path = tmp_path / "x.pt"
     write(small_state(), path)
-    loaded, why = roads(path, verify=verify)
+    loaded, why = ways(path, verify=verify)
     assert same(loaded, small_state())
     assert (why is None) == (path.read_bytes()[:2] == b"PK"), why
 
 
 @pytest.mark.parametrize("alignment", [1, 16, 64, 512, 4096, 32768])
-def test_file_of_any_storage_alignment_is_whole_and_read_by_threads(alignment, roads, tmp_path):
+def test_file_of_any_storage_alignment_is_whole_and_read_by_threads(alignment, ways, tmp_path):
     with saving(storage_alignment=alignment):
         torch.save(small_state(), tmp_path / "x.pt")
     found = whole(tmp_path / "x.pt")
     assert (found["ok"], found["num_unchecked"]) == (True, 0), found["error"]
-    loaded, why = roads(tmp_path / "x.pt")
+    loaded, why = ways(tmp_path / "x.pt")
     assert why is None
     assert same(loaded, small_state())
 
 
-def test_archive_of_another_program_is_left_to_torch_and_checked(roads, tmp_path):
+def test_archive_of_another_program_is_left_to_torch_and_checked(ways, tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
     pack(tmp_path / "x.pt", tmp_path / "y.pt")
-    loaded, why = roads(tmp_path / "y.pt")
+    loaded, why = ways(tmp_path / "y.pt")
     assert same(loaded, small_state())
     assert why == "another program packed it"
     flip(tmp_path / "y.pt", offset_of_storage(tmp_path / "y.pt") + 1000)
@@ -194,11 +194,11 @@ def test_archive_of_another_program_is_left_to_torch_and_checked(roads, tmp_path
 @pytest.mark.parametrize(
     "name", ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
 )
-def test_environment_variables_are_left_to_torch_load(name, roads, tmp_path, monkeypatch):
+def test_environment_variables_are_left_to_torch_load(name, ways, tmp_path, monkeypatch):
     torch.save({"x": NotAllowed()}, tmp_path / "x.pt")
     monkeypatch.setenv(name, "1")
     torch.save(small_state(), tmp_path / "y.pt")
-    assert roads(tmp_path / "y.pt")[1] == "the environment tells torch.load what to trust"
+    assert ways(tmp_path / "y.pt")[1] == "the environment tells torch.load what to trust"
     for weights_only in (False, True, None):
         try:
             torch.load(tmp_path / "x.pt", weights_only=weights_only)
@@ -213,17 +213,17 @@ def test_environment_variables_are_left_to_torch_load(name, roads, tmp_path, mon
 
 
 @pytest.mark.parametrize("where", ["meta", torch.device("meta")])
-def test_no_byte_is_read_for_empty_tensors(where, roads, tmp_path):
+def test_no_byte_is_read_for_empty_tensors(where, ways, tmp_path):
     by_stillframe(small_state(), tmp_path / "x.pt")
-    loaded, why = roads(tmp_path / "x.pt", where)
+    loaded, why = ways(tmp_path / "x.pt", where)
     assert loaded["weight"].is_meta and why == "no storage is asked for"
 
 
-def test_two_tensors_over_a_storage_without_bytes_are_loaded(roads, tmp_path):
+def test_two_tensors_over_a_storage_without_bytes_are_loaded(ways, tmp_path):
     """torch requests such a storage every time."""
     empty = torch.empty(0)
     by_path({"a": empty, "b": empty.view(0, 3), "c": torch.ones(2)}, tmp_path / "x.pt")
-    loaded, why = roads(tmp_path / "x.pt")
+    loaded, why = ways(tmp_path / "x.pt")
     assert why is None
     assert [tuple(each.shape) for each in loaded.values()] == [(0,), (0, 3), (2,)]
 

@@ -90,12 +90,12 @@ def test_damaged_header_that_torch_ignores_is_found(tmp_path):
 def test_torch_load_error_of_a_damaged_file_is_reported_as_damage(tmp_path, monkeypatch):
     """Without `verify`, headers of long records are checked after the load."""
 
-    def stumble(file, how):
+    def fail_to_load(file, how):
         raise RuntimeError("of torch's own")
 
     torch.save([torch.ones(1 << 20)], tmp_path / "x.pt")
     packed = pack(tmp_path / "x.pt", tmp_path / "packed.pt")
-    monkeypatch.setattr(load, "_torch_load", stumble)
+    monkeypatch.setattr(load, "_torch_load", fail_to_load)
     with pytest.raises(RuntimeError, match="of torch's own"):
         stillframe.load(packed, verify=False)
     flip(packed, packed.read_bytes().index(b"data/0"))
