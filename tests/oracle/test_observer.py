@@ -161,7 +161,7 @@ def test_storages_on_unreadable_devices_stay_undecided(present):
 def test_memory_owners_storages_are_marked_once_and_only_if_large():
     large, small = torch.zeros(KEPT // 4 + 1), torch.zeros(KEPT // 4)
     marks = marks_of(small, large)
-    _core.Observer.defer_kept([small, large, large], marks)
+    _core.Observer.defer_memory_owner([small, large, large], marks)
     assert (marks.indices, marks.owners) == ([1], [1])
     assert [marks.is_late(number) for number in range(2)] == [False, True]
 
@@ -171,7 +171,7 @@ def test_memory_owners_inference_tensor_is_refused_and_leaves_no_marks():
         kept = torch.zeros(KEPT)
     marks = marks_of(kept)
     with pytest.raises(RuntimeError, match="Inference tensors"):
-        _core.Observer.defer_kept([kept], marks)
+        _core.Observer.defer_memory_owner([kept], marks)
     assert (marks.indices, marks.owners, marks.tensors, marks.versions) == ([], [], [], [])
     assert not marks.is_late(0)
 

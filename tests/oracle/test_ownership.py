@@ -945,11 +945,11 @@ def test_index_beyond_the_rows_is_refused():
     tensor = torch.zeros(1 << 16)
     numbers = _core.Numbers([tensor.untyped_storage()._cdata])
     with pytest.raises(IndexError, match="beyond the rows"):
-        _core.Observer.defer_kept([tensor], Marks(numbers, bytearray(), [], [], [], []))
+        _core.Observer.defer_memory_owner([tensor], Marks(numbers, bytearray(), [], [], [], []))
     for unusable in ({}, [], None):
         marks = Marks(unusable, bytearray(24), [], [], [], [])
         with pytest.raises(TypeError):
-            _core.Observer.defer_kept([tensor], marks)
+            _core.Observer.defer_memory_owner([tensor], marks)
         if unusable != []:
             with pytest.raises(TypeError):
                 _core.Numbers(unusable)

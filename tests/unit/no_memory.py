@@ -121,12 +121,12 @@ def defer(_: Path) -> Any:
 
 
 @call
-def defer_kept(_: Path) -> Any:
+def defer_memory_owner(_: Path) -> Any:
     kept = [torch.zeros(20_000) for _ in range(3)]
 
     def tried(marks: Marks) -> None:
         try:
-            _core.Observer.defer_kept(kept, marks)
+            _core.Observer.defer_memory_owner(kept, marks)
         finally:
             _testcapi.remove_mem_hooks()
             is_marked_wholly(marks)

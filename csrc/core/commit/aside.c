@@ -37,6 +37,7 @@ static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 	return e->ops->asked_since(e);
 }
 
+/* Whether an entry's file system has not answered for longer than the log's patience. */
 static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 {
 	uint64_t since = asked_since_locked(e);
@@ -93,6 +94,7 @@ bool sfr__log_might_pass_locked(const struct sfr__log_entry *e)
 	return false;
 }
 
+/* Whether a notice has said that this file system is set aside. */
 static bool is_notified_locked(uint64_t fs)
 {
 	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)

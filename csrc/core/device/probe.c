@@ -64,6 +64,7 @@ static bool is_closed(struct prober *prober)
 	return sfr__under(&probers.mu, prober->closed);
 }
 
+/* Closes the prober for good after an error, which the first call logs. */
 static void close_prober(struct prober *prober, const char *call, CUresult rc)
 {
 	char text[160];
@@ -149,6 +150,7 @@ static bool take(struct prober *prober)
 	return free;
 }
 
+/* Ends what `take` began: another thread may use the prober. */
 static void give(struct prober *prober)
 {
 	sfr__lock(&probers.mu);
@@ -185,6 +187,7 @@ static bool is_done(struct sfr_probe *probe)
 	return rc == CUDA_SUCCESS;
 }
 
+/* Leaves a probe that its user has freed to the next probe of the device, which destroys it. */
 static void add_tombstone(struct prober *prober, struct sfr_probe *probe)
 {
 	sfr__lock(&probers.mu);
@@ -274,6 +277,7 @@ static CUresult make_room(struct sfr_probe *probe, uint32_t nr)
 	return CUDA_SUCCESS;
 }
 
+/* Returns the copied lines of storage i: the first ones, or those of the second time. */
 static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 {
 	return (char *)probe->store.mem + ((size_t)again * probe->room + i) * LINES * LINE;
@@ -299,6 +303,7 @@ static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_rang
 	return nr_rows;
 }
 
+/* Queues the copies in one call, or one by one if the driver cannot. */
 static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *rows, uint32_t nr)
 {
 	CUresult rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE, true);

@@ -45,6 +45,7 @@ uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine)
 	return nr;
 }
 
+/* Whether a slot is free. Saves that are not in the log's order (`apart`) have their own. */
 static bool is_free_locked(const struct sfr_engine *engine, bool apart)
 {
 	uint32_t nr = apart ? engine->nr_apart : engine->nr_in_flight - engine->nr_apart;

@@ -48,6 +48,7 @@ static void failed(struct walk *w, int code)
 	sfr__err_set(w->err, code, SFR_PHASE_REMOVE, NULL);
 }
 
+/* Puts a directory on top of the list of those still to be removed. */
 static void push(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;

@@ -52,6 +52,7 @@ static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bo
 	return best;
 }
 
+/* Finds the rows of adjacent usable blocks. */
 static void find_extents_locked(const struct sfr__pool *pool, bool ever, struct sfr__plan *plan)
 {
 	plan->nr_extents = 0;

@@ -77,6 +77,7 @@ static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 	return 0;
 }
 
+/* Copies a block's sources, headers and padding to its memory, and sums up the sources' CRCs. */
 static void fill(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;

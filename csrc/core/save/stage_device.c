@@ -63,6 +63,7 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 	return torn;
 }
 
+/* Checks a copied block and hands it to the writers. On a dead device, retires it. */
 static void end_block(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
 		      struct sfr__block *block, bool ok)
 {

@@ -242,6 +242,7 @@ static const struct sfr__host_ops ops = {
 	.over = over,
 };
 
+/* Sets up the copy of a run's blocks; NULL: of no blocks. */
 static void aim(struct sfr__run_copy *run_copy, struct sfr_ticket *t, const struct sfr__run *run)
 {
 	run_copy->ticket = t;

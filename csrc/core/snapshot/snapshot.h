@@ -34,7 +34,8 @@ struct sfr_snapshot {
 	uint64_t fork_generation;
 	struct sfr_source *sources;
 	uint32_t nr_sources;
-	bool shared, leaves;
+	bool shared; /* other processes can map the memory */
+	bool leaves; /* SFR_SNAPSHOT_LEAVES: the tensors leave a device */
 	/* the destination of each source; constant from LEASED on, like the next two */
 	char **copies;
 	char *base;

@@ -84,7 +84,7 @@ class _StateOwner:
 
     def defer(self, marks: memory_owners.Marks) -> None:
         if self._intervals >= 2 and not self._ended:
-            _core.Observer.defer_kept([home for home, _ in self._noted], marks)
+            _core.Observer.defer_memory_owner([home for home, _ in self._noted], marks)
 
     def distrust(self, why: str) -> None:
         self._ended = True
