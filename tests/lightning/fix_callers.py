@@ -6,7 +6,8 @@ from stillframe._lightning.rotation import Rotation
 
 
 def save_and_compare(trainer, path, seen):
-    """Save on a disk that stands still until a wait; record whether the file exists on return."""
+    """Save on a disk that stops until something waits for it; record whether the file exists on
+    return."""
     with held_until_awaited("fdatasync"):
         trainer.save_checkpoint(path)
         seen.append(path.exists())

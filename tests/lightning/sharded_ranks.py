@@ -383,7 +383,8 @@ def small_pool(path, rank, pkg):
         fitted = run(
             pkg, path, [saving(pkg, path), at_step(pkg, {2: observe})], plugin=plugin, model=model
         )
-    assert rank != 0 or eventually(lambda: len(reports) == 3, 30)  # called by a thread of its own
+    # callbacks run on a separate thread
+    assert rank != 0 or eventually(lambda: len(reports) == 3, 30)
     blocked = [each.blocked_s == each.durable_after_s for each in reports]
     return {**note_of(fitted.raised), "done": done, "blocked": blocked}
 
@@ -515,7 +516,8 @@ def run_rank(directory, rank):
         for name in PACKAGES if scenario in BOTH else ("lightning",):
             path = directory / f"{scenario.__name__}-{name}"
             path.mkdir(exist_ok=True)
-            faulthandler.dump_traceback_later(MOST_S, exit=True)  # a rank that waits says where
+            # a rank that hangs prints its stack
+            faulthandler.dump_traceback_later(MOST_S, exit=True)
             began = time.monotonic()
             try:
                 notes = scenario(path, rank, PACKAGES[name])

@@ -136,7 +136,7 @@ def test_a_trainer_without_the_companion_saves_durably_and_says_why_once(lit, tm
     def observe(trainer):
         save_and_compare(trainer, tmp_path / f"{trainer.global_step}.ckpt", seen)
 
-    gc.collect()  # plugins of earlier tests, for which this Trainer would get the callback
+    gc.collect()  # deletes plugins of earlier tests, which would add the callback to this Trainer
     run = trainer(lit, tmp_path, callbacks=[at(lit, {2: observe, 3: observe})])
     run.strategy.checkpoint_io = lit.AsyncCheckpointIO()
     run.fit(lit.Model(), loader())
@@ -250,7 +250,7 @@ def test_link_target_stays_at_the_end_of_a_fit_until_the_link_moves(lit, tmp_pat
 
     trainer(lit, tmp_path, plugin=plugin, callbacks=[Rotates()]).fit(lit.Model(), loader())
     assert seen == [("old.ckpt", True), ("new.ckpt", False)]
-    # Removed by hand after the run: the file is removed although a link names it.
+    # The user removes the file after the run, so it is removed although a link names it.
     plugin.remove_checkpoint(new)
     assert not new.exists()
 

@@ -29,11 +29,11 @@ def calls(plugin):
 
 
 class Callback:
-    """A stand-in for ModelCheckpoint, about which loggers are called."""
+    """A stand-in for ModelCheckpoint, which loggers are called with."""
 
 
 class Strategy:
-    """A strategy of several ranks that all do what this one does."""
+    """A strategy of several ranks that all do the same as this one."""
 
     global_rank = 0
 

@@ -42,7 +42,7 @@ def test_an_example_prints_what_its_page_shows(path, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # Lightning has a good deal to say besides, which differs between versions.
+    # Lightning prints more, which differs between versions.
     printed = [*done.stderr.splitlines(), *done.stdout.splitlines()]
     place = 0
     for line in lines:

@@ -42,7 +42,7 @@ def resets_itself(save):
 
 
 def decorated(save):
-    def handler(signum, frame):  # no other kind's, which would be known
+    def handler(signum, frame):  # a plain handler, which no other mechanism recognises
         save()
 
     @functools.wraps(handler)
@@ -53,7 +53,7 @@ def decorated(save):
 
 
 def decorated_with_an_option(save):
-    def handler(signum, frame):  # no other kind's, which would be known
+    def handler(signum, frame):  # a plain handler, which no other mechanism recognises
         save()
 
     @functools.wraps(handler)
@@ -122,7 +122,7 @@ def test_handler_installed_during_an_epoch_saves_durably(lit, tmp_path, sigusr2)
 def test_interrupted_save_stays_the_newest_after_a_handlers_save(
     lit, tmp_path, sigusr2, monkeypatch
 ):
-    """After the handler, loggers must be told of the interrupted call's own save."""
+    """After the handler, loggers must be called for the interrupted call's own save."""
     next_error, plugin, newest = Work.next_error, lit.AsyncCheckpointIO(), []
 
     def interrupted(self):

@@ -60,7 +60,7 @@ def instance_of(cls):
     """Return a strategy, not initialised if this machine cannot construct it."""
     try:
         return cls("cpu") if "SingleDeviceStrategy" in str(cls.__mro__[:2]) else cls()
-    except Exception:  # each says in its own way what is not installed
+    except Exception:  # if a package is missing, each strategy raises another error
         return object.__new__(cls)
 
 
@@ -350,7 +350,7 @@ def test_key_that_cannot_be_copied_stays_and_is_named(offload, caplog, kind):
     new = checkpoint["state_dict"]["x"]
     assert new is not tensor
     assert new.equal(tensor)
-    assert checkpoint["lr_schedulers"][0] is new  # the others are still copied together
+    assert checkpoint["lr_schedulers"][0] is new  # the other keys are still copied together
     lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert len(lines) == 1
     assert "'optimizer_states' stays as it is" in lines[0]
@@ -358,7 +358,7 @@ def test_key_that_cannot_be_copied_stays_and_is_named(offload, caplog, kind):
     assert callback.state_dict()["checkpoint_count"] == 1
     checkpoint.clear()
     del new
-    assert leased() == 0  # with no help from the collector of garbage
+    assert leased() == 0  # the garbage collector was not needed
 
 
 def test_checkpoint_stays_as_it_is_if_no_key_can_be_copied(offload, caplog):
@@ -408,7 +408,7 @@ def test_callback_does_not_wait_for_a_save_that_fills_the_pool(
 
 
 def test_checkpoints_may_be_dropped_by_another_thread(offload):
-    """A writer that only has the dictionary does so."""
+    """That holds for a writer that only keeps the dictionary."""
     dropped = []
     checkpoint = save(offload(), {"state_dict": {"x": torch.ones(100_000)}})
     assert leased() > 0
@@ -449,7 +449,7 @@ def test_callback_state_survives_a_round_trip(offload, strategies):
     other = offload()
     other.load_state_dict(state)
     assert other.state_dict() == state
-    # A strategy that was looked at is believed more than an old checkpoint.
+    # A known strategy counts more than the type of the checkpoint's strategy.
     decided = offload()
     decided.setup(trainer_stub(strategy=object.__new__(strategies.DDPStrategy)), None, "fit")
     decided.load_state_dict(state)

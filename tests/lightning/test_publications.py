@@ -1,4 +1,4 @@
-"""Publications: what loggers are told of a checkpoint. test_published.py tests whole fits."""
+"""Publications: the calls of loggers for a checkpoint. test_published.py tests whole fits."""
 
 import os
 import weakref

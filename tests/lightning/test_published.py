@@ -87,7 +87,8 @@ def test_loggers_are_not_called_for_a_failed_checkpoint(lit, tmp_path, caplog):
         broken.append(injected)
 
     def ends(run):
-        _core.log_drain(None)  # before the next one can be the first to sync
+        # wait until the log is empty, so that the next save is the first to sync
+        _core.log_drain(None)
 
     try:
         fit(
@@ -116,7 +117,7 @@ def test_loggers_are_called_before_finalize_when_training_is_interrupted(lit, tm
 
 
 def test_signal_handler_that_finalizes_loggers_finds_them_called(lit, tmp_path):
-    """As SLURM's requeue handler does in the middle of training."""
+    """SLURM's requeue handler does the same during training."""
     logger = loggers_of(lit)()
     handler = signal.getsignal(signal.SIGUSR2)
 
@@ -197,7 +198,7 @@ def test_on_durable_is_called_for_every_checkpoint_of_a_fit(lit, tmp_path):
             last.set()
 
     fit(lit, tmp_path, [], plugin=lit.AsyncCheckpointIO(on_durable=hear))
-    assert last.wait(60)  # it runs on a thread of its own
+    assert last.wait(60)  # callbacks run on a separate thread
     assert names == [f"step={step}.ckpt" for step in (2, 4, 6, 8)]
 
 

@@ -46,7 +46,7 @@ def work():
     work = Work(lambda place: None, durable=True)
     yield work
     work.newest_is_early = False
-    work.take_error()  # wait_all of a later test would raise what is left
+    work.take_error()  # otherwise wait_all of a later test would raise the errors that are left
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_target_of_a_link_is_removed_after_the_link(files, place, tmp_path):
     files.remove(old)
     files.wait()
     assert os.path.exists(link)
-    assert not files.will_exist(old, os.path.exists)  # it is going to go
+    assert not files.will_exist(old, os.path.exists)  # it will be removed
     files.remove(link)
     files.wait()
     assert os.listdir(tmp_path) == []
@@ -101,7 +101,7 @@ def test_remove_delayed_for_a_link_that_moved_runs_at_the_end(files, place, tmp_
     files.link(old, link)
     files.wait()
     os.unlink(link)
-    os.symlink(newer, link)  # by somebody else
+    os.symlink(newer, link)  # another program makes a link
     files.remove(old)
     files.remove(newer)
     assert os.path.exists(old)
@@ -162,7 +162,7 @@ def test_link_does_not_count_as_a_successful_save(files, place, tmp_path):
     other = place("other.ckpt")
     files.remove(other)
     files.finish()
-    assert os.path.exists(other)  # one did
+    assert os.path.exists(other)  # a save failed
     stillframe.save({}, tmp_path / "good.pt")
 
 
@@ -266,7 +266,7 @@ def test_keyboard_interrupt_in_a_logger_is_not_caught(files, place):
 
 
 def test_wait_includes_entries_added_meanwhile(files, place, monkeypatch):
-    """A signal handler may add them in the middle of the wait."""
+    """A signal handler may add entries during the wait."""
     waited, wait_for_key = [], ordered.wait_for_key
 
     def wait(key):
@@ -323,7 +323,7 @@ def test_engine_made_by_a_signal_handler_is_kept_and_the_second_closed(work):
 
 
 class Writing(SaveHandle):
-    """A save that is written until somebody waits for it; `at_wait()` runs in that wait."""
+    """A save that is not written before a wait; `at_wait()` runs in that wait."""
 
     def __init__(self, error=None, at_wait=lambda: None):
         super().__init__("written")
@@ -344,7 +344,7 @@ def test_each_error_is_raised_once_oldest_first(work):
     assert isinstance(work.next_error(), CancelledError)
     assert work.next_error() is of_link
     assert work.next_error() is None
-    assert work.saves == [work.newest]  # a later call tells its error
+    assert work.saves == [work.newest]  # a later call reports its error
 
 
 def test_error_of_a_save_that_the_call_waited_for_comes_first(work):
@@ -360,7 +360,7 @@ def test_error_that_all_ranks_raise_replaces_that_of_the_newest_save(work):
     work.add(Writing(OSError("own")), early=True)
     work.forget_newest()
     assert work.saves == []
-    work.forget_newest()  # another one took it meanwhile
+    work.forget_newest()  # another call took the save meanwhile
 
 
 def test_error_that_wait_all_raises_is_not_raised_again(work):

@@ -71,7 +71,7 @@ def test_save_waits_for_the_memory_of_a_wrapped_save(pkg, tmp_path):
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
         gate = Gate(opened=False)
         plugin = pkg.AsyncCheckpointIO(other(pkg, gate), engine=engine)
-        plugin.save_checkpoint(state(), tmp_path / "a.ckpt")  # has the only block
+        plugin.save_checkpoint(state(), tmp_path / "a.ckpt")  # it occupies the only block
         opener = threading.Timer(0.2, gate.event.set)
         opener.start()
         stillframe.async_save(state(2.0), tmp_path / "b.pt", engine=engine).result()
@@ -160,7 +160,7 @@ def test_handle_waits_for_the_wrapped_save_and_then_drops_it(lit, tmp_path):
         handle.result(timeout=0.05)
     assert handle.state == "writing"
     gate.event.set()
-    assert heard.wait(60)  # though nobody waits for the save
+    assert heard.wait(60)  # although no thread waits for the save
     handle.result()
     assert under_way(tmp_path / "a.ckpt") is None
     gc.collect()
@@ -298,7 +298,7 @@ def test_at_most_max_in_flight_wrapped_saves_wait(lit, tmp_path):
         plugin.save_checkpoint(state(), tmp_path / f"{name}.ckpt")
     with pytest.raises(stillframe.BusyError):
         plugin.save_checkpoint(state(), tmp_path / "c.ckpt")
-    with inside():  # as a signal handler is that interrupts a call of ours
+    with inside():  # as in a signal handler that interrupts a call of ours
         plugin.save_checkpoint(state(), tmp_path / "d.ckpt")
     gate.event.set()
     plugin.teardown()
@@ -358,7 +358,7 @@ def test_wrapped_checkpoint_io_may_take_a_snapshot_while_a_save_waits(lit, tmp_p
         try:
             later.result(timeout=120)
         finally:
-            later.cancel()  # were the snapshot to wait for it, neither would ever end
+            later.cancel()  # if the snapshot waited for it, neither would ever end
         plugin.teardown()
     assert taken == [10.0]
     assert load(tmp_path / "a.ckpt")["x"][0] == 1
@@ -391,7 +391,7 @@ def test_training_is_the_same_as_with_the_wrapped_checkpoint_io_alone(pkg, tmp_p
 
 def test_rotation_over_a_slow_checkpoint_io_keeps_exactly_one_file(lit, tmp_path):
     gate = Gate()
-    gate.event.wait = lambda timeout: not threading.Event().wait(0.1)  # each save takes that long
+    gate.event.wait = lambda timeout: not threading.Event().wait(0.1)  # each save takes 0.1 s
     io = other(lit, gate)
     callbacks = [every_steps(lit, tmp_path / "c", 1)]
     trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(io), callbacks=callbacks, max_steps=6).fit(
@@ -492,7 +492,7 @@ def test_wrapped_checkpoint_io_never_waits_for_itself(lit, tmp_path, what):
                 errors[name] = call()
             except stillframe.StillframeError as error:
                 errors[name] = error
-        # These wait for nothing of the log.
+        # These calls do not wait for the log.
         outer[0].wait_staged()
         outer[0].staging_completion.result()
         stillframe.snapshot({"w": torch.ones(3)}, engine=engine).release()
