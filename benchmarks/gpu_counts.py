@@ -29,9 +29,9 @@ COPIES = ("cuMemcpyBatchAsync_v2", "cuMemcpyDtoHAsync_v2")
 
 
 class Counted:
-    """The driver calls of this thread since the last look.
+    """The driver calls of this thread since the last `take`.
 
-    Calls of the lane, which copies when it can, do not count as a call's.
+    Calls of the lane, which copies when it can, are not counted.
     """
 
     def __init__(self, driver: Any) -> None:

@@ -49,7 +49,7 @@ text{font:14px ui-monospace,Menlo,Consolas,'Liberation Mono',monospace;white-spa
 
 
 class Run(NamedTuple):
-    """Adjacent letters of one look, from a column on."""
+    """Adjacent letters of one style, from a column on."""
 
     column: int
     text: str

@@ -144,7 +144,7 @@ def killed_at(path: Path, rank: int) -> Notes:
 
 
 def after_kills(path: Path, rank: int) -> Notes:
-    """Load in new processes what is left, and save there again."""
+    """Load the remaining checkpoint in new processes, and save there again."""
     notes = {}
     for name in KILLS:
         directory = path.parent.parent / name / "killed_at" / "c"

@@ -202,7 +202,7 @@ def test_nonsensical_metadata_counts_as_damaged(saved, damage):
         metadata.storage_data[MetadataIndex("a")].offset = "here"
     elif damage == "an offset of nothing":
         (index,) = metadata.storage_data
-        object.__setattr__(index, "offset", ValueError())  # made of no arguments
+        object.__setattr__(index, "offset", ValueError())  # constructed without arguments
     data = {"nothing": b".", "a number": pickle.dumps(3)}.get(damage) or pickle.dumps(metadata)
     (saved / ".metadata").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="metadata cannot be read"):

@@ -123,10 +123,12 @@ def test_steps_during_a_save_are_not_used_as_baseline():
     from runs import figures
 
     run = run_of(0.3, 0.15)
-    run.saves[2].finished_s = 0.7  # beyond its own window: the next one's steps are its own, too
+    # after its own window, so the next window's steps belong to it too
+    run.saves[2].finished_s = 0.7
     run.starts = [at + (0.5 if number > 14 else 0.0) for number, at in enumerate(run.starts)]
     assert run.lost(4) == pytest.approx([0.3, 0.8, 0.3])
-    assert run_of(0.3, None).lost(4) == pytest.approx([0.3] * 3)  # before the first there is one
+    # a window without a save comes before the first save
+    assert run_of(0.3, None).lost(4) == pytest.approx([0.3] * 3)
     assert figures([run_of(0.3, None)], [run_of(0.0, 0.0)], period=4).finished_s is None
 
 
@@ -157,14 +159,15 @@ def test_small_demo_prints_the_table_and_leaves_nothing(tmp_path):
     assert "durable" in done.stdout
     assert "bit for bit" in done.stdout
     assert done.stderr == ""
-    # torch keeps a cache of its own there.
+    # torch keeps a cache in the temporary directory.
     assert [each for each in tmp_path.rglob("*") if "torchinductor" not in str(each)] == []
 
 
 @pytest.mark.slow
 def test_checkpoints_stay_in_a_directory_named_by_the_user(tmp_path):
     arguments = ["--size", "3MB", "--steps", "24", "--dir", str(tmp_path / "here")]
-    done = run_demo(arguments, tmp_path, PYTHONIOENCODING="ascii")  # whatever the terminal takes
+    # the output encoding of a plain terminal
+    done = run_demo(arguments, tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^ *ok ", done.stdout, re.M)) == 3
     files = sorted(path.name for path in (tmp_path / "here" / "checkpoints").iterdir())

@@ -33,9 +33,9 @@ def peak_nbytes() -> int:
 
 
 def report(limit: float, case: Callable[[], str]) -> None:
-    """Run one case and print what became of it."""
+    """Run one case and print its outcome."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     start = time.monotonic()
     faulthandler.dump_traceback_later(limit, exit=True)
     found: dict[str, object] = {}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 SMALL = ("--divisor", "1000", "--limit", "120")
-COMMANDS = ("verify", "inspect")  # a process each
+COMMANDS = ("verify", "inspect")  # each runs as a process
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_every_way_loads_a_small_state(saving, scripts, tmp_path, capsys):
 
 def test_hang_counts_as_one_failure_and_prints_the_threads_stacks(scripts, tmp_path, capsys):
     chosen = ("--states", "260 MiB", "--saves", "torch.save", "--loads", "load")
-    # The save takes far longer than its limit, however late the thread that watches it starts.
+    # The save takes far longer than its limit, even if the watching thread starts late.
     short = ("--divisor", "4", "--limit", "0.000001", "--dir", str(tmp_path))
     assert scripts.large.main([*short, *chosen]) == 1
     output = capsys.readouterr().out

@@ -1,11 +1,11 @@
-"""Has tools make mutants of the changed lines, and tells which of them no test notices.
+"""Makes mutants of the changed lines with two tools, and reports which of them no test detects.
 
     python tests/mutants/changed.py [--base REVISION] [--most N]     lines changed since REVISION
     python tests/mutants/changed.py --files FILE ...                 whole files
 
 universalmutator mutates C files, and cosmic-ray mutates Python files. Both work in a copy of the
-tree, on the tests that changed.toml names for the file, or on those of `--tests`. A mutant that
-nobody notices may change nothing: each deserves a look, so the exit status is always 0.
+tree, and run the tests that changed.toml names for the file, or those of `--tests`. A mutant that
+no test detects may be equivalent, so a person must judge it, and the exit status is always 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 SYNTAX = "-std=c11 -D_GNU_SOURCE -w -fsyntax-only -Icsrc/core -Icsrc/python"
 LINES_OF_A_DIFF = 6
-UNIONS = "core/ReplaceBinaryOperator_BitOr_.*"  # of types: an annotation is never computed
+UNIONS = "core/ReplaceBinaryOperator_BitOr_.*"  # of types: annotations are never computed
 
 
 class Changes:
@@ -106,7 +106,7 @@ class Tool:
         return time.monotonic() - start
 
     def do(self, name: str, *arguments: str) -> str:
-        """Run a program of the environment's, in the copy; its output."""
+        """Run a program of the environment in the copy, and return its output."""
         command = [str(Path(sys.executable).with_name(name)), *arguments]
         done = subprocess.run(
             command, cwd=self.tree.place, env=self.tree.environment(), text=True, errors="replace",
@@ -121,7 +121,7 @@ class Universalmutator(Tool):
     """universalmutator, on a C file."""
 
     def mutants(self, lines: set[int]) -> list[str]:
-        """Make the mutants that compile; their names."""
+        """Make the mutants that compile, and return their names."""
         wanted = self.place / "lines"
         wanted.write_text("".join(f"{each}\n" for each in sorted(lines)))
         check = f"cc {SYNTAX} -I{sysconfig.get_path('include')} {self.file}"
@@ -167,7 +167,7 @@ class CosmicRay(Tool):
     """cosmic-ray, on a Python file."""
 
     def mutants(self, lines: set[int]) -> list[str]:
-        """Make a session of all mutants, and choose some; their numbers in it."""
+        """Make a session of all mutants, choose some of them, and return their numbers."""
         tests = shlex.join(self.tree.command(self.tests))
         config = {
             "module-path": self.file, "timeout": 20 + 3 * self.seconds_without(),
@@ -216,7 +216,7 @@ class CosmicRay(Tool):
 
 
 def mutate(tool: Tool, lines: set[int]) -> str:
-    """Have a tool mutate lines of its file; what came of it, in a line, and the survivors."""
+    """Make a tool mutate lines of its file; return a line about the result, and the survivors."""
     assert isinstance(tool, Universalmutator | CosmicRay)
     start = time.monotonic()
     mutants = tool.mutants(lines)

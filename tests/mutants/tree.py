@@ -23,7 +23,7 @@ SANITIZERS: dict[str, str] = runpy.run_path(str(Path(__file__).parents[1] / "c/r
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The end of one test run."""
+    """The result of one test run."""
 
     passed: bool
     why: str  # how it failed, with its last lines
@@ -72,8 +72,9 @@ class TreeCopy:
         return {
             **SANITIZERS,
             **os.environ,
-            "PYTHONPATH": str(self.place / "python"),  # before the tree, which is installed
-            "PYTHONDONTWRITEBYTECODE": "1",  # a change and its undoing may share one second
+            # before the tree in which the package is installed
+            "PYTHONPATH": str(self.place / "python"),
+            "PYTHONDONTWRITEBYTECODE": "1",  # a change and its revert may happen within one second
             "STILLFRAME_WERROR": "0",  # a change may leave a variable unused
             "CFLAGS": "-O1",
             "MAKEFLAGS": "",
@@ -85,7 +86,7 @@ class TreeCopy:
         """Build what `test` runs, after a change of `file`.
 
         Returns:
-            What the compiler says against it, or nothing.
+            The compiler's error, or nothing.
         """
         if not is_pytest(test):
             driver = str(Path(self.program(test)).with_name("libfake_cuda.so"))
@@ -156,7 +157,7 @@ class TreeCopy:
 
 
 def is_pytest(test: str) -> bool:
-    """Tell whether pytest runs a test, which is a C program otherwise."""
+    """Return whether pytest runs a test; otherwise it is a C program."""
     return test.startswith("tests/")
 
 
@@ -175,7 +176,7 @@ def _files(top: Path) -> list[Path]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy what differs. A file that replaces another gets a new time, since objects are older."""
+    """Copy the files that differ. A replaced file gets a new time, so that make builds it again."""
     existed = target.exists()
     if existed and target.read_bytes() == source.read_bytes():
         return

@@ -45,7 +45,7 @@ def share_memory_by_name(model: torch.nn.ParameterList) -> None:
 @way
 def put_into_a_queue(model: torch.nn.ParameterList) -> None:
     queue = multiprocessing.Queue()
-    queue.put(model.state_dict())  # its thread shares them
+    queue.put(model.state_dict())  # the queue's thread shares the tensors
     queue.get()
 
 
@@ -92,7 +92,7 @@ def trained() -> torch.nn.ParameterList:
             p.grad = torch.ones_like(p)
         optimizer.step()
     optimizer.zero_grad()
-    model.optimizer = [optimizer]  # lives as long
+    model.optimizer = [optimizer]  # lives as long as the model
     return model
 
 
@@ -124,7 +124,7 @@ def tried(name: str) -> None:
 def main() -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
-    trained()  # the first step of a process imports much of torch
+    trained()  # the first step of a process imports many modules of torch
     for name in WAYS:
         if (child := os.fork()) == 0:
             status = 1

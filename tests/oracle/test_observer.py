@@ -16,7 +16,7 @@ from stillframe._watch.memory_owners import Marks
 from torch.optim import SGD
 
 LARGE = 1 << 21  # floats; 8 MiB, which are unmapped as soon as they are freed
-KEPT = 1 << 16  # bytes; what a keeper has is copied late beyond that
+KEPT = 1 << 16  # bytes; larger storages of a memory owner are copied late
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def present() -> Iterator[Callable[[str, Callable[[Any], Any]], None]]:
 
 def groups_of(*params: torch.nn.Parameter) -> list[dict[str, Any]]:
     for each in params:
-        each.grad = torch.ones_like(each)  # without one it is not taken for trained
+        each.grad = torch.ones_like(each)  # only a tensor with a gradient counts as trained
     return [{"params": list(params)}]
 
 
@@ -56,7 +56,7 @@ def marks_of(*tensors: torch.Tensor) -> Marks:
 def test_exchanged_memory_is_not_read():
     p = param(LARGE)
     observer = enrolled(groups_of(p))
-    p.share_memory_()  # the same StorageImpl, as long as it was
+    p.share_memory_()  # the same StorageImpl, of the same length
     observer.compare()
     assert observer.counts() == (0, 0, 1)
 
@@ -141,7 +141,7 @@ def test_undeferrable_tensors_are_not_enrolled_again():
 
 
 def test_storages_on_unreadable_devices_stay_undecided(present):
-    # More of them than the observer probes, and none that any driver has.
+    # More storages than the observer probes, on devices that no driver has.
     params = [param((1 << 14) + 1) for _ in range(40)]
     numbers = {id(p): 100 + number for number, p in enumerate(params)}
     present("is_cpu", lambda tensor: False)
