@@ -18,7 +18,7 @@
  *             int rc = sfr__pool_new(len, len, &pool);
  *
  *             CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
- *             check_heal(&run);    (from here on nothing fails)
+ *             check_end_fault(&run);    (from here on nothing fails)
  *             ...
  *     } */
 #ifndef CHECK_H
@@ -138,7 +138,7 @@ struct check_runs {
 	int err;
 	int sticky; /* 0: only one call fails; 1: that call and every later one */
 	int nth;    /* number of the failing call, from 1; 0 before the first run */
-	bool acted; /* the answer of check_acted before check_heal cleared the counters */
+	bool acted; /* the answer of check_acted before check_end_fault cleared the counters */
 };
 
 /* Returns whether this run's fault has made a call fail. If so, it caused any error that the
@@ -148,8 +148,8 @@ static inline bool check_acted(const struct check_runs *run)
 	return run->acted || sfr_inject_hits() != 0;
 }
 
-/* Removes this run's fault: the body's later calls do not fail. */
-static inline void check_heal(struct check_runs *run)
+/* Ends this run's fault: later calls of the body do not fail. */
+static inline void check_end_fault(struct check_runs *run)
 {
 	run->acted = check_acted(run);
 	sfr_inject_clear();

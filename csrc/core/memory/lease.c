@@ -188,7 +188,9 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	return rc;
 }
 
-/* Waits until it is first in the queue and there is room, then takes it. `starved` as in pool.c. */
+/* Waits until it is first in the queue and there is room, then takes the room. `starved` points to
+ * nr_returned at a lease that found too little memory, or is NULL. Then another attempt waits until
+ * a block has returned since, or none can return. */
 static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t nr_own,
 		       uint64_t deadline_ns, const uint64_t *starved, struct sfr__lease *lease)
 {
@@ -198,11 +200,11 @@ static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t 
 
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
-		bool worth = starved == NULL || *starved != pool->nr_returned ||
-			     pool->nr_in_hand == pool->nr_held;
+		bool worth_trying = starved == NULL || *starved != pool->nr_returned ||
+				    pool->nr_in_hand == pool->nr_held;
 		bool spare = pool->nr_saves > nr_own;
 
-		if (pool->waiters == &me && worth &&
+		if (pool->waiters == &me && worth_trying &&
 		    sfr__pool_plan_locked(pool, plan, false, spare)) {
 			take_locked(pool, plan, lease);
 			rc = 0;

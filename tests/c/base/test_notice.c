@@ -116,7 +116,7 @@ TEST(text_notice_is_dropped_without_memory)
 		got = next(0, &rc);
 		CHECK((rc == 0 && got.what == SFR_NOTICE_TEXT) ||
 		      (rc == SFR_EAGAIN && check_acted(&run)));
-		check_heal(&run);
+		check_end_fault(&run);
 	}
 }
 

@@ -334,7 +334,7 @@ static void *counting_realloc(void *old, size_t len)
 	return realloc(old, len);
 }
 
-TEST(random_damage_never_costs_more_than_the_file)
+TEST(memory_for_a_damaged_file_is_bounded_by_its_length)
 {
 	const struct sfr_sys plain = sfr_sys;
 	struct archive a = sample();

@@ -79,7 +79,7 @@ TEST(every_failure_of_the_system_is_reported_and_leaks_nothing)
 				CHECK(v.rc == -EIO || v.rc == -ENOMEM);
 			else
 				CHECK(v.rc == 0 && v.nr_bad == 1);
-			check_heal(&run);
+			check_end_fault(&run);
 			v = check_fd(fd, SFR_CHECK_BYTES);
 			CHECK(v.rc == 0 && v.nr_bad == 1);
 		}

@@ -304,7 +304,7 @@ TEST(failed_allocation_in_the_log_loses_nothing)
 		sfr_log_load_free(load);
 		rc = sfr_log_remove(dir_path(dir, "gone"), NULL);
 		CHECK(rc == 0 || check_acted(&run));
-		check_heal(&run);
+		check_end_fault(&run);
 		drain();
 	}
 	CHECK_EQ(saving_content(dir, "m"), 1);

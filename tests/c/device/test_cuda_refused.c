@@ -430,7 +430,7 @@ TEST(any_failing_system_call_leaves_old_or_new_file_of_a_device)
 			sfr_snapshot_unview(s);
 		}
 		sfr_snapshot_put(s);
-		check_heal(&run);
+		check_end_fault(&run);
 		if (engine) {
 			saving_end(engine);
 		}

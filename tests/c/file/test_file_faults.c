@@ -273,7 +273,7 @@ static void survives_every_failure(const char *dir)
 				CHECK(sfr_inject_calls("fdatasync") <= 1);
 				CHECK(sfr_inject_calls("fsync") <= 1);
 				CHECK_EQ(nr_fds(), fds);
-				check_heal(&run);
+				check_end_fault(&run);
 
 				CHECK(f.renamed ? save_is_new(dir) : save_is_old(dir));
 				CHECK(rc == 0 ? f.renamed : check_acted(&run));

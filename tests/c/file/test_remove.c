@@ -399,7 +399,7 @@ TEST(remove_reports_every_failure)
 			make_checkpoint();
 			rc = rm("t", &err);
 			CHECK_EQ(nr_fds(), fds);
-			check_heal(&run);
+			check_end_fault(&run);
 			CHECK(!file_exists(dir_path(dir, "t/c/.metadata")) || nr_data() == 2);
 			CHECK_EQ(rc, err.code);
 			CHECK(rc == 0 || (check_acted(&run) && err.phase == SFR_PHASE_REMOVE));

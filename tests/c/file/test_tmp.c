@@ -517,7 +517,7 @@ TEST(failing_clean_up_does_not_fail_the_save)
 				file_put(temp_path(boot, 999999999, i), "x", 1);
 			dir_clean(dir);
 			CHECK_EQ(nr_fds(), fds);
-			check_heal(&run);
+			check_end_fault(&run);
 			dir_clean(dir);
 			CHECK_EQ(dir_count(dir, "", NULL), 0);
 		}

@@ -217,7 +217,7 @@ static void live(struct check_runs *run)
 		rc = sfr__pool_warm_up(pool, 12 * MIB);
 		CHECK(rc == 0 || (rc == -run->err && check_acted(run)));
 	}
-	check_heal(run);
+	check_end_fault(run);
 
 	/* The pool is intact: every block can be leased, and all memory returned. */
 	CHECK_EQ(stats(pool).leased_bytes, 0);

@@ -173,12 +173,12 @@ TEST(every_refusal_leaves_neither_descriptor_nor_memory)
 				sfr__pool_put(pool, block);
 			rc = sfr__pool_trim(pool);
 			CHECK(rc == 0 || check_acted(&run));
-			check_heal(&run);
+			check_end_fault(&run);
 			block = lease(pool, 4 * MIB);
 			memset(block->mem, 1, 4 * MIB);
 			sfr__pool_put(pool, block);
 		}
-		check_heal(&run);
+		check_end_fault(&run);
 		sfr__pool_free(pool);
 		CHECK_EQ(nr_fds(), before);
 	}

@@ -117,7 +117,7 @@ static void failed_allocation_queues_and_leaks_nothing(void)
 		int rc = bring(&onload);
 
 		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
-		check_heal(&run);
+		check_end_fault(&run);
 		if (rc == 0)
 			sfr_onload_error(onload, &err);
 		CHECK(err.code == 0 || check_acted(&run));

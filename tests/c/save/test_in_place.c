@@ -363,7 +363,7 @@ TEST(any_failing_call_leaves_old_or_complete_new_file_of_parts)
 				rc = l.rc;
 			}
 			CHECK(rc == 0 || check_acted(&run));
-			check_heal(&run);
+			check_end_fault(&run);
 			if (rc == 0)
 				check_file(&l);
 			if (engine)

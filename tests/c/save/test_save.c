@@ -459,7 +459,7 @@ static void every_call_may_fail(const char *call, int err)
 		if (rc == 0)
 			rc = saving_save(engine, dir, "every", s, SFR_SAVE_DURABLE);
 		CHECK(rc == 0 || check_acted(&run));
-		check_heal(&run);
+		check_end_fault(&run);
 		found = saving_content(dir, "every");
 		CHECK(found == 1 || found == 2);
 		if (rc == 0)

@@ -383,7 +383,7 @@ TEST(a_lot_that_gets_no_memory_leaves_nothing)
 		int rc = leave(engine, 100, &one);
 
 		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
-		check_heal(&run);
+		check_end_fault(&run);
 		CHECK_EQ(leased(engine), rc == 0 ? BLOCK : 0);
 		if (rc == 0)
 			sfr_snapshot_unview(one);

@@ -437,7 +437,7 @@ TEST(every_failure_leaves_the_pool_intact)
 		if (rc == 0)
 			rc = take(engine, sources, NR, SFR_SNAPSHOT_SHARED, &s);
 		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
-		check_heal(&run);
+		check_end_fault(&run);
 		if (rc == 0) {
 			int64_t torn;
 

@@ -198,7 +198,7 @@ TEST(failed_trace_start_returns_an_error_and_leaves_nothing_open)
 	{
 		int rc = sfr_trace_start(dir_path(dir, "faulty.json"));
 
-		check_heal(&run);
+		check_end_fault(&run);
 		CHECK(rc == 0 || check_acted(&run));
 		CHECK_EQ(sfr_trace_stop(&result), rc == 0 ? 0 : SFR_ESTATE);
 		CHECK_EQ(sfr_trace_begin(), 0);

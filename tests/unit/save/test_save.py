@@ -253,17 +253,17 @@ def test_wait_all_raises_uncollected_errors_once(tmp_path):
 
 
 @contextlib.contextmanager
-def nobody_takes_notices(directory: Path) -> Iterator[None]:
+def notices_stay_queued(directory: Path) -> Iterator[None]:
     """Stop the thread that takes notices while the block runs."""
     reached, go = threading.Event(), threading.Event()
 
-    def stand() -> None:
+    def block() -> None:
         reached.set()
         go.wait(60)
 
     with held("fdatasync"):
         first = stillframe.async_save(STATE, directory / "a.pt")
-        assert first._outcome.wake_at_end(stand)
+        assert first._outcome.wake_at_end(block)
     assert reached.wait(60)
     try:
         yield
@@ -272,7 +272,7 @@ def nobody_takes_notices(directory: Path) -> Iterator[None]:
 
 
 def test_wait_all_raises_an_error_whose_notice_is_still_queued(tmp_path):
-    with nobody_takes_notices(tmp_path), fault("rename"):
+    with notices_stay_queued(tmp_path), fault("rename"):
         stillframe.async_save(STATE, tmp_path / "b.pt")
         with pytest.raises(stillframe.SaveError, match=r"b\.pt"):
             stillframe.wait_all()
@@ -293,7 +293,7 @@ def test_uncollected_error_is_logged_when_its_handle_dies(tmp_path, caplog):
 
 def test_failed_save_collected_before_its_notices_is_freed(tmp_path):
     model, _, _ = trained()
-    with nobody_takes_notices(tmp_path), fault("pwrite", err=errno.ENOSPC):
+    with notices_stay_queued(tmp_path), fault("pwrite", err=errno.ENOSPC):
         handle = stillframe.async_save(model.state_dict(), tmp_path / "b.pt")
         while not handle.done():
             time.sleep(0.001)

@@ -207,7 +207,8 @@ def test_torn_copy_known_only_to_its_tensors_is_logged(made, caplog):
 # ---- the snapshot over it ----
 
 
-def over(**copy: Any) -> Any:
+def snapshot_over(**copy: Any) -> Any:
+    """Return a snapshot over a fake copy with these attributes."""
     made: Any = SimpleNamespace(
         core=Core(), error=None, seen=False, settle=lambda: None, **{**copy, "is_fake": True}
     )
@@ -217,13 +218,13 @@ def over(**copy: Any) -> Any:
 def test_uncollected_snapshot_error_is_logged_once(caplog):
     error = stillframe.StillframeError("torn")
     for seen, foreign in ((True, False), (False, True)):
-        snapshot = over()
+        snapshot = snapshot_over()
         snapshot._copy.error, snapshot._copy.seen = error, seen
         if foreign:
             snapshot._birth = SimpleNamespace(foreign=lambda: True)
         del snapshot
     assert caplog.text == ""
-    snapshot = over()
+    snapshot = snapshot_over()
     snapshot._copy.error = error
     del snapshot
     assert "nobody asked: torn" in caplog.text
@@ -234,12 +235,14 @@ def test_torn_tensor_is_named_among_wrapper_tensors():
     torn = torch.ones(3)
     sparse, meta = torch.eye(2).to_sparse(), torch.ones(1, device="meta")
     tree = {"sparse": sparse, "meta": meta, "mkldnn": torch.ones(4).to_mkldnn(), "torn": torn}
-    snapshot: Any = Snapshot(over()._copy, tree, [torn.untyped_storage().data_ptr()], False)
+    snapshot: Any = Snapshot(
+        snapshot_over()._copy, tree, [torn.untyped_storage().data_ptr()], False
+    )
     assert snapshot._names(0) == ["torn"]
 
 
 def test_failed_snapshot_raises_and_its_error_counts_as_collected():
-    snapshot = over()
+    snapshot = snapshot_over()
     copy = snapshot._copy
     copy.core.ended = True
 
@@ -258,7 +261,7 @@ def test_future_that_calls_back_twice_ends_only_its_hold():
             function(self)
             function(self)
 
-    snapshot = over()
+    snapshot = snapshot_over()
     snapshot._copy.core.holds = 1  # the hold of another caller
     snapshot.hold_until(Twice())
     assert snapshot._copy.core.holds == 1
@@ -268,7 +271,7 @@ def test_future_that_calls_back_twice_ends_only_its_hold():
 
 
 def test_hold_until_after_release_works_only_for_private_copies(monkeypatch):
-    snapshot = over()
+    snapshot = snapshot_over()
     snapshot._copy.core.hold = lambda: False
     for method in ("spawn", "forkserver"):
         snapshot.hold_until(multiprocessing.get_context(method).Process(target=print))
@@ -283,7 +286,7 @@ def test_hold_until_after_release_works_only_for_private_copies(monkeypatch):
 
 
 def test_a_forked_child_reads_what_is_shared_and_nothing_else():
-    private, shared = over(), over()
+    private, shared = snapshot_over(), snapshot_over()
     shared._shared = True
     for each in (private, shared):
         each._birth = SimpleNamespace(foreign=lambda: True)
