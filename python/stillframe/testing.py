@@ -328,10 +328,10 @@ def _answers() -> dict[str, Any]:
 
 
 def _show_on_device() -> None:
-    said = _answers()
+    answers = _answers()
     shown: list[tuple[Any, str, Any]] = [
-        (skeleton, "_types", skeleton._make_types(**said)),
-        (skeleton, "_tree_types", skeleton._make_types(dtypes=skeleton._whole_dtypes(), **said)),
+        (skeleton, "_types", skeleton._make_types(**answers)),
+        (skeleton, "_tree_types", skeleton._make_types(dtypes=skeleton._whole_dtypes(), **answers)),
         (_device, "place_of", _place_on_device),
         (_device, "on_host", lambda tensor: False),
         (_device, "place_of_tensor", lambda tensor: _place_on_device(tensor.device)),

@@ -31,7 +31,7 @@ static void (*_Atomic during_populate)(void); /* called while threads populate *
 static char *populated;                       /* the last address that was populated */
 static atomic_int live_maps;                  /* mmap calls without their munmap */
 
-static inline int odd_madvise(void *addr, size_t len, int advice)
+static inline int fault_madvise(void *addr, size_t len, int advice)
 {
 	int err = 0;
 
@@ -158,7 +158,7 @@ static inline void start_client(struct client *client, struct sfr__pool *pool, u
 /* Installs the functions above in the table. */
 static inline void use_odd_system(void)
 {
-	sfr_sys.madvise = odd_madvise;
+	sfr_sys.madvise = fault_madvise;
 	sfr_sys.mmap = counted_mmap;
 	sfr_sys.munmap = counted_munmap;
 }

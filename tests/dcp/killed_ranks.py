@@ -42,12 +42,12 @@ def killed(path: Path, rank: int) -> Notes:
     response = dcp.async_save(state, path / "c", process_group=group)
     says = fails(response.upload_completion.result, 100)
     took = time.monotonic() - began
-    go_on_until_told(path, dist.get_world_size() - 1)
+    call_until_noticed(path, dist.get_world_size() - 1)
     again = functools.partial(dcp.async_save, process_group=group)
     return {"says": says, "took": took, "next": fails(again, state, path / "c")}
 
 
-def go_on_until_told(path: Path, living: int) -> None:
+def call_until_noticed(path: Path, living: int) -> None:
     """Keep calling, as a training would, until the killed rank is noticed."""
     began, store = time.monotonic(), dist.FileStore(f"{path}/counted")
     store.add("counted", 1)
@@ -69,7 +69,7 @@ def few_killed(path: Path, rank: int) -> Notes:
         FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     response = dcp.async_save(state, path / "c", process_group=group)
     says = fails(response.upload_completion.result, 60)
-    go_on_until_told(path, 3)
+    call_until_noticed(path, 3)
     return {"says": says}
 
 

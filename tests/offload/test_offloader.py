@@ -99,13 +99,13 @@ def test_host_never_waits(fake, engine):
 
 def test_sources_are_kept_alive_until_their_copies_complete(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
-        home = offloader.adopt(group(2)).tensors()
+        pooled = offloader.adopt(group(2)).tensors()
         fake.hold(True)
-        assert offloader.prefetch(home)
+        assert offloader.prefetch(pooled)
         (slot,) = offloader._coming
         assert not slot.landed() and slot._layout.sources
         fake.hold(False)
-        assert same(offloader.onload(home), group(2))
+        assert same(offloader.onload(pooled), group(2))
 
 
 def test_copies_and_waits_are_timed(fake, engine):
@@ -147,7 +147,7 @@ def test_copies_and_waits_are_timed(fake, engine):
 def test_cpu_tensors_are_onloaded_from_any_kind_of_memory(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         assert same(offloader.onload(group(1)), group(1))
-        home = offloader.adopt(group(2)).tensors()
-        assert same(offloader.onload(home), group(2))
+        pooled = offloader.adopt(group(2)).tensors()
+        assert same(offloader.onload(pooled), group(2))
         staged = offloader.stats()["bytes_staged"]
         assert staged == (0 if either == "cpu" else sum(t.nbytes for t in group(1)))

@@ -117,13 +117,13 @@ def test_group_written_after_its_prefetch_is_onloaded_again(either, engine, capl
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.adopt(group(1))
         assert offloader.prefetch(ticket)
-        home = ticket.tensors()  # tensors() writes nothing
+        pooled = ticket.tensors()  # tensors() writes nothing
         offloader.onload(ticket)
         assert offloader.stats()["groups_prefetched"] == 1
-        assert offloader.prefetch(ticket) and offloader.prefetch(home)
-        home[0].mul_(2)
+        assert offloader.prefetch(ticket) and offloader.prefetch(pooled)
+        pooled[0].mul_(2)
         assert torch.equal(offloader.onload(ticket)[0], group(1)[0] * 2)
-        assert torch.equal(offloader.onload(home)[0], group(1)[0] * 2)
+        assert torch.equal(offloader.onload(pooled)[0], group(1)[0] * 2)
         assert offloader.stats()["groups_stale"] == 2
     assert caplog.text.count("between prefetch() and onload()") == 1
 
@@ -149,8 +149,8 @@ def test_pool_memory_is_pinned_before_it_is_copied_to_the_device(engine):
         registered = driver.live("registered")
         assert same(offloader.onload(ticket), group(1))
         assert driver.live("registered") > registered
-        for home in (ticket, offloader.adopt(group(2)), offloader.offload(group(3))):
-            offloader.release(offloader.onload(home.tensors()))
+        for pooled in (ticket, offloader.adopt(group(2)), offloader.offload(group(3))):
+            offloader.release(offloader.onload(pooled.tensors()))
         assert offloader.stats()["bytes_staged"] == 0
         assert driver.violations == []
 

@@ -357,7 +357,7 @@ def snapshot(_: Path) -> Any:
 # ---- all of them ------------------------------------------------------------------------------
 
 
-def wrong_of(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
+def complaint_about(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
     """Make a call's allocations fail in turn; return the number of failures, and the errors
     found."""
     global failing
@@ -393,7 +393,7 @@ def wrong_of(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
 
 def main(mode: str, directory: Path, *wanted: str) -> None:
     gc.freeze()  # imported objects stay, and are not scanned again
-    found = {name: wrong_of(name, directory, mode == "once") for name in wanted or CALLS}
+    found = {name: complaint_about(name, directory, mode == "once") for name in wanted or CALLS}
     print(json.dumps(found))
 
 

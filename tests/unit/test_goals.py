@@ -107,6 +107,6 @@ def test_every_goal_has_a_row_in_the_table(scripts):
 def test_every_way_comes_first_in_its_turn_and_keeps_its_neighbours(scripts):
     import common
 
-    rounds = [common.turned("abc", number) for number in range(4)]
+    rounds = [common.rotated("abc", number) for number in range(4)]
     assert ["".join(each) for each in rounds] == ["abc", "bca", "cab", "abc"]
-    assert common.turned([], 3) == []
+    assert common.rotated([], 3) == []

@@ -108,7 +108,7 @@ def symbols() -> tuple[dict[str, str], list[tuple[str, str]]]:
         text=True,
         check=True,
     ).stdout
-    home: dict[str, str] = {}
+    defined_in: dict[str, str] = {}
     needs: list[tuple[str, str]] = []
     for line in listing.splitlines():
         file, symbol, kind = line.split()[:3]
@@ -118,17 +118,17 @@ def symbols() -> tuple[dict[str, str], list[tuple[str, str]]]:
         if kind == "U":
             needs.append((name, symbol))
         elif kind.isupper():
-            home[symbol] = name
-    return home, needs
+            defined_in[symbol] = name
+    return defined_in, needs
 
 
 def calls() -> Graph:
     """Return which file of the core calls which, by the symbols of its objects."""
-    home, needs = symbols()
+    defined_in, needs = symbols()
     graph: Graph = {}
     for name, symbol in needs:
-        if home.get(symbol, name) != name:
-            graph.setdefault(name, set()).add(home[symbol])
+        if defined_in.get(symbol, name) != name:
+            graph.setdefault(name, set()).add(defined_in[symbol])
     return graph
 
 
@@ -194,11 +194,13 @@ def test_no_two_files_of_the_core_call_each_other_and_no_folder_calls_upwards():
 
 
 def test_function_used_in_one_file_is_static():
-    home, needs = symbols()
+    defined_in, needs = symbols()
     others = (CORE / "sfr", BINDING, ROOT / "tests")
     needed = {symbol for _, symbol in needs}
     needed |= words(*(file for folder in others for file in folder.rglob("*.[ch]")))
-    assert {f"{file}: {symbol}" for symbol, file in home.items() if symbol not in needed} == set()
+    assert {
+        f"{file}: {symbol}" for symbol, file in defined_in.items() if symbol not in needed
+    } == set()
     said = [words(file) for file in BINDING.rglob("*.c")]
     declared = re.compile(r"(?m)^\w[^;{}()]*?\b(sfr_py_\w+)\([^;{}]*\);")
     lone = {

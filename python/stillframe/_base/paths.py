@@ -177,6 +177,7 @@ def _can_stand(mode: int, follow_link: bool) -> bool:
 
 
 def _check_name(parent: str, name: str, follow_link: bool) -> None:
+    """Raise OSError if a save could not make a file of this name."""
     full = os.path.join(parent, name)
     if not name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -86,6 +86,7 @@ def check(directory: str, read: Callable[[IO[bytes]], Any]) -> Checked:
 
 
 def _check_file(path: str, places: list[_ItemRange], found: Checked) -> None:
+    """Check the items of one file."""
     items = f"it holds {places[0].name}" + (f" and {len(places) - 1} more" if places[1:] else "")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -302,6 +302,7 @@ def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
 
 
 def _kind(value: Any) -> Hashable:
+    """Return what a plan depends on in a value; None if the value plans its own items."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value.shape, value.dtype, value.layout, value.requires_grad
     if isinstance(value, DTensor):

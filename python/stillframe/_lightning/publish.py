@@ -72,7 +72,7 @@ def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[Sav
 
     def call(report: SaveReport) -> None:
         try:
-            with _put_back(callback, state):
+            with _with_state(callback, state):
                 notify(callback)
         except ReferenceError:  # Lightning passes a weak proxy, and the callback was freed
             log.warning("stillframe: loggers are not told of %s: its callback is gone", report.path)
@@ -81,7 +81,8 @@ def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[Sav
 
 
 @contextmanager
-def _put_back(callback: Any, state: dict[str, Any]) -> Iterator[None]:
+def _with_state(callback: Any, state: dict[str, Any]) -> Iterator[None]:
+    """Give the callback an earlier state inside the block."""
     current = {name: getattr(callback, name) for name in state}
     try:
         for name, value in state.items():

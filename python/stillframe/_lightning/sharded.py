@@ -49,7 +49,7 @@ Original = Callable[..., Any]
 META = "meta.pt"
 
 
-def stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
+def wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
     """Make `checkpoints` save the sharded checkpoints of `trainer`, until `wraps` is restored."""
     strategy = trainer.strategy
     wraps.put(strategy, "save_checkpoint", functools.partial(_save, checkpoints, trainer))
@@ -73,6 +73,7 @@ def _save(
     filepath: Any,
     storage_options: Any | None = None,
 ) -> None:
+    """Save in place of the strategy's `save_checkpoint`."""
     strategy = trainer.strategy
     if storage_options is not None:
         original(checkpoint, filepath, storage_options)  # raises that they are not supported
@@ -94,6 +95,7 @@ def _save(
 def _load(
     checkpoints: Checkpoints, strategy: Any, original: Original, *args: Any, **kwargs: Any
 ) -> Any:
+    """Load by the strategy after the saves of all ranks to that path have ended."""
     given = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
     place = Place.of(strategy.broadcast(given))
     if not place.remote:
@@ -361,6 +363,7 @@ def _states(
 
 
 def _getters(strategy: Any, model: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return functions that get the sharded states of a model and of an optimizer."""
     if sharded_as(strategy) == "state_dict":
         from torch.distributed.checkpoint.state_dict import (
             get_model_state_dict,

@@ -293,6 +293,7 @@ def _unpickler(base: Any, archive: Archive, own: Callable[[str], bool] | None) -
 def _short_cut(
     archive: Archive, own: Callable[[str], bool], theirs: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
+    """Return a `persistent_load` that handles plain storages itself and others as torch does."""
     made: dict[str, Any] = {}
 
     def persistent_load(saved: Any) -> Any:

@@ -109,6 +109,7 @@ class _Traffic:
         return saved, view
 
     def _send_early(self) -> None:
+        """Offload the oldest tensors beyond the `keep_last` newest ones."""
         while len(self._staying) > self._keep_last:
             saved = self._staying.popleft()()
             # A tensor that was written to since stays, so that backward reports the write.
@@ -173,6 +174,7 @@ class OffloadedActivations:
         return {device: each.offloader.stats() for device, each in self._traffic.items()}
 
     def _take(self, tensor: Tensor) -> Any:
+        """Return what autograd saves in place of a tensor; None if it saves the tensor itself."""
         if not self._is_wanted(tensor):
             return None
         if graph.task() != graph.NO_TASK:
@@ -186,6 +188,7 @@ class OffloadedActivations:
         return _SavedView(self, saved, view)
 
     def _is_wanted(self, tensor: Tensor) -> bool:
+        """Return whether a saved tensor is worth offloading and may be offloaded."""
         if tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return False  # neither parameters nor other subclasses
         if tensor.numel() * tensor.itemsize < max(self._min_bytes, 1):

@@ -115,6 +115,7 @@ class Layer:
     def _add_tensors_of(
         self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]
     ) -> None:
+        """Add the tensors of a module, each once, and every reference to them."""
         for name, tensor in entries.items():
             if tensor is None:
                 continue
@@ -125,6 +126,7 @@ class Layer:
             self.references.append(TensorRef(module, entries, name, index))
 
     def _check(self, tensor: Tensor, name: str) -> None:
+        """Refuse a tensor that cannot be offloaded."""
         what = f"{self.name}: {name}"
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise TypeError(f"{what} has no shape yet: run the lazy module once before")
@@ -248,6 +250,7 @@ class Layer:
         return bool(targets) and not targets.isdisjoint(map(id, tensors))
 
     def _settle(self) -> None:
+        """Copy the changes of forwards back to the CPU's tensors, oldest first."""
         while self._writes:
             write = self._writes.pop(0)
             for target in write.targets[: write.nr_counted]:

@@ -129,6 +129,7 @@ class OffloadedLayers:
         return [layer.name for layer in self._layers if self._residents.has(layer)]
 
     def _watch(self, layer: Layer) -> None:
+        """Register the hooks of a layer."""
         module = layer.module
         self._handles += [
             module.register_forward_pre_hook(Hook(self._before, layer), prepend=True),
@@ -142,6 +143,7 @@ class OffloadedLayers:
     # ---- forward ----
 
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
+        """Bring a layer to the device before its forward."""
         arguments.refuse_reduction(layer)
         if any(use.layer is layer for use in self._open):  # the module calls itself
             self._open.append(next(use for use in self._open if use.layer is layer))
@@ -191,6 +193,7 @@ class OffloadedLayers:
         return values
 
     def _after(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
+        """Put a layer's CPU tensors back after its forward."""
         if not self._open or self._open[-1].layer is not layer:
             return  # its forward has not begun
         use = self._open.pop()
@@ -208,6 +211,7 @@ class OffloadedLayers:
             self._residents.give_up(layer)
 
     def _end_use(self, use: LayerUse, output: Any, stays: bool) -> None:
+        """End a forward: restore the layer, and copy back what the forward has written."""
         layer = use.layer
         if use.hooks is not None:
             use.hooks.leave()
@@ -341,6 +345,7 @@ class OffloadedLayers:
         )
 
     def _backward_ended(self, task: int, succeeded: bool) -> None:
+        """End a backward: give up its prefetches and add up the gradients."""
         inside = self._end_listener.is_inside(task)
         steps: list[Callable[[], object]] = []
         if self._current is None or self._current_task == task:  # else: a backward inside another

@@ -110,6 +110,7 @@ class Layout:
     def _make(
         self, bases: Sequence[tuple[torch.UntypedStorage, int]], device: torch.device
     ) -> list[torch.Tensor]:
+        """Return the tensors; `bases` are the storage and the offset of each source."""
         made = []
         for view in self.views:
             tensor = torch.empty(0, dtype=view.dtype, device=device)

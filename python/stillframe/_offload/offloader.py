@@ -155,6 +155,7 @@ class Offloader:
             return self._leave(Layout(_layout.check(tensors, HOST, "adopt")), 0)
 
     def _leave(self, layout: Layout, number: int) -> Ticket:
+        """Start to copy a group into the pool."""
         core = _core.Snapshot(self._pool.core, layout.rows(number), _core.SNAPSHOT_LEAVES)
         memory = self._pool.lease(core, layout.nbytes)
         leaving = Leaving(core, layout, self._pool.stream() if number else None)

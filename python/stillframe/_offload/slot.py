@@ -74,6 +74,7 @@ class Slot:
     def _start(
         self, what: Ticket | Sequence[torch.Tensor], sources: list[Source], base: int
     ) -> None:
+        """Queue the copies to the device, from pinned memory."""
         pool = self._pool
         core = what._leaving.core if isinstance(what, Ticket) else None
         if core is None and any(map(self._is_pageable, self._given)):
@@ -133,6 +134,7 @@ class Slot:
         return not self.taken and self._ticket is not None and self._ticket() is None
 
     def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
+        """Return what identifies the present contents of the sources."""
         if isinstance(what, Ticket):
             return what._writes()
         return [

@@ -159,6 +159,8 @@ class _Callbacks:
 
 
 class _Completion:
+    """The completion thread: it takes notices of the core and settles saves."""
+
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()

@@ -31,6 +31,8 @@ Work = Callable[[bool], bool]
 
 
 class _Worker:
+    """Runs external work on a thread when its entry is at the head of the log."""
+
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None

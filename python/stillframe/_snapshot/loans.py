@@ -137,8 +137,8 @@ class Loan:
         """Serve the channel until the loan is over; called on a thread of its own."""
         while True:
             try:
-                said = self._channel.recv(1)
-                if not said or not self._lend():
+                message = self._channel.recv(1)
+                if not message or not self._lend():
                     return
             except TimeoutError:
                 self._count_as_used()
@@ -338,6 +338,7 @@ def _storage(memory: Borrowed, offset: int, nbytes: int) -> torch.UntypedStorage
 def _with_bits(
     tensor: torch.Tensor, conj: bool, neg: bool, parameter: bool, requires_grad: bool
 ) -> torch.Tensor:
+    """Return the tensor, or a Parameter of it, with its conjugate and negative bits."""
     tensor = _toggled(tensor, conj, neg)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad)

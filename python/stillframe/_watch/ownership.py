@@ -203,6 +203,7 @@ class Owner:
         return True
 
     def _record(self, groups: Any, state: Any) -> None:
+        """Record samples after a step, and resolve claims of several optimizers to a storage."""
         # A torch function mode, such as a default device, would run Python code at each read.
         with torch._C.DisableTorchFunction():
             clashes: list[tuple[int, int]] = []

@@ -102,6 +102,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _passed_on(
     optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
+    """Return the arguments with a closure that waits at its end; None to wait at once."""
     # Another pre-hook may write, and it runs before the closure.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
@@ -141,6 +142,8 @@ def _gate_writers(kind: type[Any]) -> None:
 
 
 def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that counts as a step of the optimizer."""
+
     def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
         _before_writing(self)
         try:

@@ -230,7 +230,7 @@ static void *post_notices(void *unused)
 }
 
 /* These two hold a lock of the log, or of the temporaries, most of the time. */
-static void *ask_the_log(void *unused)
+static void *query_log(void *unused)
 {
 	(void)unused;
 	while (!atomic_load(&stop))
@@ -238,7 +238,7 @@ static void *ask_the_log(void *unused)
 	return NULL;
 }
 
-static void *ask_for_temporaries(void *unused)
+static void *query_temporaries(void *unused)
 {
 	struct sfr__tmp tmp = { .serial = 0 };
 
@@ -248,7 +248,7 @@ static void *ask_for_temporaries(void *unused)
 	return NULL;
 }
 
-static void child_has_none_of_it_and_starts_anew(void *arg)
+static void check_child_starts_without_state(void *arg)
 {
 	const char *path = arg;
 	struct sfr__tmp tmp = { .serial = 0 };
@@ -284,7 +284,7 @@ static void child_has_none_of_it_and_starts_anew(void *arg)
 
 #define NR_BUSY 5
 static void *(*const busy[NR_BUSY])(void *) = { open_and_close, open_and_close, post_notices,
-						ask_the_log, ask_for_temporaries };
+						query_log, query_temporaries };
 
 TEST(child_forked_amid_opens_and_closes_has_only_its_own_descriptors)
 {
@@ -305,7 +305,7 @@ TEST(child_forked_amid_opens_and_closes_has_only_its_own_descriptors)
 	for (int i = 0; i < NR_BUSY; i++)
 		CHECK_EQ(pthread_create(&threads[i], NULL, busy[i], path), 0);
 	for (int i = 0; i < 60; i++) {
-		in_child(child_has_none_of_it_and_starts_anew, path);
+		in_child(check_child_starts_without_state, path);
 		while (sfr_notice_wait(&notice, 0) == 0)
 			;
 	}
@@ -358,12 +358,12 @@ static void *open_and_close_it(void *path)
 	return NULL;
 }
 
-static void child_has_not(void *arg)
+static void check_child_lacks_fd(void *arg)
 {
 	CHECK(fcntl(*(int *)arg, F_GETFD) < 0);
 }
 
-static void child_opens_and_closes(void *arg)
+static void open_and_close_in_child(void *arg)
 {
 	sfr_sys.open = slow_open;
 	sfr_sys.close = slow_close;
@@ -387,9 +387,9 @@ TEST(a_fork_does_not_wait_for_a_close)
 	sfr_sys.close = hanging_close;
 	CHECK_EQ(pthread_create(&thread, NULL, close_it, &fd), 0);
 	(void)sem_wait(&inside);
-	in_child(child_has_not, &fd); /* still open in the parent, and closed in the child */
+	in_child(check_child_lacks_fd, &fd); /* still open in the parent, and closed in the child */
 	CHECK(is_locked(path));
-	in_child(child_opens_and_closes, path);
+	in_child(open_and_close_in_child, path);
 	(void)sem_post(&go_on);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 
@@ -421,7 +421,7 @@ TEST(a_fork_does_not_wait_for_an_open_that_hangs)
 	sfr_sys.open = hanging_open;
 	CHECK_EQ(pthread_create(&thread, NULL, open_and_close_it, path), 0);
 	(void)sem_wait(&inside);
-	in_child(child_opens_and_closes, path); /* the child has its own lock */
+	in_child(open_and_close_in_child, path); /* the child has its own lock */
 	sfr_sys.open = plain.open;
 	/* the parent can still open files */
 	CHECK_EQ(sfr__fd_close(sfr__fd_open(path, O_RDONLY, 0)), 0);

@@ -40,7 +40,7 @@ static void against_the_order(void)
 	sfr__lock(&outer);
 }
 
-static void two_of_a_rank(void)
+static void lock_two_of_a_rank(void)
 {
 	struct sfr__mutex twin = SFR__MUTEX(SFR__LOCK_ENGINE);
 
@@ -48,12 +48,12 @@ static void two_of_a_rank(void)
 	sfr__lock(&twin);
 }
 
-static void gives_up_what_it_has_not(void)
+static void unlock_without_lock(void)
 {
 	sfr__unlock(&inner);
 }
 
-static void waits_under_two(void)
+static void wait_with_two_locks(void)
 {
 	pthread_cond_t cond;
 
@@ -67,9 +67,9 @@ TEST(only_violations_of_the_lock_order_abort)
 {
 	CHECK_EQ(end_of(in_order), 0);
 	CHECK_EQ(end_of(against_the_order), SIGABRT);
-	CHECK_EQ(end_of(two_of_a_rank), SIGABRT);
-	CHECK_EQ(end_of(gives_up_what_it_has_not), SIGABRT);
-	CHECK_EQ(end_of(waits_under_two), SIGABRT);
+	CHECK_EQ(end_of(lock_two_of_a_rank), SIGABRT);
+	CHECK_EQ(end_of(unlock_without_lock), SIGABRT);
+	CHECK_EQ(end_of(wait_with_two_locks), SIGABRT);
 }
 
 int main(void)

@@ -17,7 +17,7 @@ static struct sfr_notice next(uint64_t slice_ns, int *rc)
 	return notice;
 }
 
-static void *wait_for_news(void *arg)
+static void *wait_for_notice(void *arg)
 {
 	int rc;
 
@@ -43,11 +43,11 @@ static bool is_asleep(pid_t tid)
 static pid_t waiter_tid;
 static atomic_bool waiter_known;
 
-static void *tell_and_wait(void *arg)
+static void *announce_and_wait(void *arg)
 {
 	waiter_tid = gettid();
 	waiter_known = true;
-	return wait_for_news(arg);
+	return wait_for_notice(arg);
 }
 
 /* Runs first, because nothing must have been posted before it. */
@@ -59,7 +59,7 @@ TEST(stop_and_notices_wake_a_waiting_thread)
 		pthread_t thread;
 
 		waiter_known = false;
-		CHECK_EQ(pthread_create(&thread, NULL, tell_and_wait, &got), 0);
+		CHECK_EQ(pthread_create(&thread, NULL, announce_and_wait, &got), 0);
 		while (!waiter_known || !is_asleep(waiter_tid))
 			(void)usleep(100);
 		if (with_news)

@@ -41,7 +41,7 @@ struct signalled {
 	bool flag;
 };
 
-static void *signal_it(void *arg)
+static void *set_and_signal(void *arg)
 {
 	struct signalled *s = arg;
 
@@ -70,7 +70,7 @@ TEST(a_condition_wait_ends_at_its_deadline_or_when_woken)
 	CHECK(sfr__now_ns() >= deadline);
 	CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, 0), SFR_EAGAIN); /* the deadline has passed */
 
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, signal_it, &s), 0);
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, set_and_signal, &s), 0);
 	while (!s.flag)
 		CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, SFR_FOREVER), 0);
 	sfr__unlock(&s.mu);
@@ -78,7 +78,7 @@ TEST(a_condition_wait_ends_at_its_deadline_or_when_woken)
 	(void)pthread_cond_destroy(&s.cond);
 }
 
-static void *tell_nobody(void *arg)
+static void *set_without_signal(void *arg)
 {
 	struct signalled *s = arg;
 
@@ -96,7 +96,8 @@ TEST(wait_recovers_from_a_lost_wake_up)
 
 	CHECK_EQ(sfr__cond_init(&s.cond), 0);
 	sfr__lock(&s.mu);
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, tell_nobody, &s), 0);
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, set_without_signal, &s),
+		 0);
 	while (!s.flag)
 		CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, SFR_FOREVER), 0);
 	sfr__unlock(&s.mu);
@@ -112,7 +113,7 @@ struct self {
 	bool open;    /* signals that it raises itself are not */
 };
 
-static void *look_at_self(void *arg)
+static void *describe_thread(void *arg)
 {
 	struct self *self = arg;
 	sigset_t set;
@@ -141,7 +142,7 @@ TEST(new_thread_has_its_name_priority_and_signal_mask)
 	(void)sigemptyset(&after);
 	(void)pthread_sigmask(SIG_SETMASK, NULL, &before);
 	if (!CHECK_EQ(sfr__thread_start(&thread, "sfr-writer12345678", SFR__BACKGROUND,
-					look_at_self, &self),
+					describe_thread, &self),
 		      0))
 		return;
 	CHECK_EQ(sfr_sys.thread_join(thread, &value), 0);
@@ -167,8 +168,8 @@ TEST(awaited_threads_keep_priority_and_prompt_ones_wake_in_time)
 		pthread_t thread;
 
 		if (!CHECK_EQ(sfr__thread_start(&thread, "sfr-test",
-						prompt ? SFR__PROMPT : SFR__AWAITED, look_at_self,
-						&self),
+						prompt ? SFR__PROMPT : SFR__AWAITED,
+						describe_thread, &self),
 			      0))
 			continue;
 		CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
@@ -222,19 +223,20 @@ TEST(failed_thread_start_returns_an_error_and_leaks_nothing)
 
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_inject_set(&no_thread), 0);
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, look_at_self, &self),
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread, &self),
 		 -EAGAIN);
 	CHECK_EQ(sfr_inject_calls("malloc"), sfr_inject_calls("free"));
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&no_memory), 0);
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, look_at_self, &self),
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread, &self),
 		 -ENOMEM);
 	CHECK_EQ(sfr_inject_calls("thread_create"), 0);
 	sfr_inject_clear();
 
 	/* If the priority cannot be lowered, the thread runs nevertheless. */
 	CHECK_EQ(sfr_inject_set(&no_nice), 0);
-	if (CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, look_at_self, &self),
+	if (CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread,
+				       &self),
 		     0))
 		CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
 	CHECK(self.blocked);

@@ -7,7 +7,7 @@
 /* ---- damage: every byte, every length --------------------------------------- */
 
 /* Returns whether a flip has made a size true. A size of zero in a local header is not checked. */
-static bool became_true(const struct archive *a, size_t at)
+static bool flip_makes_size_right(const struct archive *a, size_t at)
 {
 	for (size_t i = 0; i < a->nr; i++)
 		for (size_t field = 18; field <= 22; field += 4)
@@ -38,9 +38,10 @@ static void flip_every_bit(struct archive *a)
 				abort();
 			v = check_fd(fd, SFR_CHECK_BYTES);
 			/* Exactly the bytes that are not marked are checked. */
-			check__that(v.rc == 0 && v.ok == (is_blind || became_true(a, at)), __FILE__,
-				    __LINE__, "bit %d of byte %zu: %s (mark '%c')", bit, at,
-				    v.ok ? "accepted" : v.error, a->blind[at] ? a->blind[at] : '-');
+			check__that(v.rc == 0 && v.ok == (is_blind || flip_makes_size_right(a, at)),
+				    __FILE__, __LINE__, "bit %d of byte %zu: %s (mark '%c')", bit,
+				    at, v.ok ? "accepted" : v.error,
+				    a->blind[at] ? a->blind[at] : '-');
 			blind += v.ok;
 			seen += !v.ok;
 			/* A check of the structure alone never finds more than one that also

@@ -147,14 +147,14 @@ TEST(every_read_may_fail_in_a_long_file)
 }
 
 /* Reads as usual. From the nth read on, it returns other bytes for the directory's first chunk. */
-static uint64_t meddle_from;
-static off_t meddle_at;
-static char meddle_with;
-static ssize_t meddling_pread(int fd, void *buf, size_t len, off_t off)
+static uint64_t write_before_nr;
+static off_t write_at;
+static char written_byte;
+static ssize_t writing_pread(int fd, void *buf, size_t len, off_t off)
 {
 	ssize_t n = pread(fd, buf, len, off);
 
-	if (--meddle_from == 0 && pwrite(fd, &meddle_with, 1, meddle_at) != 1)
+	if (--write_before_nr == 0 && pwrite(fd, &written_byte, 1, write_at) != 1)
 		abort();
 	return n;
 }
@@ -170,12 +170,12 @@ TEST(check_detects_names_that_change_meanwhile)
 	struct verdict v;
 
 	CHECK(strcmp(a.records[6].name, names[0]) == 0);
-	sfr_sys.pread = meddling_pread;
+	sfr_sys.pread = writing_pread;
 	for (int what = 0; what < 3; what++) {
 		/* After the walk has passed: another name, no record at all, nothing. */
-		meddle_from = 50;
-		meddle_at = (off_t)(what == 0 ? central + 46 + 10 : central);
-		meddle_with = what == 2 ? (char)a.buf[central] : 'q';
+		write_before_nr = 50;
+		write_at = (off_t)(what == 0 ? central + 46 + 10 : central);
+		written_byte = what == 2 ? (char)a.buf[central] : 'q';
 		v = check_fd(fd, 0);
 		CHECK_EQ(v.rc, 0);
 		if (what == 0)

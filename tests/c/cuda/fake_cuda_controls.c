@@ -262,7 +262,7 @@ EXPORT void fake_cuda_settle(void)
 	memset(fk.nr_not_ready, 0, sizeof(fk.nr_not_ready));
 	while (!is_settled() && !fk.never_settles)
 		if (pthread_cond_timedwait(&fk.cv, &fk.mu, &end) == ETIMEDOUT) {
-			fake__violated("a lane with copies in flight does not ask for them");
+			fake__violated("a lane with copies in flight does not query them");
 			fk.never_settles = true;
 		}
 	pthread_mutex_unlock(&fk.mu);

@@ -193,7 +193,7 @@ static int queue_copy(struct op op, CUstream stream, const char *call)
 		fake__violated("a copy %s memory that is not registered",
 			       op.to_device ? "from" : "to");
 	if (!stream->knows_caller)
-		fake__violated("a copy on a stream that has waited for nothing of its caller");
+		fake__violated("a copy on a stream that has not waited for its caller");
 	op.pageable = !pinned;
 	if (!op.to_device)
 		fake__spoil(&op);

@@ -9,7 +9,7 @@
 /* ---- the streams' threads ----------------------------------------------------- */
 
 /* Pauses for a random time, without the lock. */
-static void pause_a_little(void)
+static void random_pause(void)
 {
 	struct timespec ts = { 0 };
 
@@ -32,7 +32,7 @@ static uint64_t now_ns(void)
 }
 
 /* Completes the copies before an event. */
-static void land(struct CUstream_st *stream)
+static void complete_op(struct CUstream_st *stream)
 {
 	struct op *op;
 	bool straddles;
@@ -72,7 +72,7 @@ static bool is_stuck(const struct CUstream_st *stream)
 static void run(struct CUstream_st *stream, struct op *op)
 {
 	if (op->kind != COPY)
-		pause_a_little();
+		random_pause();
 	switch (op->kind) {
 	case COPY:
 		fake__spend(COPY_NS);
@@ -83,7 +83,7 @@ static void run(struct CUstream_st *stream, struct op *op)
 		stream->queued_end = &op->next;
 		return;
 	case RECORD:
-		land(stream);
+		complete_op(stream);
 		if (!fk.dead_of[stream->device] && op->event->completed < op->gen) {
 			op->event->completed = op->gen;
 			op->event->at_ns = now_ns();
@@ -106,7 +106,7 @@ static void run(struct CUstream_st *stream, struct op *op)
 }
 
 /* Returns whether the stream's next operation may run now. */
-static bool has_turn(const struct CUstream_st *stream)
+static bool may_run(const struct CUstream_st *stream)
 {
 	bool callers = fk.first == CALLERS;
 
@@ -153,7 +153,7 @@ static void *stream_main(void *arg)
 	while (!stream->dropped) {
 		struct op *op = stream->head;
 
-		if (op && !fk.held && !has_turn(stream)) {
+		if (op && !fk.held && !may_run(stream)) {
 			pthread_cond_wait(&fk.cv, &fk.mu);
 		} else if (op && !fk.held) {
 			stream->head = op->next;
@@ -165,7 +165,7 @@ static void *stream_main(void *arg)
 			stream->nr_ops--;
 			pthread_cond_broadcast(&fk.cv);
 		} else if (!op && !stream->alive && (!stream->queued || stream->flushed)) {
-			land(stream);
+			complete_op(stream);
 			break;
 		} else {
 			pthread_cond_wait(&stream->todo, &fk.mu);
@@ -239,7 +239,7 @@ static void check_waited(const struct CUevent_st *event)
 {
 	if (event->of_caller && !event->waited && !event->timing && !fk.dead_of[event->device])
 		fake__violated(
-			"an event was recorded on a caller's stream and nobody waited for it");
+			"an event was recorded on a caller's stream and no stream waited for it");
 }
 
 static bool usable_event(CUevent event, const char *call)
@@ -331,7 +331,7 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
 			code = CUDA_ERROR_NOT_READY;
 			fake__check_holder("cuStreamQuery");
 		} else {
-			land(stream);
+			complete_op(stream);
 		}
 		if (!code && fk.dead_of[stream->device])
 			code = fk.dead_of[stream->device];

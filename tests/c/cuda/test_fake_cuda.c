@@ -23,9 +23,9 @@ static _Alignas(4096) char pinned[3 * 4096];
 static char source[3 * 4096];
 static void *caller;
 static CUstream lane;
-static CUevent e, landed;
+static CUevent e, copied;
 
-static void look_up(void)
+static void load_symbols(void)
 {
 	void *handle = dlopen(getenv("STILLFRAME_LIBCUDA"), RTLD_NOW | RTLD_LOCAL), *found;
 
@@ -55,7 +55,7 @@ static void begin(void)
 	CHECK_EQ(cu.push(context), 0);
 	CHECK_EQ(cu.stream_new(&lane, CU_STREAM_NON_BLOCKING), 0);
 	CHECK_EQ(cu.event_new(&e, CU_EVENT_DISABLE_TIMING), 0);
-	CHECK_EQ(cu.event_new(&landed, CU_EVENT_DISABLE_TIMING), 0);
+	CHECK_EQ(cu.event_new(&copied, CU_EVENT_DISABLE_TIMING), 0);
 	CHECK_EQ(cu.host_register(pinned, sizeof(pinned), CU_MEMHOSTREGISTER_PORTABLE), 0);
 }
 
@@ -102,10 +102,10 @@ TEST(correct_work_is_no_violation_and_completes)
 	begin();
 	mark();
 	CHECK_EQ(copy(pinned, 100), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	CHECK_EQ(pinned[99], 7);
-	CHECK_EQ(cu.event_free(landed), 0);
+	CHECK_EQ(cu.event_free(copied), 0);
 	CHECK_EQ(cu.event_free(e), 0);
 	CHECK_EQ(cu.stream_free(lane), 0);
 	CHECK_EQ(cu.host_unregister(pinned), 0);
@@ -130,29 +130,29 @@ TEST(missing_order_is_a_violation)
 {
 	begin();
 	(void)copy(pinned, 100);
-	end("waited for nothing of its caller");
+	end("not waited for its caller");
 
 	begin();
 	mark();
 	CHECK_EQ(cu.event_record(e, caller), 0);
 	CHECK_EQ(cu.event_record(e, caller), 0);
-	end("nobody waited for it");
+	end("no stream waited for it");
 
 	begin();
 	CHECK_EQ(cu.event_record(e, caller), 0);
 	CHECK_EQ(cu.event_free(e), 0);
-	end("nobody waited for it");
+	end("no stream waited for it");
 
 	begin();
-	(void)cu.stream_wait(caller, landed, 0);
+	(void)cu.stream_wait(caller, copied, 0);
 	end("never recorded");
 
 	begin();
 	fake.fake_cuda_hold(1);
 	mark();
 	CHECK_EQ(copy(pinned, 100), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	CHECK_EQ(cu.event_query(landed), CUDA_ERROR_NOT_READY);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	CHECK_EQ(cu.event_query(copied), CUDA_ERROR_NOT_READY);
 	end("must not wait for the device");
 }
 
@@ -202,8 +202,8 @@ TEST(use_of_a_destroyed_object_is_a_violation)
 	end("a stream that was destroyed");
 
 	begin();
-	CHECK_EQ(cu.event_free(landed), 0);
-	(void)cu.event_record(landed, lane);
+	CHECK_EQ(cu.event_free(copied), 0);
+	(void)cu.event_record(copied, lane);
 	end("an event that was destroyed");
 
 	begin();
@@ -221,14 +221,14 @@ TEST(touching_a_capture_is_a_violation)
 
 	begin();
 	mark();
-	CHECK_EQ(cu.event_record(landed, lane), 0);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
 	fake.fake_cuda_capture(caller, 1);
-	(void)cu.stream_wait(caller, landed, 0);
+	(void)cu.stream_wait(caller, copied, 0);
 	end("put into a graph");
 
 	begin();
 	fake.fake_cuda_capture(caller, 1);
-	CHECK(cu.event_query(landed) != CUDA_SUCCESS);
+	CHECK(cu.event_query(copied) != CUDA_SUCCESS);
 	end("cuEventQuery while a graph is captured");
 }
 
@@ -304,8 +304,8 @@ TEST(call_waits_when_the_stream_is_full)
 	mark();
 	for (int i = 0; i < 100; i++)
 		CHECK_EQ(copy(pinned + 40 * i, 40), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	CHECK_EQ(pinned[99 * 40], 7);
 	end(NULL);
 
@@ -324,8 +324,8 @@ TEST(call_waits_when_the_stream_is_full)
 	for (int i = 0; i < 1000 && fake.fake_cuda_nr_violations() == 0; i++)
 		CHECK_EQ(copy(pinned + i, 1), 0);
 	sfr__unlock(&mu);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	end("under a lock");
 }
 
@@ -356,8 +356,8 @@ TEST(invalid_batch_is_refused)
 	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), CUDA_ERROR_INVALID_VALUE);
 	fake.fake_cuda_segments(0);
 	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	end(NULL);
 }
 
@@ -389,8 +389,8 @@ TEST(rows_are_copied_by_their_pitch)
 	rows[1].dst.ptr += 2048;
 	CHECK_EQ(cu.batch_3d(2, rows, 0, lane), 0);
 	CHECK_EQ(cu.copy_2d(&copy_2d, lane), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	for (int i = 0; i < 3; i++)
 		CHECK(pinned[i * 80] == 20 + i && pinned[i * 80 + 63] == 20 + i &&
 		      pinned[2048 + i * 80 + 63] == 20 + i);
@@ -444,7 +444,7 @@ TEST(calls_copies_and_registrations_take_time)
 	end(NULL);
 }
 
-static void *asks_elsewhere(void *unused)
+static void *count_on_other_thread(void *unused)
 {
 	int count;
 
@@ -462,7 +462,7 @@ TEST(calls_are_also_counted_by_thread)
 	begin();
 	all = fake.fake_cuda_calls("*");
 	here = fake.fake_cuda_calls_here("*");
-	CHECK_EQ(pthread_create(&other, NULL, asks_elsewhere, NULL), 0);
+	CHECK_EQ(pthread_create(&other, NULL, count_on_other_thread, NULL), 0);
 	CHECK_EQ(pthread_join(other, NULL), 0);
 	CHECK_EQ(fake.fake_cuda_calls("*") - all, 1);
 	CHECK_EQ(fake.fake_cuda_calls_here("*") - here, 0);
@@ -485,7 +485,7 @@ int main(void)
 {
 	if (!fake_load())
 		return CHECK_SKIPPED;
-	look_up();
+	load_symbols();
 	check_run();
 	return check_done();
 }

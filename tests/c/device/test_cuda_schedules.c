@@ -234,7 +234,7 @@ static bool step(struct taken *t, enum step kind)
 /* ---- one schedule -------------------------------------------------------------------- */
 
 /* Checks the file of a save that has ended: it holds exactly one step, or does not exist. */
-static void look(unsigned number, const struct taken *t)
+static void check_file(unsigned number, const struct taken *t)
 {
 	char name[8];
 
@@ -371,7 +371,7 @@ static void one_schedule(uint64_t seed)
 		if (taken[i].save) {
 			(void)sfr_save_confirm(taken[i].save, -1);
 			end(&taken[i]);
-			look(i, &taken[i]);
+			check_file(i, &taken[i]);
 		}
 	}
 	take_notices();

@@ -101,47 +101,47 @@ TEST(a_file_of_any_length_is_saved)
 
 static struct sfr__file *asking;
 static struct sfr_sys real;
-static unsigned nr_calls, nr_unasked;
+static unsigned nr_calls, nr_without_time;
 
-static void look_at_it(void)
+static void count_call(void)
 {
 	nr_calls++;
-	nr_unasked += sfr__file_asked_since(asking) == 0;
+	nr_without_time += sfr__file_asked_since(asking) == 0;
 }
 
 static int asked_open(int dir, const char *name, int flags, mode_t mode)
 {
-	look_at_it();
+	count_call();
 	return real.open(dir, name, flags, mode);
 }
 
 static ssize_t asked_pwrite(int fd, const void *buf, size_t len, off_t off)
 {
-	look_at_it();
+	count_call();
 	return real.pwrite(fd, buf, len, off);
 }
 
 static int asked_fallocate(int fd, int mode, off_t off, off_t len)
 {
-	look_at_it();
+	count_call();
 	return real.fallocate(fd, mode, off, len);
 }
 
 static int asked_ftruncate(int fd, off_t len)
 {
-	look_at_it();
+	count_call();
 	return real.ftruncate(fd, len);
 }
 
 static int asked_fdatasync(int fd)
 {
-	look_at_it();
+	count_call();
 	return real.fdatasync(fd);
 }
 
 static int asked_unlink(int dir, const char *name)
 {
-	look_at_it();
+	count_call();
 	return real.unlink(dir, name);
 }
 
@@ -169,7 +169,7 @@ TEST(every_call_that_may_hang_is_recorded_while_it_runs)
 	sfr__file_fini(&f); /* without a commit */
 	sfr_sys = real;
 	CHECK(nr_calls >= 7);
-	CHECK_EQ(nr_unasked, 0);
+	CHECK_EQ(nr_without_time, 0);
 	dir_remove(dir);
 }
 
@@ -365,7 +365,7 @@ static void put_line(const char *path, const char *line)
 
 /* Enters a new mount namespace; without root's rights, inside a user namespace in which this
  * process is root. */
-static void leave_the_mounts(void)
+static void enter_mount_namespace(void)
 {
 	char uid[48], gid[48];
 
@@ -385,7 +385,7 @@ static void saves_on_small_disks(const char *dir)
 	char options[32];
 	bool fitted = false;
 
-	leave_the_mounts();
+	enter_mount_namespace();
 	if (mount("none", "/", "none", MS_REC | MS_PRIVATE, NULL) < 0)
 		_exit(CHILD_SKIPS);
 	CHECK_EQ(sfr_inject_install(), 0);

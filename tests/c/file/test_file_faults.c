@@ -105,7 +105,7 @@ static const struct case_ cases[] = {
 	{ "close", EDQUOT, 1, false, -EDQUOT, SFR_PHASE_WRITE, true, -1 },
 };
 
-static void fails_as_said(const char *dir)
+static void check_failures(const char *dir)
 {
 	int fds = nr_fds();
 
@@ -145,7 +145,7 @@ static void fails_as_said(const char *dir)
 
 TEST(failing_call_reports_its_phase_and_leaves_a_complete_file)
 {
-	in_each_base(fails_as_said);
+	in_each_base(check_failures);
 }
 
 static int nr_opens_at_first_write, nr_opens;

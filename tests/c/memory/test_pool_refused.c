@@ -97,7 +97,7 @@ TEST(get_takes_a_block_that_returns_while_the_system_refuses_memory)
 	sfr__pool_free(the_pool);
 }
 
-static void *want_4_mib_for_a_while(void *arg)
+static void *get_4_mib(void *arg)
 {
 	struct client *me = arg;
 	struct sfr__block *block;
@@ -137,7 +137,7 @@ TEST(waiter_without_memory_that_gives_up_wakes_the_next)
 	refuse_populate = ENOMEM;
 	nr_served = 0;
 	old = (struct client){ .pool = pool, .seq = 1, .slice_ns = 100 * MS };
-	CHECK_EQ(pthread_create(&old.thread, NULL, want_4_mib_for_a_while, &old), 0);
+	CHECK_EQ(pthread_create(&old.thread, NULL, get_4_mib, &old), 0);
 	while (stats(pool).nr_waiters == 0)
 		(void)usleep(200);
 	for (uint64_t i = 0; i < 3; i++)

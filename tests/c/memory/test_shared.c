@@ -122,7 +122,7 @@ TEST(shared_pages_are_allocated_before_they_are_touched)
 	uint64_t off;
 
 	refuse_populate = EINVAL;
-	sfr_sys.madvise = odd_madvise;
+	sfr_sys.madvise = fault_madvise;
 	CHECK_EQ(sfr_inject_install(), 0);
 	block = lease(pool, 4 * MIB);
 	CHECK_EQ(sfr_inject_calls("fallocate"), 1);
@@ -146,7 +146,7 @@ TEST(page_without_memory_gives_an_error_not_a_signal)
 	struct sfr__block *block = NULL;
 
 	refuse_populate = EFAULT; /* the advice's error where a touch would raise a signal */
-	sfr_sys.madvise = odd_madvise;
+	sfr_sys.madvise = fault_madvise;
 	CHECK_EQ(sfr__pool_get(pool, 1, 4 * MIB, 0, &block), -ENOMEM);
 	refuse_populate = 0;
 	sfr_sys.madvise = madvise;

@@ -32,7 +32,7 @@ static void begin(void)
 	memset(device, 0, sizeof(device));
 }
 
-static int bring(struct sfr_onload **out)
+static int onload_parts(struct sfr_onload **out)
 {
 	struct sfr_onload_copy copies[PARTS];
 	char *base;
@@ -48,7 +48,7 @@ static int bring(struct sfr_onload **out)
 	return sfr_onload_start(engine, 0, (uint64_t)(uintptr_t)stream, copies, PARTS, ticket, out);
 }
 
-static bool has_come(void)
+static bool is_onloaded(void)
 {
 	for (unsigned i = 0; i < PARTS; i++)
 		for (unsigned k = 0; k < PART; k++)
@@ -63,7 +63,7 @@ static void works(void)
 	uint64_t nr_events;
 	struct sfr_err err;
 
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 	nr_events = fake.fake_cuda_calls("cuEventRecord");
 	/* the copies have completed */
@@ -71,7 +71,7 @@ static void works(void)
 	CHECK_EQ(fake.fake_cuda_calls("cuEventRecord"), nr_events);
 	sfr_onload_error(onload, &err);
 	CHECK_EQ(err.code, 0);
-	CHECK(has_come());
+	CHECK(is_onloaded());
 	sfr_onload_put(onload);
 }
 
@@ -114,7 +114,7 @@ static void failed_allocation_queues_and_leaks_nothing(void)
 	{
 		struct sfr_onload *onload = NULL;
 		struct sfr_err err = { .code = 0 };
-		int rc = bring(&onload);
+		int rc = onload_parts(&onload);
 
 		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
 		check_end_fault(&run);
@@ -138,7 +138,7 @@ static unsigned fail_each(const char *name)
 		uint64_t before = fake.fake_cuda_hits();
 
 		fake.fake_cuda_fail(name, nth, 0, CUDA_ERROR_OUT_OF_MEMORY);
-		CHECK_EQ(bring(&onload), 0);
+		CHECK_EQ(onload_parts(&onload), 0);
 		(void)sfr_onload_order(onload, (uint64_t)(uintptr_t)stream);
 		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 		sfr_onload_error(onload, &err);
@@ -183,7 +183,7 @@ static void nothing_is_copied_after_a_failed_call(void)
 	before = fake.fake_cuda_calls("cuMemcpyHtoDAsync_v2") +
 		 fake.fake_cuda_calls("cuMemcpyBatchAsync_v2");
 	fake.fake_cuda_fail("cuStreamWaitEvent", 1, 0, CUDA_ERROR_OUT_OF_MEMORY);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	sfr_onload_error(onload, &err);
 	CHECK(err.code != 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuMemcpyHtoDAsync_v2") +
@@ -205,7 +205,7 @@ static void dead_device_is_reported_and_keeps_the_groups_memory(void)
 	works();
 	fake.fake_cuda_fail_copy(1, CUDA_ERROR_LAUNCH_FAILED);
 	for (int i = 0; i < 2; i++) { /* first it dies during the copy, then it is already dead */
-		CHECK_EQ(bring(&onload), 0);
+		CHECK_EQ(onload_parts(&onload), 0);
 		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 		sfr_onload_error(onload, &err);
 		CHECK_EQ(err.code, -EIO);
@@ -231,7 +231,7 @@ static void unavailable_device_is_reported(void)
 
 	begin();
 	fake.fake_cuda_fail("*", 1, 1, CUDA_ERROR_OUT_OF_MEMORY);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	fake.fake_cuda_reset();
 	sfr_onload_error(onload, &err);
 	CHECK(err.code < 0);
@@ -273,7 +273,7 @@ static void onload_fails_if_it_cannot_wait_for_the_offload(void)
 	leave_again();
 	/* the wait behind E */
 	fake.fake_cuda_fail("cuStreamWaitEvent", 2, 0, CUDA_ERROR_OUT_OF_MEMORY);
-	CHECK_EQ(bring(&onload), SFR_EAGAIN);
+	CHECK_EQ(onload_parts(&onload), SFR_EAGAIN);
 	CHECK(onload == NULL);
 	CHECK_EQ(fake.fake_cuda_hits(), 1);
 	fake.fake_cuda_hold(0);
@@ -292,10 +292,10 @@ static void onload_of_a_closed_engine_is_refused(void)
 	begin();
 	engine->nr_pool_users++;
 	CHECK_EQ(sfr_engine_close(engine, 1), SFR_EAGAIN);
-	CHECK_EQ(bring(&onload), SFR_ECLOSED);
+	CHECK_EQ(onload_parts(&onload), SFR_ECLOSED);
 	engine->nr_pool_users--;
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	CHECK_EQ(bring(&onload), SFR_ECLOSED);
+	CHECK_EQ(onload_parts(&onload), SFR_ECLOSED);
 	CHECK(onload == NULL);
 	end();
 }
@@ -308,10 +308,10 @@ static void capturing_stream_is_refused_and_left_alone(void)
 	begin();
 	works();
 	fake.fake_cuda_capture(stream, 1);
-	CHECK_EQ(bring(&onload), SFR_ECAPTURING);
+	CHECK_EQ(onload_parts(&onload), SFR_ECAPTURING);
 	fake.fake_cuda_capture(stream, 0);
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	fake.fake_cuda_capture(stream, 1);
 	nr_events = fake.fake_cuda_calls("cuEventRecord");
 	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), SFR_EAGAIN);
@@ -334,14 +334,14 @@ static void onload_of_returned_memory_is_refused(void)
 	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)base), 1);
 	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)device), 0);
 	sfr_snapshot_unview(ticket);
-	CHECK_EQ(bring(&onload), SFR_ESTATE);
+	CHECK_EQ(onload_parts(&onload), SFR_ESTATE);
 	CHECK(onload == NULL);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)base), 0);
 	end_engine();
 }
 
-static void bring_first_and_last(struct sfr_onload **out)
+static void onload_first_and_last(struct sfr_onload **out)
 {
 	struct sfr_onload_copy copies[2];
 	uint64_t len;
@@ -363,7 +363,7 @@ static void memory_between_two_copies_is_left_alone(void)
 	struct sfr_onload *onload;
 
 	begin();
-	bring_first_and_last(&onload);
+	onload_first_and_last(&onload);
 	sfr_onload_put(onload);
 	CHECK(device[0][PART - 1] == 1 && device[2][0] == 3);
 	for (unsigned k = 0; k < PART; k++)
@@ -384,7 +384,7 @@ static void only_pinned_memory_is_copied_in_batches(void)
 			fake.fake_cuda_allow_pageable(1);
 		}
 		nr_batches = fake.fake_cuda_calls("cuMemcpyBatchAsync_v2");
-		bring_first_and_last(&onload);
+		onload_first_and_last(&onload);
 		sfr_onload_put(onload);
 		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2") - nr_batches, pinned);
 		CHECK(device[0][PART - 1] == 1 && device[2][0] == 3);
@@ -427,14 +427,14 @@ static void a_child_of_fork_is_refused(void)
 	begin();
 	works();
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	child = fork();
 	if (child == 0) {
 		struct sfr_onload *other;
 		uint64_t ns;
 
 		(void)alarm(20);
-		_exit(bring(&other) == SFR_EFORK &&
+		_exit(onload_parts(&other) == SFR_EFORK &&
 				      sfr_onload_start(engine, 0, 0, NULL, 0, NULL, &other) ==
 					      SFR_EFORK &&
 				      sfr_onload_wait(onload, SFR_FOREVER) == SFR_EFORK &&
@@ -460,7 +460,7 @@ static void wait_returns_eagain_until_the_copies_complete(void)
 	begin();
 	works();
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	CHECK_EQ(sfr_onload_wait(onload, 0), SFR_EAGAIN);
 	CHECK_EQ(sfr_onload_wait(onload, 1000000), SFR_EAGAIN);
 	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), SFR_EAGAIN);
@@ -480,7 +480,7 @@ static void wait_returns_eagain_until_the_copies_complete(void)
 	end();
 }
 
-static void stand(void *go)
+static void wait_for_sem(void *go)
 {
 	(void)sem_wait(go);
 }
@@ -495,8 +495,8 @@ static void times_are_known_after_the_streams_wait(void)
 	works();
 	CHECK_EQ(sem_init(&go, 0, 0), 0);
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(bring(&onload), 0);
-	fake.fake_cuda_launch(stream, stand, &go);
+	CHECK_EQ(onload_parts(&onload), 0);
+	fake.fake_cuda_launch(stream, wait_for_sem, &go);
 	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
@@ -528,7 +528,7 @@ static CUresult ask_event(CUevent event)
 	return CUDA_SUCCESS;
 }
 
-static CUresult two_and_a_half(float *ms, CUevent begin, CUevent end)
+static CUresult elapsed_2_5_ms(float *ms, CUevent begin, CUevent end)
 {
 	(void)begin;
 	(void)end;
@@ -541,7 +541,7 @@ static void a_time_is_in_nanoseconds(void)
 	const struct sfr__cuda cu = { .event_new = new_event,
 				      .event_record = record_event,
 				      .event_query = ask_event,
-				      .event_elapsed = two_and_a_half,
+				      .event_elapsed = elapsed_2_5_ms,
 				      .event_free = ask_event };
 	struct sfr__cuda_lane lane = { .cu = &cu };
 	struct sfr__cuda_timer timer = { 0 };
@@ -560,9 +560,9 @@ static void dropping_an_onload_waits_for_its_copies(void)
 	works();
 	memset(device, 0, sizeof(device));
 	fake.fake_cuda_delay(3000000, 1);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	sfr_onload_put(onload);
-	CHECK(has_come());
+	CHECK(is_onloaded());
 	fake.fake_cuda_delay(0, 1);
 	end();
 }

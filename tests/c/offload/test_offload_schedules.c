@@ -119,7 +119,7 @@ static void order_out(struct slot *slot)
 	slot->leaving = NULL;
 }
 
-static void bring(struct sfr_engine *engine, int g, struct slot *slot)
+static void onload_group(struct sfr_engine *engine, int g, struct slot *slot)
 {
 	const struct group *group = &groups[g];
 	struct sfr_onload_copy copies[PARTS];
@@ -250,7 +250,7 @@ static void one_schedule(uint64_t seed)
 		struct slot *slot = free_slot();
 
 		if (slot && !is_on_device(g))
-			bring(engine, g, slot);
+			onload_group(engine, g, slot);
 		slot = taken_slot();
 		if (slot && (fake_rng(2) || !free_slot()))
 			turn(engine, slot);

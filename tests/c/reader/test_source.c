@@ -15,7 +15,7 @@ static unsigned char cached[NR]; /* the answer of mincore */
 static char by_disk[NR], by_cache[NR];
 static int file_fd, direct_fd;
 
-static int told_mincore(void *addr, size_t len, unsigned char *there)
+static int fake_mincore(void *addr, size_t len, unsigned char *there)
 {
 	(void)addr;
 	memcpy(there, cached, (len + SFR_PAGE - 1) / SFR_PAGE);
@@ -93,7 +93,7 @@ TEST(cached_pages_are_read_from_the_cache_and_others_from_the_disk)
 	sfr__source_open(&s, file_fd, 0, SFR__WAY_EITHER);
 	direct_fd = s.direct_fd;
 	CHECK(direct_fd >= 0 && direct_fd != file_fd);
-	sfr_sys.mincore = told_mincore;
+	sfr_sys.mincore = fake_mincore;
 	sfr_sys.pread = watched_pread;
 	for (size_t k = 0; k < sizeof(turns) / sizeof(turns[0]); k++) {
 		for (size_t i = 0; i < NR; i++) {

@@ -25,7 +25,7 @@ static struct archive with_shared_pieces(void)
 	return a;
 }
 
-static void lower_the_piece(void)
+static void use_small_pieces(void)
 {
 	struct sfr_limits limits = sfr_limits;
 
@@ -39,7 +39,7 @@ TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 	int fd = file_of(a.buf, a.len), rc;
 	unsigned nr_refused = 0;
 
-	lower_the_piece();
+	use_small_pieces();
 	for (uint64_t upto = 0; upto < a.nr; upto++) {
 		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
@@ -95,7 +95,7 @@ TEST(records_can_be_requested_in_any_order)
 	uint64_t *order = calloc(a.nr, sizeof(*order));
 	int fd = file_of(a.buf, a.len);
 
-	lower_the_piece();
+	use_small_pieces();
 	for (uint64_t i = 0; i < a.nr; i++)
 		order[i] = i;
 	ask_in_order(&a, fd, order);
@@ -198,7 +198,7 @@ TEST(archive_of_another_program_is_never_called_damaged)
 	accept(&a, 4);
 	fd = file_of(a.buf, a.len);
 	CHECK_EQ(sfr_inject_install(), 0);
-	lower_the_piece();
+	use_small_pieces();
 	for (uint64_t nth = 1; nth <= 4; nth++) {
 		const struct sfr_fault late = {
 			.call = "pread", .nth = nth, .limit = -1, .delay_ns = 50000000

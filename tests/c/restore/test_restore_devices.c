@@ -71,7 +71,7 @@ static int restore_to_two(int fd)
 	return rc;
 }
 
-static bool all_is_there(void)
+static bool is_complete(void)
 {
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		for (uint64_t k = 0; k < one.sources[i].nbytes; k++)
@@ -89,7 +89,7 @@ TEST(records_of_one_file_go_to_two_devices)
 	for (unsigned late = 0; late < 2; late++) {
 		fake.fake_cuda_delay(late * 200000, 7);
 		CHECK_EQ(restore_to_two(fd), 0);
-		CHECK(all_is_there());
+		CHECK(is_complete());
 	}
 	(void)close(fd);
 }
@@ -111,7 +111,7 @@ TEST(no_flipped_byte_is_called_good)
 		other = byte ^ 0x10;
 		CHECK_EQ(pwrite(fd, &other, 1, at), 1);
 		if (restore_to_two(fd) == 0)
-			CHECK(all_is_there()); /* the byte was padding */
+			CHECK(is_complete()); /* the byte was padding */
 		else
 			nr_bad++;
 		CHECK_EQ(pwrite(fd, &byte, 1, at), 1);
@@ -137,7 +137,7 @@ TEST(load_to_two_devices_fails_if_one_of_them_fails)
 	CHECK(nth > 2); /* each device had some */
 	fake.fake_cuda_reset();
 	CHECK_EQ(restore_to_two(fd), 0);
-	CHECK(all_is_there());
+	CHECK(is_complete());
 	(void)close(fd);
 }
 

@@ -87,7 +87,7 @@ static struct crash_count enumerate(bool durable)
 }
 
 /* Checks that no state is bad, and that there were at least so many. */
-static void no_state_is_bad(bool durable, uint64_t at_least)
+static void check_all_states(bool durable, uint64_t at_least)
 {
 	struct crash_count count = enumerate(durable);
 
@@ -106,7 +106,7 @@ TEST(the_path_is_the_last_durable_save_or_a_later_one)
 	for (int value = 1; value <= 3; value++)
 		CHECK_EQ(save(engine, "a", value, SFR_SAVE_DURABLE), 0);
 	end(engine);
-	no_state_is_bad(true, 2000);
+	check_all_states(true, 2000);
 }
 
 TEST(rotation_always_leaves_a_checkpoint)
@@ -124,7 +124,7 @@ TEST(rotation_always_leaves_a_checkpoint)
 	/* and then a save under a name that was removed */
 	CHECK_EQ(save(engine, "e1", 4, SFR_SAVE_DURABLE), 0);
 	end(engine);
-	no_state_is_bad(true, 2000);
+	check_all_states(true, 2000);
 }
 
 TEST(concurrent_saves_keep_each_others_files)
@@ -146,7 +146,7 @@ TEST(concurrent_saves_keep_each_others_files)
 	CHECK_EQ(finish(a, "a", 4, SFR_SAVE_DURABLE), 0);
 	CHECK_EQ(finish(b, "a", 5, SFR_SAVE_DURABLE), 0);
 	end(engine);
-	no_state_is_bad(true, 2000);
+	check_all_states(true, 2000);
 }
 
 TEST(failed_and_cancelled_saves_keep_durable_files)
@@ -174,7 +174,7 @@ TEST(failed_and_cancelled_saves_keep_durable_files)
 	CHECK_EQ(save(engine, "a", 9, SFR_SAVE_DURABLE), 0);
 	end(engine);
 	sfr_inject_remove();
-	no_state_is_bad(true, 2000);
+	check_all_states(true, 2000);
 }
 
 TEST(unsynced_save_leaves_old_new_or_detectably_damaged_file)
@@ -185,7 +185,7 @@ TEST(unsynced_save_leaves_old_new_or_detectably_damaged_file)
 	CHECK_EQ(save(engine, "a", 1, SFR_SAVE_DURABLE), 0);
 	CHECK_EQ(save(engine, "a", 2, 0), 0);
 	end(engine);
-	no_state_is_bad(false, 1000);
+	check_all_states(false, 1000);
 	/* With the promise of a durable save, the model finds bad states. */
 	count = enumerate(true);
 	CHECK(count.bad > 0);
@@ -209,7 +209,7 @@ TEST(removing_a_directory_keeps_everything_else)
 	remove_name("old");
 	end(engine);
 	CHECK_EQ(saving_content(below, "a"), -1);
-	no_state_is_bad(true, 1000);
+	check_all_states(true, 1000);
 }
 
 /* ---- faults of our own, which the model must detect ---- */

@@ -33,7 +33,7 @@ static void hold(void)
 	}
 }
 
-static void hold_the_next(int nr)
+static void hold_next(int nr)
 {
 	CHECK_EQ(sem_init(&held, 0, 0), 0);
 	CHECK_EQ(sem_init(&may_go, 0, 0), 0);
@@ -69,7 +69,7 @@ TEST(save_cancelled_when_ready_is_never_renamed)
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
 	while (saving_state_of(t) != SFR_READY)
 		(void)sched_yield();
-	hold_the_next(1);
+	hold_next(1);
 	CHECK_EQ(sfr_save_cancel(t), 1);
 	(void)sem_wait(&held); /* stopped before its temporary is removed */
 	CHECK_EQ(sfr_save_wait(first, SFR_WAIT_COPIED, SFR_FOREVER), 0);
@@ -103,7 +103,7 @@ TEST(close_waits_for_removes)
 
 	CHECK_EQ(saving_save(engine, dir, "gone", &one, 0), 0);
 	plain = sfr_sys;
-	hold_the_next(1);
+	hold_next(1);
 	sfr_sys.unlink = held_unlink;
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "gone"), NULL), 0);
 	(void)sem_wait(&held);
@@ -147,7 +147,7 @@ TEST(save_reports_its_first_error)
 	CHECK_EQ(sfr_log_stop(), 0);                         /* its thread reads the table */
 	plain = sfr_sys;
 	CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
-	hold_the_next(0);
+	hold_next(0);
 	nr_writes = 0;
 	sfr_sys.pwrite = failing_pwrite;
 	CHECK_EQ(saving_submit(t), 0);

@@ -178,7 +178,7 @@ static bool run_child(int first, int nr, int kill_at, int after, uint64_t delay_
 static unsigned nr_kills, nr_inside, by_phase[NR_PHASES];
 
 /* Checks that the path holds the acknowledged state or the next one. Returns the state. */
-static int look_after(bool killed)
+static int check_after(bool killed)
 {
 	int acknowledged = atomic_load(&shared->acknowledged),
 	    found = saving_content(dir, "checkpoint");
@@ -220,10 +220,10 @@ TEST(sigkill_at_any_call_leaves_a_complete_file)
 		for (int at = 1;; at++) {
 			bool killed = run_child(last + 1, 3, at, after, 0);
 
-			last = look_after(killed);
+			last = check_after(killed);
 			if (last > 200) { /* a state is one byte */
 				CHECK(!run_child(1, 1, -1, 0, 0));
-				last = look_after(false);
+				last = check_after(false);
 			}
 			clear_temporaries();
 			if (!killed)
@@ -245,10 +245,10 @@ TEST(sigkill_at_any_moment_leaves_a_complete_file)
 		random = random * 1103515245u + 12345u;
 		if (last > 100) {
 			CHECK(!run_child(1, 1, -1, 0, 0));
-			last = look_after(false);
+			last = check_after(false);
 		}
-		found = look_after(run_child(last + 1, 100, -1, 0,
-					     1 + ((random * longest_ns) >> 32)));
+		found = check_after(run_child(last + 1, 100, -1, 0,
+					      1 + ((random * longest_ns) >> 32)));
 		/* Killed before the first save: slower than expected, as under valgrind. */
 		if (found == last && atomic_load(&shared->phase) == NOTHING &&
 		    longest_ns < 1000000000)

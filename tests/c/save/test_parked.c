@@ -13,7 +13,7 @@
 static struct sfr_ticket *watched;
 static atomic_bool held_once;
 
-static void wait_until_one_is_parked(void)
+static void wait_for_parked_block(void)
 {
 	bool parked = false;
 
@@ -23,18 +23,18 @@ static void wait_until_one_is_parked(void)
 	}
 }
 
-static uint32_t copy_once_one_is_parked(uint32_t crc, void *dst, const void *src, size_t len)
+static uint32_t copy_after_parking(uint32_t crc, void *dst, const void *src, size_t len)
 {
 	if (!atomic_exchange(&held_once, true))
-		wait_until_one_is_parked();
+		wait_for_parked_block();
 	return sfr_crc32_copy(crc, dst, src, len);
 }
 
 /* A read of the guarded page waits. The source's CRC is computed in place. */
-static void read_once_one_is_parked(int signal)
+static void read_after_parking(int signal)
 {
 	(void)signal;
-	wait_until_one_is_parked();
+	wait_for_parked_block();
 	(void)mprotect(memory, SFR_PAGE, PROT_READ | PROT_WRITE);
 }
 
@@ -56,7 +56,7 @@ TEST(parked_block_is_copied_and_summed_once)
 	struct sfr_engine *engine;
 	struct sfr_sys plain = sfr_sys;
 
-	sfr_sys.lane_copy = copy_once_one_is_parked;
+	sfr_sys.lane_copy = copy_after_parking;
 	engine = saving_engine_of(4096, 8, 2, 2);
 	for (unsigned nr_blocks = 1; nr_blocks <= 3; nr_blocks++) {
 		struct list l = { 0 };
@@ -74,7 +74,7 @@ TEST(parked_block_is_copied_and_summed_once)
 
 TEST(parked_field_is_written_when_its_in_place_source_is_summed)
 {
-	const struct sigaction waits = { .sa_handler = read_once_one_is_parked };
+	const struct sigaction waits = { .sa_handler = read_after_parking };
 	struct sfr_engine *engine = saving_engine_of(MEMORY, 2, 2, 2);
 	struct sigaction before;
 	struct list l = { 0 };
@@ -120,7 +120,7 @@ static void set_gate(unsigned which, bool closed)
 	(void)pthread_mutex_unlock(&gates[which].mu);
 }
 
-static void until_somebody_stands_at(unsigned which)
+static void wait_until_used(unsigned which)
 {
 	(void)pthread_mutex_lock(&gates[which].mu);
 	while (!gates[which].used)
@@ -163,11 +163,11 @@ TEST(a_save_that_waits_to_be_renamed_can_be_cancelled)
 	engine = saving_engine_of(4096, 4, 1, 2);
 	set_gate(SYNCS, true);
 	submit_few_bytes(engine, &first);
-	until_somebody_stands_at(SYNCS);
+	wait_until_used(SYNCS);
 	set_gate(WRITES, true);
 	submit_few_bytes(engine, &second);
 	set_gate(SYNCS, false);
-	until_somebody_stands_at(WRITES);
+	wait_until_used(WRITES);
 	CHECK_EQ(saving_state_of(first), SFR_READY);
 	CHECK_EQ(sfr_save_cancel(first), 1);
 	set_gate(WRITES, false);

@@ -132,7 +132,7 @@ static void hold_the_lane(void)
 	sfr_sys.capture_copy = counted_capture_copy;
 }
 
-static bool all_is_handed_out(struct sfr_ticket *t)
+static bool is_fully_handed_out(struct sfr_ticket *t)
 {
 	bool all;
 
@@ -143,7 +143,7 @@ static bool all_is_handed_out(struct sfr_ticket *t)
 }
 
 /* Returns whether the block is parked that has the end of the lane's entry. */
-static bool one_is_parked(struct sfr_ticket *t)
+static bool is_block_parked(struct sfr_ticket *t)
 {
 	bool yes;
 
@@ -153,7 +153,7 @@ static bool one_is_parked(struct sfr_ticket *t)
 	return yes;
 }
 
-static void let_the_lane_go(void)
+static void release_lane(void)
 {
 	CHECK_EQ(sem_post(&lane_may_go), 0);
 }
@@ -172,11 +172,11 @@ TEST(waiting_thread_copies_all_but_the_lanes_chunk)
 		nr_by_waiter = 0; /* it has copied the skeleton */
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
 		CHECK_EQ(nr_by_waiter, 0); /* the call did not wait */
-		while (!all_is_handed_out(t) || !one_is_parked(t))
+		while (!is_fully_handed_out(t) || !is_block_parked(t))
 			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
 		CHECK_EQ(nr_by_lane, 1);
 		CHECK(nr_by_waiter > 0);
-		let_the_lane_go();
+		release_lane();
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 		end(engine, t);
 		check_file("a.pt");
@@ -218,9 +218,9 @@ TEST(block_with_a_descriptor_waits_for_the_entrys_earlier_bytes)
 		hold_the_lane();
 		t = submit(engine, "a.pt", 0);
 		CHECK_EQ(sem_wait(&lane_stands), 0);
-		while (!all_is_handed_out(t) || !one_is_parked(t))
+		while (!is_fully_handed_out(t) || !is_block_parked(t))
 			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
-		let_the_lane_go();
+		release_lane();
 		end(engine, t);
 		check_file("a.pt");
 	}
@@ -250,10 +250,10 @@ TEST(copiers_help_while_a_thread_waits)
 	CHECK_EQ(sem_wait(&lane_stands), 0);
 	(void)usleep(20000); /* as above: the captured bytes are written */
 	waiter_stands = true;
-	while (!all_is_handed_out(t))
+	while (!is_fully_handed_out(t))
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
 	CHECK(others_came);
-	let_the_lane_go();
+	release_lane();
 	end(engine, t);
 	check_file("a.pt");
 }
@@ -267,7 +267,7 @@ TEST(launch_wakes_the_lane_without_a_waiter)
 	CHECK_EQ(clock_gettime(CLOCK_REALTIME, &limit), 0);
 	limit.tv_sec += 20;
 	CHECK_EQ(sem_timedwait(&lane_stands, &limit), 0);
-	let_the_lane_go();
+	release_lane();
 	end(engine, t);
 }
 
@@ -310,12 +310,12 @@ TEST(cancel_during_a_shared_copy_returns_every_block)
 	sfr__unlock(&engine->mu);
 	t = submit(engine, "c.pt", 0);
 	CHECK_EQ(sem_wait(&lane_stands), 0);
-	while (!one_is_parked(t))
+	while (!is_block_parked(t))
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(sfr_save_cancel(t), 1);
 	/* The lane still reads the sources. */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
-	let_the_lane_go();
+	release_lane();
 	saving_finish(t);
 	sfr__lock(&engine->mu);
 	engine->nr_awaiting--;
@@ -340,7 +340,7 @@ TEST(torn_source_is_detected_whichever_thread_copies_it)
 		 * detected. */
 		bytes[2][flags ? 7 * MIB + 5 : lens[2] - 1] ^= 1;
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 100 * 1000 * 1000), SFR_EAGAIN);
-		let_the_lane_go();
+		release_lane();
 		saving_finish(t);
 		CHECK_EQ(sfr_save_report(t, &report), 0);
 		CHECK_EQ(report.err.code, SFR_ETORN);

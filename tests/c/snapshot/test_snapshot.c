@@ -107,7 +107,7 @@ static uint32_t change_a_byte(uint32_t crc, void *dst, const void *src, size_t l
 	return crc;
 }
 
-static void change_a_byte_in_a_hurry(void *dst, const void *src, size_t len)
+static void change_a_byte_without_crc(void *dst, const void *src, size_t len)
 {
 	(void)change_a_byte(0, dst, src, len);
 }
@@ -123,7 +123,7 @@ TEST(write_between_call_and_copy_is_detected)
 	fill(1);
 	describe(sources, true);
 	sfr_sys.lane_copy = change_a_byte;
-	sfr_sys.capture_copy = change_a_byte_in_a_hurry;
+	sfr_sys.capture_copy = change_a_byte_without_crc;
 	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
 	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
 	CHECK_EQ(torn, 2);
@@ -139,12 +139,12 @@ enum { NR_PIECES = 5, LARGE = NR_PIECES << 20 };
 
 static unsigned char large[LARGE];
 static _Atomic int nr_by_lane, nr_by_waiter;
-static sem_t lane_stands, lane_may_go;
+static sem_t lane_is_blocked, lane_may_go;
 
-static uint32_t stand_still(uint32_t crc, void *dst, const void *src, size_t len)
+static uint32_t block_first_copy(uint32_t crc, void *dst, const void *src, size_t len)
 {
 	if (nr_by_lane++ == 0) {
-		(void)sem_post(&lane_stands);
+		(void)sem_post(&lane_is_blocked);
 		(void)sem_wait(&lane_may_go);
 	}
 	memcpy(dst, src, len);
@@ -163,15 +163,15 @@ static struct sfr_snapshot *begin_large(struct sfr_engine *engine)
 	const struct sfr_source source = { (uint64_t)(uintptr_t)large, LARGE, SFR_LANE_HOST, 0 };
 	struct sfr_snapshot *s;
 
-	CHECK_EQ(sem_init(&lane_stands, 0, 0), 0);
+	CHECK_EQ(sem_init(&lane_is_blocked, 0, 0), 0);
 	CHECK_EQ(sem_init(&lane_may_go, 0, 0), 0);
 	nr_by_lane = nr_by_waiter = 0;
-	sfr_sys.lane_copy = stand_still;
+	sfr_sys.lane_copy = block_first_copy;
 	sfr_sys.capture_copy = copy_as_waiter;
 	for (size_t i = 0; i < LARGE; i++)
 		large[i] = (unsigned char)(i * 2654435761u >> 13);
 	CHECK_EQ(take(engine, &source, 1, 0, &s), 0);
-	CHECK_EQ(sem_wait(&lane_stands), 0);
+	CHECK_EQ(sem_wait(&lane_is_blocked), 0);
 	return s;
 }
 

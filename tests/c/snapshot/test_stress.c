@@ -96,7 +96,7 @@ static void resize(struct actor *me)
 }
 
 /* Checks a file: it is one of those saved, or missing. Or removes it. */
-static void look_or_remove(struct actor *me)
+static void check_or_remove(struct actor *me)
 {
 	char name[8];
 	struct sfr_err err;
@@ -148,9 +148,9 @@ static void *listen(void *arg)
 
 static void one_round(uint64_t seed)
 {
-	static void (*const turns[])(struct actor *) = { save,           save,   save,
-							 snap,           snap,   resize,
-							 look_or_remove, resize, fork_one };
+	static void (*const turns[])(struct actor *) = {
+		save, save, save, snap, snap, resize, check_or_remove, resize, fork_one
+	};
 	enum { NR = sizeof(turns) / sizeof(turns[0]) };
 	static const char *const calls[] = { "pwrite", "fdatasync", "rename", "malloc", "madvise" };
 	uint64_t random = seed;

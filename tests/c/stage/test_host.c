@@ -29,7 +29,7 @@ static struct {
 static pthread_t caller;
 static atomic_int nr_by_caller, nr_by_copiers, nr_by_lane;
 static atomic_bool wait_for_copier, cancel_then, hold_copiers, hold_lane, outlast_copiers;
-static sem_t copier_stands, lane_stands;
+static sem_t copier_is_blocked, lane_is_blocked;
 
 static bool is_named(const char *prefix)
 {
@@ -39,9 +39,9 @@ static bool is_named(const char *prefix)
 	return strncmp(name, prefix, strlen(prefix)) == 0;
 }
 
-static void stand(sem_t *stands, atomic_bool *hold)
+static void block_thread(sem_t *blocked, atomic_bool *hold)
 {
-	(void)sem_post(stands);
+	(void)sem_post(blocked);
 	while (*hold)
 		(void)usleep(100);
 }
@@ -104,9 +104,9 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	} else if (is_named("sfr-copier")) {
 		CHECK(hurried);
 		if (nr_by_copiers++ == 0)
-			stand(&copier_stands, &hold_copiers);
+			block_thread(&copier_is_blocked, &hold_copiers);
 	} else if (is_named("sfr-lane") && nr_by_lane++ == 0) {
-		stand(&lane_stands, &hold_lane);
+		block_thread(&lane_is_blocked, &hold_lane);
 	}
 	memcpy(c.to[blk] + off, c.from[blk] + off, len);
 	return memcmp(c.to[blk] + off, c.from[blk] + off, len) ? 0 : -1;
@@ -186,8 +186,8 @@ static struct sfr_engine *begin(uint32_t nr_copiers, uint32_t nr_pool_blocks, bo
 	caller = pthread_self();
 	nr_by_caller = nr_by_copiers = nr_by_lane = 0;
 	wait_for_copier = cancel_then = hold_copiers = hold_lane = outlast_copiers = false;
-	CHECK_EQ(sem_init(&copier_stands, 0, 0), 0);
-	CHECK_EQ(sem_init(&lane_stands, 0, 0), 0);
+	CHECK_EQ(sem_init(&copier_is_blocked, 0, 0), 0);
+	CHECK_EQ(sem_init(&lane_is_blocked, 0, 0), 0);
 	sfr__host_tune(PIECE, 2 * PIECE);
 	return engine;
 }
@@ -276,10 +276,10 @@ TEST(lane_takes_no_part_in_the_calls_copy)
 
 static atomic_bool returned;
 
-static void *let_the_copier_go_later(void *arg)
+static void *release_copier_later(void *arg)
 {
 	(void)arg;
-	CHECK_EQ(sem_wait(&copier_stands), 0);
+	CHECK_EQ(sem_wait(&copier_is_blocked), 0);
 	(void)usleep(50000);
 	CHECK(!returned);
 	hold_copiers = false;
@@ -294,7 +294,7 @@ TEST(no_copier_reads_a_source_after_the_call)
 
 	returned = false;
 	wait_for_copier = hold_copiers = true;
-	CHECK_EQ(pthread_create(&other, NULL, let_the_copier_go_later, NULL), 0);
+	CHECK_EQ(pthread_create(&other, NULL, release_copier_later, NULL), 0);
 	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
 	returned = true;
 	CHECK_EQ(pthread_join(other, NULL), 0);
@@ -330,7 +330,7 @@ TEST(cancel_during_the_call_returns_the_unfinished_block)
 	returned = false;
 	/* The copier has one chunk, the caller another one, and the block has more. */
 	wait_for_copier = cancel_then = hold_copiers = true;
-	CHECK_EQ(pthread_create(&other, NULL, let_the_copier_go_later, NULL), 0);
+	CHECK_EQ(pthread_create(&other, NULL, release_copier_later, NULL), 0);
 	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
 	returned = true;
 	CHECK_EQ(pthread_join(other, NULL), 0);
@@ -343,7 +343,7 @@ TEST(cancel_during_the_call_returns_the_unfinished_block)
 
 static void *stop_threads(void *engine)
 {
-	CHECK_EQ(sem_wait(&copier_stands), 0);
+	CHECK_EQ(sem_wait(&copier_is_blocked), 0);
 	sfr__workers_stop(engine);
 	return NULL;
 }
@@ -374,7 +374,7 @@ static void defer(struct sfr_engine *engine, bool has_memory)
 	sfr__unlock(&engine->mu);
 }
 
-static int wait_for_it(struct sfr_engine *engine, uint64_t slice_ns)
+static int wait_for_copy(struct sfr_engine *engine, uint64_t slice_ns)
 {
 	int rc;
 
@@ -390,17 +390,17 @@ TEST(waiting_thread_and_copiers_copy)
 
 	hold_lane = true;
 	defer(engine, true);
-	CHECK_EQ(sem_wait(&lane_stands), 0);
+	CHECK_EQ(sem_wait(&lane_is_blocked), 0);
 	(void)usleep(20000);
 	CHECK_EQ(nr_by_copiers, 0); /* no thread waits yet */
 	wait_for_copier = true;
-	CHECK_EQ(wait_for_it(engine, 20 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(wait_for_copy(engine, 20 * 1000 * 1000), SFR_EAGAIN);
 	while (nr_by_caller + nr_by_copiers < NR_BLOCKS * NR_PIECES - 1)
-		CHECK_EQ(wait_for_it(engine, 1000 * 1000), SFR_EAGAIN);
+		CHECK_EQ(wait_for_copy(engine, 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(nr_by_lane, 1);
 	CHECK(nr_by_copiers > 0 && nr_by_caller > 0);
 	hold_lane = false;
-	CHECK_EQ(wait_for_it(engine, SFR_FOREVER), 0);
+	CHECK_EQ(wait_for_copy(engine, SFR_FOREVER), 0);
 	check_copied();
 	end(engine);
 }
@@ -412,14 +412,14 @@ TEST(failed_copy_ends_after_the_chunks_being_copied)
 
 	hold_lane = true;
 	defer(engine, false);
-	CHECK_EQ(sem_wait(&lane_stands), 0);
+	CHECK_EQ(sem_wait(&lane_is_blocked), 0);
 	sfr__lock(&engine->mu);
 	c.failing = true;
 	sfr__unlock(&engine->mu);
-	CHECK_EQ(wait_for_it(engine, 20 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(wait_for_copy(engine, 20 * 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(nr_by_caller, 0);
 	hold_lane = false;
-	CHECK_EQ(wait_for_it(engine, SFR_FOREVER), 0);
+	CHECK_EQ(wait_for_copy(engine, SFR_FOREVER), 0);
 	CHECK_EQ(nr_by_lane, 1);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);

@@ -300,18 +300,18 @@ def test_tensors_saved_on_a_device_follow_map_location(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("into", [None, {}])
-def test_archive_left_to_torch_is_logged_and_closed(into, path, monkeypatch, caplog, restores):
+def test_archive_left_to_torch_is_logged_and_closed(into, path, monkeypatch, caplog, used_restores):
     monkeypatch.setattr(restore, "can", lambda core, map_location: "of a reason")
     with caplog.at_level("DEBUG", "stillframe"):
         stillframe.load(path, into=into)
     assert "of a reason" in caplog.text
-    for core in restores:
+    for core in used_restores:
         with pytest.raises(ValueError, match="closed"):
             core.done()
 
 
 @pytest.fixture
-def restores(monkeypatch):
+def used_restores(monkeypatch):
     """Record every restore that a load opens."""
     opened = []
     original = load.How.open
@@ -325,7 +325,7 @@ def restores(monkeypatch):
     return opened
 
 
-def test_missing_placement_is_logged_with_the_reason(path, monkeypatch, caplog, restores):
+def test_missing_placement_is_logged_with_the_reason(path, monkeypatch, caplog, used_restores):
     monkeypatch.setattr(placement, "may_find", lambda map_location: True)
     monkeypatch.setattr(placement, "_devices", lambda peek, map_location: 1 / 0)
     with caplog.at_level("DEBUG", "stillframe"):
