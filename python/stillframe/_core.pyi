@@ -63,6 +63,7 @@ class Ticket:
         rows: bytearray,
         flags: int,
         fs: int = 0,
+        members: bytes | None = None,
     ) -> Ticket: ...
     @property
     def number(self) -> int: ...

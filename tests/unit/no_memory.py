@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from stillframe import _core
-from stillframe._tree import skeleton
+from stillframe._tree import flat, skeleton
 from stillframe._tree.skeleton import SOURCE
 from stillframe._watch.memory_owners import Marks
 
@@ -313,6 +313,22 @@ def save(directory: Path) -> Any:
         ticket.submit()
         assert ticket.wait(_core.WAIT_ENDED)
         assert ticket.report()["state"] == "durable" and made.stats()["pool_bytes"] > 0
+
+    return lambda: None, tried
+
+
+@call
+def flat_save(directory: Path) -> Any:
+    made = engine()
+    rows = sources([KEPT])[1]
+    where = os.fsencode(directory)
+    members = flat._MEMBER.pack(4, 400, 0, 0) + flat._MEMBER.pack(800, 4, 0, 0)
+
+    def tried(_: None) -> None:
+        ticket = _core.Ticket(made, where, b"a.flat", b"x" * 100, rows, 0, 0, members)
+        ticket.submit()
+        assert ticket.wait(_core.WAIT_ENDED)
+        assert ticket.report()["nbytes"] == 504
 
     return lambda: None, tried
 
