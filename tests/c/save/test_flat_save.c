@@ -89,8 +89,8 @@ TEST(a_flat_file_from_several_devices_is_whole)
 	}
 }
 
-/* What others left in the pool never reaches the disk: the file is compared to its last byte. */
-TEST(a_poisoned_pool_does_not_show)
+/* Bytes of earlier users of the pool are not written. The file is compared to its last byte. */
+TEST(old_bytes_of_the_pool_are_not_written)
 {
 	struct sfr_engine *engine = saving_engine_of(8192, 3, 2, 2);
 

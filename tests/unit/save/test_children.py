@@ -151,7 +151,7 @@ def test_child_saves_are_durable_and_failures_are_printed(tmp_path, kind):
 
 
 CALLBACK = """
-def told(queue):
+def report_durable(queue):
     enter(slow("fdatasync", 0.3))
     stillframe.async_save(
         {"w": torch.ones(10)}, "a.pt", on_durable=lambda path, report: queue.put(path)
@@ -160,7 +160,7 @@ def told(queue):
 if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=told, args=(queue,))
+    child = context.Process(target=report_durable, args=(queue,))
     child.start()
     print(queue.get(timeout=60))
     child.join()

@@ -241,10 +241,10 @@ import sys
 from _stillframe_command import main
 from stillframe._shell import bench_raw
 write = bench_raw.write_seconds
-def told(*args, **named):
+def print_and_write(*args, **named):
     print("writing", flush=True)
     return write(*args, **named)
-bench_raw.write_seconds = told
+bench_raw.write_seconds = print_and_write
 sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
 """
     process = subprocess.Popen(
