@@ -34,7 +34,7 @@
 #include "sfr/log.h"
 #include "sfr/notice.h"
 #include "sfr/parts.h"
-#include "sfr/place.h"
+#include "sfr/target.h"
 #include "sfr/save.h"
 #include "sfr/snapshot.h"
 #include "sfr/source.h"

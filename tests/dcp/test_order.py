@@ -19,7 +19,7 @@ from fix_dcp import loaded
 from fix_waits import eventually
 from stillframe import _core, dcp
 from stillframe._base import paths
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._dcp import checkpoint
 from stillframe._dcp.api import saver_of_this_process
 from stillframe._dcp.rounds import SaveRequest
@@ -362,7 +362,7 @@ def test_save_that_replaces_a_file_waits_for_earlier_entries_before_writing(tmp_
     path.write_bytes(b"a checkpoint of one file")
     with log_stands_still(tmp_path / "other"):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(removes_file=True)
+            {"w": torch.ones(3)}, CheckpointPath.of(path), asked_as_by_lightning(removes_file=True)
         )
         with pytest.raises(TimeoutError):
             save.result(timeout=0.5)
@@ -375,7 +375,7 @@ def test_save_into_a_directory_writes_early_and_commits_in_order(tmp_path):
     path = tmp_path / "a"
     with log_stands_still(tmp_path / "other"):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(removes_file=True)
+            {"w": torch.ones(3)}, CheckpointPath.of(path), asked_as_by_lightning(removes_file=True)
         )
         assert eventually(lambda: path.is_dir() and any(path.glob("*.distcp")))
         assert not save.done() and not (path / ".metadata").exists()
@@ -389,7 +389,9 @@ def test_error_that_its_caller_raises_is_not_raised_by_a_later_save(tmp_path):
 
     with fault("pwrite", err=errno.ENOSPC, sticky=True):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(tmp_path / "a"), asked_as_by_lightning(error_of=error_of)
+            {"w": torch.ones(3)},
+            CheckpointPath.of(tmp_path / "a"),
+            asked_as_by_lightning(error_of=error_of),
         )
         stillframe._core.log_drain(None)
     begin(2, tmp_path / "a").result()

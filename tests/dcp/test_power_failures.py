@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fix_entries import Call, Recorded, what_stands
+from fix_entries import Call, Recorded, entries_in
 from stillframe._dcp import checkpoint, side_file
 from stillframe.dcp import FileSystemWriter
 
@@ -18,7 +18,7 @@ META = "meta.pt"
 
 
 def identity(path: str) -> str | None:
-    stands = what_stands(path)
+    entries = entries_in(path)
     return f"file {os.stat(path).st_ino}" if stands == "file" else stands
 
 

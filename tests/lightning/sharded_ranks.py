@@ -145,7 +145,7 @@ def full_on_rank_1(rank):
     return full if rank == 1 else contextlib.nullcontext()
 
 
-def behind(checkpoint, do):
+def after_save_of(checkpoint, do):
     """Return an action that runs after the save of `checkpoint` has ended."""
 
     def action(trainer):
@@ -279,8 +279,8 @@ def full_disk(path, rank, pkg):
     full = full_on_rank_1(rank)
 
     actions = {
-        3: behind(path / "c" / "step=2.ckpt", full.__enter__),
-        5: behind(path / "c" / "step=4.ckpt", lambda: full.__exit__(None, None, None)),
+        3: after_save_of(path / "c" / "step=2.ckpt", full.__enter__),
+        5: after_save_of(path / "c" / "step=4.ckpt", lambda: full.__exit__(None, None, None)),
     }
     plugin = pkg.AsyncCheckpointIO()
     callbacks = [at_step(pkg, actions), saving(pkg, path)]
@@ -300,7 +300,7 @@ def full_disk(path, rank, pkg):
 
 def full_disk_at_the_end(path, rank, pkg):
     full = full_on_rank_1(rank)
-    actions = {5: behind(path / "c" / "step=4.ckpt", full.__enter__)}
+    actions = {5: after_save_of(path / "c" / "step=4.ckpt", full.__enter__)}
     callbacks = [at_step(pkg, actions), saving(pkg, path)]
     fitted = run(pkg, path, callbacks)
     full.__exit__(None, None, None)
@@ -316,7 +316,7 @@ def warns(path, rank, pkg):
     """Fail with `on_error="warn"`: training goes on, and the old checkpoint stays."""
     full = full_on_rank_1(rank)
     plugin = pkg.AsyncCheckpointIO(on_error="warn")
-    actions = {3: behind(path / "c" / "step=2.ckpt", full.__enter__)}
+    actions = {3: after_save_of(path / "c" / "step=2.ckpt", full.__enter__)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted = run(

@@ -5,7 +5,7 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import publish
 
 
@@ -15,10 +15,10 @@ def ended(report):
 
 def test_publication_is_delivered_once_and_not_for_a_failed_save(caplog):
     calls = []
-    publication = publish.Publication(ended("report"), Place.of("a.ckpt"), calls.append)
+    publication = publish.Publication(ended("report"), CheckpointPath.of("a.ckpt"), calls.append)
     publication.deliver()
     publication.deliver()
-    publish.Publication(ended(None), Place.of("b.ckpt"), calls.append).deliver()
+    publish.Publication(ended(None), CheckpointPath.of("b.ckpt"), calls.append).deliver()
     assert calls == ["report"]
     assert f"not told of {os.path.abspath('b.ckpt')}" in caplog.text
 

@@ -9,7 +9,7 @@ import pytest
 import stillframe
 import torch
 import torch.distributed as dist
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.api import saver_of_this_process
 from stillframe._lightning import sharded
 from stillframe._lightning.sharded import Parts, of_save, submit
@@ -34,8 +34,8 @@ def save(engine, tmp_path):
 
     def begun(engine=engine):
         parts = Parts({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
-        place = Place.of(str(tmp_path / "c"))
-        return submit(parts, place, SaveOptions(), engine=engine)
+        target = CheckpointPath.of(str(tmp_path / "c"))
+        return submit(parts, target, SaveOptions(), engine=engine)
 
     return begun
 

@@ -85,9 +85,9 @@ class Tool:
 
     def __init__(self, tree: TreeCopy, file: str, tests: list[str], most: int) -> None:
         self.tree, self.file, self.tests, self.most = tree, file, tests, most
-        self.place = tree.place / "build/made"
-        shutil.rmtree(self.place, ignore_errors=True)
-        self.place.mkdir(parents=True)
+        self.directory = tree.directory / "build/made"
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
         self.draw = random.Random(file)
 
     def seconds_without(self) -> float:
@@ -109,7 +109,7 @@ class Tool:
         """Run a program of the environment in the copy, and return its output."""
         command = [str(Path(sys.executable).with_name(name)), *arguments]
         done = subprocess.run(
-            command, cwd=self.tree.place, env=self.tree.environment(), text=True, errors="replace",
+            command, cwd=self.tree.directory, env=self.tree.environment(), text=True, errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if done.returncode != 0:
@@ -122,13 +122,13 @@ class Universalmutator(Tool):
 
     def mutants(self, lines: set[int]) -> list[str]:
         """Make the mutants that compile, and return their names."""
-        wanted = self.place / "lines"
+        wanted = self.directory / "lines"
         wanted.write_text("".join(f"{each}\n" for each in sorted(lines)))
         check = f"cc {SYNTAX} -I{sysconfig.get_path('include')} {self.file}"
-        here = str(self.place.relative_to(self.tree.place))
+        here = str(self.directory.relative_to(self.tree.directory))
         options = ["--cmd", check, "--lines", str(wanted), "--mutantDir", here]
         self.do("mutate", self.file, "c", *options)
-        made = sorted(each.name for each in self.place.glob("*.mutant.*.c"))
+        made = sorted(each.name for each in self.directory.glob("*.mutant.*.c"))
         return self.draw.sample(made, min(self.most, len(made)))
 
     def run(self, mutants: list[str]) -> tuple[int, list[str]]:
@@ -138,7 +138,7 @@ class Universalmutator(Tool):
             The number of mutants that were killed, and the others as they differ.
         """
         limit_s = 20 + 3 * self.seconds_without()
-        (self.place / "chosen").write_text("".join(f"{each}\n" for each in mutants))
+        (self.directory / "chosen").write_text("".join(f"{each}\n" for each in mutants))
         parts = []
         for tests in together(tuple(self.tests)):
             if is_pytest(tests[0]):
@@ -146,17 +146,17 @@ class Universalmutator(Tool):
             else:
                 parts.append(f"make -s {self.tree.program(tests[0])}")
             parts.append(shlex.join(self.tree.command(tests)))
-        here = self.place.relative_to(self.tree.place)
+        here = self.directory.relative_to(self.tree.directory)
         options = ["--mutantDir", str(here), "--fromFile", str(here / "chosen")]
         options += ["--timeout", str(limit_s), "--prefix", str(here / "of")]
         self.do("analyze_mutants", self.file, " && ".join(parts), *options)
-        killed = (self.place / "of.killed.txt").read_text().split()
-        lived = (self.place / "of.notkilled.txt").read_text().split()
+        killed = (self.directory / "of.killed.txt").read_text().split()
+        lived = (self.directory / "of.notkilled.txt").read_text().split()
         return len(killed), [self._difference(each) for each in sorted(lived)]
 
     def _difference(self, name: str) -> str:
-        before = (self.tree.place / self.file).read_text().splitlines()
-        after = (self.place / name).read_text().splitlines()
+        before = (self.tree.directory / self.file).read_text().splitlines()
+        after = (self.directory / name).read_text().splitlines()
         for number, (old, new) in enumerate(zip(before, after, strict=False), 1):
             if old != new:
                 return f"{self.file}:{number}\n-{old.strip()}\n+{new.strip()}"
@@ -178,7 +178,10 @@ class CosmicRay(Tool):
         text += ["[cosmic-ray.distributor]", 'name = "local"']
         text += ["[cosmic-ray.filters.line-filter.lines]", f"{json.dumps(self.file)} = {ranges}"]
         text += ["[cosmic-ray.filters.operators-filter]", f"exclude-operators = [{UNIONS!r}]"]
-        self.config, self.session = str(self.place / "config.toml"), str(self.place / "session")
+        self.config, self.session = (
+            str(self.directory / "config.toml"),
+            str(self.directory / "session"),
+        )
         Path(self.config).write_text("\n".join(["[cosmic-ray]", *text]) + "\n")
         self.do("cosmic-ray", "init", self.config, self.session)
         self.do("cr-filter-lines", "--config", self.config, self.session)
@@ -237,8 +240,8 @@ def wanted(root: Path, options: argparse.Namespace) -> dict[str, set[int]]:
 def main(arguments: Iterable[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--base", default="HEAD", help="the revision to compare with (HEAD)")
-    parser.add_argument("--files", nargs="*", default=[], help="whole files, in place of changes")
-    parser.add_argument("--tests", nargs="*", default=[], help="in place of those of changed.toml")
+    parser.add_argument("--files", nargs="*", default=[], help="whole files, instead of changes")
+    parser.add_argument("--tests", nargs="*", default=[], help="instead of those of changed.toml")
     parser.add_argument("--most", type=int, default=30, help="mutants a file, chosen at random")
     parser.add_argument("--patience", type=float, default=1.0, help="times every limit, under load")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs the tests")
@@ -249,8 +252,8 @@ def main(arguments: Iterable[str]) -> int:
     if not lines:
         print(f"make mutants: no C or Python file of the package differs from {options.base}")
         return 0
-    place = root / "build/mutants/changed"
-    tree = TreeCopy(root, place, patience=options.patience, python=options.python)
+    directory = root / "build/mutants/changed"
+    tree = TreeCopy(root, directory, patience=options.patience, python=options.python)
     for file, numbers in lines.items():
         kind = CosmicRay if file.endswith(".py") else Universalmutator
         tool = kind(tree, file, options.tests or tests_of(file), options.most)

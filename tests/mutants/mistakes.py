@@ -101,7 +101,7 @@ class Runner:
         Returns:
             `killed`, `lived` or `gone`, and why.
         """
-        path = self._tree.place / mistake.file
+        path = self._tree.directory / mistake.file
         try:
             before = path.read_text()
             text = mistake.apply(before)

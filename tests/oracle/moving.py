@@ -96,7 +96,8 @@ def trained() -> torch.nn.ParameterList:
     return model
 
 
-def saved(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+def after_save(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+    """Save the state, call `then` during the copy, and return the loaded file."""
     path = Path(directory) / "state.pt"
     handle = stillframe.async_save(state, path)
     then()
@@ -105,14 +106,16 @@ def saved(state: dict[str, Any], then: Callable[[], object], directory: str) -> 
     return torch.load(path)
 
 
-def taken(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+def after_snapshot(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+    """Take a snapshot of the state, call `then` during the copy, and return the snapshot's tree."""
     snapshot = stillframe.snapshot(state, overlap=True)
     then()
     return snapshot.tree
 
 
-def tried(name: str) -> None:
-    for copied in (saved, taken):
+def try_way(name: str) -> None:
+    """Move the memory in one way during a save and a snapshot; check that both hold the state."""
+    for copied in (after_save, after_snapshot):
         model = trained()
         state = dict(model.state_dict())
         wanted = copy.deepcopy(state)
@@ -129,7 +132,7 @@ def main() -> None:
         if (child := os.fork()) == 0:
             status = 1
             try:
-                tried(name)
+                try_way(name)
                 status = 0
             except BaseException:
                 traceback.print_exc()

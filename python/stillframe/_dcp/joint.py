@@ -307,8 +307,8 @@ def _kind(value: Any) -> Hashable:
         return value.shape, value.dtype, value.layout, value.requires_grad
     if isinstance(value, DTensor):
         local = value.to_local().shape
-        place = (value.device_mesh, value.placements)
-        return value.shape, value.dtype, value.requires_grad, local, place
+        layout = (value.device_mesh, value.placements)
+        return value.shape, value.dtype, value.requires_grad, local, layout
     if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
         return None
     return ()

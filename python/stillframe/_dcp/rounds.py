@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.joint import JointSave, Plans
 from stillframe._dcp.ranks import Ranks, group_exists
 from stillframe._dcp.shards import put_together
@@ -107,7 +107,7 @@ class Round:
     """
 
     number: int
-    place: Place
+    target: CheckpointPath
     request: SaveRequest
     save: SnapshotSave
     writer: FileSystemWriter | None
@@ -138,7 +138,7 @@ class Round:
         """
         if self.turn is not None:
             self.turn.wait_to_write()
-        path = self.place.name
+        path = self.target.name
         if self.request.removes_file and (os.path.islink(path) or os.path.isfile(path)):
             if self.turn is not None:
                 self.turn.wait_to_commit()  # until then it may be the only checkpoint
@@ -202,14 +202,14 @@ class Rounds:
 
     def next(
         self,
-        place: Place,
+        target: CheckpointPath,
         request: SaveRequest,
         save: SnapshotSave,
         writer: FileSystemWriter | None,
     ) -> Round:
         """Begin a round. The caller must submit it, even after an error."""
         self._calls += 1
-        return Round(self._calls, place, request, save, writer, request.group)
+        return Round(self._calls, target, request, save, writer, request.group)
 
     def submit(self, work: Round) -> None:
         work.save.begin()
@@ -238,7 +238,7 @@ class Rounds:
         if failure is not None:
             metadata = report = None
             if work.request.error_of is not None:
-                failure = work.request.error_of(failure, work.place.text)
+                failure = work.request.error_of(failure, work.target.text)
         work.save.end(report, failure, value=metadata, turn=work.turn)
 
     def _try_clean_up(self, work: Round, failure: BaseException) -> BaseException:
@@ -247,7 +247,9 @@ class Rounds:
         try:
             return self._clean_up(work, failure)
         except Exception:
-            log.exception("stillframe: something is left of the failed save of %s", work.place.text)
+            log.exception(
+                "stillframe: something is left of the failed save of %s", work.target.text
+            )
             return failure
 
     def _clean_up(self, work: Round, failure: BaseException) -> BaseException:
@@ -262,7 +264,7 @@ class Rounds:
         if group is not None and (of_dcp or not known) and not group_exists(group):
             why = failure
             failure = StillframeError(
-                f"the process group was destroyed while the save of {work.place.text} was under"
+                f"the process group was destroyed while the save of {work.target.text} was under"
                 " way: wait for its upload_completion before destroy_process_group()"
             )
             failure.__cause__ = why
@@ -273,7 +275,7 @@ class Rounds:
                 True  # otherwise its error would stop the next round too, and so on
             )
             if not work.raised:
-                log.error("stillframe: %s: %s", work.place.text, failure)
+                log.error("stillframe: %s: %s", work.target.text, failure)
         return failure
 
     def _save(self, work: Round) -> Metadata:
@@ -302,9 +304,9 @@ class Rounds:
         if work.turn is not None and writer is not None:
             writer.before_commit = work.turn.wait_to_commit
         files_id = 0 if writer is None else writer.files_id
-        failed, place = failure is not None, _path_number(work.place.name)
-        rows = ranks.exchange(work.number, work.raised, failed, kept, is_same, files_id, place)
-        _refuse_to_save(rows, work.place.name, place)
+        failed, target = failure is not None, _path_number(work.target.name)
+        rows = ranks.exchange(work.number, work.raised, failed, kept, is_same, files_id, target)
+        _refuse_to_save(rows, work.target.name, target)
         if any(row[2] for row in rows):
             ranks.raise_all("plan", failure)
         if joint is None:
@@ -322,7 +324,7 @@ def _save_remotely(tree: StateDict, work: Round) -> Metadata:
     _check_group(work.group)
     saved: Metadata = save(
         tree,
-        checkpoint_id=work.place.text,
+        checkpoint_id=work.target.text,
         planner=work.request.planner,
         process_group=work.group,
         no_dist=work.group is None,
@@ -348,12 +350,12 @@ def _check_group(group: dist.ProcessGroup | None) -> None:
         raise _GroupIsGoneError
 
 
-def _path_number(place: str) -> int:
+def _path_number(target: str) -> int:
     """Return a number that identifies a path."""
-    return int.from_bytes(hashlib.blake2b(os.fsencode(place), digest_size=7).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(os.fsencode(target), digest_size=7).digest(), "little")
 
 
-def _refuse_to_save(rows: list[list[int]], path: str, place: int) -> None:
+def _refuse_to_save(rows: list[list[int]], path: str, target: int) -> None:
     """Refuse a round in which the ranks do not make the same save.
 
     Raises:
@@ -371,7 +373,7 @@ def _refuse_to_save(rows: list[list[int]], path: str, place: int) -> None:
             f"nothing was saved: the error of the save before was raised on the ranks"
             f" {[rank for rank, row in enumerate(rows) if row[1]]} first"
         )
-    others = [rank for rank, row in enumerate(rows) if row[6] != place]
+    others = [rank for rank, row in enumerate(rows) if row[6] != target]
     if others:
         raise StillframeError(
             f"not all ranks save to the same path: this one to {path}, and the ranks {others}"

@@ -41,7 +41,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from stillframe import _core
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks, rotation
 from stillframe._lightning.callers import (
     inside_signal_handler,
@@ -58,8 +58,8 @@ from stillframe._watch import gate
 
 log = logging.getLogger("stillframe")
 
-# Starts a save to a place, given what is under way and whether to copy on after the call.
-Submit = Callable[[Work, Place, bool], SaveHandle]
+# Starts a save to a target, given what is under way and whether to copy on after the call.
+Submit = Callable[[Work, CheckpointPath, bool], SaveHandle]
 
 
 class Checkpoints:
@@ -100,14 +100,14 @@ class Checkpoints:
     # ---- for the plugin: the calls of Lightning, see there ----
 
     def save(self, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None) -> None:
-        def submit(work: Work, place: Place, overlap: bool) -> SaveHandle:
+        def submit(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
             if storage_options is not None and self.writers.inner is None:
                 raise TypeError(
                     "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
                     f" is not supported for `{self.name}`. Please implement your custom"
                     " `CheckpointIO` to define how you'd like to use `storage_options`."
                 )
-            return self.writers.submit(work, checkpoint, place, storage_options, overlap)
+            return self.writers.submit(work, checkpoint, target, storage_options, overlap)
 
         self.save_with(submit, trainer, path)
 
@@ -154,12 +154,12 @@ class Checkpoints:
     def _save(self, work: Work, submit: Submit, trainer: Any, path: Any, in_handler: bool) -> None:
         if is_trainer(trainer):
             refuse_strategy(trainer.strategy)
-        place = Place.of(path)
+        target = CheckpointPath.of(path)
         early = not in_handler and self.trainers.may_save_early(trainer)
-        early = early and not _for_requeue(place)
-        work.rotation.make_room(place)
+        early = early and not _for_requeue(target)
+        work.rotation.make_room(target)
         overlap = self.writers.options.overlap and early and not swaps_weights(trainer)
-        handle = submit(work, place, overlap)
+        handle = submit(work, target, overlap)
         work.add(handle, early=early)
         if self.writers.options.log_metrics and is_trainer(trainer):
             work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
@@ -167,17 +167,17 @@ class Checkpoints:
             wait_for_end(handle)
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        place = Place.of(path)
-        self.wait_for(place)
+        target = CheckpointPath.of(path)
+        self.wait_for(target)
         # The caller is about to write over state that saves in flight may still be copying.
         gate.wait()
-        loaded: dict[str, Any] = self.writers.load(place, *args, **kwargs)
+        loaded: dict[str, Any] = self.writers.load(target, *args, **kwargs)
         return loaded
 
     def remove(self, trainer: Any, path: Any) -> None:
         asynchronous = not inside_signal_handler() and self.trainers.may_save_early(trainer)
         rotation = self._current_work().rotation
-        rotation.remove(Place.of(path))
+        rotation.remove(CheckpointPath.of(path))
         if not asynchronous:
             # While a Trainer is set up, a link's target is removed when the link is made again.
             rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
@@ -233,27 +233,29 @@ class Checkpoints:
         if handle is None or not work.is_newest_made():
             return
         work.rotation.publications.append(
-            Publication(handle, Place.of(handle.path), logger_call(notify, checkpoint_callback))
+            Publication(
+                handle, CheckpointPath.of(handle.path), logger_call(notify, checkpoint_callback)
+            )
         )
         work.rotation.notify()
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
         """Make `path` a link to `target` when all saves submitted before have ended."""
         rotation = self._current_work().rotation
-        rotation.link(Place.of(target), Place.of(path))
+        rotation.link(CheckpointPath.of(target), CheckpointPath.of(path))
         if inside_signal_handler() or not self.trainers.may_save_early(trainer):
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
         """Return whether `path` will exist once all entries of the log are done."""
-        return self._current_work().rotation.will_exist(Place.of(path), otherwise)
+        return self._current_work().rotation.will_exist(CheckpointPath.of(path), otherwise)
 
-    def wait_for(self, place: Place) -> None:
-        """Wait for the saves, links and removes of `place` that were submitted before."""
-        if place.remote:
-            ordered.wait_for_key(place.key())
+    def wait_for(self, target: CheckpointPath) -> None:
+        """Wait for the saves, links and removes of `target` that were submitted before."""
+        if target.remote:
+            ordered.wait_for_key(target.key())
         else:
-            ordered.wait_for_path(place.given)
+            ordered.wait_for_path(target.given)
 
     @contextmanager
     def together(self, strategy: Any) -> Iterator[None]:
@@ -321,6 +323,6 @@ class Checkpoints:
             warn(error)
 
 
-def _for_requeue(place: Place) -> bool:
+def _for_requeue(target: CheckpointPath) -> bool:
     """Return whether SLURM's requeue comes right after this checkpoint."""
-    return os.path.basename(place.text).startswith("hpc_ckpt_")
+    return os.path.basename(target.text).startswith("hpc_ckpt_")

@@ -38,7 +38,7 @@ import os
 from functools import partial
 from typing import Any
 
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks, sharded
 from stillframe._lightning.callers import (
     note_signal_handlers,
@@ -201,7 +201,7 @@ def _link(
     if not getattr(method, "__module__", "").endswith("callbacks.model_checkpoint"):
         # An overridden method may need the file.
         if trainer.is_global_zero:
-            checkpoints.wait_for(Place.of(filepath))
+            checkpoints.wait_for(CheckpointPath.of(filepath))
         original(trainer, filepath, linkpath)
         return
     if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
@@ -237,6 +237,6 @@ def _load_together(
     """Load on all ranks once rank 0 has no save to that path in flight."""
     if checkpoint_path and ranks.several(trainer):
         if trainer.is_global_zero:
-            checkpoints.wait_for(Place.of(checkpoint_path))
+            checkpoints.wait_for(CheckpointPath.of(checkpoint_path))
         trainer.strategy.barrier()
     return original(checkpoint_path, *args, **kwargs)

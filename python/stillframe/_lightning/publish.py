@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._save.handle import SaveHandle, report_of
 from stillframe._save.report import SaveReport
 
@@ -37,14 +37,17 @@ class Publication:
     """A call that is made when a save is durable.
 
     Attributes:
-        place: The checkpoint, which is not removed before the call; None if it may be removed.
+        target: The checkpoint, which is not removed before the call; None if it may be removed.
     """
 
     def __init__(
-        self, handle: SaveHandle, place: Place | None, call: Callable[[SaveReport], object]
+        self,
+        handle: SaveHandle,
+        target: CheckpointPath | None,
+        call: Callable[[SaveReport], object],
     ) -> None:
         self.handle = handle
-        self.place = place
+        self.target = target
         self._call: Callable[[SaveReport], object] | None = call
 
     def due(self) -> bool:
@@ -58,8 +61,8 @@ class Publication:
         report = report_of(self.handle)
         if report is not None:
             call(report)
-        elif self.place is not None:
-            log.warning("stillframe: loggers are not told of %s: it failed", self.place.name)
+        elif self.target is not None:
+            log.warning("stillframe: loggers are not told of %s: it failed", self.target.name)
 
 
 def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:

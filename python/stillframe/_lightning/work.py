@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, TextIO
 
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning.rotation import Rotation
 from stillframe._save.completion import start_once
 from stillframe._save.handle import SaveHandle, State, is_collected, report_of, wait_for_end
@@ -66,7 +66,9 @@ class Work:
         newest_is_early: Its call does not wait for its end, so that a later call reports its error.
     """
 
-    def __init__(self, remover_of: Callable[[Place], Inner | None], *, durable: bool) -> None:
+    def __init__(
+        self, remover_of: Callable[[CheckpointPath], Inner | None], *, durable: bool
+    ) -> None:
         self.rotation = Rotation(remover_of, durable=durable, failed=self.add_failed)
         self.pid = os.getpid()
         self.engine: Engine | None = None

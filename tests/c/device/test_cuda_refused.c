@@ -23,14 +23,14 @@ static struct sfr_report saved(struct sfr_engine *engine, const struct saving_st
 }
 
 /* Counts the notices that are not in reports; each is posted once, however often it applies. */
-static unsigned nr_told;
+static unsigned nr_noticed;
 
 static void take_texts(const char *words)
 {
 	struct sfr_notice notice;
 
 	while (sfr_notice_wait(&notice, 0) == 0) {
-		nr_told += notice.what == SFR_NOTICE_TEXT && strstr(notice.text, words) != NULL;
+		nr_noticed += notice.what == SFR_NOTICE_TEXT && strstr(notice.text, words) != NULL;
 		sfr_ticket_put(notice.ticket);
 		sfr_snapshot_put(notice.snapshot);
 	}
@@ -44,7 +44,7 @@ TEST(refused_batch_is_reported_and_the_next_is_tried)
 	uint64_t before;
 	struct sfr_engine *engine = begin_on_device(32, 2);
 
-	nr_told = 0;
+	nr_noticed = 0;
 	report = saved(engine, &one, 0);
 	CHECK_EQ(report.fallback[SFR_FALLBACK_COPIES][0], 0);
 	fake.fake_cuda_fail(batches, 1, 0, CUDA_ERROR_INVALID_VALUE);
@@ -227,9 +227,9 @@ TEST(save_fails_if_the_device_dies_before_anything_is_queued)
 	CHECK(strstr(report.err.note, "cuTest") != NULL);
 	CHECK(strstr(saving_text, "nothing on this device can be saved any more") != NULL);
 	CHECK_EQ(saving_content_as(dir, "a", &one), 1); /* the file of the previous save */
-	nr_told = 0;
+	nr_noticed = 0;
 	take_texts("nothing on this device");
-	CHECK_EQ(nr_told, 0);
+	CHECK_EQ(nr_noticed, 0);
 	sfr_ticket_put(t);
 	saving_end(engine);
 	fake_check();

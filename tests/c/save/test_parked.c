@@ -187,17 +187,17 @@ TEST(a_save_that_waits_to_be_renamed_can_be_cancelled)
 /* The second writer gets the TAIL job while the first one is opening the file. */
 static atomic_bool opening;
 
-static bool is_its_end_taken(void)
+static bool is_end_taken(void)
 {
 	struct sfr_engine *engine = watched->engine;
 
 	return sfr__under(&engine->mu, watched->facts.tail_queued && !engine->tasks.head);
 }
 
-static int open_once_its_end_is_taken(int at, const char *name, int flags, mode_t mode)
+static int open_after_end_is_taken(int at, const char *name, int flags, mode_t mode)
 {
 	if ((flags & O_CREAT) && atomic_exchange(&opening, false)) {
-		while (!is_its_end_taken())
+		while (!is_end_taken())
 			(void)usleep(1000);
 		/* by now the second one has the job, or the test shows nothing */
 		(void)usleep(20000);
@@ -211,7 +211,7 @@ TEST(an_empty_file_is_synced_once_it_is_open)
 	struct list l = { 0 };
 
 	real = sfr_sys;
-	sfr_sys.open = open_once_its_end_is_taken;
+	sfr_sys.open = open_after_end_is_taken;
 	engine = saving_engine_of(4096, 4, 2, 2);
 	CHECK_EQ(sfr_parts_new(&l.parts), 0);
 	CHECK_EQ(new_save(engine, l.parts, SFR_SAVE_DURABLE, &watched), 0);
