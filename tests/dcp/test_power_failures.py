@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fix_entries import Call, Recorded, entries_in
+from fix_entries import Call, Recorded, kind_at
 from stillframe._dcp import checkpoint, side_file
 from stillframe.dcp import FileSystemWriter
 
@@ -18,8 +18,8 @@ META = "meta.pt"
 
 
 def identity(path: str) -> str | None:
-    entries = entries_in(path)
-    return f"file {os.stat(path).st_ino}" if stands == "file" else stands
+    kind = kind_at(path)
+    return f"file {os.stat(path).st_ino}" if kind == "file" else kind
 
 
 def recorded_save(

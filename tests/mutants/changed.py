@@ -109,7 +109,8 @@ class Tool:
         """Run a program of the environment in the copy, and return its output."""
         command = [str(Path(sys.executable).with_name(name)), *arguments]
         done = subprocess.run(
-            command, cwd=self.tree.directory, env=self.tree.environment(), text=True, errors="replace",
+            command, cwd=self.tree.directory, env=self.tree.environment(),
+            text=True, errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if done.returncode != 0:

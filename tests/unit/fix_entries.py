@@ -32,7 +32,8 @@ class Call:
     change: dict[str, str | None] = field(default_factory=dict)  # None: the name was removed
 
 
-def entries_in(path: str) -> str | None:
+def kind_at(path: str) -> str | None:
+    """Return the entry at a path as in `State`; None if there is none."""
     if os.path.islink(path):
         return f"-> {os.readlink(path)}"
     if os.path.isdir(path):
@@ -63,7 +64,7 @@ def stepping(
 class Recorded:
     """Runs a block as a context manager, and records its calls below the directory `top`."""
 
-    def __init__(self, top: Path, identity: Callable[[str], str | None] = entries_in) -> None:
+    def __init__(self, top: Path, identity: Callable[[str], str | None] = kind_at) -> None:
         self.top = os.path.realpath(top)
         self._identity = identity  # distinguishes files of the same name, if the test needs that
         self.calls: list[Call] = []
