@@ -56,7 +56,7 @@ def test_slow_copies_delay_the_call_and_nothing_else(engine, tmp_path):
     assert torch.equal(torch.load(tmp_path / "a.pt")["weight"], state()["weight"])
 
 
-def test_a_held_call_stands_until_the_block_is_left(engine, tmp_path):
+def test_held_call_waits_until_the_block_is_left(engine, tmp_path):
     with held("fdatasync", sticky=False) as injected:
         handle = stillframe.async_save(state(), tmp_path / "a.pt", engine=engine)
         while injected.hits == 0:

@@ -20,7 +20,7 @@
  * length is a multiple of 4096. So no block has two producers, and every block is one aligned
  * write. Sizes are known before a byte moves; only descriptors and the tail need CRCs. */
 struct sfr__entry {
-	const char *src; /* its bytes */
+	const char *src; /* the source's bytes */
 	uint64_t nbytes;
 	uint64_t hdr_off;  /* of its local header, in the file */
 	uint64_t data_off; /* a multiple of SFR_ALIGN */

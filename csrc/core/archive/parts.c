@@ -257,7 +257,7 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	int rc = p->rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
-	if (rc == 0 && add_glue(p, 1) == NULL) /* so that there always is some glue */
+	if (rc == 0 && add_glue(p, 1) == NULL) /* so that there is always a glue entry */
 		rc = p->rc;
 	if (rc != 0)
 		return rc;

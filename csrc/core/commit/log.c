@@ -23,7 +23,7 @@
  * rename and a directory's sync are short compared with the data. */
 #include "commit/log_int.h"
 
-#define MOST_THREADS 4 /* one fewer file systems may hang at a time */
+#define MOST_THREADS 4 /* even if three file systems hang, one thread still works */
 
 /* ---- threads ---- */
 

@@ -11,8 +11,8 @@ struct sfr__log_entry;
 
 /* The kind of an entry: a save, a remove, or external work. The log knows no more about it. */
 struct sfr__log_ops {
-	bool creates;     /* it makes its name (a save, a link) rather than removing it */
-	bool is_save;     /* a remove behind it depends on its result */
+	bool creates; /* the entry makes its name (a save, a link); otherwise it removes the name */
+	bool is_save; /* a remove behind it depends on its result */
 	bool close_waits; /* closing an engine waits for it */
 	/* Runs a ready entry that is the head or may overtake, on a thread of the log without its
 	 * lock. This or a later call ends with sfr__log_ended. NULL: external work. */

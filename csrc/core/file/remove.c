@@ -87,7 +87,7 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 struct visit {
 	struct walk *walk;
 	const char *dir;
-	bool is_one; /* it is a checkpoint of DCP */
+	bool is_one; /* the directory is a checkpoint of DCP */
 };
 
 static int remove_name(void *arg, const char *name)

@@ -65,7 +65,7 @@ static struct {
 
 static void forget(void)
 {
-	temps.live = NULL; /* these are the parent's; nobody here writes them */
+	temps.live = NULL; /* the parent writes these files */
 	sfr__mutex_init(&temps.mu, SFR__LOCK_TMP);
 }
 SFR__AT_FORK(forget)

@@ -77,7 +77,7 @@ bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64
 	if (sfr__transfer_is_over(tr)) { /* of the piece before */
 		*tr = (struct sfr__transfer){ .ops = &ops };
 		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k],
-					 SFR__CUDA_IN); /* it is there */
+					 SFR__CUDA_IN); /* the lane exists, so this cannot fail */
 	}
 	sfr__transfer_add(tr, (uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, len, true);
 	if (tr->err.code == 0)

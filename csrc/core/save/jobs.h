@@ -24,7 +24,7 @@ struct sfr__job {
 	size_t own_len;
 	const struct sfr__run *run;
 	uint32_t blk;
-	bool summed; /* its bytes are in their entries' CRCs, or will be when they are copied */
+	bool summed;                   /* the entries' CRCs include, or will include, its bytes */
 	struct sfr__job *parked;       /* next parked job */
 	struct sfr__host_block staged; /* while the block is filled from host memory */
 };

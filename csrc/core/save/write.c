@@ -94,7 +94,7 @@ static bool is_described_locked(const struct sfr_ticket *t, const struct sfr__jo
 		return true; /* only padding */
 	entry = &t->plan.img.entries[it.entry];
 	if (entry->data_off + entry->nbytes >= it.end)
-		return true; /* its descriptor is in a later block */
+		return true; /* the entry's descriptor is in a later block */
 	return entry->crc_len == entry->nbytes;
 }
 

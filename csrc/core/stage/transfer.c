@@ -373,7 +373,7 @@ void sfr__transfer_end(struct sfr__transfer *tr)
 	sfr__transfer_send(tr);
 	sfr__cuda_batch_free(&tr->pinned);
 	sfr__cuda_batch_free(&tr->others);
-	put(tr); /* it may be freed from here on */
+	put(tr); /* the client may free the transfer from here on */
 	sfr__cuda_leave(&scope);
 }
 

@@ -43,7 +43,7 @@ from stillframe._dcp.writer import FileSystemWriter
 
 _MOST = 8  # structures whose plans are kept
 
-Places = list[list[tuple[int, int]]]  # for each file, offset and length of its items
+Places = list[list[tuple[int, int]]]  # offset and length of each item, by file
 
 
 class JointSave:

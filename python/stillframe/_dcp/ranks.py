@@ -235,7 +235,7 @@ def group_exists(group: dist.ProcessGroup) -> bool:
     """Tell whether the group has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)
-    except Exception:  # its type depends on torch's version
+    except Exception:  # the exception's type depends on torch's version
         return False
     return True
 

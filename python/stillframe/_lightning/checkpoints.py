@@ -58,7 +58,7 @@ from stillframe._watch import gate
 
 log = logging.getLogger("stillframe")
 
-# Starts a save to a target, given what is under way and whether to copy on after the call.
+# Starts a save of a target; the last argument says whether it may copy after the call.
 Submit = Callable[[Work, CheckpointPath, bool], SaveHandle]
 
 

@@ -190,7 +190,7 @@ class OffloadedActivations:
     def _is_wanted(self, tensor: Tensor) -> bool:
         """Return whether a saved tensor is worth offloading and may be offloaded."""
         if tensor.layout is not torch.strided or type(tensor) is not Tensor:
-            return False  # neither parameters nor other subclasses
+            return False  # parameters and other subclasses are not offloaded
         if tensor.numel() * tensor.itemsize < max(self._min_bytes, 1):
             return False
         if _device.on_host(tensor) if self._device is None else tensor.device != self._device:

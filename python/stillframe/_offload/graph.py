@@ -38,9 +38,9 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 NO_TASK = -1
-_MOST_S = 60.0  # that a failed pass is waited for: its last node may take long
+_MOST_S = 60.0  # the wait for a failed pass, whose last node may take long
 _POLL_S = 0.0005
-_KEY = "stillframe.pass"  # of the calling thread's pass among torch's thread-local objects
+_KEY = "stillframe.pass"  # the pass's key among the thread-local objects of torch
 
 
 def task() -> int:

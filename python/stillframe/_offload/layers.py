@@ -195,7 +195,7 @@ class OffloadedLayers:
     def _after(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
         """Put a layer's CPU tensors back after its forward."""
         if not self._open or self._open[-1].layer is not layer:
-            return  # its forward has not begun
+            return  # the pre-hook failed before the forward
         use = self._open.pop()
         if use in self._open:
             return

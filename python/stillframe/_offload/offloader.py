@@ -211,7 +211,7 @@ class Offloader:
                 tensors = slot.take()
             except BaseException:
                 slot.given_up = True
-                self._slots.remove(slot)  # its memory stays until its copies have completed
+                self._slots.remove(slot)  # the slot's memory stays until its copies have completed
                 raise
             self._stats["groups_onloaded"] += 1
             self._stats["bytes_onloaded"] += slot.nbytes

@@ -102,7 +102,7 @@ class OffloadedOptimizerState:
         self._pooled: dict[int, list[tuple[_Item, Tensor]]] = {}  # tensors in the pool, by group
         self._group_of: dict[Any, int] = {}
         self._on_device: int | None = None  # the group that is on the device
-        self._onloaded: list[Tensor] = []  # its tensors on the device
+        self._onloaded: list[Tensor] = []  # tensors of that group on the device
         self._ahead: list[Tensor] = []  # sources of the group that is prefetched
         self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # by group
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
@@ -306,7 +306,7 @@ class OffloadedOptimizerState:
         """End the step: wait until the whole state is in the pool."""
         self._stepping = False
         self._leave()
-        self._give_up_ahead()  # of a step that broke off
+        self._give_up_ahead()  # a failed step may have left a prefetch
         if self._leaving:  # code that reads the state next does not wait by itself
             with self._offloader._waiting():
                 for number in list(self._leaving):

@@ -257,11 +257,11 @@ def _take_notice() -> bool:
     else:  # the other kinds come from tickets
         handle = cast(Noticed | None, in_flight.get(number))
         if handle is None:
-            pass  # its call abandoned it
+            pass  # the call gave the save up
         elif what == _core.NOTICE_COPIED:
             handle.after_copy()
         else:
-            handle.settle()  # it leaves in_flight only then, because wait_all looks there
+            handle.settle()  # before it leaves in_flight, where wait_all looks for saves
     return True
 
 

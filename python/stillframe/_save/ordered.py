@@ -88,7 +88,7 @@ class _Worker:
         number, after_good = turn
         waiting = self._waiting.pop(number, None)
         if waiting is None:
-            return True  # its submission was interrupted
+            return True  # the submission of this work was interrupted
         entry, function = waiting
         good = False
         self._doing = threading.get_ident()

@@ -44,7 +44,7 @@ class Failure:
 
     def collect(self) -> None:
         """Mark the error as seen."""
-        with contextlib.suppress(ValueError):  # it was collected before
+        with contextlib.suppress(ValueError):  # the error was collected before
             _failures.remove(self)
         self.collected = True
 
@@ -143,7 +143,7 @@ class Outcome:
         self._on_durable = on_durable
         self._failure: Failure | None = None
         self._notified = False
-        self._copy: tuple[BaseException | None] | None = None  # its error, once it has ended
+        self._copy: tuple[BaseException | None] | None = None  # (error,) once the copy has ended
         self._wakers: list[Callable[[], object]] = []
         self._callbacks: list[Callable[[], object]] = []
         self._staging: weakref.ref[SaveFuture] | None = None
@@ -229,7 +229,7 @@ class Outcome:
             return not self.settled
 
     def wake_no_more(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(ValueError):  # it was called already
+        with contextlib.suppress(ValueError):  # the callback was called already
             self._wakers.remove(function)
 
     def staging(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:

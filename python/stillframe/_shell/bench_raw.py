@@ -64,7 +64,7 @@ def mount_of(path: Path) -> tuple[str, str, str]:
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
         score = len(point) + (1 << 20 if same else 0)
-        if inside and score >= best:  # of two mounts on one point the later one counts
+        if inside and score >= best:  # a later mount hides an earlier one on the same point
             best, found = score, (behind[0], behind[1], fields[5])
     return found
 

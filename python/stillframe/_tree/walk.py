@@ -164,7 +164,7 @@ class Tree:
             return []
         self._held.append(tensor)
         if type(tensor) in PLAIN and tensor.is_meta:
-            self._others[key] = tensor  # it has no bytes
+            self._others[key] = tensor  # a tensor without bytes needs no source
             return []
         if (
             type(tensor) in PLAIN

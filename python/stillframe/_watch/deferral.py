@@ -54,7 +54,7 @@ class Deferral:
         self.fallbacks: list[str] = []
         self._storages: _core.Numbers | None = None  # all of the save's
         self._late: set[int] | None = None  # `indices` as a set; made by the first `holds`
-        self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
+        self._numbers: list[int] = []  # the storage's number of each of `_tensors`
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._parts: list[tuple[int, Owner | MemoryOwner]] = []  # (end in `indices`, owner)

@@ -245,7 +245,7 @@ class Owner:
         if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
             return
         if id(optimizer) in _active:
-            return  # its last step raised and may be half done
+            return  # the owner's last step raised, and may be half done
         self.observer.defer(optimizer.param_groups, optimizer.state, marks)
 
     @bookkeeping
