@@ -221,7 +221,7 @@ $(eval $(call variant,asan,-fsanitize=address$(comma)undefined -fno-sanitize-rec
 $(eval $(call variant,tsan,-fsanitize=thread))
 $(eval $(call variant,plain,))
 # No wait looks again by itself (sfr__cond_wait), so a lost wake-up hangs: mistakes.py notices that.
-$(eval $(call variant,still,-DSFR_LOOK_AGAIN_NS=3600000000000u))
+$(eval $(call variant,still,-DSFR_WAKE_UP_NS=3600000000000u))
 
 asan:
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan

@@ -70,7 +70,6 @@ __attribute__((format(printf, 4, 5))) static inline bool check__that(bool ok, co
 			    #b, check__a, check__b);                                               \
 	})
 
-#define RUN(test) check__run(test, #test)
 static inline void check__run(void (*test)(void), const char *name)
 {
 	int before = check__nr_failed;

@@ -9,6 +9,7 @@ do its work, and its object must work afterwards.
 from __future__ import annotations
 
 import _testcapi
+import array
 import gc
 import json
 import os
@@ -264,6 +265,21 @@ def restore(directory: Path) -> Any:
         found, made = _core.restore(descriptor, True)
         assert found["ok"] and made.find("data.pkl") >= -1 and made.done() >= 0
         assert len(made.sizes(0, 1 << 30)) == made.nr
+        made.close()
+
+    return lambda: None, tried
+
+
+@call
+def restore_bare(directory: Path) -> Any:
+    path = directory / "stretches"
+    path.write_bytes(bytes(100))
+    descriptor = os.open(path, os.O_RDONLY)
+    numbers = array.array("Q", (8, 20, 40, 60))
+
+    def tried(_: None) -> None:
+        made = _core.restore_bare(descriptor, numbers, 100)
+        assert made.find("data.pkl") == -1 and made.sizes(0, 1 << 30) == [20, 60]
         made.close()
 
     return lambda: None, tried

@@ -14,7 +14,7 @@ struct sfr_ticket;
 /* checksum each deferred byte in the call and compare once staged */
 #define SFR_SAVE_CHECK_BYTES 4u
 #define SFR_SAVE_NO_WAIT 8u /* return SFR_EBUSY instead of waiting for a slot */
-/* rename as soon as synced: not in the log, and counted in slots of its own */
+/* rename as soon as synced: not in the log, and not counted in max_in_flight */
 #define SFR_SAVE_UNORDERED 16u
 
 struct sfr_save_desc {

@@ -12,7 +12,7 @@ from stillframe import _core
 from stillframe._base import file_kinds, paths
 from stillframe._base.arguments import seconds
 from stillframe._base.calls import inside
-from stillframe._save import completion, ordered
+from stillframe._save import completion, directory, ordered
 from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine, submit
 from stillframe._save.handle import SaveHandle
 from stillframe._save.options import (
@@ -190,7 +190,8 @@ def save(
         obj: Anything `torch.save` takes. It is copied during the call.
         path: A local path. Links are followed; the parent directory must exist.
         durable: Sync the file and its directory; see `async_save`.
-        format, metadata: See `async_save`.
+        format: See `async_save`.
+        metadata: See `async_save`.
         engine: The engine to use, `default_engine()` by default.
 
     Returns:
@@ -252,6 +253,10 @@ def exists(path: Path) -> bool:
     if known < 0 and os.path.islink(path):
         known = _core.log_exists(paths.key(path, follow_link=True))
     _tell_of_home(path, known)
+    if known == 2:
+        return directory.will_hold(paths.key(path, follow_link=False))
+    if known < 0 and not os.path.lexists(path):
+        paths.put_back(paths.as_text(path))
     return file_kinds.exists(path) if known < 0 else bool(known)
 
 

@@ -330,7 +330,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             members = tree.lay_out()
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.completion.start()
-        place = target.directory, target.name
+        place, shown = (target.directory, target.name), options.shown or target.shown
         ticket = _core.Ticket(
             core, *place, tree.data, tree.rows, flags, target.file_system, members
         )
@@ -338,21 +338,24 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             ticket,
             tree,
             deferral,
-            path=target.shown,
+            path=shown,
             given=path,
             on_durable=options.on_durable,
             entered=entered,
+            ordered=options.ordered,
         )
+        if options.before_launch is not None:
+            options.before_launch(save)
         _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
         try:
             save.launch()
         except BusyError:
             if engine._limits.when_busy == "skip":
-                return SkippedSave(target.shown)
+                return SkippedSave(shown)
             raise _busy(engine) from None
         except PoolExhaustedError:
             raise PoolExhaustedError(
-                f"{target.shown} was not saved: the save needs memory of the pool that only"
+                f"{shown} was not saved: the save needs memory of the pool that only"
                 f" snapshots could give back. {usage(engine)}"
             ) from None
         engine._used = True
@@ -360,7 +363,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
         if completion.completion.over:
             wait_for_end(save)
         for sentence in tree.fallbacks:
-            log.info("stillframe: %s: %s", target.shown, sentence)
+            log.info("stillframe: %s: %s", shown, sentence)
         return save
 
 

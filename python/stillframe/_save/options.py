@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
 from stillframe import _core
-from stillframe._base import cpus, sizes
+from stillframe._base import cpus, safetensors, sizes
 from stillframe._base.arguments import refuse_unclear
 from stillframe._save.report import SaveReport
 
@@ -22,7 +22,6 @@ DEFAULT_IN_FLIGHT = 2
 _DEFAULT_WRITERS = 2
 _POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
 _PAGE = 4096
-_SAFETENSORS_SUFFIX = ".safetensors"
 
 # The largest values of options. A larger one is a typing error, and would overflow in the core.
 _MOST_BLOCKS = 1 << 28
@@ -148,7 +147,7 @@ def _pool_bytes(given: Size | None) -> tuple[int, str]:
 def format_of(path: object) -> Format:
     """Return the format that a file's name asks for by its ending."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    is_flat = isinstance(text, str) and text.endswith(_SAFETENSORS_SUFFIX)
+    is_flat = isinstance(text, str) and text.endswith(safetensors.SUFFIX)
     return "safetensors" if is_flat else "torch"
 
 
@@ -164,6 +163,8 @@ class SaveOptions:
         format: The format of the file; `format_of` finds the one that its name asks for.
         metadata: For safetensors, the strings that the header holds beside the tensors.
         wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
+        shown: The path in messages and the report; None for the given one.
+        before_launch: Called with the handle before the save can begin.
     """
 
     overlap: bool = True
@@ -176,6 +177,8 @@ class SaveOptions:
     ordered: bool = True
     format: Format = "torch"
     metadata: Mapping[str, str] | None = None
+    shown: str | None = None
+    before_launch: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
         refuse_unclear(

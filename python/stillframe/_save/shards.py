@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from stillframe._base import sizes
+from stillframe._base.safetensors import INDEX_SUFFIX, SUFFIX
 from stillframe._tree import flat
-
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = f"{SUFFIX}.index.json"
 
 
 @dataclass(frozen=True, slots=True)

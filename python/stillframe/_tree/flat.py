@@ -17,50 +17,25 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stillframe import _core
 from stillframe._base import device as _device
+from stillframe._base import safetensors
 from stillframe._tree.skeleton import SOURCE, Skeleton, copied_sentence
 
 _ALIGN = 4096
-_MOST_HEADER = 100_000_000  # bytes; readers refuse a longer one
 _METADATA = "__metadata__"
 _MEMBER = struct.Struct("=QQII")  # struct sfr_member: off, nbytes, source, reserved
 
-# The format's name of each dtype, in the library's order: it saves the last ones first.
-_NAMES = {
-    "bool": "BOOL",
-    "float4_e2m1fn_x2": "F4",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-}
 _PAIRS = "F4"  # torch counts bytes, and the format elements
 _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
-    dtype: (name, rank, dtype.itemsize)
-    for rank, (name, dtype) in enumerate(
-        (name, getattr(torch, word, None)) for word, name in _NAMES.items()
-    )
-    if dtype is not None
+    getattr(torch, word): (name, rank, getattr(torch, word).itemsize)
+    for rank, (name, (_, word)) in enumerate(safetensors.DTYPES.items())
+    if hasattr(torch, word or "-")
 }
 
 _quoted: Callable[[str], str] = encode_basestring
@@ -68,8 +43,7 @@ _quoted: Callable[[str], str] = encode_basestring
 _bits: Callable[[Tensor], dict[str, bool]] = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One tensor: which bytes of which storage, and what the header says of it.
 
     Attributes:
@@ -138,10 +112,10 @@ class Flat(Skeleton):
             begin = end
         text = f"{{{','.join(head)}}}".encode()
         length = (8 + len(text) + _ALIGN - 1) // _ALIGN * _ALIGN - 8
-        if length > _MOST_HEADER:
+        if length > safetensors.MAX_HEADER:
             raise ValueError(
                 f"the names, shapes and metadata take {len(text)} bytes, and readers of safetensors"
-                f" accept at most {_MOST_HEADER}: save fewer tensors in one file"
+                f" accept at most {safetensors.MAX_HEADER}: save fewer tensors in one file"
             )
         self.data = struct.pack("<Q", length) + text.ljust(length)
         return bytes(packed)
@@ -209,19 +183,21 @@ def checked(obj: object) -> dict[str, Tensor]:
 
 def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
     """Return the names of tensors with common bytes, in groups."""
-    areas: dict[tuple[Any, int, int], list[tuple[int, int, str]]] = {}
+    names_of: dict[tuple[Any, int, int], list[str]] = {}  # by storage
     for name, tensor in tensors.items():
-        if tensor.device.type == "meta":
+        device = tensor.device
+        if device.type == "meta" or not tensor.numel():
             continue
         storage = tensor.untyped_storage()
-        key = tensor.device, storage.data_ptr(), storage.nbytes()
-        if key[1] and key[2]:
-            begin = int(tensor.storage_offset()) * tensor.itemsize
-            areas.setdefault(key, []).append((begin, begin + _reach(tensor), name))
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if address and nbytes:
+            names_of.setdefault((device, address, nbytes), []).append(name)
     groups: list[list[str]] = []
-    for area in areas.values():
+    for names in names_of.values():
+        if len(names) == 1:
+            continue
         last = -1
-        for begin, end, name in sorted(area) if len(area) > 1 else ():
+        for begin, end, name in sorted((*_area(tensors[name]), name) for name in names):
             if begin < last:
                 groups[-1].append(name)
             else:
@@ -230,12 +206,12 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
     return [names for names in groups if len(names) > 1]
 
 
-def _reach(tensor: Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last one."""
-    if not tensor.numel():
-        return 0
+def _area(tensor: Tensor) -> tuple[int, int]:
+    """Return where the bytes of a tensor with elements begin and end in its storage."""
+    first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+    last = first + sum((size - 1) * stride for size, stride in steps)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def _in_elements(name: str, shape: list[int]) -> list[int]:
@@ -263,25 +239,28 @@ class _Builder:
                 f"You are trying to save a non contiguous tensor: `{name}`, which is not allowed."
                 " Call `.contiguous()` on it, or save the tensor that it is a view of"
             )
-        if tensor.dtype not in _DTYPES:
+        known = _DTYPES.get(tensor.dtype)
+        if known is None:
             raise KeyError(
                 f"`{name}` has the dtype {tensor.dtype}, which safetensors does not support"
             )
-        word, rank, itemsize = _DTYPES[tensor.dtype]
-        if _device.place_of_tensor(tensor) < 0:
+        word, rank, itemsize = known
+        place = _device.place_of_tensor(tensor)
+        if place < 0:
             origin = str(tensor.device)
             tensor = tensor.to("cpu")
+            place = _device.place_of_tensor(tensor)
             self.copied[origin] = self.copied.get(origin, 0) + 1
         if _bits(tensor):
             tensor = tensor.resolve_conj().resolve_neg()
         nbytes, offset = tensor.numel() * itemsize, int(tensor.storage_offset()) * itemsize
-        number = self._enter(name, tensor, offset + nbytes) if nbytes else -1
+        number = self._enter(name, tensor, place, offset + nbytes) if nbytes else -1
         shape = list(tensor.shape)
         if word == _PAIRS:
             shape = _in_elements(name, shape)
         self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
 
-    def _enter(self, name: str, tensor: Tensor, needed: int) -> int:
+    def _enter(self, name: str, tensor: Tensor, place: int, needed: int) -> int:
         """Return the number of the tensor's storage, which has to have `needed` bytes."""
         storage = tensor.untyped_storage()
         address, nbytes = _device.address_of(storage), storage.nbytes()
@@ -291,7 +270,6 @@ class _Builder:
             )
         number = self.numbers.setdefault(storage._cdata, len(self.storages))
         if number == len(self.storages):
-            place = _device.place_of_tensor(tensor)
             self.storages.append(storage)
             self.rows += SOURCE.pack(address, nbytes, 0, place)
             self.places.add(place)

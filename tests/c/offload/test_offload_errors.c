@@ -106,7 +106,7 @@ static void end(void)
 
 /* ---- what fails ---------------------------------------------------------------------- */
 
-static void failed_allocation_queues_and_leaks_nothing(void)
+TEST(failed_allocation_queues_and_leaks_nothing)
 {
 	begin();
 	works();
@@ -154,7 +154,7 @@ static unsigned fail_each(const char *name)
 
 /* An exception: if the driver refuses to free an event, or to enter the context for that, the
  * event is left with the driver. */
-static void failing_driver_call_is_reported_and_leaks_nothing(void)
+TEST(failing_driver_call_is_reported_and_leaks_nothing)
 {
 	static const char *const names[] = {
 		"cuStreamIsCapturing",  "cuStreamWaitEvent",    "cuEventCreate",
@@ -172,7 +172,7 @@ static void failing_driver_call_is_reported_and_leaks_nothing(void)
 	end();
 }
 
-static void nothing_is_copied_after_a_failed_call(void)
+TEST(nothing_is_copied_after_a_failed_call)
 {
 	struct sfr_onload *onload;
 	struct sfr_err err;
@@ -195,7 +195,7 @@ static void nothing_is_copied_after_a_failed_call(void)
 }
 
 /* Nobody knows whether a copy still reads the memory, so it is never used again. */
-static void dead_device_is_reported_and_keeps_the_groups_memory(void)
+TEST(dead_device_is_reported_and_keeps_the_groups_memory)
 {
 	struct sfr_stats stats;
 	struct sfr_onload *onload;
@@ -224,7 +224,7 @@ static void dead_device_is_reported_and_keeps_the_groups_memory(void)
 	fake.fake_cuda_forget();
 }
 
-static void unavailable_device_is_reported(void)
+TEST(unavailable_device_is_reported)
 {
 	struct sfr_onload *onload;
 	struct sfr_err err;
@@ -263,7 +263,7 @@ static void leave_again(void)
 	CHECK_EQ(sfr_snapshot_start(ticket), 0);
 }
 
-static void onload_fails_if_it_cannot_wait_for_the_offload(void)
+TEST(onload_fails_if_it_cannot_wait_for_the_offload)
 {
 	struct sfr_onload *onload;
 	int64_t torn;
@@ -285,7 +285,7 @@ static void onload_fails_if_it_cannot_wait_for_the_offload(void)
 /* ---- what is refused ------------------------------------------------------------------- */
 
 /* The engine is closed, or is being closed and waits for a snapshot. */
-static void onload_of_a_closed_engine_is_refused(void)
+TEST(onload_of_a_closed_engine_is_refused)
 {
 	struct sfr_onload *onload;
 
@@ -300,7 +300,7 @@ static void onload_of_a_closed_engine_is_refused(void)
 	end();
 }
 
-static void capturing_stream_is_refused_and_left_alone(void)
+TEST(capturing_stream_is_refused_and_left_alone)
 {
 	struct sfr_onload *onload;
 	uint64_t nr_events;
@@ -322,7 +322,7 @@ static void capturing_stream_is_refused_and_left_alone(void)
 	end();
 }
 
-static void onload_of_returned_memory_is_refused(void)
+TEST(onload_of_returned_memory_is_refused)
 {
 	struct sfr_onload *onload;
 	uint64_t len;
@@ -358,7 +358,7 @@ static void onload_first_and_last(struct sfr_onload **out)
 		 0);
 }
 
-static void memory_between_two_copies_is_left_alone(void)
+TEST(memory_between_two_copies_is_left_alone)
 {
 	struct sfr_onload *onload;
 
@@ -372,7 +372,7 @@ static void memory_between_two_copies_is_left_alone(void)
 }
 
 /* A driver checks nothing about unknown memory in a batch, and may take long over it. */
-static void only_pinned_memory_is_copied_in_batches(void)
+TEST(only_pinned_memory_is_copied_in_batches)
 {
 	for (int pinned = 0; pinned < 2; pinned++) {
 		struct sfr_onload *onload;
@@ -395,7 +395,7 @@ static void only_pinned_memory_is_copied_in_batches(void)
 
 /* Memory between two ranges that the caller gave belongs to the caller, on the host and on the
  * device. */
-static void copies_outside_the_pool_are_not_merged(void)
+TEST(copies_outside_the_pool_are_not_merged)
 {
 	static unsigned char host[2 * SFR_APART];
 	struct sfr_onload_copy copies[2];
@@ -418,7 +418,7 @@ static void copies_outside_the_pool_are_not_merged(void)
 	end();
 }
 
-static void a_child_of_fork_is_refused(void)
+TEST(forked_child_is_refused)
 {
 	struct sfr_onload *onload;
 	pid_t child;
@@ -452,7 +452,7 @@ static void a_child_of_fork_is_refused(void)
 
 /* ---- waiting ----------------------------------------------------------------------------- */
 
-static void wait_returns_eagain_until_the_copies_complete(void)
+TEST(wait_returns_eagain_until_the_copies_complete)
 {
 	struct sfr_onload *onload;
 	uint64_t copying, waited;
@@ -485,7 +485,7 @@ static void wait_for_sem(void *go)
 	(void)sem_wait(go);
 }
 
-static void times_are_known_after_the_streams_wait(void)
+TEST(times_are_known_after_the_streams_wait)
 {
 	struct sfr_onload *onload;
 	uint64_t copying, waited;
@@ -536,7 +536,7 @@ static CUresult elapsed_2_5_ms(float *ms, CUevent begin, CUevent end)
 	return CUDA_SUCCESS;
 }
 
-static void a_time_is_in_nanoseconds(void)
+TEST(times_are_in_nanoseconds)
 {
 	const struct sfr__cuda cu = { .event_new = new_event,
 				      .event_record = record_event,
@@ -552,7 +552,7 @@ static void a_time_is_in_nanoseconds(void)
 	CHECK_EQ(timer.ns, 2500000);
 }
 
-static void dropping_an_onload_waits_for_its_copies(void)
+TEST(dropping_an_onload_waits_for_its_copies)
 {
 	struct sfr_onload *onload;
 
@@ -572,22 +572,6 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	stream = fake.fake_cuda_stream(0);
-	RUN(failed_allocation_queues_and_leaks_nothing);
-	RUN(failing_driver_call_is_reported_and_leaks_nothing);
-	RUN(nothing_is_copied_after_a_failed_call);
-	RUN(dead_device_is_reported_and_keeps_the_groups_memory);
-	RUN(unavailable_device_is_reported);
-	RUN(onload_fails_if_it_cannot_wait_for_the_offload);
-	RUN(onload_of_a_closed_engine_is_refused);
-	RUN(capturing_stream_is_refused_and_left_alone);
-	RUN(onload_of_returned_memory_is_refused);
-	RUN(memory_between_two_copies_is_left_alone);
-	RUN(only_pinned_memory_is_copied_in_batches);
-	RUN(copies_outside_the_pool_are_not_merged);
-	RUN(a_child_of_fork_is_refused);
-	RUN(wait_returns_eagain_until_the_copies_complete);
-	RUN(times_are_known_after_the_streams_wait);
-	RUN(a_time_is_in_nanoseconds);
-	RUN(dropping_an_onload_waits_for_its_copies);
+	check_run();
 	return check_done();
 }

@@ -199,7 +199,7 @@ TEST(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one)
 			if (rc == 0)
 				rc = save(engine, i == 0 ? SFR_SAVE_UNORDERED : SFR_SAVE_DURABLE);
 			CHECK(rc == 0 || check_acted(&run));
-			check_heal(&run);
+			check_end_fault(&run);
 			CHECK(file_is(dir_path(dir, "a"), state.expected, state.len) ||
 			      (rc != 0 && file_is(dir_path(dir, "a"), "old", 3)));
 			if (engine)

@@ -120,7 +120,7 @@ def test_header_may_be_longer_than_a_block(tmp_path):
 
 def test_views_of_one_storage_that_do_not_overlap_are_saved_alone(tmp_path):
     base = torch.arange(10_000, dtype=torch.float32)
-    tensors = {"a": base[10:1000], "b": base[1000:1001], "c": base[5000:]}
+    tensors = {"a": base[10:1000], "b": base[1000:1001], "c": base[5000:], "none": base[50:50]}
     report = stillframe.save(tensors, tmp_path / "a.safetensors")
     assert_holds(tmp_path / "a.safetensors", tensors)
     assert report.nbytes < 30_000
@@ -237,7 +237,7 @@ def test_tensor_whose_memory_was_freed_is_refused(tmp_path):
 
 
 def test_header_that_no_reader_accepts_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("stillframe._tree.flat._MOST_HEADER", 5000)
+    monkeypatch.setattr("stillframe._base.safetensors.MAX_HEADER", 5000)
     stillframe.save({"x" * 100: BASE}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="accept at most 5000"):
         stillframe.save({"x" * 5000: BASE}, tmp_path / "b.safetensors")
