@@ -267,16 +267,17 @@ static inline void saving_poison(struct sfr_engine *engine)
 /* Counts the bytes of padding in a block of the file that are not zero; *nr: all bytes of
  * padding. */
 static inline uint64_t saving_padding_of(int fd, const struct sfr__image *img,
-					 const struct sfr__run *run, uint32_t blk, uint64_t *nr)
+					 const struct sfr__extent *extent, uint32_t blk,
+					 uint64_t *nr)
 {
 	unsigned char bytes[SAVING_BLOCK] = { 0 };
-	size_t len = sfr__image_block_len(img, run, blk);
+	size_t len = sfr__image_block_len(img, extent, blk);
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 	uint64_t nr_dirty = 0;
 
-	CHECK_EQ(pread(fd, bytes, len, (off_t)sfr__image_block_off(img, run, blk)), len);
-	sfr__seg_iter_init(&it, img, run, blk);
+	CHECK_EQ(pread(fd, bytes, len, (off_t)sfr__image_block_off(img, extent, blk)), len);
+	sfr__seg_iter_init(&it, img, extent, blk);
 	while (sfr__seg_next(&it, &seg))
 		for (size_t i = seg.pos; seg.kind == SFR__SEG_PAD && i < seg.pos + seg.len; i++) {
 			nr_dirty += bytes[i] != 0;
@@ -299,9 +300,10 @@ static inline void saving_padding_is_zero(const char *dir, const char *name,
 
 	if (!CHECK(fd >= 0) || !CHECK_EQ(sfr__image_init(&img, &desc, SAVING_BLOCK), 0))
 		return;
-	for (const struct sfr__run *run = img.runs; run < img.runs + img.nr_runs; run++)
-		for (uint32_t blk = 0; blk < run->nr_blocks; blk++)
-			nr_dirty += saving_padding_of(fd, &img, run, blk, &nr);
+	for (const struct sfr__extent *extent = img.extents; extent < img.extents + img.nr_extents;
+	     extent++)
+		for (uint32_t blk = 0; blk < extent->nr_blocks; blk++)
+			nr_dirty += saving_padding_of(fd, &img, extent, blk, &nr);
 	CHECK(nr > 1000);
 	CHECK_EQ(nr_dirty, 0);
 	sfr__image_fini(&img);

@@ -155,7 +155,7 @@ def test_storages_on_unreadable_devices_stay_undecided(present):
     assert observer.counts() == (40, 0, 0)
 
 
-# ---- what a keeper has ------------------------------------------------------------------------
+# ---- what a memory owner has ------------------------------------------------------------------
 
 
 def test_memory_owners_storages_are_marked_once_and_only_if_large():

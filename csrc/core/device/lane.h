@@ -41,7 +41,7 @@ struct sfr__cuda_portion {
 	struct sfr__transfer *of;
 	/* the client's, like the next two: memory that is complete with this portion, or NULL */
 	void *memory;
-	const struct sfr__run *run;
+	const struct sfr__extent *extent;
 	uint32_t first_blk; /* index of the first block in its extent; the others follow */
 	CUevent event;      /* NULL: could not be recorded, and the whole stream is queried */
 	uint32_t failed;    /* queries that failed in a row */

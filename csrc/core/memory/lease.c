@@ -48,19 +48,18 @@ static void wake_waiters_locked(struct sfr__pool *pool)
 }
 
 /* Takes the blocks of the placed items: LEASED, or GROWING where memory is missing. */
-static void take_locked(struct sfr__pool *pool, const struct sfr__plan *plan,
+static void take_locked(struct sfr__pool *pool, const struct sfr__placement *placement,
 			struct sfr__lease *lease)
 {
 	uint32_t last = 0;
 
 	lease->nr_runs = lease->nr_blocks = 0;
-	for (uint32_t e = 0; e < plan->nr_extents; e++) {
-		const struct sfr__extent *extent = &plan->extents[e];
+	for (uint32_t e = 0; e < placement->nr_gaps; e++) {
+		const struct sfr__gap *gap = &placement->gaps[e];
 
-		if (extent->at != extent->begin)
+		if (gap->at != gap->begin)
 			lease->runs[lease->nr_runs++] = (struct sfr__run_of_blocks){
-				(uint32_t)(extent->begin / pool->block_bytes),
-				extent->at - extent->begin
+				(uint32_t)(gap->begin / pool->block_bytes), gap->at - gap->begin
 			};
 	}
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -191,7 +190,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 /* Waits until it is first in the queue and there is room, then takes the room. `starved` points to
  * nr_returned at a lease that found too little memory, or is NULL. Then another attempt waits until
  * a block has returned since, or none can return. */
-static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t nr_own,
+static int wait_locked(struct sfr__pool *pool, struct sfr__placement *placement, uint32_t nr_own,
 		       uint64_t deadline_ns, const uint64_t *starved, struct sfr__lease *lease)
 {
 	struct sfr__waiter me = { .seq = UINT64_MAX };
@@ -205,12 +204,13 @@ static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t 
 		bool spare = pool->nr_saves > nr_own;
 
 		if (pool->waiters == &me && worth_trying &&
-		    sfr__pool_plan_locked(pool, plan, false, spare)) {
-			take_locked(pool, plan, lease);
+		    sfr__pool_place_locked(pool, placement, false, spare)) {
+			take_locked(pool, placement, lease);
 			rc = 0;
 			break;
 		}
-		rc = sfr__pool_plan_locked(pool, plan, true, false) ? SFR_EAGAIN : SFR_EEXHAUSTED;
+		rc = sfr__pool_place_locked(pool, placement, true, false) ? SFR_EAGAIN :
+									    SFR_EEXHAUSTED;
 		if (rc == SFR_EEXHAUSTED || late)
 			break;
 		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
@@ -223,7 +223,7 @@ int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 		    uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
-	struct sfr__plan plan = { .lens = lens, .nr = nr, .addrs = addrs };
+	struct sfr__placement placement = { .lens = lens, .nr = nr, .addrs = addrs };
 	const uint32_t most = pool->nr_blocks / 2 + 1; /* the most runs that can be apart */
 	const uint64_t *starved = NULL;
 	struct sfr__lease lease = { .whole = whole };
@@ -231,18 +231,18 @@ int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 
 	*out = (struct sfr__lease){ 0 };
 	for (uint32_t i = 0; i < nr; i++) {
-		if (lens[i] > UINT64_MAX / 4 || plan.total > UINT64_MAX / 4)
+		if (lens[i] > UINT64_MAX / 4 || placement.total > UINT64_MAX / 4)
 			return SFR_EEXHAUSTED;
-		plan.total += sfr__round_up(lens[i], SFR_ALIGN);
+		placement.total += sfr__round_up(lens[i], SFR_ALIGN);
 	}
-	plan.extents = sfr_sys.malloc(most * sizeof(*plan.extents));
+	placement.gaps = sfr_sys.malloc(most * sizeof(*placement.gaps));
 	lease.runs = sfr_sys.malloc(most * sizeof(*lease.runs));
-	rc = plan.extents != NULL && lease.runs != NULL ? 0 : -ENOMEM;
+	rc = placement.gaps != NULL && lease.runs != NULL ? 0 : -ENOMEM;
 	if (rc != 0)
 		goto fail;
 	sfr__lock(&pool->mu);
 	for (;;) {
-		rc = wait_locked(pool, &plan, nr_own, deadline_ns, starved, &lease);
+		rc = wait_locked(pool, &placement, nr_own, deadline_ns, starved, &lease);
 		if (rc != 0)
 			break;
 		returned = pool->nr_returned;
@@ -257,11 +257,11 @@ int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 	sfr__unlock(&pool->mu);
 	if (rc != 0)
 		goto fail;
-	sfr_sys.free(plan.extents);
+	sfr_sys.free(placement.gaps);
 	*out = lease;
 	return 0;
 fail:
-	sfr_sys.free(plan.extents);
+	sfr_sys.free(placement.gaps);
 	sfr_sys.free(lease.runs);
 	return rc;
 }

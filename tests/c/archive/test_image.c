@@ -26,7 +26,7 @@ TEST(image_without_storages_has_one_extent_and_torchs_records)
 
 	if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))
 		return;
-	CHECK_EQ(img.nr_runs, 1);
+	CHECK_EQ(img.nr_extents, 1);
 	CHECK_EQ(img.nr_entries, 5);
 	for (uint32_t i = 0; i < 5; i++) {
 		CHECK(strcmp(img.entries[i].name, names[i]) == 0);
@@ -54,9 +54,9 @@ TEST(each_lane_has_its_own_extent_in_ascending_order)
 
 	if (!CHECK_EQ(sfr__image_init(&img, &desc, 2 * PAGE), 0))
 		return;
-	CHECK_EQ(img.nr_runs, 4);
+	CHECK_EQ(img.nr_extents, 4);
 	for (uint32_t i = 0; i < 4; i++)
-		CHECK_EQ(img.runs[i].lane, lanes[i]);
+		CHECK_EQ(img.extents[i].lane, lanes[i]);
 	for (uint32_t i = 0; i < 6; i++)
 		CHECK_EQ(img.entries[5 + i].source, order[i]);
 	CHECK(strcmp(img.entries[7].name, "archive/data/2") == 0);
@@ -102,7 +102,7 @@ TEST(extent_may_end_anywhere_in_its_page)
 		if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))
 			return;
 		last = &img.entries[5];
-		exactly |= last->data_off + nbytes + last->desc_len == img.runs[1].off;
+		exactly |= last->data_off + nbytes + last->desc_len == img.extents[1].off;
 		check_image(&img, 4);
 		sfr__image_fini(&img);
 	}
@@ -135,19 +135,19 @@ TEST(blocks_filled_in_any_order_give_the_same_file)
 			return;
 		memset(files[way], 0xdb, img.len);
 		sfr__image_put_tail(&img, files[way] + img.tail_off);
-		for (uint32_t r = 0; r < img.nr_runs; r++) {
-			const struct sfr__run *run = &img.runs[r];
+		for (uint32_t r = 0; r < img.nr_extents; r++) {
+			const struct sfr__extent *extent = &img.extents[r];
 
-			for (uint32_t i = 0; i < run->nr_blocks; i++) {
-				uint32_t blk = way == 1 ? run->nr_blocks - 1 - i : i;
+			for (uint32_t i = 0; i < extent->nr_blocks; i++) {
+				uint32_t blk = way == 1 ? extent->nr_blocks - 1 - i : i;
 				struct sfr__seg_iter it;
 				struct sfr__seg seg;
 
-				sfr__seg_iter_init(&it, &img, run, blk);
+				sfr__seg_iter_init(&it, &img, extent, blk);
 				while (sfr__seg_next(&it, &seg))
 					fill_segment(&img, &seg,
-						     files[way] +
-							     sfr__image_block_off(&img, run, blk),
+						     files[way] + sfr__image_block_off(&img, extent,
+										       blk),
 						     false);
 			}
 		}
@@ -256,7 +256,7 @@ TEST(terabytes_are_laid_out_without_being_touched)
 	/* More blocks than an extent can count. */
 	sources[1].nbytes = UINT64_C(1) << 45;
 	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EFBIG);
-	CHECK(img.entries == NULL && img.runs == NULL);
+	CHECK(img.entries == NULL && img.extents == NULL);
 }
 
 TEST(more_than_65535_storages_have_their_directory)

@@ -185,13 +185,14 @@ TEST(files_of_stillframe_are_good)
 	for (uint32_t i = 0; i < img.nr_entries; i++)
 		img.entries[i].crc =
 			sfr_crc32_portable(0, img.entries[i].src, img.entries[i].nbytes);
-	for (uint32_t i = 0; i < img.nr_runs; i++)
-		for (uint32_t blk = 0; blk < img.runs[i].nr_blocks; blk++) {
-			unsigned char *block = file + sfr__image_block_off(&img, &img.runs[i], blk);
+	for (uint32_t i = 0; i < img.nr_extents; i++)
+		for (uint32_t blk = 0; blk < img.extents[i].nr_blocks; blk++) {
+			unsigned char *block =
+				file + sfr__image_block_off(&img, &img.extents[i], blk);
 			struct sfr__seg_iter it;
 			struct sfr__seg seg;
 
-			sfr__seg_iter_init(&it, &img, &img.runs[i], blk);
+			sfr__seg_iter_init(&it, &img, &img.extents[i], blk);
 			while (sfr__seg_next(&it, &seg)) {
 				unsigned char *at = block + seg.pos;
 

@@ -192,13 +192,13 @@ static uint64_t len_that_leaves(uint64_t left)
 					    .skeleton_len = sizeof(saving_skeleton),
 					    .sources = &source,
 					    .nr_sources = 1 };
-	const struct sfr__run *run;
+	const struct sfr__extent *extent;
 	struct sfr__image img;
 	uint64_t len;
 
 	CHECK_EQ(sfr__image_init(&img, &desc, BLOCK), 0);
-	run = sfr__image_run(&img, SFR_LANE_HOST, 0);
-	len = run->off + 2 * (uint64_t)BLOCK - left - img.entries[run->first_entry].data_off;
+	extent = sfr__image_extent(&img, SFR_LANE_HOST, 0);
+	len = extent->off + 2 * (uint64_t)BLOCK - left - img.entries[extent->first_entry].data_off;
 	sfr__image_fini(&img);
 	return len;
 }

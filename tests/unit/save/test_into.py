@@ -121,7 +121,7 @@ def test_targets_that_share_a_record_are_filled_from_the_first(tmp_path):
 def test_targets_that_share_a_record_on_devices_are_copied():
     """The first one is on its device, and no host tensor can be made over its memory."""
     there = torch.empty(8, device="meta").untyped_storage()
-    over = fill_module._over(there, 8, torch.zeros(2, 2).t())
+    over = fill_module._view_of(there, 8, torch.zeros(2, 2).t())
     assert (over.device.type, over.storage_offset(), over.stride()) == ("meta", 2, (1, 2))
 
 

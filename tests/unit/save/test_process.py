@@ -29,11 +29,11 @@ def hold(block):  # a block that lasts as long as the process
     block.__enter__()
     blocks.append(block)
 def hold_until_said(words, block):  # one that is left when the exit says so
-    def saying(sentence, say=at_exit._say):
+    def saying(sentence, say=at_exit._print_line):
         say(sentence)
         if words in sentence:
             block.__exit__(None, None, None)
-    at_exit._say, at_exit._QUIET_S = saying, 0.1
+    at_exit._print_line, at_exit._QUIET_S = saying, 0.1
     block.__enter__()
 """
 
