@@ -25,6 +25,7 @@ _refuse_elsewhere()  # first, because the other imports would fail with less cle
 
 from stillframe._base.trace import trace
 from stillframe._load.load import load
+from stillframe._preemption.preemption import preemption
 from stillframe._save.api import (
     async_save,
     configure,
@@ -71,6 +72,7 @@ __all__ = [
     "default_engine",
     "exists",
     "load",
+    "preemption",
     "register_optimizer",
     "remove",
     "save",
