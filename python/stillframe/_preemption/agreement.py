@@ -47,13 +47,13 @@ class Counts(NamedTuple):
         stops: Calls of `should_stop`.
         steps: Ends of an optimizer's step.
         saves: Calls of `save`.
-        registered: Whether the rank has registered something to save.
+        registered: `steps` at the last call of `save`; -1 if there was none.
     """
 
     stops: int
     steps: int
     saves: int
-    registered: bool
+    registered: int
 
     def reaches(self, limit: Counts) -> bool:
         return self.stops >= limit.stops or self.steps >= limit.steps or self.saves >= limit.saves
@@ -62,19 +62,17 @@ class Counts(NamedTuple):
 def next_boundary(counts: list[Counts]) -> Counts:
     """Return the first boundary that no rank has passed: a rank stops when it reaches one of these.
 
-    The loop's own calls of `should_stop` count, if there is one. Otherwise a loop that has
-    registered something to save stops at the end of an optimizer's step, from the second on: the
-    first may still be followed by the first call of `should_stop`. If there are no steps either, it
-    stops at a call of `save`.
+    The loop's own calls of `should_stop` count, if there were any, or else its calls of `save`, if
+    it makes more than one. A loop that has registered something and then calls neither stops at the
+    end of an optimizer's step: at the second one, because a call could still follow the first.
     """
-    stops, steps, saves = (max(each[at] for each in counts) for at in range(3))
-    by_steps = stops == 0 and any(each.registered for each in counts)
-    by_saves = stops == 0 and steps == 0
+    stops, steps, saves, registered = (max(each[at] for each in counts) for at in range(4))
+    by_steps = stops == 0 and saves < 2 and registered >= 0
     return Counts(
         stops + 1,
-        max(steps + 1, 2) if by_steps else NEVER,
-        saves + 1 if by_saves else NEVER,
-        False,
+        max(steps + 1, registered + 2) if by_steps else NEVER,
+        max(saves + 1, 2) if stops == 0 else NEVER,
+        -1,
     )
 
 
@@ -132,7 +130,7 @@ class Agreement:
         self._asked.put(None)
         try:
             if until is None:
-                over = Counts(NEVER, NEVER, NEVER, False)
+                over = Counts(NEVER, NEVER, NEVER, -1)
                 self._store.set(f"{self._prefix}/counts/{self._rank}", json.dumps(over))
                 self._store.set(f"{self._prefix}/done/{self._rank}", "1")
             else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 
@@ -30,6 +31,7 @@ from stillframe._tree import skeleton
 
 log = logging.getLogger("stillframe")
 
+_given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()  # they may take a while to end
 _SIMILAR = 4  # a measured save says nothing about one that is so many times as large
 
 
@@ -107,7 +109,11 @@ def estimate_s(nbytes: int) -> float | None:
 
 
 def _under_way() -> list[InFlight]:
-    return [handle for handle in list(completion.in_flight.values()) if not handle.done()]
+    return [
+        handle
+        for handle in list(completion.in_flight.values())
+        if not handle.done() and handle not in _given_up
+    ]
 
 
 def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None = None) -> bool:
@@ -143,6 +149,8 @@ def _too_late(handle: InFlight) -> str:
 
 
 def _give_up(save: InFlight | str, why: str) -> None:
+    if not isinstance(save, str):
+        _given_up.add(save)
     if isinstance(save, str) or save.cancel():
         path = save if isinstance(save, str) else save.path
         log.warning("stillframe: %s is given up, and the old file stays: %s", path, why)

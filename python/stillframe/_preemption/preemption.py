@@ -118,9 +118,11 @@ class Preemption:
         self._joined = False
         self._ranks: agreement.Agreement | None = None
         self._stops = self._steps = self._saves = 0
+        self._saved_at = -1  # `_steps` at the last call of `save`
         self._stopping = False
         self._registered: dict[str, MakeState] = {}
-        self._saved: dict[str, SaveReport | None] = {}
+        # By name: the report, and `_stops` and `_steps` at that time.
+        self._saved: dict[str, tuple[SaveReport | None, int, int]] = {}
 
     @property
     def requested(self) -> bool:
@@ -159,17 +161,15 @@ class Preemption:
         if not callable(make_state):
             raise TypeError(f"make_state has to be callable, not {type(make_state).__name__}")
         name = paths.as_text(path)
-        self._saves += 1
+        self._saves, self._saved_at = self._saves + 1, self._steps
         if not (self._look and self._ends_at("save")):
             self._registered[name] = make_state
             return None
-        if name in self._saved:
-            if self._stops == 0:  # the loop goes on, and has no other boundary
-                raise _End(self._status())
-            return self._saved[name]
-        self._registered.pop(name, None)
-        self._saved[name] = in_time.save(make_state, name, self._until())
-        return self._saved[name]
+        if name in self._saved and not self._stopping and self._stops == 0:
+            raise _End(self._status())  # the loop goes on, and has no other boundary
+        self._registered[name] = make_state
+        self._save_registered("save")
+        return self._saved[name][0]
 
     # ---- the block ----
 
@@ -229,15 +229,17 @@ class Preemption:
     def _finish(self, error: BaseException | None) -> None:
         """Make the saves of the block's end, and wait for all saves."""
         if not isinstance(error, _End) and _is_plain_end(error):
-            self._save_registered()  # the loop has ended, which is a boundary
+            self._save_registered(None)  # the loop has ended, which is a boundary
         self._leaving = True
         in_time.finish(self._until())
         if self._ranks is not None:
             self._ranks.leave(self._until() if _is_plain_end(error) else None)
 
     def _restore(self) -> None:
-        """Restore the handlers, and end the watch unless the process is about to end."""
-        self._inside = False
+        """Restore the handlers, and end the watch unless the process is about to end.
+
+        A signal in between reaches either this block or the previous handler, and never both.
+        """
         children.watch_no_more(self)
         _blocks.pop(id(self), None)
         if self._wakes:
@@ -248,6 +250,7 @@ class Preemption:
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handler:
                 signal.signal(number, previous)
+        self._inside = False
         if self._received is None:
             with contextlib.suppress(BlockingIOError):
                 os.write(self._pipe[1], bytes([_OVER]))
@@ -322,6 +325,8 @@ class Preemption:
 
     def _next_signal(self, given_up: bool) -> int | None:
         """Wait for a byte of the pipe: a signal of ours or `_OVER`. Return None when time is up."""
+        poll = select.poll()  # select() refuses descriptors above 1023
+        poll.register(self._pipe[0], select.POLLIN)
         while True:
             left_s: float | None = None
             if self._asked is not None:
@@ -329,7 +334,7 @@ class Preemption:
                 left_s = max(0.0, end - time.monotonic())
             elif self._ranks is not None or not self._joined:
                 left_s = _LOOK_S  # another rank may be asked
-            if not select.select([self._pipe[0]], [], [], left_s)[0]:
+            if not poll.poll(None if left_s is None else 1000 * left_s):
                 return None
             (number,) = os.read(self._pipe[0], 1)
             if number == _OVER or number in self.signals:
@@ -375,9 +380,10 @@ class Preemption:
         self._look = True  # after the flag was read: a signal in between sets it too
         if not self._is_last(event):
             return False
-        self._stopping = True
+        # A loop that has called `save` behind the signal may still call `should_stop`.
+        self._stopping = event != "save" or self._ranks is not None
         if event != "save":
-            self._save_registered()
+            self._save_registered(event)
         return True
 
     def _is_last(self, event: Event) -> bool:
@@ -401,12 +407,20 @@ class Preemption:
         if self._look and not self._stopping and self._ends_at("step"):
             raise _End(self._status() if self._received is not None else 0)
 
-    def _save_registered(self) -> None:
-        while self._registered:
-            name, make_state = next(iter(self._registered.items()))
-            del self._registered[name]
-            if name not in self._saved:
-                self._saved[name] = in_time.save(make_state, name, self._until())
+    def _save_registered(self, event: Event | None) -> None:
+        """Save what is registered, unless that was done since the last step.
+
+        Args:
+            event: The boundary; None at the end of the block.
+        """
+        for name, make_state in list(self._registered.items()):
+            _, stops, steps = self._saved.get(name, (None, -1, -1))
+            same = steps == self._steps and (
+                stops == self._stops or (steps > 0 and event == "stop")
+            )
+            if not same:
+                report = in_time.save(make_state, name, self._until())
+                self._saved[name] = report, self._stops, self._steps
 
     def _join(self) -> None:
         """Join the other ranks, if there are any by now."""
@@ -417,7 +431,7 @@ class Preemption:
             self._ranks.ask(*self._asked)
 
     def _counts(self) -> agreement.Counts:
-        return agreement.Counts(self._stops, self._steps, self._saves, bool(self._registered))
+        return agreement.Counts(self._stops, self._steps, self._saves, self._saved_at)
 
     # ---- figures ----
 
