@@ -111,6 +111,7 @@ class Agreement:
         self._told, self._counts = told, counts
         # A signal handler puts into it, so its lock has to be re-entrant.
         self._asked: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._silent: set[int] = set()
         self.limit: Counts | None = None
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="sf-preempt-ranks", daemon=True)
@@ -181,23 +182,25 @@ class Agreement:
         """Post a value, and return what was decided from those of all ranks.
 
         Rank 0 decides, when all have answered or `wait_s` has passed. Another rank does so if rank
-        0 does not.
+        0 does not. Nobody waits again for a rank that has not answered once.
         """
         name = f"{self._prefix}/{name}"
         self._store.set(f"{name}/{self._rank}", mine)
-        keys = [f"{name}/{rank}" for rank in range(self._size)]
-        if self._rank == 0:
-            self._wait(keys, wait_s)
-        elif self._wait([name], 2 * wait_s):
+        keys = {rank: f"{name}/{rank}" for rank in range(self._size)}
+        if self._rank != 0 and 0 not in self._silent and self._wait([name], 2 * wait_s):
             return str(self._store.get(name).decode())
+        self._wait([key for rank, key in keys.items() if rank not in self._silent], wait_s)
         answers = {
             rank: self._store.get(key).decode()
-            for rank, key in enumerate(keys)
+            for rank, key in keys.items()
             if self._store.check([key])
         }
-        if len(answers) < self._size:
-            silent = ", ".join(str(rank) for rank in range(self._size) if rank not in answers)
-            log.warning("stillframe: no answer from rank %s after %.2g s", silent, wait_s)
+        if silent := keys.keys() - answers.keys() - self._silent:
+            self._silent |= silent
+            log.warning(
+                "stillframe: no answer from rank %s: the others stop without it",
+                ", ".join(map(str, sorted(silent))),
+            )
         return str(self._store.compare_set(name, "", decide(answers)).decode())
 
     def _wait(self, keys: list[str], wait_s: float) -> bool:
