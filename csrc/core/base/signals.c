@@ -10,6 +10,8 @@
  *     anyone else sent it        ignored, and from now on the worker is killed when its parent dies
  *
  * The kernel kills it then (PR_SET_PDEATHSIG), because the signal that would have ended it is gone.
+ * By "parent" the kernel means the thread that forked. A worker of the main thread is bound to it
+ * from the beginning, so none outlives a parent that is killed before any signal.
  */
 #include <errno.h>
 #include <signal.h>
@@ -34,7 +36,7 @@ static bool leave(const siginfo_t *info)
 	if (info->si_pid == mine || getppid() != mine)
 		return false;
 	(void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* only a bad number could fail */
-	return getppid() == mine;		/* it may have died before the call */
+	return getppid() == mine;               /* it may have died before the call */
 }
 
 static void handle(int signum, siginfo_t *info, void *context)
@@ -58,13 +60,15 @@ static void handle(int signum, siginfo_t *info, void *context)
 	errno = saved;
 }
 
-int sfr_signals_leave(int signum)
+int sfr_signals_leave(int signum, bool at_once)
 {
 	struct sigaction action = { 0 }, old;
 
 	if (signum < 1 || signum >= NR_SIGNALS || sigaction(signum, NULL, &old) < 0)
 		return -EINVAL;
 	atomic_store(&parent, getppid());
+	if (at_once)
+		(void)prctl(PR_SET_PDEATHSIG, SIGKILL);
 	if (old.sa_flags & SA_SIGINFO && old.sa_sigaction == handle)
 		return 0;
 	before[signum] = old;

@@ -2,23 +2,23 @@
 #include "module.h"
 #include "sfr/signals.h"
 
-/* leave_signal(signum). */
-static PyObject *leave_signal(PyObject *module, PyObject *number)
+/* leave_signal(signum, at_once). */
+static PyObject *leave_signal(PyObject *module, PyObject *args)
 {
-	long signum = PyLong_AsLong(number);
-	int rc;
+	int signum, at_once, rc;
 
-	if (signum == -1 && PyErr_Occurred())
+	if (!PyArg_ParseTuple(args, "ip:leave_signal", &signum, &at_once))
 		return NULL;
-	rc = sfr_signals_leave(signum < 0 || signum > 64 ? 0 : (int)signum);
+	rc = sfr_signals_leave(signum, at_once != 0);
 	if (rc < 0)
 		return sfr_py_raise_os(sfr_py_state(module), rc);
 	Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
-	{ "leave_signal", leave_signal, METH_O,
-	  "leave_signal(signum): ignore it while the parent lives, unless the parent sends it." },
+	{ "leave_signal", leave_signal, METH_VARARGS,
+	  "leave_signal(signum, at_once): ignore it while the parent lives, unless the parent sends it"
+	  "; die with the parent, once it was ignored or at once." },
 	{ NULL, NULL, 0, NULL },
 };
 

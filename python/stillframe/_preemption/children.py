@@ -5,7 +5,7 @@ has a copy of. While a process forks, the signals are blocked, so that no child 
 
 A daemonic child of multiprocessing, such as a worker of a DataLoader, serves its parent: without it
 the parent reaches no further step boundary. It leaves the signals to the parent
-(csrc/core/base/signals.c).
+(csrc/core/base/signals.c), and ends with it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Watched(Protocol):
 class _Masks(threading.local):
     def __init__(self) -> None:
         self.before: list[set[int]] = []
+        self.is_main = False  # the thread that forks, in the parent
 
 
 _masks = _Masks()
@@ -60,6 +61,7 @@ def _numbers() -> set[int]:
 
 
 def _block() -> None:
+    _masks.is_main = threading.current_thread() is threading.main_thread()
     _masks.before.append({*signal.pthread_sigmask(signal.SIG_BLOCK, _numbers())})
 
 
@@ -80,7 +82,7 @@ def _in_child() -> None:
 
 def _leave(numbers: Iterable[int]) -> None:
     for number in numbers:
-        _core.leave_signal(number)
+        _core.leave_signal(number, _masks.is_main)
 
 
 def _serves_its_parent() -> bool:

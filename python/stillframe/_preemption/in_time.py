@@ -12,7 +12,9 @@ An integration calls `finish` where its framework ends after a signal. Moments a
 from __future__ import annotations
 
 import logging
+import numbers
 import statistics
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -82,6 +84,25 @@ def give_up() -> bool:
     return bool(under_way)
 
 
+def is_given_up(handle: object) -> bool:
+    """Return whether a save was given up, which was logged."""
+    return handle in _given_up
+
+
+def refuse_deadline(deadline: object) -> float:
+    """Return a deadline in seconds.
+
+    Raises:
+        TypeError, ValueError: It is not a positive number.
+    """
+    if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
+        raise TypeError(f"deadline has to be a number of seconds, not {deadline!r}")
+    most_s = float(deadline)
+    if not 0 < most_s < threading.TIMEOUT_MAX:
+        raise ValueError(f"deadline has to be a positive number of seconds, not {deadline!r}")
+    return most_s
+
+
 def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
     """Choose the saves to finish, given the seconds that each needs, the newest first.
 
@@ -103,7 +124,7 @@ def estimate_s(nbytes: int) -> float | None:
     None if none of them was of a similar size.
     """
     durations = [
-        seconds * max(1.0, nbytes / size) for size, seconds in measured if size * _SIMILAR >= nbytes
+        took_s * max(1.0, nbytes / size) for size, took_s in measured if size * _SIMILAR >= nbytes
     ]
     return statistics.median(durations) if durations else None
 

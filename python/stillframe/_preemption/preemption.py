@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from stillframe._base import arguments, paths, threads
+from stillframe._base import paths, threads
 from stillframe._base.birth import Birth
 from stillframe._preemption import agreement, children, in_time
 from stillframe._save.engine import Path
@@ -101,7 +101,7 @@ class Preemption:
 
     def __init__(self, signals: Iterable[int], deadline: float) -> None:
         self.signals = _numbers(signals)
-        self._deadline_s = _positive(deadline)
+        self._deadline_s = in_time.refuse_deadline(deadline)
         self._reserve_s = min(1.0, self._deadline_s / 5)  # for the way out
         self._birth = Birth("this preemption")
         self._handler = self._on_signal  # one object, to compare with
@@ -500,15 +500,6 @@ def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
         if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
             raise ValueError(f"{number!r} is not a signal that can be handled")
     return tuple(map(int, numbers))
-
-
-def _positive(deadline: float) -> float:
-    most_s = arguments.seconds(deadline)
-    if most_s is None:
-        raise TypeError("deadline has to be a number of seconds, not None")
-    if not 0 < most_s < threading.TIMEOUT_MAX:
-        raise ValueError(f"deadline has to be a positive number of seconds, not {deadline!r}")
-    return most_s
 
 
 def _name(number: int) -> str:
