@@ -48,7 +48,7 @@ WAIT_S, SLOW_S, SHORT_S = 0.01, 0.02, 0.2
 
 
 class Shared:
-    """What a training tells of itself, in memory that it shares with this process."""
+    """The news of a training, in memory that it shares with this process."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)

@@ -387,7 +387,7 @@ def workers_at_the_deadline(path: Path) -> None:
 
 @signals()
 def other_children(path: Path) -> None:
-    """Processes that the block forks are ended by SIGTERM as ever, if the parent sends it."""
+    """Processes that the block forks are ended by SIGTERM as usual, if the parent sends it."""
     context = multiprocessing.get_context("fork")
     with stillframe.preemption(deadline=20) as p:
         for daemon in (True, False):

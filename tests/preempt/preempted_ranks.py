@@ -100,7 +100,7 @@ def group_made_in_the_block(path: Path, rank: int) -> None:
 
 @ranks(None, 0)
 def loop_of_its_own(path: Path, rank: int) -> None:
-    """Only rank 0 saves, and no loop knows of preemption."""
+    """Save on rank 0 only, from loops that know nothing of preemption."""
     training = Training(8)
     with stillframe.preemption(deadline=30) as p:
         if rank == 0:

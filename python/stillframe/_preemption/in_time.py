@@ -61,7 +61,7 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
         except TimeoutError:
             _give_up(handle, _too_late(handle))
     except CancelledError:
-        pass  # whoever cancelled it has logged that
+        pass  # the thread that cancelled it has logged that
     except Exception as error:
         log.error("stillframe: %s was not saved: %s", path, error, exc_info=error)
     return None

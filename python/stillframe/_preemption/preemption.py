@@ -132,8 +132,8 @@ class Preemption:
     def should_stop(self) -> bool:
         """Return whether to stop at this step boundary; call it once at the end of each step.
 
-        What `save` has registered is durable when this returns True. With several ranks all get
-        True at the same call, so each must call it equally often.
+        The state that `save` has registered is durable when this returns True. With several ranks
+        all get True at the same call, so each must call it equally often.
         """
         self._stops += 1
         return self._look and self._ends_at("stop")
