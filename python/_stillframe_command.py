@@ -1,9 +1,9 @@
 """The command `stillframe`, as far as it needs no torch: help, version, bad usage, completion,
-verify and inspect.
+verify, inspect and latest.
 
 It is outside the package, because importing the package imports torch, which takes seconds. It uses
-only modules without torch, and imports them without the package's `__init__`. The commands verify
-and inspect do the same and also use the core.
+only modules without torch, and imports them without the package's `__init__`. The commands verify,
+inspect and latest do the same and also use the core.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTERRUPTED = 130  # what a shell reports for SIGINT,
 NO_READER = 141  # and for SIGPIPE
 
 _PACKAGE = Path(__file__).parent / "stillframe"
-_WITHOUT_TORCH = ("verify", "inspect")
+_WITHOUT_TORCH = ("verify", "inspect", "latest")
 
 
 def module_without_front(name: str) -> ModuleType:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LIMITED = (
     *(
         f"unit/save/test_{name}.py"
-        for name in ("image", "into", "load", "load_ways", "parts", "save")
+        for name in ("image", "into", "load", "load_safetensors", "load_ways", "parts", "save")
     ),
     "unit/test_round_trip.py",
     "unit/shell/test_verify.py",

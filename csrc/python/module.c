@@ -43,9 +43,9 @@ static int exec_constants(PyObject *module)
 		CONSTANT(NOTICE_ENDED),    CONSTANT(NOTICE_TEXT),     CONSTANT(NOTICE_STOP),
 		CONSTANT(NOTICE_SNAPSHOT), CONSTANT(SNAPSHOT_SHARED), CONSTANT(SNAPSHOT_LEAVES),
 		CONSTANT(APART),           CONSTANT(WORK_SAVE),       CONSTANT(WORK_REMOVE),
-		CONSTANT(WORK_LINK),       CONSTANT(TRACE_CALL),      CONSTANT(TRACE_PLAN),
-		CONSTANT(TRACE_GATE),      CONSTANT(ETORN),           CONSTANT(EEXHAUSTED),
-		CONSTANT(ECANCELLED),      CONSTANT(ECORRUPT),
+		CONSTANT(WORK_LINK),       CONSTANT(WORK_DIRECTORY),  CONSTANT(TRACE_CALL),
+		CONSTANT(TRACE_PLAN),      CONSTANT(TRACE_GATE),      CONSTANT(ETORN),
+		CONSTANT(EEXHAUSTED),      CONSTANT(ECANCELLED),      CONSTANT(ECORRUPT),
 	};
 
 	for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++)
@@ -92,6 +92,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, exec_constants },
 	{ Py_mod_exec, sfr_py_add_engine },
 	{ Py_mod_exec, sfr_py_add_slot },
+	{ Py_mod_exec, sfr_py_add_folder },
 	{ Py_mod_exec, sfr_py_add_ticket },
 	{ Py_mod_exec, sfr_py_add_parts },
 	{ Py_mod_exec, sfr_py_add_snapshot },

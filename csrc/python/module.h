@@ -18,7 +18,7 @@
  * they are raised for (0: none). */
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
-	X(engine) X(slot) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
+	X(engine) X(slot) X(folder) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
 	X(restore) X(torch_types) X(collector) X(observer)
 /* clang-format on */
 #define SFR_PY_ERRORS(X)                                                                           \
@@ -54,6 +54,10 @@ PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags);
+/* The same for the stretches of a file that is no archive. */
+struct sfr_stretch;
+PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
+				  uint64_t nr, uint64_t end, int fd, unsigned flags);
 
 /* Allocate a zeroed object of the type, or NULL with an exception set; and free it. */
 PyObject *sfr_py_alloc(PyTypeObject *type);
@@ -117,6 +121,7 @@ static inline void sfr_py_prefetch(uintptr_t address)
 /* Each adds types and functions; 0, or -1 with an exception set. */
 int sfr_py_add_engine(PyObject *module);     /* engine.c */
 int sfr_py_add_slot(PyObject *module);       /* slot.c */
+int sfr_py_add_folder(PyObject *module);     /* folder.c */
 int sfr_py_add_ticket(PyObject *module);     /* ticket.c */
 int sfr_py_add_parts(PyObject *module);      /* parts.c */
 int sfr_py_add_snapshot(PyObject *module);   /* snapshot.c */

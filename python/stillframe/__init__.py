@@ -24,6 +24,7 @@ _refuse_elsewhere()  # first, because the other imports would fail with less cle
 # isort: on
 
 from stillframe._base.trace import trace
+from stillframe._check.latest import latest
 from stillframe._load.load import load
 from stillframe._preemption.preemption import preemption
 from stillframe._save.api import (
@@ -35,6 +36,7 @@ from stillframe._save.api import (
     save,
     wait_all,
 )
+from stillframe._save.checkpoint import checkpoint
 from stillframe._save.engine import Engine
 from stillframe._save.exit import install as _install_exit
 from stillframe._save.handle import SaveHandle
@@ -68,9 +70,11 @@ __all__ = [
     "StillframeError",
     "TornSnapshotError",
     "async_save",
+    "checkpoint",
     "configure",
     "default_engine",
     "exists",
+    "latest",
     "load",
     "preemption",
     "register_optimizer",

@@ -12,8 +12,8 @@ and change them as the block says; outside they only forward them.
 Calls are named as in ``csrc/core/base/sys.h``, and "*" means any of them:
 
     open close pread pwrite fdatasync fsync fallocate flock set_flags fstat lstat realpath faccessat
-    rename unlink rmdir opendir mmap munmap mprotect madvise mincore malloc calloc realloc
-    thread_create set_nice get_affinity set_affinity
+    mkdir rename exchange unlink rmdir opendir mmap munmap mprotect madvise mincore malloc calloc
+    realloc thread_create set_nice get_affinity set_affinity
 
 "readdir", "closedir", "free", "thread_join" and "clock_gettime" can only be held or slow. The same
 holds for the copies of tensor bytes, "capture_copy" (during the call) and "lane_copy" (after it).

@@ -13,6 +13,7 @@ import torch
 from fix_loads import file as file
 from fix_loads import nothing_is_left as nothing_is_left
 from fix_loads import stream as stream
+from safetensors.torch import save_file
 from stillframe._load import restore
 
 COPY, BATCH = "cuMemcpyHtoDAsync_v2", "cuMemcpyBatchAsync_v2"
@@ -48,6 +49,26 @@ def test_load_to_a_device_copies_each_byte_once(where, verify, file, state, fake
         assert_same(stillframe.load(file, where, verify=verify), state)
     stored = {each.untyped_storage()._cdata: each.untyped_storage() for each in state.values()}
     assert fake.copied_bytes == sum(each.nbytes() for each in stored.values())
+
+
+@pytest.mark.parametrize("where", ["cuda", torch.device("cuda:0"), {"cpu": "cuda:0"}])
+def test_safetensors_file_goes_to_a_device_with_each_byte_copied_once(where, state, fake, tmp_path):
+    flat = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+    save_file(flat, tmp_path / "a.safetensors")
+    fake.delay(200_000)
+    found = stillframe.load(tmp_path / "a.safetensors", where)
+    assert found.keys() == flat.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in flat.items())
+    assert fake.copied_bytes == sum(each.nbytes for each in flat.values())
+
+
+def test_safetensors_file_fills_tensors_of_a_device(state, fake, tmp_path):
+    flat = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+    save_file(flat, tmp_path / "a.safetensors")
+    targets = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
+    stillframe.load(tmp_path / "a.safetensors", into=targets)
+    assert all(torch.equal(targets[name], tensor) for name, tensor in flat.items())
+    assert fake.copied_bytes == sum(each.nbytes for each in flat.values())
 
 
 def test_tensors_are_returned_only_after_their_copies_complete(file, state, fake):

@@ -52,6 +52,19 @@ def test_save_works_with_a_small_pool(pool_blocks, tmp_path):
             same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
+def test_safetensors_file_holds_the_state_at_the_call(tmp_path, engine):
+    library = pytest.importorskip("safetensors.torch")
+    training = Training(FUSED)
+    path = tmp_path / "a.safetensors"
+    for _ in range(5):
+        wanted = training.now()["model"]
+        handle = stillframe.async_save(training.state()["model"], path, engine=engine)
+        training.step()
+        report = handle.result()
+        same(library.load_file(path), wanted)
+        assert report.deferred_nbytes > 0
+
+
 def test_save_takes_no_device_memory(tmp_path, engine):
     training = Training(FUSED)
     stillframe.save(training.state(), tmp_path / "a.pt", engine=engine)

@@ -71,7 +71,7 @@ def thresholds(divisor: int) -> contextlib.AbstractContextManager[None]:
 def main() -> None:
     saving, name, divisor, limit, path, *loadings = sys.argv[1:]
     state = states.STATES[name].scaled(int(divisor))
-    loads = ways.DCP_LOADS if saving.startswith("dcp") else ways.LOADS
+    loads = ways.table_of(saving)
     ways.quiet()
     with thresholds(int(divisor)):
         if not loadings:

@@ -221,7 +221,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="where the files go")
     parser.add_argument("--states", nargs="+", metavar="NAME", choices=states.STATES)
     parser.add_argument("--saves", nargs="+", metavar="WAY", choices=ways.SAVES)
-    parser.add_argument("--loads", nargs="+", metavar="WAY", choices=[*ways.LOADS, *ways.DCP_LOADS])
+    parser.add_argument("--loads", nargs="+", metavar="WAY", choices=ways.EVERY_LOAD)
     parser.add_argument("--all", action="store_true", help="every way of loading of every file")
     parser.add_argument("--memory", type=float, default=12.0, help="GB that a case may have")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds, beside those for bytes")

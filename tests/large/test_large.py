@@ -28,7 +28,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saving", ["async_save", "dcp.save"])
+@pytest.mark.parametrize("saving", ["async_save", "safetensors", "dcp.save"])
 def test_every_way_loads_a_small_state(saving, scripts, tmp_path, capsys):
     loads = [way for way in scripts.ways.loads_of(saving, every=True) if way not in COMMANDS]
     chosen = ("--states", "30 deferred", "--saves", saving, "--loads", *loads)

@@ -27,7 +27,16 @@ class WrongError(Exception):
 
 
 def async_save(tree: Tree, path: str, state: states.State) -> None:
-    report = stillframe.async_save(tree, path).result()
+    _was_deferred(stillframe.async_save(tree, path).result(), state)
+
+
+def safetensors_save(tree: Tree, path: str, state: states.State) -> None:
+    handle = stillframe.async_save(tree["state_dict"], path, format="safetensors")
+    _was_deferred(handle.result(), state)
+
+
+def _was_deferred(report: stillframe.SaveReport | None, state: states.State) -> None:
+    assert report is not None
     deferred = sum(state.sizes[: state.trained])
     if report.deferred_nbytes < deferred // 2:
         raise WrongError(f"{report.deferred_nbytes} bytes were deferred, and {deferred} could be")
@@ -124,6 +133,12 @@ def resume(path: str, state: states.State) -> str:
     return "; ".join(found) if found else "the module was given nothing"
 
 
+def safetensors_load(path: str, state: states.State) -> str:
+    from safetensors.torch import load_file
+
+    return "; ".join(states.wrong_tensors(load_file(path), state))
+
+
 def _commands(*command: str) -> Callable[[str, states.State], str]:
     def run(path: str, _: states.State) -> str:
         done = subprocess.run(
@@ -156,6 +171,7 @@ SAVES = {
     "save": save,
     "Lightning plugin": plugin_save,
     "snapshot, torch.save": snapshot_save,
+    "safetensors": safetensors_save,
     "dcp.save": dcp_save,
     "dcp.async_save": dcp_async_save,
 }
@@ -182,15 +198,24 @@ DCP_LOADS = {
     "dcp.load, our Reader": _dcp_loads(ours=True),
     "verify": _commands("verify"),
 }
+FLAT_LOADS = {"safetensors.torch.load_file": safetensors_load}
+EVERY_LOAD = (*LOADS, *DCP_LOADS, *FLAT_LOADS)
 # Each of these writers makes a file like that of the first or the second of SAVES.
 _OF_A_LIKE_FILE = ("load", "load(into=)", "torch.load", "verify", "Lightning resume")
 _TWO_COPIES = ("snapshot, torch.save", "dcp.async_save")
 
 
+def table_of(saving: str) -> dict[str, Callable[[str, states.State], str]]:
+    """Return the ways that can load what `saving` writes."""
+    if saving == "safetensors":
+        return FLAT_LOADS
+    return DCP_LOADS if saving.startswith("dcp") else LOADS
+
+
 def loads_of(saving: str, *, every: bool) -> tuple[str, ...]:
     """Return the ways in which what `saving` wrote is loaded; with `every`, none is left out."""
-    if saving.startswith("dcp"):
-        return tuple(DCP_LOADS)
+    if table_of(saving) is not LOADS:
+        return tuple(table_of(saving))
     if every or saving in ("async_save", "torch.save"):
         return tuple(LOADS)
     return _OF_A_LIKE_FILE

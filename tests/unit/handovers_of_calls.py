@@ -100,6 +100,7 @@ def main(tensors: int, directory: Path) -> dict[str, int]:
     save("save of the parameters", list(model)).result()
     views = [each[:2] for each in model] + [each.detach().view(2, -1) for each in model]
     save("save of views and ties", [views, list(model), views]).result()
+    save("save of safetensors", model.state_dict(), format="safetensors").result()
 
     handle = stillframe.async_save(tree(), directory / "handle.pt")
     counts["wait_staged"], _ = counter.count(handle.wait_staged)

@@ -26,7 +26,8 @@ import torch
 from stillframe.testing import fault
 
 KIB = 1024
-STATE = {"w": torch.ones(4096), "b": torch.ones(2000), "n": 3}
+# A small integer is shared by the whole process: its references tell nothing.
+STATE = {"w": torch.ones(4096), "b": torch.ones(2000), "n": 3.25}
 
 
 class Mallinfo(ctypes.Structure):
@@ -65,6 +66,13 @@ class Round:
         if not self.path.exists():
             self.saves()
         stillframe.load(self.path)
+
+    def flat_loads(self) -> None:
+        path = self.directory / "a.safetensors"
+        if not path.exists():
+            stillframe.save({"w": STATE["w"]}, path, engine=self.engine)
+        stillframe.load(path)
+        stillframe.load(path, into={"w": torch.empty_like(STATE["w"])})
 
     def damaged_loads(self) -> None:
         bad = self.directory / "bad.pt"

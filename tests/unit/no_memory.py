@@ -9,6 +9,7 @@ MemoryError or do what it does with memory, and what it was called on goes on af
 from __future__ import annotations
 
 import _testcapi
+import array
 import gc
 import json
 import os
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from stillframe import _core
-from stillframe._tree import skeleton
+from stillframe._tree import flat, skeleton
 from stillframe._tree.skeleton import SOURCE
 from stillframe._watch.memory_owners import Marks
 
@@ -268,6 +269,21 @@ def restore(directory: Path) -> Any:
     return lambda: None, tried
 
 
+@call
+def restore_bare(directory: Path) -> Any:
+    path = directory / "stretches"
+    path.write_bytes(bytes(100))
+    descriptor = os.open(path, os.O_RDONLY)
+    numbers = array.array("Q", (8, 20, 40, 60))
+
+    def tried(_: None) -> None:
+        made = _core.restore_bare(descriptor, numbers, 100)
+        assert made.find("data.pkl") == -1 and made.sizes(0, 1 << 30) == [20, 60]
+        made.close()
+
+    return lambda: None, tried
+
+
 # ---- what the core has to tell ----------------------------------------------------------------
 
 
@@ -311,6 +327,22 @@ def save(directory: Path) -> Any:
         ticket.submit()
         assert ticket.wait(_core.WAIT_ENDED)
         assert ticket.report()["state"] == "durable" and made.stats()["pool_bytes"] > 0
+
+    return lambda: None, tried
+
+
+@call
+def flat_save(directory: Path) -> Any:
+    made = engine()
+    rows = sources([KEPT])[1]
+    where = os.fsencode(directory)
+    members = flat._MEMBER.pack(4, 400, 0, 0) + flat._MEMBER.pack(800, 4, 0, 0)
+
+    def tried(_: None) -> None:
+        ticket = _core.Ticket(made, where, b"a.flat", b"x" * 100, rows, 0, 0, members)
+        ticket.submit()
+        assert ticket.wait(_core.WAIT_ENDED)
+        assert ticket.report()["nbytes"] == 504
 
     return lambda: None, tried
 

@@ -16,6 +16,7 @@ CALLS = (
     "save in the call",
     "save of the parameters",
     "save of views and ties",
+    "save of safetensors",
     "gate",
     "completion of a save",
     "completion of what nobody else holds",

@@ -93,19 +93,13 @@ static void add(struct sfr__image *img, const char *name, const char *src, uint6
 	memcpy(e->name, name, strlen(name) + 1);
 }
 
-/* Returns what distinguishes sources of different extents, in the order of the extents. */
-static uint64_t run_key(uint32_t lane, uint32_t device)
-{
-	return (uint64_t)lane << 32 | device;
-}
-
 static void add_storages(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
 		const struct sfr_source *source = &desc->sources[i];
 		char name[sizeof(img->entries->name)];
 
-		if (run_key(source->lane, source->device) != key)
+		if (sfr__run_key(source) != key)
 			continue;
 		name_storage(name, i);
 		add(img, name, (const char *)(uintptr_t)source->addr, source->nbytes, i);
@@ -120,7 +114,7 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 	uint64_t next = key;
 
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
-		uint64_t its = run_key(desc->sources[i].lane, desc->sources[i].device);
+		uint64_t its = sfr__run_key(&desc->sources[i]);
 
 		if (its > key && (next == key || its < next))
 			next = its;
@@ -140,7 +134,8 @@ static int end_run(struct sfr__image *img, struct sfr__run *run)
 	nr_blocks = sfr__round_up(run->len, img->block_bytes) / img->block_bytes;
 	if (nr_blocks > UINT32_MAX)
 		return -EFBIG;
-	run->nr_blocks = (uint32_t)nr_blocks;
+	run->nr_blocks = run->all_blocks = (uint32_t)nr_blocks;
+	run->all_entries = run->nr_entries;
 	if (run != img->runs)
 		run->first_block = run[-1].first_block + run[-1].nr_blocks;
 	img->nr_runs++;
@@ -148,7 +143,7 @@ static int end_run(struct sfr__image *img, struct sfr__run *run)
 	return 0;
 }
 
-static int check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes)
+int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes)
 {
 	uint64_t total = desc->skeleton_len;
 
@@ -178,8 +173,8 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 	uint32_t nr_runs = 1;
 	int rc;
 
-	*img = (struct sfr__image){ .block_bytes = block_bytes };
-	rc = check_desc(desc, block_bytes);
+	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
+	rc = sfr__image_check_desc(desc, block_bytes);
 	if (rc != 0)
 		return rc;
 	for (uint64_t key = 0, next; (next = next_key(desc, key)) != key; key = next)
@@ -223,10 +218,13 @@ void sfr__image_fini(struct sfr__image *img)
 	sfr_sys.free(img->runs);
 	sfr_sys.free(img->glue);
 	sfr_sys.free(img->fields);
+	sfr_sys.free(img->edges);
 	img->entries = NULL;
 	img->runs = NULL;
 	img->glue = NULL;
 	img->fields = NULL;
+	img->edges = NULL;
+	img->nr_edges = 0;
 }
 
 const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device)
@@ -239,17 +237,50 @@ const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lan
 
 /* ---- blocks and segments ------------------------------------------------- */
 
+/* Returns the extent that contains block `blk` of a producer, whose first extent is `run`. *blk
+ * becomes its number in that extent. */
+static const struct sfr__run *run_of(const struct sfr__run *run, uint32_t *blk)
+{
+	while (*blk >= run->nr_blocks) {
+		*blk -= run->nr_blocks;
+		run++;
+	}
+	return run;
+}
+
 uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run,
 			      uint32_t blk)
 {
+	run = run_of(run, &blk);
 	return run->off + blk * img->block_bytes;
 }
 
 size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
 {
-	uint64_t left = run->len - blk * img->block_bytes;
+	uint64_t left;
 
+	run = run_of(run, &blk);
+	left = run->len - blk * img->block_bytes;
 	return (size_t)(left < img->block_bytes ? left : img->block_bytes);
+}
+
+bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off)
+{
+	for (uint32_t i = 0; i < img->nr_edges; i++)
+		if (img->edges[i] == off)
+			return true;
+	return false;
+}
+
+void sfr__image_block_own(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk,
+			  uint64_t *from, uint64_t *to)
+{
+	*from = sfr__image_block_off(img, run, blk);
+	*to = *from + sfr__image_block_len(img, run, blk);
+	if (sfr__image_is_edge(img, *from))
+		*from += SFR_PAGE;
+	if (*from < *to && sfr__image_is_edge(img, *to - SFR_PAGE))
+		*to -= SFR_PAGE;
 }
 
 /* Returns the extent's last entry that begins at or before `off`. Entries follow each other without
@@ -266,6 +297,7 @@ static uint32_t entry_at(const struct sfr__image *img, const struct sfr__run *ru
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 			const struct sfr__run *run, uint32_t blk)
 {
+	run = run_of(run, &blk);
 	it->img = img;
 	it->run = run;
 	it->off = sfr__image_block_off(img, run, blk);

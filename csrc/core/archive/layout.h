@@ -1,5 +1,5 @@
 /* The image of a file: the offset of everything, and the bytes between the tensors. layout.c
- * implements it. */
+ * implements it for torch's format, parts.c for files of parts, flat.c for flat files. */
 #ifndef SFR_LAYOUT_H
 #define SFR_LAYOUT_H
 
@@ -37,6 +37,9 @@ struct sfr__run {
 	uint32_t lane, device; /* of struct sfr_source */
 	uint32_t first_entry, nr_entries;
 	uint32_t first_block, nr_blocks; /* index among the blocks of the image */
+	/* The entries and blocks of this extent and of those that follow it with the same lane and
+	 * device. Only a flat file has more than one; a block's number counts through them. */
+	uint32_t all_entries, all_blocks;
 	/* parts: memory that equals this extent, written in place */
 	const char *direct;
 };
@@ -57,6 +60,10 @@ struct sfr__image {
 	char *glue; /* the bytes between the sources; NULL: torch's format, as above */
 	struct sfr__crc_field *fields; /* ascending */
 	uint32_t nr_fields;
+	/* for flat files, see flat.c: offsets of the pages that two extents share */
+	uint64_t *edges;
+	uint32_t nr_edges;
+	bool has_crcs;                             /* the file contains the CRCs of its entries */
 	uint64_t captured_nbytes, deferred_nbytes; /* storages and skeleton; storages */
 };
 
@@ -67,15 +74,41 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 /* Makes the image of parts, which are empty afterwards. Returns an error that the parts keep; or
  * -ENOMEM, -EFBIG, and the parts are unchanged. */
 int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *parts, uint64_t block_bytes);
+/* Makes the image of a flat file. Errors as sfr__image_init; -EINVAL also for an empty header, and
+ * for a member without bytes or beyond its source. */
+int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *desc,
+			 uint64_t block_bytes);
+/* Checks block size, skeleton and sources, as sfr__image_init does. */
+int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes);
+/* Returns what distinguishes sources of different extents, in the order of the extents. */
+static inline uint64_t sfr__run_key(const struct sfr_source *source)
+{
+	return (uint64_t)source->lane << 32 | source->device;
+}
 /* Frees the tables and keeps the sizes. Idempotent. */
 void sfr__image_fini(struct sfr__image *img);
-/* Returns the extent of these sources, or NULL. */
+/* Returns the first extent of these sources, or NULL. */
 const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device);
 /* Returns the bytes of block `blk` of an extent that belong to the file: block_bytes, or less for
  * the last. */
 size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk);
 uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run,
 			      uint32_t blk);
+
+/* Returns whether the page at `off` is an edge page. */
+bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off);
+/* Returns in [*from, *to) the part of a block that no other extent has bytes in: all of it, or all
+ * but its first or last page. Those are edge pages, which are put together and written apart. */
+void sfr__image_block_own(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk,
+			  uint64_t *from, uint64_t *to);
+
+/* Returns how many of the bytes [from, to) are in the file: the last page may extend beyond its
+ * end. */
+static inline uint64_t sfr__image_in_file(const struct sfr__image *img, uint64_t from, uint64_t to)
+{
+	to = to < img->len ? to : img->len;
+	return from < to ? to - from : 0;
+}
 
 /* A block is a sequence of segments, each a portion of one of these. */
 enum sfr__seg_kind { SFR__SEG_HEADER, SFR__SEG_DATA, SFR__SEG_DESC, SFR__SEG_PAD };

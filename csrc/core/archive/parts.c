@@ -217,6 +217,8 @@ static int add_run(struct sfr__image *img, uint64_t end, uint32_t first, uint32_
 		.nr_entries = last - first + 1,
 		.first_block = img->nr_runs == 0 ? 0 : run[-1].first_block + run[-1].nr_blocks,
 		.nr_blocks = (uint32_t)nr_blocks,
+		.all_entries = last - first + 1,
+		.all_blocks = (uint32_t)nr_blocks,
 		.direct = direct,
 	};
 	img->nr_runs++;
@@ -254,7 +256,7 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	uint64_t from, to;
 	int rc = p->rc;
 
-	*img = (struct sfr__image){ .block_bytes = block_bytes };
+	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
 	if (rc == 0 && add_glue(p, 1) == NULL) /* so that there always is some glue */
 		rc = p->rc;
 	if (rc != 0)

@@ -47,7 +47,9 @@
 	X(char *, realpath, NULL, (const char *path, char *full), (path, full))                    \
 	X(int, faccessat, -1, (int dir, const char *path, int mode, int flags),                        \
 	  (dir, path, mode, flags))                                        \
+	X(int, mkdir, -1, (int dir, const char *name, mode_t mode), (dir, name, mode))             \
 	X(int, rename, -1, (int dir, const char *from, const char *to), (dir, from, to))           \
+	X(int, exchange, -1, (int dir, const char *one, const char *other), (dir, one, other))     \
 	X(int, unlink, -1, (int dir, const char *name), (dir, name))                               \
 	X(int, rmdir, -1, (const char *path), (path))                                              \
 	X(DIR *, opendir, NULL, (const char *path), (path))                                        \

@@ -1,8 +1,9 @@
 /* The plain system-call table, and helpers directly above it.
  *
- * Most entries are the C library's functions. There are three reasons for a wrapper: the library's
+ * Most entries are the C library's functions. There are four reasons for a wrapper: the library's
  * function is variadic (open, fcntl); the bare call means something else (setpriority names a
- * process, but with a Linux thread id acts on one thread); a copy needs the table's signature.
+ * process, but with a Linux thread id acts on one thread); a copy needs the table's signature; an
+ * old library lacks the function (renameat2).
  *
  * The table is a plain variable, not atomic: it is written before threads exist, or by a test while
  * nobody is inside the core (see sys.h). */
@@ -22,6 +23,9 @@
 #include "base/base.h"
 
 #define NS_PER_S 1000000000u
+#ifndef RENAME_EXCHANGE
+#define RENAME_EXCHANGE (1 << 1)
+#endif
 #ifndef SFR_LOOK_AGAIN_NS /* tests of wake-ups set it to an hour */
 #define SFR_LOOK_AGAIN_NS NS_PER_S
 #endif
@@ -39,6 +43,12 @@ static int plain_lstat(int dir, const char *name, struct stat *st)
 static int plain_rename(int dir, const char *from, const char *to)
 {
 	return renameat(dir, from, dir, to);
+}
+
+/* Not the C library's renameat2, which it has only since 2.28. */
+static int plain_exchange(int dir, const char *one, const char *other)
+{
+	return (int)syscall(SYS_renameat2, dir, one, dir, other, RENAME_EXCHANGE);
 }
 
 static int plain_unlink(int dir, const char *name)
@@ -86,7 +96,9 @@ struct sfr_sys sfr_sys = {
 	.lstat = plain_lstat,
 	.realpath = realpath,
 	.faccessat = faccessat,
+	.mkdir = mkdirat,
 	.rename = plain_rename,
+	.exchange = plain_exchange,
 	.unlink = plain_unlink,
 	.rmdir = rmdir,
 	.opendir = opendir,

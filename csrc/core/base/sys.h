@@ -32,7 +32,9 @@ struct sfr_sys {
 	int (*lstat)(int dir, const char *name, struct stat *st);
 	char *(*realpath)(const char *path, char *real);
 	int (*faccessat)(int dir, const char *path, int mode, int flags);
+	int (*mkdir)(int dir, const char *name, mode_t mode);
 	int (*rename)(int dir, const char *from, const char *to);
+	int (*exchange)(int dir, const char *one, const char *other); /* RENAME_EXCHANGE */
 	int (*unlink)(int dir, const char *name);
 	int (*rmdir)(const char *path);
 	DIR *(*opendir)(const char *path);

@@ -28,11 +28,16 @@ bool sfr__log_has_ended(const struct sfr__log_entry *e)
 
 bool sfr__log_touches(const struct sfr__log_entry *e, const char *key)
 {
-	size_t len = strlen(e->key);
+	size_t len = strlen(e->key), key_len = strlen(key);
 
 	if (strcmp(e->key, key) == 0)
 		return true;
-	return !e->ops->creates && strncmp(e->key, key, len) == 0 && key[len] == '/';
+	/* a directory and everything in it */
+	if (key_len > 0 && key[key_len - 1] == '/' &&
+	    strncmp(e->key, key, len < key_len ? key_len - 1 : key_len) == 0)
+		return true;
+	return (e->ops->has_below || !e->ops->creates) && strncmp(e->key, key, len) == 0 &&
+	       key[len] == '/';
 }
 
 struct sfr__log_entry *sfr__log_last_touching_locked(const char *key,
@@ -73,7 +78,7 @@ int sfr_log_exists(const char *key)
 	while (e && e->ops->creates && e->state == SFR__LOG_BADLY)
 		e = sfr__log_last_touching_locked(key, e);
 	if (e)
-		answer = e->ops->creates;
+		answer = !e->ops->creates ? 0 : strcmp(e->key, key) == 0 ? 1 : 2;
 	sfr__unlock(&sfr__log.mu);
 	return answer;
 }

@@ -14,6 +14,8 @@ struct sfr__log_ops {
 	bool creates;     /* it makes its name (a save, a link) rather than removing it */
 	bool is_save;     /* a remove behind it depends on its result */
 	bool close_waits; /* closing an engine waits for it */
+	bool has_below;   /* it also makes what is below its name: a directory (a remove always
+			   * concerns that) */
 	/* Runs a ready entry that is the head or may overtake, on a thread of the log without its
 	 * lock. This or a later call ends with sfr__log_ended. NULL: external work. */
 	void (*run)(struct sfr__log_entry *entry, bool after_good);

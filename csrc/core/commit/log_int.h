@@ -31,8 +31,9 @@ extern struct sfr__log sfr__log;
 /* Initialises the conditions at first use. 0 or -errno. */
 int sfr__log_init_locked(void);
 bool sfr__log_has_ended(const struct sfr__log_entry *e);
-/* Returns whether this entry decides if `key` will exist. A remove also concerns what is below its
- * name. */
+/* Returns whether this entry decides if `key` will exist. A remove and the save of a directory also
+ * concern what is below their name. A key that ends in a slash is a directory: entries of its own
+ * name and of every name in it concern it. */
 bool sfr__log_touches(const struct sfr__log_entry *e, const char *key);
 /* Returns the last such entry, before `end` (NULL: of all). */
 struct sfr__log_entry *sfr__log_last_touching_locked(const char *key,

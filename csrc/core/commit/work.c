@@ -46,6 +46,10 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 		[SFR_WORK_SAVE] = { .creates = true, .is_save = true, .left = left },
 		[SFR_WORK_REMOVE] = { .left = left },
 		[SFR_WORK_LINK] = { .creates = true, .left = left },
+		[SFR_WORK_DIRECTORY] = { .creates = true,
+					 .is_save = true,
+					 .has_below = true,
+					 .left = left },
 	};
 	static _Atomic uint64_t nr_works;
 	struct sfr_log_work *work;
@@ -54,7 +58,7 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 	*out = NULL;
 	if (rc < 0)
 		return rc;
-	if (kind != SFR_WORK_SAVE && kind != SFR_WORK_REMOVE && kind != SFR_WORK_LINK)
+	if ((unsigned)kind >= sizeof(ops) / sizeof(ops[0]))
 		return -EINVAL;
 	work = sfr_sys.calloc(1, sizeof(*work));
 	if (!work)

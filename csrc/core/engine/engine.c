@@ -144,7 +144,7 @@ void sfr_engine_put(struct sfr_engine *engine)
 static bool is_used_locked(const struct sfr_engine *engine)
 {
 	return engine->nr_pool_users > 0 || engine->nr_copying > 0 ||
-	       engine->nr_in_flight > sfr__engine_nr_own_locked(engine);
+	       engine->nr_in_flight > sfr__engine_nr_own_locked(engine, false);
 }
 
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)

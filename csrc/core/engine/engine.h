@@ -33,10 +33,14 @@ struct sfr__flight {
 	pthread_t caller;
 	bool in_call; /* the caller has neither launched nor abandoned it */
 	bool apart;   /* unordered: it uses a slot of its own kind; constant */
+	bool in_pool; /* the pool counts it among the saves that need blocks; constant */
 	uint32_t blocks_held;
 };
 
-enum { SFR__MOST_COPIERS = 15 };
+enum {
+	SFR__MOST_COPIERS = 15,
+	SFR__MOST_APART = 64, /* unordered saves in flight; each has two descriptors */
+};
 
 /* `mu` guards all of it unless a comment says otherwise. */
 struct sfr_engine {
@@ -98,15 +102,16 @@ void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 /* ---- slots.c ---- */
 /* Waits until a save may take a slot; unordered (`apart`) saves have their own. Flags are those of
- * the save: with SFR_SAVE_NESTED it never waits, and *beyond tells whether it exceeds
- * max_in_flight. SFR_EAGAIN; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
+ * the save: with SFR_SAVE_NESTED it never waits. A thread that has a slot itself does not either.
+ * *beyond tells whether it exceeds max_in_flight. SFR_EAGAIN; SFR_EBUSY with SFR_SAVE_NO_WAIT;
+ * SFR_ECLOSED. */
 int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
 			     uint64_t deadline_ns, bool *beyond);
 /* Gives a save of the calling thread a slot; leave returns it. */
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
-/* Counts the saves in flight that this thread is capturing further up its stack, and so cannot wait
- * for. */
-uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine);
+/* Counts the saves in flight that this thread is making further up its stack, and so cannot wait
+ * for. `in_pool`: of those, the ones that the pool counts. */
+uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool);
 
 #endif

@@ -6,7 +6,12 @@
  * takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and close waits for both.
  *
  * Unordered saves have slots of their own, so that they never wait behind saves in the log that may
- * be waiting for them.
+ * be waiting for them. They are the files of a larger save, which has one of the other slots or is
+ * bounded by its maker. So max_in_flight does not count them, and SFR__MOST_APART bounds their
+ * descriptors. They end without their caller, so the caller may always wait for one to end.
+ *
+ * A thread may have a slot for a longer time than one call: while it fills a directory. Another
+ * save of that thread would wait for this slot forever. So it takes one more, as a nested one does.
  */
 #include "engine/engine.h"
 #include "sfr/save.h"
@@ -36,20 +41,21 @@ void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *fli
 		flight->next->prev = flight->prev;
 }
 
-uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine)
+uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool)
 {
 	uint32_t nr = 0;
 
 	for (const struct sfr__flight *each = engine->flights; each; each = each->next)
-		nr += each->in_call && pthread_equal(each->caller, pthread_self());
+		nr += each->in_call && (each->in_pool || !in_pool) &&
+		      pthread_equal(each->caller, pthread_self());
 	return nr;
 }
 
 static bool is_free_locked(const struct sfr_engine *engine, bool apart)
 {
-	uint32_t nr = apart ? engine->nr_apart : engine->nr_in_flight - engine->nr_apart;
-
-	return nr < engine->opts.max_in_flight;
+	if (apart)
+		return engine->nr_apart < SFR__MOST_APART;
+	return engine->nr_in_flight - engine->nr_apart < engine->opts.max_in_flight;
 }
 
 int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
@@ -63,7 +69,8 @@ int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t fla
 			return SFR_ECLOSED;
 		if (is_free_locked(engine, apart))
 			return 0;
-		*beyond = (flags & SFR_SAVE_NESTED) != 0;
+		*beyond = (flags & SFR_SAVE_NESTED) != 0 ||
+			  (!apart && sfr__engine_nr_own_locked(engine, false) > 0);
 		if (*beyond)
 			return 0;
 		if (flags & SFR_SAVE_NO_WAIT)

@@ -329,6 +329,18 @@ static int check_destination(const struct sfr__file *f)
 	return S_ISDIR(st.st_mode) ? -EISDIR : -EINVAL;
 }
 
+/* Refuses a directory that another one has replaced since the open, as a save of a whole directory
+ * does: the file would become durable in the old one, which goes. A directory that was moved is
+ * followed. An exchange stays on one file system, so the inode tells. 0 or -ESTALE. */
+static int check_directory(const struct sfr__file *f)
+{
+	struct stat held, there;
+
+	if (sfr_sys.lstat(AT_FDCWD, f->dir, &there) < 0 || sfr_sys.fstat(f->dir_fd, &held) < 0)
+		return 0; /* it was moved, or nothing can be said */
+	return held.st_ino == there.st_ino ? 0 : -ESTALE;
+}
+
 /* Returns 0 or -errno. */
 static int sync_directory(struct sfr__file *f)
 {
@@ -352,12 +364,16 @@ int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 	if (f->state != SFR__FILE_SYNCED)
 		return fail(err, SFR_ESTATE, SFR_PHASE_RENAME, NULL);
 	f->state = SFR__FILE_BROKEN;
-	rc = check_destination(f);
+	rc = check_directory(f);
+	if (rc == 0)
+		rc = check_destination(f);
 	if (rc == 0)
 		rc = sfr_sys.rename(f->dir_fd, f->tmp.name, f->name) < 0 ? -errno : 0;
 	if (rc < 0)
 		return fail(err, rc, SFR_PHASE_RENAME,
-			    rc == -EINVAL ? "the path is not a regular file" : NULL);
+			    rc == -EINVAL ? "the path is not a regular file" :
+			    rc == -ESTALE ? "its directory was replaced meanwhile" :
+					    NULL);
 
 	f->renamed = true;
 	f->state = SFR__FILE_RENAMED;

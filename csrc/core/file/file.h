@@ -36,15 +36,18 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 /* Removes it from the list, after which others may remove the file. Called when the name is gone
  * and before the descriptor is closed. Idempotent. */
 void sfr__tmp_forget(struct sfr__tmp *tmp);
-/* Removes what dead writers of this boot left in the open directory `dir`, whose path is `path`. A
- * notice names, once per process, temporaries of other boots and those whose writer's state is
- * unknown. Never fails; the next save tries again. */
-void sfr__tmp_clean(int dir, const char *path);
 /* Returns whether `path`, with last component `name`, is a temporary whose writer lives (in this
  * process, or with the lock in another) or may live. */
 bool sfr__tmp_may_be_live(const char *path, const char *name);
 
-/* ---- file.c, remove.c (steps.c: sfr/steps.h) ---- */
+/* ---- clean.c ---- */
+
+/* Removes what dead writers of this boot left in the open directory `dir`, whose path is `path`.
+ * Puts directories back that they had moved aside. A notice names, once per process, temporaries of
+ * other boots and those whose writer's state is unknown. Never fails; the next save tries again. */
+void sfr__tmp_clean(int dir, const char *path);
+
+/* ---- file.c, remove.c (folder.c: sfr/folder.h, steps.c: sfr/steps.h) ---- */
 
 /* The state of a file; file.c has the diagram. */
 enum sfr__file_state {
@@ -93,7 +96,8 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 int sfr__file_sync(struct sfr__file *f, struct sfr_err *err);
 /* Renames the file, then syncs the directory unless not durable. If only the sync fails, f->renamed
  * is true: the new file exists but may not be durable. Refuses to replace anything but a regular
- * file or a link (-EISDIR, -EINVAL); the log's order decides what is there. */
+ * file or a link (-EISDIR, -EINVAL); the log's order decides what is there. Refuses too if the
+ * directory's path leads to another directory by now (-ESTALE), which the path would not name. */
 int sfr__file_commit(struct sfr__file *f, struct sfr_err *err);
 /* Returns since when (sfr__now_ns) calls of open, write, sync or fini have been waiting for the
  * file system without any answer; 0: none waits. Callable from any thread. */
@@ -107,5 +111,7 @@ void sfr__file_fini(struct sfr__file *f);
  * which must go first. Returns the first error. Not synced otherwise: remove.c says why. *heard_ns,
  * if given, gets the time after each name, because a large tree takes long but keeps answering. */
 int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err);
+/* Does the same for a directory that only its maker uses, and keeps nothing. */
+int sfr__file_remove_own(const char *path, struct sfr_err *err);
 
 #endif

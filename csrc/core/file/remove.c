@@ -7,9 +7,10 @@
  * PATH_MAX fails with ENAMETOOLONG and stays. The walk is not safe against others replacing
  * directories by links meanwhile; the directories of checkpoints belong to the user who trains.
  *
- * One thing is kept: a temporary whose writer is, or may be, alive. Removes run in the order of
- * submission, so that save was submitted after the remove, and its file must survive. The
- * directories above it are kept without an error.
+ * One thing is kept: a temporary, file or directory, whose writer is, or may be, alive. Removes run
+ * in the order of submission, so that save was submitted after the remove, and its file must
+ * survive. The directories above it are kept without an error. Only the maker of a temporary
+ * directory removes what lives in it too.
  *
  * A directory may be a checkpoint of torch.distributed.checkpoint: `.metadata` names its data files
  * and makes it one. So that file is removed first and the directory synced before the first data
@@ -39,6 +40,7 @@ struct node {
 struct walk {
 	struct node *todo;          /* the deepest first */
 	bool kept;                  /* a live temporary was kept somewhere */
+	bool keeps_none;            /* live temporaries are removed too */
 	_Atomic uint64_t *heard_ns; /* when the file system last answered, or NULL */
 	struct sfr_err *err;
 };
@@ -67,16 +69,20 @@ static void push(struct walk *w, const char *path)
 static void remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
+	bool may_stay;
 
 	if (w->heard_ns)
 		atomic_store_explicit(w->heard_ns, sfr__now_ns(), memory_order_relaxed);
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
 		if (errno != ENOENT && errno != ENOTDIR)
 			failed(w, -errno);
+		return;
+	}
+	may_stay = name && !w->keeps_none && (S_ISREG(st.st_mode) || S_ISDIR(st.st_mode));
+	if (may_stay && sfr__tmp_may_be_live(path, name)) {
+		w->kept = true;
 	} else if (S_ISDIR(st.st_mode)) {
 		push(w, path);
-	} else if (name && S_ISREG(st.st_mode) && sfr__tmp_may_be_live(path, name)) {
-		w->kept = true;
 	} else if (sfr_sys.unlink(AT_FDCWD, path) < 0 && errno != ENOENT) {
 		failed(w, -errno);
 	}
@@ -200,15 +206,29 @@ static void step(struct walk *w)
 	sfr_sys.free(node);
 }
 
-int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err)
+static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 {
 	struct sfr_err own = { .index = -1 };
-	struct walk walk = { .err = &own, .heard_ns = heard_ns };
 
-	remove_one(&walk, path, NULL);
-	while (walk.todo)
-		step(&walk);
+	walk->err = &own;
+	remove_one(walk, path, NULL);
+	while (walk->todo)
+		step(walk);
 	if (own.code)
 		sfr__err_set(err, own.code, own.phase, own.note);
 	return own.code;
+}
+
+int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err)
+{
+	struct walk walk = { .heard_ns = heard_ns };
+
+	return remove_tree(path, &walk, err);
+}
+
+int sfr__file_remove_own(const char *path, struct sfr_err *err)
+{
+	struct walk walk = { .keeps_none = true };
+
+	return remove_tree(path, &walk, err);
 }

@@ -1,8 +1,8 @@
-/* Temporaries: their names, their locks, telling dead from live ones, and removing them.
+/* Temporaries: their names, their locks, and telling dead from live ones.
  *
  * A save writes to a temporary beside its destination. If its process dies, the temporary stays, as
- * large as a checkpoint, so the next save into the directory removes it. It must never remove one
- * whose writer is alive. Three things together tell:
+ * large as a checkpoint, so the next save into the directory removes it (clean.c). It must never
+ * remove one whose writer is alive. Three things together tell:
  *
  *   the name   .stillframe-<boot id>-<pid>-<serial>.tmp
  *              Hidden, with an ending that no glob for checkpoints finds. The
@@ -17,6 +17,16 @@
  *              It covers the moment between open and flock, and file systems
  *              without flock. The pid alone is not enough: two containers on one
  *              machine may both be pid 1.
+ *
+ * A directory that replaces another one in a single step (folder.c) is a temporary too. A directory
+ * cannot be locked on every file system, so a file of the usual name carries its lock. It is made
+ * before the directories and removed after them:
+ *
+ *   .stillframe-...tmp            the lock
+ *   .stillframe-...tmp.d          the new directory; once exchanged, the old one
+ *   .stillframe-...tmp.old-NAME   the old directory NAME, where nothing can be exchanged
+ *
+ * So a directory without that file was left by a writer that has ended.
  *
  * Between a writer's open and its flock, a cleaner in another process may take the lock and unlink
  * the file. So each side checks again once it has the lock:
@@ -42,13 +52,15 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-#include "file/file.h"
+#include "file/tmp.h"
 
 #define PREFIX ".stillframe-"
 #define SUFFIX ".tmp"
+#define NEW ".d"
+#define OLD ".old-"
 #define NO_BOOT "noboot"
 #define BOOT_ID_PATH "/proc/sys/kernel/random/boot_id"
-#define BOOT_LEN 32  /* hexadecimal digits of a boot id, without dashes */
+#define BOOT_LEN SFR__BOOT_LEN
 #define NR_TRIES 64  /* names tried before giving up */
 #define NR_NAMED 256 /* foreign temporaries remembered; beyond that none is named */
 
@@ -93,8 +105,8 @@ static bool read_boot_id(char boot[BOOT_LEN])
 	return nr == BOOT_LEN;
 }
 
-/* Gets this boot's id, or "noboot". A failure is not remembered; it costs one save its clean-up. */
-static bool get_boot(char boot[BOOT_LEN + 1])
+/* A failure is not remembered; it costs one save its clean-up. */
+bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
 {
 	if (!atomic_load(&temps.boot_known)) {
 		if (!read_boot_id(boot)) {
@@ -112,14 +124,18 @@ static bool get_boot(char boot[BOOT_LEN + 1])
 	return true;
 }
 
-struct parsed {
-	char boot[BOOT_LEN + 1];
-	intmax_t pid;
-	uint64_t serial;
-};
+/* Sets the kind by what follows the lock's name; false if nothing of ours has such a name. */
+static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
+{
+	const bool is_old = strncmp(rest, OLD, sizeof(OLD) - 1) == 0;
 
-/* Returns whether the name has exactly our format: it is rebuilt from its fields and compared. */
-static bool parse(const char *name, struct parsed *out)
+	out->kind = is_old ? SFR__TMP_OLD : *rest ? SFR__TMP_NEW : SFR__TMP_FILE;
+	out->target = is_old ? rest + sizeof(OLD) - 1 : "";
+	return is_old ? *out->target != '\0' : *rest == '\0' || strcmp(rest, NEW) == 0;
+}
+
+/* The name is rebuilt from its fields and compared. */
+bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out)
 {
 	char again[SFR__TMP_NAME_LEN];
 
@@ -128,9 +144,9 @@ static bool parse(const char *name, struct parsed *out)
 	if (sscanf(name + sizeof(PREFIX) - 1, "%32[0-9a-z]-%" SCNdMAX "-%" SCNu64, out->boot,
 		   &out->pid, &out->serial) != 3)
 		return false;
-	(void)snprintf(again, sizeof(again), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, out->boot,
-		       out->pid, out->serial);
-	return strcmp(name, again) == 0;
+	out->len = (size_t)snprintf(again, sizeof(again), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX,
+				    out->boot, out->pid, out->serial);
+	return strncmp(name, again, out->len) == 0 && parse_kind(name + out->len, out);
 }
 
 /* ---- the list of live ones ---- */
@@ -157,7 +173,7 @@ void sfr__tmp_forget(struct sfr__tmp *tmp)
 	sfr__unlock(&temps.mu);
 }
 
-static bool is_ours(const struct parsed *parsed)
+bool sfr__tmp_is_ours(const struct sfr__tmp_name *parsed)
 {
 	bool found = false;
 
@@ -217,16 +233,7 @@ static int open_other(int dir, const char *name)
 	return fd;
 }
 
-/* Whether the writer of another process's temporary is still alive. */
-enum life {
-	DEAD,    /* the caller has its lock */
-	GONE,    /* there is no such temporary (any more) */
-	ALIVE,   /* another process has its lock */
-	UNKNOWN, /* *code says why */
-};
-
-/* *fd_out is the locked descriptor of a dead one, else -1. */
-static enum life look(int dir, const char *name, int *fd_out, int *code)
+enum sfr__tmp_life sfr__tmp_look(int dir, const char *name, int *fd_out, int *code)
 {
 	struct stat st;
 	int fd = open_other(dir, name), rc;
@@ -240,18 +247,18 @@ static enum life look(int dir, const char *name, int *fd_out, int *code)
 	*code = rc;
 	if (rc == 0) {
 		*fd_out = fd;
-		return DEAD;
+		return SFR__TMP_DEAD;
 	}
 	if (fd >= 0)
 		(void)sfr__fd_close(fd); /* nothing was written to it */
 	if (rc == SFR_EAGAIN)
-		return ALIVE;
+		return SFR__TMP_ALIVE;
 	/* A link, a directory or a device of that name is not a temporary. */
-	return rc == -ENOENT || rc == -ELOOP || rc == -EISDIR || rc == -ENXIO ? GONE : UNKNOWN;
+	return rc == -ENOENT || rc == -ELOOP || rc == -EISDIR || rc == -ENXIO ? SFR__TMP_GONE :
+										SFR__TMP_UNKNOWN;
 }
 
-/* Returns true the first time it is called with a path, as long as there is room to remember. */
-static bool first_time(const char *path)
+bool sfr__tmp_first_time(const char *path)
 {
 	uint64_t hash = 14695981039346656037u; /* FNV-1a */
 	bool is_new = true;
@@ -268,9 +275,9 @@ static bool first_time(const char *path)
 	return is_new;
 }
 
-static void name_unknown(const char *path, int code)
+void sfr__tmp_tell_unknown(const char *path, int code)
 {
-	if (first_time(path))
+	if (sfr__tmp_first_time(path))
 		sfr__notice_text("%s is a temporary file whose writer may still be running "
 				 "(%s): it was kept",
 				 path, sfr_code_name(code));
@@ -278,76 +285,27 @@ static void name_unknown(const char *path, int code)
 
 bool sfr__tmp_may_be_live(const char *path, const char *name)
 {
-	struct parsed parsed;
-	enum life life;
+	struct sfr__tmp_name parsed;
+	char lock_path[SFR_PATH_MAX];
+	enum sfr__tmp_life life;
 	int fd, code;
+	size_t len;
 
-	if (!parse(name, &parsed))
+	if (!sfr__tmp_parse(name, &parsed))
 		return false;
-	if (is_ours(&parsed))
+	if (sfr__tmp_is_ours(&parsed))
 		return true;
-	life = look(AT_FDCWD, path, &fd, &code);
+	len = strlen(path) - strlen(name) + parsed.len;
+	if (len >= sizeof(lock_path))
+		return true; /* nothing could have been made there */
+	memcpy(lock_path, path, len);
+	lock_path[len] = '\0';
+	life = sfr__tmp_look(AT_FDCWD, lock_path, &fd, &code);
 	if (fd >= 0)
 		(void)sfr__fd_close(fd); /* nothing was written to it */
-	if (life == UNKNOWN)
-		name_unknown(path, code);
-	return life == ALIVE || life == UNKNOWN;
-}
-
-/* ---- removing dead ones ---- */
-
-/* A directory whose dead temporaries are being removed. */
-struct cleaning {
-	const char *path;
-	int dir; /* open descriptor of the directory */
-	char boot[BOOT_LEN + 1];
-};
-
-static void clean_one(const struct cleaning *cleaning, const char *name, const char *path,
-		      const struct parsed *parsed)
-{
-	int fd, code;
-
-	if (strcmp(parsed->boot, cleaning->boot) != 0) {
-		if (first_time(path))
-			sfr__notice_text("%s is a temporary file of another machine or an earlier "
-					 "boot: remove it if no save there uses it",
-					 path);
-		return;
-	}
-	if (is_ours(parsed))
-		return;
-	if (look(cleaning->dir, name, &fd, &code) == UNKNOWN)
-		name_unknown(path, code);
-	if (fd < 0)
-		return;
-	(void)sfr_sys.unlink(cleaning->dir, name); /* if this fails, the next save tries again */
-	(void)sfr__fd_close(fd);                   /* nothing was written to it */
-}
-
-static int clean_name(void *arg, const char *name)
-{
-	const struct cleaning *cleaning = arg;
-	struct parsed parsed;
-	char *path;
-
-	if (!parse(name, &parsed))
-		return 0;
-	path = sfr__path_join(cleaning->path, name);
-	if (!path)
-		return -ENOMEM;
-	clean_one(cleaning, name, path, &parsed);
-	sfr_sys.free(path);
-	return 0;
-}
-
-void sfr__tmp_clean(int dir, const char *dir_path)
-{
-	struct cleaning cleaning = { .path = dir_path, .dir = dir };
-
-	if (get_boot(cleaning.boot))
-		/* on failure the next save tries again */
-		(void)sfr__dir_each(dir_path, clean_name, &cleaning);
+	if (life == SFR__TMP_UNKNOWN)
+		sfr__tmp_tell_unknown(path, code);
+	return life == SFR__TMP_ALIVE || life == SFR__TMP_UNKNOWN;
 }
 
 /* ---- making one ---- */
@@ -389,7 +347,7 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 	char boot[BOOT_LEN + 1];
 	int rc = SFR_EAGAIN;
 
-	(void)get_boot(boot); /* "noboot" is good enough for a name */
+	(void)sfr__tmp_boot(boot); /* "noboot" is good enough for a name */
 	for (int tries = 0; tries < NR_TRIES && rc == SFR_EAGAIN; tries++)
 		rc = try_name(dir, boot, tmp, fd_out, &phase);
 	if (rc == SFR_EAGAIN)

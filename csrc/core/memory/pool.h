@@ -83,6 +83,9 @@ void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
  * memory for as many blocks as are lacking beyond that: after the last call the save's own blocks
  * exist, unless the system has no memory or a thread waits for a block. */
 void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left);
+/* Makes the memory of one block that the pool lacks. Returns false if it lacks none, or if a thread
+ * waits for a block. */
+bool sfr__pool_make(struct sfr__pool *pool);
 
 /* ---- lease.c ---- */
 

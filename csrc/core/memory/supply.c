@@ -6,7 +6,7 @@
  * written. So writes come first, and with the last one the memory exists that the save could have
  * used: from the second save on, nobody waits for new memory. Saves that overlap may want more than
  * each alone, so a save that finds no block with memory raises the target to what all saves in
- * flight could use.
+ * flight could use. In the first save, copiers with nothing to copy make memory too.
  *
  *     nr_wanted   whole blocks that saves could use; a trim sets it to zero until the next save
  *     nr_full     blocks that have all their memory, are not held by snapshots and not retired
@@ -77,25 +77,38 @@ static struct sfr__block *take_locked(struct sfr__pool *pool, uint32_t nr_left)
 	return block;
 }
 
-void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left)
+/* Makes the memory of one block, if take_locked has one. Drops the mutex meanwhile. */
+static bool make_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	const size_t len = (size_t)pool->block_bytes;
-	struct sfr__block *block;
+	struct sfr__block *block = take_locked(pool, nr_left);
 	int rc;
 
+	if (block == NULL)
+		return false;
+	sfr__unlock(&pool->mu);
+	rc = sfr__pool_commit(pool, block, 0, len);
 	sfr__lock(&pool->mu);
-	while ((block = take_locked(pool, nr_left)) != NULL) {
-		sfr__unlock(&pool->mu);
-		rc = sfr__pool_commit(pool, block, 0, len);
-		sfr__lock(&pool->mu);
-		pool->nr_filling--;
-		if (rc == 0) {
-			sfr__pool_recount_locked(pool, block, len);
-			pool->nr_returned++;
-		} else {
-			pool->nr_wanted = 0; /* the next save may succeed */
-		}
-		sfr__pool_move_locked(pool, block, rc == 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+	pool->nr_filling--;
+	if (rc == 0) {
+		sfr__pool_recount_locked(pool, block, len);
+		pool->nr_returned++;
+	} else {
+		pool->nr_wanted = 0; /* the next save may succeed */
 	}
+	sfr__pool_move_locked(pool, block, rc == 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+	return true;
+}
+
+bool sfr__pool_make(struct sfr__pool *pool)
+{
+	return sfr__under(&pool->mu, make_locked(pool, 0));
+}
+
+void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left)
+{
+	sfr__lock(&pool->mu);
+	while (make_locked(pool, nr_left))
+		;
 	sfr__unlock(&pool->mu);
 }

@@ -144,10 +144,11 @@ static int hand_out(const struct piece *p, struct sfr__part *part)
 static bool look_at_record(const struct piece *p, uint64_t i)
 {
 	const bool described = (p->r->places[i].flags & SFR__UNZIP_DESCRIBED) != 0;
+	const bool bare = (p->r->flags & SFR__READER_BARE) != 0;
 	struct sfr__part part = { .index = i };
 	int rc;
 
-	if (covers(p, p->r->places[i].hdr_off)) {
+	if (!bare && covers(p, p->r->places[i].hdr_off)) {
 		if (check_header(p, i) < 0)
 			return false;
 		part.units++;

@@ -117,7 +117,27 @@ static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *
 	return 0;
 }
 
-int sfr__reader_plan(struct sfr_reader *r)
+/* Bare records are where the list has them. Empty ones are complete at once. */
+static int plan_bare(struct sfr_reader *r)
+{
+	for (uint64_t i = 0; i < r->nr; i++) {
+		struct sfr__reader_record *t = &r->records[i];
+		const struct sfr__place *p = &r->places[i];
+		const uint64_t limit = sfr__reader_limit(r, i);
+
+		if (p->hdr_off > limit || p->len > limit - p->hdr_off)
+			return -EINVAL;
+		t->data_off = p->hdr_off;
+		t->left = p->len;
+		if (p->len == 0) {
+			atomic_store(&t->good, true);
+			r->nr_good++; /* no thread runs yet */
+		}
+	}
+	return 0;
+}
+
+static int plan_archive(struct sfr_reader *r)
 {
 	const int64_t align = find_align(r), last = look(r, &r->places[r->nr - 1]);
 	enum writer writer;
@@ -145,4 +165,9 @@ int sfr__reader_plan(struct sfr_reader *r)
 			return -EOPNOTSUPP;
 	}
 	return 0;
+}
+
+int sfr__reader_plan(struct sfr_reader *r)
+{
+	return (r->flags & SFR__READER_BARE) != 0 ? plan_bare(r) : plan_archive(r);
 }

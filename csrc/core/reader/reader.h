@@ -26,6 +26,7 @@
 
 #define SFR__READER_SUMS 1u /* compare the CRC of every record */
 #define SFR__READER_LIST 2u /* go on after damage to a record, and keep it for reader_damage */
+#define SFR__READER_BARE 4u /* records are only bytes, without headers: hdr_off is their offset */
 
 struct sfr_reader;
 

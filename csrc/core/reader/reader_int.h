@@ -69,7 +69,8 @@ static inline uint64_t sfr__reader_data_end(const struct sfr_reader *r, uint64_t
 	return r->records[i].data_off + r->places[i].len;
 }
 
-/* plan.c: sets records[].data_off. 0, -EOPNOTSUPP or -errno. */
+/* plan.c: sets records[].data_off. 0, -EOPNOTSUPP, -EINVAL for bare records that overlap, or
+ * -errno. */
 int sfr__reader_plan(struct sfr_reader *r);
 
 /* piece.c: checks [off, off + len) of the file, which is in the buffer, and hands out records

@@ -7,7 +7,8 @@
  *                         |
  *                         +----> nowhere: only their CRC is computed
  *
- * The check that found the records stays with the restore, which finds records by their names. */
+ * The check that found the records stays with the restore, which finds records by their names. A
+ * file of another format comes with a list of stretches instead, without names and CRCs. */
 #include <errno.h>
 #include <string.h>
 
@@ -41,35 +42,82 @@ static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t 
 	return 0;
 }
 
+static struct sfr_restore *new_restore(void)
+{
+	struct sfr_restore *r = sfr_sys.calloc(1, sizeof(*r));
+
+	if (r == NULL)
+		return NULL;
+	r->client.put = put;
+	sfr__cuda_lanes_init(&r->lanes);
+	r->fork_generation = sfr_fork_generation();
+	return r;
+}
+
+/* Makes the reader, and the targets. */
+static int start(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
+{
+	const struct sfr__reader_spec spec = {
+		.places = r->places,
+		.fd = fd,
+		.end = end,
+		.way = (flags & SFR_RESTORE_SHARED) != 0 ? SFR__WAY_CACHE : SFR__WAY_EITHER,
+		.flags = r->check == NULL                  ? SFR__READER_BARE :
+			 (flags & SFR_RESTORE_VERIFY) != 0 ? SFR__READER_SUMS :
+							     0,
+		.client = &r->client,
+		.self = r,
+	};
+	int rc = sfr__reader_new(&spec, &r->reader);
+
+	if (rc < 0)
+		return rc;
+	r->targets = sfr_sys.calloc(r->places->nr, sizeof(*r->targets));
+	return r->targets == NULL ? -ENOMEM : 0;
+}
+
 int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_restore **out)
 {
-	struct sfr__reader_spec spec = {
-		.places = &check->places,
-		.fd = fd,
-		.end = check->end.dir_off,
-		.way = (flags & SFR_RESTORE_SHARED) != 0 ? SFR__WAY_CACHE : SFR__WAY_EITHER,
-		.flags = (flags & SFR_RESTORE_VERIFY) != 0 ? SFR__READER_SUMS : 0,
-	};
 	struct sfr_restore *r;
 	int rc = check->result.ok ? 0 : -EOPNOTSUPP;
 
 	*out = NULL;
-	r = rc == 0 ? sfr_sys.calloc(1, sizeof(*r)) : NULL;
+	r = rc == 0 ? new_restore() : NULL;
 	if (r == NULL) {
 		sfr_check_free(check);
 		return rc < 0 ? rc : -ENOMEM;
 	}
 	r->check = check;
 	r->places = &check->places;
-	r->client.put = put;
-	sfr__cuda_lanes_init(&r->lanes);
-	r->fork_generation = sfr_fork_generation();
-	spec.client = &r->client;
-	spec.self = r;
-	rc = sfr__reader_new(&spec, &r->reader);
-	if (rc == 0) {
-		r->targets = sfr_sys.calloc(r->places->nr, sizeof(*r->targets));
-		rc = r->targets == NULL ? -ENOMEM : 0;
+	rc = start(r, fd, check->end.dir_off, flags);
+	if (rc < 0)
+		sfr_restore_free(r);
+	else
+		*out = r;
+	return rc;
+}
+
+int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end, int fd,
+			 unsigned flags, struct sfr_restore **out)
+{
+	struct sfr_restore *r;
+	int rc = -ENOMEM;
+
+	*out = NULL;
+	if (nr == 0)
+		return -EINVAL;
+	r = new_restore();
+	if (r == NULL)
+		return -ENOMEM;
+	r->places = &r->bare;
+	r->bare.v = sfr_sys.calloc(nr, sizeof(*r->bare.v));
+	if (r->bare.v != NULL) {
+		r->bare.nr = nr;
+		for (uint64_t i = 0; i < nr; i++) {
+			r->bare.v[i].hdr_off = v[i].off;
+			r->bare.v[i].len = v[i].len;
+		}
+		rc = start(r, fd, end, flags);
 	}
 	if (rc < 0)
 		sfr_restore_free(r);
@@ -91,12 +139,14 @@ uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index)
 const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len)
 {
 	*len = r->places->v[index].name_len - r->places->prefix_len;
+	if (r->check == NULL)
+		return "";
 	return r->places->names + r->places->v[index].name_at + r->places->prefix_len;
 }
 
 uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len)
 {
-	return sfr__check_find(r->check, name, len);
+	return r->check == NULL ? r->places->nr : sfr__check_find(r->check, name, len);
 }
 
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem)
@@ -120,6 +170,7 @@ void sfr_restore_free(struct sfr_restore *r)
 		sfr__cuda_lanes_free(&r->lanes);
 	}
 	sfr_sys.free(r->targets);
+	sfr__places_fini(&r->bare);
 	sfr_check_free(r->check);
 	sfr_sys.free(r);
 }

@@ -31,10 +31,20 @@ struct sfr_restore;
  * must stay open. -EOPNOTSUPP: the records of this archive are not where torch and stillframe put
  * them, or not stored as in memory; the file may be good. -ENOMEM, -errno of reading. */
 int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_restore **out);
+/* A stretch of a file. */
+struct sfr_stretch {
+	uint64_t off, len;
+};
+/* The same for a file of another format: its records are these stretches, up to offset `end`. They
+ * are in the order of the file, and have no names and no CRCs. -EINVAL: they overlap, or there is
+ * none. `v` stays the caller's. */
+int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end, int fd,
+			 unsigned flags, struct sfr_restore **out);
 /* Records are numbered in the order of the file. */
 uint64_t sfr_restore_nr(const struct sfr_restore *r);
 uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index);
-/* Returns the name without the archive's own directory, not ended by a zero byte. */
+/* Returns the name without the archive's own directory, not ended by a zero byte. A bare record has
+ * an empty one. */
 const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len);
 /* Returns the record of that name, or sfr_restore_nr. */
 uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len);

@@ -18,6 +18,7 @@
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "save/stage.h"
 #include "save/write.h"
@@ -79,6 +80,21 @@ static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 			      (t->flags & SFR_SAVE_DURABLE) != 0);
 }
 
+/* Gets memory for edge pages, which O_DIRECT wants aligned. -ENOMEM. */
+static int edges_new(struct sfr_ticket *t)
+{
+	size_t len = (size_t)t->plan.img.nr_edges * SFR_PAGE;
+	void *edges;
+
+	if (len == 0)
+		return 0;
+	edges = sfr_sys.mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (edges == MAP_FAILED)
+		return -ENOMEM;
+	t->plan.edges = edges;
+	return 0;
+}
+
 /* Lays out the image of a description or, if parts is not NULL, of parts. Allocates what belongs to
  * it. */
 static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc,
@@ -87,10 +103,16 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 	int rc;
 
 	t->plan.in_place = parts != NULL;
+	t->flight.in_pool = parts == NULL;
 	if (parts != NULL)
 		return sfr__image_init_parts(&t->plan.img, parts,
 					     sfr__in_place_block_bytes(t->engine));
-	rc = sfr__image_init(&t->plan.img, desc, t->engine->opts.block_bytes);
+	if (desc->members != NULL)
+		rc = sfr__image_init_flat(&t->plan.img, desc, t->engine->opts.block_bytes);
+	else
+		rc = sfr__image_init(&t->plan.img, desc, t->engine->opts.block_bytes);
+	if (rc == 0)
+		rc = edges_new(t);
 	if (rc == 0)
 		rc = sfr__cuda_parts_new(t);
 	if (rc == 0 && (desc->flags & SFR_SAVE_CHECK_BYTES)) {

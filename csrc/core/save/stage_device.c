@@ -228,10 +228,10 @@ static void sum(struct sfr__cuda_part *part)
 	struct sfr__transfer *tr = &part->transfer;
 	struct sfr_ticket *t = part->ticket;
 	struct sfr__sampled *sources = sfr__run_sources(t, run);
-	bool ok = sfr__transfer_store(tr, sources, run->nr_entries);
+	bool ok = sfr__transfer_store(tr, sources, run->all_entries);
 
 	sfr_sys.free(sources);
-	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
+	for (uint32_t i = run->first_entry; i < run->first_entry + run->all_entries; i++) {
 		const struct sfr__entry *entry = &t->plan.img.entries[i];
 
 		for (uint64_t off = 0, len; off < entry->nbytes && ok; off += len) {
@@ -276,9 +276,10 @@ int sfr__cuda_parts_new(struct sfr_ticket *t)
 		part->staging.run = stage;
 		part->ticket = t;
 		part->device = run->device - 1;
-		if (run->lane == SFR_CAPTURED)
+		/* the first extent stands for those that follow it */
+		if (run->lane == SFR_CAPTURED && !part->captured)
 			part->captured = run;
-		else
+		if (run->lane != SFR_CAPTURED && !part->deferred)
 			part->deferred = run;
 	}
 	return 0;
@@ -323,7 +324,7 @@ static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 	struct sfr_ticket *t = part->ticket;
 	int rc = 0;
 
-	while (run && part->capture_blk < run->nr_blocks && rc == 0 && !tr->err.code &&
+	while (run && part->capture_blk < run->all_blocks && rc == 0 && !tr->err.code &&
 	       !sfr__ticket_failing(t))
 		rc = fill_next(part, run, &part->capture_blk, sfr__time_left(deadline));
 	sfr__transfer_send(tr);
@@ -337,7 +338,7 @@ static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 		sum(part);
 	if (part->deferred && !tr->err.code)
 		sfr__transfer_sample(tr, sfr__run_sources(t, part->deferred),
-				     part->deferred->nr_entries, t->seq + t->report.created_ns);
+				     part->deferred->all_entries, t->seq + t->report.created_ns);
 	sfr__transfer_captured(tr);
 	sfr__transfer_send(tr); /* the samples */
 	report(part);
@@ -410,7 +411,7 @@ static void stage(struct sfr__task *task)
 	int rc = 0;
 
 	tr->seq = t->seq;
-	while (blk < part->deferred->nr_blocks && (rc == 0 || rc == SFR_EAGAIN) &&
+	while (blk < part->deferred->all_blocks && (rc == 0 || rc == SFR_EAGAIN) &&
 	       !sfr__ticket_failing(t) && !tr->err.code) {
 		tr->slowly = !sfr__cuda_is_rushed(lane, t->seq);
 		if (tr->slowly)

@@ -23,9 +23,9 @@
 
 struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct sfr__run *run)
 {
-	struct sfr__sampled *sources = sfr_sys.malloc(run->nr_entries * sizeof(*sources));
+	struct sfr__sampled *sources = sfr_sys.malloc(run->all_entries * sizeof(*sources));
 
-	for (uint32_t i = 0; sources && i < run->nr_entries; i++) {
+	for (uint32_t i = 0; sources && i < run->all_entries; i++) {
 		const struct sfr__entry *entry = &t->plan.img.entries[run->first_entry + i];
 
 		sources[i] = (struct sfr__sampled){ .entry = run->first_entry + i,
@@ -47,13 +47,13 @@ int sfr__take_samples(struct sfr_ticket *t)
 	sources = sfr__run_sources(t, run);
 	if (!sources)
 		return -ENOMEM;
-	rc = sfr__samples_take(&t->staging.samples, sources, run->nr_entries,
+	rc = sfr__samples_take(&t->staging.samples, sources, run->all_entries,
 			       t->seq + t->report.created_ns);
 	sfr_sys.free(sources);
 	if (rc < 0)
 		return rc;
 	for (uint32_t i = run->first_entry;
-	     t->staging.sums && i < run->first_entry + run->nr_entries; i++)
+	     t->staging.sums && i < run->first_entry + run->all_entries; i++)
 		t->staging.sums[i] =
 			sfr_crc32(0, t->plan.img.entries[i].src, t->plan.img.entries[i].nbytes);
 	return 0;
@@ -248,7 +248,7 @@ static void aim(struct sfr__run_copy *run_copy, struct sfr_ticket *t, const stru
 	run_copy->run = run;
 	run_copy->copy = (struct sfr__host_copy){ .engine = t->engine,
 						  .ops = &ops,
-						  .nr_blocks = run ? run->nr_blocks : 0,
+						  .nr_blocks = run ? run->all_blocks : 0,
 						  .seq = t->seq,
 						  .number = t->number };
 }

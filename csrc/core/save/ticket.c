@@ -66,6 +66,9 @@ static bool ended(const struct sfr_ticket *t)
  * more. */
 static void free_tools(struct sfr_ticket *t)
 {
+	if (t->plan.edges) /* cannot fail for our own mapping */
+		(void)sfr_sys.munmap(t->plan.edges, (size_t)t->plan.img.nr_edges * SFR_PAGE);
+	t->plan.edges = NULL;
 	sfr__image_fini(&t->plan.img);
 	sfr_sys.free(t->plan.jobs);
 	sfr__samples_free(&t->staging.samples);

@@ -21,6 +21,8 @@ struct sfr__save_plan {
 	 * else the engine's mutex guards them */
 	struct sfr__image img;
 	bool in_place; /* a file of parts: nothing is staged, writers read the sources */
+	/* memory of the image's edge pages: writers put them together, the tail writes them */
+	char *edges;
 	uint32_t nr_blocks;
 	uint32_t nr_whole;     /* blocks that need a whole block of memory */
 	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, PLACE, CLEAN */

@@ -3,7 +3,7 @@
  *   OPEN    make the temporary, probe, preallocate                 (once a save, first)
  *   BLOCK   CRC of its pieces if the lane has not made them,
  *           descriptors, one aligned pwrite                        (any order of completion)
- *   TAIL    central directory if there is one, fdatasync           (when every block is written)
+ *   TAIL    central directory or edge pages, fdatasync             (when every block is written)
  *   PLACE   rename, sync the directory                         (of what is not in the log)
  *   CLEAN   remove the temporary of a failed save, end it          (last)
  *
@@ -140,7 +140,7 @@ static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
  * the block is parked; another thread may have it then. */
 static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
-	if (sfr__ticket_failing(t))
+	if (!t->plan.img.has_crcs || sfr__ticket_failing(t))
 		return true;
 	if (t->plan.in_place && job->mem == NULL && sfr__in_place_prepare(t, job, err) < 0)
 		return true;
@@ -170,12 +170,48 @@ static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 	}
 }
 
+/* Puts the block's bytes of an edge page, at `page` of the file, into the ticket's memory. Other
+ * writers may add theirs at the same time, which are others. */
+static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t page, char *edge)
+{
+	uint64_t off = sfr__image_block_off(&t->plan.img, job->run, job->blk);
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+
+	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
+	it.off = page;
+	it.end = page + SFR_PAGE;
+	while (sfr__seg_next(&it, &seg))
+		if (seg.kind == SFR__SEG_DATA)
+			memcpy(edge + (off + seg.pos - page), job->mem + seg.pos, seg.len);
+}
+
+/* Writes what no other block has bytes of, and puts the rest into edge pages. Adds what is written
+ * to *nbytes. 0, or -1 with the reason in err. */
+static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_t *nbytes,
+		       struct sfr_err *err)
+{
+	const struct sfr__image *img = &t->plan.img;
+	uint64_t off = sfr__image_block_off(img, job->run, job->blk), from, to;
+
+	sfr__image_block_own(img, job->run, job->blk, &from, &to);
+	for (uint32_t i = 0; i < img->nr_edges; i++)
+		if (img->edges[i] >= off &&
+		    img->edges[i] < off + sfr__image_block_len(img, job->run, job->blk))
+			put_edge(t, job, img->edges[i], t->plan.edges + (size_t)i * SFR_PAGE);
+	if (from < to &&
+	    sfr__file_write(&t->file, job->mem + (from - off), (size_t)(to - from), from, err) != 0)
+		return -1;
+	*nbytes += sfr__image_in_file(img, from, to);
+	return 0;
+}
+
 /* Writes the block. False if it is parked. */
 static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
 	size_t len = sfr__image_block_len(&t->plan.img, job->run, job->blk);
-	uint64_t off = sfr__image_block_off(&t->plan.img, job->run, job->blk);
+	uint64_t nbytes = 0;
 	struct sfr__span span __attribute__((cleanup(sfr__span_end))) =
 		sfr__span_begin(SFR_TRACE_BLOCK, t->number, len);
 	bool written;
@@ -187,15 +223,13 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	written = err->code == 0 && wait_opened(t); /* and the save is not failing */
 	if (written) {
 		describe_block(t, job);
-		written = sfr__file_write(&t->file, job->mem, len, off, err) == 0;
+		written = write_block(t, job, &nbytes, err) == 0;
 	}
 	release_block(t, job);
 	sfr__lock(&engine->mu);
 	if (written) {
 		t->facts.blocks_written++;
-		t->facts.written_nbytes += off + len > t->plan.img.len && t->plan.in_place ?
-						   t->plan.img.len - off :
-						   len;
+		t->facts.written_nbytes += nbytes;
 	}
 	if (t->plan.in_place && err->code == 0)
 		sfr__in_place_next_locked(t);
@@ -203,14 +237,30 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	return true;
 }
 
-/* 0, or -1 with the reason in err. */
-static int write_tail(struct sfr_ticket *t, struct sfr_err *err)
+/* Writes the pages that several extents share. 0, or -1 with the reason in err. */
+static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *err)
+{
+	const struct sfr__image *img = &t->plan.img;
+
+	for (uint32_t i = 0; i < img->nr_edges; i++) {
+		if (sfr__file_write(&t->file, t->plan.edges + (size_t)i * SFR_PAGE, SFR_PAGE,
+				    img->edges[i], err) != 0)
+			return -1;
+		*nbytes += sfr__image_in_file(img, img->edges[i], img->edges[i] + SFR_PAGE);
+	}
+	return 0;
+}
+
+/* Writes the directory of torch's format, or the edge pages of a flat file. Adds the bytes to
+ * *nbytes. 0, or -1 with the reason in err. */
+static int write_tail(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *err)
 {
 	size_t len = t->plan.img.tail_len;
 	void *tail;
 
 	if (len == 0)
-		return 0;
+		return write_edges(t, nbytes, err);
+	*nbytes += len;
 	tail = sfr_sys.mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (tail == MAP_FAILED) {
 		sfr__err_set(err, -ENOMEM, SFR_PHASE_WRITE, "no memory for the directory");
@@ -225,17 +275,17 @@ static int write_tail(struct sfr_ticket *t, struct sfr_err *err)
 
 static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
 {
-	size_t len = t->plan.img.tail_len;
+	uint64_t nbytes = 0;
 
 	if (!wait_opened(t)) /* a save without blocks has not waited for it yet */
 		return;
-	SFR__TRACE(SFR_TRACE_TAIL, t->number, len);
-	if (write_tail(t, err) == 0)
+	SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
+	if (write_tail(t, &nbytes, err) == 0)
 		(void)sfr__file_sync(&t->file, err); /* err holds the result */
 	if (err->code == 0) {
 		sfr__lock(&t->engine->mu);
 		t->facts.synced = true;
-		t->facts.written_nbytes += len;
+		t->facts.written_nbytes += nbytes;
 		sfr__unlock(&t->engine->mu);
 	}
 }

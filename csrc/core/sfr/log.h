@@ -10,11 +10,16 @@
  * them became durable (without SFR_SAVE_DURABLE: was renamed) or there was none. A directory is
  * removed with its contents. `seq_out` may be NULL. */
 int sfr_log_remove(const char *key, uint64_t *seq_out);
-/* Says whether `key` will exist once the log is empty: 1 yes (a save of it is pending), 0 no (a
- * remove of it or of a parent is pending), -1 no entry concerns it, so ask the file system. */
+/* Says whether `key` will exist once the log is empty:
+ *
+ *   1   yes: a save of it is pending
+ *   0   no: a remove of it or of a parent is pending
+ *   2   the pending save of a directory above it decides
+ *  -1   no entry concerns it: ask the file system */
 int sfr_log_exists(const char *key);
 /* Waits until no save or remove of `key` submitted before this load is pending, then opens the file
- * for reading at its turn in the log. Sets *fd_out >= 0, or returns -errno of open. */
+ * for reading at its turn in the log. Sets *fd_out >= 0, or returns -errno of open. With a slash
+ * at its end the key is a directory, and the load waits for everything in it as well. */
 struct sfr_log_load;
 int sfr_log_load_new(const char *key, struct sfr_log_load **out);
 int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out);
@@ -40,7 +45,12 @@ int sfr_log_stop(void);
  * blocks the log from the moment it reaches the head until sfr_log_work_end. So everything
  * submitted before it has ended by then, and nothing submitted after it has taken effect. Loads and
  * sfr_log_exists treat it like a save or a remove. */
-enum sfr_work_kind { SFR_WORK_SAVE, SFR_WORK_REMOVE, SFR_WORK_LINK };
+enum sfr_work_kind {
+	SFR_WORK_SAVE,
+	SFR_WORK_REMOVE,
+	SFR_WORK_LINK,
+	SFR_WORK_DIRECTORY, /* a save that makes its name and everything below it */
+};
 struct sfr_log_work;
 /* Makes an entry that is not in the log yet; the caller has its one reference. -ENOMEM, -EINVAL. */
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out);

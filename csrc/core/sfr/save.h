@@ -14,19 +14,24 @@ struct sfr_ticket;
 /* checksum each deferred byte in the call and compare once staged */
 #define SFR_SAVE_CHECK_BYTES 4u
 #define SFR_SAVE_NO_WAIT 8u /* return SFR_EBUSY instead of waiting for a slot */
-/* rename as soon as synced: not in the log, and counted in slots of its own */
+/* rename as soon as synced: not in the log, and not counted in max_in_flight */
 #define SFR_SAVE_UNORDERED 16u
 
 struct sfr_save_desc {
-	const char *dir;      /* real path of the directory */
-	const char *name;     /* file name in it */
-	uint64_t fs;          /* its file system, as from sfr_look; 0: unknown */
-	const void *skeleton; /* data.pkl; valid until the save is staged or has ended */
+	const char *dir;  /* real path of the directory */
+	const char *name; /* file name in it */
+	uint64_t fs;      /* its file system, as from sfr_look; 0: unknown */
+	/* data.pkl, or the header of a flat file; valid until the save is staged or has ended */
+	const void *skeleton;
 	uint64_t skeleton_len;
 	/* the array is copied; the bytes stay valid until staged or ended */
 	const struct sfr_source *sources;
 	uint32_t nr_sources;
 	uint32_t flags;
+	/* NULL: torch's format. Else a flat file: the skeleton, then these members in this order,
+	 * without a gap (archive/flat.c). The array is only read in the call. */
+	const struct sfr_member *members;
+	uint32_t nr_members;
 };
 
 /* Makes a ticket and lays out its image. No I/O, no wait. -ENOMEM, -EINVAL. */

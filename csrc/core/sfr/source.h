@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* One storage. A save writes it as record data/<index> of the file. */
+/* One storage. A save in torch's format writes it as record data/<index> of the file. */
 struct sfr_source {
 	uint64_t addr; /* address in its own memory; may be 0 when nbytes is 0 */
 	uint64_t nbytes;
@@ -13,6 +13,14 @@ struct sfr_source {
 };
 #define SFR_CAPTURED 0u
 #define SFR_LANE_HOST 1u /* the host's lane when device is 0, else the device's */
+
+/* The bytes of one tensor: a range of a source. A flat file consists of a header and members. */
+struct sfr_member {
+	uint64_t off; /* in the source */
+	uint64_t nbytes;
+	uint32_t source; /* index of the source */
+	uint32_t reserved;
+};
 
 /* The caller's current stream on a device that has sources. */
 struct sfr_stream {

@@ -130,7 +130,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 		rc = SFR_ECLOSED;
 	else
 		engine->nr_snapshots++; /* keeps the pool */
-	nr_own = sfr__engine_nr_own_locked(engine);
+	nr_own = sfr__engine_nr_own_locked(engine, true);
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		goto out;

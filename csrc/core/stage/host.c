@@ -130,6 +130,18 @@ static bool is_through_locked(struct sfr__host_copy *copy)
 	return true;
 }
 
+/* Makes memory for a later block while another thread gets that of the next one: in a new pool this
+ * takes longer than the copy. The copy may be over afterwards. */
+static bool make_memory_locked(struct sfr_engine *engine)
+{
+	bool made;
+
+	sfr__unlock(&engine->mu);
+	made = sfr__pool_make(engine->pool);
+	sfr__lock(&engine->mu);
+	return made;
+}
+
 /* ---- deferred ---------------------------------------------------------------------------- */
 
 static bool turn_locked(struct sfr__shared *work, bool may_wait)
@@ -140,7 +152,9 @@ static bool turn_locked(struct sfr__shared *work, bool may_wait)
 
 	if (did && next_block(copy)->mem) {
 		copy_next_locked(copy);
-	} else if (did && (copy->fetching || !may_wait)) {
+	} else if (did && !may_wait) {
+		return make_memory_locked(copy->engine);
+	} else if (did && copy->fetching) {
 		return false;
 	} else if (did) {
 		rc = fetch_locked(copy, FETCH_SLICE_NS);

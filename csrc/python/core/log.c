@@ -203,7 +203,8 @@ SFR_PY_TYPE(load_spec, "LogLoad", struct sfr_py_load, 0, load_slots);
 static PyMethodDef functions[] = {
 	{ "log_remove", log_remove, METH_O, "log_remove(key): appends a remove to the log." },
 	{ "log_exists", log_exists, METH_O,
-	  "log_exists(key) -> 1 (will be there), 0 (will be gone), -1 (ask the file system)." },
+	  "log_exists(key) -> 1 (will be there), 0 (will be gone), 2 (a directory above it is being "
+	  "saved), -1 (ask the file system)." },
 	{ "log_drain", log_drain, METH_O,
 	  "log_drain(timeout) -> bool: False when the timeout passed before all submitted had ended." },
 	{ "log_pending", log_pending, METH_NOARGS,

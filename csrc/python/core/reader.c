@@ -161,6 +161,31 @@ static PyObject *restore(PyObject *module, PyObject *args)
 	return Py_BuildValue("(NN)", dict, object);
 }
 
+PyDoc_STRVAR(restore_bare_doc,
+"restore_bare(fd, stretches, end, shared=False) -> Restore\n--\n\n"
+"Make ready to read stretches of a file that is no archive. `stretches` is a buffer of uint64: offset\n"
+"and length of each, in the order of the file and without overlap, up to offset `end`. There are no\n"
+"names and no CRCs.");
+
+static PyObject *restore_bare(PyObject *module, PyObject *args)
+{
+	PyObject *object = NULL;
+	unsigned long long end;
+	Py_buffer stretches;
+	int fd, shared = 0;
+
+	if (!PyArg_ParseTuple(args, "iy*K|p:restore_bare", &fd, &stretches, &end, &shared))
+		return NULL;
+	if ((size_t)stretches.len % sizeof(struct sfr_stretch) != 0)
+		PyErr_SetString(PyExc_ValueError, "a stretch is two numbers of 8 bytes");
+	else
+		object = sfr_py_restore_new_bare(sfr_py_state(module), stretches.buf,
+						 (size_t)stretches.len / sizeof(struct sfr_stretch),
+						 end, fd, shared ? SFR_RESTORE_SHARED : 0);
+	PyBuffer_Release(&stretches);
+	return object;
+}
+
 PyDoc_STRVAR(crc32_doc,
 "crc32(data, value=0, /)\n--\n\n"
 "zlib's CRC-32 of a bytes-like object, as an int; `value` is that of what stands before it.");
@@ -185,6 +210,7 @@ static PyObject *crc32(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
 	{ "check", (PyCFunction)(void (*)(void))check, METH_VARARGS | METH_KEYWORDS, check_doc },
 	{ "restore", restore, METH_VARARGS, restore_doc },
+	{ "restore_bare", restore_bare, METH_VARARGS, restore_bare_doc },
 	{ "crc32", crc32, METH_VARARGS, crc32_doc },
 	{ NULL, NULL, 0, NULL },
 };

@@ -14,12 +14,10 @@ struct sfr_py_restore {
 	struct sfr_restore *restore; /* NULL if closed */
 };
 
-PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
-			     unsigned flags)
+/* Returns the Restore of a core's restore, or what the code means. */
+static PyObject *wrapped(struct sfr_py_state *state, int rc, struct sfr_restore *restore)
 {
-	struct sfr_restore *restore;
 	struct sfr_py_restore *self;
-	int rc = sfr_py_unlocked(sfr_restore_new(check, fd, flags, &restore));
 
 	if (rc == -EOPNOTSUPP)
 		return Py_NewRef(Py_None);
@@ -34,6 +32,24 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 	}
 	self->restore = restore;
 	return (PyObject *)self;
+}
+
+PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
+			     unsigned flags)
+{
+	struct sfr_restore *restore;
+	int rc = sfr_py_unlocked(sfr_restore_new(check, fd, flags, &restore));
+
+	return wrapped(state, rc, restore);
+}
+
+PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
+				  uint64_t nr, uint64_t end, int fd, unsigned flags)
+{
+	struct sfr_restore *restore;
+	int rc = sfr_restore_new_bare(v, nr, end, fd, flags, &restore);
+
+	return wrapped(state, rc, restore);
 }
 
 /* Waits for the reads in flight. */

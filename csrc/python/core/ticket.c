@@ -3,6 +3,8 @@
 #include "core/objects.h"
 #include "sfr/parts.h"
 
+#include <stdbool.h>
+
 struct sfr_py_ticket {
 	PyObject_HEAD
 	struct sfr_ticket *ticket;
@@ -23,21 +25,32 @@ static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyOb
 	return (PyObject *)self;
 }
 
+/* Returns whether the bytes are an array of items, and not too long; else ValueError is set. */
+static bool is_array(const Py_buffer *bytes, size_t item)
+{
+	if ((size_t)bytes->len % item == 0 && (size_t)bytes->len / item < UINT32_MAX)
+		return true;
+	PyErr_SetString(PyExc_ValueError, "rows or members is no array of such structs");
+	return false;
+}
+
 static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "engine", "dir", "name", "skeleton", "rows", "flags", "fs", NULL };
+	static char *names[] = { "engine", "dir", "name",    "skeleton", "rows",
+				 "flags",  "fs",  "members", NULL };
+	static const struct sfr_member none;
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_ticket *ticket = NULL;
 	PyObject *engine, *skeleton;
 	const char *dir, *name;
-	Py_buffer rows;
+	Py_buffer rows, members = { 0 };
 	unsigned int flags;
 	unsigned long long fs = 0;
 	int rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I|K:Ticket", names,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I|Kz*:Ticket", names,
 					 state->engine_type, &engine, &dir, &name, &PyBytes_Type,
-					 &skeleton, &rows, &flags, &fs))
+					 &skeleton, &rows, &flags, &fs, &members))
 		return NULL;
 	const struct sfr_save_desc desc = {
 		.dir = dir,
@@ -48,18 +61,21 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		.sources = rows.buf,
 		.nr_sources = (uint32_t)((size_t)rows.len / sizeof(struct sfr_source)),
 		.flags = flags,
+		.members = members.obj == NULL ? NULL :
+			   members.len != 0    ? members.buf :
+						 &none,
+		.nr_members = (uint32_t)((size_t)members.len / sizeof(struct sfr_member)),
 	};
-	if ((size_t)rows.len % sizeof(struct sfr_source) ||
-	    (size_t)rows.len / sizeof(struct sfr_source) >= UINT32_MAX) {
-		PyErr_SetString(PyExc_ValueError, "rows is no array of struct sfr_source");
-		PyBuffer_Release(&rows);
-		return NULL;
-	}
-	rc = sfr_save_new(((struct sfr_py_engine *)engine)->engine, &desc, &ticket);
+	if (is_array(&rows, sizeof(struct sfr_source)) &&
+	    is_array(&members, sizeof(struct sfr_member)))
+		rc = sfr_save_new(((struct sfr_py_engine *)engine)->engine, &desc, &ticket);
+	else
+		rc = SFR_PY_RAISED;
 	PyBuffer_Release(&rows);
-	if (rc < 0)
-		return sfr_py_raise(state, rc);
-	return ticket_wrap(type, ticket, skeleton);
+	PyBuffer_Release(&members);
+	if (rc == SFR_PY_RAISED)
+		return NULL;
+	return rc < 0 ? sfr_py_raise(state, rc) : ticket_wrap(type, ticket, skeleton);
 }
 
 static PyObject *ticket_of_parts(PyObject *type, PyObject *args)
@@ -292,7 +308,8 @@ static PyType_Slot slots[] = {
 	{ Py_tp_dealloc, ticket_dealloc },
 	{ Py_tp_methods, methods },
 	{ Py_tp_getset, getset },
-	{ Py_tp_doc, "Ticket(engine, dir, name, skeleton, rows, flags): one save" },
+	{ Py_tp_doc,
+	  "Ticket(engine, dir, name, skeleton, rows, flags, fs=0, members=None): one save" },
 	{ 0, NULL },
 };
 

@@ -11,10 +11,12 @@ import stat
 from collections.abc import Iterable
 from typing import Any
 
+from stillframe._base import safetensors
+
 _METADATA = re.compile(r"(__\d+)?\.metadata")  # of all ranks, or of one that saved for itself
 _HEAD = 4096  # bytes that are read
 _FIRST_NAME = 512  # the first name is within these bytes: torch names its directory like the file
-_LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # torch's magic number, pickled
+LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # torch's magic number, pickled
 
 _TYPES = (
     (stat.S_ISFIFO, "a named pipe"),
@@ -91,10 +93,10 @@ def guess(fd: int, path: str) -> str | None:
     if is_shard(path) and head.startswith(b"PK\3\4"):
         return SHARD
     # An empty file, or one of zeros, was a checkpoint whose bytes never reached the disk.
-    if not head.strip(b"\0") or head.startswith(b"PK") or _LEGACY in head[:32]:
+    if not head.strip(b"\0") or head.startswith(b"PK") or LEGACY in head[:32]:
         return None
-    if _is_safetensors(head, found.st_size):
-        return "safetensors, which safetensors.torch.load_file reads"
+    if safetensors.begins_like_one(head):
+        return "safetensors"
     if head[257:262] == b"ustar":
         return "tar: unpack it first"
     for beginning, words in _BEGINNINGS:
@@ -118,8 +120,21 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     return None
 
 
-def _is_safetensors(head: bytes, nbytes: int) -> bool:
-    return int.from_bytes(head[:8], "little") <= nbytes - 8 and head[8:9] == b"{"
+def is_safetensors(fd: int, path: str) -> bool:
+    """Return whether an open file is in the safetensors format.
+
+    Its bytes decide. Where they are nobody's, as in an empty file, its name does.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return False
+    head = os.pread(fd, 32, 0)
+    if safetensors.begins_like_one(head):
+        return True
+    named = path.endswith(safetensors.SUFFIX)
+    return named and not (head.startswith(b"PK\3\4") or LEGACY in head)
 
 
 def is_another_zip(fd: int) -> bool:

@@ -124,26 +124,39 @@ def key(path: object, *, follow_link: bool) -> bytes:
     return os.fsencode(os.path.join(parent, name))
 
 
-def target(path: object, *, follow_link: bool, create_parents: bool, durable: bool) -> Target:
+def target(
+    path: object,
+    *,
+    follow_link: bool,
+    create_parents: bool,
+    durable: bool,
+    directory: bool = False,
+) -> Target:
     """Check that `path` can be a regular file, and return it as a target.
 
     Args:
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
         durable: The file's directory will be synced, and so will the parent of each new directory.
+        directory: It is to be a directory instead of a regular file.
 
     Raises:
         TypeError, ValueError: See `as_text`.
-        SaveError: (phase "open") The parent is missing, the path is a directory or not a regular
-            file, or the directory cannot be synced.
+        SaveError: (phase "open") The parent is missing, something else than a regular file (or
+            directory) has the name, or the parent cannot be synced.
     """
     text = as_text(path)
-    if os.path.basename(text) in ("", ".", "..") and not create_parents:  # no file's name
+    if directory:
+        text = text.rstrip("/") or text
+    last = os.path.basename(text)
+    if last in (".", "..") and directory:  # a user names a directory to be replaced
+        raise SaveError(errno.EINVAL, "give the directory's own name", text, "open")
+    if last in ("", ".", "..") and not create_parents:  # no file's name
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
     # One call for everything, with one release of the interpreter lock; it is usually enough.
     place = _core.resolve(os.fsencode(text), follow_link)
     well = place is not None and place[1] and (place[3] or not durable)
-    if place is not None and well and _can_stand(place[2], follow_link):
+    if place is not None and well and _can_stand(place[2], follow_link, directory):
         return Target(text, *place[:2], place[4])
     parent = os.path.dirname(text) or "."
     try:
@@ -157,7 +170,7 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
                 f"the directory {parent} cannot be synced without permission to read it (a save"
                 " with durable=False needs none)",
             )
-        _check_name(parent, name, follow_link)
+        _check_name(parent, name, follow_link, directory)
     except OSError as error:
         strerror = error.strerror or str(error)
         if error.errno == errno.ENOENT:
@@ -171,12 +184,14 @@ def hint(text: str) -> str:
     return " ('~' is not expanded: give os.path.expanduser(path))" if text.startswith("~") else ""
 
 
-def _can_stand(mode: int, follow_link: bool) -> bool:
-    """Return whether a file can replace something with this mode (0: nothing)."""
+def _can_stand(mode: int, follow_link: bool, directory: bool) -> bool:
+    """Return whether a file, or a directory, can replace something with this mode (0: nothing)."""
+    if directory:
+        return not mode or stat.S_ISDIR(mode)
     return not mode or stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not follow_link)
 
 
-def _check_name(parent: str, name: str, follow_link: bool) -> None:
+def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> None:
     full = os.path.join(parent, name)
     if not name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -184,12 +199,14 @@ def _check_name(parent: str, name: str, follow_link: bool) -> None:
         mode = os.lstat(full).st_mode
     except FileNotFoundError:
         return
-    if _can_stand(mode, follow_link):
+    if _can_stand(mode, follow_link, directory):
         return
     if _core.log_exists(os.fsencode(full)) == 0:
         return  # a remove of it is in the log before this save
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if directory and not stat.S_ISLNK(mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     raise OSError(errno.EINVAL, "not a regular file")
@@ -214,6 +231,21 @@ def make_directories(directory: str, durable: bool) -> None:
             continue
         if durable:
             sync_directory(os.path.dirname(path))
+
+
+def put_back(text: str) -> bool:
+    """Put back a directory on the way to a missing path that a dead writer had moved aside.
+
+    Returns:
+        Whether it may exist now.
+    """
+    above = os.path.abspath(text)
+    while not os.path.isdir(parent := os.path.dirname(above)):
+        above = parent
+    if os.path.lexists(above):
+        return False
+    _core.tidy(os.fsencode(parent))
+    return os.path.lexists(above)
 
 
 def sync_directory(directory: str) -> None:

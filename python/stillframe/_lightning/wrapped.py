@@ -29,7 +29,7 @@ from stillframe._save.handle import SaveHandle, wait_for_end
 from stillframe._save.options import SaveOptions
 from stillframe._save.report import IoMode
 from stillframe._snapshot.save import SnapshotSave
-from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write, will_return
+from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
 from stillframe.errors import PoolExhaustedError
 
 log = logging.getLogger("stillframe")
@@ -103,7 +103,7 @@ class Inner:
             def work() -> bool:
                 return self._work(save, place, live, storage_options, fallbacks)
 
-            _submit(save, place.key(), work)
+            save.submit(place.key(), _core.WORK_SAVE, work)
             if taken is None:
                 wait_for_end(save)
             save.call_is_over()
@@ -141,32 +141,6 @@ class Inner:
 
     def remove(self, path: Any, key: bytes, needed: Callable[[], bool] | None) -> None:
         _ordered.submit_remove(path, key, self.io.remove_checkpoint, needed)
-
-
-def _submit(save: SnapshotSave, key: bytes, work: Callable[[], bool]) -> None:
-    """Put the save into the log."""
-    # The taker of this item ends the save: the thread that works on it, or, after an exception, the
-    # lines below. Ctrl-C may raise one at any moment.
-    owner = [save]
-    try:
-        taken = save.snapshot()
-        save.begin()
-        _ordered.submit(key, _core.WORK_SAVE, lambda after_good: _take_one(owner) and work())
-        save.launched()
-        if taken is not None:
-            will_return(taken)
-    except BaseException:
-        if _take_one(owner):
-            save.was_not_launched()
-        raise
-
-
-def _take_one(items: list[Any]) -> bool:
-    try:
-        items.pop()
-    except IndexError:
-        return False
-    return True
 
 
 def _take(

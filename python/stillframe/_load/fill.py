@@ -28,19 +28,21 @@ class Fill:
         core: A restore of the file that has not begun.
         plan: What goes where; its tensors are those of `restore.Shapes`.
         new: The plan's `new_tensors`.
+        first: The plan's number of the file's first record, where the plan has several files.
     """
 
-    def __init__(self, core: _core.Restore, plan: Plan, new: list[Tensor]) -> None:
+    def __init__(self, core: _core.Restore, plan: Plan, new: list[Tensor], first: int = 0) -> None:
         self._core = core
         self._plan = plan
         self._sizes = core.sizes(0, restore.EVERYTHING)
         self._wanted: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for _, target, found in plan.tensors:
-            index = restore.record_of(found)
+            index = self._number(found, first)
             if index is not None and found.numel():
                 self._wanted.setdefault(index, []).append((target, found))
-        self._new = [(restore.record_of(found), found) for found in new]
-        self._kept = {index for index, found in self._new if index is not None and found.numel()}
+        numbers = [self._number(found, first) for found in new]
+        self._new = [(i, found) for i, found in zip(numbers, new, strict=True) if i is not None]
+        self._kept = {index for index, found in self._new if found.numel()}
         self._straight = {
             index: target
             for index, pairs in self._wanted.items()
@@ -52,6 +54,13 @@ class Fill:
         self._temporary: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, torch.UntypedStorage] = {}  # by record: memory of the new tensors
         self._placed = 0
+
+    def _number(self, found: Tensor, first: int) -> int | None:
+        """Return the number of a tensor's record in this file, or None if it has none here."""
+        index = restore.record_of(found)
+        if index is None or not first <= index < first + len(self._sizes):
+            return None
+        return index - first
 
     def run(self) -> None:
         """Read every record into its targets. The plan is then to be finished.
@@ -117,7 +126,7 @@ class Fill:
         """Put the new tensors over the bytes that were read; they stay the same objects."""
         none = restore.new_storage(0)
         for index, found in self._new:
-            storage = self._made.get(index, none) if index is not None else none
+            storage = self._made.get(index, none)
             new = _over(storage, 0, found)
             if type(found) is torch.nn.Parameter:
                 new = torch.nn.Parameter(new, found.requires_grad)

@@ -8,7 +8,9 @@ The bytes go one of three roads:
     torch.load   below        What these cannot read: torch's legacy format, TorchScript, archives
                               that another program packed, mmap=True, a fake mode.
 
-Each reads data.pkl once, with two exceptions. torch.load accepts no tree that other code has
+A safetensors file has no pickle: flat.py takes its tensors to new memory or in place.
+
+Each road reads data.pkl once, with two exceptions. torch.load accepts no tree that other code has
 unpickled, so it reads the pickle of a file left to it again. And a load that leaves
 storages on the devices where they were saved first looks in the pickle for these (placement.py).
 
@@ -33,7 +35,7 @@ from stillframe import _core
 from stillframe._base import bar, cpus, file_kinds, paths
 from stillframe._base.arguments import refuse_unclear
 from stillframe._base.calls import no_collection
-from stillframe._load import placement, restore
+from stillframe._load import flat, placement, restore
 from stillframe._load.errors import (
     HALF_WRITTEN,
     PACKED,
@@ -66,7 +68,7 @@ def load(
     mmap: bool = False,
     shared: bool = False,
 ) -> Any:
-    """Load what `async_save`, `save` or `torch.save` wrote to `path`.
+    """Load what `async_save`, `save` or `torch.save` wrote to `path`, or a safetensors file.
 
     This waits for the saves and removes of the path that were submitted before. The file's
     structure is always checked first, so a file that is truncated, or is not a checkpoint, is
@@ -77,11 +79,17 @@ def load(
     Files in torch.save's legacy format have no checksums and go straight to `torch.load`.
     TorchScript files and archives packed by other programs are checked, and then go there too.
 
+    A safetensors file, or an index of several (`model.safetensors.index.json`), gives a flat dict
+    of tensors. Its bytes tell the format, whatever its name is. The structure is checked as the
+    safetensors library does. The format has no checksums, so `verify` changes nothing, nor does
+    `weights_only`, since there is no code in it. The file may leave out names of tied weights of a
+    module given as `into`.
+
     If a load ends with an error while it writes to `into`, the error's message or a note says that
     `into` is partly written.
 
     Args:
-        path: A local file. A symbolic link is followed.
+        path: A local file of either format, or an index. A symbolic link is followed.
         map_location: As for `torch.load`.
         weights_only: As for `torch.load`; `False` runs whatever code the file's pickle names.
         verify: Compare the CRC of every record. With False, damaged bytes are loaded as they are.
@@ -125,7 +133,8 @@ def load(
             not fit or holds what cannot be filled (the error names the path in the tree, and
             nothing has been written); `into` is given together with `map_location` or `mmap`;
             `mmap` of a file that another program packed.
-        StillframeError: The bytes could not be copied to a device.
+        StillframeError: The bytes could not be copied to a device, or this torch lacks a type of
+            a safetensors file.
         RuntimeError: A tensor's memory was freed or shrunk when it was saved.
         Exception: Any other error of `torch.load`, unchanged. Errors of a `load_state_dict` have a
             note that `into` is partly filled.
@@ -148,6 +157,8 @@ def load(
         fd = opened.fileno()
         # Garbage collection takes an eighth of a load of many thousand tensors.
         with no_collection():
+            if flat.is_one(fd, text):
+                return _load_safetensors(fd, into, how, mmap=mmap)
             if into is not None:
                 return _load_into(fd, into, how)
             return _load_by_torch(fd, how, mmap=True) if mmap else _load_fd(fd, how)
@@ -211,6 +222,28 @@ def _load_into(fd: int, into: Any, how: How) -> Any:
                 plan = _fill(*ahead, fd, how, nbytes)
             except ForTorchError as error:
                 plan = _copy_into(fd, into, how, str(error), _load_by_torch)
+    plan.finish()
+    return into
+
+
+def _load_safetensors(fd: int, into: Any, how: How, *, mmap: bool) -> Any:
+    """Load a safetensors file, or all that an index names."""
+    with flat.Files(fd, how) as files:
+        if into is None:
+            return files.mapped(how.map_location) if mmap else files.load(how.map_location)
+        shapes, sizes = files.shapes()
+        plan = match(into, flat.with_ties(shapes, into))
+        plan.refuse_short(sizes)
+        new = plan.new_tensors(sizes)
+        if new is None:
+            why = "its targets share memory, or wrap tensors"
+            plan = _copy_into(
+                fd, into, how, why, lambda _fd, how: flat.with_ties(files.load("cpu"), into)
+            )
+        else:
+            gate.wait()  # saves may still copy out of these tensors
+            with half_written():
+                files.fill(plan, new)
     plan.finish()
     return into
 

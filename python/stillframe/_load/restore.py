@@ -64,14 +64,71 @@ class Missing(Exception):
     """The error of a record that the pickle names and the file lacks; `args` has its name."""
 
 
+class Ahead:
+    """Memory for the records of a file, which threads read ahead of the code that takes them.
+
+    Args:
+        ahead: How many bytes may be read before they are asked for.
+        devices: The devices of records that do not stay in host memory.
+    """
+
+    def __init__(self, core: _core.Restore, ahead: int, devices: _Devices) -> None:
+        self._core = core
+        self._ahead = ahead
+        self._devices = devices
+        self._storages: list[torch.UntypedStorage | None] = []
+        self._waiting_nbytes = 0  # of memory that was allocated and not asked for yet
+
+    def begin(self) -> None:
+        """Begin to read."""
+        for device in {*self._devices.values()}:
+            new_storage(1, device)  # makes torch create a context
+        open_devices(self._core, numbers_of(self._devices.values()))
+        self._find_memory(1)
+
+    def take(self, index: int) -> torch.UntypedStorage | None:
+        """Return a record's bytes once they are checked; None at a second request. The caller owns
+        them from now on."""
+        reach = self._core.reach(index)  # neighbours in the same chunk of the file need memory too
+        if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
+            self._find_memory(reach)
+        records.wait(self._core, index)
+        storage, self._storages[index] = self._storages[index], None
+        self._waiting_nbytes -= 0 if storage is None else storage.nbytes()
+        return storage
+
+    def finish(self) -> None:
+        """Wait until every record is read and checked."""
+        self._find_memory(self._core.nr)
+        records.wait(self._core, self._core.nr)
+
+    def close(self) -> None:
+        """End the threads, before the memory that they write to is freed."""
+        self._core.close()
+        self._storages.clear()
+
+    def _find_memory(self, least: int) -> None:
+        """Allocate memory for records: at least the first `least`, and those that may be read
+        ahead."""
+        first = found = len(self._storages)
+        while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
+            sizes = self._core.sizes(first, _BATCH_BYTES)
+            self._storages += give_memory(self._core, first, sizes, self._devices)
+            self._waiting_nbytes += sum(sizes)
+            first += len(sizes)
+        # Not after each batch: readers that fill new memory hold the lock of this process's address
+        # space. Each further allocation would wait for them, and make other readers wait.
+        if first > found:
+            self._core.go(first)
+
+
 class Archive:
     """The records of an open file, as torch's `_load` asks for them.
 
     Args:
         fd: The open file; it stays the caller's.
         nbytes: Its length.
-        ahead: How many bytes may be read before they are asked for.
-        devices: The devices of records that do not stay in host memory.
+        ahead, devices: As for `Ahead`.
     """
 
     def __init__(
@@ -81,10 +138,7 @@ class Archive:
         self._core = core
         self._fd = fd
         self._nbytes = nbytes
-        self._ahead = ahead
-        self._devices = devices
-        self._storages: list[torch.UntypedStorage | None] = []
-        self._waiting_nbytes = 0  # of memory that was allocated and not asked for yet
+        self._records = Ahead(core, ahead, devices)
         # (storage, its record, the record's length) of each storage that tensors were laid over.
         self._given: list[tuple[weakref.ref[torch.UntypedStorage], str, int]] = []
 
@@ -102,19 +156,13 @@ class Archive:
         places = _own_places(map_location is not None) if quick else None
         unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, places))
         try:
-            for device in {*self._devices.values()}:
-                new_storage(1, device)  # makes torch create a context
-            open_devices(self._core, numbers_of(self._devices.values()))
-            self._find_memory(1)
+            self._records.begin()
             if self.get_record("version") not in _KNOWN_VERSIONS:
                 _ = self._torch  # torch's reader raises for versions that it does not know
             loaded = serialization._load(self, map_location, unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
-            self._find_memory(self._core.nr)
-            records.wait(self._core, self._core.nr)
+            self._records.finish()
         finally:
-            # The threads end before the memory that they write to is freed.
-            self._core.close()
-            self._storages.clear()
+            self._records.close()
         return loaded
 
     def storage(self, kind: Any, key: str, numel: int) -> Any:
@@ -182,29 +230,10 @@ class Archive:
         index = self._core.find(name)
         if index < 0:
             raise Missing(name)
-        reach = self._core.reach(index)  # neighbours in the same chunk of the file need memory too
-        if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
-            self._find_memory(reach)
-        records.wait(self._core, index)
-        storage, self._storages[index] = self._storages[index], None
+        storage = self._records.take(index)
         if storage is None:  # a second request: torch caches all but empty ones
             return _storage_of(self._torch.get_record(name))
-        self._waiting_nbytes -= storage.nbytes()
         return storage
-
-    def _find_memory(self, least: int) -> None:
-        """Allocate memory for records: at least the first `least`, and those that may be read
-        ahead."""
-        first = found = len(self._storages)
-        while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
-            sizes = self._core.sizes(first, _BATCH_BYTES)
-            self._storages += give_memory(self._core, first, sizes, self._devices)
-            self._waiting_nbytes += sum(sizes)
-            first += len(sizes)
-        # Not after each batch: readers that fill new memory hold the lock of this process's address
-        # space. Each further allocation would wait for them, and make other readers wait.
-        if first > found:
-            self._core.go(first)
 
 
 def _storage_of(data: bytes) -> torch.UntypedStorage:
@@ -412,5 +441,10 @@ def open_archive(
     core: _core.Restore, fd: int, nbytes: int, map_location: Any, devices: _Devices
 ) -> Archive:
     """Return the archive for a load to `map_location`; arguments as for `Archive`."""
+    return Archive(core, fd, nbytes, ahead_bytes(map_location, devices), devices)
+
+
+def ahead_bytes(map_location: Any, devices: _Devices) -> int:
+    """Return how many bytes a load to `map_location` may read ahead."""
     final = map_location is None or _is_cpu(map_location) or bool(devices)
-    return Archive(core, fd, nbytes, _AHEAD_BYTES if final else _DEVICE_AHEAD_BYTES, devices)
+    return _AHEAD_BYTES if final else _DEVICE_AHEAD_BYTES

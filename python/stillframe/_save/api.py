@@ -5,16 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from typing import Unpack
 
 from stillframe import _core
 from stillframe._base import file_kinds, paths
 from stillframe._base.arguments import seconds
 from stillframe._base.calls import inside
-from stillframe._save import completion, ordered
+from stillframe._save import completion, directory, ordered
 from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine, submit
 from stillframe._save.handle import SaveHandle
-from stillframe._save.options import EngineOptions, OnDurable, SaveOptions
+from stillframe._save.options import (
+    EngineOptions,
+    Format,
+    OnDurable,
+    SaveOptions,
+    format_of,
+)
 from stillframe._save.outcome import take_failures
 from stillframe._save.report import SaveReport
 from stillframe.errors import StillframeError
@@ -119,16 +126,21 @@ def async_save(
     durable: bool = True,
     check_mutation: bool = False,
     on_durable: OnDurable | None = None,
+    format: Format | None = None,
+    metadata: Mapping[str, str] | None = None,
     engine: Engine | None = None,
 ) -> SaveHandle:
     """Save `obj` to `path` as `torch.save` would, without stopping training.
+
+    A path that ends in ".safetensors" gets a safetensors file instead.
 
     The file holds the state as it is now. Values that only an optimizer's step changes are copied
     after the call, under the next forward and backward; the next step waits for the copy by itself.
     Everything else is copied before the call returns: see docs/guarantees.md.
 
     Args:
-        obj: Anything `torch.save` takes.
+        obj: Anything `torch.save` takes. For safetensors: a dict of names and tensors, contiguous
+            and without common memory, as `safetensors.torch.save_file` takes.
         path: A local path. Links are followed; the parent directory must exist.
         overlap: False copies everything during the call.
         durable: Sync the file and its directory. False skips both: after a power failure the path
@@ -137,6 +149,8 @@ def async_save(
             and when copied, to find code that writes at the wrong time. Slow.
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the file is
             durable.
+        format: "torch" or "safetensors", whatever the path's ending.
+        metadata: For safetensors: names and strings that the file's header holds as `__metadata__`.
         engine: The engine to use, `default_engine()` by default.
 
     Raises:
@@ -145,25 +159,38 @@ def async_save(
             a regular file.
         BusyError, ForkError, StillframeError: See `Engine`.
         Exception: What `torch.save` raises for an object it cannot save; a note says where in
-            `obj` it is.
+            `obj` it is. For safetensors: what `safetensors.torch.save_file` raises.
     """
     options = SaveOptions(
-        overlap=overlap, durable=durable, check_mutation=check_mutation, on_durable=on_durable
+        overlap=overlap,
+        durable=durable,
+        check_mutation=check_mutation,
+        on_durable=on_durable,
+        format=format_of(path) if format is None else format,
+        metadata=metadata,
     )
     return submit(engine_or_default(engine), obj, path, options)
 
 
 def save(
-    obj: object, path: Path, *, durable: bool = True, engine: Engine | None = None
+    obj: object,
+    path: Path,
+    *,
+    durable: bool = True,
+    format: Format | None = None,
+    metadata: Mapping[str, str] | None = None,
+    engine: Engine | None = None,
 ) -> SaveReport:
     """Save `obj` to `path` as `torch.save` would and return when the file is durable.
 
-    It always saves: if the engine has no free slot it waits for one, whatever its `when_busy` says.
+    A path that ends in ".safetensors" gets a safetensors file instead. `save` always saves: if the
+    engine has no free slot it waits for one, whatever its `when_busy` says.
 
     Args:
         obj: Anything `torch.save` takes. It is copied during the call.
         path: A local path. Links are followed; the parent directory must exist.
         durable: Sync the file and its directory; see `async_save`.
+        format, metadata: See `async_save`.
         engine: The engine to use, `default_engine()` by default.
 
     Returns:
@@ -174,7 +201,13 @@ def save(
         TypeError, ValueError, ForkError, StillframeError, Exception: As `async_save`.
     """
     # Nothing is deferred: this thread cannot step before the call returns.
-    options = SaveOptions(overlap=False, durable=durable, wait_for_slot=True)
+    options = SaveOptions(
+        overlap=False,
+        durable=durable,
+        wait_for_slot=True,
+        format=format_of(path) if format is None else format,
+        metadata=metadata,
+    )
     report: SaveReport = submit(engine_or_default(engine), obj, path, options).result()
     return report
 
@@ -219,6 +252,10 @@ def exists(path: Path) -> bool:
     if known < 0 and os.path.islink(path):
         known = _core.log_exists(paths.key(path, follow_link=True))
     _tell_of_home(path, known)
+    if known == 2:
+        return directory.will_hold(paths.key(path, follow_link=False))
+    if known < 0 and not os.path.lexists(path):
+        paths.put_back(paths.as_text(path))
     return file_kinds.exists(path) if known < 0 else bool(known)
 
 

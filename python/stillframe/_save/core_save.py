@@ -43,6 +43,10 @@ class CoreSave(SaveHandle):
         path: The path for messages and the report.
         given: The path for `on_durable`.
         entered: `time.perf_counter()` at the call's entry.
+        ordered: It has an entry in the log.
+
+    Attributes:
+        entered: See above.
     """
 
     def __init__(
@@ -55,8 +59,11 @@ class CoreSave(SaveHandle):
         given: Any,
         on_durable: OnDurable | None,
         entered: float,
+        ordered: bool = True,
     ) -> None:
         super().__init__(path, given, on_durable)
+        self.entered = entered
+        self._ordered = ordered
         self._ticket = ticket
         self._skeleton: Skeleton | None = skeleton
         self._verdict = Verdict(deferral)
@@ -189,7 +196,7 @@ class CoreSave(SaveHandle):
         if not self._outcome.settled:
             self._wait(_core.WAIT_COPIED, deadline, "durable")
             self._confirm()
-            if not self._has_ended():
+            if self._ordered and not self._has_ended():
                 ordered.refuse_inside()  # the save is behind this thread's own work in the log
             self._wait(_core.WAIT_ENDED, deadline, "durable")
         self._settle()
@@ -249,12 +256,7 @@ class CoreSave(SaveHandle):
             return PoolExhaustedError(
                 f"the save of {self._path} needs memory of the pool, and snapshots hold all of it"
             )
-        if code <= -1000:
-            return StillframeError(f"the save of {self._path} failed: {facts['note'] or code}")
-        text = os.strerror(-code)
-        if facts["note"]:
-            text = f"{text}: {facts['note']}"
-        return SaveError(-code, text, self._path, facts["phase"])
+        return error_of_step(self._path, code, facts["phase"], facts["note"])
 
     def _torn_error(self, index: int) -> TornSnapshotError:
         names = self._skeleton.names(index) if self._skeleton is not None else []
@@ -266,3 +268,16 @@ class CoreSave(SaveHandle):
             " on.",
             names,
         )
+
+
+def error_of_step(path: str, code: int, phase: str, note: str) -> StillframeError:
+    """Return the error of a save, one of whose steps the operating system or the core refused.
+
+    Args:
+        code: A negative code of the core.
+        note: One more fact, or "".
+    """
+    if code <= -1000:
+        return StillframeError(f"the save of {path} failed: {note or code}")
+    text = os.strerror(-code)
+    return SaveError(-code, f"{text}: {note}" if note else text, path, phase)

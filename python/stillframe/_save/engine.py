@@ -3,8 +3,9 @@
 `submit(engine, obj, path, options)` calls, in this order:
 
     paths.target     where the file goes; refuses paths that cannot be saved to
-    skeleton.build   the pickle, and the storages it refers to
+    skeleton.build   the pickle, and the storages it refers to; or flat.build for safetensors
     gate.defer       which of them may be copied later
+    lay_out          for safetensors: the header, which depends on that
     core Ticket      slot, capture, launch
     gate.track       the next optimizer step waits for the rest
 """
@@ -34,7 +35,8 @@ from stillframe._save.options import (
     WhenBusy,
     copiers,
 )
-from stillframe._tree import skeleton
+from stillframe._tree import flat, skeleton
+from stillframe._tree.skeleton import Skeleton
 from stillframe._watch import gate
 from stillframe.errors import BusyError, PoolExhaustedError, StillframeError
 
@@ -320,31 +322,40 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             durable=options.durable,
         )
         with no_collection():
-            tree = skeleton.build(obj)
+            if options.format == "safetensors":
+                tree: Skeleton = flat.build(obj, options.metadata)
+            else:
+                tree = skeleton.build(obj)
             deferral = gate.defer(tree, overlap=options.overlap)
+            members = tree.lay_out()
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.completion.start()
-        place = target.directory, target.name
-        ticket = _core.Ticket(core, *place, tree.data, tree.rows, flags, target.file_system)
+        place, shown = (target.directory, target.name), options.shown or target.shown
+        ticket = _core.Ticket(
+            core, *place, tree.data, tree.rows, flags, target.file_system, members
+        )
         save = CoreSave(
             ticket,
             tree,
             deferral,
-            path=target.shown,
+            path=shown,
             given=path,
             on_durable=options.on_durable,
             entered=entered,
+            ordered=options.ordered,
         )
+        if options.before_launch is not None:
+            options.before_launch(save)
         _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
         try:
             save.launch()
         except BusyError:
             if engine._limits.when_busy == "skip":
-                return SkippedSave(target.shown)
+                return SkippedSave(shown)
             raise _busy(engine) from None
         except PoolExhaustedError:
             raise PoolExhaustedError(
-                f"{target.shown} was not saved: the save needs memory of the pool that only"
+                f"{shown} was not saved: the save needs memory of the pool that only"
                 f" snapshots could give back. {usage(engine)}"
             ) from None
         engine._used = True
@@ -352,7 +363,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
         if completion.completion.over:
             wait_for_end(save)
         for sentence in tree.fallbacks:
-            log.info("stillframe: %s: %s", target.shown, sentence)
+            log.info("stillframe: %s: %s", shown, sentence)
         return save
 
 

@@ -1,9 +1,9 @@
 """`SaveHandle`, which `async_save` returns: the base class of all saves, and the skipped save.
 
-Two subclasses know what a save is doing. `CoreSave` asks its ticket in the core. `SnapshotSave`
-(`_snapshot/save.py`) asks the Python code that writes: another CheckpointIO, or the ranks of a
-distributed checkpoint. All kinds share an `Outcome`, which records how the save ended and who was
-told.
+Two subclasses know what a save is doing. `CoreSave` asks its ticket in the core. `ExternalSave`
+(`external.py`) asks what the bytes come from: a snapshot that another CheckpointIO or the ranks of
+a distributed checkpoint write, or the saves of a directory's files. All kinds share an `Outcome`,
+which records how the save ended and who was told.
 """
 
 from __future__ import annotations

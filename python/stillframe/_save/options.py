@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
 from stillframe import _core
-from stillframe._base import cpus, sizes
+from stillframe._base import cpus, safetensors, sizes
 from stillframe._base.arguments import refuse_unclear
 from stillframe._save.report import SaveReport
 
 WhenBusy = Literal["wait", "skip", "raise"]
+Format = Literal["torch", "safetensors"]
 OnDurable = Callable[[Any, SaveReport], object]
 Size = int | str
 
@@ -143,6 +144,13 @@ def _pool_bytes(given: Size | None) -> tuple[int, str]:
     return (sizes.parse(text, _POOL_VARIABLE) if text else 0), _POOL_VARIABLE
 
 
+def format_of(path: object) -> Format:
+    """Return the format that a file's name asks for by its ending."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    is_flat = isinstance(text, str) and text.endswith(safetensors.SUFFIX)
+    return "safetensors" if is_flat else "torch"
+
+
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
     """How one save is made.
@@ -152,7 +160,11 @@ class SaveOptions:
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
         ordered: It has an entry in the log. A save without one is renamed as soon as it is synced.
+        format: The format of the file; `format_of` finds the one that its name asks for.
+        metadata: For safetensors, the strings that the header holds beside the tensors.
         wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
+        shown: The path in messages and the report; None for the given one.
+        before_launch: Called with the handle before the save can begin.
     """
 
     overlap: bool = True
@@ -163,6 +175,10 @@ class SaveOptions:
     create_parents: bool = False
     wait_for_slot: bool = False
     ordered: bool = True
+    format: Format = "torch"
+    metadata: Mapping[str, str] | None = None
+    shown: str | None = None
+    before_launch: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
         refuse_unclear(
@@ -173,6 +189,22 @@ class SaveOptions:
                 f"on_durable has to be callable, not {type(self.on_durable).__name__}: it is"
                 " called as on_durable(path, report)"
             )
+        if self.format not in get_args(Format):
+            raise ValueError(
+                f"format has to be one of {', '.join(map(repr, get_args(Format)))}, not"
+                f" {self.format!r}"
+            )
+        if self.metadata is not None:
+            self._check_metadata(self.metadata)
+
+    def _check_metadata(self, metadata: object) -> None:
+        if self.format != "safetensors":
+            raise ValueError("metadata= is for format='safetensors': put it into the saved object")
+        if not isinstance(metadata, Mapping):
+            raise TypeError(f"metadata has to be a dict of strings, not {type(metadata).__name__}")
+        for text in (*metadata, *metadata.values()):
+            if not isinstance(text, str):
+                raise TypeError(f"metadata has to hold strings only, not {type(text).__name__}")
 
     def flags(self, *, nested: bool, when_busy: WhenBusy) -> int:
         """Return the core's flags for these options."""

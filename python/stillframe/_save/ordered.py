@@ -109,7 +109,8 @@ def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
 
     Args:
         key: The name in the log, see `paths.key`.
-        kind: `_core.WORK_SAVE`, `WORK_REMOVE` or `WORK_LINK`: what becomes of the name.
+        kind: What becomes of the name: `_core.WORK_SAVE`, `WORK_DIRECTORY` (a save that makes it
+            and everything below it), `WORK_REMOVE` or `WORK_LINK`.
         function: The work. An exception of it is logged and counts as failure. If a signal handler
             raises in this call, the function may run nevertheless.
 
@@ -232,6 +233,17 @@ def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
         open_in_order(path, follow_link=follow_link)
 
 
+def wait_for_directory(path: Path) -> None:
+    """Wait until no save or remove of `path`, or in it, that was submitted before is pending.
+
+    Raises:
+        OSError: There is no such directory at that point of the log.
+    """
+    refuse_inside()
+    with inside():
+        _open(os.fsencode(os.path.join(os.path.realpath(path), "")), path).close()
+
+
 def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
     """Wait as `wait_for_path` does and open the path as it is at that point of the log.
 
@@ -251,9 +263,19 @@ def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
         # An earlier entry may replace the link.
         with contextlib.suppress(OSError):
             _core.LogLoad(paths.key(path, follow_link=False)).open()
-    load = _core.LogLoad(paths.key(path, follow_link=follow_link))
+    return _open(paths.key(path, follow_link=follow_link), path)
+
+
+def _open(key: bytes, path: Path) -> _core.LogLoad:
+    load = _core.LogLoad(key)
     try:
-        load.open()
+        try:
+            load.open()
+        except FileNotFoundError:
+            if not paths.put_back(os.fspath(path)):
+                raise
+            load = _core.LogLoad(key)
+            load.open()
     except OSError as error:
         text, words = os.fspath(path), error.strerror
         if error.errno == errno.ENOENT:

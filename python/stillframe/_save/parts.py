@@ -99,7 +99,7 @@ def submit_parts(
 
     It has no entry in the log: it waits neither for other saves' slots nor for their ends, and
     later saves do not wait for it. As part of a save that is under way it may begin while the
-    process ends. It waits while as many such saves are under way as there may be.
+    process ends. It waits while 64 such saves are under way.
 
     Args:
         parts: What is in it; empty afterwards.
@@ -132,6 +132,7 @@ def submit_parts(
             given=path,
             on_durable=None,
             entered=entered,
+            ordered=False,
         )
         save.launch()
         note_use(engine)

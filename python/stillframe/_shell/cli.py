@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 _UNUSABLE = 2
-_WITHOUT_ENGINE = ("verify", "inspect")
+_WITHOUT_ENGINE = ("verify", "inspect", "latest")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from stillframe import _core
-from stillframe._base import file_kinds, records
+from stillframe._base import file_kinds, records, safetensors
 from stillframe._base.bar import folded, printable
 from stillframe._base.calls import no_collection
 from stillframe._base.sizes import decimal
+from stillframe._check import pickles
 from stillframe._shell import contents
 from stillframe._shell.contents import Tensor, Value
 
@@ -47,6 +48,7 @@ class Found:
     format: str = "unknown"
     tensors: list[Tensor] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
+    metadata: dict[str, str] = field(default_factory=dict)  # of safetensors
 
     def totals(self, depth: int = 1) -> dict[str, int]:
         """Return the bytes of the storages under each prefix of the tensors' paths.
@@ -78,6 +80,7 @@ class Found:
             "tensors": [each._asdict() for each in self.tensors],
             "totals": {prefix: totals[prefix] for prefix in self.prefixes()},
             "others": dict(self.others),
+            "metadata": self.metadata,
         }
 
 
@@ -95,6 +98,9 @@ def examine(path: str) -> Found:
         return found
     with os.fdopen(fd, "rb") as file, no_collection():
         try:
+            if path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path):
+                _read_safetensors(fd, found)
+                return found
             checked = _core.check(fd, False)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
             reason = None if checked["ok"] else file_kinds.no_checkpoint(fd, path, checked)
@@ -105,14 +111,33 @@ def examine(path: str) -> Found:
                 found.status, found.error = DAMAGED, checked["error"]
             _read(file, found)
             if found.status == GOOD and found.format == "archive":
-                for name, reason in contents.lacking(fd)[:1]:
+                for name, reason in pickles.lacking(fd, contents.bounded)[:1]:
                     found.status, found.error = DAMAGED, f"record {name}: {reason}"
         except MemoryError:
             found.status, found.error = UNUSABLE, "not enough memory to read its pickle"
-        except (OSError, pickle.UnpicklingError) as error:
+        except (OSError, pickle.UnpicklingError, safetensors.Damaged) as error:
             found.status = DAMAGED
             found.error = f"{found.error}; {error}" if found.error else str(error)
     return found
+
+
+def _read_safetensors(fd: int, found: Found) -> None:
+    """Read the headers of a file, or of the files that an index names."""
+    found.format = "safetensors"
+    if not found.path.endswith(safetensors.INDEX_SUFFIX):
+        headers = [safetensors.read_header(fd)]
+    else:
+        headers = []
+        for name in safetensors.read_index(found.path):
+            with open(os.path.join(os.path.dirname(found.path), name), "rb") as file:
+                headers.append(safetensors.read_header(file.fileno()))
+    for header in headers:
+        found.nbytes += header.nbytes
+        found.metadata |= header.metadata
+        for name, dtype, shape, begin, end in header.entries:
+            words = safetensors.DTYPES[dtype][1] or dtype
+            size = end - begin
+            found.tensors.append(Tensor(name, "tensor", words, shape, "cpu", size, name, size))
 
 
 def _read(file: IO[bytes], found: Found) -> None:
@@ -166,7 +191,7 @@ def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
         with zipfile.ZipFile(file) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             return io.BytesIO(archive.read(name))
-    except contents.UNZIPPABLE:
+    except pickles.UNZIPPABLE:
         pass
     file.seek(0)
     head = file.read(_LOCAL)
@@ -207,6 +232,9 @@ def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]
     if found.others:
         others = ", ".join(f"{nr} {printable(kind)}" for kind, nr in found.others.most_common())
         yield f"other values: {others}"
+    if found.metadata:
+        words = ", ".join(f"{key}: {value}" for key, value in found.metadata.items())
+        yield printable(f"metadata: {words}")
 
 
 def _folded(line: str, width: int) -> Iterator[str]:

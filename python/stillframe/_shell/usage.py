@@ -35,6 +35,16 @@ def _inspect(inspect: argparse.ArgumentParser) -> None:
     how.add_argument("--json", action="store_true", help="print an object, not a table")
 
 
+def _latest(latest: argparse.ArgumentParser) -> None:
+    latest.add_argument("directory", metavar="DIR", help="a directory of checkpoints")
+    latest.add_argument(
+        "--check",
+        choices=("files", "bytes"),
+        default="files",
+        help="how: that all files are there with their lengths (the default), or every CRC too",
+    )
+
+
 def _bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
     bench.add_argument(
@@ -76,6 +86,13 @@ _COMMANDS = {
         "Exit status: 0 shown; 1 damaged, shown as far as possible; 2 missing, unreadable or not a"
         " checkpoint.",
         _inspect,
+    ),
+    "latest": (
+        "print the newest whole checkpoint in a directory",
+        "Prints the path of the newest checkpoint that is whole. Those that are truncated,"
+        " unfinished or damaged are passed over, and named on stderr with the reason.",
+        "Exit status: 0 printed; 2 there is none, or DIR cannot be read.",
+        _latest,
     ),
     "bench": (
         "measure a disk, and saves and loads on it",

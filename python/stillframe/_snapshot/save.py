@@ -9,34 +9,27 @@ kind of handle for both.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from stillframe import _core
-from stillframe._save import completion, ordered
-from stillframe._save.handle import Deadline, SaveHandle, State
+from stillframe._save.external import ExternalSave
+from stillframe._save.handle import Deadline
 from stillframe._save.options import OnDurable
-from stillframe._save.ordered import Turn
-from stillframe._save.report import Interval, IoMode, SaveReport
-from stillframe._snapshot.snapshot import Snapshot, copy_error, gate_wait_s, is_copied
+from stillframe._save.report import IoMode, SaveReport
+from stillframe._snapshot.snapshot import (
+    Snapshot,
+    copy_error,
+    gate_wait_s,
+    is_copied,
+    will_return,
+)
 from stillframe.errors import StillframeError
 
 
-class SnapshotSave(SaveHandle):
-    """The handle of a save that Python writes.
-
-    Args:
-        path: The path to show.
-        given: The path as given, for `on_durable`.
-        entered: `time.perf_counter()` at the call's entry.
-        slot: The save's slot in the engine, which is given back at the end; None without one.
-        known_as: The name for the save in the log message about an error that was not collected.
-
-    Attributes:
-        told: The caller knows the save's error already, so it is not reported again.
-    """
+class SnapshotSave(ExternalSave):
+    """The handle of a save that Python writes; for its arguments see `ExternalSave`."""
 
     def __init__(
         self,
@@ -48,27 +41,12 @@ class SnapshotSave(SaveHandle):
         slot: _core.Slot | None = None,
         known_as: str = "a save",
     ) -> None:
-        super().__init__(path, given, on_durable, known_as=known_as)
-        self._outcome.cancellable = False
-        self.told = False
-        self._number = next(completion.numbers)
-        self._slot = slot
+        super().__init__(path, given, on_durable, entered=entered, slot=slot, known_as=known_as)
         self._taken: Snapshot[Any] | None = None
         self._nbytes = self._deferred_nbytes = self._num_tensors = 0
-        self._entered = entered
-        self._waited_s = 0.0
         self._copied_s: float | None = None
-        self._call = Interval(entered)
-        self._over = threading.Event()
 
     # ---- for users ----
-
-    @property
-    def state(self) -> State:
-        self._birth.refuse_child()
-        if not self._outcome.settled:
-            return "writing"
-        return "durable" if self._outcome.error is None else "failed"
 
     def progress(self) -> tuple[int, int]:
         """Return all or nothing, because bytes written by other code are not counted."""
@@ -89,19 +67,7 @@ class SnapshotSave(SaveHandle):
                 return False
         return self._outcome.error is None
 
-    def _wait_until_ended(self, deadline: Deadline) -> None:
-        self._birth.refuse_child()
-        if not self._outcome.settled:
-            ordered.refuse_inside()
-            if not self._over.wait(deadline.left()):
-                raise self._late(deadline, "durable")
-        self._settle()
-
     # ---- for the code that makes the save ----
-
-    def waited(self) -> None:
-        """Record that the call has waited for other saves until now."""
-        self._waited_s = time.perf_counter() - self._entered
 
     def copies(self, taken: Snapshot[Any]) -> None:
         """Set the snapshot to save; without one, the state itself is saved."""
@@ -112,23 +78,15 @@ class SnapshotSave(SaveHandle):
     def snapshot(self) -> Snapshot[Any] | None:
         return self._taken
 
-    def begin(self) -> None:
-        """Keep the save alive from here on, until it ends."""
-        completion.in_flight[self._number] = self
-
     def launched(self) -> None:
-        """Record that the save now ends by itself, whatever becomes of the call."""
-        if self._slot is not None:
-            self._slot.launched()
+        """Record that the save ends by itself, and so its snapshot's memory comes back."""
+        taken = self._taken
+        super().launched()
+        if taken is not None:
+            will_return(taken)
 
-    def was_not_launched(self) -> None:
-        """Undo `begin`: the save was not made."""
-        self._give_back_slot()
-        completion.in_flight.pop(self._number, None)
-
-    def call_is_over(self) -> None:
-        """Record that the call that asked for the save returns now."""
-        self._call.end()
+    def _release(self) -> None:
+        self._taken = None
 
     def copied(self) -> None:
         """Record the end of the copy, successful or not. May be called again."""
@@ -171,31 +129,3 @@ class SnapshotSave(SaveHandle):
             io_mode=io_mode,
             fallbacks=tuple(dict.fromkeys(fallbacks)),
         )
-
-    def end(
-        self,
-        report: SaveReport | None,
-        error: BaseException | None,
-        *,
-        value: object = None,
-        turn: Turn | None = None,
-    ) -> None:
-        """Settle the save.
-
-        Args:
-            value: The result of `upload_completion`, if that is not the report.
-            turn: The save's entry in the log. Later entries learn of the end before the save's
-                users do, but not before its error can be read.
-        """
-        self._give_back_slot()
-        self._outcome.settle(report, error, value=value, told=self.told)
-        if turn is not None:
-            turn.end(error is None)
-        self._taken = None
-        completion.in_flight.pop(self._number, None)
-        self._over.set()
-        self._outcome.notify()
-
-    def _give_back_slot(self) -> None:
-        if self._slot is not None:
-            self._slot.give_back()

@@ -85,6 +85,13 @@ class Skeleton:
         """
         return _keypaths.of_storage(self.data, str(index))
 
+    def lay_out(self) -> bytes | None:
+        """Return the members of a flat file; None for torch's format, which the core lays out.
+
+        It is called once, when `rows` has the lanes.
+        """
+        return None
+
 
 class _Pickler(_pickle.Pickler):
     """The C pickler with a ``__dict__``, so that persistent_id can be an attribute.
@@ -318,8 +325,10 @@ def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]
         storages[index] = copy
         SOURCE.pack_into(rows, index * SOURCE.size, copy.data_ptr(), copy.nbytes(), 0, 0)
         counts[device] = counts.get(device, 0) + 1
-    return [
-        f"{count} storage{'s' if count > 1 else ''} on {device} copied to host memory by torch "
-        "during the call"
-        for device, count in counts.items()
-    ]
+    return [copied_sentence(count, device) for device, count in counts.items()]
+
+
+def copied_sentence(count: int, device: str) -> str:
+    """Return the sentence of a report about storages that torch copied in the call."""
+    storages = "storage" if count == 1 else "storages"
+    return f"{count} {storages} on {device} copied to host memory by torch during the call"

@@ -199,6 +199,50 @@ TEST(a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later)
 	sfr_log_load_free(missing);
 }
 
+TEST(a_load_of_a_directory_waits_for_everything_in_it)
+{
+	struct sfr_ticket *a;
+	struct sfr_log_load *load, *other;
+	char key[PATH_MAX];
+	int fd;
+
+	CHECK_EQ(mkdir(dir_path(dir, "wai"), 0777), 0);
+	a = submit("wait", &one);
+	(void)snprintf(key, sizeof(key), "%s/", dir_path(dir, "wai"));
+	CHECK_EQ(sfr_log_load_new(key, &other), 0);
+	*strrchr(key, '/') = '\0';
+	*(strrchr(key, '/') + 1) = '\0';
+	CHECK_EQ(sfr_log_load_new(key, &load), 0);
+	CHECK_EQ(sfr_log_load_wait(other, UINT64_C(5000000000), &fd), 0);
+	(void)close(fd);
+	CHECK_EQ(sfr_log_load_wait(load, 20 * 1000 * 1000, &fd), SFR_EAGAIN);
+	confirm(a, -1);
+	saving_done(a);
+	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
+	CHECK_EQ(saving_look(dir, "wait"), 1);
+	(void)close(fd);
+	sfr_log_load_free(load);
+	sfr_log_load_free(other);
+}
+
+TEST(a_load_of_a_directory_waits_for_a_remove_of_itself)
+{
+	struct sfr_ticket *a = submit("before", &one);
+	struct sfr_log_load *load;
+	char key[PATH_MAX];
+	int fd;
+
+	CHECK_EQ(mkdir(dir_path(dir, "going"), 0777), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "going"), NULL), 0);
+	(void)snprintf(key, sizeof(key), "%s/", dir_path(dir, "going"));
+	CHECK_EQ(sfr_log_load_new(key, &load), 0);
+	CHECK_EQ(sfr_log_load_wait(load, 20 * 1000 * 1000, &fd), SFR_EAGAIN);
+	confirm(a, -1);
+	saving_done(a);
+	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), -ENOENT);
+	sfr_log_load_free(load);
+}
+
 TEST(a_load_of_another_path_waits_for_nobody)
 {
 	struct sfr_ticket *a;

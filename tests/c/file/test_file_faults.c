@@ -91,7 +91,8 @@ static const struct case_ cases[] = {
 	{ "fdatasync", EIO, 1, true, -EIO, SFR_PHASE_SYNC, false, -1 },
 	{ "fdatasync", EINTR, 1, true, -EINTR, SFR_PHASE_SYNC, false, -1 },
 	{ "fdatasync", ENOSPC, 1, true, -ENOSPC, SFR_PHASE_SYNC, false, -1 },
-	{ "lstat", EIO, 2, true, -EIO, SFR_PHASE_RENAME, false, -1 },
+	{ "lstat", EIO, 2, true, 0, SFR_PHASE_NONE, true, -1 }, /* was its directory replaced? */
+	{ "lstat", EIO, 3, true, -EIO, SFR_PHASE_RENAME, false, -1 },
 	{ "rename", EIO, 1, true, -EIO, SFR_PHASE_RENAME, false, -1 },
 	{ "rename", EACCES, 1, true, -EACCES, SFR_PHASE_RENAME, false, -1 },
 	{ "fsync", EIO, 1, true, -EIO, SFR_PHASE_SYNC_DIR, true, -1 },

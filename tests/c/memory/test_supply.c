@@ -1,4 +1,6 @@
 /* supply.c: the writers of a save make the memory that the next one needs. */
+#include <stdatomic.h>
+#include <string.h>
 #include <sys/prctl.h>
 
 #include "pool_helpers.h"
@@ -247,6 +249,35 @@ TEST(from_the_second_save_on_no_memory_is_made)
 		CHECK_EQ(committed(engine), 0);
 		sfr_engine_put(engine);
 	}
+	saving_rmdir(dir);
+}
+
+static atomic_int nr_by_copiers;
+
+/* The call stands at its first block until copiers have made three others. */
+static void copiers_first(void)
+{
+	char name[16] = "";
+
+	(void)prctl(PR_GET_NAME, name);
+	if (strncmp(name, "sfr-copier", 10) == 0)
+		nr_by_copiers++;
+	else if (strncmp(name, "sfr-", 4) != 0)
+		for (int ms = 0; nr_by_copiers < 3 && ms < 10000; ms++)
+			(void)usleep(1000);
+}
+
+TEST(copiers_make_memory_while_the_call_waits_for_its_own)
+{
+	const char *dir = saving_dir();
+	struct sfr_engine *engine = saving_engine_of(STATE_BLOCK, 256 * MIB / STATE_BLOCK, 2, 2);
+
+	during_populate = copiers_first;
+	save_state(engine, dir, SFR_CAPTURED);
+	during_populate = NULL;
+	CHECK(nr_by_copiers >= 3);
+	CHECK(committed(engine) <= STATE_LEN + 2 * STATE_BLOCK);
+	sfr_engine_put(engine);
 	saving_rmdir(dir);
 }
 

@@ -437,6 +437,94 @@ TEST(the_longest_name_there_can_be_is_found_and_none_that_is_longer)
 	archive_free(&a);
 }
 
+/* ---- files of another format ------------------------------------------------- */
+
+#define NR_BARE 9u
+
+/* Stretches of a file of random bytes: empty ones, one of several pieces, gaps between some. */
+static size_t bare_stretches(struct sfr_stretch v[NR_BARE])
+{
+	static const uint64_t lens[NR_BARE] = { 0, 1, 4096, 0, 3 * PIECE + 7, 5, PIECE, 12345, 0 };
+	uint64_t off = 13;
+
+	for (unsigned i = 0; i < NR_BARE; i++) {
+		v[i] = (struct sfr_stretch){ off, lens[i] };
+		off += lens[i] + (i % 3 == 1 ? 2 * PIECE : 0);
+	}
+	return (size_t)off;
+}
+
+TEST(bare_records_arrive_where_they_were_wanted)
+{
+	struct sfr_stretch v[NR_BARE];
+	const size_t len = bare_stretches(v);
+	char *bytes = malloc(len), *mem[NR_BARE];
+	uint64_t lens[NR_BARE];
+	uint32_t x = 1;
+	int fd;
+
+	for (size_t i = 0; i < len; i++)
+		bytes[i] = (char)((x = x * 1664525u + 1013904223u) >> 24);
+	fd = file_of(bytes, len);
+	for (uint64_t step = 0; step < NR_BARE; step += 4) {
+		struct restored found = { .nr = NR_BARE, .mem = mem, .len = lens };
+		struct sfr_restore *r;
+
+		CHECK_EQ(sfr_restore_new_bare(v, NR_BARE, len, fd, SFR_RESTORE_VERIFY, &r), 0);
+		CHECK_EQ(sfr_restore_nr(r), NR_BARE);
+		CHECK_EQ(sfr_restore_find(r, "w", 1), NR_BARE);
+		for (unsigned i = 0; i < NR_BARE; i++) {
+			CHECK_EQ(sfr_restore_nbytes(r, i), v[i].len);
+			mem[i] = malloc(v[i].len + 1);
+		}
+		read_all(r, &found, step);
+		CHECK_EQ(found.rc, 0);
+		sfr_restore_free(r);
+		for (unsigned i = 0; i < NR_BARE; i++) {
+			CHECK(memcmp(mem[i], bytes + v[i].off, v[i].len) == 0);
+			free(mem[i]);
+		}
+	}
+	(void)close(fd);
+	free(bytes);
+}
+
+TEST(bare_records_that_overlap_or_pass_the_end_are_refused)
+{
+	struct sfr_stretch v[NR_BARE];
+	const size_t len = bare_stretches(v);
+	const char byte = 0;
+	struct sfr_restore *r;
+	const int fd = file_of(&byte, 1);
+
+	CHECK_EQ(sfr_restore_new_bare(v, 0, len, fd, 0, &r), -EINVAL);
+	CHECK_EQ(sfr_restore_new_bare(v, NR_BARE, len - 1, fd, 0, &r), -EINVAL);
+	v[2].len = UINT64_MAX;
+	CHECK_EQ(sfr_restore_new_bare(v, NR_BARE, len, fd, 0, &r), -EINVAL);
+	CHECK(r == NULL);
+	(void)bare_stretches(v);
+	v[4].off -= 1;
+	CHECK_EQ(sfr_restore_new_bare(v, NR_BARE, len, fd, 0, &r), -EINVAL);
+	(void)close(fd);
+}
+
+TEST(bare_records_of_a_file_that_became_shorter_are_damaged)
+{
+	const struct sfr_stretch v = { 8, 100 };
+	const char bytes[64] = { 0 };
+	const int fd = file_of(bytes, sizeof(bytes));
+	struct sfr_restore *r;
+	size_t len;
+
+	CHECK_EQ(sfr_restore_new_bare(&v, 1, 108, fd, 0, &r), 0);
+	CHECK_EQ(sfr_reader_go(r->reader, 1), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, 0, SFR_FOREVER), SFR_ECORRUPT);
+	CHECK(sfr_restore_name(r, 0, &len) != NULL);
+	CHECK_EQ(len, 0);
+	sfr_restore_free(r);
+	(void)close(fd);
+}
+
 int main(void)
 {
 	check_run();

@@ -97,36 +97,39 @@ TEST(an_unordered_save_waits_for_nothing_in_the_log)
 	saving_end(engine);
 }
 
-/* As many as there may be of the others; and one that is given up lets the next one in. */
-TEST(unordered_saves_are_as_bounded_as_others)
+/* Their number is bounded, but not by max_in_flight. */
+TEST(unordered_saves_have_a_bound_of_their_own)
 {
+	enum { MOST = SFR__MOST_APART };
 	struct sfr_fault slow = {
 		.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 20000000
 	};
+	static struct sfr_ticket *t[MOST + 1];
 	struct sfr_engine *engine;
-	struct sfr_ticket *t[3];
 
 	CHECK_EQ(sfr_inject_install(), 0);
 	engine = saving_engine_of(4096, 8, 2, 2);
 	CHECK_EQ(sfr_inject_set(&slow), 0);
-	for (unsigned i = 0; i < 3; i++) {
+	for (unsigned i = 0; i <= MOST; i++) {
+		const bool last = i == MOST;
 		struct list l = { 0 };
 
 		CHECK_EQ(sfr_parts_new(&l.parts), 0);
 		add_source(&l, memory + 1, 3 * 4096);
 		CHECK_EQ(new_save(engine, l.parts,
-				  SFR_SAVE_UNORDERED | (i == 2 ? SFR_SAVE_NO_WAIT : 0), &t[i]),
+				  SFR_SAVE_UNORDERED | (last ? SFR_SAVE_NO_WAIT : 0), &t[i]),
 			 0);
 		sfr_parts_free(l.parts);
-		CHECK_EQ(sfr_save_admit(t[i], i == 2 ? 0 : SFR_FOREVER), i == 2 ? SFR_EBUSY : 0);
+		CHECK_EQ(sfr_save_admit(t[i], last ? 0 : SFR_FOREVER), last ? SFR_EBUSY : 0);
 	}
-	sfr_save_abandon(t[0]);
-	CHECK_EQ(sfr_save_capture(t[1], SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_launch(t[1]), 0);
-	CHECK_EQ(sfr_save_cancel(t[1]), 1);
+	CHECK_EQ(sfr_save_capture(t[0], SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_launch(t[0]), 0);
+	CHECK_EQ(sfr_save_cancel(t[0]), 1);
 	sfr_inject_clear();
-	for (unsigned i = 0; i < 3; i++) {
-		if (i < 2) {
+	for (unsigned i = 0; i <= MOST; i++) {
+		if (i > 0)
+			sfr_save_abandon(t[i]); /* does nothing to the last one */
+		if (i < MOST) {
 			saving_finish(t[i]);
 			CHECK_EQ(saving_state_of(t[i]), SFR_CANCELLED);
 		}

@@ -266,6 +266,7 @@ TEST(slot_of_another_writer_counts_among_the_saves_in_flight)
 	struct sfr_stats stats;
 
 	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
+	sfr_slot_launched(slot);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.saves_in_flight, 1);
 	CHECK_EQ(sfr_slot_take(engine, 0, 1000 * 1000, &other), SFR_EAGAIN);
@@ -284,6 +285,35 @@ TEST(slot_of_another_writer_counts_among_the_saves_in_flight)
 	saving_done(t);
 	sfr_slot_put(slot);
 	sfr_slot_put(NULL);
+	saving_end(engine);
+}
+
+static void *take_a_slot(void *engine)
+{
+	struct sfr_slot *slot;
+
+	CHECK_EQ(sfr_slot_take(engine, 0, 1000 * 1000, &slot), SFR_EAGAIN);
+	return NULL;
+}
+
+/* It would wait for ever: the slot is given back when this thread goes on. */
+TEST(save_does_not_wait_for_a_slot_that_its_own_thread_has)
+{
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
+	struct sfr_report report;
+	struct sfr_slot *slot;
+	struct sfr_ticket *t;
+	pthread_t other;
+
+	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
+	CHECK_EQ(pthread_create(&other, NULL, take_a_slot, engine), 0);
+	CHECK_EQ(pthread_join(other, NULL), 0);
+	t = saving_started(engine, dir, "a", &one, SFR_SAVE_NO_WAIT);
+	saving_finish(t);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.over_slots, 1);
+	sfr_ticket_put(t);
+	sfr_slot_put(slot);
 	saving_end(engine);
 }
 

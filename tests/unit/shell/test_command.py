@@ -19,7 +19,7 @@ from fix_processes import run_python
 from stillframe._base import bar
 from stillframe._shell import info, verify
 
-COMMANDS = ["verify", "inspect", "bench", "info", "completion"]
+COMMANDS = ["verify", "inspect", "latest", "bench", "info", "completion"]
 
 
 @pytest.mark.parametrize(

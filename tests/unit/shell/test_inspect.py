@@ -21,7 +21,7 @@ from fix_checkpoints import (
     offset_of_storage,
     small_state,
 )
-from stillframe._shell import contents
+from stillframe._check import pickles
 
 
 class Dangerous:
@@ -90,15 +90,15 @@ def test_every_dtype_has_torchs_name_and_width():
     types = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     assert len(types) > 20
     for each in types:
-        assert contents._dtype(str(each)) == (str(each).removeprefix("torch."), each.itemsize)
+        assert pickles.dtype(str(each)) == (str(each).removeprefix("torch."), each.itemsize)
     for each, storage in torch.storage._dtype_to_storage_type_map().items():
-        assert contents._dtype(f"torch.{storage}") == (
+        assert pickles.dtype(f"torch.{storage}") == (
             str(each).removeprefix("torch."),
             each.itemsize,
         )
     for name in ("torch.float", "os.system", "torch.int", "Storage"):
         with pytest.raises(ValueError, match="no type"):
-            contents._dtype(name)
+            pickles.dtype(name)
 
 
 def test_totals_count_a_shared_storage_once(tmp_path, capsys):

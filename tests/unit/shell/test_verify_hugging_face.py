@@ -98,9 +98,62 @@ def test_bin_file_of_another_program_is_passed_over(tmp_path):
     assert command(["verify", str(tmp_path)]) == 0
 
 
-def test_single_safetensors_file_is_named_as_no_pytorch_checkpoint(tmp_path, capsys):
-    assert command(["verify", str(safetensors(tmp_path / "model.safetensors"))]) == 2
-    assert "safetensors" in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["model.safetensors", "step5.bin"])
+def test_single_safetensors_file_is_checked_and_its_bytes_are_said_to_be_unchecked(
+    name, tmp_path, capsys
+):
+    path = safetensors(tmp_path / name)
+    assert command(["verify", str(path)]) == 0
+    line = " ".join(capsys.readouterr().out.split())
+    assert f"{name}: ok" in line and "the structure is good, the bytes are unchecked" in line
+    cut(path)
+    assert command(["verify", "--json", str(path)]) == 1
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["nbytes"]) == (False, path.stat().st_size)
+    assert "it is truncated: it has " in told["error"]
+
+
+def test_index_by_itself_is_checked_with_its_files(tmp_path, capsys):
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w0": names[0], "w1": names[1]}}))
+    for name in names:
+        safetensors(tmp_path / name)
+    assert command(["verify", str(index)]) == 0
+    cut(tmp_path / names[1])
+    assert command(["verify", str(index)]) == 1
+    assert f"{names[1]}: it is truncated" in " ".join(capsys.readouterr().out.split())
+
+
+def test_inspect_lists_tensors_and_metadata(tmp_path, capsys):
+    path = safetensors(tmp_path / "model.safetensors")
+    assert command(["inspect", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[:3] for line in shown.splitlines()[1:3]] == [
+        ["w0", "100", "float32"],
+        ["w1", "10", "float32"],
+    ]
+    assert "metadata: format: pt" in shown
+    assert command(["inspect", "--json", str(path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["format"] == "safetensors" and told["metadata"] == {"format": "pt"}
+    assert [each["nbytes"] for each in told["tensors"]] == [400, 40]
+    cut(path)
+    assert command(["inspect", str(path)]) == 1
+    assert "truncated" in capsys.readouterr().out
+
+
+def test_inspect_of_an_index_lists_the_tensors_of_all_files(tmp_path, capsys):
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w0": names[0], "w1": names[1]}}))
+    for name in names:
+        safetensors(tmp_path / name)
+    assert command(["inspect", "--json", str(index)]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == 4
+    (tmp_path / names[1]).unlink()
+    assert command(["inspect", str(index)]) == 1
+    assert f"missing beside it: {names[1]}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("name", ["info", "bench"])

@@ -1,0 +1,117 @@
+/* Cleaning up behind dead writers: a save removes what they left in its directory.
+ *
+ *   a file                    is removed under its lock
+ *   a new directory           is removed with its contents; it may be an old one, once exchanged
+ *   one that was moved aside  is put back if nothing has its name, else removed
+ *
+ * A writer that died may have put its new directory in place without syncing the parent. Then the
+ * disk may still know the old directory by that name, and a power failure would bring it back. So
+ * the parent is synced before an old directory is removed.
+ *
+ * Nothing of another boot is touched (tmp.c says why). */
+#include <errno.h>
+#include <string.h>
+
+#include "file/tmp.h"
+
+/* A directory whose dead temporaries are being removed. */
+struct cleaning {
+	const char *path;
+	int dir; /* open descriptor of the directory */
+	char boot[SFR__BOOT_LEN + 1];
+};
+
+/* Removes a directory. If this fails, the next save tries again. */
+static void remove_directory(const struct cleaning *cleaning, const char *path)
+{
+	struct sfr_err err = { .index = -1 };
+
+	if (sfr__dir_sync(cleaning->path) == 0)
+		(void)sfr__file_remove(path, NULL, &err);
+}
+
+/* Puts an old directory back that was moved aside, unless there is a new one. */
+static void put_back(const struct cleaning *cleaning, const char *name, const char *path,
+		     const struct sfr__tmp_name *parsed)
+{
+	struct stat st;
+
+	if (sfr_sys.lstat(cleaning->dir, parsed->target, &st) == 0) {
+		remove_directory(cleaning, path);
+		return;
+	}
+	if (errno == ENOENT && sfr_sys.rename(cleaning->dir, name, parsed->target) == 0)
+		sfr__notice_text("%s/%s was put back: the save that was to replace it did not end",
+				 cleaning->path, parsed->target);
+}
+
+static void tell_foreign(const struct cleaning *cleaning, const char *path,
+			 const struct sfr__tmp_name *parsed)
+{
+	if (!sfr__tmp_first_time(path))
+		return;
+	if (parsed->kind == SFR__TMP_OLD)
+		sfr__notice_text("%s is what %s/%s was before a save on another machine or in an "
+				 "earlier boot: rename it back if that save did not end",
+				 path, cleaning->path, parsed->target);
+	else
+		sfr__notice_text("%s is a temporary file of another machine or an earlier "
+				 "boot: remove it if no save there uses it",
+				 path);
+}
+
+static void clean_one(const struct cleaning *cleaning, const char *name, const char *path,
+		      const struct sfr__tmp_name *parsed)
+{
+	char lock_name[SFR__TMP_NAME_LEN];
+	enum sfr__tmp_life life;
+	int fd, code;
+
+	if (strcmp(parsed->boot, cleaning->boot) != 0) {
+		tell_foreign(cleaning, path, parsed);
+		return;
+	}
+	if (sfr__tmp_is_ours(parsed))
+		return;
+	memcpy(lock_name, name, parsed->len);
+	lock_name[parsed->len] = 0;
+	life = sfr__tmp_look(cleaning->dir, lock_name, &fd, &code);
+	if (life == SFR__TMP_UNKNOWN)
+		sfr__tmp_tell_unknown(path, code);
+	if (life == SFR__TMP_DEAD || life == SFR__TMP_GONE) {
+		if (parsed->kind == SFR__TMP_NEW)
+			remove_directory(cleaning, path);
+		else if (parsed->kind == SFR__TMP_OLD)
+			put_back(cleaning, name, path, parsed);
+		else if (life == SFR__TMP_DEAD)
+			/* if this fails, the next save tries again */
+			(void)sfr_sys.unlink(cleaning->dir, name);
+	}
+	if (fd >= 0)
+		(void)sfr__fd_close(fd); /* nothing was written to it */
+}
+
+static int clean_name(void *arg, const char *name)
+{
+	const struct cleaning *cleaning = arg;
+	struct sfr__tmp_name parsed;
+	char *path;
+
+	if (!sfr__tmp_parse(name, &parsed))
+		return 0;
+	path = sfr__path_join(cleaning->path, name);
+	if (!path)
+		return -ENOMEM;
+	clean_one(cleaning, name, path, &parsed);
+	sfr_sys.free(path);
+	return 0;
+}
+
+void sfr__tmp_clean(int dir, const char *dir_path)
+{
+	struct cleaning cleaning = { .path = dir_path, .dir = dir };
+
+	if (sfr__tmp_boot(cleaning.boot))
+		/* on failure the next save tries again */
+		(void)sfr__dir_each(dir_path, clean_name, &cleaning);
+}

@@ -1,0 +1,424 @@
+/* A directory that becomes visible in one step: from a temporary name to a durable one.
+ *
+ *   1  open      the parent, for all later steps
+ *                a file beside the destination that carries the lock   (tmp.c)
+ *                the temporary directory
+ *   2            its user fills it, with saves of ours and in any other way
+ *   3  sync      every file, then every directory, those deeper down first
+ *   4  exchange  with the destination, or rename if there is none: readers see all of the old
+ *                directory or all of the new one
+ *   5  sync      the parent: the new name is on the disk
+ *   6  clear     the old directory goes, then the lock
+ *
+ * 3 before 4: a name may reach the disk before what it names. 5 before 6: until then a power
+ * failure may bring the old directory back, so it must be whole. If that sync fails, the old
+ * directory stays beside the new one. The next save into the parent syncs the parent and then
+ * removes what is left (clean.c).
+ *
+ *         open           sync            commit             clear
+ *   NEW ───────▶ OPEN ──────────▶ SYNCED ───────▶ DONE ──────────▶ CLEARED
+ *                 │ ╲─ failed ─╮     │  ╲───────▶ PLACED (parent not synced) ──▶ CLEARED
+ *                 │            ▼     │
+ *                 │         BROKEN ◀─╯ failed
+ *                 └────clear───┴──▶ CLEARED
+ *
+ * Where the file system cannot exchange (NFS and some others), 4 is two renames:
+ *
+ *   4a  the old directory is moved aside, to a name that holds its own
+ *   4b  the new one is renamed to the destination
+ *
+ * In between, a reader finds neither. If 4b fails, 4a is undone. If the process dies there, the
+ * next save into the parent puts the old directory back, and so does a load or `exists` that misses
+ * it. After a power failure there, both are whole under hidden names, and a notice names the old
+ * one. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "file/tmp.h"
+#include "sfr/folder.h"
+#include "sfr/place.h"
+
+enum state {
+	NEW,     /* nothing is on the disk */
+	OPEN,    /* being filled */
+	SYNCED,  /* everything in it is on the disk */
+	BROKEN,  /* a step failed; the destination is what it was */
+	PLACED,  /* in place; the parent could not be synced */
+	DONE,    /* in place, and durable if that was asked for */
+	CLEARED, /* only the destination is left */
+};
+
+struct sfr_folder {
+	char *dir, *name; /* the parent's path, and the destination's name in it */
+	char *path;       /* of the temporary directory */
+	char *aside;      /* the name of an old directory that was moved aside; NULL: none was */
+	int dir_fd, lock_fd;
+	bool durable;
+	bool keeps_aside; /* the old directory could not be moved back */
+	enum state state;
+	uint64_t fork_generation;
+	struct sfr__tmp tmp; /* the lock; the list points here */
+	char temporary[SFR__TMP_NAME_LEN + 2];
+};
+
+static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_phase phase,
+		const char *note)
+{
+	f->state = phase == SFR_PHASE_SYNC_DIR ? PLACED : BROKEN;
+	sfr__err_set(err, code, phase, note);
+	return code;
+}
+
+static char *copy_text(const char *text)
+{
+	size_t len = strlen(text) + 1;
+	char *copy = sfr_sys.malloc(len);
+
+	if (copy)
+		memcpy(copy, text, len);
+	return copy;
+}
+
+/* Refuses a call in the wrong order, or in a forked child. 0 or the code, which is in `err`. */
+static int check_state(const struct sfr_folder *f, enum state wanted, struct sfr_err *err)
+{
+	int rc = f->fork_generation != sfr_fork_generation() ? SFR_EFORK :
+		 f->state == wanted                          ? 0 :
+							       SFR_ESTATE;
+
+	if (rc < 0)
+		sfr__err_set(err, rc, SFR_PHASE_NONE, NULL);
+	return rc;
+}
+
+int sfr_folder_new(const char *dir, const char *name, int durable, struct sfr_folder **out)
+{
+	struct sfr_folder *f;
+	int rc = sfr_fork_init();
+
+	*out = NULL;
+	if (rc < 0)
+		return rc;
+	f = sfr_sys.calloc(1, sizeof(*f));
+	if (!f)
+		return -ENOMEM;
+	f->dir_fd = f->lock_fd = -1;
+	f->durable = durable != 0;
+	f->fork_generation = sfr_fork_generation();
+	f->dir = copy_text(dir);
+	f->name = copy_text(name);
+	if (!f->dir || !f->name) {
+		sfr_folder_free(f);
+		return -ENOMEM;
+	}
+	*out = f;
+	return 0;
+}
+
+int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
+{
+	int rc = check_state(f, NEW, err);
+
+	if (rc < 0)
+		return rc;
+	/* A directory that will not be synced need not be readable. */
+	f->dir_fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
+	if (f->dir_fd < 0)
+		return fail(f, err, f->dir_fd, SFR_PHASE_OPEN,
+			    "the parent directory, which a durable save reads and syncs");
+	sfr__tmp_clean(f->dir_fd, f->dir);
+	rc = sfr__tmp_make(f->dir_fd, &f->tmp, &f->lock_fd, err);
+	if (rc < 0) {
+		f->state = BROKEN;
+		return rc;
+	}
+	(void)snprintf(f->temporary, sizeof(f->temporary), "%.*s.d", SFR__TMP_NAME_LEN - 1,
+		       f->tmp.name);
+	f->path = sfr__path_join(f->dir, f->temporary);
+	if (!f->path)
+		return fail(f, err, -ENOMEM, SFR_PHASE_OPEN, NULL);
+	/* Like any directory that mkdir() makes, subject to the umask. */
+	if (sfr_sys.mkdir(f->dir_fd, f->temporary, 0777) < 0)
+		return fail(f, err, -errno, SFR_PHASE_OPEN,
+			    "the temporary directory beside the destination");
+	f->state = OPEN;
+	return 0;
+}
+
+const char *sfr_folder_path(const struct sfr_folder *f)
+{
+	return f->path;
+}
+
+/* ---- syncing a tree ---- */
+
+struct node {
+	struct node *next;
+	char path[];
+};
+
+struct walk {
+	struct node *todo; /* directories whose entries were not visited yet */
+	struct node *seen; /* visited ones, a directory before the one above it */
+	const char *dir;   /* the one being visited */
+	size_t top_len;    /* of the path of the whole tree, for messages */
+	bool durable;
+	uint64_t nbytes;
+	struct sfr_err *err;
+};
+
+static int fail_walk(struct walk *w, int code, const char *path)
+{
+	const char *rest = path + w->top_len;
+
+	sfr__err_set(w->err, code, SFR_PHASE_SYNC, *rest == '/' ? rest + 1 : rest);
+	return code;
+}
+
+/* Syncs a file. One that others wrote may be unreadable or gone. 0 or -errno. */
+static int sync_file(const char *path)
+{
+	const int flags = O_NOFOLLOW | O_NONBLOCK;
+	int fd = sfr__fd_open(path, O_RDONLY | flags, 0), rc;
+
+	if (fd == -EACCES)
+		fd = sfr__fd_open(path, O_WRONLY | flags, 0);
+	if (fd < 0)
+		return fd == -ENOENT ? 0 : fd;
+	rc = sfr_sys.fsync(fd) < 0 ? -errno : 0;
+	(void)sfr__fd_close(fd); /* nothing was written through it */
+	return rc;
+}
+
+static int push(struct walk *w, const char *path)
+{
+	size_t len = strlen(path) + 1;
+	struct node *node = sfr_sys.malloc(sizeof(*node) + len);
+
+	if (!node)
+		return -ENOMEM;
+	memcpy(node->path, path, len);
+	node->next = w->todo;
+	w->todo = node;
+	return 0;
+}
+
+/* Links and special files are entries of their directory and have no bytes. */
+static int visit(struct walk *w, const char *path)
+{
+	struct stat st;
+
+	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0)
+		return errno == ENOENT ? 0 : -errno;
+	if (S_ISDIR(st.st_mode))
+		return push(w, path);
+	if (!S_ISREG(st.st_mode))
+		return 0;
+	w->nbytes += (uint64_t)st.st_size;
+	return w->durable ? sync_file(path) : 0;
+}
+
+static int visit_name(void *arg, const char *name)
+{
+	struct walk *w = arg;
+	char *path = sfr__path_join(w->dir, name);
+	int rc = path ? visit(w, path) : -ENOMEM;
+
+	if (rc < 0)
+		(void)fail_walk(w, rc, path ? path : w->dir);
+	sfr_sys.free(path);
+	return rc;
+}
+
+/* Visits every directory, each after the one above it. 0 or -errno, which is in w->err. */
+static int visit_all(struct walk *w)
+{
+	while (w->todo) {
+		struct node *node = w->todo;
+		int rc;
+
+		w->todo = node->next;
+		node->next = w->seen;
+		w->seen = node;
+		w->dir = node->path;
+		rc = sfr__dir_each(node->path, visit_name, w);
+		if (rc < 0)
+			return fail_walk(w, rc, node->path);
+	}
+	return 0;
+}
+
+static void free_nodes(struct node *node)
+{
+	while (node) {
+		struct node *next = node->next;
+
+		sfr_sys.free(node);
+		node = next;
+	}
+}
+
+int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
+{
+	struct walk w = { .durable = f->durable, .err = err };
+	int rc = check_state(f, OPEN, err);
+
+	*nbytes = 0;
+	if (rc < 0)
+		return rc;
+	w.top_len = strlen(f->path);
+	rc = push(&w, f->path);
+	if (rc == 0)
+		rc = visit_all(&w);
+	for (const struct node *node = w.seen; node && rc == 0 && f->durable; node = node->next) {
+		rc = sfr__dir_sync(node->path);
+		if (rc < 0)
+			(void)fail_walk(&w, rc, node->path);
+	}
+	free_nodes(w.todo);
+	free_nodes(w.seen);
+	if (rc < 0)
+		return fail(f, err, rc, SFR_PHASE_SYNC,
+			    NULL); /* err has it already, but for memory */
+	*nbytes = w.nbytes;
+	f->state = SYNCED;
+	return 0;
+}
+
+/* ---- putting it in place ---- */
+
+/* Returns whether this error only says that nothing can be exchanged here. */
+static bool means_no_exchange(int code)
+{
+	return code == -EINVAL || code == -ENOSYS || code == -ENOTSUP;
+}
+
+/* Replaces the old directory by two renames: see the top. 0 or -errno, with a sentence in *note. */
+static int replace_in_two(struct sfr_folder *f, const char **note)
+{
+	size_t len = strlen(f->tmp.name) + sizeof(".old-") + strlen(f->name);
+	int rc;
+
+	f->aside = sfr_sys.malloc(len);
+	if (!f->aside)
+		return -ENOMEM;
+	(void)snprintf(f->aside, len, "%s.old-%s", f->tmp.name, f->name);
+	if (sfr_sys.rename(f->dir_fd, f->name, f->aside) < 0) {
+		*note = "moving the old directory aside";
+		return -errno;
+	}
+	if (sfr_sys.rename(f->dir_fd, f->temporary, f->name) == 0)
+		return 0;
+	rc = -errno;
+	if (sfr_sys.rename(f->dir_fd, f->aside, f->name) < 0) {
+		f->keeps_aside = true;
+		*note = "the old directory has a hidden name until the next save beside it";
+	}
+	return rc;
+}
+
+static int put_in_place(struct sfr_folder *f, const char **note)
+{
+	struct stat st;
+	int rc = sfr_sys.lstat(f->dir_fd, f->name, &st) < 0 ? -errno : 0;
+
+	if (rc == -ENOENT)
+		return sfr_sys.rename(f->dir_fd, f->temporary, f->name) < 0 ? -errno : 0;
+	if (rc < 0)
+		return rc;
+	if (!S_ISDIR(st.st_mode)) {
+		*note = "the path is not a directory";
+		return -ENOTDIR;
+	}
+	rc = sfr_sys.exchange(f->dir_fd, f->temporary, f->name) < 0 ? -errno : 0;
+	return means_no_exchange(rc) ? replace_in_two(f, note) : rc;
+}
+
+int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
+{
+	const char *note = NULL;
+	int rc = check_state(f, SYNCED, err);
+
+	if (rc < 0)
+		return rc;
+	rc = put_in_place(f, &note);
+	if (rc < 0)
+		return fail(f, err, rc, SFR_PHASE_RENAME, note);
+	rc = f->durable && sfr_sys.fsync(f->dir_fd) < 0 ? -errno : 0;
+	/* Some file systems cannot sync a directory, and decide themselves. */
+	if (rc < 0 && rc != -EINVAL && rc != -ENOTSUP && rc != -ENOSYS)
+		return fail(f, err, rc, SFR_PHASE_SYNC_DIR, NULL);
+	f->state = DONE;
+	return 0;
+}
+
+/* ---- the end ---- */
+
+/* Removes a hidden directory of ours. 0 or the code, which is in `err`. */
+static int remove_hidden(const struct sfr_folder *f, const char *name, struct sfr_err *err)
+{
+	char *path = sfr__path_join(f->dir, name);
+	int rc;
+
+	if (!path) {
+		sfr__err_set(err, -ENOMEM, SFR_PHASE_REMOVE, NULL);
+		return -ENOMEM;
+	}
+	rc = sfr__file_remove_own(path, err);
+	sfr_sys.free(path);
+	return rc;
+}
+
+int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
+{
+	const bool placed = f->state == PLACED;
+	int rc = 0;
+
+	if (f->fork_generation != sfr_fork_generation() || f->state == CLEARED)
+		return 0;
+	/* Either the new directory, or the old one for which it was exchanged. */
+	if (f->path && !placed)
+		rc = remove_hidden(f, f->temporary, err);
+	if (f->aside && !placed && !f->keeps_aside && f->state == DONE) {
+		int other = remove_hidden(f, f->aside, err);
+
+		rc = rc < 0 ? rc : other;
+	}
+	if (f->lock_fd >= 0)
+		(void)sfr_sys.unlink(f->dir_fd, f->tmp.name); /* if it stays, the next save
+								 removes it */
+	sfr__tmp_forget(&f->tmp);
+	if (f->lock_fd >= 0)
+		(void)sfr__fd_close(f->lock_fd); /* nothing was written to it */
+	if (f->dir_fd >= 0)
+		(void)sfr__fd_close(f->dir_fd); /* fsync has already reported any error */
+	f->lock_fd = f->dir_fd = -1;
+	f->state = CLEARED;
+	return rc;
+}
+
+void sfr_folder_free(struct sfr_folder *f)
+{
+	struct sfr_err err = { .index = -1 };
+
+	if (!f)
+		return;
+	(void)sfr_folder_clear(f, &err); /* what stays is removed by the next save */
+	sfr_sys.free(f->aside);
+	sfr_sys.free(f->path);
+	sfr_sys.free(f->name);
+	sfr_sys.free(f->dir);
+	sfr_sys.free(f);
+}
+
+void sfr_tidy(const char *dir)
+{
+	int fd = sfr__fd_open(dir, O_RDONLY | O_DIRECTORY, 0);
+
+	if (fd < 0)
+		return;
+	sfr__tmp_clean(fd, dir);
+	(void)sfr__fd_close(fd); /* nothing was written */
+}

@@ -1,0 +1,139 @@
+/* _core.Folder: a directory that is filled under a temporary name; _core.tidy.
+ *
+ * The errors belong to a save, which makes exceptions of them on a thread of its own. So the
+ * methods return (result, code, phase, note) and raise nothing. */
+#include "module.h"
+#include "core/objects.h"
+#include "sfr/folder.h"
+
+struct sfr_py_folder {
+	PyObject_HEAD
+	struct sfr_folder *folder;
+};
+
+static struct sfr_folder *get(PyObject *object)
+{
+	return ((struct sfr_py_folder *)object)->folder;
+}
+
+static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = { "dir", "name", "durable", NULL };
+	struct sfr_py_folder *self;
+	struct sfr_folder *folder;
+	const char *dir, *name;
+	int durable, rc;
+
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "yyp:Folder", names, &dir, &name, &durable))
+		return NULL;
+	rc = sfr_folder_new(dir, name, durable, &folder);
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(type), rc);
+	self = (struct sfr_py_folder *)sfr_py_alloc(type);
+	if (!self) {
+		sfr_folder_free(folder);
+		return NULL;
+	}
+	self->folder = folder;
+	return (PyObject *)self;
+}
+
+static void folder_dealloc(PyObject *object)
+{
+	/* Removes what the object's user left behind. */
+	Py_BEGIN_ALLOW_THREADS
+	sfr_folder_free(get(object));
+	Py_END_ALLOW_THREADS
+	sfr_py_free(object);
+}
+
+/* Takes over a reference to `result`. */
+static PyObject *answer(PyObject *result, const struct sfr_err *err)
+{
+	return Py_BuildValue("(NisN)", result, err->code, sfr_phase_name(err->phase),
+			     sfr_py_text(err->note)); /* file names need not be UTF-8 */
+}
+
+static PyObject *folder_open(PyObject *object, PyObject *unused)
+{
+	struct sfr_err err = { .index = -1 };
+	int rc = sfr_py_unlocked(sfr_folder_open(get(object), &err));
+	PyObject *path = rc < 0 ? Py_NewRef(Py_None) :
+				  PyUnicode_DecodeFSDefault(sfr_folder_path(get(object)));
+
+	return path ? answer(path, &err) : NULL;
+}
+
+static PyObject *folder_sync(PyObject *object, PyObject *unused)
+{
+	struct sfr_err err = { .index = -1 };
+	uint64_t nbytes = 0;
+	PyObject *number;
+
+	(void)sfr_py_unlocked(sfr_folder_sync(get(object), &nbytes, &err)); /* err has it */
+	number = PyLong_FromUnsignedLongLong(nbytes);
+	return number ? answer(number, &err) : NULL;
+}
+
+static PyObject *folder_commit(PyObject *object, PyObject *unused)
+{
+	struct sfr_err err = { .index = -1 };
+
+	(void)sfr_py_unlocked(sfr_folder_commit(get(object), &err)); /* err has it */
+	return answer(Py_NewRef(Py_None), &err);
+}
+
+static PyObject *folder_clear(PyObject *object, PyObject *unused)
+{
+	struct sfr_err err = { .index = -1 };
+
+	(void)sfr_py_unlocked(sfr_folder_clear(get(object), &err)); /* err has it */
+	return answer(Py_NewRef(Py_None), &err);
+}
+
+static PyMethodDef methods[] = {
+	{ "open", folder_open, METH_NOARGS,
+	  "open() -> (path of the temporary directory, code, phase, note)." },
+	{ "sync", folder_sync, METH_NOARGS,
+	  "sync() -> (bytes of all files, code, phase, note): syncs everything in it." },
+	{ "commit", folder_commit, METH_NOARGS,
+	  "commit() -> (None, code, phase, note): puts it in place and syncs the parent." },
+	{ "clear", folder_clear, METH_NOARGS,
+	  "clear() -> (None, code, phase, note): removes what is not needed any more." },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot slots[] = {
+	{ Py_tp_new, folder_new },
+	{ Py_tp_dealloc, folder_dealloc },
+	{ Py_tp_methods, methods },
+	{ Py_tp_doc, "Folder(dir, name, durable): a directory that is put in place in one step" },
+	{ 0, NULL },
+};
+
+SFR_PY_TYPE(spec, "Folder", struct sfr_py_folder, 0, slots);
+
+static PyObject *tidy(PyObject *module, PyObject *path)
+{
+	const char *dir = PyBytes_AsString(path);
+
+	if (!dir)
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS
+	sfr_tidy(dir);
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+	{ "tidy", tidy, METH_O,
+	  "tidy(directory): cleans up behind writers that died, as each save does." },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_folder(PyObject *module)
+{
+	if (PyModule_AddFunctions(module, functions) < 0)
+		return -1;
+	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->folder_type);
+}

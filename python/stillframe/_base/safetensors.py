@@ -1,0 +1,188 @@
+"""The safetensors format: the header of a file, and the index that names several files.
+
+A file begins with the length of its header (8 bytes, little endian). The header is JSON. It gives
+the type and shape of each tensor, and where its bytes are after the header. These follow each other
+without a gap and end with the file (https://github.com/huggingface/safetensors#format). There are
+no checksums, so a file of the right length may still have wrong bytes.
+
+The rules are those of the library, version 0.8. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+MAX_HEADER = 100_000_000  # bytes; the library's limit
+_MAX_BYTES = 1 << 63
+_ERRORS = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
+
+# The bits of an element, and the name of its type in torch ("": torch has none). The order is the
+# library's, which saves tensors of the last types first.
+DTYPES = {
+    "BOOL": (8, "bool"),
+    "F4": (4, "float4_e2m1fn_x2"),
+    "F6_E2M3": (6, ""),
+    "F6_E3M2": (6, ""),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F32": (32, "float32"),
+    "C64": (64, "complex64"),
+    "F64": (64, "float64"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
+}
+
+
+class Damaged(Exception):
+    """The error of a file that is not what its header or its index says."""
+
+
+class Entry(NamedTuple):
+    """A tensor. Its bytes are from `begin` to `end`, offsets in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """A file's header; the tensors are in the order of their bytes."""
+
+    nbytes: int  # the file's length
+    entries: list[Entry]
+    metadata: dict[str, str]
+
+
+def begins_like_one(head: bytes) -> bool:
+    """Return whether a file's first nine bytes are a safetensors file's. No pickle or zip file
+    begins so: they would be headers of more bytes than the format allows."""
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
+
+
+def read_header(fd: int) -> Header:
+    """Return the header of an open file, after a check of all that it says.
+
+    Raises:
+        Damaged: The file is empty, truncated, too long, or its header makes no sense.
+        OSError: It cannot be read.
+    """
+    nbytes = os.fstat(fd).st_size
+    if nbytes == 0:
+        raise Damaged("it is empty")
+    head = os.pread(fd, 9, 0)
+    begin = 8 + int.from_bytes(head[:8], "little")
+    if not begins_like_one(head) or begin > nbytes:
+        raise Damaged("it is truncated, or its first bytes are not those of safetensors")
+    try:
+        described = json.loads(_read(fd, begin - 8, 8), object_pairs_hook=_without_duplicates)
+        metadata = described.pop("__metadata__", None) or {}
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ has a value that is no text")
+        entries = [_entry(name, tensor, begin) for name, tensor in described.items()]
+    except _ERRORS as error:
+        raise Damaged(f"its header is damaged: {error}") from None
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    end = begin
+    for entry in entries:
+        if entry.begin != end:
+            word = "overlaps the one before" if entry.begin < end else "leaves a gap before it"
+            raise Damaged(f"its header is damaged: tensor {entry.name} {word}")
+        end = entry.end
+    if nbytes != end:
+        word = "truncated" if nbytes < end else "too long"
+        raise Damaged(f"it is {word}: it has {nbytes} bytes, and its header says {end}")
+    return Header(nbytes, entries, metadata)
+
+
+def _read(fd: int, nbytes: int, offset: int) -> bytes:
+    parts = []
+    while nbytes and (part := os.pread(fd, nbytes, offset)):
+        parts.append(part)
+        nbytes, offset = nbytes - len(part), offset + len(part)
+    return b"".join(parts)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return unique
+
+
+def _entry(name: str, tensor: Any, begin: int) -> Entry:
+    """Return a tensor as the header describes it.
+
+    Raises:
+        ValueError, TypeError, KeyError: Its type, shape and offsets do not fit together.
+    """
+    dtype, shape, offsets = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name} has the unknown type {dtype}")
+    if len(offsets) != 2 or not all(map(_is_size, [*shape, *offsets])):
+        raise ValueError(f"tensor {name} has a shape or offsets that are no sizes")
+    first, behind = offsets
+    if first > behind or _numel(shape) * DTYPES[dtype][0] != 8 * (behind - first):
+        raise ValueError(f"the offsets of tensor {name} do not fit its type and shape")
+    return Entry(name, dtype, tuple(shape), begin + first, begin + behind)
+
+
+def _numel(shape: list[int]) -> int:
+    """Return the product of a shape. A hostile one cannot make it long."""
+    numel = 0 if 0 in shape else 1
+    for size in shape if numel else []:
+        numel *= size
+        if numel > _MAX_BYTES:
+            raise ValueError("no memory is that large")
+    return numel
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < _MAX_BYTES
+
+
+def read_index(path: str) -> dict[str, list[str]]:
+    """Return the files that an index names, with the names of the tensors in each.
+
+    Raises:
+        Damaged: It makes no sense, or names a file that is not beside it.
+        OSError: It cannot be read.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        text = file.read()
+    files: dict[str, list[str]] = {}
+    try:
+        for tensor, name in json.loads(text)["weight_map"].items():
+            if os.path.basename(name) != name or name in ("", ".", "..") or name.endswith(".json"):
+                raise ValueError(f"it names {name!r}, which is no file beside it")
+            files.setdefault(name, []).append(tensor)
+    except _ERRORS as error:
+        raise Damaged(f"the index is damaged: {error}") from None
+    beside = os.path.dirname(path)
+    if missing := [name for name in files if not os.path.exists(os.path.join(beside, name))]:
+        raise Damaged(f"missing beside it: {', '.join(sorted(missing))}")
+    return files
+
+
+def refuse_other_tensors(name: str, entries: Sequence[Entry], expected: Sequence[str]) -> None:
+    """Raise Damaged if file `name` lacks a tensor that the index expects in it."""
+    found = {entry.name for entry in entries}
+    if lacking := [tensor for tensor in expected if tensor not in found]:
+        raise Damaged(f"{name} has no tensor {lacking[0]}, which the index names")

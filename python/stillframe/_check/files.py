@@ -1,0 +1,194 @@
+"""Whether a file, or a directory of torch.distributed.checkpoint, is whole.
+
+A file is what its bytes say, and its name decides only where they say nothing:
+
+    torch.save     its end record and directory; thorough: every CRC, every record its pickle names
+    torch's old    (the legacy format) the file's length, by the pickles at its beginning
+    safetensors    its header, and the file's length; the format has no checksums
+    an index       every file that it names, with the tensors that it names
+    DCP directory  every file that .metadata names, and its length; thorough: every CRC
+
+A check that is not thorough finds what was cut short or never written. It reads no tensor's bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stillframe import _core
+from stillframe._base import file_kinds, safetensors
+from stillframe._check import kinds, pickles
+from stillframe._check.pickles import Bound, unbounded
+from stillframe._dcp import check as sharded
+from stillframe.errors import CorruptCheckpointError
+
+GOOD, DAMAGED, UNUSABLE = 0, 1, 2
+_INDEX_SUFFIXES = (safetensors.INDEX_SUFFIX, ".bin.index.json")
+_NO_MEMORY = "not enough memory to check it"
+
+Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of a check of one path."""
+
+    path: str
+    status: int
+    error: str | None = None
+    nbytes: int | None = None
+    num_records: int = 0
+    num_unchecked: int = 0
+    num_compressed: int = 0  # among the unchecked
+    num_behind: int = 0  # bytes after the archive's end
+    num_bad: int = 0
+    format: str = "archive"
+    bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, error
+
+    @property
+    def ok(self) -> bool:
+        return self.status == GOOD
+
+    @property
+    def reason(self) -> str:
+        """The first thing that is wrong, in one line."""
+        if self.error is None and self.bad_records:
+            name, why = self.bad_records[0]
+            return f"record {name}: {why}"
+        return self.error or ""
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "path": self.path,
+            "ok": self.ok,
+            "error": self.error,
+            "nbytes": self.nbytes,
+            "num_records": self.num_records,
+            "bad_records": [name for name, _ in self.bad_records],
+        }
+
+
+def check(
+    path: str,
+    *,
+    thorough: bool = True,
+    progress: Progress | None = None,
+    bound: Bound = unbounded,
+) -> Finding:
+    """Check one path. Raise nothing but KeyboardInterrupt.
+
+    Args:
+        thorough: Compare every CRC.
+        progress: Called now and then with the bytes done and the file's length.
+    """
+    try:
+        if os.path.isdir(path):
+            return _check_directory(path, thorough, bound)
+        if path.endswith(_INDEX_SUFFIXES):
+            return _check_index(path)
+        # O_NONBLOCK: opening a pipe without a writer must not wait.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (safetensors.Damaged, CorruptCheckpointError) as error:
+        return Finding(path, DAMAGED, str(error))
+    except MemoryError:
+        return Finding(path, UNUSABLE, _NO_MEMORY)
+    except (OSError, ValueError) as error:
+        return Finding(path, UNUSABLE, reason_of(error))
+    try:
+        if file_kinds.is_safetensors(fd, path):
+            header = safetensors.read_header(fd)
+            number = len(header.entries)
+            return Finding(path, GOOD, None, header.nbytes, number, number, format="safetensors")
+        return _check_file(fd, path, thorough, progress, bound)
+    except safetensors.Damaged as error:
+        return Finding(path, DAMAGED, str(error), _size(fd))
+    except OSError as error:
+        # The file exists and is readable, but its bytes are not: the disk has lost them.
+        status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
+        return Finding(path, status, reason_of(error), _size(fd))
+    except MemoryError:
+        return Finding(path, UNUSABLE, _NO_MEMORY, _size(fd))
+    finally:
+        os.close(fd)
+
+
+def _check_file(
+    fd: int, path: str, thorough: bool, progress: Progress | None, bound: Bound
+) -> Finding:
+    # Thorough checks bypass the page cache.
+    found = _core.check(fd, thorough, progress, thorough, not thorough)
+    reason = None if found["ok"] else file_kinds.no_checkpoint(fd, path, found)
+    lacking = pickles.lacking(fd, bound) if found["ok"] and thorough else []
+    cut = pickles.truncated(fd, bound) if found["format"] == "legacy" else None
+    bad = lacking or found["bad_records"]
+    well = found["ok"] and not bad and cut is None
+    return Finding(
+        path,
+        GOOD if well else DAMAGED if reason is None else UNUSABLE,
+        cut or reason or found["error"],
+        found["nbytes"],
+        found["num_records"],
+        found["num_unchecked"],
+        num_compressed=found["num_compressed"],
+        num_behind=found["num_behind"],
+        num_bad=len(lacking) or found["num_bad"],
+        format=found["format"],
+        bad_records=bad,
+    )
+
+
+def _check_directory(path: str, thorough: bool, bound: Bound) -> Finding:
+    """Check what belongs to the directory as a whole; its files are checked by themselves."""
+    names = os.listdir(path)
+    if (wrong := kinds.incomplete(path, names)) is not None:
+        return Finding(path, DAMAGED, wrong)
+    if not file_kinds.is_sharded(names):
+        return Finding(path, GOOD)
+    found = sharded.check(path, functools.partial(pickles.read, bound=bound), thorough=thorough)
+    return Finding(
+        path,
+        DAMAGED if found.bad else GOOD,
+        f"{len(found.bad)} of its {found.nr_items} items are bad" if found.bad else None,
+        found.nbytes,
+        found.nr_items,
+        found.nr_unchecked,
+        num_bad=len(found.bad),
+        bad_records=found.bad,
+    )
+
+
+def _check_index(path: str) -> Finding:
+    """Check that the files of an index are there, and have the tensors that it names.
+
+    CRCs are left to a check of the files themselves.
+    """
+    files = safetensors.read_index(path)
+    for name, tensors in files.items():
+        shard = os.path.join(os.path.dirname(path), name)
+        if not (found := check(shard, thorough=False)).ok:
+            return Finding(path, DAMAGED, f"{name}: {found.reason}")
+        if found.format == "safetensors":
+            with open(shard, "rb") as file:
+                entries = safetensors.read_header(file.fileno()).entries
+            safetensors.refuse_other_tensors(name, entries, tensors)
+    return Finding(path, GOOD, num_records=len(files), format="index")
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Return the reason of an error in plain words."""
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    if isinstance(error, PermissionError):
+        return "no permission to read it"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _size(fd: int) -> int | None:
+    try:
+        return os.fstat(fd).st_size
+    except OSError:
+        return None

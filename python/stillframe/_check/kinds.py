@@ -1,0 +1,336 @@
+"""The kinds of directories that are checkpoints, and the files that each must have.
+
+    kind           known by                          must have, beside whole files
+    sharded        .metadata                         the files that .metadata names; in NAME.ckpt
+                                                     meta.pt too, which Lightning writes last
+    shards         *.distcp without .metadata,       never whole: .metadata is written last
+                   and no other checkpoint
+    transformers   the name checkpoint-N             model, trainer_state.json of step N; optimizer,
+                                                     scheduler and RNG state unless only the model
+                                                     was saved
+    accelerate     random_states_N.pkl, or           model, optimizer, the RNG state of all ranks
+                   optimizer.bin and no trainer's    up to the highest; no gap in numbered files
+                   files, or the name checkpoint_N
+
+A model is safetensors or .bin files (with their index if they are several), an adapter with its
+adapter_config.json, or the directory of a sharded model. Read in transformers 5.23.0 and accelerate
+1.15.0.
+
+Whether only the model was saved, training_args.bin says (`save_only_model`). Where that is missing,
+a directory without any of optimizer, scheduler and RNG state counts as such: trainer_state.json is
+written behind them.
+
+Accelerate writes a scheduler only where one was prepared, and nothing says whether it was. So a
+missing scheduler.bin goes unnoticed here; load_state reports it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from stillframe import _core
+from stillframe._base import file_kinds, records, safetensors
+from stillframe._check import pickles
+
+# The names of checkpoints. Other programs have .bin and .pkl files too: these are listed in full.
+CHECKPOINT_NAME = re.compile(
+    r".*\.(ckpt|pt|pth|safetensors|(safetensors|bin)\.index\.json)"
+    r"|(.*pytorch_model.*|adapter_model|training_args|optimizer(_\d+)?|scheduler(_\d+)?"
+    r"|sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin"
+    r"|(random_states|custom_checkpoint)_\d+\.pkl"
+)
+# Files of a Hugging Face checkpoint, and shards of a file: no checkpoints by themselves.
+PART_NAME = re.compile(
+    r"(model|adapter_model)(_\d+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+    r"|.*-\d+-of-\d+\.(safetensors|bin)|.*\.distcp"
+    r"|(.*pytorch_model.*|adapter_model|training_args|optimizer(_\d+)?|scheduler(_\d+)?"
+    r"|sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin(\.index\.json)?"
+    r"|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
+    r"|(random_states|custom_checkpoint)_\d+\.pkl"
+)
+_TRAINER = re.compile(r"checkpoint-(\d+)")
+_ACCELERATE = re.compile(r"checkpoint_\d+")
+_TRAINER_STATE, _TRAINING_ARGS = "trainer_state.json", "training_args.bin"
+_UNFINISHED = "checkpoint-is-incomplete.txt"  # while a Trainer answers SIGTERM
+_OF_TRAINER = {_TRAINER_STATE, _TRAINING_ARGS, _UNFINISHED, "config.json"}
+_MODEL = re.compile(
+    r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_model\.(safetensors|bin)"
+    r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?|global_step\d+|pytorch_model(_\d+)?"
+)
+_OPTIMIZER = re.compile(
+    r"(rank\d+-of-\d+-)?optimizer\.pt(_.*)?|optimizer(_\d+)?(_rank\d+)?\.bin|optimizer_\d+"
+    r"|global_step\d+|pytorch_model(_\d+)?"  # DeepSpeed's directories have both
+)
+_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
+_RANDOM_STATES = re.compile(r"random_states_(\d+)\.pkl")
+_NUMBERED = re.compile(
+    r"(model|pytorch_model|optimizer|scheduler|custom_checkpoint)(?:_(\d+))?\.(safetensors|bin|pkl)"
+)
+_DEEPSPEED = "latest"  # the name of DeepSpeed's file that names its directory
+
+
+def kind_of(path: str, names: Sequence[str]) -> str | None:
+    """Return what a directory with these names is: a kind of the table above, or None."""
+    if file_kinds.is_sharded(names):
+        return "sharded"
+    others = any(name != "meta.pt" and CHECKPOINT_NAME.fullmatch(name) for name in names)
+    if any(map(file_kinds.is_shard, names)) and not others:
+        return "shards"
+    if any(map(_RANDOM_STATES.fullmatch, names)):
+        return "accelerate"
+    name = _name(path)
+    has_parts = not names or any(map(_is_part, names))
+    if _TRAINER.fullmatch(name) and (has_parts or not _OF_TRAINER.isdisjoint(names)):
+        return "transformers"
+    if _TRAINER_STATE in names:
+        return None  # a copy under another name, or a Trainer's own directory
+    if "optimizer.bin" in names or (_ACCELERATE.fullmatch(name) and has_parts):
+        return "accelerate"
+    return None
+
+
+def _name(path: str) -> str:
+    return os.path.basename(os.path.abspath(path))
+
+
+def _is_part(name: str) -> bool:
+    return PART_NAME.fullmatch(name) is not None
+
+
+def incomplete(path: str, names: Sequence[str]) -> str | None:
+    """Return what a directory lacks, or None. Whether its files are whole is not looked at, except
+    for those in JSON.
+
+    Raises:
+        OSError: A file of it cannot be read.
+    """
+    kind = kind_of(path, names)
+    if kind == "sharded" and _name(path).endswith(".ckpt") and "meta.pt" not in names:
+        return "it has no meta.pt, which Lightning writes last"
+    if kind == "shards":
+        return "it has no .metadata, which is written last"
+    if kind == "transformers":
+        return _of_trainer(path, names)
+    if kind == "accelerate":
+        return _of_accelerate(path, names)
+    return None
+
+
+def _of_trainer(path: str, names: Sequence[str]) -> str | None:
+    step = int(_name(path).rpartition("-")[2])
+    if _UNFINISHED in names:
+        return f"it has {_UNFINISHED}"
+    if wrong := _without_model(path, names):
+        return wrong
+    if _TRAINER_STATE not in names:
+        return f"it has no {_TRAINER_STATE}, which is written last"
+    if wrong := _unreadable_json(path, names):
+        return wrong
+    state = _json(os.path.join(path, _TRAINER_STATE))
+    if not isinstance(state, dict) or state.get("global_step") != step:
+        other = state.get("global_step") if isinstance(state, dict) else None
+        return f"its {_TRAINER_STATE} is of step {other}"
+    tag, wrong = _deepspeed(path, names)
+    has = {
+        "optimizer": any(map(_OPTIMIZER.fullmatch, names)),
+        "scheduler": "scheduler.pt" in names or tag is not None,
+        "RNG state": any(map(_RNG.fullmatch, names)),
+    }
+    args: dict[str, Any] = {}
+    if _TRAINING_ARGS in names and not (all(has.values()) and "rng_state.pth" in names):
+        args = _training_args(os.path.join(path, _TRAINING_ARGS))
+    if args.get("save_only_model", not any(has.values())):
+        return wrong
+    for part, there in has.items():
+        if not there:
+            return f"it has no {part}"
+    if tag is not None and re.fullmatch(r"global_step\d+", tag) and tag != f"global_step{step}":
+        return f"its DeepSpeed state is of {tag}"
+    return wrong or _without_ranks(names, _RNG, args.get("ranks", 1))
+
+
+def _of_accelerate(path: str, names: Sequence[str]) -> str | None:
+    tag, wrong = _deepspeed(path, names)
+    if wrong := wrong or _without_model(path, names, by_hooks=True):
+        return wrong
+    if tag is None and not any(map(_OPTIMIZER.fullmatch, names)):
+        return "it has no optimizer"
+    if not any(map(_RANDOM_STATES.fullmatch, names)):
+        return "it has no random_states_0.pkl, which is written last"
+    found: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, names)):
+        found.setdefault((match[1], match[3]), set()).add(int(match[2] or 0))
+    for (stem, suffix), numbers in found.items():
+        if gap := next(iter(sorted({*range(max(numbers))} - numbers)), None):
+            return f"it has no {stem}_{gap}.{suffix}"
+        if 0 not in numbers:
+            return f"it has no {stem}{'_0' if suffix == 'pkl' else ''}.{suffix}"
+    return _without_ranks(names, _RANDOM_STATES, 1) or _unreadable_json(path, names)
+
+
+def _without_model(path: str, names: Sequence[str], *, by_hooks: bool = False) -> str | None:
+    """Return what a model lacks.
+
+    Args:
+        by_hooks: Hooks of the user may have written the weights, under any name, or in
+            subdirectories.
+    """
+    if "adapter_model.safetensors" in names or "adapter_model.bin" in names:
+        return None if "adapter_config.json" in names else "it has no adapter_config.json"
+    models = [name for name in names if _MODEL.fullmatch(name)]
+    # transformers writes these for models of its own, which have a configuration.
+    of_theirs = "generation_config.json" in names or any(n.endswith(".json") for n in models)
+    if of_theirs and not by_hooks and "config.json" not in names:
+        return "it has no config.json"
+    if models:
+        return None
+    if by_hooks and any(CHECKPOINT_NAME.fullmatch(n) and not _is_part(n) for n in names):
+        return None
+    for name in names:
+        below = os.path.join(path, name)
+        if not name.startswith(".") and os.path.isdir(below):
+            inside = os.listdir(below)  # adapters beside the default one, the models of a pipeline
+            if any(_MODEL.fullmatch(each) or each.endswith(safetensors.SUFFIX) for each in inside):
+                return None
+    return "it has no model"
+
+
+def _deepspeed(path: str, names: Sequence[str]) -> tuple[str | None, str | None]:
+    """Return the directory of DeepSpeed's state, and what is wrong with it."""
+    named = os.path.join(path, _DEEPSPEED)
+    if _DEEPSPEED not in names or not os.path.isfile(named):
+        return None, None
+    with _opened(named) as file:
+        tag = os.fsdecode(file.read(256)).strip()
+    whole = tag and os.path.basename(tag) == tag and os.path.isdir(os.path.join(path, tag))
+    return tag, None if whole else f"it has no directory {tag}, which {_DEEPSPEED} names"
+
+
+def _without_ranks(names: Sequence[str], of_rank: re.Pattern[str], least: int) -> str | None:
+    """Return which rank's file is missing.
+
+    Args:
+        least: How many ranks saved at least; 0: only those of this node.
+    """
+    ranks = {int(match[1] or 0) for match in filter(None, map(of_rank.fullmatch, names))}
+    for rank in range(max(least, max(ranks) + 1) if least else 0):
+        if rank not in ranks:
+            return f"it has no RNG state of rank {rank}"
+    return None
+
+
+def _unreadable_json(path: str, names: Sequence[str]) -> str | None:
+    for name in names:
+        if name.endswith(".json"):
+            try:
+                _json(os.path.join(path, name))
+            except (ValueError, RecursionError):
+                return f"{name} is truncated or damaged"
+    return None
+
+
+def _json(path: str) -> Any:
+    with _opened(path) as file:
+        return json.loads(file.read())
+
+
+def _opened(path: str) -> BinaryIO:
+    """Open a file to read; a pipe without a writer keeps nobody waiting."""
+    return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+
+
+def _training_args(path: str) -> dict[str, Any]:
+    """Return `save_only_model`, and `ranks`: how many saved to this directory, or 0 if each node
+    has a directory of its own.
+
+    A value that cannot be read is left out. The CRC is compared, so no damaged pickle is read.
+    """
+    try:
+        with _opened(path) as file:
+            core = _core.restore(file.fileno(), True)[1]
+            if core is None:
+                return {}
+            try:
+                (data,) = records.read(core, ("data.pkl",))
+            finally:
+                core.close()
+        state = pickles.read(io.BytesIO(data)).state
+        found: dict[str, Any] = {"save_only_model": bool(state["save_only_model"])}
+        processes = getattr(state.get("distributed_state"), "state", None) or {}
+        if state.get("save_on_each_node"):
+            found["ranks"] = 0
+        elif isinstance(processes.get("num_processes"), int):
+            found["ranks"] = processes["num_processes"]
+        return found
+    except (pickle.UnpicklingError, records.RestoreFailed, AttributeError, KeyError, TypeError):
+        return {}
+
+
+# ---- which files --------------------------------------------------------------------------
+
+
+def checkpoints_in(
+    directory: str, failures: list[OSError], *, looked_at: bool = False
+) -> Iterator[str]:
+    """Iterate over the paths of checkpoints under a directory, sorted.
+
+    A file counts if it has a checkpoint's suffix, begins like a checkpoint, or has the name of a
+    Hugging Face checkpoint. A directory counts if torch.distributed.checkpoint has saved to it, or
+    if it lacks something. Hidden files are left out (temporaries of saves in flight are among
+    them), and so are the shards in such directories.
+
+    Args:
+        failures: Gets an error for each directory that cannot be listed.
+        looked_at: `incomplete` has been asked about `directory` itself.
+    """
+    for root, directories, names in os.walk(directory, onerror=failures.append):
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        asked = looked_at and root == directory
+        if file_kinds.is_sharded(names) or (
+            not asked and _lacks_something(root, [*names, *directories], failures)
+        ):
+            yield root
+        for name in sorted(names):
+            path = os.path.join(root, name)
+            if name.startswith(".") or name.endswith(".distcp"):
+                continue
+            if is_checkpoint(path):
+                yield path
+
+
+def _lacks_something(path: str, names: list[str], failures: list[OSError]) -> bool:
+    try:
+        return incomplete(path, names) is not None
+    except OSError as error:
+        failures.append(error)
+        return False
+
+
+def is_checkpoint(path: str) -> bool:
+    """Return whether a file has a checkpoint's name, or begins like torch.save's archives or legacy
+    format, or like safetensors."""
+    if CHECKPOINT_NAME.fullmatch(os.path.basename(path)):
+        return True
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return False
+        head = os.pread(fd, 1024, 0)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    if head.startswith(b"PK\3\4") and len(head) >= 30:
+        name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+        return name.partition(b"/")[2] == b"data.pkl"
+    return file_kinds.LEGACY in head[:32] or safetensors.begins_like_one(head)

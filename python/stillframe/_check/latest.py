@@ -1,0 +1,49 @@
+"""`latest`: the newest whole checkpoint in a directory, in the order of the process's saves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from stillframe._base import paths
+from stillframe._check import newest
+from stillframe._save import ordered
+
+
+def latest(
+    directory: str | os.PathLike[str], *, check: Literal["files", "bytes"] = "files"
+) -> Path | None:
+    """Return the newest whole checkpoint in a directory, or None if there is none.
+
+    It finds files of `torch.save`, `save`, `async_save` and Lightning, and `.safetensors` files. It
+    finds directories of `torch.distributed.checkpoint`, Lightning's sharded ones, and those of the
+    Hugging Face Trainer (`checkpoint-500`) and Accelerate. A directory of other files, such as
+    `step-500`, counts if it has a number in its name. A checkpoint that is truncated, unfinished or
+    damaged is passed over, and logged as a warning with the reason.
+
+    This waits for the saves and removes in the directory that were submitted before, as `load` does
+    for its path. Subdirectories that are no checkpoints are not searched.
+
+    Names that differ only in a step, an epoch or their one number are a series. In a series the
+    highest number is the newest. Between series, such as `last.ckpt` beside
+    `epoch=1-step=200.ckpt`, the modification time decides about the newest of each.
+
+    Args:
+        directory: A local directory. If it is a checkpoint itself, only that is looked at.
+        check: "files" opens the files of the newest candidates, and compares their lengths with
+            what they say themselves. All that a directory needs must be there, of one step
+            (`trainer_state.json` names it). "bytes" reads all of each candidate too, and compares
+            every CRC, as `stillframe verify` does. The safetensors format has no checksums.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, PermissionError, OSError: It cannot be listed.
+        TypeError, ValueError: `directory` is not a path or is remote; `check` is something else.
+        StillframeError: It was called inside a CheckpointIO that stillframe wraps.
+    """
+    text = paths.as_text(directory)
+    if check not in ("files", "bytes"):
+        raise ValueError(f"check has to be 'files' or 'bytes', not {check!r}")
+    ordered.wait_for_directory(text)
+    found = newest.find(text, thorough=check == "bytes")
+    return None if found is None else Path(found)

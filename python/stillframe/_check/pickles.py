@@ -1,0 +1,182 @@
+"""Pickles of checkpoints, read by stubs: nothing that they name is imported or called.
+
+So this is safe on any file and works without the classes. torch is not needed either, because the
+names of its types give their sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import IO, Any, TypeAlias
+
+from stillframe import _core
+from stillframe._base import records
+from stillframe._tree import keypaths
+from stillframe._tree.keypaths import Storage
+
+# Limits the process's new memory to what a pickle of so many bytes needs. A flipped bit in an index
+# of the unpickler's list of objects makes CPython fill a list of any length: 64 GB. The limit is
+# for the whole process, so only commands have one.
+Bound: TypeAlias = Callable[[int], AbstractContextManager[None]]
+
+MOST_BYTES = 1 << 63
+# The errors of zipfile for archives that it cannot read.
+UNZIPPABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError)
+_STORAGES = {  # torch's storage classes, and the types of their elements
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "BFloat16Storage": "bfloat16",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "QUInt8Storage": "quint8",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+    "UntypedStorage": "uint8",
+}
+# Matches float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2. Types narrower than a byte are packed
+# into one or fill one.
+_DTYPE = re.compile(
+    r"(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:_e\d+m\d+[a-z]*)?(?:_?x\d)?", re.ASCII
+)
+
+
+def unbounded(_nbytes: int) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def read(file: IO[bytes], *, legacy: bool = False, bound: Bound = unbounded) -> Any:
+    """Return the object of a pickle, made of stubs.
+
+    In the legacy format the object is in the fourth pickle.
+
+    Raises:
+        pickle.UnpicklingError: It is no pickle, or it is cut short.
+        MemoryError: It needs more memory than a pickle of its length should.
+    """
+    return _read(file, legacy, bound)[0]
+
+
+def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, Storage]]:
+    here, end = file.tell(), file.seek(0, os.SEEK_END)
+    file.seek(here)
+    try:
+        with bound(end - here):
+            for _ in range(3 if legacy else 0):
+                keypaths.Reader(file).load()
+            reader = keypaths.Reader(file)
+            return reader.load(), reader.storages
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged pickles raise nearly anything
+        raise pickle.UnpicklingError(f"its pickle cannot be read: {error}") from None
+
+
+def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
+    """Return the records that an archive's pickle names and that are missing or too short.
+
+    Each comes with what is wrong. A pickle with other references than torch's gives nothing.
+
+    Raises:
+        MemoryError: As `read`.
+        OSError: The file cannot be read.
+    """
+    core = _core.restore(fd, False)[1]
+    try:
+        if core is not None:
+            (data,) = records.read(core, ("data.pkl",))
+            return _lacking(data, functools.partial(_nbytes_in, core), bound)
+        # Another program has packed the archive.
+        with open(os.dup(fd), "rb") as file, zipfile.ZipFile(file) as archive:
+            sizes = {each.filename.partition("/")[2]: each.file_size for each in archive.infolist()}
+            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            return _lacking(archive.read(name), sizes.get, bound)
+    except (pickle.UnpicklingError, records.RestoreFailed, *UNZIPPABLE):
+        return []
+    finally:
+        if core is not None:
+            core.close()
+
+
+def truncated(fd: int, bound: Bound = unbounded) -> str | None:
+    """Return a sentence if a file of torch's legacy format is truncated.
+
+    Its last pickle lists the storages. Their bytes follow, each with its length (8 bytes).
+
+    Raises:
+        MemoryError: As `read`.
+        OSError: The file cannot be read.
+    """
+    with open(os.dup(fd), "rb") as file:
+        file.seek(0)
+        try:
+            _, storages = _read(file, True, bound)
+            keys = _read(file, False, bound)[0]
+            end = file.tell() + sum(8 + _storage_nbytes(storages[key]) for key in keys)
+        except pickle.UnpicklingError as error:
+            cut = "truncated" in str(error) or "Ran out of input" in str(error)
+            return f"it is truncated: {error}" if cut else None
+        except (KeyError, TypeError):
+            return None
+        nbytes = os.fstat(fd).st_size
+    return f"it is truncated: it has {nbytes} bytes of {end}" if nbytes < end else None
+
+
+def _lacking(
+    data: bytes, nbytes_of: Callable[[str], int | None], bound: Bound
+) -> list[tuple[str, str]]:
+    wrong = []
+    for key, storage in _read(io.BytesIO(data), False, bound)[1].items():
+        nbytes, least = nbytes_of(f"data/{key}"), _storage_nbytes(storage)
+        if nbytes is None:
+            wrong.append((f"data/{key}", "it is missing"))
+        elif nbytes < least:
+            wrong.append((f"data/{key}", f"it has {nbytes} bytes of {least}"))
+    return wrong
+
+
+def _nbytes_in(core: _core.Restore, name: str) -> int | None:
+    number = core.find(name)
+    return None if number < 0 else core.sizes(number, 1)[0]
+
+
+def _storage_nbytes(storage: Storage) -> int:
+    try:
+        return min(int(storage.numel) * dtype(storage.kind)[1], MOST_BYTES)
+    except (TypeError, ValueError):
+        return 0  # a type that is not torch's
+
+
+@functools.lru_cache(maxsize=128)
+def dtype(name: str) -> tuple[str, int]:
+    """Return the type named by a storage's class or a dtype, and the bytes of its elements.
+
+    Such names are ``torch.FloatStorage`` and ``torch.int8``.
+
+    Raises:
+        ValueError: There is no such type.
+    """
+    name = name.rpartition(".")[2]
+    name = _STORAGES.get(name, name)
+    if name == "bool":
+        return name, 1
+    match = _DTYPE.fullmatch(name)
+    if match is None:
+        raise ValueError(f"there is no type {name}")
+    return name, -(-int(match[1]) // 8)

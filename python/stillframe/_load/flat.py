@@ -1,0 +1,265 @@
+"""Loading safetensors files: a flat dict of tensors, without a pickle.
+
+The header says where each tensor's bytes are. So the core's threads read them by a list of
+stretches (`_core.restore_bare`), ahead of the code that takes them. An index names several such
+files, which are loaded one after the other.
+
+The format has no checksums: what is checked is the structure.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, serialization
+
+from stillframe import _core
+from stillframe._base import bar, file_kinds, safetensors
+from stillframe._base import device as _device
+from stillframe._base.records import RestoreFailed
+from stillframe._base.safetensors import Entry, Header
+from stillframe._load import placement, restore
+from stillframe._load.errors import HALF_WRITTEN, How, MapLocation
+from stillframe._load.fill import Fill
+from stillframe._load.into import Plan
+from stillframe._save import ordered
+from stillframe.errors import CorruptCheckpointError, StillframeError
+
+
+def is_one(fd: int, path: str) -> bool:
+    """Return whether an open file is a safetensors file, or an index of some.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    fd: int
+    path: str
+    header: Header
+    first: int  # number of its first tensor among those of all files
+
+
+class Files:
+    """A safetensors file, or all that an index names; a context manager.
+
+    Args:
+        fd: The open file; it stays the caller's.
+
+    Raises:
+        CorruptCheckpointError: A file is damaged or missing.
+        OSError: One cannot be read.
+        StillframeError: This torch lacks a type that a file has.
+    """
+
+    def __init__(self, fd: int, how: How) -> None:
+        self._how = how
+        self._stack = contextlib.ExitStack()
+        try:
+            self._files = self._open(fd, how.path)
+        except safetensors.Damaged as error:
+            self._stack.close()
+            raise CorruptCheckpointError(f"{how.path} cannot be loaded: {error}") from None
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _open(self, fd: int, path: str) -> list[_File]:
+        if not path.endswith(safetensors.INDEX_SUFFIX):
+            return [_File(fd, path, _header(fd, path), 0)]
+        files: list[_File] = []
+        for name, tensors in safetensors.read_index(path).items():
+            shard = os.path.join(os.path.dirname(path), name)
+            opened = ordered.open_in_order(shard)
+            self._stack.callback(opened.close)
+            header = _header(opened.fileno(), shard)
+            safetensors.refuse_other_tensors(name, header.entries, tensors)
+            first = files[-1].first + len(files[-1].header.entries) if files else 0
+            files.append(_File(opened.fileno(), shard, header, first))
+        return files
+
+    # ---- new tensors ----
+
+    def load(self, map_location: MapLocation) -> dict[str, Tensor]:
+        """Return the tensors, in memory of their own."""
+        tensors: dict[str, Tensor] = {}
+        for file in self._files:
+            tensors.update(self._load(file, map_location))
+        return tensors
+
+    def _load(self, file: _File, map_location: MapLocation) -> Iterator[tuple[str, Tensor]]:
+        entries = file.header.entries
+        if isinstance(map_location, dict):
+            map_location = map_location.get("cpu", "cpu")  # where all of them were saved
+        if str(map_location) == "meta" or restore.reads_no_bytes():
+            yield from _without_bytes(entries, map_location)
+            return
+        if not entries:
+            return
+        devices: dict[int, torch.device] = {}
+        if map_location is not None and placement.may_find(map_location):
+            device = _device.of_location(str(map_location))
+            devices = {} if device is None else dict.fromkeys(range(len(entries)), device)
+        place = _place(None if devices else map_location)
+        core = self._restore(file)
+        memory = restore.Ahead(core, restore.ahead_bytes(map_location, devices), devices)
+        with bar.watched(core.done, file.path, file.header.nbytes), _explained(file):
+            try:
+                memory.begin()
+                for index, entry in enumerate(entries):
+                    storage = memory.take(index)
+                    assert storage is not None  # nobody has asked for it before
+                    storage = storage if devices else place(storage, "cpu")
+                    yield entry.name, _over(storage, entry)
+                memory.finish()
+            finally:
+                memory.close()
+
+    def mapped(self, map_location: MapLocation) -> dict[str, Tensor]:
+        """Return tensors that are the files' pages. Those that the file does not align are
+        copied."""
+        if restore.reads_no_bytes() or str(map_location) == "meta":
+            return self.load(map_location)
+        tensors: dict[str, Tensor] = {}
+        place = _place(map_location)
+        for file in self._files:
+            # This names the open file; the path may name another one by now.
+            name, nbytes = f"/proc/self/fd/{file.fd}", file.header.nbytes
+            whole = torch.UntypedStorage.from_file(name, False, nbytes)
+            for entry in file.header.entries:
+                storage = whole[entry.begin : entry.end]
+                if entry.begin % _dtype(entry).itemsize:
+                    storage = storage.clone()
+                tensors[entry.name] = _over(place(storage, "cpu"), entry)
+        return tensors
+
+    # ---- in place ----
+
+    def shapes(self) -> tuple[dict[str, Tensor], list[int]]:
+        """Return tensors without memory, which know their records, and the lengths of these. As
+        those of `restore.Shapes`, they are for `into.match` and `fill`."""
+        entries = [entry for file in self._files for entry in file.header.entries]
+        sizes = [entry.end - entry.begin for entry in entries]
+        tensors: dict[str, Tensor] = {}
+        for number, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
+            storage = restore.new_storage(size, "meta")
+            storage._checkpoint_offset = number
+            tensors[entry.name] = _over(storage, entry)
+        return tensors, sizes
+
+    def fill(self, plan: Plan, new: list[Tensor]) -> None:
+        """Read the bytes straight to the targets. The plan is then to be finished."""
+        for file in self._files:
+            if file.header.entries:
+                core = self._restore(file)
+                nbytes = file.header.nbytes
+                with (
+                    bar.watched(core.done, file.path, nbytes),
+                    _explained(file, f"; {HALF_WRITTEN}"),
+                ):
+                    Fill(core, plan, new, file.first).run()
+
+    def _restore(self, file: _File) -> _core.Restore:
+        """Return a restore whose records are the file's tensors."""
+        stretches = array.array("Q")
+        for entry in file.header.entries:
+            stretches.extend((entry.begin, entry.end - entry.begin))
+        return _core.restore_bare(file.fd, stretches, file.header.nbytes, self._how.shared)
+
+
+def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
+    """Return the tensors with those names of a module added that are tied to one of them.
+
+    safetensors files have each memory once, under one of its names.
+    """
+    if not isinstance(into, torch.nn.Module):
+        return tensors
+    found = dict(tensors)
+    named: dict[tuple[Any, ...], str] = {}
+    live = [(k, v) for k, v in into.state_dict().items() if isinstance(v, Tensor) and v.numel()]
+    for there in (True, False):
+        for name, tensor in live:
+            memory = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            if there and name in tensors:
+                named.setdefault(memory, name)
+            elif not there and name not in tensors and memory in named:
+                found[name] = tensors[named[memory]]
+    return found
+
+
+def _header(fd: int, path: str) -> Header:
+    """Return the header of an open file. See `Files` for the errors."""
+    try:
+        header = safetensors.read_header(fd)
+    except safetensors.Damaged as error:
+        raise CorruptCheckpointError(f"{path} cannot be loaded: {error}") from None
+    for entry in header.entries:
+        if not hasattr(torch, safetensors.DTYPES[entry.dtype][1] or "-"):
+            raise StillframeError(
+                f"{path} cannot be loaded: tensor {entry.name} is of type {entry.dtype}, which this"
+                " torch does not have"
+            )
+    return header
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, safetensors.DTYPES[entry.dtype][1])
+    return dtype
+
+
+def _shape(entry: Entry) -> tuple[int, ...]:
+    """Return the tensor's shape in torch, which counts a pair of 4-bit numbers as one element."""
+    if entry.dtype != "F4" or not entry.shape:
+        return entry.shape
+    return (*entry.shape[:-1], entry.shape[-1] // 2)
+
+
+def _over(storage: torch.UntypedStorage, entry: Entry) -> Tensor:
+    """Return the tensor over the storage of its bytes."""
+    shape = _shape(entry)
+    strides = itertools.accumulate(
+        (max(size, 1) for size in reversed(shape[1:])), lambda a, b: a * b, initial=1
+    )
+    empty = torch.empty(0, dtype=_dtype(entry), device=storage.device)
+    return empty.set_(storage, 0, shape, tuple(strides)[: len(shape)][::-1])
+
+
+def _without_bytes(entries: list[Entry], map_location: MapLocation) -> Iterator[tuple[str, Tensor]]:
+    device = "meta" if str(map_location) == "meta" else "cpu"
+    for entry in entries:
+        yield entry.name, torch.empty(_shape(entry), dtype=_dtype(entry), device=device)
+
+
+def _place(map_location: MapLocation) -> Any:
+    """Return the function that brings a storage to its device, as torch.load has it."""
+    return serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _explained(file: _File, more: str = "") -> Iterator[None]:
+    """Turn what a restore raises inside into the error of the load; `more` is behind it."""
+    try:
+        yield
+    except RestoreFailed as failed:
+        failure = failed.failure
+        if failure.reason is None:
+            where = f"{os.strerror(-failure.code)} (at byte {failure.offset}){more}"
+            raise OSError(-failure.code, where, file.path) from None
+        kind = CorruptCheckpointError if failure.code == _core.ECORRUPT else StillframeError
+        raise kind(f"{file.path} cannot be loaded: {failure.reason}{more}") from None

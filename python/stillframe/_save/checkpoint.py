@@ -1,0 +1,291 @@
+"""`checkpoint`: several files that become visible as one directory.
+
+    with checkpoint(path) as files:     a slot of the engine, a temporary directory beside `path`
+        files.save(obj, name)           a save of its own, staged in the call
+        files.save_safetensors(...)     likewise; `shards.py` splits large ones
+        write(files.path)               whatever anyone writes there
+    files.handle                        one save in the log
+
+`directory.py` has the save. This module has the block and the names of the files.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from torch import Tensor
+
+from stillframe import _core
+from stillframe._base import paths
+from stillframe._base.calls import inside
+from stillframe._save import completion, ordered
+from stillframe._save.api import engine_or_default
+from stillframe._save.core_save import CoreSave
+from stillframe._save.directory import DirectorySave
+from stillframe._save.engine import Engine, Path, limits_of, note_use, submit
+from stillframe._save.handle import SaveHandle, SkippedSave, wait_for_end
+from stillframe._save.options import Format, OnDurable, SaveOptions, Size, format_of
+from stillframe._save.shards import split
+from stillframe.errors import BusyError, StillframeError
+
+
+def checkpoint(
+    path: Path,
+    *,
+    durable: bool = True,
+    overlap: bool = True,
+    on_durable: OnDurable | None = None,
+    engine: Engine | None = None,
+) -> Checkpoint:
+    """Save several files that become visible together, as the directory `path`.
+
+        with stillframe.checkpoint("checkpoint-10") as files:
+            files.save(model.state_dict(), "model.pt")
+            files.save(optimizer.state_dict(), "optimizer.pt")
+            with open(os.path.join(files.path, "config.json"), "w") as file:
+                json.dump(config, file)
+        files.handle.result()   # optional: durable; raises what went wrong
+
+    Inside the block, `files.path` is a temporary directory beside `path`. `files.save` stages an
+    object as `async_save` does. Anyone may write other files into `files.path`, and into new
+    directories below it, until the block ends. The end of the block submits the save and returns.
+    In the background the rest is written and all of it is synced; then the directory gets its name,
+    in the order of all saves, and its parent is synced.
+
+    An existing directory is replaced as a whole: the path names the old directory or the new one at
+    every moment, and the old one is removed when the new one is durable. So do not give a directory
+    that holds anything else. On a file system that cannot exchange two directories (NFS), the path
+    is missing for a moment; see docs/guarantees.md.
+
+    If the block raises, or any file fails, nothing of the checkpoint is left, and the old directory
+    stays. Files that `load`, `exists` and `remove` find below `path` are those at their place in
+    the order of submission.
+
+    Args:
+        path: The directory. Links are followed; its parent must exist.
+        durable: Sync everything. False skips all syncs, also of files that others write.
+        overlap: False copies everything during the calls.
+        on_durable: Called as `on_durable(path, report)` on a thread of its own when the directory
+            is durable.
+        engine: The engine to use, `default_engine()` by default. The whole takes one of its
+            `max_in_flight` slots, when the block begins.
+
+    Returns:
+        A context manager, which gives itself: `.path`, `.save`, `.handle`.
+
+    Raises:
+        TypeError, ValueError: Unusable arguments, a `scheme://` path among them.
+        SaveError: (phase "open", when the block begins) The parent is missing or not writable, or
+            the path is not a directory.
+        BusyError, ForkError, StillframeError: (when the block begins) See `Engine`. With
+            `when_busy="skip"` the block runs, nothing of it is kept, and the handle is "skipped".
+    """
+    paths.as_text(path)
+    options = SaveOptions(overlap=overlap, durable=durable, on_durable=on_durable)
+    return Checkpoint(path, options, engine_or_default(engine))
+
+
+class Checkpoint:
+    """The files of one checkpoint, while its block runs. Made by `checkpoint`; used once."""
+
+    _save: DirectorySave | None = None
+    _skipped: SkippedSave | None = None
+
+    def __init__(self, path: Path, options: SaveOptions, engine: Engine) -> None:
+        self._given = path
+        self._text = paths.as_text(path)
+        self._options = options
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self._text!r}>"
+
+    # ---- for users ----
+
+    @property
+    def path(self) -> str:
+        """The temporary directory that the block fills."""
+        return self._begun().directory
+
+    @property
+    def handle(self) -> SaveHandle:
+        """The handle of the whole checkpoint. Wait for it behind the block."""
+        save = self._begun()
+        return save if self._skipped is None else self._skipped
+
+    def save(self, obj: object, name: str) -> None:
+        """Save `obj` as a file of the checkpoint; stage it as `async_save` does.
+
+        Args:
+            obj: Anything `torch.save` takes.
+            name: A path relative to the checkpoint; directories in it are made.
+
+        Raises:
+            TypeError, ValueError: `name` is no such path, or was saved already.
+            StillframeError: The block has ended.
+            Exception: As `async_save`. The block may go on without this file.
+        """
+        relative = _relative(name)
+        self._submit(obj, relative, format_of(relative), None)
+
+    def save_safetensors(
+        self,
+        tensors: Mapping[str, Tensor],
+        name: str,
+        metadata: Mapping[str, str] | None = None,
+        max_shard_size: Size | None = None,
+    ) -> None:
+        """Save tensors as a safetensors file of the checkpoint, or as several.
+
+        Args:
+            tensors: What `safetensors.torch.save_file` takes.
+            name: A path relative to the checkpoint that ends in ".safetensors".
+            metadata: Strings that the file's header holds beside the tensors.
+            max_shard_size: The most bytes of tensors in one file: an int, or a string such as
+                "5GB". More are split as `save_pretrained` does, into files such as
+                "model-00001-of-00003.safetensors", which "model.safetensors.index.json" names.
+
+        Raises:
+            TypeError, ValueError, StillframeError: As `save`, and for arguments of these.
+            OSError: The index could not be written.
+            Exception: As `safetensors.torch.save_file`, for tensors that it refuses.
+        """
+        shards = split(tensors, _relative(name), max_shard_size)
+        if shards.index_name:
+            self._add_name(shards.index_name)
+        for file, part in shards.files.items():
+            self._submit(part, file, "safetensors", metadata)
+        if shards.index_name and self._skipped is None:
+            with open(os.path.join(self.path, shards.index_name), "xb") as index:
+                index.write(shards.index)
+
+    # ---- the block ----
+
+    def __enter__(self) -> Checkpoint:
+        if self._save is not None:
+            raise StillframeError("a checkpoint is used once: call stillframe.checkpoint() again")
+        try:
+            with inside() as nested:
+                self._begin(time.perf_counter(), nested)
+            return self
+        except BaseException:
+            self._leave("its block did not begin")
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            with inside():
+                save = self._begun()
+                if self._skipped is not None:
+                    save.give_up("the engine was busy")
+                elif kind is None:
+                    save.launch()
+        finally:
+            self._leave("its block raised" if kind is not None else "its end was interrupted")
+        if completion.completion.over:
+            wait_for_end(save)
+
+    def __del__(self) -> None:
+        self._leave("its block was never left")
+
+    def _begin(self, entered: float, nested: bool) -> None:
+        ordered.refuse_inside()  # the call may wait for a slot
+        durable = self._options.durable
+        target = paths.target(
+            self._given, follow_link=True, create_parents=False, durable=durable, directory=True
+        )
+        completion.completion.start()
+        self._save = save = DirectorySave(
+            self._text,
+            self._given,
+            self._options.on_durable,
+            entered=entered,
+            folder=_core.Folder(target.directory, target.name, durable),
+            key=os.path.join(target.directory, target.name),
+        )
+        try:
+            save.take_slot(self._engine, nested=nested)
+        except BusyError:
+            if limits_of(self._engine).when_busy != "skip":
+                raise
+            self._skipped = SkippedSave(self._text)
+        save.open()
+        note_use(self._engine)
+
+    def _leave(self, why: str) -> None:
+        """Give the save up if it is still open, unless a forked child calls this."""
+        save = self._save
+        if save is not None and save.is_open():
+            save.give_up(why)
+            save.close()
+
+    def _begun(self) -> DirectorySave:
+        if self._save is None:
+            raise StillframeError("use it as `with stillframe.checkpoint(path) as files:`")
+        return self._save
+
+    def _add_name(self, name: str) -> None:
+        """Note a file, and make the directories above it."""
+        save = self._begun()
+        save.refuse_closed()
+        if name in save.names:
+            raise ValueError(f"{name} was saved already in this checkpoint")
+        os.makedirs(os.path.dirname(os.path.join(save.directory, name)), exist_ok=True)
+        save.names.add(name)
+
+    def _submit(
+        self, obj: object, name: str, format: Format, metadata: Mapping[str, str] | None
+    ) -> None:
+        save = self._begun()
+        self._add_name(name)
+        if self._skipped is not None:
+            return
+        made: list[CoreSave] = []
+
+        def before_launch(file: CoreSave) -> None:
+            made.append(file)
+            save.add(file)
+
+        try:
+            options = SaveOptions(
+                overlap=self._options.overlap,
+                durable=self._options.durable,
+                follow_link=False,
+                wait_for_slot=True,
+                ordered=False,
+                format=format,
+                metadata=metadata,
+                shown=os.path.join(self._text, name),
+                before_launch=before_launch,
+            )
+            submit(self._engine, obj, os.path.join(save.directory, name), options)
+        except BaseException:
+            save.names.discard(name)
+            for file in made:
+                save.drop(file)
+            raise
+
+
+def _relative(name: object) -> str:
+    """Return the name of a file in the checkpoint, without needless parts.
+
+    Raises:
+        TypeError, ValueError: It is no relative path to a file below the checkpoint.
+    """
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"a file's name has to be a str, not {type(name).__name__}")
+    text = paths.as_text(name)
+    parts = text.split("/")
+    if text.startswith("/") or ".." in parts or parts[-1] in ("", "."):
+        raise ValueError(
+            f"{text!r} is not a file in the checkpoint: give a relative name without '..'"
+        )
+    return "/".join(part for part in parts if part not in ("", "."))

@@ -1,0 +1,363 @@
+"""Implements `DirectorySave`: the save of several files that become visible as one directory.
+
+Each file is a save without an entry in the log (`SaveOptions.ordered`), renamed within the
+temporary directory as soon as it is synced. The directory has the one entry. At its turn, the
+log's thread waits for the files, syncs what others wrote, puts the directory in place and removes
+the old one (csrc/core/file/folder.c).
+
+    open ──the block ends──▶ in the log ──its turn──▶ committing ──▶ durable, failed
+      │                          ╲─ cancel ─▶ cancelled
+      ╰── the block raises ──▶ cancelled
+
+`checkpoint.py` has the block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from stillframe import _core
+from stillframe._save import completion
+from stillframe._save.core_save import CoreSave, error_of_step
+from stillframe._save.engine import Engine, take_slot
+from stillframe._save.external import ExternalSave
+from stillframe._save.handle import Deadline, State, take_unseen_error
+from stillframe._save.options import OnDurable
+from stillframe._save.report import Interval, SaveReport
+from stillframe.errors import SaveError, StillframeError
+
+log = logging.getLogger("stillframe")
+
+T = TypeVar("T")
+
+
+class DirectorySave(ExternalSave):
+    """The handle of such a save; for the arguments not listed see `ExternalSave`.
+
+    Args:
+        folder: The temporary directory, not yet open.
+        key: The directory's name in the log.
+
+    Attributes:
+        directory: The path of the temporary directory.
+        names: The files that its user has saved, relative to it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        given: Any,
+        on_durable: OnDurable | None,
+        *,
+        entered: float,
+        folder: _core.Folder,
+        key: bytes,
+    ) -> None:
+        super().__init__(path, given, on_durable, entered=entered, known_as=path)
+        self._outcome.cancellable = True
+        self.directory = ""
+        self.names: set[str] = set()
+        self._folder = folder
+        self._key = key
+        self._files: list[CoreSave] = []
+        self._copies: list[Future[None]] = []  # one of each file
+        self._opened_by: int | None = threading.get_ident()
+        self._closed = threading.Event()
+        self._closed_s = self._copied_s = 0.0
+        self._cancelled = self._committing = False
+        self._leaving: Interval | None = None
+
+    # ---- for users ----
+
+    def _state_under_way(self) -> State:
+        if not self._closed.is_set() or not all(file._is_staged() for file in list(self._files)):
+            return "staging"
+        return "writing" if all(file.done() for file in list(self._files)) else "staged"
+
+    def progress(self) -> tuple[int, int]:
+        """Return (bytes written so far, bytes in all) of the files that stillframe saves."""
+        self._birth.refuse_child()
+        report = self._outcome.report
+        if report is not None:
+            return report.nbytes, report.nbytes
+        each = [file.progress() for file in list(self._files)]
+        return sum(done for done, _ in each), sum(nbytes for _, nbytes in each)
+
+    def cancel(self) -> bool:
+        self._birth.refuse_child()
+        with self._outcome.lock:
+            if self._committing or self._outcome.settled:
+                return False
+            self._cancelled = True
+        self._cancel_files()
+        return True
+
+    def _is_staged(self) -> bool:
+        return self._closed.is_set() and all(file._is_staged() for file in list(self._files))
+
+    def _wait_until_staged(self, deadline: Deadline) -> bool:
+        self._wait_until_closed(deadline, "staged")
+        staged = [file._wait_until_staged(deadline) for file in list(self._files)]
+        return all(staged) and self._outcome.error is None
+
+    def _wait_until_ended(self, deadline: Deadline) -> None:
+        self._wait_until_closed(deadline, "durable")
+        super()._wait_until_ended(deadline)
+
+    def _wait_until_closed(self, deadline: Deadline, wanted: str) -> None:
+        self._birth.refuse_child()
+        if self._closed.is_set():
+            return
+        if self._opened_by == threading.get_ident():
+            raise StillframeError(
+                f"the checkpoint {self._path} begins when its `with` block ends: wait for its"
+                " handle behind the block"
+            )
+        if not self._closed.wait(deadline.left()):
+            raise self._late(deadline, wanted)
+
+    # ---- for the block ----
+
+    def take_slot(self, engine: Engine, *, nested: bool) -> None:
+        """Take a slot of the engine for the whole, see `engine.take_slot`."""
+        self._slot = take_slot(engine, nested=nested)
+        self.waited()
+
+    def open(self) -> None:
+        """Make the temporary directory.
+
+        Raises:
+            SaveError: The operating system refused it.
+        """
+        self.directory = self._do(self._folder.open())
+        _open_ones.add(self)
+        self._call.end()
+
+    def is_open(self) -> bool:
+        """Return whether this process runs the block. A forked child does not."""
+        return not self._closed.is_set() and not self._birth.foreign()
+
+    def refuse_closed(self) -> None:
+        """Refuse a file for a checkpoint whose block has ended.
+
+        Raises:
+            ForkError, StillframeError: It belongs to the parent process, or has ended.
+        """
+        self._birth.refuse_child()
+        if self._closed.is_set():
+            raise StillframeError(f"the block of the checkpoint {self._path} has ended")
+
+    def add(self, file: CoreSave) -> None:
+        """Add the save of a file, before it is launched."""
+        self._files.append(file)
+
+    def launch(self) -> None:
+        """Put the save into the log: the block has ended.
+
+        Raises:
+            ForkError: It belongs to the parent process.
+            StillframeError: It was given up, because the interpreter is exiting.
+        """
+        self._birth.refuse_child()
+        if not self._unclaimed:
+            raise StillframeError(f"{self._path} was not saved: the interpreter is exiting")
+        self._leaving = Interval(time.perf_counter())
+        self._closed_s = time.perf_counter() - self._entered
+        self._copies = [file.staging_completion for file in self._files]
+        self.submit(self._key, _core.WORK_DIRECTORY, self._work)
+        self.close()
+        for copy in self._copies:
+            # Here and not on the callback thread, which users' callbacks may delay.
+            Future.add_done_callback(copy, self._tell_copied)
+        self._tell_copied()
+        self._leaving.end()
+
+    def give_up(self, why: str) -> None:
+        """End the save, and leave nothing of it, unless it was launched or has ended."""
+        if not self._birth.foreign() and self.claim():
+            self._give_up(why)
+
+    def was_not_launched(self) -> None:
+        super().was_not_launched()
+        self._give_up("the end of its block was interrupted")
+
+    def _give_up(self, why: str) -> None:
+        try:
+            self._cancel_files()
+            for file in list(self._files):
+                file.add_done_callback(take_unseen_error)
+            self._clear()
+        finally:
+            self.close()
+            self.end(None, CancelledError(f"{self._path} was not saved: {why}"))
+
+    def drop(self, file: CoreSave) -> None:
+        """Remove a file's save that was not launched; one that was stays."""
+        if not file.done() and file not in completion.in_flight.values():
+            with contextlib.suppress(ValueError):  # Ctrl-C came before `add`
+                self._files.remove(file)
+
+    def close(self) -> None:
+        """Let others wait for the end: the block is over. A signal handler that interrupts its end
+        is refused to wait, because the end would never come."""
+        _open_ones.discard(self)
+        self._closed.set()
+        self._opened_by = None
+
+    def _cancel_files(self) -> None:
+        for file in list(self._files):
+            file.cancel()
+
+    def _tell_copied(self, _: object = None) -> None:
+        """Resolve the staging future when the last file is copied."""
+        copies = self._copies
+        if self._outcome.settled or not all(copy.done() for copy in copies):
+            return
+        failures = [
+            CancelledError() if copy.cancelled() else Future.exception(copy) for copy in copies
+        ]
+        self._outcome.notify_staged(next((each for each in failures if each is not None), None))
+
+    # ---- at its turn in the log ----
+
+    def _work(self) -> bool:
+        report: SaveReport | None = None
+        failure: BaseException | None = None
+        try:
+            report = self._report(self._commit())
+        except BaseException as error:  # whatever it is, the save must end
+            failure = error.with_traceback(None)
+            self._clear()
+        self.end(report, failure)
+        if failure is None:
+            self._clear()  # the old directory, for which the new one's users need not wait
+        return failure is None
+
+    def _commit(self) -> int:
+        """Put the directory in place; return the bytes of its files.
+
+        Raises:
+            SaveError, StillframeError: A file failed, or a step of the commit did.
+            CancelledError: The save was cancelled.
+        """
+        failure: BaseException | None = None
+        for file in self._files:
+            error = _error_of(file)
+            if error is not None and failure is None:
+                failure = error
+                self._cancel_files()
+        self._refuse_cancelled()
+        if failure is not None:
+            raise failure
+        nbytes = self._do(self._folder.sync())
+        with self._outcome.lock:
+            self._refuse_cancelled()
+            self._committing = True
+        self._do(self._folder.commit())
+        return nbytes
+
+    def _refuse_cancelled(self) -> None:
+        if self._cancelled:
+            raise CancelledError(f"the save of {self._path} was cancelled")
+
+    def _report(self, nbytes: int) -> SaveReport:
+        reports = [file.result() for file in self._files]
+        staged_s = [
+            file.entered - self._entered + report.staged_after_s
+            for file, report in zip(self._files, reports, strict=True)
+        ]
+        in_calls = sum(report.blocked_s for report in reports)
+        leaving_s = 0.0 if self._leaving is None else self._leaving.seconds
+        direct = bool(reports) and all(report.io_mode == "direct" for report in reports)
+        return SaveReport(
+            path=self._path,
+            nbytes=nbytes,
+            num_tensors=sum(report.num_tensors for report in reports),
+            captured_nbytes=sum(report.captured_nbytes for report in reports),
+            deferred_nbytes=sum(report.deferred_nbytes for report in reports),
+            blocked_s=self._call.seconds + in_calls + leaving_s,
+            gate_wait_s=sum(report.gate_wait_s for report in reports),
+            backpressure_s=self._waited_s + sum(report.backpressure_s for report in reports),
+            staged_after_s=max([self._closed_s, *staged_s]),
+            durable_after_s=time.perf_counter() - self._entered,
+            peak_pool_bytes=sum(report.peak_pool_bytes for report in reports),
+            io_mode="direct" if direct else "buffered",
+            fallbacks=tuple(dict.fromkeys(line for each in reports for line in each.fallbacks)),
+        )
+
+    def _will_hold(self, name: str) -> bool:
+        above = os.fsdecode(self._key) if self._committing else self.directory
+        return name in self.names or os.path.lexists(os.path.join(above, name))
+
+    def _release(self) -> None:
+        self._files, self._copies = [], []
+
+    def _do(self, answer: tuple[T, int, str, str]) -> T:
+        """Return the result of a step of the folder.
+
+        Raises:
+            SaveError, StillframeError: It failed.
+        """
+        result, code, phase, note = answer
+        if code:
+            raise error_of_step(self._path, code, phase, note)
+        return result
+
+    def _clear(self) -> None:
+        _, code, _, _ = self._folder.clear()
+        if code:
+            log.warning(
+                "stillframe: %s: something hidden is left beside it, which the next save there"
+                " removes: %s",
+                self._path,
+                os.strerror(-code),
+            )
+
+
+def _error_of(file: CoreSave) -> BaseException | None:
+    """Wait for the end of a file's save and return its error, which counts as seen."""
+    try:
+        error = file.exception()
+    except CancelledError as cancelled:
+        return cancelled
+    if isinstance(error, SaveError) and error.phase == "sync directory":
+        # For the whole this phase means that the new directory is in place.
+        return SaveError(error.errno or 0, error.strerror or "", error.filename, "sync")
+    return error
+
+
+# Directories whose block has not ended.
+_open_ones: weakref.WeakSet[DirectorySave] = weakref.WeakSet()
+
+
+def give_up_open() -> None:
+    """Give up directories whose block has not ended: the interpreter is exiting."""
+    for save in list(_open_ones):
+        save.give_up("the interpreter exited inside its block")
+
+
+def will_hold(key: bytes) -> bool:
+    """Return whether a name below a directory under way will be there when that save has ended.
+
+    Args:
+        key: The name in the log.
+    """
+    for save in reversed(list(completion.in_flight.values())):
+        if isinstance(save, DirectorySave) and key.startswith(save._key + b"/"):
+            return save._will_hold(os.fsdecode(key[len(save._key) + 1 :]))
+    return os.path.lexists(key)  # it has just ended
+
+
+def _forked() -> None:
+    """Forget the parent's blocks in a forked child."""
+    _open_ones.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,171 @@
+"""Implements `ExternalSave`: a save whose bytes Python code writes, or other saves do.
+
+It ends as external work in the order of the log (`ordered.py`). Its subclasses know what is
+written: a snapshot, by another CheckpointIO or by all ranks (`_snapshot/save.py`), or the files of
+a directory, by saves of their own (`directory.py`).
+
+    made ──begin──▶ under way ──end──▶ durable, failed or cancelled
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+from stillframe import _core
+from stillframe._save import completion, ordered
+from stillframe._save.handle import Deadline, SaveHandle, State
+from stillframe._save.options import OnDurable
+from stillframe._save.ordered import Turn
+from stillframe._save.report import Interval, SaveReport
+
+
+class ExternalSave(SaveHandle):
+    """The handle of a save that the core does not write as one file.
+
+    Args:
+        path: The path to show.
+        given: The path as given, for `on_durable`.
+        entered: `time.perf_counter()` at the call's entry.
+        slot: The save's slot in the engine, which is given back at the end; None without one.
+        known_as: The name for the save in the log message about an error that was not collected.
+
+    Attributes:
+        told: The caller knows the save's error already, so it is not reported again.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        given: Any,
+        on_durable: OnDurable | None,
+        *,
+        entered: float,
+        slot: _core.Slot | None = None,
+        known_as: str = "a save",
+    ) -> None:
+        super().__init__(path, given, on_durable, known_as=known_as)
+        self._outcome.cancellable = False
+        self.told = False
+        self._number = next(completion.numbers)
+        self._slot = slot
+        self._entered = entered
+        self._waited_s = 0.0
+        self._call = Interval(entered)
+        self._over = threading.Event()
+        self._unclaimed = [True]
+
+    # ---- for users ----
+
+    @property
+    def state(self) -> State:
+        self._birth.refuse_child()
+        if not self._has_ended():
+            return self._state_under_way()
+        if isinstance(self._outcome.error, CancelledError):
+            return "cancelled"
+        return "durable" if self._outcome.error is None else "failed"
+
+    def _has_ended(self) -> bool:
+        with self._outcome.lock:
+            return self._outcome.settled
+
+    def _wait_until_ended(self, deadline: Deadline) -> None:
+        self._birth.refuse_child()
+        if not self._outcome.settled:
+            ordered.refuse_inside()
+            if not self._over.wait(deadline.left()):
+                raise self._late(deadline, "durable")
+        self._settle()
+
+    # ---- for subclasses to override ----
+
+    def _state_under_way(self) -> State:
+        return "writing"
+
+    def _release(self) -> None:
+        """Drop what only a save under way needs."""
+
+    # ---- for the code that makes the save ----
+
+    def waited(self) -> None:
+        """Record that the call has waited for other saves until now."""
+        self._waited_s = time.perf_counter() - self._entered
+
+    def submit(self, key: bytes, kind: int, work: Callable[[], bool]) -> None:
+        """Put the save into the log; `work()` runs at its turn, calls `end`, and returns whether
+        the save succeeded.
+
+        If this raises, the save was not made and nobody calls `work`; or Ctrl-C came just after
+        the launch, and the save goes on.
+
+        Args:
+            key: The name in the log, see `paths.key`.
+            kind: See `ordered.submit`.
+        """
+        try:
+            self.begin()
+            ordered.submit(key, kind, lambda after_good: self.claim() and work())
+            self.launched()
+        except BaseException:
+            if self.claim():
+                self.was_not_launched()
+            raise
+
+    def claim(self) -> bool:
+        """Return whether the caller is to end the save. Exactly one is: the thread that works on
+        it, or the code that gives it up. Ctrl-C may come at any moment."""
+        try:
+            return self._unclaimed.pop()
+        except IndexError:
+            return False
+
+    def begin(self) -> None:
+        """Keep the save alive from here on, until it ends."""
+        completion.in_flight[self._number] = self
+
+    def launched(self) -> None:
+        """Record that the save now ends by itself, whatever becomes of the call."""
+        if self._slot is not None:
+            self._slot.launched()
+
+    def was_not_launched(self) -> None:
+        """Undo `begin`: the save was not made."""
+        self._give_back_slot()
+        completion.in_flight.pop(self._number, None)
+
+    def call_is_over(self) -> None:
+        """Record that the call that asked for the save returns now."""
+        self._call.end()
+
+    def end(
+        self,
+        report: SaveReport | None,
+        error: BaseException | None,
+        *,
+        value: object = None,
+        turn: Turn | None = None,
+    ) -> None:
+        """Settle the save.
+
+        Args:
+            value: The result of `upload_completion`, if that is not the report.
+            turn: The save's entry in the log. Later entries learn of the end before the save's
+                users do, but not before its error can be read.
+        """
+        with self._outcome.lock:  # an ended save has no slot left, nor has a closed engine
+            self._give_back_slot()
+            self._outcome.settle(report, error, value=value, told=self.told)
+        if turn is not None:
+            turn.end(error is None)
+        self._release()
+        completion.in_flight.pop(self._number, None)
+        self._over.set()
+        self._outcome.notify()
+
+    def _give_back_slot(self) -> None:
+        if self._slot is not None:
+            self._slot.give_back()

@@ -1,0 +1,93 @@
+"""The split of a dict of tensors into several safetensors files, and the index that names them.
+
+The split is that of `huggingface_hub.split_torch_state_dict_into_shards`. Tensors in the dict's
+order fill a file up to the limit. A tensor beyond the limit has a file of its own. Tensors over one
+storage stay together, and the storage counts once and as a whole. Only the caller can make the
+files visible together, so this module only plans them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stillframe._base import sizes
+from stillframe._base.safetensors import INDEX_SUFFIX, SUFFIX
+from stillframe._tree import flat
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The files of a split.
+
+    Attributes:
+        files: The tensors of each file, by its name.
+        index_name: The name of the index; "" if one file has everything, which needs none.
+        index: The contents of the index.
+    """
+
+    files: dict[str, dict[str, Tensor]]
+    index_name: str = ""
+    index: bytes = b""
+
+
+def split(tensors: object, name: str, max_shard_size: int | str | None) -> Shards:
+    """Split a flat dict of tensors into files of at most ``max_shard_size`` bytes of tensors.
+
+    Args:
+        tensors: A dict that one safetensors file could hold.
+        name: The name of that file, such as "model.safetensors". Files of a split are called
+            "model-00001-of-00003.safetensors" and so on.
+        max_shard_size: Bytes, or a string such as "5GB" (of 1000); None makes one file.
+
+    Raises:
+        ValueError, TypeError: The name does not end in ".safetensors", or the size makes no sense.
+        Exception: As `stillframe.save` for a safetensors file, for what is no such dict.
+    """
+    if not name.endswith(SUFFIX):
+        raise ValueError(f"the name of a safetensors file has to end in {SUFFIX}, not {name!r}")
+    checked = flat.checked(tensors)
+    if max_shard_size is None:
+        return Shards({name: checked})
+    shards, nbytes = _pack(checked, sizes.parse(max_shard_size, "max_shard_size"))
+    if len(shards) < 2:
+        return Shards({name: checked})
+    stem = name.removesuffix(SUFFIX)
+    names = [f"{stem}-{i:05}-of-{len(shards):05}{SUFFIX}" for i in range(1, len(shards) + 1)]
+    files = dict(zip(names, shards, strict=True))
+    weight_map = {key: file for file, shard in files.items() for key in shard}
+    index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return Shards(files, stem + INDEX_SUFFIX, text.encode())
+
+
+def _pack(tensors: dict[str, Tensor], most: int) -> tuple[list[dict[str, Tensor]], int]:
+    """Return the tensors of each file, and the bytes of all storages."""
+    shards: list[dict[str, Tensor]] = []
+    open_shard: dict[str, Tensor] = {}
+    filled = total = 0
+    shard_of: dict[tuple[torch.device, int, int], dict[str, Tensor]] = {}  # by storage
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        key = storage.device, storage.data_ptr(), nbytes
+        known = shard_of.get(key)
+        if known is not None:
+            known[name] = tensor
+            continue
+        total += nbytes
+        if nbytes > most:
+            shard = {name: tensor}
+            shards.append(shard)
+        else:
+            if filled + nbytes > most:
+                shards.append(open_shard)
+                open_shard, filled = {}, 0
+            open_shard[name] = tensor
+            filled += nbytes
+            shard = open_shard
+        shard_of[key] = shard
+    return [*shards, *([open_shard] if open_shard else [])], total

@@ -1,0 +1,43 @@
+"""`stillframe latest DIR`: print the path of the newest whole checkpoint.
+
+Exit status: 0 printed; 2 there is none, or no such directory. Checkpoints that are passed over are
+named on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from stillframe._base.bar import printable
+from stillframe._check import newest
+from stillframe._check.files import UNUSABLE, reason_of
+from stillframe._shell import contents
+
+
+class _Lines(logging.Handler):
+    """Prints what is logged to stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), file=sys.stderr)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    lines, logger = _Lines(), logging.getLogger("stillframe")
+    logger.addHandler(lines)
+    try:
+        thorough = options.check == "bytes"
+        found = newest.find(options.directory, thorough=thorough, bound=contents.bounded)
+    except (OSError, ValueError) as error:
+        reason = reason_of(error).replace("no such file", "no such directory")
+        print(f"{printable(options.directory)}: {reason}", file=sys.stderr)
+        return UNUSABLE
+    finally:
+        logger.removeHandler(lines)
+    if found is None:
+        print(f"{printable(options.directory)}: no whole checkpoint is in it", file=sys.stderr)
+        return UNUSABLE
+    print(found)
+    return 0

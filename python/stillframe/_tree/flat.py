@@ -1,0 +1,276 @@
+"""The plan of a safetensors file: a flat dict of tensors.
+
+A file is a header of JSON, which names dtype, shape and offsets of each tensor, then the tensors'
+bytes without a gap (https://github.com/huggingface/safetensors#format). `build` checks the dict as
+`safetensors.torch.save_file` does, and finds the storages. When it is decided which of them are
+captured and which are deferred, `Flat.lay_out` orders the tensors and writes the header.
+
+Tensors with longer elements come first, so that each starts at a multiple of its element size.
+Among those of one size, tensors that are copied together are adjacent; then they follow the
+library's order, by dtype and name. Data begin at a multiple of 4096, for readers that map the file
+or read it with O_DIRECT; the format allows the spaces that this takes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._base import safetensors
+from stillframe._tree.skeleton import SOURCE, Skeleton, copied_sentence
+
+_ALIGN = 4096
+_METADATA = "__metadata__"
+_MEMBER = struct.Struct("=QQII")  # struct sfr_member: off, nbytes, source, reserved
+
+_PAIRS = "F4"  # torch counts bytes, and the format elements
+_DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
+    getattr(torch, word): (name, rank, getattr(torch, word).itemsize)
+    for rank, (name, (_, word)) in enumerate(safetensors.DTYPES.items())
+    if hasattr(torch, word or "-")
+}
+
+_quoted: Callable[[str], str] = encode_basestring
+# Returns the conjugate and negative bits; unlike is_conj and is_neg it keeps the interpreter lock.
+_bits: Callable[[Tensor], dict[str, bool]] = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
+
+
+class Member(NamedTuple):
+    """One tensor: which bytes of which storage, and what the header says of it.
+
+    Attributes:
+        storage: The storage's number; -1 for a tensor without bytes.
+        offset, nbytes: Its bytes in the storage.
+        rank: The place of the dtype in the library's order.
+    """
+
+    name: str
+    dtype: str
+    rank: int
+    itemsize: int
+    shape: list[int]
+    storage: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Flat(Skeleton):
+    """The plan of a safetensors file; ``data`` is its header, which `lay_out` makes.
+
+    Attributes:
+        members: The tensors.
+        metadata: What ``__metadata__`` of the header holds, if anything.
+    """
+
+    members: list[Member] = field(default_factory=list)
+    metadata: Mapping[str, str] | None = None
+
+    def names(self, index: int) -> list[str]:
+        """Return the names of the tensors over storage ``index``."""
+        return [member.name for member in self.members if member.storage == index]
+
+    def lay_out(self) -> bytes:
+        """Write the header into ``data``, for the lanes that ``rows`` has now.
+
+        Returns:
+            One ``struct sfr_member`` (24 bytes) for each tensor that has bytes, in their order in
+            the file.
+
+        Raises:
+            ValueError: The header is longer than readers accept.
+            UnicodeEncodeError: A name is not valid Unicode.
+        """
+        lanes = [(lane, place) for _, _, lane, place in SOURCE.iter_unpack(self.rows)]
+        lanes.append((0, 0))  # of storage -1
+        order = sorted(
+            self.members,
+            key=lambda each: (-each.itemsize, lanes[each.storage], -each.rank, each.name),
+        )
+        head: list[str] = []
+        if self.metadata is not None:
+            pairs = (f"{_quoted(k)}:{_quoted(v)}" for k, v in self.metadata.items())
+            head.append(f'"{_METADATA}":{{{",".join(pairs)}}}')
+        packed = bytearray()
+        begin = 0
+        for each in order:
+            end = begin + each.nbytes
+            head.append(
+                f'{_quoted(each.name)}:{{"dtype":"{each.dtype}","shape":{each.shape},'
+                f'"data_offsets":[{begin},{end}]}}'
+            )
+            if each.nbytes:
+                packed += _MEMBER.pack(each.offset, each.nbytes, each.storage, 0)
+            begin = end
+        text = f"{{{','.join(head)}}}".encode()
+        length = (8 + len(text) + _ALIGN - 1) // _ALIGN * _ALIGN - 8
+        if length > safetensors.MAX_HEADER:
+            raise ValueError(
+                f"the names, shapes and metadata take {len(text)} bytes, and readers of safetensors"
+                f" accept at most {safetensors.MAX_HEADER}: save fewer tensors in one file"
+            )
+        self.data = struct.pack("<Q", length) + text.ljust(length)
+        return bytes(packed)
+
+
+def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
+    """Check that a safetensors file can hold ``obj``, and plan it except for the order.
+
+    torch copies tensors of devices other than CUDA to host memory in the call, and a sentence in
+    ``fallbacks`` says so. It also makes copies of conjugated and negated tensors.
+
+    Raises:
+        Exception: As `safetensors.torch.save_file`, and in substance its messages: ValueError for
+            what is no dict of tensors and for sparse or non-contiguous tensors, RuntimeError for
+            tensors that share memory, KeyError for a dtype that the format lacks, TypeError for
+            names that are not strings.
+    """
+    with torch._C.DisableTorchFunction():
+        tensors = checked(obj)
+        found = _Builder()
+        for name, tensor in tensors.items():
+            found.add(name, tensor)
+    return Flat(
+        data=b"",
+        storages=found.storages,
+        numbers=_core.Numbers(list(found.numbers)),
+        rows=found.rows,
+        num_tensors=len({id(tensor) for tensor in tensors.values()}),
+        fallbacks=[copied_sentence(count, origin) for origin, count in found.copied.items()],
+        devices=tuple(sorted(place - 1 for place in found.places if place)),
+        members=found.members,
+        metadata=metadata,
+    )
+
+
+def checked(obj: object) -> dict[str, Tensor]:
+    """Return ``obj`` if it is a dict of dense tensors that share no memory."""
+    if not isinstance(obj, dict):
+        raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(obj)}")
+    sparse = []
+    for name, tensor in obj.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}"
+            )
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a tensor has to be a str, not {type(name).__name__}")
+        if tensor.layout is not torch.strided:
+            sparse.append(name)
+    if sparse:
+        raise ValueError(
+            f"You are trying to save sparse tensors: `{sparse}`, which safetensors does not"
+            " support. Make them dense with `.to_dense()`, which may take much more space"
+        )
+    if _METADATA in obj:
+        raise ValueError(f"a tensor cannot be named {_METADATA}: use metadata=")
+    if shared := _sharing(obj):
+        raise RuntimeError(
+            f"Some tensors share memory, which a safetensors file cannot keep: {shared}. Save one"
+            " of each, or copies of them (`tensor.clone()`), or use format='torch', which keeps"
+            " shared memory"
+        )
+    return obj
+
+
+def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Return the names of tensors with common bytes, in groups."""
+    names_of: dict[tuple[Any, int, int], list[str]] = {}  # by storage
+    for name, tensor in tensors.items():
+        device = tensor.device
+        if device.type == "meta" or not tensor.numel():
+            continue
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if address and nbytes:
+            names_of.setdefault((device, address, nbytes), []).append(name)
+    groups: list[list[str]] = []
+    for names in names_of.values():
+        if len(names) == 1:
+            continue
+        last = -1
+        for begin, end, name in sorted((*_area(tensors[name]), name) for name in names):
+            if begin < last:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+            last = end
+    return [names for names in groups if len(names) > 1]
+
+
+def _area(tensor: Tensor) -> tuple[int, int]:
+    """Return where the bytes of a tensor with elements begin and end in its storage."""
+    first = int(tensor.storage_offset())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((size - 1) * stride for size, stride in steps)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def _in_elements(name: str, shape: list[int]) -> list[int]:
+    """Return the shape that the format gives a tensor of bytes with two elements each."""
+    if not shape:
+        raise ValueError(f"`{name}` has elements of four bits and no dimension to count them in")
+    return [*shape[:-1], 2 * shape[-1]]
+
+
+class _Builder:
+    """The storages of a file's tensors, each once, and its members."""
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self.numbers: dict[int, int] = {}  # by the address of the StorageImpl
+        self.rows = bytearray()
+        self.places: set[int] = set()
+        self.copied: dict[str, int] = {}  # storages that torch copied, by device
+        self.members: list[Member] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Check one tensor and enter it, and its storage unless it has no bytes."""
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"You are trying to save a non contiguous tensor: `{name}`, which is not allowed."
+                " Call `.contiguous()` on it, or save the tensor that it is a view of"
+            )
+        known = _DTYPES.get(tensor.dtype)
+        if known is None:
+            raise KeyError(
+                f"`{name}` has the dtype {tensor.dtype}, which safetensors does not support"
+            )
+        word, rank, itemsize = known
+        place = _device.place_of_tensor(tensor)
+        if place < 0:
+            origin = str(tensor.device)
+            tensor = tensor.to("cpu")
+            place = _device.place_of_tensor(tensor)
+            self.copied[origin] = self.copied.get(origin, 0) + 1
+        if _bits(tensor):
+            tensor = tensor.resolve_conj().resolve_neg()
+        nbytes, offset = tensor.numel() * itemsize, int(tensor.storage_offset()) * itemsize
+        number = self._enter(name, tensor, place, offset + nbytes) if nbytes else -1
+        shape = list(tensor.shape)
+        if word == _PAIRS:
+            shape = _in_elements(name, shape)
+        self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
+
+    def _enter(self, name: str, tensor: Tensor, place: int, needed: int) -> int:
+        """Return the number of the tensor's storage, which has to have `needed` bytes."""
+        storage = tensor.untyped_storage()
+        address, nbytes = _device.address_of(storage), storage.nbytes()
+        if address == 0 or nbytes < needed:
+            raise ValueError(
+                f"tensor `{name}` has no memory, or too little: it was freed or shrunk"
+            )
+        number = self.numbers.setdefault(storage._cdata, len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+            self.rows += SOURCE.pack(address, nbytes, 0, place)
+            self.places.add(place)
+        return number

@@ -1,0 +1,224 @@
+/* flat.c: the image of a header and tensors without a gap. tests/c/save/test_flat_save.c writes
+ * such files, and tests/unit/save/test_safetensors.py reads them with the safetensors library. */
+#include <errno.h>
+
+#include "archive/layout.h"
+#include "check.h"
+#include "flat_state.h"
+
+#define PAGE UINT64_C(4096)
+#define HUGE_LEN (UINT64_C(1) << 45)
+
+static struct flat_state state;
+static unsigned char nr_filled[FLAT_MAX + SFR_PAGE];      /* how often each byte is filled */
+static unsigned char nr_written[FLAT_MAX / SFR_PAGE + 2]; /* how often each page is written */
+
+/* Walks one block: its data are the file's at that offset, and all else is in pages that it shares
+ * or behind the end of the file. */
+static void check_block(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
+{
+	uint64_t off = sfr__image_block_off(img, run, blk), from, to;
+	uint64_t end = off + sfr__image_block_len(img, run, blk), at = off;
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+
+	CHECK_EQ(off % PAGE, 0);
+	CHECK_EQ(end % PAGE, 0);
+	CHECK(end > off && end - off <= img->block_bytes);
+	sfr__image_block_own(img, run, blk, &from, &to);
+	for (uint64_t page = from; page < to; page += PAGE)
+		nr_written[page / PAGE]++;
+	sfr__seg_iter_init(&it, img, run, blk);
+	while (sfr__seg_next(&it, &seg)) {
+		CHECK_EQ(off + seg.pos, at);
+		at += seg.len;
+		if (seg.kind == SFR__SEG_DATA) {
+			const struct sfr__entry *entry = &img->entries[seg.entry];
+			const char *src = entry->src + seg.off;
+
+			CHECK(memcmp(state.expected + off + seg.pos, src, seg.len) == 0);
+			for (uint64_t i = 0; i < seg.len; i++)
+				nr_filled[off + seg.pos + i]++;
+			continue;
+		}
+		CHECK(seg.kind != SFR__SEG_DESC);
+		for (uint64_t i = off + seg.pos; i < off + seg.pos + seg.len; i++)
+			CHECK(i >= img->len || i < from || i >= to);
+	}
+	CHECK_EQ(at, end);
+}
+
+static void check_image(const struct sfr__image *img)
+{
+	memset(nr_filled, 0, sizeof(nr_filled));
+	memset(nr_written, 0, sizeof(nr_written));
+	CHECK_EQ(img->len, state.len);
+	CHECK_EQ(img->tail_off, img->len);
+	CHECK_EQ(img->tail_len, 0);
+	CHECK(!img->has_crcs);
+	for (uint32_t r = 0; r < img->nr_runs; r++)
+		for (uint32_t blk = 0; blk < img->runs[r].nr_blocks; blk++)
+			check_block(img, &img->runs[r], blk);
+	for (uint32_t i = 0; i < img->nr_edges; i++)
+		nr_written[img->edges[i] / PAGE]++;
+	for (uint64_t i = 0; i < img->len; i++)
+		if (!CHECK_EQ(nr_filled[i], 1))
+			return;
+	for (uint64_t page = 0; page * PAGE < img->len; page++)
+		CHECK_EQ(nr_written[page], 1);
+}
+
+/* The blocks of each producer are numbered through its extents. */
+static void check_producers(const struct sfr__image *img)
+{
+	uint32_t block = 0, entry = 0;
+
+	for (uint32_t r = 0; r < img->nr_runs; r++) {
+		const struct sfr__run *run = &img->runs[r];
+		const struct sfr__run *first = sfr__image_run(img, run->lane, run->device);
+		uint32_t blk = run->first_block - first->first_block;
+
+		CHECK_EQ(run->first_block, block);
+		CHECK_EQ(run->first_entry, entry);
+		block += run->nr_blocks;
+		entry += run->nr_entries;
+		CHECK(blk < first->all_blocks);
+		CHECK_EQ(sfr__image_block_off(img, first, blk), run->off);
+		CHECK_EQ(sfr__image_block_off(img, first, blk + run->nr_blocks - 1) +
+				 sfr__image_block_len(img, first, blk + run->nr_blocks - 1),
+			 run->off + run->len);
+		if (r + 1 == img->nr_runs || run[1].lane != run->lane ||
+		    run[1].device != run->device) {
+			CHECK_EQ(first->first_block + first->all_blocks, block);
+			CHECK_EQ(first->first_entry + first->all_entries, entry);
+		}
+	}
+	CHECK_EQ(entry, img->nr_entries);
+}
+
+TEST(each_byte_of_a_flat_file_is_filled_once_and_each_page_written_once)
+{
+	static const uint64_t blocks[] = { PAGE, 2 * PAGE, 3 * PAGE, 16 * PAGE, 4096 * PAGE };
+	uint32_t nr_edges = 0, nr_continued = 0;
+
+	for (int round = 0; round < 150; round++) {
+		struct sfr__image img;
+		uint64_t nbytes = 0;
+
+		flat_make(&state, 1 + (uint32_t)round % 3);
+		if (!CHECK_EQ(sfr__image_init_flat(&img, &state.desc, blocks[round % 5]), 0))
+			return;
+		check_image(&img);
+		check_producers(&img);
+		for (uint32_t i = 0; i < img.nr_entries; i++)
+			nbytes += img.entries[i].nbytes;
+		CHECK_EQ(img.captured_nbytes + img.deferred_nbytes, nbytes);
+		nr_edges += img.nr_edges;
+		for (uint32_t r = 0; r < img.nr_runs; r++)
+			nr_continued += img.runs[r].all_blocks != img.runs[r].nr_blocks;
+		sfr__image_fini(&img);
+		sfr__image_fini(&img); /* twice is fine */
+	}
+	CHECK(nr_edges > 100 && nr_continued > 100); /* or the cases are too easy */
+}
+
+TEST(a_file_without_tensors_is_its_header)
+{
+	struct sfr__image img;
+
+	flat_make(&state, 1);
+	state.desc.nr_members = 0;
+	flat_expect(&state);
+	if (!CHECK_EQ(sfr__image_init_flat(&img, &state.desc, PAGE), 0))
+		return;
+	CHECK_EQ(img.nr_runs, 1);
+	CHECK_EQ(img.nr_edges, 0);
+	check_image(&img);
+	sfr__image_fini(&img);
+}
+
+TEST(extents_that_meet_at_a_page_share_none)
+{
+	struct sfr__image img;
+
+	flat_make(&state, 1);
+	state.desc.skeleton_len = PAGE;
+	state.desc.nr_members = 2;
+	state.sources[0].lane = SFR_CAPTURED;
+	state.sources[1].lane = SFR_LANE_HOST;
+	state.members[0] = (struct sfr_member){ .nbytes = 3 * PAGE, .source = 0 };
+	state.members[1] = (struct sfr_member){ .nbytes = 100, .source = 1 };
+	flat_expect(&state);
+	if (!CHECK_EQ(sfr__image_init_flat(&img, &state.desc, 2 * PAGE), 0))
+		return;
+	CHECK_EQ(img.nr_runs, 2);
+	CHECK_EQ(img.nr_edges, 0);
+	check_image(&img);
+	sfr__image_fini(&img);
+}
+
+TEST(terabytes_are_laid_out_and_too_many_blocks_are_refused)
+{
+	struct sfr__image img;
+
+	flat_make(&state, 1);
+	state.desc.nr_members = 1;
+	state.sources[0].nbytes = HUGE_LEN;
+	state.members[0] = (struct sfr_member){ .nbytes = HUGE_LEN, .source = 0 };
+	CHECK_EQ(sfr__image_init_flat(&img, &state.desc, 16 << 20), 0);
+	CHECK_EQ(img.len, state.desc.skeleton_len + HUGE_LEN);
+	sfr__image_fini(&img);
+	CHECK_EQ(sfr__image_init_flat(&img, &state.desc, PAGE), -EFBIG);
+	CHECK(img.entries == NULL && img.runs == NULL && img.edges == NULL);
+}
+
+TEST(members_outside_their_sources_are_refused)
+{
+	struct sfr__image img;
+
+	for (int kind = 0; kind < 6; kind++) {
+		flat_make(&state, 1);
+		state.desc.nr_members = 3;
+		if (kind == 0)
+			state.members[2].source = FLAT_SOURCES;
+		if (kind == 1)
+			state.members[1].nbytes = 0;
+		if (kind == 2)
+			state.members[1] =
+				(struct sfr_member){ .off = 1, .nbytes = FLAT_SOURCE_LEN };
+		if (kind == 3)
+			state.members[1].off = UINT64_MAX;
+		if (kind == 4)
+			state.desc.skeleton_len = 0;
+		if (kind == 5)
+			state.desc.sources = NULL;
+		CHECK_EQ(sfr__image_init_flat(&img, &state.desc, PAGE), -EINVAL);
+		CHECK(img.entries == NULL);
+	}
+	/* Each fits into its source, and together they are longer than any file. */
+	flat_make(&state, 1);
+	state.desc.nr_members = 3;
+	state.sources[0].nbytes = UINT64_C(1) << 61;
+	for (uint32_t i = 0; i < 3; i++)
+		state.members[i] = (struct sfr_member){ .nbytes = UINT64_C(1) << 61 };
+	CHECK_EQ(sfr__image_init_flat(&img, &state.desc, 16 << 20), -EFBIG);
+}
+
+TEST(without_memory_there_is_no_image_and_no_leak)
+{
+	flat_make(&state, 2);
+	FOR_EVERY_FAILURE(run, "*", ENOMEM)
+	{
+		struct sfr__image img;
+		int rc = sfr__image_init_flat(&img, &state.desc, PAGE);
+
+		CHECK_EQ(rc, check_acted(&run) ? -ENOMEM : 0);
+		sfr__image_fini(&img);
+	}
+}
+
+int main(void)
+{
+	check_run();
+	return check_done();
+}
