@@ -26,6 +26,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import struct
 import sys
 import tempfile
@@ -39,10 +40,8 @@ from fix_preempt import Ended, Training, adopt_orphans, ended, send, start, step
 from stillframe.testing import slow
 from torch.utils.data import DataLoader
 
-DOING = (
-    *("forward", "backward", "step", "call", "staging", "writing", "committing"),
-    *("waiting for data", "sleep", "boundary"),
-)
+SAVING = ("call", "staging", "writing", "committing")  # a short run makes no save of its own
+DOING = ("forward", "backward", "step", *SAVING, "waiting for data", "sleep", "boundary")
 SHARED = struct.Struct("qq")  # what it does, and its completed steps
 WAIT_S, SLOW_S, SHORT_S = 0.01, 0.02, 0.2
 
@@ -126,14 +125,19 @@ def train(path: Path, shared: Shared, slow_call: str | None, short: bool, own: b
             tell("waiting for data")
 
 
-def run(directory: Path, number: int, seed: int, grace_s: float) -> tuple[str, str]:
-    """Make one run. Return what was interrupted, and what is wrong ("" if nothing is)."""
+def run(directory: Path, number: int, seed: int, grace_s: float) -> tuple[str, str, float]:
+    """Make one run.
+
+    Returns:
+        What was interrupted, what is wrong ("" if nothing is), and the seconds from the signal to
+        the end of the process.
+    """
     choice = random.Random(f"{seed} {number}")
     short = number % 10 == 9
     doing = DOING[number % len(DOING)]
     slow_call = {"writing": "pwrite", "committing": choice.choice(("fdatasync", "rename"))}
     if short:
-        doing = choice.choice([each for each in DOING if each not in ("call", *slow_call)])
+        doing = choice.choice([each for each in DOING if each not in SAVING])
     group, own = choice.random() < 0.5, choice.random() < 0.5
     path, shared = directory / str(number), Shared()
     pid = start(lambda p: train(p, shared, slow_call.get(doing), short, own), path)
@@ -161,7 +165,7 @@ def run(directory: Path, number: int, seed: int, grace_s: float) -> tuple[str, s
         wrong = f"run {number} ({label}): {wrong}\n{end.said}"
     else:
         shutil.rmtree(path)
-    return label, wrong
+    return label, wrong, end.seconds
 
 
 def judge(path: Path, end: Ended, completed: int, *, killed: bool, short: bool) -> str:
@@ -194,10 +198,12 @@ def main() -> int:
     gc.freeze()  # the children end sooner
     directory = Path(tempfile.mkdtemp(prefix="preempt-", dir=options.directory))
     counts: collections.Counter[str] = collections.Counter()
+    durations: list[float] = []
     wrong = 0
     for number in range(options.runs):
-        label, what = run(directory, number, options.seed, options.grace)
+        label, what, seconds = run(directory, number, options.seed, options.grace)
         counts[label] += 1
+        durations.append(seconds)
         if what:
             wrong += 1
             print(what, flush=True)
@@ -205,6 +211,8 @@ def main() -> int:
         shutil.rmtree(directory)
     for label, count in sorted(counts.items()):
         print(f"{count:5} {label}")
+    middle = statistics.median(durations)
+    print(f"seconds from the signal to the end: median {middle:.2f}, max {max(durations):.2f}")
     print(f"{options.runs} runs, {wrong} wrong")
     return 1 if wrong else 0
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import stillframe
 import torch
-from fix_preempt import LIMIT_S, Training, adopt_orphans, ended, send, start, wait_for
+from fix_preempt import LIMIT_S, Training, ended, run_all, send, start, wait_for
 from stillframe.testing import slow
 from torch.utils.data import DataLoader
 
@@ -412,9 +412,7 @@ def other_children(path: Path) -> None:
 
 
 def main(directory: Path, names: list[str]) -> None:
-    adopt_orphans()
-    gc.freeze()  # the children end sooner
-    for name in names or scenarios:
+    def run(name: str) -> None:
         program, after_s, group = scenarios[name]
         path = directory / name
         pid = start(program, path)
@@ -425,6 +423,9 @@ def main(directory: Path, names: list[str]) -> None:
             time.sleep(seconds)
             send(pid, signal.SIGTERM, group=group)
         (path / "ended.json").write_text(json.dumps(ended(pid, since, path)))
+
+    gc.freeze()  # the children end sooner
+    run_all(run, names or list(scenarios))
 
 
 if __name__ == "__main__":

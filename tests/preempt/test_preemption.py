@@ -69,6 +69,11 @@ def test_registered_state_is_durable_when_should_stop_is_true(ended):
     assert "True" in ended("registered").said
 
 
+def test_latest_finds_what_was_saved(directory, ended):
+    assert ended("registered").status == 143
+    assert stillframe.latest(directory / "registered") == directory / "registered/last.pt"
+
+
 def test_unchanged_loop_stops_at_the_end_of_a_step(directory, ended):
     end = ended("registered_in_a_loop_of_its_own")
     assert (end.status, end.left) == (143, []), end.said
