@@ -619,19 +619,18 @@ def test_check_answers_signals(tmp_path):
 
 @pytest.mark.product_limits
 def test_progress_reaches_the_end_and_its_errors_are_raised(tmp_path):
-    sparse(tmp_path / "x.pt", 3 << 30)  # more than one slice's work
+    def stop(done, total):
+        raise RuntimeError("enough")
+
+    sparse(tmp_path / "x.pt", 3 << 30)  # more than one slice's work, while it is not in memory
     seen = []
     with open(tmp_path / "x.pt", "rb") as file:
-        found = _core.check(file.fileno(), True, lambda *now: seen.append(now))
-        assert found["ok"]
-        assert seen == sorted(seen)
-        assert seen and all(done <= found["nbytes"] == total for done, total in seen)
-
-        def stop(done, total):
-            raise RuntimeError("enough")
-
         with pytest.raises(RuntimeError, match="enough"):
             _core.check(file.fileno(), True, stop)
+        found = _core.check(file.fileno(), True, lambda *now: seen.append(now))
+    assert found["ok"]
+    assert seen == sorted(seen)
+    assert seen and all(done <= found["nbytes"] == total for done, total in seen)
 
 
 def nr_threads():
