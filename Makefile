@@ -20,6 +20,8 @@
 # make offload-campaign  the same of groups that leave a device and come back (make test has 150), and
 #                 2,000 random trainings with layers, activations or states offloaded (12),
 #                 and layers compiled with torch's own compiler (none)
+# make preempt-campaign   300 signals at random moments of a training, SIGKILL 5 s later: nothing is lost
+#                 (make test has 10)
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json (make tables: the tables)
 # make recording  records the demo in a terminal, as docs/assets/demo.svg
 # make docs   the documentation, into build/site: needs no network once its requirements are there
@@ -49,7 +51,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool large campaign cuda-campaign offload-campaign mutants optimizers soak gpu \
+.PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool large campaign cuda-campaign offload-campaign preempt-campaign mutants optimizers soak gpu \
 	lightning-suite lightning-versions lightning-theirs dcp-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -283,6 +285,9 @@ TRAININGS ?= 2000
 cuda-campaign:
 	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_cuda_schedules build/plain/libfake_cuda.so
 	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_cuda_schedules
+
+preempt-campaign: build
+	PYTHONPATH=tests/preempt:tests/unit $(PY) tests/preempt/preempt_campaign.py $(ARGS)
 
 offload-campaign:
 	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_offload_schedules build/plain/libfake_cuda.so

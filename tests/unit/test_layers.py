@@ -28,7 +28,7 @@ CORE_LAYERS = [
 # The same for packages; a module that is not in one of them stands by itself.
 PACKAGE_LAYERS = [
     *("errors", "_base", "_tree", "_watch", "_save", "_load"),
-    *("_snapshot", "_dcp", "_check", "_offload", "_lightning"),
+    *("_snapshot", "_dcp", "_check", "_offload", "_preemption", "_lightning"),
     *(
         "lightning",
         "pytorch_lightning",
