@@ -1,4 +1,4 @@
-"""`checkpoint` when system calls fail, and when its process is killed: the old one or the new one."""
+"""When system calls fail or its process is killed, `checkpoint` leaves the old or the new one."""
 
 from __future__ import annotations
 

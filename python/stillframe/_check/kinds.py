@@ -33,7 +33,7 @@ import pickle
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from stillframe import _core
 from stillframe._base import file_kinds, records, safetensors
@@ -85,7 +85,7 @@ def kind_of(path: str, names: Sequence[str]) -> str | None:
         return "shards"
     if any(map(_RANDOM_STATES.fullmatch, names)):
         return "accelerate"
-    name = os.path.basename(os.path.abspath(path))
+    name = _name(path)
     has_parts = not names or any(map(_is_part, names))
     if _TRAINER.fullmatch(name) and (has_parts or not _OF_TRAINER.isdisjoint(names)):
         return "transformers"
@@ -94,6 +94,10 @@ def kind_of(path: str, names: Sequence[str]) -> str | None:
     if "optimizer.bin" in names or (_ACCELERATE.fullmatch(name) and has_parts):
         return "accelerate"
     return None
+
+
+def _name(path: str) -> str:
+    return os.path.basename(os.path.abspath(path))
 
 
 def _is_part(name: str) -> bool:
@@ -108,7 +112,7 @@ def incomplete(path: str, names: Sequence[str]) -> str | None:
         OSError: A file of it cannot be read.
     """
     kind = kind_of(path, names)
-    if kind == "sharded" and path.endswith(".ckpt") and "meta.pt" not in names:
+    if kind == "sharded" and _name(path).endswith(".ckpt") and "meta.pt" not in names:
         return "it has no meta.pt, which Lightning writes last"
     if kind == "shards":
         return "it has no .metadata, which is written last"
@@ -120,7 +124,7 @@ def incomplete(path: str, names: Sequence[str]) -> str | None:
 
 
 def _of_trainer(path: str, names: Sequence[str]) -> str | None:
-    step = int(os.path.basename(os.path.abspath(path)).rpartition("-")[2])
+    step = int(_name(path).rpartition("-")[2])
     if _UNFINISHED in names:
         return f"it has {_UNFINISHED}"
     if wrong := _without_model(path, names):
@@ -203,8 +207,8 @@ def _deepspeed(path: str, names: Sequence[str]) -> tuple[str | None, str | None]
     named = os.path.join(path, _DEEPSPEED)
     if _DEEPSPEED not in names or not os.path.isfile(named):
         return None, None
-    with open(named, errors="replace") as file:
-        tag = file.read(256).strip()
+    with _opened(named) as file:
+        tag = os.fsdecode(file.read(256)).strip()
     whole = tag and os.path.basename(tag) == tag and os.path.isdir(os.path.join(path, tag))
     return tag, None if whole else f"it has no directory {tag}, which {_DEEPSPEED} names"
 
@@ -233,8 +237,13 @@ def _unreadable_json(path: str, names: Sequence[str]) -> str | None:
 
 
 def _json(path: str) -> Any:
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         return json.loads(file.read())
+
+
+def _opened(path: str) -> BinaryIO:
+    """Open a file to read; a pipe without a writer keeps nobody waiting."""
+    return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
 
 
 def _training_args(path: str) -> dict[str, Any]:
@@ -244,7 +253,7 @@ def _training_args(path: str) -> dict[str, Any]:
     A value that cannot be read is left out. The CRC is compared, so no damaged pickle is read.
     """
     try:
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             core = _core.restore(file.fileno(), True)[1]
             if core is None:
                 return {}

@@ -165,7 +165,9 @@ def _wrong(
         return f"{failures[0].filename}: {files.reason_of(failures[0])}"
     for part in parts:
         if not (found := files.check(part, thorough=thorough, bound=bound)).ok:
-            return found.reason if part == path else f"{part[len(path) + 1 :]}: {found.reason}"
+            return (
+                found.reason if part == path else f"{os.path.relpath(part, path)}: {found.reason}"
+            )
     return None
 
 

@@ -91,13 +91,14 @@ def checkpoint(
 class Checkpoint:
     """The files of one checkpoint, while its block runs. Made by `checkpoint`; used once."""
 
+    _save: DirectorySave | None = None
+    _skipped: SkippedSave | None = None
+
     def __init__(self, path: Path, options: SaveOptions, engine: Engine) -> None:
-        self._save: DirectorySave | None = None
         self._given = path
         self._text = paths.as_text(path)
         self._options = options
         self._engine = engine
-        self._skipped: SkippedSave | None = None
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self._text!r}>"

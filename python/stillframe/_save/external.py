@@ -156,7 +156,7 @@ class ExternalSave(SaveHandle):
             turn: The save's entry in the log. Later entries learn of the end before the save's
                 users do, but not before its error can be read.
         """
-        with self._outcome.lock:  # a closed engine's saves have ended, and an ended save has no slot
+        with self._outcome.lock:  # an ended save has no slot left, nor has a closed engine
             self._give_back_slot()
             self._outcome.settle(report, error, value=value, told=self.told)
         if turn is not None:

@@ -335,19 +335,30 @@ def test_trainers_own_files_are_no_checkpoints(tmp_path, told):
     assert told() == []
 
 
-@pytest.mark.parametrize("kind", ["sharded", "trainer", "accelerate"])
+@pytest.mark.parametrize("kind", ["sharded", "lightning, sharded", "trainer", "accelerate"])
 def test_directory_that_is_a_checkpoint_itself_is_returned(kind, two, told):
     _, newer = two(kind)
-    assert stillframe.latest(newer) == newer
-    (newer / ".metadata" if kind == "sharded" else next(newer.glob("*.safetensors"))).unlink()
-    assert stillframe.latest(newer) is None
-    assert str(newer) in told()[0]
+    assert stillframe.latest(newer) == newer == stillframe.latest(f"{newer}/")
+    gone = {"sharded": ".metadata", "lightning, sharded": "meta.pt"}.get(kind, "model.safetensors")
+    (newer / gone).unlink()
+    assert stillframe.latest(f"{newer}/") is None
+    (line,) = told()
+    assert str(newer) in line and "it has no" in line
 
 
 def test_file_of_another_kind_with_a_checkpoints_name_is_named(tmp_path, told):
     (tmp_path / "x.pt").write_text("no checkpoint " * 9)
     assert stillframe.latest(tmp_path) is None
     assert "looks like text" in told()[0]
+
+
+def test_pipes_are_not_waited_for(tmp_path):
+    path = trainer(tmp_path / "checkpoint-5", 5)
+    (path / "trainer_state.json").unlink()
+    os.mkfifo(path / "trainer_state.json")
+    os.mkfifo(tmp_path / "x.ckpt")
+    os.mkfifo(tmp_path / "y")
+    assert stillframe.latest(tmp_path) is None
 
 
 def test_missing_directory_is_an_error(tmp_path, capsys):

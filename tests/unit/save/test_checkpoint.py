@@ -356,7 +356,7 @@ def test_cancel_inside_the_block_ends_with_nothing(tmp_path):
 def test_checkpoint_is_used_once_and_only_in_its_block(tmp_path):
     unused = stillframe.checkpoint(tmp_path / "a")
     for use in (lambda: unused.path, lambda: unused.handle, lambda: unused.save(1, "a")):
-        with pytest.raises(StillframeError, match="with stillframe.checkpoint"):
+        with pytest.raises(StillframeError, match=r"with stillframe\.checkpoint"):
             use()
     with unused:
         pass
