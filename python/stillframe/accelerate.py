@@ -9,6 +9,14 @@
 The files are those of Accelerate, and `Accelerator.load_state` reads them.
 """
 
+from __future__ import annotations
+
+# isort: off
+from stillframe._base import support
+
+support.refuse_framework("accelerate")
+# isort: on
+
 from stillframe._huggingface.accelerator import load_state, save_state
 
 __all__ = ["load_state", "save_state"]

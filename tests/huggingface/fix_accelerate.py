@@ -93,9 +93,9 @@ def training(directory=None, *, nr_models=1, width=WIDTH, iterable=False, **conf
 
     return SimpleNamespace(
         accelerator=accelerator,
-        model=models[0],
-        optimizer=optimizers[0],
-        scheduler=schedulers[0],
+        model=next(iter(models), None),
+        optimizer=next(iter(optimizers), None),
+        scheduler=next(iter(schedulers), None),
         loader=loader,
         counter=counter,
         step=step,

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import stillframe
+import torch
 from fix_accelerate import files, forgotten, training  # noqa: F401
 from stillframe.accelerate import load_state, save_state
 from stillframe.testing import fault, held
@@ -110,6 +111,40 @@ def test_load_skips_an_incomplete_checkpoint(tmp_path, lost):
     again = training(tmp_path)
     load_state(again.accelerator)
     assert again.counter.count == 0
+
+
+def test_load_skips_a_checkpoint_without_a_scheduler_that_is_loaded(tmp_path):
+    run = training(tmp_path)
+    save_state(run.accelerator)
+    run.step()
+    save_state(run.accelerator).result()
+    os.unlink(tmp_path / "checkpoints" / "checkpoint_1" / "scheduler.bin")
+    again = training(tmp_path)
+    load_state(again.accelerator)
+    assert again.counter.count == 0
+
+
+def test_load_finds_the_checkpoint_of_a_model_without_optimizer(tmp_path):
+    run = training(tmp_path, nr_models=0)
+    model = run.accelerator.prepare(torch.nn.Linear(2, 2))
+    save_state(run.accelerator)
+    before = model.weight.detach().clone()
+    torch.nn.init.zeros_(model.weight)
+    load_state(run.accelerator)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_skipped_save_removes_no_old_checkpoint(tmp_path):
+    run = training(tmp_path, total_limit=1)
+    save_state(run.accelerator).result()
+    with stillframe.Engine(max_in_flight=1, when_busy="skip") as engine:
+        with held("fdatasync"):
+            busy = stillframe.async_save(torch.zeros(9), tmp_path / "other.pt", engine=engine)
+            handle = save_state(run.accelerator, engine=engine)
+            assert handle.state == "skipped"
+        busy.result()
+    stillframe.wait_all()
+    assert names(tmp_path) == ["checkpoint_0"]
 
 
 def test_load_skips_a_truncated_file(tmp_path):

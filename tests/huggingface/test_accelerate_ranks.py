@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+from fix_processes import run_python
 
 HERE = Path(__file__).parent
 NAMES = [
@@ -24,7 +26,7 @@ NAMES = [
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """Run all scenarios; return `ran(scenario)`, the notes of both ranks."""
-    directory = tmp_path_factory.mktemp("ranks")
+    directory = tmp_path_factory.mktemp("accelerate")
     done = subprocess.run(
         [
             *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
@@ -41,6 +43,7 @@ def ran(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (directory / "last").iterdir()) == NAMES
 
     def notes(scenario):
         both = [
@@ -54,8 +57,9 @@ def ran(tmp_path_factory):
 
 
 def test_files_of_all_ranks_are_those_of_accelerate(ran):
+    expected = {"equal": True, "names": sorted([*NAMES, "scaler.pt"]), "state": "durable"}
     for note in ran("same_files"):
-        assert note == {"equal": True, "names": sorted([*NAMES, "scaler.pt"]), "state": "durable"}
+        assert note == expected | {"scale": 1.0}  # the leader's
 
 
 def test_all_ranks_resume_from_a_save_in_flight(ran):
@@ -98,6 +102,22 @@ def test_a_name_that_is_taken_is_refused_on_all_ranks(ran):
     assert other["raised"][0] == "StillframeError"
     assert "iteration" in other["raised"][1]
     assert first["names"] == ["checkpoint_0", "checkpoint_1"]
+
+
+def test_interpreter_ends_while_ranks_are_asked_for_the_end_of_saves():
+    code = """
+        import time, torch.distributed as dist
+        from stillframe._huggingface import accelerator
+        store = dist.TCPStore("127.0.0.1", 0, 1, True)
+        class Ranks:
+            def has_ended(self, number):
+                return store.check(["never"])
+        accelerator._POLL_S = 0  # a thread is in the store at every moment
+        handles = [accelerator._Followed("a", Ranks(), number) for number in range(8)]
+        time.sleep(0.2)
+    """
+    done = run_python("-W", "ignore", "-c", textwrap.dedent(code))
+    assert done.returncode == 0, done.stderr
 
 
 def test_each_node_keeps_a_checkpoint_of_its_own(ran):

@@ -7,9 +7,11 @@ SOURCES is a directory with Accelerate's sources, of the version that is install
     pip download --no-deps --no-binary :all: accelerate==1.15.0 && tar xzf accelerate-1.15.0.tar.gz
 
 The tests want the package `parameterized`. Each save is waited for, since they look at the
-directory as soon as the call has returned. Exit status 1 if a test passes with stock and not with ours.
+directory as soon as the call has returned. Exit status 1 if a test passes with stock and not with
+ours.
 
-RESULT
+With Accelerate 1.15.0, 42 of 73 tests pass with stock and the same 42 with ours. The others want a
+GPU or packages that are not installed.
 """
 
 from __future__ import annotations

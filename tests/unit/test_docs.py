@@ -17,7 +17,7 @@ import stillframe.lightning
 import stillframe.offload
 import yaml
 
-EXTRAS = {"stillframe.transformers"}
+EXTRAS = {"stillframe.accelerate", "stillframe.transformers"}
 MODULES = [stillframe, stillframe.dcp, stillframe.lightning, stillframe.offload]
 for extra in sorted(EXTRAS):
     with contextlib.suppress(ImportError):

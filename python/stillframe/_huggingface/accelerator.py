@@ -8,6 +8,7 @@ which one is loaded.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import functools
@@ -53,6 +54,7 @@ _OWN = re.compile(
 )
 # Each rank of Accelerate writes these under one name. The leader's stay.
 _LEADERS = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")
+_POLL_S = 0.01
 
 
 def save_state(
@@ -311,7 +313,8 @@ class _Saves:
                 def open_it() -> str:
                     nonlocal files
                     files = block.enter_context(opened())
-                    return os.fspath(files.path)
+                    directory: str = files.path
+                    return directory
 
                 if ranks is None:
                     open_it()
@@ -321,11 +324,13 @@ class _Saves:
                     write(files)
                     ranks.wait_written(number, f"{number}/opened")
         except BaseException as error:
-            self._tell_ended(number, error)
+            self._tell_ended(number, None, error)
             raise
-        self._in_flight.append(files.handle)
-        self._tell_ended(number)
-        return self._in_flight[-1]
+        handle: SaveHandle = files.handle
+        if not handle.done():  # it is if it was skipped
+            self._in_flight.append(handle)
+        self._tell_ended(number, handle)
+        return handle
 
     def _follow(self, path: str, write: Callable[[Any], object]) -> SaveHandle:
         """Write into the directory that the leader has opened."""
@@ -345,20 +350,22 @@ class _Saves:
         ranks.report_written(number, None)
         return _Followed(path, ranks, number)
 
-    def _tell_ended(self, number: int, failed: BaseException | None = None) -> None:
+    def _tell_ended(
+        self, number: int, handle: SaveHandle | None, failed: BaseException | None = None
+    ) -> None:
         """Tell the other ranks how call `number` ends, once the saves in flight have ended."""
         ranks = self._ranks
         if ranks is None:
             return
 
-        def tell(last: SaveHandle | None) -> None:
-            error = failed if failed is not None or last is None else error_of(last)
+        def tell(_: object = None) -> None:
+            error = failed if handle is None else error_of(handle)
             ranks.tell_ended(number, None if error is None else str(error))
 
         if self._in_flight:
             self._in_flight[-1].add_done_callback(tell)
         else:
-            tell(None)
+            tell()
 
     def rotate(self, path: str, limit: int | None) -> None:
         """Remove the oldest checkpoints beside `path`, behind its save, so that `limit` remain."""
@@ -392,6 +399,20 @@ class _OfRank(Beside):
             super().save(obj, name)
 
 
+_exiting = threading.Event()
+_followers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _stop_followers() -> None:
+    """End the threads before the interpreter: one that is in the store then aborts the process."""
+    _exiting.set()
+    for thread in list(_followers):
+        thread.join()
+
+
+atexit.register(_stop_followers)
+
+
 class _Followed(SaveHandle):
     """The handle of a save on a rank that does not lead it. A thread asks how it has ended."""
 
@@ -400,7 +421,9 @@ class _Followed(SaveHandle):
         self._outcome.cancellable = False
         self._ranks, self._number = ranks, number
         self._over = threading.Event()
-        threading.Thread(target=self._follow, name="sf-follow", daemon=True).start()
+        thread = threading.Thread(target=self._follow, name="sf-follow", daemon=True)
+        _followers.add(thread)
+        thread.start()
 
     @property
     def state(self) -> State:
@@ -420,11 +443,13 @@ class _Followed(SaveHandle):
     def _follow(self) -> None:
         error: Exception | None
         try:
-            self._ranks.wait_ended(self._number)
+            while not self._ranks.has_ended(self._number):
+                if _exiting.wait(_POLL_S):
+                    raise StillframeError("the interpreter is exiting")
             error = self._ranks.error_of(self._number)
         except Exception as lost:  # the store is gone
             error = StillframeError(
-                f"the rank that saves {self._path} did not tell its end: {lost}"
+                f"the rank that saves {self._path} did not tell how the save ended: {lost}"
             )
         self._outcome.settle(None, error, told=True)  # the leader's process reports it
         self._outcome.notify()
