@@ -67,6 +67,23 @@ def test_epoch_end_does_not_save_a_step_twice():
     assert [step for step, *_ in notes.saved] == [16, 32]
 
 
+def test_on_save_of_the_last_checkpoint_comes_before_the_end_of_epoch_and_training():
+    events = []
+
+    class Events(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            events.append(f"save {state.global_step}")
+
+        def on_epoch_end(self, *args, **kwargs):
+            events.append("epoch")
+
+        def on_train_end(self, *args, **kwargs):
+            events.append("train")
+
+    trainer(callbacks=[Events()]).train()
+    assert events == ["save 2", "save 4", "save 6", "epoch", "train"]
+
+
 def test_on_save_may_stop_the_training():
     class Enough(transformers.TrainerCallback):
         def on_save(self, args, state, control, **kwargs):

@@ -219,14 +219,17 @@ class Checkpoints:
         Raises:
             Exception: A checkpoint failed.
         """
+        self._wait_and_follow()
+        drain()
+        self._raise_failed()
+
+    def _wait_and_follow(self) -> None:
         for made in list(self._waiting):
             if made.handle is not None:
                 wait_for_end(made.handle)
             elif self._ranks is not None:
                 self._ranks.wait_ended(made.number)
             self.follow()
-        drain()
-        self._raise_failed()
 
     def to_resume(self, asked: str | bool) -> str:
         """Return the checkpoint to resume from, once nothing of this process is under way.
@@ -311,6 +314,10 @@ class Checkpoints:
             if hook is not None:
                 left = hook(args, made.state, control, model=trainer.model, handle=made.handle)
                 control = control if left is None else left
+        if state.global_step >= state.max_steps or control.should_training_stop:
+            trainer.control = control
+            self._wait_and_follow()  # `on_save` comes before the end of the epoch and the training
+            return trainer.control
         return control
 
     def _forget(self, made: Checkpoint) -> None:
