@@ -28,13 +28,15 @@ CORE_LAYERS = [
 # The same for packages; a module that is not in one of them stands by itself.
 PACKAGE_LAYERS = [
     *("errors", "_base", "_tree", "_watch", "_save", "_load"),
-    *("_snapshot", "_dcp", "_check", "_offload", "_preemption", "_lightning"),
+    *("_snapshot", "_dcp", "_check", "_offload", "_preemption", "_lightning", "_huggingface"),
     *(
         "lightning",
         "pytorch_lightning",
         "dcp",
         "offload",
         "__init__",
+        "transformers",
+        "accelerate",
         "testing",
         "_shell",
         "__main__",
