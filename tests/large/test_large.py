@@ -38,7 +38,10 @@ def test_every_way_loads_a_small_state(saving, scripts, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_hang_counts_as_one_failure_and_prints_the_threads_stacks(scripts, tmp_path, capsys):
+def test_hang_counts_as_one_failure_and_prints_the_threads_stacks(
+    scripts, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(scripts.large, "SLOWEST", 1e18)
     chosen = ("--states", "260 MiB", "--saves", "torch.save", "--loads", "load")
     # The save takes far longer than its limit, even if the watching thread starts late.
     short = ("--divisor", "4", "--limit", "0.000001", "--dir", str(tmp_path))

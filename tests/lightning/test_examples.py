@@ -20,11 +20,14 @@ def shown_output(name):
     return block[1], [re.sub(r"\d+\\\.\d{3}\\ s", r"\\d+\\.\\d{3}\\ s", line) for line in lines]
 
 
-def test_there_are_four_examples():
+def test_every_example_is_known():
     assert [each.name for each in EXAMPLES] == [
+        "accelerate_state.py",
+        "huggingface_trainer.py",
         "lightning_plugin.py",
         "offload.py",
         "offload_callback.py",
+        "preemption.py",
         "training_loop.py",
     ]
 

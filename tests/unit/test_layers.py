@@ -27,13 +27,15 @@ CORE_LAYERS = [
 # The same for packages. A module outside all of them is a layer of its own.
 PACKAGE_LAYERS = [
     *("errors", "_base", "_tree", "_watch", "_save", "_load"),
-    *("_snapshot", "_dcp", "_check", "_offload", "_lightning"),
+    *("_snapshot", "_dcp", "_check", "_offload", "_preemption", "_lightning", "_huggingface"),
     *(
         "lightning",
         "pytorch_lightning",
         "dcp",
         "offload",
         "__init__",
+        "transformers",
+        "accelerate",
         "testing",
         "_shell",
         "__main__",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import stillframe
 from fix_processes import run_python
+from packaging.requirements import Requirement
 
 PACKAGE = Path(stillframe.__file__).parent
 
@@ -44,6 +45,15 @@ def test_torch_is_needed_to_run_and_no_build_requirement():
     ]
 
 
+def test_versions_of_lightning_that_were_malware_are_excluded():
+    wanted = [each for each in importlib.metadata.requires("stillframe") if "lightning" in each]
+    ours = [Requirement(each) for each in wanted if not each.startswith("pytorch-lightning")]
+    assert {str(each.marker) for each in ours} == {'extra == "lightning"', 'extra == "test"'}
+    versions = ["2.6.1", "2.6.2", "2.6.3", "2.6.4"]
+    for each in ours:
+        assert list(each.specifier.filter(versions)) == ["2.6.1", "2.6.4"]
+
+
 def test_one_binary_serves_every_python_from_3_11_on():
     assert importlib.util.find_spec("stillframe._core").origin.endswith(".abi3.so")
 
@@ -61,13 +71,10 @@ def test_the_command_is_the_modules_main():
     assert entry.load() is importlib.import_module("stillframe.__main__").main
 
 
-def test_importing_stillframe_imports_neither_lightning_nor_scikit_learn_nor_dcp():
-
-    code = (
-        "import sys, stillframe;"
-        "dcp = 'torch.distributed.checkpoint';"
-        "print(sorted({'lightning', 'pytorch_lightning', 'sklearn', dcp} & set(sys.modules)))"
-    )
+def test_importing_stillframe_imports_no_framework_that_it_serves():
+    frameworks = {"accelerate", "lightning", "pytorch_lightning", "safetensors", "sklearn"}
+    frameworks |= {"torch.distributed.checkpoint", "transformers"}
+    code = f"import sys, stillframe; print(sorted({frameworks} & set(sys.modules)))"
     done = run_python("-c", code, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -16,7 +16,7 @@
  *      captured storages
  *     |------|------|------|------|------|--|   blocks: each extent has its own
  *
- * Sources are grouped into extents (struct sfr__extent) by when they are copied and where they live:
+ * Sources are grouped into extents (struct sfr__extent) by when they are copied and where they are:
  * captured ones of the host, those of each device, then deferred ones of the host and of each
  * device.
  *

@@ -12,8 +12,8 @@
  *
  * 3 before 4: otherwise the new name might reach the disk before the bytes. 5 before 6: until the
  * parent is synced, a power failure may bring the old directory back, so it must be whole. If that
- * sync fails, the old directory stays beside the new one. The next save into the parent syncs the parent and then
- * removes what is left (clean.c).
+ * sync fails, the old directory stays beside the new one. The next save into the parent syncs the
+ * parent and then removes what is left (clean.c).
  *
  *         open           sync            commit             clear
  *   NEW ───────▶ OPEN ──────────▶ SYNCED ───────▶ DONE ──────────▶ CLEARED
@@ -27,10 +27,10 @@
  *   4a  the old directory is moved aside, to a hidden name that contains its own name
  *   4b  the new one is renamed to the destination
  *
- * Between the two a reader finds no directory. If 4b fails, 4a is undone. If the process dies there, the
- * next save into the parent puts the old directory back, and so does a load or `exists` that misses
- * it. After a power failure there, both are whole under hidden names, and a notice names the old
- * one. */
+ * Between the two a reader finds no directory. If 4b fails, 4a is undone. If the process dies
+ * there, the next save into the parent puts the old directory back, and so does a load or `exists`
+ * that misses it. After a power failure there, both are whole under hidden names, and a notice
+ * names the old one. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>

@@ -197,9 +197,9 @@ static void fill(struct sfr__cuda_part *part, const struct sfr__extent *extent, 
 		sfr__transfer_send(tr);
 }
 
-/* Leases and fills the next block of an extent. Before waiting for a block it sends everything filled
- * so far, because those blocks may be the ones to wait for. SFR_EAGAIN if there was none within the
- * slice. */
+/* Leases and fills the next block of an extent. Before waiting for a block it sends everything
+ * filled so far, because those blocks may be the ones to wait for. SFR_EAGAIN if there was none
+ * within the slice. */
 static int fill_next(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t *blk,
 		     uint64_t slice_ns)
 {

@@ -11,7 +11,13 @@ import sys
 
 VERSION = "0.1.0"
 TORCH = (2, 10)
-LIGHTNING = (2, 4)
+# Packages that a module of the same name serves: the oldest version, and what pip calls them.
+FRAMEWORKS = {
+    "accelerate": ((1, 10), "accelerate"),
+    "lightning": ((2, 4), "lightning"),
+    "pytorch_lightning": ((2, 4), "pytorch-lightning"),
+    "transformers": ((5, 0), "transformers[torch]"),
+}
 
 
 def complaint_of_python(platform: str, free_threaded: bool) -> str | None:
@@ -36,14 +42,15 @@ def complaint_of_torch(version: str | None) -> str | None:
     return None
 
 
-def complaint_of_lightning(package: str, version: str | None) -> str | None:
-    """Return what is wrong with "lightning" or "pytorch_lightning", or None."""
-    name = package.replace("_", "-")
-    needs = f"stillframe.{package} needs {name} 2.4 or later"
+def complaint_of_framework(package: str, version: str | None) -> str | None:
+    """Return what is wrong with a package of `FRAMEWORKS`, or None."""
+    least, name = FRAMEWORKS[package]
+    major, minor = least
+    needs = f"stillframe.{package} needs {name.split('[')[0]} {major}.{minor} or later"
     if version is None:
-        return f"{needs}, and there is none here: pip install {name}"
-    if parsed(version) < LIGHTNING:
-        return f"{needs}, and this is {version}: pip install -U {name}"
+        return f'{needs}, and there is none here: pip install "{name}"'
+    if parsed(version) < least:
+        return f'{needs}, and this is {version}: pip install -U "{name}"'
     return None
 
 
@@ -88,12 +95,12 @@ def refuse_elsewhere() -> None:
         ) from None
 
 
-def refuse_lightning(package: str) -> None:
-    """Check the requirements when the plugin for `package` is imported.
+def refuse_framework(package: str) -> None:
+    """Check the requirements when the module of a package of `FRAMEWORKS` is imported.
 
     Raises:
         ImportError: The package is missing or too old.
     """
-    complaint = complaint_of_lightning(package, installed(package))
+    complaint = complaint_of_framework(package, installed(package))
     if complaint is not None:
         raise ImportError(complaint)

@@ -24,7 +24,7 @@ import heapq
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from stillframe._base.bar import printable
 from stillframe._check import files, kinds
@@ -39,12 +39,19 @@ _LABELLED = re.compile(
 )
 
 
-def find(directory: str, *, thorough: bool = False, bound: Bound = unbounded) -> str | None:
+def find(
+    directory: str,
+    *,
+    thorough: bool = False,
+    bound: Bound = unbounded,
+    incomplete: Callable[[str, list[str]], str | None] = kinds.incomplete,
+) -> str | None:
     """Return the path of the newest whole checkpoint, or None. Each one that is passed over is
     logged with the reason.
 
     Args:
         thorough: Compare every CRC.
+        incomplete: Called with a directory and the names in it; returns what it lacks, or None.
 
     Raises:
         OSError: The directory cannot be listed.
@@ -55,7 +62,7 @@ def find(directory: str, *, thorough: bool = False, bound: Bound = unbounded) ->
         candidates = _newest_first(directory)
     for path in candidates:
         try:
-            wrong = _wrong(path, thorough, bound)
+            wrong = _wrong(path, thorough, bound, incomplete)
         except _NoCheckpointError:
             continue
         if wrong is None:
@@ -132,7 +139,9 @@ class _NoCheckpointError(Exception):
     """The error of something that was never meant to be a checkpoint."""
 
 
-def _wrong(path: str, thorough: bool, bound: Bound) -> str | None:
+def _wrong(
+    path: str, thorough: bool, bound: Bound, incomplete: Callable[[str, list[str]], str | None]
+) -> str | None:
     """Return why a candidate is not whole, or None.
 
     Raises:
@@ -145,7 +154,7 @@ def _wrong(path: str, thorough: bool, bound: Bound) -> str | None:
         names = os.listdir(path)
         if kinds.kind_of(path, names) is None and not _is_checkpoint(path, names):
             raise _NoCheckpointError
-        if (wrong := kinds.incomplete(path, names)) is not None:
+        if (wrong := incomplete(path, names)) is not None:
             return wrong
         parts = list(kinds.checkpoints_in(path, failures, looked_at=True))
     except FileNotFoundError:

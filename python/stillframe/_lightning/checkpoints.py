@@ -38,6 +38,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from stillframe import _core
@@ -47,6 +48,7 @@ from stillframe._lightning.callers import (
     inside_signal_handler,
     meets_others_later,
     refuse_strategy,
+    signal_handler_frame,
 )
 from stillframe._lightning.publish import Publication, logger_call, metrics_call
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
@@ -164,6 +166,7 @@ class Checkpoints:
         if self.writers.options.log_metrics and is_trainer(trainer):
             work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
         if not early:
+            self._finish_in_time(work)
             wait_for_end(handle)
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -219,6 +222,7 @@ class Checkpoints:
         """Wait for everything and call loggers; errors are left for the next save or the end."""
         work = self._current_work()
         if work.under_way():
+            self._finish_in_time(work)
             work.drain(close=False)
 
     def publish(self, notify: Callable[[Any], object], checkpoint_callback: Any) -> None:
@@ -295,6 +299,7 @@ class Checkpoints:
     def _finish(self, trainer: Any, quiet: bool) -> None:
         work = self._current_work()
         if work.under_way():
+            self._finish_in_time(work)
             work.drain(close=True)
         if quiet or self.writers.options.on_error == "warn":
             self._report_all(work, quiet)
@@ -305,6 +310,15 @@ class Checkpoints:
             error, _ = ranks.agree(trainer.strategy, error)
         if error is not None:
             raise error
+
+    def _finish_in_time(self, work: Work) -> None:
+        """Where a signal ends the training, wait for saves until the deadline and no longer."""
+        deadline_s = self.writers.options.deadline
+        if deadline_s is None:
+            return
+        ending = signal_handler_frame() or sys.exc_info()[1]
+        if isinstance(ending, FrameType) or type(ending).__name__ == "SIGTERMException":
+            work.finish_in_time(ending, deadline_s)
 
     def _warns(self, work: Work, error: BaseException) -> bool:
         """Return whether to warn of an error; never of a mistake in how a save was asked for."""

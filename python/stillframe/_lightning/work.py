@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning.rotation import Rotation
+from stillframe._preemption import in_time
 from stillframe._save.completion import start_once
 from stillframe._save.handle import SaveHandle, State, is_collected, report_of, wait_for_end
 from stillframe.errors import StillframeError
@@ -63,6 +65,8 @@ class Work:
         engine: The plugin's own engine.
         saves: Saves whose errors were not reported yet, in the order in which to report them.
         newest: The last save; None before the first, `Failed` if its call made none.
+        ending: What ends the training (an exception, a signal handler's frame, by id), and when its
+            saves have to be durable.
         newest_is_early: Its call does not wait for its end, so that a later call reports its error.
     """
 
@@ -75,6 +79,7 @@ class Work:
         self.saves: list[SaveHandle] = []
         self.newest: SaveHandle | None = None
         self.newest_is_early = False
+        self.ending: tuple[int, float] = 0, 0.0
 
     def under_way(self) -> bool:
         return bool(self.saves or self.engine or self.rotation.under_way())
@@ -148,6 +153,18 @@ class Work:
                 if engine is not None:
                     engine.close()
 
+    def finish_in_time(self, ending: object, deadline_s: float) -> None:
+        """Wait for the saves under way, and give up what is not durable by the deadline.
+
+        Args:
+            ending: See above; the deadline is that of the first call for it.
+        """
+        now, (known, until) = time.monotonic(), self.ending
+        if known != id(ending) or now > until + deadline_s:  # ids are used again
+            until = now + deadline_s
+            self.ending = id(ending), until
+        in_time.finish(until)
+
     def _first_under_way(self) -> SaveHandle | None:
         return next((handle for handle in list(self.saves) if not handle.done()), None)
 
@@ -161,10 +178,12 @@ class Work:
 
 
 def _error_of(handle: SaveHandle) -> BaseException | None:
-    """Wait for a save and return its error; None too if `wait_all` has raised that already."""
+    """Wait for a save and return its error; None too if somebody was told of it already."""
     if is_collected(handle):
         return None
     try:
+        if handle.done() and in_time.is_given_up(handle):
+            return None
         return handle.exception()
     except CancelledError as cancelled:
         return cancelled

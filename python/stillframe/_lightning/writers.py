@@ -33,6 +33,7 @@ from stillframe._lightning.callers import io_chain
 from stillframe._lightning.work import Work
 from stillframe._lightning.wrapped import Inner
 from stillframe._load.load import load
+from stillframe._preemption import in_time
 from stillframe._save.api import async_save, engine_or_default, save
 from stillframe._save.engine import Engine, limits_of, refuse_no_engine, submit
 from stillframe._save.handle import SaveHandle
@@ -80,12 +81,15 @@ class PluginOptions:
     on_durable: OnDurable | None = None
     on_error: OnError = "raise"
     log_metrics: bool = False
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         if self.on_error not in get_args(OnError):
             raise ValueError(f"on_error has to be 'raise' or 'warn', not {self.on_error!r}")
         self.save_options(overlap=self.overlap)  # raises what a save would raise
         refuse_unclear(log_metrics=self.log_metrics)
+        if self.deadline is not None:
+            in_time.refuse_deadline(self.deadline)
         own = self.engine_options()
         if self.engine is not None:
             refuse_no_engine(self.engine)

@@ -261,6 +261,11 @@ def report_of(handle: SaveHandle) -> SaveReport | None:
     return handle._outcome.report
 
 
+def error_of(handle: SaveHandle) -> BaseException | None:
+    """Return the error of a save that has ended, and leave it uncollected."""
+    return handle._outcome.error
+
+
 def is_collected(handle: SaveHandle) -> bool:
     """Return whether somebody has seen the save's error."""
     return handle._outcome.is_collected()

@@ -21,7 +21,7 @@ from typing import Any
 
 from stillframe._save import completion, ordered
 from stillframe._save.options import OnDurable
-from stillframe._save.report import SaveReport
+from stillframe._save.report import SaveReport, measured
 
 log = logging.getLogger("stillframe")
 
@@ -179,6 +179,8 @@ class Outcome:
                 if completion.completion.over:  # the exit has already printed failures
                     self._failure.dropped("a save")
             self.report, self.error = report, error
+            if report is not None:
+                measured.append((report.nbytes, report.durable_after_s))
             self.value = report if value is None else value
             self.settled = True
 

@@ -68,11 +68,19 @@ def test_import_without_torch_is_refused(tmp_path):
     assert said.startswith("ImportError: stillframe needs torch 2.10 or later, and there is none")
 
 
-@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
-def test_import_of_the_plugin_with_an_old_lightning_is_refused(tmp_path, package):
-    fake(tmp_path, package, "2.3.3")
+@pytest.mark.parametrize(
+    ("package", "least"),
+    [
+        ("accelerate", "1.10"),
+        ("lightning", "2.4"),
+        ("pytorch_lightning", "2.4"),
+        ("transformers", "5.0"),
+    ],
+)
+def test_import_of_a_module_with_an_old_package_is_refused(tmp_path, package, least):
+    fake(tmp_path, package, "1.9.3")
     said = run(f"import stillframe.{package}", tmp_path)
-    assert f"needs {package.replace('_', '-')} 2.4 or later, and this is 2.3.3" in said
+    assert f"needs {package.replace('_', '-')} {least} or later, and this is 1.9.3" in said
     said = run(f"sys.modules[{package!r}] = None; import stillframe.{package}", tmp_path)
     assert "and there is none here: pip install" in said
 

@@ -1,0 +1,148 @@
+"""What do checkpoints cost a training with transformers' Trainer?
+
+    python benchmarks/huggingface.py --dir DIR [--state 500MB] [--every 6] [--json FILE]
+
+The same training of a GPT-2 runs without checkpoints, with transformers' Trainer, with ours, and
+with one plain `async_save` of the same tensors in a callback. Each way has a process of its own.
+In its turn a process trains once without checkpoints and once with them, and the time lost by a
+checkpoint is the difference of the two divided by their number. README.md says how each figure is
+counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pictures
+from common import Series, end_with, format_size, format_times, parse_size, print_table, turned
+from machine import Others, add_directory_options, facts_lines, keep_memory, measured_in
+from process import Worker
+
+WAYS = ("transformers", "async_save", "stillframe")
+STEP_S = 0.15  # a step takes at least so long
+SKIPPED = 3
+BLOCKED_GOAL, LOST_GOAL = 1 / 20, 1.5  # of transformers' time, and of async_save's
+
+
+class Fits:
+    """The trainings of one way, in a process of its own."""
+
+    def __init__(self, way: str, nbytes: int, directory: Path) -> None:
+        warnings.simplefilter("ignore")
+        from hf_training import Training
+
+        self._fit = Training(way, nbytes, directory).fit
+        keep_memory()
+
+    def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
+        os.sync()  # so that earlier writes of others do not slow this training
+        return self._fit(batch, steps, every)
+
+
+def find_batch(worker: Worker) -> int:
+    """Return the rows in a batch with which a step takes STEP_S."""
+    batch = 4
+    while True:
+        step = worker.call("fit", batch, SKIPPED + 4, 0)["step_s"]
+        if step >= STEP_S * 0.9:
+            return batch
+        batch = max(batch + 2, int(batch * min(4.0, STEP_S / step)))
+
+
+def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker(way, Fits, way, options.state, directory)).ready()
+            for way in WAYS
+        ]
+        batch = find_batch(workers[0])
+        for worker in workers:  # pool and allocator are warm from here on
+            worker.call("fit", batch, 2 * SKIPPED + 4, SKIPPED)
+        others = Others()
+        steps = SKIPPED + options.every * options.saves
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for number in range(options.rounds):
+            for worker in turned(workers, number):
+                plain = worker.call("fit", batch, steps, 0)
+                fit = worker.call("fit", batch, steps, options.every)
+                fit["lost_s"] = (fit["counted_s"] - plain["counted_s"]) / fit["saves"]
+                fit["extra_rss"] = max(0.0, fit["peak_rss"] - plain["peak_rss"])
+                found[worker.name].append(fit)
+        return {"batch": batch, "others": others.share(), "fits": found}
+
+
+def verdict(share: float, error: float, goal: float) -> str:
+    if share + error <= goal:
+        return "met"
+    return "MISSED" if share - error > goal else "within the error"
+
+
+def rows(fits: dict[str, list[dict[str, float]]]) -> list[list[str] | None]:
+    series = {
+        way: {name: Series.of([fit[name] for fit in of]) for name in of[0]}
+        for way, of in fits.items()
+    }
+    table: list[list[str] | None] = []
+    for way in WAYS:
+        found, said = series[way], " "
+        if way == "stillframe":
+            blocked = found["blocked_s"].median / series["transformers"]["blocked_s"].median
+            plain = series["async_save"]["lost_s"]
+            lost = found["lost_s"].median / plain.median
+            error = (found["lost_s"].error + LOST_GOAL * plain.error) / plain.median
+            said = (
+                f"blocked: 1/{1 / blocked:.0f} of transformers, goal 1/{1 / BLOCKED_GOAL:.0f}:"
+                f" {verdict(blocked, 0.0, BLOCKED_GOAL)};"
+                f" lost: {lost:.2f} x async_save, goal {LOST_GOAL}:"
+                f" {verdict(lost, error, LOST_GOAL)}"
+            )
+        table.append(
+            [
+                way,
+                format_times(found["blocked_s"].spread),
+                f"{format_times([found['lost_s'].median])}"
+                f" ± {format_times([found['lost_s'].error])}",
+                format_times([found["end_s"].median]),
+                format_size(found["extra_rss"].median),
+                said,
+            ]
+        )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_directory_options(parser)
+    parser.add_argument("--state", type=parse_size, default=500 * 10**6)
+    parser.add_argument("--every", type=int, default=6, help="steps from save to save, 6")
+    parser.add_argument("--saves", type=int, default=8, help="of each training, 8")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each way, 7")
+    options = parser.parse_args()
+    with measured_in(options, memory=9 * options.state, disk=9 * options.state) as at:
+        directory, facts = at
+        result = run(options, directory)
+    print("\n".join(facts_lines(facts)))
+    step = Series.of([fit["step_s"] for fit in result["fits"]["stillframe"]]).median
+    print_table(
+        f"{format_size(options.state)} of model and AdamW, a checkpoint every {options.every} steps"
+        f" of {format_times([step])}",
+        ("", "blocked by a checkpoint (min..max)", "lost by it", "wait at the end", "memory", ""),
+        rows(result["fits"]),
+    )
+    if result["others"] >= 0.03:
+        print(f"disturbed: other processes took {result['others']:.0%} of the machine")
+    kept = {
+        way: {name: Series.of([fit[name] for fit in of]).to_json() for name in of[0]}
+        for way, of in result["fits"].items()
+    }
+    pictures.keep(options.json, {"machine": facts, "results": {**result, "fits": kept}})
+    return 0
+
+
+if __name__ == "__main__":
+    end_with(main)

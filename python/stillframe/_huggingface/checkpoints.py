@@ -1,0 +1,352 @@
+"""The checkpoints of one Trainer: how they are written, and what follows when they are durable.
+
+    _save_checkpoint ──▶ save: open the directory, let the Trainer write into it, close it
+                               └─▶ `_waiting` ──follow, at the end of a later step──▶ push, on_save
+                                              ├─▶ rotation
+                                              └─▶ `_failed`: raised by the next save or at the end
+
+The Trainer joins "checkpoint-N" to its output directory by itself, and so do subclasses. While they
+write, `_get_output_dir` returns a directory with a link of that name to the temporary directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import os
+import shutil
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+from stillframe import _core
+from stillframe._base.calls import inside
+from stillframe._check.latest import latest
+from stillframe._huggingface.ranks import Beside, Ranks, ranks_of
+from stillframe._huggingface.redirect import redirected
+from stillframe._huggingface.rotation import normal, rotate
+from stillframe._save import api
+from stillframe._save.checkpoint import checkpoint
+from stillframe._save.handle import SaveHandle, report_of, take_unseen_error, wait_for_end
+from stillframe.errors import StillframeError
+
+log = logging.getLogger("stillframe")
+
+_RUN = ".stillframe-run"  # the directory with the link, inside the temporary directory
+_SENTINEL = "checkpoint-is-incomplete.txt"
+
+
+@dataclass
+class Checkpoint:
+    """One checkpoint under way.
+
+    Attributes:
+        number: Counts the Trainer's checkpoints.
+        path: The directory that it will be.
+        run_dir: The directory that this lies in.
+        state: A copy of the Trainer's state at the call.
+        push: It is to be pushed to the Hub.
+        handle: The save; None if another rank makes it.
+    """
+
+    number: int
+    path: str
+    run_dir: str
+    state: Any = None
+    push: bool = False
+    handle: SaveHandle | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one Trainer, in one process.
+
+    Args:
+        trainer: The Trainer.
+
+    Attributes:
+        staging: The directory that stands for the output directory while the Trainer writes a
+            checkpoint; None at other times.
+        wants_push: The Trainer was about to push what it writes.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._waiting: deque[Checkpoint] = deque()
+        self._failed: list[SaveHandle | StillframeError] = []
+        self._ours: defaultdict[str, list[str]] = defaultdict(list)  # by their run_dir
+        self._count = 0
+        self._ranks: Ranks | None = None
+        # The checkpoint whose `on_save` the Trainer is about to call, too early.
+        self._submitted: Checkpoint | None = None
+        self.staging: str | None = None
+        self.wants_push = False
+
+    # ---- saving ----
+
+    def save(self, run_dir: str, write: Callable[[], object]) -> None:
+        """Write one checkpoint with `write()`, and return when it is copied.
+
+        Args:
+            run_dir: The output directory; with several trials, that of this one.
+            write: Writes the files, to the directory that `_get_output_dir` returns.
+
+        Raises:
+            Exception: An earlier checkpoint failed, or what `write` raises.
+        """
+        state = self._trainer.state
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        made = Checkpoint(self._count, os.path.join(run_dir, name), run_dir)
+        self.follow()
+        if self._count == 0:
+            self._ranks = ranks_of(self._trainer.args)
+        self._count += 1
+        self.wants_push = False
+        remove_sentinel(made.path)
+        is_leader = self._ranks is None or self._ranks.is_leader
+        with self._led(made) if is_leader else self._beside(made):
+            write()
+            self._name_best(run_dir)
+        made.push = self.wants_push
+        made.state = copy.copy(state)
+        made.state.log_history = list(state.log_history)
+        made.state.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
+        self._waiting.append(made)
+        self._submitted = made
+        if is_leader:
+            self._forget(made)
+            self._ours[made.run_dir].append(normal(made.path))
+            self._rotate(made)
+
+    @contextlib.contextmanager
+    def _led(self, made: Checkpoint) -> Iterator[None]:
+        """Open the directory, wait for the other ranks' files, and submit it."""
+        ranks, opened = self._ranks, f"{made.number}/opened"
+        with contextlib.ExitStack() as stack:
+            files: Any = None
+
+            def open_it() -> str:
+                nonlocal files
+                self._raise_failed()
+                os.makedirs(made.run_dir, exist_ok=True)
+                files = stack.enter_context(checkpoint(made.path))
+                return self._make_run(files.path, made)
+
+            staging = open_it() if ranks is None else ranks.share(opened, open_it)
+            with self._staged(staging), redirected(files):
+                yield
+            if ranks is not None:
+                ranks.wait_written(made.number, opened)
+            shutil.rmtree(staging)
+        made.handle = files.handle
+
+    @contextlib.contextmanager
+    def _beside(self, made: Checkpoint) -> Iterator[None]:
+        """Let this rank write its files into the leader's directory."""
+        ranks, args = self._ranks, self._trainer.args
+        assert ranks is not None
+        self._raise_failed()
+        staging = ranks.share(f"{made.number}/opened", str)
+        try:
+            if not os.path.isdir(staging):
+                raise StillframeError(
+                    f"{made.path} is written by a rank on another machine, and its files are not"
+                    " visible here. Give output_dir on a shared file system, or set"
+                    " save_on_each_node=True"
+                )
+            is_elsewhere = args.process_index != args.local_process_index
+            files = Beside(os.path.dirname(staging), durable=is_elsewhere)
+            with self._staged(staging), redirected(files):
+                yield
+        except BaseException as error:
+            ranks.report_written(made.number, error)
+            raise
+        ranks.report_written(made.number, None)
+
+    @contextlib.contextmanager
+    def _staged(self, staging: str) -> Iterator[None]:
+        self.staging = staging
+        try:
+            yield
+        finally:
+            self.staging = None
+
+    def _make_run(self, directory: str | os.PathLike[str], made: Checkpoint) -> str:
+        """Make the directory with links: to the temporary directory, and to the best checkpoint,
+        which the Trainer looks for."""
+        run = os.path.join(directory, _RUN)
+        os.mkdir(run)
+        name = os.path.basename(made.path)
+        os.symlink(os.pardir, os.path.join(run, name))
+        best = f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.best_global_step}"
+        if best != name and api.exists(os.path.join(made.run_dir, best)):
+            os.symlink(os.path.abspath(os.path.join(made.run_dir, best)), os.path.join(run, best))
+        return run
+
+    def _name_best(self, run_dir: str) -> None:
+        """Give the best checkpoint the name that it will have, in the state's file too."""
+        state, staging = self._trainer.state, self.staging
+        assert staging is not None
+        best = state.best_model_checkpoint
+        if best is None or os.path.dirname(best) != staging:
+            return
+        state.best_model_checkpoint = os.path.join(run_dir, os.path.basename(best))
+        if self._trainer.args.should_save:
+            state.save_to_json(os.path.join(staging, os.pardir, TRAINER_STATE_NAME))
+
+    # ---- afterwards ----
+
+    def follow(self) -> None:
+        """Do what follows the checkpoints that have become durable, in their order: push them,
+        call `on_save`, remove old ones."""
+        while self._waiting and self._has_ended(self._waiting[0]):
+            made = self._waiting.popleft()
+            if self._note_failure(made):
+                continue
+            self._tell(made)
+            if made.handle is not None:
+                self._rotate(made)
+
+    def finish(self) -> None:
+        """Wait for every save and remove, do what follows, and raise the first error.
+
+        Raises:
+            Exception: A checkpoint failed.
+        """
+        self._wait_and_follow()
+        drain()
+        self._raise_failed()
+
+    def _wait_and_follow(self) -> None:
+        for made in list(self._waiting):
+            if made.handle is not None:
+                wait_for_end(made.handle)
+            elif self._ranks is not None:
+                self._ranks.wait_ended(made.number)
+            self.follow()
+
+    def to_resume(self, asked: str | bool) -> str:
+        """Return the checkpoint to resume from, once nothing of this process is under way.
+
+        Args:
+            asked: A path, or True for the newest whole checkpoint of the output directory.
+
+        Raises:
+            ValueError: There is none. The words are those of transformers.
+        """
+        drain()
+        if not isinstance(asked, bool):
+            return asked
+        directory = self._trainer.args.output_dir
+        for path in reversed(sort_checkpoints(directory)):
+            # `latest` may also find one of the files in a directory.
+            if path.rpartition("-")[2].isdigit() and latest(path) == Path(path):
+                return path
+        raise ValueError(f"No valid checkpoint found in output directory ({directory})")
+
+    def _has_ended(self, made: Checkpoint) -> bool:
+        if made.handle is not None:
+            return made.handle.done()
+        assert self._ranks is not None
+        return self._ranks.has_ended(made.number)
+
+    def _note_failure(self, made: Checkpoint) -> bool:
+        """Keep the error of a checkpoint that has ended; return whether there is one."""
+        if made.handle is None:
+            assert self._ranks is not None
+            error = self._ranks.error_of(made.number)
+            if error is not None:
+                self._failed.append(error)
+            return error is not None
+        failed = report_of(made.handle) is None
+        if failed:
+            self._failed.append(made.handle)
+            self._forget(made)
+        if self._ranks is not None:
+            self._ranks.tell_ended(made.number, made.path if failed else None)
+        return failed
+
+    def _raise_failed(self) -> None:
+        failed, self._failed = self._failed, []
+        errors = [
+            each if isinstance(each, StillframeError) else take_unseen_error(each)
+            for each in failed
+        ]
+        unseen = [error for error in errors if error is not None]
+        for error in unseen[1:]:
+            unseen[0].add_note(f"Another checkpoint failed as well: {error}")
+        if unseen:
+            raise unseen[0]
+
+    def _tell(self, made: Checkpoint) -> None:
+        """Push a durable checkpoint and call `on_save`, with the state at its step."""
+        trainer = self._trainer
+        live, trainer.state = trainer.state, made.state
+        try:
+            if made.push:
+                trainer._push_from_checkpoint(made.path)
+            trainer.control = trainer.callback_handler.call_event(
+                "on_save", trainer.args, made.state, trainer.control
+            )
+        finally:
+            trainer.state = live
+
+    def attach(self) -> None:
+        """Stand in for `callback_handler.on_save`, which the Trainer calls behind each save."""
+        handler = self._trainer.callback_handler
+        if "on_save" not in vars(handler):
+            handler.on_save = functools.partial(self._on_save, handler.on_save)
+
+    def _on_save(self, theirs: Any, args: Any, state: Any, control: Any) -> Any:
+        made, self._submitted = self._submitted, None
+        if made is None:  # a subclass has saved in a way of its own
+            return theirs(args, state, control)
+        control.should_save = False
+        trainer = self._trainer
+        for callback in trainer.callback_handler.callbacks:
+            hook = getattr(callback, "on_save_submitted", None)
+            if hook is not None:
+                left = hook(args, made.state, control, model=trainer.model, handle=made.handle)
+                control = control if left is None else left
+        if state.global_step >= state.max_steps or control.should_training_stop:
+            trainer.control = control
+            self._wait_and_follow()  # `on_save` comes before the end of the epoch and the training
+            return trainer.control
+        return control
+
+    def _forget(self, made: Checkpoint) -> None:
+        path = normal(made.path)
+        ours = self._ours[made.run_dir]
+        ours[:] = [each for each in ours if each != path]
+
+    def _rotate(self, made: Checkpoint) -> None:
+        rotate(
+            made.run_dir,
+            self._trainer.args.save_total_limit,
+            self._trainer.state.best_model_checkpoint,
+            self._ours[made.run_dir],
+            {normal(each.path) for each in self._waiting},
+        )
+
+
+def remove_sentinel(path: str) -> None:
+    """Remove the file by which `enable_jit_checkpoint` marks a checkpoint as incomplete.
+
+    transformers writes it into `checkpoint-N` itself, before the save. Here the directory appears
+    whole, so without this it would be there too early, with nothing but this file.
+    """
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(path, _SENTINEL))
+        os.rmdir(path)  # unless an older checkpoint is there
+
+
+def drain() -> None:
+    """Wait until every save and remove of the process has ended; raise none of their errors."""
+    with inside():
+        _core.log_drain(None)

@@ -1,0 +1,166 @@
+"""Sends the files that other libraries save to an open `stillframe.checkpoint`.
+
+Hugging Face's libraries write a checkpoint with `torch.save` and with safetensors' `save_file`.
+While a block of `redirected` is open, these functions look at the path they are given. A file in
+the checkpoint's directory goes to stillframe, which copies its tensors and writes it in the
+background. Every other call goes to the original function, in every thread.
+
+The names in `_NAMES` are replaced when the first block opens, and restored when the last one ends.
+So outside a save the functions are the libraries' own. A library that keeps `save_file` under a
+name that is not listed writes the same file itself, before the block ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+# Where libraries look the functions up at each call. Only modules that are loaded are touched.
+_NAMES = (
+    ("torch", "save"),
+    ("safetensors.torch", "save_file"),
+    ("transformers.modeling_utils", "safe_save_file"),
+    ("accelerate.utils.other", "safe_save_file"),
+    ("peft.peft_model", "safe_save_file"),
+    ("peft.utils.save_and_load", "safe_save_file"),
+)
+
+_SAFETENSORS = ".safetensors"  # stillframe tells the two formats by the name's ending
+
+
+class Files(Protocol):
+    """An open `stillframe.checkpoint`."""
+
+    @property
+    def path(self) -> str | os.PathLike[str]: ...
+
+    def save(self, obj: object, name: str) -> object: ...
+
+    def save_safetensors(
+        self, tensors: Any, name: str, metadata: dict[str, str] | None = None
+    ) -> object: ...
+
+
+class _Redirection:
+    """The open blocks of the process, and the functions that were replaced."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        # Replaced, not changed, by each block, so that calls read it without the lock.
+        self.blocks: tuple[tuple[str, Files], ...] = ()
+        self.replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def open(self, files: Files) -> tuple[str, Files]:
+        block = os.path.realpath(files.path), files
+        with self.lock:
+            self.blocks = (*self.blocks, block)
+            if len(self.blocks) == 1:
+                self._install()
+        return block
+
+    def close(self, block: tuple[str, Files]) -> None:
+        with self.lock:
+            self.blocks = tuple(each for each in self.blocks if each is not block)
+            if not self.blocks:
+                self._restore()
+
+    def find(self, path: Any) -> tuple[Files, str] | None:
+        """Return the checkpoint that `path` lies in and the file's name there, or None."""
+        if not isinstance(path, str | os.PathLike):
+            return None
+        parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+        file = os.path.join(os.path.realpath(parent), name)
+        for directory, files in self.blocks:
+            if file.startswith(directory + os.sep):
+                return files, os.path.relpath(file, directory)
+        return None
+
+    def _install(self) -> None:
+        for module_name, name in _NAMES:
+            module = sys.modules.get(module_name)
+            original = getattr(module, name, None)
+            if original is not None:
+                ours = (_save if name == "save" else _save_file)(original)
+                self.replaced.append((module, name, original, ours))
+                setattr(module, name, ours)
+
+    def _restore(self) -> None:
+        while self.replaced:
+            module, name, original, ours = self.replaced.pop()
+            # Somebody may have wrapped ours meanwhile. It finds no open block, so it may stay.
+            if getattr(module, name) is ours:
+                setattr(module, name, original)
+
+
+_redirection = _Redirection()
+
+
+@contextlib.contextmanager
+def redirected(files: Files) -> Iterator[None]:
+    """Send `torch.save` and safetensors' `save_file` to `files` for paths in its directory.
+
+    Args:
+        files: The open checkpoint. Its `save` and `save_safetensors` take a name relative to its
+            `path`, which may have directories in it.
+    """
+    block = _redirection.open(files)
+    try:
+        yield
+    finally:
+        _redirection.close(block)
+
+
+def _save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `torch.save` that writes files of open checkpoints through stillframe.
+
+    A call that sets the pickle module, the protocol or the format keeps torch's own writer.
+    """
+
+    @functools.wraps(original)
+    def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> Any:
+        found = None if args or kwargs else _redirection.find(f)
+        if found is None or found[1].endswith(_SAFETENSORS):
+            return original(obj, f, *args, **kwargs)
+        files, name = found
+        files.save(obj, name)
+        return None
+
+    return save
+
+
+def _save_file(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `save_file` of safetensors that writes files of open checkpoints through
+    stillframe."""
+
+    @functools.wraps(original)
+    def save_file(
+        tensors: Any,
+        filename: Any,
+        metadata: dict[str, str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        found = None if args or kwargs else _redirection.find(filename)
+        if found is None or not found[1].endswith(_SAFETENSORS):
+            return original(tensors, filename, metadata, *args, **kwargs)
+        files, name = found
+        files.save_safetensors(tensors, name, metadata)
+        return None
+
+    return save_file
+
+
+def _forked() -> None:
+    """Close the parent's blocks in a forked child: their files belong to the parent."""
+    global _redirection
+    parents, _redirection = _redirection, _Redirection()
+    parents.blocks = ()
+    parents._restore()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,115 @@
+"""`AsyncCheckpointMixin`: the methods of transformers' Trainer that have to know of checkpoints.
+
+The methods say where the Trainer's own code has to wait, or has to look elsewhere.
+`checkpoints.py` does the work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
+
+from stillframe._huggingface.checkpoints import Checkpoints
+
+
+def _into_one_directory(save: Callable[..., None]) -> Callable[..., None]:
+    """Make everything that a `_save_checkpoint` writes, before and behind that of its base class,
+    one checkpoint."""
+
+    @functools.wraps(save)
+    def save_checkpoint(self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        write = functools.partial(save, self, model, trial, *args, **kwargs)
+        if self._stillframe.staging is None:
+            self._stillframe.save(self._get_output_dir(trial), write)
+        else:
+            write()
+
+    return save_checkpoint
+
+
+class AsyncCheckpointMixin:
+    """Makes the checkpoints of a Trainer asynchronous, durable and never half written.
+
+        class MyTrainer(AsyncCheckpointMixin, trl.SFTTrainer): ...
+
+    Name it first among the bases. The files have the names and contents that the Trainer gives
+    them. Training goes on while they are written; a directory `checkpoint-N` appears when all its
+    files are on disk.
+
+    `on_save` of callbacks is called when the checkpoint is durable, at the end of a later step,
+    with the state as it was at the checkpoint's step. A callback that has a method
+    `on_save_submitted(args, state, control, model=None, handle=None, **kwargs)` is called at once;
+    `handle` is the `SaveHandle`, None on ranks that do not write.
+
+    `train` returns when every checkpoint is durable. A checkpoint that failed raises its error
+    once, at the next checkpoint or at the end of the training. `resume_from_checkpoint=True`
+    resumes from the newest checkpoint that is whole.
+
+    Raises:
+        ValueError: The Trainer uses something whose checkpoints stillframe does not write:
+            DeepSpeed, FSDP, XLA, SageMaker's model parallelism.
+    """
+
+    _stillframe: Checkpoints
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_save_checkpoint" in vars(cls):
+            cls._save_checkpoint = _into_one_directory(cls._save_checkpoint)  # type: ignore[method-assign]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        refuse(self)
+        self._stillframe = Checkpoints(self)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._stillframe.to_resume(resume_from_checkpoint)
+        self._stillframe.attach()
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self._stillframe.follow()
+        return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    @_into_one_directory
+    def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(model, trial, **kwargs)  # type: ignore[misc]
+
+    def _get_output_dir(self, trial: Any) -> Any:
+        staging = self._stillframe.staging
+        return staging or super()._get_output_dir(trial)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._stillframe.staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+        else:
+            self._stillframe.wants_push = True
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._stillframe.finish()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
+
+def refuse(trainer: Any) -> None:
+    """Refuse what writes checkpoints in a way that cannot be redirected.
+
+    Raises:
+        ValueError: The Trainer uses it.
+    """
+    unsupported = (
+        ("DeepSpeed", trainer.is_deepspeed_enabled),
+        ("FSDP", trainer.is_fsdp_enabled),
+        ("PyTorch/XLA", is_torch_xla_available()),
+        ("SageMaker's model parallelism", is_sagemaker_mp_enabled()),
+    )
+    for name, is_used in unsupported:
+        if is_used:
+            raise ValueError(
+                f"stillframe does not write checkpoints of {name}: use transformers' own Trainer"
+            )

@@ -1,0 +1,35 @@
+"""Fixtures of the Hugging Face tests."""
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+def pytest_collection_modifyitems(items):
+    # The packages warn about themselves. Ours stay errors.
+    filters = ("ignore", r"error:::stillframe(\..*)?")
+    for item in items:
+        if "huggingface" in item.path.parts:
+            item.add_marker(pytest.mark.filterwarnings(*filters))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Use one torch thread: small models train faster so, above all beside other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def in_its_directory(tmp_path, monkeypatch):
+    """Run in an empty directory, so that the same arguments name other files in each test."""
+    monkeypatch.chdir(tmp_path)

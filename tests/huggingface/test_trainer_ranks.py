@@ -1,0 +1,71 @@
+"""Two ranks on gloo, started by torchrun: one directory has the files of both."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fix_trainer import differences, files_of
+
+HERE = Path(__file__).parent
+SCENARIOS = ("trains", "trains_theirs", "resumes", "other_rank_fails", "full_disk")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", HERE / "trainer_ranks.py", *SCENARIOS),
+        ],
+        cwd=directory,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent / "unit"))),
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return directory
+
+
+def notes(ran, scenario):
+    return [json.loads((ran / scenario / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_directory_has_the_files_of_all_ranks_as_with_transformers(ran):
+    files = files_of(ran / "trains/out")
+    assert {"checkpoint-8/rng_state_0.pth", "checkpoint-8/rng_state_1.pth"} <= set(files)
+    assert differences(ran / "trains/out", ran / "trains_theirs/out") == []
+
+
+def test_every_rank_is_told_when_the_checkpoint_is_durable(ran):
+    for rank, note in enumerate(notes(ran, "trains")):
+        assert note["submitted"] == [[step, rank == 0] for step in (2, 4, 6, 8)]
+        assert note["saved"] == [[step, True] for step in (2, 4, 6, 8)]
+
+
+def test_all_ranks_resume(ran):
+    assert [note["step"] for note in notes(ran, "resumes")] == [8, 8]
+
+
+def test_failed_save_raises_on_every_rank(ran):
+    first, second = (note["error"] for note in notes(ran, "full_disk"))
+    assert "No space left" in first
+    assert "rank 0" in second
+    assert notes(ran, "full_disk")[0]["left"] == ["checkpoint-2"]
+
+
+def test_rank_that_cannot_write_its_files_fails_the_checkpoint(ran):
+    first, second = (note["error"] for note in notes(ran, "other_rank_fails"))
+    assert "rank 1" in first
+    assert "broken" in first
+    assert second.startswith("OSError")
+    assert notes(ran, "other_rank_fails")[0]["left"] == ["checkpoint-2"]
