@@ -34,6 +34,7 @@ def test_plugin_has_the_documented_options(pkg):
         "on_durable": None,
         "on_error": "raise",
         "log_metrics": False,
+        "deadline": None,
     }
     positional = [each.name for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
     assert positional == ["checkpoint_io"]
