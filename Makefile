@@ -10,6 +10,8 @@
 # make lightning-suite      Trainer and Fabric runs on a fast, a slow (0.3 s) and a very slow (3 s) disk
 # make lightning-versions   the Lightning tests under 2.4, 2.5 and the newest, of both packages
 # make dcp-theirs PYTORCH=DIR            PyTorch's own tests of distributed checkpoints (DIR: its sources)
+# make trainer-kills   kills a training with transformers' Trainer KILLS times (200), and looks what is left
+# make transformers-theirs TRANSFORMERS=DIR   transformers' own tests of its Trainer (DIR: its sources) with ours
 # make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
 # make mutants    mistakes in a copy of the tree, and whether tests notice: those that tools make in the
 #                 lines that differ from BASE (or of FILES), and a short list of ours (ARGS='--only file/')
@@ -20,6 +22,8 @@
 # make offload-campaign  the same of groups that leave a device and come back (make test has 150), and
 #                 2,000 random trainings with layers, activations or states offloaded (12),
 #                 and layers compiled with torch's own compiler (none)
+# make preempt-campaign   300 signals at random moments of a training, SIGKILL 5 s later: nothing is lost
+#                 (make test has 10)
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json (make tables: the tables)
 # make recording  records the demo in a terminal, as docs/assets/demo.svg
 # make docs   the documentation, into build/site: needs no network once its requirements are there
@@ -49,8 +53,8 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool large campaign cuda-campaign offload-campaign mutants optimizers soak gpu \
-	lightning-suite lightning-versions lightning-theirs dcp-theirs wheel-check wheel-versions clean distclean
+.PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool large campaign cuda-campaign offload-campaign preempt-campaign mutants optimizers soak gpu \
+	lightning-suite lightning-versions lightning-theirs dcp-theirs transformers-theirs trainer-kills wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -221,7 +225,7 @@ $(eval $(call variant,asan,-fsanitize=address$(comma)undefined -fno-sanitize-rec
 $(eval $(call variant,tsan,-fsanitize=thread))
 $(eval $(call variant,plain,))
 # No wait looks again by itself (sfr__cond_wait), so a lost wake-up hangs: mistakes.py notices that.
-$(eval $(call variant,still,-DSFR_LOOK_AGAIN_NS=3600000000000u))
+$(eval $(call variant,still,-DSFR_WAKE_UP_NS=3600000000000u))
 
 asan:
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan
@@ -284,6 +288,9 @@ cuda-campaign:
 	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_cuda_schedules build/plain/libfake_cuda.so
 	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_cuda_schedules
 
+preempt-campaign: build
+	PYTHONPATH=tests/preempt:tests/unit $(PY) tests/preempt/preempt_campaign.py $(ARGS)
+
 offload-campaign:
 	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_offload_schedules build/plain/libfake_cuda.so
 	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_offload_schedules
@@ -320,6 +327,20 @@ lightning-theirs: build
 
 dcp-theirs: build
 	$(PY) tests/dcp/theirs_dcp.py $(PYTORCH) $(ARGS)
+
+# ---- Hugging Face -------------------------------------------------------------------------------
+
+KILLS ?= 200
+
+# git clone --branch v5.23.0 https://github.com/huggingface/transformers DIR
+transformers-theirs: build
+	$(PY) tests/huggingface/theirs_trainer.py $(TRANSFORMERS) $(ARGS)
+
+# A training is killed KILLS times, with transformers' own Trainer too. On a disk: not in /tmp if that is memory.
+trainer-kills: build
+	@mkdir -p build
+	PYTHONPATH=tests/huggingface:tests/unit HF_HUB_OFFLINE=1 $(PY) -W ignore tests/huggingface/trainer_kills.py \
+		build/trainer-kills --kills $(KILLS) $(ARGS)
 
 # ---- optimizers of other packages ---------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Series:
         return dataclasses.asdict(self)
 
 
-def turned(ways: Sequence[T], round_number: int) -> list[T]:
+def rotated(ways: Sequence[T], round_number: int) -> list[T]:
     """Return the ways in the order of a round: each round begins with another one.
 
     So a way that follows a heavy one does not follow it in every round.

@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import BenchError, format_size, parse_size, print_table, turned, write_json
+from common import BenchError, format_size, parse_size, print_table, rotated, write_json
 from dcp_rank import Turn, serve
 from dcp_table import rows, verdicts, ways_of
 from dcp_ways import ALL, LIGHTNING, PACKAGES, WAYS, is_installed
@@ -112,13 +112,15 @@ class Way:
                     raise WayError(f"rank {rank} took more than {self._limit_s:.0f} s")
                 answers.append(pipe.recv())
             except (EOFError, OSError):
-                raise WayError(f"the process of rank {rank} ended{self._said(rank)}") from None
+                raise WayError(
+                    f"the process of rank {rank} ended{self._last_log_line(rank)}"
+                ) from None
         failures = [each for each in answers if isinstance(each, str)]
         if failures:
             raise WayError(failures[0])
         return answers
 
-    def _said(self, rank: int) -> str:
+    def _last_log_line(self, rank: int) -> str:
         with contextlib.suppress(OSError):
             lines = (self._directory / f"rank{rank}.log").read_text(errors="replace").split("\n")
             return "".join(f": {line}" for line in [line for line in lines if line][-1:])
@@ -146,13 +148,13 @@ class Run:
     def measure(self) -> None:
         try:
             for number, name in enumerate(self._options.ways):
-                self._say(f"{name} starts")
+                self._print_progress(f"{name} starts")
                 try:
                     self._ways[name] = Way(name, self._options, self._directory / f"way{number}")
                 except WayError as error:
                     self._give_up(name, error)
             for number in range(self._options.rounds):
-                for name in turned(self._options.ways, number):
+                for name in rotated(self._options.ways, number):
                     if name in self._ways:
                         self._turn(name, number)
         except KeyboardInterrupt:
@@ -170,9 +172,11 @@ class Run:
         way, text = self._ways[name], f"round {number + 1} of {self._options.rounds}: {name}"
         past_s = time.monotonic() - self._began
         if number > 0 and past_s + way.turn_s > self._options.most_s:
-            self._say(f"{text} is left out: it would not end within {self._options.most_s:.0f} s")
+            self._print_progress(
+                f"{text} is left out: it would not end within {self._options.most_s:.0f} s"
+            )
             return
-        self._say(text)
+        self._print_progress(text)
         try:
             turns = way.turn()
         except WayError as error:
@@ -185,13 +189,13 @@ class Run:
                         self.figures.add(scenario, name, {metric: value})
 
     def _give_up(self, name: str, error: WayError) -> None:
-        self._say(f"{name} failed: {error}")
+        self._print_progress(f"{name} failed: {error}")
         self.failed[name] = str(error)
         way = self._ways.pop(name, None)
         if way is not None:
             way.end()
 
-    def _say(self, text: str) -> None:
+    def _print_progress(self, text: str) -> None:
         past_s = time.monotonic() - self._began
         print(f"{past_s:4.0f} s, {text}", file=sys.stderr, flush=True)
 

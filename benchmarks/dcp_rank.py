@@ -57,10 +57,11 @@ class Rank:
         self.batch = torch.ones(4, self.width)
         self.is_first, self.is_ours = rank == 0, way == OURS
         self.many = directory / f"many{rank}"
-        self.turn_s, self.ends = options.turn_s, 0.0  # ends: when the turn has taken long enough
+        # ends: the time when the turn has taken long enough
+        self.turn_s, self.ends = options.turn_s, 0.0
         self.path = directory / "checkpoint"
         self.save = ALL[way]()
-        self.started = 0.0  # when the last save was called
+        self.started = 0.0  # the time of the last save's call
         self.rss = 0  # the process's resident bytes then
         self.state_s = 0.0  # seconds of get_state_dict before that
         for _ in range(4):
@@ -86,7 +87,7 @@ class Rank:
         stamp = Stamp()
         self.barrier()
         self.rss = status_bytes("VmRSS")
-        reset_peak_rss()  # now: other steps take memory of their own
+        reset_peak_rss()  # here, because other steps allocate memory too
         cpu, start = time.thread_time(), time.perf_counter()
         self.started = start
         response = self.save({"model": model, "optimizer": optimizer}, self.path)
@@ -128,10 +129,10 @@ class Rank:
                 break
             call_s, steps = self._steps_beside_a_save(found)
             after = self._steps(LOOP_STEPS)
-            found["lost_s"].append(call_s + _over(steps, before + after))
+            found["lost_s"].append(call_s + _extra_time(steps, before + after))
             plain = self._steps(min(len(steps), 2 * LOOP_STEPS))
             before = self._steps(LOOP_STEPS)
-            found["noise_s"].append(_over(plain, after + before))
+            found["noise_s"].append(_extra_time(plain, after + before))
             found["step_s"].append(statistics.median(after + before))
         return found
 
@@ -158,7 +159,7 @@ class Rank:
         return times
 
     def _all(self, here: bool) -> bool:
-        """Return whether it holds on all ranks, which have to make as many steps."""
+        """Return whether it holds on all ranks, which must make equally many steps."""
         import torch
         import torch.distributed as dist
 
@@ -211,7 +212,7 @@ class Rank:
         return found
 
 
-def _over(steps: list[float], plain: list[float]) -> float:
+def _extra_time(steps: list[float], plain: list[float]) -> float:
     """Return by how much steps took longer than as many plain ones."""
     return sum(steps) - len(steps) * statistics.median(plain)
 
@@ -219,7 +220,7 @@ def _over(steps: list[float], plain: list[float]) -> float:
 def serve(
     connection: Connection, way: str, rank: int, options: argparse.Namespace, directory: Path
 ) -> None:
-    """Send None when ready, and then the figures of each turn; on an error a sentence, and end.
+    """Send None when ready, then the figures of each turn; on an error send a sentence and end.
 
     Output of this process and its children goes to a file.
     """
@@ -230,7 +231,7 @@ def serve(
         connection.send(None)
         while connection.recv():
             connection.send(ours.turn())
-    except EOFError:  # the parent has gone
+    except EOFError:  # the parent has ended
         pass
-    except BaseException as error:  # CheckpointException is no Exception
+    except BaseException as error:  # CheckpointException is not an Exception
         connection.send(f"{type(error).__name__}: {error}"[:300])

@@ -69,11 +69,11 @@ class Goal:
             return UNCLEAR
         return MET if beyond <= 0 else MISSED
 
-    def met(self, figures: Figures) -> bool | None:
+    def is_met(self, figures: Figures) -> bool | None:
         """Return whether it is met; None if it is not measured, or not clear."""
         return {MET: True, MISSED: False}.get(self.judge(figures))
 
-    def miss(self, figures: Figures) -> float | None:
+    def times_the_bound(self, figures: Figures) -> float | None:
         """Return how many times the bound it is (below 1: within it); None if it is not
         measured."""
         value = self.value(figures)
@@ -84,7 +84,8 @@ class Goal:
         return value / self.bound if self.bound > 0 else float("inf")
 
     def verdict(self, figures: Figures) -> str:
-        judged, value, miss = self.judge(figures), self.value(figures), self.miss(figures)
+        judged, value = self.judge(figures), self.value(figures)
+        miss = self.times_the_bound(figures)
         if judged == ABSENT:
             return f"{self.text}: -"
         ratio = f" ({_format_ratio(value)})" if self.others else ""

@@ -29,9 +29,9 @@ COPIES = ("cuMemcpyBatchAsync_v2", "cuMemcpyDtoHAsync_v2")
 
 
 class Counted:
-    """The driver calls of this thread since the last look.
+    """The driver calls of this thread since the last `take`.
 
-    Calls of the lane, which copies when it can, do not count as a call's.
+    Calls of the lane, which copies when it can, are not counted.
     """
 
     def __init__(self, driver: Any) -> None:
@@ -106,10 +106,10 @@ def count(
         def save(**options: Any) -> Any:
             return stillframe.async_save(tree(), directory / "a", engine=engine, **options)
 
-        counted, looks, shares = Counted(driver), [], []
+        counted, counts, shares = Counted(driver), [], []
         for _ in range(4):
             step()
-            looks.append(counted.take())
+            counts.append(counted.take())
             report = save().result()
             shares.append(report.deferred_nbytes / total)
             counted.take()
@@ -129,7 +129,7 @@ def count(
         "tensors": 3 * NR_PARAMETERS,
         "nbytes": total,
         "deferred_after_step": shares,
-        "calls_of_steps": [each["calls"] for each in looks],
+        "calls_of_steps": [each["calls"] for each in counts],
         "call": call,
         "call_blocks": -(-report.captured_nbytes // block_bytes) + 1,
         "gate": at_gate,

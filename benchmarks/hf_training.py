@@ -34,7 +34,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
 
 
 class Times(transformers.TrainerCallback):
-    """The times at which each step began and the last one had ended, and the gate's waits."""
+    """The times at which each step began and the last one ended, and the handles of our saves."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -44,8 +44,8 @@ class Times(transformers.TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.at.append(time.perf_counter())
 
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ended = time.perf_counter()
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ended = time.perf_counter()  # before this step's checkpoint
 
     def on_save_submitted(self, *args: Any, handle: Any = None, **kwargs: Any) -> None:
         self.handles.append(handle)
@@ -123,7 +123,7 @@ class Training:
         return {
             "counted_s": sum(gaps),
             "step_s": statistics.median(gaps),
-            "saves": float(len(blocked)),
+            "saves": float(max(len(blocked) - 1, 0)),  # the last one comes after the last step
             "blocked_s": statistics.median(called) if called else 0.0,
             "end_s": ended - times.ended,
             "peak_rss": float(status_bytes("VmHWM")),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import Series, end_with, format_size, format_times, parse_size, print_table, turned
+from common import Series, end_with, format_size, format_times, parse_size, print_table, rotated
 from machine import Others, add_directory_options, facts_lines, keep_memory, measured_in
 from process import Worker
 
@@ -71,9 +71,9 @@ def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, director
         found: dict[int, dict[str, list[dict[str, float]]]] = {}
         steps = SKIPPED + max(everies) * saves
         for number in range(rounds):
-            for worker in turned(workers, number):
+            for worker in rotated(workers, number):
                 plain = worker.call("fit", batch, steps, 0)["steps_per_s"]
-                for every in turned(everies, number):
+                for every in rotated(everies, number):
                     fit = worker.call("fit", batch, steps, every)
                     fit["lost"] = 1 - fit["steps_per_s"] / plain
                     found.setdefault(every, {}).setdefault(worker.name, []).append(fit)

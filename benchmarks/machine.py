@@ -126,7 +126,7 @@ def machine_facts(directory: Path) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """Return the command as somebody else would type it, with other directories."""
+    """Return the command as another user would type it, with other directories."""
     words = [Path(sys.executable).name, *sys.argv]
     for option, name in (("--dir", "DIR"), ("--json", "FILE")):
         if option in words[:-1]:

@@ -33,7 +33,7 @@ def samples_of(nbytes: float, tensors: int, total: float) -> int:
     return max(1, half // tensors + by_bytes)
 
 
-def missed(written: float, stratum: float) -> float:
+def miss_probability(written: float, stratum: float) -> float:
     """Return the probability that no sample notices a contiguous write.
 
     Args:
@@ -67,7 +67,7 @@ def table() -> list[str]:
         cells = []
         for nbytes, nr in STATES:
             stratum = nbytes / nr / samples_of(nbytes / nr, nr, nbytes)
-            cells.append(noticed(missed(written, stratum) ** times))
+            cells.append(noticed(miss_probability(written, stratum) ** times))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

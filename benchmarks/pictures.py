@@ -105,7 +105,7 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     if "turns" in document:  # timeline.json
         return [(_timeline, (document["turns"], document["state"]))]
     if "results" in document:  # lightning_fit.json
-        return [(_fits, each) for each in document["results"].items()]
+        return [(_draw_fits, each) for each in document["results"].items()]
     if "states" in document:  # restore.json
         return [(_loads, (document["states"],)), (_reads, (document["states"],))]
     figures = document["figures"]
@@ -218,7 +218,7 @@ def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> 
     _plain(axes)
 
 
-def _fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
+def _draw_fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
     """Draw the cost of checkpoints in a training's steps a second: medians with standard errors."""
     for place, fits in enumerate(result["every"].values()):
         for number, way in enumerate(FITS):
@@ -245,10 +245,14 @@ def _timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
     left, right = -1.6 * step, max(9 * step, 1.15 * chosen[OURS]["ended_s"])
     for row, (way, found) in enumerate(chosen.items()):
         _training(axes, row, way, found)
-        _behind(axes, row + 0.36, way, found, right)
-        look = {"xytext": (6, -4), "textcoords": "offset points", "va": "center"}
+        _draw_background(axes, row + 0.36, way, found, right)
+        style = {"xytext": (6, -4), "textcoords": "offset points", "va": "center"}
         axes.annotate(
-            _lost(turns[way]["lost_s"]), (right, row), fontsize=8, annotation_clip=False, **look
+            _lost_label(turns[way]["lost_s"]),
+            (right, row),
+            fontsize=8,
+            annotation_clip=False,
+            **style,
         )
     axes.axvline(0, color="#222222", lw=0.8)
     axes.annotate(" the save begins", (0, -0.28), ha="left", fontsize=8)
@@ -261,7 +265,7 @@ def _timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
     _plain(axes)
 
 
-def _lost(lost: dict[str, float]) -> str:
+def _lost_label(lost: dict[str, float]) -> str:
     """Return a label of the lost time, or none where noise is larger."""
     middle, least, most = (lost[name] * 1e3 for name in ("median", "min", "max"))
     if most - least > 2 * abs(middle):
@@ -269,8 +273,8 @@ def _lost(lost: dict[str, float]) -> str:
     return f"{middle:.0f} ms lost\n({least:.0f} to {most:.0f})"
 
 
-def _bar(axes: Any, row: float, height: float, begin: float, end: float, **look: Any) -> None:
-    axes.barh(row, end - begin, left=begin, height=height, **look)
+def _bar(axes: Any, row: float, height: float, begin: float, end: float, **style: Any) -> None:
+    axes.barh(row, end - begin, left=begin, height=height, **style)
 
 
 def _training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None:
@@ -291,19 +295,19 @@ def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
     return zip(times[::2], times[1::2], strict=True)
 
 
-def _behind(axes: Any, row: float, way: str, found: dict[str, Any], right: float) -> None:
+def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], right: float) -> None:
     """Draw background work: copying dark, writing lighter; of others only begin and end are
     known."""
     strengths = {"copy": 1.0, "write": 0.5, "sync": 0.25}
     for name, strength in strengths.items():
         for begin, end in _pairs(found, name):
             if end > 0:
-                look = {"color": _colour(way), "alpha": strength, "lw": 0}
-                _bar(axes, row, 0.2, max(begin, 0.0), end, **look)
+                style = {"color": _colour(way), "alpha": strength, "lw": 0}
+                _bar(axes, row, 0.2, max(begin, 0.0), end, **style)
     ended = found["ended_s"]
     if not found["background"] and ended > found["call_s"]:
-        look = {"color": _colour(way), "alpha": 0.5, "lw": 0}
-        _bar(axes, row, 0.2, found["call_s"], min(ended, right), **look)
+        style = {"color": _colour(way), "alpha": 0.5, "lw": 0}
+        _bar(axes, row, 0.2, found["call_s"], min(ended, right), **style)
     end, note = {OURS: ("durable", ""), DCP: ("file synced", "")}.get(
         way, ("finished", ", not synced")
     )

@@ -17,7 +17,7 @@ import torch
 from common import Spec, end_with
 from stillframe._tree import skeleton
 
-WIDTH = 28  # of a weight: the work is that of tensors, not of bytes
+WIDTH = 28  # of a weight: the time depends on the number of tensors, not on their bytes
 EVICTED_BYTES = 64 << 20
 
 

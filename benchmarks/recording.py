@@ -49,7 +49,7 @@ text{font:14px ui-monospace,Menlo,Consolas,'Liberation Mono',monospace;white-spa
 
 
 class Run(NamedTuple):
-    """Adjacent letters of one look, from a column on."""
+    """Adjacent letters of one style, from a column on."""
 
     column: int
     text: str
@@ -91,14 +91,14 @@ def record(command: list[str]) -> tuple[list[tuple[float, Screen]], float]:
             stream.feed(written)
             sys.stderr.buffer.write(written)
             sys.stderr.buffer.flush()
-            screens.append((time.monotonic() - started, _look(screen)))
+            screens.append((time.monotonic() - started, _read_screen(screen)))
     os.close(ours)
     if status := process.wait():
         sys.exit(f"recording.py: the command ended with status {status}")
     return screens, time.monotonic() - started
 
 
-def _look(screen: object) -> Screen:
+def _read_screen(screen: object) -> Screen:
     found: Screen = {}
     for row in range(ROWS):
         if line := _line(screen.buffer[row]):  # type: ignore[attr-defined]

@@ -80,10 +80,11 @@ class _Residual(torch.nn.Module):
 
 
 class Few:
-    """Weights under plain SGD: `nr_params` of them, the first 0.55 of `nbytes`: 2.2 GB of 4 GB.
+    """Weights under plain SGD: `nr_params` of them, the first one with 0.55 of `nbytes` (2.2 of 4
+    GB).
 
-    With moments a tensor of more than 2 GB would become three, so this optimizer keeps none. Its
-    steps have gradients that take no memory (one number, expanded), and no forward.
+    With moments a tensor of more than 2 GB would need three times the memory, so this optimizer
+    keeps none. Its gradients take no memory (one number, expanded), and it runs no forward.
     """
 
     def __init__(self, spec: Spec) -> None:

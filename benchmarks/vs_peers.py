@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import end_with, format_size, parse_size, progress_line, raw, turned, write_json
+from common import end_with, format_size, parse_size, progress_line, raw, rotated, write_json
 from figures import print_results
 from goals import GOALS
 from limits import RawDisk, measure_copy
@@ -110,7 +110,7 @@ class Run:
         names = ([scenario.cold] if cold else []) + [scenario.name] * self.settings.rounds
         slow: set[str] = set()
         for number, name in enumerate(names):
-            for worker in turned(fleet, number):
+            for worker in rotated(fleet, number):
                 if worker.name in slow and number >= FEW_ROUNDS + cold:
                     continue
                 self._progress(f"{name}, round {number + 1} of {len(names)}: {worker.name}")
@@ -136,7 +136,7 @@ class Run:
             "lightning": (s.pairs, s.loop_steps, s.loop_batch_transformer),
         }.get(scenario.state, (s.pairs_large, s.loop_steps_large, s.loop_batch_large))
         for number in range(pairs + 1):
-            for worker in turned(fleet, number):
+            for worker in rotated(fleet, number):
                 name = scenario.name
                 self._progress(f"{name}, round {number + 1} of {pairs + 1}: {worker.name}")
                 answer = worker.call("pair", steps=steps, batch=batch)
@@ -149,7 +149,7 @@ class Run:
         for value in measure_copy(nbytes, s.rounds):
             self.figures.add(scenario.name, RAW, {"memcpy_s": value})
         for number in range(s.rounds + 1):
-            for worker in turned(fleet, number):
+            for worker in rotated(fleet, number):
                 self._progress(f"{scenario.name}, round {number + 1} of {s.rounds + 1}")
                 answer = worker.call("gate")
                 self.figures.add(scenario.name if number else scenario.cold, worker.name, answer)
@@ -264,9 +264,9 @@ def _document(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
                 "goal": goal.text,
                 "bound": goal.bound,
                 "value": goal.value(run.figures),
-                "met": goal.met(run.figures),
+                "met": goal.is_met(run.figures),
                 "judged": goal.judge(run.figures),
-                "times_the_bound": goal.miss(run.figures),
+                "times_the_bound": goal.times_the_bound(run.figures),
             }
             for goal in GOALS
         ],

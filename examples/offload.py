@@ -39,7 +39,8 @@ with offload_layers(model.blocks, device=device) as offloaded:
     activations = offload_activations(min_bytes=1 << 13, device=device)
     for step in range(1, 7):
         first = torch.randint(TOKENS, (8, 1), device=device)
-        tokens = (first + torch.arange(9, device=device)) % TOKENS  # each is one more than the last
+        # each token is the successor of the one before
+        tokens = (first + torch.arange(9, device=device)) % TOKENS
         with activations:
             loss = model(tokens)
         optimizer.zero_grad()

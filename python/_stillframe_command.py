@@ -20,7 +20,7 @@ from typing import Any
 
 UNUSABLE = 2
 INTERRUPTED = 130  # what a shell reports for SIGINT,
-NO_READER = 141  # and for SIGPIPE
+NO_READER = 141  # the status of a process that SIGPIPE kills
 
 _PACKAGE = Path(__file__).parent / "stillframe"
 _WITHOUT_TORCH = ("verify", "inspect", "latest")

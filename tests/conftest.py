@@ -26,8 +26,8 @@ LIMITED = (
 TESTS = ROOT / "tests"
 MIB = 1 << 20
 
-# A forked child collects no garbage of its parent. A process group of gloo, of an earlier test,
-# joins threads that the child does not have: the child hangs, or dies of SIGSEGV.
+# A forked child must not collect garbage of its parent. For example, a gloo process group of an
+# earlier test joins threads that do not exist in the child, which hangs or crashes.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -61,7 +61,7 @@ def engine() -> Iterator[stillframe.Engine]:
 
 @pytest.fixture
 def disk_path(tmp_path: Path) -> Iterator[Path]:
-    """Return a directory that is not on a tmpfs, where files are memory and syncs do nothing."""
+    """Return a directory that is not on a tmpfs, where syncs would do nothing."""
     if file_system(tmp_path) != "tmpfs":
         yield tmp_path
         return
@@ -85,7 +85,7 @@ def no_temporary_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if path is None or request.node.get_closest_marker("leaves_temporaries"):
         return
-    # A save that the test did not wait for may have failed; its temporary must be gone even so.
+    # A save that the test did not wait for may have failed; its temporary must be gone then too.
     with contextlib.suppress(stillframe.StillframeError):
         stillframe.wait_all(timeout=60)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")

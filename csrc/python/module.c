@@ -101,6 +101,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, sfr_py_add_path },
 	{ Py_mod_exec, sfr_py_add_steps },
 	{ Py_mod_exec, sfr_py_add_cpus },
+	{ Py_mod_exec, sfr_py_add_signals },
 	{ Py_mod_exec, sfr_py_add_log },
 	{ Py_mod_exec, sfr_py_add_work },
 	{ Py_mod_exec, sfr_py_add_inject },

@@ -130,6 +130,7 @@ int sfr_py_add_onload(PyObject *module);     /* onload.c */
 int sfr_py_add_path(PyObject *module);       /* path.c */
 int sfr_py_add_steps(PyObject *module);      /* steps.c */
 int sfr_py_add_cpus(PyObject *module);       /* cpus.c */
+int sfr_py_add_signals(PyObject *module);    /* signals.c */
 int sfr_py_add_log(PyObject *module);        /* log.c: log, notices, fork */
 int sfr_py_add_work(PyObject *module);       /* work.c: external work in the log's order */
 int sfr_py_add_inject(PyObject *module);     /* inject.c: the call table, for tests */

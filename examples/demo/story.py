@@ -204,7 +204,7 @@ class Story:
             slow = [_ms(of.slowdown_s) if of in told else "-" for of in (a, b)]
             table.add_row("slowdown of the steps", *slow)
             ratio = _ratio(a.lost_s, b.lost_s) if len(told) == 2 else ""
-            table.add_row("[b]lost time[/b]", _lost(a), _lost(b), ratio)
+            table.add_row("[b]lost time[/b]", _lost_time(a), _lost_time(b), ratio)
         table.add_row(
             "finished after",
             f"{_ms(a.finished_s)}, not synced",
@@ -299,7 +299,7 @@ def _is_told(of: Figures) -> bool:
     return of.lost_s is not None and of.error_s is not None and abs(of.lost_s) > of.error_s
 
 
-def _lost(of: Figures) -> str:
+def _lost_time(of: Figures) -> str:
     if of.lost_s is None or of.error_s is None:
         return "not measured"
     if not _is_told(of):

@@ -26,6 +26,7 @@ _refuse_elsewhere()  # first, because the other imports would fail with less cle
 from stillframe._base.trace import trace
 from stillframe._check.latest import latest
 from stillframe._load.load import load
+from stillframe._preemption.preemption import preemption
 from stillframe._save.api import (
     async_save,
     configure,
@@ -75,6 +76,7 @@ __all__ = [
     "exists",
     "latest",
     "load",
+    "preemption",
     "register_optimizer",
     "remove",
     "save",

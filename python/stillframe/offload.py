@@ -10,10 +10,10 @@ with Offloader("cuda") as offloader:
 """
 
 from stillframe._offload.activations import OffloadedActivations, offload_activations
+from stillframe._offload.device_pool import OffloadStats
 from stillframe._offload.layers import OffloadedLayers, offload_layers
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.optimizer_state import OffloadedOptimizerState, offload_optimizer_state
-from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
 
 __all__ = [

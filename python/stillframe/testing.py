@@ -318,7 +318,7 @@ def host_as_device() -> Iterator[FakeDriver]:
                     _core.Observer.present(name, None)
 
 
-def _said() -> dict[str, Any]:
+def _answers() -> dict[str, Any]:
     """Return the answers to a skeleton's questions to torch."""
     return {
         "place": lambda tensor: 1 if skeleton._place(tensor) == 0 else -1,
@@ -328,10 +328,10 @@ def _said() -> dict[str, Any]:
 
 
 def _show_on_device() -> None:
-    said = _said()
+    answers = _answers()
     shown: list[tuple[Any, str, Any]] = [
-        (skeleton, "_types", skeleton._make_types(**said)),
-        (skeleton, "_tree_types", skeleton._make_types(dtypes=skeleton._whole_dtypes(), **said)),
+        (skeleton, "_types", skeleton._make_types(**answers)),
+        (skeleton, "_tree_types", skeleton._make_types(dtypes=skeleton._whole_dtypes(), **answers)),
         (_device, "place_of", _place_on_device),
         (_device, "on_host", lambda tensor: False),
         (_device, "place_of_tensor", lambda tensor: _place_on_device(tensor.device)),

@@ -1,14 +1,13 @@
-/* Makes zip files the way torch, stillframe and others write them, whole or wrong on purpose, in
- * memory: for the tests of the reader. Nothing is shared with the code under test but the CRC.
+/* Makes zip files in memory as torch, stillframe and other programs write them, intact or damaged
+ * on purpose. For the tests of the reader; only the CRC is shared with the code under test.
  *
- * `blind` marks, byte by byte, what no reader looks at, with the reason's first letter:
- *   'v' a version (needed, or made by): steers nobody, since every reader here knows all of zip
+ * `blind` marks each byte that no reader checks with a letter for the reason:
+ *   'v' a version (needed, or made by): every reader here knows all of zip
  *   'a' attributes: permissions and the like
- *   'A' attributes again, but bit 4 is looked at: it makes a directory of the record
+ *   'A' attributes again, but bit 4 is checked: it makes the record a directory
  *   'x' the inside of an extra field that is padding, and that field's tag
  *   'g' gaps between records
- *   'd' data: only looked at when CRCs are compared
- */
+ *   'd' data: checked only when CRCs are compared */
 #ifndef ARCHIVE_H
 #define ARCHIVE_H
 
@@ -29,7 +28,7 @@ struct archive_record {
 	uint16_t flags, method;
 	uint32_t crc;
 	uint64_t hdr_off, data_off;
-	size_t central; /* where its directory record stands in the buffer */
+	size_t central; /* offset of its directory record in the buffer */
 };
 
 struct archive {
@@ -84,7 +83,7 @@ static inline void archive_gap(struct archive *a, size_t len)
 		archive_num(a, 0, 1, 'g');
 }
 
-/* Room for one more record. */
+/* Returns the next free record. */
 static inline struct archive_record *archive_record(struct archive *a)
 {
 	if (a->records == NULL)
@@ -96,7 +95,7 @@ static inline struct archive_record *archive_record(struct archive *a)
 
 static inline void archive_add(struct archive *a, const char *name, const void *data, size_t len)
 {
-	/* torch leaves the descriptor out behind an empty record. */
+	/* torch writes no descriptor after an empty record. */
 	const bool described = a->described && len != 0;
 	struct archive_record *r = archive_record(a);
 	size_t name_len = a->name_len != 0 ? a->name_len : strlen(name);
@@ -140,7 +139,7 @@ static inline void archive_add(struct archive *a, const char *name, const void *
 	}
 }
 
-/* A name with zero bytes and the like. */
+/* Adds a record whose name may contain any bytes, such as zeros. */
 static inline void archive_add_name(struct archive *a, const char *name, size_t name_len)
 {
 	a->name_len = name_len;

@@ -1,26 +1,26 @@
-/* The whole test framework of the C tests: one program a part, one function a test.
+/* The whole framework of the C tests: one program for each part of the core, one function for
+ * each test.
  *
  *     TEST(short_write_is_continued) { ... CHECK(x == y); ... }
  *     int main(void) { check_run(); return check_done(); }
  *
- * check_run() runs the tests in the order in which they stand in the file.
+ * check_run() runs the tests in the order of the file.
  *
- * A failed check prints where it stands and is counted; the test goes on, so a check that
- * the rest depends on is written `if (!CHECK(x)) return;`. The program exits 0 (all well),
- * 1 (something failed) or 77 (nothing could be run here).
+ * A failed check prints its position and is counted, and the test continues. If the rest depends
+ * on a check, write `if (!CHECK(x)) return;`. The program exits with 0 (all passed), 1
+ * (something failed) or 77 (nothing could be run on this machine).
  *
- * FOR_EVERY_FAILURE runs a body again and again, with the first, the second, the third ...
- * table call failing, until a run comes through in which the fault no longer acted: first
- * with that one call failing, then with that call and every later one failing.
+ * FOR_EVERY_FAILURE repeats a body while the first, second, third ... call of the table fails,
+ * until a run makes fewer calls than that. It does so twice: with only that call failing, then
+ * with that call and every later one.
  *
  *     FOR_EVERY_FAILURE(run, "*", ENOMEM) {
  *             int rc = sfr__pool_new(len, len, &pool);
  *
  *             CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
- *             check_heal(&run);    (from here on nothing fails)
+ *             check_end_fault(&run);    (from here on nothing fails)
  *             ...
- *     }
- */
+ *     } */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -34,13 +34,13 @@
 #include "base/sys.h"
 
 #define CHECK_SKIPPED 77
-#define CHECK_SECONDS 300u   /* a test that hangs dies of SIGALRM, with its name printed last */
+#define CHECK_SECONDS 300u   /* SIGALRM ends a test that hangs; its name is the last one printed */
 #define CHECK_MAX_RUNS 20000 /* of one FOR_EVERY_FAILURE: more means that it does not end */
 
 static int check__nr_checks, check__nr_failed, check__nr_tests, check__nr_skipped;
 static bool check__skip;
 
-/* Counts from several threads at once are welcome. */
+/* Several threads may count at the same time. */
 __attribute__((format(printf, 4, 5))) static inline bool check__that(bool ok, const char *file,
 								     int line, const char *format,
 								     ...)
@@ -62,7 +62,7 @@ __attribute__((format(printf, 4, 5))) static inline bool check__that(bool ok, co
 }
 
 #define CHECK(cond) check__that((cond), __FILE__, __LINE__, "%s", #cond)
-/* Integers of any kind: prints both sides. */
+/* Compares integers of any type, and prints both if they differ. */
 #define CHECK_EQ(a, b)                                                                             \
 	__extension__({                                                                            \
 		long long check__a = (long long)(a), check__b = (long long)(b);                    \
@@ -70,7 +70,6 @@ __attribute__((format(printf, 4, 5))) static inline bool check__that(bool ok, co
 			    #b, check__a, check__b);                                               \
 	})
 
-#define RUN(test) check__run(test, #test)
 static inline void check__run(void (*test)(void), const char *name)
 {
 	int before = check__nr_failed;
@@ -98,7 +97,7 @@ struct check__test {
 static struct check__test check__tests[CHECK_MAX_TESTS];
 static int check__nr_known;
 
-/* The constructors of a file run in the order in which they stand in it. */
+/* The constructors of a file run in the order in which they are written. */
 #define TEST(test)                                                                                 \
 	static void test(void);                                                                    \
 	__attribute__((constructor)) static void check__add_##test(void)                           \
@@ -113,7 +112,7 @@ static inline void check_run(void)
 		check__run(check__tests[i].run, check__tests[i].name);
 }
 
-/* To be followed by a return from the test. */
+/* The test must return right after this. */
 static inline void check_skip(const char *why)
 {
 	check__skip = true;
@@ -136,19 +135,20 @@ static inline int check_done(void)
 struct check_runs {
 	const char *call;
 	int err;
-	int sticky; /* 0: one call fails; 1: it and every later one */
-	int nth;    /* which call, from 1; 0 before the first run */
-	bool acted; /* what check_heal saw before it cleared the counters */
+	int sticky; /* 0: only one call fails; 1: that call and every later one */
+	int nth;    /* number of the failing call, from 1; 0 before the first run */
+	bool acted; /* the answer of check_acted before check_end_fault cleared the counters */
 };
 
-/* Whether this run's fault has made a call fail: if so, whatever the body sees is its doing. */
+/* Returns whether this run's fault has made a call fail. If so, it caused any error that the
+ * body sees. */
 static inline bool check_acted(const struct check_runs *run)
 {
 	return run->acted || sfr_inject_hits() != 0;
 }
 
-/* Ends this run's fault: the body's calls from here on do not fail. */
-static inline void check_heal(struct check_runs *run)
+/* Ends this run's fault: later calls of the body do not fail. */
+static inline void check_end_fault(struct check_runs *run)
 {
 	run->acted = check_acted(run);
 	sfr_inject_clear();
@@ -156,7 +156,7 @@ static inline void check_heal(struct check_runs *run)
 
 static inline struct check_runs check__runs(const char *call, int err)
 {
-	static bool installed; /* once a program, and for good: the wrappers only count */
+	static bool installed; /* installed once and never removed: the wrappers only count */
 
 	if (!installed)
 		CHECK_EQ(sfr_inject_install(), 0);
@@ -169,7 +169,7 @@ static inline bool check__next_run(struct check_runs *run)
 	struct sfr_fault fault = { .call = run->call, .err = run->err, .limit = -1 };
 
 	if (run->nth != 0 && !check_acted(run)) {
-		/* One failure at least, or the loop has proved nothing. */
+		/* At least one call must have failed; otherwise the loop has tested nothing. */
 		CHECK(run->nth > 1);
 		if (run->sticky++ != 0) {
 			sfr_inject_clear();

@@ -1,8 +1,7 @@
-/* Fixture: directories to work in, and what a test wants to know about them.
+/* Directories to work in, and questions about them.
  *
- * Everything here goes straight to the C library, past sfr_sys: what a test looks with must
- * neither fail nor be counted.
- */
+ * Everything here calls the C library directly, not through sfr_sys: a test's own look at the
+ * files must neither fail nor be counted. */
 #ifndef FIX_DIR_H
 #define FIX_DIR_H
 
@@ -15,11 +14,11 @@
 
 #include "check.h"
 
-/* One directory on the disk and one on tmpfs: their file systems differ in what they refuse. */
+/* One directory on the disk and one on tmpfs. Their file systems refuse different things. */
 static const char *const dir_bases[] = { "/var/tmp", "/dev/shm" };
 #define NR_DIR_BASES 2
 
-/* Makes an empty directory below `base`; the path is static until the next call. */
+/* Makes an empty directory below `base`. The path is static and valid until the next call. */
 static inline const char *dir_make(const char *base)
 {
 	static char path[PATH_MAX];
@@ -44,8 +43,8 @@ static inline void dir_remove(const char *path)
 	CHECK(nftw(path, dir__remove_one, 32, FTW_DEPTH | FTW_PHYS) == 0);
 }
 
-/* "dir/name" in one of a few static buffers of the thread's. Not inlined: gcc takes a directory
- * that is such a path itself for one that overlaps. */
+/* Returns "dir/name" in one of a few static buffers of the thread. Not inlined: otherwise gcc
+ * reports an overlap if `dir` is such a path itself. */
 __attribute__((noinline, unused)) static const char *dir_path(const char *dir, const char *name)
 {
 	static _Thread_local char paths[8][PATH_MAX];
@@ -66,7 +65,7 @@ static inline void file_put(const char *path, const void *bytes, size_t len)
 	CHECK(fclose(file) == 0);
 }
 
-/* Does the file hold exactly these bytes? */
+/* Returns whether the file has exactly these bytes. */
 static inline bool file_is(const char *path, const void *bytes, size_t len)
 {
 	FILE *file = fopen(path, "rb");
@@ -87,8 +86,8 @@ static inline bool file_exists(const char *path)
 	return lstat(path, &st) == 0;
 }
 
-/* Names in `dir` that begin with `prefix` (not counting "." and ".."). With `name_out`, a copy of
- * the last of them (NAME_MAX + 1 bytes). */
+/* Counts the names in `dir` that begin with `prefix`, without "." and "..". `name_out`, if
+ * given, receives a copy of the last one (NAME_MAX + 1 bytes). */
 static inline int dir_count(const char *dir, const char *prefix, char *name_out)
 {
 	DIR *stream = opendir(dir);
@@ -114,7 +113,7 @@ static inline int dir_count(const char *dir, const char *prefix, char *name_out)
 /* Open descriptors of this process. */
 static inline int nr_fds(void)
 {
-	return dir_count("/proc/self/fd", "", NULL) - 1; /* the one that counts */
+	return dir_count("/proc/self/fd", "", NULL) - 1; /* without the one that this count opens */
 }
 
 #endif

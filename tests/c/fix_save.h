@@ -1,4 +1,4 @@
-/* Fixture: one small file saved through every step of file.c, with what became of it. */
+/* Saves one small file through every step of file.c, and checks the result. */
 #ifndef FIX_SAVE_H
 #define FIX_SAVE_H
 
@@ -6,15 +6,15 @@
 #include "fix_dir.h"
 
 #define SAVE_LEN (5u * SFR_PAGE)
-#define SAVE_PIECE (2u * SFR_PAGE) /* of one write; the last one is shorter */
+#define SAVE_PIECE (2u * SFR_PAGE) /* bytes of one write; the last one is shorter */
 
 static _Alignas(SFR_PAGE) char save_new[SAVE_LEN];
 static char save_old[] = "the old file";
 
-/* Every (from, to) of the file's states that a test has seen. */
+/* Every change (from, to) of the file's state that a test has seen. */
 static bool save_arrows[SFR__FILE_BROKEN + 1][SFR__FILE_BROKEN + 1];
 
-/* One step of a file's life, its arrow recorded. */
+/* Takes one step of a file's life and records the change of its state. */
 #define SAVE_STEP(f, call)                                                                         \
 	__extension__({                                                                            \
 		enum sfr__file_state save__from = (f)->state;                                      \
@@ -68,8 +68,8 @@ static inline int save_write_all(struct sfr__file *f, struct sfr_err *err)
 	return rc;
 }
 
-/* A whole save but for the end (sfr__file_fini), which is the caller's. Returns what the first
- * failing step returned. */
+/* Makes a whole save except for its end (sfr__file_fini), which the caller calls. Returns the
+ * result of the first step that failed. */
 static inline int save_begin(struct sfr__file *f, const char *dir, bool durable,
 			     struct sfr_err *err)
 {
@@ -91,10 +91,10 @@ static inline int save_begin(struct sfr__file *f, const char *dir, bool durable,
 
 static inline void save_end(struct sfr__file *f)
 {
-	(void)SAVE_STEP(f, (sfr__file_fini(f), 0)); /* it has no result */
+	(void)SAVE_STEP(f, (sfr__file_fini(f), 0)); /* fini has no result */
 }
 
-/* A save that nothing disturbs: it must succeed and leave no temporary. Not synced, for speed. */
+/* Makes a save without faults, which must succeed and leave no temporary. Not synced, for speed. */
 static inline void save_cleanly(const char *dir)
 {
 	struct sfr__file f;
@@ -115,7 +115,7 @@ static inline void dir_clean(const char *dir)
 	CHECK_EQ(close(fd), 0);
 }
 
-/* The next sentence for the log, or "". */
+/* Returns the text of the next notice, or "". */
 static inline const char *save_notice(void)
 {
 	static struct sfr_notice notice;

@@ -1,4 +1,4 @@
-/* Whether what a pool counts is what its blocks are. At any time, by any thread. */
+/* Checks that a pool's counters agree with its blocks. Any thread may call this at any time. */
 #ifndef POOL_FIGURES_H
 #define POOL_FIGURES_H
 
@@ -44,7 +44,7 @@ static inline void pool_figures_agree(struct sfr__pool *pool)
 	sfr__unlock(&pool->mu);
 }
 
-/* The same when nobody has a block in hand. */
+/* Does the same when no thread has a block. */
 static inline void pool_is_at_rest(struct sfr__pool *pool)
 {
 	pool_figures_agree(pool);

@@ -1,5 +1,5 @@
-/* Pools to test, clients that wait for them, and a system that can be told to refuse. For
- * test_pool.c and test_pool_refused.c. */
+/* Pools to test, client threads that wait for them, and a system that refuses memory on request.
+ * For test_pool.c and test_pool_refused.c. */
 #ifndef POOL_HELPERS_H
 #define POOL_HELPERS_H
 
@@ -26,12 +26,12 @@
 /* ---- a system that can be told to refuse ------------------------------------- */
 
 static int refuse_populate, refuse_dontneed;  /* errno, or 0 */
-static bool populate_first;                   /* and refuse with the memory already there */
-static void (*_Atomic during_populate)(void); /* set beside threads that populate */
-static char *populated;                       /* where it was last asked for */
-static atomic_int live_maps;                  /* mmap calls that no munmap has undone */
+static bool populate_first;                   /* refuse after the memory was made */
+static void (*_Atomic during_populate)(void); /* called while threads populate */
+static char *populated;                       /* the last address that was populated */
+static atomic_int live_maps;                  /* mmap calls without their munmap */
 
-static inline int odd_madvise(void *addr, size_t len, int advice)
+static inline int fault_madvise(void *addr, size_t len, int advice)
 {
 	int err = 0;
 
@@ -104,7 +104,8 @@ static inline bool all_resident(const char *mem, size_t len)
 	return true;
 }
 
-/* Asks the kernel, which says EFAULT where a read here would be a SIGSEGV. */
+/* Returns whether the memory is readable, by asking the kernel: it returns EFAULT where a read
+ * here would crash. */
 static inline bool is_readable(const char *mem)
 {
 	int ends[2];
@@ -123,7 +124,7 @@ struct client {
 	uint64_t seq, slice_ns;
 	int rc;
 	pthread_t thread;
-	uint64_t *order; /* of those served: the next place */
+	uint64_t *order; /* of served threads: where the next one is recorded */
 };
 
 static uint64_t served[8];
@@ -137,7 +138,7 @@ static inline void *wait_and_put(void *arg)
 	me->rc = sfr__pool_get(me->pool, me->seq, MIB, me->slice_ns, &block);
 	if (me->rc != 0)
 		return NULL;
-	/* Only the holder of the only block is here. */
+	/* Only the thread that has the only block is here. */
 	served[nr_served++] = me->seq;
 	sfr__pool_put(me->pool, block);
 	return NULL;
@@ -154,10 +155,10 @@ static inline void start_client(struct client *client, struct sfr__pool *pool, u
 		(void)usleep(200);
 }
 
-/* Puts the system above into the table. */
+/* Installs the functions above in the table. */
 static inline void use_odd_system(void)
 {
-	sfr_sys.madvise = odd_madvise;
+	sfr_sys.madvise = fault_madvise;
 	sfr_sys.mmap = counted_mmap;
 	sfr_sys.munmap = counted_munmap;
 }

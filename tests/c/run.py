@@ -1,10 +1,10 @@
-"""Runs C test programs, each in a process of its own, as many at a time as there are CPUs.
+"""Runs C test programs, each in its own process, as many at a time as there are CPUs.
 
     python tests/c/run.py {asan,tsan,valgrind} PROGRAM...
     python tests/c/run.py daily N PROGRAM...    # prints N of them, others every day
 
-A program answers with its exit status: 0 passed, 77 skipped, anything else failed. Standard
-library only: it runs before anything is installed.
+The exit status of a program is 0 if it passed and 77 if it was skipped; otherwise it failed. This
+script needs only the standard library, because it runs before anything is installed.
 """
 
 import datetime
@@ -36,20 +36,20 @@ def wrapper(tool: str) -> list[str]:
         options.append(f"--suppressions={Path(__file__).with_name('valgrind.supp')}")
         return ["valgrind", *options]
     if tool == "tsan" and shutil.which("setarch") is not None:
-        # Its shadow memory collides with a highly randomised address space (gcc before 14).
+        # Its shadow memory overlaps a highly randomised address space (gcc before 14).
         return ["setarch", "-R"]
     return []
 
 
 def run(tool: str, program: Path) -> str:
-    """Runs one program; returns "passed", "failed" or "skipped", having printed why."""
+    """Run one program; print its failures, and return "passed", "failed" or "skipped"."""
     start = time.monotonic()
     process = subprocess.Popen(
         [*wrapper(tool), str(program)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**OPTIONS, **os.environ},
-        start_new_session=True,  # so that its children can be ended with it
+        start_new_session=True,  # so that its children can be killed with it
     )
     late = b""
     try:
@@ -61,18 +61,18 @@ def run(tool: str, program: Path) -> str:
     status = process.returncode
     output += late
     outcome = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
-    told = [f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s"]
+    report = [f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s"]
     lines = output.decode(errors="replace").rstrip().splitlines()
-    if outcome == "passed":  # what it has left out, and why
-        told += [line for line in lines if line.endswith(": skipped")]
+    if outcome == "passed":  # print what the program skipped, with the reason
+        report += [line for line in lines if line.endswith(": skipped")]
     else:
-        told += [*lines, f"[exit status {status}]"]
-    print("\n".join(told), flush=True)  # at once: others run beside it
+        report += [*lines, f"[exit status {status}]"]
+    print("\n".join(report), flush=True)  # in one call, because other programs run at the same time
     return outcome
 
 
 def daily(number: int, programs: list[str], day: str = "") -> list[str]:
-    """Return the programs of a day; each has its turn within some days."""
+    """Return the programs of a day; each program has a turn within some days."""
     chosen = random.Random(day or datetime.date.today().isoformat())
     return sorted(chosen.sample(sorted(programs), min(number, len(programs))))
 
@@ -86,7 +86,7 @@ def main(tool: str, programs: list[str]) -> int:
     try:
         outcomes = list(pool.map(lambda program: run(tool, Path(program)), programs))
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for what runs, and begins nothing
+        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for running programs and starts no other
     passed, failed, skipped = map(outcomes.count, ("passed", "failed", "skipped"))
     print(f"{tool}: {passed} passed, {failed} failed, {skipped} skipped", flush=True)
     return 0 if passed and not failed else 1

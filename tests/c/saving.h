@@ -1,4 +1,4 @@
-/* What the tests of whole saves share: a small state, one save of it, and a look at the file. */
+/* A small state, saves of it, and checks of the file, for all tests of whole saves. */
 #ifndef SAVING_H
 #define SAVING_H
 
@@ -15,7 +15,7 @@ enum {
 	SAVING_LEN = 10000,
 };
 
-/* A state of SAVING_NR storages: the first two captured, the rest deferred. */
+/* A state of SAVING_NR storages. The first two are captured, the others deferred. */
 struct saving_state {
 	unsigned char bytes[SAVING_NR][SAVING_LEN];
 	struct sfr_source sources[SAVING_NR];
@@ -27,7 +27,7 @@ static inline void saving_fill(struct saving_state *s, unsigned char value)
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		s->sources[i] = (struct sfr_source){
 			.addr = (uint64_t)(uintptr_t)s->bytes[i],
-			.nbytes = SAVING_LEN - i, /* no two the same */
+			.nbytes = SAVING_LEN - i, /* all lengths differ */
 			.lane = i < 2 ? SFR_CAPTURED : SFR_LANE_HOST,
 		};
 }
@@ -52,7 +52,7 @@ static inline struct sfr_engine *saving_engine(uint64_t nr_blocks, uint32_t nr_w
 	return saving_engine_of(SAVING_BLOCK, nr_blocks, nr_writers, max_in_flight);
 }
 
-/* No thread of the core runs any more. */
+/* Closes and frees the engine; afterwards no thread of the core runs. */
 static inline void saving_end(struct sfr_engine *engine)
 {
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
@@ -60,7 +60,7 @@ static inline void saving_end(struct sfr_engine *engine)
 	CHECK_EQ(sfr_log_stop(), 0);
 }
 
-/* Has each such call of the system take that long. */
+/* Makes each such call of the system slow. */
 static inline void saving_slow(const char *call, uint64_t delay_ns)
 {
 	const struct sfr_fault fault = {
@@ -88,7 +88,7 @@ static inline int saving_new(struct sfr_engine *engine, const char *dir, const c
 	return sfr_save_new(engine, &desc, t);
 }
 
-/* From new to launched. */
+/* Submits a new save up to its launch. */
 static inline int saving_submit(struct sfr_ticket *t)
 {
 	int rc = sfr_save_admit(t, SFR_FOREVER);
@@ -100,7 +100,7 @@ static inline int saving_submit(struct sfr_ticket *t)
 	return rc;
 }
 
-/* A new save, launched. */
+/* Makes a new save and launches it. */
 static inline struct sfr_ticket *saving_started(struct sfr_engine *engine, const char *dir,
 						const char *name, const struct saving_state *s,
 						uint32_t flags)
@@ -112,10 +112,10 @@ static inline struct sfr_ticket *saving_started(struct sfr_engine *engine, const
 	return t;
 }
 
-/* The last sentence that was among the notices, "" once it has been looked at. */
+/* The last text among the notices; "" after a test has read it. */
 static char saving_text[1024];
 
-/* Takes the next notice. */
+/* Takes the next notice. Returns its kind. */
 static inline unsigned saving_notice(void)
 {
 	struct sfr_notice notice;
@@ -129,17 +129,17 @@ static inline unsigned saving_notice(void)
 	return notice.what;
 }
 
-/* Verdict and end; takes the save's notices. */
+/* Gives a good verdict, waits for the end, and takes the save's notices. */
 static inline void saving_finish(struct sfr_ticket *t)
 {
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	(void)sfr_save_confirm(t, -1); /* refused where the save has failed already */
+	(void)sfr_save_confirm(t, -1); /* refused if the save has failed already */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	while (saving_notice() != SFR_NOTICE_ENDED)
 		;
 }
 
-/* Ends a save and lets go of it. */
+/* Ends a save and drops the reference. */
 static inline void saving_done(struct sfr_ticket *t)
 {
 	saving_finish(t);
@@ -154,7 +154,7 @@ static inline enum sfr_state saving_state_of(struct sfr_ticket *t)
 	return report.state;
 }
 
-/* Takes a launched save to its end; the code it ended with. */
+/* Waits for the end of a launched save. Returns its code. */
 static inline int saving_end_of(struct sfr_ticket *t)
 {
 	struct sfr_report report;
@@ -166,7 +166,7 @@ static inline int saving_end_of(struct sfr_ticket *t)
 	return report.err.code;
 }
 
-/* One whole save; the code it ended with. */
+/* Makes one whole save. Returns its code. */
 static inline int saving_save(struct sfr_engine *engine, const char *dir, const char *name,
 			      const struct saving_state *s, uint32_t flags)
 {
@@ -182,9 +182,10 @@ static inline int saving_save(struct sfr_engine *engine, const char *dir, const 
 	return rc;
 }
 
-/* The byte an open file is filled with; -2: it is not whole; -4: it passes for whole and is not.
- * `layout`: where the sources lived, from which the file's layout follows. */
-static inline int saving_look_in(int fd, const struct saving_state *layout)
+/* Returns the byte that fills an open file; -2: it is damaged and `check` says so; -4: it passes
+ * for good and is not. `layout`: the lanes and devices of the sources, which decide the file's
+ * layout. */
+static inline int saving_content_in(int fd, const struct saving_state *layout)
 {
 	struct sfr_check *check = NULL;
 	struct sfr__image img;
@@ -222,15 +223,15 @@ static inline int saving_look_in(int fd, const struct saving_state *layout)
 	return found;
 }
 
-/* The same of the file at dir/name; -1: there is none. */
-static inline int saving_look_as(const char *dir, const char *name,
-				 const struct saving_state *layout)
+/* Does the same for the file dir/name; -1: there is none. */
+static inline int saving_content_as(const char *dir, const char *name,
+				    const struct saving_state *layout)
 {
 	int found, fd = open(dir_path(dir, name), O_RDONLY | O_CLOEXEC);
 
 	if (fd < 0)
 		return -1;
-	found = saving_look_in(fd, layout);
+	found = saving_content_in(fd, layout);
 	(void)close(fd);
 	return found;
 }
@@ -243,17 +244,17 @@ static inline const struct saving_state *saving_on_host(void)
 	return &on_host;
 }
 
-static inline int saving_look_fd(int fd)
+static inline int saving_content_fd(int fd)
 {
-	return saving_look_in(fd, saving_on_host());
+	return saving_content_in(fd, saving_on_host());
 }
 
-static inline int saving_look(const char *dir, const char *name)
+static inline int saving_content(const char *dir, const char *name)
 {
-	return saving_look_as(dir, name, saving_on_host());
+	return saving_content_as(dir, name, saving_on_host());
 }
 
-/* What others left in the pool's memory. */
+/* Fills the pool's memory with bytes that no file may contain. */
 static inline void saving_poison(struct sfr_engine *engine)
 {
 	struct sfr__pool *pool = engine->pool;
@@ -263,18 +264,20 @@ static inline void saving_poison(struct sfr_engine *engine)
 			memset(pool->blocks[i].mem, 0xa5, pool->blocks[i].committed);
 }
 
-/* Bytes of padding in a block of the file that are not zero; *nr: all of them. */
+/* Counts the bytes of padding in a block of the file that are not zero; *nr: all bytes of
+ * padding. */
 static inline uint64_t saving_padding_of(int fd, const struct sfr__image *img,
-					 const struct sfr__run *run, uint32_t blk, uint64_t *nr)
+					 const struct sfr__extent *extent, uint32_t blk,
+					 uint64_t *nr)
 {
 	unsigned char bytes[SAVING_BLOCK] = { 0 };
-	size_t len = sfr__image_block_len(img, run, blk);
+	size_t len = sfr__image_block_len(img, extent, blk);
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 	uint64_t nr_dirty = 0;
 
-	CHECK_EQ(pread(fd, bytes, len, (off_t)sfr__image_block_off(img, run, blk)), len);
-	sfr__seg_iter_init(&it, img, run, blk);
+	CHECK_EQ(pread(fd, bytes, len, (off_t)sfr__image_block_off(img, extent, blk)), len);
+	sfr__seg_iter_init(&it, img, extent, blk);
 	while (sfr__seg_next(&it, &seg))
 		for (size_t i = seg.pos; seg.kind == SFR__SEG_PAD && i < seg.pos + seg.len; i++) {
 			nr_dirty += bytes[i] != 0;
@@ -283,7 +286,7 @@ static inline uint64_t saving_padding_of(int fd, const struct sfr__image *img,
 	return nr_dirty;
 }
 
-/* No byte of the file's padding is anybody else's. */
+/* Checks that the file's padding is zero, and so contains no bytes of other files. */
 static inline void saving_padding_is_zero(const char *dir, const char *name,
 					  const struct saving_state *layout)
 {
@@ -297,9 +300,10 @@ static inline void saving_padding_is_zero(const char *dir, const char *name,
 
 	if (!CHECK(fd >= 0) || !CHECK_EQ(sfr__image_init(&img, &desc, SAVING_BLOCK), 0))
 		return;
-	for (const struct sfr__run *run = img.runs; run < img.runs + img.nr_runs; run++)
-		for (uint32_t blk = 0; blk < run->nr_blocks; blk++)
-			nr_dirty += saving_padding_of(fd, &img, run, blk, &nr);
+	for (const struct sfr__extent *extent = img.extents; extent < img.extents + img.nr_extents;
+	     extent++)
+		for (uint32_t blk = 0; blk < extent->nr_blocks; blk++)
+			nr_dirty += saving_padding_of(fd, &img, extent, blk, &nr);
 	CHECK(nr > 1000);
 	CHECK_EQ(nr_dirty, 0);
 	sfr__image_fini(&img);

@@ -22,7 +22,7 @@ def file(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Make another stream than the calling thread the current one."""
+    """Make a stream current that is not the calling thread."""
     handle = fake.stream()
     monkeypatch.setattr(_device, "current_stream", lambda device: handle)
     return handle
@@ -50,7 +50,7 @@ def _nr_readers() -> int:
     for _ in range(1000):
         found = 0
         for each in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has just gone
+            with contextlib.suppress(OSError):  # it has just ended
                 found += (each / "comm").read_text().startswith(("sfr-reader", "sfr-onload"))
         if not found:
             break

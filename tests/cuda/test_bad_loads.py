@@ -1,6 +1,5 @@
-"""Loads to a device that meet a damaged file, a failing disk, no memory or Ctrl-C.
-
-Each gives a clear error and leaks nothing, and the next load works."""
+"""Loads to a device in which a file is damaged, a disk fails, memory is missing or Ctrl-C comes.
+Each raises a clear error and leaks nothing, and the next load works."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ class Way:
         lengths: tuple[int, ...] = (NUMEL,) * NR,
     ) -> None:
         self.name, self._lengths = name, lengths
-        self.runner, self.method = runner, method  # what runs once the file was looked at
-        self.more = more  # what every error in the middle has to say besides
+        self.runner, self.method = runner, method  # the method that runs after the file was checked
+        self.more = more  # a text that every error during the load must contain too
 
     def __call__(self, path: Path) -> Any:
         target = {f"w{i}": torch.zeros(n) for i, n in enumerate(self._lengths)}
@@ -133,7 +132,7 @@ def test_load_without_pinned_memory_is_slower_or_raises(nth, way, file, state, f
     try:
         assert_whole(way, file, state)
     except MemoryError:
-        assert nth <= 2  # not one thread has got any
+        assert nth <= 2  # no thread has started
     assert fake.hits == 1
     fake.reset()
     assert_whole(way, file, state)
@@ -154,7 +153,7 @@ class Interrupt:
     def __init__(self, nth: int) -> None:
         self._nth = nth
         self._nr = 0
-        # When each line ran first, and last: a `with` comes by again at its end.
+        # The times when each line ran first and last; a `with` line runs again at its end.
         self.first: dict[tuple[str, int], int] = {}
         self.last: dict[tuple[str, int], int] = {}
 

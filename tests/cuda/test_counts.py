@@ -1,4 +1,5 @@
-"""How often a save from a device calls the driver, and how soon its bytes are deferred."""
+"""Counts of driver calls of a save from a device, and the step from which its bytes are
+deferred."""
 
 from __future__ import annotations
 
@@ -24,20 +25,21 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("batches", [True, False], ids=["batches", "single copies of rows"])
 def test_few_calls_and_nearly_all_bytes_are_deferred(batches, tmp_path, fake):
-    if not batches:  # the driver's age that has batches of spans, and none of rows
+    if not batches:  # a driver that has batches of spans, and no batches of rows
         fake.fail("cuMemcpy3DBatchAsync_v2", sticky=True, code=801)
     found = count(tmp_path, nbytes=72 << 10, block_bytes=4 * MIB)
     assert found["tensors"] == 1200
     for what, figure, most in bounds(found):
         if not batches and what.startswith("calls in async_save"):
-            most += 1200  # one a storage, and no more
+            most += 1200  # at most one for each storage
         assert figure <= most, what
     assert found["call"]["samples"] > 0
     assert found["deferred_after_step"][0] == 0
 
 
-def test_device_lane_has_normal_priority_and_wakes_in_time(tmp_path, fake):
-    """Training may wait for a device's lane. The writers are niced, since nobody waits for them."""
+def test_device_lane_has_normal_priority(tmp_path, fake):
+    """Training may wait for a device's lane, so lanes keep the normal priority. The writers are
+    niced, because training never waits for them."""
     stillframe.save({"w": torch.zeros(100_000)}, tmp_path / "a.pt")
     threads = {
         (task / "comm").read_text().strip(): task for task in Path("/proc/self/task").iterdir()
@@ -77,8 +79,8 @@ def test_device_tag_is_read_once_per_save(monkeypatch):
         asked.append(storage.nbytes())
         return f"tag of {storage.nbytes() // 20}"
 
-    said = {**testing._said(), "device_index": lambda tensor: tensor.numel() // 20}
-    types = skeleton._make_types(**said, location=location, dtypes=[(torch.int8, "CharStorage")])
+    answers = {**testing._answers(), "device_index": lambda tensor: tensor.numel() // 20}
+    types = skeleton._make_types(**answers, location=location, dtypes=[(torch.int8, "CharStorage")])
     monkeypatch.setattr(skeleton, "_types", types)
     tree = [torch.ones(n, dtype=torch.int8) for n in range(1, 60)]
     tags = [f"tag of {n // 20}" for n in range(1, 60)]

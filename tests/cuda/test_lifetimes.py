@@ -28,7 +28,7 @@ class Memory(ctypes.c_char * NBYTES):
 
 @pytest.fixture
 def elsewhere(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function that makes another stream than the calling thread the current one.
+    """Return a function that makes a stream current that is not the calling thread.
 
     It must not be called during training: steps run on the calling thread, and would not wait for
     probes of that stream.
@@ -47,13 +47,13 @@ def test_storages_are_released_exactly_when_their_copies_end(
         fake.freed(address, NBYTES)  # the fixture fails on a violation
         freed.append(address)
 
-    backing = bytearray(NBYTES)  # stays, so that a copy that comes too late does no harm
+    backing = bytearray(NBYTES)  # stays allocated, so that a late copy does no harm
     memory = Memory.from_buffer(backing)
     parameter = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.float32))
     address = ctypes.addressof(memory)
     end = weakref.finalize(memory, free, address)
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
-    # Verdicts come when the looks at the device have landed, and the host does not wait for those.
+    # A verdict is given when the probes have completed, and the host does not wait for them.
     deadline = time.monotonic() + 60
     while True:
         parameter.grad = torch.ones_like(parameter)
@@ -87,14 +87,14 @@ def test_only_the_steps_stream_waits_for_the_copies(tmp_path, fake, engine, monk
     training = warmed_up(adamw, steps=12)
     streams = [fake.stream(), fake.stream()]  # neither is the calling thread
     monkeypatch.setattr(_device, "current_stream", lambda device: streams[0])
-    fake.hold(True)  # else all may have landed before the gate
+    fake.hold(True)  # otherwise all copies may complete before the gate
     try:
         handle = stillframe.async_save(training.state(), tmp_path / "a", engine=engine)
         waits = fake.calls("cuStreamWaitEvent")
         gate.wait()
-        # The fixture has seen no synchronise.
+        # The fixture checks that nothing synchronised.
         assert fake.calls("cuStreamWaitEvent") == waits + 1
-        del streams[0]  # another step, on a stream of its own
+        del streams[0]  # the next step uses another stream
         gate.wait()
         assert fake.calls("cuStreamWaitEvent") == waits + 2
     finally:

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from stillframe._load import restore
 
 COPY, BATCH = "cuMemcpyHtoDAsync_v2", "cuMemcpyBatchAsync_v2"
-LENGTHS = (0, 1, 1023, 1 << 18, (3 << 18) + 5, 64)  # float32: parts of pieces, and several
+# float32 elements: parts of a piece, and several pieces
+LENGTHS = (0, 1, 1023, 1 << 18, (3 << 18) + 5, 64)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def assert_same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize("where", [None, "cuda", torch.device("cuda:0"), {"cpu": "cuda:0"}])
 @pytest.mark.parametrize("verify", [True, False])
 def test_load_to_a_device_copies_each_byte_once(where, verify, file, state, fake):
-    # Without a GPU torch itself knows no such device: the storages are there already.
+    # Without a GPU, torch has no such device, so the storages are made before.
     real_load = restore.serialization._load
     with pytest.MonkeyPatch.context() as patch:
 
@@ -77,7 +78,7 @@ def test_tensors_are_returned_only_after_their_copies_complete(file, state, fake
     thread = threading.Thread(target=lambda: found.append(stillframe.load(file)))
     thread.start()
     try:
-        while fake.calls("cuEventQuery") < 50:  # the readers have read, and ask
+        while fake.calls("cuEventQuery") < 50:  # the readers have read, and query their copies
             thread.join(0.001)
         assert found == []
     finally:
@@ -158,7 +159,7 @@ def test_existing_tensors_are_filled_on_their_device(file, state, fake):
 def test_module_is_filled_on_its_device_and_an_empty_optimizer_gets_its_state(tmp_path, fake):
     model, target = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
     optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():  # a step would have its storages observed
+    for parameter in model.parameters():  # a step would make the observer watch the storages
         moment = torch.randn_like(parameter)
         optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": moment}
     torch.save({"m": model.state_dict(), "o": optimizer.state_dict()}, tmp_path / "x.pt")
@@ -189,15 +190,15 @@ def test_every_flipped_byte_is_found_or_changes_nothing(tmp_path, fake):
 
 def test_ctrl_c_ends_a_load_whose_copies_are_under_way(file, state, fake):
     def interrupt() -> None:
-        while fake.calls("cuEventQuery") < 20:  # the readers have read, and ask
+        while fake.calls("cuEventQuery") < 20:  # the readers have read, and query their copies
             end.wait(0.001)
         os.kill(os.getpid(), signal.SIGINT)
-        fake.hold(False)  # what is under way is waited for
+        fake.hold(False)  # the load waits for the queued copies
 
     end = threading.Event()
     fake.hold(True)
     thread = threading.Thread(target=interrupt)
-    # A job in the background may have been started with the signal ignored.
+    # A background job may start with this signal ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         thread.start()

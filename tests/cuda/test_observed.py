@@ -41,16 +41,16 @@ def test_probe_is_asynchronous_and_its_verdict_comes_later(fake, monkeypatch):
     training = adamw()
     training.advance()
     handle = fake.stream()
-    # By another thread: this one asks whether a look has landed, and would hang if it waited.
+    # On another thread, because this one queries probes and would hang if it waited.
     holder = threading.Thread(target=fake.hold, args=(True,))
     holder.start()
     holder.join()
     try:
         with monkeypatch.context() as elsewhere:
-            # A current stream that is not the calling thread: what waits there holds nobody up.
+            # A current stream that is not the calling thread, so that waits on it block no thread.
             elsewhere.setattr(device, "current_stream", lambda index: handle)
-            # Steps without gradients: an update would wait on that stream too, and the host's
-            # arithmetic, which stands in for it, does not.
+            # Steps without gradients. An update would run on the host at once, and not wait on that
+            # stream.
             training.optimizers[0].zero_grad()
             for _ in range(5):
                 training.optimizers[0].step()
@@ -59,7 +59,8 @@ def test_probe_is_asynchronous_and_its_verdict_comes_later(fake, monkeypatch):
         fake.hold(False)
 
     def decided() -> bool:
-        training.optimizers[0].step()  # writes nothing: the looks of that stream may still be due
+        # writes nothing; the probes of that stream may not have completed
+        training.optimizers[0].step()
         return counts(training) == (0, 6, 0)
 
     assert eventually(decided)
@@ -71,7 +72,7 @@ def test_write_through_data_between_steps_is_noticed_on_a_device(fake):
     for _ in range(6):
         training.advance()
         for parameter in training.model.parameters():
-            parameter.data.mul_(0.999)  # counts no version
+            parameter.data.mul_(0.999)  # the version does not change
     assert counts(training) == (0, 4, 2)
 
 
@@ -89,7 +90,7 @@ def test_write_to_the_first_or_last_element_is_noticed(fake, place):
 def test_step_inside_a_graph_capture_is_not_probed(fake):
     training = adamw()
     fake.capture(True)
-    training.advance()  # the fixture fails if anything is put into the graph
+    training.advance()  # the fixture fails if a call is captured into the graph
     fake.capture(False)
     assert counts(training)[1] == 0
 
@@ -106,7 +107,7 @@ def test_segmented_memory_is_probed_line_by_line(tmp_path, fake, engine):
     fake.segments(0)
     batches = fake.calls("cuMemcpyBatchAsync_v2")
     stillframe.save([torch.ones(10) for _ in range(9)], tmp_path / "a", engine=engine)
-    assert fake.calls("cuMemcpyBatchAsync_v2") == batches + 1  # they are not given up
+    assert fake.calls("cuMemcpyBatchAsync_v2") == batches + 1  # probes still take place
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
@@ -175,7 +176,7 @@ def test_storages_on_an_unreadable_device_are_captured(call, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "2"},
     )
     assert done.returncode == 0, done.stderr
-    assert "copied in the call from now on" in done.stderr  # in the log
+    assert "copied in the call from now on" in done.stderr  # the log has this line
 
 
 GROWN = """
@@ -209,7 +210,7 @@ def test_added_group_is_probed_too(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        # Python says so itself where something is written behind its end.
+        # Python itself reports a write behind the end.
         env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONMALLOC": "debug"},
     )
     assert done.returncode == 0, done.stderr

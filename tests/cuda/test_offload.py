@@ -28,7 +28,7 @@ def test_a_save_is_one_batch_of_copies_and_no_synchronise(fake):
     new = checkpoint["state_dict"]
     assert all(new[name].equal(wanted[name]) for name in wanted)
     assert callback.state_dict()["checkpoint_count"] == 1
-    # The fixture has seen no synchronise.
+    # The fixture checks that nothing synchronised.
     del new
     checkpoint.clear()
     stillframe.default_engine().trim()

@@ -85,8 +85,9 @@ def test_a_write_between_call_and_copy_fails_the_save(tmp_path, fake, engine, mo
     stillframe.save(training.state(), path, engine=engine)
     before = read(path)
     assert training.model is not None
-    stream = fake.stream()  # not the calling thread, which must not wait while all stands still
-    fake.hold(True)  # else all may have been copied before
+    # not the calling thread, which must not wait while the device is stopped
+    stream = fake.stream()
+    fake.hold(True)  # otherwise all bytes may be copied before
     try:
         with monkeypatch.context() as patch:
             patch.setattr(_device, "current_stream", lambda device: stream)
@@ -99,7 +100,7 @@ def test_a_write_between_call_and_copy_fails_the_save(tmp_path, fake, engine, mo
         handle.result()
     assert_same(read(path), before)
     training.advance()
-    # From now on all of it is captured.
+    # From now on all storages of this optimizer are captured.
     report = stillframe.async_save(training.state(), path, engine=engine).result()
     assert report is not None and report.deferred_nbytes == 0
 

@@ -45,7 +45,7 @@ def test_captured_step_waits_on_the_host_and_its_state_is_captured_afterwards(
 
 
 def test_memory_that_cannot_be_registered_comes_from_the_driver(tmp_path, fake, engine):
-    # The memory of observers and of the default engine.
+    # Observers and the default engine have memory.
     before = fake.live("allocated"), fake.live("registered")
     fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
     report = stillframe.save(state(), tmp_path / "a", engine=engine)
@@ -98,7 +98,7 @@ def test_a_device_that_dies_in_mid_copy_fails_its_saves_and_no_others(tmp_path, 
         before = read(path)
         fake.fail_copy(10, ILLEGAL_ADDRESS)
         handle = stillframe.async_save(training.state(), path, engine=engine)
-        training.advance()  # goes on: its own error, if it has one, is its own
+        training.advance()  # training goes on, and raises no error of the save
         with pytest.raises(stillframe.SaveError, match=r"ILLEGAL_ADDRESS") as info:
             handle.result()
         assert info.value.phase == "stage"
@@ -142,7 +142,7 @@ stillframe.save({{"a": [1, 2]}}, {str(tmp_path / "a")!r})
     first, second = done.stdout.splitlines()
     assert "/nowhere/libcuda.so.1" in first
     assert second.startswith("refused:") and "/nowhere/libcuda.so.1" in second
-    # And in the log, once.
+    # The log has the same text, once.
     assert done.stderr.count("CUDA tensors cannot be saved or loaded: no CUDA driver") == 1, (
         done.stderr
     )

@@ -52,7 +52,7 @@ def test_small_tensors_are_copied_in_one_batch_with_the_state_at_the_call(fake, 
     copied = snap.tree
     check(copied)
     assert copied["tied"][0] is copied["large"]
-    # One of what is small; what is large is a single tensor.
+    # One batch for all small tensors; there is a single large one.
     assert fake.calls("cuMemcpyBatchAsync_v2") == 1
     assert fake.calls("cuMemcpyDtoHAsync_v2") == 1
 
@@ -61,7 +61,7 @@ def test_small_tensors_are_copied_in_one_batch_with_the_state_at_the_call(fake, 
 def test_snapshot_of_empty_tensors_takes_no_memory(fake, engine, overlap):
     before = dict(completion.copying)
     snap = stillframe.snapshot({"a": torch.zeros(0, 3)}, overlap=overlap, engine=engine)
-    assert dict(completion.copying) == before  # nobody would take it out
+    assert dict(completion.copying) == before  # no entry is left, because nothing would remove it
     snap.wait(timeout=0)
     assert snap.tree["a"].shape == (0, 3)
 
@@ -99,7 +99,8 @@ def test_snapshot_of_training_state_is_the_state_at_the_call(overlap, fake, engi
 def test_a_write_between_call_and_copy_tears_the_snapshot(fake, engine, monkeypatch):
     training = warmed_up(adamw, steps=12)
     assert training.model is not None
-    stream = fake.stream()  # not the calling thread, which must not wait while all stands still
+    # not the calling thread, which must not wait while the device is stopped
+    stream = fake.stream()
     monkeypatch.setattr(_device, "current_stream", lambda device: stream)
     fake.hold(True)
     try:
@@ -149,7 +150,7 @@ def test_memory_allocated_by_the_driver_is_not_used_for_snapshots(tmp_path, fake
 
 def test_shared_file_memory_can_be_registered(tmp_path, fake):
 
-    def tensors() -> dict[str, Any]:  # torch warns of a sparse one on its arrival
+    def tensors() -> dict[str, Any]:  # torch warns when a sparse tensor arrives
         return {name: each for name, each in tree().items() if name != "sparse"}
 
     before = fake.live("registered"), fake.live("allocated")
@@ -160,11 +161,11 @@ def test_shared_file_memory_can_be_registered(tmp_path, fake):
             source["large"].fill_(-1.0)
             data = ForkingPickler.dumps(snap.tree)
         assert_same(pickle.loads(data), wanted)
-        # It is held until a thread has heard that the receiver has let go of it.
+        # The memory is on loan until a thread learns that the receiver has dropped it.
         assert gives_back(engine)
         engine.trim()
         assert fake.live("registered") == before[0]
-        # Blocks whose memory is the driver's meanwhile have none in the file, and get it back.
+        # Blocks with memory of the driver have no pages in the file, and get them back later.
         fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
         stillframe.save({"a": torch.ones(7 * MIB // 4)}, tmp_path / "a", engine=engine)
         assert fake.live("allocated") > before[1]
@@ -185,7 +186,8 @@ def test_refused_batch_is_copied_one_by_one(tmp_path, fake, engine):
 def test_a_copy_never_crosses_two_registrations(fake):
     before = fake.live("registered")
     with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
-        fake.fail("cuMemHostRegister_v2", code=OUT_OF_MEMORY)  # so that there are several
+        # so that there are several registrations
+        fake.fail("cuMemHostRegister_v2", code=OUT_OF_MEMORY)
         engine.warm_up(12 * MIB)
         assert fake.live("registered") > before + 1
         source = [torch.arange(13 * MIB // 4, dtype=torch.int32)]
@@ -201,7 +203,7 @@ def gives_back(engine: stillframe.Engine) -> bool:
 def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(tmp_path, fake):
     with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
         fake.fail_copy(3, ILLEGAL_ADDRESS)
-        # In the call or afterwards, as soon as somebody notices.
+        # Either in the call, or afterwards, when the failure is noticed.
         with pytest.raises(stillframe.StillframeError, match="ILLEGAL_ADDRESS"):
             stillframe.snapshot(tree()["small"], engine=engine).wait()
         assert gives_back(engine)
@@ -209,7 +211,7 @@ def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(tmp_path, 
         assert int(stats["retired_bytes"]) > 0
         with pytest.raises(stillframe.StillframeError, match="dead"):
             stillframe.snapshot(tree(), engine=engine)
-        # Nobody gets the retired blocks.
+        # Retired blocks are never leased again.
         with pytest.raises(stillframe.PoolExhaustedError):
             stillframe.snapshot([torch.ones(16 * MIB // 4)], engine=engine)
         stillframe.save({"numbers": [1, 2]}, tmp_path / "b", engine=engine)
@@ -218,7 +220,7 @@ def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(tmp_path, 
 
 @pytest.fixture
 def held(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Copy]]:
-    """Hold all streams until a call waits for its copy's end; return the calls that did."""
+    """Stop all streams until a call waits for the end of its copy; return the calls that waited."""
 
     def finish(copy: Copy) -> None:
         fake.hold(False)
@@ -269,7 +271,7 @@ def test_failure_of_any_driver_call_is_survived(call, code, fake):
     """The copy is right or missing, nothing hangs, and only a dead device's memory is lost."""
     for nth in range(1, 40):
         with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB) as engine:
-            fake.allow_pageable(True)  # where pinning is what fails
+            fake.allow_pageable(True)  # a pageable fallback is expected where pinning fails
             fake.fail(call, nth=nth, code=code)
             try:
                 snap = stillframe.snapshot(tree(), engine=engine)

@@ -57,7 +57,7 @@ def locals_of(state: Any) -> Any:
 
 
 def loads_as(wanted: Any, path: Path, **arguments: Any) -> bool:
-    """Tell whether PyTorch's own calls load this state from a checkpoint into a new model."""
+    """Return whether PyTorch's own calls load this state from a checkpoint into a new model."""
     new = Model(seed=1)
     state = new.state()
     stock.load(state, checkpoint_id=path, **arguments)
@@ -85,7 +85,7 @@ DYING: list[Any] = []
 
 
 def dying(scenario: Callable[[Path, int], Notes]) -> Callable[[Path, int], Notes]:
-    """Tell whether the world loses a rank, so that its ranks cannot meet at the end."""
+    """Return whether the world loses a rank, so that its ranks cannot meet at the end."""
     DYING.append(scenario)
     return scenario
 

@@ -42,16 +42,16 @@ def killed(path: Path, rank: int) -> Notes:
     response = dcp.async_save(state, path / "c", process_group=group)
     says = fails(response.upload_completion.result, 100)
     took = time.monotonic() - began
-    go_on_until_told(path, dist.get_world_size() - 1)
+    call_until_noticed(path, dist.get_world_size() - 1)
     again = functools.partial(dcp.async_save, process_group=group)
     return {"says": says, "took": took, "next": fails(again, state, path / "c")}
 
 
-def go_on_until_told(path: Path, living: int) -> None:
+def call_until_noticed(path: Path, living: int) -> None:
     """Keep calling, as a training would, until the killed rank is noticed."""
-    began, store = time.monotonic(), dist.FileStore(f"{path}/told")
-    store.add("told", 1)
-    while store.add("told", 0) < living and time.monotonic() - began < 90:
+    began, store = time.monotonic(), dist.FileStore(f"{path}/counted")
+    store.add("counted", 1)
+    while store.add("counted", 0) < living and time.monotonic() - began < 90:
         time.sleep(0.05)
 
 
@@ -69,7 +69,7 @@ def few_killed(path: Path, rank: int) -> Notes:
         FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     response = dcp.async_save(state, path / "c", process_group=group)
     says = fails(response.upload_completion.result, 60)
-    go_on_until_told(path, 3)
+    call_until_noticed(path, 3)
     return {"says": says}
 
 
@@ -82,13 +82,13 @@ def end(*_: Any) -> None:
 def end_at_rename() -> Iterator[None]:
     """Stop this process at its first rename, that of its data file."""
 
-    def look() -> None:
+    def check_files() -> None:
         while not stands.hits:
             time.sleep(0.001)
         end()
 
     with held("rename") as stands:
-        threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=check_files, daemon=True).start()
         yield
 
 
@@ -103,17 +103,17 @@ def end_with_named_data() -> Iterator[None]:
 def end_at_commit(*, taken: bool) -> Iterator[None]:
     """Stop this process before or after the rename of `.metadata`."""
 
-    def told(step: Step, is_taken: bool) -> None:
+    def on_step(step: Step, is_taken: bool) -> None:
         if step[0] == _core.STEP_RENAME and is_taken == taken:
             end()
 
-    _core.take_steps = stepping(told)
+    _core.take_steps = stepping(on_step)
     yield
 
 
 @contextlib.contextmanager
 def end_with_commit() -> Iterator[None]:
-    """Stop this process when the checkpoint is durable, before any rank is told."""
+    """Stop this process when the checkpoint is durable, before any rank knows."""
     put_in_place = checkpoint.put_in_place
     checkpoint.put_in_place = lambda *given, **named: end(put_in_place(*given, **named))
     yield
@@ -144,7 +144,7 @@ def killed_at(path: Path, rank: int) -> Notes:
 
 
 def after_kills(path: Path, rank: int) -> Notes:
-    """Load in new processes what is left, and save there again."""
+    """Load the remaining checkpoint in new processes, and save there again."""
     notes = {}
     for name in KILLS:
         directory = path.parent.parent / name / "killed_at" / "c"

@@ -69,7 +69,7 @@ def fsdp2(path: Path, rank: int) -> Notes:
 def structures(path: Path, rank: int) -> Notes:
     """Change the structure of states; note exchanges and whether saves are right."""
     said: list[str] = []
-    within: list[str] = []  # an object's bytes begin with words that tell how many there are
+    within: list[str] = []  # the bytes of an object begin with words that say how many follow
 
     def noting(name: str) -> Any:
         call = getattr(Ranks, name)
@@ -214,7 +214,7 @@ def full_disk(path: Path, rank: int) -> Notes:
         "old": loads_as(old, path / "c"),
     }
     wanted = locals_of(training.state())
-    dcp.save(training.state(), path / "c")  # nobody has looked at the response yet
+    dcp.save(training.state(), path / "c")  # no call has collected the response's error yet
     own = fails(response.upload_completion.result)
     return {**notes, "own": own, "new": loads_as(wanted, path / "c")}
 
@@ -314,7 +314,7 @@ def wrong_order(path: Path, rank: int) -> Notes:
         dcp.save(state, path / name)
     before = [sorted(os.listdir(path / name)) for name in "ab"]
     dist.barrier()
-    os.chdir(path)  # one names it from here
+    os.chdir(path)  # one rank gives this path as a relative one
     state[f"w{rank}"].fill_(1)
     says = [fails(dcp.save, state, name if rank else path / name) for name in "ab"[:: 1 - 2 * rank]]
     files = [sorted(os.listdir(path / name)) for name in "ab"] == before
@@ -376,7 +376,7 @@ def groups(path: Path, rank: int) -> Notes:
         good.append(load() == number)
     dcp.save(state, path / "c")
     JointSave._plan = plan_late
-    for number in range(3, 5):  # one with a plan, and one to be planned: both get through
+    for number in range(3, 5):  # one save with a kept plan, and one that is planned: both succeed
         destroyed.clear()
         state[f"w{rank}"].fill_(number)
         with slow("pwrite", 0.1), slow("lane_copy", 0.1):
@@ -391,14 +391,14 @@ def groups(path: Path, rank: int) -> Notes:
     good.append(load() == 4)
     save_remotely, rounds._save_remotely = rounds._save_remotely, remotely_late
     destroyed.clear()
-    response = dcp.async_save(state, "memory://c")  # DCP's own, which asks for the group
+    response = dcp.async_save(state, "memory://c")  # DCP's own save, which asks for the group
     dist.destroy_process_group()
     destroyed.set()
     says.append(str(response.upload_completion.exception(60)))
     join(path / "store5", rank, 2)
     rounds._save_remotely, rounds.save = save_remotely, by_dcp_and_gone
     destroyed.clear()
-    response = dcp.async_save(state, "memory://d")  # which may have been one rank's alone
+    response = dcp.async_save(state, "memory://d")  # DCP's own save, which may use one rank
     assert saved.wait(60)
     dist.destroy_process_group()
     destroyed.set()
@@ -407,8 +407,8 @@ def groups(path: Path, rank: int) -> Notes:
     rounds.save = save_by_dcp
 
     def is_forgotten() -> bool:
-        # The thread that has told the last save's end may hold the group for a moment longer, and
-        # then leave it in the cycle of an error and its traceback.
+        # The thread that has reported the last save's end may reference the group for a moment
+        # longer. Then the group may remain in the cycle of an error and its traceback.
         gc.collect()
         return len(api._saver._rounds) == 0
 
@@ -477,7 +477,8 @@ def other_world(path: Path, rank: int) -> Notes:
 
 
 def removed(path: Path, rank: int) -> Notes:
-    """Remove a path on all ranks, behind other entries of the log, and save to it at once."""
+    """Remove a path on all ranks while other entries of the log come before it, and save to it at
+    once."""
     training = Model()
     dcp.save(training.state(), path / "c")
     training.step()
@@ -546,7 +547,8 @@ WORLDS = {
     ],
     3: [other_world, from_four],
 }
-BESIDE = [few_killed]  # of five ranks, which wait most of the time: beside the others
+# scenarios of five ranks, which mostly wait, so they run at the same time as others
+BESIDE = [few_killed]
 
 
 def main(directory: Path) -> None:

@@ -40,12 +40,12 @@ def wrong(tmp_path: Path) -> Iterator[Callable[[bytes], str | None]]:
     """Return the damage that is reported for an item between two others."""
     fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
 
-    def look(item: bytes) -> str | None:
+    def check_item(item: bytes) -> str | None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"before" + item + b"behind", 0)
         return damage_of_item(fd, len(b"before"), len(item))
 
-    yield look
+    yield check_item
     os.close(fd)
 
 
@@ -82,7 +82,7 @@ def test_item_without_crcs_passes_the_check(wrong):
         assert wrong(archive(torch.tensor(VALUES))) is None
 
 
-def test_compressed_record_is_not_called_whole(wrong):
+def test_compressed_record_is_not_reported_as_whole(wrong):
     records = ("a/data.pkl", bytes(1000)), ("a/version", b"3")
     deflated = packed(*records, compression=zipfile.ZIP_DEFLATED)
     assert wrong(deflated) == "it has compressed records, whose bytes cannot be checked"
@@ -95,7 +95,7 @@ def test_record_that_is_longer_than_its_item_is_named(wrong):
     assert wrong(bytes(stored)) == "a/data.pkl: it reaches beyond the data of the file"
 
 
-def test_bytes_behind_the_end_of_an_item_are_damage(wrong):
+def test_bytes_after_the_end_of_an_item_are_damage(wrong):
     assert wrong(archive(torch.tensor(VALUES)) + b"12345") == "5 bytes follow its end"
 
 
@@ -202,7 +202,7 @@ def test_nonsensical_metadata_counts_as_damaged(saved, damage):
         metadata.storage_data[MetadataIndex("a")].offset = "here"
     elif damage == "an offset of nothing":
         (index,) = metadata.storage_data
-        object.__setattr__(index, "offset", ValueError())  # made of no arguments
+        object.__setattr__(index, "offset", ValueError())  # constructed without arguments
     data = {"nothing": b".", "a number": pickle.dumps(3)}.get(damage) or pickle.dumps(metadata)
     (saved / ".metadata").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="metadata cannot be read"):

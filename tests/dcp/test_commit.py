@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 OLD, NEW = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
 
 
-# Of a commit, in their order: the metadata, the entry of its directory, those of the data files;
-# the name, and that name.
+# The steps of a commit, in order: the metadata and its directory entry, the data files' entries,
+# the rename, and its directory entry.
 STEPS = [_core.STEP_WRITE_SYNCED, *2 * [_core.STEP_SYNC], _core.STEP_RENAME, _core.STEP_SYNC]
 
 
@@ -29,12 +29,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[int]:
     """Fail the nth step from now on, counted from 0; return the steps before it."""
     seen: list[int] = []
 
-    def told(step: Step, taken: bool) -> int:
+    def on_step(step: Step, taken: bool) -> int:
         if not taken:
             seen.append(step[0])
         return errno.EIO if len(seen) == nth + 1 and not taken else 0
 
-    monkeypatch.setattr(_core, "take_steps", stepping(told))
+    monkeypatch.setattr(_core, "take_steps", stepping(on_step))
     return seen
 
 
@@ -56,7 +56,7 @@ def test_failure_of_any_commit_step_is_raised_and_one_checkpoint_is_complete(
     assert equal(loaded(NEW, tmp_path), NEW if is_new else OLD)
     assert not list(tmp_path.glob("*.tmp"))
     assert "something is left" not in caplog.text
-    if save == "ours":  # DCP's own save does not say that all is over: the next save tidies up
+    if save == "ours":  # DCP's own save does not report the end, so the next save removes the files
         assert len(list(tmp_path.glob("*.distcp"))) == 1 + is_new
     dcp.save(OLD, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     assert len(list(tmp_path.glob("*.distcp"))) == 1
@@ -126,7 +126,7 @@ def test_first_of_several_file_errors_is_raised_and_no_file_stays(tmp_path, monk
             return OSError(f"of file {made.index(self)}")
 
         def discard(self) -> None:
-            super().failure()  # later files were not waited for
+            super().failure()  # the error did not wait for later files
             os.unlink(self.path)
 
     def make(*args: Any, **named: Any) -> File:

@@ -122,7 +122,8 @@ def test_empty_state_is_saved(tmp_path):
 
 
 def test_remote_save_is_staged_before_it_is_written(monkeypatch):
-    """A thread that waits copies what the lane has not begun, so it waits behind the lane."""
+    """A waiting thread copies what the lane has not begun, so the test waits while the lane is
+    stopped."""
     wait = Staged.wait_until_copied
 
     def wait_behind_the_lane(staged: Staged) -> None:
@@ -173,7 +174,7 @@ def test_stateful_values_are_asked_for_their_state_dict(call, tmp_path):
 
 
 def test_forked_child_saves_with_its_own_saver(tmp_path):
-    """Also beside garbage of the parent's that would wait for the parent's threads."""
+    """It works even if garbage of the parent would wait for the parent's threads."""
     save({"w": torch.ones(3)}, tmp_path / "parent")
     garbage: list[Any] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]
     garbage.append(garbage)

@@ -79,7 +79,7 @@ def test_failure_to_start_a_file_removes_all_files(tmp_path):
     )
     with pytest.raises(OSError, match="missing"):
         files.start(durable=False, engine=None)
-    assert files._files[0].failure() is None  # it was begun
+    assert files._files[0].failure() is None  # its write has begun
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,7 +138,8 @@ def test_first_error_counts_and_every_file_is_waited_for():
 def test_exchange_of_too_many_numbers_is_refused():
     ranks = Ranks(None, [])
     assert ranks.exchange(1, 2, 3, 4, 5, 6, 7) == [[1, 2, 3, 4, 5, 6, 7]]
-    with pytest.raises(ValueError, match="room for 7"):  # else they would be another rank's
+    # otherwise another rank would use those names
+    with pytest.raises(ValueError, match="room for 7"):
         ranks.exchange(1, 2, 3, 4, 5, 6, 7, 8)
 
 
@@ -175,4 +176,4 @@ def test_busy_vote_uses_the_timeout_of_the_group(one_rank, monkeypatch):
     groups = Groups()
     for _ in range(2):
         assert groups.any_rank(groups.of_saves(given), True)
-    assert made == [limit, limit]  # one for saves, one for their calls
+    assert made == [limit, limit]  # one array for saves, one for calls

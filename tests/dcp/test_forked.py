@@ -24,7 +24,8 @@ class Request(NamedTuple):
 
 
 class TemporalAsyncCaller:
-    """Replaces the second argument by the preloaded one and forks a process, as theirs does."""
+    """Replaces the second argument by the preloaded one and forks a process, as the original
+    does."""
 
     def __init__(self) -> None:
         self.process: Any = None
@@ -46,13 +47,13 @@ def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> 
     if orphan and os.fork() == 0:
         time.sleep(0.05)
         os._exit(0)
-    # One element after the other: torch's threads do not exist in a forked child.
+    # Compares single elements, because torch's threads do not exist in a forked child.
     seen = {float(bucket[place]) for bucket in buckets for place in (0, 100_000, -1)}
     os._exit(0 if seen == {wanted} else 1)
 
 
 class Reused:
-    """Buffers that each preload uses again, like theirs."""
+    """Buffers that each preload reuses, as in the original."""
 
     def __init__(self, state: list[torch.Tensor]) -> None:
         self.state = state
@@ -60,7 +61,7 @@ class Reused:
 
     def __call__(self) -> list[torch.Tensor]:
         for buffer, tensor in zip(self.buffers, self.state, strict=True):
-            buffer.share_memory_().copy_(tensor)  # what a child sees too, as of pinned memory
+            buffer.share_memory_().copy_(tensor)  # a child sees it too, as with pinned memory
         return self.buffers
 
 
@@ -83,7 +84,8 @@ def run(make: type[TemporalAsyncCaller], count: int) -> list[int]:
 
 
 def test_slow_forked_writer_writes_the_state_it_was_given(engine):
-    assert run(TemporalAsyncCaller, 3) == [1, 1, 0]  # dirty data, as they are
+    # the children read later bytes, as with the original
+    assert run(TemporalAsyncCaller, 3) == [1, 1, 0]
     assert run(forked(TemporalAsyncCaller, engine=engine), 3) == [0, 0, 0]
     assert eventually(lambda: leased(engine) == 0)
 
@@ -106,13 +108,15 @@ def test_a_request_without_a_function_starts_nothing(engine):
     assert caller.process is None and type(caller).__name__ == "StillframeTemporalAsyncCaller"
 
 
-def _look(tensor: torch.Tensor) -> None:
+def _check_tensor(tensor: torch.Tensor) -> None:
     os._exit(int(tensor[0]))
 
 
 def test_hold_until_accepts_a_spawned_process(engine):
     taken = stillframe.snapshot({"w": torch.full((1000,), 7.0)}, engine=engine)
-    process = multiprocessing.get_context("spawn").Process(target=_look, args=(taken.tree["w"],))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_check_tensor, args=(taken.tree["w"],)
+    )
     process.start()
     taken.hold_until(process)
     taken.release()

@@ -19,7 +19,7 @@ from fix_dcp import loaded
 from fix_waits import eventually
 from stillframe import _core, dcp
 from stillframe._base import paths
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._dcp import checkpoint
 from stillframe._dcp.api import saver_of_this_process
 from stillframe._dcp.rounds import SaveRequest
@@ -88,7 +88,8 @@ def test_ended_save_has_its_result_and_is_no_longer_tracked(tmp_path):
     with fault("pwrite", err=errno.ENOSPC, sticky=True):
         error = begin(1, tmp_path / "c").exception()
     failed = saver_of_this_process()._last
-    assert error is not None and error.__traceback__ is None  # its frames had the state
+    # a traceback would reference the state
+    assert error is not None and error.__traceback__ is None
     assert good is not None and good.state == "durable"
     assert failed is not None and failed.state == "failed"
     assert not {good, failed} & {*completion.in_flight.values()}
@@ -121,7 +122,7 @@ def test_objects_of_an_ended_save_are_freed_by_the_next_call(tmp_path):
     for number in range(3):
         begin(number, tmp_path / "c").result()
         stillframe.wait_all()
-        kept.append(len(saver_of_this_process()._spent))
+        kept.append(len(saver_of_this_process()._discarded))
     assert kept[0] == kept[1] == kept[2] > 0
 
 
@@ -134,16 +135,16 @@ def test_error_raised_by_a_call_is_not_raised_by_a_later_one(tmp_path):
             dcp.async_save(large, path, no_dist=True, engine=engine)
         _ended, under_way = wait(
             [saver_of_this_process()._last.upload_completion], 60
-        )  # which sees no error
+        )  # it finds no error
         assert not under_way
-        assert path.is_dir()  # nothing of it was begun
+        assert path.is_dir()  # the save has not begun
         begin(2, path, engine=engine).result()
     assert value_of(path) == 2
 
 
 def test_exists_is_true_for_complete_checkpoints_and_saves_under_way(tmp_path, monkeypatch):
     path = tmp_path / "c"
-    assert stillframe.exists(tmp_path)  # no checkpoint, and none in the making
+    assert stillframe.exists(tmp_path)  # there is no checkpoint, and no save in flight
     assert not stillframe.exists(path)
     with held_commits(monkeypatch):
         begin(1, path)
@@ -153,7 +154,7 @@ def test_exists_is_true_for_complete_checkpoints_and_saves_under_way(tmp_path, m
     assert stillframe.exists(path)
     (path / ".metadata").rename(tmp_path / "kept")
     assert not stillframe.exists(path) and not stillframe.exists(tmp_path / "link")
-    (path / "__0.metadata").touch()  # of a rank that saves for itself
+    (path / "__0.metadata").touch()  # from a rank that saved alone
     assert stillframe.exists(path)
     (tmp_path / "any").mkdir()
     assert stillframe.exists(tmp_path / "any")
@@ -161,7 +162,7 @@ def test_exists_is_true_for_complete_checkpoints_and_saves_under_way(tmp_path, m
 
 def test_save_through_a_link_is_ordered_under_its_target(tmp_path, monkeypatch):
     (tmp_path / "c").mkdir()
-    (tmp_path / "c/__0_0.distcp").touch()  # of a save that died
+    (tmp_path / "c/__0_0.distcp").touch()  # from a save whose process died
     (tmp_path / "link").symlink_to("c")
     assert not stillframe.exists(tmp_path / "c")
     with held_commits(monkeypatch):
@@ -170,7 +171,7 @@ def test_save_through_a_link_is_ordered_under_its_target(tmp_path, monkeypatch):
     assert value_of(tmp_path / "c") == 1
 
 
-def test_exists_is_false_once_the_failure_of_a_save_is_known(tmp_path):
+def test_exists_is_false_after_a_save_is_known_to_have_failed(tmp_path):
     with fault("fdatasync", sticky=True):
         for _ in range(20):
             upload = begin(1, tmp_path / "c")
@@ -201,15 +202,16 @@ def test_remove_does_not_touch_a_later_save_to_its_path(tmp_path):
     path = tmp_path / "c"
     begin(1, path).result()
     with held("fdatasync", sticky=False):
-        stillframe.async_save([1], tmp_path / "file")  # holds the log up
+        stillframe.async_save([1], tmp_path / "file")  # a save that blocks the log
         stillframe.remove(path)
         upload = begin(2, path)
         assert stillframe.exists(path)
-        assert not eventually(lambda: len(list(path.iterdir())) != 2, 0.1)  # it waits to write
+        # it waits before it writes
+        assert not eventually(lambda: len(list(path.iterdir())) != 2, 0.1)
     upload.result()
     stillframe.wait_all()
     assert value_of(path) == 2
-    assert len(list(path.iterdir())) == 2  # and nothing of the first
+    assert len(list(path.iterdir())) == 2  # nothing of the first save is there
 
 
 def test_commit_keeps_the_order_of_saves(tmp_path, monkeypatch):
@@ -217,11 +219,11 @@ def test_commit_keeps_the_order_of_saves(tmp_path, monkeypatch):
     with held_commits(monkeypatch) as go:
         with held("fdatasync", sticky=False) as one:
             first = stillframe.async_save([1], tmp_path / "first")
-            assert eventually(lambda: one.hits == 1)  # and not that of the other
+            assert eventually(lambda: one.hits == 1)  # only the first save's call was made
             upload = begin(2, tmp_path / "c")
             assert eventually(lambda: any((tmp_path / "c").glob("*.distcp")))
             last = stillframe.async_save([3], tmp_path / "last")
-            go.set()  # and still the commit waits
+            go.set()  # the commit still waits
             assert not eventually(metadata.exists, 0.05)
             go.clear()
         first.result()
@@ -268,7 +270,7 @@ def test_relative_path_is_resolved_at_the_call(tmp_path, monkeypatch, call):
         if call == "ours":
             upload = begin(1, Path("c"))
         else:
-            # PyTorch tells a writer without a path of one on a thread of its own, at any time.
+            # PyTorch may set the path of a writer later, on another thread.
             writer = dcp.FileSystemWriter("c")
             parts = {"async_stager": dcp.PinnedStager(), "storage_writer": writer}
             upload = stock.async_save(state(1), checkpoint_id="c", no_dist=True, **parts)
@@ -347,7 +349,7 @@ def asked_as_by_lightning(**options: Any) -> SaveRequest:
 
 @contextlib.contextmanager
 def log_stands_still(name: Path) -> Iterator[None]:
-    """Hold up all entries of the log that are submitted in the block."""
+    """Block all entries of the log that are submitted in the block."""
     go = threading.Event()
     ordered.submit(paths.key(name, follow_link=False), _core.WORK_SAVE, lambda _: go.wait(60))
     yield
@@ -360,7 +362,7 @@ def test_save_that_replaces_a_file_waits_for_earlier_entries_before_writing(tmp_
     path.write_bytes(b"a checkpoint of one file")
     with log_stands_still(tmp_path / "other"):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(removes_file=True)
+            {"w": torch.ones(3)}, CheckpointPath.of(path), asked_as_by_lightning(removes_file=True)
         )
         with pytest.raises(TimeoutError):
             save.result(timeout=0.5)
@@ -373,7 +375,7 @@ def test_save_into_a_directory_writes_early_and_commits_in_order(tmp_path):
     path = tmp_path / "a"
     with log_stands_still(tmp_path / "other"):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(removes_file=True)
+            {"w": torch.ones(3)}, CheckpointPath.of(path), asked_as_by_lightning(removes_file=True)
         )
         assert eventually(lambda: path.is_dir() and any(path.glob("*.distcp")))
         assert not save.done() and not (path / ".metadata").exists()
@@ -387,7 +389,9 @@ def test_error_that_its_caller_raises_is_not_raised_by_a_later_save(tmp_path):
 
     with fault("pwrite", err=errno.ENOSPC, sticky=True):
         save = saver_of_this_process().save(
-            {"w": torch.ones(3)}, Place.of(tmp_path / "a"), asked_as_by_lightning(error_of=error_of)
+            {"w": torch.ones(3)},
+            CheckpointPath.of(tmp_path / "a"),
+            asked_as_by_lightning(error_of=error_of),
         )
         stillframe._core.log_drain(None)
     begin(2, tmp_path / "a").result()

@@ -67,10 +67,10 @@ def test_ranks_plan_during_the_copy_and_write_after_it(tmp_path, engine, monkeyp
 
 @pytest.mark.parametrize("kind", ["view", "queue", "planner"])
 def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, monkeypatch):
-    """The second save has its plan, so it is laid out at once.
+    """The second save has a kept plan, so it is laid out at once.
 
-    A thread that waits copies what the lane has not begun. So it starts when the lane is held in
-    the midst of the only piece.
+    A waiting thread copies what the lane has not begun. So the test waits when the lane is stopped
+    inside the only piece.
     """
     prepare = JointSave.prepare
 
@@ -81,7 +81,7 @@ def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, monkeypatch)
     copying: list[Any] = []
     monkeypatch.setattr(JointSave, "prepare", prepare_behind_the_lane)
 
-    class Looking(stock.DefaultSavePlanner):
+    class CopyingPlanner(stock.DefaultSavePlanner):
         def transform_object(self, item: Any, value: Any) -> Any:
             new = value.clone() if isinstance(value, torch.Tensor) else value
             return super().transform_object(item, new)
@@ -95,7 +95,7 @@ def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, monkeypatch)
             "planner": {"w": weight.detach()},
         }[kind]
         wanted = weight.detach().clone()
-        planner = Looking() if kind == "planner" else None
+        planner = CopyingPlanner() if kind == "planner" else None
         with held("lane_copy") as holding:
             copying.append(holding)
             response = begin({**state, **trained.state()}, tmp_path / "c", planner=planner)
@@ -143,7 +143,7 @@ def test_stage_waits_for_the_memory_of_a_save_under_way(tmp_path, engine):
 
 
 def test_callbacks_of_a_save_may_save_and_wait(tmp_path, engine):
-    """They may block their thread, and the save still goes on."""
+    """A callback may block its thread, and the save still continues."""
     trained, ended, go = Trained(), [], threading.Event()
 
     def then(name: str) -> None:

@@ -27,7 +27,7 @@ def test_plan_is_reused_only_for_equal_names_shapes_and_types():
         of(7),
     ]
     assert len(set(different)) == len(different)
-    assert of(7) == of("seven")  # objects are written again each time
+    assert of(7) == of("seven")  # equal, because objects are written each time
 
 
 def test_value_with_its_own_write_items_is_planned_each_time():

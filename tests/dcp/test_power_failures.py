@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fix_entries import Call, Recorded, what_stands
+from fix_entries import Call, Recorded, kind_at
 from stillframe._dcp import checkpoint, side_file
 from stillframe.dcp import FileSystemWriter
 
@@ -18,8 +18,8 @@ META = "meta.pt"
 
 
 def identity(path: str) -> str | None:
-    stands = what_stands(path)
-    return f"file {os.stat(path).st_ino}" if stands == "file" else stands
+    kind = kind_at(path)
+    return f"file {os.stat(path).st_ino}" if kind == "file" else kind
 
 
 def recorded_save(
@@ -91,7 +91,7 @@ def test_a_power_failure_leaves_the_old_checkpoint_or_the_new_one(
             assert holds(state, old)
             seen.add("old")
     assert seen == {"old", "new"}
-    # Once the save has ended there is nothing but the new one.
+    # After the save has ended, only the new checkpoint is possible.
     assert all(holds(state, new) for state in recorded.states())
 
 
@@ -120,5 +120,5 @@ def test_power_failure_leaves_matching_meta_or_one_that_mend_restores(
             assert old in (stands, state.get(side_file._file_of_save(str(path), META, save_id)))
         seen.add((state.get(metadata) == new_metadata, stands))
     assert {True, False} == {committed for committed, _ in seen}
-    # Once the save has ended there is nothing but the new one.
+    # After the save has ended, only the new checkpoint is possible.
     assert all(state[link] == new for state in recorded.states())

@@ -50,7 +50,7 @@ def test_put_together_restores_what_was_taken_apart(tmp_path):
     tree = {"in": [{"a": one}, (one, "b")], "beside": [other]}
     apart = take_apart(tree)
     assert [each.tolist() for each in apart["in"][0]["a"]] == [[[1] * 3] * 2, [[2] * 3] * 2]
-    assert apart["beside"] is tree["beside"]  # what holds none is the same
+    assert apart["beside"] is tree["beside"]  # subtrees without ShardedTensors are unchanged
     again = put_together(apart)
     for new in (again["in"][0]["a"], again["in"][1][0]):
         assert type(new) is type(one) and new is not one and values(new) == [1, 2]

@@ -92,7 +92,7 @@ def test_death_at_any_step_leaves_the_old_or_the_new_checkpoint(old, tmp_path, m
                 assert died(), error
         if (directory / ".metadata").exists():
             tensors = tensors_of(directory)
-            # A reader of meta.pt finds the one of these tensors, or none.
+            # A reader of meta.pt finds the file for these tensors, or none.
             assert not (directory / META).exists() or meta_of(directory) == tensors
             mend(os.fspath(directory), META)
             assert meta_of(directory) == tensors
@@ -103,7 +103,7 @@ def test_death_at_any_step_leaves_the_old_or_the_new_checkpoint(old, tmp_path, m
             break
     assert nth > 4
     assert seen == ({2} if old is None else {1, 2})
-    assert len(list(directory.glob("meta*"))) == 2  # what is left over goes with the next
+    assert len(list(directory.glob("meta*"))) == 2  # the next save removes the rest
 
 
 @pytest.mark.parametrize("old", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
@@ -214,7 +214,7 @@ def test_copy_replaces_the_link_on_file_systems_without_links(tmp_path, monkeypa
         assert (tensors_of(tmp_path / "c"), meta_of(tmp_path / "c")) == (number, number)
         assert len(list((tmp_path / "c").glob("meta*"))) == 2
         mend(os.fspath(tmp_path / "c"), META)
-        assert "stillframe:" not in caplog.text  # the copy was found to be right
+        assert "stillframe:" not in caplog.text  # the copy was recognised as equal
 
 
 def test_mend_leaves_lightnings_own_checkpoint_unchanged(tmp_path):

@@ -62,7 +62,7 @@ def test_a_state_is_saved_as_it_was_at_the_call_while_training_goes_on(tmp_path,
             assert not response.staging_completion.done()
             state["list"].append(-1)
             state["object"].number = -1
-            trained.step()  # waits by itself
+            trained.step()  # waits for the copy by itself
         response.upload_completion.result()
         found = loaded({**state, "list": [0]}, tmp_path / str(number))
         assert equal(found["model"], wanted["model"])
@@ -110,12 +110,12 @@ def test_staged_tree_keeps_ties_views_strides_bits_and_attributes(engine, one_ra
 def test_memory_is_not_reused_before_the_upload_that_reads_it_has_ended(
     tmp_path, engine, monkeypatch
 ):
-    """The pool has room for one state; the second stage waits for the first upload."""
+    """The pool has room for one state, so the second stage waits for the first upload."""
     stager, state = PinnedStager(engine), filling(engine)
     writers = [Held(tmp_path / str(number)) for number in range(2)]
     first = save(state, stager, storage_writer=writers[0])
     assert writers[0].began.wait(60)
-    monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 0.0)  # however long it reads
+    monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 0.0)  # whatever time the upload takes
     state["w"].fill_(2)
     later: Future[Any] = Future()
     thread = threading.Thread(
@@ -145,7 +145,7 @@ def test_memory_returns_when_the_upload_ends_even_if_the_tree_is_held(tmp_path, 
         held.append(response)
         if error is None:
             response.upload_completion.result()
-        else:  # its frames have the staged tensors too
+        else:  # the frames reference the staged tensors too
             caught = response.upload_completion.exception()
             assert type(caught).__name__ == "CheckpointException"
             held.append(caught)
@@ -188,7 +188,7 @@ def test_stage_does_not_wait_for_memory_kept_after_an_upload(engine):
     future._staged.upload_begins()
     tree = future.result()
     future._staged.uploads(tree)
-    kept = tree["w"].detach()  # as a planner's, which no walk of the tree comes to
+    kept = tree["w"].detach()  # a reference like that of a planner, which no walk of the tree finds
     del tree
     future._staged.upload_ended()
     with pytest.raises(stillframe.PoolExhaustedError):
@@ -313,17 +313,17 @@ def test_stager_works_with_the_process_executor(tmp_path, engine, one_rank, monk
     wanted = save_in_a_process(trained, PinnedStager(engine), tmp_path / "c")
     assert equal(loaded(wanted, tmp_path / "c"), wanted)
     assert eventually(lambda: leased(engine) == 0)
-    assert sum(moved) >= 3 * 4 * 64 * 64 * 4  # weights, and two moments of each
+    assert sum(moved) >= 3 * 4 * 64 * 64 * 4  # the weights, and two moments of each
     moved.clear()
-    # Shared memory is read where it is, and comes back though the process keeps its last state:
-    # this pool has room for one.
+    # Shared memory is read in place. It returns although the process keeps its last state: the pool
+    # has room for one state only.
     with stillframe.Engine(pool_bytes=256 << 10, block_bytes=4096, shared_memory=True) as shared:
         stager = PinnedStager(shared)
         for number in range(3):
             wanted = save_in_a_process(trained, stager, tmp_path / f"{number}")
             assert equal(loaded(wanted, tmp_path / f"{number}"), wanted)
         assert moved == [] and eventually(lambda: leased(shared) == 0)
-        wanted["c"] = threading.Lock()  # cannot be pickled, after all that can
+        wanted["c"] = threading.Lock()  # the last object, which cannot be pickled
         response = dcp.async_save(
             wanted,
             checkpoint_id=tmp_path / "none",

@@ -168,7 +168,8 @@ def test_data_is_synced_before_the_rename_and_old_files_go_last(tmp_path, monkey
     (kind, temporary), above, entries = steps[named - 3 : named]
     assert kind == "sync" and temporary == next(iter(recorded.calls[named].change))
     assert above == ("sync", str(tmp_path))
-    assert entries == ("sync", str(path))  # of the data files, whichever rank has made them
+    # this rank syncs the entries of all data files, whichever rank made them
+    assert entries == ("sync", str(path))
     assert steps[named + 1] == ("sync", str(path))
     gone = [call.change for call in recorded.calls[named + 2 :] if call.kind == "unlink"]
     assert gone == [{str(path / old): None}]
@@ -200,7 +201,7 @@ def test_reused_writer_never_repeats_a_file_name(tmp_path):
 
 def test_unpickled_writer_uses_new_file_names(tmp_path):
     writer = FileSystemWriter(tmp_path)
-    writer.stage({"a": torch.zeros(3)})  # with a stager, which has an engine
+    writer.stage({"a": torch.zeros(3)})  # a stager has an engine
     copies = [pickle.loads(pickle.dumps(writer)) for _ in range(2)]
     names = []
     for each in (writer, *copies):
@@ -387,7 +388,8 @@ def test_reader_names_a_truncated_or_missing_file(tmp_path, cut, says):
 
 
 def test_save_needs_little_memory_beside_its_copy(tmp_path):
-    state = {str(i): torch.ones(32 << 10) for i in range(192)}  # 24 MiB, none written as it lies
+    # 24 MiB, and no tensor is written in place
+    state = {str(i): torch.ones(32 << 10) for i in range(192)}
     with stillframe.Engine(pool_bytes="64MiB", block_bytes="16MiB", writer_threads=2) as engine:
         report = stillframe.dcp.save(state, tmp_path / "a", no_dist=True, engine=engine)
     assert report.peak_pool_bytes < (24 << 20) + (16 << 20)  # buffers are smaller than a block
@@ -401,8 +403,8 @@ def test_meta_tensor_is_refused_by_name(tmp_path, save):
     assert not (tmp_path / "c").exists() or files(tmp_path / "c") == []
 
 
-# Beside the copy: three buffers of 4 MiB, which do not grow with the state, plans and metadata, and
-# what a first save touches of libraries. 22 MiB were seen.
+# Besides the copy: three buffers of 4 MiB, plans and metadata, and what a first save uses of
+# libraries. 22 MiB were measured.
 FIXED = 24 << 20
 
 

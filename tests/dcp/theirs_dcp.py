@@ -53,7 +53,7 @@ FILES = (
 )
 TIMEOUT_S = 120  # of one test
 
-# Why a test that passes with PyTorch's parts does not with ours.
+# The reasons why tests pass with PyTorch's classes and fail with ours.
 ROT13 = "TestDistributedStateDictSaveLoadRot13.test_read_write_tensor_and_blob_thread_count_"
 REFUSED = "extensions of the format are refused, with the name of the writer that has them"
 EXPECTED = {f"{ROT13}{threads}": REFUSED for threads in (1, 2)}
@@ -82,7 +82,7 @@ def run(given: argparse.Namespace, kind: str) -> dict[str, str]:
         results, log = Path(directory) / "results.xml", Path(tempfile.gettempdir())
         log = log / f"dcp-theirs-{kind}.log"
         command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short"]
-        # Not the checkout's own options: they want plugins.
+        # The checkout's own options are not used, because they need plugins.
         command += ["-c", os.devnull, f"--rootdir={given.checkout}", "-W", "ignore"]
         command += ["-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", f"--junitxml={results}"]
         command += [f"--basetemp={directory}/tmp"]

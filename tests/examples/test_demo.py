@@ -36,7 +36,7 @@ def test_bad_usage_ends_with_status_2(capsys):
     assert "huge" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch, capsys):
+def test_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000_000))
     assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
@@ -46,7 +46,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_too_little_memory_is_noticed_before_training(tmp_path, monkeypatch, capsys):
+def test_too_little_memory_is_reported_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_raw, "free_memory", lambda: GIB)
     assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
     assert "1.07 GB of memory are free" in capsys.readouterr().err
@@ -123,10 +123,12 @@ def test_steps_during_a_save_are_not_used_as_baseline():
     from runs import figures
 
     run = run_of(0.3, 0.15)
-    run.saves[2].finished_s = 0.7  # beyond its own window: the next one's steps are its own, too
+    # after its own window, so the next window's steps belong to it too
+    run.saves[2].finished_s = 0.7
     run.starts = [at + (0.5 if number > 14 else 0.0) for number, at in enumerate(run.starts)]
     assert run.lost(4) == pytest.approx([0.3, 0.8, 0.3])
-    assert run_of(0.3, None).lost(4) == pytest.approx([0.3] * 3)  # before the first there is one
+    # a window without a save comes before the first save
+    assert run_of(0.3, None).lost(4) == pytest.approx([0.3] * 3)
     assert figures([run_of(0.3, None)], [run_of(0.0, 0.0)], period=4).finished_s is None
 
 
@@ -134,12 +136,12 @@ def test_lost_time_is_shown_with_its_error_or_left_out():
     import story
     from runs import Figures
 
-    def told(lost_s: float | None, error_s: float | None) -> str:
+    def shown(lost_s: float | None, error_s: float | None) -> str:
         return story._lost(Figures(0.1, 0.1, 0.0, lost_s, error_s, None, None))
 
-    assert told(0.05, 0.012) == "50 ms ± 12 ms"
-    assert told(0.05, 0.06) == "within the noise, ± 60 ms"
-    assert told(None, None) == "not measured"
+    assert shown(0.05, 0.012) == "50 ms ± 12 ms"
+    assert shown(0.05, 0.06) == "within the noise, ± 60 ms"
+    assert shown(None, None) == "not measured"
 
 
 @pytest.mark.slow
@@ -157,14 +159,15 @@ def test_small_demo_prints_the_table_and_leaves_nothing(tmp_path):
     assert "durable" in done.stdout
     assert "bit for bit" in done.stdout
     assert done.stderr == ""
-    # torch keeps a cache of its own there.
+    # torch keeps a cache in the temporary directory.
     assert [each for each in tmp_path.rglob("*") if "torchinductor" not in str(each)] == []
 
 
 @pytest.mark.slow
 def test_checkpoints_stay_in_a_directory_named_by_the_user(tmp_path):
     arguments = ["--size", "3MB", "--steps", "24", "--dir", str(tmp_path / "here")]
-    done = run_demo(arguments, tmp_path, PYTHONIOENCODING="ascii")  # whatever the terminal takes
+    # the output encoding of a plain terminal
+    done = run_demo(arguments, tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^ *ok ", done.stdout, re.M)) == 3
     files = sorted(path.name for path in (tmp_path / "here" / "checkpoints").iterdir())

@@ -44,7 +44,7 @@ def to_cpu(node: Any) -> Any:
 
 
 def same(got: Any, wanted: Any, where: str = "") -> None:
-    """Tell whether two trees are equal bit for bit, on whatever devices."""
+    """Return whether two trees are equal bit for bit, on whatever devices."""
     if isinstance(wanted, torch.Tensor):
         one, two = (each.detach().cpu().reshape(-1).view(torch.uint8) for each in (got, wanted))
         assert torch.equal(one, two), where

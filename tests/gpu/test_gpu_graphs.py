@@ -52,7 +52,7 @@ def test_a_lane_at_work_does_not_break_a_capture(tmp_path, engine):
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_a_captured_step_is_noticed_and_its_replays_tear_nothing(tmp_path, engine):
+def test_captured_step_is_detected_and_its_replays_tear_no_save(tmp_path, engine):
     training = Training(CAPTURABLE)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

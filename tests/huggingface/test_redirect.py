@@ -126,7 +126,10 @@ def test_forked_child_writes_its_own_files(files, tmp_path):
 
 
 def test_error_of_an_object_that_cannot_be_saved_is_that_of_torch(tmp_path):
-    with pytest.raises(Exception, match=r"(?i)pickle"):
-        with stillframe.checkpoint(tmp_path / "made") as made, redirected(made):
-            torch.save(lambda: None, os.path.join(made.path, "one.pt"))
+    with (
+        pytest.raises(Exception, match=r"(?i)pickle"),
+        stillframe.checkpoint(tmp_path / "made") as made,
+        redirected(made),
+    ):
+        torch.save(lambda: None, os.path.join(made.path, "one.pt"))
     assert os.listdir(tmp_path) == []

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import os
 
 import pytest
 import stillframe
@@ -144,3 +145,32 @@ def test_change_outside_the_step_fails_the_save_and_names_the_tensor():
     with pytest.raises(stillframe.TornSnapshotError, match="wait_staged"):
         trainer(save_steps=4, max_steps=8, callbacks=[Meddle()], net=model(64)).train()
     assert checkpoints() == []
+
+
+class Terminate(transformers.TrainerCallback):
+    """Asks for a checkpoint as SIGTERM does, after its grace period."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            self.manager.is_checkpoint_requested = True
+
+
+@pytest.mark.parametrize("steps", [4, 100], ids=["saved_before", "new"])
+def test_checkpoint_at_sigterm_appears_whole_and_is_durable_at_the_end(steps):
+    seen = []
+
+    class Looks(OurTrainer):
+        def _save_checkpoint(self, *args, **kwargs):
+            with held("fdatasync"):  # nothing new appears meanwhile
+                super()._save_checkpoint(*args, **kwargs)
+                seen.append([name for name in checkpoints() if not is_whole(f"out/{name}")])
+
+    terminate = Terminate()
+    made = trainer(Looks, enable_jit_checkpoint=True, save_steps=steps, callbacks=[terminate])
+    callbacks = made.callback_handler.callbacks
+    terminate.manager = next(each for each in callbacks if hasattr(each, "jit_manager")).jit_manager
+    made.train()
+    assert seen == ([[]] if steps == 100 else [[], []])
+    assert checkpoints() == ["checkpoint-4"]
+    assert is_whole("out/checkpoint-4")
+    assert "checkpoint-is-incomplete.txt" not in os.listdir("out/checkpoint-4")

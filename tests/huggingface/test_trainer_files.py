@@ -180,6 +180,20 @@ def test_second_trainer_of_a_process_saves_too():
     assert is_whole("one/checkpoint-8")
 
 
+def test_rotation_leaves_the_checkpoints_of_another_output_directory():
+    made = trainer(output_dir="one", save_total_limit=1)
+    made.train()
+    made.args.output_dir = "two"
+    made.train()
+    assert checkpoints("one") == checkpoints("two") == ["checkpoint-6"]
+
+
+def test_workers_of_the_data_loader_fork_while_checkpoints_are_written():
+    trainer(save_steps=1, max_steps=40, save_total_limit=2, dataloader_num_workers=1).train()
+    assert checkpoints() == ["checkpoint-39", "checkpoint-40"]
+    assert is_whole("out/checkpoint-40")
+
+
 def test_signature_is_that_of_transformers():
     import inspect
 

@@ -1,5 +1,6 @@
 """When callbacks of the Trainer are called, what they see, and which checkpoints go meanwhile."""
 
+import contextlib
 import os
 
 import pytest
@@ -36,15 +37,12 @@ def test_on_save_is_called_when_durable_with_the_state_at_its_step():
 def test_training_goes_on_while_files_are_written():
     class Release(transformers.TrainerCallback):
         seen = None
-
         saved = ()
 
-        def on_save_submitted(self, args, state, control, handle=None, **kwargs):
+        def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
                 self.hold = held("fdatasync")
                 self.hold.__enter__()
-
-        def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 5:
                 self.seen = checkpoints()
                 self.hold.__exit__(None, None, None)
@@ -67,6 +65,23 @@ def test_epoch_end_does_not_save_a_step_twice():
     trainer(save_strategy="epoch", max_steps=-1, num_train_epochs=2, callbacks=[notes]).train()
     assert [step for step, _ in notes.submitted] == [16, 32]
     assert [step for step, *_ in notes.saved] == [16, 32]
+
+
+def test_on_save_of_the_last_checkpoint_comes_before_the_end_of_epoch_and_training():
+    events = []
+
+    class Events(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            events.append(f"save {state.global_step}")
+
+        def on_epoch_end(self, *args, **kwargs):
+            events.append("epoch")
+
+        def on_train_end(self, *args, **kwargs):
+            events.append("train")
+
+    trainer(callbacks=[Events()]).train()
+    assert events == ["save 2", "save 4", "save 6", "epoch", "train"]
 
 
 def test_on_save_may_stop_the_training():
@@ -99,9 +114,17 @@ def test_rotation_leaves_a_durable_checkpoint_at_every_moment():
 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step > 2:
-                names = checkpoints() or ["none"]
-                whole = [name for name in names if name != "none" and is_whole(f"out/{name}")]
-                self.found = (*self.found, bool(whole))
+                self.found = (*self.found, self.one_is_whole())
+
+        def one_is_whole(self):
+            names = None
+            while names != checkpoints():  # one may go while it is looked at
+                names = checkpoints()
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):
+                        if is_whole(f"out/{name}"):
+                            return True
+            return False
 
     class Wait(transformers.TrainerCallback):
         def on_save_submitted(self, args, state, control, handle=None, **kwargs):

@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
+@pytest.mark.leaves_temporaries
 def test_killed_training_resumes_from_one_step(disk_path):
     done = subprocess.run(
         [

@@ -24,7 +24,7 @@ def ran(tmp_path_factory):
         cwd=directory,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent / "unit"))),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "unit"), *sys.path]),
             "OMP_NUM_THREADS": "1",
         },
         capture_output=True,

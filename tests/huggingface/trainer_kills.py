@@ -2,8 +2,8 @@
 
     python trainer_kills.py DIRECTORY [--kills 200] [--seed 0] [--only stillframe]
 
-A training saves after every step with `save_total_limit=1`. A process of it is killed by SIGKILL,
-the directory is checked, and the next process resumes from what is there. transformers' own Trainer
+A training saves after every step with `save_total_limit=1`. SIGKILL ends its process, and its
+directory is checked. The next process resumes from what is there. transformers' own Trainer
 takes its turn with ours, for comparison. It is made to write into a fresh directory when the resume
 would have failed.
 
@@ -106,11 +106,11 @@ def fault_of(directory, had_one):
     path, step = Path(newest), int(newest.rpartition("-")[2])
     try:
         if not is_whole(path):
-            return f"files are missing, or of another step than {step}"
+            return "files are missing, or of another step than the directory"
         stamp = contents(path / "model.safetensors")[1]["stamp"][2]
         rng = torch.load(path / "rng_state.pth", weights_only=False)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"a file cannot be read: {type(error).__name__}"
     set_seed(step)
     of_step = (
         stamp == [step]
@@ -118,7 +118,7 @@ def fault_of(directory, had_one):
         and rng["python"] == random.getstate()
         and np.array_equal(rng["numpy"][1], np.random.get_state()[1])
     )
-    return None if of_step else f"model or random numbers are not of step {step}"
+    return None if of_step else "model or random numbers are of another step"
 
 
 class Campaign:
@@ -167,6 +167,7 @@ def main():
     parser.add_argument("--only", choices=CLASSES, nargs="+", default=list(CLASSES))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
     options.directory.mkdir(parents=True, exist_ok=True)
     campaigns = {
         name: Campaign(CLASSES[name], options.directory / name, options.seed)

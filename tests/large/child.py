@@ -32,10 +32,10 @@ def peak_nbytes() -> int:
     return 0
 
 
-def tell(limit: float, case: Callable[[], str]) -> None:
-    """Run one case and print what became of it."""
+def report(limit: float, case: Callable[[], str]) -> None:
+    """Run one case and print its outcome."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     start = time.monotonic()
     faulthandler.dump_traceback_later(limit, exit=True)
     found: dict[str, object] = {}
@@ -75,9 +75,9 @@ def main() -> None:
     ways.quiet()
     with thresholds(int(divisor)):
         if not loadings:
-            tell(float(limit), functools.partial(save, saving, state, path))
+            report(float(limit), functools.partial(save, saving, state, path))
         for loading in loadings:
-            tell(float(limit), functools.partial(loads[loading], path, state))
+            report(float(limit), functools.partial(loads[loading], path, state))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ import ways
 
 ROOT = Path(__file__).parents[2]
 OK, WRONG, HANG, ERROR, SKIPPED = "ok", "WRONG", "HANG", "ERROR", "skipped"
-SLOWEST = 50 * states.MB  # bytes a second: whatever is slower counts as a hang
-BESIDE = 700 * states.MB  # bytes of memory: the interpreter, torch, buffers
-GRACE_S = 20  # for a process to begin and to end
+SLOWEST = 50 * states.MB  # bytes a second: a slower case counts as a hang
+BESIDE = 700 * states.MB  # bytes of memory besides the state: the interpreter, torch, buffers
+GRACE_S = 20  # for a process to start and to end
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Runner:
         return ""
 
     def _processes(self, case: Case, loadings: list[str]) -> Iterator[Outcome]:
-        """Yield the outcome of the save, or of each load. One process has all loads, but one that
-        ends it leaves those behind it to a new process."""
+        """Yield the outcome of the save, or of each load. One process makes all loads. If a load
+        ends the process, a new one makes the rest."""
         left = max(1, len(loadings))
         while left > 0:
             for outcome in self._process(case, loadings[-left:] if loadings else []):
@@ -106,7 +106,7 @@ class Runner:
                 yield outcome
 
     def _process(self, case: Case, loadings: list[str]) -> Iterator[Outcome]:
-        """Yield the outcomes of the first cases: of all, or up to one that ends the process."""
+        """Yield the outcomes up to the first case that ends the process, or of all cases."""
         state, nr_left = self._state(case.state), max(1, len(loadings))
         limit = self._limit + state.nbytes / SLOWEST
         child = Path(__file__).with_name("child.py")
@@ -119,7 +119,7 @@ class Runner:
                 env=self._environment(state), start_new_session=True,
             ) as process,
         ):  # fmt: skip
-            # The process ends itself; this is for one that cannot.
+            # The process kills itself; this is for a process that cannot.
             kill = threading.Timer(nr_left * limit + GRACE_S, _kill, [process.pid])
             kill.start()
             try:
@@ -143,7 +143,7 @@ class Runner:
         return {**os.environ, "STILLFRAME_POOL_BYTES": str(min(room, 8 * states.GB))}
 
     def _remove(self) -> None:
-        """Remove what a save left, whole or not."""
+        """Remove the file of a save, complete or not."""
         for path in self._path.parent.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -168,7 +168,7 @@ def _unfinished(status: int, err: str) -> Outcome:
 
 
 def run_all(args: argparse.Namespace, runner: Runner) -> dict[Case, Outcome]:
-    """Run what was asked for. Say of each case what became of it."""
+    """Run the requested cases and print the outcome of each."""
     found: dict[Case, Outcome] = {}
     for name in args.states or states.STATES:
         for saving in args.saves or ways.SAVES:
@@ -176,11 +176,11 @@ def run_all(args: argparse.Namespace, runner: Runner) -> dict[Case, Outcome]:
             chosen = [each for each in loads if args.loads is None or each in args.loads]
             for case, outcome in runner.run(Case(name, saving), chosen):
                 found[case] = outcome
-                _tell(case, outcome)
+                _report(case, outcome)
     return found
 
 
-def _tell(case: Case, outcome: Outcome) -> None:
+def _report(case: Case, outcome: Outcome) -> None:
     words = "" if outcome.kind in (OK, HANG) else f"  {outcome.words[:200]}"
     memory = f"{outcome.peak_nbytes / 1e9:5.1f} GB" if outcome.peak_nbytes else " " * 8
     print(
@@ -190,7 +190,7 @@ def _tell(case: Case, outcome: Outcome) -> None:
 
 
 def show(found: dict[Case, Outcome]) -> None:
-    """Print what became of each case, and of each that failed, why."""
+    """Print the outcome of each case, and the reason of each failure."""
     columns = list(dict.fromkeys(case.state for case in found))
     rows = list(dict.fromkeys(case.row for case in found))
     kinds = {(case.row, case.state): outcome.kind for case, outcome in found.items()}

@@ -1,8 +1,8 @@
-"""States of real sizes, filled with a pattern that tells each place of each tensor.
+"""States of real sizes, filled with a pattern that differs at each position of each tensor.
 
 The pattern is `base + number`: `base` is the same 4 MiB of random 64-bit words everywhere, and the
-number differs for every 4 MiB of every tensor. So a tensor is filled and compared piece by piece,
-and no second copy of the state is ever needed.
+number differs for every 4 MiB of every tensor. So a tensor is filled and compared in pieces, and no
+second copy of the state is ever needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PIECE = 4 * MIB  # bytes of the pattern
 _DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float64)
 _PIECES_PER_TENSOR = 1 << 16  # more than any tensor has
 _VALUES = {"epoch": 3, "global_step": 7, "optimizer_states": [], "lr_schedulers": []}
-_VERSION = "2.4.0"  # of Lightning: old enough that no version of today has anything to migrate
+_VERSION = "2.4.0"  # of Lightning: so old that no version has to migrate the checkpoint
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class State:
 
 
 def _uneven(size: int, number: int) -> int:
-    """Return about as many bytes: the remainders over 64 decide where the next header stands."""
+    """Return about as many bytes; the remainder modulo 64 determines where the next header
+    begins."""
     return size + 8 * (number % 8)
 
 
@@ -85,7 +86,7 @@ class Pattern:
                 words.copy_(self._expected(number, piece, len(words)))
 
     def first_difference(self, tensor: torch.Tensor, number: int) -> int | None:
-        """Return the byte from which on a tensor differs; None where all of it is right."""
+        """Return the first byte at which a tensor differs; None if it is right."""
         for piece, words in enumerate(_words(tensor).split(len(self._base))):
             expected = self._expected(number, piece, len(words))
             if not torch.equal(words, expected):
@@ -114,7 +115,7 @@ def make(state: State) -> dict[str, Any]:
 
 
 def make_target(state: State) -> dict[str, Any]:
-    """Return a tree like that of `make` for `into=`: nothing in it is right yet."""
+    """Return a tree like that of `make` for `into=`, with wrong values everywhere."""
     tensors = [_empty(number, state).zero_() for number in range(len(state.sizes))]
     return _tree(tensors, {**_VALUES, "epoch": -1, "global_step": -1})
 
@@ -140,7 +141,7 @@ def wrong_tensors(tensors: dict[str, torch.Tensor], state: State) -> list[str]:
 
 
 def _tree(tensors: list[torch.Tensor], values: dict[str, Any]) -> dict[str, Any]:
-    """Return what Lightning, too, takes for a checkpoint."""
+    """Return a checkpoint that Lightning accepts too."""
     named = {_name(number): tensor for number, tensor in enumerate(tensors)}
     return {"state_dict": named, **values, "pytorch-lightning_version": _VERSION}
 
@@ -160,7 +161,7 @@ def _empty(number: int, state: State) -> torch.Tensor:
 
 
 def _trained(state: State) -> list[torch.Tensor]:
-    """Return parameters and moments of an optimizer, after as many steps as saves have to see."""
+    """Return an optimizer's parameters and moments, after as many steps as saves must observe."""
     sizes = state.sizes[: state.trained // 3]
     parameters = [torch.nn.Parameter(torch.zeros(size // 4)) for size in sizes]
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
@@ -175,4 +176,5 @@ def _trained(state: State) -> list[torch.Tensor]:
     return [each.detach() for each in parameters] + moments
 
 
-_kept: list[Any] = []  # an optimizer owns its state for as long as it lives
+# optimizers of returned states, which own their storages as long as they live
+_kept: list[Any] = []

@@ -20,7 +20,7 @@ Tree = dict[str, Any]
 
 
 class WrongError(Exception):
-    """A way ended without an error and did something else than it should."""
+    """A way ended without an error, but its result was wrong."""
 
 
 # ---- saving -----------------------------------------------------------------------------------
@@ -227,5 +227,5 @@ def copies_in_memory(way: str) -> int:
 
 
 def quiet() -> None:
-    """Turn off what torch and Lightning warn of that is meant here."""
+    """Turn off expected warnings of torch and Lightning."""
     warnings.simplefilter("ignore")

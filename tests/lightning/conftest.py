@@ -11,8 +11,9 @@ with warnings.catch_warnings():  # what the packages say about themselves on imp
 
 
 def pytest_collection_modifyitems(items):
-    # Lightning warns about few workers, small loaders, missing loggers and a good deal more. Ours
-    # are errors, but for the one that on_error="warn" asks for; the last that fits counts.
+    # Lightning warns about few workers, small loaders, missing loggers and more; these warnings are
+    # ignored. Our own warnings are errors, except the one of on_error="warn". The last filter that
+    # matches counts.
     filters = ("ignore", r"error:::stillframe(\..*)?", "ignore:a checkpoint was not saved")
     for item in items:
         if "lightning" in item.path.parts:
@@ -21,7 +22,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Use one torch thread: small models train faster so, above all beside other tests."""
+    """Use one torch thread: small models train faster then, especially while other tests run."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

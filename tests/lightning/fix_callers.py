@@ -5,8 +5,9 @@ from fix_holds import held_until_awaited
 from stillframe._lightning.rotation import Rotation
 
 
-def save_and_look(trainer, path, seen):
-    """Save on a disk that stands still until a wait; record whether the file exists on return."""
+def save_and_compare(trainer, path, seen):
+    """Save on a disk that stops until something waits for it; record whether the file exists on
+    return."""
     with held_until_awaited("fdatasync"):
         trainer.save_checkpoint(path)
         seen.append(path.exists())

@@ -13,10 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 PACKAGES = ("lightning", "pytorch_lightning")
-# `make lightning-suite` goes through slower disks, and through every line where the quick form
-# takes samples.
+# `make lightning-suite` uses slower disks, and interrupts at every line instead of at some.
 FULL = os.environ.get("STILLFRAME_TEST_LIGHTNING") == "full"
-# By how many seconds a flush takes longer. 0.1 is many steps of these tests already.
+# The seconds that a flush is delayed by. Even 0.1 s is many steps of these tests.
 DISKS = [0.0, 0.3, 3.0] if FULL else [0.0, 0.1]
 VERSION = tuple(int(each) for each in version("lightning").split(".")[:2])
 # The environment of a job's only process.
@@ -29,7 +28,7 @@ SLURM = {
     "SLURM_NODEID": "0",
     "SLURM_NODELIST": "localhost",
 }
-WIDTH = 300  # 300 x 300 floats are above the sizes that are always captured
+WIDTH = 300  # larger than storages that are always captured
 
 
 def package(name):
@@ -82,7 +81,7 @@ class ModelMixin:
         loss = nn.functional.mse_loss(self(inputs), targets)
         self.losses.append(loss.item())
         self.log("loss", loss)
-        # Falls from step to step, so that the best checkpoints are the newest.
+        # The score falls from step to step, so the newest checkpoints are the best.
         self.log("clock", -float(len(self.losses)))
         return loss
 

@@ -67,11 +67,11 @@ def recorder(pkg, seen):
     return Recorder()
 
 
-def of(rank=0, strategy=None):
+def trainer_stub(rank=0, strategy=None):
     """Return the parts of a Trainer that the callback reads."""
     return SimpleNamespace(global_rank=rank, strategy=strategy, optimizers=[])
 
 
 def save(callback, checkpoint, rank=0, strategy=None):
-    callback.on_save_checkpoint(of(rank, strategy), None, checkpoint)
+    callback.on_save_checkpoint(trainer_stub(rank, strategy), None, checkpoint)
     return checkpoint

@@ -115,7 +115,8 @@ class FullDisk(Callback):
             self.full.__exit__(None, None, None)
 
     def on_exception(self, trainer, module, exception):
-        # Called in launched ranks by torchrun, in the process that launches where Lightning does.
+        # With torchrun, the launched ranks call this. If Lightning launches, the launching process
+        # does.
         report = Report(self.directory)
         report.notes["raised"] = type(exception).__name__
         report.notes["errno"] = getattr(exception, "errno", None)

@@ -114,12 +114,14 @@ def resumed(pkg, path, checkpoint, **options):
     """Return the state of a new Trainer that resumes from a checkpoint and does no step."""
     held = {}
 
-    class Look(pkg.Callback):
+    class Observer(pkg.Callback):
         def on_train_start(self, trainer, module):
             held["step"], held["state"] = trainer.global_step, state_of(trainer)
             trainer.should_stop = True
 
-    fitted = run(pkg, path, [Look()], ckpt_path=checkpoint, max_steps=100, min_steps=0, **options)
+    fitted = run(
+        pkg, path, [Observer()], ckpt_path=checkpoint, max_steps=100, min_steps=0, **options
+    )
     if "state" not in held:
         raise fitted.raised
     return held
@@ -143,7 +145,7 @@ def full_on_rank_1(rank):
     return full if rank == 1 else contextlib.nullcontext()
 
 
-def behind(checkpoint, do):
+def after_save_of(checkpoint, do):
     """Return an action that runs after the save of `checkpoint` has ended."""
 
     def action(trainer):
@@ -161,7 +163,7 @@ def trains(path, rank, pkg):
     held, reports, unfinished = {}, [], []
     directory = path / "c"
 
-    def look(trainer):
+    def observe(trainer):
         held[trainer.global_step] = state_of(trainer)
         newest = directory / f"step={trainer.global_step}.ckpt"
         unfinished.append(not (newest / ".metadata").exists())
@@ -172,7 +174,10 @@ def trains(path, rank, pkg):
         fitted = run(
             pkg,
             path,
-            [saving(pkg, path, save_last="link"), at_step(pkg, {2: look, 4: look, 6: look})],
+            [
+                saving(pkg, path, save_last="link"),
+                at_step(pkg, {2: observe, 4: observe, 6: observe}),
+            ],
             plugin=plugin,
         )
     ours = [str(each.message) for each in caught if "stillframe" in each.filename]
@@ -274,8 +279,8 @@ def full_disk(path, rank, pkg):
     full = full_on_rank_1(rank)
 
     actions = {
-        3: behind(path / "c" / "step=2.ckpt", full.__enter__),
-        5: behind(path / "c" / "step=4.ckpt", lambda: full.__exit__(None, None, None)),
+        3: after_save_of(path / "c" / "step=2.ckpt", full.__enter__),
+        5: after_save_of(path / "c" / "step=4.ckpt", lambda: full.__exit__(None, None, None)),
     }
     plugin = pkg.AsyncCheckpointIO()
     callbacks = [at_step(pkg, actions), saving(pkg, path)]
@@ -295,7 +300,7 @@ def full_disk(path, rank, pkg):
 
 def full_disk_at_the_end(path, rank, pkg):
     full = full_on_rank_1(rank)
-    actions = {5: behind(path / "c" / "step=4.ckpt", full.__enter__)}
+    actions = {5: after_save_of(path / "c" / "step=4.ckpt", full.__enter__)}
     callbacks = [at_step(pkg, actions), saving(pkg, path)]
     fitted = run(pkg, path, callbacks)
     full.__exit__(None, None, None)
@@ -311,7 +316,7 @@ def warns(path, rank, pkg):
     """Fail with `on_error="warn"`: training goes on, and the old checkpoint stays."""
     full = full_on_rank_1(rank)
     plugin = pkg.AsyncCheckpointIO(on_error="warn")
-    actions = {3: behind(path / "c" / "step=2.ckpt", full.__enter__)}
+    actions = {3: after_save_of(path / "c" / "step=2.ckpt", full.__enter__)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted = run(
@@ -319,8 +324,8 @@ def warns(path, rank, pkg):
         )
     full.__exit__(None, None, None)
     dist.barrier()
-    told = [str(each.message) for each in caught if "was not saved" in str(each.message)]
-    return {**note_of(fitted.raised), "told": len(told), "files": names(path / "c")}
+    warned = [str(each.message) for each in caught if "was not saved" in str(each.message)]
+    return {**note_of(fitted.raised), "warned": len(warned), "files": names(path / "c")}
 
 
 def call_fails(path, rank, pkg):
@@ -371,14 +376,15 @@ def small_pool(path, rank, pkg):
     model = model_of(pkg)
     model.extra = torch.nn.Parameter(torch.zeros(10_000_000))
 
-    def look(trainer):
+    def observe(trainer):
         done.append((path / "c" / "step=2.ckpt" / ".metadata").exists())
 
     with slow("fdatasync", 0.1):
         fitted = run(
-            pkg, path, [saving(pkg, path), at_step(pkg, {2: look})], plugin=plugin, model=model
+            pkg, path, [saving(pkg, path), at_step(pkg, {2: observe})], plugin=plugin, model=model
         )
-    assert rank != 0 or eventually(lambda: len(reports) == 3, 30)  # told by a thread of its own
+    # callbacks run on a separate thread
+    assert rank != 0 or eventually(lambda: len(reports) == 3, 30)
     blocked = [each.blocked_s == each.durable_after_s for each in reports]
     return {**note_of(fitted.raised), "done": done, "blocked": blocked}
 
@@ -510,7 +516,8 @@ def run_rank(directory, rank):
         for name in PACKAGES if scenario in BOTH else ("lightning",):
             path = directory / f"{scenario.__name__}-{name}"
             path.mkdir(exist_ok=True)
-            faulthandler.dump_traceback_later(MOST_S, exit=True)  # a rank that waits says where
+            # a rank that hangs prints its stack
+            faulthandler.dump_traceback_later(MOST_S, exit=True)
             began = time.monotonic()
             try:
                 notes = scenario(path, rank, PACKAGES[name])

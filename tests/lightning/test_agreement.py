@@ -21,7 +21,8 @@ class Unreadable(Exception):
 
 @pytest.fixture
 def agree(monkeypatch):
-    """Return `agree(of_others, error, unmade)`, which acts as rank 1 beside other ranks."""
+    """Return `agree(of_others, error, unmade)`, which acts as rank 1; `of_others` are the other
+    ranks' rows."""
 
     def asked(of_others, error=None, unmade=False):
         rows = [(ranks._packed(each), that) for each, that in of_others]

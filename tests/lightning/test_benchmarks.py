@@ -17,7 +17,8 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     before = set(sys.modules)
     yield
-    for name in set(sys.modules) - before:  # names as plain as "common" and "machine"
+    # the scripts import modules with common names, such as "common"
+    for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks")):
             del sys.modules[name]
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import stillframe
 import torch
-from fix_callers import save_and_look, waits
+from fix_callers import save_and_compare, waits
 from fix_holds import held_until_awaited
 from fix_lightning import at, load, loader, trainer
 from stillframe._lightning import ranks
@@ -18,41 +18,41 @@ from stillframe.testing import fault, slow
 def test_only_training_saves_asynchronously(pkg, tmp_path):
     inside, outside = [], []
 
-    class Look(pkg.Callback):
+    class Observer(pkg.Callback):
         def on_fit_start(self, trainer, module):
-            save_and_look(trainer, tmp_path / "fit_start.ckpt", outside)
+            save_and_compare(trainer, tmp_path / "fit_start.ckpt", outside)
 
         def on_sanity_check_end(self, trainer, module):
-            save_and_look(trainer, tmp_path / "sanity.ckpt", outside)
+            save_and_compare(trainer, tmp_path / "sanity.ckpt", outside)
 
         def on_train_start(self, trainer, module):
-            save_and_look(trainer, tmp_path / "train_start.ckpt", inside)
+            save_and_compare(trainer, tmp_path / "train_start.ckpt", inside)
 
         def on_validation_end(self, trainer, module):
             if not trainer.sanity_checking:
-                save_and_look(trainer, tmp_path / "validation.ckpt", inside)
+                save_and_compare(trainer, tmp_path / "validation.ckpt", inside)
 
         def on_train_end(self, trainer, module):
-            save_and_look(trainer, tmp_path / "train_end.ckpt", outside)
+            save_and_compare(trainer, tmp_path / "train_end.ckpt", outside)
 
         def on_fit_end(self, trainer, module):
-            save_and_look(trainer, tmp_path / "fit_end.ckpt", outside)
+            save_and_compare(trainer, tmp_path / "fit_end.ckpt", outside)
 
         def teardown(self, trainer, module, stage):
-            save_and_look(trainer, tmp_path / f"{stage}.ckpt", outside)
+            save_and_compare(trainer, tmp_path / f"{stage}.ckpt", outside)
 
     run = trainer(
         pkg,
         tmp_path,
         plugin=pkg.AsyncCheckpointIO(),
-        callbacks=[Look()],
+        callbacks=[Observer()],
         limit_val_batches=1,
         max_steps=2,
         val_check_interval=2,
     )
     model = pkg.Model()
     run.fit(model, loader(), loader())
-    save_and_look(run, tmp_path / "after.ckpt", outside)
+    save_and_compare(run, tmp_path / "after.ckpt", outside)
     assert inside == [False, False]
     assert outside == [True] * 6
 
@@ -66,7 +66,7 @@ def test_interrupted_training_counts_as_ended(lit, tmp_path):
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: boom})])
     with pytest.raises(ValueError):
         run.fit(lit.Model(), loader())
-    save_and_look(run, tmp_path / "after.ckpt", seen)
+    save_and_compare(run, tmp_path / "after.ckpt", seen)
     assert seen == [True]
 
 
@@ -76,15 +76,15 @@ def test_validation_after_interrupted_training_saves_durably(lit, tmp_path):
     def boom(trainer):
         raise ValueError
 
-    class Look(lit.Callback):
+    class Observer(lit.Callback):
         def on_validation_end(self, trainer, module):
-            save_and_look(trainer, tmp_path / "validation.ckpt", seen)
+            save_and_compare(trainer, tmp_path / "validation.ckpt", seen)
 
     run = trainer(
         lit,
         tmp_path,
         plugin=lit.AsyncCheckpointIO(),
-        callbacks=[at(lit, {2: boom}), Look()],
+        callbacks=[at(lit, {2: boom}), Observer()],
         limit_val_batches=1,
         num_sanity_val_steps=0,
     )
@@ -100,13 +100,13 @@ def test_plugin_inside_a_users_wrapper_is_found(lit, tmp_path):
 
     seen = []
 
-    def look(trainer):
-        save_and_look(trainer, tmp_path / "training.ckpt", seen)
+    def observe(trainer):
+        save_and_compare(trainer, tmp_path / "training.ckpt", seen)
 
     wrapper = _WrappingCheckpointIO(lit.AsyncCheckpointIO())
-    run = trainer(lit, tmp_path, plugin=wrapper, callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=wrapper, callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
-    save_and_look(run, tmp_path / "after.ckpt", seen)
+    save_and_compare(run, tmp_path / "after.ckpt", seen)
     assert seen == [False, True]
 
 
@@ -117,11 +117,11 @@ def test_two_trainers_with_one_plugin_are_distinguished(lit, tmp_path):
     done.fit(lit.Model(), loader())
     fabric = lit.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
 
-    def look(trainer):
-        save_and_look(trainer, tmp_path / "training.ckpt", seen)
-        save_and_look(done, tmp_path / "done.ckpt", seen)
+    def observe(trainer):
+        save_and_compare(trainer, tmp_path / "training.ckpt", seen)
+        save_and_compare(done, tmp_path / "done.ckpt", seen)
 
-    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     with held_until_awaited("fdatasync"):
         fabric.save(tmp_path / "fabric.ckpt", {"x": torch.ones(3)})
@@ -133,11 +133,11 @@ def test_two_trainers_with_one_plugin_are_distinguished(lit, tmp_path):
 def test_a_trainer_without_the_companion_saves_durably_and_says_why_once(lit, tmp_path, caplog):
     seen = []
 
-    def look(trainer):
-        save_and_look(trainer, tmp_path / f"{trainer.global_step}.ckpt", seen)
+    def observe(trainer):
+        save_and_compare(trainer, tmp_path / f"{trainer.global_step}.ckpt", seen)
 
-    gc.collect()  # plugins of earlier tests, for which this Trainer would get the callback
-    run = trainer(lit, tmp_path, callbacks=[at(lit, {2: look, 3: look})])
+    gc.collect()  # deletes plugins of earlier tests, which would add the callback to this Trainer
+    run = trainer(lit, tmp_path, callbacks=[at(lit, {2: observe, 3: observe})])
     run.strategy.checkpoint_io = lit.AsyncCheckpointIO()
     run.fit(lit.Model(), loader())
     assert seen == [True, True]
@@ -160,13 +160,13 @@ def test_remove_belongs_to_the_trainer_that_calls_it(lit, tmp_path, monkeypatch)
     done.fit(lit.Model(), loader())
     seen = []
 
-    def look(run):
+    def observe(run):
         for each in (run, done):
             del waited[:]
             each.strategy.remove_checkpoint(tmp_path / "nothing.ckpt")
             seen.append(len(waited))
 
-    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     assert seen == [0, 1]
 
@@ -250,7 +250,7 @@ def test_link_target_stays_at_the_end_of_a_fit_until_the_link_moves(lit, tmp_pat
 
     trainer(lit, tmp_path, plugin=plugin, callbacks=[Rotates()]).fit(lit.Model(), loader())
     assert seen == [("old.ckpt", True), ("new.ckpt", False)]
-    # Removed by hand after the run: the file is removed although a link names it.
+    # The user removes the file after the run, so it is removed although a link names it.
     plugin.remove_checkpoint(new)
     assert not new.exists()
 

@@ -29,11 +29,11 @@ def calls(plugin):
 
 
 class Callback:
-    """A stand-in for ModelCheckpoint, of which loggers are told."""
+    """A stand-in for ModelCheckpoint, which loggers are called with."""
 
 
 class Strategy:
-    """A strategy of several ranks that all do what this one does."""
+    """A strategy of several ranks that all do the same as this one."""
 
     global_rank = 0
 
@@ -49,14 +49,14 @@ class Strategy:
 
 
 def test_new_save_of_a_name_survives_a_remove_that_waited_for_loggers(plugin, calls, tmp_path):
-    path, told = tmp_path / "a.ckpt", []
+    path, notified = tmp_path / "a.ckpt", []
     with held("fdatasync"):
         plugin.save_checkpoint(STATE, path)
-        calls.publish(told.append, Callback())
+        calls.publish(notified.append, Callback())
         plugin.remove_checkpoint(path)
         plugin.save_checkpoint({"n": 4}, path)
     plugin.teardown()
-    assert len(told) == 1
+    assert len(notified) == 1
     assert load(path)["n"] == 4
 
 
@@ -183,18 +183,20 @@ def test_finalizing_loggers_early_keeps_the_engine(lit, tmp_path):
     assert is_closed(engine)
 
 
-def test_loggers_hear_of_foreign_checkpoints_at_once_and_never_of_refused_ones(lit, tmp_path):
-    plugin, told = lit.AsyncCheckpointIO(on_error="warn"), []
-    plugin._checkpoints.publish(told.append, "somebody else's")
+def test_loggers_are_called_at_once_for_foreign_checkpoints_and_never_for_refused_ones(
+    lit, tmp_path
+):
+    plugin, notified = lit.AsyncCheckpointIO(on_error="warn"), []
+    plugin._checkpoints.publish(notified.append, "somebody else's")
     plugin.save_checkpoint(STATE, tmp_path / "good.ckpt")
     stillframe.wait_all()
-    plugin._checkpoints.publish(lambda callback: told.append("ours"), Callback())
+    plugin._checkpoints.publish(lambda callback: notified.append("ours"), Callback())
     (tmp_path / "a.ckpt").mkdir()
     with pytest.warns(UserWarning, match="was not saved"):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
-    plugin._checkpoints.publish(told.append, "refused")
+    plugin._checkpoints.publish(notified.append, "refused")
     plugin.teardown()
-    assert told == ["somebody else's", "ours"]
+    assert notified == ["somebody else's", "ours"]
     stillframe.save({}, tmp_path / "good.pt")
 
 

@@ -29,7 +29,7 @@ from stillframe.testing import fault, slow
 
 @pytest.fixture(params=DISKS, ids=lambda seconds: f"{seconds}s")
 def disk(request):
-    """Make the disk's flush take the given time."""
+    """Delay every flush of the disk by the given time."""
     with slow("fdatasync", request.param):
         yield request.param
 
@@ -94,7 +94,7 @@ def test_rotation_never_has_more_than_one_extra_file(lit, tmp_path, disk, top_k,
     directory = tmp_path / "c"
     seen = []
 
-    class Look(lit.Callback):
+    class Observer(lit.Callback):
         def on_train_batch_start(self, *args):
             seen.append([name for name in files(directory) if name.endswith(".ckpt")])
 
@@ -104,7 +104,10 @@ def test_rotation_never_has_more_than_one_extra_file(lit, tmp_path, disk, top_k,
         lit,
         tmp_path,
         plugin=lit.AsyncCheckpointIO(),
-        callbacks=[Look(), every_steps(lit, directory, 1, save_top_k=top_k, save_last=save_last)],
+        callbacks=[
+            Observer(),
+            every_steps(lit, directory, 1, save_top_k=top_k, save_last=save_last),
+        ],
         max_steps=8,
     )
     run.fit(lit.Model(), loader())
@@ -119,14 +122,14 @@ def test_at_most_max_in_flight_saves_wait_for_the_disk(lit, tmp_path, disk):
     plugin = lit.AsyncCheckpointIO(max_in_flight=2)
     under_way = []
 
-    class Look(lit.Callback):
+    class Observer(lit.Callback):
         def on_train_batch_start(self, *args):
             under_way.append(sum(not save.done() for save in plugin._checkpoints._work.saves))
 
-    callbacks = [Look(), every_steps(lit, tmp_path / "c", 1, save_top_k=-1)]
+    callbacks = [Observer(), every_steps(lit, tmp_path / "c", 1, save_top_k=-1)]
     trainer(lit, tmp_path, plugin=plugin, callbacks=callbacks).fit(lit.Model(), loader())
     assert max(under_way) <= 2
-    assert not disk or max(under_way) >= 1  # or this would show nothing
+    assert not disk or max(under_way) >= 1  # otherwise the test would prove nothing
     assert len(files(tmp_path / "c")) == 8
 
 
@@ -182,7 +185,7 @@ def test_failed_save_keeps_the_newest_good_file_and_one_extra(lit, tmp_path):
         callbacks=[at(lit, {4: breaks, 5: mends}), every_steps(lit, directory, 2)],
     )
     run.fit(lit.Model(), loader())
-    # 4 failed, so 2 was not removed; 6 and 8 rotate as always.
+    # The save of step 4 failed, so the file of step 2 stays; 6 and 8 rotate as usual.
     assert files(directory) == ["step=2.ckpt", "step=8.ckpt"]
     for name in files(directory):
         load(directory / name)
@@ -209,7 +212,7 @@ def test_training_resumes_from_a_checkpoint_in_flight(lit, tmp_path, disk, which
         found.append((inner.global_step, len(model.losses)))
 
     class Later(lit.Callback):
-        # After the save of the same hook: checkpoints come last.
+        # This comes after the save of the same hook, because ModelCheckpoint is called last.
         def on_train_batch_start(self, outer, *args):
             if outer.global_step == 4 and not found:
                 resume(outer)
@@ -293,7 +296,7 @@ def test_lightnings_on_exception_checkpoint_is_saved_and_removed(lit, tmp_path, 
 @pytest.mark.skipif(VERSION < (2, 6), reason="this Lightning swaps no weights")
 def test_weights_swapped_for_validation_never_tear_a_rare_save(lit, tmp_path):
     """Under manual optimization ModelCheckpoint loads older weights, saves, and restores the newer
-    ones. Many steps without such a write have made the weights deferrable."""
+    ones. After many steps without such a write, the weights are deferrable."""
     model = LightningManualModel()
     before = {}
 
@@ -332,7 +335,7 @@ def test_last_link_is_always_there_and_never_dangles(lit, tmp_path):
     link = directory / "last.ckpt"
     states, over = [], threading.Event()
 
-    def watch():  # as often as it can, whatever the log does meanwhile
+    def watch():  # checks as often as it can, during all operations of the log
         while not over.is_set():
             if os.path.lexists(link) or states:
                 states.append(os.path.exists(link))

@@ -28,7 +28,7 @@ OUTSIDE_THE_STEP = {
         )
     ),
 }
-WITH_ONE_MORE = ("setup", "teardown", "on_exception")  # arguments
+WITH_ONE_MORE = ("setup", "teardown", "on_exception")  # hooks with one more argument
 AROUND_THE_STEP = {"on_train_batch_start", "on_train_batch_end"}
 INSIDE_THE_STEP = {
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
@@ -70,42 +70,42 @@ def test_a_trainer_without_a_plugin_of_ours_is_left_alone(pkg, tmp_path):
 
 
 def test_companion_is_first_after_setup_and_others_keep_their_order(pkg, tmp_path):
-    class Look(pkg.Callback):
+    class Observer(pkg.Callback):
         def on_fit_start(self, trainer, module):
             self.seen = list(trainer.callbacks)
 
-    looks = [Look(), Look()]
+    observers = [Observer(), Observer()]
     run = trainer(
         pkg,
         tmp_path,
         plugin=pkg.AsyncCheckpointIO(),
-        callbacks=[*looks, every_steps(pkg, tmp_path / "c", 4)],
+        callbacks=[*observers, every_steps(pkg, tmp_path / "c", 4)],
     )
     before = run.callbacks
     assert companions(run) == 1
     run.fit(pkg.Model(), loader())
-    assert type(looks[0].seen[0]) is pkg.Companion
+    assert type(observers[0].seen[0]) is pkg.Companion
     rest = [each for each in before if type(each) is not pkg.Companion]
-    assert looks[0].seen[1:] == looks[1].seen[1:] == rest
-    # And when it is torn down, the Trainer has its own list again.
+    assert observers[0].seen[1:] == observers[1].seen[1:] == rest
+    # When the fit is torn down, the Trainer has its own list again.
     assert run.callbacks is before
 
 
 def test_callbacks_of_the_module_do_not_displace_the_companion(lit, tmp_path):
-    class Look(lit.Callback):
+    class Observer(lit.Callback):
         def on_train_start(self, trainer, module):
             self.seen = list(trainer.callbacks)
 
-    look = Look()
+    observer = Observer()
 
     class Model(lit.Model):
         def configure_callbacks(self):
-            return [look]
+            return [observer]
 
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[lit.Callback()])
     for _ in range(2):
         run.fit(Model(), loader())
-        assert type(look.seen[0]) is lit.Companion
+        assert type(observer.seen[0]) is lit.Companion
 
 
 def test_every_callback_is_still_set_up(lit, tmp_path):
@@ -124,7 +124,7 @@ def test_every_callback_is_still_set_up(lit, tmp_path):
 
 
 def test_trainer_with_another_plugin_gets_no_companion(lit, tmp_path, monkeypatch):
-    ours = lit.AsyncCheckpointIO()  # alive, so every Trainer is looked at
+    ours = lit.AsyncCheckpointIO()  # while this plugin is alive, every Trainer is inspected
     run = trainer(
         lit, tmp_path, plugin=lit.TorchCheckpointIO(), callbacks=[every_steps(lit, tmp_path, 4)]
     )
@@ -155,7 +155,7 @@ def test_companion_waits_at_every_hook_outside_the_step_and_no_other(pkg, tmp_pa
         world_size=1,
         is_global_zero=True,
     )
-    # SimpleNamespace is neither hashable nor weakly referenced; a Trainer is both.
+    # SimpleNamespace is not hashable and has no weak references, unlike a Trainer.
     run = type("Trainer", (), vars(run))()
     for nr, name in enumerate(sorted(OUTSIDE_THE_STEP), start=1):
         getattr(companion, name)(run, None, *([None] if name in WITH_ONE_MORE else []))
@@ -271,7 +271,7 @@ def test_weights_swapped_for_validation_never_get_into_a_file(pkg, tmp_path, how
         )
         run.fit(pkg.Model(), loader(), loader())
     assert len(expected) == 24
-    assert max(deferred) > 4 * 300 * 300  # or this would show nothing
+    assert max(deferred) > 4 * 300 * 300  # otherwise the test would prove nothing
     for step, state in expected.items():
         assert_same(load(tmp_path / "c" / f"step={step}.ckpt")["state_dict"], state)
 
@@ -391,7 +391,7 @@ def test_attribute_exchanged_twice_is_restored():
 
 
 def test_wrapper_restored_too_late_by_others_is_wrapped_again():
-    """`mock.patch.object` does so if it starts inside a fit and ends after it."""
+    """`mock.patch.object` does that if it starts inside a fit and ends after the fit."""
     owner, wraps = Owner(), Wraps()
     wraps.put(owner, "name", ours)
     kept = vars(owner)["name"]

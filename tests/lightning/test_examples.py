@@ -27,6 +27,7 @@ def test_every_example_is_known():
         "lightning_plugin.py",
         "offload.py",
         "offload_callback.py",
+        "preemption.py",
         "training_loop.py",
     ]
 
@@ -44,7 +45,7 @@ def test_an_example_prints_what_its_page_shows(path, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # Lightning has a good deal to say besides, which differs between versions.
+    # Lightning prints more, which differs between versions.
     printed = [*done.stderr.splitlines(), *done.stdout.splitlines()]
     place = 0
     for line in lines:

@@ -50,7 +50,8 @@ def test_resumed_fit_is_bit_identical(pkg, tmp_path, step):
             resumed, loader(), ckpt_path=tmp_path / kind / f"step={step}.ckpt"
         )
         runs[kind] = resumed
-        # At an epoch's end; inside one, and before 2.5 always, Lightning starts the data afresh.
+        # At the end of an epoch (and always before 2.5), Lightning starts the data from the
+        # beginning.
         if step == 8 and VERSION >= (2, 5):
             assert resumed.losses == whole.losses[step:]
             assert_same(dict(resumed.state_dict()), dict(whole.state_dict()))
@@ -77,7 +78,7 @@ def test_every_checkpoint_is_the_state_at_its_call(pkg, tmp_path):
             pkg.Model(), loader()
         )
     assert sorted(expected) == list(range(1, 13))
-    assert max(deferred) > 4 * 300 * 300  # or this would show nothing
+    assert max(deferred) > 4 * 300 * 300  # otherwise the test would prove nothing
     for step, state in expected.items():
         saved = load(tmp_path / "c" / f"step={step}.ckpt")
         assert_same({key: saved[key] for key in state}, state)
@@ -100,7 +101,7 @@ def test_gradient_accumulation_resumes_exactly(lit, tmp_path, accumulate, steps_
 
 @pytest.mark.skipif(VERSION < (2, 6), reason="this Lightning swaps no weights")
 def test_manual_optimization_saves_the_weights_before_the_step(pkg, tmp_path):
-    # ModelCheckpoint loads older weights, saves, and loads the newer back, all before a step.
+    # All before a step, ModelCheckpoint loads older weights, saves, and loads the newer ones again.
     model = {"lightning": LightningManualModel, "pytorch_lightning": PytorchLightningManualModel}[
         pkg.name
     ]()
@@ -173,14 +174,14 @@ def test_a_rotation_never_leaves_fewer_than_one_durable_checkpoint(lit, tmp_path
     directory = tmp_path / "c"
     seen = []
 
-    class Look(lit.Callback):
+    class Observer(lit.Callback):
         def on_train_batch_end(self, *args):
             seen.append(sorted(directory.glob("*.ckpt")) if directory.exists() else [])
             for path in seen[-1]:
                 try:
                     load(path)
                 except FileNotFoundError:
-                    # Removed between the two looks: then another one has to be there.
+                    # It was removed between listing and loading, so another one must exist.
                     assert list(directory.glob("*.ckpt"))
 
     callback = every_steps(lit, directory, 1)
@@ -189,7 +190,7 @@ def test_a_rotation_never_leaves_fewer_than_one_durable_checkpoint(lit, tmp_path
             lit,
             tmp_path,
             plugin=lit.AsyncCheckpointIO(),
-            callbacks=[Look(), callback],
+            callbacks=[Observer(), callback],
             max_steps=20,
         ).fit(lit.Model(), loader())
     first = next(index for index, files in enumerate(seen) if files)

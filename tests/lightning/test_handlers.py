@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from fix_callers import save_and_look, waits
+from fix_callers import save_and_compare, waits
 from fix_lightning import SLURM, at, load, loader, trainer
 from stillframe._lightning.work import Work
 from stillframe.testing import slow
@@ -42,7 +42,7 @@ def resets_itself(save):
 
 
 def decorated(save):
-    def handler(signum, frame):  # no other kind's, which would be known
+    def handler(signum, frame):  # a plain handler, which no other mechanism recognises
         save()
 
     @functools.wraps(handler)
@@ -53,7 +53,7 @@ def decorated(save):
 
 
 def decorated_with_an_option(save):
-    def handler(signum, frame):  # no other kind's, which would be known
+    def handler(signum, frame):  # a plain handler, which no other mechanism recognises
         save()
 
     @functools.wraps(handler)
@@ -89,14 +89,14 @@ def test_a_save_of_a_signal_handler_is_durable_on_return(lit, tmp_path, sigusr2,
 
     class Signalled(lit.Callback):
         def on_train_start(self, trainer, module):
-            save = functools.partial(save_and_look, trainer, by_handler, seen)
+            save = functools.partial(save_and_compare, trainer, by_handler, seen)
             signal.signal(sigusr2, HANDLERS[kind](save))
 
         def on_train_batch_start(self, trainer, module, *args):
             if trainer.global_step == 2:
                 os.kill(os.getpid(), sigusr2)
                 time.sleep(0.01)
-                save_and_look(trainer, after, seen)
+                save_and_compare(trainer, after, seen)
 
     trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[Signalled()]).fit(
         lit.Model(), loader()
@@ -108,13 +108,13 @@ def test_a_save_of_a_signal_handler_is_durable_on_return(lit, tmp_path, sigusr2,
 def test_handler_installed_during_an_epoch_saves_durably(lit, tmp_path, sigusr2):
     seen = []
 
-    def look(run):
-        save = functools.partial(save_and_look, run, tmp_path / "handler.ckpt", seen)
+    def observe(run):
+        save = functools.partial(save_and_compare, run, tmp_path / "handler.ckpt", seen)
         signal.signal(sigusr2, plain(save))
         os.kill(os.getpid(), sigusr2)
         time.sleep(0.01)
 
-    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     assert seen == [True]
 
@@ -122,7 +122,7 @@ def test_handler_installed_during_an_epoch_saves_durably(lit, tmp_path, sigusr2)
 def test_interrupted_save_stays_the_newest_after_a_handlers_save(
     lit, tmp_path, sigusr2, monkeypatch
 ):
-    """After the handler, loggers must be told of the interrupted call's own save."""
+    """After the handler, loggers must be called for the interrupted call's own save."""
     next_error, plugin, newest = Work.next_error, lit.AsyncCheckpointIO(), []
 
     def interrupted(self):
@@ -132,13 +132,13 @@ def test_interrupted_save_stays_the_newest_after_a_handlers_save(
             time.sleep(0.01)
         return next_error(self)
 
-    def look(run):
+    def observe(run):
         signal.signal(sigusr2, lambda *_: run.save_checkpoint(tmp_path / "handler.ckpt"))
         monkeypatch.setattr(Work, "next_error", interrupted)
         run.save_checkpoint(tmp_path / "a.ckpt")
         newest.append(os.path.basename(plugin._checkpoints._work.newest.path))
 
-    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     assert (tmp_path / "handler.ckpt").exists()
     assert newest[1:] == ["a.ckpt"]
@@ -147,10 +147,10 @@ def test_interrupted_save_stays_the_newest_after_a_handlers_save(
 def test_hpc_checkpoint_is_durable_on_return_from_any_caller(lit, tmp_path):
     seen = []
 
-    def look(run):
-        save_and_look(run, tmp_path / "hpc_ckpt_3.ckpt", seen)
+    def observe(run):
+        save_and_compare(run, tmp_path / "hpc_ckpt_3.ckpt", seen)
 
-    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     assert seen == [True]
 
@@ -173,7 +173,7 @@ def test_decorator_shared_with_a_handler_does_not_count_as_one(lit, tmp_path, si
             lit,
             tmp_path,
             plugin=lit.AsyncCheckpointIO(),
-            callbacks=[at(lit, {2: lambda t: save_and_look(t, tmp_path / "a.ckpt", seen)})],
+            callbacks=[at(lit, {2: lambda t: save_and_compare(t, tmp_path / "a.ckpt", seen)})],
         )
         run.fit(lit.Model(), loader())
 
@@ -224,7 +224,7 @@ def test_removes_and_links_of_a_signal_handler_are_done_on_return(
     plugin = lit.AsyncCheckpointIO()
     seen, old, link = [], tmp_path / "old.ckpt", tmp_path / "last.ckpt"
 
-    def look(run):
+    def observe(run):
         def handler(signum, frame):
             del waited[:]
             plugin._checkpoints.link(run, old, link)
@@ -236,6 +236,6 @@ def test_removes_and_links_of_a_signal_handler_are_done_on_return(
         os.kill(os.getpid(), sigusr2)
         time.sleep(0.01)
 
-    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: observe})])
     run.fit(lit.Model(), loader())
     assert seen == [(2, True)]

@@ -47,7 +47,7 @@ def assert_whole(directory):
     names = os.listdir(directory) if directory.exists() else []
     for name in names:
         assert name.endswith(".ckpt")
-        load(directory / name)  # a link too: it names a file that is there
+        load(directory / name)  # if it is a link, its target exists
 
 
 def test_signal_between_a_remove_and_the_new_link_loses_nothing(lit, tmp_path, interrupts):
@@ -188,4 +188,4 @@ def test_signal_before_any_line_of_ours_loses_nothing(lit, tmp_path, interrupts,
             max_steps=3,
         ).fit(lit.Model(), loader())
         assert sorted(os.listdir(directory / "d")) == ["last.ckpt", "step=3.ckpt"], line.where
-    assert nr > 1000  # or the tracing saw nothing
+    assert nr > 1000  # otherwise the tracing saw nothing

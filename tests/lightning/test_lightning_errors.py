@@ -87,7 +87,7 @@ def test_each_save_raises_one_error_oldest_first(lit, tmp_path):
 
     with pytest.raises(stillframe.SaveError) as caught:
         fit(lit, tmp_path, {2: save_badly(tmp_path / "a.ckpt"), 3: bad_again})
-    # The save of b raised a's, that of c raised b's, teardown raises c's.
+    # The save of b raises the error of a, the save of c that of b, and teardown that of c.
     assert seen == [str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]
     assert caught.value.filename == str(tmp_path / "c.ckpt")
 
@@ -95,7 +95,7 @@ def test_each_save_raises_one_error_oldest_first(lit, tmp_path):
 def test_teardown_raises_once_with_all_errors_and_the_plugin_stays_usable(pkg, tmp_path, caplog):
     plugin = pkg.AsyncCheckpointIO()
     state = {"x": torch.ones(3)}
-    # Slow, so that the first has not ended when the second is submitted.
+    # On a slow disk, the first save has not ended when the second is submitted.
     with slow("pwrite", 0.2), fault("fdatasync", sticky=True):
         plugin.save_checkpoint(state, tmp_path / "a.ckpt")
         plugin.save_checkpoint(state, tmp_path / "b.ckpt")
@@ -268,10 +268,10 @@ def test_rotation_keeps_the_last_good_file_after_refused_saves(lit, tmp_path):
 def test_every_failed_save_is_warned_of_at_the_end(pkg, tmp_path):
     plugin = pkg.AsyncCheckpointIO(on_error="warn")
     with fault("rename", sticky=True), pytest.warns(UserWarning) as caught:
-        with held("fdatasync"):  # neither has failed when the other is called
+        with held("fdatasync"):  # neither save has failed when the other one is made
             for name in ("a", "b"):
                 plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / f"{name}.ckpt")
         plugin.teardown()
-    told = [str(each.message) for each in caught]
-    assert len(told) == 2 and "a.ckpt" in told[0] and "b.ckpt" in told[1]
-    stillframe.save({}, tmp_path / "good.pt")  # or the next remove of the process would not be made
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == 2 and "a.ckpt" in messages[0] and "b.ckpt" in messages[1]
+    stillframe.save({}, tmp_path / "good.pt")  # a later remove needs a successful save before it

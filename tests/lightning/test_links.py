@@ -17,7 +17,7 @@ def place(tmp_path):
 
 @pytest.fixture
 def done(monkeypatch):
-    """Record the names of what is synced, in order."""
+    """Record the names of synced files and directories, in order."""
     steps = []
 
     def noted(what, function):

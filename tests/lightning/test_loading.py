@@ -44,7 +44,8 @@ def test_weights_only_default_is_lightnings(options, pkg, path):
     for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO()):
         try:
             ends.append(type(plugin.load_checkpoint(path, **options)["x"]))
-        except (pickle.UnpicklingError, TypeError) as error:  # an older one has no such option
+        # older versions of torch.load have no such option
+        except (pickle.UnpicklingError, TypeError) as error:
             ends.append(type(error))
     assert ends[0] is ends[1]
 
@@ -95,13 +96,15 @@ def test_ranks_of_a_node_share_one_read_of_the_disk(
 
 WIDTH, LAYERS = 1024, 8
 STATE_NBYTES = 3 * 4 * WIDTH * WIDTH * LAYERS  # with both moments of AdamW
-FIXED = 20 << 20  # buffers of the readers, Lightning's own: less than another copy of a model
+FIXED = 20 << 20  # buffers of the readers and of Lightning; less than another copy of the model
 
 
 def train(pkg, path, *, resumes):
-    """Train a few steps; the first call writes `path`, and another resumes from it.
+    """Train a few steps. The first call writes `path`, later calls resume from it.
 
-    Returns the peak of resident bytes from the restart to the first step, less the model's."""
+    Returns the peak of resident bytes from the restart to the first step, without the model's
+    bytes.
+    """
     peak = []
 
     class Wide(pkg.LightningModule):
@@ -128,7 +131,7 @@ def train(pkg, path, *, resumes):
     )
     module = Wide()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     data = torch.utils.data.DataLoader(torch.zeros(2, 1))
     trainer.fit(module, data, ckpt_path=path if resumes else None)
     if not resumes:

@@ -16,12 +16,12 @@ from fix_offload import (
     KEYS,
     leased,
     nothing_stays_leased,
-    of,
     offload,
     part_of,
     save,
     small_pool,
     strategies,
+    trainer_stub,
 )
 from stillframe.testing import slow
 
@@ -60,7 +60,7 @@ def instance_of(cls):
     """Return a strategy, not initialised if this machine cannot construct it."""
     try:
         return cls("cpu") if "SingleDeviceStrategy" in str(cls.__mro__[:2]) else cls()
-    except Exception:  # each says in its own way what is not installed
+    except Exception:  # if a package is missing, each strategy raises another error
         return object.__new__(cls)
 
 
@@ -85,7 +85,7 @@ def test_every_strategy_is_supported_or_disabled_as_documented(
         cls = type("SomebodysOwn", (cls,), {})
     callback = offload()
     with caplog.at_level(logging.DEBUG, "stillframe"):
-        callback.setup(of(strategy=instance_of(cls)), None, "fit")
+        callback.setup(trainer_stub(strategy=instance_of(cls)), None, "fit")
     assert callback.is_enabled is enabled
     assert callback.state_dict()["is_enabled"] is enabled
     assert cls.__name__ in caplog.text
@@ -98,7 +98,9 @@ def test_every_strategy_is_supported_or_disabled_as_documented(
 def test_data_parallel_is_recognised_by_its_name(offload, subclass):
     cls = type("DataParallelStrategy", (), {})
     callback = offload()
-    callback.setup(of(strategy=(type("Own", (cls,), {}) if subclass else cls)()), None, "fit")
+    callback.setup(
+        trainer_stub(strategy=(type("Own", (cls,), {}) if subclass else cls)()), None, "fit"
+    )
     assert callback.is_enabled
 
 
@@ -106,18 +108,20 @@ def test_strategy_is_checked_again_at_every_setup(offload, strategies):
     callback = offload()
     assert callback.is_enabled
     for name, enabled in (("FSDPStrategy", False), ("DDPStrategy", True), ("XLAStrategy", False)):
-        callback.setup(of(strategy=object.__new__(getattr(strategies, name))), None, "validate")
+        callback.setup(
+            trainer_stub(strategy=object.__new__(getattr(strategies, name))), None, "validate"
+        )
         assert callback.is_enabled is enabled
 
 
 def test_only_rank_0_says_that_the_callback_is_disabled(offload, caplog):
-    offload().setup(of(rank=1, strategy=SimpleNamespace()), None, "fit")
+    offload().setup(trainer_stub(rank=1, strategy=SimpleNamespace()), None, "fit")
     assert not caplog.records
 
 
 def test_disabled_callback_changes_nothing(offload, strategies, caplog):
     callback, tensor = offload(), torch.ones(3)
-    fake = of(strategy=object.__new__(strategies.FSDPStrategy))
+    fake = trainer_stub(strategy=object.__new__(strategies.FSDPStrategy))
     callback.setup(fake, None, "fit")
     caplog.clear()
     with caplog.at_level(logging.INFO, "stillframe"):
@@ -138,14 +142,14 @@ def test_a_strategy_of_the_other_package_is_unknown(pkg, offload, caplog):
     other = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}[pkg.name]
     ddp = part_of(SimpleNamespace(name=other), "strategies").DDPStrategy
     callback = offload()
-    callback.setup(of(strategy=object.__new__(ddp)), None, "fit")
+    callback.setup(trainer_stub(strategy=object.__new__(ddp)), None, "fit")
     assert not callback.is_enabled
     assert part_of(pkg, "strategies").__name__ in caplog.text
 
 
 def test_an_unknown_strategy_disables_the_callback(offload, caplog):
     callback = offload()
-    callback.setup(of(strategy=SimpleNamespace()), None, "fit")
+    callback.setup(trainer_stub(strategy=SimpleNamespace()), None, "fit")
     assert not callback.is_enabled
     assert "unknown" in caplog.text
     tensor = torch.ones(3)
@@ -163,7 +167,7 @@ def test_other_ranks_do_nothing(offload):
 # ---- what a save does ----
 
 
-def test_only_the_keys_asked_for_are_copied(offload, caplog):
+def test_only_the_requested_keys_are_copied(offload, caplog):
     inner = {"x": torch.ones(3)}
     checkpoint = {"state_dict": inner, "callbacks": {"y": inner["x"]}, "epoch": 3}
     with caplog.at_level(logging.DEBUG, "stillframe"):
@@ -180,7 +184,7 @@ def test_only_the_keys_asked_for_are_copied(offload, caplog):
     assert "The checkpoint has 'state_dict', 'callbacks', 'epoch'" in missing[0].getMessage()
 
 
-def test_optional_checkpoint_key_is_not_reported_as_missing(offload, caplog):
+def test_missing_optional_checkpoint_key_is_not_reported(offload, caplog):
     callback = offload(["extra", "lr_schedulers"])
     save(callback, {"extra": torch.ones(3)})
     save(callback, {"state_dict": {}})
@@ -240,7 +244,7 @@ def test_every_dtype_comes_out_byte_for_byte(offload, dtype):
     assert new.untyped_storage().tolist() == tensor.untyped_storage().tolist()
 
 
-def test_gpu_memory_is_told_and_added_up(offload, monkeypatch, caplog):
+def test_gpu_memory_is_logged_and_added_up(offload, monkeypatch, caplog):
     allocated = iter([5_000_000_000, 3_000_000_000, 3_000_000_000, 3_500_000_000])
     module = sys.modules["stillframe._lightning.offload"]
     monkeypatch.setattr(module, "_gpu_bytes", lambda: next(allocated))
@@ -272,10 +276,10 @@ def test_totals_are_logged_at_the_end(offload, caplog):
         {"checkpoint_count": 4, "total_time_saved": 2.0, "total_memory_freed": 1.5}
     )
     with caplog.at_level(logging.DEBUG, "stillframe"):
-        callback.on_train_end(of(), None)
-        callback.teardown(of(), None, "fit")
-        callback.on_exception(of(), None, ValueError("x"))
-        callback.on_exception(of(rank=1), None, KeyError("y"))
+        callback.on_train_end(trainer_stub(), None)
+        callback.teardown(trainer_stub(), None, "fit")
+        callback.on_exception(trainer_stub(), None, ValueError("x"))
+        callback.on_exception(trainer_stub(rank=1), None, KeyError("y"))
     totals = "4 checkpoints, 2.000 s in offloading (0.500 s each), 1.50 GB of GPU memory freed"
     assert [each.getMessage().count(totals) for each in caplog.records] == [1, 1, 1]
     assert "ValueError ended the run" in caplog.text
@@ -346,7 +350,7 @@ def test_key_that_cannot_be_copied_stays_and_is_named(offload, caplog, kind):
     new = checkpoint["state_dict"]["x"]
     assert new is not tensor
     assert new.equal(tensor)
-    assert checkpoint["lr_schedulers"][0] is new  # the others are still copied together
+    assert checkpoint["lr_schedulers"][0] is new  # the other keys are still copied together
     lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert len(lines) == 1
     assert "'optimizer_states' stays as it is" in lines[0]
@@ -354,7 +358,7 @@ def test_key_that_cannot_be_copied_stays_and_is_named(offload, caplog, kind):
     assert callback.state_dict()["checkpoint_count"] == 1
     checkpoint.clear()
     del new
-    assert leased() == 0  # with no help from the collector of garbage
+    assert leased() == 0  # the garbage collector was not needed
 
 
 def test_checkpoint_stays_as_it_is_if_no_key_can_be_copied(offload, caplog):
@@ -404,7 +408,7 @@ def test_callback_does_not_wait_for_a_save_that_fills_the_pool(
 
 
 def test_checkpoints_may_be_dropped_by_another_thread(offload):
-    """A writer that only has the dictionary does so."""
+    """That holds for a writer that only keeps the dictionary."""
     dropped = []
     checkpoint = save(offload(), {"state_dict": {"x": torch.ones(100_000)}})
     assert leased() > 0
@@ -434,7 +438,7 @@ def test_checkpoints_that_are_kept_never_block_a_save(offload, small_pool):
 def test_callback_state_survives_a_round_trip(offload, strategies):
     callback = offload()
     save(callback, {"state_dict": {"x": torch.ones(3)}})
-    callback.setup(of(strategy=object.__new__(strategies.FSDPStrategy)), None, "fit")
+    callback.setup(trainer_stub(strategy=object.__new__(strategies.FSDPStrategy)), None, "fit")
     state = callback.state_dict()
     assert list(state) == [
         "checkpoint_count",
@@ -445,16 +449,16 @@ def test_callback_state_survives_a_round_trip(offload, strategies):
     other = offload()
     other.load_state_dict(state)
     assert other.state_dict() == state
-    # A strategy that was looked at is believed more than an old checkpoint.
+    # A known strategy counts more than the type of the checkpoint's strategy.
     decided = offload()
-    decided.setup(of(strategy=object.__new__(strategies.DDPStrategy)), None, "fit")
+    decided.setup(trainer_stub(strategy=object.__new__(strategies.DDPStrategy)), None, "fit")
     decided.load_state_dict(state)
     assert decided.is_enabled
 
 
 def test_size_estimates_use_real_dtypes_and_optimizer(offload, caplog):
     module = torch.nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)
-    fake = of()
+    fake = trainer_stub()
     callback = offload()
     for make, size in (
         (lambda p: torch.optim.SGD(p, lr=0.1), "2 MB"),
@@ -475,7 +479,7 @@ def test_frozen_parameters_count_but_have_no_state(offload, caplog):
         torch.nn.Linear(1000, 1000, bias=False, dtype=torch.float64),
     )
     module[0].requires_grad_(False)
-    fake = of()
+    fake = trainer_stub()
     fake.optimizers = [torch.optim.Adam(module.parameters())]
     with caplog.at_level(logging.INFO, "stillframe"):
         offload().on_train_start(fake, module)
@@ -509,7 +513,7 @@ def sgd(**options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_estimate_before_the_first_step_is_the_size_after_it(offload, caplog, make, dtype):
     module = torch.nn.Linear(600, 600, bias=False, dtype=dtype)
-    fake = of()
+    fake = trainer_stub()
     fake.optimizers = [make(module.parameters())]
     lines = []
     for _ in range(2):
@@ -528,7 +532,7 @@ def test_no_state_size_is_estimated_for_an_unknown_optimizer(offload, caplog):
             return None
 
     module = torch.nn.Linear(3, 3)
-    fake = of()
+    fake = trainer_stub()
     fake.optimizers = [Own([{"params": [each]} for each in module.parameters()])]
     with caplog.at_level(logging.INFO, "stillframe"):
         offload().on_train_start(fake, module)

@@ -32,7 +32,7 @@ def main(name, directory):
     trainer(
         pkg,
         directory,
-        # Lightning 2.4's own is torn down before a launched rank saves its result.
+        # Lightning 2.4's own callback is torn down before a launched rank saves its result.
         plugin=lightning_async(pkg)() if VERSION >= (2, 5) else pkg.TorchCheckpointIO(),
         strategy="ddp_fork",
         devices=2,

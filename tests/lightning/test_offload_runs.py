@@ -31,7 +31,7 @@ def writer(pkg, kind, kept):
         return pkg.AsyncCheckpointIO()
 
     class Later(pkg.TorchCheckpointIO):
-        """Keeps the dictionary for a thread that begins when training is over."""
+        """Keeps the dictionary for a thread that starts after the training."""
 
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             kept.append((checkpoint, path))
@@ -226,7 +226,7 @@ def test_callback_state_is_restored_on_resume(pkg, offload, tmp_path):
     trainer(pkg, tmp_path, callbacks=callbacks, max_steps=6).fit(
         pkg.Model(), loader(), ckpt_path=tmp_path / "step=4.ckpt"
     )
-    # The checkpoint of step 4 was made when one had been counted before it.
+    # When the checkpoint of step 4 was made, one checkpoint had been counted.
     assert resumed.state_dict()["checkpoint_count"] == 2
     assert resumed.state_dict()["total_time_saved"] > 0
 
@@ -249,7 +249,7 @@ def test_exception_during_a_run_returns_all_leases(pkg, offload, tmp_path, caplo
         run.fit(pkg.Model(), loader())
     assert callback.state_dict()["checkpoint_count"] == 4
     assert "RuntimeError ended the run; 4 checkpoints" in caplog.text
-    # nothing_stays_leased looks at the rest
+    # the fixture nothing_stays_leased checks the rest
 
 
 def test_failed_writer_returns_all_leases(pkg, offload, tmp_path):
@@ -263,7 +263,7 @@ def test_failed_writer_returns_all_leases(pkg, offload, tmp_path):
     )
     with pytest.raises(OSError, match="full") as caught:
         run.fit(pkg.Model(), loader())
-    # The frames of a traceback that somebody keeps have the checkpoint.
+    # A traceback that is kept refers to frames, which refer to the checkpoint.
     del caught, run
     gc.collect()
     assert leased() == 0

@@ -76,7 +76,8 @@ def fit(model, path, epochs, resumed=None):
 
 
 def runs(kind, weights, path):
-    """All that two runs see, of which the second goes on where the first was saved."""
+    """Compare everything that the test sees of two runs; the second one resumes from a
+    checkpoint."""
     seen = []
     model, resumed, saved = kind(), None, []
     model.load_state_dict(copy.deepcopy(weights))
@@ -95,7 +96,8 @@ def either(request):
 
 
 def test_a_trainer_trains_layers_that_live_on_the_cpu(either, tmp_path):
-    """With clipped gradients, accumulation, validation in between, checkpoints, and from one on."""
+    """The runs have clipped gradients, accumulation, validation and checkpoints; one run
+    resumes."""
     weights = Plain().state_dict()
     plain = runs(Plain, weights, tmp_path / "plain")
     offloaded = runs(Offloaded, weights, tmp_path / "offloaded")

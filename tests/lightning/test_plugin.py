@@ -34,6 +34,7 @@ def test_plugin_has_the_documented_options(pkg):
         "on_durable": None,
         "on_error": "raise",
         "log_metrics": False,
+        "deadline": None,
     }
     positional = [each.name for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
     assert positional == ["checkpoint_io"]
@@ -221,7 +222,7 @@ def test_plugin_saves_if_torch_save_is_replaced_by_ours(lit, tmp_path, monkeypat
 
 
 def test_a_replaced_torch_save_is_called(lit, tmp_path, monkeypatch, caplog):
-    """Somebody who put a layer over torch.save expects that checkpoints go through it."""
+    """A user who replaced torch.save by a wrapper expects that checkpoints are saved through it."""
     heard, own = queue.SimpleQueue(), torch.save
 
     def layer(obj, file, **options):
@@ -259,7 +260,7 @@ def test_remove_returns_at_once_and_runs_after_the_save(lit, tmp_path):
     with held("fdatasync"):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
         plugin.remove_checkpoint(tmp_path / "a.ckpt")
-        assert _core.log_pending() == 2  # both calls are back, and neither has ended
+        assert _core.log_pending() == 2  # both calls have returned, and neither operation has ended
     plugin.teardown()
     assert list(tmp_path.iterdir()) == []
 
@@ -335,7 +336,7 @@ def test_on_durable_is_called_with_the_path_as_given(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(on_durable=lambda *each: calls.put(each))
     plugin.save_checkpoint(STATE, path)
     plugin.teardown()
-    given, report = calls.get(timeout=60)  # it runs on a thread of its own
+    given, report = calls.get(timeout=60)  # callbacks run on a separate thread
     assert calls.empty()
     assert given == path
     assert report.nbytes == path.stat().st_size
@@ -371,7 +372,7 @@ def test_plugin_is_a_checkpoint_io_of_both_packages(pkg):
 
 
 def test_plugin_is_no_subclass_of_lightnings_wrapper(pkg):
-    # A strategy would replace a wrapper's inner CheckpointIO.
+    # A strategy would replace the inner CheckpointIO of a wrapper.
     assert not any("Wrapping" in base.__name__ for base in pkg.AsyncCheckpointIO.__mro__)
 
 

@@ -1,11 +1,11 @@
-"""Publications: what loggers are told of a checkpoint. test_published.py tests whole fits."""
+"""Publications: the calls of loggers for a checkpoint. test_published.py tests whole fits."""
 
 import os
 import weakref
 from types import SimpleNamespace
 
 import pytest
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import publish
 
 
@@ -15,10 +15,10 @@ def ended(report):
 
 def test_publication_is_delivered_once_and_not_for_a_failed_save(caplog):
     calls = []
-    publication = publish.Publication(ended("report"), Place.of("a.ckpt"), calls.append)
+    publication = publish.Publication(ended("report"), CheckpointPath.of("a.ckpt"), calls.append)
     publication.deliver()
     publication.deliver()
-    publish.Publication(ended(None), Place.of("b.ckpt"), calls.append).deliver()
+    publish.Publication(ended(None), CheckpointPath.of("b.ckpt"), calls.append).deliver()
     assert calls == ["report"]
     assert f"not told of {os.path.abspath('b.ckpt')}" in caplog.text
 
@@ -27,11 +27,11 @@ def test_logger_sees_the_callback_as_it_was_at_the_save():
     callback = SimpleNamespace(best_model_path="a", best_k_models={"a": 1}, other=1)
     seen = []
 
-    def tell(callback):
+    def notify(callback):
         seen.append((callback.best_model_path, dict(callback.best_k_models), callback.other))
         raise RuntimeError("no network")
 
-    call = publish.logger_call(tell, callback)
+    call = publish.logger_call(notify, callback)
     callback.best_k_models["b"] = 2
     callback.best_model_path, callback.other = "b", 2
     with pytest.raises(RuntimeError):

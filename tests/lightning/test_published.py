@@ -14,7 +14,7 @@ from stillframe.testing import fault, slow
 
 
 def loggers_of(pkg):
-    """A logger class that notes what it is told, and whether the file was there."""
+    """A logger class that notes each call, and whether the file was there."""
     import importlib
 
     base = importlib.import_module(
@@ -63,7 +63,7 @@ def fit(pkg, tmp_path, logger, *, plugin=None, callbacks=(), **options):
 
 
 @pytest.mark.parametrize("seconds", DISKS)
-def test_loggers_are_told_of_checkpoints_in_order_once_durable(pkg, tmp_path, seconds):
+def test_loggers_are_called_in_order_once_checkpoints_are_durable(pkg, tmp_path, seconds):
     logger = loggers_of(pkg)()
     with slow("fdatasync", seconds):
         fit(pkg, tmp_path, logger)
@@ -72,11 +72,11 @@ def test_loggers_are_told_of_checkpoints_in_order_once_durable(pkg, tmp_path, se
         "success",
     ]
     assert logger.threads == {threading.main_thread()}
-    # A remove that waited for a logger runs when the logger has been told.
+    # A remove that waited for a logger runs when the logger has been called.
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step=8.ckpt"]
 
 
-def test_loggers_are_not_told_of_a_failed_checkpoint(lit, tmp_path, caplog):
+def test_loggers_are_not_called_for_a_failed_checkpoint(lit, tmp_path, caplog):
     logger = loggers_of(lit)()
     broken = []
 
@@ -87,7 +87,8 @@ def test_loggers_are_not_told_of_a_failed_checkpoint(lit, tmp_path, caplog):
         broken.append(injected)
 
     def ends(run):
-        _core.log_drain(None)  # before the next one can be the first to sync
+        # wait until the log is empty, so that the next save is the first to sync
+        _core.log_drain(None)
 
     try:
         fit(
@@ -99,12 +100,12 @@ def test_loggers_are_not_told_of_a_failed_checkpoint(lit, tmp_path, caplog):
         )
     finally:
         broken.pop().__exit__(None, None, None)
-    told = [event[0] for event in logger.events if isinstance(event, tuple)]
-    assert told == ["step=2.ckpt", "step=6.ckpt", "step=8.ckpt"]
+    names = [event[0] for event in logger.events if isinstance(event, tuple)]
+    assert names == ["step=2.ckpt", "step=6.ckpt", "step=8.ckpt"]
     assert "not told of" in caplog.text
 
 
-def test_loggers_are_told_before_finalize_when_training_is_interrupted(lit, tmp_path):
+def test_loggers_are_called_before_finalize_when_training_is_interrupted(lit, tmp_path):
     logger = loggers_of(lit)()
 
     def boom(run):
@@ -115,8 +116,8 @@ def test_loggers_are_told_before_finalize_when_training_is_interrupted(lit, tmp_
     assert logger.events == [("step=2.ckpt", True, 2), ("step=4.ckpt", True, 4), "failed"]
 
 
-def test_signal_handler_that_finalizes_loggers_finds_them_told(lit, tmp_path):
-    """As SLURM's requeue handler does in the middle of training."""
+def test_signal_handler_that_finalizes_loggers_finds_them_called(lit, tmp_path):
+    """SLURM's requeue handler does the same during training."""
     logger = loggers_of(lit)()
     handler = signal.getsignal(signal.SIGUSR2)
 
@@ -197,7 +198,7 @@ def test_on_durable_is_called_for_every_checkpoint_of_a_fit(lit, tmp_path):
             last.set()
 
     fit(lit, tmp_path, [], plugin=lit.AsyncCheckpointIO(on_durable=hear))
-    assert last.wait(60)  # it runs on a thread of its own
+    assert last.wait(60)  # callbacks run on a separate thread
     assert names == [f"step={step}.ckpt" for step in (2, 4, 6, 8)]
 
 
@@ -227,7 +228,7 @@ def test_wrapped_methods_are_restored(pkg, tmp_path):
     assert during == [True] * 4
 
 
-def test_callback_is_restored_after_loggers_were_told(lit, tmp_path):
+def test_callback_is_restored_after_loggers_were_called(lit, tmp_path):
     logger = loggers_of(lit)()
     with slow("fdatasync", 0.3):
         run = fit(lit, tmp_path, logger)

@@ -14,7 +14,8 @@ TIMEOUT_S = 280
 HERE = Path(__file__).parent
 EVERYWHERE = ("trains", "full_disk", "full_disk_at_the_end", "resumes", "fabric")
 SCENARIOS = {
-    # Each of them starts two interpreters, which takes as long as all of torchrun's together.
+    # Each of these scenarios starts two interpreters, so it takes as long as all of torchrun's
+    # together.
     "spawn": EVERYWHERE if FULL else ("trains", "full_disk"),
     "fork": EVERYWHERE,
     "torchrun": (
@@ -81,7 +82,7 @@ def _run(start, directory):
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
             "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",  # an abort of a rank says where
+            "PYTHONFAULTHANDLER": "1",  # a rank that aborts prints its stack
         },
         capture_output=True,
         text=True,
@@ -115,7 +116,7 @@ def test_full_disk_of_rank_0_ends_the_run_on_all_ranks(ran, scenario, start):
     done = ran(scenario, start)
     assert "SaveError: [Errno 28] No space left on device" in done.raised
     if start != "torchrun":
-        return  # the launcher ends the other rank as soon as one has ended
+        return  # the launcher kills the other rank as soon as one ends
     assert set(done.notes) == {0, 1}
     for note in done.notes.values():
         assert note["raised"] == "SaveError", note

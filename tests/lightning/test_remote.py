@@ -39,8 +39,8 @@ def test_lightnings_writer_saves_remote_paths_with_a_warning(
     assert [name.rsplit("/")[-1] for name in memory.ls("ours", detail=False)] == ["a.ckpt"]
     assert report.io_mode == "fsspec" and report.nbytes == memory.size("ours/a.ckpt")
     assert any("fsspec" in sentence for sentence in report.fallbacks)
-    told = [each for each in caplog.messages if "fsspec" in each]
-    assert len(told) == 1 and paths[0] in told[0]
+    warnings = [each for each in caplog.messages if "fsspec" in each]
+    assert len(warnings) == 1 and paths[0] in warnings[0]
     assert os.listdir() == []
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 import pytest
 import stillframe
 from stillframe import _core
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import rotation
 from stillframe._lightning.rotation import Rotation
 from stillframe._lightning.work import Failed, Work, is_failure
@@ -17,17 +17,17 @@ from stillframe._save.engine import is_closed
 from stillframe._save.handle import SaveHandle
 
 
-class Telling:
+class PublicationStub:
     """A publication that waits for a save."""
 
-    def __init__(self, place, calls, due=True, error=None):
-        self.place, self.calls, self.is_due, self.error = place, calls, due, error
+    def __init__(self, file, calls, due=True, error=None):
+        self.target, self.calls, self.is_due, self.error = file, calls, due, error
 
     def due(self):
         return self.is_due
 
     def deliver(self):
-        self.calls.append(os.path.basename(self.place))
+        self.calls.append(os.path.basename(self.target))
         if self.error is not None:
             raise self.error
 
@@ -38,42 +38,42 @@ def refuse(what, error, **how):
 
 @pytest.fixture
 def files():
-    return Rotation(lambda place: None, durable=True, failed=refuse)
+    return Rotation(lambda file: None, durable=True, failed=refuse)
 
 
 @pytest.fixture
 def work():
-    work = Work(lambda place: None, durable=True)
+    work = Work(lambda file: None, durable=True)
     yield work
     work.newest_is_early = False
-    work.take_error()  # wait_all of a later test would raise what is left
+    work.take_error()  # otherwise wait_all of a later test would raise the errors that are left
 
 
 @pytest.fixture
-def place(tmp_path):
-    """Return `place(name)`, which makes a file and returns its path."""
+def file(tmp_path):
+    """Return `file(name)`, which makes a file and returns its path."""
 
     def made(name):
         (tmp_path / name).write_text(name)
-        return Place.of(tmp_path / name)
+        return CheckpointPath.of(tmp_path / name)
 
     return made
 
 
-def test_target_of_a_link_is_removed_after_the_link(files, place, tmp_path):
-    old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
+def test_target_of_a_link_is_removed_after_the_link(files, file, tmp_path):
+    old, link = file("old.ckpt"), CheckpointPath.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
     files.wait()
     assert os.path.exists(link)
-    assert not files.will_exist(old, os.path.exists)  # it is going to go
+    assert not files.will_exist(old, os.path.exists)  # it will be removed
     files.remove(link)
     files.wait()
     assert os.listdir(tmp_path) == []
 
 
-def test_former_target_is_removed_when_a_file_replaces_the_link(files, place, tmp_path):
-    old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
+def test_former_target_is_removed_when_a_file_replaces_the_link(files, file, tmp_path):
+    old, link = file("old.ckpt"), CheckpointPath.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
     files.make_room(link)
@@ -83,25 +83,25 @@ def test_former_target_is_removed_when_a_file_replaces_the_link(files, place, tm
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_delayed_remove_of_a_name_runs_before_the_next_save_to_it(files, place, tmp_path):
-    old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
+def test_delayed_remove_of_a_name_runs_before_the_next_save_to_it(files, file, tmp_path):
+    old, link = file("old.ckpt"), CheckpointPath.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
     files.make_room(old)
     assert not files.held
     files.wait()
-    place("old.ckpt")
+    file("old.ckpt")
     files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_remove_delayed_for_a_link_that_moved_runs_at_the_end(files, place, tmp_path):
-    old, newer = place("old.ckpt"), place("newer.ckpt")
-    link = Place.of(tmp_path / "last.ckpt")
+def test_remove_delayed_for_a_link_that_moved_runs_at_the_end(files, file, tmp_path):
+    old, newer = file("old.ckpt"), file("newer.ckpt")
+    link = CheckpointPath.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.wait()
     os.unlink(link)
-    os.symlink(newer, link)  # by somebody else
+    os.symlink(newer, link)  # another program makes a link
     files.remove(old)
     files.remove(newer)
     assert os.path.exists(old)
@@ -109,18 +109,22 @@ def test_remove_delayed_for_a_link_that_moved_runs_at_the_end(files, place, tmp_
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt"]
 
 
-def test_target_of_a_link_stays_at_the_end(files, place, tmp_path):
-    old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
+def test_target_of_a_link_stays_at_the_end(files, file, tmp_path):
+    old, link = file("old.ckpt"), CheckpointPath.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
     files.finish()
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_wrapped_remove_is_delayed_while_a_link_points_to_the_file(lit, place, tmp_path):
+def test_wrapped_remove_is_delayed_while_a_link_points_to_the_file(lit, file, tmp_path):
     inner = Inner(lit.TorchCheckpointIO(), lit.TorchCheckpointIO)
-    files = Rotation(lambda place: inner, durable=True, failed=refuse)
-    old, newer, link = place("old.ckpt"), place("newer.ckpt"), Place.of(tmp_path / "last.ckpt")
+    files = Rotation(lambda file: inner, durable=True, failed=refuse)
+    old, newer, link = (
+        file("old.ckpt"),
+        file("newer.ckpt"),
+        CheckpointPath.of(tmp_path / "last.ckpt"),
+    )
     files.link(old, link)
     files.remove(newer)
     files.remove(old)
@@ -128,8 +132,12 @@ def test_wrapped_remove_is_delayed_while_a_link_points_to_the_file(lit, place, t
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
-def test_remove_after_a_run_takes_a_former_link_target(files, place, tmp_path):
-    one, other, link = place("one.ckpt"), place("other.ckpt"), Place.of(tmp_path / "last.ckpt")
+def test_remove_after_a_run_takes_a_former_link_target(files, file, tmp_path):
+    one, other, link = (
+        file("one.ckpt"),
+        file("other.ckpt"),
+        CheckpointPath.of(tmp_path / "last.ckpt"),
+    )
     for source in (one, other, one):
         files.link(source, link)
     files.finish()
@@ -143,7 +151,9 @@ def test_directory_is_removed_with_its_content_after_its_link(files, tmp_path):
     for name in ("old.ckpt", "newer.ckpt"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()
-    old, newer, link = (Place.of(tmp_path / f"{name}.ckpt") for name in ("old", "newer", "last"))
+    old, newer, link = (
+        CheckpointPath.of(tmp_path / f"{name}.ckpt") for name in ("old", "newer", "last")
+    )
     files.link(old, link)
     files.remove(old)
     files.link(newer, link)
@@ -151,31 +161,33 @@ def test_directory_is_removed_with_its_content_after_its_link(files, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "newer.ckpt"]
 
 
-def test_link_does_not_count_as_a_successful_save(files, place, tmp_path):
-    older, newer = place("older.ckpt"), place("newer.ckpt")
-    files.link(Place.of(tmp_path / "never.ckpt"), Place.of(tmp_path / "last.ckpt"))
+def test_link_does_not_count_as_a_successful_save(files, file, tmp_path):
+    older, newer = file("older.ckpt"), file("newer.ckpt")
+    files.link(
+        CheckpointPath.of(tmp_path / "never.ckpt"), CheckpointPath.of(tmp_path / "last.ckpt")
+    )
     files.remove(older)
     files.finish()
     assert not os.path.exists(older)  # no save failed
     rotation.note_unmade(tmp_path / "never.ckpt")
-    files.link(newer, Place.of(tmp_path / "last.ckpt"))
-    other = place("other.ckpt")
+    files.link(newer, CheckpointPath.of(tmp_path / "last.ckpt"))
+    other = file("other.ckpt")
     files.remove(other)
     files.finish()
-    assert os.path.exists(other)  # one did
+    assert os.path.exists(other)  # a save failed
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_save_to_an_invalid_path_drops_the_next_remove(files, place, tmp_path):
+def test_save_to_an_invalid_path_drops_the_next_remove(files, file, tmp_path):
     rotation.note_unmade(3)
-    old = place("old.ckpt")
+    old = file("old.ckpt")
     files.remove(old)
     files.wait()
     assert os.path.exists(old)
     stillframe.save({}, tmp_path / "good.pt")
 
 
-def test_finish_waits_for_a_link_being_made(files, place, tmp_path, monkeypatch):
+def test_finish_waits_for_a_link_being_made(files, file, tmp_path, monkeypatch):
     waited = threading.Event()
     make_link, wait_for_key = rotation.make_link, ordered.wait_for_key
 
@@ -189,99 +201,100 @@ def test_finish_waits_for_a_link_being_made(files, place, tmp_path, monkeypatch)
 
     monkeypatch.setattr(rotation, "make_link", make)
     monkeypatch.setattr(ordered, "wait_for_key", wait)
-    files.link(place("new.ckpt"), Place.of(tmp_path / "last.ckpt"))
+    files.link(file("new.ckpt"), CheckpointPath.of(tmp_path / "last.ckpt"))
     files.finish()
     has_waited = waited.is_set()
     waited.set()
     assert has_waited and os.path.exists(tmp_path / "last.ckpt")
 
 
-def test_link_is_synced_as_files_are(place, tmp_path, monkeypatch):
+def test_link_is_synced_as_files_are(file, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         rotation, "make_link", lambda *names, durable: bool(asked.append(durable)) or True
     )
     for durable in (True, False):
-        files = Rotation(lambda place: None, durable=durable, failed=refuse)
-        files.link(place("a.ckpt"), Place.of(tmp_path / "last.ckpt"))
+        files = Rotation(lambda file: None, durable=durable, failed=refuse)
+        files.link(file("a.ckpt"), CheckpointPath.of(tmp_path / "last.ckpt"))
         files.finish()
     assert asked == [True, False]
 
 
-def test_loggers_are_called_in_order_before_the_file_is_removed(files, place):
+def test_loggers_are_called_in_order_before_the_file_is_removed(files, file):
     calls = []
-    first, second = (Telling(place(name), calls, due=False) for name in "ab")
+    first, second = (PublicationStub(file(name), calls, due=False) for name in "ab")
     files.publications += [first, second]
-    files.remove(first.place)
+    files.remove(first.target)
     second.is_due = True
     files.notify()
-    assert calls == [] and os.path.exists(first.place)
+    assert calls == [] and os.path.exists(first.target)
     first.is_due = True
     files.notify()
     files.wait()
     assert calls == ["a", "b"]
-    assert not os.path.exists(first.place) and os.path.exists(second.place)
+    assert not os.path.exists(first.target) and os.path.exists(second.target)
 
 
-def test_failed_logger_call_no_longer_delays_the_remove(files, place):
+def test_failed_logger_call_no_longer_delays_the_remove(files, file):
     calls = []
-    files.publications.append(Telling(place("a"), calls, error=RuntimeError("no network")))
+    files.publications.append(PublicationStub(file("a"), calls, error=RuntimeError("no network")))
     with pytest.raises(RuntimeError, match="no network"):
         files.notify()
     assert not files.publications
-    files.remove(place("a"))
+    files.remove(file("a"))
     files.wait()
     assert not files.held
 
 
-def test_the_end_makes_every_call_and_keeps_each_error(work, place):
+def test_the_end_makes_every_call_and_keeps_each_error(work, file):
     calls, errors = [], [RuntimeError("first"), None, RuntimeError("last")]
     work.rotation.publications += [
-        Telling(place(name), calls, error=error) for name, error in zip("abc", errors, strict=True)
+        PublicationStub(file(name), calls, error=error)
+        for name, error in zip("abc", errors, strict=True)
     ]
     work.drain(close=True)
     assert calls == ["a", "b", "c"]
     assert [work.next_error() for _ in range(3)] == [errors[0], errors[2], None]
 
 
-def test_finish_removes_a_file_after_its_logger_call(files, place, tmp_path):
+def test_finish_removes_a_file_after_its_logger_call(files, file, tmp_path):
     seen = []
 
-    class Looking(Telling):
+    class CheckingPublication(PublicationStub):
         def deliver(self):
             files.wait()
-            seen.append(os.path.exists(self.place))
+            seen.append(os.path.exists(self.target))
 
-    files.publications.append(Looking(place("a"), [], due=False))
-    files.remove(place("a"))
+    files.publications.append(CheckingPublication(file("a"), [], due=False))
+    files.remove(file("a"))
     files.finish()
     assert seen == [True] and os.listdir(tmp_path) == []
 
 
-def test_keyboard_interrupt_in_a_logger_is_not_caught(files, place):
-    files.publications.append(Telling(place("a"), [], error=KeyboardInterrupt()))
+def test_keyboard_interrupt_in_a_logger_is_not_caught(files, file):
+    files.publications.append(PublicationStub(file("a"), [], error=KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         files.finish()
 
 
-def test_wait_includes_entries_added_meanwhile(files, place, monkeypatch):
-    """A signal handler may add them in the middle of the wait."""
+def test_wait_includes_entries_added_meanwhile(files, file, monkeypatch):
+    """A signal handler may add entries during the wait."""
     waited, wait_for_key = [], ordered.wait_for_key
 
     def wait(key):
         waited.append(key)
         if len(waited) == 1:
-            files.remove(place("b"))
+            files.remove(file("b"))
         wait_for_key(key)
 
     monkeypatch.setattr(ordered, "wait_for_key", wait)
-    files.remove(place("a"))
+    files.remove(file("a"))
     files.wait()
     assert [os.path.basename(each) for each in waited] == [b"a", b"b"]
     assert not files.under_way()
 
 
-def test_interrupted_wait_can_be_repeated(files, place, monkeypatch):
+def test_interrupted_wait_can_be_repeated(files, file, monkeypatch):
     waited = []
 
     def wait(key):
@@ -289,7 +302,7 @@ def test_interrupted_wait_can_be_repeated(files, place, monkeypatch):
         if len(waited) == 1:
             raise KeyboardInterrupt
 
-    files.remove(place("a"))
+    files.remove(file("a"))
     with monkeypatch.context() as patch:
         patch.setattr(ordered, "wait_for_key", wait)
         with pytest.raises(KeyboardInterrupt):
@@ -299,9 +312,9 @@ def test_interrupted_wait_can_be_repeated(files, place, monkeypatch):
     assert len(waited) == 2 and not files.under_way()
 
 
-def test_link_is_made_after_a_remove_of_its_name(files, place, tmp_path):
-    link, newer = place("last.ckpt"), place("newer.ckpt")
-    files.publications.append(Telling(link, [], due=False))
+def test_link_is_made_after_a_remove_of_its_name(files, file, tmp_path):
+    link, newer = file("last.ckpt"), file("newer.ckpt")
+    files.publications.append(PublicationStub(link, [], due=False))
     files.remove(link)
     assert files.held
     files.link(newer, link)
@@ -322,7 +335,7 @@ def test_engine_made_by_a_signal_handler_is_kept_and_the_second_closed(work):
 
 
 class Writing(SaveHandle):
-    """A save that is written until somebody waits for it; `at_wait()` runs in that wait."""
+    """A save that is not written before a wait; `at_wait()` runs in that wait."""
 
     def __init__(self, error=None, at_wait=lambda: None):
         super().__init__("written")
@@ -334,7 +347,7 @@ class Writing(SaveHandle):
             self._outcome.settle(None, self.ends_with)
 
 
-def test_each_error_is_told_once_the_oldest_first(work):
+def test_each_error_is_raised_once_oldest_first(work):
     earlier, of_link, own = OSError("earlier"), OSError("of a link"), OSError("own")
     work.saves += [Failed("a", earlier), Failed("b", CancelledError())]
     work.add_failed("last.ckpt", of_link)
@@ -343,7 +356,7 @@ def test_each_error_is_told_once_the_oldest_first(work):
     assert isinstance(work.next_error(), CancelledError)
     assert work.next_error() is of_link
     assert work.next_error() is None
-    assert work.saves == [work.newest]  # a later call tells its error
+    assert work.saves == [work.newest]  # a later call reports its error
 
 
 def test_error_of_a_save_that_the_call_waited_for_comes_first(work):
@@ -359,7 +372,7 @@ def test_error_that_all_ranks_raise_replaces_that_of_the_newest_save(work):
     work.add(Writing(OSError("own")), early=True)
     work.forget_newest()
     assert work.saves == []
-    work.forget_newest()  # another one took it meanwhile
+    work.forget_newest()  # another call took the save meanwhile
 
 
 def test_error_that_wait_all_raises_is_not_raised_again(work):
@@ -372,7 +385,7 @@ def test_error_that_wait_all_raises_is_not_raised_again(work):
     assert work.next_error() is None and work.saves == []
 
 
-def test_under_way_is_true_for_saves_engine_and_links(work, place):
+def test_under_way_is_true_for_saves_engine_and_links(work, file):
     assert not work.under_way()
     work.engine = stillframe.Engine()
     assert work.under_way()
@@ -380,13 +393,13 @@ def test_under_way_is_true_for_saves_engine_and_links(work, place):
     work.add_failed("a", OSError("full"))
     assert work.under_way()
     work.take_error()
-    work.rotation.remove(place("a"))
+    work.rotation.remove(file("a"))
     assert work.under_way()
     work.drain(close=True)
-    work.rotation.publications.append(Telling(place("a"), [], due=False))
+    work.rotation.publications.append(PublicationStub(file("a"), [], due=False))
     assert work.under_way()
     work.drain(close=True)
-    work.rotation.held[place("a")] = None
+    work.rotation.held[file("a")] = None
     assert work.under_way()
     work.drain(close=True)
     assert not work.under_way()
@@ -422,10 +435,10 @@ def test_drain_drops_saves_without_an_error(work, tmp_path):
     assert work.saves == []
 
 
-def test_the_engine_is_closed_when_a_logger_fails(work, place):
+def test_the_engine_is_closed_when_a_logger_fails(work, file):
     work.use(engine := stillframe.Engine())
     error = RuntimeError("no network")
-    work.rotation.publications.append(Telling(place("a"), [], error=error))
+    work.rotation.publications.append(PublicationStub(file("a"), [], error=error))
     work.drain(close=True)
     assert work.next_error() is error
     assert is_closed(engine)
@@ -459,7 +472,10 @@ def test_wrong_argument_is_raised_even_with_on_error_warn(lit, tmp_path):
 
 
 def test_exists_asks_the_remote_file_system_unless_the_log_has_the_name(files):
-    asked, in_log = Place.of("memory://nowhere/a.ckpt"), Place.of("memory://nowhere/b.ckpt")
+    asked, in_log = (
+        CheckpointPath.of("memory://nowhere/a.ckpt"),
+        CheckpointPath.of("memory://nowhere/b.ckpt"),
+    )
     assert asked.remote and in_log.remote
     assert files.will_exist(asked, lambda path: True)
     assert not files.will_exist(asked, lambda path: False)

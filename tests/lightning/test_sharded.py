@@ -63,7 +63,8 @@ def test_sharded_checkpoints_are_saved_during_training_and_read_by_lightning(not
         assert note["steps"] == [6, 6]
         assert note["same"] == [True, True]
         assert note["ours gone"]
-        assert len(note["nbytes"]) == (0 if rank else 3)  # who is told, and how often
+        # only rank 0's callback is called, three times
+        assert len(note["nbytes"]) == (0 if rank else 3)
         assert note["deferred"][1:] == ([] if rank else [540_000] * 2)
 
 
@@ -103,7 +104,7 @@ def test_full_disk_of_one_rank_is_raised_by_all_at_the_next_save_and_keeps_the_o
         assert "rank 1: No space left on device" in note["text"]
         assert "step=4.ckpt" in note["text"]
         assert note["step"] == 6
-        # The save that raised it was made all the same.
+        # The save that raised the earlier error was made.
         assert note["files"] == {"step=2.ckpt": WHOLE, "step=6.ckpt": WHOLE}
         assert note["loads"] == 2
         assert note["again"]["raised"] == "NoneType", note["again"]
@@ -119,7 +120,7 @@ def test_a_full_disk_of_one_rank_is_raised_by_all_at_the_end_once(notes):
 def test_with_warnings_training_goes_on_and_nothing_is_removed(notes):
     for note in notes("warns"):
         assert note["raised"] == "NoneType", note["text"]
-        assert note["told"] == 2
+        assert note["warned"] == 2
         assert note["files"] == {"step=2.ckpt": WHOLE}
 
 
@@ -134,7 +135,7 @@ def test_a_state_that_does_not_fit_into_the_pool_is_saved_during_the_call(notes)
     for note in notes("small_pool"):
         assert note["raised"] == "NoneType", note["text"]
         assert note["done"] == [True]
-    # The report's time of the call, on the rank whose on_durable is called.
+    # Only the rank whose on_durable is called has the time of the call.
     assert sorted(note["blocked"] for note in notes("small_pool")) == [[], [True] * 3]
 
 

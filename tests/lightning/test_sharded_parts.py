@@ -19,7 +19,7 @@ class Checkpoints:
     def __init__(self):
         self.saved = []
 
-    def wait_for(self, place):
+    def wait_for(self, target):
         pass
 
 
@@ -43,8 +43,8 @@ class ModelParallelStrategy:
 
 @pytest.fixture(autouse=True)
 def note_saves(monkeypatch):
-    def note(checkpoints, strategy, caller, parts, place):
-        checkpoints.saved.append((place, parts))
+    def note(checkpoints, strategy, caller, parts, target):
+        checkpoints.saved.append((target, parts))
 
     monkeypatch.setattr(sharded, "_save_together", note)
 
@@ -83,8 +83,8 @@ def every_model_is_sharded(monkeypatch):
 
 @pytest.mark.parametrize("save", [of_trainer, of_fabric])
 def test_all_ranks_save_to_rank_0s_path(save, original, calls):
-    ((place, parts),) = save(original, "/of/this/rank")
-    assert place.given == "/of/rank/0" and parts.rank == 0 and not calls
+    ((target, parts),) = save(original, "/of/this/rank")
+    assert target.given == "/of/rank/0" and parts.rank == 0 and not calls
 
 
 @pytest.mark.parametrize("save", [of_trainer, of_fabric])

@@ -9,7 +9,7 @@ import pytest
 import stillframe
 import torch
 import torch.distributed as dist
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.api import saver_of_this_process
 from stillframe._lightning import sharded
 from stillframe._lightning.sharded import Parts, of_save, submit
@@ -34,8 +34,8 @@ def save(engine, tmp_path):
 
     def begun(engine=engine):
         parts = Parts({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
-        place = Place.of(str(tmp_path / "c"))
-        return submit(parts, place, SaveOptions(), engine=engine)
+        target = CheckpointPath.of(str(tmp_path / "c"))
+        return submit(parts, target, SaveOptions(), engine=engine)
 
     return begun
 
@@ -60,7 +60,7 @@ def test_handle_gets_an_error_that_arrives_late(save, monkeypatch):
     with fault("rename", err=errno.ENOSPC, nth=1):
         first = save()
         threading.Timer(0.1, go.set).start()
-        second = save()  # waits for the other's end, and does not raise its error
+        second = save()  # waits for the first save's end, and does not raise its error
     assert first.exception().errno == errno.ENOSPC
     second.result()
     stillframe.wait_all()
@@ -99,9 +99,9 @@ def test_interrupted_call_still_ends_the_save(save, monkeypatch):
         with pytest.raises(MemoryError, match="no room"):
             save()
     error = saver_of_this_process()._last.exception(timeout=60)
-    assert "no room in the log" in str(error)  # as every rank has it
+    assert "no room in the log" in str(error)  # every rank gets the same text
     save().result()
-    stillframe.wait_all()  # the call has raised it
+    stillframe.wait_all()  # the error was raised already, so wait_all raises nothing
 
 
 def test_save_with_when_busy_raise_is_refused_while_one_is_under_way(save, monkeypatch):
@@ -109,7 +109,7 @@ def test_save_with_when_busy_raise_is_refused_while_one_is_under_way(save, monke
 
     def noted(*args):
         asked.append(args[-1].when_busy)
-        assert asked == ["wait", "raise"][: len(asked)]  # otherwise it would wait forever
+        assert asked == ["wait", "raise"][: len(asked)]  # otherwise the save would wait forever
         return saved(*args)
 
     monkeypatch.setattr(sharded, "_saved", noted)

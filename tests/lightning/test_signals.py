@@ -51,9 +51,9 @@ class AtLine:
 def a_rotation(plugin, directory):
     """Make every call of the plugin and its companion."""
     plugin.save_checkpoint(STATE, directory / "a.ckpt")
-    plugin._checkpoints.publish(lambda callback: None, Told())
+    plugin._checkpoints.publish(lambda callback: None, CallbackStub())
     plugin.save_checkpoint(STATE, directory / "b.ckpt")
-    plugin._checkpoints.publish(lambda callback: None, Told())
+    plugin._checkpoints.publish(lambda callback: None, CallbackStub())
     plugin._checkpoints.link(None, directory / "b.ckpt", directory / "last.ckpt")
     plugin.remove_checkpoint(directory / "a.ckpt")
     plugin._checkpoints.notify()
@@ -64,20 +64,20 @@ def a_rotation(plugin, directory):
     plugin.teardown()
 
 
-class Told:
+class CallbackStub:
     best_model_path = ""
 
 
 @pytest.mark.parametrize("kind", ["ours", "wrapped"])
 def test_signal_handler_may_save_before_any_line(lit, tmp_path, sigusr2, kind):
-    """Each run is interrupted before another line, until every line had its turn."""
+    """Each run is interrupted before another line, until all lines were tried."""
     nr = 0
 
     def handler(signum, frame):
         emergency = directory / "hpc_ckpt_1.ckpt"
         plugin.save_checkpoint(STATE, emergency)
         saved.append(emergency.exists())
-        plugin._checkpoints.settle()  # as a logger's finalize does
+        plugin._checkpoints.settle()  # a logger's finalize calls this
 
     signal.signal(sigusr2, handler)
     step = 1 if FULL else 41
@@ -93,7 +93,7 @@ def test_signal_handler_may_save_before_any_line(lit, tmp_path, sigusr2, kind):
         names = sorted(os.listdir(directory))
         assert names == ["b.ckpt", "c.ckpt", "hpc_ckpt_1.ckpt", "last.ckpt"], line.where
         assert os.readlink(directory / "last.ckpt") == "b.ckpt", line.where
-    assert nr > 300  # or the tracing saw nothing
+    assert nr > 300  # otherwise the tracing saw nothing
 
 
 def while_training(lit, line):
@@ -110,8 +110,8 @@ def while_training(lit, line):
 def test_slurms_handler_may_fire_in_the_middle_of_any_call_of_a_fit(
     lit, tmp_path, sigusr2, monkeypatch
 ):
-    """The checkpoint is durable when the requeue is requested. Training goes on, and the final
-    files are those of any other run."""
+    """The checkpoint is durable when the requeue is requested. Training continues, and the final
+    files are those of an uninterrupted run."""
     from lightning.fabric.plugins.environments import SLURMEnvironment
     from lightning.pytorch.trainer.connectors import signal_connector
 
@@ -120,7 +120,7 @@ def test_slurms_handler_may_fire_in_the_middle_of_any_call_of_a_fit(
     requeued = []
 
     def requeue(command):
-        # In the same thread, so no wait of ours could come in between.
+        # In the same thread no wait of ours can come in between.
         requeued.append(torch.load(directory / "hpc_ckpt_1.ckpt", weights_only=False))
         return 0
 

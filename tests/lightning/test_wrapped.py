@@ -71,7 +71,7 @@ def test_save_waits_for_the_memory_of_a_wrapped_save(pkg, tmp_path):
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
         gate = Gate(opened=False)
         plugin = pkg.AsyncCheckpointIO(other(pkg, gate), engine=engine)
-        plugin.save_checkpoint(state(), tmp_path / "a.ckpt")  # has the only block
+        plugin.save_checkpoint(state(), tmp_path / "a.ckpt")  # it occupies the only block
         opener = threading.Timer(0.2, gate.event.set)
         opener.start()
         stillframe.async_save(state(2.0), tmp_path / "b.pt", engine=engine).result()
@@ -160,7 +160,7 @@ def test_handle_waits_for_the_wrapped_save_and_then_drops_it(lit, tmp_path):
         handle.result(timeout=0.05)
     assert handle.state == "writing"
     gate.event.set()
-    assert heard.wait(60)  # though nobody waits for the save
+    assert heard.wait(60)  # although no thread waits for the save
     handle.result()
     assert under_way(tmp_path / "a.ckpt") is None
     gc.collect()
@@ -169,7 +169,7 @@ def test_handle_waits_for_the_wrapped_save_and_then_drops_it(lit, tmp_path):
 
 
 def test_wrapped_checkpoint_io_that_waits_for_its_own_save_gets_an_error(lit, tmp_path):
-    told, begun = [], threading.Event()
+    errors, begun = [], threading.Event()
 
     class Waiting(lit.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -177,13 +177,13 @@ def test_wrapped_checkpoint_io_that_waits_for_its_own_save_gets_an_error(lit, tm
             try:
                 under_way(path).result(timeout=5)
             except stillframe.StillframeError as error:
-                told.append(str(error))
+                errors.append(str(error))
 
     plugin = lit.AsyncCheckpointIO(Waiting(), pool_bytes=64 << 20)
     plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
     begun.set()
     plugin.teardown()
-    assert len(told) == 1 and "wait for its own end" in told[0]
+    assert len(errors) == 1 and "wait for its own end" in errors[0]
 
 
 def test_memory_is_returned_before_the_save_reports_its_end(lit, tmp_path, monkeypatch):
@@ -298,7 +298,7 @@ def test_at_most_max_in_flight_wrapped_saves_wait(lit, tmp_path):
         plugin.save_checkpoint(state(), tmp_path / f"{name}.ckpt")
     with pytest.raises(stillframe.BusyError):
         plugin.save_checkpoint(state(), tmp_path / "c.ckpt")
-    with inside():  # as a signal handler is that interrupts a call of ours
+    with inside():  # as in a signal handler that interrupts a call of ours
         plugin.save_checkpoint(state(), tmp_path / "d.ckpt")
     gate.event.set()
     plugin.teardown()
@@ -327,7 +327,7 @@ def test_checkpoint_larger_than_the_pool_is_saved_in_the_call(lit, tmp_path, cap
     assert "does not fit into the pool" in caplog.text
 
 
-def test_two_snapshots_take_turns_in_a_pool_for_one(lit, tmp_path, caplog):
+def test_two_snapshots_take_turns_in_a_pool_with_room_for_one(lit, tmp_path, caplog):
     plugin = lit.AsyncCheckpointIO(other(lit), pool_bytes=48 << 20, max_in_flight=4)
     for nr in range(4):
         plugin.save_checkpoint({"x": torch.full((8 << 20,), float(nr))}, tmp_path / f"{nr}.ckpt")
@@ -358,7 +358,7 @@ def test_wrapped_checkpoint_io_may_take_a_snapshot_while_a_save_waits(lit, tmp_p
         try:
             later.result(timeout=120)
         finally:
-            later.cancel()  # were the snapshot to wait for it, neither would ever end
+            later.cancel()  # if the snapshot waited for it, neither would ever end
         plugin.teardown()
     assert taken == [10.0]
     assert load(tmp_path / "a.ckpt")["x"][0] == 1
@@ -391,7 +391,7 @@ def test_training_is_the_same_as_with_the_wrapped_checkpoint_io_alone(pkg, tmp_p
 
 def test_rotation_over_a_slow_checkpoint_io_keeps_exactly_one_file(lit, tmp_path):
     gate = Gate()
-    gate.event.wait = lambda timeout: not threading.Event().wait(0.1)  # each save takes that long
+    gate.event.wait = lambda timeout: not threading.Event().wait(0.1)  # each save takes 0.1 s
     io = other(lit, gate)
     callbacks = [every_steps(lit, tmp_path / "c", 1)]
     trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(io), callbacks=callbacks, max_steps=6).fit(
@@ -475,7 +475,7 @@ def test_wrapped_checkpoint_io_that_saves_with_stillframe_gets_an_error(lit, tmp
 
 @pytest.mark.parametrize("what", ["save", "remove"])
 def test_wrapped_checkpoint_io_never_waits_for_itself(lit, tmp_path, what):
-    begun, told = threading.Event(), {}
+    begun, errors = threading.Event(), {}
 
     def call_everything():
         begun.wait(60)
@@ -489,15 +489,15 @@ def test_wrapped_checkpoint_io_never_waits_for_itself(lit, tmp_path, what):
             "load": lambda: stillframe.load(tmp_path / "outer.pt"),
         }.items():
             try:
-                told[name] = call()
+                errors[name] = call()
             except stillframe.StillframeError as error:
-                told[name] = error
-        # These wait for nothing of the log.
+                errors[name] = error
+        # These calls do not wait for the log.
         outer[0].wait_staged()
         outer[0].staging_completion.result()
         stillframe.snapshot({"w": torch.ones(3)}, engine=engine).release()
         stillframe.remove(tmp_path / "nothing")
-        told["exists"] = stillframe.exists(tmp_path / "outer.pt")
+        errors["exists"] = stillframe.exists(tmp_path / "outer.pt")
 
     class Busy(lit.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -519,9 +519,9 @@ def test_wrapped_checkpoint_io_never_waits_for_itself(lit, tmp_path, what):
     stillframe.remove(tmp_path / "nothing")
     begun.set()
     plugin.teardown()
-    assert told.pop("exists") is True
-    assert len(told) == 7
-    assert all("wait for its own end" in str(error) for error in told.values()), told
+    assert errors.pop("exists") is True
+    assert len(errors) == 7
+    assert all("wait for its own end" in str(error) for error in errors.values()), errors
     outer[0].result()
     engine.close()
     assert os.listdir(tmp_path) == ["outer.pt"]

@@ -20,7 +20,7 @@ def test_save_without_room_waits_for_one_under_way_and_tries_again(
     go = threading.Event()
 
     class Giving(lit.TorchCheckpointIO):
-        """A CheckpointIO whose first save happens to free memory of the pool."""
+        """A CheckpointIO whose first save frees memory of the pool."""
 
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             assert go.wait(60)

@@ -165,7 +165,7 @@ def test_any_exception_of_the_wrapped_checkpoint_io_fails_its_save(lit, tmp_path
 
 
 def test_interrupted_call_makes_no_save_afterwards(lit, tmp_path, monkeypatch):
-    """Ctrl-C comes after the thread has seen that it is the work's turn, and before it begins."""
+    """Ctrl-C comes after the thread has found the work ready, and before the work begins."""
     works = []
 
     def interrupted(key, kind, work):
@@ -272,7 +272,7 @@ def test_blocked_s_ends_with_a_save_that_ends_within_its_call():
 
 
 def test_blocked_s_covers_a_save_made_in_its_call(lit, tmp_path, monkeypatch):
-    """It does not end with the hand-over to the thread."""
+    """The wait does not end when the save is handed over to the thread."""
     begun, reports = threading.Event(), []
 
     class Waits(lit.TorchCheckpointIO):
@@ -293,7 +293,7 @@ def test_blocked_s_covers_a_save_made_in_its_call(lit, tmp_path, monkeypatch):
         )
         plugin.save_checkpoint({"x": torch.ones(1 << 20)}, tmp_path / "a.ckpt")
         plugin.teardown()
-    assert eventually(lambda: reports)  # told by a thread of its own
+    assert eventually(lambda: reports)  # callbacks run on a separate thread
     assert reports[0].blocked_s > waited_from[0]
 
 

@@ -48,7 +48,7 @@ TESTS = (
     "trainer/connectors/test_signal_connector.py",
     "tuner",
 )
-# Wants checkpoints of old versions, which are downloaded.
+# It needs checkpoints of old versions, which it downloads.
 IGNORED = ("checkpointing/test_legacy_checkpoints.py",)
 TIMEOUT_S = 120  # of one test
 
@@ -84,7 +84,7 @@ def run(given: argparse.Namespace, kind: str, delay: float) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as directory:
         outcomes = Path(directory) / "outcomes.json"
         command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short"]
-        # Not the checkout's own options: they want plugins.
+        # The checkout's own options are not used, because they need plugins.
         command += ["-c", os.devnull, f"--rootdir={tests}", "-W", "ignore"]
         command += ["-p", "their_default", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}"]
         command += [f"--basetemp={directory}/tmp"]

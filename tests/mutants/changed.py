@@ -1,11 +1,11 @@
-"""Has tools make mutants of the changed lines, and tells which of them no test notices.
+"""Makes mutants of the changed lines with two tools, and reports which of them no test detects.
 
     python tests/mutants/changed.py [--base REVISION] [--most N]     lines changed since REVISION
     python tests/mutants/changed.py --files FILE ...                 whole files
 
 universalmutator mutates C files, and cosmic-ray mutates Python files. Both work in a copy of the
-tree, on the tests that changed.toml names for the file, or on those of `--tests`. A mutant that
-nobody notices may change nothing: each deserves a look, so the exit status is always 0.
+tree, and run the tests that changed.toml names for the file, or those of `--tests`. A mutant that
+no test detects may be equivalent, so a person must judge it, and the exit status is always 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 SYNTAX = "-std=c11 -D_GNU_SOURCE -w -fsyntax-only -Icsrc/core -Icsrc/python"
 LINES_OF_A_DIFF = 6
-UNIONS = "core/ReplaceBinaryOperator_BitOr_.*"  # of types: an annotation is never computed
+UNIONS = "core/ReplaceBinaryOperator_BitOr_.*"  # of types: annotations are never computed
 
 
 class Changes:
@@ -85,9 +85,9 @@ class Tool:
 
     def __init__(self, tree: TreeCopy, file: str, tests: list[str], most: int) -> None:
         self.tree, self.file, self.tests, self.most = tree, file, tests, most
-        self.place = tree.place / "build/made"
-        shutil.rmtree(self.place, ignore_errors=True)
-        self.place.mkdir(parents=True)
+        self.directory = tree.directory / "build/made"
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
         self.draw = random.Random(file)
 
     def seconds_without(self) -> float:
@@ -106,10 +106,11 @@ class Tool:
         return time.monotonic() - start
 
     def do(self, name: str, *arguments: str) -> str:
-        """Run a program of the environment's, in the copy; its output."""
+        """Run a program of the environment in the copy, and return its output."""
         command = [str(Path(sys.executable).with_name(name)), *arguments]
         done = subprocess.run(
-            command, cwd=self.tree.place, env=self.tree.environment(), text=True, errors="replace",
+            command, cwd=self.tree.directory, env=self.tree.environment(),
+            text=True, errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if done.returncode != 0:
@@ -121,14 +122,14 @@ class Universalmutator(Tool):
     """universalmutator, on a C file."""
 
     def mutants(self, lines: set[int]) -> list[str]:
-        """Make the mutants that compile; their names."""
-        wanted = self.place / "lines"
+        """Make the mutants that compile, and return their names."""
+        wanted = self.directory / "lines"
         wanted.write_text("".join(f"{each}\n" for each in sorted(lines)))
         check = f"cc {SYNTAX} -I{sysconfig.get_path('include')} {self.file}"
-        here = str(self.place.relative_to(self.tree.place))
+        here = str(self.directory.relative_to(self.tree.directory))
         options = ["--cmd", check, "--lines", str(wanted), "--mutantDir", here]
         self.do("mutate", self.file, "c", *options)
-        made = sorted(each.name for each in self.place.glob("*.mutant.*.c"))
+        made = sorted(each.name for each in self.directory.glob("*.mutant.*.c"))
         return self.draw.sample(made, min(self.most, len(made)))
 
     def run(self, mutants: list[str]) -> tuple[int, list[str]]:
@@ -138,7 +139,7 @@ class Universalmutator(Tool):
             The number of mutants that were killed, and the others as they differ.
         """
         limit_s = 20 + 3 * self.seconds_without()
-        (self.place / "chosen").write_text("".join(f"{each}\n" for each in mutants))
+        (self.directory / "chosen").write_text("".join(f"{each}\n" for each in mutants))
         parts = []
         for tests in together(tuple(self.tests)):
             if is_pytest(tests[0]):
@@ -146,17 +147,17 @@ class Universalmutator(Tool):
             else:
                 parts.append(f"make -s {self.tree.program(tests[0])}")
             parts.append(shlex.join(self.tree.command(tests)))
-        here = self.place.relative_to(self.tree.place)
+        here = self.directory.relative_to(self.tree.directory)
         options = ["--mutantDir", str(here), "--fromFile", str(here / "chosen")]
         options += ["--timeout", str(limit_s), "--prefix", str(here / "of")]
         self.do("analyze_mutants", self.file, " && ".join(parts), *options)
-        killed = (self.place / "of.killed.txt").read_text().split()
-        lived = (self.place / "of.notkilled.txt").read_text().split()
+        killed = (self.directory / "of.killed.txt").read_text().split()
+        lived = (self.directory / "of.notkilled.txt").read_text().split()
         return len(killed), [self._difference(each) for each in sorted(lived)]
 
     def _difference(self, name: str) -> str:
-        before = (self.tree.place / self.file).read_text().splitlines()
-        after = (self.place / name).read_text().splitlines()
+        before = (self.tree.directory / self.file).read_text().splitlines()
+        after = (self.directory / name).read_text().splitlines()
         for number, (old, new) in enumerate(zip(before, after, strict=False), 1):
             if old != new:
                 return f"{self.file}:{number}\n-{old.strip()}\n+{new.strip()}"
@@ -167,7 +168,7 @@ class CosmicRay(Tool):
     """cosmic-ray, on a Python file."""
 
     def mutants(self, lines: set[int]) -> list[str]:
-        """Make a session of all mutants, and choose some; their numbers in it."""
+        """Make a session of all mutants, choose some of them, and return their numbers."""
         tests = shlex.join(self.tree.command(self.tests))
         config = {
             "module-path": self.file, "timeout": 20 + 3 * self.seconds_without(),
@@ -178,7 +179,10 @@ class CosmicRay(Tool):
         text += ["[cosmic-ray.distributor]", 'name = "local"']
         text += ["[cosmic-ray.filters.line-filter.lines]", f"{json.dumps(self.file)} = {ranges}"]
         text += ["[cosmic-ray.filters.operators-filter]", f"exclude-operators = [{UNIONS!r}]"]
-        self.config, self.session = str(self.place / "config.toml"), str(self.place / "session")
+        self.config, self.session = (
+            str(self.directory / "config.toml"),
+            str(self.directory / "session"),
+        )
         Path(self.config).write_text("\n".join(["[cosmic-ray]", *text]) + "\n")
         self.do("cosmic-ray", "init", self.config, self.session)
         self.do("cr-filter-lines", "--config", self.config, self.session)
@@ -216,7 +220,7 @@ class CosmicRay(Tool):
 
 
 def mutate(tool: Tool, lines: set[int]) -> str:
-    """Have a tool mutate lines of its file; what came of it, in a line, and the survivors."""
+    """Make a tool mutate lines of its file; return a line about the result, and the survivors."""
     assert isinstance(tool, Universalmutator | CosmicRay)
     start = time.monotonic()
     mutants = tool.mutants(lines)
@@ -237,8 +241,8 @@ def wanted(root: Path, options: argparse.Namespace) -> dict[str, set[int]]:
 def main(arguments: Iterable[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--base", default="HEAD", help="the revision to compare with (HEAD)")
-    parser.add_argument("--files", nargs="*", default=[], help="whole files, in place of changes")
-    parser.add_argument("--tests", nargs="*", default=[], help="in place of those of changed.toml")
+    parser.add_argument("--files", nargs="*", default=[], help="whole files, instead of changes")
+    parser.add_argument("--tests", nargs="*", default=[], help="instead of those of changed.toml")
     parser.add_argument("--most", type=int, default=30, help="mutants a file, chosen at random")
     parser.add_argument("--patience", type=float, default=1.0, help="times every limit, under load")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs the tests")
@@ -249,8 +253,8 @@ def main(arguments: Iterable[str]) -> int:
     if not lines:
         print(f"make mutants: no C or Python file of the package differs from {options.base}")
         return 0
-    place = root / "build/mutants/changed"
-    tree = TreeCopy(root, place, patience=options.patience, python=options.python)
+    directory = root / "build/mutants/changed"
+    tree = TreeCopy(root, directory, patience=options.patience, python=options.python)
     for file, numbers in lines.items():
         kind = CosmicRay if file.endswith(".py") else Universalmutator
         tool = kind(tree, file, options.tests or tests_of(file), options.most)

@@ -31,12 +31,12 @@ from pathlib import Path
 from tree import Ran, TreeCopy, together
 
 HERE = Path(__file__).resolve().parent
-MOST = 150  # a list that nobody can read is not kept
+MOST = 150  # nobody reads a longer list
 FIELDS = {"loses", "old", "new", "tests"}
 
 
 class ListError(Exception):
-    """The list says too little, or something unknown."""
+    """The list is incomplete, or has an unknown key."""
 
 
 class GoneError(Exception):
@@ -101,7 +101,7 @@ class Runner:
         Returns:
             `killed`, `lived` or `gone`, and why.
         """
-        path = self._tree.place / mistake.file
+        path = self._tree.directory / mistake.file
         try:
             before = path.read_text()
             text = mistake.apply(before)

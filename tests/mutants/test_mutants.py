@@ -53,7 +53,7 @@ GONE = entry(C_FILE, "n % 2", "n % 3", C_TEST)
 
 
 def run(tree: Path, capsys: pytest.CaptureFixture[str], *entries: str) -> tuple[int, list[str]]:
-    """The exit status, and each outcome in the list's order."""
+    """Return the exit status, and each outcome in the list's order."""
     (tree / "entries/all.toml").write_text("\n".join(entries))
     status = mistakes.main(["--root", str(tree), "--entries", str(tree / "entries")])
     return status, re.findall(r"^\d+/\d+ (\w+)", capsys.readouterr().out, re.MULTILINE)
@@ -75,7 +75,8 @@ def test_killed_run_leaves_no_mistake_in_the_copy(tree, capsys):
     left = tree / "build/mutants/mistakes" / C_FILE
     left.write_text(TREE[C_FILE].replace("n / 2", "7"))
     subprocess.run(["make", "-s", "build/plain/test_half"], cwd=left.parents[2], check=True)
-    assert run(tree, capsys, LIVED) == (1, ["lived"])  # with 7 in place of a half, its test fails
+    # with 7 in place of a half, the test of that mistake fails
+    assert run(tree, capsys, LIVED) == (1, ["lived"])
 
 
 def test_an_entry_that_no_longer_applies_is_a_warning(tree, capsys):

@@ -23,7 +23,7 @@ SANITIZERS: dict[str, str] = runpy.run_path(str(Path(__file__).parents[1] / "c/r
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The end of one test run."""
+    """The result of one test run."""
 
     passed: bool
     why: str  # how it failed, with its last lines
@@ -31,7 +31,7 @@ class Ran:
 
 
 class TreeCopy:
-    """A copy of `root` at `place`. One thread uses it.
+    """A copy of `root` at `directory`. One thread uses it.
 
     Args:
         variant: The Makefile's variant of C programs that name none.
@@ -42,38 +42,39 @@ class TreeCopy:
     def __init__(
         self,
         root: Path,
-        place: Path,
+        directory: Path,
         *,
         variant: str = "plain",
         patience: float = 1.0,
         python: str = sys.executable,
     ) -> None:
-        self.root, self.place, self.python = root, place, python
+        self.root, self.directory, self.python = root, directory, python
         self._variant, self._patience = variant, patience
         wanted = {each.relative_to(root) for each in _files(root)}
-        for path in _files(place):
-            if path.relative_to(place) not in wanted:
+        for path in _files(directory):
+            if path.relative_to(directory) not in wanted:
                 path.unlink()
         for name in wanted:
-            _copy(root / name, place / name)
+            _copy(root / name, directory / name)
         objects = [*root.glob("build/*/core/**/*.o"), *root.glob("build/**/libfake_cuda.so")]
         for made in objects:
-            if not (place / made.relative_to(root)).exists() and place not in made.parents:
-                _copy(made, place / made.relative_to(root))
+            if not (directory / made.relative_to(root)).exists() and directory not in made.parents:
+                _copy(made, directory / made.relative_to(root))
         self.restore_extension()
 
     def restore_extension(self) -> None:
         """Put back the extension that the tree was built with."""
         for each in (self.root / "python").rglob("*.so"):
-            _copy(each, self.place / each.relative_to(self.root))
+            _copy(each, self.directory / each.relative_to(self.root))
 
     def environment(self) -> dict[str, str]:
         """Return the variables with which commands run in the copy."""
         return {
             **SANITIZERS,
             **os.environ,
-            "PYTHONPATH": str(self.place / "python"),  # before the tree, which is installed
-            "PYTHONDONTWRITEBYTECODE": "1",  # a change and its undoing may share one second
+            # before the tree in which the package is installed
+            "PYTHONPATH": str(self.directory / "python"),
+            "PYTHONDONTWRITEBYTECODE": "1",  # a change and its revert may happen within one second
             "STILLFRAME_WERROR": "0",  # a change may leave a variable unused
             "CFLAGS": "-O1",
             "MAKEFLAGS": "",
@@ -85,17 +86,17 @@ class TreeCopy:
         """Build what `test` runs, after a change of `file`.
 
         Returns:
-            What the compiler says against it, or nothing.
+            The compiler's error, or nothing.
         """
         if not is_pytest(test):
             driver = str(Path(self.program(test)).with_name("libfake_cuda.so"))
-            drivers = [driver] if (self.place / "tests/c/cuda").is_dir() else []
+            drivers = [driver] if (self.directory / "tests/c/cuda").is_dir() else []
             return self._command(["make", "-s", self.program(test), *drivers])
         if file is None:
             return ""
         if file.endswith(".py"):
             try:
-                compile((self.place / file).read_text(), file, "exec")
+                compile((self.directory / file).read_text(), file, "exec")
             except SyntaxError as error:
                 return str(error)
             return ""
@@ -107,7 +108,7 @@ class TreeCopy:
 
     def _command(self, command: list[str]) -> str:
         done = subprocess.run(
-            command, cwd=self.place, env=self.environment(), capture_output=True, text=True,
+            command, cwd=self.directory, env=self.environment(), capture_output=True, text=True,
             errors="replace", timeout=BUILD_TIMEOUT_S,
         )  # fmt: skip
         if done.returncode == 0:
@@ -139,7 +140,7 @@ class TreeCopy:
             limit_s = max(min(usual_s, 10 + 10 * took_s), 2 * took_s)
         start = time.monotonic()
         process = subprocess.Popen(
-            self.command(tests), cwd=self.place, env=self.environment(), stdout=subprocess.PIPE,
+            self.command(tests), cwd=self.directory, env=self.environment(), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -156,7 +157,7 @@ class TreeCopy:
 
 
 def is_pytest(test: str) -> bool:
-    """Tell whether pytest runs a test, which is a C program otherwise."""
+    """Return whether pytest runs a test; otherwise it is a C program."""
     return test.startswith("tests/")
 
 
@@ -175,7 +176,7 @@ def _files(top: Path) -> list[Path]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy what differs. A file that replaces another gets a new time, since objects are older."""
+    """Copy the files that differ. A replaced file gets a new time, so that make builds it again."""
     existed = target.exists()
     if existed and target.read_bytes() == source.read_bytes():
         return

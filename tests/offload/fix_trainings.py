@@ -95,16 +95,16 @@ class Plan:
 
     seed: int
     keep: int = 0
-    slots: int = 2  # of the optimizer's state, and of layers beside those that are kept
+    slots: int = 2  # slots of the optimizer's state, and of layers besides those that are kept
     ahead: int = 8  # slots of activations
     layers: bool = True
-    activations: int | None = None  # how many of them stay
+    activations: int | None = None  # number of activation groups that stay on the device
     optimizer: str = "AdamW"
     state: bool = False
     parts: int = 1
     steps: int = 3
     evaluations: set[int] = field(default_factory=set)
-    fails: tuple[int, int, str] = (-1, 0, "")  # which step, which layer, where
+    fails: tuple[int, int, str] = (-1, 0, "")  # the step, the layer and the pass that fail
     saves: set[tuple[int, str]] = field(default_factory=set)
     pool_blocks: int = 0
     block_bytes: int = 16 * KIB
@@ -145,7 +145,7 @@ def model(seed: int) -> tuple[nn.Sequential, list[nn.Module]]:
     parts: list[nn.Module] = []
     for _ in range(chance.randrange(2, 6)):
         if parts and chance.random() < 0.15:
-            parts.append(chance.choice(parts))  # shared: used more than once
+            parts.append(chance.choice(parts))  # a shared layer, which is used more than once
             continue
         how = chance.choice(["plain", "plain", "plain", "reentrant", "not reentrant"])
         inner = KINDS[chance.choice(sorted(KINDS))]()
@@ -160,7 +160,7 @@ def model(seed: int) -> tuple[nn.Sequential, list[nn.Module]]:
             part.requires_grad_(False)
         parts.append(part)
     offloaded = list(parts)
-    first = Away()  # so that there is always something to train, and inputs have gradients
+    first = Away()  # so that at least one layer is trained and inputs have gradients
     return nn.Sequential(first, *parts), offloaded
 
 
@@ -237,7 +237,8 @@ class Training:
     def _train(self, engine: stillframe.Engine | None = None) -> None:
         torch.manual_seed(self.plan.seed)
         for step in range(self.plan.steps):
-            if self.plan.fails[0] != step - 1:  # what a failed pass has left is stepped with
+            # after a failed pass, the step uses the gradients that it left
+            if self.plan.fails[0] != step - 1:
                 self.optimizer.zero_grad()
             for part in range(self.plan.parts):
                 self._pass(step, part, engine)
@@ -248,7 +249,7 @@ class Training:
                 self.net.train()
             self.optimizer.step()
             self._save(step, "step", engine)
-            self._look()
+            self._check()
 
     def _pass(self, step: int, part: int, engine: stillframe.Engine | None) -> None:
         at, which, where = self.plan.fails
@@ -272,7 +273,7 @@ class Training:
             if isinstance(failing, Part):
                 failing.fails = ""
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self.seen += state(self.net)
         self.seen += [t.detach().clone() for t in tensors_of(self.optimizer.state_dict()["state"])]
 

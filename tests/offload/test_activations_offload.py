@@ -1,4 +1,4 @@
-"""Tensors that autograd saves leave for the pool and come back, and results do not change."""
+"""Tensors that autograd saves are offloaded to the pool and return; results do not change."""
 
 import contextlib
 import copy
@@ -121,7 +121,7 @@ def test_parameters_stay_and_each_storage_leaves_once(either):
     x = torch.randn(8, 3 * WIDTH, requires_grad=True).tanh().detach().requires_grad_()
     context = away(keep_last=0)
     with context:
-        y = x * 1  # saves nothing of x
+        y = x * 1  # saves no tensor of x
         q, k, v = y.chunk(3, dim=1)
         total = (q * k).sum() + (k * v).sum() + (y**2).sum()
         assert counts(context)["groups_offloaded"] == 1
@@ -157,7 +157,7 @@ def test_predicate_and_min_bytes_decide_what_leaves(either):
     assert context.stats() == {} and seen[0] is x
     with offload_activations(min_bytes=0) as context:
         loss = (x**2).sum()
-    assert bool(context.stats()) == (either == "fake")  # a CPU's tensors have nowhere to go
+    assert bool(context.stats()) == (either == "fake")  # tensors of the CPU are not offloaded
     loss.backward()
     with pytest.raises(ValueError, match="keep_last counts from 0"):
         offload_activations(keep_last=-1)
@@ -179,7 +179,7 @@ def test_keep_last_activations_stay(either, keep_last):
     y = torch.rand(64, requires_grad=True)
     with away(keep_last=keep_last) as context:
         for _ in range(5):
-            y = y.exp()  # which saves what it puts out
+            y = y.exp()  # saves its output
     assert counts(context)["groups_offloaded"] == 5 - keep_last
     y.sum().backward()
     assert counts(context)["groups_onloaded"] == 5 - keep_last
@@ -232,7 +232,7 @@ def test_write_after_saving_is_reported(keep_last):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
     else:
-        loss.backward()  # a copy was taken in time
+        loss.backward()  # x was copied before the write
 
 
 def test_write_to_a_small_saved_tensor_is_reported():
@@ -265,7 +265,8 @@ def test_tensor_written_before_it_left_stays_and_is_reported(either):
         y = x.exp()
         y.add_(1)  # before two more are saved
         total = y.exp().exp().exp().sum()
-    assert counts(context)["groups_offloaded"] <= 1  # all that was saved but the last two, and y
+    # all that was saved, except the last two tensors and y
+    assert counts(context)["groups_offloaded"] <= 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
 
@@ -298,7 +299,7 @@ def test_a_tensor_saved_before_and_after_a_write_is_saved_twice(either):
     with away(keep_last=0) as context:
         y = x * 2
         total = (y**2).sum()
-        # Until it is in the pool: a write before that is told.
+        # Until y is in the pool, a write to it is reported.
         assert eventually(lambda: counts(context)["offload_copy_s"] > 0)
         y.add_(1)
         total = total + (y**3).sum()
@@ -314,12 +315,12 @@ def test_reallocated_memory_is_saved_again(either):
     inputs = [x * factor for factor in factors]
     with away(keep_last=0):
         for each in inputs:
-            y = each.exp()  # which saves what it puts out, and makes no other storage
+            y = each.exp()  # saves its output, and allocates no other storage
             parts.append(y.sum())
             storage = StorageWeakRef(y.untyped_storage())
             del y
             gc.collect(0)
-            assert eventually(storage.expired)  # it was copied
+            assert eventually(storage.expired)  # it was copied to the pool
             del storage
     torch.stack(parts).sum().backward()
     torch.testing.assert_close(x.grad, sum(f * (x.detach() * f).exp() for f in factors))
@@ -331,7 +332,7 @@ def test_interrupted_backward_leaves_nothing_on_the_device(either):
         loss = squares(mlp(depth=3), Bang.apply(mlp(depth=6)(numbers(0))))
     with pytest.raises(ArithmeticError):
         loss.backward()
-    assert counts(context)["slots_in_use"] > 0  # it has sent for what comes before
+    assert counts(context)["slots_in_use"] > 0  # it has prefetched earlier groups
     del loss
     gc.collect()
     assert counts(context)["slots_in_use"] == 0
@@ -373,7 +374,7 @@ def test_memory_is_pinned_once_for_all_steps(fake):
 
 
 def test_a_forward_without_gradients_inside_the_block_leaves_no_trace(either):
-    """Such a forward has no backward, so its tensors must not delay those that have one."""
+    """A forward without gradients has no backward, so its tensors must not delay other forwards."""
     model = mlp(depth=6)
     other = copy.deepcopy(model)
     context = away(keep_last=0)
@@ -387,7 +388,7 @@ def test_a_forward_without_gradients_inside_the_block_leaves_no_trace(either):
 
     loss(contextlib.nullcontext(), model).backward()
     value = loss(context, other)
-    assert counts(context)["groups_offloaded"] == 2 * 7  # the input, and what each layer puts out
+    assert counts(context)["groups_offloaded"] == 2 * 7  # the input, and the output of each layer
     value.backward()
     assert same(state(model), state(other))
 

@@ -32,7 +32,7 @@ def test_rehearsal_without_a_gpu_counts_and_claims_no_goal(scripts):
     for way in ways:
         calls = figures["calls"][way]
         assert (calls["sync"] > 0) == (way == "save_on_cpu")
-        if way != "save_on_cpu":  # which moves what autograd saves besides
+        if way != "save_on_cpu":  # save_on_cpu moves everything that autograd saves
             assert (calls[inward], calls[outward]) == (6, 3)
     assert figures["stats"]["groups_prefetched"] == 5
     judged = offload.goals(figures)
@@ -57,7 +57,7 @@ def measured(compute, step, waits=0):
     [
         (2.0, 2.08, 0, [True, True, False, True, True]),
         (2.0, 2.12, 3, [True, True, False, False, False]),
-        (0.5, 1.04, 0, [None, True, False, True, True]),  # nothing could hide the copies
+        (0.5, 1.04, 0, [None, True, False, True, True]),  # no computation could hide the copies
     ],
 )
 def test_goals_are_judged_by_their_bounds(scripts, compute, step, waits, met):

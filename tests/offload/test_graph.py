@@ -1,4 +1,4 @@
-"""Autograd's engine while layers are offloaded: whose pass a node belongs to, and what is left."""
+"""Autograd's engine while layers are offloaded: the pass of each node, and what is released."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ VARIABLE: Any = torch.autograd.Variable
 
 @contextlib.contextmanager
 def engine_of(kind: type) -> Iterator[Any]:
-    """Have another program's engine in the place of autograd's."""
+    """Install another program's engine as autograd's engine."""
     before = VARIABLE._execution_engine
     VARIABLE._execution_engine = kind()
     try:
@@ -32,7 +32,7 @@ def engine_of(kind: type) -> Iterator[Any]:
 
 
 class Late(torch._C._ImperativeEngine):
-    """An engine that begins the passes of one thread late."""
+    """An engine that delays the passes of one thread."""
 
     def __init__(self) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
@@ -45,7 +45,7 @@ class Late(torch._C._ImperativeEngine):
 
 
 def test_two_threads_may_go_through_one_graph_in_turn(either):
-    """The first of them has called backward, and has run no node of the graph yet."""
+    """The first thread has called backward, and no node of its graph has run yet."""
     model, errors = mlp(depth=2), []
     plain = copy.deepcopy(model)
     squares(plain, numbers(0)).backward()
@@ -74,7 +74,7 @@ def both(*models: nn.Module) -> Any:
 
 
 class InTurn(torch.autograd.Function):
-    """Runs one backward after the other inside its own, the second through a layer."""
+    """Runs one backward after the other inside its own backward, the second one through a layer."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
@@ -89,7 +89,7 @@ class InTurn(torch.autograd.Function):
         return grad, None
 
 
-def test_node_finds_its_pass_again_behind_a_backward_of_its_own(either: str) -> None:
+def test_node_finds_its_pass_again_after_an_inner_backward(either: str) -> None:
     model = mlp(depth=1)
     plain = copy.deepcopy(model)
     with offload_layers(model, device="cpu"):
@@ -108,8 +108,8 @@ def test_model_that_dies_offloaded_gives_autograd_its_engine_back(either):
     assert VARIABLE._execution_engine is before
 
 
-def test_engine_that_another_program_puts_back_tells_nothing(monkeypatch):
-    """That program replaced the engine while layers were offloaded, and they no longer are."""
+def test_engine_put_back_by_other_code_reports_no_ends(monkeypatch):
+    """The other program replaced the engine while layers were offloaded; now none is."""
     handle = offload_layers(mlp(depth=1), device="cpu")
     ours = VARIABLE._execution_engine
     handle.remove()
@@ -177,8 +177,8 @@ class Interrupt:
         return self._call if frame.f_code.co_filename == graph.__file__ else None
 
 
-def test_ctrl_c_at_any_line_of_a_backward_costs_the_next_one_nothing(monkeypatch, caplog):
-    monkeypatch.setattr(graph, "_MOST_S", 0.1)  # nothing of a failed pass still runs
+def test_ctrl_c_at_any_line_of_a_backward_does_not_affect_the_next(monkeypatch, caplog):
+    monkeypatch.setattr(graph, "_MOST_S", 0.1)  # no node of a failed pass still runs
     model = mlp(depth=2)
     plain = copy.deepcopy(model)
     squares(plain, numbers(0)).backward()

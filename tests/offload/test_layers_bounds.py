@@ -26,7 +26,7 @@ def test_rnn_uses_its_weights_on_the_device(either):
         assert not any(isinstance(weight, nn.Parameter) for weight in found)
         assert all(a is b for a, b in zip(model.rnn._flat_weights, own, strict=True))
         nbytes = sum(weight.nbytes for weight in own)
-        assert handle.stats()["bytes_offloaded"] == nbytes  # the gradients
+        assert handle.stats()["bytes_offloaded"] == nbytes  # only gradients are offloaded
     assert all(a is b for a, b in zip(model.rnn._flat_weights, own, strict=True))
 
 
@@ -52,7 +52,7 @@ def test_changed_buffer_is_copied_back_once(either):
 
 
 def test_changed_buffer_is_available_to_later_backwards(either):
-    """A buffer counts as changing after the first forward that has changed it."""
+    """A buffer counts as changing after the first forward that changes it."""
     model = nn.Sequential(Decays(), nn.Linear(WIDTH, WIDTH), Decays())
     other = copy.deepcopy(model)
     with offload_layers(other, device="cpu"):
@@ -128,7 +128,8 @@ def test_gradients_in_flight_never_exceed_the_slots(either, monkeypatch):
 
 
 def test_all_reads_are_complete_when_a_pass_ends(either, monkeypatch):
-    """The caller may write to the weights afterwards, and only a wait of the host orders that."""
+    """The caller may write to the weights afterwards, and only a wait of the host prevents a
+    race."""
     model = mlp()
     with offload_layers(model, device="cpu") as handle:
         waits = []

@@ -15,7 +15,7 @@ from fix_offloading import WIDTH, agree, mlp, numbers, train
 from stillframe.offload import offload_layers
 from torch import nn
 
-# torch's, on looking at what stands in the place of a parameter
+# torch emits it when it reads the attribute that replaces a parameter
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.slow,
@@ -77,7 +77,8 @@ def test_layer_with_fullgraph_must_be_compiled_before_offloading(compiled):
 @pytest.mark.parametrize("what", ["layers", "layers, afterwards"])
 def test_compiled_offloaded_and_resident_layers_agree_bit_for_bit(what, compiled):
     config = importlib.import_module("torch._inductor.config")
-    with config.patch({"cpp.cxx": (None, "g++")}):  # no "ccache g++" of the environment's
+    # so that no "ccache g++" from the environment is used
+    with config.patch({"cpp.cxx": (None, "g++")}):
         agree_through_inductor(what)
 
 

@@ -56,9 +56,9 @@ def errors(caplog):
 
 
 def works(model):
-    """Tell whether the model still trains like an untouched one."""
+    """Return whether the model still trains like an untouched one."""
     model.zero_grad()
-    with torch.no_grad():  # settled: the statistics are those of the last forward that has ended
+    with torch.no_grad():  # the statistics are those of the last forward that has ended
         plain = copy.deepcopy(model)
     return all(same(a, b) for a, b in zip(train(plain), train(model), strict=True))
 
@@ -72,7 +72,7 @@ def test_backward_with_a_full_pool_cleans_up_and_raises_once(either, engine, cap
         loss = squares(model, numbers(0).requires_grad_())
         handle.wait()
         before = [p.detach().clone() for p in model.parameters()]
-        model.state_dict()  # what the forward has changed has come
+        model.state_dict()  # waits until the changes of the forward are copied
         with full(engine), pytest.raises(stillframe.PoolExhaustedError):
             loss.backward()
         assert len(errors(caplog)) == 1
@@ -130,12 +130,12 @@ def test_failure_to_add_one_gradient_loses_no_other(either, nth, monkeypatch):
     model = mlp(depth=3)
     real, broken = gradients._add, model[nth][0].weight
     with offload_layers(model, device="cpu") as handle:
-        handle._gradients._most = 8  # none is waited for before the end
+        handle._gradients._most = 8  # no gradient is waited for before the end
 
         def add(parameter, total):
             if parameter is broken:
                 raise ArithmeticError("no room")
-            time.sleep(0.02)  # who does not wait for it finds it missing
+            time.sleep(0.02)  # a backward that does not wait for the gradient misses it
             real(parameter, total)
 
         monkeypatch.setattr(gradients, "_add", add)
@@ -153,7 +153,7 @@ def test_remove_completes_even_after_errors(either):
     model = mlp(depth=3)
     before = copy.deepcopy(model.state_dict())
     handle = offload_layers(model, device="cpu", engine=engine)
-    model[:1](numbers(0))  # the second is on its way
+    model[:1](numbers(0))  # the second layer is being prefetched
     engine.close()
     with pytest.raises(stillframe.StillframeError, match="closed"):
         handle.remove()

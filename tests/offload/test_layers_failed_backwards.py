@@ -15,7 +15,7 @@ from stillframe.errors import StillframeError
 from stillframe.offload import offload_layers
 from torch import nn
 
-HELD_S = 0.3  # that the engine keeps a callback
+HELD_S = 0.3  # the time for which the engine keeps a callback
 
 
 class Holding(torch._C._ImperativeEngine):
@@ -95,7 +95,8 @@ def test_training_can_go_on_right_after_a_failed_backward(either, holding):
                 with pytest.raises(ArithmeticError):
                     squares(each, numbers(nth)).backward()
                 each[nth].fails = False
-            # Layers that were through before the error have added theirs, as without offloading.
+            # Layers that finished before the error have added their gradients, as without
+            # offloading.
             grads = [[p.grad for p in each[nth + 1 :].parameters()] for each in (plain, model)]
             assert same(*grads)
             assert all(same(a, b) for a, b in zip(train(plain), train(model), strict=True))

@@ -162,7 +162,8 @@ def test_training_with_checkpoints_inside_layers_equals_the_plain_one(either, us
 
 
 class Lowered(nn.Module):
-    """Does in plain torch what `dtype=` does: computes with differentiable low-precision copies."""
+    """Does what `dtype=` does, in plain torch: computes with differentiable low-precision
+    copies."""
 
     def __init__(self, layers):
         super().__init__()
@@ -307,7 +308,7 @@ def test_error_in_backward_leaves_the_gradients_of_a_plain_one(either):
         opt, seen = adam(model), []
         for step in range(4):
             model[2].fail = step == 2
-            if step != 3:  # what the failed backward has left is stepped with
+            if step != 3:  # the step after the failed backward uses the gradients that it left
                 opt.zero_grad()
             loss = squares(model, numbers(step))
             if step == 2:

@@ -98,7 +98,7 @@ def test_step_does_not_raise_errors_of_another_models_layers(fake, how, monkeypa
     own.step()
     assert not torch.equal(before, resident[0][0].weight)
     with pytest.raises(stillframe.StillframeError):
-        handle.wait()  # until then nobody may have looked at the device
+        handle.wait()  # before this wait, nothing may query the device
         model[1](numbers(0))
     try:
         handle.remove()
@@ -116,11 +116,11 @@ def test_step_with_a_closure_waits_after_the_closure(monkeypatch):
         loss.backward()
         order.append("closure")
         with torch.no_grad():
-            model[0](numbers(2))  # the next one is on its way
+            model[0](numbers(2))  # the next layer is being prefetched
         return loss
 
     with offload_layers(model, device="cpu") as layers:
-        optimizer.step(closure)  # which makes the optimizer known
+        optimizer.step(closure)  # the first step registers the optimizer
         monkeypatch.setattr(layers._residents, "wait", lambda: order.append("wait"))
         gate.track(FakePending(lambda: order.append("gate")))
         optimizer.step(closure)
@@ -130,7 +130,8 @@ def test_step_with_a_closure_waits_after_the_closure(monkeypatch):
 def test_step_in_a_forked_child_does_not_wait_for_the_parents_layers(monkeypatch):
     model, other = mlp(), nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
-    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)  # gradients: of one
+    # only one parameter has a gradient
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)
     with offload_layers(model, device="cpu") as layers, torch.no_grad():
         model[0](numbers(1))
         monkeypatch.setattr(layers._residents, "wait", lambda: os._exit(3))

@@ -76,7 +76,7 @@ def test_prefetch_of_an_interrupted_pass_is_not_used_by_the_next(either, write):
     with offload_layers(model, device="cpu") as handle:
         for nth in range(3):
             model[: nth + 1](numbers(0))
-            assert handle.resident() == [f"layers[{nth + 1}]"]  # it was sent for
+            assert handle.resident() == [f"layers[{nth + 1}]"]  # it is being prefetched
             handle.wait()
             for each in (model, plain):
                 write(each[nth + 1])
@@ -112,7 +112,7 @@ def test_prefetch_of_a_failed_layer_is_not_used(either):
 
 
 def test_layers_that_share_a_module_are_prefetched_in_order(either):
-    """While one of the layers computes, the shared module has the device's weights."""
+    """While one layer computes, the weights of the shared module are on the device."""
     shared = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared) for _ in range(3)))
     for keep in (0, 3):
@@ -134,14 +134,15 @@ def test_layers_that_share_a_module_are_prefetched_in_order(either):
 def reentrant(model, batch):
     x = batch.requires_grad_()
     for layer in model:
-        x = checkpoint(layer, x, use_reentrant=True)  # each has a backward of its own
+        x = checkpoint(layer, x, use_reentrant=True)  # each checkpoint has its own backward
     return (x**2).mean()
 
 
 def again(model, batch):
     x = batch.requires_grad_()
     for layer in model:
-        x = checkpoint(layer, x, use_reentrant=False)  # which stops where it has what it needs
+        # a checkpoint that stops when it has all that backward needs
+        x = checkpoint(layer, x, use_reentrant=False)
     return (x**2).mean()
 
 
@@ -149,7 +150,7 @@ def again(model, batch):
 def test_host_waits_once_per_backward(fake, loss):
     model = mlp(depth=6)
     other = copy.deepcopy(model)
-    # So many layers' gradients may be on their way.
+    # So many layers' gradients may be in flight.
     with offload_layers(other, device="cpu", keep=4) as handle:
         fake.delay(1_000_000)
         for step in range(2):

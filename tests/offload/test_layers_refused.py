@@ -81,7 +81,7 @@ def test_layers_inside_a_gradient_reducing_module_are_refused(alone):
             wrapped(numbers(0))
         assert model[0][0].weight is weight
         with torch.no_grad():
-            wrapped(numbers(0))  # a teacher's, say
+            wrapped(numbers(0))  # for example a teacher model's forward
         squares(model, numbers(0)).backward()
 
 

@@ -36,7 +36,8 @@ def test_group_without_bytes_takes_no_memory(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         before = dict(completion.copying)
         ticket = offloader.offload([torch.zeros(0, 3), torch.zeros(0)])
-        assert dict(completion.copying) == before  # nobody would take it out
+        # no entry is left, because nothing would remove it
+        assert dict(completion.copying) == before
         assert ticket.done() and ticket._leaving.over and ticket.nbytes == 0
         assert [each.shape for each in offloader.onload(ticket)] == [(0, 3), (0,)]
 
@@ -66,7 +67,7 @@ def test_slots_bound_the_groups_on_the_device(either, engine):
         offloader.release(first)
         third = offloader.onload(tickets[2])
         assert same(third, group(2)) and same(second, group(1))
-        del second  # its tensors are gone: that is as good
+        del second  # a group whose tensors are gone is not in use either
         assert same(offloader.onload(tickets[3]), group(3))
         assert offloader.stats()["groups_prefetched"] == 1
 
@@ -90,7 +91,7 @@ def test_host_never_waits(fake, engine):
         sources = group(1)
         fake.hold(True)
         ticket = offloader.offload(sources)
-        assert offloader.prefetch(ticket)  # waits for what leaves, by event
+        assert offloader.prefetch(ticket)  # the stream waits for the leaving group, by event
         assert not ticket.done()
         fake.hold(False)
         assert same(offloader.onload(ticket), group(1))
@@ -98,21 +99,21 @@ def test_host_never_waits(fake, engine):
 
 def test_sources_are_kept_alive_until_their_copies_complete(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
-        home = offloader.adopt(group(2)).tensors()
+        pooled = offloader.adopt(group(2)).tensors()
         fake.hold(True)
-        assert offloader.prefetch(home)
+        assert offloader.prefetch(pooled)
         (slot,) = offloader._coming
-        assert not slot.landed() and slot._layout.sources
+        assert not slot.is_copied() and slot._layout.sources
         fake.hold(False)
-        assert same(offloader.onload(home), group(2))
+        assert same(offloader.onload(pooled), group(2))
 
 
 def test_copies_and_waits_are_timed(fake, engine):
-    events = fake.live("events")  # lanes of earlier engines keep some
+    events = fake.live("events")  # lanes of earlier engines keep some events
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         ticket.wait()
-        # Another thread: who holds the device may not wait for it.
+        # Another thread, because the thread that stopped the device must not wait for it.
         held, asked, before = threading.Event(), threading.Event(), 0
 
         def hold() -> None:
@@ -128,7 +129,7 @@ def test_copies_and_waits_are_timed(fake, engine):
         assert offloader.prefetch(ticket)
         before = fake.calls("cuStreamWaitEvent")
         asked.set()
-        offloader.onload(ticket)  # the current stream, which is this thread, stands still
+        offloader.onload(ticket)  # the current stream, which this thread represents, waits
         holder.join()
 
         def heard_of() -> bool:
@@ -140,13 +141,13 @@ def test_copies_and_waits_are_timed(fake, engine):
         assert stats["offload_copy_s"] > 0
         assert stats["offload_gb_per_s"] > 0 and stats["onload_gb_per_s"] > 0
         assert stats["share_hidden"] < 1
-    assert fake.live("events") < events + 64 + 64  # no more than this engine's lanes keep
+    assert fake.live("events") < events + 64 + 64  # this engine's lanes keep no more
 
 
 def test_cpu_tensors_are_onloaded_from_any_kind_of_memory(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         assert same(offloader.onload(group(1)), group(1))
-        home = offloader.adopt(group(2)).tensors()
-        assert same(offloader.onload(home), group(2))
+        pooled = offloader.adopt(group(2)).tensors()
+        assert same(offloader.onload(pooled), group(2))
         staged = offloader.stats()["bytes_staged"]
         assert staged == (0 if either == "cpu" else sum(t.nbytes for t in group(1)))

@@ -22,11 +22,13 @@ MIB = 1 << 20
 
 def test_later_work_waits_for_the_copies_of_a_reused_group(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
-        fake.delay(20_000_000)  # of each thing that a stream does: the write would come first
+        # a delay of each operation of a stream, so that the write would come first
+        fake.delay(20_000_000)
         sources = group(1)
         before = fake.calls("cuStreamWaitEvent")
         ticket = offloader.offload(sources, reuse=True)
-        assert fake.calls("cuStreamWaitEvent") - before == 2  # ours for theirs, theirs for ours
+        # our stream waits for theirs, and theirs for ours
+        assert fake.calls("cuStreamWaitEvent") - before == 2
         for source in sources:
             source.zero_()
         assert same(ticket.tensors(), group(1))
@@ -58,7 +60,7 @@ def test_host_waits_and_counts_it_if_a_stream_cannot_wait(fake, engine):
         ticket = offloader.adopt(group(1))
         fake.hold(True)
         assert offloader.prefetch(ticket)
-        fake.capture(True)  # no event of another stream's may come into its graph
+        fake.capture(True)  # the graph must not contain events of other streams
         released = threading.Event()
 
         def let_go() -> None:
@@ -92,7 +94,7 @@ def test_offload_waits_for_the_current_stream(fake, engine, monkeypatch):
         ticket = offloader.offload(group(1))
         assert ticket._leaving.stream == (0, stream)
         back = offloader.onload(ticket)
-        offloader.wait_read()  # the calling thread is not that stream: it may look now
+        offloader.wait_read()  # the calling thread is not that stream, so it may read now
         assert same(back, group(1))
         assert set(asked) == {0}
 
@@ -146,7 +148,7 @@ def test_giving_up_a_dropped_or_used_prefetch_does_nothing(either, engine):
         assert offloader.prefetch(tickets[0])
         back = offloader.onload(tickets[1])
         offloader._give_up_ahead(tickets[0])
-        offloader._give_up_ahead(tickets[1])  # is in use
+        offloader._give_up_ahead(tickets[1])  # the group is in use
         assert offloader.stats()["slots_in_use"] == 1 and same(back, group(1))
 
 
@@ -154,7 +156,7 @@ def test_storage_replaced_after_its_prefetch_is_onloaded_again(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         given = [torch.zeros(5000)]
         assert offloader.prefetch(given)
-        given[0].data = torch.ones(5000)  # no version tells
+        given[0].data = torch.ones(5000)  # the version does not change
         assert bool((offloader.onload(given)[0] == 1).all())
 
 

@@ -132,7 +132,7 @@ def test_failed_device_is_reported_everywhere_and_the_pool_stays_readable(fake, 
     ticket.wait()
     fake.fail_copy(1, 700)
     with pytest.raises(stillframe.StillframeError, match=r"ILLEGAL_ADDRESS|could not be brought"):
-        while True:  # until the core has heard of it
+        while True:  # until the core has noticed the failure
             offloader.release(offloader.onload(ticket))
     assert same(ticket.tensors(), group(1))
     offloader.close()

@@ -85,7 +85,7 @@ def test_memory_of_a_dropped_onload_is_not_reused_before_its_copy_completes(fake
         fake.delay(2_000_000)
         for _ in range(5):
             assert offloader.prefetch(ticket)
-            offloader.release(ticket)  # the stream waits for the copies before the memory goes
+            offloader.release(ticket)  # the stream waits for the copies before the memory is freed
             assert offloader.stats()["bytes_lingering"] == 0
 
 
@@ -117,13 +117,13 @@ def test_group_written_after_its_prefetch_is_onloaded_again(either, engine, capl
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.adopt(group(1))
         assert offloader.prefetch(ticket)
-        home = ticket.tensors()  # nothing is written by that
+        pooled = ticket.tensors()  # tensors() writes nothing
         offloader.onload(ticket)
         assert offloader.stats()["groups_prefetched"] == 1
-        assert offloader.prefetch(ticket) and offloader.prefetch(home)
-        home[0].mul_(2)
+        assert offloader.prefetch(ticket) and offloader.prefetch(pooled)
+        pooled[0].mul_(2)
         assert torch.equal(offloader.onload(ticket)[0], group(1)[0] * 2)
-        assert torch.equal(offloader.onload(home)[0], group(1)[0] * 2)
+        assert torch.equal(offloader.onload(pooled)[0], group(1)[0] * 2)
         assert offloader.stats()["groups_stale"] == 2
     assert caplog.text.count("between prefetch() and onload()") == 1
 
@@ -136,7 +136,8 @@ def test_save_of_a_tickets_tensors_holds_their_state_at_the_call(either, engine,
         ticket.tensors()[0].zero_()
         handle.result()
         assert same(torch.load(tmp_path / "a.pt"), group(1))
-        assert (tmp_path / "a.pt").stat().st_size < ticket.nbytes + 65536  # and nobody else's
+        # the file has no bytes of other groups
+        assert (tmp_path / "a.pt").stat().st_size < ticket.nbytes + 65536
         assert same(others.tensors(), group(2))
 
 
@@ -148,8 +149,8 @@ def test_pool_memory_is_pinned_before_it_is_copied_to_the_device(engine):
         registered = driver.live("registered")
         assert same(offloader.onload(ticket), group(1))
         assert driver.live("registered") > registered
-        for home in (ticket, offloader.adopt(group(2)), offloader.offload(group(3))):
-            offloader.release(offloader.onload(home.tensors()))
+        for pooled in (ticket, offloader.adopt(group(2)), offloader.offload(group(3))):
+            offloader.release(offloader.onload(pooled.tensors()))
         assert offloader.stats()["bytes_staged"] == 0
         assert driver.violations == []
 
@@ -170,7 +171,7 @@ def test_small_groups_share_blocks_that_return_with_their_last_group(either):
         Offloader("cpu", engine=engine) as offloader,
     ):
         tickets = [offloader.offload([torch.full((4096,), float(i))]) for i in range(200)]
-        assert leased(engine) == 4 * MIB  # 64 to a block
+        assert leased(engine) == 4 * MIB  # 64 groups share a block
         for i, ticket in enumerate(tickets):
             assert bool((offloader.onload(ticket)[0] == i).all())
         kept = tickets[0].tensors()
@@ -179,7 +180,8 @@ def test_small_groups_share_blocks_that_return_with_their_last_group(either):
         assert leased(engine) == 4 * MIB and bool((kept[0] == 0).all())
         del kept
         assert leased(engine) == 3 * MIB
-        large = offloader.offload([torch.zeros(MIB // 16 + 1)])  # of a quarter of a block, and more
+        # larger than a quarter of a block, so it shares none
+        large = offloader.offload([torch.zeros(MIB // 16 + 1)])
         assert leased(engine) == 4 * MIB
         del ticket, tickets, large
         offloader.close()

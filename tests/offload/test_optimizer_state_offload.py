@@ -11,7 +11,7 @@ from stillframe import testing
 from stillframe.offload import offload_optimizer_state
 from torch import nn
 
-WIDTH = 64  # of a weight of 16 KiB, whose state is worth the way
+WIDTH = 64  # the weights have 16 KiB, so their state is offloaded
 
 
 def network(depth=4):
@@ -130,7 +130,7 @@ def test_state_of_an_added_group_is_in_the_pool(either):
     with offload_optimizer_state(opt) as handle:
         steps(model, opt, 1)
         opt.add_param_group({"params": list(model[3].parameters())})
-        for onloaded, offloaded in ((3, 4), (4, 4)):  # the first step makes it
+        for onloaded, offloaded in ((3, 4), (4, 4)):  # the first step makes the state
             before = handle.stats()
             steps(model, opt, 1)
             after = handle.stats()
@@ -169,10 +169,10 @@ def test_group_read_again_within_a_step_is_onloaded_again(either):
         before = handle.stats()
         assert same(steps(model, opt, 2, 1), steps(other, away, 2, 1))
         after = handle.stats()
-    # Twice three groups a step, each once for all the times that it is looked up in a row.
+    # Three groups, twice in a step; each is onloaded once for several lookups in a row.
     assert after["groups_onloaded"] - before["groups_onloaded"] == 2 * 6
     assert after["groups_offloaded"] - before["groups_offloaded"] == 2 * 6
-    # Ahead of its turn in the first round; in the second it has only just left.
+    # Prefetched in the first round; in the second round it has just left the device.
     assert after["groups_prefetched"] - before["groups_prefetched"] == 2 * 2
 
 
@@ -263,7 +263,7 @@ def test_state_dicts_load_in_both_directions(either, tmp_path):
         torch.save(away.state_dict(), tmp_path / "state.pt")
         fresh.load_state_dict(torch.load(tmp_path / "state.pt"))
         third.load_state_dict(other.state_dict())
-        other, away = copy.deepcopy((other, away))  # copies are ordinary
+        other, away = copy.deepcopy((other, away))  # copies are ordinary optimizers
         assert type(away.state) is type(fresh.state)
     assert same(steps(model, opt), steps(third, fresh))
     assert same(steps(model, opt, 0), steps(other, away))
@@ -318,7 +318,7 @@ def test_prefetch_of_an_interrupted_step_is_repeated(either):
             opt.step()
         opt.param_groups[0]["lr"] = 0.1
         for momentum in momenta:
-            momentum.data.mul_(2)  # no version tells
+            momentum.data.mul_(2)  # the version does not change
         for p in model[0].parameters():
             p.grad = None  # the next step begins with the second group
         opt.step()
@@ -338,7 +338,7 @@ def test_host_waits_once_per_step(either):
         steps(model, opt, 1)
         before = handle.stats()["host_waits"]
         steps(model, opt, 2, 1)
-        # Once a step, and once for the state that the test looks at.
+        # One wait in a step, and one for the state that the test reads.
         assert handle.stats()["host_waits"] == before + 2
 
 
@@ -389,7 +389,7 @@ def test_save_copies_the_pooled_state_after_its_call(either, engine, tmp_path):
             step(model, opt, 4)
         report = handle.result()
         torch.testing.assert_close(stillframe.load(report.path), expected, rtol=0, atol=0)
-        # All of it but step counts and what is small.
+        # Everything except step counts and small tensors.
         weights = sum(2 * layer.weight.nbytes for layer in model)
         assert report.deferred_nbytes == weights
         # Loaded state must be observed again.
@@ -423,11 +423,12 @@ def test_write_during_a_save_tears_it_and_the_state_is_captured_from_then_on(
         expected = copy.deepcopy(opt.state_dict())
         with testing.held("lane_copy"):
             handle = stillframe.async_save(opt.state_dict(), tmp_path / "a.pt", engine=engine)
-            # No byte tells of it: a write that others would not see either is one all the same.
+            # The write changes no byte, but it counts as a write all the same.
             opt.state[model[1].weight]["exp_avg"].add_(0)
         error = handle.exception()
         if error is None and either == "fake":
-            # There the pool looks like the device's, which may have been quicker than the write.
+            # On the fake driver the pool looks like device memory, whose copy may be done before
+            # the write.
             torch.testing.assert_close(stillframe.load(handle.path), expected, rtol=0, atol=0)
             return
         assert isinstance(error, stillframe.TornSnapshotError)

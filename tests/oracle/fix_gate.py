@@ -38,7 +38,7 @@ def lanes(skeleton: Skeleton) -> list[int]:
 
 
 def deferred(*tensors: Tensor) -> list[bool]:
-    """Tell for each tensor whether a save would now defer its storage."""
+    """Return for each tensor whether a save would now defer its storage."""
     skeleton = skeleton_of(tensors)
     deferral = gate.defer(skeleton, overlap=True)
     deferral.close()

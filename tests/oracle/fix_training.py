@@ -26,7 +26,7 @@ class Training:
     advance: Callable[[], object]
     state: Callable[[], dict[str, Any]]
     deferred: Callable[[], Iterable[Tensor]]
-    more_is_fine: bool = False  # deferring some tensors beyond `deferred` is right, too
+    more_is_fine: bool = False  # deferring more tensors than `deferred` is allowed
     optimizers: list[Optimizer] = field(default_factory=list)
     model: nn.Module | None = None
 
@@ -173,7 +173,7 @@ def lbfgs() -> Training:
         lambda: opt.step(closure),
         lambda: {"weight": weight.detach(), "optim": opt.state_dict()},
         lambda: [weight],
-        more_is_fine=True,  # history that has been there for long enough
+        more_is_fine=True,  # the history that exists for long enough
         optimizers=[opt],
     )
 
@@ -224,7 +224,7 @@ def gradient_accumulation() -> Training:
     made = plain(model, opt)
 
     def advance() -> None:
-        loss_of(model).backward()  # of the batch begun before the save
+        loss_of(model).backward()  # of the batch that began before the save
         opt.step()
         opt.zero_grad()
         for _ in range(2):
@@ -493,7 +493,7 @@ def weights_clamped_before_the_step() -> Training:
 
     def advance() -> None:
         for p in model.parameters():
-            p.data.clamp_(-0.04, 0.04)  # counts no version
+            p.data.clamp_(-0.04, 0.04)  # the version does not change
             p.data.mul_(0.999)
         opt.zero_grad()
         loss_of(model).backward()

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 STRANGE: list[type[Any]] = []
 
 
-def strange(cls: type[Any]) -> type[Any]:
+def unusual(cls: type[Any]) -> type[Any]:
     STRANGE.append(cls)
     return cls
 
@@ -38,7 +38,7 @@ class Plain(Optimizer):
         return loss
 
 
-@strange
+@unusual
 class MadeByHand(Optimizer):
     """A wrapper that has only the two dicts that torch's wrapper of `step` reads.
 
@@ -59,7 +59,7 @@ class MadeByHand(Optimizer):
         return self.optimizer.step(closure)
 
 
-@strange
+@unusual
 class StateRaises(Plain):
     @property
     def state(self) -> Any:
@@ -70,7 +70,7 @@ class StateRaises(Plain):
         pass
 
 
-@strange
+@unusual
 class GroupsRaise(Plain):
     stepping = False
 
@@ -84,7 +84,7 @@ class GroupsRaise(Plain):
         self.stepping = True
 
 
-@strange
+@unusual
 class StateIsNoDict(SGD):
     """An optimizer with torch's own step, so it is observed, but whose state is not a dict."""
 
@@ -98,7 +98,7 @@ class _Forgetful:
         return {}
 
 
-@strange
+@unusual
 class AttributesRaise(Plain):
     """A proxy that raises its own error for unknown attributes."""
 
@@ -114,7 +114,7 @@ class AttributesRaise(Plain):
         self._patch_step_function()
 
 
-@strange
+@unusual
 class NoDict:
     """A class that is no Optimizer and has neither a `__dict__` nor weak references."""
 
@@ -149,7 +149,7 @@ class _Unhashable:
         return self if optimizer is None else lambda *args: self(optimizer, *args)
 
 
-@strange
+@unusual
 class StepIsAnObject(Plain):
     pass
 
@@ -161,7 +161,7 @@ _hooked.hooked = True
 StepIsAnObject.step = _hooked
 
 
-@strange
+@unusual
 class PoisonedClass(Plain):
     """A class whose `__class__` returns something else."""
 

@@ -45,7 +45,7 @@ def share_memory_by_name(model: torch.nn.ParameterList) -> None:
 @way
 def put_into_a_queue(model: torch.nn.ParameterList) -> None:
     queue = multiprocessing.Queue()
-    queue.put(model.state_dict())  # its thread shares them
+    queue.put(model.state_dict())  # the queue's thread shares the tensors
     queue.get()
 
 
@@ -92,11 +92,12 @@ def trained() -> torch.nn.ParameterList:
             p.grad = torch.ones_like(p)
         optimizer.step()
     optimizer.zero_grad()
-    model.optimizer = [optimizer]  # lives as long
+    model.optimizer = [optimizer]  # lives as long as the model
     return model
 
 
-def saved(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+def after_save(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+    """Save the state, call `then` during the copy, and return the loaded file."""
     path = Path(directory) / "state.pt"
     handle = stillframe.async_save(state, path)
     then()
@@ -105,14 +106,16 @@ def saved(state: dict[str, Any], then: Callable[[], object], directory: str) -> 
     return torch.load(path)
 
 
-def taken(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+def after_snapshot(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+    """Take a snapshot of the state, call `then` during the copy, and return the snapshot's tree."""
     snapshot = stillframe.snapshot(state, overlap=True)
     then()
     return snapshot.tree
 
 
-def tried(name: str) -> None:
-    for copied in (saved, taken):
+def try_way(name: str) -> None:
+    """Move the memory in one way during a save and a snapshot; check that both hold the state."""
+    for copied in (after_save, after_snapshot):
         model = trained()
         state = dict(model.state_dict())
         wanted = copy.deepcopy(state)
@@ -124,12 +127,12 @@ def tried(name: str) -> None:
 def main() -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
-    trained()  # the first step of a process imports much of torch
+    trained()  # the first step of a process imports many modules of torch
     for name in WAYS:
         if (child := os.fork()) == 0:
             status = 1
             try:
-                tried(name)
+                try_way(name)
                 status = 0
             except BaseException:
                 traceback.print_exc()

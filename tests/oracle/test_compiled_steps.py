@@ -18,7 +18,7 @@ from stillframe.testing import held
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports
 
 Optimizers = Callable[..., torch.optim.Optimizer]
-WHOLE = [torch.optim.Muon, torch.optim.Adafactor]  # torch's own that compile to one graph
+WHOLE = [torch.optim.Muon, torch.optim.Adafactor]  # optimizers of torch that compile to one graph
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +177,7 @@ def test_offloaded_layers_of_another_model_leave_a_fullgraph_step_alone():
             backward(model)
             step()
         backward(model)
-        step()  # the other layers are on the CPU again
+        step()  # the layers of the other model are on the CPU again
         weights.append(model.weight.detach().clone())
     torch.testing.assert_close(*weights)
 

@@ -52,7 +52,7 @@ def noted(order: list[str], word: str, value: Any = None) -> Callable[..., Any]:
 
 
 def optimizer(order: list[str], cls: type[torch.optim.Optimizer] = SGD, **options: Any) -> Any:
-    """Return an optimizer that records its update, before which the gate must come."""
+    """Return an optimizer that records its update, which the gate must precede."""
     p = param()
     opt = cls([p], **{"lr": 0.1, **options})
     give_gradients(opt)
@@ -71,7 +71,7 @@ def test_step_without_a_closure_waits_at_once(order, pending):
     assert order == ["gate", "updated"]
     opt.step(None)
     opt.step(closure=None)
-    assert pending.waits == 1  # it ended with the first wait
+    assert pending.waits == 1  # the first wait ended it
 
 
 @pytest.mark.parametrize("as_keyword", [False, True])
@@ -421,7 +421,7 @@ def test_failed_call_releases_waiting_threads():
     time.sleep(0.05)
     assert thread.is_alive()
     ref = weakref.ref(deferral)
-    del deferral  # the call raised, and nobody has its frame any more
+    del deferral  # the call raised, and its frame is gone
     thread.join(60)
     assert not thread.is_alive() and ref() is None
 
@@ -429,7 +429,7 @@ def test_failed_call_releases_waiting_threads():
 def test_step_stops_waiting_for_a_call_that_never_ends(monkeypatch):
     monkeypatch.setattr(gate, "_CALL_TIMEOUT_S", 0.05)
     p = param()
-    opt = Adam([p], fused=True)  # counts no version
+    opt = Adam([p], fused=True)  # the version does not change
     run_steps(opt, 4)
     deferral = gate.defer(skeleton_of([p]), overlap=True)
     thread = threading.Thread(target=run_steps, args=(opt, 1))
@@ -503,7 +503,7 @@ def test_decided_optimizer_costs_microseconds_per_step():
 def test_more_than_a_thousand_storages_are_deferred_together():
     params = [param(2048) for _ in range(400)]
     opt = AdamW(params, foreach=True)
-    run_steps(opt, 20)  # the budget of the watching is processor time: more than idle takes
+    run_steps(opt, 20)  # the observer's budget is processor time, which the host's load increases
     tensors = [*params, *(t for s in opt.state.values() for t in s.values() if t.numel() > 1)]
     for _ in range(3):
         deferral = gate.defer(skeleton_of(tensors), overlap=True)

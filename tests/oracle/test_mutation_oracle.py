@@ -25,7 +25,7 @@ from stillframe.testing import slow
 from torch import Tensor
 
 ROUNDS = int(os.environ.get("STILLFRAME_ORACLE_ROUNDS", "3"))
-HELD_BACK_S = 0.1  # for each copy
+HELD_BACK_S = 0.1  # the delay of each copy
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports
 
 
@@ -310,7 +310,7 @@ def test_write_after_a_step_does_not_tear(tmp_path):
         for _ in range(ROUNDS):
             wanted = now(training)
             handle = stillframe.async_save(training.state(), tmp_path / "s.pt")
-            training.advance()  # the gate has the version looked at before it lets go
+            training.advance()  # the gate compares the version before the step continues
             scribble(training)
             assert handle.result() is not None
             assert_same(read(tmp_path / "s.pt"), wanted)
@@ -348,7 +348,7 @@ def test_check_mutation_notices_a_sparse_write_that_counts_no_version(tmp_path):
     "there; docs/guarantees.md states it, wait_staged() or check_mutation=True is the remedy",
 )
 def test_a_sparse_data_write_outside_the_step_is_noticed(tmp_path):
-    for _ in range(8):  # one line in eight is sampled here, others each time
+    for _ in range(8):  # one line in eight is sampled here, and other lines each time
         training = warmed_up(sgd)
         with slow("lane_copy", HELD_BACK_S):
             handle = stillframe.async_save(training.state(), tmp_path / "s.pt")

@@ -16,7 +16,7 @@ from stillframe._watch.memory_owners import Marks
 from torch.optim import SGD
 
 LARGE = 1 << 21  # floats; 8 MiB, which are unmapped as soon as they are freed
-KEPT = 1 << 16  # bytes; what a keeper has is copied late beyond that
+KEPT = 1 << 16  # bytes; larger storages of a memory owner are copied late
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def present() -> Iterator[Callable[[str, Callable[[Any], Any]], None]]:
 
 def groups_of(*params: torch.nn.Parameter) -> list[dict[str, Any]]:
     for each in params:
-        each.grad = torch.ones_like(each)  # without one it is not taken for trained
+        each.grad = torch.ones_like(each)  # only a tensor with a gradient counts as trained
     return [{"params": list(params)}]
 
 
@@ -56,7 +56,7 @@ def marks_of(*tensors: torch.Tensor) -> Marks:
 def test_exchanged_memory_is_not_read():
     p = param(LARGE)
     observer = enrolled(groups_of(p))
-    p.share_memory_()  # the same StorageImpl, as long as it was
+    p.share_memory_()  # the same StorageImpl, of the same length
     observer.compare()
     assert observer.counts() == (0, 0, 1)
 
@@ -141,7 +141,7 @@ def test_undeferrable_tensors_are_not_enrolled_again():
 
 
 def test_storages_on_unreadable_devices_stay_undecided(present):
-    # More of them than there are eyes, and none that any driver has.
+    # More storages than the observer probes, on devices that no driver has.
     params = [param((1 << 14) + 1) for _ in range(40)]
     numbers = {id(p): 100 + number for number, p in enumerate(params)}
     present("is_cpu", lambda tensor: False)
@@ -155,13 +155,13 @@ def test_storages_on_unreadable_devices_stay_undecided(present):
     assert observer.counts() == (40, 0, 0)
 
 
-# ---- what a keeper has ------------------------------------------------------------------------
+# ---- what a memory owner has ------------------------------------------------------------------
 
 
 def test_memory_owners_storages_are_marked_once_and_only_if_large():
     large, small = torch.zeros(KEPT // 4 + 1), torch.zeros(KEPT // 4)
     marks = marks_of(small, large)
-    _core.Observer.defer_kept([small, large, large], marks)
+    _core.Observer.defer_memory_owner([small, large, large], marks)
     assert (marks.indices, marks.owners) == ([1], [1])
     assert [marks.is_late(number) for number in range(2)] == [False, True]
 
@@ -171,7 +171,7 @@ def test_memory_owners_inference_tensor_is_refused_and_leaves_no_marks():
         kept = torch.zeros(KEPT)
     marks = marks_of(kept)
     with pytest.raises(RuntimeError, match="Inference tensors"):
-        _core.Observer.defer_kept([kept], marks)
+        _core.Observer.defer_memory_owner([kept], marks)
     assert (marks.indices, marks.owners, marks.tensors, marks.versions) == ([], [], [], [])
     assert not marks.is_late(0)
 

@@ -98,7 +98,7 @@ def test_stateless_optimizer_owns_parameters_with_gradients_at_a_step():
         p.grad = torch.ones_like(p)
         opt.step()
     assert deferred(p, q) == [True, False]
-    for _ in range(4):  # the save above met `q`; now it has gradients
+    for _ in range(4):  # the save above met `q`, which has gradients from now on
         q.grad = torch.ones_like(q)
         opt.step()
         deferred(q)
@@ -106,7 +106,7 @@ def test_stateless_optimizer_owns_parameters_with_gradients_at_a_step():
 
 
 def test_a_parameter_without_state_beside_others_with_state_is_captured():
-    # A momentum encoder in Adam(self.parameters()): requires_grad, never a gradient.
+    # Like a momentum encoder in Adam(self.parameters()): requires_grad, but never a gradient.
     p, encoder = param(), param()
     opt = Adam([p, encoder])
     for _ in range(5):
@@ -178,7 +178,7 @@ def test_shared_memory_is_captured():
     opt = adamw(p, q)
     run_steps(opt, 4)
     assert deferred(p, q) == [False, True]
-    q.share_memory_()  # the same StorageImpl, other memory
+    q.share_memory_()  # the same StorageImpl, with other memory
     assert deferred(p, q) == [False, False]
     run_steps(opt, 4)
     assert deferred(p, q) == [False, False]
@@ -296,7 +296,7 @@ def test_a_resized_storage_is_captured():
     p.untyped_storage().resize_(0)
     owner = ownership.find(opt)
     assert owner is not None
-    owner.compare()  # must not read the freed memory
+    owner.compare()  # it must not read the freed memory
     assert deferred(p) == [False]
 
 
@@ -317,7 +317,7 @@ def test_freed_memory_is_never_read():
     owner = ownership.find(opt)
     assert owner is not None
     p.untyped_storage().resize_(0)
-    owner.compare()  # what the end of the second step recorded
+    owner.compare()  # compares what was recorded at the end of the second step
     assert owner.observer.counts() == (0, 0, 1)
 
 
@@ -344,7 +344,7 @@ def test_lists_and_dicts_in_the_state_are_observed():
     for _ in range(8):
         opt.step(closure)
         old = list(opt.state[p]["old_dirs"])
-        deferred(p, *old)  # meets new history, which is then enrolled
+        deferred(p, *old)  # finds new history, which is then enrolled
     assert deferred(p) == [True]
     opt.param_groups[0]["max_iter"] = 0
     for _ in range(4):
@@ -377,7 +377,7 @@ def test_observation_stops_once_a_storage_is_decided():
     p = param()
     opt = adamw(p)
     run_steps(opt, 4)
-    p.data[0] = 5.0  # a rare writer; the detectors are there for those
+    p.data[0] = 5.0  # a rare write, which the detectors find
     run_steps(opt, 1)
     assert deferred(p) == [True]
 
@@ -463,7 +463,7 @@ def test_nested_steps_count_no_cycles():
             super().step()
 
     gate.register_optimizer(Twice)
-    SGD([param()], lr=0.1)  # from the first one on, torch runs hooks around SGD's own step too
+    SGD([param()], lr=0.1)  # after the first SGD, torch runs hooks around SGD's own step too
     p = param()
     opt = sgd_like(Twice, p)
     run_steps(opt, 2)
@@ -565,7 +565,7 @@ def test_parameter_shared_by_two_optimizers_is_captured():
         run_steps(one, 1)
         run_steps(two, 1)
     assert deferred(shared, p, q) == [False, True, True]
-    # With the other one gone, it has one owner; what is learned of it starts again.
+    # After the other owner is gone, the observation starts again.
     del two
     gc.collect()
     run_steps(one, 3)
@@ -581,7 +581,7 @@ def test_parameter_listed_by_a_second_optimizer_is_captured():
     run_steps(two, 1)
     assert deferred(p) == [False]
     assert deferred(*state_tensors(one)) == [True, True]
-    run_steps(two, 4)  # clean cycles do not make up for the other owner
+    run_steps(two, 4)  # clean cycles do not matter while there is another owner
     assert deferred(p, *state_tensors(two)) == [False, True, True]
 
 
@@ -767,7 +767,7 @@ def test_optimizer_in_a_reference_cycle_with_its_parameter_is_freed():
     p = param()
     opt = adamw(p)
     p.owner = opt  # a cycle through the parameter
-    opt.step = opt.step  # and one through the instance
+    opt.step = opt.step  # a cycle through the instance
     run_steps(opt, 4)
     ref = weakref.ref(opt)
     del opt, p
@@ -945,11 +945,11 @@ def test_index_beyond_the_rows_is_refused():
     tensor = torch.zeros(1 << 16)
     numbers = _core.Numbers([tensor.untyped_storage()._cdata])
     with pytest.raises(IndexError, match="beyond the rows"):
-        _core.Observer.defer_kept([tensor], Marks(numbers, bytearray(), [], [], [], []))
+        _core.Observer.defer_memory_owner([tensor], Marks(numbers, bytearray(), [], [], [], []))
     for unusable in ({}, [], None):
         marks = Marks(unusable, bytearray(24), [], [], [], [])
         with pytest.raises(TypeError):
-            _core.Observer.defer_kept([tensor], marks)
+            _core.Observer.defer_memory_owner([tensor], marks)
         if unusable != []:
             with pytest.raises(TypeError):
                 _core.Numbers(unusable)

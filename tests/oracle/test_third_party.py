@@ -143,8 +143,8 @@ def unknown_versions(installed: dict[str, str]) -> list[str]:
 
 def test_untested_version_is_named():
     assert unknown_versions({"schedulefree": "1.4.3", "torch": "9.9"}) == []
-    (told,) = unknown_versions({"schedulefree": "1.5"})
-    assert told.startswith("schedulefree 1.5 is none of 1.4")
+    (warning,) = unknown_versions({"schedulefree": "1.5"})
+    assert warning.startswith("schedulefree 1.5 is none of 1.4")
 
 
 def test_every_installed_version_is_known():
@@ -175,7 +175,7 @@ def test_writing_method_beside_step_waits_like_the_step(package, tmp_path):
     assert report is not None and report.deferred_nbytes == 4 << 16
     assert torch.equal(torch.load(tmp_path / "s.pt")["p"], wanted)
     assert not torch.equal(p, wanted)
-    assert deferred(p) == [True]  # what it wrote is no write of somebody else
+    assert deferred(p) == [True]  # its own writes do not count as writes of other code
     assert package.Listed.eval.__name__ == "eval"
 
 
@@ -237,7 +237,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("top", "module", "name"), ENTRIES, ids=lambda part: part)
 def test_each_listed_class_has_the_reviewed_source(top, module, name, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # theirs are as right uncompiled
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the compiled variants need no test
     cls = real(top, module, name)
     assert issubclass(cls, Optimizer)
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ownership, "_told", set())
     gate.wait()
     yield

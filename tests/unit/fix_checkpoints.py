@@ -1,4 +1,4 @@
-"""Checkpoint files of every writer and of every kind of damage."""
+"""Makes checkpoint files of every writer, and damages them in every way."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from torch.utils.serialization import config
 
 
 def small_state():
-    """A state_dict-like tree with an empty storage, a view and a tie."""
+    """Return a tree like a state_dict, with an empty storage, a view and a tie."""
     weight = torch.arange(600, dtype=torch.float32).reshape(20, 30)
     return {
         "weight": weight,
@@ -36,7 +36,7 @@ def same(a, b):
 
 @contextlib.contextmanager
 def saving(**options):
-    """torch.save's configuration, changed for a while."""
+    """Change torch.save's configuration inside the block."""
     before = {name: getattr(config.save, name) for name in options}
     for name, value in options.items():
         setattr(config.save, name, value)
@@ -79,20 +79,21 @@ WRITERS = [by_path, by_buffer, without_crc, aligned_to_a_page, by_stillframe, le
 
 
 def sparse(path, nbytes):
-    """A whole checkpoint with one storage of `nbytes`, none of which is on the disk."""
+    """Write a complete checkpoint with one storage of `nbytes`, which takes no space on the
+    disk."""
     with torch.serialization.skip_data():
         torch.save({"big": torch.empty(nbytes, dtype=torch.uint8)}, path)
 
 
 def open_descriptors():
-    """Without the one that lists them, which is gone by then."""
+    """Return this process's open descriptors, without the one that lists them."""
     return sorted(
         fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")
     )
 
 
 def flip(path, at, bit=0):
-    """Changes one bit of a file."""
+    """Flip one bit of a file."""
     with open(path, "r+b") as file:
         file.seek(at)
         (byte,) = file.read(1)
@@ -101,14 +102,14 @@ def flip(path, at, bit=0):
 
 
 def offset_of_storage(path, key="weight"):
-    """Where the bytes of a tensor's storage stand in the file."""
+    """Return the offset in the file of the bytes of a tensor's storage."""
     with torch.serialization.skip_data(), torch._subclasses.FakeTensorMode():
         return torch.load(path)[key].untyped_storage()._checkpoint_offset
 
 
 @contextlib.contextmanager
 def unprivileged():
-    """Takes away root's right to read everything."""
+    """Drop root's right to read everything inside the block."""
     if os.geteuid() != 0:
         yield
         return
@@ -120,7 +121,7 @@ def unprivileged():
 
 
 def pack(path, packed, *, without=()):
-    """Pack an archive as another program does, but not the records whose names end so."""
+    """Pack an archive as another program does; omit the records whose names end with `without`."""
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
         for name in old.namelist():
             if not name.endswith(without):

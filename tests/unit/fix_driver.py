@@ -1,4 +1,4 @@
-"""The tests' CUDA driver: over it, tensors in host memory are taken for ones on CUDA device 0."""
+"""The fake CUDA driver for tests, over which host tensors count as tensors on CUDA device 0."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import pytest
 import stillframe
 from stillframe import testing
 
-# Before the driver is first used by any test of this process.
+# Set before any test of this process uses the driver.
 os.environ.setdefault(
     "STILLFRAME_LIBCUDA", str(Path(__file__).parents[2] / "build/libfake_cuda.so")
 )
@@ -17,12 +17,13 @@ os.environ.setdefault(
 
 @pytest.fixture
 def fake() -> Iterator[testing.FakeDriver]:
-    """The driver's controls; afterwards no rule was broken and nobody waited for the device."""
+    """Yield the driver's controls; at the end no rule was broken and no call waited for the
+    device."""
     with testing.host_as_device() as driver:
         driver.reset()
         yield driver
         driver.hold(False)
-        # An error that the test did not ask for is the test's business.
+        # A test that causes errors checks them itself.
         with contextlib.suppress(stillframe.StillframeError):
             stillframe.wait_all(timeout=60)
         violations, syncs = driver.violations, driver.calls("sync")

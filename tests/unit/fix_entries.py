@@ -1,9 +1,9 @@
-"""The calls by which Python changes directories, recorded, and every state that a power failure
-may leave of them.
+"""Records the calls by which Python changes directories, and finds every state that a power failure
+may leave.
 
-An entry of a directory (a name made, replaced or removed) is on the disk when that directory has
-been synced; until then each change may have got there or not, whatever became of the others. That
-is what tests/c/save/crash_model.h says of the core's calls.
+A change of a directory (a name made, replaced or removed) is on the disk once that directory was
+synced. Until then each change may be there or not, independently of the others. The model in
+tests/c/save/crash_model.h does the same for the core's calls.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ import pytest
 from stillframe import _core
 
 Step = tuple[int, bytes, bytes]
-State = dict[str, str]  # path -> what stands there: "directory", "file", or "-> " and a target
+State = dict[str, str]  # path -> "directory", "file", or "-> " and the target of a link
 
 
 @dataclass(frozen=True)
 class Call:
-    """A change of one directory's entries, or its sync."""
+    """One change of a directory, or its sync."""
 
     kind: str
     directory: str
-    change: dict[str, str | None] = field(default_factory=dict)  # None: the name is gone
+    change: dict[str, str | None] = field(default_factory=dict)  # None: the name was removed
 
 
-def what_stands(path: str) -> str | None:
+def kind_at(path: str) -> str | None:
+    """Return the entry at a path as in `State`; None if there is none."""
     if os.path.islink(path):
         return f"-> {os.readlink(path)}"
     if os.path.isdir(path):
@@ -41,29 +42,31 @@ def what_stands(path: str) -> str | None:
 
 
 def stepping(
-    told: Callable[[Step, bool], int | None],
+    on_step: Callable[[Step, bool], int | None],
 ) -> Callable[[Sequence[Step]], tuple[int, int]]:
-    """`_core.take_steps`, a step at a time: `told` is called before each, and may answer with the
-    errno that it is to fail with, and after it."""
+    """Run `_core.take_steps` one step at a time, and call `on_step` before and after each step.
+
+    Before a step, `on_step` may return an errno with which the step fails.
+    """
     take = _core.take_steps
 
     def call(steps: Sequence[Step]) -> tuple[int, int]:
         for done, step in enumerate(steps):
-            code = told(step, False) or take([step])[1]
+            code = on_step(step, False) or take([step])[1]
             if code:
                 return done, code
-            told(step, True)
+            on_step(step, True)
         return len(steps), 0
 
     return call
 
 
 class Recorded:
-    """`with Recorded(top) as recorded:` does what it says, and keeps the calls below `top`."""
+    """Runs a block as a context manager, and records its calls below the directory `top`."""
 
-    def __init__(self, top: Path, identity: Callable[[str], str | None] = what_stands) -> None:
+    def __init__(self, top: Path, identity: Callable[[str], str | None] = kind_at) -> None:
         self.top = os.path.realpath(top)
-        self._identity = identity  # tells a file from another of its name, where that matters
+        self._identity = identity  # distinguishes files of the same name, if the test needs that
         self.calls: list[Call] = []
         self.before: State = {}
 
@@ -131,7 +134,8 @@ class Recorded:
         return [each.directory for each in self.calls if each.kind == "sync"]
 
     def states(self, calls: int | None = None) -> Iterator[State]:
-        """Every state after the first `calls` calls and a power failure (all: after the last)."""
+        """Return every state after the first `calls` calls and a power failure; by default after
+        all."""
         made = self.calls[:calls]
         durable, doubtful = dict(self.before), []
         for call in made:
@@ -150,7 +154,7 @@ class Recorded:
             yield {path: what for path, what in state.items() if _reachable(path, state, self.top)}
 
     def every_state(self) -> Iterator[State]:
-        """After each of the calls, and before the first."""
+        """Return the states after each of the calls, and before the first."""
         for calls in range(len(self.calls) + 1):
             yield from self.states(calls)
 

@@ -1,4 +1,4 @@
-"""Objects of every kind that torch.save can hold, and the comparison of two loaded graphs."""
+"""Objects of every kind that torch.save can store, and the comparison of two loaded graphs."""
 
 import collections
 import ctypes
@@ -62,7 +62,7 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
 class Momentary:
-    """Its state is made of tensors that exist for no longer than the pickler needs them."""
+    """An object whose state is tensors that exist only while the pickler reads them."""
 
     def __init__(self, value):
         self.value = value
@@ -83,7 +83,7 @@ class ListOfTensors(list):
 
 
 def tensor_of(dtype, shape, seed=0):
-    """A tensor with a storage of its own and bytes that depend on the seed."""
+    """Return a tensor with its own storage and bytes that depend on the seed."""
     tensor = torch.empty(shape, dtype=dtype)
     storage = tensor.untyped_storage()
     data = (np.arange(storage.nbytes(), dtype=np.uint64) * 37 + seed * 11 + 5) % 251
@@ -95,7 +95,7 @@ def tensor_of(dtype, shape, seed=0):
 
 
 def bytes_of(storage):
-    """A host storage's bytes; bytes(storage) would make a tensor for each."""
+    """Return a host storage's bytes. bytes(storage) would make a tensor for each byte."""
     return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
 
 
@@ -105,7 +105,7 @@ SEEDS = st.integers(0, 1000)
 
 @st.composite
 def strided(draw, dtypes=tuple(DTYPES)):
-    """One tensor of any dtype, or views and aliases of one storage."""
+    """Return a tensor of any dtype, or views and aliases of one storage."""
     base = tensor_of(draw(st.sampled_from(dtypes)), draw(SHAPES), draw(SEEDS))
     views = {
         "itself": lambda: base,
@@ -126,7 +126,7 @@ def strided(draw, dtypes=tuple(DTYPES)):
 
 @st.composite
 def differentiable(draw):
-    """Parameters, tied and not, leaves with requires_grad, Buffers."""
+    """Return parameters, tied and untied, leaves with requires_grad, and Buffers."""
     base = tensor_of(
         draw(st.sampled_from([torch.float32, torch.bfloat16, torch.complex64])),
         draw(SHAPES),
@@ -353,7 +353,7 @@ def python_objects(draw):
 
 @st.composite
 def trees(draw, leaves=None):
-    """A nested container in which any leaf or branch may occur more than once."""
+    """Draw nested containers in which any leaf or branch may occur more than once."""
     if leaves is None:
         leaves = st.one_of(strided(), strided(), differentiable(), special(), python_objects())
     nodes = draw(st.lists(st.one_of(leaves, leaves, PLAIN), min_size=1, max_size=6))
@@ -385,15 +385,15 @@ SAFE_LEAVES = st.one_of(strided(), differentiable(), special())
 
 
 class Comparison:
-    """Walks two graphs side by side. Objects, and storages, must correspond one to one."""
+    """Walks two graphs together. Objects and storages must correspond one to one."""
 
     def __init__(self):
         self.forth = {}
         self.back = {}
-        self.kept = []  # nothing walked over dies, so no id is used twice
+        self.kept = []  # keeps all visited objects alive, so that ids stay unique
 
     def pair(self, kind, a, b, path):
-        """Notes that a and b correspond. False if that was known."""
+        """Record that a and b correspond; return False if that was known."""
         self.kept.append((a, b))
         known = (kind, a) in self.forth
         assert self.forth.setdefault((kind, a), b) == b, f"{path}: other sharing"
@@ -444,7 +444,7 @@ class Comparison:
         self.compare(vars(a), vars(b), path + ".__dict__")
         self.compare(a._backward_hooks, b._backward_hooks, path + "._backward_hooks")
         if type(a).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return  # what it is made of stands in its __dict__
+            return  # its parts are in its __dict__
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.contents(a, b, path)

@@ -1,7 +1,7 @@
-"""Counts how often a thread hands the interpreter lock over.
+"""Counts how often a thread releases the interpreter lock.
 
-Each time that a thread lets go of the lock, another one that computes may take it, and has it for a
-switch interval (5 ms). `count` runs in a process with handovers.c preloaded, which `start` makes.
+After each release, another thread that computes may take the lock and keep it for a switch interval
+(5 ms). `count` works only in a process with handovers.c preloaded, which `start` creates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIBRARY = "HANDOVERS_LIBRARY"
 
 
 def start(script: Path, directory: Path, *args: object) -> Any:
-    """Runs a script that counts, and returns what it prints, which is JSON."""
+    """Run a script that counts, and return the JSON that it prints."""
     library = directory / "handovers.so"
     if not library.exists():
         compiler = os.environ.get("CC", "cc").split()
@@ -46,11 +46,11 @@ def start(script: Path, directory: Path, *args: object) -> Any:
 
 
 class Counter:
-    """Counts in a process that `start` has made."""
+    """Counts releases in a process that `start` has created."""
 
     def __init__(self) -> None:
-        sys.setswitchinterval(1000)  # nobody is made to let go, only who wants to does
-        self._library = ctypes.PyDLL(os.environ[_LIBRARY])  # which keeps the lock itself
+        sys.setswitchinterval(1000)  # no thread is forced to release the lock
+        self._library = ctypes.PyDLL(os.environ[_LIBRARY])  # PyDLL keeps the lock during the call
         self._library.handovers_of.restype = ctypes.c_long
         self._library.handovers_learn(1)
         time.sleep(0)
@@ -61,14 +61,14 @@ class Counter:
         assert self.of(threading.get_native_id()) - before == 7, "that was not the lock"
 
     def of(self, thread: int) -> int:
-        """Hand-overs of a thread so far, by its `native_id`."""
+        """Return the releases so far of a thread, given by its `native_id`."""
         return int(self._library.handovers_of(thread))
 
     def count(self, function: Callable[[], T]) -> tuple[int, T]:
-        """Hand-overs of this thread during a call, and what the call returned.
+        """Return this thread's releases during a call, and the call's result.
 
-        A waiting thread checks for signals once a slice. The disk decides how often that is, so
-        these checks are not counted.
+        A waiting thread checks for signals once a slice. The number of these checks depends on the
+        disk, so they are not counted.
         """
         mine = threading.get_native_id()
         before, entered = self.of(mine), time.monotonic()

@@ -1,7 +1,7 @@
-"""A system call that stands still until somebody waits for what it is a part of.
+"""Stops a system call until the test waits for the operation that the call belongs to.
 
-Where a test looks at what is not there yet, and then waits for it, no time has to be guessed:
-however slow the machine is, the call goes on when the test waits, and not before.
+A test can then check a state that ends with the call, and wait for the end afterwards, without
+guessing a time: the call continues when the test waits, and not before.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _WAITS = {
 
 @contextlib.contextmanager
 def held_until_awaited(call: str) -> Iterator[None]:
-    """Inside the block every `call` stands still, until this thread waits for a save or a snapshot
-    in one of the package's own waits. A test that waits otherwise has its call after a minute."""
+    """Stop every `call` inside the block until this thread waits for a save or a snapshot in one of
+    the package's own waits. A test that waits in another way gets its call after a minute."""
     thread, over = threading.get_ident(), threading.Event()
     hold = contextlib.ExitStack()
 

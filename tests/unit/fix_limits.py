@@ -1,4 +1,4 @@
-"""Size thresholds lowered, so that states of kilobytes go the ways of those of gigabytes."""
+"""Lowered size thresholds, with which states of kilobytes take the paths of gigabytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from stillframe._load import fill, restore
 KIB = 1 << 10
 PAGE = 4 * KIB
 
-# Of _core: zip64 past 12 KiB and from 5 records on; pieces of a page; threads for every check.
+# Of _core: zip64 from 12 KiB or 5 records on; chunks of one page; threads for every check.
 CORE = {
     "zip64_bytes": 12 * KIB,
     "zip64_records": 5,
@@ -18,7 +18,7 @@ CORE = {
     "check_piece_bytes": PAGE,
     "ahead_bytes": 1,
 }
-# Of modules. Memory of a load is found ahead in proportions like those of the product.
+# Of modules. A load allocates memory ahead in the same proportions as without limits.
 MODULES = [
     (restore, "_AHEAD_BYTES", 8 * KIB),
     (restore, "_DEVICE_AHEAD_BYTES", 2 * KIB),

@@ -1,4 +1,4 @@
-"""How much memory a call takes at its peak, as the kernel counts it."""
+"""Measures the peak memory of a call, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def resident(field: str) -> int:
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Bytes that a call has at its peak over what was there, in a child that is gone then."""
+    """Return the bytes that a call adds at its peak; it runs in a child that then ends."""
 
     def measured() -> int:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present memory
         before = resident("VmRSS")
         kept = call()
         peak = resident("VmHWM") - before
@@ -37,8 +37,8 @@ def in_a_child(call: Callable[[], int]) -> int:
     if pid == 0:
         answer: object = None
         try:
-            torch.set_num_threads(1)  # the threads of the parent are not here
-            ctypes.CDLL(None).malloc_trim(0)  # nothing of it goes into memory that was free
+            torch.set_num_threads(1)  # the parent's threads do not exist here
+            ctypes.CDLL(None).malloc_trim(0)  # so that the call does not reuse freed memory
             answer = call()
         except BaseException as error:
             answer = repr(error)
@@ -46,9 +46,9 @@ def in_a_child(call: Callable[[], int]) -> int:
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads, "rb") as pipe:
-        told = pipe.read()
+        sent = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status == 0, f"the child ended with {status}"
-    answer = pickle.loads(told)
+    answer = pickle.loads(sent)
     assert isinstance(answer, int), answer
     return answer

@@ -1,4 +1,4 @@
-"""Python programs in processes of their own."""
+"""Runs Python programs in separate processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments; return its status and what it printed.
+    """Run Python with these arguments; return its status and its output.
 
-    `options` are those of subprocess.run. A failure raises nothing, unless check=True asks for it.
+    `options` are those of subprocess.run. A failure raises an error only with check=True.
     """
     given = {"capture_output": True, "text": True, "check": False, "timeout": 240, **options}
     return subprocess.run([sys.executable, *map(str, arguments)], **given)

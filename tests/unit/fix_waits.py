@@ -1,4 +1,4 @@
-"""For what another thread does in its own time: nothing is assumed of when, but that it comes."""
+"""Waits for events of other threads, without assumptions about their time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stillframe
 
 
 def eventually(holds: Callable[[], bool], timeout_s: float = 60) -> bool:
-    """Wait until `holds()` is true; return False if the time has passed."""
+    """Wait until `holds()` is true; return False after the timeout."""
     end = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > end:
@@ -19,5 +19,5 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 60) -> bool:
 
 
 def leased(engine: stillframe.Engine) -> int:
-    """Bytes of the engine's pool that are in use."""
+    """Return the bytes of the engine's pool that are in use."""
     return int(engine.stats()["leased_bytes"])

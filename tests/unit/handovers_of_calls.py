@@ -1,5 +1,5 @@
-"""Prints how often each call hands the interpreter lock over: {call: hand-overs}. Run by
-test_handovers.py with the number of tensors and a directory."""
+"""Prints how often each call releases the interpreter lock, as {call: releases}. test_handovers.py
+runs it with the number of tensors and a directory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from stillframe._watch import gate, step_hooks
 
 MANY_RANKS = "save of many ranks, beside the call"
 LOAD, TORCHS_LOAD = "load", "torch's load"
-LENGTH = 2048  # elements of a parameter: storages up to 4 KiB are copied in the call
+LENGTH = 2048  # elements of a parameter; storages up to 4 KiB are copied in the call
 
 
 def make_training(tensors: int) -> tuple[torch.nn.ParameterList, torch.optim.Optimizer]:
-    """A model and its AdamW, with so many tensors together."""
+    """Return a model and its AdamW, which together have so many tensors."""
     model = torch.nn.ParameterList([torch.randn(LENGTH) for _ in range(max(tensors // 4, 1))])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(24):
@@ -39,14 +39,14 @@ def step(model: torch.nn.ParameterList, optimizer: torch.optim.Optimizer) -> Non
 
 
 class Completion:
-    """Knows when the completion thread waits again.
+    """Detects when the completion thread waits again.
 
-    A thread that sees this has the interpreter lock, so the completion thread has handed it over.
+    A thread that sees this has the interpreter lock, so the completion thread has released it.
     """
 
     def __init__(self) -> None:
         self._wait = _core.notice_wait
-        self._ended = 0  # the last save whose last notice was taken
+        self._ended = 0  # the number of the last save whose last notice was taken
         self._waits = False
         _core.notice_wait = self._noted
 
@@ -59,7 +59,7 @@ class Completion:
         return what, number, sentence
 
     def id_behind(self, handle: stillframe.SaveHandle) -> int:
-        """Return the completion thread's id, once it has done everything for this save."""
+        """Return the completion thread's id once it has handled everything of this save."""
         (thread,) = [each for each in threading.enumerate() if each.name == "sf-completion"]
         while self._ended != handle._ticket.number or not self._waits:
             time.sleep(0.001)
@@ -69,7 +69,7 @@ class Completion:
 def main(tensors: int, directory: Path) -> dict[str, int]:
     counter, completion, counts = Counter(), Completion(), {}
     model, optimizer = make_training(tensors)
-    optimizer.step()  # nothing has seen a gradient since: versions stay as they are
+    optimizer.step()  # later steps see no gradient, so versions do not change
 
     def tree() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -140,7 +140,7 @@ def main(tensors: int, directory: Path) -> dict[str, int]:
 
 
 def of_many_ranks(counter: Counter, tensors: int, directory: Path) -> int:
-    """Count the hand-overs of the thread of stillframe.dcp, for a save whose plan is known."""
+    """Count the releases of the thread of stillframe.dcp during a save with a known plan."""
     from stillframe import dcp
     from stillframe._dcp.rounds import Rounds
     from torch import distributed
@@ -161,14 +161,14 @@ def of_many_ranks(counter: Counter, tensors: int, directory: Path) -> int:
         before = of_thread(counter, "sf-dcp")
         dcp.save(state, directory)
         while len(ended) < number:
-            time.sleep(0.001)  # it waits again, then: see Completion
+            time.sleep(0.001)  # then it waits again, see Completion
     found = of_thread(counter, "sf-dcp") - before
     distributed.destroy_process_group()
     return found
 
 
 def of_thread(counter: Counter, name: str) -> int:
-    """0 where it has not been started."""
+    """Return the releases of a thread; 0 if it was not started."""
     threads = [each for each in threading.enumerate() if each.name == name]
     return sum(counter.of(int(each.native_id or 0)) for each in threads)
 

@@ -1,10 +1,10 @@
-"""Does the same again and again, and counts what is left of it: mappings, descriptors, threads,
-memory of malloc, blocks of the pool, objects of ours, references to what was saved.
+"""Repeats operations and counts what they leave: mappings, descriptors, threads, memory of malloc,
+blocks of the pool, objects of the package, references to saved objects.
 
     python tests/unit/leaks.py ROUNDS DIRECTORY [KIND ...]
 
-Prints a JSON: of each kind what there was more of afterwards than before. Says on the standard
-error every ten seconds how far it is.
+Prints JSON: for each kind of operation, the counts that grew. Prints its progress on stderr every
+ten seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ mallinfo.restype = Mallinfo
 
 
 class Round:
-    """One time of each kind; `handles` are those of all that was handed out and is alive."""
+    """Runs each kind of operation once; `handles` are all objects handed out that are alive."""
 
     def __init__(self, engine: stillframe.Engine, directory: Path) -> None:
         self.engine, self.directory = engine, directory
@@ -138,11 +138,11 @@ def count(engine: stillframe.Engine, done: Round) -> dict[str, int]:
 
 def repeat(one: Round, kind: str, times: int) -> None:
     call: Callable[[], None] = getattr(one, kind)
-    told = time.monotonic()
+    printed = time.monotonic()
     for number in range(times):
         call()
-        if time.monotonic() > told + 10:
-            told = time.monotonic()
+        if time.monotonic() > printed + 10:
+            printed = time.monotonic()
             print(f"{kind}: {number} of {times}", file=sys.stderr, flush=True)
 
 
@@ -151,7 +151,7 @@ def main(rounds: int, directory: Path, kinds: list[str]) -> dict[str, dict[str, 
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=64 * KIB) as engine:
         for kind in kinds or [name for name in vars(Round) if not name.startswith("_")]:
             one = Round(engine, directory)
-            repeat(one, kind, 30)  # what is kept for the next time, and pages first touched
+            repeat(one, kind, 30)  # fills caches and touches pages for the first time
             before = count(engine, one)
             repeat(one, kind, rounds // 5 if kind == "forks" else rounds)
             after = count(engine, one)

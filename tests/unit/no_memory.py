@@ -1,9 +1,9 @@
-"""Has calls of the binding fail to get memory, at each place where they ask for some in turn.
+"""Makes each memory allocation in calls of the binding fail in turn.
 
     python tests/unit/no_memory.py {once,from-then-on} DIRECTORY [CALL ...]
 
-Prints a JSON: of each call how often it failed, and what was wrong about it. A call has to raise
-MemoryError or do what it does with memory, and what it was called on goes on afterwards.
+Prints JSON: for each call, how often it failed and what was wrong. A call must raise MemoryError or
+do its work, and its object must work afterwards.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from stillframe._tree import flat, skeleton
 from stillframe._tree.skeleton import SOURCE
 from stillframe._watch.memory_owners import Marks
 
-failing = (0, 0)  # the present try fails allocations behind the n-th, to the second; (n, 0): all
-MOST = 5000  # allocations of a call
-QUIET = 15  # times that a call has done without, until it is taken not to ask again
+# this try fails the allocations after the n-th up to the second number; (n, 0): all after the n-th
+failing = (0, 0)
+MOST = 5000  # the most allocations of a call
+QUIET = 15  # after so many calls without a failure, a call makes no more allocations
 CALLS: dict[str, Callable[[Path], tuple[Callable[[], Any], Callable[[Any], Any]]]] = {}
 GROUPS = [{"params": [torch.nn.Parameter(torch.zeros(4096)) for _ in range(3)]}]
 PARAMS = GROUPS[0]["params"]
 for each in PARAMS:
-    each.grad = torch.ones_like(each)  # without, and without a state, it is not trained
+    each.grad = torch.ones_like(each)  # without a gradient and without state it counts as untrained
 OWNED: dict[Any, Any] = {}
 KEPT = torch.ones(5000)
 
@@ -121,12 +122,12 @@ def defer(_: Path) -> Any:
 
 
 @call
-def defer_kept(_: Path) -> Any:
+def defer_memory_owner(_: Path) -> Any:
     kept = [torch.zeros(20_000) for _ in range(3)]
 
     def tried(marks: Marks) -> None:
         try:
-            _core.Observer.defer_kept(kept, marks)
+            _core.Observer.defer_memory_owner(kept, marks)
         finally:
             _testcapi.remove_mem_hooks()
             is_marked_wholly(marks)
@@ -150,9 +151,9 @@ def rebuilt(_: Path) -> Any:
 
 
 def copied(take: Callable[[list[Any]], Any], ahead: bool) -> Any:
-    """Copy with `take` in place of torch's function that takes handles over.
+    """Copy with `take` instead of torch's function that consumes the handles.
 
-    That function may wait forever without memory. With `ahead`, a step before it fails.
+    That function may wait forever without memory. With `ahead`, an earlier step fails.
     """
     types = skeleton._make_types(dtypes=skeleton._whole_dtypes(), from_handles=take)
     memory = bytearray(4096)
@@ -160,7 +161,7 @@ def copied(take: Callable[[list[Any]], Any], ahead: bool) -> Any:
     tensors += [tensors[0][1:], tensors[2].view(torch.float32)]
     before = sys.getrefcount(memory)
 
-    def met() -> Any:
+    def containers() -> Any:
         gc.collect()
         assert sys.getrefcount(memory) == before, "a failure keeps the memory"
         collector = _core.Collector(types, True, True, True, True)
@@ -175,7 +176,7 @@ def copied(take: Callable[[list[Any]], Any], ahead: bool) -> Any:
         assert (len(news), len(firsts), len(left)) == (4, 3, 1)
         assert firsts[0] is news[id(tensors[0])]
 
-    return met, tried
+    return containers, tried
 
 
 @call
@@ -202,7 +203,7 @@ def copies_entered(_: Path) -> Any:
 
 
 @call
-def look(directory: Path) -> Any:
+def resolve(directory: Path) -> Any:
     path = os.fsencode(directory / "new.pt")
     return lambda: None, lambda _: _core.resolve(path, True)
 
@@ -289,21 +290,22 @@ def restore_bare(directory: Path) -> Any:
 
 @call
 def notice(_: Path) -> Any:
-    """Check that a notice for which one call had no memory reaches the next call."""
+    """Check that a notice that one call could not return for lack of memory reaches the next
+    call."""
 
     def tried(_: None) -> None:
-        # Python keeps the memory of 2,000 tuples such as the call makes.
+        # Python reuses the memory of up to 2,000 tuples like the one that the call makes.
         held = [(i, i, i) for i in range(2100)]  # noqa: F841
         _core.notice_stop()
         try:
-            told = _core.notice_wait()
+            notice = _core.notice_wait()
         except MemoryError:
             _testcapi.remove_mem_hooks()
-            signal.alarm(60)  # this process ends, in which the next call waits forever
+            signal.alarm(60)  # ends this process if the next call waits forever
             assert _core.notice_wait() == (_core.NOTICE_STOP, 0, "")
             signal.alarm(0)
             raise
-        assert told == (_core.NOTICE_STOP, 0, "")
+        assert notice == (_core.NOTICE_STOP, 0, "")
 
     return lambda: None, tried
 
@@ -387,11 +389,12 @@ def snapshot(_: Path) -> Any:
 # ---- all of them ------------------------------------------------------------------------------
 
 
-def wrong_of(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
-    """Make a call's allocations fail in turn; return how often it failed, and what was wrong."""
+def complaint_about(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
+    """Make a call's allocations fail in turn; return the number of failures, and the errors
+    found."""
     global failing
     make, tried = CALLS[name](directory)
-    tried(make())  # once with memory: what is kept is made
+    tried(make())  # the first call has memory and fills caches
     _testcapi.remove_mem_hooks()
     failed = quiet = 0
     wrong: list[str] = []
@@ -421,8 +424,8 @@ def wrong_of(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
 
 
 def main(mode: str, directory: Path, *wanted: str) -> None:
-    gc.freeze()  # what is imported stays, and is not looked through again and again
-    found = {name: wrong_of(name, directory, mode == "once") for name in wanted or CALLS}
+    gc.freeze()  # imported objects stay, and are not scanned again
+    found = {name: complaint_about(name, directory, mode == "once") for name in wanted or CALLS}
     print(json.dumps(found))
 
 

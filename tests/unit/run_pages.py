@@ -1,10 +1,11 @@
-"""Runs Python blocks of pages and notebooks, for test_docs.py: `run_pages.py DIRECTORY PAGE...`.
+"""Runs the Python blocks of pages and notebooks, for test_docs.py: `run_pages.py DIRECTORY
+PAGE...`.
 
-A page is one program: its blocks share a namespace, in their order, in a scratch directory of the
-page's own. README shows pieces of programs: what they take for granted is made here. Each page
-runs in a fork of this process, which has imported torch and Lightning once and done nothing with
-them. Where a block ```text title="prints" follows, that is what was printed, `...` standing for
-anything. One line of JSON a page: its name, and what is wrong with it or null.
+A page is one program: its blocks run in order in one namespace, in a scratch directory. README
+shows parts of programs, so this script defines the names that they need. Each page runs in a fork
+of this process, which has imported torch and Lightning and done nothing else with them. A block
+```text title="prints" must equal the output of the block before it; `...` matches anything. Prints
+one line of JSON for each page: its name, and the error or null.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _BLOCK = re.compile(
 
 
 def text_of(page: Path) -> str:
-    """The page; a notebook as the page that it would be."""
+    """Return the page's text; for a notebook, the equivalent page."""
     text = page.read_text()
     if page.suffix != ".ipynb":
         return text
@@ -58,7 +59,7 @@ class Model(lightning.pytorch.LightningModule):
 
 
 class Trainer(lightning.pytorch.Trainer):
-    """Trains at once, as the page says nothing of what."""
+    """Trains at once, because README does not show the training."""
 
     def __init__(self, **options: Any) -> None:
         quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
@@ -67,7 +68,7 @@ class Trainer(lightning.pytorch.Trainer):
 
 
 def of_the_reader() -> dict[str, object]:
-    """The names that README takes for granted, in a directory with an old checkpoint."""
+    """Define the names that README uses, in a directory with an old checkpoint."""
     model = torch.nn.Linear(64, 64)
     opt = torch.optim.AdamW(model.parameters())
     Path("step90.pt").touch()

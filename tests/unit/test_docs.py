@@ -1,4 +1,4 @@
-"""The documentation: its programs run, its links lead somewhere, and no public name is left out."""
+"""The documentation: its programs run, its links work, and the reference has every public name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_output_follows_the_block_that_prints_it():
 
 
 def _entries() -> set[str]:
-    """Names that the reference has an entry for."""
+    """Return the names that have an entry in the reference."""
     text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     return {*re.findall(r"^::: ([\w.]+)$", text, re.M), *re.findall(r"\{ #([\w.]+) \}", text)}
 

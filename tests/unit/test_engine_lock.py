@@ -1,7 +1,7 @@
-"""No call of the extension waits for an engine's lock while it has the interpreter's.
+"""No call of the extension waits for an engine's lock while it has the interpreter lock.
 
 The owner of an engine's lock may be a niced thread that another process keeps from running. Then
-every Python thread would stand still.
+every Python thread would stop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _call_all_under_a_taken_lock(directory: Path) -> None:
     engine = stillframe.Engine(pool_bytes="64MiB")
     calls = _calls(engine, directory)
     state = {"weight": torch.ones(8)}
-    # The first save starts the engine's threads, with its lock taken.
+    # The first save starts the engine's threads and takes its lock.
     saving = threading.Thread(
         target=lambda: stillframe.async_save(state, directory / "a.pt", engine=engine).result()
     )
@@ -58,7 +58,7 @@ def _call_all_under_a_taken_lock(directory: Path) -> None:
         for name, thread in threads.items():
             os.write(2, f"under the engine's lock: {name}\n".encode())
             thread.start()
-            time.sleep(0.001)  # it is asked now, and this thread goes on
+            time.sleep(0.001)  # by now the call was made, and this thread still runs
     for thread in [saving, *threads.values()]:
         thread.join()
 
@@ -67,9 +67,7 @@ def test_no_call_waits_for_the_engines_lock_with_the_interpreters(tmp_path):
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(
-            120
-        )  # a thread that stands still with the interpreter lock answers no other signal
+        signal.alarm(120)  # a thread that waits with the interpreter lock answers no other signal
         status = 1
         try:
             _call_all_under_a_taken_lock(tmp_path)

@@ -1,4 +1,4 @@
-"""Goals of the benchmarks: no competitor is dropped, and noise is no success."""
+"""Goals of the benchmarks: no competitor is dropped, and noise is not a success."""
 
 import math
 import sys
@@ -26,7 +26,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def found(scripts: Any, **values: list[float]) -> Any:
-    """The figures of one scenario and metric; `ours` and others by name."""
+    """Return the figures of one scenario and metric; `ours` and others by name."""
     goals, measured, _ = scripts
     figures = measured.Figures()
     for who, series in values.items():
@@ -107,6 +107,6 @@ def test_every_goal_has_a_row_in_the_table(scripts):
 def test_every_way_comes_first_in_its_turn_and_keeps_its_neighbours(scripts):
     import common
 
-    rounds = [common.turned("abc", number) for number in range(4)]
+    rounds = [common.rotated("abc", number) for number in range(4)]
     assert ["".join(each) for each in rounds] == ["abc", "bca", "cab", "abc"]
-    assert common.turned([], 3) == []
+    assert common.rotated([], 3) == []

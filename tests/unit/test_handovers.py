@@ -1,4 +1,4 @@
-"""However many tensors there are, a call hands the interpreter lock over at most three times."""
+"""A call releases the interpreter lock at most three times, however many tensors there are."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ CALLS = (
     "callback",
 )
 MANY_RANKS = "save of many ranks, beside the call"  # three collectives, and a commit on rank 0
-MOST_OF_MANY_RANKS = 40  # 22 to 28; on a busy machine it waits more often
-LOAD, TORCHS_LOAD = "load", "torch's load"  # torch's own calls make the tensors of both
+MOST_OF_MANY_RANKS = 40  # 22 to 28; more on a busy machine, which waits more often
+LOAD, TORCHS_LOAD = "load", "torch's load"  # in both, torch's own calls make the tensors
 NEEDS_FROM_BLOB = ("snapshot", "snapshot with overlap", "snapshot of parameters", "callback")
 
 

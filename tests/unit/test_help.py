@@ -21,7 +21,7 @@ def test_every_argument_of_a_function_is_documented(function):
     documentation = inspect.getdoc(function)
     named = [name for name in inspect.signature(function).parameters if name != "engine_options"]
     missing = [each for each in named if not re.search(rf"^ +{each}(,.*)?: ", documentation, re.M)]
-    if missing:  # several in one line
+    if missing:  # several on one line
         listed = re.findall(r"^ +([\w, ]+): ", documentation, re.M)
         missing = [each for each in missing if not any(each in line for line in listed)]
     assert not missing

@@ -1,8 +1,7 @@
-"""The house: no circle of files anywhere, and no folder that calls, includes or imports upwards.
+"""The layers: no circle of files, and no folder that calls, includes or imports upwards.
 
-Calls are those of the compiled objects, so they are what the linker sees; includes and imports are
-what the sources say, imports for types and inside functions too. ARCHITECTURE.md shows the same
-list of layers.
+The calls are those of the compiled objects, as the linker sees them. Includes and imports are those
+of the sources, also imports for types and inside functions. ARCHITECTURE.md shows the same list.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CORE, BINDING, PACKAGE = ROOT / "csrc/core", ROOT / "csrc/python", ROOT / "python/stillframe"
 
-# A folder may call and include what stands before it in its list, and itself.
+# A folder may call and include itself and the folders before it in its list.
 CORE_LAYERS = [
     *("sfr", "base", "trace", "cuda", "memory", "archive", "file", "reader", "check", "commit"),
     *("device", "engine", "stage", "restore", "save", "snapshot", "offload"),
 ]
-# The same for packages; a module that is not in one of them stands by itself.
+# The same for packages. A module outside all of them is a layer of its own.
 PACKAGE_LAYERS = [
     *("errors", "_base", "_tree", "_watch", "_save", "_load"),
-    *("_snapshot", "_dcp", "_check", "_offload", "_lightning", "_huggingface"),
+    *("_snapshot", "_dcp", "_check", "_offload", "_preemption", "_lightning", "_huggingface"),
     *(
         "lightning",
         "pytorch_lightning",
@@ -47,7 +46,8 @@ Graph = dict[str, set[str]]
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """The strongly connected components of more than one node, after Tarjan."""
+    """Return the strongly connected components of more than one node, found by Tarjan's
+    algorithm."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -75,7 +75,8 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def upwards(graph: Graph, layers: list[str]) -> list[str]:
-    """Edges from a layer to one above it; a file's layer is the first part of its name."""
+    """Return the edges from a layer to one above it; a file's layer is the first part of its
+    name."""
     rank = {name: place for place, name in enumerate(layers)}
     return [
         f"{source} -> {target}"
@@ -87,7 +88,7 @@ def upwards(graph: Graph, layers: list[str]) -> list[str]:
 
 @functools.cache
 def symbols() -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Which file of the core has each symbol that others can see, and which file needs which."""
+    """Return which file of the core has each visible symbol, and which file needs which symbol."""
     sources = [source.relative_to(CORE) for source in CORE.rglob("*.c")]
 
     def is_older(built: Path, source: Path) -> bool:
@@ -109,7 +110,7 @@ def symbols() -> tuple[dict[str, str], list[tuple[str, str]]]:
         text=True,
         check=True,
     ).stdout
-    home: dict[str, str] = {}
+    defined_in: dict[str, str] = {}
     needs: list[tuple[str, str]] = []
     for line in listing.splitlines():
         file, symbol, kind = line.split()[:3]
@@ -119,17 +120,17 @@ def symbols() -> tuple[dict[str, str], list[tuple[str, str]]]:
         if kind == "U":
             needs.append((name, symbol))
         elif kind.isupper():
-            home[symbol] = name
-    return home, needs
+            defined_in[symbol] = name
+    return defined_in, needs
 
 
 def calls() -> Graph:
-    """Which file of the core calls which, by the symbols of its objects."""
-    home, needs = symbols()
+    """Return which file of the core calls which, by the symbols of its objects."""
+    defined_in, needs = symbols()
     graph: Graph = {}
     for name, symbol in needs:
-        if home.get(symbol, name) != name:
-            graph.setdefault(name, set()).add(home[symbol])
+        if defined_in.get(symbol, name) != name:
+            graph.setdefault(name, set()).add(defined_in[symbol])
     return graph
 
 
@@ -140,7 +141,7 @@ def words(*files: Path) -> set[str]:
 
 
 def includes(top: Path, *paths: Path) -> Graph:
-    """Which file under `top` includes which of them."""
+    """Return which file under `top` includes which."""
     graph: Graph = {}
     for file in top.rglob("*.[ch]"):
         for name in re.findall(r'(?m)^#include "([^"]+)"', file.read_text()):
@@ -153,7 +154,7 @@ def includes(top: Path, *paths: Path) -> Graph:
 
 
 def imports(top: Path, *package: str) -> Graph:
-    """Which module under `top` imports which of them."""
+    """Return which module under `top` imports which."""
     names = {
         ".".join((*package, *file.relative_to(top).with_suffix("").parts)): file
         for file in top.rglob("*.py")
@@ -170,7 +171,7 @@ def imports(top: Path, *package: str) -> Graph:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                # The binary modules are below everything, and no files of the package.
+                # The binary modules are below everything, and are not files of the package.
                 if name not in names and alias.name == "_core":
                     continue
                 yield name if name in names else node.module
@@ -195,11 +196,13 @@ def test_no_two_files_of_the_core_call_each_other_and_no_folder_calls_upwards():
 
 
 def test_function_used_in_one_file_is_static():
-    home, needs = symbols()
+    defined_in, needs = symbols()
     others = (CORE / "sfr", BINDING, ROOT / "tests")
     needed = {symbol for _, symbol in needs}
     needed |= words(*(file for folder in others for file in folder.rglob("*.[ch]")))
-    assert {f"{file}: {symbol}" for symbol, file in home.items() if symbol not in needed} == set()
+    assert {
+        f"{file}: {symbol}" for symbol, file in defined_in.items() if symbol not in needed
+    } == set()
     said = [words(file) for file in BINDING.rglob("*.c")]
     declared = re.compile(r"(?m)^\w[^;{}()]*?\b(sfr_py_\w+)\([^;{}]*\);")
     lone = {
@@ -215,7 +218,7 @@ def test_includes_only_go_down():
     graph = includes(CORE, CORE)
     assert circles(graph) == []
     assert {target.split("/")[0] for target in graph.pop("sfr.h")} == {"sfr"}
-    assert upwards(graph, CORE_LAYERS) == []  # where nobody includes all of sfr.h
+    assert upwards(graph, CORE_LAYERS) == []  # no file includes all of sfr.h
     assert circles(includes(BINDING, BINDING, CORE, BINDING.parent)) == []
 
 
@@ -227,7 +230,7 @@ def test_imports_only_go_down():
 
 
 def test_only_commands_bound_the_whole_process():
-    """A training's own allocations would meet a limit that a pickle's reader has set."""
+    """A limit set for the reader of a pickle would also stop a training's own allocations."""
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]")]
     found = {file for file in files if re.search(r"\b(setrlimit|prlimit)\b", file.read_text())}
     assert {file.relative_to(PACKAGE).parts[0] for file in found} == {"_shell"}
@@ -248,7 +251,7 @@ def test_every_folder_is_in_the_list():
 
 
 def test_no_two_modules_of_the_tests_share_a_name():
-    """They are imported by name alone: the first one found would be everybody's."""
+    """They are imported by name alone, so the first one found would be used everywhere."""
     names = [file.name for file in (ROOT / "tests").rglob("*.py") if file.name != "conftest.py"]
     assert {name for name in names if names.count(name) > 1} == set()
 

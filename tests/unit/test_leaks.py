@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 ROUNDS = int(os.environ.get("STILLFRAME_SOAK", "200"))
-# Of malloc: what its lists and the interpreter's keep of one another, which does not grow. Of
-# mappings: where blocks of the pool that have memory lie beside ones that have none. Of committed
-# memory: the block of 64 KiB that is made for the next save while a snapshot has the only one. A
-# real leak adds much more, once for each round.
+# Malloc's and the interpreter's free lists keep some memory, which does not grow. Mappings depend
+# on which neighbouring blocks of the pool have memory. Committed memory includes the block of 64
+# KiB that is made for the next save while a snapshot has the only one. A real leak adds much more,
+# once for each round.
 NOISE = {"malloc": 16384, "mappings": 20, "committed": 1 << 16}
 
 

@@ -1,4 +1,4 @@
-"""The language check of `make lint` finds what it is for, and nothing in good sentences."""
+"""The language check of `make lint` finds what it should, and accepts good sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LINT = runpy.run_path(str(Path(__file__).parents[1] / "lint_prose.py"))
 LONG = "The gate waits " + "and waits " * 15 + "until every byte is copied."
 
 
-def _found(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _findings(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     file = tmp_path / name
     file.write_text(text)
     complaints = LINT["complaints"]
@@ -31,7 +31,9 @@ def _found(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch
 def test_relative_openings_and_long_sentences_are_found(tmp_path, monkeypatch, name, frame):
     def found(sentence: str) -> list[str]:
         text = frame.format(sentence)
-        return [each for each in _found(tmp_path, name, text, monkeypatch) if "columns" not in each]
+        return [
+            each for each in _findings(tmp_path, name, text, monkeypatch) if "columns" not in each
+        ]
 
     assert len(found("Who waits for a run holds nothing.")) == 1
     assert len(found("A run is a row. What it holds comes back.")) == 1
@@ -42,7 +44,7 @@ def test_relative_openings_and_long_sentences_are_found(tmp_path, monkeypatch, n
 
 def test_unusual_words_are_found_outside_quotes(tmp_path, monkeypatch):
     def found(sentence: str) -> list[str]:
-        return _found(tmp_path, "page.md", f"{sentence}\n", monkeypatch)
+        return _findings(tmp_path, "page.md", f"{sentence}\n", monkeypatch)
 
     assert found("The link is made anew.") == ['page.md:1: "anew": write again']
     assert len(found("Copies go on behind the call, whoever made it.")) == 2
@@ -52,7 +54,7 @@ def test_unusual_words_are_found_outside_quotes(tmp_path, monkeypatch):
 def test_docstring_of_a_function_begins_with_a_verb(tmp_path, monkeypatch):
     def found(head: str, docstring: str) -> list[str]:
         text = f'{head}\n    """{docstring}"""\n'
-        return _found(tmp_path, "module.py", text, monkeypatch)
+        return _findings(tmp_path, "module.py", text, monkeypatch)
 
     assert len(found("def is_open() -> bool:", "Whether it is open.")) == 1
     assert not found("def is_open() -> bool:", "Tell whether it is open.")
@@ -61,7 +63,7 @@ def test_docstring_of_a_function_begins_with_a_verb(tmp_path, monkeypatch):
 
 def test_wide_comment_lines_are_found_with_tabs_of_8(tmp_path, monkeypatch):
     def found(name: str, text: str) -> list[str]:
-        return _found(tmp_path, name, text, monkeypatch)
+        return _findings(tmp_path, name, text, monkeypatch)
 
     assert len(found("file.c", f"\t/* {'x' * 90} */\n")) == 1
     assert not found("file.c", f"\t/* {'x' * 80} */\n")
@@ -71,7 +73,7 @@ def test_wide_comment_lines_are_found_with_tabs_of_8(tmp_path, monkeypatch):
 
 def test_code_and_generated_tables_are_not_prose(tmp_path, monkeypatch):
     page = f"```sh\n{LONG}\n```\n\n<!-- table x -->\n{LONG}\n<!-- end of table -->\n"
-    assert not _found(tmp_path, "page.md", page, monkeypatch)
+    assert not _findings(tmp_path, "page.md", page, monkeypatch)
 
 
 def test_accepted_sentences_still_exist():

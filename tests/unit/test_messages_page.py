@@ -1,4 +1,4 @@
-"""The page that lists every message: none of the code's is left out."""
+"""The page of messages has every message of the code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOGGED = {"warning", "error"}
 
 
 def _text(node: ast.expr) -> str:
-    """A message as the page writes it: … for what differs."""
+    """Return a message as the page writes it: … for the variable parts."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%(\.\d+)?[a-z]", "…", node.value)
     if isinstance(node, ast.JoinedStr):
@@ -54,7 +54,7 @@ def _core_messages() -> Iterator[tuple[str, str]]:
 
 
 def _listed() -> set[str]:
-    """Return the quotations at the beginning of the page's rows."""
+    """Return the quotations at the beginning of the page's table rows."""
     return set(re.findall(r'^\| "([^"]+)" \|', PAGE.read_text(), re.M))
 
 
@@ -66,7 +66,7 @@ def test_every_message_of_an_error_or_warning_is_on_the_page():
     messages = [
         (where, text)
         for where, text in [*_python_messages(), *_core_messages()]
-        if re.search(r"[A-Za-z]{2,} [A-Za-z]{2,}", text)  # others are the system's own words
+        if re.search(r"[A-Za-z]{2,} [A-Za-z]{2,}", text)  # shorter texts are not sentences of ours
     ]
     assert len(messages) > 70
     listed = _listed()
@@ -78,5 +78,5 @@ def test_the_page_quotes_no_message_that_is_not_in_the_code():
     python = "".join(path.read_text() for path in sorted(ROOT.glob("python/**/*.py")))
     core = "".join(path.read_text() for path in sorted(ROOT.glob("csrc/core/**/*.c")))
     code = re.sub(r"\{[^{}]*\}", "…", python) + re.sub(r"%(\.\d+)?[a-z]", "…", core)
-    code = re.sub(r'"\s*f?"', "", code)  # between the pieces of one string
+    code = re.sub(r'"\s*f?"', "", code)  # between the literals of one string
     assert not [quoted for quoted in _listed() if not _is_of(quoted, code)]

@@ -1,4 +1,4 @@
-"""The binding without memory: each call raises MemoryError, and nothing is broken or leaked."""
+"""The binding without memory: each call raises MemoryError, and nothing is damaged or leaked."""
 
 from __future__ import annotations
 

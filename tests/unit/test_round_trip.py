@@ -1,5 +1,5 @@
-"""Round trips: a saved file, read by stock torch.load in each of its modes, gives what a file
-of torch.save gives."""
+"""Round trips: stock torch.load reads a saved file, in each of its modes, as it reads a file of
+torch.save."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ saved = settings(deadline=None, suppress_health_check=list(HealthCheck), max_exa
 
 @contextmanager
 def files(obj):
-    """The same object saved by us and by torch.save: two paths."""
+    """Save the same object with stillframe and with torch.save; return both paths."""
     with tempfile.TemporaryDirectory() as directory:
         ours, stock = Path(directory, "ours.pt"), Path(directory, "stock.pt")
         stillframe.save(obj, ours, durable=False)
@@ -79,7 +79,7 @@ MODES = {
     "stillframe.load to the cpu": lambda path: stillframe.load(path, "cpu", weights_only=False),
 }
 
-# A few objects that between them hold everything.
+# A few objects that together have every kind of content.
 SAMPLES = {
     "plain": lambda: {"a": tensor_of(torch.float32, (5, 3)), "n": 3, "text": "K\x00Q"},
     "every dtype": lambda: [tensor_of(dtype, (3, 2)) for dtype in fix_graphs.DTYPES],

@@ -1,4 +1,4 @@
-"""The tables of README and docs are what the figures in the tree say."""
+"""The tables of README and docs agree with the stored figures."""
 
 import json
 import subprocess
@@ -93,8 +93,8 @@ def test_benchmark_of_a_missing_package_is_left_out_with_a_sentence(
 
     monkeypatch.setattr("dcp_ways.find_spec", lambda name: None)
     assert dcp.main(["--ways", META, "--dir", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert "torch_checkpointing is left out" in told and "pip install -r" in told
+    output = capsys.readouterr().err
+    assert "torch_checkpointing is left out" in output and "pip install -r" in output
 
 
 def test_each_way_of_many_ranks_has_a_column(tables):

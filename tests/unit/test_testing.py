@@ -1,4 +1,4 @@
-"""The fault injection that stillframe.testing offers, through real saves."""
+"""The fault injection of stillframe.testing, tested with real saves."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from stillframe.testing import fault, held, slow
 
 
 def state(value: float = 1.0) -> dict[str, torch.Tensor]:
-    """A state of three blocks of the fixture's engine."""
+    """Return a state of three blocks of the fixture's engine."""
     return {"weight": torch.full((3 << 18,), value)}
 
 
@@ -56,7 +56,7 @@ def test_slow_copies_delay_the_call_and_nothing_else(engine, tmp_path):
     assert torch.equal(torch.load(tmp_path / "a.pt")["weight"], state()["weight"])
 
 
-def test_a_held_call_stands_until_the_block_is_left(engine, tmp_path):
+def test_held_call_waits_until_the_block_is_left(engine, tmp_path):
     with held("fdatasync", sticky=False) as injected:
         handle = stillframe.async_save(state(), tmp_path / "a.pt", engine=engine)
         while injected.hits == 0:

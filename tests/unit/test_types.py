@@ -58,7 +58,7 @@ def test_readme_and_the_api_type_check(tmp_path):
     snippets = re.findall(r"```python\n(.*?)```", readme, re.S)
     assert len(snippets) >= 5
     for number, snippet in enumerate(snippets):
-        code = snippet.replace("(...)", "()")  # what readers fill in
+        code = snippet.replace("(...)", "()")  # the part that readers fill in
         (tmp_path / f"readme_{number}.py").write_text(NAMES + code)
     uses = NAMES + USES
     (tmp_path / "uses.py").write_text(uses)

@@ -1,4 +1,4 @@
-"""The source distribution has everything in it, and the check of a wheel works."""
+"""The source distribution is complete, and the check of a wheel works."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Looks a wheel over, and tries it beside several torches: `make wheel-check`, `wheel-versions`.
+"""Checks a wheel, and tries it with several versions of torch: `make wheel-check`,
+`wheel-versions`.
 
     python tests/wheel/wheel.py check WHEEL...             names, symbols, paths, debugging symbols
     python tests/wheel/wheel.py versions WHEEL VERSION...  an environment for each torch, and a save
 
-Each environment is a fresh one below build/, with the CPU build of torch. A version that
-cannot be installed is skipped, and a line says why. With WHEEL_CUDA=1 the ordinary build is used
-instead, which brings up to six gigabytes of CUDA packages. Exit status 1: the wheel has a fault.
+Each environment is new, below build/, with the CPU build of torch. A version that cannot be
+installed is skipped, and a line says why. With WHEEL_CUDA=1 the ordinary build is used instead,
+which needs up to six gigabytes of CUDA packages. The exit status is 1 if the wheel has a fault.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def data_files() -> list[str]:
 
 
 def glibc_of(binary: bytes) -> tuple[int, int]:
-    """The newest glibc that its symbols are of."""
+    """The newest glibc version of the wheel's symbols."""
     versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", sections(binary)[".dynstr"])
     return max((int(major), int(minor)) for major, minor in versions)
 
@@ -115,7 +116,7 @@ def install_torch(python: Path, version: str) -> bool:
 
 
 def try_beside(wheel: Path, version: str) -> bool:
-    """Tell whether the wheel works with this torch; True if that torch cannot be installed."""
+    """Return whether the wheel works with this torch; True if that torch cannot be installed."""
     with tempfile.TemporaryDirectory(dir="build", prefix=f"torch-{version}-") as directory:
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)
         python = Path(directory).resolve() / "bin/python"

@@ -6,14 +6,14 @@
  *      header, captured   | deferred                   | captured ...      extents
  *                    |~~~~~~~~~~~~~~|              |~~~~~~~~~~~~~~|        edge pages
  *
- * Members follow each other in the given order. A new extent begins where a member is copied at
- * another time, or from another device, than the one before. One producer may so have several
- * extents; they are adjacent in img->runs, and its blocks count through them.
+ * Members follow each other in the given order. A new extent begins where a member is not copied
+ * at the same time and from the same device as the member before it. So a producer may have
+ * several extents. They are adjacent in img->extents, and their blocks are numbered consecutively.
  *
  * An extent begins at the page that contains its first byte, because blocks are written in whole
- * pages. So two extents may share a page: an edge page. Neither block writes it. Writers put its
- * bytes together in memory of the ticket, and it is written with the tail (save/write.c). A page
- * that a run has alone is padded with zeros; only the last one of the file is, and it is cut off.
+ * pages. So two extents may share a page, which is called an edge page. No block writes it. Writers
+ * collect its bytes in memory of the ticket, and it is written with the tail (save/write.c). Only
+ * the last page of the file is padded, with zeros beyond the end of the file, which are cut off.
  *
  * Such a file has no checksums. */
 #include <errno.h>
@@ -24,7 +24,7 @@
 
 static uint64_t key_of(const struct sfr_save_desc *desc, uint32_t member)
 {
-	return sfr__run_key(&desc->sources[desc->members[member].source]);
+	return sfr__extent_key(&desc->sources[desc->members[member].source]);
 }
 
 static int check_members(const struct sfr_save_desc *desc)
@@ -48,7 +48,7 @@ static int check_members(const struct sfr_save_desc *desc)
 }
 
 /* Returns the number of extents. The header has the key of captured host memory, which is 0. */
-static uint32_t count_runs(const struct sfr_save_desc *desc)
+static uint32_t count_extents(const struct sfr_save_desc *desc)
 {
 	uint64_t last = 0;
 	uint32_t nr = 1;
@@ -74,11 +74,11 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 	return next;
 }
 
-static void open_run(struct sfr__image *img, uint64_t key)
+static void open_extent(struct sfr__image *img, uint64_t key)
 {
-	img->runs[img->nr_runs++] = (struct sfr__run){ .lane = (uint32_t)(key >> 32),
-						       .device = (uint32_t)key,
-						       .first_entry = img->nr_entries };
+	img->extents[img->nr_extents++] = (struct sfr__extent){ .lane = (uint32_t)(key >> 32),
+								.device = (uint32_t)key,
+								.first_entry = img->nr_entries };
 }
 
 /* Adds an entry to the last extent. */
@@ -88,18 +88,18 @@ static void add(struct sfr__image *img, const char *src, uint64_t nbytes, uint64
 	img->entries[img->nr_entries++] = (struct sfr__entry){
 		.src = src, .nbytes = nbytes, .hdr_off = off, .data_off = off, .source = source
 	};
-	img->runs[img->nr_runs - 1].nr_entries++;
+	img->extents[img->nr_extents - 1].nr_entries++;
 }
 
 /* Adds the extents of one key. */
-static void add_runs(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
+static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
 	uint64_t *nbytes =
 		key >> 32 == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes;
 	uint64_t off = desc->skeleton_len, last = 0, its;
 
 	if (key == 0) {
-		open_run(img, 0);
+		open_extent(img, 0);
 		add(img, desc->skeleton, desc->skeleton_len, 0, -1);
 		*nbytes = desc->skeleton_len;
 	}
@@ -108,7 +108,7 @@ static void add_runs(struct sfr__image *img, const struct sfr_save_desc *desc, u
 
 		its = key_of(desc, i);
 		if (its == key && last != key)
-			open_run(img, key);
+			open_extent(img, key);
 		if (its == key) {
 			const struct sfr_source *source = &desc->sources[member->source];
 
@@ -122,44 +122,45 @@ static void add_runs(struct sfr__image *img, const struct sfr_save_desc *desc, u
 	}
 }
 
-/* Sets the bounds of an extent whose entries are known, and notes its first page if it shares it.
- * -EFBIG. */
-static int end_run(struct sfr__image *img, struct sfr__run *run)
+/* Sets the bounds of an extent whose entries are known, and lists its first page as an edge page if
+ * it is one. Returns 0 or -EFBIG. */
+static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 {
-	struct sfr__entry *first = &img->entries[run->first_entry];
-	const struct sfr__entry *last = first + run->nr_entries - 1;
+	struct sfr__entry *first = &img->entries[extent->first_entry];
+	const struct sfr__entry *last = first + extent->nr_entries - 1;
 	uint64_t nr_blocks;
 
-	run->off = first->data_off / SFR_PAGE * SFR_PAGE;
-	run->len = sfr__round_up(last->data_off + last->nbytes, SFR_PAGE) - run->off;
-	first->hdr_off = run->off; /* the bytes of others in the page, as glue */
-	run->first_block = run == img->runs ? 0 : run[-1].first_block + run[-1].nr_blocks;
-	nr_blocks = sfr__round_up(run->len, img->block_bytes) / img->block_bytes;
-	if (nr_blocks > UINT32_MAX - run->first_block)
+	extent->off = first->data_off / SFR_PAGE * SFR_PAGE;
+	extent->len = sfr__round_up(last->data_off + last->nbytes, SFR_PAGE) - extent->off;
+	first->hdr_off = extent->off; /* bytes of another extent in the page count as a header */
+	extent->first_block =
+		extent == img->extents ? 0 : extent[-1].first_block + extent[-1].nr_blocks;
+	nr_blocks = sfr__round_up(extent->len, img->block_bytes) / img->block_bytes;
+	if (nr_blocks > UINT32_MAX - extent->first_block)
 		return -EFBIG;
-	run->nr_blocks = (uint32_t)nr_blocks;
-	if (first->data_off != run->off && !sfr__image_is_edge(img, run->off))
-		img->edges[img->nr_edges++] = run->off;
+	extent->nr_blocks = (uint32_t)nr_blocks;
+	if (first->data_off != extent->off && !sfr__image_is_edge(img, extent->off))
+		img->edges[img->nr_edges++] = extent->off;
 	return 0;
 }
 
-/* Counts what each producer has from an extent on. */
-static void count_all(struct sfr__image *img)
+/* Sets, for each extent, the number of entries and blocks of it and of those that continue it. */
+static void count_with_later(struct sfr__image *img)
 {
-	for (uint32_t r = img->nr_runs; r-- > 0;) {
-		struct sfr__run *run = &img->runs[r];
-		bool more = r + 1 < img->nr_runs && run[1].lane == run->lane &&
-			    run[1].device == run->device;
+	for (uint32_t r = img->nr_extents; r-- > 0;) {
+		struct sfr__extent *extent = &img->extents[r];
+		bool more = r + 1 < img->nr_extents && extent[1].lane == extent->lane &&
+			    extent[1].device == extent->device;
 
-		run->all_entries = run->nr_entries + (more ? run[1].all_entries : 0);
-		run->all_blocks = run->nr_blocks + (more ? run[1].all_blocks : 0);
+		extent->all_entries = extent->nr_entries + (more ? extent[1].all_entries : 0);
+		extent->all_blocks = extent->nr_blocks + (more ? extent[1].all_blocks : 0);
 	}
 }
 
 int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *desc,
 			 uint64_t block_bytes)
 {
-	uint32_t nr_runs;
+	uint32_t nr_extents;
 	int rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes };
@@ -168,25 +169,26 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 		rc = check_members(desc);
 	if (rc != 0)
 		return rc;
-	nr_runs = count_runs(desc);
+	nr_extents = count_extents(desc);
 	img->entries = sfr_sys.calloc((size_t)desc->nr_members + 1, sizeof(*img->entries));
-	img->runs = sfr_sys.calloc(nr_runs, sizeof(*img->runs));
-	img->edges = sfr_sys.calloc(nr_runs, sizeof(*img->edges));
+	img->extents = sfr_sys.calloc(nr_extents, sizeof(*img->extents));
+	img->edges = sfr_sys.calloc(nr_extents, sizeof(*img->edges));
 	img->glue = sfr_sys.calloc(1, SFR_PAGE);
-	if (img->entries == NULL || img->runs == NULL || img->edges == NULL || img->glue == NULL) {
+	if (img->entries == NULL || img->extents == NULL || img->edges == NULL ||
+	    img->glue == NULL) {
 		rc = -ENOMEM;
 		goto fail;
 	}
 	img->len = desc->skeleton_len;
 	for (uint64_t key = 0, last = UINT64_MAX; key != last; key = next_key(desc, key)) {
-		add_runs(img, desc, key);
+		add_extents(img, desc, key);
 		last = key;
 	}
-	for (uint32_t r = 0; rc == 0 && r < img->nr_runs; r++)
-		rc = end_run(img, &img->runs[r]);
+	for (uint32_t r = 0; rc == 0 && r < img->nr_extents; r++)
+		rc = end_extent(img, &img->extents[r]);
 	if (rc != 0)
 		goto fail;
-	count_all(img);
+	count_with_later(img);
 	img->tail_off = img->len;
 	return 0;
 fail:

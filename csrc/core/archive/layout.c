@@ -16,7 +16,7 @@
  *      captured storages
  *     |------|------|------|------|------|--|   blocks: each extent has its own
  *
- * Sources are grouped into extents (struct sfr__run) by when they are copied and where they live:
+ * Sources are grouped into extents (struct sfr__extent) by when they are copied and where they are:
  * captured ones of the host, those of each device, then deferred ones of the host and of each
  * device.
  *
@@ -99,7 +99,7 @@ static void add_storages(struct sfr__image *img, const struct sfr_save_desc *des
 		const struct sfr_source *source = &desc->sources[i];
 		char name[sizeof(img->entries->name)];
 
-		if (sfr__run_key(source) != key)
+		if (sfr__extent_key(source) != key)
 			continue;
 		name_storage(name, i);
 		add(img, name, (const char *)(uintptr_t)source->addr, source->nbytes, i);
@@ -114,7 +114,7 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 	uint64_t next = key;
 
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
-		uint64_t its = sfr__run_key(&desc->sources[i]);
+		uint64_t its = sfr__extent_key(&desc->sources[i]);
 
 		if (its > key && (next == key || its < next))
 			next = its;
@@ -123,23 +123,23 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 }
 
 /* Closes the extent whose entries are those from first_entry to the last one added. */
-static int end_run(struct sfr__image *img, struct sfr__run *run)
+static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 {
-	uint64_t off = run->off, nr_blocks;
+	uint64_t off = extent->off, nr_blocks;
 
-	run->nr_entries = img->nr_entries - run->first_entry;
-	for (uint32_t i = 0; i < run->nr_entries; i++)
-		off = place(&img->entries[run->first_entry + i], off);
-	run->len = sfr__round_up(off, SFR_PAGE) - run->off;
-	nr_blocks = sfr__round_up(run->len, img->block_bytes) / img->block_bytes;
+	extent->nr_entries = img->nr_entries - extent->first_entry;
+	for (uint32_t i = 0; i < extent->nr_entries; i++)
+		off = place(&img->entries[extent->first_entry + i], off);
+	extent->len = sfr__round_up(off, SFR_PAGE) - extent->off;
+	nr_blocks = sfr__round_up(extent->len, img->block_bytes) / img->block_bytes;
 	if (nr_blocks > UINT32_MAX)
 		return -EFBIG;
-	run->nr_blocks = run->all_blocks = (uint32_t)nr_blocks;
-	run->all_entries = run->nr_entries;
-	if (run != img->runs)
-		run->first_block = run[-1].first_block + run[-1].nr_blocks;
-	img->nr_runs++;
-	img->len = run->off + run->len;
+	extent->nr_blocks = extent->all_blocks = (uint32_t)nr_blocks;
+	extent->all_entries = extent->nr_entries;
+	if (extent != img->extents)
+		extent->first_block = extent[-1].first_block + extent[-1].nr_blocks;
+	img->nr_extents++;
+	img->len = extent->off + extent->len;
 	return 0;
 }
 
@@ -170,7 +170,7 @@ int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes)
 {
 	uint64_t nr_entries = UINT64_C(1) + NR_RECORDS + desc->nr_sources;
-	uint32_t nr_runs = 1;
+	uint32_t nr_extents = 1;
 	int rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
@@ -178,10 +178,10 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 	if (rc != 0)
 		return rc;
 	for (uint64_t key = 0, next; (next = next_key(desc, key)) != key; key = next)
-		nr_runs++;
+		nr_extents++;
 	img->entries = sfr_sys.calloc(nr_entries, sizeof(*img->entries));
-	img->runs = sfr_sys.calloc(nr_runs, sizeof(*img->runs));
-	if (img->entries == NULL || img->runs == NULL) {
+	img->extents = sfr_sys.calloc(nr_extents, sizeof(*img->extents));
+	if (img->entries == NULL || img->extents == NULL) {
 		rc = -ENOMEM;
 		goto fail;
 	}
@@ -190,16 +190,16 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 	img->captured_nbytes = desc->skeleton_len;
 	for (size_t i = 0; i < NR_RECORDS; i++)
 		add(img, records[i].name, records[i].data, strlen(records[i].data), -1);
-	for (uint64_t key = 0; img->nr_runs < nr_runs; key = next_key(desc, key)) {
-		struct sfr__run *run = &img->runs[img->nr_runs];
+	for (uint64_t key = 0; img->nr_extents < nr_extents; key = next_key(desc, key)) {
+		struct sfr__extent *extent = &img->extents[img->nr_extents];
 
-		run->off = img->len;
-		run->lane = (uint32_t)(key >> 32);
-		run->device = (uint32_t)key;
+		extent->off = img->len;
+		extent->lane = (uint32_t)(key >> 32);
+		extent->device = (uint32_t)key;
 		if (key != 0) /* the first extent already has the records */
-			run->first_entry = img->nr_entries;
+			extent->first_entry = img->nr_entries;
 		add_storages(img, desc, key);
-		rc = end_run(img, run);
+		rc = end_extent(img, extent);
 		if (rc != 0)
 			goto fail;
 	}
@@ -215,52 +215,54 @@ fail:
 void sfr__image_fini(struct sfr__image *img)
 {
 	sfr_sys.free(img->entries);
-	sfr_sys.free(img->runs);
+	sfr_sys.free(img->extents);
 	sfr_sys.free(img->glue);
 	sfr_sys.free(img->fields);
 	sfr_sys.free(img->edges);
 	img->entries = NULL;
-	img->runs = NULL;
+	img->extents = NULL;
 	img->glue = NULL;
 	img->fields = NULL;
 	img->edges = NULL;
 	img->nr_edges = 0;
 }
 
-const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device)
+const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32_t lane,
+					    uint32_t device)
 {
-	for (uint32_t r = 0; r < img->nr_runs; r++)
-		if (img->runs[r].lane == lane && img->runs[r].device == device)
-			return &img->runs[r];
+	for (uint32_t r = 0; r < img->nr_extents; r++)
+		if (img->extents[r].lane == lane && img->extents[r].device == device)
+			return &img->extents[r];
 	return NULL;
 }
 
 /* ---- blocks and segments ------------------------------------------------- */
 
-/* Returns the extent that contains block `blk` of a producer, whose first extent is `run`. *blk
- * becomes its number in that extent. */
-static const struct sfr__run *run_of(const struct sfr__run *run, uint32_t *blk)
+/* Returns the extent that contains block `blk` of a producer, given the producer's first extent.
+ * *blk becomes the block's number in that extent. */
+static const struct sfr__extent *extent_of(const struct sfr__extent *first, uint32_t *blk)
 {
-	while (*blk >= run->nr_blocks) {
-		*blk -= run->nr_blocks;
-		run++;
+	while (*blk >= first->nr_blocks) {
+		*blk -= first->nr_blocks;
+		first++;
 	}
-	return run;
+	return first;
 }
 
-uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run,
+uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__extent *extent,
 			      uint32_t blk)
 {
-	run = run_of(run, &blk);
-	return run->off + blk * img->block_bytes;
+	extent = extent_of(extent, &blk);
+	return extent->off + blk * img->block_bytes;
 }
 
-size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
+size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__extent *extent,
+			    uint32_t blk)
 {
 	uint64_t left;
 
-	run = run_of(run, &blk);
-	left = run->len - blk * img->block_bytes;
+	extent = extent_of(extent, &blk);
+	left = extent->len - blk * img->block_bytes;
 	return (size_t)(left < img->block_bytes ? left : img->block_bytes);
 }
 
@@ -272,11 +274,11 @@ bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off)
 	return false;
 }
 
-void sfr__image_block_own(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk,
-			  uint64_t *from, uint64_t *to)
+void sfr__image_block_own(const struct sfr__image *img, const struct sfr__extent *extent,
+			  uint32_t blk, uint64_t *from, uint64_t *to)
 {
-	*from = sfr__image_block_off(img, run, blk);
-	*to = *from + sfr__image_block_len(img, run, blk);
+	*from = sfr__image_block_off(img, extent, blk);
+	*to = *from + sfr__image_block_len(img, extent, blk);
 	if (sfr__image_is_edge(img, *from))
 		*from += SFR_PAGE;
 	if (*from < *to && sfr__image_is_edge(img, *to - SFR_PAGE))
@@ -285,29 +287,30 @@ void sfr__image_block_own(const struct sfr__image *img, const struct sfr__run *r
 
 /* Returns the extent's last entry that begins at or before `off`. Entries follow each other without
  * a gap, so `off` is in it, or in the zeros at the extent's end. */
-static uint32_t entry_at(const struct sfr__image *img, const struct sfr__run *run, uint64_t off)
+static uint32_t entry_at(const struct sfr__image *img, const struct sfr__extent *extent,
+			 uint64_t off)
 {
-	const uint32_t first = run->first_entry;
+	const uint32_t first = extent->first_entry;
 
-	return (uint32_t)sfr__lower_bound(i, first + 1, first + run->nr_entries,
+	return (uint32_t)sfr__lower_bound(i, first + 1, first + extent->nr_entries,
 					  img->entries[i].hdr_off <= off) -
 	       1;
 }
 
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
-			const struct sfr__run *run, uint32_t blk)
+			const struct sfr__extent *extent, uint32_t blk)
 {
-	run = run_of(run, &blk);
+	extent = extent_of(extent, &blk);
 	it->img = img;
-	it->run = run;
-	it->off = sfr__image_block_off(img, run, blk);
-	it->end = it->off + sfr__image_block_len(img, run, blk);
-	it->entry = entry_at(img, run, it->off);
+	it->extent = extent;
+	it->off = sfr__image_block_off(img, extent, blk);
+	it->end = it->off + sfr__image_block_len(img, extent, blk);
+	it->entry = entry_at(img, extent, it->off);
 }
 
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
 {
-	const struct sfr__run *run = it->run;
+	const struct sfr__extent *extent = it->extent;
 	uint64_t begin, end;
 
 	if (it->off >= it->end)
@@ -315,10 +318,10 @@ bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
 	for (;; it->entry++) {
 		const struct sfr__entry *e;
 
-		if (it->entry == run->first_entry + run->nr_entries) {
+		if (it->entry == extent->first_entry + extent->nr_entries) {
 			seg->kind = SFR__SEG_PAD;
 			begin = it->off;
-			end = run->off + run->len;
+			end = extent->off + extent->len;
 			break;
 		}
 		e = &it->img->entries[it->entry];
@@ -342,7 +345,7 @@ bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
 		end = it->end;
 	seg->entry = it->entry;
 	seg->off = it->off - begin;
-	seg->pos = (size_t)((it->off - run->off) % it->img->block_bytes);
+	seg->pos = (size_t)((it->off - extent->off) % it->img->block_bytes);
 	seg->len = (size_t)(end - it->off);
 	it->off = end;
 	return true;

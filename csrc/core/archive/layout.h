@@ -16,11 +16,11 @@
  *   tail: padding, .data/serialization_id, central directory, zip64 end record and its
  *         locator, end record; the file's length is a multiple of 4096
  *
- * Every extent (struct sfr__run) starts at a multiple of 4096, in a block of its own, and its
+ * Every extent (struct sfr__extent) starts at a multiple of 4096, in a block of its own, and its
  * length is a multiple of 4096. So no block has two producers, and every block is one aligned
  * write. Sizes are known before a byte moves; only descriptors and the tail need CRCs. */
 struct sfr__entry {
-	const char *src; /* its bytes */
+	const char *src; /* the source's bytes */
 	uint64_t nbytes;
 	uint64_t hdr_off;  /* of its local header, in the file */
 	uint64_t data_off; /* a multiple of SFR_ALIGN */
@@ -32,13 +32,13 @@ struct sfr__entry {
 	uint64_t glue_at; /* parts: offset in the glue of the bytes before the data */
 };
 
-struct sfr__run {
+struct sfr__extent {
 	uint64_t off, len;
 	uint32_t lane, device; /* of struct sfr_source */
 	uint32_t first_entry, nr_entries;
 	uint32_t first_block, nr_blocks; /* index among the blocks of the image */
-	/* The entries and blocks of this extent and of those that follow it with the same lane and
-	 * device. Only a flat file has more than one; a block's number counts through them. */
+	/* The entries and blocks of this extent and of those behind it with the same lane and
+	 * device, which only a flat file has. Their blocks are numbered consecutively. */
 	uint32_t all_entries, all_blocks;
 	/* parts: memory that equals this extent, written in place */
 	const char *direct;
@@ -52,8 +52,8 @@ struct sfr__crc_field {
 
 struct sfr__image {
 	struct sfr__entry *entries;
-	struct sfr__run *runs;
-	uint32_t nr_entries, nr_runs;
+	struct sfr__extent *extents;
+	uint32_t nr_entries, nr_extents;
 	uint64_t block_bytes;
 	uint64_t tail_off, tail_len, len;
 	/* for parts, see parts.c: no tail, and entries without descriptors and names */
@@ -81,26 +81,28 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 /* Checks block size, skeleton and sources, as sfr__image_init does. */
 int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes);
 /* Returns what distinguishes sources of different extents, in the order of the extents. */
-static inline uint64_t sfr__run_key(const struct sfr_source *source)
+static inline uint64_t sfr__extent_key(const struct sfr_source *source)
 {
 	return (uint64_t)source->lane << 32 | source->device;
 }
 /* Frees the tables and keeps the sizes. Idempotent. */
 void sfr__image_fini(struct sfr__image *img);
 /* Returns the first extent of these sources, or NULL. */
-const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device);
+const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32_t lane,
+					    uint32_t device);
 /* Returns the bytes of block `blk` of an extent that belong to the file: block_bytes, or less for
  * the last. */
-size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk);
-uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run,
+size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__extent *extent,
+			    uint32_t blk);
+uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__extent *extent,
 			      uint32_t blk);
 
 /* Returns whether the page at `off` is an edge page. */
 bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off);
 /* Returns in [*from, *to) the part of a block that no other extent has bytes in: all of it, or all
  * but its first or last page. Those are edge pages, which are put together and written apart. */
-void sfr__image_block_own(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk,
-			  uint64_t *from, uint64_t *to);
+void sfr__image_block_own(const struct sfr__image *img, const struct sfr__extent *extent,
+			  uint32_t blk, uint64_t *from, uint64_t *to);
 
 /* Returns how many of the bytes [from, to) are in the file: the last page may extend beyond its
  * end. */
@@ -122,12 +124,12 @@ struct sfr__seg {
 /* Walks a block's segments in ascending order. Returns false at the end. */
 struct sfr__seg_iter {
 	const struct sfr__image *img;
-	const struct sfr__run *run;
+	const struct sfr__extent *extent;
 	uint64_t off, end; /* in the file */
 	uint32_t entry;
 };
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
-			const struct sfr__run *run, uint32_t blk);
+			const struct sfr__extent *extent, uint32_t blk);
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg);
 /* Write bytes [off, off + len) of an entry's local header, or of its descriptor (entry->crc must be
  * final). */

@@ -201,31 +201,32 @@ static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 }
 
 /* Adds the extent [off, end), which contains portions of the entries from `first` to `last`. */
-static int add_run(struct sfr__image *img, uint64_t end, uint32_t first, uint32_t last,
-		   const char *direct)
+static int add_extent(struct sfr__image *img, uint64_t end, uint32_t first, uint32_t last,
+		      const char *direct)
 {
-	struct sfr__run *run = &img->runs[img->nr_runs];
-	uint64_t off = img->nr_runs == 0 ? 0 : run[-1].off + run[-1].len, nr_blocks;
+	struct sfr__extent *extent = &img->extents[img->nr_extents];
+	uint64_t off = img->nr_extents == 0 ? 0 : extent[-1].off + extent[-1].len, nr_blocks;
 
 	nr_blocks = sfr__round_up(end - off, img->block_bytes) / img->block_bytes;
-	if (nr_blocks > UINT32_MAX - (img->nr_runs == 0 ? 0 : run[-1].first_block))
+	if (nr_blocks > UINT32_MAX - (img->nr_extents == 0 ? 0 : extent[-1].first_block))
 		return -EFBIG;
-	*run = (struct sfr__run){
+	*extent = (struct sfr__extent){
 		.off = off,
 		.len = end - off,
 		.first_entry = first,
 		.nr_entries = last - first + 1,
-		.first_block = img->nr_runs == 0 ? 0 : run[-1].first_block + run[-1].nr_blocks,
+		.first_block =
+			img->nr_extents == 0 ? 0 : extent[-1].first_block + extent[-1].nr_blocks,
 		.nr_blocks = (uint32_t)nr_blocks,
 		.all_entries = last - first + 1,
 		.all_blocks = (uint32_t)nr_blocks,
 		.direct = direct,
 	};
-	img->nr_runs++;
+	img->nr_extents++;
 	return 0;
 }
 
-static int add_runs(struct sfr__image *img)
+static int add_extents(struct sfr__image *img)
 {
 	uint64_t off = 0, from, to;
 	uint32_t first = 0; /* the entry that contains `off` */
@@ -237,27 +238,27 @@ static int add_runs(struct sfr__image *img)
 		if (!is_direct(e, &from, &to))
 			continue;
 		if (off < from)
-			rc = add_run(img, from, first, i, NULL);
+			rc = add_extent(img, from, first, i, NULL);
 		if (rc == 0)
-			rc = add_run(img, to, i, i, e->src + (from - e->data_off));
+			rc = add_extent(img, to, i, i, e->src + (from - e->data_off));
 		off = to;
 		first = i;
 	}
 	/* There is always an extent. */
-	if (rc == 0 && (off < img->len || img->nr_runs == 0))
-		rc = add_run(img, sfr__round_up(img->len, SFR_PAGE), first, img->nr_entries - 1,
-			     NULL);
+	if (rc == 0 && (off < img->len || img->nr_extents == 0))
+		rc = add_extent(img, sfr__round_up(img->len, SFR_PAGE), first, img->nr_entries - 1,
+				NULL);
 	return rc;
 }
 
 int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t block_bytes)
 {
-	uint32_t nr_runs = 1;
+	uint32_t nr_extents = 1;
 	uint64_t from, to;
 	int rc = p->rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
-	if (rc == 0 && add_glue(p, 1) == NULL) /* so that there always is some glue */
+	if (rc == 0 && add_glue(p, 1) == NULL) /* so that there is always a glue entry */
 		rc = p->rc;
 	if (rc != 0)
 		return rc;
@@ -265,16 +266,16 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	p->len--;
 	p->entries[p->nr_entries - 1].data_off = p->len;
 	for (size_t i = 0; i < p->nr_entries; i++)
-		nr_runs += is_direct(&p->entries[i], &from, &to) ? 2 : 0;
-	img->runs = sfr_sys.calloc(nr_runs, sizeof(*img->runs));
-	if (img->runs == NULL)
+		nr_extents += is_direct(&p->entries[i], &from, &to) ? 2 : 0;
+	img->extents = sfr_sys.calloc(nr_extents, sizeof(*img->extents));
+	if (img->extents == NULL)
 		return -ENOMEM;
 	img->entries = p->entries;
 	img->nr_entries = (uint32_t)p->nr_entries;
 	img->len = img->tail_off = p->len;
-	rc = add_runs(img);
+	rc = add_extents(img);
 	if (rc != 0) {
-		sfr_sys.free(img->runs);
+		sfr_sys.free(img->extents);
 		*img = (struct sfr__image){ 0 };
 		return rc;
 	}

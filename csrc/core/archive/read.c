@@ -250,7 +250,7 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 
 /* Whether a local header's number agrees with the directory's. It may be 0 if a descriptor follows,
  * and 0xffffffff if its zip64 field has the number. */
-static bool tells(uint32_t said, uint64_t value, const struct sfr__unzip_record *rec)
+static bool sizes_agree(uint32_t said, uint64_t value, const struct sfr__unzip_record *rec)
 {
 	return said == value || said == MAX32 ||
 	       (said == 0 && (rec->flags & SFR__UNZIP_DESCRIBED) != 0);
@@ -269,7 +269,8 @@ const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip
 		return "its local header and the directory disagree";
 	if (crc != rec->crc && (crc != 0 || (rec->flags & SFR__UNZIP_DESCRIBED) == 0))
 		return "its CRC in the local header is not the directory's";
-	if (!tells(le32(fixed + 18), rec->clen, rec) || !tells(le32(fixed + 22), rec->ulen, rec))
+	if (!sizes_agree(le32(fixed + 18), rec->clen, rec) ||
+	    !sizes_agree(le32(fixed + 22), rec->ulen, rec))
 		return "its sizes in the local header are not the directory's";
 	return NULL;
 }

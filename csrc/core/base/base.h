@@ -67,7 +67,7 @@ int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *
 
 enum sfr__thread_kind {
 	SFR__BACKGROUND, /* runs at nice 10; the other kinds keep the caller's priority */
-	SFR__AWAITED,    /* its maker does nothing but wait for it */
+	SFR__AWAITED,    /* a call waits for the thread and does nothing else */
 	SFR__PROMPT,     /* a step may wait for it: short sleeps end on time */
 };
 /* Starts a named thread with every signal blocked except those that a thread raises itself. 0 or

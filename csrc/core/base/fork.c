@@ -87,6 +87,7 @@ static void wait_locked(const unsigned *nr, const struct timespec *until)
 		;
 }
 
+/* Returns the latest time until which a fork waits for files that are being opened. */
 static struct timespec soon(void)
 {
 	struct timespec until = { 0, 0 };

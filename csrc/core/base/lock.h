@@ -19,7 +19,7 @@ enum sfr__lock_rank {
 	SFR__LOCK_LANES,   /* device/lanes.c: the lanes of an engine */
 	/* copies in flight on a device's stream; never held over a call that queues */
 	SFR__LOCK_LANE,
-	SFR__LOCK_EYES,     /* device/glance.c: the devices that can be probed */
+	SFR__LOCK_PROBERS,  /* device/probe.c: the devices that can be probed */
 	SFR__LOCK_LOG,      /* commit/log.c: the process's ordered log */
 	SFR__LOCK_POOL,     /* a pool's free blocks, waiters, statistics */
 	SFR__LOCK_PIN,      /* the regions of a pool that the driver knows */

@@ -26,8 +26,8 @@
 #ifndef RENAME_EXCHANGE
 #define RENAME_EXCHANGE (1 << 1)
 #endif
-#ifndef SFR_LOOK_AGAIN_NS /* tests of wake-ups set it to an hour */
-#define SFR_LOOK_AGAIN_NS NS_PER_S
+#ifndef SFR_WAKE_UP_NS /* tests of wake-ups set it to an hour */
+#define SFR_WAKE_UP_NS NS_PER_S
 #endif
 
 static int plain_open(int dir, const char *name, int flags, mode_t mode)
@@ -188,12 +188,12 @@ int sfr__cond_init(pthread_cond_t *cond)
 	return -rc;
 }
 
-/* May return 0 without a wake-up, and does so after SFR_LOOK_AGAIN_NS: glibc can lose a wake-up
+/* May return 0 without a wake-up, and does so after SFR_WAKE_UP_NS: glibc can lose a wake-up
  * that comes while another thread is being woken (bug 25847). So every caller checks its condition
  * again. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns)
 {
-	uint64_t now = sfr__now_ns(), until = now + SFR_LOOK_AGAIN_NS;
+	uint64_t now = sfr__now_ns(), until = now + SFR_WAKE_UP_NS;
 	struct timespec ts;
 	int rc;
 

@@ -76,6 +76,7 @@ static bool is_legacy(const unsigned char *head, size_t len)
 	return len >= at + sizeof(binary) && memcmp(head + at, binary, sizeof(binary)) == 0;
 }
 
+/* Returns what is wrong with a file that is neither an archive nor in the legacy format. */
 static const char *foreign(const unsigned char *head, size_t len)
 {
 	for (size_t i = 0; i < len; i++)

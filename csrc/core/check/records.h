@@ -24,7 +24,7 @@ struct sfr_check {
 	unsigned flags;
 	enum sfr__check_state state;
 	int code;             /* 0, or the error of reading */
-	uint64_t deadline_ns; /* of the slice; only waits look at it */
+	uint64_t deadline_ns; /* of the slice; read only by waits */
 	struct sfr_check_result result;
 	struct sfr_bad_record *bad;
 	struct sfr__window dir, body;

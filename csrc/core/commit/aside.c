@@ -37,6 +37,7 @@ static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 	return e->ops->asked_since(e);
 }
 
+/* Whether an entry's file system has not answered for longer than the log's patience. */
 static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 {
 	uint64_t since = asked_since_locked(e);
@@ -93,20 +94,21 @@ bool sfr__log_might_pass_locked(const struct sfr__log_entry *e)
 	return false;
 }
 
-static bool is_told_locked(uint64_t fs)
+/* Whether a notice has said that this file system is set aside. */
+static bool is_notified_locked(uint64_t fs)
 {
 	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
-		if (e->fs == fs && e->told)
+		if (e->fs == fs && e->notified)
 			return true;
 	return false;
 }
 
-void sfr__log_tell_aside_locked(const struct sfr__log_entry *e, uint64_t now)
+void sfr__log_report_aside_locked(const struct sfr__log_entry *e, uint64_t now)
 {
 	for (struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next) {
-		if (!hangs_locked(b, now) || is_told_locked(b->fs))
+		if (!hangs_locked(b, now) || is_notified_locked(b->fs))
 			continue;
-		b->told = true;
+		b->notified = true;
 		sfr__notice_text("the file system of %s has not answered for %u s: saves to "
 				 "others go on without it; its own saves, and all removes, wait",
 				 b->key, (unsigned)((now - asked_since_locked(b)) / 1000000000u));

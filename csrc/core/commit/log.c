@@ -23,7 +23,7 @@
  * rename and a directory's sync are short compared with the data. */
 #include "commit/log_int.h"
 
-#define MOST_THREADS 4 /* one fewer file systems may hang at a time */
+#define MOST_THREADS 4 /* even if three file systems hang, one thread still works */
 
 /* ---- threads ---- */
 
@@ -116,7 +116,7 @@ static bool is_its_turn_locked(struct sfr__log_entry *e, uint64_t now)
 	if (e != sfr__log.entries.head) {
 		if (!sfr__log_may_pass_locked(e, now))
 			return false;
-		sfr__log_tell_aside_locked(e, now);
+		sfr__log_report_aside_locked(e, now);
 		return true;
 	}
 	if (e->state == SFR__LOG_WAITING && !e->ops->run) {

@@ -11,8 +11,8 @@ struct sfr__log_entry;
 
 /* The kind of an entry: a save, a remove, or external work. The log knows no more about it. */
 struct sfr__log_ops {
-	bool creates;     /* it makes its name (a save, a link) rather than removing it */
-	bool is_save;     /* a remove behind it depends on its result */
+	bool creates; /* the entry makes its name (a save, a link); otherwise it removes the name */
+	bool is_save; /* a remove behind it depends on its result */
 	bool close_waits; /* closing an engine waits for it */
 	bool has_below;   /* it also makes what is below its name: a directory (a remove always
 			   * concerns that) */
@@ -50,7 +50,7 @@ struct sfr__log_entry {
 	/* Since when a thread of the log has been waiting for the file system of this entry; 0:
 	 * none is. Only that thread writes it, without the lock after each answer. */
 	_Atomic uint64_t asked_ns;
-	bool told; /* a notice said that its file system was set aside */
+	bool notified; /* a notice said that its file system was set aside */
 };
 
 /* Reserves an entry: starts the log's thread if needed, which runs until the reservation is used or

@@ -53,6 +53,6 @@ bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now);
 /* Returns whether it could overtake if the entries being worked on do not end. */
 bool sfr__log_might_pass_locked(const struct sfr__log_entry *e);
 /* Posts a notice, once for each file system in front of `e` that is set aside. */
-void sfr__log_tell_aside_locked(const struct sfr__log_entry *e, uint64_t now);
+void sfr__log_report_aside_locked(const struct sfr__log_entry *e, uint64_t now);
 
 #endif

@@ -13,7 +13,8 @@
 #include "file/file.h"
 #include "trace/trace.h"
 
-static void remove_or_tell(struct sfr__log_entry *entry, bool after_good)
+/* Removes the path if the save before it succeeded; otherwise, and on failure, posts a notice. */
+static void remove_or_report(struct sfr__log_entry *entry, bool after_good)
 {
 	const char *path = entry->key;
 	struct sfr_err err = { .index = -1 };
@@ -30,8 +31,8 @@ static void remove_or_tell(struct sfr__log_entry *entry, bool after_good)
 
 static void run(struct sfr__log_entry *entry, bool after_good)
 {
-	remove_or_tell(entry, after_good);
-	sfr__log_ended(entry, true); /* what could not be removed stops nobody */
+	remove_or_report(entry, after_good);
+	sfr__log_ended(entry, true); /* a failed remove does not stop later entries */
 }
 
 static void left(struct sfr__log_entry *entry)

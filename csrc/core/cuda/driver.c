@@ -90,7 +90,7 @@ SFR__CUDA_LATER_VALUES(X)
 
 static struct {
 	struct sfr__mutex mu;
-	bool tried, loaded, ready, told;
+	bool tried, loaded, ready, reported;
 	CUresult init_rc;
 	char name[192]; /* of the library that was tried */
 	char why[512];  /* why it cannot be used; "" if it can */
@@ -199,9 +199,9 @@ const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 	cu = driver.ready ? &driver.table : NULL;
 	if (!cu && why)
 		(void)snprintf(why, why_len, "%s", driver.why);
-	if (!cu && !driver.told)
+	if (!cu && !driver.reported)
 		(void)snprintf(text, sizeof(text), "%s", driver.why);
-	driver.told = driver.told || !cu;
+	driver.reported = driver.reported || !cu;
 	sfr__unlock(&driver.mu);
 	if (text[0])
 		sfr__notice_text("CUDA tensors cannot be saved or loaded: %s", text);

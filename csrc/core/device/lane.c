@@ -14,8 +14,8 @@
  *
  *     alive ──an error after which nothing of the context works──▶ dead
  *
- * On a dead device nobody can know whether a copy still runs. Transfers are told so, later copies
- * fail with the reason, and the engine goes on serving the host and other devices.
+ * On a dead device nobody can know whether a copy still runs. Its transfers fail, later copies fail
+ * with the reason, and the engine goes on serving the host and other devices.
  *
  * Order. A thread that queues copies has the turn, and before it ends the turn it appends a
  * portion to the list. So the list has the stream's order, and every copy is followed by an event
@@ -66,8 +66,8 @@ void sfr__cuda_turn_end(struct sfr__cuda_lane *lane)
 
 /* ---- portions ---------------------------------------------------------------- */
 
-void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
-		   struct sfr_err *err)
+void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
+			    struct sfr_err *err)
 {
 	portion->event = sfr__cuda_record(lane, lane->stream, err);
 	sfr__lock(&lane->mu);
@@ -92,8 +92,9 @@ static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portio
 				    &portion->failed);
 }
 
-/* Removes and returns the oldest portion in flight, if it is due. */
-static struct sfr__cuda_portion *take_due(struct sfr__cuda_lane *lane, bool *landed)
+/* Removes and returns the oldest portion in flight, if its copies have ended or the device is dead.
+ * *copied says which. Returns NULL otherwise. */
+static struct sfr__cuda_portion *take_due(struct sfr__cuda_lane *lane, bool *copied)
 {
 	struct sfr__cuda_portion *portion;
 
@@ -105,7 +106,7 @@ static struct sfr__cuda_portion *take_due(struct sfr__cuda_lane *lane, bool *lan
 	sfr__lock(&lane->mu);
 	(void)sfr__queue_pop(&lane->in_flight); /* portion */
 	lane->nr_in_flight--;
-	*landed = !lane->dead;
+	*copied = !lane->dead;
 	sfr__cuda_event_put_locked(lane, portion->event);
 	sfr__unlock(&lane->mu);
 	return portion;
@@ -114,10 +115,10 @@ static struct sfr__cuda_portion *take_due(struct sfr__cuda_lane *lane, bool *lan
 void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_portion *portion;
-	bool landed;
+	bool copied;
 
-	while ((portion = take_due(lane, &landed))) {
-		portion->landed(portion, landed);
+	while ((portion = take_due(lane, &copied))) {
+		portion->done(portion, copied);
 		sfr__cuda_portion_put(lane, portion);
 	}
 }

@@ -3,7 +3,7 @@
  * A device has two lanes, one for copies from it and one for copies to it.
  *
  * A lane knows neither saves nor snapshots. stage/transfer.c queues their copies in portions, and
- * is told when the copies of one have completed. Code with more to queue than should be in flight
+ * is called when the copies of one have completed. Code with more to queue than should be in flight
  * gives the lane's thread a task.
  *
  * Locks: lane->mu ranks below engine->mu; lanes->mu is taken alone. Neither is held over a call
@@ -37,11 +37,11 @@ struct sfr__cuda_portion {
 	/* Called on the lane's thread when the copies have completed; the portion is the lane's
 	 * again when it returns. `ok` is false when the device died, and nobody can know what
 	 * became of them. */
-	void (*landed)(struct sfr__cuda_portion *portion, bool ok);
+	void (*done)(struct sfr__cuda_portion *portion, bool ok);
 	struct sfr__transfer *of;
 	/* the client's, like the next two: memory that is complete with this portion, or NULL */
 	void *memory;
-	const struct sfr__run *run;
+	const struct sfr__extent *extent;
 	uint32_t first_blk; /* index of the first block in its extent; the others follow */
 	CUevent event;      /* NULL: could not be recorded, and the whole stream is queried */
 	uint32_t failed;    /* queries that failed in a row */
@@ -143,8 +143,8 @@ void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
 void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
 /* In a turn: records an event behind the queued work and appends the portion to those in flight.
  * Never skipped: if no event can be recorded, the whole stream is queried instead. */
-void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
-		   struct sfr_err *err);
+void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
+			    struct sfr_err *err);
 /* On the lane's thread: removes portions whose copies have completed. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
 /* On the lane's thread, before queueing more: waits until few portions are in flight, unless a

@@ -11,9 +11,9 @@
 
 /* The order in which shared work is served. */
 enum sfr__shared_rank {
-	SFR__IN_CALL, /* its maker waits for it: no thread of low priority takes a part */
-	SFR__AT_ONCE, /* it never waits for blocks */
-	SFR__IN_TURN, /* behind older work that may have the blocks */
+	SFR__IN_CALL, /* a call waits for the work, so no thread of low priority takes part */
+	SFR__AT_ONCE, /* the work never waits for blocks */
+	SFR__IN_TURN, /* the work waits for older work, which may have the blocks */
 };
 
 /* Work that several threads do in portions: the lane, the threads that wait for it, and copiers

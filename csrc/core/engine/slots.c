@@ -51,6 +51,7 @@ uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool
 	return nr;
 }
 
+/* Whether a slot is free. Saves that are not in the log's order (`apart`) have their own. */
 static bool is_free_locked(const struct sfr_engine *engine, bool apart)
 {
 	if (apart)

@@ -1,14 +1,15 @@
-/* Cleaning up behind dead writers: a save removes what they left in its directory.
+/* Removing the temporaries of dead writers. Each save cleans the directory that it writes to.
  *
- *   a file                    is removed under its lock
- *   a new directory           is removed with its contents; it may be an old one, once exchanged
- *   one that was moved aside  is put back if nothing has its name, else removed
+ *   a file                          is removed while its lock is held
+ *   a temporary directory           is removed with its contents; after an exchange these are the
+ *                                   old ones
+ *   a directory that was moved aside  is put back if nothing has its name, else removed
  *
  * A writer that died may have put its new directory in place without syncing the parent. Then the
  * disk may still know the old directory by that name, and a power failure would bring it back. So
  * the parent is synced before an old directory is removed.
  *
- * Nothing of another boot is touched (tmp.c says why). */
+ * Temporaries of another boot are only reported; tmp.c says why. */
 #include <errno.h>
 #include <string.h>
 
@@ -30,7 +31,7 @@ static void remove_directory(const struct cleaning *cleaning, const char *path)
 		(void)sfr__file_remove(path, NULL, &err);
 }
 
-/* Puts an old directory back that was moved aside, unless there is a new one. */
+/* Puts back a directory that was moved aside, or removes it if its name is taken. */
 static void put_back(const struct cleaning *cleaning, const char *name, const char *path,
 		     const struct sfr__tmp_name *parsed)
 {
@@ -45,8 +46,8 @@ static void put_back(const struct cleaning *cleaning, const char *name, const ch
 				 cleaning->path, parsed->target);
 }
 
-static void tell_foreign(const struct cleaning *cleaning, const char *path,
-			 const struct sfr__tmp_name *parsed)
+static void report_foreign(const struct cleaning *cleaning, const char *path,
+			   const struct sfr__tmp_name *parsed)
 {
 	if (!sfr__tmp_first_time(path))
 		return;
@@ -68,16 +69,16 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 	int fd, code;
 
 	if (strcmp(parsed->boot, cleaning->boot) != 0) {
-		tell_foreign(cleaning, path, parsed);
+		report_foreign(cleaning, path, parsed);
 		return;
 	}
 	if (sfr__tmp_is_ours(parsed))
 		return;
 	memcpy(lock_name, name, parsed->len);
 	lock_name[parsed->len] = 0;
-	life = sfr__tmp_look(cleaning->dir, lock_name, &fd, &code);
+	life = sfr__tmp_examine(cleaning->dir, lock_name, &fd, &code);
 	if (life == SFR__TMP_UNKNOWN)
-		sfr__tmp_tell_unknown(path, code);
+		sfr__tmp_report_unknown(path, code);
 	if (life == SFR__TMP_DEAD || life == SFR__TMP_GONE) {
 		if (parsed->kind == SFR__TMP_NEW)
 			remove_directory(cleaning, path);

@@ -18,7 +18,7 @@
  *   3 before 4       a rename may reach the disk before the data it names: the
  *                    path would lead to a file of zeros, with the old one gone
  *   4 before 5       until the directory is synced the old file may come back.
- *                    It is complete, but the caller was told of the new one, and
+ *                    It is complete, but the caller was promised the new one, and
  *                    removes after this save rely on the new name
  *   4 before 6       an unlocked temporary counts as dead and would be removed
  * Before step 4 the destination is untouched, so any earlier failure leaves the old file. From step

@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 
 #include "sfr/state.h"
-#include "sfr/place.h"
+#include "sfr/target.h"
 #include "base/base.h"
 
 /* ---- dir.c ---- */

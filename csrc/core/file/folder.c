@@ -3,17 +3,17 @@
  *   1  open      the parent, for all later steps
  *                a file beside the destination that carries the lock   (tmp.c)
  *                the temporary directory
- *   2            its user fills it, with saves of ours and in any other way
+ *   2            its user fills it: with saves of this library, or with any other writes
  *   3  sync      every file, then every directory, those deeper down first
  *   4  exchange  with the destination, or rename if there is none: readers see all of the old
  *                directory or all of the new one
  *   5  sync      the parent: the new name is on the disk
- *   6  clear     the old directory goes, then the lock
+ *   6  clear     removes the old directory, then the lock
  *
- * 3 before 4: a name may reach the disk before what it names. 5 before 6: until then a power
- * failure may bring the old directory back, so it must be whole. If that sync fails, the old
- * directory stays beside the new one. The next save into the parent syncs the parent and then
- * removes what is left (clean.c).
+ * 3 before 4: otherwise the new name might reach the disk before the bytes. 5 before 6: until the
+ * parent is synced, a power failure may bring the old directory back, so it must be whole. If that
+ * sync fails, the old directory stays beside the new one. The next save into the parent syncs the
+ * parent and then removes what is left (clean.c).
  *
  *         open           sync            commit             clear
  *   NEW ───────▶ OPEN ──────────▶ SYNCED ───────▶ DONE ──────────▶ CLEARED
@@ -24,13 +24,13 @@
  *
  * Where the file system cannot exchange (NFS and some others), 4 is two renames:
  *
- *   4a  the old directory is moved aside, to a name that holds its own
+ *   4a  the old directory is moved aside, to a hidden name that contains its own name
  *   4b  the new one is renamed to the destination
  *
- * In between, a reader finds neither. If 4b fails, 4a is undone. If the process dies there, the
- * next save into the parent puts the old directory back, and so does a load or `exists` that misses
- * it. After a power failure there, both are whole under hidden names, and a notice names the old
- * one. */
+ * Between the two a reader finds no directory. If 4b fails, 4a is undone. If the process dies
+ * there, the next save into the parent puts the old directory back, and so does a load or `exists`
+ * that misses it. After a power failure there, both are whole under hidden names, and a notice
+ * names the old one. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -38,13 +38,13 @@
 
 #include "file/tmp.h"
 #include "sfr/folder.h"
-#include "sfr/place.h"
+#include "sfr/target.h"
 
 enum state {
 	NEW,     /* nothing is on the disk */
 	OPEN,    /* being filled */
 	SYNCED,  /* everything in it is on the disk */
-	BROKEN,  /* a step failed; the destination is what it was */
+	BROKEN,  /* a step failed; the destination is unchanged */
 	PLACED,  /* in place; the parent could not be synced */
 	DONE,    /* in place, and durable if that was asked for */
 	CLEARED, /* only the destination is left */
@@ -81,7 +81,8 @@ static char *copy_text(const char *text)
 	return copy;
 }
 
-/* Refuses a call in the wrong order, or in a forked child. 0 or the code, which is in `err`. */
+/* Refuses a call in the wrong order, or in a forked child. Returns 0, or the code that it puts
+ * into `err`. */
 static int check_state(const struct sfr_folder *f, enum state wanted, struct sfr_err *err)
 {
 	int rc = f->fork_generation != sfr_fork_generation() ? SFR_EFORK :
@@ -161,8 +162,8 @@ struct node {
 
 struct walk {
 	struct node *todo; /* directories whose entries were not visited yet */
-	struct node *seen; /* visited ones, a directory before the one above it */
-	const char *dir;   /* the one being visited */
+	struct node *seen; /* visited directories, each before its parent */
+	const char *dir;   /* the directory being visited */
 	size_t top_len;    /* of the path of the whole tree, for messages */
 	bool durable;
 	uint64_t nbytes;
@@ -177,7 +178,7 @@ static int fail_walk(struct walk *w, int code, const char *path)
 	return code;
 }
 
-/* Syncs a file. One that others wrote may be unreadable or gone. 0 or -errno. */
+/* Syncs a file. Files that others wrote may be unreadable or gone. Returns 0 or -errno. */
 static int sync_file(const char *path)
 {
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
@@ -205,7 +206,7 @@ static int push(struct walk *w, const char *path)
 	return 0;
 }
 
-/* Links and special files are entries of their directory and have no bytes. */
+/* Queues a directory, or syncs a file. Links and special files have no bytes to sync. */
 static int visit(struct walk *w, const char *path)
 {
 	struct stat st;
@@ -232,7 +233,7 @@ static int visit_name(void *arg, const char *name)
 	return rc;
 }
 
-/* Visits every directory, each after the one above it. 0 or -errno, which is in w->err. */
+/* Visits every directory, each after its parent. Returns 0 or -errno, which is in w->err. */
 static int visit_all(struct walk *w)
 {
 	while (w->todo) {
@@ -280,23 +281,24 @@ int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
 	free_nodes(w.todo);
 	free_nodes(w.seen);
 	if (rc < 0)
-		return fail(f, err, rc, SFR_PHASE_SYNC,
-			    NULL); /* err has it already, but for memory */
+		/* err keeps an error that is in it already; only -ENOMEM is not. */
+		return fail(f, err, rc, SFR_PHASE_SYNC, NULL);
 	*nbytes = w.nbytes;
 	f->state = SYNCED;
 	return 0;
 }
 
-/* ---- putting it in place ---- */
+/* ---- the commit ---- */
 
-/* Returns whether this error only says that nothing can be exchanged here. */
+/* Returns whether the error means that this file system cannot exchange two names. */
 static bool means_no_exchange(int code)
 {
 	return code == -EINVAL || code == -ENOSYS || code == -ENOTSUP;
 }
 
-/* Replaces the old directory by two renames: see the top. 0 or -errno, with a sentence in *note. */
-static int replace_in_two(struct sfr_folder *f, const char **note)
+/* Replaces the old directory by two renames, steps 4a and 4b above. Returns 0, or -errno with a
+ * sentence in *note. */
+static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 {
 	size_t len = strlen(f->tmp.name) + sizeof(".old-") + strlen(f->name);
 	int rc;
@@ -319,7 +321,7 @@ static int replace_in_two(struct sfr_folder *f, const char **note)
 	return rc;
 }
 
-static int put_in_place(struct sfr_folder *f, const char **note)
+static int exchange_or_rename(struct sfr_folder *f, const char **note)
 {
 	struct stat st;
 	int rc = sfr_sys.lstat(f->dir_fd, f->name, &st) < 0 ? -errno : 0;
@@ -333,7 +335,7 @@ static int put_in_place(struct sfr_folder *f, const char **note)
 		return -ENOTDIR;
 	}
 	rc = sfr_sys.exchange(f->dir_fd, f->temporary, f->name) < 0 ? -errno : 0;
-	return means_no_exchange(rc) ? replace_in_two(f, note) : rc;
+	return means_no_exchange(rc) ? replace_with_two_renames(f, note) : rc;
 }
 
 int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
@@ -343,11 +345,11 @@ int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
 
 	if (rc < 0)
 		return rc;
-	rc = put_in_place(f, &note);
+	rc = exchange_or_rename(f, &note);
 	if (rc < 0)
 		return fail(f, err, rc, SFR_PHASE_RENAME, note);
 	rc = f->durable && sfr_sys.fsync(f->dir_fd) < 0 ? -errno : 0;
-	/* Some file systems cannot sync a directory, and decide themselves. */
+	/* A file system that cannot sync a directory decides itself when the name is durable. */
 	if (rc < 0 && rc != -EINVAL && rc != -ENOTSUP && rc != -ENOSYS)
 		return fail(f, err, rc, SFR_PHASE_SYNC_DIR, NULL);
 	f->state = DONE;
@@ -356,7 +358,7 @@ int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
 
 /* ---- the end ---- */
 
-/* Removes a hidden directory of ours. 0 or the code, which is in `err`. */
+/* Removes one of our hidden directories. Returns 0, or the code that it puts into `err`. */
 static int remove_hidden(const struct sfr_folder *f, const char *name, struct sfr_err *err)
 {
 	char *path = sfr__path_join(f->dir, name);
@@ -378,7 +380,7 @@ int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
 
 	if (f->fork_generation != sfr_fork_generation() || f->state == CLEARED)
 		return 0;
-	/* Either the new directory, or the old one for which it was exchanged. */
+	/* This is the new directory, or the old one after an exchange. */
 	if (f->path && !placed)
 		rc = remove_hidden(f, f->temporary, err);
 	if (f->aside && !placed && !f->keeps_aside && f->state == DONE) {

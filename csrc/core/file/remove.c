@@ -50,6 +50,7 @@ static void failed(struct walk *w, int code)
 	sfr__err_set(w->err, code, SFR_PHASE_REMOVE, NULL);
 }
 
+/* Puts a directory on top of the list of those still to be removed. */
 static void push(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;
@@ -92,7 +93,7 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 struct visit {
 	struct walk *walk;
 	const char *dir;
-	bool is_one; /* it is a checkpoint of DCP */
+	bool is_one; /* the directory is a checkpoint of DCP */
 };
 
 static int remove_name(void *arg, const char *name)

@@ -77,7 +77,7 @@ static struct {
 
 static void forget(void)
 {
-	temps.live = NULL; /* these are the parent's; nobody here writes them */
+	temps.live = NULL; /* the parent writes these files */
 	sfr__mutex_init(&temps.mu, SFR__LOCK_TMP);
 }
 SFR__AT_FORK(forget)
@@ -233,7 +233,7 @@ static int open_other(int dir, const char *name)
 	return fd;
 }
 
-enum sfr__tmp_life sfr__tmp_look(int dir, const char *name, int *fd_out, int *code)
+enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code)
 {
 	struct stat st;
 	int fd = open_other(dir, name), rc;
@@ -275,7 +275,7 @@ bool sfr__tmp_first_time(const char *path)
 	return is_new;
 }
 
-void sfr__tmp_tell_unknown(const char *path, int code)
+void sfr__tmp_report_unknown(const char *path, int code)
 {
 	if (sfr__tmp_first_time(path))
 		sfr__notice_text("%s is a temporary file whose writer may still be running "
@@ -300,11 +300,11 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 		return true; /* nothing could have been made there */
 	memcpy(lock_path, path, len);
 	lock_path[len] = '\0';
-	life = sfr__tmp_look(AT_FDCWD, lock_path, &fd, &code);
+	life = sfr__tmp_examine(AT_FDCWD, lock_path, &fd, &code);
 	if (fd >= 0)
 		(void)sfr__fd_close(fd); /* nothing was written to it */
 	if (life == SFR__TMP_UNKNOWN)
-		sfr__tmp_tell_unknown(path, code);
+		sfr__tmp_report_unknown(path, code);
 	return life == SFR__TMP_ALIVE || life == SFR__TMP_UNKNOWN;
 }
 

@@ -26,7 +26,7 @@ struct sfr__tmp_name {
 bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out);
 /* Gets this boot's id; false and "noboot" if there is none. */
 bool sfr__tmp_boot(char boot[SFR__BOOT_LEN + 1]);
-/* Returns whether this process lists it as live. */
+/* Returns whether a save of this process is writing the temporary. */
 bool sfr__tmp_is_ours(const struct sfr__tmp_name *name);
 
 /* Whether the writer of another process's temporary is still alive. */
@@ -36,12 +36,12 @@ enum sfr__tmp_life {
 	SFR__TMP_ALIVE,   /* another process has its lock */
 	SFR__TMP_UNKNOWN, /* *code says why */
 };
-/* Looks at the lock file `name` in the open directory `dir`. *fd_out is the locked descriptor of a
- * dead one, else -1. */
-enum sfr__tmp_life sfr__tmp_look(int dir, const char *name, int *fd_out, int *code);
+/* Tries the lock of the file `name` in the open directory `dir`. *fd_out is the locked descriptor
+ * if the writer is dead, else -1. */
+enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code);
 /* Returns true the first time it is called with a path, as long as there is room to remember. */
 bool sfr__tmp_first_time(const char *path);
-/* Says in a notice, once, that the temporary was kept. */
-void sfr__tmp_tell_unknown(const char *path, int code);
+/* Sends a notice that the temporary was kept, once for each path. */
+void sfr__tmp_report_unknown(const char *path, int code);
 
 #endif

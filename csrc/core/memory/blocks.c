@@ -88,7 +88,8 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 	if (to == SFR__BLOCK_RETIRED) {
 		pool->nr_retired++;
 		pool->retired_bytes += block->committed;
-		(void)pthread_cond_broadcast(&pool->cv); /* it may have been the last one */
+		/* A waiter may find that no block can return. */
+		(void)pthread_cond_broadcast(&pool->cv);
 		return;
 	}
 	sfr__pool_push(to == SFR__BLOCK_RESERVED             ? &pool->reserved :

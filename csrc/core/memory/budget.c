@@ -17,6 +17,7 @@
 static _Atomic uint64_t caps_taken; /* caps that default pools have taken */
 static _Atomic uint64_t held;       /* memory of all pools */
 
+/* Returns the pages in a counter; none if a process before a fork counted them. */
 static uint64_t pages_now(uint64_t word, uint64_t generation)
 {
 	return word >> PAGES_BITS == generation ? word & PAGES_MASK : 0;
@@ -27,6 +28,7 @@ static uint64_t this_generation(void)
 	return sfr_fork_generation() & (UINT64_MAX >> PAGES_BITS);
 }
 
+/* Adds bytes, which may be negative, to a counter of this process. */
 static void add(_Atomic uint64_t *sum, int64_t bytes)
 {
 	uint64_t generation = this_generation(), old = atomic_load(sum), new;
@@ -38,6 +40,7 @@ static void add(_Atomic uint64_t *sum, int64_t bytes)
 	while (!atomic_compare_exchange_weak(sum, &old, new));
 }
 
+/* Returns the cap of a pool: what is left of the budget, in whole blocks, and at least one. */
 static uint64_t cap(const struct sfr_engine_opts *opts, uint64_t taken)
 {
 	uint64_t left = opts->budget_bytes > taken ? opts->budget_bytes - taken : 0;

@@ -123,7 +123,7 @@ static void pin_whole(struct sfr__pool *pool)
 	}
 	sfr__lock(&pool->mu);
 	while ((block = *at) != NULL) {
-		if (block->piece != NULL) {
+		if (block->region != NULL) {
 			at = &block->next;
 			continue;
 		}
@@ -187,7 +187,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 		int failed;
 
 		/* the driver registered it together with a block in use */
-		if (block->piece != NULL) {
+		if (block->region != NULL) {
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
 			continue;
 		}

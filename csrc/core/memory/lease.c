@@ -48,19 +48,18 @@ static void wake_waiters_locked(struct sfr__pool *pool)
 }
 
 /* Takes the blocks of the placed items: LEASED, or GROWING where memory is missing. */
-static void take_locked(struct sfr__pool *pool, const struct sfr__plan *plan,
+static void take_locked(struct sfr__pool *pool, const struct sfr__placement *placement,
 			struct sfr__lease *lease)
 {
 	uint32_t last = 0;
 
 	lease->nr_runs = lease->nr_blocks = 0;
-	for (uint32_t e = 0; e < plan->nr_extents; e++) {
-		const struct sfr__extent *extent = &plan->extents[e];
+	for (uint32_t e = 0; e < placement->nr_gaps; e++) {
+		const struct sfr__gap *gap = &placement->gaps[e];
 
-		if (extent->at != extent->begin)
+		if (gap->at != gap->begin)
 			lease->runs[lease->nr_runs++] = (struct sfr__run_of_blocks){
-				(uint32_t)(extent->begin / pool->block_bytes),
-				extent->at - extent->begin
+				(uint32_t)(gap->begin / pool->block_bytes), gap->at - gap->begin
 			};
 	}
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -121,9 +120,9 @@ static void give_back_locked(struct sfr__pool *pool, const struct sfr__lease *le
 	}
 }
 
-/* Replaces the driver's memory of a block by as much of its own. -errno; the block then has
- * none. */
-static int come_home_locked(struct sfr__pool *pool, struct sfr__block *block)
+/* Replaces the driver's memory of a block by as much memory in the pool's own range. Returns 0, or
+ * -errno; the block then has no memory. Releases the mutex meanwhile. */
+static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *block)
 {
 	int rc;
 
@@ -161,7 +160,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 		if (block->state != SFR__BLOCK_GROWING || rc != 0)
 			continue;
 		if (sfr__pin_is_foreign(block))
-			rc = come_home_locked(pool, block);
+			rc = return_to_range_locked(pool, block);
 		block->want = sfr__pool_memory_for(pool, need_of(pool, lease, run, i));
 		if (block->committed < need_of(pool, lease, run, i))
 			sfr__pool_push(&work, block);
@@ -188,8 +187,10 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	return rc;
 }
 
-/* Waits until it is first in the queue and there is room, then takes it. `starved` as in pool.c. */
-static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t nr_own,
+/* Waits until it is first in the queue and there is room, then takes the room. `starved` points to
+ * nr_returned at a lease that found too little memory, or is NULL. Then another attempt waits until
+ * a block has returned since, or none can return. */
+static int wait_locked(struct sfr__pool *pool, struct sfr__placement *placement, uint32_t nr_own,
 		       uint64_t deadline_ns, const uint64_t *starved, struct sfr__lease *lease)
 {
 	struct sfr__waiter me = { .seq = UINT64_MAX };
@@ -198,17 +199,18 @@ static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t 
 
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
-		bool worth = starved == NULL || *starved != pool->nr_returned ||
-			     pool->nr_in_hand == pool->nr_held;
+		bool worth_trying = starved == NULL || *starved != pool->nr_returned ||
+				    pool->nr_in_hand == pool->nr_held;
 		bool spare = pool->nr_saves > nr_own;
 
-		if (pool->waiters == &me && worth &&
-		    sfr__pool_plan_locked(pool, plan, false, spare)) {
-			take_locked(pool, plan, lease);
+		if (pool->waiters == &me && worth_trying &&
+		    sfr__pool_place_locked(pool, placement, false, spare)) {
+			take_locked(pool, placement, lease);
 			rc = 0;
 			break;
 		}
-		rc = sfr__pool_plan_locked(pool, plan, true, false) ? SFR_EAGAIN : SFR_EEXHAUSTED;
+		rc = sfr__pool_place_locked(pool, placement, true, false) ? SFR_EAGAIN :
+									    SFR_EEXHAUSTED;
 		if (rc == SFR_EEXHAUSTED || late)
 			break;
 		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
@@ -221,7 +223,7 @@ int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 		    uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
-	struct sfr__plan plan = { .lens = lens, .nr = nr, .addrs = addrs };
+	struct sfr__placement placement = { .lens = lens, .nr = nr, .addrs = addrs };
 	const uint32_t most = pool->nr_blocks / 2 + 1; /* the most runs that can be apart */
 	const uint64_t *starved = NULL;
 	struct sfr__lease lease = { .whole = whole };
@@ -229,18 +231,18 @@ int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 
 	*out = (struct sfr__lease){ 0 };
 	for (uint32_t i = 0; i < nr; i++) {
-		if (lens[i] > UINT64_MAX / 4 || plan.total > UINT64_MAX / 4)
+		if (lens[i] > UINT64_MAX / 4 || placement.total > UINT64_MAX / 4)
 			return SFR_EEXHAUSTED;
-		plan.total += sfr__round_up(lens[i], SFR_ALIGN);
+		placement.total += sfr__round_up(lens[i], SFR_ALIGN);
 	}
-	plan.extents = sfr_sys.malloc(most * sizeof(*plan.extents));
+	placement.gaps = sfr_sys.malloc(most * sizeof(*placement.gaps));
 	lease.runs = sfr_sys.malloc(most * sizeof(*lease.runs));
-	rc = plan.extents != NULL && lease.runs != NULL ? 0 : -ENOMEM;
+	rc = placement.gaps != NULL && lease.runs != NULL ? 0 : -ENOMEM;
 	if (rc != 0)
 		goto fail;
 	sfr__lock(&pool->mu);
 	for (;;) {
-		rc = wait_locked(pool, &plan, nr_own, deadline_ns, starved, &lease);
+		rc = wait_locked(pool, &placement, nr_own, deadline_ns, starved, &lease);
 		if (rc != 0)
 			break;
 		returned = pool->nr_returned;
@@ -255,11 +257,11 @@ int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 	sfr__unlock(&pool->mu);
 	if (rc != 0)
 		goto fail;
-	sfr_sys.free(plan.extents);
+	sfr_sys.free(placement.gaps);
 	*out = lease;
 	return 0;
 fail:
-	sfr_sys.free(plan.extents);
+	sfr_sys.free(placement.gaps);
 	sfr_sys.free(lease.runs);
 	return rc;
 }
@@ -296,7 +298,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
-		if (block->piece != NULL)
+		if (block->region != NULL)
 			continue;
 		if (blocks == NULL)
 			sfr__pin_in_place(&pool->pin, &block, 1, pool->block_bytes);
@@ -310,7 +312,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	}
 	sfr_sys.free(blocks);
 	FOR_EACH_BLOCK(pool, lease, run, i)
-	all = all && pool->blocks[run->first + i].piece != NULL;
+	all = all && pool->blocks[run->first + i].region != NULL;
 	return all;
 }
 
@@ -336,7 +338,7 @@ size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len,
 	*pinned = sfr__pin_is_pinned(first);
 	/* Pageable memory is one span, whatever its blocks are. */
 	while (end < off + len &&
-	       (*pinned ? pool->blocks[end / pool->block_bytes].piece == first->piece :
+	       (*pinned ? pool->blocks[end / pool->block_bytes].region == first->region :
 			  !sfr__pin_is_pinned(&pool->blocks[end / pool->block_bytes])))
 		end += pool->block_bytes;
 	return end - off < len ? (size_t)(end - off) : len;

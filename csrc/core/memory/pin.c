@@ -9,14 +9,14 @@
  *     left as it is: "pageable", copies to it pass through the driver's staging buffer
  *
  * Each step down this list is logged once and is in every report, because it costs time. Blocks are
- * pinned whole and never belong to two regions (`piece` here): the driver refuses a copy that
- * touches two registrations. A region is released as a whole, when a trim owns all its blocks.
+ * pinned whole and never belong to two regions: the driver refuses a copy that touches two
+ * registrations. A region is released as a whole, when a trim owns all its blocks.
  *
  * Regions are registered PORTABLE, for the contexts of all devices, so any device's context will
  * do.
  *
- * The owner of a block owns its `piece`. pin->mu guards the list of regions and is never held over
- * a driver call, which may take milliseconds for a large region.
+ * The owner of a block owns its `region` field. pin->mu guards the list of regions. It is not held
+ * during driver calls, because a large region takes milliseconds.
  *
  * A region that the driver does not release stays mapped. Otherwise its range could be reused while
  * the driver still treats it as registered. */
@@ -29,14 +29,14 @@
 
 /* A registration holds locks of the driver for 60 to 250 ms a GiB, and nobody can launch kernels
  * meanwhile. */
-#define PIECE_BYTES_MAX ((uint64_t)128 << 20)
+#define REGION_BYTES_MAX ((uint64_t)128 << 20)
 
 enum way { REGISTERED, ALONE, ALLOCATED, PAGEABLE };
 
-struct sfr__piece {
-	struct sfr__piece *next;
-	char *mem;  /* as registered with, or allocated by, the driver */
-	char *home; /* the first block's address in the pool */
+struct sfr__region {
+	struct sfr__region *next;
+	char *mem;       /* as registered with, or allocated by, the driver */
+	char *pool_addr; /* the first block's own address; `mem` differs if the driver allocated */
 	enum way way;
 	uint32_t nr_blocks;
 	uint32_t nr_in_trim; /* guarded by pin->mu, like keep */
@@ -82,16 +82,16 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 
 static void note_text(struct sfr__pin *pin, enum way way, const char *text)
 {
-	bool told;
+	bool noted;
 
 	sfr__lock(&pin->mu);
-	told = pin->note[0] && (int)way <= pin->worst;
-	if (!told) {
+	noted = pin->note[0] && (int)way <= pin->worst;
+	if (!noted) {
 		(void)snprintf(pin->note, sizeof(pin->note), "%s", text);
 		pin->worst = (int)way;
 	}
 	sfr__unlock(&pin->mu);
-	if (!told)
+	if (!noted)
 		sfr__notice_text("%s", text);
 }
 
@@ -128,20 +128,22 @@ void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
 
 /* ---- pinning ---------------------------------------------------------------- */
 
-static struct sfr__piece *add_piece(struct sfr__pin *pin, enum way way, char *mem, char *home,
-				    uint32_t nr_blocks)
+/* Returns a new region in the list; NULL without memory. */
+static struct sfr__region *add_region(struct sfr__pin *pin, enum way way, char *mem,
+				      char *pool_addr, uint32_t nr_blocks)
 {
-	struct sfr__piece *piece = sfr_sys.malloc(sizeof(*piece));
+	struct sfr__region *region = sfr_sys.malloc(sizeof(*region));
 
-	if (!piece)
+	if (!region)
 		return NULL;
-	*piece =
-		(struct sfr__piece){ .mem = mem, .home = home, .way = way, .nr_blocks = nr_blocks };
+	*region = (struct sfr__region){
+		.mem = mem, .pool_addr = pool_addr, .way = way, .nr_blocks = nr_blocks
+	};
 	sfr__lock(&pin->mu);
-	piece->next = pin->pieces;
-	pin->pieces = piece;
+	region->next = pin->regions;
+	pin->regions = region;
 	sfr__unlock(&pin->mu);
-	return piece;
+	return region;
 }
 
 /* Releases a region. False when the driver may still know it; its pages must then stay mapped. */
@@ -162,31 +164,32 @@ static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *
 {
 	enum way way = nr > 1 ? REGISTERED : ALONE;
 	char *mem = blocks[0]->mem;
-	struct sfr__piece *piece;
+	struct sfr__region *region;
 	CUresult rc = pin->cu->host_register(mem, (size_t)(nr * block_bytes),
 					     CU_MEMHOSTREGISTER_PORTABLE);
 
 	if (rc != CUDA_SUCCESS)
 		return rc;
-	piece = add_piece(pin, way, mem, mem, nr);
-	if (!piece) {
+	region = add_region(pin, way, mem, mem, nr);
+	if (!region) {
 		/* If this fails too, the next registration of this memory is refused as a
 		 * duplicate. */
 		(void)give_back(pin, way, mem);
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	for (uint32_t i = 0; i < nr; i++)
-		blocks[i]->piece = piece;
+		blocks[i]->region = region;
 	return CUDA_SUCCESS;
 }
 
+/* Pins a block in the best way that works. in_place: its memory must not be replaced. */
 static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes,
 		    bool in_place)
 {
 	void *mem = NULL;
 	CUresult rc;
 
-	if (block->piece)
+	if (block->region)
 		return;
 	rc = register_blocks(pin, &block, 1, block_bytes);
 	if (rc == CUDA_SUCCESS)
@@ -198,24 +201,26 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	note(pin, ALLOCATED, rc, "cuMemHostRegister");
 	rc = pin->cu->host_alloc(&mem, (size_t)block_bytes, CU_MEMHOSTALLOC_PORTABLE);
 	if (rc == CUDA_SUCCESS) {
-		block->piece = add_piece(pin, ALLOCATED, mem, block->mem, 1);
-		if (block->piece) {
+		block->region = add_region(pin, ALLOCATED, mem, block->mem, 1);
+		if (block->region) {
 			block->mem = mem;
 			return;
 		}
-		/* on failure it is lost until the process ends */
+		/* If the driver does not free it, it is lost until the process ends. */
 		(void)give_back(pin, ALLOCATED, mem);
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	note(pin, PAGEABLE, rc, "cuMemHostAlloc");
 	/* This region keeps later leases from trying again; a trim removes it. */
-	block->piece = add_piece(pin, PAGEABLE, block->mem, block->mem, 1);
+	block->region = add_region(pin, PAGEABLE, block->mem, block->mem, 1);
 }
 
+/* Pins adjacent blocks in regions that are as large as possible. After each refusal the regions
+ * become half as large, down to single blocks. */
 static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		     uint64_t block_bytes, bool in_place)
 {
-	uint64_t most = PIECE_BYTES_MAX / block_bytes;
+	uint64_t most = REGION_BYTES_MAX / block_bytes;
 	uint32_t at = 0, step;
 
 	step = most > nr ? nr : most > 1 ? (uint32_t)most : 1;
@@ -252,60 +257,60 @@ void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, u
 void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block)
 {
 	sfr__lock(&pin->mu);
-	if (block->piece)
-		block->piece->keep = true;
+	if (block->region)
+		block->region->keep = true;
 	sfr__unlock(&pin->mu);
 }
 
 bool sfr__pin_is_pinned(const struct sfr__block *block)
 {
-	return block->piece && block->piece->way != PAGEABLE;
+	return block->region && block->region->way != PAGEABLE;
 }
 
 bool sfr__pin_is_foreign(const struct sfr__block *block)
 {
-	return block->piece && block->piece->way == ALLOCATED;
+	return block->region && block->region->way == ALLOCATED;
 }
 
 /* ---- releasing ------------------------------------------------------------------- */
 
-static void unlink_locked(struct sfr__pin *pin, struct sfr__piece *piece)
+static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
 {
-	struct sfr__piece **at = &pin->pieces;
+	struct sfr__region **at = &pin->regions;
 
-	while (*at != piece)
+	while (*at != region)
 		at = &(*at)->next;
-	*at = piece->next;
+	*at = region->next;
 }
 
 /* Takes regions that lie entirely in the blocks of a trim off the list. */
-static struct sfr__piece *take_whole_locked(struct sfr__pin *pin, struct sfr__block *list)
+static struct sfr__region *take_whole_locked(struct sfr__pin *pin, struct sfr__block *list)
 {
-	struct sfr__piece *taken = NULL;
+	struct sfr__region *taken = NULL;
 
 	for (struct sfr__block *b = list; b; b = b->next)
-		if (b->piece)
-			b->piece->nr_in_trim++;
+		if (b->region)
+			b->region->nr_in_trim++;
 	for (struct sfr__block *b = list; b; b = b->next) {
-		struct sfr__piece *piece = b->piece;
+		struct sfr__region *region = b->region;
 
-		if (!piece || piece->nr_in_trim != piece->nr_blocks)
+		if (!region || region->nr_in_trim != region->nr_blocks)
 			continue;
-		unlink_locked(pin, piece);
-		piece->next = taken;
-		taken = piece;
-		piece->nr_in_trim = 0; /* so that it is taken once */
+		unlink_locked(pin, region);
+		region->next = taken;
+		taken = region;
+		region->nr_in_trim = 0; /* so that it is taken once */
 	}
 	for (struct sfr__block *b = list; b; b = b->next)
-		if (b->piece)
-			b->piece->nr_in_trim = 0;
+		if (b->region)
+			b->region->nr_in_trim = 0;
 	return taken;
 }
 
 void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 {
 	struct sfr__cuda_scope scope;
-	struct sfr__piece *taken, *piece;
+	struct sfr__region *taken, *region;
 
 	if (!sfr__pin_is_on(pin))
 		return;
@@ -316,25 +321,25 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 		return;
 	/* A failure shows in the calls that follow. */
 	(void)sfr__cuda_enter(&scope, pin->cu, pin->context);
-	for (piece = taken; piece; piece = piece->next)
-		piece->gone = give_back(pin, piece->way, piece->mem);
+	for (region = taken; region; region = region->next)
+		region->gone = give_back(pin, region->way, region->mem);
 	sfr__cuda_leave(&scope);
 	for (struct sfr__block *b = list; b; b = b->next) {
-		if (!b->piece || !b->piece->gone)
+		if (!b->region || !b->region->gone)
 			continue;
-		if (b->piece->way == ALLOCATED)
-			b->mem = b->piece->home;
-		b->piece = NULL;
+		if (b->region->way == ALLOCATED)
+			b->mem = b->region->pool_addr;
+		b->region = NULL;
 	}
 	sfr__lock(&pin->mu);
-	while ((piece = taken)) {
-		taken = piece->next;
-		if (piece->gone) {
-			sfr_sys.free(piece);
+	while ((region = taken)) {
+		taken = region->next;
+		if (region->gone) {
+			sfr_sys.free(region);
 			continue;
 		}
-		piece->next = pin->pieces;
-		pin->pieces = piece;
+		region->next = pin->regions;
+		pin->regions = region;
 	}
 	sfr__unlock(&pin->mu);
 }
@@ -342,16 +347,16 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 bool sfr__pin_fini(struct sfr__pin *pin)
 {
 	struct sfr__cuda_scope scope;
-	struct sfr__piece *piece;
+	struct sfr__region *region;
 	bool all = true;
 
 	if (pin->cu) {
 		(void)sfr__cuda_enter(&scope, pin->cu, pin->context); /* as in sfr__pin_drop */
-		while ((piece = pin->pieces)) {
-			pin->pieces = piece->next;
-			if (piece->keep || !give_back(pin, piece->way, piece->mem))
+		while ((region = pin->regions)) {
+			pin->regions = region->next;
+			if (region->keep || !give_back(pin, region->way, region->mem))
 				all = false;
-			sfr_sys.free(piece);
+			sfr_sys.free(region);
 		}
 		sfr__cuda_leave(&scope);
 		sfr__cuda_release(pin->cu, pin->device);

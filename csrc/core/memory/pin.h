@@ -7,7 +7,7 @@
 struct sfr__block;
 
 /* A region: blocks that one call registered with the driver. */
-struct sfr__piece;
+struct sfr__region;
 
 /* Embedded in a pool; all zero except the mutex until sfr__pin_on. */
 struct sfr__pin {
@@ -15,7 +15,7 @@ struct sfr__pin {
 	const struct sfr__cuda *cu; /* NULL: not on. Constant once set, like the next two */
 	CUcontext context;
 	uint32_t device;
-	struct sfr__piece *pieces;
+	struct sfr__region *regions;
 	char note[160]; /* the worst fallback so far, "": none */
 	int worst;      /* how bad that fallback was */
 };

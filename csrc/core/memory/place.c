@@ -1,8 +1,8 @@
-/* Where the items of a lease go.
+/* Placing the items of a lease in the pool.
  *
  * Between saves every block is free, and the items go one after another into one window of adjacent
  * blocks. The window with the most memory wins, so that little has to be made. If blocks in use
- * leave no such window, items go into the free runs, first fit. */
+ * leave no such window, each item goes into the first gap that has room. */
 #include "memory/pool_int.h"
 
 /* Returns whether the block can be taken; with `ever`, once everything has returned that does so by
@@ -52,58 +52,61 @@ static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bo
 	return best;
 }
 
-static void find_extents_locked(const struct sfr__pool *pool, bool ever, struct sfr__plan *plan)
+/* Finds the gaps: rows of adjacent usable blocks. */
+static void find_gaps_locked(const struct sfr__pool *pool, bool ever,
+			     struct sfr__placement *placement)
 {
-	plan->nr_extents = 0;
+	placement->nr_gaps = 0;
 	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
 		uint32_t first = i;
 
 		while (i < pool->nr_blocks && usable(&pool->blocks[i], ever))
 			i++;
 		if (i > first)
-			plan->extents[plan->nr_extents++] =
-				(struct sfr__extent){ first * pool->block_bytes,
-						      first * pool->block_bytes,
-						      i * pool->block_bytes };
+			placement->gaps[placement->nr_gaps++] =
+				(struct sfr__gap){ first * pool->block_bytes,
+						   first * pool->block_bytes,
+						   i * pool->block_bytes };
 	}
 }
 
-/* Puts each item into the first extent with room for it. False if one does not fit. */
-static bool fill_extents(const struct sfr__pool *pool, struct sfr__plan *plan)
+/* Puts each item into the first gap with room for it. Returns false if one does not fit. */
+static bool fill_gaps(const struct sfr__pool *pool, struct sfr__placement *placement)
 {
-	for (uint32_t i = 0; i < plan->nr; i++) {
-		uint64_t len = sfr__round_up(plan->lens[i], SFR_ALIGN);
+	for (uint32_t i = 0; i < placement->nr; i++) {
+		uint64_t len = sfr__round_up(placement->lens[i], SFR_ALIGN);
 		uint32_t e = 0;
 
-		plan->addrs[i] = NULL;
+		placement->addrs[i] = NULL;
 		if (len == 0)
 			continue;
-		while (e < plan->nr_extents && plan->extents[e].end - plan->extents[e].at < len)
+		while (e < placement->nr_gaps &&
+		       placement->gaps[e].end - placement->gaps[e].at < len)
 			e++;
-		if (e == plan->nr_extents)
+		if (e == placement->nr_gaps)
 			return false;
-		plan->addrs[i] = pool->range.base + plan->extents[e].at;
-		plan->extents[e].at += len;
+		placement->addrs[i] = pool->range.base + placement->gaps[e].at;
+		placement->gaps[e].at += len;
 	}
 	return true;
 }
 
 /* Counts the blocks that the placed items touch. */
-static uint64_t nr_touched(const struct sfr__pool *pool, const struct sfr__plan *plan)
+static uint64_t nr_touched(const struct sfr__pool *pool, const struct sfr__placement *placement)
 {
 	uint64_t nr = 0;
 
-	for (uint32_t e = 0; e < plan->nr_extents; e++)
-		nr += sfr__round_up(plan->extents[e].at - plan->extents[e].begin,
+	for (uint32_t e = 0; e < placement->nr_gaps; e++)
+		nr += sfr__round_up(placement->gaps[e].at - placement->gaps[e].begin,
 				    pool->block_bytes) /
 		      pool->block_bytes;
 	return nr;
 }
 
-bool sfr__pool_plan_locked(const struct sfr__pool *pool, struct sfr__plan *plan, bool ever,
-			   bool spare)
+bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
+			    bool ever, bool spare)
 {
-	uint64_t nr = sfr__round_up(plan->total, pool->block_bytes) / pool->block_bytes;
+	uint64_t nr = sfr__round_up(placement->total, pool->block_bytes) / pool->block_bytes;
 	uint64_t left = nr_usable_locked(pool, ever), leave = spare ? 1 : 0;
 	uint32_t first;
 
@@ -113,11 +116,11 @@ bool sfr__pool_plan_locked(const struct sfr__pool *pool, struct sfr__plan *plan,
 	if (first < pool->nr_blocks) {
 		uint64_t begin = first * pool->block_bytes;
 
-		plan->nr_extents = 1;
-		plan->extents[0] =
-			(struct sfr__extent){ begin, begin, begin + nr * pool->block_bytes };
-		return fill_extents(pool, plan);
+		placement->nr_gaps = 1;
+		placement->gaps[0] =
+			(struct sfr__gap){ begin, begin, begin + nr * pool->block_bytes };
+		return fill_gaps(pool, placement);
 	}
-	find_extents_locked(pool, ever, plan);
-	return fill_extents(pool, plan) && nr_touched(pool, plan) + leave <= left;
+	find_gaps_locked(pool, ever, placement);
+	return fill_gaps(pool, placement) && nr_touched(pool, placement) + leave <= left;
 }

@@ -31,7 +31,7 @@ struct sfr__block {
 	struct sfr__block *next; /* for the owner's use while leased */
 	/* The region it is registered in, NULL: none. Belongs to the block's owner, or to the
 	 * owners of the region's blocks together. */
-	_Atomic(struct sfr__piece *) piece;
+	_Atomic(struct sfr__region *) region;
 	size_t committed; /* bytes with memory, from mem on; written under pool->mu */
 	size_t want;      /* bytes that warm_up or a lease gives it */
 	uint32_t index;

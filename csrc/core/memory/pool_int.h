@@ -47,24 +47,24 @@ struct sfr__pool {
 };
 
 /* ---- place.c ---- */
-/* One free run of blocks while items are placed: [at, end) of the pool's range is unused. */
-struct sfr__extent {
+/* A gap between used blocks, while items are placed: bytes [at, end) of the pool are still free. */
+struct sfr__gap {
 	uint64_t begin, at, end;
 };
 
-struct sfr__plan {
+struct sfr__placement {
 	const uint64_t *lens;
 	uint32_t nr;
 	uint64_t total; /* bytes of all items, each rounded up to SFR_ALIGN */
 	char **addrs;
-	struct sfr__extent *extents; /* room for every run there can be */
-	uint32_t nr_extents;
+	struct sfr__gap *gaps; /* room for as many as there can be */
+	uint32_t nr_gaps;
 };
 /* Puts the items into free blocks, or with `ever` into blocks that will be free once everything has
  * returned that does so by itself. With `spare`, leaves one block for saves. False when they do not
  * fit. */
-bool sfr__pool_plan_locked(const struct sfr__pool *pool, struct sfr__plan *plan, bool ever,
-			   bool spare);
+bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
+			    bool ever, bool spare);
 
 /* ---- blocks.c ---- */
 /* Returns the address of the block's own pages, even while it uses the driver's memory. */

@@ -27,6 +27,7 @@ bool sfr__pool_lacks_locked(const struct sfr__pool *pool)
 	       (pool->reserved.head != NULL || pool->nr_known < pool->nr_blocks);
 }
 
+/* Raises the number of blocks that should have memory to `nr`, or to all blocks. */
 static void want_locked(struct sfr__pool *pool, uint32_t nr)
 {
 	if (nr > pool->nr_blocks)

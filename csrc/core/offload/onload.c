@@ -56,7 +56,7 @@ static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32
 
 /* ---- start ------------------------------------------------------------------------- */
 
-static void landed(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
+static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr_onload *onload = sfr__container(tr, struct sfr_onload, transfer);
 
@@ -68,7 +68,7 @@ static void landed(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, 
 	sfr_snapshot_unhold(onload->from);
 }
 
-static const struct sfr__transfer_ops ops = { .landed = landed };
+static const struct sfr__transfer_ops ops = { .portion_done = portion_done };
 
 /* Makes the lane's stream wait for copies into the sources. False: it cannot. */
 static bool follow(struct sfr_onload *onload)
@@ -113,8 +113,8 @@ static int start(struct sfr_onload *onload, uint32_t device, CUstream stream,
 			sfr__transfer_staged(tr);
 		sfr__transfer_end(tr);
 	}
-	if (onload->from && !tr->flew)
-		sfr_snapshot_unhold(onload->from); /* `landed` is not called */
+	if (onload->from && !tr->launched)
+		sfr_snapshot_unhold(onload->from); /* `portion_done` is not called */
 	return rc;
 }
 

@@ -28,6 +28,7 @@ struct piece {
 
 /* ---- headers and descriptors ---------------------------------------------------- */
 
+/* Whether the piece contains this byte of the file. */
 static bool covers(const struct piece *p, uint64_t off)
 {
 	return off >= p->off && off < p->end;

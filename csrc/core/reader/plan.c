@@ -43,6 +43,7 @@ static uint64_t torch_local_len(const struct sfr__place *p)
 	return SFR__UNZIP_LOCAL + p->name_len + zip64_len + TORCH_PADDING;
 }
 
+/* Returns where a writer of this kind puts a record's data. */
 static uint64_t data_off(const struct sfr__place *p, uint64_t align, enum writer writer)
 {
 	const uint64_t len = writer == TORCH ? torch_local_len(p) :
@@ -77,6 +78,7 @@ static uint64_t find(const struct sfr_reader *r, const char *bare)
 	return r->nr;
 }
 
+/* Returns the alignment of the archive's data, which it may state in a record, or -errno. */
 static int64_t find_align(const struct sfr_reader *r)
 {
 	const uint64_t index = find(r, ".storage_alignment");
@@ -98,6 +100,8 @@ static int64_t find_align(const struct sfr_reader *r)
 	return align >= 1 && align <= MOST_ALIGN ? align : -EOPNOTSUPP;
 }
 
+/* Finds out which of two writers made the archive: looks at the first record that they would put at
+ * different offsets. 0 or -errno. */
 static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *writer)
 {
 	*writer = TORCH;

@@ -23,7 +23,7 @@
  *
  * Who owns a buffer, when the client lends them (a device reads from it after the put):
  *
- *     reader --put returned LATER, sent--> client --land--> reader
+ *     reader --put returned LATER, sent--> client --finish--> reader
  *
  * A record. Its header, data and descriptor may come in any order and from several threads:
  *
@@ -83,20 +83,20 @@ static bool find_piece_locked(struct sfr_reader *r, struct piece *piece)
 }
 
 /* Waits until the client has finished with the buffer, and counts what was in it. */
-static void land(struct sfr_reader *r, struct sfr__buffer *buffer)
+static void finish(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
 	if (r->nr_buffers == 1)
 		return; /* nothing is left in it */
-	if (r->client->land(r->self, buffer) < 0)
+	if (r->client->finish(r->self, buffer) < 0)
 		buffer->nr_parts = 0;
 	sfr__reader_count(r, buffer);
 }
 
-static void land_all(struct sfr__reader_thread *thread)
+static void finish_all(struct sfr__reader_thread *thread)
 {
 	/* The buffer whose turn is next was sent first. */
 	for (unsigned i = 0; i < thread->r->nr_buffers; i++)
-		land(thread->r, &thread->buffers[(thread->turn + i) % thread->r->nr_buffers]);
+		finish(thread->r, &thread->buffers[(thread->turn + i) % thread->r->nr_buffers]);
 }
 
 /* Waits until the next piece may be read, and takes it. Before a wait that may be long, counts what
@@ -113,7 +113,7 @@ static bool take_piece(struct sfr__reader_thread *thread, struct piece *piece)
 			continue;
 		}
 		sfr__unlock(&r->mu);
-		land_all(thread);
+		finish_all(thread);
 		counted = true;
 		sfr__lock(&r->mu);
 	}
@@ -139,7 +139,7 @@ static bool read_piece(struct sfr__reader_thread *thread, const struct piece *pi
 	struct sfr__buffer *buffer = &thread->buffers[thread->turn];
 	int rc;
 
-	land(r, buffer);
+	finish(r, buffer);
 	thread->turn = (thread->turn + 1) % r->nr_buffers;
 	if (buffer->mem == NULL)
 		return false; /* the client has failed */
@@ -165,7 +165,7 @@ static void *reader_main(void *arg)
 
 	while (take_piece(thread, &piece) && read_piece(thread, &piece))
 		;
-	land_all(thread);
+	finish_all(thread);
 	return NULL;
 }
 

@@ -61,7 +61,7 @@ struct sfr__reader_client {
 	/* All bytes of a piece have been put. 0 or -1. */
 	int (*sent)(void *self, struct sfr__buffer *buffer);
 	/* Waits until the client needs the buffer no longer. 0 or -1. */
-	int (*land)(void *self, struct sfr__buffer *buffer);
+	int (*finish)(void *self, struct sfr__buffer *buffer);
 };
 
 struct sfr__reader_spec {

@@ -23,12 +23,12 @@
 #include "restore/restore_int.h"
 #include "base/base.h"
 
-static const struct sfr__transfer_ops ops = { .landed = NULL };
+static const struct sfr__transfer_ops ops = { .portion_done = NULL };
 
 static void device_failed(struct sfr_restore *r, const char *why, uint64_t index)
 {
 	if (atomic_exchange(&r->has_why, true))
-		return; /* another thread tells of a failure */
+		return; /* another thread reports a failure */
 	(void)snprintf(r->why, sizeof(r->why), "%s", why);
 	sfr__reader_fail(r->reader, -EIO, index, sfr__reader_data_off(r->reader, index), r->why);
 }
@@ -77,7 +77,7 @@ bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64
 	if (sfr__transfer_is_over(tr)) { /* of the piece before */
 		*tr = (struct sfr__transfer){ .ops = &ops };
 		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k],
-					 SFR__CUDA_IN); /* it is there */
+					 SFR__CUDA_IN); /* the lane exists, so this cannot fail */
 	}
 	sfr__transfer_add(tr, (uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, len, true);
 	if (tr->err.code == 0)
@@ -108,7 +108,7 @@ static int sent(void *self, struct sfr__buffer *buffer)
 	return rc;
 }
 
-static int land(void *self, struct sfr__buffer *buffer)
+static int finish(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
 	bool lost = false;
@@ -166,7 +166,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 	r->client.lend = lend;
 	r->client.take_back = take_back;
 	r->client.sent = sent;
-	r->client.land = land;
+	r->client.finish = finish;
 	return 0;
 }
 

@@ -1,7 +1,7 @@
 /* Saves of parts: writers read the sources in place, when they write them.
  *
- *   direct run    source and file are aligned alike: the CRC is computed, the source itself written
- *   other runs    glue and sources are put together in a buffer; the CRC is computed in that pass
+ *   direct extent   source and file are aligned alike: the source itself is written
+ *   other extents   glue and sources are copied to a buffer, and the CRC is computed in that pass
  *
  * Only a few blocks of such a save are in the writers' queue at a time, so that other saves come
  * between, and so that a few buffers are enough. A buffer is a block of the pool if one is free at
@@ -31,20 +31,20 @@ uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
 
 void sfr__in_place_next_locked(struct sfr_ticket *t)
 {
-	const struct sfr__run *run;
+	const struct sfr__extent *extent;
 	struct sfr__job *job;
 
-	while (t->sharing.next_run < t->plan.img.nr_runs &&
-	       t->sharing.next_blk == t->plan.img.runs[t->sharing.next_run].nr_blocks) {
-		t->sharing.next_run++;
+	while (t->sharing.next_extent < t->plan.img.nr_extents &&
+	       t->sharing.next_blk == t->plan.img.extents[t->sharing.next_extent].nr_blocks) {
+		t->sharing.next_extent++;
 		t->sharing.next_blk = 0;
 	}
-	if (t->sharing.next_run == t->plan.img.nr_runs || sfr__ticket_failing_locked(t))
+	if (t->sharing.next_extent == t->plan.img.nr_extents || sfr__ticket_failing_locked(t))
 		return;
-	run = &t->plan.img.runs[t->sharing.next_run];
-	job = sfr__block_job(t, run, t->sharing.next_blk);
+	extent = &t->plan.img.extents[t->sharing.next_extent];
+	job = sfr__block_job(t, extent, t->sharing.next_blk);
 	*job = (struct sfr__job){
-		.ticket = t, .kind = SFR__JOB_BLOCK, .run = run, .blk = t->sharing.next_blk++
+		.ticket = t, .kind = SFR__JOB_BLOCK, .extent = extent, .blk = t->sharing.next_blk++
 	};
 	sfr__job_push_locked(job);
 }
@@ -77,14 +77,15 @@ static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 	return 0;
 }
 
+/* Copies a block's sources, headers and padding to its memory, and sums up the sources' CRCs. */
 static void fill(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
 	SFR__TRACE(SFR_TRACE_COPY, t->number,
-		   sfr__image_block_len(&t->plan.img, job->run, job->blk));
-	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
+		   sfr__image_block_len(&t->plan.img, job->extent, job->blk));
+	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
 	while (sfr__seg_next(&it, &seg)) {
 		const char *src = t->plan.img.entries[seg.entry].src + seg.off;
 		uint32_t crc;
@@ -102,12 +103,13 @@ static void fill(struct sfr_ticket *t, const struct sfr__job *job)
 
 int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
-	size_t len = sfr__image_block_len(&t->plan.img, job->run, job->blk);
+	size_t len = sfr__image_block_len(&t->plan.img, job->extent, job->blk);
 	int rc;
 
-	if (job->run->direct != NULL) {
+	if (job->extent->direct != NULL) {
 		/* The source is only read: CRC fields are never inside a source. */
-		job->mem = (char *)(uintptr_t)job->run->direct + job->blk * t->plan.img.block_bytes;
+		job->mem =
+			(char *)(uintptr_t)job->extent->direct + job->blk * t->plan.img.block_bytes;
 		return 0; /* the CRC is computed as for any block */
 	}
 	rc = get_buffer(t, job, len);

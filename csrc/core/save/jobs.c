@@ -21,22 +21,23 @@ struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 	return job;
 }
 
-struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk)
+struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *extent,
+				uint32_t blk)
 {
-	return &t->plan.jobs[run->first_block + blk];
+	return &t->plan.jobs[extent->first_block + blk];
 }
 
-void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
+void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
 			    struct sfr__block *block, bool summed)
 {
-	struct sfr__job *job = sfr__block_job(t, run, blk);
+	struct sfr__job *job = sfr__block_job(t, extent, blk);
 
 	*job = (struct sfr__job){
 		.ticket = t,
 		.kind = SFR__JOB_BLOCK,
 		.block = block,
 		.mem = block->mem,
-		.run = run,
+		.extent = extent,
 		.blk = blk,
 		.summed = summed,
 	};

@@ -22,9 +22,9 @@ struct sfr__job {
 	struct sfr__block *block; /* the pool's block that contains them, */
 	/* or the length of memory of its own; with neither, mem is inside a source */
 	size_t own_len;
-	const struct sfr__run *run;
+	const struct sfr__extent *extent;
 	uint32_t blk;
-	bool summed; /* its bytes are in their entries' CRCs, or will be when they are copied */
+	bool summed;                   /* the entries' CRCs include, or will include, its bytes */
 	struct sfr__job *parked;       /* next parked job */
 	struct sfr__host_block staged; /* while the block is filled from host memory */
 };
@@ -32,10 +32,11 @@ struct sfr__job {
 void sfr__job_push_locked(struct sfr__job *job);
 /* Returns one of the ticket's jobs that are not for a block. */
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind);
-/* Returns the job of one block of a run. */
-struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk);
+/* Returns the job of one block of an extent. */
+struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *extent,
+				uint32_t blk);
 /* Queues a staged block for the writers. summed: its bytes are in the CRCs already. */
-void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
+void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
 			    struct sfr__block *block, bool summed);
 /* Adds the CRC of a stretch of an entry, in any order. Returns whether the entry is complete. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);

@@ -9,10 +9,10 @@
 /* It belongs to the ticket. */
 struct sfr__cuda_part {
 	struct sfr__transfer transfer;
-	struct sfr__task staging;                   /* the task for the lane's thread */
-	struct sfr_ticket *ticket;                  /* constant, like the next two */
-	uint32_t device;                            /* the driver's number */
-	const struct sfr__run *captured, *deferred; /* NULL if there is no such run */
+	struct sfr__task staging;                      /* the task for the lane's thread */
+	struct sfr_ticket *ticket;                     /* constant, like the next two */
+	uint32_t device;                               /* the driver's number */
+	const struct sfr__extent *captured, *deferred; /* NULL if there is no such extent */
 
 	/* used only by the capturing thread */
 	uint32_t capture_blk;

@@ -63,8 +63,8 @@ static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 	const char *dir = desc->dir, *name = desc->name;
 	size_t dir_len = strlen(dir), key_len = dir_len + 1 + strlen(name) + 1;
 
-	for (uint32_t i = 0; i < t->plan.img.nr_runs; i++)
-		t->plan.nr_blocks += t->plan.img.runs[i].nr_blocks;
+	for (uint32_t i = 0; i < t->plan.img.nr_extents; i++)
+		t->plan.nr_blocks += t->plan.img.extents[i].nr_blocks;
 	t->report.nbytes = t->plan.img.len;
 	t->report.captured_nbytes = t->plan.img.captured_nbytes;
 	t->report.deferred_nbytes = t->plan.img.deferred_nbytes;
@@ -150,18 +150,18 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 }
 
 /* Counts the image's blocks that need a whole block of memory: all but the shorter last blocks of
- * runs. Devices always get whole blocks. */
+ * extents. Devices always get whole blocks. */
 static uint32_t nr_whole_blocks(const struct sfr_ticket *t)
 {
 	uint32_t nr = t->plan.nr_blocks;
 
-	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++) {
-		const struct sfr__run *run = &t->plan.img.runs[r];
+	for (uint32_t r = 0; r < t->plan.img.nr_extents; r++) {
+		const struct sfr__extent *extent = &t->plan.img.extents[r];
 
-		nr -= run->device == 0 && run->nr_blocks != 0 &&
+		nr -= extent->device == 0 && extent->nr_blocks != 0 &&
 		      !sfr__pool_is_whole(t->engine->pool,
-					  sfr__image_block_len(&t->plan.img, run,
-							       run->nr_blocks - 1));
+					  sfr__image_block_len(&t->plan.img, extent,
+							       extent->nr_blocks - 1));
 	}
 	return nr;
 }
@@ -194,7 +194,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		sfr__engine_enter_locked(engine, &t->flight);
 		t->seq = ++engine->next_seq;
 		t->report.over_slots = beyond;
-		sfr__runs_aim(t);
+		sfr__host_copies_init(t);
 		sfr_ticket_get(t);
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
@@ -260,11 +260,11 @@ int sfr_save_launch(struct sfr_ticket *t)
 		}
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
-		if (t->staging.deferred.run && !sfr__ticket_failing_locked(t)) {
+		if (t->staging.deferred.extent && !sfr__ticket_failing_locked(t)) {
 			t->sharing.lane_owns = true;
 			sfr__host_begin_locked(&t->staging.deferred.copy, false);
 		}
-		if (t->plan.img.runs[t->plan.img.nr_runs - 1].lane == SFR_CAPTURED) {
+		if (t->plan.img.extents[t->plan.img.nr_extents - 1].lane == SFR_CAPTURED) {
 			/* Nothing is deferred, so there is no verdict to wait for. */
 			t->facts.confirmed = true;
 			t->facts.copied = t->staging.nr_parts == 0 && !t->plan.in_place;

@@ -7,15 +7,16 @@
 
 /* ---- stage_host.c ---- */
 /* Sets up the copies of host memory, at admission. */
-void sfr__runs_aim(struct sfr_ticket *t);
+void sfr__host_copies_init(struct sfr_ticket *t);
 /* Writes the bytes between tensors: headers and padding. */
 void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst);
 /* Prefetches the first bytes of an entry that is copied soon. */
 void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
 /* Takes samples of every deferred source in host memory. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
-/* Returns the sources of a run for sampling, from malloc, or NULL. */
-struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct sfr__run *run);
+/* Returns the sources of an extent for sampling, from malloc, or NULL. */
+struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
+					 const struct sfr__extent *extent);
 /* Compares staged bytes of an entry with the samples. Returns the index of a torn source, or -1. */
 int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples,
 			 uint32_t entry, uint64_t off, const char *staged, size_t len);

@@ -41,7 +41,7 @@ static void report(struct sfr__cuda_part *part)
 
 /* Compares one block with the samples, and with the checksums if there are any. Returns the index
  * of a torn source, or -1. */
-static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+static int64_t check(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t blk,
 		     const struct sfr__block *block)
 {
 	struct sfr_ticket *t = part->ticket;
@@ -49,7 +49,7 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 	struct sfr__seg seg;
 	int64_t torn = -1;
 
-	sfr__seg_iter_init(&it, &t->plan.img, run, blk);
+	sfr__seg_iter_init(&it, &t->plan.img, extent, blk);
 	while (torn < 0 && sfr__seg_next(&it, &seg)) {
 		const char *staged = block->mem + seg.pos;
 
@@ -63,12 +63,13 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 	return torn;
 }
 
-static void end_block(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+/* Checks a copied block and hands it to the writers. On a dead device, retires it. */
+static void end_block(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t blk,
 		      struct sfr__block *block, bool ok)
 {
 	struct sfr_ticket *t = part->ticket;
 	struct sfr_err err = { .index = -1 };
-	int64_t torn = ok && run == part->deferred ? check(part, run, blk, block) : -1;
+	int64_t torn = ok && extent == part->deferred ? check(part, extent, blk, block) : -1;
 
 	if (torn >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
@@ -78,7 +79,7 @@ static void end_block(struct sfr__cuda_part *part, const struct sfr__run *run, u
 	if (torn >= 0)
 		sfr__ticket_fail_locked(t, &err);
 	if (ok)
-		sfr__push_block_locked(t, run, blk, block, false);
+		sfr__push_block_locked(t, extent, blk, block, false);
 	else
 		t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
@@ -87,7 +88,7 @@ static void end_block(struct sfr__cuda_part *part, const struct sfr__run *run, u
 		sfr__pool_retire(t->engine->pool, block);
 }
 
-static void landed(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
+static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__cuda_part *part = part_of(tr);
 	struct sfr__block *block = portion->memory, *next;
@@ -101,7 +102,7 @@ static void landed(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, 
 	}
 	for (; block; block = next, blk++) {
 		next = block->next;
-		end_block(part, portion->run, blk, block, ok);
+		end_block(part, portion->extent, blk, block, ok);
 	}
 }
 
@@ -132,7 +133,9 @@ static void over(struct sfr__transfer *tr)
 	sfr__unlock(&t->engine->mu);
 }
 
-static const struct sfr__transfer_ops ops = { .landed = landed, .unused = unused, .over = over };
+static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
+					      .unused = unused,
+					      .over = over };
 
 /* ---- blocks ------------------------------------------------------------------------------ */
 
@@ -148,7 +151,7 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 
 	if (rc < 0)
 		return rc;
-	if (sfr__transfer_pin(&part->transfer, engine->pool) && (*block)->piece == NULL)
+	if (sfr__transfer_pin(&part->transfer, engine->pool) && (*block)->region == NULL)
 		sfr__pool_pin_blocks(engine->pool, block, 1);
 	sfr__lock(&engine->mu);
 	sfr__ticket_take_block_locked(t);
@@ -158,7 +161,7 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 
 /* Adds one leased block: headers and padding at once, tensor bytes as copies. The portion with the
  * last of them owns the block. */
-static void fill(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+static void fill(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t blk,
 		 struct sfr__block *block)
 {
 	struct sfr__transfer *tr = &part->transfer;
@@ -173,7 +176,7 @@ static void fill(struct sfr__cuda_part *part, const struct sfr__run *run, uint32
 		sfr__ticket_put_block(t, block);
 		return;
 	}
-	sfr__seg_iter_init(&it, &t->plan.img, run, blk);
+	sfr__seg_iter_init(&it, &t->plan.img, extent, blk);
 	while (sfr__seg_next(&it, &seg))
 		if (seg.kind == SFR__SEG_DATA)
 			sfr__transfer_add(tr, (uint64_t)(uintptr_t)(block->mem + seg.pos),
@@ -183,7 +186,7 @@ static void fill(struct sfr__cuda_part *part, const struct sfr__run *run, uint32
 		else
 			sfr__stage_rest(t, &seg, block->mem + seg.pos);
 	if (!tr->portion->memory) {
-		tr->portion->run = run;
+		tr->portion->extent = extent;
 		tr->portion->first_blk = blk;
 	}
 	for (end = (struct sfr__block **)&tr->portion->memory; *end; end = &(*end)->next)
@@ -194,10 +197,10 @@ static void fill(struct sfr__cuda_part *part, const struct sfr__run *run, uint32
 		sfr__transfer_send(tr);
 }
 
-/* Leases and fills the next block of a run. Before waiting for a block it sends everything filled
- * so far, because those blocks may be the ones to wait for. SFR_EAGAIN if there was none within the
- * slice. */
-static int fill_next(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t *blk,
+/* Leases and fills the next block of an extent. Before waiting for a block it sends everything
+ * filled so far, because those blocks may be the ones to wait for. SFR_EAGAIN if there was none
+ * within the slice. */
+static int fill_next(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t *blk,
 		     uint64_t slice_ns)
 {
 	struct sfr_ticket *t = part->ticket;
@@ -210,12 +213,12 @@ static int fill_next(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 		start = sfr__now_ns();
 		rc = lease(part, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
-		if (run == part->captured) /* a lane's wait is part of the gate's */
+		if (extent == part->captured) /* a lane's wait is part of the gate's */
 			t->report.block_wait_ns += sfr__now_ns() - start;
 		sfr__unlock(&t->engine->mu);
 	}
 	if (rc == 0)
-		fill(part, run, (*blk)++, block);
+		fill(part, extent, (*blk)++, block);
 	else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		sfr__err_set(&part->transfer.err, rc, SFR_PHASE_STAGE, NULL);
 	return rc;
@@ -224,14 +227,14 @@ static int fill_next(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 /* Computes checksums of the deferred sources, for SFR_SAVE_CHECK_BYTES. Waits for each byte. */
 static void sum(struct sfr__cuda_part *part)
 {
-	const struct sfr__run *run = part->deferred;
+	const struct sfr__extent *extent = part->deferred;
 	struct sfr__transfer *tr = &part->transfer;
 	struct sfr_ticket *t = part->ticket;
-	struct sfr__sampled *sources = sfr__run_sources(t, run);
-	bool ok = sfr__transfer_store(tr, sources, run->all_entries);
+	struct sfr__sampled *sources = sfr__extent_sources(t, extent);
+	bool ok = sfr__transfer_store(tr, sources, extent->all_entries);
 
 	sfr_sys.free(sources);
-	for (uint32_t i = run->first_entry; i < run->first_entry + run->all_entries; i++) {
+	for (uint32_t i = extent->first_entry; i < extent->first_entry + extent->all_entries; i++) {
 		const struct sfr__entry *entry = &t->plan.img.entries[i];
 
 		for (uint64_t off = 0, len; off < entry->nbytes && ok; off += len) {
@@ -254,33 +257,33 @@ int sfr__cuda_parts_new(struct sfr_ticket *t)
 {
 	uint32_t nr = 0;
 
-	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++)
-		nr += t->plan.img.runs[r].device != 0;
+	for (uint32_t r = 0; r < t->plan.img.nr_extents; r++)
+		nr += t->plan.img.extents[r].device != 0;
 	if (nr == 0)
 		return 0;
 	t->staging.parts = sfr_sys.calloc(nr, sizeof(*t->staging.parts));
 	if (!t->staging.parts)
 		return -ENOMEM;
-	for (uint32_t r = 0; r < t->plan.img.nr_runs; r++) {
-		const struct sfr__run *run = &t->plan.img.runs[r];
+	for (uint32_t r = 0; r < t->plan.img.nr_extents; r++) {
+		const struct sfr__extent *extent = &t->plan.img.extents[r];
 		struct sfr__cuda_part *part = t->staging.parts;
 
-		if (run->device == 0)
+		if (extent->device == 0)
 			continue;
 		while (part < t->staging.parts + t->staging.nr_parts &&
-		       part->device != run->device - 1)
+		       part->device != extent->device - 1)
 			part++;
 		if (part == t->staging.parts + t->staging.nr_parts)
 			t->staging.nr_parts++;
 		part->transfer.ops = &ops;
 		part->staging.run = stage;
 		part->ticket = t;
-		part->device = run->device - 1;
+		part->device = extent->device - 1;
 		/* the first extent stands for those that follow it */
-		if (run->lane == SFR_CAPTURED && !part->captured)
-			part->captured = run;
-		if (run->lane != SFR_CAPTURED && !part->deferred)
-			part->deferred = run;
+		if (extent->lane == SFR_CAPTURED && !part->captured)
+			part->captured = extent;
+		if (extent->lane != SFR_CAPTURED && !part->deferred)
+			part->deferred = extent;
 	}
 	return 0;
 }
@@ -320,13 +323,13 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 {
 	struct sfr__transfer *tr = &part->transfer;
-	const struct sfr__run *run = part->captured;
+	const struct sfr__extent *extent = part->captured;
 	struct sfr_ticket *t = part->ticket;
 	int rc = 0;
 
-	while (run && part->capture_blk < run->all_blocks && rc == 0 && !tr->err.code &&
+	while (extent && part->capture_blk < extent->all_blocks && rc == 0 && !tr->err.code &&
 	       !sfr__ticket_failing(t))
-		rc = fill_next(part, run, &part->capture_blk, sfr__time_left(deadline));
+		rc = fill_next(part, extent, &part->capture_blk, sfr__time_left(deadline));
 	sfr__transfer_send(tr);
 	report(part);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
@@ -337,7 +340,7 @@ static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 	if (part->deferred && t->staging.sums)
 		sum(part);
 	if (part->deferred && !tr->err.code)
-		sfr__transfer_sample(tr, sfr__run_sources(t, part->deferred),
+		sfr__transfer_sample(tr, sfr__extent_sources(t, part->deferred),
 				     part->deferred->all_entries, t->seq + t->report.created_ns);
 	sfr__transfer_captured(tr);
 	sfr__transfer_send(tr); /* the samples */

@@ -21,14 +21,15 @@
 
 /* ---- samples ---- */
 
-struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct sfr__run *run)
+struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
+					 const struct sfr__extent *extent)
 {
-	struct sfr__sampled *sources = sfr_sys.malloc(run->all_entries * sizeof(*sources));
+	struct sfr__sampled *sources = sfr_sys.malloc(extent->all_entries * sizeof(*sources));
 
-	for (uint32_t i = 0; sources && i < run->all_entries; i++) {
-		const struct sfr__entry *entry = &t->plan.img.entries[run->first_entry + i];
+	for (uint32_t i = 0; sources && i < extent->all_entries; i++) {
+		const struct sfr__entry *entry = &t->plan.img.entries[extent->first_entry + i];
 
-		sources[i] = (struct sfr__sampled){ .entry = run->first_entry + i,
+		sources[i] = (struct sfr__sampled){ .entry = extent->first_entry + i,
 						    .addr = (uint64_t)(uintptr_t)entry->src,
 						    .nbytes = entry->nbytes };
 	}
@@ -37,23 +38,23 @@ struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct s
 
 int sfr__take_samples(struct sfr_ticket *t)
 {
-	const struct sfr__run *run = t->staging.deferred.run;
+	const struct sfr__extent *extent = t->staging.deferred.extent;
 	struct sfr__sampled *sources;
 	int rc;
 
 	SFR__TRACE(SFR_TRACE_SAMPLES, t->number, 0);
-	if (run == NULL)
+	if (extent == NULL)
 		return 0;
-	sources = sfr__run_sources(t, run);
+	sources = sfr__extent_sources(t, extent);
 	if (!sources)
 		return -ENOMEM;
-	rc = sfr__samples_take(&t->staging.samples, sources, run->all_entries,
+	rc = sfr__samples_take(&t->staging.samples, sources, extent->all_entries,
 			       t->seq + t->report.created_ns);
 	sfr_sys.free(sources);
 	if (rc < 0)
 		return rc;
-	for (uint32_t i = run->first_entry;
-	     t->staging.sums && i < run->first_entry + run->all_entries; i++)
+	for (uint32_t i = extent->first_entry;
+	     t->staging.sums && i < extent->first_entry + extent->all_entries; i++)
 		t->staging.sums[i] =
 			sfr_crc32(0, t->plan.img.entries[i].src, t->plan.img.entries[i].nbytes);
 	return 0;
@@ -128,18 +129,18 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	return sfr__check_piece(t, &t->staging.samples, seg->entry, seg->off, dst, seg->len);
 }
 
-/* ---- a run, for stage/host.c ---- */
+/* ---- an extent, for stage/host.c ---- */
 
-static struct sfr__run_copy *run_copy_of(struct sfr__host_copy *copy)
+static struct sfr__extent_copy *extent_copy_of(struct sfr__host_copy *copy)
 {
-	return sfr__container(copy, struct sfr__run_copy, copy);
+	return sfr__container(copy, struct sfr__extent_copy, copy);
 }
 
 static struct sfr__job *job_of(struct sfr__host_copy *copy, uint32_t blk)
 {
-	struct sfr__run_copy *run_copy = run_copy_of(copy);
+	struct sfr__extent_copy *extent_copy = extent_copy_of(copy);
 
-	return sfr__block_job(run_copy->ticket, run_copy->run, blk);
+	return sfr__block_job(extent_copy->ticket, extent_copy->extent, blk);
 }
 
 static struct sfr__host_block *block(struct sfr__host_copy *copy, uint32_t blk)
@@ -149,14 +150,14 @@ static struct sfr__host_block *block(struct sfr__host_copy *copy, uint32_t blk)
 
 static size_t block_len(struct sfr__host_copy *copy, uint32_t blk)
 {
-	struct sfr__run_copy *run_copy = run_copy_of(copy);
+	struct sfr__extent_copy *extent_copy = extent_copy_of(copy);
 
-	return sfr__image_block_len(&run_copy->ticket->plan.img, run_copy->run, blk);
+	return sfr__image_block_len(&extent_copy->ticket->plan.img, extent_copy->extent, blk);
 }
 
 static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *leased)
 {
-	struct sfr_ticket *t = run_copy_of(copy)->ticket;
+	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
 	struct sfr__job *job = job_of(copy, blk);
 
 	sfr__ticket_take_block_locked(t);
@@ -167,16 +168,16 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			  bool hurried)
 {
-	struct sfr__run_copy *run_copy = run_copy_of(copy);
+	struct sfr__extent_copy *extent_copy = extent_copy_of(copy);
 	const struct sfr__job *job = job_of(copy, blk);
-	struct sfr_ticket *t = run_copy->ticket;
+	struct sfr_ticket *t = extent_copy->ticket;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 	int64_t torn = -1, found;
 	uint64_t from;
 
 	(void)hurried; /* whether the CRC is computed here is decided for a whole block */
-	sfr__seg_iter_init(&it, &t->plan.img, run_copy->run, blk);
+	sfr__seg_iter_init(&it, &t->plan.img, extent_copy->extent, blk);
 	from = it.off += off;
 	it.end = from + len;
 	while (sfr__seg_next(&it, &seg)) {
@@ -198,7 +199,7 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 
 static bool is_failing_locked(struct sfr__host_copy *copy)
 {
-	return sfr__ticket_failing_locked(run_copy_of(copy)->ticket);
+	return sfr__ticket_failing_locked(extent_copy_of(copy)->ticket);
 }
 
 static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
@@ -207,21 +208,22 @@ static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 
 	sfr__err_set(&err, code, SFR_PHASE_STAGE, code == SFR_ETORN ? "samples" : NULL);
 	err.index = source;
-	sfr__ticket_fail_locked(run_copy_of(copy)->ticket, &err);
+	sfr__ticket_fail_locked(extent_copy_of(copy)->ticket, &err);
 }
 
 static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 {
 	const struct sfr__job *job = job_of(copy, blk);
-	struct sfr__run_copy *run_copy = run_copy_of(copy);
+	struct sfr__extent_copy *extent_copy = extent_copy_of(copy);
 
-	sfr__push_block_locked(run_copy->ticket, run_copy->run, blk, job->block, job->summed);
+	sfr__push_block_locked(extent_copy->ticket, extent_copy->extent, blk, job->block,
+			       job->summed);
 }
 
-/* Called at the end of the deferred run: its sources are free. */
+/* Called at the end of the deferred extent: its sources are free. */
 static void over(struct sfr__host_copy *copy)
 {
-	struct sfr_ticket *t = run_copy_of(copy)->ticket;
+	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
 	struct sfr_engine *engine = t->engine;
 
 	sfr__lock(&engine->mu);
@@ -242,19 +244,21 @@ static const struct sfr__host_ops ops = {
 	.over = over,
 };
 
-static void aim(struct sfr__run_copy *run_copy, struct sfr_ticket *t, const struct sfr__run *run)
+/* Sets up the copy of an extent's blocks; NULL: of no blocks. */
+static void copy_init(struct sfr__extent_copy *extent_copy, struct sfr_ticket *t,
+		      const struct sfr__extent *extent)
 {
-	run_copy->ticket = t;
-	run_copy->run = run;
-	run_copy->copy = (struct sfr__host_copy){ .engine = t->engine,
-						  .ops = &ops,
-						  .nr_blocks = run ? run->all_blocks : 0,
-						  .seq = t->seq,
-						  .number = t->number };
+	extent_copy->ticket = t;
+	extent_copy->extent = extent;
+	extent_copy->copy = (struct sfr__host_copy){ .engine = t->engine,
+						     .ops = &ops,
+						     .nr_blocks = extent ? extent->all_blocks : 0,
+						     .seq = t->seq,
+						     .number = t->number };
 }
 
-void sfr__runs_aim(struct sfr_ticket *t)
+void sfr__host_copies_init(struct sfr_ticket *t)
 {
-	aim(&t->staging.captured, t, t->plan.in_place ? NULL : &t->plan.img.runs[0]);
-	aim(&t->staging.deferred, t, sfr__image_run(&t->plan.img, SFR_LANE_HOST, 0));
+	copy_init(&t->staging.captured, t, t->plan.in_place ? NULL : &t->plan.img.extents[0]);
+	copy_init(&t->staging.deferred, t, sfr__image_extent(&t->plan.img, SFR_LANE_HOST, 0));
 }

@@ -37,18 +37,18 @@ struct sfr__save_facts {
 	_Atomic uint64_t written_nbytes; /* also read without the lock */
 };
 
-/* A run of the image that is filled from host memory; run is NULL if there is none. */
-struct sfr__run_copy {
+/* An extent of the image that is filled from host memory; extent is NULL if there is none. */
+struct sfr__extent_copy {
 	struct sfr__host_copy copy;
 	struct sfr_ticket *ticket;
-	const struct sfr__run *run;
+	const struct sfr__extent *extent;
 };
 
 /* How the sources get into blocks, and what shows that nobody wrote to them meanwhile. The capture
  * sets it up, then lanes use it. */
 struct sfr__save_staging {
-	struct sfr__run_copy captured, deferred; /* host memory */
-	struct sfr__cuda_part *parts;            /* one for each device */
+	struct sfr__extent_copy captured, deferred; /* host memory */
+	struct sfr__cuda_part *parts;               /* one for each device */
 	uint32_t nr_parts;
 	bool capture_done;           /* used only by the capturing thread */
 	struct sfr__samples samples; /* of host memory */
@@ -58,14 +58,14 @@ struct sfr__save_staging {
 
 /* The parts of the save that other threads have. Nothing of it is left when the save ends. */
 struct sfr__save_sharing {
-	bool lane_owns;              /* deferred bytes of the host are being handed out or copied */
-	uint32_t cuda_out;           /* device parts that are not over */
-	uint32_t cuda_unsubmitted;   /* device parts that still have copies to queue */
-	uint32_t jobs_out;           /* jobs that are queued or running */
-	struct sfr__job *parked;     /* blocks that wait for the CRC of an entry's earlier bytes */
-	bool needs_blocks;           /* the pool counts this save among those that need blocks */
-	uint32_t blocks_back;        /* blocks given back to the pool, written or not */
-	uint32_t next_run, next_blk; /* a save of parts: the next block to queue */
+	bool lane_owns;            /* deferred bytes of the host are being handed out or copied */
+	uint32_t cuda_out;         /* device parts that are not over */
+	uint32_t cuda_unsubmitted; /* device parts that still have copies to queue */
+	uint32_t jobs_out;         /* jobs that are queued or running */
+	struct sfr__job *parked;   /* blocks that wait for the CRC of an entry's earlier bytes */
+	bool needs_blocks;         /* the pool counts this save among those that need blocks */
+	uint32_t blocks_back;      /* blocks given back to the pool, written or not */
+	uint32_t next_extent, next_blk; /* a save of parts: the next block to queue */
 };
 
 /* Every field is guarded by the engine's mutex unless its comment says otherwise. */

@@ -55,13 +55,13 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
  * block, no other thread touches them, and no lock is needed. */
 static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 {
-	uint64_t from = sfr__image_block_off(&t->plan.img, job->run, job->blk);
-	uint64_t to = from + sfr__image_block_len(&t->plan.img, job->run, job->blk);
+	uint64_t from = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
+	uint64_t to = from + sfr__image_block_len(&t->plan.img, job->extent, job->blk);
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
 	SFR__TRACE(SFR_TRACE_CHECKSUM, t->number, to - from);
-	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
+	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
 	while (sfr__seg_next(&it, &seg)) {
 		struct sfr__entry *entry = &t->plan.img.entries[seg.entry];
 		uint32_t crc;
@@ -89,20 +89,20 @@ static bool is_described_locked(const struct sfr_ticket *t, const struct sfr__jo
 	const struct sfr__entry *entry;
 	struct sfr__seg_iter it;
 
-	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
-	if (it.entry == job->run->first_entry + job->run->nr_entries)
+	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
+	if (it.entry == job->extent->first_entry + job->extent->nr_entries)
 		return true; /* only padding */
 	entry = &t->plan.img.entries[it.entry];
 	if (entry->data_off + entry->nbytes >= it.end)
-		return true; /* its descriptor is in a later block */
+		return true; /* the entry's descriptor is in a later block */
 	return entry->crc_len == entry->nbytes;
 }
 
 /* Whether all CRCs in the block are known; otherwise parks the block. */
 static bool is_known(struct sfr_ticket *t, struct sfr__job *job)
 {
-	size_t len = sfr__image_block_len(&t->plan.img, job->run, job->blk);
-	uint64_t off = sfr__image_block_off(&t->plan.img, job->run, job->blk);
+	size_t len = sfr__image_block_len(&t->plan.img, job->extent, job->blk);
+	uint64_t off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
 	bool known;
 
 	sfr__lock(&t->engine->mu);
@@ -124,12 +124,12 @@ static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
 
 	if (t->plan.in_place) {
 		sfr__image_put_fields(&t->plan.img,
-				      sfr__image_block_off(&t->plan.img, job->run, job->blk),
-				      sfr__image_block_len(&t->plan.img, job->run, job->blk),
+				      sfr__image_block_off(&t->plan.img, job->extent, job->blk),
+				      sfr__image_block_len(&t->plan.img, job->extent, job->blk),
 				      job->mem);
 		return;
 	}
-	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
+	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
 	while (sfr__seg_next(&it, &seg))
 		if (seg.kind == SFR__SEG_DESC)
 			sfr__image_put_desc(&t->plan.img, seg.entry, seg.off, seg.len,
@@ -174,11 +174,11 @@ static void release_block(struct sfr_ticket *t, struct sfr__job *job)
  * writers may add theirs at the same time, which are others. */
 static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t page, char *edge)
 {
-	uint64_t off = sfr__image_block_off(&t->plan.img, job->run, job->blk);
+	uint64_t off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
-	sfr__seg_iter_init(&it, &t->plan.img, job->run, job->blk);
+	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
 	it.off = page;
 	it.end = page + SFR_PAGE;
 	while (sfr__seg_next(&it, &seg))
@@ -192,12 +192,12 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 		       struct sfr_err *err)
 {
 	const struct sfr__image *img = &t->plan.img;
-	uint64_t off = sfr__image_block_off(img, job->run, job->blk), from, to;
+	uint64_t off = sfr__image_block_off(img, job->extent, job->blk), from, to;
 
-	sfr__image_block_own(img, job->run, job->blk, &from, &to);
+	sfr__image_block_own(img, job->extent, job->blk, &from, &to);
 	for (uint32_t i = 0; i < img->nr_edges; i++)
 		if (img->edges[i] >= off &&
-		    img->edges[i] < off + sfr__image_block_len(img, job->run, job->blk))
+		    img->edges[i] < off + sfr__image_block_len(img, job->extent, job->blk))
 			put_edge(t, job, img->edges[i], t->plan.edges + (size_t)i * SFR_PAGE);
 	if (from < to &&
 	    sfr__file_write(&t->file, job->mem + (from - off), (size_t)(to - from), from, err) != 0)
@@ -210,7 +210,7 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
-	size_t len = sfr__image_block_len(&t->plan.img, job->run, job->blk);
+	size_t len = sfr__image_block_len(&t->plan.img, job->extent, job->blk);
 	uint64_t nbytes = 0;
 	struct sfr__span span __attribute__((cleanup(sfr__span_end))) =
 		sfr__span_begin(SFR_TRACE_BLOCK, t->number, len);

@@ -1,5 +1,5 @@
 /* A directory that is filled under a temporary name and put in place in one step. file/folder.c
- * implements it; python/stillframe/_save/directory.py decides when each step is taken. */
+ * implements it; python/stillframe/_save/directory.py calls the steps. */
 #ifndef SFR_FOLDER_PUBLIC_H
 #define SFR_FOLDER_PUBLIC_H
 
@@ -16,20 +16,22 @@ int sfr_folder_new(const char *dir, const char *name, int durable, struct sfr_fo
 int sfr_folder_open(struct sfr_folder *folder, struct sfr_err *err);
 /* Returns the path of the temporary directory; NULL before it is open. */
 const char *sfr_folder_path(const struct sfr_folder *folder);
-/* Syncs every file below it and every directory, those deeper down first; without `durable`
- * nothing. Adds up the files' lengths in *nbytes. Nobody may write there any more. */
+/* Syncs every file below the temporary directory, then every directory, the deepest first. Syncs
+ * nothing if it was made without `durable`. *nbytes is the sum of the files' lengths. Nobody may
+ * write there any more. */
 int sfr_folder_sync(struct sfr_folder *folder, uint64_t *nbytes, struct sfr_err *err);
-/* Renames it to `name` and syncs `dir`. A directory of that name gets the temporary name. Refuses
- * to replace anything else (-ENOTDIR). A failure in phase SFR_PHASE_SYNC_DIR means that the new
- * directory is in place and may not be durable; after any other the old one is. */
+/* Renames the temporary directory to `name` and syncs `dir`. An existing directory gets the
+ * temporary name; anything else is not replaced (-ENOTDIR). If the phase of an error is
+ * SFR_PHASE_SYNC_DIR, the new directory is in place but may not be durable. After any other error
+ * the old directory is in place. */
 int sfr_folder_commit(struct sfr_folder *folder, struct sfr_err *err);
-/* Removes what is not needed: the new directory before a commit, the old one after it. If the last
- * sync of a commit failed, both stay for the next save into `dir`, which syncs it first. */
+/* Removes the new directory before a commit, the old one after it. If the last sync of a commit
+ * failed, both stay: the next save into `dir` syncs it and then removes the old one. */
 int sfr_folder_clear(struct sfr_folder *folder, struct sfr_err *err);
-/* Clears and frees it; in a forked child it only frees. Accepts NULL. */
+/* Clears and frees the object; a forked child only frees it. Accepts NULL. */
 void sfr_folder_free(struct sfr_folder *folder);
 
-/* Cleans up in `dir` behind writers that died, as each save into it does: directories that they had
+/* Cleans up in `dir` after writers that died, as each save into it does. Directories that they
  * moved aside are put back. Never fails. */
 void sfr_tidy(const char *dir);
 

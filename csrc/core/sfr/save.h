@@ -20,7 +20,7 @@ struct sfr_ticket;
 struct sfr_save_desc {
 	const char *dir;  /* real path of the directory */
 	const char *name; /* file name in it */
-	uint64_t fs;      /* its file system, as from sfr_look; 0: unknown */
+	uint64_t fs;      /* its file system, as from sfr_resolve; 0: unknown */
 	/* data.pkl, or the header of a flat file; valid until the save is staged or has ended */
 	const void *skeleton;
 	uint64_t skeleton_len;

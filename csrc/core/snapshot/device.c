@@ -97,7 +97,7 @@ int sfr__snapshot_parts_start(struct sfr_snapshot *s, struct sfr_err *err)
 
 /* ---- after the call -------------------------------------------------------------------- */
 
-static void landed(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
+static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__snapshot_part *part = part_of(tr);
 
@@ -122,7 +122,7 @@ static void over(struct sfr__transfer *tr)
 	sfr__snapshot_in(s, part->torn, &err);
 }
 
-static const struct sfr__transfer_ops ops = { .landed = landed, .over = over };
+static const struct sfr__transfer_ops ops = { .portion_done = portion_done, .over = over };
 
 bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr)
 {

@@ -73,6 +73,8 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 
 /* ---- users of the memory ---- */
 
+/* Counts a user of the memory in *count, which is nr_views or nr_holds. 0, SFR_EFORK, or SFR_ESTATE
+ * if the memory has been given back. */
 static int use(struct sfr_snapshot *s, uint32_t *count)
 {
 	int rc = 0;
@@ -88,6 +90,7 @@ static int use(struct sfr_snapshot *s, uint32_t *count)
 	return rc;
 }
 
+/* Counts a user less. After the last one, the memory is given back. */
 static void unuse(struct sfr_snapshot *s, uint32_t *count)
 {
 	if (sfr__snapshot_is_foreign(s))

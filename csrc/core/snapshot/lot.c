@@ -32,6 +32,7 @@ struct sfr__lot {
 	uint32_t nr_held; /* users whose use only their callers can end */
 };
 
+/* Returns the sum of the lengths, or UINT64_MAX if it would overflow. */
 static uint64_t sum(const uint64_t *lens, uint32_t nr)
 {
 	uint64_t total = 0;
@@ -44,6 +45,8 @@ static uint64_t sum(const uint64_t *lens, uint32_t nr)
 	return total;
 }
 
+/* Whether a snapshot of `total` bytes shares a block with others. Only tensors that leave a device
+ * (SFR_SNAPSHOT_LEAVES) do. */
 static bool is_small(const struct sfr_snapshot *s, uint64_t total)
 {
 	return s->leaves && total > 0 && total <= s->engine->opts.block_bytes / SMALL_PARTS;
@@ -51,6 +54,7 @@ static bool is_small(const struct sfr_snapshot *s, uint64_t total)
 
 /* ---- getting a lot ---- */
 
+/* Makes the snapshot a user of the lot. */
 static void use_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 {
 	s->lot = lot;
@@ -58,6 +62,8 @@ static void use_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 	sfr__lot_hold_locked(s, true);
 }
 
+/* Gives the snapshot the next `total` bytes of a common lot. False if there is no lot, or no
+ * room. */
 static bool cut_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t total,
 		       struct sfr__lot *lot)
 {

@@ -34,7 +34,8 @@ struct sfr_snapshot {
 	uint64_t fork_generation;
 	struct sfr_source *sources;
 	uint32_t nr_sources;
-	bool shared, leaves;
+	bool shared; /* other processes can map the memory */
+	bool leaves; /* SFR_SNAPSHOT_LEAVES: the tensors leave a device */
 	/* the destination of each source; constant from LEASED on, like the next two */
 	char **copies;
 	char *base;
@@ -46,7 +47,7 @@ struct sfr_snapshot {
 	bool held;      /* only its callers can end the use of the lot; for lot.c */
 	bool abandoned; /* no reader is left, so the rest is not copied */
 	uint32_t nr_views, nr_holds;
-	uint32_t nr_out;    /* those that copy: the call, threads of the host, device parts */
+	uint32_t nr_out;    /* users that still copy: the call, host threads, device parts */
 	int64_t torn;       /* final once the state is COPIED */
 	struct sfr_err err; /* first error of a device; final like torn */
 	_Atomic uint64_t copying_ns; /* time of devices for SFR_SNAPSHOT_LEAVES; atomic */

@@ -59,6 +59,7 @@ static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
 	return rc;
 }
 
+/* Gets memory for the next block. Releases the mutex meanwhile. SFR_EAGAIN or -errno. */
 static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 {
 	const uint32_t blk = copy->blk;
@@ -83,6 +84,7 @@ static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 	return rc;
 }
 
+/* Copies the next piece of a block that has memory. Releases the mutex meanwhile. */
 static void copy_next_locked(struct sfr__host_copy *copy)
 {
 	const uint32_t blk = copy->blk;
@@ -144,6 +146,8 @@ static bool make_memory_locked(struct sfr_engine *engine)
 
 /* ---- deferred ---------------------------------------------------------------------------- */
 
+/* Does one thing for a copy: copies a piece, gets memory for a block, or ends the copy. False if
+ * there is nothing to do. */
 static bool turn_locked(struct sfr__shared *work, bool may_wait)
 {
 	struct sfr__host_copy *copy = sfr__container(work, struct sfr__host_copy, shared);

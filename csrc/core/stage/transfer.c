@@ -1,4 +1,4 @@
-/* Queues a client's copies on a device's lane, and tells it when they have completed. See
+/* Queues a client's copies on a device's lane, and calls it when they have completed. See
  * transfer.h. */
 #include <errno.h>
 
@@ -45,14 +45,14 @@ static void put(struct sfr__transfer *tr)
 		over(tr);
 }
 
-static void landed(struct sfr__cuda_portion *portion, bool ok)
+static void portion_done(struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__transfer *tr = portion->of;
 
 	if (!ok)
 		tr->lost = true;
-	if (tr->ops->landed)
-		tr->ops->landed(tr, portion, ok);
+	if (tr->ops->portion_done)
+		tr->ops->portion_done(tr, portion, ok);
 	put(tr);
 }
 
@@ -183,17 +183,17 @@ static void queue(struct sfr__transfer *tr)
 }
 
 /* In a turn: puts the portion in flight, behind what is queued. */
-static void fly(struct sfr__transfer *tr)
+static void launch_portion(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 
-	tr->portion->landed = landed;
+	tr->portion->done = portion_done;
 	tr->portion->of = tr;
-	tr->flew = true;
+	tr->launched = true;
 	sfr__lock(&lane->mu);
 	tr->nr_users++;
 	sfr__unlock(&lane->mu);
-	sfr__cuda_fly(lane, tr->portion, &tr->err);
+	sfr__cuda_portion_send(lane, tr->portion, &tr->err);
 	tr->portion = NULL;
 	tr->bytes = 0;
 }
@@ -209,7 +209,7 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 	queue(tr);
 	unused = !tr->touched && (!portion->memory || sfr__transfer_died(tr));
 	if (!unused)
-		fly(tr);
+		launch_portion(tr);
 	sfr__cuda_turn_end(tr->lane);
 	tr->touched = false;
 	if (!unused)
@@ -231,7 +231,7 @@ static void send_some(struct sfr__transfer *tr)
 		return;
 	sfr__cuda_turn_begin(tr->lane);
 	queue(tr);
-	fly(tr);
+	launch_portion(tr);
 	sfr__cuda_turn_end(tr->lane);
 	tr->portion = next;
 	sfr__cuda_throttle(tr->lane, tr->seq);
@@ -373,7 +373,7 @@ void sfr__transfer_end(struct sfr__transfer *tr)
 	sfr__transfer_send(tr);
 	sfr__cuda_batch_free(&tr->pinned);
 	sfr__cuda_batch_free(&tr->others);
-	put(tr); /* it may be freed from here on */
+	put(tr); /* the client may free the transfer from here on */
 	sfr__cuda_leave(&scope);
 }
 

@@ -1,7 +1,7 @@
 /* Transfers: the copies of one client between one device and host memory, in transfer.c.
  *
- * A client is a save, a snapshot, an onload or a load. It says which bytes go where, and is told
- * when they are there. Everything between is done here:
+ * A client is a save, a snapshot, an onload or a load. It says which bytes go where, and is
+ * called when they have completed. Everything between is done here:
  *
  *   caller's stream   ... work  E │                  waits C │ forward, backward  waits S │ step
  *   lane's stream               waits E │ captured, samples, C │ the rest            S │
@@ -21,7 +21,7 @@
  *              begin                       end                    the last portion
  *     no lane ───────▶ queueing           ─────▶ in flight       ─────────────────▶ over
  *                      1 thread + portions       portions only                      0 users
- *                           │      end, and nothing was sent or all of it has landed     ▲
+ *                           │      end, and nothing was sent or all portions are done    ▲
  *                           └────────────────────────────────────────────────────────────┘
  *
  * `nr_users` counts the thread that queues and the portions in flight. The last one settles the
@@ -29,7 +29,7 @@
  * called.
  *
  * An error does not stop the events: copies are skipped from then on, and portions that have some
- * are sent all the same. On a device that died, nobody can know what became of a copy (`ok` is
+ * are sent all the same. On a device that died, it is unknown what became of a copy (`ok` is
  * false). Memory to which nothing was queued is given back (`unused`).
  *
  * One thread at a time queues. Saves queue their captured bytes on the caller's thread, and the
@@ -45,7 +45,7 @@
 
 struct sfr__transfer_ops {
 	/* The copies of a portion have completed; on the lane's thread. May be NULL. */
-	void (*landed)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok);
+	void (*portion_done)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok);
 	/* Nothing was queued to the portion's memory, because the device was dead. NULL for a
 	 * client whose portions have none. On the thread that queues. */
 	void (*unused)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion);
@@ -66,13 +66,13 @@ struct sfr__transfer {
 	struct sfr__cuda_batch pinned, others; /* added and not queued */
 	struct sfr__cuda_portion *portion;     /* the next one; NULL: nothing is added */
 	uint64_t bytes;                        /* in the next portion */
-	bool flew;                             /* a portion was sent */
+	bool launched;                         /* a portion was sent */
 	bool touched;                          /* copies were queued since the client's last send */
 	bool slowly;  /* small portions, and few in flight; only on the lane's thread */
 	bool timed;   /* the copies that are queued next are measured */
 	uint64_t seq; /* a gate that waits for it ends slowness */
 
-	/* used by the thread that queues, then in `landed` and by the last user */
+	/* used by the thread that queues, then in `portion_done` and by the last user */
 	struct sfr__samples samples; /* items are in the store */
 	struct sfr__cuda_store store;
 	struct sfr__cuda_timer copying;

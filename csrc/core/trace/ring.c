@@ -94,6 +94,7 @@ static struct sfr__ring *get_ring(void)
 	return ring;
 }
 
+/* Appends an event, or counts it as dropped. NULL: the thread has no ring for lack of memory. */
 static void put(struct sfr__ring *ring, const struct sfr__trace_event *event)
 {
 	uint64_t head, tail;

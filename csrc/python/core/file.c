@@ -73,7 +73,7 @@ static int fill_window(struct sfr_py_file *self)
 	size_t want = clip(self, WINDOW);
 	int64_t got;
 
-	self->win_len = 0; /* another thread that reads meanwhile finds it empty */
+	self->win_len = 0; /* empty for another thread that reads meanwhile */
 	got = sfr_py_unlocked(sfr_fill(self->fd, self->win, want, at));
 	if (got < 0)
 		return raise_io(got);

@@ -72,7 +72,7 @@ static PyObject *log_stop(PyObject *module, PyObject *unused)
 static PyObject *notice_wait(PyObject *module, PyObject *unused)
 {
 	struct sfr_notice notice;
-	PyObject *sentence, *told = NULL;
+	PyObject *sentence, *result = NULL;
 	int rc;
 
 	/* Called on a daemon thread of the package, which gets no signals. The package finds
@@ -86,15 +86,15 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	sentence = sfr_py_text(notice.text);
 	if (sentence)
-		told = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
-				     sentence);
-	if (!told) {
+		result = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
+				       sentence);
+	if (!result) {
 		/* Somebody waits for this notice, even if it is only the exit of the process. */
 		notice.ticket = NULL;
 		notice.snapshot = NULL;
 		sfr_notice_again(&notice);
 	}
-	return told;
+	return result;
 }
 
 static PyObject *notice_stop(PyObject *module, PyObject *unused)

@@ -1,23 +1,23 @@
 /* _core.resolve resolves a path; _core.read_text reads a small file of the kernel's. */
 #include "module.h"
-#include "sfr/place.h"
+#include "sfr/target.h"
 
 /* resolve(path, follow_link) -> (parent, name, mode, readable, st_dev): the parent's real path,
  * the last component, the mode of what exists or 0, whether the parent is readable, and its st_dev.
  * None if a component is missing or cannot be examined. */
 static PyObject *resolve_path(PyObject *module, PyObject *args)
 {
-	struct sfr_place place;
+	struct sfr_target target;
 	const char *path;
 	int follow_link, rc;
 
 	if (!PyArg_ParseTuple(args, "yp:resolve", &path, &follow_link))
 		return NULL;
-	rc = sfr_py_unlocked(sfr_look(path, follow_link, &place));
+	rc = sfr_py_unlocked(sfr_resolve(path, follow_link, &target));
 	if (rc < 0)
 		Py_RETURN_NONE;
-	return Py_BuildValue("yyINK", place.parent, place.name, (unsigned int)place.mode,
-			     PyBool_FromLong((long)place.readable), (unsigned long long)place.fs);
+	return Py_BuildValue("yyINK", target.parent, target.name, (unsigned int)target.mode,
+			     PyBool_FromLong((long)target.readable), (unsigned long long)target.fs);
 }
 
 enum { TEXT_BYTES = 8192 }; /* meminfo has about 1,600, memory.stat less than 4,000 */

@@ -87,17 +87,17 @@ static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress
 PyDoc_STRVAR(check_doc,
 "check(fd, verify, progress=None, direct=False, directory=False,\n"
 "      later=False, offset=0, nbytes=None)\n--\n\n"
-"Look whether an open file is a whole checkpoint; with `verify`, compare every record's CRC.\n"
-"With `direct` too, the bytes are read past the page cache where the file system can. With\n"
-"`directory`, which `verify` excludes, nothing but the file's directory is looked at; with `later`\n"
-"so where records are long, and `headers` in the result says whether their headers were, too.\n"
-"With `nbytes` the checkpoint is that much of the file, from `offset` on.\n\n"
+"Checks whether an open file is a complete checkpoint; with `verify`, compares every record's CRC.\n"
+"With `direct` too, it reads past the page cache if the file system can. With `directory`, which\n"
+"excludes `verify`, it reads only the archive's directory. With `later` it does that if records are\n"
+"long, and otherwise reads their headers too; `headers` in the result says which. With `nbytes` the\n"
+"checkpoint is that much of the file, from `offset` on.\n\n"
 "The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called now and\n"
 "then. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
 "\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `nbytes`;\n"
 "`num_records`; `num_unchecked`, records without a CRC or compressed; `num_compressed`, those that\n"
-"are compressed; `num_behind`, bytes behind the archive's end; `num_bad`; `bad_records`, pairs of name and\n"
-"reason, at most 1000. Raises OSError where the file cannot be read.");
+"are compressed; `num_behind`, bytes after the archive's end; `num_bad`; `bad_records`, pairs of\n"
+"name and reason, at most 1000. Raises OSError if the file cannot be read.");
 
 static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 {
@@ -130,10 +130,10 @@ static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 
 PyDoc_STRVAR(restore_doc,
 "restore(fd, verify, shared=False)\n--\n\n"
-"Look at an open file's directory, and make ready to read its records.\n\n"
-"Returns what `check` returns, and a Restore; None in its place where the file is not whole, is no\n"
-"archive, or is one whose records have to be looked for one by one. `shared`: other processes read\n"
-"the file too, so the page cache reads it from the disk.");
+"Reads an open archive's directory, and prepares reading its records.\n\n"
+"Returns the dict that `check` returns, and a Restore. It is None if the file is not complete, is no\n"
+"archive, or is an archive whose records must be found one by one. `shared`: other processes read\n"
+"the file too, so it is read through the page cache.");
 
 static PyObject *restore(PyObject *module, PyObject *args)
 {
@@ -188,7 +188,7 @@ static PyObject *restore_bare(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(crc32_doc,
 "crc32(data, value=0, /)\n--\n\n"
-"zlib's CRC-32 of a bytes-like object, as an int; `value` is that of what stands before it.");
+"Returns zlib's CRC-32 of a bytes-like object. `value` is the CRC of the bytes before it.");
 
 static PyObject *crc32(PyObject *module, PyObject *args)
 {

@@ -2,7 +2,7 @@
  *
  * A storage of an optimizer is deferred if its verdict allows it and the optimizer still owns it as
  * at the enrolment: a new walk meets each of the tensors over it, and its memory is at the same
- * address. A keeper's storages are deferred because the keeper says so. */
+ * address. A memory owner's storages are deferred because it says so. */
 #include "observer/observer.h"
 #include "sfr/source.h"
 
@@ -169,7 +169,7 @@ int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObje
 	return ret;
 }
 
-int sfr_py_defer_kept(PyObject *tensors, const struct sfr_py_marks *marks)
+int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *marks)
 {
 	for (Py_ssize_t i = 0; i < PyList_Size(tensors); i++) {
 		PyObject *tensor = PyList_GetItem(tensors, i), *index = NULL;
@@ -178,7 +178,7 @@ int sfr_py_defer_kept(PyObject *tensors, const struct sfr_py_marks *marks)
 		int ret = find_row(marks, sfr_py_identity_of(tensor), &index, &row);
 
 		if (!ret && row && row->lane == SFR_CAPTURED &&
-		    row->nbytes > SFR_PY_KEPT_MIN_NBYTES)
+		    row->nbytes > SFR_PY_MEMORY_OWNER_MIN_NBYTES)
 			ret = defer_one(marks, index, row, start, add_tensor(marks, index, tensor));
 		Py_XDECREF(index);
 		if (ret)

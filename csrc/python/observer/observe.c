@@ -54,27 +54,27 @@ static void grant(struct sfr_py_observer *self)
 		self->device_credit_ns + share < most ? self->device_credit_ns + share : most;
 }
 
-/* A stretch of observing, and its budget. The budget is CPU time, because a thread that is off the
+/* A span of observing, and its budget. The budget is CPU time, because a thread that is off the
  * CPU does not use the training's time. That clock is a system call of 0.5 us, so it is read only
  * when the cheap clock says that the time is over. */
-struct stretch {
+struct span {
 	uint64_t wall, cpu, budget;
 };
 
-static struct stretch stretch_start(uint64_t budget_ns)
+static struct span span_start(uint64_t budget_ns)
 {
-	return (struct stretch){ sfr_py_clock_ns(CLOCK_MONOTONIC),
-				 sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID), budget_ns };
+	return (struct span){ sfr_py_clock_ns(CLOCK_MONOTONIC),
+			      sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID), budget_ns };
 }
 
-static int stretch_is_over(const struct stretch *s)
+static int span_is_over(const struct span *s)
 {
 	return sfr_py_clock_ns(CLOCK_MONOTONIC) - s->wall >= s->budget &&
 	       sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu >= s->budget;
 }
 
 /* Subtracts the time spent from the credit. */
-static void stretch_end(const struct stretch *s, uint64_t *credit_ns)
+static void span_end(const struct span *s, uint64_t *credit_ns)
 {
 	uint64_t spent = sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu;
 
@@ -126,18 +126,18 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	for (i = watch->first_claim; i != SFR_PY_NONE; i = t->claims[i].next) {
 		PyObject *tensor = sfr_py_referent(t->claims[i].ref), *storage;
 		uint64_t addr = 0, nbytes = 0;
-		int told;
+		int is_known;
 
 		if (!tensor || tensor == Py_None)
 			return 0;
 		Py_INCREF(tensor);
 		storage = sfr_py_storage_of(tensor);
-		told = storage && !sfr_py_read_u64(&torch->data_ptr, storage, &addr) &&
-		       !sfr_py_read_u64(&torch->nbytes, storage, &nbytes);
+		is_known = storage && !sfr_py_read_u64(&torch->data_ptr, storage, &addr) &&
+			   !sfr_py_read_u64(&torch->nbytes, storage, &nbytes);
 		PyErr_Clear();
 		Py_XDECREF(storage);
 		Py_DECREF(tensor);
-		if (!told || addr != watch->addr || nbytes != watch->nbytes)
+		if (!is_known || addr != watch->addr || nbytes != watch->nbytes)
 			return 0;
 	}
 	return 1;
@@ -198,10 +198,10 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 {
 	struct sfr_py_table *t = &self->table;
 	uint32_t left = t->nr_watches, nr_seen = 0, i = self->cursor;
-	struct stretch stretch;
+	struct span span;
 
 	grant(self);
-	stretch = stretch_start(self->credit_ns / 2);
+	span = span_start(self->credit_ns / 2);
 	self->nr_armed = 0;
 	for (; left; left--, i++) {
 		if (i >= t->nr_watches)
@@ -211,10 +211,10 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 		if (i + AHEAD < t->nr_watches)
 			prefetch(self, i + AHEAD);
 		record_one(self, i, 0);
-		if (++nr_seen % BUDGET_EACH == 0 && stretch_is_over(&stretch))
+		if (++nr_seen % BUDGET_EACH == 0 && span_is_over(&span))
 			break;
 	}
-	stretch_end(&stretch, &self->credit_ns);
+	span_end(&span, &self->credit_ns);
 	sfr_py_probes_recorded(self);
 }
 
@@ -279,7 +279,7 @@ static void compare_one(struct sfr_py_observer *self, uint32_t number)
 
 void sfr_py_observer_compare(struct sfr_py_observer *self)
 {
-	struct stretch stretch = stretch_start(self->credit_ns);
+	struct span span = span_start(self->credit_ns);
 	uint32_t n = 0;
 
 	sfr_py_probes_compare(self, is_same);
@@ -289,10 +289,10 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 		if (n + AHEAD < self->nr_armed)
 			prefetch(self, self->armed[n + AHEAD]);
 		compare_one(self, self->armed[n++]);
-		if (n % BUDGET_EACH == 0 && stretch_is_over(&stretch))
+		if (n % BUDGET_EACH == 0 && span_is_over(&span))
 			break;
 	}
-	stretch_end(&stretch, &self->credit_ns);
+	span_end(&span, &self->credit_ns);
 	self->cursor = self->armed[n - 1] + 1; /* the next undecided one is after it */
 	self->nr_armed = 0;
 }

@@ -61,10 +61,10 @@ void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *w
 
 PyDoc_STRVAR(observer_enrol_doc,
 "enrol(param_groups, state, /)\n--\n\n"
-"Finds what the optimizer owns now and records what it looks like; call it after a step. What\n"
-"is known of storages that are still there stays. Returns a list of (serial, storage): storages\n"
-"that another observer watches already, which are captured here and should be there. After an\n"
-"exception nothing is watched.");
+"Finds the storages that the optimizer owns now, and records samples of them; call it after a step.\n"
+"Storages known before keep their state. Returns a list of (serial, storage): storages that another\n"
+"observer watches too. They are captured here, and should be captured there. After an exception\n"
+"nothing is watched.");
 
 static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 {
@@ -91,8 +91,8 @@ static int wants_enrolment(const struct sfr_py_observer *self, PyObject *groups,
 
 PyDoc_STRVAR(observer_rests_doc,
 "rests(param_groups, state, /)\n--\n\n"
-"A step has ended: whether neither stepped() nor the compare() of the next gate has anything to\n"
-"do. Reads no tensor.");
+"Returns, after a step, whether neither stepped() nor the compare() of the next gate has anything\n"
+"to do. Reads no tensor.");
 
 static PyObject *observer_rests(struct sfr_py_observer *self, PyObject *args)
 {
@@ -106,9 +106,9 @@ static PyObject *observer_rests(struct sfr_py_observer *self, PyObject *args)
 
 PyDoc_STRVAR(observer_stepped_doc,
 "stepped(param_groups, state, /)\n--\n\n"
-"A step has ended: records what undecided storages look like, within the budget. Returns True\n"
-"instead when enrol() is needed first: never done, groups or state have other sizes, a save met\n"
-"an unknown tensor, a storage went away, or forget() was called.");
+"Records, after a step and within the budget, samples of the undecided storages. Returns True\n"
+"instead if enrol() must be called first: it never was, groups or state have other sizes, a save\n"
+"found an unknown tensor, a storage is gone, or forget() was called.");
 
 static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 {
@@ -134,8 +134,8 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 
 PyDoc_STRVAR(observer_compare_doc,
 "compare()\n--\n\n"
-"The next step's gate is reached: compares what was recorded, once. A storage beyond the budget\n"
-"gains nothing and is the first to be recorded next time.");
+"Compares, at the next step's gate, the recorded samples with the memory, once. A storage that the\n"
+"budget leaves out stays undecided, and is recorded first the next time.");
 
 static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 {
@@ -150,8 +150,8 @@ static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 
 PyDoc_STRVAR(observer_due_doc,
 "due()\n--\n\n"
-"The devices that wait for a probe(), as a tuple of their numbers: after stepped() or enrol(), and\n"
-"after compare().");
+"Returns a tuple with the numbers of the devices that need a probe(). Call it after stepped(),\n"
+"enrol() and compare().");
 
 static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 {
@@ -161,8 +161,8 @@ static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 
 PyDoc_STRVAR(observer_probe_doc,
 "probe(streams, /)\n--\n\n"
-"Has lines of what is watched on devices copied down, behind what is on the streams, which wait for\n"
-"the copies; the host does not. `streams`: a tuple of (device, handle).");
+"Queues copies of lines of the watched device storages, behind the work on the streams. The streams\n"
+"wait for the copies, the host does not. `streams`: a tuple of (device, handle).");
 
 static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 {
@@ -184,9 +184,9 @@ static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 
 PyDoc_STRVAR(observer_present_doc,
 "present(name, function, /)\n--\n\n"
-"Has observers take an attribute of torch's tensors or storages from a function, or (None) from\n"
-"torch again: \"is_cpu\", \"device_index\" of tensors, \"is_shared\", \"data_ptr\" of storages. For\n"
-"tests that show the host's memory as a device's.");
+"Makes observers call a function instead of reading an attribute of torch: \"is_cpu\" or\n"
+"\"device_index\" of tensors, \"is_shared\" or \"data_ptr\" of storages. None undoes that. For tests\n"
+"in which host memory counts as a device's.");
 
 static PyObject *observer_present(PyObject *type, PyObject *args)
 {
@@ -201,8 +201,8 @@ static PyObject *observer_present(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_see_through_doc,
 "see_through(type, name, /)\n--\n\n"
-"Has all observers watch the memory behind tensors that are exactly of this type, which show that of\n"
-"the tensor in attribute `name`. One type at a time.");
+"Makes all observers watch the tensor in attribute `name` of each tensor of exactly this type, in\n"
+"place of the tensor itself. One type at a time.");
 
 static PyObject *observer_see_through(PyObject *type, PyObject *args)
 {
@@ -219,8 +219,8 @@ static PyObject *observer_see_through(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_defer_doc,
 "defer(param_groups, state, marks, /)\n--\n\n"
-"Marks the storages of a save that the optimizer still owns and that were found to change in its\n"
-"steps only. `marks`: a `memory_owners.Marks`.");
+"Marks the storages of a save that may be copied late: the optimizer still owns them, and they were\n"
+"found to change in its steps only. `marks`: a `memory_owners.Marks`.");
 
 static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
 {
@@ -254,28 +254,29 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(observer_defer_kept_doc,
-"defer_kept(tensors, marks, /)\n--\n\n"
-"Marks the storages under a keeper's tensors that the save has, that are worth it and that nobody\n"
-"else has marked.");
+PyDoc_STRVAR(observer_defer_memory_owner_doc,
+"defer_memory_owner(tensors, marks, /)\n--\n\n"
+"Marks the large storages of a memory owner's tensors that are in the save and that no observer has\n"
+"marked.");
 
-static PyObject *observer_defer_kept(PyObject *type, PyObject *args)
+static PyObject *observer_defer_memory_owner(PyObject *type, PyObject *args)
 {
 	PyObject *tensors, *tuple;
 	struct sfr_py_marks marks;
 
 	(void)type;
-	if (!PyArg_ParseTuple(args, "O!O!:defer_kept", &PyList_Type, &tensors, &PyTuple_Type,
-			      &tuple) ||
-	    read_marks(tuple, &marks) || sfr_py_torch_init() || sfr_py_defer_kept(tensors, &marks))
+	if (!PyArg_ParseTuple(args, "O!O!:defer_memory_owner", &PyList_Type, &tensors,
+			      &PyTuple_Type, &tuple) ||
+	    read_marks(tuple, &marks) || sfr_py_torch_init() ||
+	    sfr_py_defer_memory_owner(tensors, &marks))
 		return NULL;
 	Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(observer_changed_doc,
 "changed(tensors, versions, /)\n--\n\n"
-"The first place where a tensor's `_version` differs from the one in the list, or -1. All are\n"
-"read without giving up the interpreter lock.");
+"Returns the index of the first tensor whose `_version` is not the one in the list, or -1. Does not\n"
+"release the interpreter lock.");
 
 static PyObject *observer_changed(PyObject *type, PyObject *args)
 {
@@ -308,7 +309,7 @@ static PyObject *observer_changed(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_capture_doc,
 "capture(storage, /)\n--\n\n"
-"Has a storage, given by its address, captured from now on.");
+"Makes saves capture a storage, given by its address, from now on.");
 
 static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 {
@@ -325,8 +326,8 @@ static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 
 PyDoc_STRVAR(observer_forget_doc,
 "forget()\n--\n\n"
-"Starts afresh: nothing is deferred until the next enrolment and two cycles after it. No tensor is\n"
-"referred to until then.");
+"Starts again: nothing is deferred until the next enrolment and two cycles after it. The observer\n"
+"refers to no tensor until then.");
 
 static PyObject *observer_forget(struct sfr_py_observer *self, PyObject *none)
 {
@@ -339,7 +340,7 @@ static PyObject *observer_forget(struct sfr_py_observer *self, PyObject *none)
 
 PyDoc_STRVAR(observer_counts_doc,
 "counts()\n--\n\n"
-"(undecided, deferrable, captured): how many storages are in each state.");
+"Returns (undecided, deferrable, captured): the number of storages in each state.");
 
 static PyObject *observer_counts(struct sfr_py_observer *self, PyObject *none)
 {
@@ -396,7 +397,7 @@ static PyMethodDef observer_methods[] = {
 	METHOD(probe, METH_O),
 	METHOD(present, METH_VARARGS | METH_STATIC),
 	METHOD(defer, METH_VARARGS),
-	METHOD(defer_kept, METH_VARARGS | METH_STATIC),
+	METHOD(defer_memory_owner, METH_VARARGS | METH_STATIC),
 	METHOD(changed, METH_VARARGS | METH_STATIC),
 	METHOD(capture, METH_O),
 	METHOD(forget, METH_NOARGS),

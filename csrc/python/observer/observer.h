@@ -104,10 +104,11 @@ uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
 #define SFR_PY_DEVICE_MIN_NBYTES 65536 /* storages on a device up to this size are captured */
-#define SFR_PY_KEPT_MIN_NBYTES 65536   /* the same for a keeper's storages, on any device */
-#define SFR_PY_LINE 64                 /* bytes of a cache line */
-#define SFR_PY_NR_CYCLES 2             /* cycles without a change until a storage may be deferred */
-#define SFR_PY_NR_LINES 3              /* lines that are read of each storage: start, middle, end */
+#define SFR_PY_MEMORY_OWNER_MIN_NBYTES                                                             \
+	65536              /* the same for a memory owner's storages, on any device */
+#define SFR_PY_LINE 64     /* bytes of a cache line */
+#define SFR_PY_NR_CYCLES 2 /* cycles without a change until a storage may be deferred */
+#define SFR_PY_NR_LINES 3  /* lines that are read of each storage: start, middle, end */
 
 enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
 
@@ -153,9 +154,9 @@ enum sfr_py_probe_state {
 struct sfr_py_probe {
 	uint32_t device; /* as in a watch */
 	enum sfr_py_probe_state state;
-	struct sfr_glance *core;
-	struct sfr_glance_at *at; /* addresses of the storages that are probed */
-	uint32_t *asked;          /* their indices */
+	struct sfr_probe *core;
+	struct sfr_probe_range *at; /* addresses of the storages that are probed */
+	uint32_t *asked;            /* their indices */
 	uint32_t nr_asked, room;
 };
 #define SFR_PY_MAX_PROBES 16 /* storages on further devices stay undecided */
@@ -221,10 +222,10 @@ struct sfr_py_marks {
 };
 
 /* defer.c; the first one between enter() and leave(). Marks what of a save may be deferred: of the
- * optimizer's storages, or of a keeper's. 0, or -1 with an exception set. */
+ * optimizer's storages, or of a memory owner's. 0, or -1 with an exception set. */
 int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  const struct sfr_py_marks *marks);
-int sfr_py_defer_kept(PyObject *tensors, const struct sfr_py_marks *marks);
+int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *marks);
 
 /* observe.c; all between enter() and leave(). record, after a step: records undecided storages
  * within the budget. record_all, after an enrolment: all of them, without the budget. */

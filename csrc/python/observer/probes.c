@@ -2,7 +2,7 @@
  *
  *   IDLE -- a step has ended: recorded --> DUE -- take() --> TAKEN -- gate --> DUE_AGAIN
  *     ^                                                                            | take()
- *     +------------- landed: verdicts ---------------------------- IN_FLIGHT <-----+
+ *     +------------- done: verdicts ------------------------------ IN_FLIGHT <-----+
  *
  * The host reads and compares versions, at the step's end and at the gate. The core compares the
  * bytes with probes: it copies three lines of each storage at both moments. The caller's stream
@@ -22,7 +22,7 @@
  * training's stream waits. An enrolment adds an allowance once, because deferring gains many times
  * as much at the first save. */
 #include "observer/observer.h"
-#include "sfr/glance.h"
+#include "sfr/probe.h"
 
 #define PROBE_NS 2000u /* time of the device for one storage */
 #define NR_PROBES 2u   /* probes in a cycle */
@@ -40,7 +40,7 @@ static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t devi
 		return NULL;
 	self->nr_probes++;
 	*probe = (struct sfr_py_probe){ .device = device };
-	if (sfr_glance_new(device - 1, &probe->core) < 0)
+	if (sfr_probe_new(device - 1, &probe->core) < 0)
 		probe->state = SFR_PY_BLIND;
 	return probe;
 }
@@ -48,7 +48,7 @@ static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t devi
 static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	uint32_t room = self->table.nr_watches;
-	struct sfr_glance_at *at;
+	struct sfr_probe_range *at;
 	uint32_t *asked;
 
 	if (probe->room >= room)
@@ -76,7 +76,7 @@ void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number)
 	self->device_credit_ns -= NR_PROBES * PROBE_NS;
 	probe->asked[probe->nr_asked] = number;
 	probe->at[probe->nr_asked++] =
-		(struct sfr_glance_at){ .addr = watch->addr, .nbytes = watch->nbytes };
+		(struct sfr_probe_range){ .addr = watch->addr, .nbytes = watch->nbytes };
 }
 
 void sfr_py_probes_recorded(struct sfr_py_observer *self)
@@ -114,7 +114,7 @@ static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *pro
 
 		if (probe->at[i].nbytes == 0 || watch->verdict != SFR_PY_UNDECIDED)
 			continue;
-		if (!sfr_glance_same(probe->core, i))
+		if (!sfr_probe_same(probe->core, i))
 			sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
 		else if (++watch->nr_cycles == SFR_PY_NR_CYCLES)
 			sfr_py_observer_decide(self, watch, SFR_PY_DEFERRABLE);
@@ -126,14 +126,14 @@ void sfr_py_probes_harvest(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
 		struct sfr_py_probe *probe = &self->probes[k];
-		int landed;
+		int done;
 
 		if (probe->state != SFR_PY_IN_FLIGHT)
 			continue;
-		landed = sfr_py_unlocked(sfr_glance_landed(probe->core));
-		if (landed > 0)
+		done = sfr_py_unlocked(sfr_probe_done(probe->core));
+		if (done > 0)
 			give_verdicts(self, probe);
-		else if (landed < 0)
+		else if (done < 0)
 			probe->state = SFR_PY_BLIND;
 	}
 }
@@ -180,8 +180,8 @@ static void take(struct sfr_py_probe *probe, uint64_t stream)
 {
 	int again = probe->state == SFR_PY_DUE_AGAIN, rc;
 
-	rc = sfr_py_unlocked(sfr_glance_take(probe->core, stream, probe->at, probe->nr_asked,
-					     again));
+	rc = sfr_py_unlocked(sfr_probe_take(probe->core, stream, probe->at, probe->nr_asked,
+					    again));
 	if (rc == 0)
 		probe->state = again ? SFR_PY_IN_FLIGHT : SFR_PY_TAKEN;
 	else if (rc == SFR_EBUSY || rc == SFR_ECAPTURING)
@@ -208,7 +208,7 @@ int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams)
 void sfr_py_probes_fini(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
-		sfr_glance_free(self->probes[k].core);
+		sfr_probe_free(self->probes[k].core);
 		PyMem_Free(self->probes[k].at);
 		PyMem_Free(self->probes[k].asked);
 	}

@@ -296,7 +296,7 @@ int sfr_py_version_of(PyObject *tensor, uint64_t *out)
 		 (memory == tensor || !sfr_py_read_u64(&sfr_py_torch.version, memory, &inner)))
 		ret = 0;
 	if (!ret)
-		*out = own + inner; /* neither ever decreases */
+		*out = own + inner; /* neither counter ever decreases */
 	Py_XDECREF(memory);
 	return ret;
 }

@@ -226,7 +226,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 		goto out;
 	}
 	if (known && self->table.watches[known->watch].cdata != cdata)
-		known = NULL; /* it has moved to another storage */
+		known = NULL; /* the tensor has moved to another storage */
 	if (known)
 		old = &self->table.watches[known->watch];
 	place = sfr_py_map_find(&t->by_storage, cdata);

@@ -7,8 +7,8 @@
  * words, nor for getting from the Python object to the tensor. So the words are read from memory.
  *
  * Their offsets are never assumed. Once per process they are searched for in tensors of several
- * kinds whose words torch has told: an offset counts if it has the right word in all of them. So
- * another layout is read correctly too. If a word is not found, nothing is read: `known` stays
+ * kinds whose words torch has reported. An offset counts if it has the right word in all of them.
+ * So another layout is read correctly too. If a word is not found, nothing is read: `known` stays
  * false, and tensors are left to their own __reduce_ex__. */
 #include "torch/words.h"
 

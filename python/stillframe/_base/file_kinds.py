@@ -13,7 +13,8 @@ from typing import Any
 
 from stillframe._base import safetensors
 
-_METADATA = re.compile(r"(__\d+)?\.metadata")  # of all ranks, or of one that saved for itself
+# The metadata of all ranks together, or of a rank that saved alone.
+_METADATA = re.compile(r"(__\d+)?\.metadata")
 _HEAD = 4096  # bytes that are read
 _FIRST_NAME = 512  # the first name is within these bytes: torch names its directory like the file
 LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # torch's magic number, pickled

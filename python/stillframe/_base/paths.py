@@ -17,18 +17,26 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    shown: str  # as the user gave it
-    directory: bytes  # real path
+    """A resolved path at which a save makes its file.
+
+    Attributes:
+        shown: The path as the user gave it.
+        directory: The real path of its directory.
+        file_system: `st_dev` of that directory.
+    """
+
+    shown: str
+    directory: bytes
     name: bytes
-    file_system: int  # st_dev of the directory
+    file_system: int
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointPath:
     """The path of a checkpoint that others write or name as well, for instance Lightning.
 
-    A public call makes one with `Place.of` and hands it on, so that "is it remote?" is asked once.
-    Two places are equal if their names are.
+    A public call makes one with `CheckpointPath.of` and passes it on, so that only one call checks
+    whether the path is remote. Two of these paths are equal if their names are.
 
     Attributes:
         given: The path as it was given.
@@ -41,7 +49,7 @@ class Place:
     remote: bool = field(compare=False)
 
     @classmethod
-    def of(cls, path: Any) -> Place:
+    def of(cls, path: Any) -> CheckpointPath:
         """
         Raises:
             TypeError: It is not a path.
@@ -78,10 +86,10 @@ def _is_remote(text: str) -> bool:
 
 def no_path(path: object) -> TypeError:
     """Return the error for what is given in the place of a path."""
-    told = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
+    message = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
     if hasattr(path, "write") or hasattr(path, "read"):
-        told += ": stillframe saves to files by name. torch.save and torch.load take open files"
-    return TypeError(told)
+        message += ": stillframe saves to files by name. torch.save and torch.load take open files"
+    return TypeError(message)
 
 
 def as_text(path: object) -> str:
@@ -192,6 +200,7 @@ def _can_stand(mode: int, follow_link: bool, directory: bool) -> bool:
 
 
 def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> None:
+    """Raise OSError if a save could not make a file, or a directory, of this name."""
     full = os.path.join(parent, name)
     if not name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from stillframe._base.arguments import refuse_unclear
 from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.ranks import Groups, refuse_without_cpu
 from stillframe._dcp.rounds import Round, Rounds, SaveRequest, WhenBusy, Worker
 from stillframe._dcp.shards import take_apart
@@ -119,7 +119,7 @@ def async_save(
     saver = saver_of_this_process()
     begun = saver.save(
         state_dict,
-        Place.of(checkpoint_id),
+        CheckpointPath.of(checkpoint_id),
         SaveRequest(
             group=saver.group(process_group, no_dist),
             planner=planner,
@@ -186,7 +186,7 @@ class Saver:
         # Objects of saves that have ended. Freeing a tensor or a collective releases the
         # interpreter lock. The next call frees them: another thread would then have to wait for a
         # main thread that computes.
-        self._spent: list[Any] = []
+        self._discarded: list[Any] = []
         self._alone = self._new_rounds()
         # By process group, as long as the group exists.
         self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
@@ -203,11 +203,13 @@ class Saver:
             refuse_without_cpu(process_group)
         return self._groups.of_saves(process_group)
 
-    def save(self, state_dict: StateDict, place: Place, request: SaveRequest) -> SnapshotSave:
+    def save(
+        self, state_dict: StateDict, target: CheckpointPath, request: SaveRequest
+    ) -> SnapshotSave:
         """Start a save: wait for the previous one, copy the state, and submit the rest to the
         thread `sf-dcp`. See `async_save`."""
         entered = time.perf_counter()
-        writer = _writer(place, request.durable, request.engine)
+        writer = _writer(target, request.durable, request.engine)
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
         if request.when_busy not in get_args(WhenBusy):
@@ -217,22 +219,22 @@ class Saver:
             self._refuse_busy(request.group)
         if writer is not None:
             writer.side_file = request.side_file
-        path = place.text
-        save = SnapshotSave(path, place.given, request.on_durable, entered=entered, known_as=path)
+        path = target.text
+        save = SnapshotSave(path, target.given, request.on_durable, entered=entered, known_as=path)
         rounds = self._rounds_of(request.group)
-        work = rounds.next(place, request, save, writer)
+        work = rounds.next(target, request, save, writer)
         try:
             self._wait_for_last(work)
             save.waited()
-            self._spent.clear()
+            self._discarded.clear()
             self._stage(work, _of_stateful(state_dict))
             completion.completion.start()
             if not completion.completion.over:
                 # A save of one file joins the log at the end of its call, and so does this one.
-                work.turn = Turn(place.key(follow_link=request.follow_link))
+                work.turn = Turn(target.key(follow_link=request.follow_link))
         except BaseException as error:
             work.tree = error
-            save.told = True  # the caller gets the error from this call
+            save.error_is_known = True  # the caller gets the error from this call
             raise
         finally:
             self._last, self._raises_last = save, request.error_of is None
@@ -266,7 +268,7 @@ class Saver:
             work.tree = work.staged.uploads_at_once(work.save)
 
     def _new_rounds(self) -> Rounds:
-        return Rounds(self._worker, self._spent, self._give_up)
+        return Rounds(self._worker, self._discarded, self._give_up)
 
     def _rounds_of(self, group: dist.ProcessGroup | None) -> Rounds:
         if group is None:
@@ -302,14 +304,16 @@ class Saver:
             raise error
 
 
-def _writer(place: Place, durable: bool, engine: Engine | None) -> FileSystemWriter | None:
+def _writer(
+    target: CheckpointPath, durable: bool, engine: Engine | None
+) -> FileSystemWriter | None:
     """Return a writer, or None for a remote target, which PyTorch's own writer writes."""
     if engine is not None:
         refuse_no_engine(engine)
-    if place.remote:
-        log.info("stillframe: %s is written by PyTorch's own writer", place.text)
+    if target.remote:
+        log.info("stillframe: %s is written by PyTorch's own writer", target.text)
         return None
-    return FileSystemWriter(place.given, durable=durable, engine=engine)
+    return FileSystemWriter(target.given, durable=durable, engine=engine)
 
 
 def _of_stateful(state_dict: StateDict) -> StateDict:

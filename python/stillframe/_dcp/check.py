@@ -94,6 +94,7 @@ def check(directory: str, read: Callable[[IO[bytes]], Any], *, thorough: bool = 
 
 
 def _check_file(path: str, places: list[_ItemRange], found: Checked, thorough: bool) -> None:
+    """Check the items of one file: every byte, or only that the file is long enough."""
     items = f"it holds {places[0].name}" + (f" and {len(places) - 1} more" if places[1:] else "")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -43,7 +43,7 @@ from stillframe._dcp.writer import FileSystemWriter
 
 _MOST = 8  # structures whose plans are kept
 
-Places = list[list[tuple[int, int]]]  # for each file, offset and length of its items
+Places = list[list[tuple[int, int]]]  # offset and length of each item, by file
 
 
 class JointSave:
@@ -302,12 +302,13 @@ def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
 
 
 def _kind(value: Any) -> Hashable:
+    """Return what a plan depends on in a value; None if the value plans its own items."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value.shape, value.dtype, value.layout, value.requires_grad
     if isinstance(value, DTensor):
         local = value.to_local().shape
-        place = (value.device_mesh, value.placements)
-        return value.shape, value.dtype, value.requires_grad, local, place
+        layout = (value.device_mesh, value.placements)
+        return value.shape, value.dtype, value.requires_grad, local, layout
     if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
         return None
     return ()

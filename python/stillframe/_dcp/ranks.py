@@ -35,13 +35,13 @@ class Ranks:
 
     Args:
         group: None for a process that saves alone. It is referenced only while a save is under way.
-        spent: Receives objects that are no longer needed, so that the caller can free them at a
+        discarded: Receives objects that are no longer needed, so that the caller can free them at a
             better time. Until then they keep the group's connections open.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, spent: list[Any]) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, discarded: list[Any]) -> None:
         self._group = group
-        self._spent = spent
+        self._discarded = discarded
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self._numbers = array.array("q", bytes(8 * _MAX_NUMBERS * self.size))
@@ -71,7 +71,7 @@ class Ranks:
         self._numbers[at : at + len(mine)] = array.array("q", mine)
         summed = self._group.allreduce([self._tensor])
         summed.wait()
-        self._spent.append(summed)
+        self._discarded.append(summed)
         return [
             self._numbers[at : at + len(mine)].tolist()
             for at in range(0, len(self._numbers), _MAX_NUMBERS)
@@ -235,7 +235,7 @@ def group_exists(group: dist.ProcessGroup) -> bool:
     """Tell whether the group has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)
-    except Exception:  # its type depends on torch's version
+    except Exception:  # the exception's type depends on torch's version
         return False
     return True
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.joint import JointSave, Plans
 from stillframe._dcp.ranks import Ranks, group_exists
 from stillframe._dcp.shards import put_together
@@ -107,7 +107,7 @@ class Round:
     """
 
     number: int
-    place: Place
+    target: CheckpointPath
     request: SaveRequest
     save: SnapshotSave
     writer: FileSystemWriter | None
@@ -138,7 +138,7 @@ class Round:
         """
         if self.turn is not None:
             self.turn.wait_to_write()
-        path = self.place.name
+        path = self.target.name
         if self.request.removes_file and (os.path.islink(path) or os.path.isfile(path)):
             if self.turn is not None:
                 self.turn.wait_to_commit()  # until then it may be the only checkpoint
@@ -183,33 +183,33 @@ class Rounds:
     """The rounds of one group in this process. It references the group only during a round.
 
     Args:
-        spent: Receives objects that are no longer needed, such as the tensors of copies.
+        discarded: Receives objects that are no longer needed, such as the tensors of copies.
         give_up: Called with a group in which a collective has failed, and the error.
     """
 
     def __init__(
         self,
         worker: Worker,
-        spent: list[Any],
+        discarded: list[Any],
         give_up: Callable[[dist.ProcessGroup, BaseException], object],
     ) -> None:
         self._calls = 0
         self._plans = Plans()
         self._ranks: Ranks | None = None
         self._worker = worker
-        self._spent = spent
+        self._discarded = discarded
         self._give_up = give_up
 
     def next(
         self,
-        place: Place,
+        target: CheckpointPath,
         request: SaveRequest,
         save: SnapshotSave,
         writer: FileSystemWriter | None,
     ) -> Round:
         """Begin a round. The caller must submit it, even after an error."""
         self._calls += 1
-        return Round(self._calls, place, request, save, writer, request.group)
+        return Round(self._calls, target, request, save, writer, request.group)
 
     def submit(self, work: Round) -> None:
         work.save.begin()
@@ -227,7 +227,7 @@ class Rounds:
             failure = self._try_clean_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
-                self._spent.extend(work.staged.upload_ended())
+                self._discarded.extend(work.staged.upload_ended())
         except BaseException as error:
             failure = failure or error
         work.tree = work.group = work.staged = None
@@ -238,7 +238,7 @@ class Rounds:
         if failure is not None:
             metadata = report = None
             if work.request.error_of is not None:
-                failure = work.request.error_of(failure, work.place.text)
+                failure = work.request.error_of(failure, work.target.text)
         work.save.end(report, failure, value=metadata, turn=work.turn)
 
     def _try_clean_up(self, work: Round, failure: BaseException) -> BaseException:
@@ -247,7 +247,9 @@ class Rounds:
         try:
             return self._clean_up(work, failure)
         except Exception:
-            log.exception("stillframe: something is left of the failed save of %s", work.place.text)
+            log.exception(
+                "stillframe: something is left of the failed save of %s", work.target.text
+            )
             return failure
 
     def _clean_up(self, work: Round, failure: BaseException) -> BaseException:
@@ -255,27 +257,29 @@ class Rounds:
         if isinstance(failure, CheckpointException) and work.writer is not None:
             work.writer.abandon()  # all ranks know that there was no commit
         group, work.group, self._ranks = work.group, None, None
-        self._spent.clear()
+        self._discarded.clear()
         # All ranks get these errors; any other may be known to this rank alone.
         known = isinstance(failure, (CheckpointException, StillframeError))
         of_dcp = work.writer is None and isinstance(failure, CheckpointException)
         if group is not None and (of_dcp or not known) and not group_exists(group):
             why = failure
             failure = StillframeError(
-                f"the process group was destroyed while the save of {work.place.text} was under"
+                f"the process group was destroyed while the save of {work.target.text} was under"
                 " way: wait for its upload_completion before destroy_process_group()"
             )
             failure.__cause__ = why
         if group is not None and not known:
             self._give_up(group, failure)
         if isinstance(failure, _NotSavedError):
-            work.save.told = True  # otherwise its error would stop the next round too, and so on
+            work.save.error_is_known = (
+                True  # otherwise its error would stop the next round too, and so on
+            )
             if not work.raised:
-                log.error("stillframe: %s: %s", work.place.text, failure)
+                log.error("stillframe: %s: %s", work.target.text, failure)
         return failure
 
     def _save(self, work: Round) -> Metadata:
-        ranks, writer = self._ranks or Ranks(work.group, self._spent), work.writer
+        ranks, writer = self._ranks or Ranks(work.group, self._discarded), work.writer
         self._ranks = ranks
         ranks.use_group(work.group)
         joint: JointSave | None = None
@@ -300,9 +304,9 @@ class Rounds:
         if work.turn is not None and writer is not None:
             writer.before_commit = work.turn.wait_to_commit
         files_id = 0 if writer is None else writer.files_id
-        failed, place = failure is not None, _path_number(work.place.name)
-        rows = ranks.exchange(work.number, work.raised, failed, kept, is_same, files_id, place)
-        _refuse_to_save(rows, work.place.name, place)
+        failed, target = failure is not None, _path_number(work.target.name)
+        rows = ranks.exchange(work.number, work.raised, failed, kept, is_same, files_id, target)
+        _refuse_to_save(rows, work.target.name, target)
         if any(row[2] for row in rows):
             ranks.raise_all("plan", failure)
         if joint is None:
@@ -320,7 +324,7 @@ def _save_remotely(tree: StateDict, work: Round) -> Metadata:
     _check_group(work.group)
     saved: Metadata = save(
         tree,
-        checkpoint_id=work.place.text,
+        checkpoint_id=work.target.text,
         planner=work.request.planner,
         process_group=work.group,
         no_dist=work.group is None,
@@ -346,12 +350,12 @@ def _check_group(group: dist.ProcessGroup | None) -> None:
         raise _GroupIsGoneError
 
 
-def _path_number(place: str) -> int:
+def _path_number(target: str) -> int:
     """Return a number that identifies a path."""
-    return int.from_bytes(hashlib.blake2b(os.fsencode(place), digest_size=7).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(os.fsencode(target), digest_size=7).digest(), "little")
 
 
-def _refuse_to_save(rows: list[list[int]], path: str, place: int) -> None:
+def _refuse_to_save(rows: list[list[int]], path: str, target: int) -> None:
     """Refuse a round in which the ranks do not make the same save.
 
     Raises:
@@ -369,7 +373,7 @@ def _refuse_to_save(rows: list[list[int]], path: str, place: int) -> None:
             f"nothing was saved: the error of the save before was raised on the ranks"
             f" {[rank for rank, row in enumerate(rows) if row[1]]} first"
         )
-    others = [rank for rank, row in enumerate(rows) if row[6] != place]
+    others = [rank for rank, row in enumerate(rows) if row[6] != target]
     if others:
         raise StillframeError(
             f"not all ranks save to the same path: this one to {path}, and the ranks {others}"

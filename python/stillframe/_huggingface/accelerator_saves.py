@@ -199,7 +199,7 @@ class Followed(SaveHandle):
     def _wait_until_ended(self, deadline: Deadline) -> None:
         self._birth.refuse_child()
         if not self._over.wait(deadline.left()):
-            raise self._late(deadline, "durable")
+            raise self._timeout_error(deadline, "durable")
 
     def _follow(self) -> None:
         error: Exception | None
@@ -213,6 +213,6 @@ class Followed(SaveHandle):
             error = StillframeError(
                 f"the rank that saves {self._path} did not tell how the save ended: {lost}"
             )
-        self._outcome.settle(None, error, told=True)  # the leader's process reports it
+        self._outcome.settle(None, error, is_known=True)  # the leader's process reports it
         self._outcome.notify()
         self._over.set()

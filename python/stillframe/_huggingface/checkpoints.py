@@ -17,7 +17,7 @@ import functools
 import logging
 import os
 import shutil
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 _RUN = ".stillframe-run"  # the directory with the link, inside the temporary directory
+_SENTINEL = "checkpoint-is-incomplete.txt"
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Checkpoints:
         self._trainer = trainer
         self._waiting: deque[Checkpoint] = deque()
         self._failed: list[SaveHandle | StillframeError] = []
-        self._ours: list[str] = []
+        self._ours: defaultdict[str, list[str]] = defaultdict(list)  # by their run_dir
         self._count = 0
         self._ranks: Ranks | None = None
         # The checkpoint whose `on_save` the Trainer is about to call, too early.
@@ -107,6 +108,7 @@ class Checkpoints:
             self._ranks = ranks_of(self._trainer.args)
         self._count += 1
         self.wants_push = False
+        remove_sentinel(made.path)
         is_leader = self._ranks is None or self._ranks.is_leader
         with self._led(made) if is_leader else self._beside(made):
             write()
@@ -118,8 +120,8 @@ class Checkpoints:
         self._waiting.append(made)
         self._submitted = made
         if is_leader:
-            path = normal(made.path)
-            self._ours = [each for each in self._ours if each != path] + [path]
+            self._forget(made)
+            self._ours[made.run_dir].append(normal(made.path))
             self._rotate(made)
 
     @contextlib.contextmanager
@@ -203,14 +205,17 @@ class Checkpoints:
         Raises:
             Exception: A checkpoint failed.
         """
+        self._wait_and_follow()
+        drain()
+        self._raise_failed()
+
+    def _wait_and_follow(self) -> None:
         for made in list(self._waiting):
             if made.handle is not None:
                 wait_for_end(made.handle)
             elif self._ranks is not None:
                 self._ranks.wait_ended(made.number)
             self.follow()
-        drain()
-        self._raise_failed()
 
     def to_resume(self, asked: str | bool) -> str:
         """Return the checkpoint to resume from, once nothing of this process is under way.
@@ -248,8 +253,7 @@ class Checkpoints:
         failed = report_of(made.handle) is None
         if failed:
             self._failed.append(made.handle)
-            path = normal(made.path)
-            self._ours = [each for each in self._ours if each != path]
+            self._forget(made)
         if self._ranks is not None:
             self._ranks.tell_ended(made.number, made.path if failed else None)
         return failed
@@ -296,16 +300,36 @@ class Checkpoints:
             if hook is not None:
                 left = hook(args, made.state, control, model=trainer.model, handle=made.handle)
                 control = control if left is None else left
+        if state.global_step >= state.max_steps or control.should_training_stop:
+            trainer.control = control
+            self._wait_and_follow()  # `on_save` comes before the end of the epoch and the training
+            return trainer.control
         return control
+
+    def _forget(self, made: Checkpoint) -> None:
+        path = normal(made.path)
+        ours = self._ours[made.run_dir]
+        ours[:] = [each for each in ours if each != path]
 
     def _rotate(self, made: Checkpoint) -> None:
         rotate(
             made.run_dir,
             self._trainer.args.save_total_limit,
             self._trainer.state.best_model_checkpoint,
-            self._ours,
+            self._ours[made.run_dir],
             {normal(each.path) for each in self._waiting},
         )
+
+
+def remove_sentinel(path: str) -> None:
+    """Remove the file by which `enable_jit_checkpoint` marks a checkpoint as incomplete.
+
+    transformers writes it into `checkpoint-N` itself, before the save. Here the directory appears
+    whole, so without this it would be there too early, with nothing but this file.
+    """
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(path, _SENTINEL))
+        os.rmdir(path)  # unless an older checkpoint is there
 
 
 def drain() -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a training tell one another about their checkpoints.
+"""Messages between the ranks of a training about their checkpoints.
 
 Each rank writes files of its own into a checkpoint (`rng_state_1.pth`). One rank, the leader, opens
 the directory and publishes it, so it has to know that the files of the others are there. All ranks

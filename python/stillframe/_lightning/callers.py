@@ -28,7 +28,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from stillframe._base.calls import stack
@@ -102,25 +102,30 @@ def note_signal_handlers() -> None:
 
 
 def inside_signal_handler() -> bool:
-    """Return whether a signal handler is on this thread's stack.
+    """Return whether a signal handler is on this thread's stack."""
+    return signal_handler_frame() is not None
+
+
+def signal_handler_frame() -> FrameType | None:
+    """Return the frame of the signal handler that this thread runs.
 
     A registered function that is called by hand counts too, unless it takes `*args`. Such code may
     belong to a decorator and be on any stack, so there the interrupted frame must be among the
     arguments.
     """
     if threading.current_thread() is not threading.main_thread():
-        return False  # Python runs handlers in the main thread only.
+        return None  # Python runs handlers in the main thread only.
     note_signal_handlers()
     for frame in stack(sys._getframe(1)):
         code = frame.f_code
         if code in _handler_codes:
             if not code.co_flags & inspect.CO_VARARGS:
-                return True
+                return frame
             name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
             interrupted = frame.f_back
             if any(argument is interrupted for argument in frame.f_locals.get(name, ())):
-                return True
-    return False
+                return frame
+    return None
 
 
 # ---- strategies ----

@@ -38,15 +38,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from stillframe import _core
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks, rotation
 from stillframe._lightning.callers import (
     inside_signal_handler,
     meets_others_later,
     refuse_strategy,
+    signal_handler_frame,
 )
 from stillframe._lightning.publish import Publication, logger_call, metrics_call
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
@@ -58,8 +60,8 @@ from stillframe._watch import gate
 
 log = logging.getLogger("stillframe")
 
-# Starts a save to a place, given what is under way and whether to copy on after the call.
-Submit = Callable[[Work, Place, bool], SaveHandle]
+# Starts a save of a target; the last argument says whether it may copy after the call.
+Submit = Callable[[Work, CheckpointPath, bool], SaveHandle]
 
 
 class Checkpoints:
@@ -100,14 +102,14 @@ class Checkpoints:
     # ---- for the plugin: the calls of Lightning, see there ----
 
     def save(self, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None) -> None:
-        def submit(work: Work, place: Place, overlap: bool) -> SaveHandle:
+        def submit(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
             if storage_options is not None and self.writers.inner is None:
                 raise TypeError(
                     "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
                     f" is not supported for `{self.name}`. Please implement your custom"
                     " `CheckpointIO` to define how you'd like to use `storage_options`."
                 )
-            return self.writers.submit(work, checkpoint, place, storage_options, overlap)
+            return self.writers.submit(work, checkpoint, target, storage_options, overlap)
 
         self.save_with(submit, trainer, path)
 
@@ -121,7 +123,7 @@ class Checkpoints:
         work.newest, work.newest_is_early = Failed(repr(path)), False  # until it is made
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
-            self._save_and_tell(work, save, path, quiet)
+            self._save_and_report(work, save, path, quiet)
             error = None if self._together else work.next_error()
         finally:
             if in_handler:  # the call that it interrupted goes on with its own
@@ -132,8 +134,10 @@ class Checkpoints:
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
 
-    def _save_and_tell(self, work: Work, save: Callable[[], None], path: Any, quiet: bool) -> None:
-        """Make a save, and tell of the errors that are not to be raised."""
+    def _save_and_report(
+        self, work: Work, save: Callable[[], None], path: Any, quiet: bool
+    ) -> None:
+        """Make a save; log or warn of the errors that are not to be raised."""
         error: BaseException | None = None
         try:
             save()
@@ -142,40 +146,41 @@ class Checkpoints:
         if error is not None and (quiet or self._warns(work, error)):
             if not work.is_newest_made():
                 rotation.note_unmade(path)
-            self._tell(error, quiet)
+            self._report(error, quiet)
             error = None
         if quiet or self.writers.options.on_error == "warn":
-            self._tell_all(work, quiet)
+            self._report_all(work, quiet)
         if error is not None:
             work.add_failed(repr(path), error, first=True)
 
     def _save(self, work: Work, submit: Submit, trainer: Any, path: Any, in_handler: bool) -> None:
         if is_trainer(trainer):
             refuse_strategy(trainer.strategy)
-        place = Place.of(path)
+        target = CheckpointPath.of(path)
         early = not in_handler and self.trainers.may_save_early(trainer)
-        early = early and not _for_requeue(place)
-        work.rotation.make_room(place)
+        early = early and not _for_requeue(target)
+        work.rotation.make_room(target)
         overlap = self.writers.options.overlap and early and not swaps_weights(trainer)
-        handle = submit(work, place, overlap)
+        handle = submit(work, target, overlap)
         work.add(handle, early=early)
         if self.writers.options.log_metrics and is_trainer(trainer):
             work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
         if not early:
+            self._finish_in_time(work)
             wait_for_end(handle)
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        place = Place.of(path)
-        self.wait_for(place)
+        target = CheckpointPath.of(path)
+        self.wait_for(target)
         # The caller is about to write over state that saves in flight may still be copying.
         gate.wait()
-        loaded: dict[str, Any] = self.writers.load(place, *args, **kwargs)
+        loaded: dict[str, Any] = self.writers.load(target, *args, **kwargs)
         return loaded
 
     def remove(self, trainer: Any, path: Any) -> None:
         asynchronous = not inside_signal_handler() and self.trainers.may_save_early(trainer)
         rotation = self._current_work().rotation
-        rotation.remove(Place.of(path))
+        rotation.remove(CheckpointPath.of(path))
         if not asynchronous:
             # While a Trainer is set up, a link's target is removed when the link is made again.
             rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
@@ -214,44 +219,47 @@ class Checkpoints:
         self._finish(trainer, self.trainers.failed(trainer))
 
     def settle(self) -> None:
-        """Wait for everything and tell loggers; errors are left for the next save or the end."""
+        """Wait for everything and call loggers; errors are left for the next save or the end."""
         work = self._current_work()
         if work.under_way():
+            self._finish_in_time(work)
             work.drain(close=False)
 
-    def publish(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:
-        """Call `tell(checkpoint_callback)` once the last checkpoint is durable.
+    def publish(self, notify: Callable[[Any], object], checkpoint_callback: Any) -> None:
+        """Call `notify(checkpoint_callback)` once the last checkpoint is durable.
 
         If stillframe has saved none, it is called at once.
         """
         work = self._current_work()
         handle = work.newest
         if handle is None:
-            tell(checkpoint_callback)
+            notify(checkpoint_callback)
         if handle is None or not work.is_newest_made():
             return
         work.rotation.publications.append(
-            Publication(handle, Place.of(handle.path), logger_call(tell, checkpoint_callback))
+            Publication(
+                handle, CheckpointPath.of(handle.path), logger_call(notify, checkpoint_callback)
+            )
         )
         work.rotation.notify()
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
         """Make `path` a link to `target` when all saves submitted before have ended."""
         rotation = self._current_work().rotation
-        rotation.link(Place.of(target), Place.of(path))
+        rotation.link(CheckpointPath.of(target), CheckpointPath.of(path))
         if inside_signal_handler() or not self.trainers.may_save_early(trainer):
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
         """Return whether `path` will exist once all entries of the log are done."""
-        return self._current_work().rotation.will_exist(Place.of(path), otherwise)
+        return self._current_work().rotation.will_exist(CheckpointPath.of(path), otherwise)
 
-    def wait_for(self, place: Place) -> None:
-        """Wait for the saves, links and removes of `place` that were submitted before."""
-        if place.remote:
-            ordered.wait_for_key(place.key())
+    def wait_for(self, target: CheckpointPath) -> None:
+        """Wait for the saves, links and removes of `target` that were submitted before."""
+        if target.remote:
+            ordered.wait_for_key(target.key())
         else:
-            ordered.wait_for_path(place.given)
+            ordered.wait_for_path(target.given)
 
     @contextmanager
     def together(self, strategy: Any) -> Iterator[None]:
@@ -291,9 +299,10 @@ class Checkpoints:
     def _finish(self, trainer: Any, quiet: bool) -> None:
         work = self._current_work()
         if work.under_way():
+            self._finish_in_time(work)
             work.drain(close=True)
         if quiet or self.writers.options.on_error == "warn":
-            self._tell_all(work, quiet)
+            self._report_all(work, quiet)
         if quiet:
             return
         error = work.take_error()
@@ -302,23 +311,32 @@ class Checkpoints:
         if error is not None:
             raise error
 
+    def _finish_in_time(self, work: Work) -> None:
+        """Where a signal ends the training, wait for saves until the deadline and no longer."""
+        deadline_s = self.writers.options.deadline
+        if deadline_s is None:
+            return
+        ending = signal_handler_frame() or sys.exc_info()[1]
+        if isinstance(ending, FrameType) or type(ending).__name__ == "SIGTERMException":
+            work.finish_in_time(ending, deadline_s)
+
     def _warns(self, work: Work, error: BaseException) -> bool:
         """Return whether to warn of an error; never of a mistake in how a save was asked for."""
         return self.writers.options.on_error == "warn" and (
             work.is_newest_made() or is_failure(error)
         )
 
-    def _tell_all(self, work: Work, quiet: bool) -> None:
+    def _report_all(self, work: Work, quiet: bool) -> None:
         while (error := work.next_error()) is not None:
-            self._tell(error, quiet)
+            self._report(error, quiet)
 
-    def _tell(self, error: BaseException, quiet: bool) -> None:
+    def _report(self, error: BaseException, quiet: bool) -> None:
         if quiet:
             log_error(error)
         else:
             warn(error)
 
 
-def _for_requeue(place: Place) -> bool:
+def _for_requeue(target: CheckpointPath) -> bool:
     """Return whether SLURM's requeue comes right after this checkpoint."""
-    return os.path.basename(place.text).startswith("hpc_ckpt_")
+    return os.path.basename(target.text).startswith("hpc_ckpt_")

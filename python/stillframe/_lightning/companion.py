@@ -38,7 +38,7 @@ import os
 from functools import partial
 from typing import Any
 
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks, sharded
 from stillframe._lightning.callers import (
     note_signal_handlers,
@@ -84,7 +84,7 @@ class CompanionHooks:
             )
         if stage == "fit" and trainer.is_global_zero:
             warn_if_bypassed(trainer.strategy, checkpoints.name)
-        _stand_over(wraps, checkpoints, trainer)
+        _wrap_methods(wraps, checkpoints, trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.on_train_epoch_start(trainer, pl_module)
@@ -139,7 +139,8 @@ class CompanionHooks:
     on_predict_batch_start = on_predict_batch_end = _wait
 
 
-def _stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
+def _wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
+    """Wrap the methods of callbacks, loggers and the strategy that must follow the log."""
     for callback in trainer.callbacks:
         if hasattr(callback, "file_exists") and hasattr(callback, "_fs"):
             wraps.put(callback, "file_exists", partial(_file_exists, checkpoints, callback))
@@ -150,7 +151,7 @@ def _stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
             wraps.put(logger, "after_save_checkpoint", checkpoints.publish)
         wraps.put(logger, "finalize", partial(_finalize, checkpoints))
     if sharded_as(trainer.strategy) is not None:
-        sharded.stand_over(wraps, checkpoints, trainer)
+        sharded.wrap_methods(wraps, checkpoints, trainer)
     if trainer.world_size > 1:
         wraps.put(trainer, "save_checkpoint", partial(_save_together, checkpoints, trainer))
         connector = trainer._checkpoint_connector
@@ -176,6 +177,7 @@ class _LogView:
 def _file_exists(
     checkpoints: Checkpoints, callback: Any, original: Method, *args: Any, **kwargs: Any
 ) -> Any:
+    """Call ModelCheckpoint's `file_exists` with a file system that knows saves in flight."""
     # Each version of Lightning has its own way to tell the other ranks, so its method is called,
     # with another view of the file system.
     file_system = callback._fs
@@ -194,11 +196,12 @@ def _link(
     filepath: Any,
     linkpath: Any,
 ) -> None:
+    """Make ModelCheckpoint's link when the saves before it have ended."""
     method = getattr(type(callback), "_link_checkpoint", None)
     if not getattr(method, "__module__", "").endswith("callbacks.model_checkpoint"):
         # An overridden method may need the file.
         if trainer.is_global_zero:
-            checkpoints.wait_for(Place.of(filepath))
+            checkpoints.wait_for(CheckpointPath.of(filepath))
         original(trainer, filepath, linkpath)
         return
     if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
@@ -207,6 +210,7 @@ def _link(
 
 
 def _finalize(checkpoints: Checkpoints, original: Method, *args: Any, **kwargs: Any) -> Any:
+    """Call the logger's `finalize` after it was called for all checkpoints."""
     checkpoints.settle()
     return original(*args, **kwargs)
 
@@ -214,6 +218,7 @@ def _finalize(checkpoints: Checkpoints, original: Method, *args: Any, **kwargs: 
 def _save_together(
     checkpoints: Checkpoints, trainer: Any, original: Method, *args: Any, **kwargs: Any
 ) -> None:
+    """Save so that all ranks raise the error of one rank."""
     if not ranks.several(trainer):
         original(*args, **kwargs)
         return
@@ -229,8 +234,9 @@ def _load_together(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Load on all ranks once rank 0 has no save to that path in flight."""
     if checkpoint_path and ranks.several(trainer):
         if trainer.is_global_zero:
-            checkpoints.wait_for(Place.of(checkpoint_path))
+            checkpoints.wait_for(CheckpointPath.of(checkpoint_path))
         trainer.strategy.barrier()
     return original(checkpoint_path, *args, **kwargs)

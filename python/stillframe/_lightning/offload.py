@@ -175,7 +175,7 @@ class OffloadHooks:
         spent = time.perf_counter() - entered
         self._total_time_saved += spent
         self._total_memory_freed += freed / 1e9
-        self._tell_skipped(moved)
+        self._log_skipped(moved)
         log.info(
             "CPUOffloadCallback: checkpoint %d: %d tensors, %s in host memory after %.3f s",
             count,
@@ -274,7 +274,8 @@ class OffloadHooks:
             ", ".join(map(repr, checkpoint)),
         )
 
-    def _tell_skipped(self, moved: dict[str, Any]) -> None:
+    def _log_skipped(self, moved: dict[str, Any]) -> None:
+        """Log the custom objects that were not copied."""
         level = logging.INFO if self.log_skipped else logging.DEBUG
         if not log.isEnabledFor(level):
             return

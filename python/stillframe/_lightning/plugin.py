@@ -48,6 +48,9 @@ class CheckpointPlugin:
             checkpoint is durable.
         on_error: "raise" an error of a save, at the next save or at the end, or "warn" and train
             on.
+        deadline: Seconds that saves may still take after a signal that ends the training: SIGTERM,
+            counted from Lightning's `SIGTERMException`, and SLURM's requeue signal. What cannot be
+            durable by then is given up, and a line in the log says why. None waits.
         log_metrics: Log `checkpoint/call_ms`, `checkpoint/gate_ms`, `checkpoint/durable_s` and
             `checkpoint/bytes` of each checkpoint to the Trainer's loggers, once it is durable
             (`gate_ms` is the wait before `optimizer.step()`).
@@ -73,6 +76,7 @@ class CheckpointPlugin:
         on_durable: OnDurable | None = None,
         on_error: OnError = "raise",
         log_metrics: bool = False,
+        deadline: float | None = None,
     ) -> None:
         name = type(self).__name__
         refuse_ours(checkpoint_io, CheckpointPlugin, name)
@@ -87,6 +91,7 @@ class CheckpointPlugin:
             on_durable=on_durable,
             on_error=on_error,
             log_metrics=log_metrics,
+            deadline=deadline,
         )
         writers = Writers(self._reader, checkpoint_io, options)
         self._checkpoints = Checkpoints(name, writers)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._save.handle import SaveHandle, report_of
 from stillframe._save.report import SaveReport
 
@@ -37,14 +37,17 @@ class Publication:
     """A call that is made when a save is durable.
 
     Attributes:
-        place: The checkpoint, which is not removed before the call; None if it may be removed.
+        target: The checkpoint, which is not removed before the call; None if it may be removed.
     """
 
     def __init__(
-        self, handle: SaveHandle, place: Place | None, call: Callable[[SaveReport], object]
+        self,
+        handle: SaveHandle,
+        target: CheckpointPath | None,
+        call: Callable[[SaveReport], object],
     ) -> None:
         self.handle = handle
-        self.place = place
+        self.target = target
         self._call: Callable[[SaveReport], object] | None = call
 
     def due(self) -> bool:
@@ -58,12 +61,12 @@ class Publication:
         report = report_of(self.handle)
         if report is not None:
             call(report)
-        elif self.place is not None:
-            log.warning("stillframe: loggers are not told of %s: it failed", self.place.name)
+        elif self.target is not None:
+            log.warning("stillframe: loggers are not told of %s: it failed", self.target.name)
 
 
-def logger_call(tell: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:
-    """Return a call of `tell(callback)` that restores the callback's present state."""
+def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:
+    """Return a call of `notify(callback)` that restores the callback's present state."""
     state = {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in ((name, getattr(callback, name, None)) for name in _STATE)
@@ -72,8 +75,8 @@ def logger_call(tell: Callable[[Any], object], callback: Any) -> Callable[[SaveR
 
     def call(report: SaveReport) -> None:
         try:
-            with _put_back(callback, state):
-                tell(callback)
+            with _with_state(callback, state):
+                notify(callback)
         except ReferenceError:  # Lightning passes a weak proxy, and the callback was freed
             log.warning("stillframe: loggers are not told of %s: its callback is gone", report.path)
 
@@ -81,7 +84,8 @@ def logger_call(tell: Callable[[Any], object], callback: Any) -> Callable[[SaveR
 
 
 @contextmanager
-def _put_back(callback: Any, state: dict[str, Any]) -> Iterator[None]:
+def _with_state(callback: Any, state: dict[str, Any]) -> Iterator[None]:
+    """Give the callback an earlier state inside the block."""
     current = {name: getattr(callback, name) for name in state}
     try:
         for name, value in state.items():

@@ -47,9 +47,9 @@ def agree(
     if error is not None:
         return error, of_any
     rank, sent = next((rank, row[0]) for rank, row in enumerate(rows) if row[0] is not None)
-    told: BaseException = pickle.loads(sent)
-    told.add_note(f"This was raised by rank {rank}; rank {strategy.global_rank} ends with it.")
-    return told, of_any
+    received: BaseException = pickle.loads(sent)
+    received.add_note(f"This was raised by rank {rank}; rank {strategy.global_rank} ends with it.")
+    return received, of_any
 
 
 def _packed(error: BaseException | None) -> bytes | None:

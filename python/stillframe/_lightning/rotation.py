@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from stillframe import _core
 from stillframe._base import paths
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._save import ordered
 from stillframe._save.api import exists, remove
 from stillframe.errors import SaveError
@@ -60,7 +60,7 @@ class Rotation:
 
     def __init__(
         self,
-        remover_of: Callable[[Place], Inner | None],
+        remover_of: Callable[[CheckpointPath], Inner | None],
         *,
         durable: bool,
         failed: Callable[..., object],
@@ -68,33 +68,33 @@ class Rotation:
         self._remover_of = remover_of
         self._durable = durable
         self._failed = failed
-        self.held: dict[Place, None] = {}
-        self.links: dict[Place, Place] = {}
+        self.held: dict[CheckpointPath, None] = {}
+        self.links: dict[CheckpointPath, CheckpointPath] = {}
         self.publications: deque[Publication] = deque()
         # For files that no link needs any more: the link that pointed to them last.
-        self._linked_by: dict[Place, Place] = {}
+        self._linked_by: dict[CheckpointPath, CheckpointPath] = {}
         # Name in the log of the newest link or remove; all earlier ones end before it.
         self._newest_key: bytes | None = None
 
     def under_way(self) -> bool:
         return bool(self.publications or self.held or self._newest_key)
 
-    def make_room(self, place: Place) -> None:
+    def make_room(self, file: CheckpointPath) -> None:
         """Submit a remove of this file that is held back, because the file is about to be made."""
-        self.links.pop(place, None)
-        self._submit_remove(place)
+        self.links.pop(file, None)
+        self._submit_remove(file)
 
-    def remove(self, place: Place) -> None:
+    def remove(self, file: CheckpointPath) -> None:
         """Remove the file, now or when nothing needs it any more."""
-        self.links.pop(place, None)
-        self.held[place] = None
+        self.links.pop(file, None)
+        self.held[file] = None
         self.release()
 
     def release(self, *, all_of_them: bool = False) -> None:
         """Submit the removes that nothing holds back."""
-        for place in list(self.held):
-            if all_of_them or not self._needed(place):
-                self._submit_remove(place)
+        for file in list(self.held):
+            if all_of_them or not self._needed(file):
+                self._submit_remove(file)
 
     def _release_last(self) -> None:
         """Submit the removes that are still held back when a run ends.
@@ -107,7 +107,7 @@ class Rotation:
                 self._linked_by[target] = link
         self.release(all_of_them=True)
 
-    def link(self, target: Place, link: Place) -> None:
+    def link(self, target: CheckpointPath, link: CheckpointPath) -> None:
         """Make `link` a link to `target` when all saves submitted before have ended."""
         # An exception may come before any line, so the former target is released last.
         former = self.links.get(link)
@@ -120,17 +120,17 @@ class Rotation:
         self.links[link] = target
         self.release()
 
-    def will_exist(self, place: Place, otherwise: Callable[[Any], bool]) -> bool:
+    def will_exist(self, file: CheckpointPath, otherwise: Callable[[Any], bool]) -> bool:
         """Return whether the file will exist once all entries of the log are done.
 
         `otherwise(path)` answers for remote paths that are not in the log.
         """
-        if place in self.held:
+        if file in self.held:
             return False
-        if not place.remote:
-            return exists(place.given)
-        known = _core.log_exists(place.key())
-        return otherwise(place.given) if known < 0 else bool(known)
+        if not file.remote:
+            return exists(file.given)
+        known = _core.log_exists(file.key())
+        return otherwise(file.given) if known < 0 else bool(known)
 
     def notify(self) -> None:
         """Make the calls that are due, in order, and submit removes that waited for them."""
@@ -162,32 +162,32 @@ class Rotation:
             if self._newest_key is newest:
                 self._newest_key = None
 
-    def _make_link(self, target: Place, link: Place) -> bool:
+    def _make_link(self, target: CheckpointPath, link: CheckpointPath) -> bool:
         try:
             return make_link(target.name, link.name, durable=self._durable)
         except Exception as error:  # raised later, on the training thread
             self._failed(link.name, error.with_traceback(None))
             return False
 
-    def _needed(self, place: Place) -> bool:
+    def _needed(self, file: CheckpointPath) -> bool:
         """Return whether a link points to the file, or loggers are still to be told of it."""
-        return place in self.links.values() or any(
-            each.place == place for each in list(self.publications)
+        return file in self.links.values() or any(
+            each.target == file for each in list(self.publications)
         )
 
-    def _submit_remove(self, place: Place) -> None:
-        if self.held.pop(place, False) is False:
+    def _submit_remove(self, file: CheckpointPath) -> None:
+        if self.held.pop(file, False) is False:
             return
-        key = place.key()
-        link = self._linked_by.pop(place, None)
-        needed = None if link is None else functools.partial(names, link.name, place.name)
-        inner = self._remover_of(place)
+        key = file.key()
+        link = self._linked_by.pop(file, None)
+        needed = None if link is None else functools.partial(names, link.name, file.name)
+        inner = self._remover_of(file)
         if inner is not None:
-            inner.remove(place.name, key, needed)
+            inner.remove(file.name, key, needed)
         elif needed is not None:
-            ordered.submit_remove(place.name, key, remove_tree, needed)
+            ordered.submit_remove(file.name, key, remove_tree, needed)
         else:
-            remove(place.name)
+            remove(file.name)
         self._newest_key = key
 
     def _deliver(self, publication: Publication) -> None:
@@ -206,7 +206,7 @@ def note_unmade(path: Any) -> None:
     drops removes until a save succeeds.
     """
     try:
-        name = Place.of(path).key()
+        name = CheckpointPath.of(path).key()
     except (TypeError, ValueError):  # not a path
         name = repr(path).encode(errors="replace")
     ordered.submit(name, _core.WORK_SAVE, lambda after_good: False)

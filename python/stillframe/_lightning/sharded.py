@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stillframe._base.calls import inside
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks
 from stillframe._lightning.callers import Fabric, sharded_as
 from stillframe._lightning.checkpoints import Checkpoints
@@ -49,7 +49,7 @@ Original = Callable[..., Any]
 META = "meta.pt"
 
 
-def stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
+def wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
     """Make `checkpoints` save the sharded checkpoints of `trainer`, until `wraps` is restored."""
     strategy = trainer.strategy
     wraps.put(strategy, "save_checkpoint", functools.partial(_save, checkpoints, trainer))
@@ -73,14 +73,15 @@ def _save(
     filepath: Any,
     storage_options: Any | None = None,
 ) -> None:
+    """Save in place of the strategy's `save_checkpoint`."""
     strategy = trainer.strategy
     if storage_options is not None:
         original(checkpoint, filepath, storage_options)  # raises that they are not supported
         return
-    place = Place.of(strategy.broadcast(filepath))
-    if place.remote:
+    target = CheckpointPath.of(strategy.broadcast(filepath))
+    if target.remote:
         log.warning(
-            "stillframe: %s is saved by Lightning itself, as its path is remote", place.text
+            "stillframe: %s is saved by Lightning itself, as its path is remote", target.text
         )
         original(checkpoint, filepath)
         return
@@ -88,21 +89,22 @@ def _save(
     state = {sharded_as(strategy) or "state_dict": rest.pop("state_dict")}
     for number, each in enumerate(rest.pop("optimizer_states", ())):
         state[f"optimizer_{number}"] = each
-    _save_together(checkpoints, strategy, trainer, Parts(state, rest, strategy.global_rank), place)
+    _save_together(checkpoints, strategy, trainer, Parts(state, rest, strategy.global_rank), target)
 
 
 def _load(
     checkpoints: Checkpoints, strategy: Any, original: Original, *args: Any, **kwargs: Any
 ) -> Any:
+    """Load by the strategy after the saves of all ranks to that path have ended."""
     given = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
-    place = Place.of(strategy.broadcast(given))
-    if not place.remote:
+    target = CheckpointPath.of(strategy.broadcast(given))
+    if not target.remote:
         error: BaseException | None = None
         try:
-            checkpoints.wait_for(place)
+            checkpoints.wait_for(target)
             gate.wait()  # the load overwrites what saves in flight may still copy
             if strategy.global_rank == 0:
-                _make_ready(place.text)
+                _make_ready(target.text)
         except (StillframeError, OSError) as caught:
             error = caught
         error, _ = ranks.agree(strategy, error)  # afterwards the saves of all ranks have ended
@@ -164,18 +166,20 @@ class Parts:
 
 
 def _save_together(
-    checkpoints: Checkpoints, strategy: Any, caller: Any, parts: Parts, place: Place
+    checkpoints: Checkpoints, strategy: Any, caller: Any, parts: Parts, target: CheckpointPath
 ) -> None:
-    def submit_parts(work: Work, place: Place, overlap: bool) -> SaveHandle:
+    def submit_parts(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
         writers = checkpoints.writers
         options = writers.options.save_options(overlap=overlap)
-        return submit(parts, place, options, engine=writers.engine_of(work))
+        return submit(parts, target, options, engine=writers.engine_of(work))
 
     with checkpoints.together(strategy):
-        checkpoints.save_with(submit_parts, caller, place.given)
+        checkpoints.save_with(submit_parts, caller, target.given)
 
 
-def submit(parts: Parts, place: Place, options: SaveOptions, *, engine: Engine) -> SaveHandle:
+def submit(
+    parts: Parts, target: CheckpointPath, options: SaveOptions, *, engine: Engine
+) -> SaveHandle:
     """Start the save. A collective: if one rank raises, the save fails on all of them.
 
     A state that does not fit into the pool is saved from its own memory, in the call.
@@ -206,19 +210,19 @@ def submit(parts: Parts, place: Place, options: SaveOptions, *, engine: Engine) 
             on_durable=options.on_durable if first else None,
             error_of=of_save,
         )
-        save: SnapshotSave = _saved(saver, parts.state, place, request)
+        save: SnapshotSave = _saved(saver, parts.state, target, request)
         if save.snapshot() is None:
             wait_for_end(save)
     return save
 
 
-def _saved(saver: Any, state: dict[str, Any], place: Place, request: Any) -> Any:
+def _saved(saver: Any, state: dict[str, Any], target: CheckpointPath, request: Any) -> Any:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        return saver.save(state, place, request)
+        return saver.save(state, target, request)
     except CheckpointException as error:  # raised by the user's own DCP save
-        raise of_save(error, place.text) from None
+        raise of_save(error, target.text) from None
 
 
 def of_save(error: BaseException, path: str) -> Exception:
@@ -310,13 +314,13 @@ def _save_fabric(
     filter: dict[str, Any] | None = None,
 ) -> None:
     model = _only_model(strategy, state)
-    place = Place.of(strategy.broadcast(path))
-    if storage_options is not None or filter is not None or model is None or place.remote:
+    target = CheckpointPath.of(strategy.broadcast(path))
+    if storage_options is not None or filter is not None or model is None or target.remote:
         # The original raises the reason, or saves to the remote path.
         original(path, state, storage_options=storage_options, filter=filter)
         return
     states, rest = _states(strategy, model, state)
-    _save_together(checkpoints, strategy, Fabric, Parts(states, rest, strategy.global_rank), place)
+    _save_together(checkpoints, strategy, Fabric, Parts(states, rest, strategy.global_rank), target)
 
 
 def _only_model(strategy: Any, state: dict[str, Any]) -> Any:
@@ -361,6 +365,7 @@ def _states(
 
 
 def _getters(strategy: Any, model: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return functions that get the sharded states of a model and of an optimizer."""
     if sharded_as(strategy) == "state_dict":
         from torch.distributed.checkpoint.state_dict import (
             get_model_state_dict,

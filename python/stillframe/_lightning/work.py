@@ -3,8 +3,8 @@
     a call of the plugin ──▶ `saves` ──next_error──▶ raised by a save or at the end, warned of, or
                                                      logged
 
-An error stays in the Outcome of its handle (`_save/outcome.py`) until somebody is told of it. That
-may be the next save, the end of the training, or `stillframe.wait_all`. An error without a save has
+An error stays in the Outcome of its handle (`_save/outcome.py`) until it is reported: by the next
+save, at the end of the training, or by `stillframe.wait_all`. An error without a save has
 a handle of its own, `Failed`.
 """
 
@@ -15,13 +15,15 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, TextIO
 
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning.rotation import Rotation
+from stillframe._preemption import in_time
 from stillframe._save.completion import start_once
 from stillframe._save.handle import SaveHandle, State, is_collected, report_of, wait_for_end
 from stillframe.errors import StillframeError
@@ -61,18 +63,23 @@ class Work:
         rotation: What is to become of files once saves have ended.
         pid: The process.
         engine: The plugin's own engine.
-        saves: Saves whose errors nobody was told of, in the order in which to tell.
+        saves: Saves whose errors were not reported yet, in the order in which to report them.
         newest: The last save; None before the first, `Failed` if its call made none.
-        newest_is_early: Its call does not wait for its end, so that a later call tells its error.
+        ending: What ends the training (an exception, a signal handler's frame, by id), and when its
+            saves have to be durable.
+        newest_is_early: Its call does not wait for its end, so that a later call reports its error.
     """
 
-    def __init__(self, remover_of: Callable[[Place], Inner | None], *, durable: bool) -> None:
+    def __init__(
+        self, remover_of: Callable[[CheckpointPath], Inner | None], *, durable: bool
+    ) -> None:
         self.rotation = Rotation(remover_of, durable=durable, failed=self.add_failed)
         self.pid = os.getpid()
         self.engine: Engine | None = None
         self.saves: list[SaveHandle] = []
         self.newest: SaveHandle | None = None
         self.newest_is_early = False
+        self.ending: tuple[int, float] = 0, 0.0
 
     def under_way(self) -> bool:
         return bool(self.saves or self.engine or self.rotation.under_way())
@@ -105,7 +112,7 @@ class Work:
             _error_of(handle)
 
     def next_error(self) -> BaseException | None:
-        """Return the error to raise or tell next, once; None if no save that ended has one.
+        """Return the error to raise or report next, once; None if no save that ended has one.
 
         The error of the newest save is left for a later call if its own call did not wait for it,
         however fast the save failed.
@@ -146,6 +153,18 @@ class Work:
                 if engine is not None:
                     engine.close()
 
+    def finish_in_time(self, ending: object, deadline_s: float) -> None:
+        """Wait for the saves under way, and give up what is not durable by the deadline.
+
+        Args:
+            ending: See above; the deadline is that of the first call for it.
+        """
+        now, (known, until) = time.monotonic(), self.ending
+        if known != id(ending) or now > until + deadline_s:  # ids are used again
+            until = now + deadline_s
+            self.ending = id(ending), until
+        in_time.finish(until)
+
     def _first_under_way(self) -> SaveHandle | None:
         return next((handle for handle in list(self.saves) if not handle.done()), None)
 
@@ -159,10 +178,12 @@ class Work:
 
 
 def _error_of(handle: SaveHandle) -> BaseException | None:
-    """Wait for a save and return its error; None too if `wait_all` has raised that already."""
+    """Wait for a save and return its error; None too if somebody was told of it already."""
     if is_collected(handle):
         return None
     try:
+        if handle.done() and in_time.is_given_up(handle):
+            return None
         return handle.exception()
     except CancelledError as cancelled:
         return cancelled

@@ -22,7 +22,7 @@ import fsspec
 
 from stillframe import _core
 from stillframe._base.calls import inside
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._save import ordered as _ordered
 from stillframe._save.engine import Engine, take_slot
 from stillframe._save.handle import SaveHandle, wait_for_end
@@ -61,7 +61,7 @@ class Inner:
     def save(
         self,
         checkpoint: Any,
-        place: Place,
+        target: CheckpointPath,
         *,
         storage_options: Any,
         options: SaveOptions,
@@ -84,7 +84,7 @@ class Inner:
             slot = take_slot(engine, nested=nested)
             try:
                 save = SnapshotSave(
-                    place.text, place.given, options.on_durable, entered=entered, slot=slot
+                    target.text, target.given, options.on_durable, entered=entered, slot=slot
                 )
                 save.waited()
                 taken = _take(checkpoint, options.overlap, engine, pending)
@@ -94,16 +94,16 @@ class Inner:
             fallbacks, live = [self.sentence], None
             if taken is None:
                 sentence = "It does not fit into the pool: it was written during the call."
-                log.warning("stillframe: %s: %s", place.given, sentence)
+                log.warning("stillframe: %s: %s", target.given, sentence)
                 fallbacks.append(sentence)
                 live = checkpoint
             else:
                 save.copies(taken)
 
             def work() -> bool:
-                return self._work(save, place, live, storage_options, fallbacks)
+                return self._work(save, target, live, storage_options, fallbacks)
 
-            save.submit(place.key(), _core.WORK_SAVE, work)
+            save.submit(target.key(), _core.WORK_SAVE, work)
             if taken is None:
                 wait_for_end(save)
             save.call_is_over()
@@ -112,7 +112,7 @@ class Inner:
     def _work(
         self,
         save: SnapshotSave,
-        place: Place,
+        target: CheckpointPath,
         live: Any,
         storage_options: Any,
         fallbacks: list[str],
@@ -124,8 +124,8 @@ class Inner:
         try:
             tree = live if taken is None else taken.tree
             save.copied()
-            self.io.save_checkpoint(tree, place.given, storage_options=storage_options)
-            nbytes = _size(place.text, 0 if taken is None else taken.nbytes, self._io_mode)
+            self.io.save_checkpoint(tree, target.given, storage_options=storage_options)
+            nbytes = _size(target.text, 0 if taken is None else taken.nbytes, self._io_mode)
         except BaseException as error:  # any error of the other code is the save's
             # The traceback's frames hold the tree.
             failed = error.with_traceback(None)

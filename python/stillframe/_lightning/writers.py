@@ -28,11 +28,12 @@ import torch
 
 from stillframe._base.arguments import refuse_unclear
 from stillframe._base.distributed import may_have_ranks_beside
-from stillframe._base.paths import Place
+from stillframe._base.paths import CheckpointPath
 from stillframe._lightning.callers import io_chain
 from stillframe._lightning.work import Work
 from stillframe._lightning.wrapped import Inner
 from stillframe._load.load import load
+from stillframe._preemption import in_time
 from stillframe._save.api import async_save, engine_or_default, save
 from stillframe._save.engine import Engine, limits_of, refuse_no_engine, submit
 from stillframe._save.handle import SaveHandle
@@ -80,12 +81,15 @@ class PluginOptions:
     on_durable: OnDurable | None = None
     on_error: OnError = "raise"
     log_metrics: bool = False
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         if self.on_error not in get_args(OnError):
             raise ValueError(f"on_error has to be 'raise' or 'warn', not {self.on_error!r}")
         self.save_options(overlap=self.overlap)  # raises what a save would raise
         refuse_unclear(log_metrics=self.log_metrics)
+        if self.deadline is not None:
+            in_time.refuse_deadline(self.deadline)
         own = self.engine_options()
         if self.engine is not None:
             refuse_no_engine(self.engine)
@@ -162,46 +166,51 @@ class Writers:
         self._told: set[str] = set()
 
     def submit(
-        self, work: Work, checkpoint: Any, place: Place, storage_options: Any, overlap: bool
+        self,
+        work: Work,
+        checkpoint: Any,
+        target: CheckpointPath,
+        storage_options: Any,
+        overlap: bool,
     ) -> SaveHandle:
         """Start the save of `checkpoint`."""
         engine = self.engine_of(work)
-        inner = self._writer_of(place)
+        inner = self._writer_of(target)
         options = self.options.save_options(overlap=overlap)
         if inner is None:
-            return submit(engine, checkpoint, place.given, options)
+            return submit(engine, checkpoint, target.given, options)
         return inner.save(
             checkpoint,
-            place,
+            target,
             storage_options=storage_options,
             options=options,
             engine=engine,
             pending=work.saves,
         )
 
-    def remover_of(self, place: Place) -> Inner | None:
+    def remover_of(self, target: CheckpointPath) -> Inner | None:
         """Return the CheckpointIO that removes a file; None for stillframe itself."""
-        if self.inner is None and place.remote:
+        if self.inner is None and target.remote:
             return self._lightnings(_REMOTE, "fsspec")
         return self.inner
 
-    def load(self, place: Place, *args: Any, **kwargs: Any) -> Any:
+    def load(self, target: CheckpointPath, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
-            return self.inner.io.load_checkpoint(place.given, *args, **kwargs)
-        return read(self._reader().load_checkpoint, place, args, kwargs)
+            return self.inner.io.load_checkpoint(target.given, *args, **kwargs)
+        return read(self._reader().load_checkpoint, target, args, kwargs)
 
     def tear_down(self) -> None:
         if self.inner is not None:
             self.inner.io.teardown()
 
-    def _writer_of(self, place: Place) -> Inner | None:
-        writer = self.remover_of(place)
+    def _writer_of(self, target: CheckpointPath) -> Inner | None:
+        writer = self.remover_of(target)
         # A layer that encrypts, a test that counts: they expect that theirs is called.
         if writer is None and torch.save not in (torch.serialization.save, save, async_save):
             writer = self._lightnings(_REPLACED, "wrapped")
         if writer is not self.inner and writer is not None and writer.sentence not in self._told:
             self._told.add(writer.sentence)
-            log.warning("stillframe: %s: %s", place.text, writer.sentence)
+            log.warning("stillframe: %s: %s", target.text, writer.sentence)
         return writer
 
     def _lightnings(self, sentence: str, io_mode: IoMode) -> Inner:
@@ -243,8 +252,8 @@ def _refuse_no_io(checkpoint_io: Any) -> None:
         raise TypeError(f"checkpoint_io has to be a CheckpointIO, not {checkpoint_io!r}")
 
 
-def read(reader: Callable[..., Any], place: Place, args: Any, kwargs: Any) -> Any:
-    """Load what `reader(place.given, *args, **kwargs)` would return.
+def read(reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: Any) -> Any:
+    """Load what `reader(target.given, *args, **kwargs)` would return.
 
     Args:
         reader: The `load_checkpoint` of the installed Lightning's CheckpointIO.
@@ -254,8 +263,8 @@ def read(reader: Callable[..., Any], place: Place, args: Any, kwargs: Any) -> An
         FileNotFoundError: There is no such file.
         Exception: The reader's own errors.
     """
-    path = place.given
-    how = _arguments(reader, place, args, kwargs)
+    path = target.given
+    how = _arguments(reader, target, args, kwargs)
     if how is None:
         return reader(path, *args, **kwargs)
     if not os.path.exists(path):
@@ -264,11 +273,11 @@ def read(reader: Callable[..., Any], place: Place, args: Any, kwargs: Any) -> An
 
 
 def _arguments(
-    reader: Callable[..., Any], place: Place, args: Any, kwargs: Any
+    reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: Any
 ) -> dict[str, Any] | None:
     """Return the arguments for `load`; None if the reader must be called."""
-    path = place.given
-    if not isinstance(path, (str, os.PathLike)) or place.remote or str(path).startswith("~"):
+    path = target.given
+    if not isinstance(path, (str, os.PathLike)) or target.remote or str(path).startswith("~"):
         return None
     # Code that has replaced torch.load, to decrypt or to count, expects that to be called.
     if torch.load not in (torch.serialization.load, load):

@@ -120,14 +120,14 @@ class Fill:
         else:
             storage, start = self._temporary.pop(index), 0
         for target, found in pairs:
-            copy_tensor(target, _over(storage, start, found))
+            copy_tensor(target, _view_of(storage, start, found))
 
     def _adopt_memory(self) -> None:
         """Put the new tensors over the bytes that were read; they stay the same objects."""
         none = restore.new_storage(0)
         for index, found in self._new:
             storage = self._made.get(index, none)
-            new = _over(storage, 0, found)
+            new = _view_of(storage, 0, found)
             if type(found) is torch.nn.Parameter:
                 new = torch.nn.Parameter(new, found.requires_grad)
             else:
@@ -160,7 +160,7 @@ def _start(target: Tensor) -> int:
     return int(target.storage_offset()) * target.element_size()
 
 
-def _over(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
+def _view_of(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
     """Return the tensor as the file has it, over its record's bytes, which begin at `start`."""
     if start % found.element_size():
         # Its elements are larger than the target's and not aligned here.

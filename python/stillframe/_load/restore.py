@@ -39,7 +39,7 @@ EVERYTHING = 1 << 62  # bytes
 _BATCH_BYTES = 64 << 20  # bytes of memory that are allocated at a time
 _AHEAD_BYTES = 1 << 30  # bytes of memory that are allocated ahead of the unpickler
 _Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
-_DEVICE_AHEAD_BYTES = 256 << 20  # the same where torch copies host memory to a device afterwards
+_DEVICE_AHEAD_BYTES = 256 << 20  # the same if torch copies to a device afterwards
 _BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
 
@@ -77,7 +77,7 @@ class Ahead:
         self._ahead = ahead
         self._devices = devices
         self._storages: list[torch.UntypedStorage | None] = []
-        self._waiting_nbytes = 0  # of memory that was allocated and not asked for yet
+        self._waiting_nbytes = 0  # bytes of allocated memory that no caller has taken yet
 
     def begin(self) -> None:
         """Begin to read."""
@@ -322,6 +322,7 @@ def _unpickler(base: Any, archive: Archive, own: Callable[[str], bool] | None) -
 def _short_cut(
     archive: Archive, own: Callable[[str], bool], theirs: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
+    """Return a `persistent_load` that handles plain storages itself and others as torch does."""
     made: dict[str, Any] = {}
 
     def persistent_load(saved: Any) -> Any:
@@ -393,7 +394,7 @@ class Shapes:
         return index
 
     def serialization_id(self) -> str:
-        return ""  # it is at the file's end, behind everything else
+        return ""  # the record is the last one of the file
 
 
 def record_of(tensor: torch.Tensor) -> int | None:

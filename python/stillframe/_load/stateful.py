@@ -112,6 +112,7 @@ def _below(path: str, name: Any) -> str:
 
 
 def _of_module(path: str, module: Module, found: dict[str, Any]) -> Filling:
+    """Return how to fill a module: in place if `load_state_dict` would only copy."""
     if not _is_plain(module):
         return _by_load_state_dict(path, module, found)
     live = module.state_dict()
@@ -178,6 +179,7 @@ def _is_copied(target: Any, found: Any) -> bool:
 
 
 def _of_optimizer(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Filling:
+    """Return how to fill an optimizer: its state in place if `load_state_dict` would only copy."""
     plain = (
         type(optimizer).state_dict is Optimizer.state_dict
         and type(optimizer).load_state_dict is Optimizer.load_state_dict

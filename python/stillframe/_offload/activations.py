@@ -22,8 +22,8 @@ from torch.nn import Parameter
 
 from stillframe._base import device as _device
 from stillframe._offload import graph
+from stillframe._offload.device_pool import OffloadStats
 from stillframe._offload.offloader import Offloader
-from stillframe._offload.place import OffloadStats
 from stillframe._offload.saved import Kept, SavedHooks, View, check_version
 from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine
@@ -92,7 +92,7 @@ class _Traffic:
 
     def save(self, tensor: Tensor) -> tuple[_Saved, View]:
         """Register the bytes of a tensor unless they are registered; return them and the view."""
-        whole, begin = _whole(tensor)
+        whole, begin = _whole_storage(tensor)
         storage = tensor.untyped_storage()
         key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
         view = View(tensor.shape, tensor.stride(), begin, tensor.dtype)
@@ -109,6 +109,7 @@ class _Traffic:
         return saved, view
 
     def _send_early(self) -> None:
+        """Offload the oldest tensors beyond the `keep_last` newest ones."""
         while len(self._staying) > self._keep_last:
             saved = self._staying.popleft()()
             # A tensor that was written to since stays, so that backward reports the write.
@@ -173,6 +174,7 @@ class OffloadedActivations:
         return {device: each.offloader.stats() for device, each in self._traffic.items()}
 
     def _take(self, tensor: Tensor) -> Any:
+        """Return what autograd saves in place of a tensor; None if it saves the tensor itself."""
         if not self._is_wanted(tensor):
             return None
         if graph.task() != graph.NO_TASK:
@@ -186,8 +188,9 @@ class OffloadedActivations:
         return _SavedView(self, saved, view)
 
     def _is_wanted(self, tensor: Tensor) -> bool:
+        """Return whether a saved tensor is worth offloading and may be offloaded."""
         if tensor.layout is not torch.strided or type(tensor) is not Tensor:
-            return False  # neither parameters nor other subclasses
+            return False  # parameters and other subclasses are not offloaded
         if tensor.numel() * tensor.itemsize < max(self._min_bytes, 1):
             return False
         if _device.on_host(tensor) if self._device is None else tensor.device != self._device:
@@ -209,7 +212,7 @@ class OffloadedActivations:
             return self._traffic[saved.ticket.device].bring(saved)
 
 
-def _whole(tensor: Tensor) -> tuple[Tensor, int]:
+def _whole_storage(tensor: Tensor) -> tuple[Tensor, int]:
     """Return what to copy out for a tensor, and the tensor's offset in it in bytes.
 
     That is the tensor's whole storage or, if the tensor spans less than half of it, the range

@@ -39,6 +39,7 @@ def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
 
 
 def _listed(modules: object) -> list[nn.Module]:
+    """Return the modules in a list; refuse anything but modules in an order."""
     if isinstance(modules, nn.Module):
         _refuse_wrapper(modules)
     if not isinstance(modules, Iterable) or isinstance(modules, nn.ModuleDict):
@@ -58,6 +59,7 @@ def _listed(modules: object) -> list[nn.Module]:
 
 
 def _check_each(unique: list[nn.Module]) -> None:
+    """Refuse modules that cannot be offloaded, or not together."""
     for module in unique:
         for inner in module.modules():
             _refuse_wrapper(inner)
@@ -110,6 +112,7 @@ def mark_shared(layers: list[Layer]) -> None:
 
 
 def _mark(layers: list[Layer], parts: Callable[[Layer], set[int]], name: str) -> None:
+    """Set attribute `name` of each layer to the other layers that share one of its `parts`."""
     users: dict[int, list[Layer]] = {}
     for layer in layers:
         for each in parts(layer):
@@ -122,5 +125,5 @@ def _mark(layers: list[Layer], parts: Callable[[Layer], set[int]], name: str) ->
 def _changing(layer: Layer) -> set[int]:
     return {
         *map(id, layer.tensors[layer.nr_parameters :]),
-        *(id(place.module) for place in layer.places),
+        *(id(reference.module) for reference in layer.references),
     }

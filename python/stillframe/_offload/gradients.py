@@ -64,7 +64,7 @@ class Gradients:
         owners = [(each.parameter, each.last) for each in gradients]
         while len(self._under_way) >= self._most:
             self._wait_for_first()
-        self._under_way.append(self._threads.submit(self._land, task, ticket, owners))
+        self._under_way.append(self._threads.submit(self._add_up, task, ticket, owners))
 
     def _wait_for_first(self) -> None:
         first = self._under_way.popleft()
@@ -124,7 +124,8 @@ class Gradients:
             self._threads.shutdown(wait=True)
             self._threads = None
 
-    def _land(self, task: int, ticket: Ticket, owners: list[tuple[Tensor, bool]]) -> None:
+    def _add_up(self, task: int, ticket: Ticket, owners: list[tuple[Tensor, bool]]) -> None:
+        """Add gradients that are in the pool to the sums of their parameters."""
         sums = self._sums.setdefault(task, {})
         with torch.no_grad():
             for (parameter, last), came in zip(owners, ticket.tensors(), strict=True):

@@ -1,13 +1,14 @@
-"""Asks autograd's engine about a running backward, and tells when a backward ends.
+"""Asks autograd's engine about a running backward, and calls listeners when a backward ends.
 
 A pass is one call of the engine, which numbers it and calls it a *task*. Layers join the pass that
-runs their nodes, and hear of its end on the thread that made the call, before the caller goes on:
+runs their nodes. They are called at its end, on the thread that made the call, before the caller
+goes on:
 
     caller           backward() ................................ returns or raises │ ends │ goes on
     device's thread      node, node, node fails │ drops the pass ──────▶ waited for
 
-The engine itself tells only the end of a pass that succeeds. It drops the callbacks of one that
-fails. On a device it drops them on a thread of its own, when the caller may be in its next forward
+The engine calls its own callbacks only after a pass that succeeds, and drops those of a failed one.
+On a device it drops them on a thread of its own, when the caller may be in its next forward
 already. So `watch` replaces the engine object of `torch.autograd`, through which every call of
 Python's goes, for as long as layers are offloaded. A dropped callback then has one effect only: the
 caller learns that no thread runs a node of the pass any more.
@@ -37,9 +38,9 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 NO_TASK = -1
-_MOST_S = 60.0  # that a failed pass is waited for: its last node may take long
+_MOST_S = 60.0  # the wait for a failed pass, whose last node may take long
 _POLL_S = 0.0005
-_KEY = "stillframe.pass"  # of the calling thread's pass among torch's thread-local objects
+_KEY = "stillframe.pass"  # the pass's key among the thread-local objects of torch
 
 
 def task() -> int:
@@ -52,50 +53,51 @@ class Pass:
 
     Attributes:
         around: The pass in one of whose nodes this one was called, as a reentrant checkpoint does.
-        number: The engine's number of it, once somebody has joined.
-        ends: Who hears of its end, in the order of joining.
+        number: The engine's number of it, once a listener has joined.
+        listeners: The listeners that joined, which are called at its end; in the order of joining.
         is_over: It has ended. Threads may still have it, with other thread-local objects.
     """
 
     def __init__(self, around: Pass | None) -> None:
         self.around = around
         self.number = NO_TASK
-        self.ends: dict[Ends, None] = {}
+        self.listeners: dict[EndListener, None] = {}  # a set in order
         self.is_over = False
-        self._held: weakref.ref[Any] | None = None  # a callback that the engine drops with the pass
+        self._engines_callback: weakref.ref[Any] | None = (
+            None  # dropped by the engine with the pass
+        )
 
-    def join(self, ends: Ends) -> None:
-        """Have `ends` hear of the end. The calling thread runs a node of this pass."""
+    def join(self, listener: EndListener) -> None:
+        """Call `listener` at the end. The calling thread runs a node of this pass."""
         self.number = task()
-        self.ends[ends] = None
-        if self._held is None:
-            held: Any = functools.partial(
-                bool
-            )  # does nothing, and has no code that Ctrl-C interrupts
-            torch.autograd.Variable._execution_engine.queue_callback(held)
-            self._held = weakref.ref(held)  # last: the traceback of an error here keeps `held`
+        self.listeners[listener] = None
+        if self._engines_callback is None:
+            # It does nothing, and has no code that Ctrl-C could interrupt.
+            callback: Any = functools.partial(bool)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._engines_callback = weakref.ref(callback)
 
     def end(self, succeeded: bool) -> None:
-        """Tell the end. Wait first until no thread runs a node of a pass that has failed."""
+        """Call the listeners. After a failure, wait first until no node of the pass runs."""
         if not succeeded and not self._is_dropped():
             log.error(
                 "stillframe: a backward has failed, and a node of it still runs after %.0f s",
                 _MOST_S,
             )
-        run_all([functools.partial(self._tell, each, succeeded) for each in self.ends])
+        run_all([functools.partial(self._report_end, each, succeeded) for each in self.listeners])
 
-    def _tell(self, ends: Ends, succeeded: bool) -> None:
+    def _report_end(self, listener: EndListener, succeeded: bool) -> None:
         try:
-            ends._ended(self, succeeded)
+            listener._pass_ended(self, succeeded)
         except Exception:
-            del self.ends[ends]
+            del self.listeners[listener]
             raise
-        del self.ends[ends]  # after Ctrl-C it stays, and is told again
+        del self.listeners[listener]  # after Ctrl-C it stays, and is called again
 
     def _is_dropped(self) -> bool:
         """Wait until the engine has dropped the pass; return False if it takes too long."""
         end = time.monotonic() + _MOST_S
-        while self._held is not None and self._held() is not None:
+        while self._engines_callback is not None and self._engines_callback() is not None:
             if time.monotonic() > end:
                 return False
             time.sleep(_POLL_S)
@@ -107,13 +109,13 @@ def current() -> Pass | None:
     was not seen."""
     if task() == NO_TASK or not torch._C._is_key_in_tls(_KEY):
         return None
-    one: Pass | None = torch._C._get_obj_in_tls(_KEY)
-    return None if one is None or one.is_over else one
+    found: Pass | None = torch._C._get_obj_in_tls(_KEY)
+    return None if found is None or found.is_over else found
 
 
-def _make_current(one: Pass | None) -> None:
-    if one is not None:
-        torch._C._stash_obj_in_tls(_KEY, one)
+def _make_current(which: Pass | None) -> None:
+    if which is not None:
+        torch._C._stash_obj_in_tls(_KEY, which)
     elif hasattr(torch._C, "_remove_obj_from_tls"):
         torch._C._remove_obj_from_tls(_KEY)
     else:  # before torch 2.13
@@ -121,7 +123,7 @@ def _make_current(one: Pass | None) -> None:
 
 
 class _Engine(torch._C._ImperativeEngine):
-    """Autograd's engine, which tells the end of each of its calls.
+    """Autograd's engine, which reports the end of each of its calls.
 
     Args:
         engine: The engine that is called.
@@ -133,17 +135,17 @@ class _Engine(torch._C._ImperativeEngine):
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         if not _nr_watching:  # other code replaced the engine too, and has put this one back
             return self.engine.run_backward(*args, **kwargs)
-        one = Pass(current())
+        new = Pass(current())
         try:
             try:
-                _make_current(one)
+                _make_current(new)
                 result = self.engine.run_backward(*args, **kwargs)
             finally:
-                one.is_over = True
-                _make_current(one.around)
-            one.end(True)
+                new.is_over = True
+                _make_current(new.around)
+            new.end(True)
         except BaseException:  # Ctrl-C counts as a failure
-            _end_failed(one)
+            _end_failed(new)
             raise
         return result
 
@@ -154,9 +156,9 @@ class _Engine(torch._C._ImperativeEngine):
         return self.engine.is_checkpoint_valid()
 
 
-def _end_failed(one: Pass) -> None:
+def _end_failed(failed: Pass) -> None:
     try:
-        one.end(False)
+        failed.end(False)
     except Exception as error:  # the caller gets the error of the backward itself
         log.error("stillframe: a backward has failed, and so has its end: %r", error)
 
@@ -165,15 +167,15 @@ _lock = threading.RLock()  # a handle's end may come in a garbage collection
 _nr_watching = 0
 
 
-def watch(ends: Ends) -> Callable[[], object]:
-    """Tell the ends of all backwards that begin from now on, for as long as `ends` lives.
+def watch(listener: EndListener) -> Callable[[], object]:
+    """Observe all backwards that begin from now on, for as long as `listener` lives.
 
     Returns:
-        A function that ends this earlier. It may be called again.
+        A function that ends the observation earlier. It may be called again.
     """
     global _nr_watching
     variable: Any = torch.autograd.Variable
-    stop = weakref.finalize(ends, _unwatch)
+    stop = weakref.finalize(listener, _unwatch)
     stop.atexit = False
     with _lock:
         _nr_watching += 1
@@ -200,8 +202,8 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class Ends:
-    """Calls `function(task, succeeded)` at the end of every backward that has called `join`."""
+class EndListener:
+    """Calls `function(task, succeeded)` at the end of every backward that `join` registered."""
 
     def __init__(self, function: Callable[[int, bool], None]) -> None:
         self._function = function
@@ -209,9 +211,9 @@ class Ends:
 
     def is_inside(self, number: int) -> bool:
         """Return whether a joined backward runs inside another joined one."""
-        one = self._joined.get(number)
-        around = None if one is None else one.around
-        while around is not None and self not in around.ends:
+        found = self._joined.get(number)
+        around = None if found is None else found.around
+        while around is not None and self not in around.listeners:
             around = around.around
         return around is not None
 
@@ -227,21 +229,21 @@ class Ends:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and compiled.in_compiled_autograd_region:
             raise StillframeError("compiled autograd cannot go through offloaded layers")
-        one = current()
-        if one is None:
+        found = current()
+        if found is None:
             raise StillframeError(
                 "a backward through offloaded layers was not called through torch.autograd, or"
                 " before offload_layers: call Tensor.backward or torch.autograd.backward"
             )
-        self._joined[number] = one
-        one.join(self)
+        self._joined[number] = found
+        found.join(self)
         return number
 
-    def _ended(self, one: Pass, succeeded: bool) -> None:
+    def _pass_ended(self, ended: Pass, succeeded: bool) -> None:
         try:
-            self._function(one.number, succeeded)
+            self._function(ended.number, succeeded)
         finally:
-            self._joined.pop(one.number, None)
+            self._joined.pop(ended.number, None)
 
 
 def comes(node: torch.autograd.graph.Node | None) -> bool:

@@ -62,7 +62,7 @@ class _Write(NamedTuple):
     targets: list[Tensor]
     nr_counted: int  # the first so many targets count the write in their version
 
-    def land(self) -> None:
+    def copy_back(self) -> None:
         came = self.ticket.tensors()
         with torch.no_grad():
             for number, target in enumerate(self.targets):
@@ -99,7 +99,7 @@ class Layer:
         self._sources = None
         indices: dict[int, int] = {}
         self.tensors: list[Tensor] = []
-        self.places: list[TensorRef] = []
+        self.references: list[TensorRef] = []
         self.changing: set[int] = set()  # changed by training forwards, without a change of version
         modules = list(self.module.modules())
         for module in modules:
@@ -115,6 +115,7 @@ class Layer:
     def _add_tensors_of(
         self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]
     ) -> None:
+        """Add the tensors of a module, each once, and every reference to them."""
         for name, tensor in entries.items():
             if tensor is None:
                 continue
@@ -122,9 +123,10 @@ class Layer:
             index = indices.setdefault(id(tensor), len(self.tensors))
             if index == len(self.tensors):
                 self.tensors.append(tensor)
-            self.places.append(TensorRef(module, entries, name, index))
+            self.references.append(TensorRef(module, entries, name, index))
 
     def _check(self, tensor: Tensor, name: str) -> None:
+        """Refuse a tensor that cannot be offloaded."""
         what = f"{self.name}: {name}"
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise TypeError(f"{what} has no shape yet: run the lazy module once before")
@@ -143,15 +145,16 @@ class Layer:
         return self.tensors[: self.nr_parameters]  # type: ignore[return-value]
 
     def name_of(self, index: int) -> str:
-        place = next(each for each in self.places if each.number == index)
-        inner = next(name for name, each in self.module.named_modules() if each is place.module)
-        return ".".join(part for part in (self.name, inner, place.name) if part)
+        reference = next(each for each in self.references if each.number == index)
+        inner = next(name for name, each in self.module.named_modules() if each is reference.module)
+        return ".".join(part for part in (self.name, inner, reference.name) if part)
 
     def sources(self, anew: bool) -> Sequence[Tensor]:
         """Return what is copied to the device: the tensors, or low-precision copies of them."""
         self.settle()
         if any(
-            place.entries.get(place.name) is not self.tensors[place.number] for place in self.places
+            reference.entries.get(reference.name) is not self.tensors[reference.number]
+            for reference in self.references
         ):
             self.find_tensors()
         for index, tensor in enumerate(self.tensors):
@@ -165,7 +168,7 @@ class Layer:
     def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of the tensors that the modules refer to now."""
         self.settle()
-        return Fingerprint([place.entries[place.name] for place in self.places])
+        return Fingerprint([reference.entries[reference.name] for reference in self.references])
 
     def lowered(self, index: int, tensor: Tensor) -> Tensor:
         """Return what is copied to the device for a tensor."""
@@ -178,29 +181,30 @@ class Layer:
     def swap(self, values: Sequence[Tensor]) -> Former:
         """Replace the layer's tensors in its modules; return what was replaced."""
         former: Former = []
-        for place in self.places:
-            former.append((place, place.entries[place.name]))
-            place.entries[place.name] = values[place.number]
+        for reference in self.references:
+            former.append((reference, reference.entries[reference.name]))
+            reference.entries[reference.name] = values[reference.number]
         self._flatten()
         return former
 
     def swap_back(self, former: Former, values: Sequence[Tensor]) -> Former:
         """Undo `swap`; return the references that no longer held the tensors put there."""
         moved: Former = []
-        for place, tensor in former:
-            found = place.entries.get(place.name)
-            if found is not values[place.number]:
-                moved.append((place, found))
-            place.entries[place.name] = tensor
+        for reference, tensor in former:
+            found = reference.entries.get(reference.name)
+            if found is not values[reference.number]:
+                moved.append((reference, found))
+            reference.entries[reference.name] = tensor
         self._flatten()
         return moved
 
     def _flatten(self) -> None:
         """Rebuild the list of weights that RNNs keep beside their parameters."""
-        for place in self.places:
-            if isinstance(place.module, nn.RNNBase):
-                place.module._flat_weights = [
-                    getattr(place.module, name, None) for name in place.module._flat_weights_names
+        for reference in self.references:
+            if isinstance(reference.module, nn.RNNBase):
+                reference.module._flat_weights = [
+                    getattr(reference.module, name, None)
+                    for name in reference.module._flat_weights_names
                 ]
 
     # ---- copying changes of a forward back ----
@@ -215,7 +219,7 @@ class Layer:
         silent = [
             index
             for index in sorted(self.changing.difference(counted))
-            if any(p.module.training for p in self.places if p.number == index)
+            if any(p.module.training for p in self.references if p.number == index)
         ]
         changed = counted + silent
         if not changed:
@@ -246,13 +250,14 @@ class Layer:
         return bool(targets) and not targets.isdisjoint(map(id, tensors))
 
     def _settle(self) -> None:
+        """Copy the changes of forwards back to the CPU's tensors, oldest first."""
         while self._writes:
             write = self._writes.pop(0)
             for target in write.targets[: write.nr_counted]:
                 _written[target] -= 1
                 if not _written[target]:
                     del _written[target]
-            write.land()
+            write.copy_back()
 
     # ---- moving to the pool and back ----
 

@@ -84,7 +84,7 @@ class LayerOrder:
 
     def __init__(self, order: list[Layer]) -> None:
         self._order = order
-        self._place = 0  # index of the layer that a forward used last
+        self._position = 0  # index of the layer that a forward used last
         self._known: list[Layer] = []  # layers of the last backward, in its order
         self._seen: list[Layer] = []  # layers of the current backward so far
         self._is_known = True  # _seen is a prefix of _known
@@ -95,22 +95,22 @@ class LayerOrder:
 
     def forward(self, layer: Layer) -> bool:
         """Record that forward has reached a layer; return whether a new pass begins with it."""
-        order, before = self._order, self._place
+        order, before = self._order, self._position
         for step in range(1, len(order) + 1):
-            place = (before + step) % len(order)
-            if order[place] is layer:
-                self._place = place
+            position = (before + step) % len(order)
+            if order[position] is layer:
+                self._position = position
                 break
-        return self._place <= before
+        return self._position <= before
 
     def follower(self) -> Layer | None:
         """Return the layer that forward reaches next."""
-        return next(iter(self._order[self._place + 1 :]), None)
+        return next(iter(self._order[self._position + 1 :]), None)
 
     def preceder(self, layer: Layer) -> Layer | None:
         """Return the layer before the last occurrence of a layer in the order."""
-        place = max(i for i, each in enumerate(self._order) if each is layer)
-        return self._order[place - 1] if place else None
+        position = max(i for i, each in enumerate(self._order) if each is layer)
+        return self._order[position - 1] if position else None
 
     def backward(self, layer: Layer, otherwise: Layer | None) -> Layer | None:
         """Record that backward has reached a layer, or that a checkpoint runs it again.
@@ -121,10 +121,10 @@ class LayerOrder:
             otherwise: The prediction if this backward has left the order of the last one.
         """
         if self._seen[-1:] != [layer]:
-            place = len(self._seen)
+            position = len(self._seen)
             self._seen.append(layer)
-            self._is_known = self._is_known and self._known[place : place + 1] == [layer]
-            following = self._known[place + 1 : place + 2] if self._is_known else [otherwise]
+            self._is_known = self._is_known and self._known[position : position + 1] == [layer]
+            following = self._known[position + 1 : position + 2] if self._is_known else [otherwise]
             self._next = next(iter(following), None)
         return self._next
 

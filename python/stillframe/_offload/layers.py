@@ -67,7 +67,7 @@ class OffloadedLayers:
         self._offloader = offloader
         self._residents = Residents(offloader, layers, slots)
         self._gradients = Gradients(offloader, slots)
-        self._ends = graph.Ends(self._backward_ended)
+        self._end_listener = graph.EndListener(self._backward_ended)
         self._open: list[LayerUse] = []  # forwards that are running
         self._current: LayerUse | None = None  # the use that backward has reached
         self._current_task = graph.NO_TASK  # the backward that has reached it
@@ -80,7 +80,7 @@ class OffloadedLayers:
                 self._users.setdefault(parameter, []).append(layer)
             self._watch(layer)
         optimizers.watch(self._residents)
-        self._stop_watching = graph.watch(self._ends)
+        self._stop_watching = graph.watch(self._end_listener)
 
     def __enter__(self) -> OffloadedLayers:
         return self
@@ -129,6 +129,7 @@ class OffloadedLayers:
         return [layer.name for layer in self._layers if self._residents.has(layer)]
 
     def _watch(self, layer: Layer) -> None:
+        """Register the hooks of a layer."""
         module = layer.module
         self._handles += [
             module.register_forward_pre_hook(Hook(self._before, layer), prepend=True),
@@ -142,6 +143,7 @@ class OffloadedLayers:
     # ---- forward ----
 
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
+        """Bring a layer to the device before its forward."""
         arguments.refuse_reduction(layer)
         if any(use.layer is layer for use in self._open):  # the module calls itself
             self._open.append(next(use for use in self._open if use.layer is layer))
@@ -151,7 +153,7 @@ class OffloadedLayers:
             self._enter, layer, self._layer_order.preceder(layer) if again else self._last
         )
         if again:
-            self._ends.join()  # joins the outer backward: what is repeated may have one of its own
+            self._end_listener.join()  # the outer one: the forward may call a backward of its own
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
         else:
@@ -191,8 +193,9 @@ class OffloadedLayers:
         return values
 
     def _after(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
+        """Put a layer's CPU tensors back after its forward."""
         if not self._open or self._open[-1].layer is not layer:
-            return  # its forward has not begun
+            return  # the pre-hook failed before the forward
         use = self._open.pop()
         if use in self._open:
             return
@@ -208,6 +211,7 @@ class OffloadedLayers:
             self._residents.give_up(layer)
 
     def _end_use(self, use: LayerUse, output: Any, stays: bool) -> None:
+        """End a forward: restore the layer, and copy back what the forward has written."""
         layer = use.layer
         if use.hooks is not None:
             use.hooks.leave()
@@ -232,14 +236,14 @@ class OffloadedLayers:
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
         """Take over buffers that a forward has replaced; refuse replaced parameters."""
-        for place, found in moved:
-            if place.entries is place.module._parameters or not isinstance(found, Tensor):
+        for reference, found in moved:
+            if reference.entries is reference.module._parameters or not isinstance(found, Tensor):
                 raise StillframeError(
-                    f"{layer.name_of(place.number)} was replaced or moved in its module's forward:"
-                    " a module that moves its own parameters cannot be offloaded. They are on the"
-                    " CPU as they were before"
+                    f"{layer.name_of(reference.number)} was replaced or moved in its module's"
+                    " forward: a module that moves its own parameters cannot be offloaded."
+                    " They are on the CPU as they were before"
                 )
-            place.entries[place.name] = found.detach().to("cpu")
+            reference.entries[reference.name] = found.detach().to("cpu")
 
     def _prefetch(self, layer: Layer | None, anew: bool) -> None:
         self._residents.prefetch(None if layer is None or layer.partners else layer, anew)
@@ -262,7 +266,7 @@ class OffloadedLayers:
                 "a backward with create_graph=True cannot go through offloaded layers: what it"
                 " computes with is gone before it could be differentiated"
             )
-        task = self._ends.join()
+        task = self._end_listener.join()
         following = self._go_back(use, leave=True)
         group = self._residents.bring(use.layer, anew=False)
         # A checkpoint inside the layer may repeat its part of forward, and a reentrant one
@@ -308,25 +312,25 @@ class OffloadedLayers:
         self, use: LayerUse, indices: list[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Send a layer's gradients to the CPU; return those that autograd expects as results."""
-        use.task = self._ends.join()
+        use.task = self._end_listener.join()
         handed: list[Tensor | None] = [None] * len(grads)
         sent: list[Gradient] = []
         fetched: list[tuple[int, Gradient]] = []
-        for place, (index, grad) in enumerate(zip(indices, grads, strict=True)):
+        for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
             parameter = use.tensors[index]
             adds = graph.accumulates(parameter)
             if grad is None or adds is False:
                 continue
             if grad.layout is not torch.strided:
-                handed[place] = grad.to(device="cpu", dtype=parameter.dtype)
+                handed[position] = grad.to(device="cpu", dtype=parameter.dtype)
             elif adds:
                 sent.append(Gradient(parameter, grad, self._is_last(use, parameter)))
             else:
-                fetched.append((place, Gradient(parameter, grad, True)))
+                fetched.append((position, Gradient(parameter, grad, True)))
         self._gradients.send(use.task, sent)
         came = self._gradients.fetch([each for _, each in fetched])
-        for (place, _), value in zip(fetched, came, strict=True):
-            handed[place] = value
+        for (position, _), value in zip(fetched, came, strict=True):
+            handed[position] = value
         if self._current is use:
             self._leave()
         return handed
@@ -341,7 +345,8 @@ class OffloadedLayers:
         )
 
     def _backward_ended(self, task: int, succeeded: bool) -> None:
-        inside = self._ends.is_inside(task)
+        """End a backward: give up its prefetches and add up the gradients."""
+        inside = self._end_listener.is_inside(task)
         steps: list[Callable[[], object]] = []
         if self._current is None or self._current_task == task:  # else: a backward inside another
             steps.append(self._leave)

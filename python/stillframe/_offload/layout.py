@@ -79,12 +79,12 @@ class Layout:
             self.offsets.append(self.room)
             self.room += -(-nbytes // _core.APART) * _core.APART
 
-    def rows(self, place: int) -> bytearray:
+    def rows(self, device: int) -> bytearray:
         """Return the sources as rows for a `_core.Snapshot`, all of them to be captured."""
         out = bytearray()
         for source in self.sources:
-            address = source.device_address() if place else source.address()
-            out += SOURCE.pack(address, source.nbytes, 0, place)
+            address = source.device_address() if device else source.address()
+            out += SOURCE.pack(address, source.nbytes, 0, device)
         return out
 
     def let_go(self) -> None:
@@ -108,15 +108,16 @@ class Layout:
         return self._make([(storage, 0) for storage in storages], torch.device("cpu"))
 
     def _make(
-        self, places: Sequence[tuple[torch.UntypedStorage, int]], device: torch.device
+        self, bases: Sequence[tuple[torch.UntypedStorage, int]], device: torch.device
     ) -> list[torch.Tensor]:
+        """Return the tensors; `bases` are the storage and the offset of each source."""
         made = []
         for view in self.views:
             tensor = torch.empty(0, dtype=view.dtype, device=device)
             if view.source < 0:
                 tensor = tensor.new_empty(view.shape)
             else:
-                storage, begin = places[view.source]
+                storage, begin = bases[view.source]
                 offset = (begin + view.offset) // view.dtype.itemsize
                 tensor.set_(storage, offset, view.shape, view.strides)
             made.append(tensor)

@@ -31,8 +31,8 @@ from stillframe import _core
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
 from stillframe._offload import layout as _layout
+from stillframe._offload.device_pool import HOST, DevicePool, OffloadStats, summed
 from stillframe._offload.layout import Layout
-from stillframe._offload.place import HOST, OffloadStats, Place, summed
 from stillframe._offload.slot import Slot
 from stillframe._offload.ticket import Leaving, Ticket
 from stillframe._save.api import engine_or_default
@@ -69,12 +69,12 @@ class Offloader:
             raise TypeError(f"slots takes a number of groups, not a {type(slots).__name__}")
         if slots < 1:
             raise ValueError(f"slots counts groups on the device: 1 at least, got {slots}")
-        self._place = Place(device, engine_or_default(engine), slots)
-        self.device = self._place.device
+        self._pool = DevicePool(device, engine_or_default(engine), slots)
+        self.device = self._pool.device
         """The device that groups are copied from and to."""
-        self.engine = self._place.engine
+        self.engine = self._pool.engine
         """The engine whose pool is used."""
-        self._stats = self._place.stats
+        self._stats = self._pool.stats
         self._most = slots
         self._birth = Birth("this Offloader")
         self._closed = False
@@ -125,7 +125,7 @@ class Offloader:
         with inside(), self._lock:
             self._refuse()
             layout = Layout(_layout.check(tensors, self.device, "offload"))
-            ticket = self._leave(layout, self._place.number)
+            ticket = self._leave(layout, self._pool.number)
             leaving = ticket._leaving
             self._sent.append(leaving)
             if not leaving.over:
@@ -155,9 +155,10 @@ class Offloader:
             return self._leave(Layout(_layout.check(tensors, HOST, "adopt")), 0)
 
     def _leave(self, layout: Layout, number: int) -> Ticket:
-        core = _core.Snapshot(self._place.core, layout.rows(number), _core.SNAPSHOT_LEAVES)
-        memory = self._place.lease(core, layout.nbytes)
-        leaving = Leaving(core, layout, self._place.stream() if number else None)
+        """Start to copy a group into the pool."""
+        core = _core.Snapshot(self._pool.core, layout.rows(number), _core.SNAPSHOT_LEAVES)
+        memory = self._pool.lease(core, layout.nbytes)
+        leaving = Leaving(core, layout, self._pool.stream() if number else None)
         leaving.start()
         failed = core.error()
         if failed:
@@ -175,7 +176,7 @@ class Offloader:
             # The sources of another stream stay until they are copied: this stream's order does
             # not cover them.
             early = self._leaving.popleft()
-            if early.stream == self._place.stream():
+            if early.stream == self._pool.stream():
                 early.order()
 
     # ---- in ---------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class Offloader:
                 tensors = slot.take()
             except BaseException:
                 slot.given_up = True
-                self._slots.remove(slot)  # its memory stays until its copies have completed
+                self._slots.remove(slot)  # the slot's memory stays until its copies have completed
                 raise
             self._stats["groups_onloaded"] += 1
             self._stats["bytes_onloaded"] += slot.nbytes
@@ -283,7 +284,7 @@ class Offloader:
         """Forget groups whose tensors or tickets are gone, and sources that are copied."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
             self._give_up(slot)
-        self._coming = [slot for slot in self._coming if not slot.landed()]
+        self._coming = [slot for slot in self._coming if not slot.is_copied()]
         self._slots = [slot for slot in self._slots if not slot.is_gone()]
         self._released = [slot for slot in self._released if not slot.is_gone()]
         self._bound()
@@ -308,14 +309,14 @@ class Offloader:
         """Start to copy a group into a slot."""
         self._make_room()
         try:
-            slot = Slot(self._place, what)
+            slot = Slot(self._pool, what)
         except torch.OutOfMemoryError:
             waiting = [slot for slot in self._slots if not slot.taken]
             if not waiting:
                 raise
             for each in waiting:
                 self._give_up(each)
-            slot = Slot(self._place, what)
+            slot = Slot(self._pool, what)
         self._slots.append(slot)
         self._coming.append(slot)
         return slot
@@ -355,7 +356,7 @@ class Offloader:
     def wait_read(self) -> None:
         """Wait until the tensors given to `onload` and `prefetch` so far may be written to."""
         with inside(), self._lock:
-            self._coming = [slot for slot in self._coming if not slot.landed()]
+            self._coming = [slot for slot in self._coming if not slot.is_copied()]
             if self._coming:
                 self._refuse()
                 with self._waiting():
@@ -369,7 +370,7 @@ class Offloader:
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Count the time spent inside as one wait of the host."""
-        return self._place.waiting()
+        return self._pool.waiting()
 
     # ---- the rest -----------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ took earlier are not overwritten.
 
     step    look up group 0   update 0   look up group 1       update 1   ...   end
     in      0, then 1 .....................    2 .................
-    out                                  0 ....                  1              all are home
+    out                                  0 ....                  1              all are in the pool
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from stillframe import _core
+from stillframe._offload.device_pool import OffloadStats
 from stillframe._offload.offloader import Offloader
-from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine
 from stillframe._watch import memory_owners, steps
@@ -68,23 +68,23 @@ class _StateOwner:
 
     def __init__(self) -> None:
         self._intervals = 0
-        self._noted: list[tuple[Tensor, int]] = []  # homes and versions since the last step
+        self._noted: list[tuple[Tensor, int]] = []  # tensors in the pool, with their versions
         self._ended = False
         memory_owners.register(self)
 
-    def note(self, homes: list[Tensor]) -> None:
+    def note(self, tensors_in_pool: list[Tensor]) -> None:
         """Record the versions at the end of a step."""
-        self._noted = [(home, home._version) for home in homes]
+        self._noted = [(pooled, pooled._version) for pooled in tensors_in_pool]
 
     def compare(self) -> None:
         """Compare the versions, because a step begins or offloading ends."""
         noted, self._noted = self._noted, []
-        self._ended = self._ended or any(home._version != version for home, version in noted)
+        self._ended = self._ended or any(pooled._version != version for pooled, version in noted)
         self._intervals += bool(noted)
 
     def defer(self, marks: memory_owners.Marks) -> None:
         if self._intervals >= 2 and not self._ended:
-            _core.Observer.defer_kept([home for home, _ in self._noted], marks)
+            _core.Observer.defer_memory_owner([pooled for pooled, _ in self._noted], marks)
 
     def distrust(self, why: str) -> None:
         self._ended = True
@@ -99,10 +99,10 @@ class OffloadedOptimizerState:
     def __init__(self, optimizer: Optimizer, offloader: Offloader) -> None:
         self._optimizer = optimizer
         self._offloader = offloader
-        self._homes: dict[int, list[tuple[_Item, Tensor]]] = {}  # tensors in the pool, by group
+        self._pooled: dict[int, list[tuple[_Item, Tensor]]] = {}  # tensors in the pool, by group
         self._group_of: dict[Any, int] = {}
-        self._here: int | None = None  # the group that is on the device
-        self._brought: list[Tensor] = []  # its tensors on the device
+        self._on_device: int | None = None  # the group that is on the device
+        self._onloaded: list[Tensor] = []  # tensors of that group on the device
         self._ahead: list[Tensor] = []  # sources of the group that is prefetched
         self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # by group
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
@@ -128,17 +128,17 @@ class OffloadedOptimizerState:
         """Bring the whole state to the device and leave it there. May be called again."""
         if self._removed:
             return
-        self._come_home()
+        self._return_to_pool()
         self._removed = True
         self._state_owner.compare()
         for handle in self._handles:
             handle.remove()
-        for number in list(self._homes):
-            brought = self._bring(number)
-            for item, _ in self._homes[number]:
+        for number in list(self._pooled):
+            onloaded = self._onload(number)
+            for item, _ in self._pooled[number]:
                 # Each gets memory of its own, as if the optimizer had made it.
                 item.entries[item.key] = item.entries[item.key].clone()
-            self._offloader.release(brought)
+            self._offloader.release(onloaded)
         self._optimizer.state = defaultdict(dict, self._optimizer.state)
         self._offloader.close()
 
@@ -151,7 +151,7 @@ class OffloadedOptimizerState:
     @eager
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._state_owner.compare()
-        self._come_home()  # an earlier step may have ended in an error
+        self._return_to_pool()  # an earlier step may have ended in an error
         if type(optimizer.state) is not _State:
             self._take_over()
         self._note_groups()
@@ -159,15 +159,15 @@ class OffloadedOptimizerState:
 
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._come_home()
-        self._state_owner.note([home for group in self._homes.values() for _, home in group])
+        self._return_to_pool()
+        self._state_owner.note([pooled for group in self._pooled.values() for _, pooled in group])
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        self._come_home()
+        self._return_to_pool()
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Set large tensors aside, so that torch does not load them all to the device."""
-        self._come_home()
+        self._return_to_pool()
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         of_number = dict(zip(numbers, parameters, strict=False))
@@ -184,6 +184,7 @@ class OffloadedOptimizerState:
         return {**state_dict, "state": rest}
 
     def _loaded(self, optimizer: Optimizer) -> None:
+        """Move loaded state into the pool."""
         loading, self._loading = self._loading, []
         self._state_owner = _StateOwner()
         self._take_over()
@@ -195,23 +196,23 @@ class OffloadedOptimizerState:
             cast = [
                 value.to("cpu", p.dtype if p.is_floating_point() else None) for p, _, value in own
             ]
-            for (parameter, key, _), home in zip(
+            for (parameter, key, _), pooled in zip(
                 own, self._offloader.adopt(cast).tensors(), strict=True
             ):
                 entries = dict.__getitem__(optimizer.state, parameter)
-                entries[key] = home
-                self._homes.setdefault(number, []).append((_Item(entries, key), home))
+                entries[key] = pooled
+                self._pooled.setdefault(number, []).append((_Item(entries, key), pooled))
 
     # ---- in and out ----
 
     def _take_over(self) -> None:
         """Replace the optimizer's state by one that reports lookups, and move it into the pool."""
-        self._homes = {}
+        self._pooled = {}
         self._optimizer.state = _State(self, self._optimizer.state)
         self._note_groups()
         for number in range(len(self._optimizer.param_groups)):
             self._send(number)
-            self._land(number)
+            self._wait_until_pooled(number)
 
     def _note_groups(self) -> None:
         self._group_of = {
@@ -221,32 +222,34 @@ class OffloadedOptimizerState:
         }
 
     def _looked_up(self, key: Any) -> None:
+        """Onload the group of a parameter whose state a step reads, and prefetch the next."""
         number = self._group_of.get(key)
-        if number is None or number == self._here:
+        if number is None or number == self._on_device:
             return
-        self._land(number)
+        self._wait_until_pooled(number)
         if not self._stepping:
             return
         self._leave()
-        self._brought = self._bring(number)
-        self._here = number
+        self._onloaded = self._onload(number)
+        self._on_device = number
         following = self._sources(number + 1)
         if following and self._offloader.prefetch(following):
             self._ahead = following
 
     def _sources(self, number: int) -> list[Tensor]:
-        return [home for _, home in self._homes.get(number, [])]
+        return [pooled for _, pooled in self._pooled.get(number, [])]
 
-    def _bring(self, number: int) -> list[Tensor]:
-        homes = self._homes.get(number, [])
-        if not homes:
+    def _onload(self, number: int) -> list[Tensor]:
+        """Copy a group to the device, and return its tensors there."""
+        tensors_in_pool = self._pooled.get(number, [])
+        if not tensors_in_pool:
             return []
         sources = self._sources(number)
         if list(map(id, sources)) != list(map(id, self._ahead)):
             self._give_up_ahead()
         tensors = self._offloader.onload(sources)
         self._ahead = []
-        for (item, _), tensor in zip(homes, tensors, strict=True):
+        for (item, _), tensor in zip(tensors_in_pool, tensors, strict=True):
             item.entries[item.key] = tensor
         return tensors
 
@@ -257,16 +260,16 @@ class OffloadedOptimizerState:
 
     def _leave(self) -> None:
         """Send the group that is on the device back to the pool."""
-        number, self._here = self._here, None
+        number, self._on_device = self._on_device, None
         if number is not None:
             self._send(number)
-            if self._brought:
-                self._offloader.release(self._brought)
-            self._brought = []
+            if self._onloaded:
+                self._offloader.release(self._onloaded)
+            self._onloaded = []
 
     def _send(self, number: int) -> None:
         """Start to copy the tensors of a group that are on the device into the pool."""
-        at_home = {id(home) for _, home in self._homes.get(number, [])}
+        in_pool = {id(pooled) for _, pooled in self._pooled.get(number, [])}
         state = self._optimizer.state
         items = [
             _Item(entries, key)
@@ -276,38 +279,38 @@ class OffloadedOptimizerState:
             for key, value in entries.items()
             if _is_big(value)
             and value.device == self._offloader.device
-            and id(value) not in at_home
+            and id(value) not in in_pool
         ]
         if not items:
             return
         ticket = self._offloader.offload([item.entries[item.key] for item in items])
         self._leaving[number] = ticket, items
         sent = {(id(item.entries), item.key) for item in items}
-        self._homes[number] = [
-            (item, home)
-            for item, home in self._homes.get(number, [])
+        self._pooled[number] = [
+            (item, pooled)
+            for item, pooled in self._pooled.get(number, [])
             if (id(item.entries), item.key) not in sent
         ]
         for item in items:
             item.entries[item.key] = None  # frees the device's memory for the next group
 
-    def _land(self, number: int) -> None:
+    def _wait_until_pooled(self, number: int) -> None:
         """Wait until a group that was sent is in the pool."""
         ticket, items = self._leaving.pop(number, (None, []))
         if ticket is not None:
-            for item, home in zip(items, ticket.tensors(), strict=True):
-                item.entries[item.key] = home
-                self._homes.setdefault(number, []).append((item, home))
+            for item, pooled in zip(items, ticket.tensors(), strict=True):
+                item.entries[item.key] = pooled
+                self._pooled.setdefault(number, []).append((item, pooled))
 
-    def _come_home(self) -> None:
+    def _return_to_pool(self) -> None:
         """End the step: wait until the whole state is in the pool."""
         self._stepping = False
         self._leave()
-        self._give_up_ahead()  # of a step that broke off
+        self._give_up_ahead()  # a failed step may have left a prefetch
         if self._leaving:  # code that reads the state next does not wait by itself
             with self._offloader._waiting():
                 for number in list(self._leaving):
-                    self._land(number)
+                    self._wait_until_pooled(number)
 
 
 def _is_big(value: Any) -> bool:

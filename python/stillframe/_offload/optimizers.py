@@ -64,7 +64,9 @@ def _storages(tensors: Iterable[object]) -> set[int]:
     }
 
 
-def _of(optimizer: Optimizer, tensors: Callable[[Reader], Iterable[Tensor]]) -> Iterator[Reader]:
+def _readers_of(
+    optimizer: Optimizer, tensors: Callable[[Reader], Iterable[Tensor]]
+) -> Iterator[Reader]:
     """Yield the readers among whose tensors are some that the optimizer writes."""
     own: set[int] | None = None
     for reader in tuple(_readers):
@@ -78,7 +80,9 @@ def _of(optimizer: Optimizer, tensors: Callable[[Reader], Iterable[Tensor]]) -> 
 def _reading(optimizer: Optimizer) -> Iterator[Reader]:
     """Yield the readers that may be reading what the optimizer writes."""
     return (
-        iter(()) if graph.task() != graph.NO_TASK else _of(optimizer, lambda reader: reader.reads())
+        iter(())
+        if graph.task() != graph.NO_TASK
+        else _readers_of(optimizer, lambda reader: reader.reads())
     )
 
 
@@ -94,7 +98,7 @@ class _Readers:
             reader.end_pass()
 
     def concerns(self, optimizer: Optimizer) -> bool:
-        return any(True for _ in _of(optimizer, lambda reader: reader.all()))
+        return any(True for _ in _readers_of(optimizer, lambda reader: reader.all()))
 
 
 @functools.cache

@@ -22,8 +22,8 @@ from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base import sizes
 from stillframe._offload import layout as _layout
+from stillframe._offload.device_pool import HOST, DevicePool
 from stillframe._offload.layout import Layout, Source
-from stillframe._offload.place import HOST, Place
 from stillframe._offload.ticket import Ticket
 from stillframe.errors import StillframeError
 
@@ -32,16 +32,16 @@ class Slot:
     """One group on the device; creating it starts the copy.
 
     Args:
-        place: The device to copy to, and its pool.
+        pool: The device to copy to, and its pool.
         what: A ticket, or CPU tensors.
 
     Raises:
         torch.OutOfMemoryError: The device has no room.
     """
 
-    def __init__(self, place: Place, what: Ticket | Sequence[torch.Tensor]) -> None:
+    def __init__(self, pool: DevicePool, what: Ticket | Sequence[torch.Tensor]) -> None:
         self.taken = self.given_up = False
-        self._place = place
+        self._pool = pool
         self._core: _core.Onload | None = None
         self._ticket: weakref.ref[Ticket] | None = None
         self._given: list[torch.Tensor] = []
@@ -55,32 +55,33 @@ class Slot:
             sources = self._layout.sources
         self._versions = self._now(what)
         self.nbytes = self._layout.nbytes
-        self._stream = place.stream()
-        flat = _room(place.device, self._layout.room)
+        self._stream = pool.stream()
+        flat = _room(pool.device, self._layout.room)
         storage = flat.untyped_storage()
         self.storage = storage._cdata
         self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._flat: torch.Tensor | None = flat
-        if place.number:
+        if pool.number:
             self._start(what, sources, _device.address_of(storage))
         else:
             began = time.perf_counter()
             for source, offset in zip(sources, self._layout.offsets, strict=True):
                 flat[offset : offset + source.nbytes].copy_(source.bytes())
             took = time.perf_counter() - began
-            place.stats["onload_copy_s"] += took
-            place.stats["stream_waited_s"] += took
+            pool.stats["onload_copy_s"] += took
+            pool.stats["stream_waited_s"] += took
 
     def _start(
         self, what: Ticket | Sequence[torch.Tensor], sources: list[Source], base: int
     ) -> None:
-        place = self._place
+        """Queue the copies to the device, from pinned memory."""
+        pool = self._pool
         core = what._leaving.core if isinstance(what, Ticket) else None
         if core is None and any(map(self._is_pageable, self._given)):
             core, sources = self._stage()
         number, stream = self._stream
         self._core = _core.Onload(
-            place.core,
+            pool.core,
             number,
             stream,
             _layout.copies([source.address() for source in sources], base, self._layout),
@@ -88,15 +89,15 @@ class Slot:
         )
 
     def _is_pageable(self, tensor: torch.Tensor) -> bool:
-        return not (self._place.core.has_pinned(tensor.data_ptr()) or tensor.is_pinned())
+        return not (self._pool.core.has_pinned(tensor.data_ptr()) or tensor.is_pinned())
 
     def _stage(self) -> tuple[_core.Snapshot, list[Source]]:
         """Copy the sources into the pool, where the core holds them until they are on the
         device."""
-        core = _core.Snapshot(self._place.core, self._layout.rows(0), _core.SNAPSHOT_LEAVES)
-        memory = self._place.lease(core, self.nbytes)
+        core = _core.Snapshot(self._pool.core, self._layout.rows(0), _core.SNAPSHOT_LEAVES)
+        memory = self._pool.lease(core, self.nbytes)
         core.start(())
-        self._place.stats["bytes_staged"] += self.nbytes
+        self._pool.stats["bytes_staged"] += self.nbytes
         return core, _layout.leased(memory, core.offsets(), self._layout)
 
     def is_for(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
@@ -133,6 +134,7 @@ class Slot:
         return not self.taken and self._ticket is not None and self._ticket() is None
 
     def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
+        """Return what identifies the present contents of the sources."""
         if isinstance(what, Ticket):
             return what._writes()
         return [
@@ -144,7 +146,7 @@ class Slot:
         """Return the tensors, and make the current stream wait for their copies."""
         flat = self._flat
         assert flat is not None, "a group is taken once"
-        self._order(self._place.stream())
+        self._order(self._pool.stream())
         if self._core is not None and (failed := self._core.error()):
             raise StillframeError(f"the tensors could not be brought: {failed}")
         tensors = self._layout.over(flat.untyped_storage())
@@ -157,12 +159,12 @@ class Slot:
         core = self._core
         if core is None or core.order(stream[1]):
             return
-        with self._place.waiting():
+        with self._pool.waiting():
             core.wait(None)
 
     def _note_use(self, flat: torch.Tensor) -> None:
         """Tell the allocator of a use on another stream than the one it was allocated on."""
-        if flat.device.type == "cuda" and self._place.stream() != self._stream:
+        if flat.device.type == "cuda" and self._pool.stream() != self._stream:
             flat.record_stream(torch.cuda.current_stream(flat.device))
 
     def give_up(self) -> None:
@@ -173,15 +175,15 @@ class Slot:
         flat, self._flat = self._flat, None
         self.given_up = True
         if flat is not None:
-            self._order(self._place.stream())
-        elif self._place.stream() != self._stream and not self.is_gone():
+            self._order(self._pool.stream())
+        elif self._pool.stream() != self._stream and not self.is_gone():
             storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
             if storage is not None:
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if flat is not None:
             self._note_use(flat)
 
-    def landed(self) -> bool:
+    def is_copied(self) -> bool:
         """Return whether the copies have completed and been timed; release the sources once no
         copy runs."""
         if self._core is not None and not self._core.wait(0.0):
@@ -204,15 +206,15 @@ class Slot:
         if times is None:
             return False
         self._core = None
-        self._place.stats["onload_copy_s"] += times[0]
-        self._place.stats["stream_waited_s"] += times[1]
+        self._pool.stats["onload_copy_s"] += times[0]
+        self._pool.stats["stream_waited_s"] += times[1]
         return True
 
     def finish(self) -> None:
         """Wait for the copies."""
         if self._core is not None:
             self._core.wait(None)
-        self.landed()
+        self.is_copied()
 
 
 def _room(device: torch.device, nbytes: int) -> torch.Tensor:

@@ -113,6 +113,7 @@ class Leaving:
             layout.let_go()
 
     def _compare(self) -> None:
+        """Report sources whose version has changed during the copy."""
         changed = self._layout.changed(self._versions) if self._layout is not None else []
         if changed and self.error is None:
             self.error = TornSnapshotError(

@@ -190,7 +190,8 @@ def save(
         obj: Anything `torch.save` takes. It is copied during the call.
         path: A local path. Links are followed; the parent directory must exist.
         durable: Sync the file and its directory; see `async_save`.
-        format, metadata: See `async_save`.
+        format: See `async_save`.
+        metadata: See `async_save`.
         engine: The engine to use, `default_engine()` by default.
 
     Returns:

@@ -52,6 +52,7 @@ class InFlight(Protocol):
     def state(self) -> str: ...
     def done(self) -> bool: ...
     def cancel(self) -> bool: ...
+    def progress(self) -> tuple[int, int]: ...
 
 
 # Saves that have not ended, by their ticket's number. The package keeps no other strong reference
@@ -159,6 +160,8 @@ class _Callbacks:
 
 
 class _Completion:
+    """The completion thread: it takes notices of the core and settles saves."""
+
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
@@ -255,11 +258,11 @@ def _take_notice() -> bool:
     else:  # the other kinds come from tickets
         handle = cast(Noticed | None, in_flight.get(number))
         if handle is None:
-            pass  # its call abandoned it
+            pass  # the call gave the save up
         elif what == _core.NOTICE_COPIED:
             handle.after_copy()
         else:
-            handle.settle()  # it leaves in_flight only then, because wait_all looks there
+            handle.settle()  # before it leaves in_flight, where wait_all looks for saves
     return True
 
 

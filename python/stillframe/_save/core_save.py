@@ -203,7 +203,7 @@ class CoreSave(SaveHandle):
 
     def _wait(self, what: int, deadline: Deadline, wanted: str) -> None:
         if not self._ticket.wait(what, deadline.left()):
-            raise self._late(deadline, wanted)
+            raise self._timeout_error(deadline, wanted)
 
     # ---- the end ----
 

@@ -121,7 +121,7 @@ class DirectorySave(ExternalSave):
                 " handle behind the block"
             )
         if not self._closed.wait(deadline.left()):
-            raise self._late(deadline, wanted)
+            raise self._timeout_error(deadline, wanted)
 
     # ---- for the block ----
 

@@ -40,9 +40,9 @@ def _announce_wait() -> None:
     handles = [handle for handle in list(completion.in_flight.values()) if not handle.done()]
     if handles:
         names = ", ".join(handle.path for handle in handles)
-        _say(f"stillframe: waiting for {names} to reach the disk")
+        _print_line(f"stillframe: waiting for {names} to reach the disk")
     else:
-        _say("stillframe: waiting for checkpoints to be removed")
+        _print_line("stillframe: waiting for checkpoints to be removed")
 
 
 def _wait_for_log() -> None:
@@ -50,21 +50,21 @@ def _wait_for_log() -> None:
     while not _core.log_drain(_QUIET_S):
         if not announced and (sentence := _core.log_unanswered()):
             announced = True
-            _say(f"stillframe: {sentence}; Ctrl-C twice leaves it")
+            _print_line(f"stillframe: {sentence}; Ctrl-C twice leaves it")
 
 
 def _warn_once() -> None:
-    _say("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
+    _print_line("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
 
 
 def _give_up() -> bool:
     """Cancel all saves; return False if something does not end nevertheless."""
     for handle in list(completion.in_flight.values()):
         handle.cancel()
-    _say("stillframe: given up")
+    _print_line("stillframe: given up")
     if _core.log_drain(_GIVEN_UP_S):
         return True
-    _say(f"stillframe: left as it is: {_core.log_unanswered() or under_way()}")
+    _print_line(f"stillframe: left as it is: {_core.log_unanswered() or under_way()}")
     return False
 
 
@@ -136,10 +136,10 @@ def _finish_inner_child() -> None:
 def _say_what_failed() -> None:
     for failure in take_failures(first_only=False):
         if not failure.logged:
-            _say(f"stillframe: a save failed: {failure.error}")
+            _print_line(f"stillframe: a save failed: {failure.error}")
 
 
-def _say(sentence: str) -> None:
+def _print_line(sentence: str) -> None:
     if sys.stderr is not None:
         print(sentence, file=sys.stderr, flush=True)
 

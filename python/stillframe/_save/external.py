@@ -34,7 +34,7 @@ class ExternalSave(SaveHandle):
         known_as: The name for the save in the log message about an error that was not collected.
 
     Attributes:
-        told: The caller knows the save's error already, so it is not reported again.
+        error_is_known: The caller knows the save's error already, so it is not reported again.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ExternalSave(SaveHandle):
     ) -> None:
         super().__init__(path, given, on_durable, known_as=known_as)
         self._outcome.cancellable = False
-        self.told = False
+        self.error_is_known = False
         self._number = next(completion.numbers)
         self._slot = slot
         self._entered = entered
@@ -78,7 +78,7 @@ class ExternalSave(SaveHandle):
         if not self._outcome.settled:
             ordered.refuse_inside()
             if not self._over.wait(deadline.left()):
-                raise self._late(deadline, "durable")
+                raise self._timeout_error(deadline, "durable")
         self._settle()
 
     # ---- for subclasses to override ----
@@ -158,7 +158,7 @@ class ExternalSave(SaveHandle):
         """
         with self._outcome.lock:  # an ended save has no slot left, nor has a closed engine
             self._give_back_slot()
-            self._outcome.settle(report, error, value=value, told=self.told)
+            self._outcome.settle(report, error, value=value, is_known=self.error_is_known)
         if turn is not None:
             turn.end(error is None)
         self._release()

@@ -1,9 +1,9 @@
 """`SaveHandle`, which `async_save` returns: the base class of all saves, and the skipped save.
 
 Two subclasses know what a save is doing. `CoreSave` asks its ticket in the core. `ExternalSave`
-(`external.py`) asks what the bytes come from: a snapshot that another CheckpointIO or the ranks of
-a distributed checkpoint write, or the saves of a directory's files. All kinds share an `Outcome`,
-which records how the save ended and who was told.
+(`external.py`) asks the code that the bytes come from: another CheckpointIO or the ranks of a
+distributed checkpoint, which write a snapshot, or the saves of a directory's files. All kinds
+share an `Outcome`, which records how the save ended and whether its error was reported.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class SaveHandle:
         if self._outcome.error is not None:
             raise self._outcome.error
 
-    def _late(self, deadline: Deadline, wanted: str) -> TimeoutError:
+    def _timeout_error(self, deadline: Deadline, wanted: str) -> TimeoutError:
         return TimeoutError(
             f"the save of {self._path} after {deadline.timeout:g} s: {self.state}, not {wanted} yet"
         )

@@ -31,6 +31,8 @@ Work = Callable[[bool], bool]
 
 
 class _Worker:
+    """Runs external work on a thread when its entry is at the head of the log."""
+
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -86,7 +88,7 @@ class _Worker:
         number, after_good = turn
         waiting = self._waiting.pop(number, None)
         if waiting is None:
-            return True  # its submission was interrupted
+            return True  # the submission of this work was interrupted
         entry, function = waiting
         good = False
         self._doing = threading.get_ident()

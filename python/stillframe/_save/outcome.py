@@ -1,4 +1,4 @@
-"""How a save ended, and who has been told: its report or error, futures, callbacks.
+"""How a save ended: its report or error, and the futures and callbacks that are called.
 
 Each handle has one. The first thread that sees the save's end settles it, and notifies the waiters
 afterwards. If Ctrl-C interrupts the notification, the next caller continues it.
@@ -21,7 +21,7 @@ from typing import Any
 
 from stillframe._save import completion, ordered
 from stillframe._save.options import OnDurable
-from stillframe._save.report import SaveReport
+from stillframe._save.report import SaveReport, measured
 
 log = logging.getLogger("stillframe")
 
@@ -44,7 +44,7 @@ class Failure:
 
     def collect(self) -> None:
         """Mark the error as seen."""
-        with contextlib.suppress(ValueError):  # it was collected before
+        with contextlib.suppress(ValueError):  # the error was collected before
             _failures.remove(self)
         self.collected = True
 
@@ -115,11 +115,11 @@ class SaveFuture(CallingLater):
 
 
 class Outcome:
-    """How one save ended, and the futures and callbacks that are told.
+    """How one save ended, with the futures and callbacks to call then.
 
     Args:
         given: The path as it was given, for `on_durable`.
-        known_as: What the log calls the save if it failed and nobody asked.
+        known_as: The save's name in the log, if it failed and no caller asked.
 
     Attributes:
         lock: Re-entrant: a signal handler may use a handle in the middle of another use of it.
@@ -143,7 +143,7 @@ class Outcome:
         self._on_durable = on_durable
         self._failure: Failure | None = None
         self._notified = False
-        self._copy: tuple[BaseException | None] | None = None  # its error, once it has ended
+        self._copy: tuple[BaseException | None] | None = None  # (error,) once the copy has ended
         self._wakers: list[Callable[[], object]] = []
         self._callbacks: list[Callable[[], object]] = []
         self._staging: weakref.ref[SaveFuture] | None = None
@@ -160,7 +160,7 @@ class Outcome:
         error: BaseException | None,
         *,
         value: object = None,
-        told: bool = False,
+        is_known: bool = False,
     ) -> None:
         """Record that the save has ended; the first call counts.
 
@@ -168,17 +168,19 @@ class Outcome:
 
         Args:
             value: The result of the upload's future, by default the report.
-            told: Somebody has the error already.
+            is_known: The caller has the error already, so it is not reported again.
         """
         with self.lock:
             if self.settled:
                 return
-            told = told or isinstance(error, CancelledError)  # the canceller knows
-            if error is not None and not told and self._failure is None:
+            is_known = is_known or isinstance(error, CancelledError)  # the canceller knows
+            if error is not None and not is_known and self._failure is None:
                 self._failure = Failure(error)
                 if completion.completion.over:  # the exit has already printed failures
                     self._failure.dropped("a save")
             self.report, self.error = report, error
+            if report is not None:
+                measured.append((report.nbytes, report.durable_after_s))
             self.value = report if value is None else value
             self.settled = True
 
@@ -229,7 +231,7 @@ class Outcome:
             return not self.settled
 
     def wake_no_more(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(ValueError):  # it was called already
+        with contextlib.suppress(ValueError):  # the callback was called already
             self._wakers.remove(function)
 
     def staging(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:

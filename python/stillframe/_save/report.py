@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
 from stillframe._base import sizes
 
 IoMode = Literal["direct", "buffered", "fsspec", "wrapped"]
+
+# (bytes, seconds from the call to the durable file) of the process's last saves.
+measured: deque[tuple[int, float]] = deque(maxlen=8)
 
 
 @dataclass(frozen=True)

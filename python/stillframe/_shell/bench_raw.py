@@ -64,7 +64,7 @@ def mount_of(path: Path) -> tuple[str, str, str]:
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
         score = len(point) + (1 << 20 if same else 0)
-        if inside and score >= best:  # of two mounts on one point the later one counts
+        if inside and score >= best:  # a later mount hides an earlier one on the same point
             best, found = score, (behind[0], behind[1], fields[5])
     return found
 
@@ -127,21 +127,21 @@ def status_line(*, elsewhere: bool = False) -> Iterator[Callable[[str], None]]:
     stream = sys.stderr
     terminal = stream is not None and stream.isatty()
 
-    def say(text: str) -> None:
+    def show_status(text: str) -> None:
         stream.write(text)
         stream.flush()
 
     def show(text: str) -> None:
         if terminal:
-            say(f"\r\x1b[K{text}")
+            show_status(f"\r\x1b[K{text}")
         elif elsewhere:
-            say(f"{text}\n")
+            show_status(f"{text}\n")
 
     try:
         yield show
     finally:
         if terminal:
-            say("\r\x1b[K")
+            show_status("\r\x1b[K")
 
 
 def _interrupted(signum: int, frame: object) -> None:
@@ -231,7 +231,7 @@ def write_seconds(
             return time.perf_counter() - start
 
     if direct is None:
-        return _direct_if_it_goes(write)
+        return _direct_if_possible(write)
     return write(os.O_DIRECT if direct else 0), direct
 
 
@@ -257,7 +257,7 @@ def read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
                 done += got
             return time.perf_counter() - start
 
-    return _direct_if_it_goes(read)
+    return _direct_if_possible(read)
 
 
 @contextlib.contextmanager
@@ -269,7 +269,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _direct_if_it_goes(measure: Callable[[int], float]) -> tuple[float, bool]:
+def _direct_if_possible(measure: Callable[[int], float]) -> tuple[float, bool]:
     """Return what `measure` says of O_DIRECT, or of no flag if the file system has none."""
     try:
         return measure(os.O_DIRECT), True

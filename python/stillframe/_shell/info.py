@@ -117,18 +117,18 @@ def _threads(machine: dict[str, Any]) -> str:
 
 def _ranges(cpus: list[int]) -> str:
     """Return "0-2,5" for [0, 1, 2, 5]."""
-    told: list[str] = []
+    ranges: list[str] = []
     for _, group in itertools.groupby(enumerate(cpus), lambda pair: pair[1] - pair[0]):
         numbers = [cpu for _, cpu in group]
-        told.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
-    return ",".join(told)
+        ranges.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    return ",".join(ranges)
 
 
 def lines(found: dict[str, Any]) -> list[str]:
     """Return the same as lines to read."""
     machine, engine, disk = found["machine"], found["engine"], found["disk"]
-    told = [f"{name}: {version}" for name, version in found["versions"].items()]
-    told += [
+    lines = [f"{name}: {version}" for name, version in found["versions"].items()]
+    lines += [
         f"machine: {machine['processor']}, {machine['cores']} cores,"
         f" {decimal(machine['memory_bytes'])} of memory,"
         f" {decimal(machine['free_memory_bytes'])} free",
@@ -136,16 +136,16 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"pool: at most {binary(engine['pool_bytes'])}, blocks of {binary(engine['block_bytes'])}",
         f"driver: {engine['driver']}",
     ]
-    told += [f"{name}: {value}" for name, value in engine["environment"].items()]
-    told.append(f"directory: {disk['directory']}")
+    lines += [f"{name}: {value}" for name, value in engine["environment"].items()]
+    lines.append(f"directory: {disk['directory']}")
     if "free_bytes" in disk:
-        told.append(f"file system: {disk['file_system']}, {decimal(disk['free_bytes'])} free")
+        lines.append(f"file system: {disk['file_system']}, {decimal(disk['free_bytes'])} free")
     if disk["error"]:
-        told.append(f"a save there fails: {disk['error']}")
+        lines.append(f"a save there fails: {disk['error']}")
     else:
-        told.append(f"a save there: {disk['io_mode']} I/O")
-        told += [f"fallback: {each}" for each in disk["fallbacks"]] or ["fallbacks: none"]
-    return told
+        lines.append(f"a save there: {disk['io_mode']} I/O")
+        lines += [f"fallback: {each}" for each in disk["fallbacks"]] or ["fallbacks: none"]
+    return lines
 
 
 def run(options: argparse.Namespace) -> int:

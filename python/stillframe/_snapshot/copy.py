@@ -151,6 +151,7 @@ class Copy:
         return self._settled
 
     def _tear(self, index: int) -> None:
+        """Set the error of a snapshot whose source changed during the copy."""
         owner = self.owner() if self.owner is not None else None
         names = owner._names(index) if owner is not None else []
         what = self.verdict.blame(index, names)

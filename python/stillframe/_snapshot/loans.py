@@ -8,7 +8,7 @@
     offered ──asked for──▶ lent ──the channel ends──▶ over
        └──────────withdrawn, recalled──────────────────▲
 
-The descriptor is sent only when the borrower asks for it. So one place, the lender's thread,
+The descriptor is sent only when the borrower asks for it. So one thread, the lender's,
 decides whether a borrower still gets the memory. A borrower that does not gets an error, and maps
 nothing. One offer, and so one descriptor, serves all storages of a pickle.
 
@@ -61,15 +61,15 @@ class Lender:
     """The lender of one snapshot's memory, kept as long as the memory has tensors here.
 
     Args:
-        place: The position of the memory, as `_core.Snapshot.file` returns it.
+        location: The position of the memory, as `_core.Snapshot.file` returns it.
         patience_s: How long others wait for lent memory; None if it comes back for sure.
     """
 
     def __init__(
-        self, core: _core.Snapshot, place: tuple[int, int, int, int], patience_s: float | None
+        self, core: _core.Snapshot, location: tuple[int, int, int, int], patience_s: float | None
     ) -> None:
         self.core = core
-        self.descriptor, self.offset, self.begin, self.nbytes = place
+        self.descriptor, self.offset, self.begin, self.nbytes = location
         self.patience_s = patience_s
         self._offsets = set(core.offsets())  # other snapshots' memory may be between them
         self._readers: list[object] = []
@@ -137,8 +137,8 @@ class Loan:
         """Serve the channel until the loan is over; called on a thread of its own."""
         while True:
             try:
-                said = self._channel.recv(1)
-                if not said or not self._lend():
+                message = self._channel.recv(1)
+                if not message or not self._lend():
                     return
             except TimeoutError:
                 self._count_as_used()
@@ -191,13 +191,13 @@ def lend(
 
     Returns None if there is nothing to lend: the memory is private, or empty.
     """
-    place = core.file()
-    if place is None:
+    location = core.file()
+    if location is None:
         return None
     ForkingPickler.register(Lender, _reduce_lender)
     ForkingPickler.register(torch.UntypedStorage, _reduce_storage)
     _register_tensors()
-    lender = _lenders[memory] = Lender(core, place, patience_s)
+    lender = _lenders[memory] = Lender(core, location, patience_s)
     return lender
 
 
@@ -338,6 +338,7 @@ def _storage(memory: Borrowed, offset: int, nbytes: int) -> torch.UntypedStorage
 def _with_bits(
     tensor: torch.Tensor, conj: bool, neg: bool, parameter: bool, requires_grad: bool
 ) -> torch.Tensor:
+    """Return the tensor, or a Parameter of it, with its conjugate and negative bits."""
     tensor = _toggled(tensor, conj, neg)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad)

@@ -62,7 +62,7 @@ class SnapshotSave(ExternalSave):
             try:
                 taken.wait(deadline.left())
             except TimeoutError:
-                raise self._late(deadline, "staged") from None
+                raise self._timeout_error(deadline, "staged") from None
             except StillframeError:  # an error of the copy, with which the save fails soon
                 return False
         return self._outcome.error is None

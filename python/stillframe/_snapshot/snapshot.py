@@ -316,6 +316,7 @@ def recall(taken: Snapshot[Any]) -> None:
 
 
 def _check_shared(engine: Engine, shared: Shared) -> Engine:
+    """Refuse a kind of sharing that the engine's memory does not have."""
     if not (isinstance(shared, bool) or shared == "spawn"):
         raise ValueError(f"shared has to be False, True or 'spawn', not {shared!r}")
     if shared == "spawn" and not limits_of(engine).shared_memory:

@@ -20,7 +20,7 @@ class Storage:
     __slots__ = ("key", "kind", "location", "numel")
 
     def __init__(self, kind: str, key: str, location: str, numel: int) -> None:
-        self.kind = kind  # its class's name
+        self.kind = kind  # the name of the storage's class
         self.key = key
         self.location = location
         self.numel = numel
@@ -73,7 +73,7 @@ class Reader(pickle.Unpickler):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self.storages: dict[str, Storage] = {}
-        self._classes: dict[str, type[Stub]] = {}  # one takes 20 us to make
+        self._classes: dict[str, type[Stub]] = {}  # kept, because a class takes 20 us to make
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "getattr":

@@ -206,9 +206,10 @@ class Builder:
     # ---- tensors ----
 
     def _tensor(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor, over the new storage."""
         found = self._others.get(id(tensor))
         if type(found) is not int:
-            return self._other(tensor, found)
+            return self._rebuild_other(tensor, found)
         nbytes = self._nbytes[found]
         if nbytes and reach(tensor) > nbytes:
             raise RuntimeError(
@@ -235,7 +236,7 @@ class Builder:
             new.__dict__.update({name: self.build(value) for name, value in hanging})
         return new
 
-    def _other(self, tensor: Tensor, found: Any) -> Tensor:
+    def _rebuild_other(self, tensor: Tensor, found: Any) -> Tensor:
         """Return the new tensor for one that is not simply a view of one storage."""
         if found is None:
             raise RuntimeError("a tensor came into the tree while it was copied")
@@ -249,6 +250,7 @@ class Builder:
         return new
 
     def _flattened(self, found: Flattened) -> Tensor:
+        """Rebuild a wrapper subclass around the copies of its inner tensors."""
         inner = {name: self.build(part) for name, part in found.inner.items()}
         kind: Any = type(found.tensor)
         new: Tensor = kind.__tensor_unflatten__(inner, found.context, found.size, found.stride)
@@ -280,6 +282,7 @@ class Builder:
             new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
 
     def _reduced(self, found: Reduced) -> Tensor:
+        """Rebuild a tensor as its `__reduce_ex__` says."""
         args = [self.build(arg) for arg in found.args]
         with warnings.catch_warnings():  # torch's own functions use its deprecated TypedStorage
             warnings.simplefilter("ignore", UserWarning)
@@ -299,6 +302,7 @@ class Builder:
         return _core.rebuilt(node, self._memo, self._build_other)
 
     def _build_other(self, node: Any) -> Any:
+        """Build what C code does not: tensors, tuples, subclasses and other objects."""
         kind = type(node)
         if kind in ATOMS:
             return node
@@ -324,6 +328,7 @@ class Builder:
         return new
 
     def _tuple(self, node: tuple[Any, ...], kind: type[Any]) -> Any:
+        """Rebuild a tuple, or a named one."""
         parts = [self.build(value) for value in node]
         hanging = attributes_of(node)
         if not hanging and all(map(_same, parts, node)):
@@ -366,8 +371,8 @@ class Builder:
             if isinstance(node, list):
                 list.__setitem__(new, slice(None), parts)
             elif isinstance(node, deque):
-                for place, part in enumerate(parts):
-                    deque.__setitem__(new, place, part)
+                for index, part in enumerate(parts):
+                    deque.__setitem__(new, index, part)
             else:
                 new.clear()
                 new.update(parts)

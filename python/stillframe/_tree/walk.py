@@ -164,7 +164,7 @@ class Tree:
             return []
         self._held.append(tensor)
         if type(tensor) in PLAIN and tensor.is_meta:
-            self._others[key] = tensor  # it has no bytes
+            self._others[key] = tensor  # a tensor without bytes needs no source
             return []
         if (
             type(tensor) in PLAIN
@@ -192,10 +192,10 @@ class Tree:
         return [*reduced.args, reduced.state]
 
     def _refusal(self, tensor: Tensor, holder: object) -> str:
-        place = next((path for path, _ in paths(self._root, lambda node: node is tensor)), "")
+        path = next((path for path, _ in paths(self._root, lambda node: node is tensor)), "")
         kind = type(tensor).__qualname__
         return (
-            f"{f'{place} is' if place else 'there is'} a {kind}, whose bytes cannot be copied: they"
+            f"{f'{path} is' if path else 'there is'} a {kind}, whose bytes cannot be copied: they"
             f" are in an object of class {type(holder).__qualname__} inside of it, which would keep"
             f" its live memory. Take the tensors out of the {kind}, or save it with async_save"
         )

@@ -54,7 +54,7 @@ class Deferral:
         self.fallbacks: list[str] = []
         self._storages: _core.Numbers | None = None  # all of the save's
         self._late: set[int] | None = None  # `indices` as a set; made by the first `holds`
-        self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
+        self._numbers: list[int] = []  # the storage's number of each of `_tensors`
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._parts: list[tuple[int, Owner | MemoryOwner]] = []  # (end in `indices`, owner)
@@ -71,14 +71,14 @@ class Deferral:
         if not tensors:
             return -1  # the verdict has been given
         with torch._C.DisableTorchFunction():
-            place = _core.Observer.changed(tensors, self._versions)
-        return -1 if place < 0 else self._numbers[place]
+            position = _core.Observer.changed(tensors, self._versions)
+        return -1 if position < 0 else self._numbers[position]
 
     def distrust(self, index: int) -> None:
         """Have the optimizer that owns storage ``index`` captured completely from now on."""
-        place = self.indices.index(index) if index in self.indices else len(self.indices)
+        position = self.indices.index(index) if index in self.indices else len(self.indices)
         for end, owner in self._parts:
-            if place < end:
+            if position < end:
                 owner.distrust("something beside its step changed it while it was copied")
                 return
 

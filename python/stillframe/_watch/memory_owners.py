@@ -44,7 +44,7 @@ class MemoryOwner(Protocol):
     """An owner of memory that only an optimizer step replaces but no optimizer owns."""
 
     def defer(self, marks: Marks) -> None:
-        """Mark the storages of a save that may be copied late, with ``Observer.defer_kept``."""
+        """Mark the storages of a save that may be copied late: `Observer.defer_memory_owner`."""
 
     def distrust(self, why: str) -> None:
         """Have everything captured from now on: it was written to while a save copied it."""

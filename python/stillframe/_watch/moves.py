@@ -29,6 +29,8 @@ _MOVERS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
 def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that moves a storage: it first waits for copies of that storage."""
+
     @functools.wraps(mover)
     def moves(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if gate.anything_copied():
@@ -39,6 +41,8 @@ def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _release_references(swap: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `swap_tensors`: it first releases our references to the tensors."""
+
     @functools.wraps(swap)
     def swap_tensors(*args: Any, **kwargs: Any) -> Any:
         if gate.anything_copied():

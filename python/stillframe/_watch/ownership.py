@@ -82,7 +82,7 @@ class Owner:
     """One optimizer, as far as saves are concerned.
 
     Attributes:
-        closure_place: The index of the closure among a step's positional arguments, if it has one.
+        closure_index: The index of the closure among a step's positional arguments, if it has one.
         ungated: A step did not call the closure it was given, so the gate never waits behind the
             closure again.
         gated: The closure passed on in the present step has been called.
@@ -99,7 +99,7 @@ class Owner:
         "_seen",
         "_steps_nested",
         "_why",
-        "closure_place",
+        "closure_index",
         "gated",
         "kind",
         "observer",
@@ -117,7 +117,7 @@ class Owner:
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
         self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()
         self._why = ""
-        self.closure_place: int | None = None
+        self.closure_index: int | None = None
         self.ungated = False
         self.unseen = False
         self.gated = True
@@ -161,7 +161,7 @@ class Owner:
         seen, vouched = self._seen
         if seen is None or seen() is not step or vouched != len(steps.vouched):
             self._known = steps.is_known(type(optimizer), step)
-            self.closure_place = steps.closure_place(step)
+            self.closure_index = steps.closure_index(step)
             # Only a weak reference: a bound method would keep the optimizer alive. It dies at once,
             # so it is examined each time.
             try:
@@ -203,6 +203,7 @@ class Owner:
         return True
 
     def _record(self, groups: Any, state: Any) -> None:
+        """Record samples after a step, and resolve claims of several optimizers to a storage."""
         # A torch function mode, such as a default device, would run Python code at each read.
         with torch._C.DisableTorchFunction():
             clashes: list[tuple[int, int]] = []
@@ -244,7 +245,7 @@ class Owner:
         if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
             return
         if id(optimizer) in _active:
-            return  # its last step raised and may be half done
+            return  # the owner's last step raised, and may be half done
         self.observer.defer(optimizer.param_groups, optimizer.state, marks)
 
     @bookkeeping

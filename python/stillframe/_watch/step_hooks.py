@@ -57,7 +57,9 @@ def _behind_closure(optimizer: Optimizer, owner: Owner) -> None:
     gate.hold_back(optimizer)
 
 
-def _behind(closure: Callable[..., Any], optimizer: Optimizer, owner: Owner) -> Callable[..., Any]:
+def _gated_closure(
+    closure: Callable[..., Any], optimizer: Optimizer, owner: Owner
+) -> Callable[..., Any]:
     """Return the closure with the gate behind each call of it."""
 
     @functools.wraps(closure)
@@ -100,14 +102,19 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _passed_on(
     optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
+    """Return the arguments with a closure that waits at its end; None to wait at once."""
     # Another pre-hook may write, and it runs before the closure.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
-    closure, place = kwargs.get("closure"), owner.closure_place
+    closure, index = kwargs.get("closure"), owner.closure_index
     if callable(closure):
-        return args, {**kwargs, "closure": _behind(closure, optimizer, owner)}
-    if place is not None and len(args) > place and callable(args[place]):
-        return (*args[:place], _behind(args[place], optimizer, owner), *args[place + 1 :]), kwargs
+        return args, {**kwargs, "closure": _gated_closure(closure, optimizer, owner)}
+    if index is not None and len(args) > index and callable(args[index]):
+        return (
+            *args[:index],
+            _gated_closure(args[index], optimizer, owner),
+            *args[index + 1 :],
+        ), kwargs
     return None
 
 
@@ -135,6 +142,8 @@ def _gate_writers(kind: type[Any]) -> None:
 
 
 def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that counts as a step of the optimizer."""
+
     def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
         _before_writing(self)
         try:

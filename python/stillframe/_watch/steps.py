@@ -170,7 +170,7 @@ def _is_tried(package: Package) -> bool:
     return package.is_tried(version)
 
 
-def closure_place(step: Any) -> int | None:
+def closure_index(step: Any) -> int | None:
     """Return the index of the closure among a step's positional arguments; `self` has index 0.
 
     Return None when the closure can only be a keyword.
@@ -181,8 +181,8 @@ def closure_place(step: Any) -> int | None:
         return None
     named = code.co_varnames[: code.co_argcount]
     if "closure" in named:
-        place: int = named.index("closure")
-        return place
+        index: int = named.index("closure")
+        return index
     return 1 if code.co_flags & _VARARGS else None
 
 

@@ -29,12 +29,12 @@ static inline uint64_t get(const unsigned char *at, size_t len)
 
 static inline void check_entries(const struct sfr__image *img)
 {
-	for (uint32_t r = 0; r < img->nr_runs; r++) {
-		const struct sfr__run *run = &img->runs[r];
-		uint64_t off = run->off;
+	for (uint32_t r = 0; r < img->nr_extents; r++) {
+		const struct sfr__extent *extent = &img->extents[r];
+		uint64_t off = extent->off;
 
-		for (uint32_t i = 0; i < run->nr_entries; i++) {
-			const struct sfr__entry *e = &img->entries[run->first_entry + i];
+		for (uint32_t i = 0; i < extent->nr_entries; i++) {
+			const struct sfr__entry *e = &img->entries[extent->first_entry + i];
 			bool zip64 = e->nbytes >= UINT32_MAX || e->hdr_off >= UINT32_MAX;
 
 			CHECK_EQ(e->hdr_off, off);
@@ -43,36 +43,38 @@ static inline void check_entries(const struct sfr__image *img)
 			CHECK_EQ(e->desc_len, zip64 ? 24 : 16);
 			off = e->data_off + e->nbytes + e->desc_len;
 		}
-		CHECK(off <= run->off + run->len);
-		CHECK(run->off + run->len - off < PAGE);
+		CHECK(off <= extent->off + extent->len);
+		CHECK(extent->off + extent->len - off < PAGE);
 	}
 }
 
-static inline void check_runs(const struct sfr__image *img)
+static inline void check_extents(const struct sfr__image *img)
 {
 	uint64_t off = 0;
 	uint32_t entry = 0;
 
-	if (!CHECK(img->nr_runs >= 1))
+	if (!CHECK(img->nr_extents >= 1))
 		return;
-	CHECK_EQ(img->runs[0].lane, SFR_CAPTURED);
-	for (uint32_t r = 0; r < img->nr_runs; r++) {
-		const struct sfr__run *run = &img->runs[r];
+	CHECK_EQ(img->extents[0].lane, SFR_CAPTURED);
+	for (uint32_t r = 0; r < img->nr_extents; r++) {
+		const struct sfr__extent *extent = &img->extents[r];
 
-		CHECK(r == 0 || run->lane > run[-1].lane ||
-		      (run->lane == run[-1].lane && run->device > run[-1].device));
-		CHECK_EQ(run->off, off);
-		CHECK_EQ(run->len % PAGE, 0);
-		CHECK(run->len > 0);
-		CHECK_EQ(run->first_entry, entry);
-		CHECK(run->nr_entries > 0);
-		CHECK_EQ(run->nr_blocks, (run->len + img->block_bytes - 1) / img->block_bytes);
-		CHECK(run->nr_blocks == 1 || sfr__image_block_len(img, run, 0) == img->block_bytes);
-		CHECK_EQ(sfr__image_block_off(img, run, run->nr_blocks - 1) +
-				 sfr__image_block_len(img, run, run->nr_blocks - 1),
-			 run->off + run->len);
-		off += run->len;
-		entry += run->nr_entries;
+		CHECK(r == 0 || extent->lane > extent[-1].lane ||
+		      (extent->lane == extent[-1].lane && extent->device > extent[-1].device));
+		CHECK_EQ(extent->off, off);
+		CHECK_EQ(extent->len % PAGE, 0);
+		CHECK(extent->len > 0);
+		CHECK_EQ(extent->first_entry, entry);
+		CHECK(extent->nr_entries > 0);
+		CHECK_EQ(extent->nr_blocks,
+			 (extent->len + img->block_bytes - 1) / img->block_bytes);
+		CHECK(extent->nr_blocks == 1 ||
+		      sfr__image_block_len(img, extent, 0) == img->block_bytes);
+		CHECK_EQ(sfr__image_block_off(img, extent, extent->nr_blocks - 1) +
+				 sfr__image_block_len(img, extent, extent->nr_blocks - 1),
+			 extent->off + extent->len);
+		off += extent->len;
+		entry += extent->nr_entries;
 	}
 	CHECK_EQ(entry, img->nr_entries);
 	CHECK_EQ(img->tail_off, off);
@@ -80,17 +82,17 @@ static inline void check_runs(const struct sfr__image *img)
 	CHECK_EQ(img->len, off + img->tail_len);
 }
 
-/* The segments of a block follow one another from its first byte to its last, and say where in
- * the file each byte belongs. */
-static inline void check_block(const struct sfr__image *img, const struct sfr__run *run,
+/* Checks that a block's segments follow one another from its first byte to its last, and that
+ * they give the file offset of each byte. */
+static inline void check_block(const struct sfr__image *img, const struct sfr__extent *extent,
 			       uint32_t blk)
 {
-	uint64_t block_off = sfr__image_block_off(img, run, blk);
+	uint64_t block_off = sfr__image_block_off(img, extent, blk);
 	size_t pos = 0;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
-	sfr__seg_iter_init(&it, img, run, blk);
+	sfr__seg_iter_init(&it, img, extent, blk);
 	while (sfr__seg_next(&it, &seg)) {
 		uint64_t begin, len;
 
@@ -98,13 +100,13 @@ static inline void check_block(const struct sfr__image *img, const struct sfr__r
 		CHECK(seg.len > 0);
 		pos += seg.len;
 		if (seg.kind == SFR__SEG_PAD) {
-			CHECK_EQ(block_off + pos, run->off + run->len);
+			CHECK_EQ(block_off + pos, extent->off + extent->len);
 			continue;
 		}
 		const struct sfr__entry *e = &img->entries[seg.entry];
 
-		CHECK(seg.entry >= run->first_entry &&
-		      seg.entry < run->first_entry + run->nr_entries);
+		CHECK(seg.entry >= extent->first_entry &&
+		      seg.entry < extent->first_entry + extent->nr_entries);
 		begin = seg.kind == SFR__SEG_HEADER ? e->hdr_off :
 			seg.kind == SFR__SEG_DATA   ? e->data_off :
 						      e->data_off + e->nbytes;
@@ -114,13 +116,13 @@ static inline void check_block(const struct sfr__image *img, const struct sfr__r
 		CHECK_EQ(begin + seg.off, block_off + seg.pos);
 		CHECK(seg.off + seg.len <= len);
 	}
-	CHECK_EQ(pos, sfr__image_block_len(img, run, blk));
+	CHECK_EQ(pos, sfr__image_block_len(img, extent, blk));
 	CHECK(!sfr__seg_next(&it, &seg));
 }
 
 /* ---- an independent reader of headers and the tail ------------------------- */
 
-/* Header of an entry that has a place: CRC and sizes are left to the descriptor. */
+/* Checks the header of a laid-out entry: CRC and sizes are left to the descriptor. */
 static inline void check_header(const struct sfr__image *img, uint32_t entry)
 {
 	const struct sfr__entry *e = &img->entries[entry];
@@ -156,7 +158,7 @@ static inline void check_header(const struct sfr__image *img, uint32_t entry)
 	CHECK_EQ(get(d + 8 + half, half), e->nbytes);
 }
 
-/* One record of the directory. Returns the place behind it. */
+/* Checks one record of the directory. Returns the address after it. */
 static inline const unsigned char *check_central(const unsigned char *c, const char *name,
 						 uint32_t crc, uint64_t nbytes, uint64_t hdr_off)
 {
@@ -174,7 +176,7 @@ static inline const unsigned char *check_central(const unsigned char *c, const c
 		CHECK_EQ(get(extra + 2, 2), extra_len - 4);
 		extra += 4;
 	}
-	/* Compressed size stands behind the size in the field, before it in the record. */
+	/* The compressed size comes after the size in the field, but before it in the record. */
 	for (int i = 1; i >= 0; i--) {
 		if (sizes[i] == UINT32_MAX) {
 			sizes[i] = get(extra, 8);
@@ -244,18 +246,18 @@ static inline void check_tail(const struct sfr__image *img)
 	free(tail);
 }
 
-/* Everything above, for at most `max_blocks` blocks of each run and as many entries. */
+/* Everything above, for at most `max_blocks` blocks of each extent and as many entries. */
 static inline void check_image(const struct sfr__image *img, uint32_t max_blocks)
 {
-	check_runs(img);
+	check_extents(img);
 	check_entries(img);
-	for (uint32_t r = 0; r < img->nr_runs; r++) {
-		const struct sfr__run *run = &img->runs[r];
+	for (uint32_t r = 0; r < img->nr_extents; r++) {
+		const struct sfr__extent *extent = &img->extents[r];
 
-		for (uint32_t i = 0; i < run->nr_blocks && i < max_blocks; i++) {
-			check_block(img, run, i);
-			check_block(img, run, run->nr_blocks - 1 - i);
-			check_block(img, run, (uint32_t)(rng() % run->nr_blocks));
+		for (uint32_t i = 0; i < extent->nr_blocks && i < max_blocks; i++) {
+			check_block(img, extent, i);
+			check_block(img, extent, extent->nr_blocks - 1 - i);
+			check_block(img, extent, (uint32_t)(rng() % extent->nr_blocks));
 		}
 	}
 	for (uint32_t i = 0; i < img->nr_entries && i < max_blocks; i++) {

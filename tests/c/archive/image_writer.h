@@ -1,9 +1,8 @@
-/* Writes an image to a file the way lanes and writers do, on one thread: block by block, each
- * filled by its segments alone. test_image.c and tests/unit/save/test_image.py share it.
+/* Writes an image to a file as lanes and writers do, but on one thread: block by block, each
+ * filled from its segments alone. test_image.c and tests/unit/save/test_image.py share it.
  *
- * A source at HOLE stands for zeros that are neither read nor written: the file is left sparse
- * there, so entries of many gigabytes cost nothing.
- */
+ * A source at HOLE stands for zeros that are neither read nor written: the file stays sparse
+ * there, so entries of many gigabytes cost nothing. */
 #ifndef IMAGE_WRITER_H
 #define IMAGE_WRITER_H
 
@@ -18,7 +17,7 @@
 
 #define HOLE UINT64_C(1)
 
-/* CRC of `len` zeros behind what `crc` stands for. */
+/* Returns `crc` extended by `len` zero bytes. */
 static inline uint32_t crc_of_zeros(uint32_t crc, uint64_t len)
 {
 	static const unsigned char zero;
@@ -57,42 +56,44 @@ static inline void fill_segment(struct sfr__image *img, const struct sfr__seg *s
 	}
 }
 
-/* A block that lies within a hole and holds nothing else. */
-static inline bool is_hole(struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
+/* Returns whether the block is inside a hole and contains nothing else. */
+static inline bool is_hole(struct sfr__image *img, const struct sfr__extent *extent, uint32_t blk)
 {
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
-	sfr__seg_iter_init(&it, img, run, blk);
+	sfr__seg_iter_init(&it, img, extent, blk);
 	if (!sfr__seg_next(&it, &seg) || seg.kind != SFR__SEG_DATA ||
 	    (uintptr_t)img->entries[seg.entry].src != HOLE ||
-	    seg.len != sfr__image_block_len(img, run, blk))
+	    seg.len != sfr__image_block_len(img, extent, blk))
 		return false;
 	img->entries[seg.entry].crc = crc_of_zeros(img->entries[seg.entry].crc, seg.len);
 	return true;
 }
 
-static inline int write_runs(struct sfr__image *img, int fd)
+static inline int write_extents(struct sfr__image *img, int fd)
 {
 	char *block = malloc(img->block_bytes);
 	int rc = block != NULL ? 0 : -ENOMEM;
 
-	for (uint32_t r = 0; rc == 0 && r < img->nr_runs; r++) {
-		const struct sfr__run *run = &img->runs[r];
+	for (uint32_t r = 0; rc == 0 && r < img->nr_extents; r++) {
+		const struct sfr__extent *extent = &img->extents[r];
 
-		for (uint32_t blk = 0; rc == 0 && blk < run->nr_blocks; blk++) {
-			size_t len = sfr__image_block_len(img, run, blk);
+		for (uint32_t blk = 0; rc == 0 && blk < extent->nr_blocks; blk++) {
+			size_t len = sfr__image_block_len(img, extent, blk);
 			struct sfr__seg_iter it;
 			struct sfr__seg seg;
 
-			if (is_hole(img, run, blk))
+			if (is_hole(img, extent, blk))
 				continue;
-			memset(block, 0xdb, len); /* bytes that nobody fills are seen */
-			sfr__seg_iter_init(&it, img, run, blk);
+			/* so that bytes that no segment fills are detected */
+			memset(block, 0xdb, len);
+			sfr__seg_iter_init(&it, img, extent, blk);
 			while (sfr__seg_next(&it, &seg))
 				fill_segment(img, &seg, block, true);
-			sfr__image_put_fields(img, sfr__image_block_off(img, run, blk), len, block);
-			if (pwrite(fd, block, len, (off_t)sfr__image_block_off(img, run, blk)) !=
+			sfr__image_put_fields(img, sfr__image_block_off(img, extent, blk), len,
+					      block);
+			if (pwrite(fd, block, len, (off_t)sfr__image_block_off(img, extent, blk)) !=
 			    (ssize_t)len)
 				rc = -EIO;
 		}
@@ -116,8 +117,8 @@ static inline int write_tail(struct sfr__image *img, int fd)
 	return rc;
 }
 
-/* Writes a file of a byte and the archive of a tensor of `nbytes` zeros. Returns its length, or
- * -errno; the archive begins behind the byte. */
+/* Writes a file: one byte, then the archive of a tensor of `nbytes` zeros. Returns the file's
+ * length, or -errno. */
 static inline int64_t write_tensor(const char *path, uint64_t nbytes, uint64_t block_bytes)
 {
 	const int64_t size = (int64_t)nbytes, stride = 1;
@@ -144,7 +145,7 @@ static inline int64_t write_tensor(const char *path, uint64_t nbytes, uint64_t b
 		return rc;
 	len = (int64_t)img.len;
 	fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-	rc = fd < 0 ? -errno : write_runs(&img, fd);
+	rc = fd < 0 ? -errno : write_extents(&img, fd);
 	if (fd >= 0)
 		(void)close(fd);
 	sfr__image_fini(&img);
@@ -167,7 +168,7 @@ static inline int64_t write_image(const char *path, const struct sfr_save_desc *
 	if (fd < 0)
 		rc = -errno;
 	if (rc == 0)
-		rc = write_runs(&img, fd);
+		rc = write_extents(&img, fd);
 	if (rc == 0)
 		rc = write_tail(&img, fd);
 	if (fd >= 0)

@@ -15,20 +15,21 @@ static unsigned char nr_written[FLAT_MAX / SFR_PAGE + 2]; /* how often each page
 
 /* Walks one block: its data are the file's at that offset, and all else is in pages that it shares
  * or behind the end of the file. */
-static void check_block(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
+static void check_block(const struct sfr__image *img, const struct sfr__extent *extent,
+			uint32_t blk)
 {
-	uint64_t off = sfr__image_block_off(img, run, blk), from, to;
-	uint64_t end = off + sfr__image_block_len(img, run, blk), at = off;
+	uint64_t off = sfr__image_block_off(img, extent, blk), from, to;
+	uint64_t end = off + sfr__image_block_len(img, extent, blk), at = off;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
 	CHECK_EQ(off % PAGE, 0);
 	CHECK_EQ(end % PAGE, 0);
 	CHECK(end > off && end - off <= img->block_bytes);
-	sfr__image_block_own(img, run, blk, &from, &to);
+	sfr__image_block_own(img, extent, blk, &from, &to);
 	for (uint64_t page = from; page < to; page += PAGE)
 		nr_written[page / PAGE]++;
-	sfr__seg_iter_init(&it, img, run, blk);
+	sfr__seg_iter_init(&it, img, extent, blk);
 	while (sfr__seg_next(&it, &seg)) {
 		CHECK_EQ(off + seg.pos, at);
 		at += seg.len;
@@ -56,9 +57,9 @@ static void check_image(const struct sfr__image *img)
 	CHECK_EQ(img->tail_off, img->len);
 	CHECK_EQ(img->tail_len, 0);
 	CHECK(!img->has_crcs);
-	for (uint32_t r = 0; r < img->nr_runs; r++)
-		for (uint32_t blk = 0; blk < img->runs[r].nr_blocks; blk++)
-			check_block(img, &img->runs[r], blk);
+	for (uint32_t r = 0; r < img->nr_extents; r++)
+		for (uint32_t blk = 0; blk < img->extents[r].nr_blocks; blk++)
+			check_block(img, &img->extents[r], blk);
 	for (uint32_t i = 0; i < img->nr_edges; i++)
 		nr_written[img->edges[i] / PAGE]++;
 	for (uint64_t i = 0; i < img->len; i++)
@@ -73,22 +74,23 @@ static void check_producers(const struct sfr__image *img)
 {
 	uint32_t block = 0, entry = 0;
 
-	for (uint32_t r = 0; r < img->nr_runs; r++) {
-		const struct sfr__run *run = &img->runs[r];
-		const struct sfr__run *first = sfr__image_run(img, run->lane, run->device);
-		uint32_t blk = run->first_block - first->first_block;
+	for (uint32_t r = 0; r < img->nr_extents; r++) {
+		const struct sfr__extent *extent = &img->extents[r];
+		const struct sfr__extent *first =
+			sfr__image_extent(img, extent->lane, extent->device);
+		uint32_t blk = extent->first_block - first->first_block;
 
-		CHECK_EQ(run->first_block, block);
-		CHECK_EQ(run->first_entry, entry);
-		block += run->nr_blocks;
-		entry += run->nr_entries;
+		CHECK_EQ(extent->first_block, block);
+		CHECK_EQ(extent->first_entry, entry);
+		block += extent->nr_blocks;
+		entry += extent->nr_entries;
 		CHECK(blk < first->all_blocks);
-		CHECK_EQ(sfr__image_block_off(img, first, blk), run->off);
-		CHECK_EQ(sfr__image_block_off(img, first, blk + run->nr_blocks - 1) +
-				 sfr__image_block_len(img, first, blk + run->nr_blocks - 1),
-			 run->off + run->len);
-		if (r + 1 == img->nr_runs || run[1].lane != run->lane ||
-		    run[1].device != run->device) {
+		CHECK_EQ(sfr__image_block_off(img, first, blk), extent->off);
+		CHECK_EQ(sfr__image_block_off(img, first, blk + extent->nr_blocks - 1) +
+				 sfr__image_block_len(img, first, blk + extent->nr_blocks - 1),
+			 extent->off + extent->len);
+		if (r + 1 == img->nr_extents || extent[1].lane != extent->lane ||
+		    extent[1].device != extent->device) {
 			CHECK_EQ(first->first_block + first->all_blocks, block);
 			CHECK_EQ(first->first_entry + first->all_entries, entry);
 		}
@@ -114,8 +116,8 @@ TEST(each_byte_of_a_flat_file_is_filled_once_and_each_page_written_once)
 			nbytes += img.entries[i].nbytes;
 		CHECK_EQ(img.captured_nbytes + img.deferred_nbytes, nbytes);
 		nr_edges += img.nr_edges;
-		for (uint32_t r = 0; r < img.nr_runs; r++)
-			nr_continued += img.runs[r].all_blocks != img.runs[r].nr_blocks;
+		for (uint32_t r = 0; r < img.nr_extents; r++)
+			nr_continued += img.extents[r].all_blocks != img.extents[r].nr_blocks;
 		sfr__image_fini(&img);
 		sfr__image_fini(&img); /* twice is fine */
 	}
@@ -131,7 +133,7 @@ TEST(a_file_without_tensors_is_its_header)
 	flat_expect(&state);
 	if (!CHECK_EQ(sfr__image_init_flat(&img, &state.desc, PAGE), 0))
 		return;
-	CHECK_EQ(img.nr_runs, 1);
+	CHECK_EQ(img.nr_extents, 1);
 	CHECK_EQ(img.nr_edges, 0);
 	check_image(&img);
 	sfr__image_fini(&img);
@@ -151,7 +153,7 @@ TEST(extents_that_meet_at_a_page_share_none)
 	flat_expect(&state);
 	if (!CHECK_EQ(sfr__image_init_flat(&img, &state.desc, 2 * PAGE), 0))
 		return;
-	CHECK_EQ(img.nr_runs, 2);
+	CHECK_EQ(img.nr_extents, 2);
 	CHECK_EQ(img.nr_edges, 0);
 	check_image(&img);
 	sfr__image_fini(&img);
@@ -169,7 +171,7 @@ TEST(terabytes_are_laid_out_and_too_many_blocks_are_refused)
 	CHECK_EQ(img.len, state.desc.skeleton_len + HUGE_LEN);
 	sfr__image_fini(&img);
 	CHECK_EQ(sfr__image_init_flat(&img, &state.desc, PAGE), -EFBIG);
-	CHECK(img.entries == NULL && img.runs == NULL && img.edges == NULL);
+	CHECK(img.entries == NULL && img.extents == NULL && img.edges == NULL);
 }
 
 TEST(members_outside_their_sources_are_refused)

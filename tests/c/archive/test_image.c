@@ -1,6 +1,6 @@
-/* layout.c and archive/write.c: the offsets of everything in a file, headers and directory.
- * tests/unit/save/test_image.py shows that real readers agree. Here are the sizes that no test
- * can afford to write. */
+/* layout.c and archive/write.c: the offsets of everything in a file, the headers and the
+ * directory. tests/unit/save/test_image.py shows that real readers agree. The sizes here are too
+ * large for any test to write. */
 #include "image_checks.h"
 
 #define GIB (UINT64_C(1) << 30)
@@ -15,7 +15,7 @@ static struct sfr_save_desc describe(const struct sfr_source *sources, uint32_t 
 				       .nr_sources = nr };
 }
 
-TEST(an_image_without_storages_has_one_run_and_torchs_records)
+TEST(image_without_storages_has_one_extent_and_torchs_records)
 {
 	static const char *const names[] = { "archive/data.pkl", "archive/.format_version",
 					     "archive/.storage_alignment", "archive/byteorder",
@@ -26,7 +26,7 @@ TEST(an_image_without_storages_has_one_run_and_torchs_records)
 
 	if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))
 		return;
-	CHECK_EQ(img.nr_runs, 1);
+	CHECK_EQ(img.nr_extents, 1);
 	CHECK_EQ(img.nr_entries, 5);
 	for (uint32_t i = 0; i < 5; i++) {
 		CHECK(strcmp(img.entries[i].name, names[i]) == 0);
@@ -38,10 +38,10 @@ TEST(an_image_without_storages_has_one_run_and_torchs_records)
 	CHECK_EQ(img.deferred_nbytes, 0);
 	check_image(&img, 100);
 	sfr__image_fini(&img);
-	sfr__image_fini(&img); /* twice is fine */
+	sfr__image_fini(&img); /* may be called twice */
 }
 
-TEST(each_lane_has_a_run_of_its_own_in_ascending_order)
+TEST(each_lane_has_its_own_extent_in_ascending_order)
 {
 	struct sfr_source sources[] = {
 		{ HOLE, 100, 7, 0 }, { HOLE, 200, 0, 0 }, { HOLE, 300, 3, 0 },
@@ -54,9 +54,9 @@ TEST(each_lane_has_a_run_of_its_own_in_ascending_order)
 
 	if (!CHECK_EQ(sfr__image_init(&img, &desc, 2 * PAGE), 0))
 		return;
-	CHECK_EQ(img.nr_runs, 4);
+	CHECK_EQ(img.nr_extents, 4);
 	for (uint32_t i = 0; i < 4; i++)
-		CHECK_EQ(img.runs[i].lane, lanes[i]);
+		CHECK_EQ(img.extents[i].lane, lanes[i]);
 	for (uint32_t i = 0; i < 6; i++)
 		CHECK_EQ(img.entries[5 + i].source, order[i]);
 	CHECK(strcmp(img.entries[7].name, "archive/data/2") == 0);
@@ -66,7 +66,7 @@ TEST(each_lane_has_a_run_of_its_own_in_ascending_order)
 	sfr__image_fini(&img);
 }
 
-TEST(random_layouts_hold_together_for_every_block_size)
+TEST(random_layouts_are_consistent_for_every_block_size)
 {
 	static const uint64_t block_sizes[] = { PAGE, 2 * PAGE, 3 * PAGE, 16 * PAGE, 4096 * PAGE };
 	struct sfr_source sources[60];
@@ -89,7 +89,7 @@ TEST(random_layouts_hold_together_for_every_block_size)
 	}
 }
 
-TEST(a_run_may_end_anywhere_in_its_page)
+TEST(extent_may_end_anywhere_in_its_page)
 {
 	bool exactly = false;
 
@@ -102,14 +102,14 @@ TEST(a_run_may_end_anywhere_in_its_page)
 		if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))
 			return;
 		last = &img.entries[5];
-		exactly |= last->data_off + nbytes + last->desc_len == img.runs[1].off;
+		exactly |= last->data_off + nbytes + last->desc_len == img.extents[1].off;
 		check_image(&img, 4);
 		sfr__image_fini(&img);
 	}
-	CHECK(exactly); /* no page of zeros then */
+	CHECK(exactly); /* then there is no page of zeros */
 }
 
-/* Blocks are filled by several threads in any order: what a block holds must not depend on it. */
+/* Several threads fill blocks in any order, so a block's contents must not depend on the order. */
 TEST(blocks_filled_in_any_order_give_the_same_file)
 {
 	static char bytes[60000];
@@ -135,19 +135,19 @@ TEST(blocks_filled_in_any_order_give_the_same_file)
 			return;
 		memset(files[way], 0xdb, img.len);
 		sfr__image_put_tail(&img, files[way] + img.tail_off);
-		for (uint32_t r = 0; r < img.nr_runs; r++) {
-			const struct sfr__run *run = &img.runs[r];
+		for (uint32_t r = 0; r < img.nr_extents; r++) {
+			const struct sfr__extent *extent = &img.extents[r];
 
-			for (uint32_t i = 0; i < run->nr_blocks; i++) {
-				uint32_t blk = way == 1 ? run->nr_blocks - 1 - i : i;
+			for (uint32_t i = 0; i < extent->nr_blocks; i++) {
+				uint32_t blk = way == 1 ? extent->nr_blocks - 1 - i : i;
 				struct sfr__seg_iter it;
 				struct sfr__seg seg;
 
-				sfr__seg_iter_init(&it, &img, run, blk);
+				sfr__seg_iter_init(&it, &img, extent, blk);
 				while (sfr__seg_next(&it, &seg))
 					fill_segment(&img, &seg,
-						     files[way] +
-							     sfr__image_block_off(&img, run, blk),
+						     files[way] + sfr__image_block_off(&img, extent,
+										       blk),
 						     false);
 			}
 		}
@@ -159,7 +159,7 @@ TEST(blocks_filled_in_any_order_give_the_same_file)
 		free(files[way]);
 }
 
-TEST(a_part_of_a_header_or_descriptor_is_that_part_of_the_whole)
+TEST(partial_header_or_descriptor_equals_that_part_of_the_whole)
 {
 	struct sfr_source sources[] = { { HOLE, 5 * GIB, 0, 0 }, { HOLE, 77, 0, 0 } };
 	struct sfr_save_desc desc = describe(sources, 2);
@@ -202,13 +202,13 @@ TEST(sizes_around_4_gib_take_the_long_form_from_ffffffff_on)
 		if (!CHECK_EQ(sfr__image_init(&img, &desc, 16 << 20), 0))
 			return;
 		CHECK_EQ(img.entries[5].desc_len, nbytes < UINT32_MAX ? 16 : 24);
-		CHECK_EQ(img.entries[7].desc_len, 24); /* behind 4 GiB */
+		CHECK_EQ(img.entries[7].desc_len, 24); /* the header offset is past 4 GiB */
 		check_image(&img, 3);
 		sfr__image_fini(&img);
 	}
 }
 
-/* Puts the second storage's header, and with other sizes the tail, at every place around 4 GiB. */
+/* Puts the second storage's header, and with other sizes the tail, at every offset around 4 GiB. */
 TEST(offsets_around_4_gib_take_the_long_form_from_ffffffff_on)
 {
 	bool shorter = false, longer = false;
@@ -253,10 +253,10 @@ TEST(terabytes_are_laid_out_without_being_touched)
 	CHECK(img.len > UINT64_C(8) << 40);
 	check_image(&img, 100);
 	sfr__image_fini(&img);
-	/* More blocks than are counted. */
+	/* More blocks than an extent can count. */
 	sources[1].nbytes = UINT64_C(1) << 45;
 	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EFBIG);
-	CHECK(img.entries == NULL && img.runs == NULL);
+	CHECK(img.entries == NULL && img.extents == NULL);
 }
 
 TEST(more_than_65535_storages_have_their_directory)
@@ -281,7 +281,7 @@ TEST(more_than_65535_storages_have_their_directory)
 	free(sources);
 }
 
-TEST(the_id_is_made_from_names_and_bytes)
+TEST(id_depends_on_names_and_bytes)
 {
 	struct sfr_source sources[] = { { HOLE, 10, 0, 0 }, { HOLE, 10, 0, 0 } };
 	char tail[PAGE], ids[5][40];
@@ -309,13 +309,13 @@ TEST(the_id_is_made_from_names_and_bytes)
 	CHECK(memcmp(ids[0], ids[4], 20) != 0); /* the names' half */
 }
 
-TEST(what_cannot_be_laid_out_is_refused)
+TEST(impossible_layouts_are_refused)
 {
 	struct sfr_source sources[] = { { HOLE, 10, 0, 0 }, { 0, 1, 0, 0 } };
 	struct sfr_save_desc desc = describe(sources, 2);
 	struct sfr__image img;
 
-	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EINVAL); /* null with bytes */
+	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EINVAL); /* a null source that has bytes */
 	sources[1] = (struct sfr_source){ 0, 0, 0, 0 };
 	CHECK_EQ(sfr__image_init(&img, &desc, 0), -EINVAL);
 	CHECK_EQ(sfr__image_init(&img, &desc, PAGE + 64), -EINVAL);
@@ -331,7 +331,7 @@ TEST(what_cannot_be_laid_out_is_refused)
 	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EFBIG);
 	desc.skeleton_len = UINT64_MAX;
 	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EFBIG);
-	sfr__image_fini(&img); /* after a failure is fine */
+	sfr__image_fini(&img); /* allowed after a failure */
 }
 
 TEST(without_memory_there_is_no_image_and_no_leak)

@@ -44,7 +44,7 @@ static struct archive two_records(bool zip64)
 	return a;
 }
 
-TEST(the_end_gives_the_place_of_the_directory)
+TEST(end_record_gives_the_directorys_offset)
 {
 	for (int zip64 = 0; zip64 < 2; zip64++) {
 		struct archive a = two_records(zip64);
@@ -58,7 +58,7 @@ TEST(the_end_gives_the_place_of_the_directory)
 	}
 }
 
-/* One poke at a good archive, and what is said of it. */
+/* Changes one number in a good archive, and checks the message about it. */
 static void poke_end(bool zip64, char where, size_t off, uint64_t value, size_t len,
 		     const char *words)
 {
@@ -71,7 +71,7 @@ static void poke_end(bool zip64, char where, size_t off, uint64_t value, size_t 
 	archive_free(&a);
 }
 
-TEST(every_field_of_the_end_records_has_its_words)
+TEST(every_wrong_field_of_the_end_records_has_a_message)
 {
 	struct archive a = two_records(false);
 	struct sfr__unzip_end end;
@@ -98,10 +98,10 @@ TEST(every_field_of_the_end_records_has_its_words)
 	poke_end(true, 'z', 40, 3, 8, "two end records disagree");
 	poke_end(true, 'z', 48, 3, 8, "two end records disagree");
 	poke_end(true, 'e', 8, 0x00030003, 4, "two end records disagree");
-	/* The locator is gone: its numbers are in the old record, but not the directory's end. */
+	/* The locator is missing: the old record has the numbers, but not the directory's end. */
 	poke_end(true, 'l', 0, 0, 4, "not where its end record says");
 
-	/* The shortest tails there are. */
+	/* The shortest possible tails. */
 	for (size_t len = 0; len < 22; len++) {
 		a.len = len;
 		SAYS(end_of(&a, &end), "truncated");
@@ -151,7 +151,7 @@ static struct sfr__unzip_record record(uint64_t ulen, uint64_t clen, uint64_t hd
 	};
 }
 
-/* Up to `nr` numbers as a field of tag `tag`, behind `pad` bytes of another field. */
+/* Writes up to `nr` numbers as a field with tag `tag`, after another field of `pad` bytes. */
 static size_t field(unsigned char *out, uint16_t tag, size_t nr, const uint64_t *numbers)
 {
 	out[0] = (unsigned char)tag;
@@ -209,7 +209,7 @@ TEST(zip64_numbers_of_the_directory_replace_what_did_not_fit)
 	     "zip64 sizes in the directory");
 }
 
-TEST(extra_fields_have_to_fill_their_space)
+TEST(extra_fields_must_fill_their_space)
 {
 	const uint64_t numbers[3] = { UINT64_C(5) << 32, UINT64_C(5) << 32, 0 };
 	unsigned char extra[128] = { 0 };
@@ -220,7 +220,7 @@ TEST(extra_fields_have_to_fill_their_space)
 	GOOD(central_extra(extra, len + field(extra + len, 0x5455, 0, numbers), &rec));
 	for (size_t cut = 1; cut < len; cut++)
 		SAYS(central_extra(extra, len - cut, &rec), "extra fields in the directory");
-	/* Behind another field zip64 is found, but not twice. */
+	/* A zip64 field after another field is found; two zip64 fields are not accepted. */
 	rec = record(UINT32_MAX, UINT32_MAX, 64);
 	len += field(extra + len, 1, 2, numbers);
 	GOOD(central_extra(extra, len, &rec));
@@ -250,7 +250,7 @@ TEST(records_end_before_the_directory)
 	SAYS(central_extra(NULL, 0, &rec), "beyond the data");
 }
 
-TEST(only_stored_and_deflated_records_without_oddities_are_known)
+TEST(unusual_records_are_refused)
 {
 	for (unsigned method = 0; method < 100; method++) {
 		struct sfr__unzip_record rec = record(10, 10, 0);
@@ -281,7 +281,7 @@ TEST(only_stored_and_deflated_records_without_oddities_are_known)
 	}
 }
 
-TEST(directories_in_the_archive_have_no_data_and_records_are_none)
+TEST(directory_records_are_valid_only_without_data)
 {
 	struct sfr__unzip_record rec = record(0, 0, 0);
 
@@ -315,7 +315,7 @@ static const char *local_extra(uint32_t clen32, uint32_t ulen32, const unsigned 
 	return wrong;
 }
 
-TEST(zip64_numbers_of_a_local_header_are_the_directorys)
+TEST(zip64_sizes_of_header_and_directory_must_agree)
 {
 	const uint64_t len = UINT64_C(5) << 32, off = UINT64_C(7) << 32;
 	const uint64_t all[4] = { len, len, off, 0 }, none[3] = { 0, 0, 0 }, half[2] = { len, 0 };
@@ -323,7 +323,7 @@ TEST(zip64_numbers_of_a_local_header_are_the_directorys)
 	struct sfr__unzip_record rec = record(len, len, off);
 	unsigned char extra[64] = { 0 };
 
-	/* With a descriptor to follow: both sizes, torch's {size, 0}, the offset alone, all. */
+	/* With a descriptor: both sizes, torch's {size, 0}, the offset alone, all three. */
 	GOOD(local_extra(0, 0, extra, 0, &rec));
 	GOOD(local_extra(0, 0, extra, field(extra, 1, 2, all), &rec));
 	GOOD(local_extra(0, 0, extra, field(extra, 1, 2, half), &rec));
@@ -340,14 +340,14 @@ TEST(zip64_numbers_of_a_local_header_are_the_directorys)
 	SAYS(local_extra(0, 0, extra, 16, &rec), "zip64 sizes in the local");
 	SAYS(local_extra(0, 0, extra, 15, &rec), "extra fields in the local header");
 
-	/* 0xffffffff is a promise that zip64 tells. */
+	/* 0xffffffff means that the zip64 field must have the number. */
 	SAYS(local_extra(UINT32_MAX, 0, extra, 0, &rec), "zip64 sizes in the local");
 	SAYS(local_extra(0, UINT32_MAX, extra, 0, &rec), "zip64 sizes in the local");
 	SAYS(local_extra(UINT32_MAX, 0, extra, field(extra, 1, 1, &off), &rec),
 	     "zip64 sizes in the");
 	GOOD(local_extra(UINT32_MAX, UINT32_MAX, extra, field(extra, 1, 2, all), &rec));
 
-	/* Without a descriptor nothing else will tell. */
+	/* Without a descriptor, nothing else has the sizes. */
 	rec.flags = 0;
 	GOOD(local_extra(UINT32_MAX, UINT32_MAX, extra, field(extra, 1, 2, all), &rec));
 	SAYS(local_extra(UINT32_MAX, UINT32_MAX, extra, field(extra, 1, 2, half), &rec),
@@ -369,7 +369,7 @@ static const char *desc(const unsigned char *bytes, size_t len, const struct sfr
 	return wrong;
 }
 
-TEST(a_descriptor_is_short_or_long)
+TEST(descriptor_may_have_either_length)
 {
 	struct archive a = { 0 };
 	struct sfr__unzip_record rec = record(7, 7, 0);
@@ -399,7 +399,7 @@ TEST(a_descriptor_is_short_or_long)
 	rec.crc--;
 	a.buf[0]++;
 	SAYS(desc(a.buf, 24, &rec, &len), "descriptor behind its data is missing");
-	/* Not promised, it is not looked for. */
+	/* Without its flag, no descriptor is expected. */
 	rec.flags = 0;
 	GOOD(desc(a.buf, 0, &rec, &len));
 	CHECK_EQ(len, 0);

@@ -1,5 +1,5 @@
-/* crc.c: every way to compute a CRC-32 gives what dividing bit by bit gives, and zlib where its
- * library is there; over lengths and alignments around every width the ways work in. */
+/* crc.c: every way to compute a CRC-32 agrees with division bit by bit, and with zlib if its
+ * library is loaded. Lengths and alignments surround every width that the ways work in. */
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,7 +25,7 @@ static void fill(unsigned char *p, size_t len)
 		p[i] = (unsigned char)rng();
 }
 
-/* Polynomial division as it stands in the textbook. */
+/* Polynomial division as in a textbook. */
 static uint32_t by_bits(uint32_t crc, const unsigned char *p, size_t len)
 {
 	crc = ~crc;
@@ -71,9 +71,9 @@ TEST(the_portable_way_is_the_first)
 	(void)printf(" (%zu ways, best %s)", n, way->name);
 }
 
-TEST(every_way_divides_at_every_length_and_alignment)
+TEST(every_way_gives_the_same_crc_at_every_length_and_alignment)
 {
-	/* Exactly as long as asked for, so that a byte read too far is seen by ASAN. */
+	/* The memory is exactly as long as the data, so that ASAN detects a read beyond it. */
 	for (size_t len = 0; len <= 1400; len += len < 300 ? 1 : 1 + rng() % 7) {
 		for (size_t align = 0; align < 64; align += len < 80 ? 1 : 1 + rng() % 31) {
 			unsigned char *mem = malloc(align + len + 1);
@@ -93,8 +93,9 @@ TEST(every_way_divides_at_every_length_and_alignment)
 	}
 }
 
-/* Same bytes there, same CRC, nothing written in front or behind; aligned or not. */
-TEST(every_way_copies_what_it_adds_up)
+/* The copy has the same bytes and CRC, and nothing is written before or after it; aligned or
+ * not. */
+TEST(every_way_copies_the_bytes_it_sums)
 {
 	for (size_t len = 0; len <= 6000; len += len < 700 ? 1 + rng() % 5 : 1 + rng() % 97) {
 		size_t off = len % 3 == 0 ? 0 : rng() % 70, align = len % 2 == 0 ? 0 : rng() % 64;
@@ -120,8 +121,8 @@ TEST(every_way_copies_what_it_adds_up)
 	}
 }
 
-/* Some ways go by chunks of 256 KiB. */
-TEST(every_way_copies_what_is_longer_than_its_chunks)
+/* Some ways copy in chunks of 256 KiB. */
+TEST(every_way_copies_more_than_one_chunk)
 {
 	enum { CHUNK = 256 << 10 };
 	static const size_t lens[] = { CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77 };
@@ -138,7 +139,7 @@ TEST(every_way_copies_what_is_longer_than_its_chunks)
 		}
 }
 
-TEST(a_plain_copy_copies_and_no_more)
+TEST(streaming_copy_writes_only_its_bytes)
 {
 	for (size_t len = 0; len <= 20000; len += 1 + rng() % (len < 5000 ? 40 : 900)) {
 		size_t off = rng() % 70, align = len % 2 == 0 ? 0 : rng() % 64;
@@ -159,9 +160,9 @@ TEST(a_plain_copy_copies_and_no_more)
 	}
 }
 
-/* A wrong folding constant may hide behind random data of one length: a single set bit cannot,
- * as its CRC is one power of x. */
-TEST(a_single_bit_anywhere_gives_its_power_of_x)
+/* Random data of one length may not detect a wrong folding constant. A single set bit does,
+ * because its CRC is one power of x. */
+TEST(crc_of_a_single_bit_is_its_power_of_x)
 {
 	enum { LEN = 1024 };
 	unsigned char buf[LEN];
@@ -179,7 +180,7 @@ TEST(a_single_bit_anywhere_gives_its_power_of_x)
 	}
 }
 
-TEST(pieces_add_up_to_the_whole_in_any_split)
+TEST(combined_crcs_of_any_split_equal_the_whole)
 {
 	enum { LEN = 200 * 1000 };
 	unsigned char *buf = malloc(LEN);
@@ -207,7 +208,7 @@ TEST(pieces_add_up_to_the_whole_in_any_split)
 	free(buf);
 }
 
-TEST(combining_with_nothing_changes_nothing)
+TEST(combining_with_an_empty_message_changes_nothing)
 {
 	for (int round = 0; round < 100; round++) {
 		uint32_t crc = (uint32_t)rng();
@@ -217,8 +218,8 @@ TEST(combining_with_nothing_changes_nothing)
 	}
 }
 
-/* Lengths that no test can write out: a run of zeros of 2^n bytes is the sum of two halves, and
- * so up to the longest. */
+/* Lengths that no test can write: a run of 2^n zeros is the sum of two halves, up to the longest
+ * run. */
 TEST(combine_takes_lengths_up_to_64_bits)
 {
 	static const unsigned char zero;
@@ -238,7 +239,7 @@ TEST(combine_takes_lengths_up_to_64_bits)
 
 TEST(combine_is_right_past_4_gib)
 {
-	/* From Python's zlib: "head", 5 GiB of zeros, three zeros more. */
+	/* Computed by Python's zlib: "head", 5 GiB of zeros, three more zeros. */
 	const uint64_t len = UINT64_C(5) << 30;
 	const uint32_t zeros = 0x193838c3;
 	uint32_t long_crc = sfr_crc32_combine(sfr_crc32(0, "head", 4), zeros, len);
@@ -249,7 +250,7 @@ TEST(combine_is_right_past_4_gib)
 		 0xc42e0295);
 }
 
-/* zlib's own functions, of the library that Python and most else here have loaded anyway. */
+/* Compares with zlib's own functions, from the library that Python has usually loaded. */
 TEST(zlib_agrees)
 {
 	enum { LEN = 1 << 20 };

@@ -1,4 +1,4 @@
-/* err.c: every code, phase and state has its words, and the first error is the one that stays. */
+/* err.c: every code, phase and state has a name and a message, and the first error is kept. */
 #include <errno.h>
 #include <string.h>
 
@@ -6,7 +6,7 @@
 #include "base/base.h"
 #include "check.h"
 
-TEST(every_code_of_ours_has_its_name_and_sentence)
+TEST(every_code_of_the_core_has_a_name_and_message)
 {
 #define X(name, value, text)                                                                       \
 	CHECK_EQ(name, value);                                                                     \
@@ -16,7 +16,7 @@ TEST(every_code_of_ours_has_its_name_and_sentence)
 #undef X
 }
 
-TEST(an_errno_has_the_systems_words)
+TEST(errno_has_the_systems_message)
 {
 	for (int err = 1; err < 133; err++) {
 		if (strstr(strerror(err), "Unknown") != NULL)
@@ -28,7 +28,7 @@ TEST(an_errno_has_the_systems_words)
 	CHECK(strcmp(sfr_code_name(0), "0") == 0);
 }
 
-TEST(what_is_no_code_has_words_too)
+TEST(unknown_code_has_a_message_too)
 {
 	static const int codes[] = { INT32_MIN, -5000, -1000, -1999, 1, EIO, INT32_MAX };
 
@@ -40,7 +40,7 @@ TEST(what_is_no_code_has_words_too)
 	CHECK(strcmp(sfr_state_name((enum sfr_state)99), "") == 0);
 }
 
-TEST(every_phase_and_state_has_its_name)
+TEST(every_phase_and_state_has_a_name)
 {
 #define X(name, text) CHECK(strcmp(sfr_phase_name(name), text) == 0);
 	SFR_PHASE_LIST(X)
@@ -50,7 +50,7 @@ TEST(every_phase_and_state_has_its_name)
 #undef X
 }
 
-TEST(the_first_error_stays)
+TEST(first_error_is_kept)
 {
 	struct sfr_err err = { 0 };
 	char longer[400];

@@ -9,15 +9,15 @@
 
 #include "fix_save.h"
 
-/* Runs `body` in a forked child; its checks decide. Sanitizers see the child's leaks as the
- * parent's memory, so it leaves by _exit. */
+/* Runs `body` in a forked child and checks that it passed. The child leaves by _exit, because a
+ * sanitizer would report the parent's memory as its leaks. */
 static void in_child(void (*body)(void *), void *arg)
 {
 	int failed = check__nr_failed, status = -1;
 	pid_t pid = fork();
 
 	if (pid == 0) {
-		(void)alarm(60); /* a lock left taken must not hang the test */
+		(void)alarm(60); /* a lock that nobody releases must not hang the test */
 		body(arg);
 		_exit(check__nr_failed != failed);
 	}
@@ -65,7 +65,7 @@ TEST(a_child_closes_the_descriptors_and_does_not_unlock)
 	CHECK(fcntl(seen.fd, F_GETFD) & FD_CLOEXEC);
 	CHECK_EQ(flock(seen.fd, LOCK_EX | LOCK_NB), 0);
 	in_child(child_closes_ours_only, &seen);
-	CHECK(is_locked(path)); /* after the child's end, too */
+	CHECK(is_locked(path)); /* also after the child has ended */
 	CHECK(fcntl(seen.fd, F_GETFD) >= 0);
 	CHECK_EQ(sfr_fork_generation(), seen.generation);
 	CHECK_EQ(sfr__fd_close(seen.fd), 0);
@@ -79,7 +79,7 @@ static void child_leaves_a_reused_number_alone(void *arg)
 	CHECK(fcntl(*(int *)arg, F_GETFD) >= 0);
 }
 
-TEST(a_closed_descriptor_is_out_of_the_table)
+TEST(closing_removes_the_descriptor_from_the_table)
 {
 	int fd = sfr__fd_open("/dev/null", O_RDONLY, 0), again;
 	struct sfr_fault fault = { "close", 1, 0, EIO, -1, 0 };
@@ -91,7 +91,7 @@ TEST(a_closed_descriptor_is_out_of_the_table)
 	in_child(child_leaves_a_reused_number_alone, &again);
 	(void)close(again);
 
-	/* A close that fails has closed all the same. */
+	/* A close that fails has closed the descriptor nevertheless. */
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	fd = sfr__fd_open("/dev/null", O_RDONLY, 0);
@@ -103,7 +103,7 @@ TEST(a_closed_descriptor_is_out_of_the_table)
 	(void)close(again);
 }
 
-TEST(an_interrupted_open_is_tried_again_but_not_for_ever)
+TEST(interrupted_open_is_retried_a_bounded_number_of_times)
 {
 	struct sfr_fault fault = { "open", 1, 0, EINTR, -1, 0 };
 	int fds = nr_fds(), fd;
@@ -123,7 +123,7 @@ TEST(an_interrupted_open_is_tried_again_but_not_for_ever)
 	CHECK_EQ(nr_fds(), fds);
 }
 
-/* Stands in for open(2): 4096 real descriptors may be more than the limit allows. */
+/* Replaces open(2): 4096 real descriptors may exceed the limit. */
 static int next_fd;
 static int fake_open(int dir, const char *path, int flags, mode_t mode)
 {
@@ -140,7 +140,7 @@ static int fake_close(int fd)
 	return 0;
 }
 
-TEST(a_full_table_refuses_to_open)
+TEST(open_fails_when_the_table_is_full)
 {
 	struct sfr_sys plain = sfr_sys;
 	int first = 1000000, nr = 0;
@@ -151,7 +151,7 @@ TEST(a_full_table_refuses_to_open)
 	while (nr < 10000 && sfr__fd_open("x", O_RDONLY, 0) >= 0)
 		nr++;
 	CHECK_EQ(nr, 4096);
-	CHECK_EQ(next_fd, first + nr); /* refused before anything is opened */
+	CHECK_EQ(next_fd, first + nr); /* refused before anything was opened */
 	CHECK_EQ(sfr__fd_open("x", O_RDONLY, 0), -EMFILE);
 	CHECK_EQ(sfr__fd_close(first + 7), 0);
 	CHECK_EQ(sfr__fd_open("x", O_RDONLY, 0), next_fd - 1);
@@ -160,10 +160,11 @@ TEST(a_full_table_refuses_to_open)
 	sfr_sys = plain;
 }
 
-/* ---- forks while other threads are at it ---- */
+/* ---- forks while other threads are busy ---- */
 
-/* A sanitizer's allocator, unlike the C library's, may leave its lock taken in a child when another
- * thread was inside it. So that only locks of ours are looked at, the core allocates from here. */
+/* Unlike the C library's allocator, a sanitizer's may leave its lock taken in a child if another
+ * thread was inside it. The core allocates from here instead, so that only the core's own locks
+ * are tested. */
 #define NR_CELLS 512
 static struct {
 	atomic_bool taken;
@@ -189,7 +190,7 @@ static void cell_free(void *mem)
 
 static atomic_bool stop;
 
-/* The moment between a system call and its entry in the table, drawn out. */
+/* Lengthens the moment between a system call and its entry in the table. */
 static int slow_open(int dir, const char *path, int flags, mode_t mode)
 {
 	int fd = openat(dir, path, flags, mode);
@@ -213,7 +214,7 @@ static void *open_and_close(void *arg)
 
 		if (CHECK(fd >= 0))
 			CHECK_EQ(sfr__fd_close(fd), 0);
-		(void)usleep(400); /* a mutex is not fair: the fork has to come in between */
+		(void)usleep(400); /* mutexes are not fair: let the fork get the lock */
 	}
 	return NULL;
 }
@@ -228,8 +229,8 @@ static void *post_notices(void *unused)
 	return NULL;
 }
 
-/* These two hold their part's lock most of the time. */
-static void *ask_the_log(void *unused)
+/* These two hold a lock of the log, or of the temporaries, most of the time. */
+static void *query_log(void *unused)
 {
 	(void)unused;
 	while (!atomic_load(&stop))
@@ -237,7 +238,7 @@ static void *ask_the_log(void *unused)
 	return NULL;
 }
 
-static void *ask_for_temporaries(void *unused)
+static void *query_temporaries(void *unused)
 {
 	struct sfr__tmp tmp = { .serial = 0 };
 
@@ -247,7 +248,7 @@ static void *ask_for_temporaries(void *unused)
 	return NULL;
 }
 
-static void child_has_none_of_it_and_starts_anew(void *arg)
+static void check_child_starts_without_state(void *arg)
 {
 	const char *path = arg;
 	struct sfr__tmp tmp = { .serial = 0 };
@@ -263,14 +264,15 @@ static void child_has_none_of_it_and_starts_anew(void *arg)
 		if (len < 0)
 			continue;
 		link[len] = 0;
-		CHECK(strcmp(link, path) != 0); /* no descriptor of the parent's threads */
+		CHECK(strcmp(link, path) != 0); /* no descriptor of the parent's threads is left */
 	}
-	/* Locks the parent's threads may have held are free here, and its state is forgotten. */
+	/* The parent's threads may have held these locks, which are free here; the parent's
+	 * state is gone. */
 	CHECK_EQ(sfr_log_pending(), 0);
 	sfr__tmp_forget(&tmp);
 	CHECK_EQ(sfr_notice_wait(&notice, 0), SFR_EAGAIN);
 	for (int i = 0; i < NR_CELLS; i++)
-		atomic_store(&cells[i].taken, false); /* the parent's notices hold them there */
+		atomic_store(&cells[i].taken, false); /* the parent's notices use these cells */
 	sfr__notice_text("of the child");
 	CHECK_EQ(sfr_notice_wait(&notice, 0), 0);
 	CHECK(strcmp(notice.text, "of the child") == 0);
@@ -282,9 +284,9 @@ static void child_has_none_of_it_and_starts_anew(void *arg)
 
 #define NR_BUSY 5
 static void *(*const busy[NR_BUSY])(void *) = { open_and_close, open_and_close, post_notices,
-						ask_the_log, ask_for_temporaries };
+						query_log, query_temporaries };
 
-TEST(a_fork_amid_opens_closes_and_notices_is_clean)
+TEST(child_forked_amid_opens_and_closes_has_only_its_own_descriptors)
 {
 	char path[PATH_MAX];
 	const char *dir = dir_make("/dev/shm");
@@ -303,7 +305,7 @@ TEST(a_fork_amid_opens_closes_and_notices_is_clean)
 	for (int i = 0; i < NR_BUSY; i++)
 		CHECK_EQ(pthread_create(&threads[i], NULL, busy[i], path), 0);
 	for (int i = 0; i < 60; i++) {
-		in_child(child_has_none_of_it_and_starts_anew, path);
+		in_child(check_child_starts_without_state, path);
 		while (sfr_notice_wait(&notice, 0) == 0)
 			;
 	}
@@ -316,7 +318,7 @@ TEST(a_fork_amid_opens_closes_and_notices_is_clean)
 	dir_remove(dir);
 }
 
-/* ---- calls that do not come back ---- */
+/* ---- calls that do not return ---- */
 
 static sem_t inside, go_on;
 
@@ -327,7 +329,7 @@ static int hanging_close(int fd)
 	return close(fd);
 }
 
-/* As the kernel does it: the number is free at once, and the flush takes its time. */
+/* As in the kernel: the number is free at once, and the flush takes long. */
 static int flushing_close(int fd)
 {
 	int rc = close(fd);
@@ -356,19 +358,19 @@ static void *open_and_close_it(void *path)
 	return NULL;
 }
 
-static void child_has_not(void *arg)
+static void check_child_lacks_fd(void *arg)
 {
 	CHECK(fcntl(*(int *)arg, F_GETFD) < 0);
 }
 
-static void child_opens_and_closes(void *arg)
+static void open_and_close_in_child(void *arg)
 {
 	sfr_sys.open = slow_open;
 	sfr_sys.close = slow_close;
 	CHECK_EQ(sfr__fd_close(sfr__fd_open(arg, O_RDONLY, 0)), 0);
 }
 
-/* Each of these hangs for good where a fork waits for what another thread does to a file. */
+/* Both tests hang forever if a fork waits for what another thread does to a file. */
 TEST(a_fork_does_not_wait_for_a_close)
 {
 	char path[PATH_MAX];
@@ -385,9 +387,9 @@ TEST(a_fork_does_not_wait_for_a_close)
 	sfr_sys.close = hanging_close;
 	CHECK_EQ(pthread_create(&thread, NULL, close_it, &fd), 0);
 	(void)sem_wait(&inside);
-	in_child(child_has_not, &fd); /* it is open yet, and the child is rid of it */
+	in_child(check_child_lacks_fd, &fd); /* still open in the parent, and closed in the child */
 	CHECK(is_locked(path));
-	in_child(child_opens_and_closes, path);
+	in_child(open_and_close_in_child, path);
 	(void)sem_post(&go_on);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 
@@ -397,7 +399,7 @@ TEST(a_fork_does_not_wait_for_a_close)
 	CHECK_EQ(pthread_create(&thread, NULL, close_it, &fd), 0);
 	(void)sem_wait(&inside);
 	other = open(path, O_RDONLY | O_CLOEXEC);
-	CHECK_EQ(other, fd); /* somebody else's by now, even of the same file */
+	CHECK_EQ(other, fd); /* the number already belongs to another open of the same file */
 	in_child(child_leaves_a_reused_number_alone, &other);
 	(void)sem_post(&go_on);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
@@ -419,9 +421,10 @@ TEST(a_fork_does_not_wait_for_an_open_that_hangs)
 	sfr_sys.open = hanging_open;
 	CHECK_EQ(pthread_create(&thread, NULL, open_and_close_it, path), 0);
 	(void)sem_wait(&inside);
-	in_child(child_opens_and_closes, path); /* its lock is its own */
+	in_child(open_and_close_in_child, path); /* the child has its own lock */
 	sfr_sys.open = plain.open;
-	CHECK_EQ(sfr__fd_close(sfr__fd_open(path, O_RDONLY, 0)), 0); /* and others go on opening */
+	/* the parent can still open files */
+	CHECK_EQ(sfr__fd_close(sfr__fd_open(path, O_RDONLY, 0)), 0);
 	(void)sem_post(&go_on);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	sfr_sys = plain;
@@ -443,7 +446,7 @@ static void child_frees_and_saves_its_own(void *arg)
 	struct sfr__file own;
 	_Alignas(SFR_PAGE) char page[SFR_PAGE] = "of the child";
 
-	sfr__file_fini(across->file); /* as if some destructor had come here: it only frees */
+	sfr__file_fini(across->file); /* as a destructor might: it only frees */
 	CHECK_EQ(dir_count(across->dir, TEMPORARIES, NULL), 1);
 	CHECK_EQ(sfr__file_init(&own, across->dir, "b", sizeof(page), true), 0);
 	CHECK_EQ(sfr__file_open(&own, &err), 0);
@@ -492,20 +495,20 @@ TEST(a_child_does_not_keep_its_dead_parents_lock)
 	CHECK_EQ(pipe2(hold, O_CLOEXEC), 0);
 	writer = fork();
 	if (writer == 0) {
-		/* Opens a file and forks a child of its own, which outlives it. */
+		/* Opens a file, and forks a child of its own that outlives it. */
 		if (sfr__file_init(&file, dir, "a", 64, true) < 0 ||
 		    sfr__file_open(&file, &err) < 0)
 			_exit(1);
 		if (fork() == 0) {
 			(void)close(hold[1]);
 			if (write(pipes[1], "x", 1) == 1)
-				(void)read(hold[0], &ready, 1); /* until the test lets go */
+				(void)read(hold[0], &ready, 1); /* until the test closes the pipe */
 			_exit(0);
 		}
 		(void)pause();
 		_exit(0);
 	}
-	CHECK_EQ(read(pipes[0], &ready, 1), 1); /* the grandchild lives */
+	CHECK_EQ(read(pipes[0], &ready, 1), 1); /* the grandchild is running */
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
 	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);

@@ -1,4 +1,4 @@
-/* The check of the locks' order: does it see what goes against the order, and only that? */
+/* The check of the locks' order detects every violation of the order, and nothing else. */
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -8,7 +8,7 @@
 static struct sfr__mutex outer = SFR__MUTEX(SFR__LOCK_ENGINE);
 static struct sfr__mutex inner = SFR__MUTEX(SFR__LOCK_POOL);
 
-/* How a child that does this ends: the signal, or 0. */
+/* Returns how a child that runs `body` ends: the number of the signal, or 0. */
 static int end_of(void (*body)(void))
 {
 	int status = 0;
@@ -16,7 +16,7 @@ static int end_of(void (*body)(void))
 
 	if (child == 0) {
 		(void)fclose(stderr);
-		(void)signal(SIGABRT, SIG_DFL); /* no sanitizer's report of what is meant to be */
+		(void)signal(SIGABRT, SIG_DFL); /* no sanitizer report for an intended abort */
 		body();
 		_exit(0);
 	}
@@ -40,7 +40,7 @@ static void against_the_order(void)
 	sfr__lock(&outer);
 }
 
-static void two_of_a_rank(void)
+static void lock_two_of_a_rank(void)
 {
 	struct sfr__mutex twin = SFR__MUTEX(SFR__LOCK_ENGINE);
 
@@ -48,12 +48,12 @@ static void two_of_a_rank(void)
 	sfr__lock(&twin);
 }
 
-static void gives_up_what_it_has_not(void)
+static void unlock_without_lock(void)
 {
 	sfr__unlock(&inner);
 }
 
-static void waits_under_two(void)
+static void wait_with_two_locks(void)
 {
 	pthread_cond_t cond;
 
@@ -63,13 +63,13 @@ static void waits_under_two(void)
 	(void)sfr__cond_wait(&cond, &inner, 0);
 }
 
-TEST(what_goes_against_the_order_aborts_and_nothing_else)
+TEST(only_violations_of_the_lock_order_abort)
 {
 	CHECK_EQ(end_of(in_order), 0);
 	CHECK_EQ(end_of(against_the_order), SIGABRT);
-	CHECK_EQ(end_of(two_of_a_rank), SIGABRT);
-	CHECK_EQ(end_of(gives_up_what_it_has_not), SIGABRT);
-	CHECK_EQ(end_of(waits_under_two), SIGABRT);
+	CHECK_EQ(end_of(lock_two_of_a_rank), SIGABRT);
+	CHECK_EQ(end_of(unlock_without_lock), SIGABRT);
+	CHECK_EQ(end_of(wait_with_two_locks), SIGABRT);
 }
 
 int main(void)

@@ -1,4 +1,5 @@
-/* notice.c: news come in the order in which they were posted, and a stop wakes who waits. */
+/* notice.c: notices arrive in the order in which they were posted, and a stop wakes waiting
+ * threads. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -16,7 +17,7 @@ static struct sfr_notice next(uint64_t slice_ns, int *rc)
 	return notice;
 }
 
-static void *wait_for_news(void *arg)
+static void *wait_for_notice(void *arg)
 {
 	int rc;
 
@@ -24,7 +25,7 @@ static void *wait_for_news(void *arg)
 	return NULL;
 }
 
-/* Whether the other thread sleeps: there is nothing else that it could wait for. */
+/* Returns whether the other thread sleeps: it can wait for nothing but notices. */
 static bool is_asleep(pid_t tid)
 {
 	char path[64], text[256] = "";
@@ -42,15 +43,15 @@ static bool is_asleep(pid_t tid)
 static pid_t waiter_tid;
 static atomic_bool waiter_known;
 
-static void *tell_and_wait(void *arg)
+static void *announce_and_wait(void *arg)
 {
 	waiter_tid = gettid();
 	waiter_known = true;
-	return wait_for_news(arg);
+	return wait_for_notice(arg);
 }
 
-/* The first test: nobody has posted anything yet. */
-TEST(a_stop_and_news_wake_a_thread_that_waits)
+/* Runs first, because nothing must have been posted before it. */
+TEST(stop_and_notices_wake_a_waiting_thread)
 {
 	for (int with_news = 0; with_news < 2; with_news++) {
 		struct sfr__notice copied = { .what = SFR_NOTICE_COPIED };
@@ -58,7 +59,7 @@ TEST(a_stop_and_news_wake_a_thread_that_waits)
 		pthread_t thread;
 
 		waiter_known = false;
-		CHECK_EQ(pthread_create(&thread, NULL, tell_and_wait, &got), 0);
+		CHECK_EQ(pthread_create(&thread, NULL, announce_and_wait, &got), 0);
 		while (!waiter_known || !is_asleep(waiter_tid))
 			(void)usleep(100);
 		if (with_news)
@@ -70,9 +71,9 @@ TEST(a_stop_and_news_wake_a_thread_that_waits)
 	}
 }
 
-TEST(news_come_in_their_order_and_whole)
+TEST(notices_arrive_complete_and_in_order)
 {
-	static char ticket, snapshot; /* never looked into */
+	static char ticket, snapshot; /* never dereferenced */
 	struct sfr__notice ended = { .what = SFR_NOTICE_ENDED,
 				     .number = 41,
 				     .ticket = (struct sfr_ticket *)&ticket };
@@ -104,7 +105,7 @@ TEST(news_come_in_their_order_and_whole)
 	}
 }
 
-TEST(a_sentence_without_memory_is_left_out)
+TEST(text_notice_is_dropped_without_memory)
 {
 	FOR_EVERY_FAILURE(run, "malloc", ENOMEM)
 	{
@@ -115,11 +116,11 @@ TEST(a_sentence_without_memory_is_left_out)
 		got = next(0, &rc);
 		CHECK((rc == 0 && got.what == SFR_NOTICE_TEXT) ||
 		      (rc == SFR_EAGAIN && check_acted(&run)));
-		check_heal(&run);
+		check_end_fault(&run);
 	}
 }
 
-TEST(what_was_posted_before_a_stop_comes_before_it)
+TEST(notices_posted_before_a_stop_come_before_it)
 {
 	int rc;
 
@@ -132,9 +133,9 @@ TEST(what_was_posted_before_a_stop_comes_before_it)
 	CHECK_EQ(rc, SFR_EAGAIN);
 }
 
-TEST(what_could_not_be_handed_on_comes_first_and_once)
+TEST(notice_put_back_is_returned_first_and_once)
 {
-	static char ticket; /* never looked into */
+	static char ticket; /* never dereferenced */
 	struct sfr_notice got;
 	int rc;
 

@@ -1,4 +1,4 @@
-/* The call table, its helpers, and the faults that tests put into it. */
+/* The call table, its helpers, and the faults that tests inject into it. */
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -15,7 +15,7 @@
 
 /* ---- helpers ---- */
 
-TEST(time_runs_forward_in_nanoseconds)
+TEST(clock_advances_in_nanoseconds)
 {
 	uint64_t before = sfr__now_ns(), after;
 
@@ -41,7 +41,7 @@ struct signalled {
 	bool flag;
 };
 
-static void *signal_it(void *arg)
+static void *set_and_signal(void *arg)
 {
 	struct signalled *s = arg;
 
@@ -68,9 +68,9 @@ TEST(a_condition_wait_ends_at_its_deadline_or_when_woken)
 		rc = sfr__cond_wait(&s.cond, &s.mu, deadline);
 	CHECK_EQ(rc, SFR_EAGAIN);
 	CHECK(sfr__now_ns() >= deadline);
-	CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, 0), SFR_EAGAIN); /* long past */
+	CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, 0), SFR_EAGAIN); /* the deadline has passed */
 
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, signal_it, &s), 0);
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, set_and_signal, &s), 0);
 	while (!s.flag)
 		CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, SFR_FOREVER), 0);
 	sfr__unlock(&s.mu);
@@ -78,7 +78,7 @@ TEST(a_condition_wait_ends_at_its_deadline_or_when_woken)
 	(void)pthread_cond_destroy(&s.cond);
 }
 
-static void *tell_nobody(void *arg)
+static void *set_without_signal(void *arg)
 {
 	struct signalled *s = arg;
 
@@ -88,15 +88,16 @@ static void *tell_nobody(void *arg)
 	return NULL;
 }
 
-/* Hangs where a wait without a bound relies on being woken. */
-TEST(a_wake_up_that_was_lost_is_made_up_for)
+/* Hangs if a wait without a bound depends on being woken. */
+TEST(wait_recovers_from_a_lost_wake_up)
 {
 	struct signalled s = { .mu = SFR__MUTEX(SFR__LOCK_ENGINE) };
 	pthread_t thread;
 
 	CHECK_EQ(sfr__cond_init(&s.cond), 0);
 	sfr__lock(&s.mu);
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, tell_nobody, &s), 0);
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, set_without_signal, &s),
+		 0);
 	while (!s.flag)
 		CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, SFR_FOREVER), 0);
 	sfr__unlock(&s.mu);
@@ -104,15 +105,15 @@ TEST(a_wake_up_that_was_lost_is_made_up_for)
 	(void)pthread_cond_destroy(&s.cond);
 }
 
-/* What a thread sees of itself. */
+/* The properties of a thread, as the thread itself sees them. */
 struct self {
 	char name[16];
 	int nice, slack_ns;
-	bool blocked; /* what others send */
-	bool open;    /* what it would bring on itself */
+	bool blocked; /* signals from others are blocked */
+	bool open;    /* signals that it raises itself are not */
 };
 
-static void *look_at_self(void *arg)
+static void *describe_thread(void *arg)
 {
 	struct self *self = arg;
 	sigset_t set;
@@ -130,7 +131,7 @@ static void *look_at_self(void *arg)
 	return arg;
 }
 
-TEST(a_thread_is_named_nice_and_deaf_to_signals_but_its_own)
+TEST(new_thread_has_its_name_priority_and_signal_mask)
 {
 	int own_nice = getpriority(PRIO_PROCESS, 0);
 	struct self self = { "", 0, 0, false, false };
@@ -141,12 +142,12 @@ TEST(a_thread_is_named_nice_and_deaf_to_signals_but_its_own)
 	(void)sigemptyset(&after);
 	(void)pthread_sigmask(SIG_SETMASK, NULL, &before);
 	if (!CHECK_EQ(sfr__thread_start(&thread, "sfr-writer12345678", SFR__BACKGROUND,
-					look_at_self, &self),
+					describe_thread, &self),
 		      0))
 		return;
 	CHECK_EQ(sfr_sys.thread_join(thread, &value), 0);
 	CHECK(value == &self);
-	CHECK(strcmp(self.name, "sfr-writer12345") == 0); /* cut to what the kernel takes */
+	CHECK(strcmp(self.name, "sfr-writer12345") == 0); /* cut to the kernel's limit */
 	CHECK(self.nice == 10 || own_nice > 10); /* the whole test may run at a lower priority */
 	CHECK(self.blocked);
 	CHECK(self.open);
@@ -156,8 +157,8 @@ TEST(a_thread_is_named_nice_and_deaf_to_signals_but_its_own)
 	CHECK_EQ(getpriority(PRIO_PROCESS, 0), own_nice);
 }
 
-/* A device's lane sleeps for as long as a few copies take, and training waits for it. */
-TEST(a_thread_that_is_waited_for_is_not_nice_and_a_prompt_one_wakes_in_time)
+/* A device's lane sleeps for about as long as a few copies take, and training waits for it. */
+TEST(awaited_threads_keep_priority_and_prompt_ones_wake_in_time)
 {
 	int own_nice = getpriority(PRIO_PROCESS, 0);
 	int own_slack_ns = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
@@ -167,8 +168,8 @@ TEST(a_thread_that_is_waited_for_is_not_nice_and_a_prompt_one_wakes_in_time)
 		pthread_t thread;
 
 		if (!CHECK_EQ(sfr__thread_start(&thread, "sfr-test",
-						prompt ? SFR__PROMPT : SFR__AWAITED, look_at_self,
-						&self),
+						prompt ? SFR__PROMPT : SFR__AWAITED,
+						describe_thread, &self),
 			      0))
 			continue;
 		CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
@@ -192,7 +193,7 @@ static void cpus_of_a_new_thread(cpu_set_t *cpus)
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 }
 
-TEST(a_thread_runs_on_the_cpus_that_were_set_or_those_of_its_maker)
+TEST(new_thread_runs_on_the_set_cpus_or_inherits_them)
 {
 	const int bad[] = { 0, CPU_SETSIZE };
 	cpu_set_t all, found;
@@ -212,7 +213,7 @@ TEST(a_thread_runs_on_the_cpus_that_were_set_or_those_of_its_maker)
 	CHECK(CPU_EQUAL(&found, &all));
 }
 
-TEST(a_thread_that_cannot_start_says_why_and_leaks_nothing)
+TEST(failed_thread_start_returns_an_error_and_leaks_nothing)
 {
 	struct sfr_fault no_thread = { "thread_create", 1, 0, EAGAIN, -1, 0 };
 	struct sfr_fault no_memory = { "malloc", 1, 0, ENOMEM, -1, 0 };
@@ -222,19 +223,20 @@ TEST(a_thread_that_cannot_start_says_why_and_leaks_nothing)
 
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_inject_set(&no_thread), 0);
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, look_at_self, &self),
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread, &self),
 		 -EAGAIN);
 	CHECK_EQ(sfr_inject_calls("malloc"), sfr_inject_calls("free"));
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&no_memory), 0);
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, look_at_self, &self),
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread, &self),
 		 -ENOMEM);
 	CHECK_EQ(sfr_inject_calls("thread_create"), 0);
 	sfr_inject_clear();
 
-	/* Where the priority may not be lowered the thread runs all the same. */
+	/* If the priority cannot be lowered, the thread runs nevertheless. */
 	CHECK_EQ(sfr_inject_set(&no_nice), 0);
-	if (CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, look_at_self, &self),
+	if (CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread,
+				       &self),
 		     0))
 		CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
 	CHECK(self.blocked);
@@ -250,8 +252,8 @@ static void *do_nothing(void *arg)
 	return arg;
 }
 
-/* Makes every call of the table once, in the order of the struct, on good arguments. Counts those
- * that failed, and the failures whose errno was not `err`. */
+/* Makes every call of the table once with valid arguments, in the order of the struct. Counts
+ * the calls that failed, and the failures whose errno was not `err`. */
 static int call_everything(int err, int *nr_wrong)
 {
 	const char *dir = dir_make("/var/tmp"), *path = dir_path(dir, "a"),
@@ -289,9 +291,9 @@ static int call_everything(int err, int *nr_wrong)
 	TRY(sfr_sys.set_flags(fd, O_APPEND) < 0);
 	TRY(sfr_sys.fstat(fd, &st) < 0);
 	TRY(sfr_sys.close(fd) < 0);
-	CHECK(fcntl(fd, F_GETFD) < 0); /* closed, whatever it returned */
+	CHECK(fcntl(fd, F_GETFD) < 0); /* closed, whatever the call returned */
 	TRY((fd = sfr_sys.memfd("memory", MFD_CLOEXEC)) < 0);
-	(void)close(fd); /* of the plain system: one that was refused is none */
+	(void)close(fd); /* by the plain system, if the table's call was refused */
 	TRY(sfr_sys.lstat(AT_FDCWD, path, &st) < 0);
 	TRY(sfr_sys.rename(AT_FDCWD, path, to) < 0);
 	(void)rename(path, to);
@@ -320,7 +322,7 @@ static int call_everything(int err, int *nr_wrong)
 	TRY(!(mem = sfr_sys.realloc(NULL, 10)));
 	sfr_sys.free(mem);
 	rc = sfr_sys.thread_create(&thread, NULL, do_nothing, NULL);
-	errno = rc; /* threads return their error */
+	errno = rc; /* thread calls return their error */
 	if (rc) {
 		nr++;
 		*nr_wrong += rc != err;
@@ -343,7 +345,7 @@ static int call_everything(int err, int *nr_wrong)
 
 #define NR_FAILING 30 /* members of the table that can fail */
 
-TEST(the_wrappers_pass_every_call_on_and_count_it)
+TEST(wrappers_forward_and_count_every_call)
 {
 	static const char *const names[] = {
 		"open",      "close",        "pread",     "pwrite",  "fdatasync",     "fsync",
@@ -356,7 +358,7 @@ TEST(the_wrappers_pass_every_call_on_and_count_it)
 
 	CHECK_EQ(sizeof(names) / sizeof(names[0]), NR_FAILING);
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_install(), 0); /* harmless */
+	CHECK_EQ(sfr_inject_install(), 0); /* a second call does nothing */
 	CHECK_EQ(call_everything(0, &nr_wrong), 0);
 	for (size_t i = 0; i < NR_FAILING; i++)
 		if (!CHECK_EQ(sfr_inject_calls(names[i]), 1))
@@ -373,11 +375,11 @@ TEST(the_wrappers_pass_every_call_on_and_count_it)
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_calls("*"), 0);
 	sfr_inject_remove();
-	CHECK_EQ(call_everything(0, &nr_wrong), 0); /* the plain table works as well */
-	CHECK_EQ(sfr_inject_calls("*"), 0);         /* removed: nothing is counted */
+	CHECK_EQ(call_everything(0, &nr_wrong), 0); /* the plain table works too */
+	CHECK_EQ(sfr_inject_calls("*"), 0);         /* after the removal nothing is counted */
 }
 
-TEST(every_call_that_can_fail_can_be_failed_with_any_error)
+TEST(every_call_that_can_fail_can_be_made_to)
 {
 	static const int errors[] = { EIO, EINTR, ENOSPC, ENOMEM };
 	int nr_wrong;
@@ -404,7 +406,7 @@ TEST(every_call_that_can_fail_can_be_failed_with_any_error)
 
 /* ---- faults ---- */
 
-TEST(a_fault_that_cannot_be_is_refused)
+TEST(impossible_fault_is_refused)
 {
 	static const char *const safe[] = { "free",        "readdir",       "closedir",
 					    "thread_join", "clock_gettime", "capture_copy",
@@ -419,7 +421,7 @@ TEST(a_fault_that_cannot_be_is_refused)
 		fault.call = safe[i];
 		fault.err = EIO;
 		CHECK_EQ(sfr_inject_set(&fault), -EINVAL);
-		fault.err = 0; /* slow is possible */
+		fault.err = 0; /* a slow call is possible */
 		CHECK_EQ(sfr_inject_set(&fault), 0);
 	}
 	sfr_inject_clear();
@@ -436,7 +438,7 @@ TEST(a_fault_that_cannot_be_is_refused)
 	sfr_inject_remove();
 }
 
-TEST(faults_count_on_their_own_and_can_be_dropped)
+TEST(faults_count_independently_and_can_be_dropped)
 {
 	struct sfr_fault second = { "fsync", 2, 0, EIO, -1, 0 };
 	struct sfr_fault from_fourth = { "fsync", 4, 1, ENOSPC, -1, 0 };
@@ -459,7 +461,7 @@ TEST(faults_count_on_their_own_and_can_be_dropped)
 	(void)close(fd);
 }
 
-TEST(a_short_transfer_moves_what_it_says_and_no_more)
+TEST(short_transfer_moves_exactly_the_given_bytes)
 {
 	const char *dir = dir_make("/dev/shm"), *path = dir_path(dir, "a");
 	int64_t limits[] = { 0, 1, 3, -2, -3, 100, -1 };
@@ -487,7 +489,7 @@ TEST(a_short_transfer_moves_what_it_says_and_no_more)
 	}
 	dir_remove(dir);
 
-	/* Where O_DIRECT refuses odd lengths, whole blocks are written and the rest is not. */
+	/* Where O_DIRECT refuses odd lengths, only whole blocks are written. */
 	dir = dir_make("/var/tmp");
 	path = dir_path(dir, "a");
 	page = aligned_alloc(4096, 3 * 4096);
@@ -551,7 +553,7 @@ TEST(the_nth_call_fails_once_however_many_threads_call)
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	for (int i = 0; i < 4; i++)
 		CHECK_EQ(pthread_create(&threads[i], NULL, allocate_often, NULL), 0);
-	/* Setting and dropping are safe meanwhile. */
+	/* The list may be changed meanwhile. */
 	for (int i = 0; i < 1000; i++) {
 		CHECK_EQ(sfr_inject_set(&other), 0);
 		CHECK_EQ(sfr_inject_drop(&other), 0);

@@ -1,11 +1,11 @@
-/* The reader: files of every writer pass. test_load_system.c tests failing system calls,
- * test_load_damage.c damage, and test_load_hostile.c malice. */
+/* A check accepts the files of every writer. test_load_system.c tests failing system calls,
+ * test_load_damage.c damage, and test_load_hostile.c hostile files. */
 #include "archive/layout.h"
 #include "verdict.h"
 
 /* ---- what is good ---------------------------------------------------------- */
 
-TEST(what_torch_writes_is_good)
+TEST(files_of_torch_are_good)
 {
 	struct archive a = sample();
 	struct verdict v = check_archive(&a, SFR_CHECK_BYTES);
@@ -15,11 +15,11 @@ TEST(what_torch_writes_is_good)
 	archive_free(&a);
 }
 
-TEST(what_other_zip_writers_write_is_good)
+TEST(files_of_other_zip_writers_are_good)
 {
 	struct archive a = { .described = false };
 
-	archive_add(&a, "some name/", "", 0); /* zip -r has directories, too */
+	archive_add(&a, "some name/", "", 0); /* zip -r writes directories too */
 	archive_add(&a, "some name/data.pkl", ".", 1);
 	archive_add(&a, "some name/version", "3\n", 2);
 	archive_add(&a, "some name/data/0", "0123456789", 10);
@@ -42,7 +42,7 @@ TEST(records_without_a_crc_are_unchecked_and_good)
 	archive_free(&a);
 }
 
-TEST(a_record_whose_crc_is_truly_zero_is_checked)
+TEST(record_with_a_true_crc_of_zero_is_checked)
 {
 	struct archive a = archive_torch();
 	struct verdict v;
@@ -70,7 +70,7 @@ TEST(deflated_code_of_torchscript_is_unchecked_and_good)
 	archive_free(&a);
 }
 
-/* zip -r compresses all it packs, and torch reads it: what is not checked is counted. */
+/* zip -r compresses every record and torch reads them. They are counted as unchecked. */
 TEST(deflated_records_are_counted_as_unchecked)
 {
 	static const char *const names[] = { "archive/data.pkl", "archive/version",
@@ -87,7 +87,7 @@ TEST(deflated_records_are_counted_as_unchecked)
 	archive_free(&a);
 }
 
-/* Behind the archive there may be anything, as far as torch's reader looks for the end record. */
+/* Any bytes may follow the archive, as far as torch's reader searches for the end record. */
 TEST(bytes_behind_the_archive_are_counted)
 {
 	static const size_t lens[] = { 1, 21, 22, 75, 76, 77, 98, 4096, 65535, 69562 };
@@ -110,7 +110,8 @@ TEST(bytes_behind_the_archive_are_counted)
 		}
 }
 
-/* It would reach beyond the file: the file is truncated, though torch's reader does not see it. */
+/* The comment would reach beyond the file. So the file is truncated, although torch's reader
+ * does not notice. */
 TEST(comment_that_is_cut_off_is_damage)
 {
 	struct archive a = sample();
@@ -136,7 +137,7 @@ TEST(the_legacy_format_is_recognised_in_every_protocol)
 
 	CHECK(v.ok);
 	CHECK_EQ(v.format, SFR_FORMAT_LEGACY);
-	CHECK(check_bytes(text, 28, 0).ok); /* the mark and nothing else */
+	CHECK(check_bytes(text, 28, 0).ok); /* the magic number alone */
 	CHECK(!check_bytes(text, 27, 0).ok);
 	CHECK(!check_bytes("\x80", 1, 0).ok);
 	for (size_t i = 0; i < 4; i++) {
@@ -149,15 +150,15 @@ TEST(the_legacy_format_is_recognised_in_every_protocol)
 		CHECK_EQ(v.format, SFR_FORMAT_LEGACY);
 		CHECK_EQ(v.nr_records, 0);
 		CHECK(check_bytes(file, lens[i] + sizeof(magic) - 1, 0).ok);
-		/* One byte less and it is none. */
+		/* One byte less is not enough. */
 		v = check_bytes(file, lens[i] + sizeof(magic) - 2, 0);
 		CHECK(!v.ok);
 		CHECK_EQ(v.format, SFR_FORMAT_FOREIGN);
 	}
 }
 
-/* Our own image, made by the code that makes every checkpoint. */
-TEST(what_stillframe_writes_is_good)
+/* An image made by the code that makes every checkpoint. */
+TEST(files_of_stillframe_are_good)
 {
 	static char storages[4][40000];
 	struct sfr_source sources[4] = {
@@ -184,13 +185,14 @@ TEST(what_stillframe_writes_is_good)
 	for (uint32_t i = 0; i < img.nr_entries; i++)
 		img.entries[i].crc =
 			sfr_crc32_portable(0, img.entries[i].src, img.entries[i].nbytes);
-	for (uint32_t i = 0; i < img.nr_runs; i++)
-		for (uint32_t blk = 0; blk < img.runs[i].nr_blocks; blk++) {
-			unsigned char *block = file + sfr__image_block_off(&img, &img.runs[i], blk);
+	for (uint32_t i = 0; i < img.nr_extents; i++)
+		for (uint32_t blk = 0; blk < img.extents[i].nr_blocks; blk++) {
+			unsigned char *block =
+				file + sfr__image_block_off(&img, &img.extents[i], blk);
 			struct sfr__seg_iter it;
 			struct sfr__seg seg;
 
-			sfr__seg_iter_init(&it, &img, &img.runs[i], blk);
+			sfr__seg_iter_init(&it, &img, &img.extents[i], blk);
 			while (sfr__seg_next(&it, &seg)) {
 				unsigned char *at = block + seg.pos;
 
@@ -225,7 +227,7 @@ TEST(what_stillframe_writes_is_good)
 
 /* ---- past 4 GiB --------------------------------------------------------------- */
 
-/* Pieces of torch's dialect that only long files show: a zip64 field with {size, 0} or with the
+/* Parts of torch's dialect that only long files have: a zip64 field with {size, 0} or with the
  * offset alone, and long descriptors. The long record is a hole. */
 TEST(records_past_4_gib_are_good)
 {
@@ -294,7 +296,7 @@ TEST(records_past_4_gib_are_good)
 	check__that(v.ok, __FILE__, __LINE__, "good, not \"%s\"", v.error);
 	CHECK_EQ(v.nr_records, 7);
 	CHECK_EQ(v.nr_unchecked, 1);
-	/* The long size, the far offset, the long descriptor: each is looked at. */
+	/* The long size, the far offset and the long descriptor are all checked. */
 	CHECK_EQ(pwrite(fd, "\x07", 1, (off_t)(base + 8)), 1);
 	v = check_fd(fd, 0);
 	CHECK(!v.ok && strstr(v.error, "sizes in the descriptor") != NULL);

@@ -1,13 +1,13 @@
-/* The reader and damage: every bit of a file flipped, every length cut, every stretch zeroed; and
- * that what is damaged is named. */
+/* A check and damage: every bit of a file flipped, every length cut, every stretch zeroed. The
+ * damaged record is named. */
 #include <errno.h>
 
 #include "verdict.h"
 
 /* ---- damage: every byte, every length --------------------------------------- */
 
-/* A size of zero in a local header says nothing. One flip may make it the true size. */
-static bool became_true(const struct archive *a, size_t at)
+/* Returns whether a flip has made a size true. A size of zero in a local header is not checked. */
+static bool flip_makes_size_right(const struct archive *a, size_t at)
 {
 	for (size_t i = 0; i < a->nr; i++)
 		for (size_t field = 18; field <= 22; field += 4)
@@ -37,17 +37,19 @@ static void flip_every_bit(struct archive *a)
 			if (pwrite(fd, a->buf + at, 1, (off_t)at) != 1)
 				abort();
 			v = check_fd(fd, SFR_CHECK_BYTES);
-			/* Exactly what is marked is not looked at, no more and no less. */
-			check__that(v.rc == 0 && v.ok == (is_blind || became_true(a, at)), __FILE__,
-				    __LINE__, "bit %d of byte %zu: %s (mark '%c')", bit, at,
-				    v.ok ? "accepted" : v.error, a->blind[at] ? a->blind[at] : '-');
+			/* Exactly the bytes that are not marked are checked. */
+			check__that(v.rc == 0 && v.ok == (is_blind || flip_makes_size_right(a, at)),
+				    __FILE__, __LINE__, "bit %d of byte %zu: %s (mark '%c')", bit,
+				    at, v.ok ? "accepted" : v.error,
+				    a->blind[at] ? a->blind[at] : '-');
 			blind += v.ok;
 			seen += !v.ok;
-			/* Structure alone never finds more than structure and CRCs do. */
+			/* A check of the structure alone never finds more than one that also
+			 * compares CRCs. */
 			if (v.ok || a->blind[at] == 'd')
 				CHECK(check_fd(fd, 0).ok);
-			/* The directory alone never finds more than that, and reads nothing of the
-			 * data part but how the file begins. */
+			/* A check of the directory alone never finds more than that, and reads
+			 * nothing of the data part but the beginning of the file. */
 			if (check_fd(fd, 0).ok || (at >= 64 && at < a->dir_off))
 				CHECK(check_fd(fd, SFR_CHECK_DIRECTORY).ok);
 			a->buf[at] = was;
@@ -59,7 +61,7 @@ static void flip_every_bit(struct archive *a)
 	(void)close(fd);
 }
 
-TEST(every_flipped_bit_of_a_torch_file_is_seen_where_it_matters)
+TEST(every_flipped_bit_that_matters_is_found_in_a_torch_file)
 {
 	struct archive a = sample();
 
@@ -67,7 +69,7 @@ TEST(every_flipped_bit_of_a_torch_file_is_seen_where_it_matters)
 	archive_free(&a);
 }
 
-TEST(every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters)
+TEST(every_flipped_bit_that_matters_is_found_in_a_plain_zip)
 {
 	struct archive a = { .described = false };
 
@@ -79,13 +81,13 @@ TEST(every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters)
 	archive_free(&a);
 }
 
-TEST(headers_are_left_for_later_where_records_are_long)
+TEST(check_later_skips_headers_of_long_records)
 {
 	static char bytes[200 << 10];
 	struct archive a = sample();
 	struct verdict v;
 
-	archive_poke(&a, a.records[5].hdr_off + 8, 8, 2); /* another method */
+	archive_poke(&a, a.records[5].hdr_off + 8, 8, 2); /* another method of compression */
 	CHECK(!check_archive(&a, SFR_CHECK_LATER).ok);
 	CHECK(check_archive(&a, SFR_CHECK_LATER).headers);
 	CHECK(check_archive(&a, SFR_CHECK_DIRECTORY).ok);
@@ -124,7 +126,7 @@ TEST(no_truncation_is_good)
 	archive_free(&a);
 }
 
-/* As a disk does it: a page that never arrived. */
+/* A page that never reached the disk. */
 TEST(no_zeroed_stretch_is_good)
 {
 	struct archive a = sample();
@@ -164,13 +166,13 @@ TEST(every_damaged_record_is_named)
 	archive_free(&a);
 }
 
-TEST(only_so_many_bad_records_are_listed)
+TEST(listed_bad_records_are_bounded)
 {
 	enum { NR = 1500 };
 	struct archive a = archive_torch();
 	struct verdict v;
 
-	/* The same local header serves all: every one but the first overlaps. */
+	/* All records point to the same local header, so every one but the first overlaps. */
 	archive_add(&a, "archive/data/0", "", 0);
 	a.dir_off = a.len;
 	for (size_t i = 0; i < NR; i++)
@@ -185,7 +187,7 @@ TEST(only_so_many_bad_records_are_listed)
 	v = check_archive(&a, SFR_CHECK_BYTES);
 	CHECK(strcmp(v.bad, "archive/data/0") == 0);
 	CHECK_EQ(v.nr_records, NR);
-	CHECK_EQ(v.nr_bad, NR - 6 + 1); /* each overlaps; one has a name that was there */
+	CHECK_EQ(v.nr_bad, NR - 6 + 1); /* each overlaps, and one name occurs twice */
 	CHECK_EQ(v.nr_listed, SFR_CHECK_MAX_LISTED);
 	archive_free(&a);
 }

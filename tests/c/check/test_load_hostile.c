@@ -1,5 +1,5 @@
-/* The reader and files that somebody made to harm it: nothing in a file can make it crash, hang,
- * read elsewhere, or take more memory than the file is worth. */
+/* A check of files that were made to harm it. No file can make it crash, hang, read beyond its
+ * memory, or take more memory than the file's length justifies. */
 #include <errno.h>
 
 #include "verdict.h"
@@ -55,7 +55,8 @@ TEST(names_that_occur_twice_are_refused)
 	archive_free(&a);
 }
 
-/* A directory of the shortest records, all with one name: millions fit a file that looks small. */
+/* Makes a directory of the shortest records, all with one name. Millions of them fit into a file
+ * that looks small. */
 static struct archive with_names(unsigned nr, void (*name)(unsigned i, char *to))
 {
 	struct archive a = archive_torch();
@@ -75,7 +76,7 @@ static void always_the_same(unsigned i, char *to)
 	strcpy(to, "archive/data/0");
 }
 
-TEST(once_it_is_known_to_be_bad_no_more_names_are_compared)
+TEST(first_repeated_name_ends_the_comparison)
 {
 	struct archive a = with_names(NR_NAMES, always_the_same);
 	int fd = file_of(a.buf, a.len);
@@ -87,7 +88,7 @@ TEST(once_it_is_known_to_be_bad_no_more_names_are_compared)
 	nr_reads = sfr_inject_calls("pread");
 	CHECK(v.rc == 0 && !v.ok && strstr(v.error, "occurs twice") != NULL);
 	CHECK_EQ(v.nr_bad, 1);
-	CHECK(nr_reads < 20); /* not two for each pair */
+	CHECK(nr_reads < 20); /* not two reads for each pair */
 	(void)close(fd);
 	archive_free(&a);
 }
@@ -100,16 +101,16 @@ TEST(a_check_is_interrupted_while_it_sorts_and_compares_names)
 	unsigned nr_slices = 0;
 
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_DIRECTORY, &check), 0);
-	while (sfr_check_run(check, 0) == SFR_EAGAIN) /* a slice of nothing: one step */
+	while (sfr_check_run(check, 0) == SFR_EAGAIN) /* a slice of zero does one step */
 		nr_slices++;
-	/* A step for each record and one for its end; the rest is sorting and comparing. */
+	/* One step for each record and one for its end; the others sort and compare. */
 	CHECK(nr_slices > NR_NAMES + 5 + 6);
 	sfr_check_free(check);
 	(void)close(fd);
 	archive_free(&a);
 }
 
-TEST(strange_names_are_refused_and_shown_harmlessly)
+TEST(unusual_names_are_refused_and_shown_safely)
 {
 	struct archive a = archive_torch();
 	static char name[1200] = "archive/data/";
@@ -138,7 +139,7 @@ TEST(strange_names_are_refused_and_shown_harmlessly)
 	archive_free(&a);
 }
 
-/* By all ways of checking: the directory says it. */
+/* Every kind of check refuses it, because the damage is in the directory. */
 static void refuse_by_directory(struct archive *a, const char *words)
 {
 	struct verdict v = check_archive(a, SFR_CHECK_DIRECTORY);
@@ -152,7 +153,7 @@ TEST(overlaps_and_disorder_are_refused)
 	struct archive a = sample();
 	struct archive_record swap = a.records[5];
 
-	/* Two directory records point at one local header. */
+	/* Two directory records point to one local header. */
 	archive_poke(&a, a.records[7].central + 42, a.records[5].hdr_off, 4);
 	refuse_by_directory(&a, "record archive/data/2: it overlaps another record");
 	archive_free(&a);
@@ -165,7 +166,7 @@ TEST(overlaps_and_disorder_are_refused)
 	refuse_by_directory(&a, "out of order");
 	archive_free(&a);
 
-	/* A record inside another one's data, both well-formed. */
+	/* A record inside another one's data; each alone is correct. */
 	a = sample();
 	archive_poke(&a, a.records[0].central + 42, 7, 4);
 	refuse_by_directory(
@@ -173,7 +174,7 @@ TEST(overlaps_and_disorder_are_refused)
 	archive_free(&a);
 }
 
-TEST(a_record_that_the_directory_places_beyond_the_data_is_refused)
+TEST(record_beyond_the_data_is_refused)
 {
 	struct archive a = sample();
 	const struct archive_record *last = &a.records[a.nr - 1];
@@ -184,7 +185,7 @@ TEST(a_record_that_the_directory_places_beyond_the_data_is_refused)
 
 	a = sample();
 	last = &a.records[a.nr - 1];
-	archive_poke(&a, last->central + 42, a.dir_off + 5, 4); /* behind it */
+	archive_poke(&a, last->central + 42, a.dir_off + 5, 4); /* after it */
 	refuse_by_directory(&a, "it reaches beyond the data of the file");
 	archive_free(&a);
 
@@ -204,7 +205,7 @@ TEST(a_record_that_the_directory_places_beyond_the_data_is_refused)
 	archive_free(&a);
 }
 
-TEST(one_cannot_ask_for_bytes_and_for_the_directory_alone)
+TEST(check_of_bytes_and_of_the_directory_alone_exclude_each_other)
 {
 	struct archive a = sample();
 
@@ -229,7 +230,7 @@ TEST(impossible_numbers_are_refused)
 					   UINT64_MAX - 97,
 					   UINT64_MAX - 1,
 					   UINT64_MAX };
-	/* Where in its record a number of how many bytes stands. */
+	/* The offset of each number in its record, and its length in bytes. */
 	static const struct {
 		char where; /* e(nd), z(ip64 end), l(ocator), c(entral), h(eader), d(escriptor) */
 		unsigned char off, len;
@@ -261,10 +262,11 @@ TEST(impossible_numbers_are_refused)
 			archive_poke(&a, at, values[i], fields[f].len);
 			memcpy(now, a.buf + at, fields[f].len);
 			v = check_archive(&a, SFR_CHECK_BYTES);
-			if (v.ok) /* the directory alone never finds more */
+			if (v.ok) /* a check of the directory alone never finds more */
 				CHECK(check_archive(&a, SFR_CHECK_DIRECTORY).ok);
-			/* 0xffff... in the old end record leaves the number to zip64; zeros in the
-			 * local header leave it to the descriptor, 0xffffffff there to nobody. */
+			/* 0xffff... in the old end record leaves the number to zip64. Zeros in
+			 * the local header leave it to the descriptor; 0xffffffff there leaves
+			 * it to nothing. */
 			if (memcmp(was, now, fields[f].len) == 0 ||
 			    (fields[f].where == 'e' && fields[f].off >= 12 && fields[f].off <= 16 &&
 			     (uint32_t)values[i] == UINT32_MAX))
@@ -282,7 +284,7 @@ TEST(a_directory_that_is_too_short_or_too_long_is_refused)
 	struct archive a = sample();
 	size_t last;
 
-	/* One record more than there is. */
+	/* One record more than the file has. */
 	*archive_record(&a) = a.records[0];
 	a.len = a.dir_off;
 	archive_finish(&a);
@@ -305,13 +307,13 @@ TEST(a_directory_that_is_too_short_or_too_long_is_refused)
 	archive_poke(&a, a.end + 8, 0x00090009, 4);
 	accept(&a, 9);
 
-	/* A local header that reaches into the directory. */
+	/* A local header that extends into the directory. */
 	archive_poke(&a, a.records[8].hdr_off + 28, 0xff00, 2);
 	refuse(&a, "record archive/.data/serialization_id: it reaches beyond the data of the file");
 	archive_free(&a);
 }
 
-/* Counts and limits what a check asks of the system. */
+/* Count and limit what a check requests from the system. */
 static uint64_t nr_preads, most_memory, held_memory;
 static ssize_t counting_pread(int fd, void *buf, size_t len, off_t off)
 {
@@ -332,7 +334,7 @@ static void *counting_realloc(void *old, size_t len)
 	return realloc(old, len);
 }
 
-TEST(random_damage_never_costs_more_than_the_file)
+TEST(memory_for_a_damaged_file_is_bounded_by_its_length)
 {
 	const struct sfr_sys plain = sfr_sys;
 	struct archive a = sample();
@@ -369,14 +371,14 @@ TEST(random_damage_never_costs_more_than_the_file)
 		nr_ok += v.ok;
 	}
 	sfr_sys = plain;
-	/* Most of it hits something; if nothing or all of it did, the test would test nothing. */
+	/* Most changes damage something. If all or none did, the test would test nothing. */
 	CHECK(nr_ok > 0 && nr_ok < 10000);
 	(void)printf(" (%zu of 20000 hit nothing)", nr_ok);
 	free(bytes);
 	archive_free(&a);
 }
 
-TEST(a_file_that_only_claims_to_be_huge_costs_nothing)
+TEST(huge_sparse_file_costs_no_memory)
 {
 	const struct sfr_sys plain = sfr_sys;
 	const uint64_t size = UINT64_C(1) << 42;
@@ -384,7 +386,7 @@ TEST(a_file_that_only_claims_to_be_huge_costs_nothing)
 	struct verdict v;
 	int fd;
 
-	/* 4 TiB of hole, all of it claimed to be a directory with as many records as fit. */
+	/* A hole of 4 TiB, all of it claimed as a directory with as many records as fit. */
 	archive_finish(&a);
 	archive_poke(&a, a.end64 + 24, (size - 128) / 46, 8);
 	archive_poke(&a, a.end64 + 32, (size - 128) / 46, 8);

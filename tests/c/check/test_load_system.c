@@ -1,10 +1,10 @@
-/* The reader and the system: failing calls, short reads, files that change meanwhile, slices. */
+/* A check and the system: failing calls, short reads, files that change meanwhile, slices. */
 #include <errno.h>
 #include <fcntl.h>
 
 #include "verdict.h"
 
-TEST(directories_pipes_and_closed_descriptors_are_told_apart)
+TEST(unreadable_descriptors_give_their_own_errors)
 {
 	int ends[2], fd = open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	struct verdict v;
@@ -39,13 +39,14 @@ TEST(a_check_runs_in_slices)
 	}
 	CHECK_EQ(rc, 0);
 	CHECK(sfr_check_result(check)->ok);
-	CHECK_EQ(sfr_check_run(check, 0), 0); /* asked again, it says the same */
+	CHECK_EQ(sfr_check_run(check, 0), 0); /* a second call returns the same */
 	CHECK_EQ(sfr_check_done(check), a.len);
-	/* A step a record and direction, and one a piece: an interruption never waits long. */
+	/* One step for each record and direction, and one for each chunk, so an interruption
+	 * never waits long. */
 	CHECK(slices > 15 && slices < 40);
 	sfr_check_free(check);
 
-	/* Given up in the middle, nothing is left behind (ASAN watches). */
+	/* A check that is freed in the middle leaves nothing behind (ASAN detects a leak). */
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
 	CHECK_EQ(sfr_check_run(check, 0), SFR_EAGAIN);
 	CHECK_EQ(sfr_check_run(check, 0), SFR_EAGAIN);
@@ -59,7 +60,7 @@ TEST(a_check_runs_in_slices)
 TEST(every_failure_of_the_system_is_reported_and_leaks_nothing)
 {
 	for (int twice = 0; twice < 2; twice++) {
-		/* Bad in one way, so that the list of bad records is made, too. */
+		/* It has a bad record, so that the list of bad records is made too. */
 		struct archive a = twice ? archive_torch() : sample();
 		int fd;
 
@@ -78,7 +79,7 @@ TEST(every_failure_of_the_system_is_reported_and_leaks_nothing)
 				CHECK(v.rc == -EIO || v.rc == -ENOMEM);
 			else
 				CHECK(v.rc == 0 && v.nr_bad == 1);
-			check_heal(&run);
+			check_end_fault(&run);
 			v = check_fd(fd, SFR_CHECK_BYTES);
 			CHECK(v.rc == 0 && v.nr_bad == 1);
 		}
@@ -87,7 +88,7 @@ TEST(every_failure_of_the_system_is_reported_and_leaks_nothing)
 	}
 }
 
-/* Long enough that everything there is to read is, somewhere, the first thing of a new piece:
+/* Makes an archive so long that each kind of item is somewhere the first one of a new chunk:
  * headers, names, data, descriptors, and both parts of a directory record. */
 static struct archive long_archive(char (*names)[208], size_t nr)
 {
@@ -95,7 +96,7 @@ static struct archive long_archive(char (*names)[208], size_t nr)
 	size_t len = (3u << 20) - (a.len + 30 + strlen("archive/data/big"));
 	char *big = calloc(1, len);
 
-	/* It ends with a piece, so that its descriptor begins one. */
+	/* The record ends with a chunk, so that its descriptor begins the next one. */
 	a.align = 0;
 	archive_add(&a, "archive/data/big", big, len);
 	for (size_t i = 0; i < nr; i++) {
@@ -103,7 +104,7 @@ static struct archive long_archive(char (*names)[208], size_t nr)
 			       i);
 		archive_add(&a, names[i], big, i % 777);
 	}
-	/* A name that occurs twice, far apart: both are read again, each from its own piece. */
+	/* One name occurs twice, far apart. Both are read again, each from its own chunk. */
 	archive_add(&a, names[0], big, 5);
 	archive_finish(&a);
 	free(big);
@@ -132,7 +133,8 @@ TEST(every_read_may_fail_in_a_long_file)
 			CHECK_EQ(sfr_inject_set(&fault), 0);
 			v = check_fd(fd, flags);
 			hits = sfr_inject_hits();
-			/* Nothing is read after a failure, lest it be taken for a success. */
+			/* After a failure nothing is read, so that no later read counts as a
+			 * success. */
 			CHECK(hits == 0 || sfr_inject_calls("pread") == nth);
 			CHECK(hits != 0 ? v.rc == -EIO : v.rc == 0 && v.nr_bad == 1);
 			CHECK(v.rc != 0 || v.nr_records == a.nr);
@@ -144,36 +146,36 @@ TEST(every_read_may_fail_in_a_long_file)
 	archive_free(&a);
 }
 
-/* Reads as usual, but from the nth read on the directory's first piece is another. */
-static uint64_t meddle_from;
-static off_t meddle_at;
-static char meddle_with;
-static ssize_t meddling_pread(int fd, void *buf, size_t len, off_t off)
+/* Reads as usual. From the nth read on, it returns other bytes for the directory's first chunk. */
+static uint64_t write_before_nr;
+static off_t write_at;
+static char written_byte;
+static ssize_t writing_pread(int fd, void *buf, size_t len, off_t off)
 {
 	ssize_t n = pread(fd, buf, len, off);
 
-	if (--meddle_from == 0 && pwrite(fd, &meddle_with, 1, meddle_at) != 1)
+	if (--write_before_nr == 0 && pwrite(fd, &written_byte, 1, write_at) != 1)
 		abort();
 	return n;
 }
 
-TEST(names_that_change_meanwhile_are_not_taken_for_others)
+TEST(check_detects_names_that_change_meanwhile)
 {
 	enum { NR = ARCHIVE_MAX - 8 };
 	const struct sfr_sys plain = sfr_sys;
 	static char names[NR][208];
 	struct archive a = long_archive(names, NR);
-	const size_t central = a.records[6].central; /* of the name that comes again at the end */
+	const size_t central = a.records[6].central; /* of the name that occurs again at the end */
 	int fd = file_of(a.buf, a.len);
 	struct verdict v;
 
 	CHECK(strcmp(a.records[6].name, names[0]) == 0);
-	sfr_sys.pread = meddling_pread;
+	sfr_sys.pread = writing_pread;
 	for (int what = 0; what < 3; what++) {
-		/* After the walk has passed it: another name, no record at all, nothing. */
-		meddle_from = 50;
-		meddle_at = (off_t)(what == 0 ? central + 46 + 10 : central);
-		meddle_with = what == 2 ? (char)a.buf[central] : 'q';
+		/* After the walk has passed: another name, no record at all, nothing. */
+		write_before_nr = 50;
+		write_at = (off_t)(what == 0 ? central + 46 + 10 : central);
+		written_byte = what == 2 ? (char)a.buf[central] : 'q';
 		v = check_fd(fd, 0);
 		CHECK_EQ(v.rc, 0);
 		if (what == 0)
@@ -189,7 +191,7 @@ TEST(names_that_change_meanwhile_are_not_taken_for_others)
 	archive_free(&a);
 }
 
-TEST(an_error_of_reading_stays)
+TEST(read_error_is_returned_again)
 {
 	struct sfr_fault fault = { .call = "pread", .nth = 2, .err = EIO, .limit = -1 };
 	struct archive a = sample();
@@ -208,7 +210,7 @@ TEST(an_error_of_reading_stays)
 	archive_free(&a);
 }
 
-TEST(short_reads_and_interruptions_are_gone_on_with)
+TEST(short_and_interrupted_reads_are_continued)
 {
 	static const int64_t limits[] = { 1, 7, -2, -3 };
 	struct archive a = sample();
@@ -247,7 +249,7 @@ static ssize_t shrinking_pread(int fd, void *buf, size_t len, off_t off)
 	return pread(fd, buf, len, off);
 }
 
-TEST(a_file_that_shrinks_meanwhile_is_damaged)
+TEST(file_that_shrinks_during_a_check_is_damaged)
 {
 	const struct sfr_sys plain = sfr_sys;
 	struct archive a = archive_torch();

@@ -1,4 +1,4 @@
-/* names.c: exactly the names that occur twice are suspected, in lists of every length. */
+/* names.c suspects exactly the names that occur twice, in lists of every length. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -27,7 +27,7 @@ static int add(struct sfr__names *names, unsigned number, uint64_t place)
 	return sfr__names_add(names, (unsigned char *)name, strlen(name), place);
 }
 
-/* Every length, so that the list is also exactly full: ASAN sees a look behind its end. */
+/* Tests every length, so that the list is also exactly full; ASAN detects a read beyond its end. */
 TEST(names_that_differ_are_not_suspected)
 {
 	for (unsigned nr = 0; nr < MAX; nr++) {
@@ -38,16 +38,16 @@ TEST(names_that_differ_are_not_suspected)
 		for (unsigned i = 0; i < nr; i++)
 			CHECK_EQ(add(&names, i * 7919 % MAX, i), 0);
 		while (!sfr__names_sort(&names, nr % 7 + 1))
-			CHECK(nr_steps++ < 2 * MAX); /* each does something */
+			CHECK(nr_steps++ < 2 * MAX); /* each step does something */
 		CHECK(!sfr__names_suspect(&names, &it, &first, &second));
 		for (unsigned i = 1; i < nr; i++)
 			CHECK(names.v[i - 1].hash < names.v[i].hash);
 		sfr__names_fini(&names);
-		sfr__names_fini(&names); /* twice is fine */
+		sfr__names_fini(&names); /* may be called twice */
 	}
 }
 
-TEST(names_that_occur_again_are_suspected_in_the_order_of_their_places)
+TEST(repeated_names_are_suspected_in_file_order)
 {
 	for (int round = 0; round < 300; round++) {
 		unsigned nr = (unsigned)(rng() % MAX) + 2, range = (unsigned)(rng() % nr) + 1;
@@ -66,7 +66,7 @@ TEST(names_that_occur_again_are_suspected_in_the_order_of_their_places)
 		CHECK(sfr__names_sort(&names, UINT64_MAX));
 		while (sfr__names_suspect(&names, &it, &first, &second)) {
 			CHECK(first < second && number[first] == number[second]);
-			/* Neighbours: nothing of the same name lies between the two. */
+			/* No offset of the same name is between the two. */
 			for (uint64_t i = first + 1; i < second; i++)
 				CHECK(number[i] != number[first]);
 			found++;
@@ -76,7 +76,7 @@ TEST(names_that_occur_again_are_suspected_in_the_order_of_their_places)
 	}
 }
 
-TEST(memory_that_runs_out_is_reported_and_the_list_stays)
+TEST(failed_allocation_is_reported_and_keeps_the_list)
 {
 	FOR_EVERY_FAILURE(run, "realloc", ENOMEM)
 	{
@@ -93,7 +93,7 @@ TEST(memory_that_runs_out_is_reported_and_the_list_stays)
 	}
 }
 
-/* Among lists of every length that are full and not: ASAN sees a look behind the end. */
+/* Tests lists of every length, full and not; ASAN detects a read beyond the end. */
 TEST(a_name_is_found_if_it_is_there)
 {
 	for (unsigned nr = 0; nr < MAX; nr += nr == 255 || nr == 511 ? 1 : 17) {
@@ -116,7 +116,7 @@ TEST(a_name_is_found_if_it_is_there)
 	}
 }
 
-TEST(every_place_that_was_added_is_found_again)
+TEST(every_added_record_is_found_by_its_offset)
 {
 	struct sfr__places places = { 0 };
 

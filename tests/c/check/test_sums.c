@@ -1,5 +1,6 @@
-/* sums.c: threads and the walk reach the same verdict on every file, past the page cache and
- * through it. Failing and short reads are reported. A forked child ends the check by itself. */
+/* sums.c: the threads and the walk reach the same verdict on every file, through the page cache
+ * and past it. Failing and short reads are reported. A forked child finishes the check by
+ * itself. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
@@ -11,7 +12,7 @@
 #include "verdict.h"
 
 #define PIECE SFR__READER_PIECE_MAX
-#define NR_WHOLE 12u /* pieces: more than there are threads */
+#define NR_WHOLE 12u /* chunks: more than there are threads */
 #define LEN (NR_WHOLE * PIECE + 12345u)
 
 static unsigned char *content;
@@ -49,7 +50,7 @@ static int open_long(const char *dir, const struct archive *a)
 	return fd;
 }
 
-/* Pieces of a page, so that records begin and end in pieces of several threads. */
+/* Reads chunks of one page, so that threads share records. */
 static void use_threads(bool yes)
 {
 	struct sfr_limits limits;
@@ -117,7 +118,7 @@ TEST(threads_and_the_walk_agree_on_any_file)
 }
 
 /* An archive in the middle of a file, as in a sharded checkpoint. */
-TEST(part_of_a_file_is_checked_like_a_file)
+TEST(archive_inside_a_file_is_checked)
 {
 	static const uint64_t offsets[] = { 1, 777, SFR_PAGE, 3 * SFR_PAGE };
 	struct archive a = sample();
@@ -171,7 +172,7 @@ TEST(check_that_is_freed_early_reads_no_further)
 	archive_free(&a);
 }
 
-TEST(short_reads_and_interruptions_and_refused_direct_reads_do_no_harm)
+TEST(check_survives_short_interrupted_and_refused_reads)
 {
 	static const struct sfr_fault faults[] = {
 		{ .call = "pread", .nth = 7, .limit = 1 },
@@ -207,7 +208,7 @@ TEST(short_reads_and_interruptions_and_refused_direct_reads_do_no_harm)
 	archive_free(&a);
 }
 
-/* A disk error is reported even if another read would succeed. */
+/* A disk error is reported, even if another read would succeed. */
 TEST(read_error_of_a_thread_is_the_error_of_the_check)
 {
 	const struct sfr_fault fault = { .call = "pread", .nth = 4, .err = EIO, .limit = -1 };
@@ -231,7 +232,7 @@ TEST(read_error_of_a_thread_is_the_error_of_the_check)
 	archive_free(&a);
 }
 
-TEST(file_that_becomes_shorter_is_called_changed)
+TEST(check_reports_a_shrinking_file_as_changed)
 {
 	struct archive a = long_archive();
 	int fd = file_of(a.buf, a.len);
@@ -240,7 +241,7 @@ TEST(file_that_becomes_shorter_is_called_changed)
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
 	while (check->directory == NULL || check->directory->state != SFR__CHECK_NAMES)
 		CHECK_EQ(sfr_check_run(check, 0), SFR_EAGAIN);
-	/* In the last record's data: its header is read before the threads begin. */
+	/* In the last record's data, whose header is read before the threads begin. */
 	CHECK_EQ(ftruncate(fd, (off_t)(a.records[a.nr - 1].data_off + PIECE / 2)), 0);
 	CHECK_EQ(sfr_check_run(check, SFR_FOREVER), 0);
 	CHECK(!sfr_check_result(check)->ok);
@@ -250,7 +251,7 @@ TEST(file_that_becomes_shorter_is_called_changed)
 	archive_free(&a);
 }
 
-TEST(check_finds_damage_whatever_fails_for_good_or_once)
+TEST(check_finds_damage_despite_any_failing_call)
 {
 	const char *dir = dir_make(dir_bases[0]);
 	struct archive a = long_archive();
@@ -263,7 +264,7 @@ TEST(check_finds_damage_whatever_fails_for_good_or_once)
 	{
 		struct verdict v = check_fd(fd, SFR_CHECK_BYTES | SFR_CHECK_DIRECT);
 
-		/* Without memory, a descriptor or a thread, the walk reads. */
+		/* Without memory, a descriptor or a thread, the walk reads the file. */
 		CHECK(v.rc == 0 ? v.nr_bad == 1 && v.nr_records == a.nr :
 				  check_acted(&run) && (v.rc == -EIO || v.rc == -ENOMEM));
 		CHECK_EQ(nr_fds(), before);
@@ -274,7 +275,7 @@ TEST(check_finds_damage_whatever_fails_for_good_or_once)
 	dir_remove(dir);
 }
 
-/* A signal handler forks between two slices, and the child goes on with the check. */
+/* A signal handler forks between two slices, and the child continues the check. */
 TEST(forked_child_and_parent_both_end_the_check)
 {
 	const char *dir = dir_make(dir_bases[0]);

@@ -1,4 +1,4 @@
-/* Asking the reader about a file, for its tests: the verdict as a plain struct. */
+/* Checks a file for the tests of the reader, and returns the verdict as a plain struct. */
 #ifndef VERDICT_H
 #define VERDICT_H
 
@@ -31,7 +31,7 @@ static inline int file_of(const void *bytes, size_t len)
 	return fd;
 }
 
-/* A copy of a result's plain part, with the first bad record's name. */
+/* A copy of the plain fields of a result, with the first bad record's name. */
 struct verdict {
 	int rc;
 	bool ok, headers;
@@ -69,7 +69,7 @@ static inline struct verdict check_fd(int fd, unsigned flags)
 			(void)snprintf(v.bad, sizeof(v.bad), "%s", r->bad[0].name);
 			v.reason = r->bad[0].reason;
 		}
-		/* Good files have no error, bad ones have one that fits. */
+		/* Good files have no error message; bad ones have one. */
 		CHECK(r->ok == (r->error[0] == '\0'));
 		CHECK(!r->ok || r->nr_bad == 0);
 		CHECK(r->nr_listed <= r->nr_bad);
@@ -93,7 +93,7 @@ static inline struct verdict check_archive(const struct archive *a, unsigned fla
 	return check_bytes(a->buf, a->len, flags);
 }
 
-/* Both ways of checking refuse it, with words that contain `words`. */
+/* Checks that every kind of check refuses it with a message that contains `words`. */
 static inline void refuse(struct archive *a, const char *words)
 {
 	for (unsigned flags = 0; flags <= SFR_CHECK_BYTES; flags++) {
@@ -118,7 +118,7 @@ static inline void accept(struct archive *a, uint64_t nr_records)
 	}
 }
 
-/* A small checkpoint with everything: an empty storage, gaps, one storage of some length. */
+/* Makes a small checkpoint with all features: an empty storage, gaps, one longer storage. */
 static inline struct archive sample(void)
 {
 	struct archive a = archive_torch();

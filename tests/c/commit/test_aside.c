@@ -1,7 +1,7 @@
-/* A file system that does not answer: what goes on without it, and what waits.
+/* A file system that does not answer: which entries of the log overtake it, and which wait.
  *
- * Whatever is called "hung" hangs before a door. File systems are numbers here: the log knows no
- * more of them. */
+ * A call that hangs here waits at the gate, which the test opens and closes. File systems are
+ * numbers, because the log knows no more about them. */
 #include <pthread.h>
 #include <sys/wait.h>
 
@@ -10,63 +10,64 @@
 enum { NFS = 71, SSD = 72, RAM = 73, UNKNOWN = 0 };
 
 #define PATIENCE_NS UINT64_C(20000000)
-#define LONG_NS (6 * PATIENCE_NS) /* whoever is to go past has done so by then */
+#define LONG_NS (6 * PATIENCE_NS) /* long enough for an entry that may overtake to do so */
 
 static const char *dir;
 static struct saving_state one, two;
 static struct sfr_engine *engine;
 static struct sfr_sys real;
 
-/* ---- the door ---- */
+/* ---- the gate ---- */
 
 static struct {
 	pthread_mutex_t mu;
 	pthread_cond_t cv;
 	bool closed, syncs, used;
-	unsigned nr_before;
-} door = { .mu = PTHREAD_MUTEX_INITIALIZER, .cv = PTHREAD_COND_INITIALIZER };
+	unsigned nr_waiting;
+} gate = { .mu = PTHREAD_MUTEX_INITIALIZER, .cv = PTHREAD_COND_INITIALIZER };
 
-static void before_the_door(void)
+/* Waits while the gate is closed. */
+static void wait_at_gate(void)
 {
-	(void)pthread_mutex_lock(&door.mu);
-	door.used = true;
-	door.nr_before++;
-	(void)pthread_cond_broadcast(&door.cv);
-	while (door.closed)
-		(void)pthread_cond_wait(&door.cv, &door.mu);
-	door.nr_before--;
-	(void)pthread_cond_broadcast(&door.cv);
-	(void)pthread_mutex_unlock(&door.mu);
+	(void)pthread_mutex_lock(&gate.mu);
+	gate.used = true;
+	gate.nr_waiting++;
+	(void)pthread_cond_broadcast(&gate.cv);
+	while (gate.closed)
+		(void)pthread_cond_wait(&gate.cv, &gate.mu);
+	gate.nr_waiting--;
+	(void)pthread_cond_broadcast(&gate.cv);
+	(void)pthread_mutex_unlock(&gate.mu);
 }
 
-/* Whoever was before it has gone on when it is open. */
-static void set_door(bool closed, bool syncs)
+/* Returns only when every call that waited there has continued. */
+static void set_gate(bool closed, bool syncs)
 {
-	(void)pthread_mutex_lock(&door.mu);
-	door.closed = closed;
-	door.syncs = syncs;
+	(void)pthread_mutex_lock(&gate.mu);
+	gate.closed = closed;
+	gate.syncs = syncs;
 	if (closed)
-		door.used = false;
-	(void)pthread_cond_broadcast(&door.cv);
-	while (!closed && door.nr_before)
-		(void)pthread_cond_wait(&door.cv, &door.mu);
-	(void)pthread_mutex_unlock(&door.mu);
+		gate.used = false;
+	(void)pthread_cond_broadcast(&gate.cv);
+	while (!closed && gate.nr_waiting)
+		(void)pthread_cond_wait(&gate.cv, &gate.mu);
+	(void)pthread_mutex_unlock(&gate.mu);
 }
 
-static void until_somebody_hangs(void)
+static void wait_until_one_hangs(void)
 {
-	(void)pthread_mutex_lock(&door.mu);
-	while (!door.used)
-		(void)pthread_cond_wait(&door.cv, &door.mu);
-	(void)pthread_mutex_unlock(&door.mu);
+	(void)pthread_mutex_lock(&gate.mu);
+	while (!gate.used)
+		(void)pthread_cond_wait(&gate.cv, &gate.mu);
+	(void)pthread_mutex_unlock(&gate.mu);
 }
 
-static void until_so_many_hang(unsigned nr)
+static void wait_until_hanging(unsigned nr)
 {
-	(void)pthread_mutex_lock(&door.mu);
-	while (door.nr_before < nr)
-		(void)pthread_cond_wait(&door.cv, &door.mu);
-	(void)pthread_mutex_unlock(&door.mu);
+	(void)pthread_mutex_lock(&gate.mu);
+	while (gate.nr_waiting < nr)
+		(void)pthread_cond_wait(&gate.cv, &gate.mu);
+	(void)pthread_mutex_unlock(&gate.mu);
 }
 
 static bool is_called(const char *path, const char *name)
@@ -79,39 +80,39 @@ static bool is_called(const char *path, const char *name)
 static int slow_rename(int fd, const char *from, const char *to)
 {
 	if (is_called(to, "hung"))
-		before_the_door();
+		wait_at_gate();
 	return real.rename(fd, from, to);
 }
 
 static int slow_unlink(int fd, const char *name)
 {
 	if (is_called(name, "hung"))
-		before_the_door();
+		wait_at_gate();
 	return real.unlink(fd, name);
 }
 
 static int slow_open(int fd, const char *name, int flags, mode_t mode)
 {
 	if (is_called(name, "hung to load"))
-		before_the_door();
+		wait_at_gate();
 	return real.open(fd, name, flags, mode);
 }
 
-/* One sync hangs, whosever it is. */
+/* Makes one sync hang, of any file. */
 static int slow_fdatasync(int fd)
 {
 	bool hangs;
 
-	(void)pthread_mutex_lock(&door.mu);
-	hangs = door.syncs;
-	door.syncs = false;
-	(void)pthread_mutex_unlock(&door.mu);
+	(void)pthread_mutex_lock(&gate.mu);
+	hangs = gate.syncs;
+	gate.syncs = false;
+	(void)pthread_mutex_unlock(&gate.mu);
 	if (hangs)
-		before_the_door();
+		wait_at_gate();
 	return real.fdatasync(fd);
 }
 
-/* Where a remove's directory lies is asked of the table: names say it. */
+/* Tells the file system of a remove's directory by the directory's name. */
 static int numbered_lstat(int fd, const char *path, struct stat *st)
 {
 	int rc = real.lstat(fd, path, st);
@@ -150,7 +151,7 @@ static struct sfr_ticket *submit(const char *name, uint64_t fs, const struct sav
 	return submit_in(dir, name, fs, s);
 }
 
-static void ends_well(struct sfr_ticket *t)
+static void check_becomes_durable(struct sfr_ticket *t)
 {
 
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, UINT64_C(20000000000)), 0);
@@ -158,7 +159,7 @@ static void ends_well(struct sfr_ticket *t)
 	sfr_ticket_put(t);
 }
 
-static void is_held_up(struct sfr_ticket *t)
+static void check_is_blocked(struct sfr_ticket *t)
 {
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, LONG_NS), SFR_EAGAIN);
 }
@@ -167,13 +168,13 @@ static void drain(void)
 {
 	uint64_t seq = 0;
 
-	set_door(false, false);
+	set_gate(false, false);
 	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_log_pending(), 0);
 }
 
-/* How many notices of the queue say this; it is empty then. */
-static int nr_told(const char *words)
+/* Counts the notices that contain these words, and empties the queue. */
+static int nr_notices_with(const char *words)
 {
 	struct sfr_notice notice;
 	int nr = 0;
@@ -208,206 +209,208 @@ static int nr_log_threads(void)
 
 /* ---- tests ---- */
 
-TEST(saves_of_other_file_systems_go_past_a_rename_that_hangs)
+TEST(saves_on_other_file_systems_overtake_a_hanging_rename)
 {
 	struct sfr_ticket *hung;
 	char text[256];
 
-	set_door(true, false);
+	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
-	until_somebody_hangs();
-	ends_well(submit("a", SSD, &two));
-	ends_well(submit("b", SSD, &two));
-	ends_well(submit("c", RAM, &two));
-	CHECK_EQ(saving_look(dir, "hung"), -1);
-	CHECK_EQ(saving_look(dir, "a"), 2);
-	CHECK_EQ(saving_look(dir, "c"), 2);
+	wait_until_one_hangs();
+	check_becomes_durable(submit("a", SSD, &two));
+	check_becomes_durable(submit("b", SSD, &two));
+	check_becomes_durable(submit("c", RAM, &two));
+	CHECK_EQ(saving_content(dir, "hung"), -1);
+	CHECK_EQ(saving_content(dir, "a"), 2);
+	CHECK_EQ(saving_content(dir, "c"), 2);
 	CHECK_EQ(sfr_log_pending(), 4); /* they leave the log in its order */
-	CHECK_EQ(nr_told("hung has not answered"), 1);
+	CHECK_EQ(nr_notices_with("hung has not answered"), 1);
 	CHECK_EQ(sfr_log_unanswered(text, sizeof(text)), 1);
 	CHECK(strstr(text, "hung has not answered for") != NULL);
-	set_door(false, false);
-	ends_well(hung);
+	set_gate(false, false);
+	check_becomes_durable(hung);
 	drain();
 	CHECK_EQ(sfr_log_unanswered(text, sizeof(text)), 0);
-	CHECK_EQ(saving_look(dir, "hung"), 1);
+	CHECK_EQ(saving_content(dir, "hung"), 1);
 	while (nr_log_threads() > 1)
 		(void)usleep(1000);
 }
 
-TEST(saves_of_other_file_systems_go_past_a_sync_that_hangs)
+TEST(saves_on_other_file_systems_overtake_a_hanging_sync)
 {
 	struct sfr_ticket *hung;
 
-	set_door(true, true);
+	set_gate(true, true);
 	hung = submit("a", NFS, &one);
-	until_somebody_hangs();
-	ends_well(submit("b", SSD, &two));
-	is_held_up(hung);
-	CHECK_EQ(nr_told("/a has not answered"), 1);
-	set_door(false, false);
-	ends_well(hung);
+	wait_until_one_hangs();
+	check_becomes_durable(submit("b", SSD, &two));
+	check_is_blocked(hung);
+	CHECK_EQ(nr_notices_with("/a has not answered"), 1);
+	set_gate(false, false);
+	check_becomes_durable(hung);
 	drain();
 }
 
-TEST(saves_go_past_a_remove_that_hangs)
+TEST(saves_overtake_a_hanging_remove)
 {
 	(void)mkdir(dir_path(dir, "nfs"), 0777);
-	ends_well(submit_in(dir_path(dir, "nfs"), "hung", SSD, &one));
+	check_becomes_durable(submit_in(dir_path(dir, "nfs"), "hung", SSD, &one));
 	drain();
-	set_door(true, false);
+	set_gate(true, false);
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "nfs/hung"), NULL), 0);
-	until_somebody_hangs();
-	ends_well(submit("b", SSD, &two));
-	CHECK_EQ(nr_told("nfs/hung has not answered"), 1);
+	wait_until_one_hangs();
+	check_becomes_durable(submit("b", SSD, &two));
+	CHECK_EQ(nr_notices_with("nfs/hung has not answered"), 1);
 	drain();
-	CHECK_EQ(saving_look(dir_path(dir, "nfs"), "hung"), -1);
+	CHECK_EQ(saving_content(dir_path(dir, "nfs"), "hung"), -1);
 }
 
 TEST(two_file_systems_may_hang_at_a_time)
 {
 	struct sfr_ticket *hung, *sync;
 
-	set_door(true, true);
+	set_gate(true, true);
 	sync = submit("a", RAM, &one);
-	until_somebody_hangs();
+	wait_until_one_hangs();
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "nfs/hung"), NULL),
-		 0); /* waits for that save, and does not hang */
+		 0); /* waits for that save, which does not hang */
 	hung = submit("hung", NFS, &one);
-	ends_well(submit("b", SSD, &two));
-	ends_well(submit("c", SSD, &two)); /* past both, when the rename hangs */
-	set_door(false, false);
-	ends_well(sync);
-	ends_well(hung);
+	check_becomes_durable(submit("b", SSD, &two));
+	check_becomes_durable(submit("c", SSD, &two)); /* overtakes both, when the rename hangs */
+	set_gate(false, false);
+	check_becomes_durable(sync);
+	check_becomes_durable(hung);
 	drain();
-	CHECK_EQ(nr_told("has not answered") > 0, 1);
+	CHECK_EQ(nr_notices_with("has not answered") > 0, 1);
 }
 
-/* A save that is ready waits behind one that hangs, and lands when that one has. So does one that
- * comes while a thread stands by, which has let another go past. */
-static void waits_for_it(const char *where, const char *name, uint64_t fs, bool late)
+/* A save that is ready waits behind one that hangs, and is renamed after it. `late`: the save
+ * comes when a second thread is already waiting, which has let another save overtake. */
+static void check_waits_behind_hung_save(const char *where, const char *name, uint64_t fs,
+					 bool late)
 {
 	struct sfr_ticket *hung, *held;
 
-	set_door(true, false);
+	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
-	until_somebody_hangs();
+	wait_until_one_hangs();
 	if (late)
-		ends_well(submit("past", RAM, &one));
+		check_becomes_durable(submit("past", RAM, &one));
 	held = submit_in(where, name, fs, &two);
-	is_held_up(held);
-	set_door(false, false);
-	ends_well(hung);
-	ends_well(held);
+	check_is_blocked(held);
+	set_gate(false, false);
+	check_becomes_durable(hung);
+	check_becomes_durable(held);
 	drain();
-	CHECK_EQ(saving_look(where, name), 2);
-	CHECK_EQ(nr_told("has not answered"), late);
+	CHECK_EQ(saving_content(where, name), 2);
+	CHECK_EQ(nr_notices_with("has not answered"), late);
 }
 
-TEST(what_shares_a_file_system_or_a_name_does_not_go_past)
+TEST(saves_of_the_same_file_system_or_name_do_not_overtake)
 {
 	for (int late = 0; late < 2; late++) {
-		waits_for_it(dir, "the same file system", NFS, late);
-		waits_for_it(dir, "one that nobody knows", UNKNOWN, late);
-		waits_for_it(dir, "hung", SSD, late); /* the same name */
+		check_waits_behind_hung_save(dir, "the same file system", NFS, late);
+		check_waits_behind_hung_save(dir, "one that nobody knows", UNKNOWN, late);
+		check_waits_behind_hung_save(dir, "hung", SSD, late); /* the same name */
 	}
 }
 
-TEST(a_save_into_what_is_to_be_removed_does_not_go_past_the_remove)
+TEST(save_into_a_directory_to_be_removed_does_not_overtake)
 {
 	struct sfr_ticket *hung, *held;
 
 	(void)mkdir(dir_path(dir, "tree"), 0777);
-	set_door(true, false);
+	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
-	until_somebody_hangs();
+	wait_until_one_hangs();
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "tree"), NULL), 0);
 	held = submit_in(dir_path(dir, "tree"), "in it", SSD, &two);
-	is_held_up(held);
-	set_door(false, false);
-	ends_well(hung);
-	ends_well(held);
+	check_is_blocked(held);
+	set_gate(false, false);
+	check_becomes_durable(hung);
+	check_becomes_durable(held);
 	drain();
 }
 
-/* Whoever would go past lies on a file system that hangs itself, behind another save. */
-TEST(what_would_hang_itself_does_not_go_past)
+/* The save that could overtake is itself on a file system that hangs, behind another save. */
+TEST(save_behind_a_hanging_one_of_its_file_system_does_not_overtake)
 {
 	struct sfr_ticket *ready, *hung, *sync;
 
-	set_door(true, false);
+	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
-	until_somebody_hangs();
-	set_door(true, true);
+	wait_until_one_hangs();
+	set_gate(true, true);
 	sync = submit("a", RAM, &one);
-	until_somebody_hangs();
-	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until it is known to hang */
+	wait_until_one_hangs();
+	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until the log knows that it hangs */
 	ready = submit("b", RAM, &two);
-	is_held_up(ready);
-	set_door(false, false);
-	ends_well(hung);
-	ends_well(sync);
-	ends_well(ready);
+	check_is_blocked(ready);
+	set_gate(false, false);
+	check_becomes_durable(hung);
+	check_becomes_durable(sync);
+	check_becomes_durable(ready);
 	drain();
-	(void)nr_told("");
+	(void)nr_notices_with("");
 }
 
-/* In a rename and in a sync: who goes past says it once. */
-TEST(a_file_system_that_hangs_twice_is_told_of_once)
+/* It hangs in a rename and in a sync; only one notice names it. */
+TEST(hanging_file_system_is_reported_once)
 {
 	struct sfr_ticket *hung, *sync;
 
-	set_door(true, false);
+	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
-	until_somebody_hangs();
-	set_door(true, true);
+	wait_until_one_hangs();
+	set_gate(true, true);
 	sync = submit("a", NFS, &one);
-	until_somebody_hangs();
-	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until it is known to hang */
-	ends_well(submit("b", SSD, &two));
-	CHECK_EQ(nr_told("has not answered"), 1);
-	set_door(false, false);
-	ends_well(hung);
-	ends_well(sync);
+	wait_until_one_hangs();
+	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until the log knows that it hangs */
+	check_becomes_durable(submit("b", SSD, &two));
+	CHECK_EQ(nr_notices_with("has not answered"), 1);
+	set_gate(false, false);
+	check_becomes_durable(hung);
+	check_becomes_durable(sync);
 	drain();
 }
 
-TEST(a_save_that_takes_its_time_is_waited_for)
+TEST(slow_save_is_not_overtaken)
 {
 	struct sfr_ticket *slow = NULL, *b;
 
 	CHECK_EQ(saving_new(engine, dir, "slow", &one, SFR_SAVE_DURABLE, &slow), 0);
-	CHECK_EQ(saving_submit(slow), 0); /* no verdict: nobody asks its file system for anything */
+	/* without a verdict nothing is asked of its file system */
+	CHECK_EQ(saving_submit(slow), 0);
 	b = submit("b", SSD, &two);
-	is_held_up(b);
+	check_is_blocked(b);
 	CHECK_EQ(sfr_save_confirm(slow, -1), 0);
-	ends_well(slow);
-	ends_well(b);
+	check_becomes_durable(slow);
+	check_becomes_durable(b);
 	drain();
-	CHECK_EQ(nr_told("has not answered"), 0);
+	CHECK_EQ(nr_notices_with("has not answered"), 0);
 }
 
-TEST(who_is_answered_in_time_is_waited_for)
+TEST(slow_but_answering_file_system_is_not_overtaken)
 {
 	struct sfr_ticket *slow, *b;
 
-	sfr_log_tune(0); /* as long as ever */
-	set_door(true, false);
+	sfr_log_tune(0); /* back to the default */
+	set_gate(true, false);
 	slow = submit("hung", NFS, &one);
-	until_somebody_hangs();
+	wait_until_one_hangs();
 	b = submit("b", SSD, &two);
-	is_held_up(b);
-	set_door(false, false);
-	ends_well(slow);
-	ends_well(b);
+	check_is_blocked(b);
+	set_gate(false, false);
+	check_becomes_durable(slow);
+	check_becomes_durable(b);
 	drain();
-	CHECK_EQ(nr_told("has not answered"), 0);
+	CHECK_EQ(nr_notices_with("has not answered"), 0);
 	CHECK_EQ(sfr_log_stop(), 0); /* its threads wait for that long */
 	sfr_log_tune(PATIENCE_NS);
 }
 
-/* Before and after somebody has taken its turn. */
-TEST(work_of_others_that_has_its_turn_is_waited_for)
+/* Before and after a thread has taken the work. */
+TEST(external_work_at_the_head_is_not_overtaken)
 {
 	struct sfr_log_work *work;
 	struct sfr_ticket *b;
@@ -417,17 +420,17 @@ TEST(work_of_others_that_has_its_turn_is_waited_for)
 	CHECK_EQ(sfr_log_work_new("/in front", SFR_WORK_SAVE, &work), 0);
 	CHECK_EQ(sfr_log_work_append(work), 0);
 	b = submit("b", SSD, &two);
-	is_held_up(b);
+	check_is_blocked(b);
 	CHECK_EQ(sfr__log_take_turn(0, &number, &after_good), 0);
-	is_held_up(b);
+	check_is_blocked(b);
 	sfr_log_work_end(work, 1);
-	ends_well(b);
+	check_becomes_durable(b);
 	drain();
 	sfr_log_work_put(work);
 }
 
-/* Of what is ready on one file system the first is first, whatever hangs in front of both. */
-TEST(what_goes_past_keeps_its_order)
+/* Of two ready saves on one file system the first is renamed first, whatever hangs before them. */
+TEST(overtaking_saves_keep_their_order)
 {
 	struct sfr_ticket *hung, *slow = NULL, *b;
 	const struct sfr_save_desc desc = { .dir = dir,
@@ -438,144 +441,144 @@ TEST(what_goes_past_keeps_its_order)
 					    .sources = one.sources,
 					    .nr_sources = SAVING_NR };
 
-	set_door(true, false);
+	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
-	until_somebody_hangs();
+	wait_until_one_hangs();
 	CHECK_EQ(sfr_save_new(engine, &desc, &slow), 0);
 	CHECK_EQ(saving_submit(slow), 0);
 	b = submit("b", SSD, &two);
-	is_held_up(b);
+	check_is_blocked(b);
 	CHECK_EQ(sfr_save_wait(slow, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_confirm(slow, -1), 0);
-	ends_well(slow);
-	ends_well(b);
-	set_door(false, false);
-	ends_well(hung);
+	check_becomes_durable(slow);
+	check_becomes_durable(b);
+	set_gate(false, false);
+	check_becomes_durable(hung);
 	drain();
-	(void)nr_told("");
+	(void)nr_notices_with("");
 }
 
 TEST(a_remove_waits_for_every_save_before_it)
 {
 	struct sfr_ticket *hung;
 
-	ends_well(submit("old", SSD, &one));
-	set_door(true, false);
+	check_becomes_durable(submit("old", SSD, &one));
+	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
-	until_somebody_hangs();
-	ends_well(submit("new", SSD, &two));
+	wait_until_one_hangs();
+	check_becomes_durable(submit("new", SSD, &two));
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
-	ends_well(submit("newer", SSD, &two)); /* goes past the remove as well */
-	CHECK_EQ(saving_look(dir, "old"), 1);
-	set_door(false, false);
-	ends_well(hung);
+	check_becomes_durable(submit("newer", SSD, &two)); /* overtakes the remove too */
+	CHECK_EQ(saving_content(dir, "old"), 1);
+	set_gate(false, false);
+	check_becomes_durable(hung);
 	drain();
-	CHECK_EQ(saving_look(dir, "old"), -1);
-	(void)nr_told("");
+	CHECK_EQ(saving_content(dir, "old"), -1);
+	(void)nr_notices_with("");
 }
 
-TEST(a_load_of_what_went_past_is_opened_though_the_head_hangs)
+TEST(load_of_a_save_that_overtook_is_opened_while_the_head_hangs)
 {
 	struct sfr_log_load *load, *late, *of_hung;
 	struct sfr_ticket *hung;
 	int fd = -1;
 
-	set_door(true, false);
+	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
-	until_somebody_hangs();
+	wait_until_one_hangs();
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "hung"), &of_hung), 0);
-	ends_well(submit("b", SSD, &two));
+	check_becomes_durable(submit("b", SSD, &two));
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "b"), &late),
-		 0); /* its entry has ended, and is in the list */
+		 0); /* its entry has ended but is still in the list */
 	CHECK_EQ(sfr_log_load_wait(late, UINT64_C(20000000000), &fd), 0);
-	CHECK_EQ(saving_look_fd(fd), 2);
+	CHECK_EQ(saving_content_fd(fd), 2);
 	(void)close(fd);
 	sfr_log_load_free(late);
 	CHECK_EQ(sfr_log_load_wait(of_hung, LONG_NS, &fd), SFR_EAGAIN);
-	set_door(false, false);
-	ends_well(hung);
+	set_gate(false, false);
+	check_becomes_durable(hung);
 	CHECK_EQ(sfr_log_load_wait(of_hung, SFR_FOREVER, &fd), 0);
 	(void)close(fd);
 	sfr_log_load_free(of_hung);
 	drain();
 
-	/* And where it is the load that hangs: its entry keeps its place, and others go past. */
-	(void)nr_told("");
-	set_door(true, true);
+	/* If the load hangs, its entry stays where it is, and others overtake it. */
+	(void)nr_notices_with("");
+	set_gate(true, true);
 	hung = submit("hung to load", NFS, &two);
-	until_somebody_hangs();
+	wait_until_one_hangs();
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "hung to load"), &load), 0);
-	set_door(false, false);
-	set_door(true, false);
-	ends_well(hung);
-	until_somebody_hangs();
-	ends_well(submit("b", SSD, &one));
-	CHECK_EQ(nr_told("hung to load has not answered"), 1);
+	set_gate(false, false);
+	set_gate(true, false);
+	check_becomes_durable(hung);
+	wait_until_one_hangs();
+	check_becomes_durable(submit("b", SSD, &one));
+	CHECK_EQ(nr_notices_with("hung to load has not answered"), 1);
 	drain();
 	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
-	CHECK_EQ(saving_look_fd(fd), 2);
+	CHECK_EQ(saving_content_fd(fd), 2);
 	(void)close(fd);
 	sfr_log_load_free(load);
 	drain();
-	(void)nr_told("");
+	(void)nr_notices_with("");
 }
 
-TEST(one_file_system_alone_has_one_thread)
+TEST(log_has_one_thread_for_one_file_system)
 {
 	struct sfr_ticket *hung, *held;
 
-	set_door(true, false);
+	set_gate(true, false);
 	hung = submit("hung", SSD, &one);
-	until_somebody_hangs();
+	wait_until_one_hangs();
 	held = submit("held", SSD, &two);
-	is_held_up(held);
+	check_is_blocked(held);
 	CHECK_EQ(nr_log_threads(), 1);
-	set_door(false, false);
-	ends_well(hung);
-	ends_well(held);
+	set_gate(false, false);
+	check_becomes_durable(hung);
+	check_becomes_durable(held);
 	drain();
 }
 
-/* One thread for each file system that hangs, up to four: what comes then waits its turn. */
+/* One thread for each file system that hangs, at most four. Later entries wait. */
 TEST(no_more_than_four_threads_hang)
 {
 	static const char *const places[] = { "0", "1", "2", "3", "4", "5" };
 	struct sfr_ticket *hung[6];
 
-	set_door(true, false);
+	set_gate(true, false);
 	for (int i = 0; i < 6; i++) {
 		(void)mkdir(dir_path(dir, places[i]), 0777);
 		hung[i] = submit_in(dir_path(dir, places[i]), "hung", 80 + (uint64_t)i, &one);
 	}
-	until_so_many_hang(4);
-	is_held_up(hung[5]);
+	wait_until_hanging(4);
+	check_is_blocked(hung[5]);
 	CHECK_EQ(nr_log_threads(), 4);
-	set_door(false, false);
+	set_gate(false, false);
 	for (int i = 0; i < 6; i++)
-		ends_well(hung[i]);
+		check_becomes_durable(hung[i]);
 	drain();
-	(void)nr_told("");
+	(void)nr_notices_with("");
 }
 
 TEST(the_log_stops_with_all_its_threads)
 {
 	struct sfr_ticket *hung;
 
-	set_door(true, false);
+	set_gate(true, false);
 	hung = submit("hung", NFS, &one);
-	until_somebody_hangs();
-	ends_well(submit("b", SSD, &two));
+	wait_until_one_hangs();
+	check_becomes_durable(submit("b", SSD, &two));
 	CHECK_EQ(nr_log_threads(), 2);
-	set_door(false, false);
+	set_gate(false, false);
 	CHECK_EQ(sfr_log_stop(), 0);
 	CHECK_EQ(nr_log_threads(), 0);
-	ends_well(hung);
-	ends_well(submit("again", SSD, &two));
+	check_becomes_durable(hung);
+	check_becomes_durable(submit("again", SSD, &two));
 	drain();
-	(void)nr_told("");
+	(void)nr_notices_with("");
 }
 
-/* Threads that were made and not joined yet. */
+/* Counts threads that were started and not joined yet. */
 static atomic_int nr_threads;
 
 static int counted_create(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),

@@ -1,4 +1,4 @@
-/* loads.c: what a load that waits in the log opens, and what it leaves behind. */
+/* loads.c: which file a load opens that waits in the log, and that nothing is left open. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -22,7 +22,7 @@ static void finish(struct sfr_ticket *t)
 	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
 }
 
-/* How many descriptors of ours name it. */
+/* Counts our open descriptors of this path. */
 static unsigned nr_open(const char *path)
 {
 	struct dirent *entry;
@@ -40,8 +40,8 @@ static unsigned nr_open(const char *path)
 	return nr;
 }
 
-/* Somebody has put it there; who saves later does not wait for a writer to come. */
-TEST(a_load_of_a_fifo_holds_nobody_up)
+/* Somebody else made a FIFO at the path of a later save. Opening it must not wait for a writer. */
+TEST(load_of_a_fifo_does_not_block_the_log)
 {
 	const char *path = dir_path(dir, "fifo");
 	struct sfr_ticket *t = submit("fifo");
@@ -51,9 +51,10 @@ TEST(a_load_of_a_fifo_holds_nobody_up)
 	CHECK_EQ(sfr_log_load_new(path, &load), 0);
 	CHECK_EQ(mkfifo(path, 0600), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_confirm(t, 4), 0); /* it fails: the FIFO stays */
+	CHECK_EQ(sfr_save_confirm(t, 4), 0); /* the save fails, so the FIFO stays */
 	CHECK_EQ(sfr_log_load_wait(load, UINT64_C(10000000000), &fd), 0);
-	writer = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC); /* lets go who waits all the same */
+	/* ends the wait of a load that waits nevertheless */
+	writer = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC);
 	finish(t);
 	CHECK(fd >= 0 && writer >= 0);
 	(void)close(fd);
@@ -61,7 +62,7 @@ TEST(a_load_of_a_fifo_holds_nobody_up)
 	sfr_log_load_free(load);
 }
 
-TEST(a_signal_that_comes_while_it_opens_changes_nothing)
+TEST(signal_during_open_is_retried)
 {
 	const struct sfr_fault fault = { .call = "open", .nth = 1, .err = EINTR, .limit = -1 };
 	struct sfr_log_load *load = NULL;
@@ -79,7 +80,7 @@ TEST(a_signal_that_comes_while_it_opens_changes_nothing)
 	sfr_log_load_free(load);
 }
 
-TEST(a_load_that_nobody_waits_for_any_more_leaves_nothing_open)
+TEST(abandoned_load_leaves_no_open_descriptor)
 {
 	const char *path = dir_path(dir, "left");
 	struct sfr_ticket *t = submit("left");
@@ -88,7 +89,7 @@ TEST(a_load_that_nobody_waits_for_any_more_leaves_nothing_open)
 	CHECK_EQ(sfr_log_load_new(path, &load), 0);
 	sfr_log_load_free(load);
 	finish(t);
-	CHECK_EQ(saving_look(dir, "left"), 1);
+	CHECK_EQ(saving_content(dir, "left"), 1);
 	CHECK_EQ(nr_open(path), 0);
 }
 

@@ -1,4 +1,4 @@
-/* The ordered log: renames and removes in the order of submission, loads in between. */
+/* The ordered log: renames and removes in the order of submission, with loads between them. */
 #include <errno.h>
 #include <pthread.h>
 #include <sys/wait.h>
@@ -28,8 +28,8 @@ static void drain(void)
 	CHECK_EQ(sfr_log_pending(), 0);
 }
 
-/* The sentence of a notice that nobody has looked at: one that came in front of a save's end, or
- * the next one. */
+/* Returns the text of a notice that no test has read: one that came before a save's end, or the
+ * next one. */
 static const char *next_text(void)
 {
 	static char text[sizeof(saving_text)];
@@ -47,22 +47,22 @@ TEST(renames_take_effect_in_the_order_of_submission_across_paths)
 
 	confirm(b, -1);
 	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_ENDED, 100 * 1000 * 1000),
-		 SFR_EAGAIN); /* a is not there */
-	CHECK_EQ(saving_look(dir, "b"), -1);
+		 SFR_EAGAIN); /* a has no verdict */
+	CHECK_EQ(saving_content(dir, "b"), -1);
 	saving_done(a);
 	saving_done(b);
-	CHECK_EQ(saving_look(dir, "a"), 1);
-	CHECK_EQ(saving_look(dir, "b"), 2);
+	CHECK_EQ(saving_content(dir, "a"), 1);
+	CHECK_EQ(saving_content(dir, "b"), 2);
 }
 
-TEST(two_saves_of_one_path_land_in_turn)
+TEST(saves_of_one_path_are_renamed_in_order)
 {
 	struct sfr_ticket *a = submit("same", &one), *b = submit("same", &two);
 
 	confirm(b, -1);
 	saving_done(a);
 	saving_done(b);
-	CHECK_EQ(saving_look(dir, "same"), 2);
+	CHECK_EQ(saving_content(dir, "same"), 2);
 }
 
 TEST(a_remove_waits_for_the_save_before_it)
@@ -75,16 +75,17 @@ TEST(a_remove_waits_for_the_save_before_it)
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "old")), 0);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "new")), 1);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "other")), -1);
-	CHECK_EQ(saving_look(dir, "old"), 1);
+	CHECK_EQ(saving_content(dir, "old"), 1);
 	saving_done(a);
 	drain();
-	CHECK_EQ(saving_look(dir, "old"), -1);
-	CHECK_EQ(saving_look(dir, "new"), 2);
+	CHECK_EQ(saving_content(dir, "old"), -1);
+	CHECK_EQ(saving_content(dir, "new"), 2);
 	b = submit("new", &one);
-	CHECK_EQ(sfr_log_remove(dir_path(dir, "new"), NULL), 0); /* of its own file, too */
+	/* the remove concerns its own file too */
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "new"), NULL), 0);
 	saving_done(b);
 	drain();
-	CHECK_EQ(saving_look(dir, "new"), -1);
+	CHECK_EQ(saving_content(dir, "new"), -1);
 }
 
 TEST(a_remove_is_dropped_when_the_last_save_before_it_failed)
@@ -98,22 +99,22 @@ TEST(a_remove_is_dropped_when_the_last_save_before_it_failed)
 	saving_done(a);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
 	drain();
-	CHECK_EQ(saving_look(dir, "old"), 1);
-	/* Literally so: the last save failed, however long ago. */
+	CHECK_EQ(saving_content(dir, "old"), 1);
+	/* This holds however long ago the save failed. */
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
-	CHECK_EQ(saving_look(dir, "old"), 1);
-	/* A cancelled save is no success either. */
+	CHECK_EQ(saving_content(dir, "old"), 1);
+	/* A cancelled save did not succeed either. */
 	b = submit("new", &two);
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	CHECK_EQ(sfr_save_cancel(b), 1);
 	saving_done(b);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
-	CHECK_EQ(saving_look(dir, "old"), 1);
+	CHECK_EQ(saving_content(dir, "old"), 1);
 	saving_done(submit("new", &two));
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	drain();
-	CHECK_EQ(saving_look(dir, "old"), -1);
+	CHECK_EQ(saving_content(dir, "old"), -1);
 }
 
 TEST(a_later_save_survives_an_earlier_remove_of_its_name)
@@ -127,7 +128,7 @@ TEST(a_later_save_survives_an_earlier_remove_of_its_name)
 	saving_done(a);
 	saving_done(b);
 	drain();
-	CHECK_EQ(saving_look(dir, "x"), 2);
+	CHECK_EQ(saving_content(dir, "x"), 2);
 }
 
 TEST(removing_a_directory_leaves_a_later_save_into_it_alone)
@@ -147,15 +148,15 @@ TEST(removing_a_directory_leaves_a_later_save_into_it_alone)
 	saving_done(first);
 	saving_done(late);
 	drain();
-	CHECK_EQ(saving_look(path, "inside"), -1);
+	CHECK_EQ(saving_content(path, "inside"), -1);
 	CHECK_EQ(access(dir_path(dir, "tree/deep"), F_OK), -1);
-	CHECK_EQ(saving_look(path, "late"), 2);
+	CHECK_EQ(saving_content(path, "late"), 2);
 	CHECK_EQ(sfr_log_remove(path, NULL), 0);
 	drain();
 	CHECK_EQ(access(path, F_OK), -1);
 }
 
-TEST(a_missing_name_is_no_error_and_a_refused_one_is_told)
+TEST(remove_accepts_a_missing_name_and_logs_a_refused_one)
 {
 	const struct sfr_fault fault = { .call = "unlink", .nth = 1, .err = EPERM, .limit = -1 };
 
@@ -166,7 +167,7 @@ TEST(a_missing_name_is_no_error_and_a_refused_one_is_told)
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "kept"), NULL), 0);
 	CHECK(strstr(next_text(), "could not be removed") != NULL);
 	sfr_inject_clear();
-	CHECK_EQ(saving_look(dir, "kept"), 1);
+	CHECK_EQ(saving_content(dir, "kept"), 1);
 }
 
 TEST(a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later)
@@ -188,18 +189,19 @@ TEST(a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later)
 	saving_done(other);
 	saving_done(a);
 	saving_done(b);
-	drain(); /* b has replaced it and the name is gone: the load still has what it asked for */
+	/* b has replaced the file and the name is gone; the load still has the file it asked for */
+	drain();
 	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
 	CHECK(fd >= 0);
-	CHECK_EQ(pread(fd, &byte, 1, 40 * 1024), 1); /* amid the deferred storages */
+	CHECK_EQ(pread(fd, &byte, 1, 40 * 1024), 1); /* inside the deferred storages */
 	CHECK_EQ(byte, 1);
 	sfr_log_load_free(load);
-	CHECK_EQ(close(fd), 0); /* ours since it was handed out */
+	CHECK_EQ(close(fd), 0); /* the descriptor belongs to the caller */
 	CHECK_EQ(sfr_log_load_wait(missing, SFR_FOREVER, &fd), -ENOENT);
 	sfr_log_load_free(missing);
 }
 
-TEST(a_load_of_a_directory_waits_for_everything_in_it)
+TEST(load_of_a_directory_waits_for_everything_in_it)
 {
 	struct sfr_ticket *a;
 	struct sfr_log_load *load, *other;
@@ -219,13 +221,13 @@ TEST(a_load_of_a_directory_waits_for_everything_in_it)
 	confirm(a, -1);
 	saving_done(a);
 	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
-	CHECK_EQ(saving_look(dir, "wait"), 1);
+	CHECK_EQ(saving_content(dir, "wait"), 1);
 	(void)close(fd);
 	sfr_log_load_free(load);
 	sfr_log_load_free(other);
 }
 
-TEST(a_load_of_a_directory_waits_for_a_remove_of_itself)
+TEST(load_of_a_directory_waits_for_a_remove_of_it)
 {
 	struct sfr_ticket *a = submit("before", &one);
 	struct sfr_log_load *load;
@@ -243,7 +245,7 @@ TEST(a_load_of_a_directory_waits_for_a_remove_of_itself)
 	sfr_log_load_free(load);
 }
 
-TEST(a_load_of_another_path_waits_for_nobody)
+TEST(load_of_another_path_does_not_wait)
 {
 	struct sfr_ticket *a;
 	struct sfr_log_load *load;
@@ -252,17 +254,18 @@ TEST(a_load_of_another_path_waits_for_nobody)
 	saving_done(submit("there", &two));
 	a = submit("slow", &one);
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "there"), &load), 0);
-	/* Not for "slow", which has no verdict; its own save leaves the log a moment after its end. */
+	/* It does not wait for "slow", which has no verdict. Its own save leaves the log a
+	 * moment after its end. */
 	CHECK_EQ(sfr_log_load_wait(load, UINT64_C(5000000000), &fd), 0);
 	(void)close(fd);
 	sfr_log_load_free(load);
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "slow"), &load), 0);
-	sfr_log_load_free(load); /* given up while it waits */
+	sfr_log_load_free(load); /* freed while it waits */
 	saving_done(a);
 	drain();
 }
 
-TEST(a_failed_save_leaves_the_name_to_what_was_before)
+TEST(failed_save_leaves_existence_of_its_name_unchanged)
 {
 	struct sfr_ticket *a = submit("f", &one), *first = submit("first", &one);
 
@@ -273,15 +276,15 @@ TEST(a_failed_save_leaves_the_name_to_what_was_before)
 	saving_done(first);
 }
 
-/* R8: the parent's saves go on; in the child everything of the parent is refused. */
-TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
+/* R8: the parent's saves go on; in the child every call on an object of the parent is refused. */
+TEST(forked_child_is_refused_and_the_parents_saves_go_on)
 {
 	struct sfr_ticket *t = submit("forked", &two);
 	struct sfr_log_load *load;
 	int status = -1, fd;
 	pid_t child;
 
-	sfr_log_work_put(NULL); /* as every release */
+	sfr_log_work_put(NULL); /* allowed, as in every such function */
 	CHECK_EQ(sfr_log_load_new(dir_path(dir, "forked"), &load), 0);
 	child = fork();
 	if (child == 0) {
@@ -308,12 +311,12 @@ TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
 		sfr_log_load_free(load);
 		sfr_ticket_put(t);
 		sfr_engine_put(engine);
-/* TSan knows no threads after the fork of a threaded process, and a lock of ASan's allocator may be
- * held by a thread that is not there: GCC 12's does not see to that, as malloc itself does. */
+/* TSan does not support threads after a fork of a threaded process. A lock of GCC 12's ASan
+ * allocator may be held by a thread that the child does not have; malloc itself handles that. */
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 		engine = saving_engine(8, 1, 1);
 		CHECK_EQ(saving_save(engine, dir, "child", &one, SFR_SAVE_DURABLE), 0);
-		CHECK_EQ(saving_look(dir, "child"), 1);
+		CHECK_EQ(saving_content(dir, "child"), 1);
 		saving_end(engine);
 #endif
 		_exit(check_done() == 0 ? 0 : 1);
@@ -325,11 +328,11 @@ TEST(after_a_fork_the_child_is_refused_and_the_parent_goes_on)
 	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
 	(void)close(fd);
 	sfr_log_load_free(load);
-	CHECK_EQ(saving_look(dir, "forked"), 2);
+	CHECK_EQ(saving_content(dir, "forked"), 2);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-TEST(running_out_of_memory_is_an_error_and_loses_nothing)
+TEST(failed_allocation_in_the_log_loses_nothing)
 {
 	saving_done(submit("m", &one));
 	FOR_EVERY_FAILURE(run, "*", ENOMEM)
@@ -345,10 +348,10 @@ TEST(running_out_of_memory_is_an_error_and_loses_nothing)
 		sfr_log_load_free(load);
 		rc = sfr_log_remove(dir_path(dir, "gone"), NULL);
 		CHECK(rc == 0 || check_acted(&run));
-		check_heal(&run);
+		check_end_fault(&run);
 		drain();
 	}
-	CHECK_EQ(saving_look(dir, "m"), 1);
+	CHECK_EQ(saving_content(dir, "m"), 1);
 }
 
 static void *stop_the_log(void *unused)
@@ -358,7 +361,7 @@ static void *stop_the_log(void *unused)
 	return NULL;
 }
 
-/* A save that is admitted has its place: it is kept, or given up. */
+/* An admitted save has a reserved entry, which it uses or gives up. */
 TEST(the_log_does_not_stop_between_a_saves_admission_and_its_launch)
 {
 	pthread_t stopper;
@@ -368,29 +371,28 @@ TEST(the_log_does_not_stop_between_a_saves_admission_and_its_launch)
 	CHECK_EQ(saving_new(engine, dir, "admitted", &one, SFR_SAVE_DURABLE, &t), 0);
 	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
 	CHECK_EQ(pthread_create(&stopper, NULL, stop_the_log, NULL), 0);
-	(void)usleep(50000); /* were it to stop at once, it would have done so now */
+	(void)usleep(50000); /* if it stopped at once, it would have done so by now */
 	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_launch(t), 0);
 	confirm(t, -1);
 	rc = sfr_save_wait(t, SFR_WAIT_ENDED, UINT64_C(20000000000));
 	CHECK_EQ(rc, 0);
 	if (rc < 0)
-		CHECK_EQ(sfr_log_remove(dir_path(dir, "none"), NULL),
-			 0); /* has the log run again */
+		CHECK_EQ(sfr_log_remove(dir_path(dir, "none"), NULL), 0); /* starts the log again */
 	saving_done(t);
 	CHECK_EQ(pthread_join(stopper, NULL), 0);
-	CHECK_EQ(saving_look(dir, "admitted"), 1);
+	CHECK_EQ(saving_content(dir, "admitted"), 1);
 
 	CHECK_EQ(saving_new(engine, dir, "given up", &one, SFR_SAVE_DURABLE, &given_up), 0);
 	CHECK_EQ(sfr_save_admit(given_up, SFR_FOREVER), 0);
 	sfr_save_abandon(given_up);
-	CHECK_EQ(sfr_log_stop(), 0); /* waits for nothing */
+	CHECK_EQ(sfr_log_stop(), 0); /* there is nothing to wait for */
 	saving_done(given_up);
 	saving_done(submit("next", &one));
-	CHECK_EQ(saving_look(dir, "next"), 1);
+	CHECK_EQ(saving_content(dir, "next"), 1);
 }
 
-/* Else it would wait for as long as the log is patient with a file system. */
+/* Otherwise the stop would wait for as long as the log waits for a file system. */
 TEST(the_log_stops_once_an_admitted_save_is_given_up)
 {
 	struct sfr_ticket *t = NULL;
@@ -400,7 +402,7 @@ TEST(the_log_stops_once_an_admitted_save_is_given_up)
 	CHECK_EQ(saving_new(engine, dir, "given up", &one, SFR_SAVE_DURABLE, &t), 0);
 	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
 	CHECK_EQ(pthread_create(&stopper, NULL, stop_the_log, NULL), 0);
-	(void)usleep(50000); /* it waits for the save */
+	(void)usleep(50000); /* the stop waits for the save */
 	sfr_save_abandon(t);
 	CHECK_EQ(pthread_join(stopper, NULL), 0);
 	sfr_log_tune(0);
@@ -416,15 +418,15 @@ static void *take_a_turn(void *number)
 	return NULL;
 }
 
-TEST(who_waits_for_work_takes_what_is_alone_in_the_log)
+TEST(worker_takes_the_only_entry_of_the_log)
 {
 	struct sfr_log_work *work;
 	uint64_t number = 0;
 	pthread_t taker;
 
-	drain(); /* nothing in front whose end would wake it */
+	drain(); /* so that no entry's end wakes the thread */
 	CHECK_EQ(pthread_create(&taker, NULL, take_a_turn, &number), 0);
-	(void)usleep(50000); /* it waits */
+	(void)usleep(50000); /* the thread waits */
 	CHECK_EQ(sfr_log_work_new("/alone", SFR_WORK_SAVE, &work), 0);
 	CHECK_EQ(sfr_log_work_append(work), 0);
 	CHECK_EQ(pthread_join(taker, NULL), 0);

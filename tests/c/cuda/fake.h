@@ -1,5 +1,4 @@
-/* For C tests of the CUDA path: the fake driver beside the program, its controls, and states on it.
- */
+/* Loads the fake CUDA driver for C tests, and controls it. */
 #ifndef FAKE_H
 #define FAKE_H
 
@@ -18,15 +17,15 @@ static struct {
 
 /* ---- locks that the calling thread holds ----
  *
- * A call of the driver may have to wait for room on its stream. A thread that makes one while it
- * holds a lock makes others wait too. So the fake asks here. */
+ * A call of the driver may have to wait for room on its stream. If the thread holds a lock
+ * meanwhile, other threads wait too. So the fake driver asks how many locks it holds. */
 
 static int fake__count_locks(void)
 {
 	return (int)sfr__locks_held();
 }
 
-/* Points the core at the library that stands beside the program. False when it is not there. */
+/* Makes the core use the library beside the program. False if there is none. */
 static inline bool fake_load(void)
 {
 	static char path[PATH_MAX];
@@ -56,7 +55,7 @@ static inline bool fake_load(void)
 	return true;
 }
 
-/* Fails the test that broke a rule of the driver's, and says which. */
+/* Fails the test if a rule of the driver was broken, and prints the rule. */
 static inline void fake_check(void)
 {
 	for (uint64_t i = 0; i < fake.fake_cuda_nr_violations() && i < 8; i++)
@@ -65,7 +64,7 @@ static inline void fake_check(void)
 	CHECK_EQ(fake.fake_cuda_calls("sync"), 0);
 }
 
-/* Nothing of ours is left on any device. */
+/* Checks that nothing of ours is left on any device. */
 static inline void fake_check_nothing_left(void)
 {
 	CHECK_EQ(fake.fake_cuda_live("streams"), 0);
@@ -85,7 +84,7 @@ static inline void fake_place(struct saving_state *s, unsigned from, unsigned to
 	}
 }
 
-/* From new to launched, with the current stream of each device. */
+/* Submits a new save up to its launch, with each device's current stream. */
 static inline int fake_submit(struct sfr_ticket *t, void *stream)
 {
 	const struct sfr_stream streams[] = {
@@ -109,14 +108,14 @@ static inline int fake__gate(struct sfr_ticket *t, void *stream, uint64_t slice_
 	return sfr_save_gate(t, streams, 3, slice_ns);
 }
 
-/* The gate of a step whose current stream on every device is `stream`. */
+/* Passes the gate of a step whose current stream on every device is `stream`. */
 static inline int fake_gate(struct sfr_ticket *t, void *stream)
 {
 	return fake__gate(t, stream, SFR_FOREVER);
 }
 
-/* The same while nothing on the device goes on: SFR_EAGAIN if the host would wait for the device,
- * at once and not after a time-out. The lane's thread is given the time it takes to queue. */
+/* Does the same while the devices are stopped: returns SFR_EAGAIN at once if the host would have
+ * to wait for a device. Gives the lane's thread the time that it takes to queue. */
 static inline int fake_gate_held(struct sfr_ticket *t, void *stream)
 {
 	int rc = fake__gate(t, stream, 0);
@@ -128,14 +127,14 @@ static inline int fake_gate_held(struct sfr_ticket *t, void *stream)
 	return rc;
 }
 
-/* Storages [from, SAVING_NR) of a state might be freed now: no copy reads from them. */
+/* Reports storages [from, SAVING_NR) of a state as freed: no copy may read from them any more. */
 static inline void fake_freed(const struct saving_state *s, unsigned from)
 {
 	for (unsigned i = from; i < SAVING_NR; i++)
 		fake.fake_cuda_freed(s->bytes[i], SAVING_LEN);
 }
 
-/* One whole save; the code it ended with. */
+/* Makes one whole save. Returns the code it ended with. */
 static inline int fake_save(struct sfr_engine *engine, const char *dir, const char *name,
 			    const struct saving_state *s, uint32_t flags)
 {
@@ -162,7 +161,7 @@ static inline struct sfr_engine *fake_engine(uint64_t nr_blocks, uint32_t nr_wri
 	return saving_engine(nr_blocks, nr_writers, 2);
 }
 
-/* The end of a test in which every rule of the driver was kept. */
+/* Ends a test that must have broken no rule of the driver. */
 static inline void fake_end(struct sfr_engine *engine)
 {
 	saving_end(engine);
@@ -170,7 +169,7 @@ static inline void fake_end(struct sfr_engine *engine)
 	fake_check_nothing_left();
 }
 
-/* One piece of work on the device: fills storages [from, to) with a value. */
+/* Work for the device: fills storages [from, to) with a value. */
 struct fake_fill {
 	struct saving_state *s;
 	unsigned from, to;

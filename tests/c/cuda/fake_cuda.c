@@ -1,42 +1,48 @@
 /* A CUDA driver without a device, for tests: exports the driver's functions that the core uses.
  *
- * Device memory is host memory. Each stream has a thread that takes its operations in turn; delays
- * can be put before each. What a real device only sometimes shows, this one always does:
+ * Device memory is host memory. Each stream has a thread that runs its operations in order;
+ * tests can delay each of them. This driver always does what a real one does only sometimes:
  *
- *   - a copy's destination is overwritten with rubbish when the copy is queued, and its bytes are
- *     read and written only when an event behind it on the stream completes; a copy that no event
- *     follows never lands;
- *   - a stream that is destroyed finishes its work: the call returns at once. Copies that no event
- *     follows complete as late as possible, when the test checks for violations;
- *   - the test decides whether the caller's streams or the core's go first if both may;
- *   - streams 0, 1 and 2 (legacy, default, per thread) are the calling thread itself, since torch
- *     runs CPU work there: an event recorded on one is complete at once, and a wait put on one
- *     holds the caller until the event completes.
+ *   - A copy's destination is overwritten with garbage when the copy is queued. Its bytes are
+ * read and written only when an event behind it on the stream completes, so a copy that no event
+ * follows never completes.
+ *   - Destroying a stream returns at once, and the stream finishes its work. Copies that no
+ * event follows complete as late as possible, when the test checks for violations.
+ *   - The test decides whether the callers' streams or the core's run first if both may.
+ *   - Streams 0, 1 and 2 (legacy, default, per thread) are the calling thread itself, because
+ * torch runs CPU work there. An event recorded on one is complete at once, and a wait on one
+ * stops the caller until the event completes.
  *
- * Violations are kept as sentences: a copy to memory that is not registered or no longer so, or
- * across two registrations; a copy on a stream that has waited for no event of a caller's stream;
- * a wait for an event never recorded, and an event of a caller's stream that nobody waited for; use
- * of destroyed objects; memory unregistered, or freed on the device, under a copy; an event asked
- * while a graph is captured by a thread that has not relaxed its mode, and work put into a graph;
- * a wait, or a query, of the thread that holds all streams, which would wait forever.
+ * Violations are kept as sentences:
  *
- * Any call can be made to fail. An error after which a real context is lost stays: the device is
- * dead, nothing on it lands any more, and every call that has to do with it returns that error.
+ *   - a copy to memory that is not registered, or across two registrations
+ *   - a copy on a stream that has waited for no event of a caller's stream
+ *   - a wait for an event that was never recorded; an event of a caller's stream that no stream
+ * waited for
+ *   - use of a destroyed object
+ *   - memory that is unregistered, or freed on the device, under a copy
+ *   - during a graph capture, a query of an event by a thread that has not relaxed its mode, or
+ * work added to the graph
+ *   - a wait or a query of the thread that has stopped all streams, which would wait forever
  *
- * A device's memory is host memory, addressed FAKE_CUDA_DEVICE bytes above it, where the host
- * cannot read. Only the driver's own copies convert the address.
+ * Any call can be made to fail. After an error that loses a real context, the device is dead:
+ * nothing on it completes any more, and every call on it returns that error.
  *
- * This driver refuses or delays what a real one does: calls that are illegal in a capture; more
- * operations than a stream takes, for which the call waits, with no lock of the core held; a batch
- * with an empty copy or two copies to one place; an event on another device's stream. A call takes
- * 2 us, a copy 1.5, a registration 60 to 250 ms a GiB under the one mutex.
+ * A device's address is FAKE_CUDA_DEVICE above the host memory that represents it, where the
+ * host cannot read. Only the driver's own copies convert the address.
  *
- * One mutex guards everything. `cv` is signalled when something has run; a stream's thread sleeps
- * on a condition of its own, so that one piece of work wakes one thread.
+ * This driver refuses or delays what a real one does: calls that are illegal in a capture;
+ * operations beyond a stream's limit, for which the call waits (no lock of the core may be held
+ * then); a batch with an empty copy or with two copies to one address; an event on another
+ * device's stream. A call takes 2 us, a copy 1.5, a registration 60 to 250 ms a GiB under the
+ * one mutex.
  *
- * fake_cuda_streams.c has streams, their threads and events, fake_cuda_memory.c memory and copies,
- * fake_cuda_controls.c what tests call; here are devices, contexts and what every call begins with.
- */
+ * One mutex guards everything. `cv` is signalled when an operation has run. A stream's thread
+ * sleeps on its own condition, so that one operation wakes one thread.
+ *
+ * fake_cuda_streams.c has streams, their threads and events; fake_cuda_memory.c memory and
+ * copies; fake_cuda_controls.c the functions for tests. This file has devices, contexts and the
+ * beginning of every call. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -129,8 +135,8 @@ int fake__enter(const char *name, bool needs_context)
 	return 0;
 }
 
-/* The thread that holds the devices asks whether something has completed, or waits for it, which
- * would last forever. Reports that and lets the devices go on. */
+/* Reports a query or a wait of the thread that has stopped the devices, which would wait
+ * forever. Then lets the devices run. */
 void fake__check_holder(const char *call)
 {
 	if (!fk.held || !pthread_equal(fk.holder, pthread_self()))
@@ -140,7 +146,7 @@ void fake__check_holder(const char *call)
 	fake__wake_all();
 }
 
-/* Some time of the calling thread's, which nobody else can use: the lock is held. */
+/* Spends the calling thread's time; the lock is held, so no other call can run. */
 void fake__spend(uint64_t ns)
 {
 	struct timespec start, now;
@@ -284,7 +290,8 @@ EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context);
 EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context)
 {
 	BEGIN("cuCtxPopCurrent_v2", false)
-	/* Fails like any call, but has popped: a stack that only grows is a test's own doing. */
+	/* May fail like any call, but has popped the context: otherwise the stack would grow
+	 * because of the test alone. */
 	fk.nr_pushed -= depth > 0;
 	if (depth > 0)
 		*context = stack[--depth];

@@ -1,15 +1,15 @@
-/* The functions of the fake driver for tests, besides the driver's own. See fake_cuda.c.
+/* The fake driver's functions for tests; it also has the driver's own. See fake_cuda.c.
  *
- * Tests load the library as the core does and find these by name (X: return type, name,
- * parameters); Python does it with ctypes. */
+ * Tests load the library as the core does, and find these functions by name (X: return type,
+ * name, parameters). Python uses ctypes. */
 #ifndef FAKE_CUDA_H
 #define FAKE_CUDA_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/* An address of a device: this much above the host's memory that stands for it, where no process
- * has memory. So a read of it on the host crashes. */
+/* A device's address is this much above the host memory that represents it. No process has
+ * memory there, so a read by the host crashes. */
 #define FAKE_CUDA_DEVICE ((uint64_t)1 << 54)
 
 #define FAKE_CUDA_LIST(X)                                                                               \

@@ -8,8 +8,9 @@
 
 #include "fake_cuda_state.h"
 
-#define SETTLED 16  /* queries in a row that say "not ready": a lane with nothing else to do */
-#define SETTLE_S 10 /* a lane that asks nothing for so long never will */
+/* queries in a row that answered "not ready": the lane has nothing else to do */
+#define SETTLED 16
+#define SETTLE_S 10 /* a lane that has made no query for so long will make none */
 
 /* ---- for tests ------------------------------------------------------------------- */
 
@@ -37,7 +38,7 @@ EXPORT void fake_cuda_reset(void)
 	pthread_mutex_unlock(&fk.mu);
 }
 
-/* Waits until streams that were destroyed have run dry. */
+/* Waits until destroyed streams have run all their work. */
 static void wait_for_destroyed(void)
 {
 	bool some = true;
@@ -57,7 +58,8 @@ EXPORT void fake_cuda_forget(void)
 	struct registration *r;
 
 	pthread_mutex_lock(&fk.mu);
-	/* A device may have been given up whose streams still have copies: none of them lands. */
+	/* The core may have given up a device whose streams still have copies: none of these
+	 * completes. */
 	for (struct CUstream_st *s = fk.streams; s; s = s->next)
 		if (!s->of_caller)
 			s->alive = false, s->dropped = true;
@@ -111,7 +113,7 @@ EXPORT void fake_cuda_fail_copy(uint64_t nth, int code)
 		return value;                                                                      \
 	}
 
-/* Its place in fk.counts, or NR_COUNTS. */
+/* Returns the index of the name in fk.counts, or NR_COUNTS. */
 static size_t place_of(const char *name)
 {
 	size_t i = 0;
@@ -160,7 +162,7 @@ static int64_t live(const char *what)
 	return nr;
 }
 
-/* Whatever destroyed streams were given lands now, unless nothing goes on. */
+/* Completes the copies of destroyed streams, unless all streams are stopped. */
 static void flush(void)
 {
 	for (struct CUstream_st *s = fk.streams; s; s = s->next)
@@ -235,7 +237,7 @@ EXPORT void fake_cuda_freed(const void *mem, uint64_t len)
 	pthread_mutex_unlock(&fk.mu);
 }
 
-/* Tells whether every lane with copies in flight has only polled them for a while. */
+/* Returns whether every lane with copies in flight has only queried them for a while. */
 static bool is_settled(void)
 {
 	for (const struct CUstream_st *s = fk.streams; s; s = s->next) {
@@ -260,7 +262,7 @@ EXPORT void fake_cuda_settle(void)
 	memset(fk.nr_not_ready, 0, sizeof(fk.nr_not_ready));
 	while (!is_settled() && !fk.never_settles)
 		if (pthread_cond_timedwait(&fk.cv, &fk.mu, &end) == ETIMEDOUT) {
-			fake__violated("a lane with copies in flight does not ask for them");
+			fake__violated("a lane with copies in flight does not query them");
 			fk.never_settles = true;
 		}
 	pthread_mutex_unlock(&fk.mu);

@@ -1,4 +1,4 @@
-/* The fake driver's memory: what is registered, what is copied to it, and what must not be. */
+/* The fake driver's memory: registrations, copies, and checks of both. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -33,13 +33,13 @@ static bool overlaps(const char *mem, size_t len, const char *with, size_t with_
 	return mem < with + with_len && with < mem + len;
 }
 
-/* Bytes from the first row's begin to the last one's end. */
+/* Returns the bytes from the first row's beginning to the last row's end. */
 static size_t extent(const struct op *op, size_t pitch)
 {
 	return (op->nr - 1) * pitch + op->len;
 }
 
-/* Whether a copy that is still to land reads from the memory, or writes to it. */
+/* Returns whether a copy that has not completed reads or writes the memory. */
 bool fake__in_use(const char *mem, size_t len)
 {
 	for (const struct CUstream_st *s = fk.streams; s; s = s->next) {
@@ -68,7 +68,7 @@ static void add_registration(void *mem, size_t len, bool allocated)
 	fk.registrations = r;
 }
 
-/* Takes one out; a copy into it that is still to land is a violation. */
+/* Removes a registration. It is a violation if a copy into it has not completed. */
 static int drop_registration(void *mem, bool allocated)
 {
 	for (struct registration **at = &fk.registrations; *at; at = &(*at)->next) {
@@ -103,7 +103,8 @@ EXPORT CUresult cuMemHostRegister_v2(void *mem, size_t len, unsigned int flags)
 			    30);
 		volatile char *first = mem, *last = first + len - 1;
 
-		*first = *first; /* pages that nobody may write are refused; what is there stays */
+		/* faults if the page is not writable, and changes nothing otherwise */
+		*first = *first;
 		*last = *last;
 		add_registration(mem, len, false);
 	}
@@ -154,15 +155,16 @@ EXPORT CUresult cuMemFreeHost(void *mem)
 
 /* ---- copies ----------------------------------------------------------------------- */
 
-/* Fills a copy's destination with rubbish until an event behind it completes: host memory from the
- * call on, device memory from the copy's turn on, since earlier work on streams may use it. */
+/* Fills a copy's destination with garbage until an event behind it completes: host memory when
+ * the copy is queued, device memory when the stream reaches the copy, because earlier work may
+ * still use it. */
 void fake__spoil(const struct op *op)
 {
 	for (size_t i = 0; i < op->nr; i++)
 		memset(op->dst + i * op->dst_pitch, RUBBISH, op->len);
 }
 
-/* Queues the copy of op->nr rows; its host's end is what it writes to, or reads from. */
+/* Queues the copy of op->nr rows. */
 static int queue_copy(struct op op, CUstream stream, const char *call)
 {
 	bool straddles, pinned;
@@ -191,13 +193,13 @@ static int queue_copy(struct op op, CUstream stream, const char *call)
 		fake__violated("a copy %s memory that is not registered",
 			       op.to_device ? "from" : "to");
 	if (!stream->knows_caller)
-		fake__violated("a copy on a stream that has waited for nothing of its caller");
+		fake__violated("a copy on a stream that has not waited for its caller");
 	op.pageable = !pinned;
 	if (!op.to_device)
 		fake__spoil(&op);
 	fake__queue_op(stream, &op, call);
 	if (!pinned) {
-		/* The driver copies through memory of its own, and the caller waits. */
+		/* The driver copies through its own memory, and the caller waits. */
 		struct CUevent_st done = { .alive = true, .device = stream->device, .recorded = 1 };
 
 		fake__check_holder(call);
@@ -205,7 +207,7 @@ static int queue_copy(struct op op, CUstream stream, const char *call)
 		while (done.completed < 1 && !fk.dead_of[stream->device])
 			pthread_cond_wait(&fk.cv, &fk.mu);
 		while (done.completed < 1 && (stream->head || stream->busy))
-			pthread_cond_wait(&fk.cv, &fk.mu); /* it is on this stack */
+			pthread_cond_wait(&fk.cv, &fk.mu); /* `done` is on this stack */
 	}
 	return 0;
 }
@@ -232,7 +234,7 @@ static int copy_to_device(CUdeviceptr dst, const void *src, size_t len, CUstream
 			  stream, call);
 }
 
-/* A copy of a batch goes the way that its addresses say. */
+/* Queues a copy of a batch in the direction that its addresses show. */
 static int copy_any(CUdeviceptr dst, CUdeviceptr src, size_t len, CUstream stream, const char *call)
 {
 	if (dst & FAKE_CUDA_DEVICE)
@@ -277,7 +279,7 @@ EXPORT CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *c, CUstream stream)
 	END
 }
 
-/* The places that a batch writes to, to see whether two are one. */
+/* A range that a batch writes to. */
 struct place {
 	const char *at;
 	size_t len;
@@ -299,13 +301,13 @@ static bool any_overlap(struct place *places, size_t nr)
 	return false;
 }
 
-/* Whether memory of the device consists of segments, and this of more than one. */
+/* Returns whether the device's memory consists of segments and this range crosses two. */
 static bool crosses(CUdeviceptr ptr, size_t len)
 {
 	return fk.segment && ptr / fk.segment != (ptr + len - 1) / fk.segment;
 }
 
-/* Checks a whole batch: its copies run in any order, and together. */
+/* Checks a whole batch, whose copies may run in any order and at the same time. */
 static int check_batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const size_t *lens,
 		       size_t nr)
 {
@@ -407,7 +409,7 @@ EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t 
 	END
 }
 
-/* ---- what waits: the core has no use for these, and a test counts them -------------- */
+/* ---- calls that wait: the core must not make any, so tests count them ---- */
 
 #define WAITER(name, params)                                                                       \
 	EXPORT CUresult name params;                                                               \

@@ -1,4 +1,5 @@
-/* The fake driver's streams: a queue and a thread each; events, and copies that land with them. */
+/* The fake driver's streams, each with a queue and a thread; its events; and the copies that
+ * complete with them. */
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -7,8 +8,8 @@
 
 /* ---- the streams' threads ----------------------------------------------------- */
 
-/* A pause of random length, without the lock. */
-static void pause_a_little(void)
+/* Pauses for a random time, without the lock. */
+static void random_pause(void)
 {
 	struct timespec ts = { 0 };
 
@@ -30,8 +31,8 @@ static uint64_t now_ns(void)
 	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* Writes what the copies before an event have copied. */
-static void land(struct CUstream_st *stream)
+/* Completes the copies before an event. */
+static void complete_op(struct CUstream_st *stream)
 {
 	struct op *op;
 	bool straddles;
@@ -61,7 +62,7 @@ static void land(struct CUstream_st *stream)
 	}
 }
 
-/* Whether a stream can only wait: what it waits for has not completed. */
+/* Returns whether the stream can do nothing but wait for an event. */
 static bool is_stuck(const struct CUstream_st *stream)
 {
 	return stream->wait && stream->wait->event->completed < stream->wait->gen &&
@@ -71,7 +72,7 @@ static bool is_stuck(const struct CUstream_st *stream)
 static void run(struct CUstream_st *stream, struct op *op)
 {
 	if (op->kind != COPY)
-		pause_a_little();
+		random_pause();
 	switch (op->kind) {
 	case COPY:
 		fake__spend(COPY_NS);
@@ -82,7 +83,7 @@ static void run(struct CUstream_st *stream, struct op *op)
 		stream->queued_end = &op->next;
 		return;
 	case RECORD:
-		land(stream);
+		complete_op(stream);
 		if (!fk.dead_of[stream->device] && op->event->completed < op->gen) {
 			op->event->completed = op->gen;
 			op->event->at_ns = now_ns();
@@ -104,8 +105,8 @@ static void run(struct CUstream_st *stream, struct op *op)
 	free(op);
 }
 
-/* Whether a stream's next operation may run now, or others come first. */
-static bool has_turn(const struct CUstream_st *stream)
+/* Returns whether the stream's next operation may run now. */
+static bool may_run(const struct CUstream_st *stream)
 {
 	bool callers = fk.first == CALLERS;
 
@@ -127,7 +128,7 @@ static void free_ops(struct op *op)
 	}
 }
 
-/* A destroyed stream has run dry: out of the list of those with work. */
+/* Removes a destroyed stream that has run all its work from the list of active ones. */
 static void retire(struct CUstream_st *stream)
 {
 	struct CUstream_st **at = &fk.streams;
@@ -152,7 +153,7 @@ static void *stream_main(void *arg)
 	while (!stream->dropped) {
 		struct op *op = stream->head;
 
-		if (op && !fk.held && !has_turn(stream)) {
+		if (op && !fk.held && !may_run(stream)) {
 			pthread_cond_wait(&fk.cv, &fk.mu);
 		} else if (op && !fk.held) {
 			stream->head = op->next;
@@ -164,7 +165,7 @@ static void *stream_main(void *arg)
 			stream->nr_ops--;
 			pthread_cond_broadcast(&fk.cv);
 		} else if (!op && !stream->alive && (!stream->queued || stream->flushed)) {
-			land(stream);
+			complete_op(stream);
 			break;
 		} else {
 			pthread_cond_wait(&stream->todo, &fk.mu);
@@ -232,12 +233,13 @@ bool fake__usable_stream(CUstream stream, const char *call)
 	return false;
 }
 
-/* E is for somebody to wait for: what is copied is the state at the call by that alone. */
+/* Reports an event of a caller's stream that no stream waited for: without that wait, the copies
+ * do not have the state at the call. */
 static void check_waited(const struct CUevent_st *event)
 {
 	if (event->of_caller && !event->waited && !event->timing && !fk.dead_of[event->device])
 		fake__violated(
-			"an event was recorded on a caller's stream and nobody waited for it");
+			"an event was recorded on a caller's stream and no stream waited for it");
 }
 
 static bool usable_event(CUevent event, const char *call)
@@ -293,7 +295,7 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int f
 	BEGIN("cuStreamWaitEvent", true)
 	(void)flags;
 	if (event)
-		event->waited = true; /* or tried to, which is as good here */
+		event->waited = true; /* counts even if the call fails */
 	if (!code && fake__usable_stream(stream, "cuStreamWaitEvent") &&
 	    usable_event(event, "cuStreamWaitEvent")) {
 		gen = event->recorded;
@@ -323,12 +325,13 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
 {
 	BEGIN_UNSAFE("cuStreamQuery", true)
 	if (!code && fake__usable_stream(stream, "cuStreamQuery") && !is_host(stream)) {
-		/* A real stream runs dry by itself: so does this one when it is asked. */
+		/* A real stream completes its work by itself. This one does so when it is
+		 * queried. */
 		if (stream->head || stream->busy) {
 			code = CUDA_ERROR_NOT_READY;
 			fake__check_holder("cuStreamQuery");
 		} else {
-			land(stream);
+			complete_op(stream);
 		}
 		if (!code && fk.dead_of[stream->device])
 			code = fk.dead_of[stream->device];

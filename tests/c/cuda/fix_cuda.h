@@ -1,4 +1,4 @@
-/* Two states for tests over the fake driver, and a driver as new. */
+/* Two states for tests over the fake driver, and a driver without traces of earlier tests. */
 #ifndef FIX_CUDA_H
 #define FIX_CUDA_H
 
@@ -10,13 +10,13 @@ static struct saving_state one, two;
 static inline void begin(void)
 {
 	fake.fake_cuda_reset();
-	fake.fake_cuda_forget(); /* what a device that died left behind */
+	fake.fake_cuda_forget(); /* left by a device that died */
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
 	sfr__cuda_tune(4 << 20, 4);
 }
 
-/* The same, and an engine; the first state is all on device 0. */
+/* Does the same and makes an engine; the first state is completely on device 0. */
 static inline struct sfr_engine *begin_on_device(uint64_t nr_blocks, uint32_t nr_writers)
 {
 	begin();

@@ -1,5 +1,5 @@
-/* The fake driver itself: each rule that it watches over, broken once, is noticed, and work that
- * keeps to all of them is not. The tests do a lane's work with the driver's own calls. */
+/* The fake driver itself: each rule that it checks is broken once and reported, and correct work
+ * breaks none. The tests do a lane's work with the driver's own calls. */
 #include <signal.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -23,9 +23,9 @@ static _Alignas(4096) char pinned[3 * 4096];
 static char source[3 * 4096];
 static void *caller;
 static CUstream lane;
-static CUevent e, landed;
+static CUevent e, copied;
 
-static void look_up(void)
+static void load_symbols(void)
 {
 	void *handle = dlopen(getenv("STILLFRAME_LIBCUDA"), RTLD_NOW | RTLD_LOCAL), *found;
 
@@ -55,7 +55,7 @@ static void begin(void)
 	CHECK_EQ(cu.push(context), 0);
 	CHECK_EQ(cu.stream_new(&lane, CU_STREAM_NON_BLOCKING), 0);
 	CHECK_EQ(cu.event_new(&e, CU_EVENT_DISABLE_TIMING), 0);
-	CHECK_EQ(cu.event_new(&landed, CU_EVENT_DISABLE_TIMING), 0);
+	CHECK_EQ(cu.event_new(&copied, CU_EVENT_DISABLE_TIMING), 0);
 	CHECK_EQ(cu.host_register(pinned, sizeof(pinned), CU_MEMHOSTREGISTER_PORTABLE), 0);
 }
 
@@ -81,7 +81,7 @@ static void wait_for(CUevent event)
 		(void)usleep(100);
 }
 
-/* The end of a test: one violation that has these words in it, or none. */
+/* Ends a test that must have one violation with these words, or none if `words` is NULL. */
 static void end(const char *words)
 {
 	CUcontext context;
@@ -97,22 +97,22 @@ static void end(const char *words)
 	fake.fake_cuda_reset();
 }
 
-TEST(work_in_order_is_no_violation_and_lands)
+TEST(correct_work_is_no_violation_and_completes)
 {
 	begin();
 	mark();
 	CHECK_EQ(copy(pinned, 100), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	CHECK_EQ(pinned[99], 7);
-	CHECK_EQ(cu.event_free(landed), 0);
+	CHECK_EQ(cu.event_free(copied), 0);
 	CHECK_EQ(cu.event_free(e), 0);
 	CHECK_EQ(cu.stream_free(lane), 0);
 	CHECK_EQ(cu.host_unregister(pinned), 0);
 	end(NULL);
 }
 
-TEST(a_copy_that_no_event_follows_does_not_land)
+TEST(copy_without_a_later_event_never_completes)
 {
 	begin();
 	mark();
@@ -120,43 +120,43 @@ TEST(a_copy_that_no_event_follows_does_not_land)
 	fake.fake_cuda_drain(lane);
 	CHECK_EQ((unsigned char)pinned[99], 0xdb);
 	CHECK_EQ(cu.stream_free(lane), 0);
-	CHECK_EQ((unsigned char)pinned[99], 0xdb); /* the call does not wait for it */
+	CHECK_EQ((unsigned char)pinned[99], 0xdb); /* the call does not wait for the copy */
 	fake_check();
 	CHECK_EQ(pinned[99], 7);
 	end(NULL);
 }
 
-TEST(order_that_is_missing_is_noticed)
+TEST(missing_order_is_a_violation)
 {
 	begin();
 	(void)copy(pinned, 100);
-	end("waited for nothing of its caller");
+	end("not waited for its caller");
 
 	begin();
 	mark();
 	CHECK_EQ(cu.event_record(e, caller), 0);
 	CHECK_EQ(cu.event_record(e, caller), 0);
-	end("nobody waited for it");
+	end("no stream waited for it");
 
 	begin();
 	CHECK_EQ(cu.event_record(e, caller), 0);
 	CHECK_EQ(cu.event_free(e), 0);
-	end("nobody waited for it");
+	end("no stream waited for it");
 
 	begin();
-	(void)cu.stream_wait(caller, landed, 0);
+	(void)cu.stream_wait(caller, copied, 0);
 	end("never recorded");
 
 	begin();
 	fake.fake_cuda_hold(1);
 	mark();
 	CHECK_EQ(copy(pinned, 100), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	CHECK_EQ(cu.event_query(landed), CUDA_ERROR_NOT_READY);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	CHECK_EQ(cu.event_query(copied), CUDA_ERROR_NOT_READY);
 	end("must not wait for the device");
 }
 
-TEST(memory_that_may_not_be_written_is_noticed)
+TEST(copy_to_forbidden_memory_is_a_violation)
 {
 	static _Alignas(4096) char other[4096];
 
@@ -193,7 +193,7 @@ TEST(memory_that_may_not_be_written_is_noticed)
 	end("freed under a copy");
 }
 
-TEST(what_was_destroyed_is_noticed_when_it_is_used)
+TEST(use_of_a_destroyed_object_is_a_violation)
 {
 	begin();
 	mark();
@@ -202,8 +202,8 @@ TEST(what_was_destroyed_is_noticed_when_it_is_used)
 	end("a stream that was destroyed");
 
 	begin();
-	CHECK_EQ(cu.event_free(landed), 0);
-	(void)cu.event_record(landed, lane);
+	CHECK_EQ(cu.event_free(copied), 0);
+	(void)cu.event_record(copied, lane);
 	end("an event that was destroyed");
 
 	begin();
@@ -212,7 +212,7 @@ TEST(what_was_destroyed_is_noticed_when_it_is_used)
 	end("a stream that was destroyed");
 }
 
-TEST(a_graph_that_is_captured_is_not_to_be_touched)
+TEST(touching_a_capture_is_a_violation)
 {
 	begin();
 	fake.fake_cuda_capture(caller, 1);
@@ -221,14 +221,14 @@ TEST(a_graph_that_is_captured_is_not_to_be_touched)
 
 	begin();
 	mark();
-	CHECK_EQ(cu.event_record(landed, lane), 0);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
 	fake.fake_cuda_capture(caller, 1);
-	(void)cu.stream_wait(caller, landed, 0);
+	(void)cu.stream_wait(caller, copied, 0);
 	end("put into a graph");
 
 	begin();
 	fake.fake_cuda_capture(caller, 1);
-	CHECK(cu.event_query(landed) != CUDA_SUCCESS);
+	CHECK(cu.event_query(copied) != CUDA_SUCCESS);
 	end("cuEventQuery while a graph is captured");
 }
 
@@ -238,7 +238,7 @@ static void end_capture(const char *words)
 	end(words);
 }
 
-TEST(what_a_capture_forbids_is_refused_beside_one)
+TEST(calls_forbidden_during_a_capture_are_refused)
 {
 	CUstreamCaptureMode relaxed = CU_STREAM_CAPTURE_MODE_RELAXED;
 	CUcontext context;
@@ -271,8 +271,8 @@ TEST(what_a_capture_forbids_is_refused_beside_one)
 	end_capture(NULL);
 }
 
-/* The host dies of reading a device's memory, and the driver takes nothing else for it. */
-TEST(memory_of_a_device_is_for_the_driver_alone)
+/* A read of a device's memory crashes the host, and the driver accepts no other address for it. */
+TEST(only_the_driver_can_read_device_memory)
 {
 	pid_t child;
 	int status = 0;
@@ -291,10 +291,11 @@ TEST(memory_of_a_device_is_for_the_driver_alone)
 		_exit(0);
 	}
 	CHECK_EQ(waitpid(child, &status, 0), child);
-	CHECK(WIFSIGNALED(status) || WEXITSTATUS(status) != 0); /* a sanitizer exits */
+	/* a sanitizer exits with an error instead */
+	CHECK(WIFSIGNALED(status) || WEXITSTATUS(status) != 0);
 }
 
-TEST(a_stream_that_is_full_makes_a_call_wait)
+TEST(call_waits_when_the_stream_is_full)
 {
 	static struct sfr__mutex mu = SFR__MUTEX(SFR__LOCK_LANE);
 
@@ -303,12 +304,12 @@ TEST(a_stream_that_is_full_makes_a_call_wait)
 	mark();
 	for (int i = 0; i < 100; i++)
 		CHECK_EQ(copy(pinned + 40 * i, 40), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	CHECK_EQ(pinned[99 * 40], 7);
 	end(NULL);
 
-	begin(); /* a thread that holds all streams would wait forever */
+	begin(); /* the thread that stopped the streams would wait forever */
 	fake.fake_cuda_depth(4);
 	fake.fake_cuda_hold(1);
 	mark();
@@ -323,12 +324,12 @@ TEST(a_stream_that_is_full_makes_a_call_wait)
 	for (int i = 0; i < 1000 && fake.fake_cuda_nr_violations() == 0; i++)
 		CHECK_EQ(copy(pinned + i, 1), 0);
 	sfr__unlock(&mu);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	end("under a lock");
 }
 
-TEST(a_batch_that_makes_no_sense_is_refused)
+TEST(invalid_batch_is_refused)
 {
 	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM };
 	CUdeviceptr dst[2], src[2] = { device(source), device(source) + 100 };
@@ -347,7 +348,7 @@ TEST(a_batch_that_makes_no_sense_is_refused)
 	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), CUDA_ERROR_INVALID_VALUE);
 	end("two copies to one place");
 
-	begin(); /* as memory that consists of segments has it refused; nobody is to blame */
+	begin(); /* as if the memory consisted of segments: refused, but no violation */
 	mark();
 	dst[1] = dst[0] + 200;
 	fake.fake_cuda_segments(4096);
@@ -355,8 +356,8 @@ TEST(a_batch_that_makes_no_sense_is_refused)
 	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), CUDA_ERROR_INVALID_VALUE);
 	fake.fake_cuda_segments(0);
 	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	end(NULL);
 }
 
@@ -388,8 +389,8 @@ TEST(rows_are_copied_by_their_pitch)
 	rows[1].dst.ptr += 2048;
 	CHECK_EQ(cu.batch_3d(2, rows, 0, lane), 0);
 	CHECK_EQ(cu.copy_2d(&copy_2d, lane), 0);
-	CHECK_EQ(cu.event_record(landed, lane), 0);
-	wait_for(landed);
+	CHECK_EQ(cu.event_record(copied, lane), 0);
+	wait_for(copied);
 	for (int i = 0; i < 3; i++)
 		CHECK(pinned[i * 80] == 20 + i && pinned[i * 80 + 63] == 20 + i &&
 		      pinned[2048 + i * 80 + 63] == 20 + i);
@@ -427,8 +428,8 @@ static uint64_t now_ns(void)
 	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* At least so much: a machine that is busy takes longer. */
-TEST(calls_take_their_time)
+/* Checks lower bounds only, because a busy machine takes longer. */
+TEST(calls_copies_and_registrations_take_time)
 {
 	static _Alignas(4096) char large[1 << 20];
 	uint64_t start = now_ns();
@@ -443,7 +444,7 @@ TEST(calls_take_their_time)
 	end(NULL);
 }
 
-static void *asks_elsewhere(void *unused)
+static void *count_on_other_thread(void *unused)
 {
 	int count;
 
@@ -453,7 +454,7 @@ static void *asks_elsewhere(void *unused)
 	return unused;
 }
 
-TEST(calls_are_counted_by_thread_as_well)
+TEST(calls_are_also_counted_by_thread)
 {
 	pthread_t other;
 	uint64_t all, here;
@@ -461,7 +462,7 @@ TEST(calls_are_counted_by_thread_as_well)
 	begin();
 	all = fake.fake_cuda_calls("*");
 	here = fake.fake_cuda_calls_here("*");
-	CHECK_EQ(pthread_create(&other, NULL, asks_elsewhere, NULL), 0);
+	CHECK_EQ(pthread_create(&other, NULL, count_on_other_thread, NULL), 0);
 	CHECK_EQ(pthread_join(other, NULL), 0);
 	CHECK_EQ(fake.fake_cuda_calls("*") - all, 1);
 	CHECK_EQ(fake.fake_cuda_calls_here("*") - here, 0);
@@ -470,7 +471,7 @@ TEST(calls_are_counted_by_thread_as_well)
 	end(NULL);
 }
 
-TEST(a_call_that_waits_is_counted)
+TEST(calls_that_wait_for_the_device_are_counted)
 {
 	begin();
 	CHECK_EQ(fake.fake_cuda_calls("sync"), 0);
@@ -484,7 +485,7 @@ int main(void)
 {
 	if (!fake_load())
 		return CHECK_SKIPPED;
-	look_up();
+	load_symbols();
 	check_run();
 	return check_done();
 }

@@ -1,10 +1,10 @@
-/* Saves from devices, over the fake driver: pools, lifetimes, several devices, what fails. */
+/* Saves from devices, over the fake driver: pool sizes, lifetimes, several devices, failures. */
 #include <errno.h>
 #include <sched.h>
 
 #include "cuda/fix_cuda.h"
 
-TEST(a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers)
+TEST(device_save_is_complete_for_any_pool_and_writers)
 {
 	begin();
 	for (uint64_t nr_blocks = 1; nr_blocks <= 8; nr_blocks++)
@@ -15,15 +15,15 @@ TEST(a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers)
 			fake_place(&two, 1, 4, 0);
 			fake_place(&two, 4, 5, 1);
 			CHECK_EQ(fake_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
-			CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+			CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 			CHECK_EQ(fake_save(engine, dir, "a", &two, 0), 0);
-			CHECK_EQ(saving_look_as(dir, "a", &two), 2);
+			CHECK_EQ(saving_content_as(dir, "a", &two), 2);
 			fake_end(engine);
 		}
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-TEST(a_lane_has_few_portions_in_flight_until_the_gate_comes)
+TEST(few_portions_are_in_flight_until_the_gate)
 {
 	struct sfr_ticket *t;
 	struct sfr_stats stats;
@@ -37,18 +37,18 @@ TEST(a_lane_has_few_portions_in_flight_until_the_gate_comes)
 	CHECK_EQ(fake_submit(t, stream), 0);
 	fake.fake_cuda_settle();
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
-	CHECK(stats.leased_bytes <= 6 * SAVING_BLOCK); /* captured ones, and two */
+	CHECK(stats.leased_bytes <= 6 * SAVING_BLOCK); /* the captured ones, and two portions */
 	CHECK_EQ(fake_gate_held(t, stream), 0);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
-	CHECK(stats.leased_bytes >= 8 * SAVING_BLOCK); /* all of it */
+	CHECK(stats.leased_bytes >= 8 * SAVING_BLOCK); /* all blocks of the save */
 	fake.fake_cuda_hold(0);
 	saving_finish(t);
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 	sfr_ticket_put(t);
 	fake_end(engine);
 }
 
-TEST(a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended)
+TEST(cancelled_save_keeps_its_blocks_until_its_copies_end)
 {
 	struct sfr_ticket *t;
 	struct sfr_stats stats;
@@ -60,7 +60,7 @@ TEST(a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended)
 	CHECK_EQ(fake_submit(t, stream), 0);
 	CHECK_EQ(fake_gate_held(t, stream), 0);
 	CHECK_EQ(sfr_save_cancel(t), 1);
-	CHECK_EQ(fake_gate_held(t, stream), 0); /* a save that is given up holds nobody */
+	CHECK_EQ(fake_gate_held(t, stream), 0); /* a save that is given up delays no step */
 	fake.fake_cuda_settle();
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
@@ -76,7 +76,7 @@ TEST(a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended)
 	fake_end(engine);
 }
 
-TEST(a_device_that_dies_retires_its_blocks_and_spares_the_others)
+TEST(blocks_of_a_dead_device_are_retired_and_other_devices_go_on)
 {
 	struct sfr_engine *engine;
 	struct sfr_stats stats;
@@ -84,8 +84,8 @@ TEST(a_device_that_dies_retires_its_blocks_and_spares_the_others)
 
 	begin();
 	engine = fake_engine(16, 2);
-	fake_place(&one, 2, SAVING_NR, 1);    /* device 1 */
-	fake_place(&two, 2, SAVING_NR, 2);    /* device 2 */
+	fake_place(&one, 2, SAVING_NR, 1);    /* on device 1 */
+	fake_place(&two, 2, SAVING_NR, 2);    /* on device 2 */
 	fake.fake_cuda_fail_copy(4 + 2, 700); /* after the samples */
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
@@ -93,14 +93,14 @@ TEST(a_device_that_dies_retires_its_blocks_and_spares_the_others)
 	CHECK_EQ(stats.leased_bytes, 0);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
 	CHECK_EQ(fake_save(engine, dir, "b", &two, 0), 0);
-	CHECK_EQ(saving_look_as(dir, "b", &two), 2);
+	CHECK_EQ(saving_content_as(dir, "b", &two), 2);
 	CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), 0);
 	CHECK(strstr(text, "Device 1 is dead") != NULL);
 	saving_end(engine);
 	fake_check();
 }
 
-/* The rest of the block was never queued, but the device may still write to the beginning. */
+/* The rest of the block was never queued, but the device may still write to its beginning. */
 TEST(block_is_retired_when_the_device_dies_after_its_first_copies)
 {
 	struct sfr_stats before, after;
@@ -109,7 +109,8 @@ TEST(block_is_retired_when_the_device_dies_after_its_first_copies)
 	void *stream;
 
 	engine = begin_on_device(32, 2);
-	sfr__cuda_tune(SAVING_BLOCK / 4, 5); /* the captured blocks, and the samples are one */
+	/* the captured blocks and the samples are one portion */
+	sfr__cuda_tune(SAVING_BLOCK / 4, 5);
 	stream = fake.fake_cuda_stream(0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
@@ -131,9 +132,9 @@ TEST(block_is_retired_when_the_device_dies_after_its_first_copies)
 	fake_check();
 }
 
-/* test_cuda_waits.c has all numbers. What a context survives, and what an earlier call of somebody
- * else's left behind for whoever asks next, leaves the device alive. */
-TEST(error_that_ends_a_device_ends_it_and_no_other_does)
+/* test_cuda_waits.c has all error numbers. The device stays alive after an error that its
+ * context survives, and after an error that an earlier call of other code has left behind. */
+TEST(only_fatal_errors_end_a_device)
 {
 	static const int codes[] = { 4, 700, 911, 1, 999 };
 	struct sfr_stats stats;
@@ -147,10 +148,11 @@ TEST(error_that_ends_a_device_ends_it_and_no_other_does)
 		begin();
 		engine = fake_engine(16, 2);
 		fake_place(&one, 0, SAVING_NR, 0);
-		fake.fake_cuda_fail("cuEventQuery", 1, 0, code); /* of a piece in flight */
+		/* the event of a portion in flight */
+		fake.fake_cuda_fail("cuEventQuery", 1, 0, code);
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), ends ? -EIO : 0);
 		CHECK(fake.fake_cuda_hits() > 0);
-		/* A device that is known to have ended is asked nothing more. */
+		/* A device that is known to be dead is queried no more. */
 		CHECK(!ends || fake.fake_cuda_calls("cuEventQuery") < 8);
 		CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 		CHECK_EQ(stats.leased_bytes, 0);
@@ -164,7 +166,7 @@ TEST(error_that_ends_a_device_ends_it_and_no_other_does)
 	}
 }
 
-TEST(a_pool_whose_every_block_is_retired_says_so)
+TEST(pool_with_only_retired_blocks_reports_it)
 {
 	struct sfr_engine *engine = begin_on_device(1, 1);
 
@@ -176,22 +178,22 @@ TEST(a_pool_whose_every_block_is_retired_says_so)
 	fake_check();
 }
 
-/* Its stream is destroyed with the lane, which would not wait for what is on it. */
-TEST(a_checksum_whose_event_fails_leaves_no_copy_behind)
+/* The lane destroys its stream without waiting for the work on it. */
+TEST(failed_event_during_checksums_leaves_no_copy_running)
 {
 	struct sfr_engine *engine = begin_on_device(8, 1);
 
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		one.sources[i].lane = SFR_LANE_HOST;
-	fake.fake_cuda_fail("cuEventRecord", 2, 1, 1); /* E is the first */
+	fake.fake_cuda_fail("cuEventRecord", 2, 1, 1); /* the first one is E */
 	CHECK_EQ(fake_save(engine, dir, "a", &one, SFR_SAVE_CHECK_BYTES), -EIO);
 	CHECK(fake.fake_cuda_hits() > 0);
 	fake_freed(&one, 0);
 	fake_end(engine);
 }
 
-/* Every call of the driver fails in its turn, once and for good, with every kind of error. */
-TEST(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs)
+/* Every call of the driver fails once and then permanently, with every kind of error. */
+TEST(any_failing_driver_call_leaves_old_or_new_file)
 {
 	static const int codes[] = { 1, 2, 201, 700, 801 };
 	unsigned nr_runs = 0;
@@ -214,7 +216,7 @@ TEST(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs)
 				rc = fake_save(engine, dir, "a", &two, 0);
 				acted = fake.fake_cuda_hits() > 0;
 				CHECK(rc == 0 || acted);
-				CHECK_EQ(saving_look_as(dir, "a", &one), rc == 0 ? 2 : 1);
+				CHECK_EQ(saving_content_as(dir, "a", &one), rc == 0 ? 2 : 1);
 				if (check__nr_failed != before)
 					(void)fprintf(stderr, "  code %d, call %d%s\n", codes[c],
 						      (int)nth, sticky ? " and later ones" : "");
@@ -234,7 +236,7 @@ TEST(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs)
 	CHECK(nr_runs > 100);
 }
 
-TEST(a_device_nobody_made_active_is_refused)
+TEST(device_without_an_active_context_is_refused)
 {
 	struct sfr_engine *engine;
 	char why[160];
@@ -246,7 +248,7 @@ TEST(a_device_nobody_made_active_is_refused)
 	CHECK(strstr(why, "no active context") != NULL);
 	fake_place(&one, 0, SAVING_NR, 1);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -ENODEV);
-	fake_place(&one, 0, SAVING_NR, 99); /* a device that vanished */
+	fake_place(&one, 0, SAVING_NR, 99); /* a device that does not exist */
 	struct sfr_ticket *t;
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .device = 99 }, 1), 0);
@@ -255,7 +257,7 @@ TEST(a_device_nobody_made_active_is_refused)
 	fake_end(engine);
 }
 
-TEST(warm_up_registers_in_pieces_and_trim_takes_them_back)
+TEST(warm_up_registers_regions_and_trim_releases_them)
 {
 	struct sfr_engine *engine;
 	char why[160];
@@ -267,17 +269,18 @@ TEST(warm_up_registers_in_pieces_and_trim_takes_them_back)
 	CHECK_EQ(fake.fake_cuda_live("registered"), 1);
 	CHECK_EQ(sfr_engine_trim(engine), 0);
 	CHECK_EQ(fake.fake_cuda_live("registered"), 0);
-	fake.fake_cuda_fail("cuMemHostRegister_v2", 1, 0, 2); /* the large one is refused */
+	/* the large registration is refused */
+	fake.fake_cuda_fail("cuMemHostRegister_v2", 1, 0, 2);
 	CHECK_EQ(sfr_engine_warm_up(engine, 16 * SAVING_BLOCK), 0);
 	CHECK_EQ(fake.fake_cuda_live("registered"), 2);
 	fake_place(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 	CHECK_EQ(fake.fake_cuda_live("registered"), 2);
-	CHECK_EQ(fake.fake_cuda_live("allocated"), 1); /* the samples' */
+	CHECK_EQ(fake.fake_cuda_live("allocated"), 1); /* the memory for samples */
 	fake_end(engine);
 }
 
-/* The driver holds locks of its own while it registers: nobody can launch meanwhile. */
+/* The driver holds locks while it registers, and no thread can launch kernels meanwhile. */
 TEST(no_registration_is_larger_than_128_mib)
 {
 	struct sfr_engine *engine;
@@ -288,7 +291,7 @@ TEST(no_registration_is_larger_than_128_mib)
 	CHECK_EQ(sfr_engine_use_device(engine, 0, why, sizeof(why)), 0);
 	CHECK_EQ(sfr_engine_warm_up(engine, 160u << 20), 0);
 	CHECK_EQ(fake.fake_cuda_live("registered"), 2);
-	fake_end(engine); /* a larger one is a violation */
+	fake_end(engine); /* reports a larger registration as a violation */
 }
 
 int main(void)

@@ -1,5 +1,5 @@
-/* A device's lane: what it queues, how many calls that takes, what is used again, and that it
- * sleeps in between. Over the fake driver. */
+/* A device's lane over the fake driver: what it queues, in how many calls, what it reuses, and
+ * that it sleeps in between. */
 #include <unistd.h>
 
 #include "cuda/fix_cuda.h"
@@ -28,7 +28,8 @@ enum { NR_SMALL = 1300, SMALL_LEN = 100 };
 static unsigned char small[NR_SMALL][SMALL_LEN];
 static struct sfr_source small_sources[NR_SMALL];
 
-/* Every other one is deferred; no two neighbours are alike. */
+/* Fills small storages, of which every other one is deferred and no two neighbours have the same
+ * bytes. */
 static void fill_small(void)
 {
 	for (unsigned i = 0; i < NR_SMALL; i++) {
@@ -43,7 +44,7 @@ static void fill_small(void)
 	}
 }
 
-/* Storages of the file that are not what they were. */
+/* Counts the storages of the file that differ from the state. */
 static int nr_wrong(const struct sfr_save_desc *desc)
 {
 	unsigned char found[SMALL_LEN];
@@ -68,7 +69,7 @@ static int nr_wrong(const struct sfr_save_desc *desc)
 	return nr;
 }
 
-/* More of them than go into one call, in few calls all the same, each with all of its bytes. */
+/* More storages than fit into one call are copied in few calls, each with all of its bytes. */
 TEST(many_small_storages_are_copied_in_few_calls)
 {
 	const struct sfr_save_desc desc = { .dir = dir,
@@ -90,7 +91,7 @@ TEST(many_small_storages_are_copied_in_few_calls)
 	begin();
 	fill_small();
 	engine = saving_engine_of(1u << 17, 16, 2, 2);
-	for (int i = 0; i < 2; i++) { /* the lane hurries, and does not */
+	for (int i = 0; i < 2; i++) { /* first with a lane that hurries, then without */
 		sfr__cuda_tune(i ? 4 << 20 : 4096, 4);
 		CHECK_EQ(sfr_save_new(engine, &desc, &t), 0);
 		CHECK_EQ(fake_submit(t, NULL), 0);
@@ -116,13 +117,13 @@ TEST(many_small_storages_are_copied_in_few_calls)
 	sfr_snapshot_unview(snapshot);
 	sfr_snapshot_put(snapshot);
 	CHECK_EQ(fake.fake_cuda_calls("cuMemcpy2DAsync_v2"), 0);
-	CHECK(fake.fake_cuda_calls("cuMemcpyDtoHAsync_v2") <= 8); /* the last ones of a kind */
+	CHECK(fake.fake_cuda_calls("cuMemcpyDtoHAsync_v2") <= 8); /* the last ones of each kind */
 	fake_end(engine);
 }
 
 /* ---- how much is in flight ---- */
 
-TEST(as_many_portions_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate)
+TEST(portions_in_flight_are_bounded_until_a_gate_waits)
 {
 	static const uint64_t most[] = { 3, 9 };
 
@@ -132,7 +133,7 @@ TEST(as_many_portions_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_ga
 		void *stream;
 
 		begin();
-		sfr__cuda_tune(SAVING_BLOCK / 4, most[i]); /* several a block */
+		sfr__cuda_tune(SAVING_BLOCK / 4, most[i]); /* a block is several portions */
 		engine = fake_engine(32, 2);
 		stream = fake.fake_cuda_stream(0);
 		fake_place(&one, 0, SAVING_NR, 0);
@@ -142,10 +143,10 @@ TEST(as_many_portions_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_ga
 		fake.fake_cuda_settle();
 		CHECK_EQ(in_flight(engine), most[i]);
 		CHECK_EQ(fake_gate_held(t, stream), 0);
-		CHECK(in_flight(engine) <= most[i] + 5); /* what is left, four blocks each */
+		CHECK(in_flight(engine) <= most[i] + 5); /* the rest, four blocks each */
 		fake.fake_cuda_hold(0);
 		saving_finish(t);
-		CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+		CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 		sfr_ticket_put(t);
 		fake_end(engine);
 	}
@@ -157,7 +158,7 @@ static struct sfr_sys plain;
 static atomic_uint nr_looks, nr_all_looks;
 static _Atomic(pthread_t) sleeper;
 
-/* Who waits for a while asks what time it is; who only asks the device does not. */
+/* A thread that waits for a time reads the clock; one that only queries the device does not. */
 static int counted_clock(clockid_t clock, struct timespec *ts)
 {
 	atomic_fetch_add(&nr_all_looks, 1);
@@ -174,7 +175,7 @@ static void await_sleep(void)
 		(void)usleep(100);
 }
 
-TEST(a_lane_sleeps_between_its_looks_at_the_device)
+TEST(lane_sleeps_between_queries)
 {
 	struct sfr_ticket *t;
 	void *stream;
@@ -191,14 +192,14 @@ TEST(a_lane_sleeps_between_its_looks_at_the_device)
 	await_sleep(); /* with more to queue */
 	CHECK_EQ(fake_gate_held(t, stream), 0);
 	fake.fake_cuda_settle();
-	await_sleep(); /* with all of it queued */
+	await_sleep(); /* with everything queued */
 	fake.fake_cuda_hold(0);
 	saving_done(t);
 	fake_end(engine);
 }
 
-/* None of an engine's threads looks again and again. A busy machine makes it only fewer. */
-TEST(an_engine_that_has_nothing_to_do_sleeps)
+/* None of an engine's threads polls. A busy machine only makes fewer switches. */
+TEST(idle_engine_sleeps)
 {
 	unsigned before;
 	struct sfr_engine *engine = begin_on_device(16, 2);
@@ -216,8 +217,9 @@ static void *sum(void *arg)
 	return NULL;
 }
 
-/* The call waits for checksums. It sleeps until the lane tells it, and the lane sleeps in between. */
-TEST(a_call_that_makes_checksums_sleeps_too_and_they_are_right)
+/* The call waits for checksums. It sleeps until the lane notifies it, and the lane sleeps in
+ * between. */
+TEST(call_sleeps_while_the_lane_fetches_bytes_for_checksums)
 {
 	struct sfr_report report;
 	struct sfr_ticket *t;
@@ -238,14 +240,14 @@ TEST(a_call_that_makes_checksums_sleeps_too_and_they_are_right)
 	saving_finish(t);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.err.code, 0);
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 	sfr_ticket_put(t);
 	fake_end(engine);
 }
 
 /* ---- what is used again ---- */
 
-TEST(portions_and_events_are_used_again)
+TEST(portions_and_events_are_reused)
 {
 	uint32_t nr = 0;
 	struct sfr_engine *engine = begin_on_device(16, 2);
@@ -286,7 +288,7 @@ static void finish(struct sfr_snapshot *s)
 	sfr_snapshot_put(s);
 }
 
-/* Leaves one deferred storage on the device: few of its lines are sampled, as it is one of many. */
+/* Leaves one deferred storage on the device. As it is one of many, few of its lines are sampled. */
 static void keep_small_on_the_host(void)
 {
 	for (unsigned i = 2; i < NR_SMALL; i++) {
@@ -295,8 +297,8 @@ static void keep_small_on_the_host(void)
 	}
 }
 
-/* Memory for samples is kept, but no more than two pieces of it, and none is used for more than it
- * holds (the driver's, which notices; or ours, where it has none to give). */
+/* Memory for samples is kept, but at most two pieces of it, and none is used for more samples
+ * than fit: the driver's memory, or ordinary memory if the driver has none. */
 TEST(memory_for_samples_is_kept_and_never_too_small)
 {
 	for (int ours = 0; ours < 2; ours++) {
@@ -317,7 +319,7 @@ TEST(memory_for_samples_is_kept_and_never_too_small)
 			CHECK_EQ(start_snapshot(engine, small_sources, NR_SMALL, &s[0]), 0);
 			finish(s[0]);
 		}
-		fake.fake_cuda_hold(!ours); /* a copy to memory that is not pinned is waited for */
+		fake.fake_cuda_hold(!ours); /* a copy to unpinned memory waits for the device */
 		for (unsigned i = 0; i < 4; i++)
 			CHECK_EQ(start_snapshot(engine, one.sources, SAVING_NR, &s[i]), 0);
 		fake.fake_cuda_hold(0);
@@ -331,7 +333,7 @@ int main(void)
 {
 	if (!fake_load())
 		return CHECK_SKIPPED;
-	plain = sfr_sys; /* before there are threads */
+	plain = sfr_sys; /* before any thread runs */
 	sfr_sys.clock_gettime = counted_clock;
 	dir = saving_dir();
 	check_run();

@@ -1,19 +1,19 @@
-/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (stage/transfer.h),
- * of saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it
- * may. */
+/* The order between a caller's streams and a lane's, over the fake driver: the events E, C and S
+ * (stage/transfer.h) of saves and snapshots. Work on the caller's stream overwrites everything
+ * as early as it may. */
 #include <sched.h>
 
 #include "cuda/fix_cuda.h"
 #include "snapshot/snapshot.h"
 
-/* E: in the call that begins a save, on the caller's stream, before anything is copied. */
-TEST(a_save_begins_with_an_event_that_its_stream_waits_for)
+/* E: recorded in the call that begins a save, on the caller's stream, before anything is copied. */
+TEST(save_begins_with_an_event_that_its_stream_waits_for)
 {
 	struct sfr_ticket *t;
 	struct sfr_engine *engine = begin_on_device(16, 2);
 	void *stream = fake.fake_cuda_stream(0);
 
-	for (int i = 0; i < 2; i++) { /* the lane's stream is new only once */
+	for (int i = 0; i < 2; i++) { /* only the first time is the lane's stream new */
 		uint64_t records = fake.fake_cuda_calls("cuEventRecord");
 		uint64_t waits = fake.fake_cuda_calls("cuStreamWaitEvent");
 		const struct sfr_stream on = { .handle = (uintptr_t)stream };
@@ -24,15 +24,15 @@ TEST(a_save_begins_with_an_event_that_its_stream_waits_for)
 		CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waits + 1);
 		CHECK_EQ(saving_submit(t), 0);
 		saving_finish(t);
-		CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+		CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 		sfr_ticket_put(t);
 	}
 	fake_end(engine);
 }
 
-/* Nothing goes on before everything is queued, and then the caller's streams before the core's, or
- * after them, wherever both may: an event too few or in a wrong place always shows. */
-TEST(whoever_goes_first_a_file_is_the_state_at_the_call)
+/* Nothing runs before everything is queued. Then the caller's streams run before the core's or
+ * after them, wherever both may. So a missing event, or one in the wrong place, always shows. */
+TEST(file_has_the_state_at_the_call_whichever_side_runs_first)
 {
 	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
 			 captured = { &one, 0, FAKE_FIRST_DEFERRED, FAKE_GARBAGE },
@@ -53,7 +53,7 @@ TEST(whoever_goes_first_a_file_is_the_state_at_the_call)
 			fake.fake_cuda_launch(stream, fake_fill, &before);
 			CHECK_EQ(fake_submit(t, stream), 0);
 			fake.fake_cuda_launch(stream, fake_fill, &captured);
-			if (i & 2) { /* the step runs on a side stream, as torch's do */
+			if (i & 2) { /* the step runs on a side stream, as in torch */
 				step = fake.fake_cuda_stream(0);
 				fake.fake_cuda_follow(step, stream);
 			}
@@ -61,7 +61,7 @@ TEST(whoever_goes_first_a_file_is_the_state_at_the_call)
 			fake.fake_cuda_launch(step, fake_fill, &rest);
 			fake.fake_cuda_hold(0);
 			saving_finish(t);
-			CHECK_EQ(saving_look_as(dir, "a", &one), 5 + k);
+			CHECK_EQ(saving_content_as(dir, "a", &one), 5 + k);
 			sfr_ticket_put(t);
 			fake.fake_cuda_drain(step);
 			fake.fake_cuda_drain(stream);
@@ -70,9 +70,9 @@ TEST(whoever_goes_first_a_file_is_the_state_at_the_call)
 	}
 }
 
-/* Samples are of the bytes at the call: a write that nobody announces, queued right behind it,
- * comes before the deferred copies, and is noticed. */
-TEST(a_write_behind_the_call_always_differs_from_the_samples)
+/* Samples have the bytes at the call. A write that is queued right after the call, without a
+ * gate, comes before the deferred copies and is detected. */
+TEST(write_queued_after_the_call_is_detected_by_samples)
 {
 	struct fake_fill work = { &one, 3, 4, 9 };
 	struct sfr_report report;
@@ -95,7 +95,7 @@ TEST(a_write_behind_the_call_always_differs_from_the_samples)
 	fake_end(engine);
 }
 
-TEST(a_gate_inserts_its_wait_and_holds_nobody_up)
+TEST(gate_inserts_a_wait_without_blocking_the_host)
 {
 	struct sfr_ticket *t;
 	uint64_t waits;
@@ -103,28 +103,28 @@ TEST(a_gate_inserts_its_wait_and_holds_nobody_up)
 	void *stream = fake.fake_cuda_stream(0);
 
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
-	/* Nothing on the device goes on: whoever waits for it, waits for ever. */
+	/* The devices are stopped, so a thread that waits for them waits forever. */
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(fake_submit(t, stream), 0);
 	waits = fake.fake_cuda_calls("cuStreamWaitEvent");
-	for (uint64_t i = 1; i <= 2; i++) { /* once more, as a second optimizer does */
+	for (uint64_t i = 1; i <= 2; i++) { /* twice, as two optimizers do */
 		CHECK_EQ(fake_gate_held(t, stream), 0);
 		CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waits + i);
 	}
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
-	/* The sources stay the device's, however long that takes. */
+	/* The device may read the sources for as long as its copies run. */
 	fake.fake_cuda_settle();
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	fake_freed(&one, 0);
 	saving_finish(t);
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 	sfr_ticket_put(t);
 	fake_end(engine);
 }
 
-TEST(a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate)
+TEST(save_refuses_a_capturing_stream_and_the_gate_adds_nothing_to_it)
 {
 	struct sfr_ticket *t, *refused;
 	struct sfr_engine *engine = begin_on_device(16, 2);
@@ -143,7 +143,7 @@ TEST(a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate)
 	fake_freed(&one, 0);
 	fake.fake_cuda_capture(stream, 0);
 	saving_finish(t);
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 	sfr_ticket_put(t);
 	sfr_ticket_put(refused);
 	fake_end(engine);
@@ -168,7 +168,7 @@ TEST(a_gate_without_a_stream_for_the_device_waits_on_the_host)
 	fake_end(engine);
 }
 
-TEST(bytes_that_changed_before_their_copy_are_noticed)
+TEST(bytes_changed_before_their_copy_are_detected)
 {
 	for (int by_sum = 0; by_sum < 2; by_sum++) {
 		struct sfr_engine *engine;
@@ -205,10 +205,10 @@ static unsigned char large[1 << 20]; /* so that few of its lines are samples */
 static void change_a_byte(void *arg)
 {
 	(void)arg;
-	large[200]++; /* the first sample is at 0, and the next one at 400 or later */
+	large[200]++; /* the first sample is at 0, the next one at 400 or later */
 }
 
-TEST(a_byte_between_the_samples_is_noticed_where_every_byte_is_summed)
+TEST(check_mutation_finds_a_changed_byte_between_samples)
 {
 	for (int by_sum = 0; by_sum < 2; by_sum++) {
 		struct sfr_engine *engine;
@@ -252,7 +252,7 @@ static struct sfr_snapshot *new_snapshot(struct sfr_engine *engine, const struct
 	return snapshot;
 }
 
-/* Whether each source's copy is full of `value`. */
+/* Returns whether each source's copy is full of `value`. */
 static bool snapshot_is(struct sfr_snapshot *snapshot, unsigned from, unsigned char value)
 {
 	uint64_t len;
@@ -269,7 +269,7 @@ static bool snapshot_is(struct sfr_snapshot *snapshot, unsigned from, unsigned c
 	return good;
 }
 
-TEST(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks)
+TEST(device_snapshot_is_queued_in_the_call_without_blocking)
 {
 	for (int held = 0; held < 2; held++) {
 		struct fake_fill before = { &one, 0, SAVING_NR, 5 },
@@ -285,10 +285,10 @@ TEST(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks)
 		stream = fake.fake_cuda_stream(0);
 		fake_place(&one, 0, SAVING_NR, 0);
 		snapshot = new_snapshot(engine, &one, stream);
-		fake.fake_cuda_hold(held); /* whoever waits for the device, waits for ever */
+		fake.fake_cuda_hold(held); /* a thread that waits for the device waits forever */
 		fake.fake_cuda_launch(stream, fake_fill, &before);
 		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
-		/* The step's stream waits for what is copied after the call too. */
+		/* The step's stream waits also for what is copied after the call. */
 		CHECK_EQ(sfr_snapshot_gate(snapshot,
 					   &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1,
 					   0),
@@ -297,7 +297,8 @@ TEST(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks)
 		if (held) {
 			CHECK_EQ(sfr_snapshot_wait(snapshot, 0, &torn), SFR_EAGAIN);
 			sfr_snapshot_unview(
-				snapshot); /* nobody can read it, but it is written to */
+				/* nothing can read the copy, but the device writes to it */
+				snapshot);
 			CHECK_EQ(sfr_snapshot_leased(snapshot), 1);
 			fake.fake_cuda_hold(0);
 		}
@@ -310,7 +311,7 @@ TEST(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks)
 			sfr_snapshot_unview(snapshot);
 		}
 		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2"), 2);
-		CHECK_EQ(fake.fake_cuda_calls("cuMemcpy3DBatchAsync_v2"), 1); /* samples */
+		CHECK_EQ(fake.fake_cuda_calls("cuMemcpy3DBatchAsync_v2"), 1); /* the samples */
 		fake.fake_cuda_drain(stream);
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 		sfr_snapshot_put(snapshot);
@@ -345,8 +346,8 @@ static uint32_t nr_out(struct sfr_snapshot *snapshot)
 	return nr;
 }
 
-/* As with files: nothing goes on before all is queued, and then one side first. */
-TEST(whoever_goes_first_a_snapshot_is_the_state_at_the_call)
+/* As for files: nothing runs before everything is queued, and then one side runs first. */
+TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 {
 	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
 			 captured = { &one, 0, FAKE_FIRST_DEFERRED, FAKE_GARBAGE },
@@ -368,9 +369,10 @@ TEST(whoever_goes_first_a_snapshot_is_the_state_at_the_call)
 			fake.fake_cuda_hold(1);
 			fake.fake_cuda_launch(stream, fake_fill, &before);
 			CHECK_EQ(sfr_snapshot_start(snapshot), 0);
-			sfr__snapshot_out(snapshot); /* who copies last has noticed nothing */
+			/* the last copying thread has found no torn source */
+			sfr__snapshot_out(snapshot);
 			fake.fake_cuda_launch(stream, fake_fill, &captured);
-			if (i & 2) /* the write that nobody announces */
+			if (i & 2) /* a write without a gate */
 				fake.fake_cuda_launch(stream, fake_fill, &rest);
 			else
 				CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
@@ -383,7 +385,7 @@ TEST(whoever_goes_first_a_snapshot_is_the_state_at_the_call)
 			fake_freed(&one, 0);
 			if (!(i & 2))
 				CHECK_EQ(torn, -1);
-			else if (i % 2 == 0) /* the caller's stream went first */
+			else if (i % 2 == 0) /* the caller's stream ran first */
 				CHECK_EQ(torn, FAKE_FIRST_DEFERRED);
 			if (torn < 0)
 				CHECK(snapshot_is(snapshot, 0, before.value));
@@ -396,7 +398,8 @@ TEST(whoever_goes_first_a_snapshot_is_the_state_at_the_call)
 	}
 }
 
-/* A stream that nobody joined writes while samples are taken and before the copy: it is noticed. */
+/* A stream that no other stream waits for writes after the samples are taken and before the
+ * copy. The write is detected. */
 TEST(a_write_between_samples_and_copy_tears_the_snapshot)
 {
 	struct fake_fill work = { &one, 3, 4, 9 };

@@ -1,4 +1,4 @@
-/* What a driver refuses, what dies with a device, and what is said of it, over the fake driver. */
+/* Refusals of the driver, deaths of devices, and the messages about both, over the fake driver. */
 #include <errno.h>
 #include <semaphore.h>
 
@@ -22,15 +22,15 @@ static struct sfr_report saved(struct sfr_engine *engine, const struct saving_st
 	return report;
 }
 
-/* What is told besides reports: once, however often. */
-static unsigned nr_told;
+/* Counts the notices that are not in reports; each is posted once, however often it applies. */
+static unsigned nr_noticed;
 
 static void take_texts(const char *words)
 {
 	struct sfr_notice notice;
 
 	while (sfr_notice_wait(&notice, 0) == 0) {
-		nr_told += notice.what == SFR_NOTICE_TEXT && strstr(notice.text, words) != NULL;
+		nr_noticed += notice.what == SFR_NOTICE_TEXT && strstr(notice.text, words) != NULL;
 		sfr_ticket_put(notice.ticket);
 		sfr_snapshot_put(notice.snapshot);
 	}
@@ -38,13 +38,13 @@ static void take_texts(const char *words)
 
 /* ---- batches ---- */
 
-TEST(a_single_batch_that_is_refused_is_told_of_and_the_next_is_tried)
+TEST(refused_batch_is_reported_and_the_next_is_tried)
 {
 	struct sfr_report report;
 	uint64_t before;
 	struct sfr_engine *engine = begin_on_device(32, 2);
 
-	nr_told = 0;
+	nr_noticed = 0;
 	report = saved(engine, &one, 0);
 	CHECK_EQ(report.fallback[SFR_FALLBACK_COPIES][0], 0);
 	fake.fake_cuda_fail(batches, 1, 0, CUDA_ERROR_INVALID_VALUE);
@@ -61,12 +61,12 @@ TEST(a_single_batch_that_is_refused_is_told_of_and_the_next_is_tried)
 	fake.fake_cuda_fail(batches, 1, 0, CUDA_ERROR_INVALID_VALUE);
 	report = saved(engine, &one, 0);
 	CHECK(strstr(report.fallback[SFR_FALLBACK_COPIES], "refused 2 batches") != NULL);
-	CHECK_EQ(saving_text[0], 0); /* it was told of before */
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	CHECK_EQ(saving_text[0], 0); /* a notice named it before */
+	CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 	fake_end(engine);
 }
 
-TEST(a_driver_without_batches_is_asked_for_one_once)
+TEST(driver_without_batches_is_asked_once)
 {
 	struct sfr_report report;
 	struct sfr_engine *engine = begin_on_device(32, 2);
@@ -80,12 +80,12 @@ TEST(a_driver_without_batches_is_asked_for_one_once)
 		CHECK_EQ(fake.fake_cuda_calls(batches), 1);
 	}
 	CHECK(strstr(saving_text, "refuses batched copies") != NULL);
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 	fake_end(engine);
 }
 
-/* Of rows, which are samples: in a batch, and one by one where that was refused. */
-TEST(a_copy_that_fails_is_called_by_its_own_name)
+/* The copies of samples, which are rows: in a batch, and one by one after the batch was refused. */
+TEST(error_names_the_driver_call_that_failed)
 {
 	for (int refused = 0; refused < 2; refused++) {
 		const char *name = refused ? "cuMemcpy2DAsync" : "cuMemcpy3DBatchAsync";
@@ -104,7 +104,7 @@ TEST(a_copy_that_fails_is_called_by_its_own_name)
 
 /* ---- memory that cannot be pinned ---- */
 
-TEST(memory_that_stays_pageable_is_told_of_with_the_reason)
+TEST(pageable_memory_is_reported_with_the_reason)
 {
 	struct sfr_report report;
 	struct sfr_engine *engine = begin_on_device(32, 2);
@@ -119,13 +119,13 @@ TEST(memory_that_stays_pageable_is_told_of_with_the_reason)
 	CHECK(strstr(report.fallback[SFR_FALLBACK_PAGEABLE], "OUT_OF_MEMORY") != NULL);
 	CHECK(strstr(report.fallback[SFR_FALLBACK_PAGEABLE], "stays pageable") != NULL);
 	CHECK(strcmp(saving_text, report.fallback[SFR_FALLBACK_PAGEABLE]) == 0);
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 	pool_figures_agree(engine->pool);
 	fake_end(engine);
 }
 
 /* Some blocks of the pool are registered together, some alone, some not at all. */
-TEST(a_trim_gives_back_what_no_lease_is_part_of)
+TEST(trim_releases_only_regions_without_leased_blocks)
 {
 	struct sfr_engine *engine;
 	struct sfr__block *block;
@@ -134,7 +134,8 @@ TEST(a_trim_gives_back_what_no_lease_is_part_of)
 
 	begin();
 	engine = fake_engine(16, 1);
-	CHECK_EQ(sfr_engine_warm_up(engine, 4 * SAVING_BLOCK), 0); /* no driver knows of these */
+	/* the driver knows none of these */
+	CHECK_EQ(sfr_engine_warm_up(engine, 4 * SAVING_BLOCK), 0);
 	CHECK_EQ(sfr_engine_use_device(engine, 0, why, sizeof(why)), 0);
 	CHECK_EQ(sfr__pool_get(engine->pool, 1, SAVING_BLOCK, 0, &block), 0);
 	CHECK_EQ(sfr_engine_trim(engine), 0);
@@ -145,7 +146,7 @@ TEST(a_trim_gives_back_what_no_lease_is_part_of)
 	CHECK_EQ(sfr_engine_warm_up(engine, 4 * SAVING_BLOCK), 0);
 	CHECK(fake.fake_cuda_live("registered") > 0);
 	CHECK_EQ(sfr__pool_get(engine->pool, 1, SAVING_BLOCK, 0, &block), 0);
-	CHECK_EQ(sfr_engine_trim(engine), 0); /* it is registered with the one that is leased */
+	CHECK_EQ(sfr_engine_trim(engine), 0); /* it is registered together with the leased one */
 	CHECK(fake.fake_cuda_live("registered") > 0);
 	sfr__pool_put(engine->pool, block);
 	pool_is_at_rest(engine->pool);
@@ -159,7 +160,7 @@ TEST(a_trim_gives_back_what_no_lease_is_part_of)
 	fake_end(engine);
 }
 
-TEST(warm_up_without_the_devices_context_pins_later)
+TEST(blocks_are_pinned_later_if_warm_up_has_no_context)
 {
 	struct sfr_engine *engine = begin_on_device(16, 1);
 
@@ -190,8 +191,8 @@ static void run_pause(struct sfr__task *task)
 	(void)sem_wait(&p->go_on);
 }
 
-/* Nothing of this save is in flight that could tell it. */
-TEST(a_device_that_dies_before_anything_is_queued_fails_the_save)
+/* Nothing of this save is in flight that could report the death. */
+TEST(save_fails_if_the_device_dies_before_anything_is_queued)
 {
 	struct pause p = { .task.run = run_pause };
 	struct sfr__cuda_scope scope;
@@ -212,12 +213,12 @@ TEST(a_device_that_dies_before_anything_is_queued_fails_the_save)
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(fake_submit(t, NULL), 0);
 	CHECK_EQ(sfr__cuda_enter(&scope, lane->cu, lane->context), 0);
-	while (lane->in_flight.head) /* the samples land */
+	while (lane->in_flight.head) /* until the samples are copied */
 		sfr__cuda_poll(lane);
 	sfr__cuda_leave(&scope);
 	saving_text[0] = '\0';
 	sfr__cuda_die(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED);
-	sfr__cuda_die(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED); /* said once */
+	sfr__cuda_die(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED); /* logged once */
 	(void)sem_post(&p.go_on);
 	saving_finish(t);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
@@ -225,17 +226,18 @@ TEST(a_device_that_dies_before_anything_is_queued_fails_the_save)
 	CHECK_EQ(report.err.code, -EIO);
 	CHECK(strstr(report.err.note, "cuTest") != NULL);
 	CHECK(strstr(saving_text, "nothing on this device can be saved any more") != NULL);
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1); /* the one before */
-	nr_told = 0;
+	CHECK_EQ(saving_content_as(dir, "a", &one), 1); /* the file of the previous save */
+	nr_noticed = 0;
 	take_texts("nothing on this device");
-	CHECK_EQ(nr_told, 0);
+	CHECK_EQ(nr_noticed, 0);
 	sfr_ticket_put(t);
 	saving_end(engine);
 	fake_check();
 }
 
 static void *(*plain_realloc)(void *mem, size_t len);
-static struct sfr__cuda_lane *_Atomic dying; /* its device dies when the call lists a copy */
+/* the lane whose device dies when the call adds a copy */
+static struct sfr__cuda_lane *_Atomic dying;
 
 static void *realloc_or_die(void *mem, size_t len)
 {
@@ -246,9 +248,9 @@ static void *realloc_or_die(void *mem, size_t len)
 	return plain_realloc(mem, len);
 }
 
-/* All sources are captured, or all deferred: nothing of either kind is queued on the dead device,
- * and so nothing is in flight that could tell. */
-TEST(a_device_that_dies_in_the_call_of_a_snapshot_fails_it)
+/* All sources are captured, or all are deferred. Nothing of either kind is queued on the dead
+ * device, so nothing is in flight that could report the death. */
+TEST(snapshot_fails_if_the_device_dies_in_the_call)
 {
 	for (unsigned captured = 0; captured < 2; captured++) {
 		const struct sfr_stream stream = { 0 };
@@ -281,9 +283,10 @@ TEST(a_device_that_dies_in_the_call_of_a_snapshot_fails_it)
 	}
 }
 
-/* The memory of a snapshot that was being copied, and of blocks: nobody gets it, and the driver
- * goes on knowing it, since a copy into it may be running. Pinned by way of a device that lives. */
-TEST(memory_of_a_dead_device_is_nobodys_any_more)
+/* Memory that a snapshot was being copied to, and blocks, are never leased again and stay
+ * registered, because a copy into them may be running. They were pinned through a device that is
+ * alive. */
+TEST(memory_of_a_dead_device_is_never_leased_again)
 {
 	for (int snapshots = 0; snapshots < 2; snapshots++) {
 		const struct sfr_stream streams[] = { { .device = 1 } };
@@ -309,7 +312,7 @@ TEST(memory_of_a_dead_device_is_nobodys_any_more)
 			sfr_snapshot_unview(s);
 			sfr_snapshot_put(s);
 			take_texts("");
-			/* And one that finds the device dead, of which nothing is queued. */
+			/* This one finds the device dead, and nothing of it is queued. */
 			CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &s), 0);
 			CHECK_EQ(sfr_snapshot_lease(s, SFR_FOREVER), 0);
 			CHECK_EQ(sfr_snapshot_streams(s, streams, 1), 0);
@@ -331,9 +334,9 @@ TEST(memory_of_a_dead_device_is_nobodys_any_more)
 	}
 }
 
-/* The call that never says anything is named, and what waits for its answer ends all the same:
- * pieces in flight, checksums in the call. */
-TEST(a_call_that_is_never_answered_is_named_and_waited_for_no_longer)
+/* A call of the driver that never answers is named, and everything that waits for it ends
+ * nevertheless: portions in flight, and checksums in the call. */
+TEST(driver_call_that_never_answers_is_named_and_ends_the_wait)
 {
 	static const char *const calls[] = { "cuEventQuery", "cuStreamQuery" };
 	static const uint32_t flags[] = { 0, SFR_SAVE_CHECK_BYTES };
@@ -349,12 +352,12 @@ TEST(a_call_that_is_never_answered_is_named_and_waited_for_no_longer)
 		fake_place(&one, 0, SAVING_NR, 0);
 		for (unsigned k = 0; k < SAVING_NR; k++)
 			one.sources[k].lane = SFR_LANE_HOST;
-		if (i / 2) /* nothing is left to ask but the stream; E is the first */
+		if (i / 2) /* only the stream is left to query; E is the first event */
 			fake.fake_cuda_fail("cuEventRecord", 2, 1, 1);
 		fake.fake_cuda_fail(call, 1, 1, 1);
 		report = saved(engine, &one, flags[i % 2]);
 		CHECK_EQ(report.err.code, -EIO);
-		/* Nothing but the call had asked for its event: the device is no worse for it. */
+		/* Only this call had asked for its event, so the device stays alive. */
 		CHECK(strstr(i == 1 ? report.err.note : saving_text, call) != NULL);
 		saving_end(engine);
 		fake.fake_cuda_reset();
@@ -362,9 +365,9 @@ TEST(a_call_that_is_never_answered_is_named_and_waited_for_no_longer)
 	}
 }
 
-/* ---- who is asked, and what is said ---- */
+/* ---- messages ---- */
 
-TEST(a_device_that_is_not_there_is_refused_with_the_drivers_reason)
+TEST(missing_device_is_refused_with_the_drivers_reason)
 {
 	struct sfr_engine *engine;
 	char why[160];
@@ -378,16 +381,17 @@ TEST(a_device_that_is_not_there_is_refused_with_the_drivers_reason)
 
 /* ---- the system ---- */
 
-/* One call of the system after the other: the file is the old one or the new one, nothing hangs and
- * nothing is left. */
-TEST(whatever_the_system_refuses_a_save_of_a_device_ends)
+/* Fails one call of the system after the other. The file is the old or the new one, nothing
+ * hangs, and nothing is left. */
+TEST(any_failing_system_call_leaves_old_or_new_file_of_a_device)
 {
 	int nr = 0;
 
 	begin();
 	fake_place(&one, 0, SAVING_NR, 0);
 	fake_place(&two, 0, SAVING_NR, 0);
-	fake.fake_cuda_allow_pageable(1); /* where there is no memory to note what is pinned */
+	/* needed when there is no memory to record what is pinned */
+	fake.fake_cuda_allow_pageable(1);
 	FOR_EVERY_FAILURE(run, "*", ENOMEM)
 	{
 		const struct sfr_engine_opts opts = { .pool_bytes = 32 * SAVING_BLOCK,
@@ -426,7 +430,7 @@ TEST(whatever_the_system_refuses_a_save_of_a_device_ends)
 			sfr_snapshot_unview(s);
 		}
 		sfr_snapshot_put(s);
-		check_heal(&run);
+		check_end_fault(&run);
 		if (engine) {
 			saving_end(engine);
 		}
@@ -436,14 +440,14 @@ TEST(whatever_the_system_refuses_a_save_of_a_device_ends)
 		fake_check_nothing_left();
 	}
 	CHECK(nr > 50);
-	CHECK_EQ(saving_look_as(dir, "a", &two), 2);
+	CHECK_EQ(saving_content_as(dir, "a", &two), 2);
 }
 
 int main(void)
 {
 	if (!fake_load())
 		return CHECK_SKIPPED;
-	plain_realloc = sfr_sys.realloc; /* before there are threads */
+	plain_realloc = sfr_sys.realloc; /* before any thread runs */
 	sfr_sys.realloc = realloc_or_die;
 	dir = saving_dir();
 	check_run();

@@ -1,13 +1,13 @@
-/* Random schedules of a training that saves from devices and takes snapshots, over the fake driver.
+/* Random schedules of a training that saves from devices and takes snapshots, over the fake
+ * driver.
  *
- * Every step is queued without waiting for anything and overwrites what was saved as early as the
- * order between the streams lets it; each file has to be the one step at which it was saved, and
- * no rule of the driver may be broken. A seed decides on delays, sizes, who goes first, where the
- * storages live, and which kind of step follows each save.
+ * Every step is queued without a wait, and overwrites the saved state as early as the order
+ * between the streams allows. Each file must hold exactly one step, the one at which it was
+ * saved, and no rule of the driver may be broken. A seed chooses delays, sizes, which side runs
+ * first, where the storages are, and the kind of step after each save.
  *
- *     STILLFRAME_SCHEDULES=10000        how many, 300 otherwise; says how far it is
- *     STILLFRAME_FIRST_SCHEDULE=4711    the first one's seed, to see one again
- */
+ *     STILLFRAME_SCHEDULES=10000        the number of schedules, 300 by default; prints progress
+ *     STILLFRAME_FIRST_SCHEDULE=4711    the first seed, to repeat one schedule */
 #include <pthread.h>
 #include <signal.h>
 #include <time.h>
@@ -42,14 +42,14 @@ static const char *const step_names[] = {
 static const char *dir;
 static uint64_t nr_steps[NR_STEPS], nr_snapshots;
 
-/* A training's storages, and where work on them is queued: for each device its stream. */
+/* A training's storages, and the stream for work on them on each device. */
 static struct training {
 	struct saving_state state;
 	struct sfr_stream main[2], side[2];
 	struct fake_fill work[64];
 	unsigned nr_work;
-	unsigned first; /* storages below it live in host memory */
-	unsigned split; /* and from it on on the second device */
+	unsigned first; /* storages below it are in host memory */
+	unsigned split; /* storages from it on are on the second device */
 } training;
 
 /* ---- queueing work -------------------------------------------------------------- */
@@ -102,7 +102,7 @@ static void drain(const struct sfr_stream *streams)
 
 /* ---- steps ------------------------------------------------------------------------ */
 
-static bool held; /* nothing on the devices goes on, and so nobody may wait for them */
+static bool held; /* the devices are stopped, so no thread may wait for them */
 
 /* A copy of the state: a save or a snapshot. */
 static struct taken {
@@ -141,7 +141,7 @@ static void wait_copied(const struct taken *t)
 	CHECK_EQ(torn, -1);
 }
 
-/* The storages of [from, end) could be freed now. No gate waits for the copies of a save that was
+/* Reports the storages of [from, end) as freed. No gate waits for the copies of a save that was
  * given up, so its caller keeps the storages until the save has released them. */
 static void freed(unsigned from, const struct taken *last)
 {
@@ -151,7 +151,7 @@ static void freed(unsigned from, const struct taken *last)
 	fake_freed(&training.state, from);
 }
 
-/* A snapshot that nobody can read any more is given up too: nobody looks at it. */
+/* Gives up a save. A snapshot that nobody can read is given up too. */
 static bool give_up(const struct taken *t)
 {
 	if (t->save)
@@ -167,7 +167,8 @@ static void *gate_and_step(void *arg)
 	return NULL;
 }
 
-/* A step: changes the deferred storages as soon as it may. False when the save was given up. */
+/* Runs a step, which changes the deferred storages as soon as it may. False when the save was
+ * given up. */
 static bool step(struct taken *t, enum step kind)
 {
 	const struct sfr_stream *on = training.main, *side = training.side;
@@ -205,8 +206,8 @@ static bool step(struct taken *t, enum step kind)
 	case CAPTURED:
 		capture(on, 1);
 		CHECK_EQ(gate(t, on, 2), 0);
-		capture(on, 0); /* a replay comes with no gate at all */
-		freed(from, t); /* the others were the save's stream's to wait for */
+		capture(on, 0); /* a replay of the graph passes no gate */
+		freed(from, t); /* the save's stream has waited for the other storages */
 		break;
 	case NO_STREAM:
 		CHECK_EQ(gate(t, NULL, 0), 0);
@@ -218,7 +219,7 @@ static bool step(struct taken *t, enum step kind)
 		break;
 	case CANCELLED:
 		given_up = give_up(t);
-#ifdef __SANITIZE_THREAD__ /* the step races with copies that nobody looks at */
+#ifdef __SANITIZE_THREAD__ /* the step races with copies that are not used */
 		wait_copied(t);
 #endif
 		CHECK_EQ(gate(t, on, 2), 0);
@@ -232,13 +233,13 @@ static bool step(struct taken *t, enum step kind)
 
 /* ---- one schedule -------------------------------------------------------------------- */
 
-/* The file of a save that has ended: the one step, or none. */
-static void look(unsigned number, const struct taken *t)
+/* Checks the file of a save that has ended: it holds exactly one step, or does not exist. */
+static void check_file(unsigned number, const struct taken *t)
 {
 	char name[8];
 
 	(void)snprintf(name, sizeof(name), "s%u", number);
-	CHECK_EQ(saving_look_as(dir, name, &training.state), t->wanted ? t->value : -1);
+	CHECK_EQ(saving_content_as(dir, name, &training.state), t->wanted ? t->value : -1);
 	(void)unlink(dir_path(dir, name));
 }
 
@@ -258,7 +259,7 @@ static bool is_full_of(const struct sfr_snapshot *snapshot, unsigned char value)
 	return good;
 }
 
-/* The call, with nothing on the devices going on from its begin of the copies on. */
+/* Makes the call; with `hold`, the devices are stopped from the first copy on. */
 static void take_save(struct sfr_engine *engine, unsigned number, bool hold, struct taken *t)
 {
 	char name[8];
@@ -266,7 +267,7 @@ static void take_save(struct sfr_engine *engine, unsigned number, bool hold, str
 	(void)snprintf(name, sizeof(name), "s%u", number);
 	CHECK_EQ(saving_new(engine, dir, name, &training.state, 0, &t->save), 0);
 	CHECK_EQ(sfr_save_begin(t->save, training.main, 2), 0);
-	CHECK_EQ(sfr_save_admit(t->save, SFR_FOREVER), 0); /* needs others to end */
+	CHECK_EQ(sfr_save_admit(t->save, SFR_FOREVER), 0); /* waits for others to end */
 	held = hold;
 	fake.fake_cuda_hold(held);
 	CHECK_EQ(sfr_save_capture(t->save, SFR_FOREVER), 0);
@@ -285,7 +286,7 @@ static void take_snapshot(struct sfr_engine *engine, bool hold, struct taken *t)
 	CHECK_EQ(sfr_snapshot_start(t->snapshot), 0);
 }
 
-/* Its end, but for the notice. */
+/* Ends a save or snapshot, except for its notice. */
 static void end(struct taken *t)
 {
 	wait_copied(t);
@@ -297,7 +298,7 @@ static void end(struct taken *t)
 		CHECK_EQ(sfr_save_wait(t->save, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 }
 
-/* Takes the notice of the end of each. */
+/* Takes the notices of all ends. */
 static void take_notices(void)
 {
 	for (unsigned nr = 0; nr < NR_SAVES;) {
@@ -307,7 +308,7 @@ static void take_notices(void)
 	}
 }
 
-/* Where the storages live, and what the devices are like. */
+/* Places the storages and sets up the devices. */
 static void begin_schedule(uint64_t seed, bool roomy)
 {
 	struct training *tr = &training;
@@ -315,7 +316,7 @@ static void begin_schedule(uint64_t seed, bool roomy)
 	fake.fake_cuda_delay(fake_rng(3) ? 1 + fake_rng(30000) : 0, seed);
 	fake.fake_cuda_delay_one_in(1 + fake_rng(8));
 	fake.fake_cuda_first((int)fake_rng(3));
-	/* The thread that holds the devices must not wait for room. */
+	/* The thread that stops the devices must not wait for room on a stream. */
 	fake.fake_cuda_depth(roomy || fake_rng(2) ? 0 : 3 + fake_rng(30));
 	fake.fake_cuda_segments(fake_rng(3) ? 0 : 512u << fake_rng(6));
 	sfr__cuda_tune(256u << fake_rng(7), 1 + fake_rng(4));
@@ -336,7 +337,7 @@ static void one_schedule(uint64_t seed)
 
 	memset(taken, 0, sizeof(taken));
 	fake__random = seed * 2654435761u + 1;
-	/* Room for all: then nothing on the devices has to go on before everything is queued. */
+	/* Room for everything: then everything can be queued while the devices are stopped. */
 	roomy = fake_rng(4) == 0;
 	nr_blocks = roomy ? ROOMY : fake_rng(2) ? 1 + fake_rng(7) : FITS + fake_rng(8);
 	begin_schedule(seed, roomy);
@@ -360,7 +361,7 @@ static void one_schedule(uint64_t seed)
 			(void)sfr_save_confirm(t->save, -1);
 		held = false;
 		fake.fake_cuda_hold(0);
-		if (t->snapshot) /* its memory is wanted by those that come */
+		if (t->snapshot) /* later ones need its memory */
 			end(t);
 	}
 	for (unsigned i = 0; i < NR_SAVES; i++)
@@ -370,7 +371,7 @@ static void one_schedule(uint64_t seed)
 		if (taken[i].save) {
 			(void)sfr_save_confirm(taken[i].save, -1);
 			end(&taken[i]);
-			look(i, &taken[i]);
+			check_file(i, &taken[i]);
 		}
 	}
 	take_notices();
@@ -378,7 +379,7 @@ static void one_schedule(uint64_t seed)
 		sfr_ticket_put(taken[i].save);
 		sfr_snapshot_put(taken[i].snapshot);
 	}
-	drain(tr->side); /* they write to the state, and read the work */
+	drain(tr->side); /* they write to the state and read the work */
 	drain(tr->main);
 	fake_end(engine);
 }
@@ -390,7 +391,7 @@ static uint64_t number_from(const char *variable, uint64_t otherwise)
 	return text ? strtoull(text, NULL, 10) : otherwise;
 }
 
-static char again[128]; /* how to see this schedule again */
+static char again[128]; /* the command that repeats this schedule */
 
 static void hangs(int number)
 {
@@ -402,7 +403,7 @@ static void hangs(int number)
 	_exit(EXIT_FAILURE);
 }
 
-TEST(random_schedules_tear_nothing)
+TEST(random_schedules_give_consistent_copies)
 {
 	uint64_t first = number_from("STILLFRAME_FIRST_SCHEDULE", 1);
 	uint64_t nr = number_from("STILLFRAME_SCHEDULES", 300);

@@ -1,13 +1,12 @@
-/* The waits of a save's device state, over the fake driver: failing waits, and waits of others.
- * Nothing here waits for a time to pass.
- */
+/* The waits of a save's device state, over the fake driver: waits that fail, and several threads
+ * that wait. No test depends on elapsed time. */
 #include <sched.h>
 #include <semaphore.h>
 #include <unistd.h>
 
 #include "cuda/fix_cuda.h"
 
-/* Storages from 4 on stay on the host. */
+/* Places the storages from 4 on in host memory. */
 static void place_mixed(struct saving_state *s)
 {
 	fake_place(s, 0, 1, 0);
@@ -31,7 +30,7 @@ TEST(no_old_byte_of_the_pool_is_in_a_file_from_a_device)
 		saving_poison(engine);
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 		saving_padding_is_zero(dir, "a", &one);
-		CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+		CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 	}
 	fake_end(engine);
 }
@@ -61,8 +60,9 @@ static uint32_t unsubmitted(struct sfr_ticket *t)
 	return nr;
 }
 
-/* A device's stream can wait for a device's copies, for those of the host nobody but the host. */
-TEST(a_gate_waits_for_the_hosts_copies_too)
+/* A device's stream can wait for copies from the device. For copies of host memory only the host
+ * can wait. */
+TEST(gate_waits_for_copies_of_host_memory_too)
 {
 	struct sfr_engine *engine;
 	struct sfr_ticket *t;
@@ -73,23 +73,24 @@ TEST(a_gate_waits_for_the_hosts_copies_too)
 	nr_to_hold = 1;
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(fake_submit(t, NULL), 0);
-	(void)sem_wait(&held); /* the lane is in the middle of a storage of the host's */
+	(void)sem_wait(&held); /* the lane is copying a storage in host memory */
 	while (unsubmitted(t))
-		(void)sched_yield(); /* the devices' copies are all queued */
+		(void)sched_yield(); /* until all copies from devices are queued */
 	CHECK_EQ(fake__gate(t, NULL, 1), SFR_EAGAIN);
 	CHECK_EQ(fake__gate(t, NULL, 1), SFR_EAGAIN);
 	(void)sem_post(&may_go);
 	CHECK_EQ(fake_gate(t, NULL), 0);
 	memset(one.bytes[SAVING_NR - 1], 9, SAVING_LEN); /* the step */
 	saving_finish(t);
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 	sfr_ticket_put(t);
 	fake_end(engine);
 }
 
 /* ---- waits that fail ---- */
 
-/* S is not waited for: so the host waits, and the copies are those of the state at the call. */
+/* S is recorded, but the wait for it fails. So the host waits, and the copies have the state at
+ * the call. */
 TEST(a_gate_whose_wait_fails_waits_on_the_host)
 {
 	static const char *const calls[] = { "cuStreamWaitEvent", "cuCtxPushCurrent_v2" };
@@ -103,7 +104,7 @@ TEST(a_gate_whose_wait_fails_waits_on_the_host)
 		engine = fake_engine(32, 2);
 		stream = fake.fake_cuda_stream(0);
 		fake_place(&one, 0, SAVING_NR, 0);
-		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* the lane's thread is there */
+		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* starts the lane's thread */
 		CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 		fake.fake_cuda_hold(1);
 		CHECK_EQ(fake_submit(t, stream), 0);
@@ -115,7 +116,7 @@ TEST(a_gate_whose_wait_fails_waits_on_the_host)
 		fake_freed(&one, 0);
 		saving_finish(t);
 		fake.fake_cuda_reset();
-		CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+		CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 		sfr_ticket_put(t);
 		fake_end(engine);
 	}
@@ -142,8 +143,8 @@ static void *pass_gate(void *arg)
 	return NULL;
 }
 
-/* Steps of several threads are at the gate of a save whose lane has no block to go on with, of a
- * device on which nothing goes on. */
+/* Several threads' steps wait at the gate of a save whose lane has no free block, on a stopped
+ * device. */
 static void starve(struct starved *s)
 {
 	bool all = false;
@@ -186,7 +187,7 @@ static void end_starved(struct starved *s, int found)
 {
 	fake.fake_cuda_hold(0);
 	saving_finish(s->t);
-	CHECK_EQ(saving_look_as(dir, "a", &one), found);
+	CHECK_EQ(saving_content_as(dir, "a", &one), found);
 	sfr_ticket_put(s->t);
 	fake_end(s->engine);
 }
@@ -201,11 +202,11 @@ TEST(every_gate_goes_on_when_all_is_queued)
 	end_starved(&s, 1);
 }
 
-/* It holds nobody, though its copies have not ended. */
+/* The cancelled save delays no step, although its copies have not ended. */
 TEST(every_gate_goes_on_when_the_save_is_cancelled)
 {
 	struct starved s;
-	int before = saving_look_as(dir, "a", &one);
+	int before = saving_content_as(dir, "a", &one);
 
 	starve(&s);
 	CHECK_EQ(sfr_save_cancel(s.t), 1);
@@ -214,7 +215,7 @@ TEST(every_gate_goes_on_when_the_save_is_cancelled)
 	end_starved(&s, before);
 }
 
-/* ---- several who wait for the end of the copies ---- */
+/* ---- several threads that wait for the end of the copies ---- */
 
 struct waiters {
 	struct sfr_ticket *t;
@@ -233,7 +234,7 @@ static void *await(void *arg)
 	return NULL;
 }
 
-TEST(whoever_waits_for_the_copies_is_woken)
+TEST(every_waiter_for_the_copies_is_woken)
 {
 	struct sfr_stream step = { .device = 0 };
 	struct sfr_engine *engine;
@@ -257,7 +258,7 @@ TEST(whoever_waits_for_the_copies_is_woken)
 		}
 		for (int i = 0; i < NR_GATES; i++)
 			CHECK_EQ(pthread_create(&threads[i], NULL, await, &w), 0);
-		(void)usleep(20000); /* most of them wait by then, or there is nothing to see */
+		(void)usleep(20000); /* by now most of them wait, or the test shows nothing */
 		fake.fake_cuda_hold(0);
 		for (int i = 0; i < NR_GATES; i++)
 			CHECK_EQ(pthread_join(threads[i], NULL), 0);
@@ -274,7 +275,7 @@ TEST(whoever_waits_for_the_copies_is_woken)
 	fake_end(engine);
 }
 
-/* E or C is not waited for: what was copied may be no state of any step, and is not published. */
+/* The wait for E or C fails. The copies may mix states, so the save fails. */
 TEST(a_save_whose_order_cannot_be_kept_fails)
 {
 	for (uint64_t nth = 1; nth <= 2; nth++) {
@@ -295,16 +296,16 @@ TEST(a_save_whose_order_cannot_be_kept_fails)
 		CHECK_EQ(sfr_save_report(t, &report), 0);
 		CHECK_EQ(report.state, SFR_FAILED);
 		CHECK(report.err.code < 0);
-		CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+		CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 		sfr_ticket_put(t);
 		fake_end(engine);
 	}
 }
 
-/* By their numbers, as cuda.h has them: what the driver calls an inconsistent state, in which any
- * further work returns the same error, and what says that its context or device is gone. Over the
- * fake any error ends a device, since its later calls fail too. */
-TEST(errors_after_which_a_device_answers_nothing_any_more_are_known)
+/* The numbers are those of cuda.h: an inconsistent state, in which any further work returns the
+ * same error, and a context or device that is gone. Over the fake driver any error ends a
+ * device, because its later calls fail too. */
+TEST(fatal_errors_of_a_device_are_known)
 {
 	static const int final[] = { 4,   214, 226, 700, 702, 709, 710, 714,
 				     715, 716, 717, 718, 719, 721, 810, 911 };
@@ -318,13 +319,13 @@ TEST(errors_after_which_a_device_answers_nothing_any_more_are_known)
 	}
 }
 
-/* An error that ends a device counts at once, an error of a single call only after many in a row,
+/* A fatal error ends a device at once. Other errors of a query end it only after many in a row,
  * and a busy device is never given up. */
-TEST(a_device_is_given_up_at_once_when_it_has_ended_and_late_when_nobody_knows)
+TEST(device_is_given_up_at_once_after_a_fatal_error_and_late_after_unclear_ones)
 {
 	static const struct {
 		int code;
-		uint32_t answers; /* until it is given up; 0: never */
+		uint32_t answers; /* answers until the device is given up; 0: never */
 	} all[] = { { 700, 1 }, { 1, SFR__CUDA_QUERIES }, { CUDA_ERROR_NOT_READY, 0 } };
 
 	for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
@@ -349,7 +350,7 @@ int main(void)
 {
 	if (!fake_load())
 		return CHECK_SKIPPED;
-	plain = sfr_sys; /* before there are threads */
+	plain = sfr_sys; /* before any thread runs */
 	sfr_sys.lane_copy = held_lane_copy;
 	CHECK_EQ(sem_init(&held, 0, 0), 0);
 	CHECK_EQ(sem_init(&may_go, 0, 0), 0);

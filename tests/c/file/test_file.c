@@ -1,5 +1,5 @@
-/* One file's life: its steps, its destinations, and disks that are really full. Injected failures
- * are in test_file_faults.c. */
+/* The life of one file: its steps, its destinations, and disks that are really full.
+ * test_file_faults.c injects failures. */
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -32,7 +32,7 @@ static void saves(const char *dir)
 		CHECK(save_is_new(dir));
 		CHECK_EQ(dir_count(dir, TEMPORARIES, name), 0);
 		save_end(&f);
-		save_end(&f); /* twice is fine */
+		save_end(&f); /* may be called twice */
 		CHECK(save_is_new(dir));
 		CHECK_EQ(sfr_inject_calls("fdatasync"), durable);
 		CHECK_EQ(sfr_inject_calls("fsync"), durable);
@@ -54,7 +54,7 @@ static void has_a_good_temporary(const char *dir)
 	struct sfr__file f;
 	struct stat st;
 
-	memset(&f, 0xa5, sizeof(f)); /* whatever was there before */
+	memset(&f, 0xa5, sizeof(f)); /* garbage, which init must overwrite */
 	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
 	CHECK(f.tmp.name[0] == '\0' && atomic_load(&f.asked_ns) == 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
@@ -65,7 +65,7 @@ static void has_a_good_temporary(const char *dir)
 	CHECK(sfr__tmp_may_be_live(dir_path(dir, name), name));
 	CHECK(lstat(dir_path(dir, name), &st) == 0 && (st.st_mode & 07777) == 0640);
 	CHECK(!file_exists(dir_path(dir, "a.ckpt")));
-	sfr__file_fini(&f); /* given up */
+	sfr__file_fini(&f); /* without a commit */
 	CHECK_EQ(dir_count(dir, "", NULL), 0);
 	(void)umask(before);
 }
@@ -86,7 +86,7 @@ TEST(a_file_of_any_length_is_saved)
 		CHECK_EQ(sfr__file_init(&f, dir, "a", lens[i], true), 0);
 		CHECK_EQ(sfr__file_open(&f, &err), 0);
 		CHECK(f.io_mode == SFR_IO_BUFFERED || lens[i] != 0);
-		/* In whole pages, the last of which goes beyond the end. */
+		/* Written in whole pages, so the last one extends beyond the end. */
 		CHECK_EQ(sfr__file_write(&f, save_new, sfr__round_up(lens[i], SFR_PAGE), 0, &err),
 			 0);
 		CHECK_EQ(sfr__file_sync(&f, &err), 0);
@@ -101,52 +101,52 @@ TEST(a_file_of_any_length_is_saved)
 
 static struct sfr__file *asking;
 static struct sfr_sys real;
-static unsigned nr_calls, nr_unasked;
+static unsigned nr_calls, nr_without_time;
 
-static void look_at_it(void)
+static void count_call(void)
 {
 	nr_calls++;
-	nr_unasked += sfr__file_asked_since(asking) == 0;
+	nr_without_time += sfr__file_asked_since(asking) == 0;
 }
 
 static int asked_open(int dir, const char *name, int flags, mode_t mode)
 {
-	look_at_it();
+	count_call();
 	return real.open(dir, name, flags, mode);
 }
 
 static ssize_t asked_pwrite(int fd, const void *buf, size_t len, off_t off)
 {
-	look_at_it();
+	count_call();
 	return real.pwrite(fd, buf, len, off);
 }
 
 static int asked_fallocate(int fd, int mode, off_t off, off_t len)
 {
-	look_at_it();
+	count_call();
 	return real.fallocate(fd, mode, off, len);
 }
 
 static int asked_ftruncate(int fd, off_t len)
 {
-	look_at_it();
+	count_call();
 	return real.ftruncate(fd, len);
 }
 
 static int asked_fdatasync(int fd)
 {
-	look_at_it();
+	count_call();
 	return real.fdatasync(fd);
 }
 
 static int asked_unlink(int dir, const char *name)
 {
-	look_at_it();
+	count_call();
 	return real.unlink(dir, name);
 }
 
-/* The log's thread says the same of the rename and of the directory's sync. */
-TEST(a_file_system_is_known_to_be_asked_during_every_call_that_may_hang)
+/* The log's thread does the same for the rename and the directory's sync. */
+TEST(every_call_that_may_hang_is_recorded_while_it_runs)
 {
 	const char *dir = dir_make("/var/tmp");
 	struct sfr_err err = { .index = -1 };
@@ -166,10 +166,10 @@ TEST(a_file_system_is_known_to_be_asked_during_every_call_that_may_hang)
 	CHECK_EQ(sfr__file_write(&f, save_new, 8192, 0, &err), 0);
 	CHECK_EQ(sfr__file_sync(&f, &err), 0);
 	CHECK_EQ(sfr__file_asked_since(&f), 0);
-	sfr__file_fini(&f); /* given up */
+	sfr__file_fini(&f); /* without a commit */
 	sfr_sys = real;
 	CHECK(nr_calls >= 7);
-	CHECK_EQ(nr_unasked, 0);
+	CHECK_EQ(nr_without_time, 0);
 	dir_remove(dir);
 }
 
@@ -261,7 +261,7 @@ static void takes_several_writers(const char *dir)
 		CHECK_EQ(pthread_join(threads[i], NULL), 0);
 		CHECK_EQ(writers[i].rc, 0);
 	}
-	CHECK(sfr_inject_calls("pwrite") > NR_WRITERS * 2); /* slices, and pieces of them */
+	CHECK(sfr_inject_calls("pwrite") > NR_WRITERS * 2); /* slices, and parts of them */
 	sfr_inject_remove();
 	CHECK_EQ(sfr__file_sync(&f, &err), 0);
 	CHECK_EQ(sfr__file_commit(&f, &err), 0);
@@ -277,7 +277,7 @@ TEST(several_threads_write_one_file)
 
 /* ---- destinations ---- */
 
-TEST(what_is_not_a_regular_file_is_refused_and_a_link_replaced)
+TEST(special_files_are_refused_and_links_replaced)
 {
 	const char *dir = dir_make("/var/tmp"), *path = dir_path(dir, "a.ckpt");
 	struct sfr__file f;
@@ -306,12 +306,12 @@ TEST(what_is_not_a_regular_file_is_refused_and_a_link_replaced)
 	CHECK_EQ(dir_count(dir, "", NULL), 2);
 	dir_remove(dir);
 
-	CHECK_EQ(save_begin(&f, dir, true, &err), -ENOENT); /* it is gone */
+	CHECK_EQ(save_begin(&f, dir, true, &err), -ENOENT); /* the directory is gone */
 	CHECK_EQ(err.phase, SFR_PHASE_OPEN);
 	save_end(&f);
 }
 
-TEST(a_name_that_is_too_long_is_a_clear_error)
+TEST(too_long_name_is_reported)
 {
 	const char *dir = dir_make("/var/tmp");
 	struct sfr_err err = { .index = -1 };
@@ -325,7 +325,7 @@ TEST(a_name_that_is_too_long_is_a_clear_error)
 	CHECK_EQ(sfr__file_sync(&f, &err), 0);
 	CHECK_EQ(sfr__file_commit(&f, &err), -ENAMETOOLONG);
 	sfr__file_fini(&f);
-	name[NAME_MAX] = 0; /* the longest there is; the temporary's name does not depend on it */
+	name[NAME_MAX] = 0; /* the longest name; the temporary's name does not depend on it */
 	err = (struct sfr_err){ .index = -1 };
 	CHECK_EQ(sfr__file_init(&f, dir, name, 0, true), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
@@ -336,11 +336,11 @@ TEST(a_name_that_is_too_long_is_a_clear_error)
 	dir_remove(dir);
 }
 
-/* ---- a full disk, a limit on file sizes: real ones, in a child of their own ---- */
+/* ---- a real full disk and a real limit on file sizes, each in a child ---- */
 
 #define CHILD_SKIPS 77
 
-/* 0, 1 or CHILD_SKIPS. */
+/* Returns 0, 1 or CHILD_SKIPS. */
 static int run_in_child(void (*body)(const char *dir), const char *dir)
 {
 	int failed = check__nr_failed, status = -1;
@@ -363,8 +363,9 @@ static void put_line(const char *path, const char *line)
 	(void)close(fd);
 }
 
-/* A mount namespace of our own; without root's rights inside a user namespace where we are root. */
-static void leave_the_mounts(void)
+/* Enters a new mount namespace; without root's rights, inside a user namespace in which this
+ * process is root. */
+static void enter_mount_namespace(void)
 {
 	char uid[48], gid[48];
 
@@ -384,7 +385,7 @@ static void saves_on_small_disks(const char *dir)
 	char options[32];
 	bool fitted = false;
 
-	leave_the_mounts();
+	enter_mount_namespace();
 	if (mount("none", "/", "none", MS_REC | MS_PRIVATE, NULL) < 0)
 		_exit(CHILD_SKIPS);
 	CHECK_EQ(sfr_inject_install(), 0);
@@ -422,7 +423,7 @@ static void saves_on_small_disks(const char *dir)
 	sfr_inject_remove();
 }
 
-TEST(a_full_disk_is_a_clear_error_and_the_old_file_stays)
+TEST(full_disk_is_reported_and_the_old_file_stays)
 {
 	char dir[PATH_MAX];
 	int rc;
@@ -471,7 +472,7 @@ static void limited(const char *dir)
 	CHECK_EQ(run_in_child(saves_under_a_limit, dir), 0);
 }
 
-TEST(a_limit_on_file_sizes_is_a_clear_error)
+TEST(file_size_limit_is_reported)
 {
 	in_each_base(limited);
 }

@@ -1,5 +1,5 @@
-/* One file's life under injected failures: every call failing, once and from then on, and every
- * short write. The diagram in file.c is checked here, since failures are most of its arrows. */
+/* The life of one file under injected failures: every call fails, once or permanently, and every
+ * write is short. Most arrows of the diagram in file.c are failures, so it is checked here. */
 #include <errno.h>
 #include <sys/wait.h>
 
@@ -7,7 +7,7 @@
 
 /* ---- given up ---- */
 
-TEST(a_file_given_up_in_any_state_leaves_the_old_one)
+TEST(abandoning_a_file_in_any_state_keeps_the_old_one)
 {
 	const char *dir = dir_make("/var/tmp");
 	struct sfr_err err = { .index = -1 };
@@ -30,7 +30,7 @@ TEST(a_file_given_up_in_any_state_leaves_the_old_one)
 		CHECK_EQ(nr_fds(), fds);
 	}
 	memset(&f, 0, sizeof(f));
-	sfr__file_fini(&f); /* never begun: must not close descriptor 0 */
+	sfr__file_fini(&f); /* never begun: fini must not close descriptor 0 */
 	CHECK(fcntl(0, F_GETFD) >= 0 || fds == 0);
 	dir_remove(dir);
 }
@@ -42,14 +42,15 @@ struct case_ {
 	int err;
 	uint64_t nth;
 	bool durable;
-	int rc; /* what the save returns */
+	int rc; /* the result of the save */
 	enum sfr_phase phase;
-	bool is_new;  /* is the new file at the path? */
-	int fallback; /* which sentence is there, or -1 */
+	bool is_new;  /* whether the new file is at the path */
+	int fallback; /* which fallback sentence is set, or -1 */
 };
 
-/* Calls of one save in a directory with one file: opens are the directory and the temporary;
- * fstat, lstat are of the check after the lock, then lstat of the destination. */
+/* The calls of one save in a directory with one file. The opens are of the directory and the
+ * temporary. fstat and lstat belong to the check after the lock, and the second lstat to the
+ * destination. */
 static const struct case_ cases[] = {
 	{ "opendir", EIO, 1, true, 0, SFR_PHASE_NONE, true, -1 },
 	{ "open", EACCES, 1, true, -EACCES, SFR_PHASE_OPEN, false, -1 },
@@ -59,16 +60,17 @@ static const struct case_ cases[] = {
 	{ "open", EROFS, 2, true, -EROFS, SFR_PHASE_OPEN, false, -1 },
 	{ "open", ENOSPC, 2, true, -ENOSPC, SFR_PHASE_OPEN, false, -1 },
 	{ "open", EINTR, 2, true, 0, SFR_PHASE_NONE, true, -1 },
-	{ "open", EEXIST, 2, true, 0, SFR_PHASE_NONE, true, -1 }, /* another name */
+	{ "open", EEXIST, 2, true, 0, SFR_PHASE_NONE, true, -1 }, /* tries another name */
 	{ "flock", EIO, 1, true, -EIO, SFR_PHASE_LOCK, false, -1 },
 	{ "flock", EINTR, 1, true, 0, SFR_PHASE_NONE, true, -1 },
-	{ "flock", EWOULDBLOCK, 1, true, 0, SFR_PHASE_NONE, true, -1 }, /* a cleaner has it */
+	{ "flock", EWOULDBLOCK, 1, true, 0, SFR_PHASE_NONE, true, -1 }, /* a cleaner has the lock */
 	{ "flock", ENOLCK, 1, true, 0, SFR_PHASE_NONE, true, -1 },
 	{ "flock", ENOTSUP, 1, true, 0, SFR_PHASE_NONE, true, -1 },
 	{ "flock", ENOSYS, 1, true, 0, SFR_PHASE_NONE, true, -1 },
 	{ "fstat", EIO, 1, true, -EIO, SFR_PHASE_LOCK, false, -1 },
 	{ "lstat", EIO, 1, true, -EIO, SFR_PHASE_LOCK, false, -1 },
-	{ "lstat", ENOENT, 1, true, 0, SFR_PHASE_NONE, true, -1 }, /* a cleaner was faster */
+	/* a cleaner has removed the file */
+	{ "lstat", ENOENT, 1, true, 0, SFR_PHASE_NONE, true, -1 },
 	{ "set_flags", EINVAL, 1, true, 0, SFR_PHASE_NONE, true, 0 },
 	{ "set_flags", EIO, 1, true, 0, SFR_PHASE_NONE, true, 0 },
 	{ "pwrite", EINVAL, 1, true, 0, SFR_PHASE_NONE, true, 0 },
@@ -104,11 +106,11 @@ static const struct case_ cases[] = {
 	{ "close", EDQUOT, 1, false, -EDQUOT, SFR_PHASE_WRITE, true, -1 },
 };
 
-static void fails_as_said(const char *dir)
+static void check_failures(const char *dir)
 {
 	int fds = nr_fds();
 
-	save_cleanly(dir); /* the boot id is known from here on */
+	save_cleanly(dir); /* reads the boot id, so that later saves do not */
 	CHECK_EQ(sfr_inject_install(), 0);
 	for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
 		const struct case_ *c = &cases[i];
@@ -142,9 +144,9 @@ static void fails_as_said(const char *dir)
 	sfr_inject_remove();
 }
 
-TEST(a_failing_call_ends_in_its_phase_with_old_or_new_intact)
+TEST(failing_call_reports_its_phase_and_leaves_a_complete_file)
 {
-	in_each_base(fails_as_said);
+	in_each_base(check_failures);
 }
 
 static int nr_opens_at_first_write, nr_opens;
@@ -163,9 +165,9 @@ static ssize_t watched_pwrite(int fd, const void *buf, size_t len, off_t off)
 	return unwatched.pwrite(fd, buf, len, off);
 }
 
-/* A table of descriptors that fills up meanwhile, a directory whose permissions or path change:
- * none of it can come between the new file and its sync. */
-TEST(nothing_is_opened_once_bytes_are_written)
+/* The table of descriptors may become full meanwhile, and the directory may change its
+ * permissions or path. None of this can prevent the sync of the new file. */
+TEST(no_file_is_opened_after_the_first_write)
 {
 	const char *dir = dir_make("/var/tmp");
 	char moved[PATH_MAX];
@@ -191,7 +193,7 @@ TEST(nothing_is_opened_once_bytes_are_written)
 	dir_remove(moved);
 }
 
-/* As nobody: root may read everything. */
+/* Runs as nobody, because root may read everything. */
 static void saves_where_nobody_may_read(const char *dir)
 {
 	struct sfr_err err;
@@ -208,7 +210,7 @@ static void saves_where_nobody_may_read(const char *dir)
 	CHECK(save_is_new(dir));
 }
 
-TEST(a_directory_that_cannot_be_synced_is_refused_at_once_unless_it_need_not_be)
+TEST(unreadable_directory_is_refused_only_for_durable_saves)
 {
 	const char *dir = dir_make("/var/tmp");
 	int status = -1, failed = check__nr_failed;
@@ -227,7 +229,7 @@ TEST(a_directory_that_cannot_be_synced_is_refused_at_once_unless_it_need_not_be)
 	dir_remove(dir);
 }
 
-TEST(direct_mode_that_can_neither_be_used_nor_left_fails_the_open)
+TEST(open_fails_if_direct_mode_fails_and_cannot_be_reset)
 {
 	struct sfr_fault refused = { "pwrite", 1, 0, EINVAL, -1, 0 };
 	struct sfr_fault stuck = { "set_flags", 2, 0, EIO, -1, 0 };
@@ -252,7 +254,7 @@ TEST(direct_mode_that_can_neither_be_used_nor_left_fails_the_open)
 static void survives_every_failure(const char *dir)
 {
 	static const int errors[] = { EIO, ENOSPC, EDQUOT, EINTR, EACCES, EROFS, EINVAL, EAGAIN };
-	/* A real sync takes its time: the disk gets the errors that disks have. */
+	/* Real syncs take long, so a real disk gets only the errors that disks have. */
 	size_t nr_errors =
 		strncmp(dir, "/dev/shm", 8) == 0 ? sizeof(errors) / sizeof(errors[0]) : 2;
 	int fds = nr_fds();
@@ -272,24 +274,24 @@ static void survives_every_failure(const char *dir)
 				CHECK(sfr_inject_calls("fdatasync") <= 1);
 				CHECK(sfr_inject_calls("fsync") <= 1);
 				CHECK_EQ(nr_fds(), fds);
-				check_heal(&run);
+				check_end_fault(&run);
 
 				CHECK(f.renamed ? save_is_new(dir) : save_is_old(dir));
 				CHECK(rc == 0 ? f.renamed : check_acted(&run));
-				/* -ENOMEM of sfr__file_init has no place to tell its phase. */
+				/* An -ENOMEM of sfr__file_init has no phase. */
 				CHECK(rc == err.code || (rc == -ENOMEM && err.code == 0));
 				CHECK(rc == 0 || rc == -errors[e] || rc == -ENOMEM);
 				if (rc != 0 && f.renamed)
 					CHECK(err.phase ==
 					      (durable ? SFR_PHASE_SYNC_DIR : SFR_PHASE_WRITE));
-				save_cleanly(dir); /* and clears away what an unlink left */
+				save_cleanly(dir); /* and removes what a failed unlink has left */
 				CHECK_EQ(nr_fds(), fds);
 			}
 		}
 	}
 }
 
-TEST(whatever_fails_the_path_is_old_or_new_and_the_next_save_works)
+TEST(any_failing_call_leaves_old_or_new_file_and_the_next_save_works)
 {
 	in_each_base(survives_every_failure);
 }
@@ -322,7 +324,7 @@ static void goes_on_after_short_writes(const char *dir)
 	sfr_inject_remove();
 }
 
-TEST(a_short_write_is_gone_on_with)
+TEST(short_write_is_continued)
 {
 	in_each_base(goes_on_after_short_writes);
 }
@@ -352,7 +354,7 @@ static void ends_without_progress(const char *dir)
 	CHECK(save_is_old(dir));
 	sfr_inject_clear();
 
-	/* One byte at a time is slow but is progress; with O_DIRECT it never makes a page. */
+	/* One byte at a time is slow but progress. With O_DIRECT it never completes a page. */
 	CHECK_EQ(sfr_inject_set(&crumbs), 0);
 	rc = save_begin(&f, dir, true, &err);
 	CHECK_EQ(rc, f.io_mode == SFR_IO_DIRECT ? -EIO : 0);
@@ -406,7 +408,7 @@ TEST(every_arrow_of_the_diagram_was_taken)
 		save_arrows[arrows[i][0]][arrows[i][1]] = false;
 	for (int from = 0; from <= SFR__FILE_BROKEN; from++)
 		for (int to = 0; to <= SFR__FILE_BROKEN; to++)
-			CHECK(!save_arrows[from][to]); /* and no other */
+			CHECK(!save_arrows[from][to]); /* no other arrow was taken */
 }
 
 int main(void)

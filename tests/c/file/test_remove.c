@@ -4,7 +4,7 @@
 
 #include "fix_save.h"
 
-static char dir[PATH_MAX]; /* of the test that runs */
+static char dir[PATH_MAX]; /* the directory of the running test */
 
 static void make_dir(const char *base)
 {
@@ -17,7 +17,7 @@ static int rm(const char *name, struct sfr_err *err)
 	return sfr__file_remove(dir_path(dir, name), NULL, err);
 }
 
-TEST(a_file_goes_and_a_missing_name_is_no_error)
+TEST(remove_deletes_a_file_and_accepts_a_missing_name)
 {
 	struct sfr_err err;
 
@@ -28,13 +28,13 @@ TEST(a_file_goes_and_a_missing_name_is_no_error)
 	CHECK_EQ(rm("a", &err), 0);
 	CHECK_EQ(rm("no/such/parent", &err), 0);
 	file_put(dir_path(dir, "a"), "x", 1);
-	CHECK_EQ(rm("a/b", &err), 0); /* below a file there is nothing */
+	CHECK_EQ(rm("a/b", &err), 0); /* nothing exists below a file */
 	CHECK_EQ(err.code, 0);
 	CHECK(file_exists(dir_path(dir, "a")));
 	dir_remove(dir);
 }
 
-TEST(a_link_goes_and_its_target_stays)
+TEST(remove_deletes_a_link_and_keeps_its_target)
 {
 	struct sfr_err err;
 
@@ -76,7 +76,7 @@ static void make_tree(void)
 		CHECK_EQ(mkfifo(dir_path(dir, "t/pipe"), 0600), 0);
 }
 
-TEST(a_tree_goes_with_everything_in_it)
+TEST(remove_deletes_a_whole_tree)
 {
 	struct sfr_err err;
 	int fds = nr_fds();
@@ -88,7 +88,7 @@ TEST(a_tree_goes_with_everything_in_it)
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
 	CHECK_EQ(nr_fds(), fds);
 
-	CHECK_EQ(mkdir(dir_path(dir, "t"), 0700), 0); /* more than one buffer of names */
+	CHECK_EQ(mkdir(dir_path(dir, "t"), 0700), 0); /* more names than one buffer holds */
 	for (int i = 0; i < 3000; i++) {
 		char name[48];
 
@@ -103,7 +103,7 @@ TEST(a_tree_goes_with_everything_in_it)
 	dir_remove(dir);
 }
 
-TEST(a_tree_deeper_than_any_path_is_a_clear_error)
+TEST(tree_deeper_than_path_max_is_reported)
 {
 	char name[201];
 	struct sfr_err err;
@@ -115,7 +115,7 @@ TEST(a_tree_deeper_than_any_path_is_a_clear_error)
 	CHECK_EQ(mkdir(dir_path(dir, "deep"), 0700), 0);
 	file_put(dir_path(dir, "deep/file"), "x", 1);
 	at = open(dir_path(dir, "deep"), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	for (int i = 0; i < 30; i++) { /* 6000 bytes of path */
+	for (int i = 0; i < 30; i++) { /* a path of 6000 bytes */
 		CHECK_EQ(mkdirat(at, name, 0700), 0);
 		next = openat(at, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 		CHECK(next >= 0);
@@ -125,10 +125,11 @@ TEST(a_tree_deeper_than_any_path_is_a_clear_error)
 	(void)close(at);
 	CHECK_EQ(rm("deep", &err), -ENAMETOOLONG);
 	CHECK_EQ(err.phase, SFR_PHASE_REMOVE);
-	CHECK(!file_exists(dir_path(dir, "deep/file"))); /* what could go has gone */
+	/* the files that could be removed are gone */
+	CHECK(!file_exists(dir_path(dir, "deep/file")));
 	CHECK_EQ(nr_fds(), fds);
 
-	/* As deep as paths can be is no problem. */
+	/* The deepest tree whose paths are still valid is removed. */
 	at = open(dir_path(dir, ""), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	CHECK_EQ(fchdir(at), 0);
 	(void)close(at);
@@ -156,7 +157,7 @@ TEST(a_tree_deeper_than_any_path_is_a_clear_error)
 	dir_remove(dir);
 }
 
-TEST(a_living_temporary_stays_with_its_directories_and_the_rest_goes)
+TEST(remove_keeps_live_temporaries_and_their_directories)
 {
 	char sub[PATH_MAX];
 	struct sfr__file f;
@@ -168,7 +169,7 @@ TEST(a_living_temporary_stays_with_its_directories_and_the_rest_goes)
 	err = (struct sfr_err){ .index = -1 };
 	CHECK_EQ(sfr__file_init(&f, sub, "a.ckpt", SAVE_LEN, true), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
-	CHECK_EQ(rm("t", &err), 0); /* left alone is no error */
+	CHECK_EQ(rm("t", &err), 0); /* keeping it is no error */
 	CHECK_EQ(dir_count(dir_path(dir, "t"), "", NULL), 1);
 	CHECK_EQ(dir_count(dir_path(dir, "t/a"), "", NULL), 1);
 	CHECK_EQ(dir_count(sub, "", NULL), 1);
@@ -183,7 +184,7 @@ TEST(a_living_temporary_stays_with_its_directories_and_the_rest_goes)
 	dir_remove(dir);
 }
 
-TEST(a_dead_temporary_goes_with_the_tree)
+TEST(removing_a_tree_removes_dead_temporaries)
 {
 	struct sfr_err err = { .index = -1 };
 	struct sfr_fault fault = { "unlink", 1, 0, EIO, -1, 0 };
@@ -204,7 +205,7 @@ TEST(a_dead_temporary_goes_with_the_tree)
 	dir_remove(dir);
 }
 
-TEST(what_cannot_go_does_not_keep_the_rest)
+TEST(failed_unlink_does_not_stop_the_remove)
 {
 	struct sfr_fault fault = { "unlink", 2, 0, EIO, -1, 0 };
 	struct sfr_err err;
@@ -214,7 +215,7 @@ TEST(what_cannot_go_does_not_keep_the_rest)
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	CHECK_EQ(rm("t", &err), -EIO);
-	CHECK_EQ(err.code, -EIO); /* and not the ENOTEMPTY that follows from it */
+	CHECK_EQ(err.code, -EIO); /* not the ENOTEMPTY that results from it */
 	CHECK_EQ(err.phase, SFR_PHASE_REMOVE);
 	CHECK_EQ(sfr_inject_calls("unlink"), 7);
 	sfr_inject_remove();
@@ -223,7 +224,7 @@ TEST(what_cannot_go_does_not_keep_the_rest)
 	dir_remove(dir);
 }
 
-/* ---- somebody adds to the tree while it goes ---- */
+/* ---- files are added to the tree while it is removed ---- */
 
 static struct sfr_sys plain;
 static int additions_left;
@@ -241,11 +242,11 @@ static int add_and_rmdir(const char *path)
 	}
 	rc = plain.rmdir(path);
 	if (rc == 0)
-		errno = EACCES; /* which says nothing then */
+		errno = EACCES; /* so that rmdir's own answer does not show */
 	return rc;
 }
 
-TEST(what_is_added_meanwhile_goes_too_but_not_for_ever)
+TEST(files_added_during_a_remove_are_removed_a_bounded_number_of_times)
 {
 	struct sfr_err err;
 
@@ -260,7 +261,7 @@ TEST(what_is_added_meanwhile_goes_too_but_not_for_ever)
 		CHECK_EQ(dir_count(dir, "", NULL), 0);
 		CHECK_EQ(mkdir(dir_path(dir, "t"), 0700), 0);
 	}
-	additions_left = 1 << 10; /* with directories each would have its own eight visits */
+	additions_left = 1 << 10; /* directories would get eight visits each */
 	CHECK_EQ(rm("t", &err), -ENOTEMPTY);
 	CHECK(additions_left > 0);
 	sfr_sys = plain;
@@ -274,14 +275,14 @@ static unsigned nr_unlinks;
 
 static int listening_unlink(int fd, const char *name)
 {
-	CHECK(heard > heard_before); /* since the last one */
+	CHECK(heard > heard_before); /* since the previous one */
 	heard_before = heard;
 	nr_unlinks++;
-	(void)usleep(1); /* so that the clock moves on */
+	(void)usleep(1); /* so that the clock advances */
 	return plain.unlink(fd, name);
 }
 
-TEST(it_says_after_each_name_that_the_file_system_answers)
+TEST(remove_records_the_time_after_each_name)
 {
 	struct sfr_err err = { .index = -1 };
 
@@ -332,7 +333,7 @@ static int counted_fsync(int fd)
 	return plain.fsync(fd);
 }
 
-TEST(what_makes_a_directory_a_checkpoint_goes_first_and_for_good)
+TEST(metadata_is_removed_and_synced_first)
 {
 	struct sfr_err err;
 
@@ -346,7 +347,7 @@ TEST(what_makes_a_directory_a_checkpoint_goes_first_and_for_good)
 	sfr_sys = plain;
 	CHECK_EQ(dir_count(dir, "", NULL), 0);
 
-	/* A directory may be called like it. */
+	/* A directory may have the same name. */
 	CHECK_EQ(mkdir(dir_path(dir, "t"), 0700), 0);
 	CHECK_EQ(mkdir(dir_path(dir, "t/.metadata"), 0700), 0);
 	file_put(dir_path(dir, "t/.metadata/a"), "x", 1);
@@ -355,8 +356,8 @@ TEST(what_makes_a_directory_a_checkpoint_goes_first_and_for_good)
 	dir_remove(dir);
 }
 
-/* The first unlink or the sync after them. */
-TEST(a_checkpoint_that_cannot_be_unmade_keeps_its_data)
+/* Either the first unlink fails, or the sync after the unlinks. */
+TEST(data_files_stay_if_metadata_cannot_be_removed)
 {
 	static const char *const calls[] = { "unlink", "fsync" };
 	struct sfr_err err;
@@ -371,7 +372,8 @@ TEST(a_checkpoint_that_cannot_be_unmade_keeps_its_data)
 		CHECK_EQ(rm("t", &err), -EIO);
 		sfr_inject_remove();
 		CHECK_EQ(nr_data(), 2);
-		/* Where the sync failed, the next remove cannot know whether it is made up for. */
+		/* After a failed sync, the next remove cannot know whether the unlink has
+		 * reached the disk. */
 		CHECK_EQ(sfr_inject_install(), 0);
 		CHECK_EQ(rm("t", &err), 0);
 		CHECK_EQ(sfr_inject_calls("fsync"), 1);
@@ -381,7 +383,7 @@ TEST(a_checkpoint_that_cannot_be_unmade_keeps_its_data)
 	dir_remove(dir);
 }
 
-TEST(whatever_fails_it_says_so_or_has_done_it)
+TEST(remove_reports_every_failure)
 {
 	static const int errors[] = { EIO, EACCES, EROFS, EBUSY, EINTR };
 	struct sfr_err err;
@@ -397,7 +399,7 @@ TEST(whatever_fails_it_says_so_or_has_done_it)
 			make_checkpoint();
 			rc = rm("t", &err);
 			CHECK_EQ(nr_fds(), fds);
-			check_heal(&run);
+			check_end_fault(&run);
 			CHECK(!file_exists(dir_path(dir, "t/c/.metadata")) || nr_data() == 2);
 			CHECK_EQ(rc, err.code);
 			CHECK(rc == 0 || (check_acted(&run) && err.phase == SFR_PHASE_REMOVE));

@@ -1,4 +1,4 @@
-/* Changes that are planned elsewhere: taken in their order, none behind one that failed. */
+/* Lists of directory changes: taken in order, and none after one that failed. */
 #include <errno.h>
 
 #include "fix_save.h"
@@ -6,7 +6,7 @@
 
 #define NR_COMMIT 6
 
-static char dir[PATH_MAX]; /* of the test that runs */
+static char dir[PATH_MAX]; /* the directory of the running test */
 
 static void make_dir(const char *base)
 {
@@ -18,7 +18,7 @@ static struct sfr_step step(enum sfr_step_kind kind, const char *name, const cha
 	return (struct sfr_step){ kind, dir_path(dir, name), bytes, strlen(bytes) };
 }
 
-/* The new one in place of the old, which `gone` belongs to. */
+/* Makes the steps that replace the old checkpoint by a new one; `gone` belongs to the old one. */
 static void plan_commit(struct sfr_step plan[NR_COMMIT])
 {
 	plan[0] = step(SFR_STEP_WRITE_SYNCED, "tmp", "new");
@@ -60,7 +60,7 @@ TEST(steps_are_taken_in_their_order)
 	dir_remove(dir);
 }
 
-TEST(what_is_there_is_not_written_over_and_what_is_wrong_is_refused)
+TEST(existing_file_is_not_overwritten_and_invalid_steps_are_refused)
 {
 	struct sfr_step plan[2];
 	size_t nr_done;
@@ -81,7 +81,7 @@ TEST(what_is_there_is_not_written_over_and_what_is_wrong_is_refused)
 	dir_remove(dir);
 }
 
-TEST(a_write_that_falls_short_is_gone_on_with_and_one_that_fails_late_has_failed)
+TEST(short_write_is_continued_and_a_late_error_fails_the_step)
 {
 	struct sfr_fault shorter = { .call = "pwrite", .nth = 1, .limit = 2 };
 	struct sfr_fault stuck = {
@@ -108,15 +108,16 @@ TEST(a_write_that_falls_short_is_gone_on_with_and_one_that_fails_late_has_failed
 	(void)unlink(plan.path);
 	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EIO);
 	sfr_inject_clear();
-	CHECK_EQ(sfr_inject_set(&late), 0); /* as a network file system says it, unsynced */
+	/* as a network file system reports it, without a sync */
+	CHECK_EQ(sfr_inject_set(&late), 0);
 	(void)unlink(plan.path);
 	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EDQUOT);
 	sfr_inject_remove();
 	dir_remove(dir);
 }
 
-/* A missing directory sync is no error on a file system that has none. */
-TEST(whatever_fails_says_so_and_nothing_behind_it_is_done)
+/* A file system without directory syncs gives no error. */
+TEST(failed_step_is_reported_and_ends_the_list)
 {
 	static const int errors[] = { EIO, ENOSPC, EACCES, EMFILE, EINVAL };
 	struct sfr_step plan[NR_COMMIT];
@@ -132,7 +133,7 @@ TEST(whatever_fails_says_so_and_nothing_behind_it_is_done)
 			put_old();
 			plan_commit(plan);
 			rc = sfr_steps(plan, NR_COMMIT, &nr_done);
-			check_heal(&run);
+			check_end_fault(&run);
 			CHECK_EQ(nr_fds(), fds);
 			CHECK(rc == 0 || rc == -errors[e]);
 			CHECK(rc == 0 || check_acted(&run));
@@ -144,7 +145,7 @@ TEST(whatever_fails_says_so_and_nothing_behind_it_is_done)
 	dir_remove(dir);
 }
 
-TEST(a_directory_is_listed_whole)
+TEST(listing_has_every_name_of_a_large_directory)
 {
 	char *names, name[32];
 	size_t len, nr = 0;
@@ -153,7 +154,7 @@ TEST(a_directory_is_listed_whole)
 	CHECK_EQ(sfr_names(dir, &names, &len), 0);
 	CHECK_EQ(len, 0);
 	sfr_names_free(names);
-	for (int i = 0; i < 2000; i++) { /* more than a page of names */
+	for (int i = 0; i < 2000; i++) { /* more names than fit into a page */
 		(void)snprintf(name, sizeof(name), "name %d", i);
 		file_put(dir_path(dir, name), "", 0);
 	}
@@ -170,7 +171,7 @@ TEST(a_directory_is_listed_whole)
 	{
 		int rc = sfr_names(dir, &names, &len);
 
-		check_heal(&run);
+		check_end_fault(&run);
 		CHECK(rc == 0 || (rc == -ENOMEM && !names && check_acted(&run)));
 		sfr_names_free(names);
 	}

@@ -1,4 +1,4 @@
-/* Temporaries: the dead ones are cleared away, the living and the unknown are not. */
+/* Temporaries: dead ones are removed; live ones and those of unknown state are kept. */
 #include <errno.h>
 #include <inttypes.h>
 #include <signal.h>
@@ -7,17 +7,17 @@
 
 #include "fix_save.h"
 
-static char dir[PATH_MAX]; /* of the test that runs */
+static char dir[PATH_MAX]; /* the directory of the running test */
 static struct sfr_sys plain;
 
 static void make_dir(void)
 {
 	(void)snprintf(dir, sizeof(dir), "%s", dir_make("/var/tmp"));
 	while (*save_notice())
-		; /* what earlier tests said */
+		; /* drops notices of earlier tests */
 }
 
-/* A name as our process would give it on this boot, made by looking at a real one. */
+/* Returns the beginning of the names that our process gives on this boot, taken from a real one. */
 static const char *own_boot(void)
 {
 	static char boot[33];
@@ -83,7 +83,7 @@ static void kill_writer(pid_t pid)
 	CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
 
-/* In a process that has not yet read the boot id. */
+/* Runs in a process that has not read the boot id yet. */
 static void cannot_read_the_boot_id(void)
 {
 	struct sfr_fault fault = { "pread", 1, 1, EIO, -1, 0 };
@@ -95,7 +95,8 @@ static void cannot_read_the_boot_id(void)
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
-	CHECK_EQ(sfr_inject_calls("opendir"), 0); /* it could not tell whose is whose */
+	/* without a boot id, no temporary can be recognised */
+	CHECK_EQ(sfr_inject_calls("opendir"), 0);
 	CHECK_EQ(dir_count(dir, ".stillframe-noboot-", name), 1);
 	CHECK(sfr__tmp_may_be_live(dir_path(dir, name), name));
 	CHECK_EQ(save_write_all(&f, &err), 0);
@@ -103,13 +104,13 @@ static void cannot_read_the_boot_id(void)
 	CHECK_EQ(sfr__file_commit(&f, &err), 0);
 	sfr__file_fini(&f);
 	CHECK(save_is_new(dir));
-	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1); /* the dead one of before */
+	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1); /* the dead one from before */
 	sfr_inject_clear();
-	save_cleanly(dir); /* a failure is not remembered */
+	save_cleanly(dir); /* the failure is not remembered */
 	sfr_inject_remove();
 }
 
-TEST(without_a_boot_id_a_save_works_and_clears_nothing_away)
+TEST(save_without_a_boot_id_removes_no_temporary)
 {
 	int failed = check__nr_failed, status = -1;
 	FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
@@ -136,7 +137,7 @@ TEST(without_a_boot_id_a_save_works_and_clears_nothing_away)
 	dir_remove(dir);
 }
 
-TEST(the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays)
+TEST(temporary_of_a_killed_writer_is_removed_and_a_live_one_stays)
 {
 	pid_t killed, living;
 	char name[NAME_MAX + 1] = "";
@@ -149,7 +150,7 @@ TEST(the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 2);
 	CHECK_EQ(save_begin(&f, dir, true, &err), 0);
 	save_end(&f);
-	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 2); /* both are alive */
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 2); /* both writers are alive */
 	kill_writer(killed);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 2);
 	CHECK_EQ(save_begin(&f, dir, true, &err), 0);
@@ -162,7 +163,7 @@ TEST(the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays)
 	dir_remove(dir);
 }
 
-TEST(two_saves_of_one_process_leave_each_other_alone)
+TEST(two_saves_of_one_process_keep_each_others_temporaries)
 {
 	struct sfr_err err = { .index = -1 };
 	struct sfr__file first, second;
@@ -181,7 +182,7 @@ TEST(two_saves_of_one_process_leave_each_other_alone)
 	dir_remove(dir);
 }
 
-TEST(without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched)
+TEST(only_own_temporaries_are_known_to_be_live_without_flock)
 {
 	struct sfr_fault no_locks = { "flock", 1, 1, ENOLCK, -1, 0 };
 	struct sfr_err err = { .index = -1 };
@@ -200,8 +201,8 @@ TEST(without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched)
 	CHECK(save_is_new(dir));
 	CHECK(file_exists(dir_path(dir, first.tmp.name)));
 	CHECK(sfr__tmp_may_be_live(dir_path(dir, first.tmp.name),
-				   first.tmp.name)); /* a remove asks */
-	CHECK(file_exists(dead));                    /* nothing could tell that it is dead */
+				   first.tmp.name)); /* a remove asks whether it is alive */
+	CHECK(file_exists(dead));                    /* nothing could show that it is dead */
 	sfr__file_fini(&first);
 	sfr_inject_remove();
 	save_cleanly(dir);
@@ -209,8 +210,8 @@ TEST(without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched)
 	dir_remove(dir);
 }
 
-/* If it is unknown whether the writer lives, the temporary stays and is named once. */
-TEST(only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead)
+/* If it is unknown whether the writer lives, the temporary is kept and named once. */
+TEST(temporary_is_dead_only_if_its_lock_was_taken_or_its_name_is_gone)
 {
 	static const struct {
 		const char *call;
@@ -242,8 +243,8 @@ TEST(only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead)
 		CHECK(strstr(text, path) && strstr(text, sfr_code_name(-cases[i].err)));
 		dir_clean(dir);
 		CHECK(strcmp(save_notice(), "") == 0);
-		/* A remove of the directory has to leave it, too. An fstat or lstat that fails is
-		 * an error of its own there. */
+		/* A remove of the directory must keep it too. There, a failing fstat or lstat is
+		 * an error of its own. */
 		CHECK_EQ(rename(path, in_tree), 0);
 		err = (struct sfr_err){ .index = -1 };
 		(void)sfr__file_remove(dir_path(dir, "tree"), NULL, &err);
@@ -261,7 +262,7 @@ TEST(only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead)
 	dir_remove(dir);
 }
 
-/* NFSv4 makes a lock of fcntl's of it, which a descriptor that may only read does not get. */
+/* NFSv4 turns the lock into an fcntl lock, which a read-only descriptor does not get. */
 static int nfs_flock(int fd, int op)
 {
 	if ((fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDONLY && op & LOCK_EX) {
@@ -280,7 +281,7 @@ static int no_writing_open(int at, const char *name, int flags, mode_t mode)
 	return plain.open(at, name, flags, mode);
 }
 
-TEST(a_dead_temporary_on_nfs_is_cleared_away)
+TEST(dead_temporary_on_nfs_is_removed)
 {
 	char boot[64];
 
@@ -292,7 +293,7 @@ TEST(a_dead_temporary_on_nfs_is_cleared_away)
 	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, "", NULL), 0);
 	sfr_sys = plain;
-	/* Elsewhere a temporary of somebody else's, in a directory that is ours. */
+	/* A temporary of another user, in a directory of ours. */
 	file_put(temp_path(boot, 999999999, 1), "x", 1);
 	sfr_sys.open = no_writing_open;
 	dir_clean(dir);
@@ -301,8 +302,8 @@ TEST(a_dead_temporary_on_nfs_is_cleared_away)
 	dir_remove(dir);
 }
 
-/* It has no writer, and opening it to read would wait for one. */
-TEST(a_pipe_of_somebody_elses_holds_nobody_up)
+/* A pipe has no writer, and opening it for reading would wait for one. */
+TEST(pipe_with_a_temporarys_name_does_not_block)
 {
 	const char *path;
 
@@ -317,7 +318,7 @@ TEST(a_pipe_of_somebody_elses_holds_nobody_up)
 	dir_remove(dir);
 }
 
-/* Even where the locks of our own are not to be had: the list protects it. */
+/* Even if flock fails, the list protects the process's own temporary. */
 TEST(a_temporary_between_open_and_flock_is_safe_from_its_own_process)
 {
 	struct sfr_err err = { .index = -1 };
@@ -330,7 +331,7 @@ TEST(a_temporary_between_open_and_flock_is_safe_from_its_own_process)
 	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
 	sfr__tmp_forget(&f.tmp);
-	dir_clean(dir); /* unlocked and not in the list: dead */
+	dir_clean(dir); /* neither locked nor in the list, so it is dead */
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	sfr__file_fini(&f);
 	dir_remove(dir);
@@ -356,7 +357,7 @@ static int race_flock(int fd, int op)
 	return plain.flock(fd, op);
 }
 
-TEST(a_writer_that_loses_to_a_cleaner_takes_another_name)
+TEST(writer_that_loses_to_a_cleaner_tries_another_name)
 {
 	int fds = nr_fds();
 	struct sfr__file f;
@@ -378,13 +379,13 @@ TEST(a_writer_that_loses_to_a_cleaner_takes_another_name)
 	CHECK_EQ(save_begin(&f, dir, true, &err), -EWOULDBLOCK);
 	CHECK_EQ(err.phase, SFR_PHASE_LOCK);
 	save_end(&f);
-	CHECK(save_is_new(dir)); /* the file of before */
+	CHECK(save_is_new(dir)); /* the file from before */
 	CHECK_EQ(nr_fds(), fds);
 	sfr_sys = plain;
 	dir_remove(dir);
 }
 
-/* The name leads to another file once the cleaner has the lock of the one it opened. */
+/* The name leads to another file once the cleaner has locked the one it opened. */
 static int swap_flock(int fd, int op)
 {
 	char name[NAME_MAX + 1];
@@ -416,7 +417,7 @@ TEST(a_cleaner_unlinks_only_the_file_it_has_locked)
 	dir_remove(dir);
 }
 
-/* ---- what is not ours to clear away ---- */
+/* ---- names that are not ours to remove ---- */
 
 TEST(only_dead_temporaries_of_this_boot_with_exactly_our_name_go)
 {
@@ -448,7 +449,7 @@ TEST(only_dead_temporaries_of_this_boot_with_exactly_our_name_go)
 	CHECK_EQ(mkfifo(temp_path(boot, 999999999, 2), 0600), 0);
 	CHECK_EQ(mkdir(temp_path(boot, 999999999, 3), 0700), 0);
 	file_put(temp_path(boot, 999999999, 4), "x", 1);             /* the only dead one */
-	file_put(temp_path(boot, 1, 18446744073709551615u), "x", 1); /* and another */
+	file_put(temp_path(boot, 1, 18446744073709551615u), "x", 1); /* and another one */
 	CHECK_EQ(dir_count(dir, "", NULL), (int)nr + 6);
 	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, "", NULL), (int)nr + 4);
@@ -472,7 +473,7 @@ TEST(temporaries_of_another_boot_stay_and_are_named_once)
 	CHECK(strncmp(text, path, strlen(path)) == 0 && strlen(text) > strlen(path) + 20);
 	CHECK(file_exists(path));
 	dir_clean(dir);
-	CHECK(strcmp(save_notice(), "") == 0); /* once a process */
+	CHECK(strcmp(save_notice(), "") == 0); /* named once per process */
 	CHECK(file_exists(path));
 	file_put(temp_path("noboot", 17, 3), "x", 1);
 	dir_clean(dir);
@@ -481,7 +482,7 @@ TEST(temporaries_of_another_boot_stay_and_are_named_once)
 	dir_remove(dir);
 }
 
-TEST(a_temporary_whose_unlink_failed_goes_with_the_next_save)
+TEST(next_save_removes_a_temporary_whose_unlink_failed)
 {
 	struct sfr_fault fault = { "unlink", 1, 1, EIO, -1, 0 };
 	struct sfr_err err = { .index = -1 };
@@ -501,7 +502,7 @@ TEST(a_temporary_whose_unlink_failed_goes_with_the_next_save)
 	dir_remove(dir);
 }
 
-TEST(a_clean_up_that_fails_anywhere_harms_nobody)
+TEST(failing_clean_up_does_not_fail_the_save)
 {
 	static const int errors[] = { EIO, EACCES, EINTR, ENOMEM };
 	char boot[64];
@@ -516,7 +517,7 @@ TEST(a_clean_up_that_fails_anywhere_harms_nobody)
 				file_put(temp_path(boot, 999999999, i), "x", 1);
 			dir_clean(dir);
 			CHECK_EQ(nr_fds(), fds);
-			check_heal(&run);
+			check_end_fault(&run);
 			dir_clean(dir);
 			CHECK_EQ(dir_count(dir, "", NULL), 0);
 		}
@@ -524,8 +525,9 @@ TEST(a_clean_up_that_fails_anywhere_harms_nobody)
 	dir_remove(dir);
 }
 
-/* Names are remembered, but not without end. Last: nothing is named any more afterwards. */
-TEST(so_many_are_named_and_no_more)
+/* The memory for names is bounded. This test is the last one, because no name is logged after
+ * it. */
+TEST(named_temporaries_are_bounded)
 {
 	unsigned nr = 0;
 

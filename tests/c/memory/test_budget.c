@@ -1,4 +1,4 @@
-/* budget.c: the pools of a process share one budget, and a forked child has one of its own. */
+/* budget.c: the pools of a process share one budget; a forked child has its own. */
 #include <errno.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -42,7 +42,7 @@ TEST(default_caps_share_one_budget)
 
 	first = take(4 * GIB, 1024 * GIB);
 	CHECK_EQ(first, 4 * GIB);
-	second = take(4 * GIB, 1024 * GIB); /* a block, though nothing is left */
+	second = take(4 * GIB, 1024 * GIB); /* one block, although nothing is left */
 	CHECK_EQ(second, 16 * MIB);
 	sfr__budget_give(first);
 	CHECK_EQ(next_cap(4 * GIB), 4 * GIB - 16 * MIB);
@@ -64,7 +64,7 @@ TEST(one_pool_gets_at_most_its_share)
 	uint64_t first = take(4 * GIB, 768 * MIB), second = take(4 * GIB, 384 * MIB);
 
 	CHECK_EQ(first, 768 * MIB);
-	CHECK_EQ(second, 384 * MIB); /* that limit is for each */
+	CHECK_EQ(second, 384 * MIB); /* the limit is for each pool */
 	sfr__budget_give(first);
 	sfr__budget_give(second);
 }
@@ -110,7 +110,7 @@ TEST(a_child_has_a_budget_of_its_own)
 	CHECK_EQ(next_cap(4 * GIB), 4 * GIB);
 }
 
-static uint64_t space; /* that one mapping may take */
+static uint64_t space; /* the largest mapping that mmap allows */
 
 static void *tight_mmap(void *addr, size_t len, int prot, int flags, int fd, off_t off)
 {
@@ -136,7 +136,7 @@ TEST(a_default_pool_is_halved_until_it_can_be_mapped)
 	CHECK_EQ(next_cap(4 * GIB), 4 * GIB - 512 * MIB);
 	sfr_engine_put(engine);
 	CHECK_EQ(next_cap(4 * GIB), 4 * GIB);
-	opts.pool_bytes = GIB; /* what was asked for is had, or refused */
+	opts.pool_bytes = GIB; /* a size that the user gave is not halved */
 	CHECK_EQ(sfr_engine_new(&opts, &engine), -ENOMEM);
 	opts.pool_bytes = 0;
 	space = 0;

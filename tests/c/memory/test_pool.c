@@ -1,4 +1,4 @@
-/* pool.c: leases, their order, and memory given and taken while the system has enough of it. */
+/* pool.c: leases, their order, and memory that is given and taken while the system has enough. */
 #include "pool_helpers.h"
 
 /* ---- leases and memory ---------------------------------------------------------- */
@@ -44,7 +44,7 @@ TEST(blocks_are_apart_aligned_present_and_writable)
 	sfr__pool_free(pool);
 }
 
-TEST(a_block_gets_as_much_memory_as_is_asked_for)
+TEST(block_gets_the_requested_memory)
 {
 	struct sfr__pool *pool = make(64 * MIB, 16 * MIB);
 	struct sfr__block *small = lease(pool, 1), *big, *middle, *fresh;
@@ -59,8 +59,8 @@ TEST(a_block_gets_as_much_memory_as_is_asked_for)
 	sfr__pool_put(pool, big);
 	sfr__pool_put(pool, middle);
 	sfr__pool_put(pool, small);
-	/* A smaller block that fits goes first, then a whole one, then a new one. Small ones grow
-	 * only if there is no other. */
+	/* A smaller free block that fits is taken first, then a whole one, then a new one. Small
+	 * blocks grow only if there is no other. */
 	CHECK(lease(pool, 2 * MIB) == small);
 	CHECK(lease(pool, 16 * MIB) == big);
 	fresh = lease(pool, 16 * MIB);
@@ -74,12 +74,12 @@ TEST(a_block_gets_as_much_memory_as_is_asked_for)
 	sfr__pool_put(pool, big);
 	sfr__pool_put(pool, middle);
 	sfr__pool_put(pool, fresh);
-	small = lease(pool, 0); /* no bytes: still a block, and memory to stand on */
+	small = lease(pool, 0); /* no bytes: still a block, with some memory */
 	CHECK(small->committed > 0);
 	sfr__pool_put(pool, small);
 	sfr__pool_free(pool);
 
-	pool = make(8 * SFR_PAGE, SFR_PAGE); /* never more than the block, and never none */
+	pool = make(8 * SFR_PAGE, SFR_PAGE); /* never more memory than the block, and never none */
 	small = lease(pool, 0);
 	CHECK_EQ(small->committed, SFR_PAGE);
 	sfr__pool_put(pool, small);
@@ -89,7 +89,7 @@ TEST(a_block_gets_as_much_memory_as_is_asked_for)
 	sfr__pool_free(pool);
 }
 
-TEST(memory_is_used_again_and_not_asked_for_twice)
+TEST(block_memory_is_reused)
 {
 	struct sfr__pool *pool = make(64 * MIB, 4 * MIB);
 	struct sfr__block *block;
@@ -106,7 +106,7 @@ TEST(memory_is_used_again_and_not_asked_for_twice)
 	sfr__pool_free(pool);
 }
 
-TEST(a_child_does_not_have_the_memory)
+TEST(forked_child_has_no_pool_memory)
 {
 	struct sfr__pool *pool = make(4 * MIB, 4 * MIB);
 	struct sfr__block *block = lease(pool, 4 * MIB);
@@ -119,12 +119,12 @@ TEST(a_child_does_not_have_the_memory)
 		return;
 	child = fork();
 	if (child == 0)
-		/* A read would be a SIGSEGV; the kernel says EFAULT. */
+		/* A read would crash; write(2) reports EFAULT instead. */
 		_exit(write(ends[1], block->mem + 2 * MIB, 1) == 1 ? 1 : 0);
 	CHECK(child > 0);
 	CHECK_EQ(waitpid(child, &status, 0), child);
 	(void)close(ends[1]);
-	/* A sanitizer may have put memory of its own into the gap, and valgrind another status. */
+	/* A sanitizer may have mapped memory in the gap, and valgrind may return another status. */
 	CHECK(read(ends[0], &byte, 1) != 1 || byte != 0x5a);
 	(void)close(ends[0]);
 	sfr__pool_put(pool, block);
@@ -133,7 +133,7 @@ TEST(a_child_does_not_have_the_memory)
 
 /* ---- waiting -------------------------------------------------------------------- */
 
-TEST(an_empty_pool_says_so_when_the_slice_is_over)
+TEST(get_from_an_empty_pool_ends_with_its_slice)
 {
 	struct sfr__pool *pool = make(MIB, MIB);
 	struct sfr__block *held = lease(pool, MIB), *block = held;
@@ -169,7 +169,7 @@ TEST(the_oldest_save_is_served_first)
 	sfr__pool_free(pool);
 }
 
-TEST(a_newcomer_overtakes_only_who_is_younger)
+TEST(older_save_is_served_before_younger_waiters)
 {
 	struct sfr__pool *pool = make(MIB, MIB);
 	struct sfr__block *held, *block;
@@ -180,9 +180,9 @@ TEST(a_newcomer_overtakes_only_who_is_younger)
 		nr_served = 0;
 		start_client(&client, pool, 5, SFR_FOREVER);
 		sfr__pool_put(pool, held);
-		/* Whether the waiter is awake yet or not: it comes before this caller. */
+		/* Whether or not the waiting thread is awake, it is served before this caller. */
 		if (sfr__pool_get(pool, 6, MIB, 0, &block) == 0) {
-			CHECK_EQ(nr_served, 1); /* it was served and has put already */
+			CHECK_EQ(nr_served, 1); /* it was served and has put the block back */
 			sfr__pool_put(pool, block);
 		}
 		CHECK_EQ(pthread_join(client.thread, NULL), 0);
@@ -196,7 +196,7 @@ TEST(a_newcomer_overtakes_only_who_is_younger)
 	sfr__pool_free(pool);
 }
 
-TEST(a_waiter_that_gives_up_does_not_hold_up_the_next)
+TEST(waiter_that_gives_up_does_not_block_the_next)
 {
 	struct sfr__pool *pool = make(MIB, MIB);
 	struct sfr__block *held = lease(pool, MIB);
@@ -229,7 +229,7 @@ static void *contend(void *arg)
 		if (sfr__pool_get(me->pool, (uint64_t)i, need, i % 3 == 0 ? 0 : SFR_FOREVER,
 				  &block) != 0)
 			continue;
-		/* Nobody else has it, and all that was asked for is there. */
+		/* No other thread has the block, and it has the requested memory. */
 		CHECK(block->committed >= need);
 		*(volatile uint64_t *)block->mem = rng;
 		block->mem[need - 1] = 1;
@@ -256,7 +256,7 @@ static void *disturb(void *arg)
 	return NULL;
 }
 
-TEST(eight_threads_on_three_blocks_never_meet_in_one)
+TEST(no_block_is_leased_to_two_threads_at_once)
 {
 	struct sfr__pool *pool = make(12 * MIB, 4 * MIB);
 	struct client clients[8];
@@ -270,7 +270,7 @@ TEST(eight_threads_on_three_blocks_never_meet_in_one)
 	}
 	for (int i = 0; i < 8; i++) {
 		CHECK_EQ(pthread_join(clients[i].thread, NULL), 0);
-		CHECK(clients[i].rc >= 666); /* each get that waits is served */
+		CHECK(clients[i].rc >= 666); /* each waiting get was served */
 	}
 	__atomic_store_n(&stop, true, __ATOMIC_SEQ_CST);
 	CHECK_EQ(pthread_join(other, NULL), 0);
@@ -283,7 +283,7 @@ TEST(eight_threads_on_three_blocks_never_meet_in_one)
 
 /* ---- warm up and trim ------------------------------------------------------------- */
 
-TEST(warm_up_gives_the_first_blocks_memory)
+TEST(warm_up_gives_memory_to_the_first_blocks)
 {
 	struct sfr__pool *pool = make(64 * MIB, 8 * MIB);
 	struct sfr__block *blocks[8];
@@ -296,7 +296,7 @@ TEST(warm_up_gives_the_first_blocks_memory)
 	blocks[1] = lease(pool, 8 * MIB);
 	CHECK_EQ(sfr__pool_warm_up(pool, 25 * MIB), 0); /* nothing is left to do */
 	CHECK_EQ(stats(pool).committed_bytes, 26 * MIB);
-	CHECK_EQ(sfr__pool_warm_up(pool, UINT64_MAX), 0); /* clipped */
+	CHECK_EQ(sfr__pool_warm_up(pool, UINT64_MAX), 0); /* at most the cap */
 	CHECK_EQ(stats(pool).committed_bytes, 64 * MIB);
 	for (int i = 2; i < 8; i++)
 		blocks[i] = lease(pool, 8 * MIB);
@@ -321,7 +321,7 @@ TEST(warm_up_needs_no_threads)
 	sfr__pool_free(pool);
 }
 
-TEST(trim_gives_free_memory_back_and_leaves_leases_alone)
+TEST(trim_frees_only_unleased_memory)
 {
 	struct sfr__pool *pool = make(64 * MIB, 8 * MIB);
 	struct sfr__block *held = lease(pool, 8 * MIB), *block;
@@ -336,18 +336,18 @@ TEST(trim_gives_free_memory_back_and_leaves_leases_alone)
 	CHECK_EQ(sfr__pool_trim(pool), 0);
 	CHECK_EQ(stats(pool).committed_bytes, 8 * MIB);
 	CHECK(!all_resident(mem, SFR_PAGE));
-	CHECK(!is_readable(mem)); /* a late copy into it would be seen */
+	CHECK(!is_readable(mem)); /* a late copy into it would crash */
 	CHECK_EQ(held->mem[0] + held->mem[8 * MIB - 1], 14);
 	for (int i = 0; i < 7; i++) {
 		block = lease(pool, 8 * MIB);
 		CHECK_EQ(block->mem[0], 0);
 		block->mem[8 * MIB - 1] = 1;
-		CHECK_EQ(sfr__pool_trim(pool), 0); /* it is leased: it stays */
+		CHECK_EQ(sfr__pool_trim(pool), 0); /* it is leased, so it stays */
 	}
 	CHECK_EQ(stats(pool).leased_bytes, 64 * MIB);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), SFR_EAGAIN);
 	sfr__pool_put(pool, held);
-	sfr__pool_free(pool); /* even with leases out nothing leaks */
+	sfr__pool_free(pool); /* nothing leaks, even with leased blocks */
 }
 
 int main(void)

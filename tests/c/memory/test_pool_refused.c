@@ -1,8 +1,9 @@
-/* pool.c and range.c on a system that refuses: who waits, who hears of it, and that the pool is
- * whole afterwards. Last, that every arrow of the diagram in pool.c has been taken. */
+/* pool.c and range.c when the system refuses memory: which threads wait, which get an error, and
+ * that the pool is intact afterwards. The last test checks that every arrow of the diagram in
+ * pool.c was taken. */
 #include "pool_helpers.h"
 
-TEST(an_old_kernel_has_its_pages_touched)
+TEST(pages_are_touched_where_madvise_is_unknown)
 {
 	static const int errs[] = { EINVAL, EPERM, ENOSYS, EINTR };
 
@@ -19,7 +20,7 @@ TEST(an_old_kernel_has_its_pages_touched)
 	}
 }
 
-TEST(without_memory_a_get_waits_for_who_has_some)
+TEST(get_without_memory_waits_for_leased_blocks)
 {
 	struct sfr__pool *pool = make(4 * MIB, MIB);
 	struct sfr__block *held, *block;
@@ -39,13 +40,13 @@ TEST(without_memory_a_get_waits_for_who_has_some)
 	start_client(&second, pool, 2, SFR_FOREVER);
 	while (stats(pool).nr_waiters < 2)
 		(void)usleep(200);
-	CHECK_EQ(nr_served, 0); /* neither gave up, neither is served */
+	CHECK_EQ(nr_served, 0); /* neither waiter has given up or been served */
 	sfr__pool_put(pool, held);
 	CHECK_EQ(pthread_join(first.thread, NULL), 0);
 	CHECK_EQ(pthread_join(second.thread, NULL), 0);
 	CHECK_EQ(first.rc, 0);
 	CHECK_EQ(second.rc, 0);
-	/* And with the block free, it is what is given. */
+	/* A free block is given instead of an error. */
 	CHECK_EQ(sfr__pool_get(pool, 1, MIB, 0, &block), 0);
 	CHECK(block == held);
 	sfr__pool_put(pool, block);
@@ -54,8 +55,8 @@ TEST(without_memory_a_get_waits_for_who_has_some)
 	sfr__pool_free(pool);
 }
 
-/* The kernel may have given a part of it when it runs out. */
-TEST(memory_that_came_before_the_refusal_is_given_back)
+/* The kernel may have given part of the memory before it ran out. */
+TEST(partial_memory_is_returned_after_a_refusal)
 {
 	struct sfr__pool *pool = make(8 * MIB, 8 * MIB);
 	struct sfr__block *block;
@@ -80,7 +81,7 @@ static void put_now(void)
 	to_put = NULL;
 }
 
-TEST(a_block_that_comes_back_during_the_refusal_is_taken)
+TEST(get_takes_a_block_that_returns_while_the_system_refuses_memory)
 {
 	struct sfr__block *block, *held;
 
@@ -96,7 +97,7 @@ TEST(a_block_that_comes_back_during_the_refusal_is_taken)
 	sfr__pool_free(the_pool);
 }
 
-static void *want_4_mib_for_a_while(void *arg)
+static void *get_4_mib(void *arg)
 {
 	struct client *me = arg;
 	struct sfr__block *block;
@@ -105,8 +106,8 @@ static void *want_4_mib_for_a_while(void *arg)
 	return NULL;
 }
 
-/* Nothing comes back of what others have in hand: what a warm-up made is enough. */
-TEST(without_memory_a_get_hears_of_what_is_made_meanwhile)
+/* No block of another thread comes back; the memory that a warm-up has made is enough. */
+TEST(get_uses_memory_that_is_made_while_it_waits)
 {
 	struct sfr__pool *pool = make(4 * MIB, MIB);
 	struct sfr__block *held = lease(pool, MIB);
@@ -115,7 +116,7 @@ TEST(without_memory_a_get_hears_of_what_is_made_meanwhile)
 	refuse_populate = ENOMEM;
 	nr_served = 0;
 	start_client(&client, pool, 1, 10000 * MS);
-	(void)usleep(20000); /* it was refused by now, or there is nothing to see */
+	(void)usleep(20000); /* by now it was refused, or the test shows nothing */
 	refuse_populate = 0;
 	CHECK_EQ(sfr__pool_warm_up(pool, 4 * MIB), 0);
 	CHECK_EQ(pthread_join(client.thread, NULL), 0);
@@ -124,9 +125,9 @@ TEST(without_memory_a_get_hears_of_what_is_made_meanwhile)
 	sfr__pool_free(pool);
 }
 
-/* The younger one could go on with what there is, and does as soon as it is its turn; those who
- * came before it, and are younger still, wait for longer. */
-TEST(one_that_found_no_memory_and_gives_up_wakes_the_next)
+/* The younger thread could use the existing memory, and does so when it is first in the queue.
+ * The threads before it need more and still wait. */
+TEST(waiter_without_memory_that_gives_up_wakes_the_next)
 {
 	struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
 	struct sfr__block *held = lease(pool, 4 * MIB), *partial = lease(pool, 1);
@@ -136,7 +137,7 @@ TEST(one_that_found_no_memory_and_gives_up_wakes_the_next)
 	refuse_populate = ENOMEM;
 	nr_served = 0;
 	old = (struct client){ .pool = pool, .seq = 1, .slice_ns = 100 * MS };
-	CHECK_EQ(pthread_create(&old.thread, NULL, want_4_mib_for_a_while, &old), 0);
+	CHECK_EQ(pthread_create(&old.thread, NULL, get_4_mib, &old), 0);
 	while (stats(pool).nr_waiters == 0)
 		(void)usleep(200);
 	for (uint64_t i = 0; i < 3; i++)
@@ -153,7 +154,7 @@ TEST(one_that_found_no_memory_and_gives_up_wakes_the_next)
 	sfr__pool_free(pool);
 }
 
-TEST(those_who_find_no_memory_at_the_same_time_all_hear_of_it)
+TEST(all_waiters_without_memory_are_woken)
 {
 	struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
 	struct sfr__block *held = lease(pool, 1); /* 2 MiB: too little for the others */
@@ -168,7 +169,7 @@ TEST(those_who_find_no_memory_at_the_same_time_all_hear_of_it)
 	sfr__pool_put(pool, held);
 	for (int i = 0; i < 4; i++) {
 		CHECK_EQ(pthread_join(clients[i].thread, NULL), 0);
-		/* The small block is enough for a need of 1 MiB. */
+		/* The small block is enough for 1 MiB. */
 		CHECK_EQ(clients[i].rc, 0);
 	}
 	CHECK_EQ(sfr__pool_trim(pool), 0);
@@ -185,7 +186,7 @@ TEST(those_who_find_no_memory_at_the_same_time_all_hear_of_it)
 	sfr__pool_free(pool);
 }
 
-/* One life of a pool. Every call may fail; what it did is told by the figures. */
+/* The whole life of a pool in which any call may fail; the statistics show what it did. */
 static void live(struct check_runs *run)
 {
 	struct sfr__pool *pool = NULL;
@@ -201,7 +202,7 @@ static void live(struct check_runs *run)
 	for (int i = 0; i < 3; i++) {
 		rc = sfr__pool_get(pool, 1, i == 0 ? 1 : 4 * MIB, 0, &blocks[i]);
 		CHECK(rc == 0 || check_acted(run));
-		/* With a block in somebody's hands, the want of memory may pass. */
+		/* While a thread has a block, memory may become available. */
 		CHECK(rc == 0 || rc == (leased != 0 ? SFR_EAGAIN : -run->err));
 		CHECK((rc == 0) == (blocks[i] != NULL));
 		leased += blocks[i] != NULL ? blocks[i]->committed : 0;
@@ -216,9 +217,9 @@ static void live(struct check_runs *run)
 		rc = sfr__pool_warm_up(pool, 12 * MIB);
 		CHECK(rc == 0 || (rc == -run->err && check_acted(run)));
 	}
-	check_heal(run);
+	check_end_fault(run);
 
-	/* The pool is whole: every block can be had, and all memory given back. */
+	/* The pool is intact: every block can be leased, and all memory returned. */
 	CHECK_EQ(stats(pool).leased_bytes, 0);
 	for (int i = 0; i < 3; i++) {
 		blocks[i] = lease(pool, 4 * MIB);
@@ -233,7 +234,7 @@ static void live(struct check_runs *run)
 	sfr__pool_free(pool);
 }
 
-TEST(the_pool_is_whole_after_every_failure)
+TEST(pool_is_intact_after_every_failure)
 {
 	static const char *const calls[] = { "*",      "mmap",   "madvise",      "mprotect",
 					     "calloc", "malloc", "thread_create" };
@@ -245,7 +246,7 @@ TEST(the_pool_is_whole_after_every_failure)
 
 			FOR_EVERY_FAILURE(run, calls[i], errs[j])
 			live(&run);
-			/* Where munmap fails too there is one more, of course. */
+			/* if munmap fails too, one more mapping is left */
 			CHECK(i == 0 || live_maps == before);
 		}
 	}

@@ -1,5 +1,5 @@
-/* A pool whose memory is a file's: what others see of it, how memory comes and goes, and what a
- * system does that has none. */
+/* A pool whose memory is a file: what other processes see, how memory is given and taken, and
+ * refusals of the system. */
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -27,7 +27,7 @@ static struct sfr__pool *make_shared(void)
 	return pool;
 }
 
-TEST(what_is_written_to_a_block_is_in_the_file)
+TEST(bytes_written_to_a_shared_block_are_in_the_file)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *first = lease(pool, 4 * MIB), *second = lease(pool, MIB);
@@ -43,13 +43,13 @@ TEST(what_is_written_to_a_block_is_in_the_file)
 	CHECK_EQ(pread(fd, &byte, 1, (off_t)off + 123), 1);
 	CHECK_EQ(byte, 'x');
 	CHECK(all_resident(first->mem, 4 * MIB));
-	CHECK(bytes_in(fd) == 6 * MIB); /* a block of little is given 2 MiB */
+	CHECK(bytes_in(fd) == 6 * MIB); /* a small request gets 2 MiB */
 	sfr__pool_put(pool, first);
 	sfr__pool_put(pool, second);
 	sfr__pool_free(pool);
 }
 
-TEST(trimming_takes_the_memory_out_of_the_file)
+TEST(trim_frees_the_files_memory)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *block = lease(pool, 4 * MIB), *kept = lease(pool, 4 * MIB);
@@ -70,12 +70,12 @@ TEST(trimming_takes_the_memory_out_of_the_file)
 	sfr__pool_free(pool);
 }
 
-TEST(the_end_of_the_pool_gives_the_memory_back_whoever_has_the_file)
+TEST(freeing_a_shared_pool_frees_its_memory_despite_open_descriptors)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *block = lease(pool, 4 * MIB);
 	uint64_t off;
-	int fd = dup(file_of(pool, block, &off)); /* as a forked child has it */
+	int fd = dup(file_of(pool, block, &off)); /* as a forked child inherits it */
 
 	CHECK(bytes_in(fd) == 4 * MIB);
 	sfr__pool_put(pool, block);
@@ -84,7 +84,7 @@ TEST(the_end_of_the_pool_gives_the_memory_back_whoever_has_the_file)
 	(void)close(fd);
 }
 
-TEST(a_limit_of_file_size_is_an_error_and_no_signal)
+TEST(file_size_limit_gives_an_error_without_a_signal)
 {
 	struct rlimit old, small = { 0 };
 	struct sfr__pool *pool = NULL;
@@ -114,15 +114,15 @@ static void set_fault(int i, const char *call, uint64_t nth, int err, int sticky
 	CHECK_EQ(sfr_inject_set(&faults[i]), 0);
 }
 
-/* The advice is not known before 5.14, and no page may be touched then that is not there. */
-TEST(without_the_advice_pages_are_asked_of_the_file_before_they_are_touched)
+/* Before Linux 5.14 the advice is unknown, and only pages that exist may be touched. */
+TEST(shared_pages_are_allocated_before_they_are_touched)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *block = NULL;
 	uint64_t off;
 
 	refuse_populate = EINVAL;
-	sfr_sys.madvise = odd_madvise;
+	sfr_sys.madvise = fault_madvise;
 	CHECK_EQ(sfr_inject_install(), 0);
 	block = lease(pool, 4 * MIB);
 	CHECK_EQ(sfr_inject_calls("fallocate"), 1);
@@ -140,13 +140,13 @@ TEST(without_the_advice_pages_are_asked_of_the_file_before_they_are_touched)
 	sfr__pool_free(pool);
 }
 
-TEST(a_page_that_the_system_has_no_memory_for_is_an_error)
+TEST(page_without_memory_gives_an_error_not_a_signal)
 {
 	struct sfr__pool *pool = make_shared();
 	struct sfr__block *block = NULL;
 
-	refuse_populate = EFAULT; /* what the advice says where a touch would be a signal */
-	sfr_sys.madvise = odd_madvise;
+	refuse_populate = EFAULT; /* the advice's error where a touch would raise a signal */
+	sfr_sys.madvise = fault_madvise;
 	CHECK_EQ(sfr__pool_get(pool, 1, 4 * MIB, 0, &block), -ENOMEM);
 	refuse_populate = 0;
 	sfr_sys.madvise = madvise;
@@ -173,18 +173,18 @@ TEST(every_refusal_leaves_neither_descriptor_nor_memory)
 				sfr__pool_put(pool, block);
 			rc = sfr__pool_trim(pool);
 			CHECK(rc == 0 || check_acted(&run));
-			check_heal(&run);
+			check_end_fault(&run);
 			block = lease(pool, 4 * MIB);
 			memset(block->mem, 1, 4 * MIB);
 			sfr__pool_put(pool, block);
 		}
-		check_heal(&run);
+		check_end_fault(&run);
 		sfr__pool_free(pool);
 		CHECK_EQ(nr_fds(), before);
 	}
 }
 
-TEST(a_kernel_without_such_files_says_so)
+TEST(shared_pool_fails_without_memfd)
 {
 	struct sfr__pool *pool = NULL;
 

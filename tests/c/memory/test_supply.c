@@ -1,4 +1,4 @@
-/* supply.c: the writers of a save make the memory that the next one needs. */
+/* supply.c: the writers of a save make the memory that the next save needs. */
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/prctl.h>
@@ -6,7 +6,7 @@
 #include "pool_helpers.h"
 #include "saving.h"
 
-/* How often memory was made for a block. */
+/* Returns how often memory was made for a block. */
 static uint64_t nr_made(struct sfr__pool *pool)
 {
 	return sfr__pool_moves(pool, SFR__BLOCK_RESERVED, SFR__BLOCK_GROWING) +
@@ -18,7 +18,7 @@ static bool lacks(struct sfr__pool *pool)
 	return sfr__under(&pool->mu, sfr__pool_lacks_locked(pool));
 }
 
-TEST(what_a_save_could_use_is_made_and_then_no_save_makes_any)
+TEST(supply_makes_what_a_save_could_use_and_no_more)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 	struct sfr__block *blocks[6];
@@ -29,7 +29,7 @@ TEST(what_a_save_could_use_is_made_and_then_no_save_makes_any)
 	CHECK_EQ(stats(pool).committed_bytes, 0);
 	sfr__pool_join(pool, 5);
 	CHECK(lacks(pool));
-	/* Its small last block is its own, and stays small. */
+	/* Its small last block is separate and stays small. */
 	blocks[5] = lease(pool, 1);
 	CHECK_EQ(blocks[5]->committed, 2 * MIB);
 	sfr__pool_put(pool, blocks[5]);
@@ -53,7 +53,7 @@ TEST(what_a_save_could_use_is_made_and_then_no_save_makes_any)
 	sfr__pool_free(pool);
 }
 
-TEST(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make)
+TEST(writer_makes_only_memory_that_later_writes_cannot)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 
@@ -70,7 +70,7 @@ TEST(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make)
 	sfr__pool_free(pool);
 }
 
-TEST(saves_that_overlap_and_want_more_get_it)
+TEST(overlapping_saves_raise_the_supply)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 	struct sfr__block *blocks[4];
@@ -78,7 +78,7 @@ TEST(saves_that_overlap_and_want_more_get_it)
 	sfr__pool_join(pool, 3);
 	sfr__pool_join(pool, 3);
 	sfr__pool_keep_pace(pool, 0);
-	/* As long as one's memory is enough for both it stays at that. */
+	/* If one save's memory is enough for both, no more is made. */
 	CHECK_EQ(stats(pool).committed_bytes, 12 * MIB);
 	for (int i = 0; i < 4; i++)
 		blocks[i] = lease(pool, 4 * MIB);
@@ -91,7 +91,7 @@ TEST(saves_that_overlap_and_want_more_get_it)
 	sfr__pool_free(pool);
 }
 
-TEST(the_cap_bounds_it_and_what_snapshots_hold_does_not_count)
+TEST(supply_stays_within_the_cap_without_held_blocks)
 {
 	struct sfr__pool *pool = make(16 * MIB, 4 * MIB);
 	const uint64_t lens[1] = { 8 * MIB };
@@ -124,7 +124,7 @@ TEST(after_a_trim_none_is_made_until_the_next_save)
 	CHECK_EQ(sfr__pool_trim(pool), 0);
 	CHECK_EQ(stats(pool).committed_bytes, 0);
 	CHECK(!lacks(pool));
-	/* The save that is under way gets its blocks; nothing is made beyond that. */
+	/* The save under way gets its blocks, and nothing more is made. */
 	block = lease(pool, 8 * MIB);
 	CHECK(!lacks(pool));
 	sfr__pool_put(pool, block);
@@ -137,7 +137,7 @@ TEST(after_a_trim_none_is_made_until_the_next_save)
 	sfr__pool_free(pool);
 }
 
-TEST(a_system_without_memory_is_not_asked_again_before_the_next_save)
+TEST(supply_stops_until_the_next_save_after_a_refusal)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 
@@ -177,7 +177,7 @@ TEST(a_writer_makes_none_while_somebody_waits_for_a_block)
 	sfr__pool_free(pool);
 }
 
-/* ---- an engine's writers do it ---- */
+/* ---- the writers of an engine ---- */
 
 enum { STATE_LEN = 24 << 20, STATE_BLOCK = 2 << 20 };
 
@@ -208,7 +208,7 @@ static uint64_t committed(struct sfr_engine *engine)
 	return out.committed_bytes;
 }
 
-/* As a niced thread is on a machine that has other work. */
+/* Sleeps as long as a niced thread may wait on a busy machine. */
 static void slow_lane(void)
 {
 	char name[16] = "";
@@ -227,7 +227,7 @@ static void save_again(struct sfr_engine *engine, const char *dir, uint32_t lane
 	CHECK_EQ(nr_made(engine->pool), made);
 }
 
-TEST(from_the_second_save_on_no_memory_is_made)
+TEST(later_saves_need_no_new_memory)
 {
 	static void (*const during[])(void) = { NULL, slow_lane };
 	const char *dir = saving_dir();
@@ -236,7 +236,7 @@ TEST(from_the_second_save_on_no_memory_is_made)
 		const uint32_t lane = (uint32_t)i % 2;
 		struct sfr_engine *engine =
 			saving_engine_of(STATE_BLOCK, 256 * MIB / STATE_BLOCK, 2, 2);
-		/* What is captured and what is deferred lie in blocks of their own. */
+		/* Captured and deferred bytes are in different blocks. */
 		uint64_t whole = STATE_LEN + lane * STATE_BLOCK;
 
 		during_populate = during[i / 2];

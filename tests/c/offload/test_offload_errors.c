@@ -1,4 +1,4 @@
-/* Bringing a group to a device: what is refused, what fails, and that nothing is left of it. */
+/* Copying a group to a device: refusals and failures, and that nothing is left after them. */
 #include <errno.h>
 #include <semaphore.h>
 #include <sys/wait.h>
@@ -32,7 +32,7 @@ static void begin(void)
 	memset(device, 0, sizeof(device));
 }
 
-static int bring(struct sfr_onload **out)
+static int onload_parts(struct sfr_onload **out)
 {
 	struct sfr_onload_copy copies[PARTS];
 	char *base;
@@ -48,7 +48,7 @@ static int bring(struct sfr_onload **out)
 	return sfr_onload_start(engine, 0, (uint64_t)(uintptr_t)stream, copies, PARTS, ticket, out);
 }
 
-static bool has_come(void)
+static bool is_onloaded(void)
 {
 	for (unsigned i = 0; i < PARTS; i++)
 		for (unsigned k = 0; k < PART; k++)
@@ -63,14 +63,15 @@ static void works(void)
 	uint64_t nr_events;
 	struct sfr_err err;
 
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 	nr_events = fake.fake_cuda_calls("cuEventRecord");
-	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0); /* it is there */
+	/* the copies have completed */
+	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuEventRecord"), nr_events);
 	sfr_onload_error(onload, &err);
 	CHECK_EQ(err.code, 0);
-	CHECK(has_come());
+	CHECK(is_onloaded());
 	sfr_onload_put(onload);
 }
 
@@ -83,7 +84,7 @@ static void take_notices(void)
 			sfr_snapshot_put(notice.snapshot);
 }
 
-/* The pool has all of its memory back, and the driver nothing. */
+/* The pool has all of its memory back, and nothing of ours is left in the driver. */
 static void end_engine(void)
 {
 	struct sfr_stats stats;
@@ -105,7 +106,7 @@ static void end(void)
 
 /* ---- what fails ---------------------------------------------------------------------- */
 
-static void without_memory_nothing_is_queued_and_nothing_left(void)
+TEST(failed_allocation_queues_and_leaks_nothing)
 {
 	begin();
 	works();
@@ -113,10 +114,10 @@ static void without_memory_nothing_is_queued_and_nothing_left(void)
 	{
 		struct sfr_onload *onload = NULL;
 		struct sfr_err err = { .code = 0 };
-		int rc = bring(&onload);
+		int rc = onload_parts(&onload);
 
 		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
-		check_heal(&run);
+		check_end_fault(&run);
 		if (rc == 0)
 			sfr_onload_error(onload, &err);
 		CHECK(err.code == 0 || check_acted(&run));
@@ -126,10 +127,10 @@ static void without_memory_nothing_is_queued_and_nothing_left(void)
 	end();
 }
 
-/* Fails every call of a name in turn. How often that was told. */
+/* Fails each call of this name in turn. Returns how many failures were reported. */
 static unsigned fail_each(const char *name)
 {
-	unsigned told = 0;
+	unsigned nr_reported = 0;
 
 	for (uint64_t nth = 1;; nth++) {
 		struct sfr_onload *onload;
@@ -137,41 +138,41 @@ static unsigned fail_each(const char *name)
 		uint64_t before = fake.fake_cuda_hits();
 
 		fake.fake_cuda_fail(name, nth, 0, CUDA_ERROR_OUT_OF_MEMORY);
-		CHECK_EQ(bring(&onload), 0);
+		CHECK_EQ(onload_parts(&onload), 0);
 		(void)sfr_onload_order(onload, (uint64_t)(uintptr_t)stream);
 		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 		sfr_onload_error(onload, &err);
-		told += err.code != 0;
+		nr_reported += err.code != 0;
 		sfr_onload_put(onload);
 		if (fake.fake_cuda_hits() == before)
 			break;
 	}
 	fake_check();
 	fake.fake_cuda_reset();
-	return told;
+	return nr_reported;
 }
 
-/* Of those that may: an event that the driver does not take back, or a context that it does not
- * give to do so, leave that event with the driver. */
-static void a_call_of_the_driver_that_fails_is_told_and_leaves_nothing(void)
+/* An exception: if the driver refuses to free an event, or to enter the context for that, the
+ * event is left with the driver. */
+TEST(failing_driver_call_is_reported_and_leaks_nothing)
 {
 	static const char *const names[] = {
 		"cuStreamIsCapturing",  "cuStreamWaitEvent",    "cuEventCreate",
 		"cuEventRecord",        "cuEventQuery",         "cuEventElapsedTime",
 		"cuMemHostRegister_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyBatchAsync_v2",
 	};
-	unsigned told = 0;
+	unsigned nr_reported = 0;
 
 	begin();
 	works();
 	for (unsigned i = 0; i < sizeof(names) / sizeof(names[0]); i++)
-		told += fail_each(names[i]);
-	CHECK(told > 2);
+		nr_reported += fail_each(names[i]);
+	CHECK(nr_reported > 2);
 	works();
 	end();
 }
 
-static void behind_a_call_that_failed_nothing_is_copied(void)
+TEST(nothing_is_copied_after_a_failed_call)
 {
 	struct sfr_onload *onload;
 	struct sfr_err err;
@@ -182,7 +183,7 @@ static void behind_a_call_that_failed_nothing_is_copied(void)
 	before = fake.fake_cuda_calls("cuMemcpyHtoDAsync_v2") +
 		 fake.fake_cuda_calls("cuMemcpyBatchAsync_v2");
 	fake.fake_cuda_fail("cuStreamWaitEvent", 1, 0, CUDA_ERROR_OUT_OF_MEMORY);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	sfr_onload_error(onload, &err);
 	CHECK(err.code != 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuMemcpyHtoDAsync_v2") +
@@ -193,8 +194,8 @@ static void behind_a_call_that_failed_nothing_is_copied(void)
 	end();
 }
 
-/* Nobody can know what becomes of a copy from it: its memory is nobody's any more. */
-static void a_device_that_dies_under_a_group_is_told_and_keeps_its_memory(void)
+/* Nobody knows whether a copy still reads the memory, so it is never used again. */
+TEST(dead_device_is_reported_and_keeps_the_groups_memory)
 {
 	struct sfr_stats stats;
 	struct sfr_onload *onload;
@@ -203,8 +204,8 @@ static void a_device_that_dies_under_a_group_is_told_and_keeps_its_memory(void)
 	begin();
 	works();
 	fake.fake_cuda_fail_copy(1, CUDA_ERROR_LAUNCH_FAILED);
-	for (int i = 0; i < 2; i++) { /* it dies, and is dead */
-		CHECK_EQ(bring(&onload), 0);
+	for (int i = 0; i < 2; i++) { /* first it dies during the copy, then it is already dead */
+		CHECK_EQ(onload_parts(&onload), 0);
 		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 		sfr_onload_error(onload, &err);
 		CHECK_EQ(err.code, -EIO);
@@ -223,14 +224,14 @@ static void a_device_that_dies_under_a_group_is_told_and_keeps_its_memory(void)
 	fake.fake_cuda_forget();
 }
 
-static void a_device_that_is_not_to_be_had_is_told(void)
+TEST(unavailable_device_is_reported)
 {
 	struct sfr_onload *onload;
 	struct sfr_err err;
 
 	begin();
 	fake.fake_cuda_fail("*", 1, 1, CUDA_ERROR_OUT_OF_MEMORY);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	fake.fake_cuda_reset();
 	sfr_onload_error(onload, &err);
 	CHECK(err.code < 0);
@@ -241,7 +242,7 @@ static void a_device_that_is_not_to_be_had_is_told(void)
 	end();
 }
 
-/* Offloads a group from a device on which nothing goes on. */
+/* Offloads a group from a stopped device. */
 static void leave_again(void)
 {
 	const struct sfr_stream streams[] = { { .handle = (uint64_t)(uintptr_t)stream } };
@@ -262,7 +263,7 @@ static void leave_again(void)
 	CHECK_EQ(sfr_snapshot_start(ticket), 0);
 }
 
-static void what_cannot_be_ordered_behind_what_leaves_is_not_begun(void)
+TEST(onload_fails_if_it_cannot_wait_for_the_offload)
 {
 	struct sfr_onload *onload;
 	int64_t torn;
@@ -270,8 +271,9 @@ static void what_cannot_be_ordered_behind_what_leaves_is_not_begun(void)
 	begin();
 	works();
 	leave_again();
-	fake.fake_cuda_fail("cuStreamWaitEvent", 2, 0, CUDA_ERROR_OUT_OF_MEMORY); /* behind E */
-	CHECK_EQ(bring(&onload), SFR_EAGAIN);
+	/* the wait behind E */
+	fake.fake_cuda_fail("cuStreamWaitEvent", 2, 0, CUDA_ERROR_OUT_OF_MEMORY);
+	CHECK_EQ(onload_parts(&onload), SFR_EAGAIN);
 	CHECK(onload == NULL);
 	CHECK_EQ(fake.fake_cuda_hits(), 1);
 	fake.fake_cuda_hold(0);
@@ -282,23 +284,23 @@ static void what_cannot_be_ordered_behind_what_leaves_is_not_begun(void)
 
 /* ---- what is refused ------------------------------------------------------------------- */
 
-/* Also one that is being closed, and waits for somebody. */
-static void a_closed_engine_is_told(void)
+/* The engine is closed, or is being closed and waits for a snapshot. */
+TEST(onload_of_a_closed_engine_is_refused)
 {
 	struct sfr_onload *onload;
 
 	begin();
 	engine->nr_pool_users++;
 	CHECK_EQ(sfr_engine_close(engine, 1), SFR_EAGAIN);
-	CHECK_EQ(bring(&onload), SFR_ECLOSED);
+	CHECK_EQ(onload_parts(&onload), SFR_ECLOSED);
 	engine->nr_pool_users--;
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	CHECK_EQ(bring(&onload), SFR_ECLOSED);
+	CHECK_EQ(onload_parts(&onload), SFR_ECLOSED);
 	CHECK(onload == NULL);
 	end();
 }
 
-static void a_stream_that_captures_is_refused_and_left_alone(void)
+TEST(capturing_stream_is_refused_and_left_alone)
 {
 	struct sfr_onload *onload;
 	uint64_t nr_events;
@@ -306,10 +308,10 @@ static void a_stream_that_captures_is_refused_and_left_alone(void)
 	begin();
 	works();
 	fake.fake_cuda_capture(stream, 1);
-	CHECK_EQ(bring(&onload), SFR_ECAPTURING);
+	CHECK_EQ(onload_parts(&onload), SFR_ECAPTURING);
 	fake.fake_cuda_capture(stream, 0);
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	fake.fake_cuda_capture(stream, 1);
 	nr_events = fake.fake_cuda_calls("cuEventRecord");
 	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), SFR_EAGAIN);
@@ -320,7 +322,7 @@ static void a_stream_that_captures_is_refused_and_left_alone(void)
 	end();
 }
 
-static void memory_that_has_gone_back_is_not_brought(void)
+TEST(onload_of_returned_memory_is_refused)
 {
 	struct sfr_onload *onload;
 	uint64_t len;
@@ -332,14 +334,14 @@ static void memory_that_has_gone_back_is_not_brought(void)
 	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)base), 1);
 	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)device), 0);
 	sfr_snapshot_unview(ticket);
-	CHECK_EQ(bring(&onload), SFR_ESTATE);
+	CHECK_EQ(onload_parts(&onload), SFR_ESTATE);
 	CHECK(onload == NULL);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)base), 0);
 	end_engine();
 }
 
-static void bring_first_and_last(struct sfr_onload **out)
+static void onload_first_and_last(struct sfr_onload **out)
 {
 	struct sfr_onload_copy copies[2];
 	uint64_t len;
@@ -356,12 +358,12 @@ static void bring_first_and_last(struct sfr_onload **out)
 		 0);
 }
 
-static void what_lies_between_two_of_a_group_is_left_alone(void)
+TEST(memory_between_two_copies_is_left_alone)
 {
 	struct sfr_onload *onload;
 
 	begin();
-	bring_first_and_last(&onload);
+	onload_first_and_last(&onload);
 	sfr_onload_put(onload);
 	CHECK(device[0][PART - 1] == 1 && device[2][0] == 3);
 	for (unsigned k = 0; k < PART; k++)
@@ -369,8 +371,8 @@ static void what_lies_between_two_of_a_group_is_left_alone(void)
 	end();
 }
 
-/* To a batch a driver says nothing of memory that it does not know, and may take long over it. */
-static void only_what_is_pinned_goes_in_batches(void)
+/* A driver checks nothing about unknown memory in a batch, and may take long over it. */
+TEST(only_pinned_memory_is_copied_in_batches)
 {
 	for (int pinned = 0; pinned < 2; pinned++) {
 		struct sfr_onload *onload;
@@ -382,7 +384,7 @@ static void only_what_is_pinned_goes_in_batches(void)
 			fake.fake_cuda_allow_pageable(1);
 		}
 		nr_batches = fake.fake_cuda_calls("cuMemcpyBatchAsync_v2");
-		bring_first_and_last(&onload);
+		onload_first_and_last(&onload);
 		sfr_onload_put(onload);
 		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2") - nr_batches, pinned);
 		CHECK(device[0][PART - 1] == 1 && device[2][0] == 3);
@@ -391,8 +393,9 @@ static void only_what_is_pinned_goes_in_batches(void)
 	}
 }
 
-/* Memory between two spans that the caller gave belongs to the caller, on both sides. */
-static void what_is_not_the_pools_is_copied_piece_by_piece(void)
+/* Memory between two ranges that the caller gave belongs to the caller, on the host and on the
+ * device. */
+TEST(copies_outside_the_pool_are_not_merged)
 {
 	static unsigned char host[2 * SFR_APART];
 	struct sfr_onload_copy copies[2];
@@ -415,7 +418,7 @@ static void what_is_not_the_pools_is_copied_piece_by_piece(void)
 	end();
 }
 
-static void a_child_of_fork_is_refused(void)
+TEST(forked_child_is_refused)
 {
 	struct sfr_onload *onload;
 	pid_t child;
@@ -424,14 +427,14 @@ static void a_child_of_fork_is_refused(void)
 	begin();
 	works();
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	child = fork();
 	if (child == 0) {
 		struct sfr_onload *other;
 		uint64_t ns;
 
 		(void)alarm(20);
-		_exit(bring(&other) == SFR_EFORK &&
+		_exit(onload_parts(&other) == SFR_EFORK &&
 				      sfr_onload_start(engine, 0, 0, NULL, 0, NULL, &other) ==
 					      SFR_EFORK &&
 				      sfr_onload_wait(onload, SFR_FOREVER) == SFR_EFORK &&
@@ -449,7 +452,7 @@ static void a_child_of_fork_is_refused(void)
 
 /* ---- waiting ----------------------------------------------------------------------------- */
 
-static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
+TEST(wait_returns_eagain_until_the_copies_complete)
 {
 	struct sfr_onload *onload;
 	uint64_t copying, waited;
@@ -457,7 +460,7 @@ static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
 	begin();
 	works();
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	CHECK_EQ(sfr_onload_wait(onload, 0), SFR_EAGAIN);
 	CHECK_EQ(sfr_onload_wait(onload, 1000000), SFR_EAGAIN);
 	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), SFR_EAGAIN);
@@ -469,7 +472,7 @@ static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
 	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), 0);
 	CHECK(copying > 0);
 	CHECK(waited > 0);
-	/* A complete group is not waited for. */
+	/* A complete group needs no wait. */
 	waited = fake.fake_cuda_calls("cuStreamWaitEvent");
 	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waited);
@@ -477,12 +480,12 @@ static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
 	end();
 }
 
-static void stand(void *go)
+static void wait_for_sem(void *go)
 {
 	(void)sem_wait(go);
 }
 
-static void a_time_is_known_when_the_stream_has_waited(void)
+TEST(times_are_known_after_the_streams_wait)
 {
 	struct sfr_onload *onload;
 	uint64_t copying, waited;
@@ -492,8 +495,8 @@ static void a_time_is_known_when_the_stream_has_waited(void)
 	works();
 	CHECK_EQ(sem_init(&go, 0, 0), 0);
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(bring(&onload), 0);
-	fake.fake_cuda_launch(stream, stand, &go);
+	CHECK_EQ(onload_parts(&onload), 0);
+	fake.fake_cuda_launch(stream, wait_for_sem, &go);
 	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
@@ -525,7 +528,7 @@ static CUresult ask_event(CUevent event)
 	return CUDA_SUCCESS;
 }
 
-static CUresult two_and_a_half(float *ms, CUevent begin, CUevent end)
+static CUresult elapsed_2_5_ms(float *ms, CUevent begin, CUevent end)
 {
 	(void)begin;
 	(void)end;
@@ -533,12 +536,12 @@ static CUresult two_and_a_half(float *ms, CUevent begin, CUevent end)
 	return CUDA_SUCCESS;
 }
 
-static void a_time_is_in_nanoseconds(void)
+TEST(times_are_in_nanoseconds)
 {
 	const struct sfr__cuda cu = { .event_new = new_event,
 				      .event_record = record_event,
 				      .event_query = ask_event,
-				      .event_elapsed = two_and_a_half,
+				      .event_elapsed = elapsed_2_5_ms,
 				      .event_free = ask_event };
 	struct sfr__cuda_lane lane = { .cu = &cu };
 	struct sfr__cuda_timer timer = { 0 };
@@ -549,7 +552,7 @@ static void a_time_is_in_nanoseconds(void)
 	CHECK_EQ(timer.ns, 2500000);
 }
 
-static void a_group_let_go_while_it_comes_is_waited_for(void)
+TEST(dropping_an_onload_waits_for_its_copies)
 {
 	struct sfr_onload *onload;
 
@@ -557,9 +560,9 @@ static void a_group_let_go_while_it_comes_is_waited_for(void)
 	works();
 	memset(device, 0, sizeof(device));
 	fake.fake_cuda_delay(3000000, 1);
-	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(onload_parts(&onload), 0);
 	sfr_onload_put(onload);
-	CHECK(has_come());
+	CHECK(is_onloaded());
 	fake.fake_cuda_delay(0, 1);
 	end();
 }
@@ -569,22 +572,6 @@ int main(void)
 	if (!fake_load())
 		return CHECK_SKIPPED;
 	stream = fake.fake_cuda_stream(0);
-	RUN(without_memory_nothing_is_queued_and_nothing_left);
-	RUN(a_call_of_the_driver_that_fails_is_told_and_leaves_nothing);
-	RUN(behind_a_call_that_failed_nothing_is_copied);
-	RUN(a_device_that_dies_under_a_group_is_told_and_keeps_its_memory);
-	RUN(a_device_that_is_not_to_be_had_is_told);
-	RUN(what_cannot_be_ordered_behind_what_leaves_is_not_begun);
-	RUN(a_closed_engine_is_told);
-	RUN(a_stream_that_captures_is_refused_and_left_alone);
-	RUN(memory_that_has_gone_back_is_not_brought);
-	RUN(what_lies_between_two_of_a_group_is_left_alone);
-	RUN(only_what_is_pinned_goes_in_batches);
-	RUN(what_is_not_the_pools_is_copied_piece_by_piece);
-	RUN(a_child_of_fork_is_refused);
-	RUN(who_waits_for_a_while_is_told_that_it_has_not_come);
-	RUN(a_time_is_known_when_the_stream_has_waited);
-	RUN(a_time_is_in_nanoseconds);
-	RUN(a_group_let_go_while_it_comes_is_waited_for);
+	check_run();
 	return check_done();
 }

@@ -1,15 +1,14 @@
 /* Random schedules of groups that leave a device and come back, over the fake driver.
  *
- * The device has a few slots of memory, and one stream that computes. Each turn copies a group's
- * bytes into a slot, mostly before the work of the previous turn is queued. The stream reads them,
- * writes new ones over them, and sends these into memory of the pool. The host waits only for
- * memory of a pool that has little more than the groups need. Tickets are released while copies
- * may still read from their memory. Every group must be read, and end, as it was last written. A
- * seed decides on delays, sizes, who goes first and which turn does what.
+ * The device has a few slots of memory and one stream that computes. Each turn copies a group's
+ * bytes into a slot, mostly before the work of the previous turn is queued. The stream reads the
+ * bytes, overwrites them, and copies the new ones into pool memory. The host waits only for
+ * memory of the pool, which has little more than the groups need. Tickets are released while
+ * copies may still read from their memory. Every group must be read, and must end, as it was
+ * last written. A seed chooses delays, sizes, which side runs first, and the kind of each turn.
  *
- *     STILLFRAME_SCHEDULES=10000        how many, 150 otherwise
- *     STILLFRAME_FIRST_SCHEDULE=4711    the first one's seed, to see one again
- */
+ *     STILLFRAME_SCHEDULES=10000        the number of schedules, 150 by default
+ *     STILLFRAME_FIRST_SCHEDULE=4711    the first seed, to repeat one schedule */
 #include <time.h>
 
 #include "cuda/fake.h"
@@ -18,26 +17,26 @@
 
 enum { GROUPS = 5, SLOTS = 3, PARTS = 3, PART = 9000, TURNS = 10, BLOCKS_EACH = 4, WORK = 64 };
 
-/* The device's memory for one group, and who still reads from it. */
+/* The device's memory for one group, and what still reads from it. */
 static struct slot {
 	unsigned char bytes[PARTS][PART] __attribute__((aligned(64)));
-	struct sfr_snapshot *leaving; /* its memory was sent away */
+	struct sfr_snapshot *leaving; /* the snapshot that its memory is being copied to */
 	struct sfr_onload *coming;
-	int of; /* the group, -1: none */
+	int of; /* the group in it; -1: none */
 } slots[SLOTS];
 
-/* A group: its bytes are in the pool, all of one value a part. */
+/* A group: its bytes are in the pool; each part is full of one value. */
 static struct group {
 	struct sfr_snapshot *ticket;
 	uint64_t lens[PARTS];
 	unsigned char value;
 } groups[GROUPS];
 
-/* Work of the computing stream. */
+/* Work for the computing stream. */
 static struct work {
 	struct slot *slot;
 	const struct group *group;
-	unsigned char seen, next; /* what it has to see, and what it writes */
+	unsigned char seen, next; /* the value that it must read, and the value that it writes */
 } works[WORK];
 static unsigned nr_works;
 static atomic_uint nr_torn;
@@ -61,7 +60,7 @@ static void compute(void *arg)
 	}
 }
 
-/* Overwrites memory that was given back, as an allocator's next user does. */
+/* Overwrites memory that was freed, as its next user does. */
 static void scribble(void *arg)
 {
 	struct slot *slot = arg;
@@ -85,7 +84,7 @@ static void take_notices(void)
 			sfr_snapshot_put(notice.snapshot);
 }
 
-/* Memory of the pool for a group; with bytes of the host, or of a slot. */
+/* Leases memory of the pool for a group, with bytes of the host or of a slot. */
 static struct sfr_snapshot *leave(struct sfr_engine *engine, const struct group *group,
 				  const struct slot *slot, uint32_t device)
 {
@@ -108,7 +107,7 @@ static struct sfr_snapshot *leave(struct sfr_engine *engine, const struct group 
 	return s;
 }
 
-/* The stream's work from now on may write to what is leaving from the slot. */
+/* Lets the stream's later work write to the slot, whose memory is being copied out. */
 static void order_out(struct slot *slot)
 {
 	const struct sfr_stream streams[] = { main_stream() };
@@ -120,7 +119,7 @@ static void order_out(struct slot *slot)
 	slot->leaving = NULL;
 }
 
-static void bring(struct sfr_engine *engine, int g, struct slot *slot)
+static void onload_group(struct sfr_engine *engine, int g, struct slot *slot)
 {
 	const struct group *group = &groups[g];
 	struct sfr_onload_copy copies[PARTS];
@@ -144,7 +143,7 @@ static void bring(struct sfr_engine *engine, int g, struct slot *slot)
 	slot->of = g;
 }
 
-/* Computes with a group that is in a slot, or comes there, and sends it away. */
+/* Computes with a group that is in a slot or on its way there, and copies it out. */
 static void turn(struct sfr_engine *engine, struct slot *slot)
 {
 	struct group *group = &groups[slot->of];
@@ -155,7 +154,7 @@ static void turn(struct sfr_engine *engine, struct slot *slot)
 	CHECK_EQ(sfr_onload_order(slot->coming, main_stream().handle), 0);
 	fake.fake_cuda_launch(stream, compute, work);
 	group->value = work->next;
-	/* Before new memory is asked for: the pool may have none to spare. */
+	/* Released before new memory is leased, because the pool may have none to spare. */
 	sfr_snapshot_unview(old);
 	sfr_snapshot_put(old);
 	group->ticket = leave(engine, group, slot, 1);
@@ -234,7 +233,7 @@ static void one_schedule(uint64_t seed)
 	struct sfr_engine *engine;
 
 	begin_schedule(seed);
-	/* One group more than there are; at times two. */
+	/* The pool has memory for one more group than there are, sometimes for two. */
 	engine = fake_engine(BLOCKS_EACH * (GROUPS + 1 + fake_rng(2)), 1);
 	for (int g = 0; g < GROUPS; g++) {
 		static struct slot bytes;
@@ -251,7 +250,7 @@ static void one_schedule(uint64_t seed)
 		struct slot *slot = free_slot();
 
 		if (slot && !is_on_device(g))
-			bring(engine, g, slot);
+			onload_group(engine, g, slot);
 		slot = taken_slot();
 		if (slot && (fake_rng(2) || !free_slot()))
 			turn(engine, slot);
@@ -281,7 +280,7 @@ static uint64_t number_from(const char *variable, uint64_t otherwise)
 	return text ? strtoull(text, NULL, 10) : otherwise;
 }
 
-TEST(random_schedules_tear_nothing)
+TEST(random_schedules_give_consistent_copies)
 {
 	uint64_t first = number_from("STILLFRAME_FIRST_SCHEDULE", 1);
 	uint64_t nr = number_from("STILLFRAME_SCHEDULES", 150);

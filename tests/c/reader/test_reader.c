@@ -1,4 +1,5 @@
-/* The threads of a restore: how far they may have to read, what they report, and who has none. */
+/* The threads of a restore: how far they may have to read, what they report, and what happens
+ * without threads. */
 #include <errno.h>
 #include <sys/wait.h>
 
@@ -14,7 +15,8 @@ static int fd;
 
 enum { ENDING = 5, BEHIND = 6 };
 
-/* Two pieces: a record that ends where the first does, and a short one behind it. */
+/* Makes an archive of two chunks: a record ends where the first one does, and a short one
+ * follows. */
 static void make_archive(void)
 {
 	static const char data[PIECE];
@@ -42,8 +44,9 @@ static struct sfr_restore *open_restore(void)
 	return r;
 }
 
-/* Its descriptor stands in the next piece, which is read when what is in it may be. */
-TEST(a_record_that_ends_where_a_piece_does_reaches_into_the_next)
+/* Its descriptor is in the next chunk, which is read only when all records in that chunk may be
+ * read. */
+TEST(record_ending_with_a_chunk_needs_the_next_chunk)
 {
 	struct sfr_restore *r = open_restore();
 
@@ -52,7 +55,7 @@ TEST(a_record_that_ends_where_a_piece_does_reaches_into_the_next)
 	sfr_restore_free(r);
 }
 
-TEST(one_thread_is_enough_and_tells_how_far_it_is)
+TEST(one_reader_thread_is_enough_and_reports_progress)
 {
 	const struct sfr_fault fault = {
 		.call = "thread_create", .nth = 2, .sticky = 1, .err = EAGAIN, .limit = -1
@@ -67,13 +70,13 @@ TEST(one_thread_is_enough_and_tells_how_far_it_is)
 	CHECK_EQ(sfr_inject_hits(), 1);
 	CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
 	for (int i = 0; i < 2000 && sfr_reader_done(r->reader) != a.dir_off; i++)
-		(void)usleep(5000); /* counted when all of the piece has arrived */
+		(void)usleep(5000); /* counted when all of the chunk has been put */
 	CHECK_EQ(sfr_reader_done(r->reader), a.dir_off);
 	sfr_restore_free(r);
 	sfr_inject_remove();
 }
 
-TEST(what_fails_first_is_told_and_ends_the_reading)
+TEST(first_failure_is_reported_and_ends_the_reading)
 {
 	struct sfr_restore *r = open_restore();
 
@@ -87,8 +90,8 @@ TEST(what_fails_first_is_told_and_ends_the_reading)
 	sfr_restore_free(r);
 }
 
-/* torch's compute_crc32=False: nothing is known of the bytes, and nothing is wrong with them. */
-TEST(what_has_no_checksums_is_read)
+/* torch's compute_crc32=False: the bytes cannot be checked, and count as good. */
+TEST(records_without_checksums_are_read)
 {
 	struct archive without = { .described = true, .zip64 = true, .align = 64, .no_crc = true };
 	struct sfr_restore *r;
@@ -114,7 +117,7 @@ TEST(what_has_no_checksums_is_read)
 	fd = whole;
 }
 
-/* There are no threads in it. */
+/* A child has no threads of the reader. */
 TEST(a_forked_child_is_refused)
 {
 	struct sfr_restore *r = open_restore();

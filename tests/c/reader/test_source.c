@@ -1,5 +1,5 @@
-/* source.c: every byte is the file's, from the page cache where much of it is in there, and from
- * the disk where it is not. */
+/* source.c returns the file's bytes, from the page cache where enough of it is cached, and
+ * otherwise from the disk. */
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -11,11 +11,11 @@
 enum { NR = 64, LEN = NR * SFR_PAGE - 1000, WORTH = 16 };
 
 static char *file_bytes, *buf;
-static unsigned char cached[NR]; /* what mincore says */
+static unsigned char cached[NR]; /* the answer of mincore */
 static char by_disk[NR], by_cache[NR];
 static int file_fd, direct_fd;
 
-static int told_mincore(void *addr, size_t len, unsigned char *there)
+static int fake_mincore(void *addr, size_t len, unsigned char *there)
 {
 	(void)addr;
 	memcpy(there, cached, (len + SFR_PAGE - 1) / SFR_PAGE);
@@ -51,7 +51,7 @@ static void make_file(void)
 	CHECK_EQ(write(file_fd, file_bytes, LEN), LEN);
 }
 
-/* The cached run that a page stands in. */
+/* Returns the length of the cached run around a page. */
 static size_t run_around(size_t page)
 {
 	size_t from = page, to = page;
@@ -79,13 +79,13 @@ static void read_all_of(const struct sfr__source *s)
 	}
 }
 
-TEST(what_is_in_the_page_cache_comes_from_there_and_the_rest_from_the_disk)
+TEST(cached_pages_are_read_from_the_cache_and_others_from_the_disk)
 {
 	static const size_t turns[][5] = {
 		{ 0, NR, NR, NR, NR },  { NR, NR, NR, NR, NR },    { 20, NR, NR, NR, NR },
 		{ 0, 40, NR, NR, NR },  { 0, NR - 3, NR, NR, NR }, { 16, 17, 33, 34, NR },
 		{ 15, 16, 32, 40, 60 }, { 1, 2, 3, 4, 5 },         { 0, 1, NR - 1, NR, NR },
-	}; /* where it changes, from cached on */
+	}; /* where it changes, beginning with cached */
 	const struct sfr_sys plain = sfr_sys;
 	struct sfr__source s;
 
@@ -93,7 +93,7 @@ TEST(what_is_in_the_page_cache_comes_from_there_and_the_rest_from_the_disk)
 	sfr__source_open(&s, file_fd, 0, SFR__WAY_EITHER);
 	direct_fd = s.direct_fd;
 	CHECK(direct_fd >= 0 && direct_fd != file_fd);
-	sfr_sys.mincore = told_mincore;
+	sfr_sys.mincore = fake_mincore;
 	sfr_sys.pread = watched_pread;
 	for (size_t k = 0; k < sizeof(turns) / sizeof(turns[0]); k++) {
 		for (size_t i = 0; i < NR; i++) {
@@ -108,10 +108,10 @@ TEST(what_is_in_the_page_cache_comes_from_there_and_the_rest_from_the_disk)
 	sfr_sys = plain;
 	sfr__source_close(&s);
 	CHECK_EQ(s.direct_fd, -1);
-	CHECK_EQ(fcntl(direct_fd, F_GETFD), -1); /* closed */
+	CHECK_EQ(fcntl(direct_fd, F_GETFD), -1); /* it was closed */
 }
 
-TEST(what_ranks_read_together_goes_through_the_page_cache)
+TEST(shared_reads_go_through_the_page_cache)
 {
 	struct sfr__source s;
 

@@ -1,5 +1,5 @@
-/* window.c: whatever is asked, in whatever order, the window shows the file's bytes; and it reads
- * no more often than it must. */
+/* window.c: the window returns the file's bytes for any request in any order, and reads no more
+ * often than necessary. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -9,7 +9,7 @@
 #include "base/base.h"
 #include "check.h"
 
-#define LEN 100003u /* not a multiple of anything */
+#define LEN 100003u /* a multiple of nothing */
 
 static unsigned char content[LEN];
 static uint64_t rng_state = 0xda3e39cb94b95bdbu;
@@ -33,7 +33,7 @@ static int file_of_content(void)
 	return fd;
 }
 
-TEST(whatever_is_asked_is_shown)
+TEST(window_returns_the_files_bytes_for_any_request)
 {
 	int fd = file_of_content();
 
@@ -56,12 +56,12 @@ TEST(whatever_is_asked_is_shown)
 			CHECK(memcmp(bytes, content + off, got) == 0);
 		}
 		sfr__window_fini(&w);
-		sfr__window_fini(&w); /* twice is fine */
+		sfr__window_fini(&w); /* may be called twice */
 	}
 	(void)close(fd);
 }
 
-TEST(a_walk_from_front_to_back_reads_every_piece_once)
+TEST(sequential_walk_reads_every_chunk_once)
 {
 	int fd = file_of_content();
 	struct sfr__window w;
@@ -80,7 +80,7 @@ TEST(a_walk_from_front_to_back_reads_every_piece_once)
 	(void)close(fd);
 }
 
-TEST(what_is_out_of_bounds_is_refused_and_not_read)
+TEST(window_refuses_requests_out_of_bounds)
 {
 	int fd = file_of_content();
 	const unsigned char *bytes;
@@ -94,12 +94,12 @@ TEST(what_is_out_of_bounds_is_refused_and_not_read)
 	CHECK_EQ(sfr__window_get(&w, 0, SIZE_MAX, LEN, &bytes, NULL), SFR_ECORRUPT);
 	CHECK_EQ(sfr__window_get(&w, 1, 2 * SFR_PAGE, LEN, &bytes, NULL), SFR_ECORRUPT);
 	CHECK_EQ(sfr_inject_calls("pread"), 0);
-	/* To the last byte of its memory and of the limit it is good. */
+	/* Up to the last byte of its memory and of the limit, a request is valid. */
 	CHECK_EQ(sfr__window_get(&w, 1, 2 * SFR_PAGE - 1, LEN, &bytes, NULL), 0);
 	CHECK(memcmp(bytes, content + 1, 2 * SFR_PAGE - 1) == 0);
 	CHECK_EQ(sfr__window_get(&w, 5000, 1, 5001, &bytes, NULL), 0);
 	CHECK_EQ(sfr__window_get(&w, LEN, 0, LEN, &bytes, NULL), 0);
-	/* The file ends sooner than the caller was told. */
+	/* The file ends before the length that the caller was given. */
 	CHECK_EQ(sfr__window_get(&w, LEN - 1, 2, LEN + 10, &bytes, NULL), SFR_ECORRUPT);
 	sfr_inject_remove();
 	sfr__window_fini(&w);
@@ -118,8 +118,8 @@ static int note_madvise(void *mem, size_t len, int advice)
 	return real_madvise(mem, len, advice);
 }
 
-/* Memory is asked for before it is read into: never more than the caller's own. */
-TEST(reading_into_memory_makes_no_page_of_somebody_else)
+/* Memory is populated before it is read into, but never beyond the caller's own. */
+TEST(reading_populates_only_the_callers_pages)
 {
 	const size_t len = 5 * LEN + 1234, before = 3 * SFR_PAGE + 100;
 	char *mem = mmap(NULL, 4 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

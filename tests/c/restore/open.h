@@ -7,7 +7,7 @@
 #include "restore/restore.h"
 #include "restore/restore_int.h"
 
-/* NULL with *rc set to the reason. */
+/* Returns NULL with *rc set if the restore is refused. */
 static inline struct sfr_restore *open_restore(int fd, unsigned flags, int *rc)
 {
 	struct sfr_restore *r = NULL;

@@ -1,5 +1,5 @@
-/* Where a restore's records go and are looked for: waits that only the owner of the memory could
- * end, headers that say something else than the directory, and pieces of any size. */
+/* Destinations of a restore's records: waits that only the owner of the memory could end,
+ * headers that disagree with the directory, and chunks of any size. */
 #include <errno.h>
 
 #include "restore/open.h"
@@ -8,7 +8,7 @@
 #define SMALL_PIECE 4096u
 #define NR_DATA 12u
 
-/* Records that begin and end anywhere in pieces of a page. */
+/* Makes records that begin and end anywhere in chunks of one page. */
 static struct archive with_shared_pieces(void)
 {
 	static char names[NR_DATA][24];
@@ -25,7 +25,7 @@ static struct archive with_shared_pieces(void)
 	return a;
 }
 
-static void lower_the_piece(void)
+static void use_small_pieces(void)
 {
 	struct sfr_limits limits = sfr_limits;
 
@@ -39,7 +39,7 @@ TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 	int fd = file_of(a.buf, a.len), rc;
 	unsigned nr_refused = 0;
 
-	lower_the_piece();
+	use_small_pieces();
 	for (uint64_t upto = 0; upto < a.nr; upto++) {
 		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
@@ -54,8 +54,8 @@ TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), SFR_EUNPLACED);
 		CHECK_EQ(sfr_reader_failure(r->reader)->code, 0);
 		CHECK_EQ(sfr_reader_go(r->reader, a.nr),
-			 0); /* and nothing is lost by having asked */
-		CHECK_EQ(sfr_reader_go(r->reader, upto), 0); /* what was allowed stays so */
+			 0); /* the refused wait has changed nothing */
+		CHECK_EQ(sfr_reader_go(r->reader, upto), 0); /* what was allowed stays allowed */
 		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
 		sfr_restore_free(r);
 	}
@@ -65,7 +65,7 @@ TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 	archive_free(&a);
 }
 
-/* Each record gets its memory, and that of all before it, only when it is asked for. */
+/* Gives each record, and all before it, memory only when the record is requested. */
 static void ask_in_order(const struct archive *a, int fd, const uint64_t *order)
 {
 	char *mem = malloc(a->len);
@@ -89,13 +89,13 @@ static void ask_in_order(const struct archive *a, int fd, const uint64_t *order)
 	free(mem);
 }
 
-TEST(records_are_there_in_whatever_order_they_are_asked_for)
+TEST(records_can_be_requested_in_any_order)
 {
 	struct archive a = with_shared_pieces();
 	uint64_t *order = calloc(a.nr, sizeof(*order));
 	int fd = file_of(a.buf, a.len);
 
-	lower_the_piece();
+	use_small_pieces();
 	for (uint64_t i = 0; i < a.nr; i++)
 		order[i] = i;
 	ask_in_order(&a, fd, order);
@@ -117,8 +117,8 @@ TEST(records_are_there_in_whatever_order_they_are_asked_for)
 	archive_free(&a);
 }
 
-/* The last record's header says by itself how long it is: 65,535 bytes of name and of extra fields
- * are more than any header that the directory allows. */
+/* The last record's header gives its own length. 65,535 bytes of name and of extra fields exceed
+ * any header that the directory allows. */
 TEST(header_whose_name_is_longer_than_in_the_directory_is_refused)
 {
 	static const char padding[1];
@@ -127,7 +127,7 @@ TEST(header_whose_name_is_longer_than_in_the_directory_is_refused)
 	int fd, rc;
 
 	archive_add(&a, "archive/data/0", padding, 0);
-	archive_gap(&a, SFR__READER_PIECE_MAX - 10 - a.len); /* it lies across two pieces */
+	archive_gap(&a, SFR__READER_PIECE_MAX - 10 - a.len); /* it crosses the end of a chunk */
 	archive_add(&a, "archive/data/1", "x", 1);
 	archive_gap(&a, 3 * 0xffffu);
 	archive_finish(&a);
@@ -147,7 +147,7 @@ TEST(header_whose_name_is_longer_than_in_the_directory_is_refused)
 	archive_free(&a);
 }
 
-/* The longest header there may be fits the scratch memory, wherever it lies across two pieces. */
+/* The longest header fits into the scratch memory, wherever it crosses the end of a chunk. */
 TEST(longest_header_is_read_across_two_pieces)
 {
 	enum { MOST = SFR__UNZIP_NAME_MAX };
@@ -179,7 +179,7 @@ TEST(longest_header_is_read_across_two_pieces)
 	archive_free(&a);
 }
 
-/* A reader may come to a long record's end before another one has seen its header. */
+/* One thread may reach a long record's end before another has read its header. */
 TEST(archive_of_another_program_is_never_called_damaged)
 {
 	static const char data[20 * SMALL_PIECE];
@@ -190,14 +190,15 @@ TEST(archive_of_another_program_is_never_called_damaged)
 	archive_gap(&a, 100);
 	archive_add(&a, "archive/version", "3\n", 2);
 	archive_gap(&a, SMALL_PIECE - a.len);
-	archive_add(&a, "archive/data/0", data, sizeof(data)); /* 64-aligned it would begin later */
+	/* with an alignment of 64 the data would begin later */
+	archive_add(&a, "archive/data/0", data, sizeof(data));
 	archive_gap(&a, 100);
 	archive_add(&a, "archive/data/1", data, 8);
 	archive_finish(&a);
 	accept(&a, 4);
 	fd = file_of(a.buf, a.len);
 	CHECK_EQ(sfr_inject_install(), 0);
-	lower_the_piece();
+	use_small_pieces();
 	for (uint64_t nth = 1; nth <= 4; nth++) {
 		const struct sfr_fault late = {
 			.call = "pread", .nth = nth, .limit = -1, .delay_ns = 50000000
@@ -205,7 +206,8 @@ TEST(archive_of_another_program_is_never_called_damaged)
 		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
 		CHECK(r != NULL);
-		/* Those before it are as torch has them; their header is not what is late. */
+		/* The records before it are as torch writes them; their headers are not the late
+		 * ones. */
 		r->reader->next_off = SMALL_PIECE;
 		r->reader->next_rec = 2;
 		sfr_inject_clear();

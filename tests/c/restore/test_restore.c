@@ -1,11 +1,11 @@
-/* The restore: every record's bytes arrive where they were wanted, or nothing is called good. */
+/* A restore: every record's bytes reach their destination, or the record is not called good. */
 #include <errno.h>
 
 #include "restore/open.h"
 
 #define PIECE SFR__READER_PIECE_MAX
 
-/* What a restore made of a file: the code that ended it, and the records. */
+/* The result of a restore of a file: the code that ended it, and the records. */
 struct restored {
 	int rc;
 	uint64_t nr, failed_off;
@@ -22,8 +22,8 @@ static void forget(struct restored *found)
 	free(found->len);
 }
 
-/* Records get their places `step` at a time, each is waited for as soon as it can be read: what is
- * read before it has a place arrives nowhere. */
+/* Gives records their memory `step` at a time, and waits for each as soon as it can be read. A
+ * record that is read before it has memory goes nowhere. */
 static void read_all(struct sfr_restore *r, struct restored *found, uint64_t step)
 {
 	uint64_t upto = 0;
@@ -57,7 +57,7 @@ static struct restored restore_fd(int fd, unsigned flags, uint64_t step)
 	found.len = calloc(found.nr, sizeof(*found.len));
 	for (uint64_t i = 0; i < found.nr; i++) {
 		found.len[i] = sfr_restore_nbytes(r, i);
-		found.mem[i] = malloc(found.len[i] + 1); /* ASAN sees a byte too many */
+		found.mem[i] = malloc(found.len[i] + 1); /* ASAN detects one byte too many */
 	}
 	read_all(r, &found, step);
 	found.failed_off = sfr_reader_failure(r->reader)->off;
@@ -66,7 +66,7 @@ static struct restored restore_fd(int fd, unsigned flags, uint64_t step)
 	return found;
 }
 
-/* Whether what was called good is what the archive has. */
+/* Checks that the bytes of good records equal the archive's. */
 static void compare(const struct restored *found, const struct archive *a)
 {
 	CHECK_EQ(found->nr, a->nr);
@@ -76,7 +76,7 @@ static void compare(const struct restored *found, const struct archive *a)
 	}
 }
 
-/* Records of all lengths around pages and pieces, gaps between some. */
+/* Makes records of all lengths around pages and chunks, with gaps between some. */
 static struct archive large(void)
 {
 	static const size_t lens[] = {
@@ -95,15 +95,16 @@ static struct archive large(void)
 		if (i % 3 == 0)
 			archive_gap(&a, 5 * i);
 	}
-	a.align = 0; /* the last one, as stillframe has it */
+	a.align = 0; /* the last record, as in stillframe's files */
 	archive_add(&a, "archive/.data/serialization_id", data, 40);
 	archive_finish(&a);
 	free(data);
 	return a;
 }
 
-/* With another alignment; a header lies across the end of the first piece, and the data of its
- * record end so many bytes before that of the second, a descriptor across it. */
+/* Makes an archive with another alignment. A header crosses the end of the first chunk. The data
+ * of its record end `left` bytes before the end of the second chunk, which the descriptor
+ * crosses. */
 static struct archive crossing(size_t left)
 {
 	struct archive a = { .described = true, .zip64 = true, .align = 4096 };
@@ -124,7 +125,7 @@ static struct archive crossing(size_t left)
 	return a;
 }
 
-TEST(every_record_arrives_where_it_is_wanted)
+TEST(every_record_reaches_its_destination)
 {
 	struct archive archives[] = { sample(), large(), crossing(5) };
 
@@ -144,7 +145,8 @@ TEST(every_record_arrives_where_it_is_wanted)
 	}
 }
 
-/* What was in memory before is of no record: least of all the byte behind a piece. */
+/* Fills new memory with a value that no record has, to detect bytes that were never written,
+ * such as the one after a chunk. */
 static void *filled_malloc(size_t len)
 {
 	void *mem = malloc(len);
@@ -152,7 +154,7 @@ static void *filled_malloc(size_t len)
 	return mem ? memset(mem, 0xa5, len) : NULL;
 }
 
-TEST(a_descriptor_may_lie_anywhere_across_two_pieces)
+TEST(descriptor_may_cross_the_end_of_a_chunk_anywhere)
 {
 	const struct sfr_sys plain = sfr_sys;
 
@@ -187,7 +189,7 @@ TEST(every_flipped_bit_is_found_or_changes_no_record)
 			compare(&found, &a);
 		else
 			nr_found++;
-		/* What the check lets pass, a restore reads, and the other way round. */
+		/* A check and a restore accept the same files. */
 		CHECK((found.rc == 0) == (check_fd(fd, SFR_CHECK_BYTES).ok));
 		forget(&found);
 		CHECK_EQ(pwrite(fd, a.buf + at, 1, (off_t)at), 1);
@@ -197,7 +199,7 @@ TEST(every_flipped_bit_is_found_or_changes_no_record)
 	archive_free(&a);
 }
 
-TEST(a_damaged_record_is_named_with_its_place)
+TEST(damaged_record_is_reported_with_name_and_offset)
 {
 	struct archive a = large();
 	struct restored found;
@@ -210,18 +212,18 @@ TEST(a_damaged_record_is_named_with_its_place)
 	CHECK_EQ(found.failed_off, a.records[10].data_off);
 	CHECK(strcmp(found.reason, "its bytes do not match their CRC") == 0);
 	forget(&found);
-	found = restore_fd(fd, 0, 0); /* nobody looks */
+	found = restore_fd(fd, 0, 0); /* CRCs are not compared */
 	CHECK_EQ(found.rc, 0);
 	forget(&found);
 	(void)close(fd);
 	archive_free(&a);
 }
 
-/* With gaps there is room for the data where they were taken to be: the headers tell. */
-TEST(an_archive_that_is_packed_in_another_way_is_told_apart_from_damage)
+/* With gaps, the data fit at the computed offsets; only the headers show the real ones. */
+TEST(archive_of_another_program_is_not_reported_as_damaged)
 {
 	for (size_t gap = 0; gap <= 100; gap += 100) {
-		struct archive a = { .zip64 = true }; /* no alignment: zip -0 does so */
+		struct archive a = { .zip64 = true }; /* no alignment, as zip -0 writes it */
 		struct restored found;
 		int fd;
 
@@ -243,7 +245,7 @@ TEST(an_archive_that_is_packed_in_another_way_is_told_apart_from_damage)
 	}
 }
 
-/* A header that has the record reach into the directory: nothing is begun that cannot be ended. */
+/* According to its header, the record extends into the directory. The load is refused at once. */
 TEST(a_record_without_room_for_its_bytes_is_refused_at_once)
 {
 	for (uint64_t room = 0; room < 40; room += 39) {
@@ -262,7 +264,7 @@ TEST(a_record_without_room_for_its_bytes_is_refused_at_once)
 	}
 }
 
-TEST(what_lies_between_records_is_not_read)
+TEST(gaps_between_records_are_not_read)
 {
 	enum { GAP = 64 * PIECE };
 	struct archive a = archive_torch();
@@ -273,7 +275,7 @@ TEST(what_lies_between_records_is_not_read)
 	archive_add(&a, "archive/data/0", "abcdefgh", 8);
 	archive_gap(&a, GAP - a.len);
 	archive_add(&a, "archive/data/1", "ijklmnop", 8);
-	archive_gap(&a, 3 * PIECE + 1); /* and nothing behind the last one */
+	archive_gap(&a, 3 * PIECE + 1); /* and nothing after the last one */
 	archive_finish(&a);
 	fd = file_of(a.buf, a.len);
 	(void)sfr_inject_install();
@@ -288,7 +290,7 @@ TEST(what_lies_between_records_is_not_read)
 	archive_free(&a);
 }
 
-TEST(a_file_that_becomes_shorter_is_noticed)
+TEST(file_that_shrinks_during_a_load_is_detected)
 {
 	struct archive a = large();
 	int fd = file_of(a.buf, a.len), rc;
@@ -303,8 +305,8 @@ TEST(a_file_that_becomes_shorter_is_noticed)
 	archive_free(&a);
 }
 
-/* What is not there is an error, and what is there is right, whatever call fails. */
-TEST(nothing_is_called_good_that_a_failing_call_kept_away)
+/* Whatever call fails: missing bytes are an error, and bytes that are there are right. */
+TEST(failing_calls_never_make_a_restore_return_wrong_bytes)
 {
 	static const struct {
 		const char *call;
@@ -314,7 +316,7 @@ TEST(nothing_is_called_good_that_a_failing_call_kept_away)
 		       { "mmap", ENOMEM },         { "mincore", ENOSYS }, { "madvise", EINVAL },
 		       { "thread_create", EAGAIN } };
 	struct archive a = large();
-	char path[] = "/tmp/sfr-restore-XXXXXX"; /* a file system with O_DIRECT, perhaps */
+	char path[] = "/tmp/sfr-restore-XXXXXX"; /* possibly a file system with O_DIRECT */
 	int fd = mkstemp(path);
 
 	CHECK(fd >= 0 && write(fd, a.buf, a.len) == (ssize_t)a.len);
@@ -336,11 +338,11 @@ TEST(nothing_is_called_good_that_a_failing_call_kept_away)
 	archive_free(&a);
 }
 
-/* A mapping taken or given back while others fill new memory waits for them, and they for it. */
+/* mmap and munmap would wait for threads that fill new memory, and delay them. */
 TEST(no_reader_maps_anything)
 {
 	struct archive a = large();
-	char path[] = "/tmp/sfr-restore-XXXXXX"; /* a file system with O_DIRECT, perhaps */
+	char path[] = "/tmp/sfr-restore-XXXXXX"; /* possibly a file system with O_DIRECT */
 	int fd = mkstemp(path), rc;
 	uint64_t nr_maps;
 	struct sfr_restore *r;
@@ -362,7 +364,7 @@ TEST(no_reader_maps_anything)
 	archive_free(&a);
 }
 
-TEST(readers_look_for_no_more_when_all_is_read)
+TEST(readers_stop_when_everything_is_read)
 {
 	struct archive a = large();
 	int fd = file_of(a.buf, a.len), rc;
@@ -383,7 +385,7 @@ TEST(readers_look_for_no_more_when_all_is_read)
 	archive_free(&a);
 }
 
-TEST(it_is_ended_at_any_moment)
+TEST(restore_can_be_freed_at_any_moment)
 {
 	struct archive a = large();
 	int fd = file_of(a.buf, a.len), rc;
@@ -417,7 +419,7 @@ TEST(records_are_found_by_name)
 	archive_free(&a);
 }
 
-TEST(the_longest_name_there_can_be_is_found_and_none_that_is_longer)
+TEST(longest_possible_name_is_found)
 {
 	enum { PREFIX = sizeof("archive/") - 1, MOST = SFR__UNZIP_NAME_MAX };
 	static char name[MOST + 2] = "archive/";

@@ -1,5 +1,5 @@
-/* The restore to devices: over the fake driver, several devices in one load, and files that are not
- * what they were. */
+/* Restores to devices over the fake driver: several devices in one load, and damaged or changed
+ * files. */
 #include <errno.h>
 
 #include "restore/restore_int.h"
@@ -22,15 +22,15 @@ static void save_one(void)
 	saving_end(engine);
 }
 
-static const char batches[] = "cuMemcpyBatchAsync_v2"; /* copies a piece in one call */
+static const char batches[] = "cuMemcpyBatchAsync_v2"; /* copies one chunk in one call */
 
-/* What a device has in the end; host memory stands for its own. */
+/* The final memory of the devices, which is host memory here. */
 static unsigned char arrived[SAVING_NR][SAVING_LEN];
 
-/* What the first failure of the last restore is put down to. */
+/* The reason of the first failure of the last restore. */
 static char reason[160];
 
-/* Sends data/i to device i % 2, and all else nowhere. */
+/* Sends data/i to device i % 2, and nothing else. */
 static int restore_to_two(int fd)
 {
 	struct sfr_restore *r = NULL;
@@ -71,7 +71,7 @@ static int restore_to_two(int fd)
 	return rc;
 }
 
-static bool all_is_there(void)
+static bool is_complete(void)
 {
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		for (uint64_t k = 0; k < one.sources[i].nbytes; k++)
@@ -89,7 +89,7 @@ TEST(records_of_one_file_go_to_two_devices)
 	for (unsigned late = 0; late < 2; late++) {
 		fake.fake_cuda_delay(late * 200000, 7);
 		CHECK_EQ(restore_to_two(fd), 0);
-		CHECK(all_is_there());
+		CHECK(is_complete());
 	}
 	(void)close(fd);
 }
@@ -103,7 +103,7 @@ TEST(no_flipped_byte_is_called_good)
 	save_one();
 	fd = open_file("a");
 	CHECK_EQ(fstat(fd, &st), 0);
-	/* From behind the first header to the last record: the directory is the check's. */
+	/* From the first header's end to the last record. The check reads the directory. */
 	for (off_t at = 128; at < st.st_size * 9 / 10; at += 997) {
 		unsigned char byte, other;
 
@@ -111,7 +111,7 @@ TEST(no_flipped_byte_is_called_good)
 		other = byte ^ 0x10;
 		CHECK_EQ(pwrite(fd, &other, 1, at), 1);
 		if (restore_to_two(fd) == 0)
-			CHECK(all_is_there()); /* it was padding */
+			CHECK(is_complete()); /* the byte was padding */
 		else
 			nr_bad++;
 		CHECK_EQ(pwrite(fd, &byte, 1, at), 1);
@@ -121,7 +121,7 @@ TEST(no_flipped_byte_is_called_good)
 	(void)close(fd);
 }
 
-TEST(a_device_that_refuses_ends_the_load_of_the_other_too)
+TEST(load_to_two_devices_fails_if_one_of_them_fails)
 {
 	uint64_t nth = 0;
 	int fd, rc;
@@ -137,12 +137,12 @@ TEST(a_device_that_refuses_ends_the_load_of_the_other_too)
 	CHECK(nth > 2); /* each device had some */
 	fake.fake_cuda_reset();
 	CHECK_EQ(restore_to_two(fd), 0);
-	CHECK(all_is_there());
+	CHECK(is_complete());
 	(void)close(fd);
 }
 
-/* Of each of several calls in a row, made for a device that is opened or sent to. */
-TEST(the_call_that_failed_is_named_and_no_other)
+/* Fails each of several calls in a row, which open a device or send to it. */
+TEST(error_names_only_the_failed_driver_call)
 {
 	static const char *const opening[] = { "cuStreamCreate", "cuEventCreate", "cuEventRecord",
 					       "cuStreamWaitEvent" };
@@ -168,7 +168,7 @@ TEST(the_call_that_failed_is_named_and_no_other)
 	}
 	for (size_t i = 0; i < sizeof(sending) / sizeof(sending[0]); i++) {
 		fake.fake_cuda_reset();
-		/* Each device that is opened has its E first, whose event is used again. */
+		/* Each device records its E first, and that event is reused. */
 		fake.fake_cuda_fail(sending[i], i == 0 ? 1 : 3, 1, CUDA_ERROR_OUT_OF_MEMORY);
 		CHECK(restore_to_two(fd) != 0);
 		CHECK(strncmp(strstr(reason, "cu"), sending[i], strcspn(sending[i], "_")) == 0);
@@ -177,13 +177,13 @@ TEST(the_call_that_failed_is_named_and_no_other)
 	(void)close(fd);
 }
 
-TEST(what_was_refused_first_is_said)
+TEST(first_refusal_is_reported)
 {
 	int fd;
 
 	save_one();
 	fd = open_file("a");
-	/* Often: who asks may be quicker than what fails next. */
+	/* Repeated, because the question may come before the next failure. */
 	for (unsigned round = 0; round < 8; round++) {
 		fake.fake_cuda_fail(batches, 1, 0, 999);
 		fake.fake_cuda_fail("cuEventRecord", 3, 1, 999); /* behind the first copy */
@@ -195,8 +195,8 @@ TEST(what_was_refused_first_is_said)
 	(void)close(fd);
 }
 
-/* Nobody knows whether a copy still reads from it. */
-TEST(a_buffer_of_a_device_that_does_not_answer_is_nobodys_again)
+/* Nobody knows whether a copy still reads the buffer. */
+TEST(buffer_of_a_dead_device_is_never_reused)
 {
 	int64_t nr_before;
 	int fd;

@@ -1,19 +1,19 @@
 /* Crash model: the states of a directory's files that a power failure may leave.
  *
- * The calls of a run are recorded through the system-call table, in the order in which they were
- * made. A machine that dies after the k-th of them has on its disk
+ * The calls of a run are recorded through the system-call table, in their order. A machine that
+ * dies after the k-th call has on its disk
  *
- *   - all that a later sync had covered: fdatasync the bytes and the length of its file, fsync of
- *     a directory the names in it;
- *   - of everything else any part: each write absent, whole, or torn between two sectors of 512
- *     bytes; each length, each new name, rename and unlink absent or whole; in any combination,
- *     so that a rename may be there before the bytes it names.
+ *   - everything that a later sync covered: fdatasync the bytes and the length of its file,
+ * fsync of a directory the names in it;
+ *   - of everything else any part, in any combination: each write absent, whole, or torn between
+ * two sectors of 512 bytes; each length, new name, rename and unlink absent or whole. So a
+ * rename may be there before the bytes that it names.
  *
- * That is weaker than what journaling file systems promise, and what POSIX leaves open. A write
- * to the same place as an earlier one is the only order kept.
+ * Journaling file systems promise more than that; POSIX leaves it open. The only order that is
+ * kept is between writes to the same offset.
  *
- * crash_enumerate goes through all those states for every k, and asks what a reader would find.
- */
+ * crash_enumerate goes through all those states for every k, and checks what a reader would
+ * find. */
 #ifndef CRASH_MODEL_H
 #define CRASH_MODEL_H
 
@@ -38,7 +38,7 @@ static inline bool crash__lies_in(const char *path, const char *dir)
 	return strncmp(path, dir, len) == 0 && path[len] == '/' && !strchr(path + len + 1, '/');
 }
 
-/* Marks what the first `nr` calls leave no doubt about. */
+/* Marks the calls that are certainly on the disk after the first `nr` calls. */
 static inline void crash__mark_synced(int nr)
 {
 	for (int i = 0; i < nr; i++) {
@@ -57,8 +57,8 @@ static inline void crash__mark_synced(int nr)
 	}
 }
 
-/* Does the torn write keep this sector? One of three patterns, as the call's number has it: the
- * front half, the back half, every other one. */
+/* Returns whether the torn write keeps this sector. The call's number chooses one of three
+ * patterns: the front half, the back half, every other sector. */
 static inline bool crash__keeps(int call, uint64_t sector, uint64_t nr_sectors)
 {
 	switch (call % 3) {
@@ -71,7 +71,7 @@ static inline bool crash__keeps(int call, uint64_t sector, uint64_t nr_sectors)
 	}
 }
 
-/* Builds a file in crash.image; its length. */
+/* Builds a file in crash.image. Returns its length. */
 static inline uint64_t crash__build(int inode, int nr)
 {
 	uint64_t len = 0;
@@ -100,8 +100,8 @@ static inline uint64_t crash__build(int inode, int nr)
 	return len;
 }
 
-/* Returns what a reader finds in an inode, as saving_look does. Equal bytes are read once. */
-static inline int crash__look(int inode, int nr)
+/* Returns what a reader finds in an inode, as saving_content does. Equal bytes are read once. */
+static inline int crash__content(int inode, int nr)
 {
 	uint64_t key = 14695981039346656037u, len, slot;
 
@@ -123,11 +123,11 @@ static inline int crash__look(int inode, int nr)
 	CHECK_EQ(ftruncate(crash.memfd, (off_t)len), 0);
 	CHECK_EQ(pwrite(crash.memfd, crash.image, len, 0), len);
 	crash.memo[slot].key = key;
-	crash.memo[slot].found = saving_look_fd(crash.memfd);
+	crash.memo[slot].found = saving_content_fd(crash.memfd);
 	return crash.memo[slot].found;
 }
 
-/* The names on the disk; how many. */
+/* Collects the names on the disk. Returns their number. */
 static inline int crash__names(int nr, struct crash_name *names)
 {
 	int nr_names = 0;
@@ -166,10 +166,10 @@ static inline int crash__names(int nr, struct crash_name *names)
 
 struct crash_count {
 	uint64_t states, bad;
-	char first[CRASH_PATH + 128]; /* the first bad one */
+	char first[CRASH_PATH + 128]; /* the first bad state */
 };
 
-/* Was a save of `later` to the name begun after that of `value`? */
+/* Returns whether a save of `later` to the name began after that of `value`. */
 static inline bool crash__begun_after(const char *name, int nr, int value, int later)
 {
 	bool begun = false;
@@ -186,10 +186,11 @@ static inline bool crash__begun_after(const char *name, int nr, int value, int l
 	return false;
 }
 
-/* Is `found` right for a name, after the first `nr` entries of the record? */
+/* Returns whether a name may have the contents `found` after the first `nr` entries of the
+ * record. */
 static inline bool crash__allowed(const char *name, int nr, int found, bool durable)
 {
-	bool ok = found == CRASH_MISSING; /* as long as nothing was durable */
+	bool ok = found == CRASH_MISSING; /* allowed as long as nothing was durable */
 
 	for (int i = 0; i < nr; i++) {
 		const struct crash_op *op = &crash.ops[i];
@@ -221,7 +222,7 @@ static inline void crash__judge(int nr, bool durable, struct crash_count *count)
 			continue;
 		for (int k = 0; k < nr_names; k++)
 			if (strcmp(names[k].name, op->name) == 0)
-				found = crash__look(names[k].inode, nr);
+				found = crash__content(names[k].inode, nr);
 		nr_whole += found >= 0;
 		good = crash__allowed(op->name, nr, found, durable);
 		if (!good)
@@ -255,14 +256,15 @@ static inline void crash__vary(const int *open, int from, int to, int nr, bool d
 	}
 	op = &crash.ops[open[from]];
 	nr_choices = op->kind == CRASH_WRITE ? 3 : 2;
-	/* With the last call absent it is a state that was looked at one call ago. */
+	/* With the last call absent, the state was already checked one call ago. */
 	for (unsigned choice = open[from] == nr - 1; choice < nr_choices; choice++) {
 		op->choice = (unsigned char)choice;
 		crash__vary(open, from + 1, to, nr, durable, count);
 	}
 }
 
-/* Bytes that no name ever leads a reader to do not: those of saves that failed. */
+/* Returns whether a call can matter: bytes of failed saves cannot, because no name leads to
+ * them. */
 static inline bool crash__matters(const struct crash_op *op)
 {
 	for (int i = 0; i < crash.nr_ops; i++)
@@ -271,8 +273,8 @@ static inline bool crash__matters(const struct crash_op *op)
 	return crash__is_name(op);
 }
 
-/* Every state after every entry of the record. Of more than `most` calls in doubt, as many at a
- * time vary, the others being all there or all absent. */
+/* Checks every state after every entry of the record. If more than `most` calls are uncertain,
+ * that many vary at a time, and the others are all present or all absent. */
 static inline struct crash_count crash_enumerate(int most, bool durable)
 {
 	struct crash_count count = { 0, 0, "" };
@@ -303,9 +305,9 @@ static inline struct crash_count crash_enumerate(int most, bool durable)
 	return count;
 }
 
-/* ---- the record, changed: what a faulty save would have done ------------------- */
+/* ---- changes of the record that imitate a faulty save ---- */
 
-/* Takes the entries of a kind out. */
+/* Removes the entries of a kind. */
 static inline void crash_drop(enum crash_kind kind)
 {
 	int nr = 0;
@@ -319,7 +321,7 @@ static inline void crash_drop(enum crash_kind kind)
 	memset(crash.memo, 0, sizeof(crash.memo));
 }
 
-/* Puts every entry of a kind before the one of another kind that it came right after. */
+/* Moves every entry of a kind before the entry of another kind that it directly followed. */
 static inline void crash_hasten(enum crash_kind kind, enum crash_kind before)
 {
 	for (int i = 1; i < crash.nr_ops; i++)

@@ -1,9 +1,8 @@
-/* The calls of a run that change what is on the disk, in the order in which they were made.
+/* Records the calls of a run that change the disk, in their order.
  *
- * They are recorded through the system-call table, with a lock held over each call, so that the
- * record is one of the orders the kernel may have seen. The test adds what it knows in between:
- * which save was begun, which was said to be durable, which name was to be removed.
- */
+ * The record is made through the system-call table, with a lock held during each call, so its
+ * order is one that the kernel may have seen. The test adds facts between the calls: a save
+ * began, a save was reported durable, a remove of a name was submitted. */
 #ifndef CRASH_RECORD_H
 #define CRASH_RECORD_H
 
@@ -28,18 +27,18 @@ enum crash_kind {
 	CRASH_SIZE, /* fallocate */
 	CRASH_RENAME,
 	CRASH_UNLINK,
-	CRASH_LAST_CALL = CRASH_UNLINK, /* those up to here may be lost */
+	CRASH_LAST_CALL = CRASH_UNLINK, /* calls up to this one may be lost */
 	CRASH_SYNC,
 	CRASH_SYNC_DIR,
-	/* not calls: what the test knows */
+	/* not calls: facts that the test adds */
 	CRASH_BEGUN,   /* a save of `value` to `name` is about to be submitted */
-	CRASH_DURABLE, /* and was said to be durable */
+	CRASH_DURABLE, /* the save was reported durable */
 	CRASH_REMOVED, /* a remove of `name` is about to be submitted */
 };
 
 struct crash_op {
 	enum crash_kind kind;
-	int inode; /* whose bytes or whose name */
+	int inode; /* of the bytes or of the name */
 	uint64_t off, len;
 	unsigned char *bytes;         /* WRITE */
 	char name[CRASH_PATH];        /* RENAME: the old one; SYNC_DIR: of the directory */
@@ -56,14 +55,15 @@ struct crash_name {
 };
 
 static struct {
-	pthread_mutex_t mu; /* held over each recorded call: the record is the order of the calls */
+	/* held during each recorded call, so that the record has the order of the calls */
+	pthread_mutex_t mu;
 	struct sfr_sys plain;
 	struct crash_op ops[CRASH_MAX_OPS];
 	int nr_ops, nr_inodes;
 	int inode_of_fd[1024]; /* -1: none */
 	char dir_of_fd[1024][CRASH_PATH];
-	bool lost; /* the record is not complete: the test is wrong */
-	/* enumerating */
+	bool lost; /* the record is incomplete, so the test is wrong */
+	/* ---- for the enumeration ---- */
 	unsigned char image[CRASH_MAX_LEN];
 	struct {
 		uint64_t key;
@@ -93,7 +93,7 @@ static struct crash_op *crash__add(enum crash_kind kind, int inode, const char *
 	return op;
 }
 
-/* The inode a name leads to now; -1: none. */
+/* Returns the inode that a name leads to now; -1: none. */
 static int crash__inode(const char *name)
 {
 	int inode = -1;
@@ -112,7 +112,7 @@ static int crash__inode(const char *name)
 	return inode;
 }
 
-/* The full path of a name in an open directory, in one of a few buffers; under the lock. */
+/* Returns the full path of a name in an open directory, in one of a few buffers. Needs the lock. */
 static const char *crash__path(int dir, const char *name)
 {
 	static char paths[2][CRASH_PATH];
@@ -234,7 +234,7 @@ static int crash__unlink(int dir, const char *name)
 	return rc;
 }
 
-/* Records a fact that the test knows, in its order among the calls. */
+/* Records a fact at its position among the calls. */
 static inline void crash_note(enum crash_kind kind, const char *dir, const char *name, int value)
 {
 	pthread_mutex_lock(&crash.mu);
@@ -245,7 +245,7 @@ static inline void crash_note(enum crash_kind kind, const char *dir, const char 
 	pthread_mutex_unlock(&crash.mu);
 }
 
-/* Before any thread of the core runs. */
+/* Starts recording, before any thread of the core runs. */
 static inline void crash_record(void)
 {
 	crash.plain = sfr_sys;

@@ -1,5 +1,5 @@
-/* Lists of parts for tests: the file that each stands for, its save, and a look at what was
- * written. */
+/* Lists of parts for tests: the file that each describes, its save, and a check of the written
+ * file. */
 #ifndef PARTS_LIST_H
 #define PARTS_LIST_H
 
@@ -8,11 +8,11 @@
 enum { KIB = 1024, MIB = 1 << 20, MEMORY = 4 * MIB, MAX_PARTS = 400 };
 
 static const char *dir;
-static unsigned char *memory; /* page aligned; what sources are cut from */
+static unsigned char *memory; /* page aligned; the sources are ranges of it */
 static unsigned char *expected, *got;
 enum { FILE_MAX = 24 * MIB };
 
-/* ---- a list of parts, and the file that it stands for ---- */
+/* ---- a list of parts, and the file that it describes ---- */
 
 struct list {
 	struct sfr_parts *parts;
@@ -44,7 +44,7 @@ static inline void add_crc(struct list *l, uint32_t source)
 	l->rc = l->rc ? l->rc : sfr_parts_crc(l->parts, source);
 }
 
-/* So that the next source stands as it does in memory. */
+/* Aligns the next source in the file as it is aligned in memory. */
 static inline void align(struct list *l, const unsigned char *bytes)
 {
 	static const char zeros[SFR_PAGE];
@@ -60,7 +60,7 @@ static inline int new_save(struct sfr_engine *engine, struct sfr_parts *parts, u
 	return sfr_save_new_parts(engine, &desc, parts, t);
 }
 
-/* The code that the save of the list ends with; the list is gone. */
+/* Saves the list, and frees it. Returns the save's code. */
 static inline int save(struct sfr_engine *engine, struct list *l, uint32_t flags)
 {
 	struct sfr_report report;
@@ -99,7 +99,7 @@ static inline void check_file(const struct list *l)
 	(void)fclose(file);
 }
 
-/* ---- where it all lies ---- */
+/* ---- the memory and the directory ---- */
 
 static inline bool list_begin(void)
 {

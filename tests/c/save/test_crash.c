@@ -1,10 +1,9 @@
-/* R5: every state that a machine may be found in after it died during saves and removes.
+/* R5: every state in which a machine may be found after it died during saves and removes.
  *
- * From the first durable save on, the path always holds a complete file. It is the last one that
- * was reported as durable, or a later one. crash_model.h says which states there are.
+ * From the first durable save on, the path always holds a complete file: the last one that was
+ * reported durable, or a later one. crash_model.h defines the states.
  *
- * CHECK_CRASH=full goes through files of more writes, and more of them in doubt at a time (`make
- * crash`). */
+ * CHECK_CRASH=full uses files of more writes, and varies more of them at a time (`make crash`). */
 #include "crash_model.h"
 
 static const char *dir;
@@ -13,7 +12,7 @@ static uint64_t nr_states;
 
 static struct sfr_engine *new_engine(uint32_t max_in_flight)
 {
-	/* Fewer and larger blocks are fewer writes: 5 of a file, or 10. */
+	/* Fewer and larger blocks give fewer writes: 5 for a file, or 10. */
 	return saving_engine_of(full ? SAVING_BLOCK : 4 * SAVING_BLOCK, 4, 2, max_in_flight);
 }
 
@@ -48,7 +47,7 @@ static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name, in
 	return t;
 }
 
-/* Waits for the end; what is durable is noted. The code it ended with. */
+/* Waits for the end and records a durable save. Returns the save's code. */
 static int finish(struct sfr_ticket *t, const char *name, int value, uint32_t flags)
 {
 	struct sfr_report report;
@@ -87,8 +86,8 @@ static struct crash_count enumerate(bool durable)
 	return count;
 }
 
-/* No state is bad; there were at least so many. */
-static void no_state_is_bad(bool durable, uint64_t at_least)
+/* Checks that no state is bad, and that there were at least so many. */
+static void check_all_states(bool durable, uint64_t at_least)
 {
 	struct crash_count count = enumerate(durable);
 
@@ -107,10 +106,10 @@ TEST(the_path_is_the_last_durable_save_or_a_later_one)
 	for (int value = 1; value <= 3; value++)
 		CHECK_EQ(save(engine, "a", value, SFR_SAVE_DURABLE), 0);
 	end(engine);
-	no_state_is_bad(true, 2000);
+	check_all_states(true, 2000);
 }
 
-TEST(a_rotation_never_leaves_less_than_one)
+TEST(rotation_always_leaves_a_checkpoint)
 {
 	struct sfr_engine *engine = begin(2);
 	struct sfr_ticket *t;
@@ -122,13 +121,13 @@ TEST(a_rotation_never_leaves_less_than_one)
 	t = submit(engine, "e3", 3, SFR_SAVE_DURABLE);
 	remove_name("e2");
 	CHECK_EQ(finish(t, "e3", 3, SFR_SAVE_DURABLE), 0);
-	/* and one that comes back under a name that was removed */
+	/* and then a save under a name that was removed */
 	CHECK_EQ(save(engine, "e1", 4, SFR_SAVE_DURABLE), 0);
 	end(engine);
-	no_state_is_bad(true, 2000);
+	check_all_states(true, 2000);
 }
 
-TEST(saves_in_flight_together_do_not_endanger_each_other)
+TEST(concurrent_saves_keep_each_others_files)
 {
 	struct sfr_engine *engine = begin(2);
 	struct sfr_ticket *a, *b;
@@ -147,10 +146,10 @@ TEST(saves_in_flight_together_do_not_endanger_each_other)
 	CHECK_EQ(finish(a, "a", 4, SFR_SAVE_DURABLE), 0);
 	CHECK_EQ(finish(b, "a", 5, SFR_SAVE_DURABLE), 0);
 	end(engine);
-	no_state_is_bad(true, 2000);
+	check_all_states(true, 2000);
 }
 
-TEST(failed_and_cancelled_saves_endanger_nothing)
+TEST(failed_and_cancelled_saves_keep_durable_files)
 {
 	static const char *const calls[] = { "pwrite", "fdatasync", "rename" };
 	struct sfr_engine *engine;
@@ -167,7 +166,7 @@ TEST(failed_and_cancelled_saves_endanger_nothing)
 		CHECK_EQ(sfr_inject_set(&fault), 0);
 		CHECK_EQ(save(engine, "a", 2 + i, SFR_SAVE_DURABLE), -EIO);
 		sfr_inject_clear();
-		remove_name("a"); /* dropped: the save before it did not become durable */
+		remove_name("a"); /* dropped, because the save before it did not become durable */
 	}
 	t = submit(engine, "a", 8, SFR_SAVE_DURABLE);
 	(void)sfr_save_cancel(t);
@@ -175,10 +174,10 @@ TEST(failed_and_cancelled_saves_endanger_nothing)
 	CHECK_EQ(save(engine, "a", 9, SFR_SAVE_DURABLE), 0);
 	end(engine);
 	sfr_inject_remove();
-	no_state_is_bad(true, 2000);
+	check_all_states(true, 2000);
 }
 
-TEST(what_is_not_synced_is_old_new_or_found_to_be_damaged)
+TEST(unsynced_save_leaves_old_new_or_detectably_damaged_file)
 {
 	struct sfr_engine *engine = begin(1);
 	struct crash_count count;
@@ -186,13 +185,13 @@ TEST(what_is_not_synced_is_old_new_or_found_to_be_damaged)
 	CHECK_EQ(save(engine, "a", 1, SFR_SAVE_DURABLE), 0);
 	CHECK_EQ(save(engine, "a", 2, 0), 0);
 	end(engine);
-	no_state_is_bad(false, 1000);
-	/* and it is what it says: with the promise of a durable one it would be broken */
+	check_all_states(false, 1000);
+	/* With the promise of a durable save, the model finds bad states. */
 	count = enumerate(true);
 	CHECK(count.bad > 0);
 }
 
-TEST(a_removed_directory_takes_nothing_else_with_it)
+TEST(removing_a_directory_keeps_everything_else)
 {
 	struct sfr_engine *engine = begin(1);
 	char path[PATH_MAX];
@@ -209,11 +208,11 @@ TEST(a_removed_directory_takes_nothing_else_with_it)
 	crash_note(CRASH_REMOVED, below, "a", 0);
 	remove_name("old");
 	end(engine);
-	CHECK_EQ(saving_look(below, "a"), -1);
-	no_state_is_bad(true, 1000);
+	CHECK_EQ(saving_content(below, "a"), -1);
+	check_all_states(true, 1000);
 }
 
-/* ---- the same with a fault of ours: it has to be noticed -------------------- */
+/* ---- faults of our own, which the model must detect ---- */
 
 static void record_an_overwrite(void)
 {
@@ -224,7 +223,7 @@ static void record_an_overwrite(void)
 	end(engine);
 }
 
-TEST(a_missing_or_late_sync_would_be_noticed)
+TEST(crash_model_detects_a_missing_or_late_sync)
 {
 	record_an_overwrite();
 	crash_drop(CRASH_SYNC);
@@ -243,7 +242,7 @@ TEST(a_missing_or_late_sync_would_be_noticed)
 	CHECK(enumerate(true).bad > 0);
 }
 
-TEST(a_remove_that_does_not_wait_would_be_noticed)
+TEST(crash_model_detects_a_remove_that_does_not_wait)
 {
 	struct sfr_engine *engine = begin(1);
 	struct sfr_ticket *t;
@@ -259,9 +258,9 @@ TEST(a_remove_that_does_not_wait_would_be_noticed)
 	CHECK(enumerate(true).bad > 0);
 }
 
-/* ---- life after it ------------------------------------------------------------ */
+/* ---- saves after a crash ---- */
 
-/* Puts a state on the disk for real. */
+/* Writes a state to the real disk. */
 static void rebuild(int nr, const char *where)
 {
 	struct crash_name names[CRASH_MAX_NAMES];
@@ -281,7 +280,7 @@ static void rebuild(int nr, const char *where)
 	}
 }
 
-TEST(the_next_run_saves_into_what_is_left)
+TEST(next_run_can_save_after_any_crash)
 {
 	unsigned random = 1;
 
@@ -298,13 +297,14 @@ TEST(the_next_run_saves_into_what_is_left)
 			crash.ops[i].choice = crash.ops[i].synced ? CRASH_WHOLE : random >> 16 & 1;
 		}
 		rebuild(nr, where);
-		found = saving_look(where, "a");
+		found = saving_content(where, "a");
 		CHECK(found == -1 || found == 1 || found == 2);
 		engine = new_engine(1);
 		saving_fill(&s, 3);
 		CHECK_EQ(saving_save(engine, where, "a", &s, SFR_SAVE_DURABLE), 0);
-		CHECK_EQ(saving_look(where, "a"), 3);
-		CHECK_EQ(dir_count(where, TEMPORARIES, NULL), 0); /* they bear this boot's name */
+		CHECK_EQ(saving_content(where, "a"), 3);
+		/* their names have this boot's id */
+		CHECK_EQ(dir_count(where, TEMPORARIES, NULL), 0);
 		saving_end(engine);
 		saving_rmdir(where);
 	}

@@ -1,6 +1,5 @@
-/* What one thread does while another is held in the middle of something: nothing here waits for a
- * time to pass. A call of the table stops where the test says, until the test lets it go.
- */
+/* The actions of one thread while another is stopped in the middle of a call of the table. The
+ * test decides when the call continues, so nothing depends on elapsed time. */
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -34,7 +33,7 @@ static void hold(void)
 	}
 }
 
-static void hold_the_next(int nr)
+static void hold_next(int nr)
 {
 	CHECK_EQ(sem_init(&held, 0, 0), 0);
 	CHECK_EQ(sem_init(&may_go, 0, 0), 0);
@@ -49,15 +48,15 @@ static int held_unlink(int at, const char *name)
 
 /* ---- cancel against commit ---- */
 
-/* What the log makes of the save, read beside it. */
+/* Returns the state of the save's log entry. Reads it without the lock. */
 __attribute__((noinline, no_sanitize("thread"))) static enum sfr__log_state in_the_log(
 	const struct sfr_ticket *t)
 {
 	return *(const volatile enum sfr__log_state *)&t->log.state;
 }
 
-/* The save is ready and cancelled, its clean-up has begun, and the log comes to it. */
-TEST(a_save_that_was_cancelled_when_it_was_ready_is_never_published)
+/* A save is ready and then cancelled. Its clean-up has begun when the log reaches it. */
+TEST(save_cancelled_when_ready_is_never_renamed)
 {
 	struct sfr_engine *engine = saving_engine(16, 2, 3);
 	struct sfr_ticket *first, *t;
@@ -70,9 +69,9 @@ TEST(a_save_that_was_cancelled_when_it_was_ready_is_never_published)
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
 	while (saving_state_of(t) != SFR_READY)
 		(void)sched_yield();
-	hold_the_next(1);
+	hold_next(1);
 	CHECK_EQ(sfr_save_cancel(t), 1);
-	(void)sem_wait(&held); /* its temporary is about to be removed */
+	(void)sem_wait(&held); /* stopped before its temporary is removed */
 	CHECK_EQ(sfr_save_wait(first, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_confirm(first, -1), 0);
 	while (in_the_log(t) != SFR__LOG_RUNNING)
@@ -84,7 +83,7 @@ TEST(a_save_that_was_cancelled_when_it_was_ready_is_never_published)
 		(void)sched_yield();
 	CHECK_EQ(saving_state_of(t), SFR_CANCELLED);
 	CHECK_EQ(saving_state_of(first), SFR_DURABLE);
-	CHECK_EQ(saving_look(dir, "cancelled"), -1);
+	CHECK_EQ(saving_content(dir, "cancelled"), -1);
 	for (int from = 0; from < SFR_NR_STATES; from++)
 		CHECK(from == SFR_READY || sfr__ticket_arrows(from, SFR_COMMITTING) == 0);
 	for (int nr_ends = 0; nr_ends < 2;)
@@ -104,15 +103,15 @@ TEST(close_waits_for_removes)
 
 	CHECK_EQ(saving_save(engine, dir, "gone", &one, 0), 0);
 	plain = sfr_sys;
-	hold_the_next(1);
+	hold_next(1);
 	sfr_sys.unlink = held_unlink;
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "gone"), NULL), 0);
 	(void)sem_wait(&held);
 	CHECK_EQ(sfr_engine_close(engine, 1), SFR_EAGAIN);
-	CHECK_EQ(saving_look(dir, "gone"), 1);
+	CHECK_EQ(saving_content(dir, "gone"), 1);
 	(void)sem_post(&may_go);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	CHECK_EQ(saving_look(dir, "gone"), -1);
+	CHECK_EQ(saving_content(dir, "gone"), -1);
 	sfr_engine_put(engine);
 	CHECK_EQ(sfr_log_stop(), 0);
 	sfr_sys = plain;
@@ -122,14 +121,15 @@ TEST(close_waits_for_removes)
 
 static atomic_int nr_writes;
 
-/* Two writes stop; each fails with an error of its own. */
+/* Two writes stop; then each fails with an error of its own. */
 static ssize_t failing_pwrite(int fd, const void *buf, size_t len, off_t off)
 {
 	static sem_t *const go[] = { &held, &may_go };
 	int i;
 
 	if (len <= SFR_PAGE)
-		return plain.pwrite(fd, buf, len, off); /* the probe of a file that was opened */
+		/* the test write of a file that is being opened */
+		return plain.pwrite(fd, buf, len, off);
 	i = atomic_fetch_add(&nr_writes, 1);
 	if (i < 2)
 		(void)sem_wait(go[i]);
@@ -137,17 +137,17 @@ static ssize_t failing_pwrite(int fd, const void *buf, size_t len, off_t off)
 	return -1;
 }
 
-TEST(the_first_error_of_a_save_is_the_one_it_tells)
+TEST(save_reports_its_first_error)
 {
 	struct sfr_engine *engine = saving_engine(16, 2, 3);
 	struct sfr_report report;
 	struct sfr_ticket *t = NULL;
 
-	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0); /* probed without disturbance */
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0); /* opens its file without a fault */
 	CHECK_EQ(sfr_log_stop(), 0);                         /* its thread reads the table */
 	plain = sfr_sys;
 	CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
-	hold_the_next(0);
+	hold_next(0);
 	nr_writes = 0;
 	sfr_sys.pwrite = failing_pwrite;
 	CHECK_EQ(saving_submit(t), 0);
@@ -164,7 +164,7 @@ TEST(the_first_error_of_a_save_is_the_one_it_tells)
 	sfr_ticket_put(t);
 	saving_end(engine);
 	sfr_sys = plain;
-	CHECK_EQ(saving_look(dir, "a"), 1);
+	CHECK_EQ(saving_content(dir, "a"), 1);
 }
 
 /* ---- old bytes ---- */
@@ -178,7 +178,7 @@ TEST(no_old_byte_of_the_pool_is_in_a_file)
 		saving_poison(engine);
 		CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
 		saving_padding_is_zero(dir, "a", &one);
-		CHECK_EQ(saving_look(dir, "a"), 1);
+		CHECK_EQ(saving_content(dir, "a"), 1);
 	}
 	saving_end(engine);
 }
@@ -196,7 +196,7 @@ static int watched_open(int at, const char *name, int flags, mode_t mode)
 	return plain.open(at, name, flags, mode);
 }
 
-TEST(no_descriptor_goes_to_a_program_that_is_started_meanwhile)
+TEST(programs_started_during_a_save_inherit_no_descriptor)
 {
 	struct sfr_engine *engine = saving_engine(16, 2, 3);
 	struct sfr_check *check = NULL;
@@ -223,7 +223,7 @@ TEST(no_descriptor_goes_to_a_program_that_is_started_meanwhile)
 	CHECK_EQ(nr_not_new, 0);
 }
 
-TEST(a_handle_that_is_kept_holds_no_descriptor)
+TEST(kept_handle_holds_no_descriptor)
 {
 	struct sfr_engine *engine = saving_engine(16, 1, 3);
 	struct sfr_ticket *well, *cancelled;
@@ -237,7 +237,7 @@ TEST(a_handle_that_is_kept_holds_no_descriptor)
 	CHECK_EQ(sfr_save_cancel(cancelled), 1);
 	saving_finish(cancelled);
 	CHECK_EQ(nr_fds(), before);
-	CHECK_EQ(saving_look(dir, "a"), 2);
+	CHECK_EQ(saving_content(dir, "a"), 2);
 	sfr_ticket_put(well);
 	sfr_ticket_put(cancelled);
 	saving_end(engine);
@@ -245,10 +245,10 @@ TEST(a_handle_that_is_kept_holds_no_descriptor)
 
 /* ---- names that begin alike ---- */
 
-TEST(a_remove_says_nothing_of_names_that_only_begin_like_its_own)
+TEST(remove_does_not_concern_names_with_the_same_beginning)
 {
 	struct sfr_engine *engine = saving_engine(16, 1, 3);
-	struct sfr_ticket *t = submit(engine, "other", &one); /* the log stands */
+	struct sfr_ticket *t = submit(engine, "other", &one); /* the log waits for this save */
 
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "ep1"), NULL), 0);
 	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep1")), 0);
@@ -260,8 +260,8 @@ TEST(a_remove_says_nothing_of_names_that_only_begin_like_its_own)
 	saving_end(engine);
 }
 
-/* A link that could not be made says nothing of the checkpoints. */
-TEST(a_remove_behind_a_link_that_failed_is_made)
+/* A link that was not made does not affect the checkpoints. */
+TEST(remove_runs_after_a_failed_link)
 {
 	struct sfr_engine *engine = saving_engine(16, 1, 3);
 	struct sfr_log_work *link = NULL;
@@ -277,7 +277,7 @@ TEST(a_remove_behind_a_link_that_failed_is_made)
 	sfr_log_work_end(link, 0);
 	sfr_log_work_put(link);
 	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
-	CHECK_EQ(saving_look(dir, "old"), -1);
+	CHECK_EQ(saving_content(dir, "old"), -1);
 	saving_end(engine);
 }
 

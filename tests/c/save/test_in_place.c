@@ -1,5 +1,5 @@
-/* parts.c and in_place.c: files made of parts are, byte for byte, the parts in
- * their order, whatever the blocks, the pool and what fails. */
+/* parts.c and in_place.c: a file made of parts has exactly the bytes of the parts in their
+ * order, for any blocks, any pool, and any failure. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -39,7 +39,7 @@ static void add_random(struct list *l, unsigned nr, uint64_t most)
 
 /* ---- the tests ---- */
 
-TEST(any_list_is_its_parts_in_order)
+TEST(file_has_its_parts_in_order)
 {
 	static const uint64_t blocks[] = { 4096, 8192, 64 * KIB, MIB };
 
@@ -61,7 +61,8 @@ TEST(any_list_is_its_parts_in_order)
 	}
 }
 
-/* What has its turn in the log waits for it, and the saves behind that have all the slots. */
+/* External work at the head of the log waits for it, and the saves behind that work have all
+ * slots. */
 TEST(an_unordered_save_waits_for_nothing_in_the_log)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 8, 2, 2);
@@ -97,8 +98,8 @@ TEST(an_unordered_save_waits_for_nothing_in_the_log)
 	saving_end(engine);
 }
 
-/* Their number is bounded, but not by max_in_flight. */
-TEST(unordered_saves_have_a_bound_of_their_own)
+/* The bound does not depend on max_in_flight. */
+TEST(number_of_unordered_saves_is_bounded)
 {
 	enum { MOST = SFR__MOST_APART };
 	struct sfr_fault slow = {
@@ -141,7 +142,7 @@ TEST(unordered_saves_have_a_bound_of_their_own)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-/* A field, of a source of many blocks, at every place about the end of a block. */
+/* A field for a source of many blocks, at every offset around the end of a block. */
 TEST(a_field_may_straddle_two_blocks)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 2, 2, 2);
@@ -160,7 +161,7 @@ TEST(a_field_may_straddle_two_blocks)
 	saving_end(engine);
 }
 
-/* The writer of the source is slow, the other has the field before it is done. */
+/* One writer is slow with the source. The other one has the field before the source is summed. */
 TEST(a_field_waits_for_its_source)
 {
 	struct sfr_fault slow = {
@@ -185,8 +186,8 @@ TEST(a_field_waits_for_its_source)
 	sfr_inject_remove();
 }
 
-/* The CRC of four megabytes takes longer than a look at the field behind them. */
-TEST(a_field_waits_for_a_source_that_is_written_from_where_it_is)
+/* The CRC of four megabytes takes longer than writing the field after them would. */
+TEST(field_waits_for_a_source_written_in_place)
 {
 	struct sfr_engine *engine = saving_engine_of(MEMORY, 2, 2, 2);
 
@@ -210,7 +211,7 @@ static uint32_t counting_copy(uint32_t crc, void *dst, const void *src, size_t l
 	return sfr_crc32_copy(crc, dst, src, len);
 }
 
-TEST(what_stands_in_the_file_as_in_memory_is_not_copied)
+TEST(equally_aligned_sources_are_not_copied)
 {
 	struct sfr_sys plain = sfr_sys;
 
@@ -224,12 +225,12 @@ TEST(what_stands_in_the_file_as_in_memory_is_not_copied)
 		CHECK_EQ(sfr_parts_new(&l.parts), 0);
 		add_bytes(&l, memory, 100);
 		align(&l, memory + 200);
-		add_bytes(&l, memory, shift); /* and the second time it does not */
+		add_bytes(&l, memory, shift); /* the second time the alignment differs */
 		add_source(&l, memory + 200, 3 * MIB);
 		add_crc(&l, 0);
 		CHECK_EQ(save(engine, &l, 0), 0);
 		check_file(&l);
-		/* But for what is before and behind its whole pages. */
+		/* Only the bytes before and after its whole pages are copied. */
 		CHECK_EQ(nr_copied, shift ? 3 * MIB : SFR_PAGE);
 		saving_end(engine);
 		sfr_sys = plain;
@@ -252,9 +253,9 @@ static int counting_munmap(void *at, size_t len)
 	return munmap(at, len);
 }
 
-/* However long the blocks are: they are memory beside that of a snapshot, which may be the
- * pool's. */
-TEST(buffers_beside_a_full_pool_are_small_and_given_back)
+/* Buffers are small even if the pool's blocks are long, because they take memory beside a
+ * snapshot that may fill the pool. */
+TEST(buffers_beside_a_full_pool_are_small_and_returned)
 {
 	struct sfr_engine *engine = saving_engine_of(8 * MIB, 1, 1, 1);
 	struct sfr_sys plain = sfr_sys;
@@ -300,7 +301,7 @@ TEST(few_buffers_are_enough_for_any_length)
 	saving_end(engine);
 }
 
-TEST(sources_are_free_when_they_are_written_and_not_before)
+TEST(sources_of_parts_are_free_only_when_written)
 {
 	struct sfr_fault slow = {
 		.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 2000000
@@ -334,7 +335,7 @@ TEST(sources_are_free_when_they_are_written_and_not_before)
 	sfr_inject_remove();
 }
 
-TEST(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one)
+TEST(any_failing_call_leaves_old_or_complete_new_file_of_parts)
 {
 	static const struct {
 		const char *call;
@@ -365,7 +366,7 @@ TEST(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one)
 				rc = l.rc;
 			}
 			CHECK(rc == 0 || check_acted(&run));
-			check_heal(&run);
+			check_end_fault(&run);
 			if (rc == 0)
 				check_file(&l);
 			if (engine)
@@ -375,7 +376,7 @@ TEST(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one)
 	}
 }
 
-TEST(parts_are_the_saves_that_has_them)
+TEST(save_owns_its_parts)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 2, 1, 2);
 	struct sfr_ticket *t = NULL, *again = NULL;
@@ -394,7 +395,7 @@ TEST(parts_are_the_saves_that_has_them)
 	saving_end(engine);
 }
 
-TEST(what_makes_no_file_is_refused_and_stays_so)
+TEST(invalid_parts_are_refused_for_good)
 {
 	const int64_t one[65] = { 1 };
 	const struct sfr_tensor tensor = {

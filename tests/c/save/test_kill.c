@@ -1,11 +1,10 @@
-/* SIGKILL in a saving loop: whatever moment it hits, the path holds the last acknowledged state
- * or a newer one, whole.
+/* SIGKILL in a loop of saves: whenever it comes, the path holds the last acknowledged state or
+ * the next one, complete.
  *
- * A child saves state 1, 2, 3 ... to one path and notes each that is acknowledged as durable in
- * memory it shares with the parent. It is killed at the n-th call of the life of a file, before
- * or after that call, for every n over several saves; or from outside, at a random moment after
- * its first save has begun, until enough of those moments were inside a save.
- */
+ * A child saves the states 1, 2, 3 ... to one path, and records each that is reported durable in
+ * memory that it shares with the parent. It is killed at the n-th call of a file's life, before
+ * or after that call, for every n over several saves. Or it is killed from outside, at a random
+ * moment after its first save has begun, until enough of those moments were inside a save. */
 #include <errno.h>
 #include <semaphore.h>
 #include <signal.h>
@@ -25,18 +24,18 @@ static const char *const phase_names[NR_PHASES] = {
 /* Memory in which the child records its progress. */
 static struct shared {
 	atomic_int acknowledged; /* the last durable state */
-	atomic_int phase;        /* of the save under way */
+	atomic_int phase;        /* the phase of the save under way */
 	atomic_int calls;
 	atomic_int kill_at;    /* -1: never */
-	atomic_int kill_after; /* after the call rather than before */
+	atomic_int kill_after; /* kill after the call instead of before it */
 	atomic_int hit;
-	sem_t began; /* the child's first save is about to be made */
+	sem_t began; /* the child is about to make its first save */
 } *shared;
 
 static struct sfr_sys plain;
 static const char *dir;
 
-/* The nr-th call is about to be made, or has been. */
+/* Kills the child if this is the call to die at; `after`: the call has been made. */
 static void point(int nr, int after)
 {
 	if (nr == atomic_load(&shared->kill_at) && after == atomic_load(&shared->kill_after)) {
@@ -45,7 +44,7 @@ static void point(int nr, int after)
 	}
 }
 
-/* Ours are the temporary and the directory: reads of /proc and the like are no points. */
+/* Counts calls on the temporary and the directory, but not reads of /proc and the like. */
 #define AT_POINT(expression, result, phase_after)                                                  \
 	do {                                                                                       \
 		int nr = atomic_fetch_add(&shared->calls, 1) + 1;                                  \
@@ -114,7 +113,7 @@ static int killing_fsync(int fd)
 	return rc;
 }
 
-/* Saves states `first`, first + 1, ... until it is killed or has saved `nr`. */
+/* Saves the states `first`, first + 1, ... until it is killed or has saved `nr`. */
 static _Noreturn void child(int first, int nr)
 {
 	const struct sfr_engine_opts opts = { .pool_bytes = 4 * SAVING_BLOCK,
@@ -141,12 +140,13 @@ static _Noreturn void child(int first, int nr)
 			_exit(3);
 		atomic_store(&shared->acknowledged, i);
 	}
-	(void)sfr_engine_close(engine, SFR_FOREVER); /* for tools that look for leaks */
+	(void)sfr_engine_close(engine, SFR_FOREVER); /* so that tools find no leaks */
 	sfr_engine_put(engine);
 	_exit(sfr_log_stop() < 0 ? 4 : 0);
 }
 
-/* Runs a child; returns whether it was killed. `delay_ns`: kills it from outside then. */
+/* Runs a child. Returns whether it was killed. With `delay_ns`, kills it from outside after that
+ * time. */
 static bool run_child(int first, int nr, int kill_at, int after, uint64_t delay_ns)
 {
 	int status = 0;
@@ -165,7 +165,7 @@ static bool run_child(int first, int nr, int kill_at, int after, uint64_t delay_
 	if (delay_ns) {
 		const struct timespec delay = { .tv_sec = 0, .tv_nsec = (long)delay_ns };
 
-		while (sem_wait(&shared->began) != 0) /* its start may take any time */
+		while (sem_wait(&shared->began) != 0) /* the child's start may take any time */
 			;
 		(void)nanosleep(&delay, NULL);
 		(void)kill(pid, SIGKILL);
@@ -177,11 +177,11 @@ static bool run_child(int first, int nr, int kill_at, int after, uint64_t delay_
 
 static unsigned nr_kills, nr_inside, by_phase[NR_PHASES];
 
-/* The path holds what was acknowledged, or the one after it. */
-static int look_after(bool killed)
+/* Checks that the path holds the acknowledged state or the next one. Returns the state. */
+static int check_after(bool killed)
 {
 	int acknowledged = atomic_load(&shared->acknowledged),
-	    found = saving_look(dir, "checkpoint");
+	    found = saving_content(dir, "checkpoint");
 	int phase = atomic_load(&shared->phase);
 
 	CHECK(found == acknowledged || (killed && found == acknowledged + 1));
@@ -190,12 +190,13 @@ static int look_after(bool killed)
 		by_phase[phase]++;
 		nr_inside += phase >= OPENED && phase <= RENAMED;
 	}
-	atomic_store(&shared->acknowledged, found); /* what a look has found must stay, too */
+	/* a state that was found must not be lost either */
+	atomic_store(&shared->acknowledged, found);
 	return found;
 }
 
-/* So that the calls of a run are the same ones each time: clearing a dead one's temporary away
- * takes some more. */
+/* Removes temporaries, so that each run makes the same calls: a save that finds a dead one makes
+ * more. */
 static void clear_temporaries(void)
 {
 	char path[PATH_MAX];
@@ -211,7 +212,7 @@ static void clear_temporaries(void)
 	(void)closedir(d);
 }
 
-TEST(every_call_of_the_life_of_a_file_may_be_the_last)
+TEST(sigkill_at_any_call_leaves_a_complete_file)
 {
 	int last = 1;
 
@@ -219,10 +220,10 @@ TEST(every_call_of_the_life_of_a_file_may_be_the_last)
 		for (int at = 1;; at++) {
 			bool killed = run_child(last + 1, 3, at, after, 0);
 
-			last = look_after(killed);
-			if (last > 200) { /* a byte holds no more */
+			last = check_after(killed);
+			if (last > 200) { /* a state is one byte */
 				CHECK(!run_child(1, 1, -1, 0, 0));
-				last = look_after(false);
+				last = check_after(false);
 			}
 			clear_temporaries();
 			if (!killed)
@@ -230,24 +231,25 @@ TEST(every_call_of_the_life_of_a_file_may_be_the_last)
 		}
 }
 
-TEST(any_moment_may_be_the_last)
+TEST(sigkill_at_any_moment_leaves_a_complete_file)
 {
 	uint64_t longest_ns = 20000000;
 	unsigned random = 12345;
-	int last = saving_look(dir, "checkpoint");
+	int last = saving_content(dir, "checkpoint");
 
-	/* Many moments are between two saves, or before the temporary: how many, nobody knows. */
+	/* Many moments are between two saves, or before the temporary exists. Their number is
+	 * not known in advance. */
 	for (int i = 0; (nr_kills < 200 || nr_inside < 150) && i < 3000; i++) {
 		int found;
 
 		random = random * 1103515245u + 12345u;
 		if (last > 100) {
 			CHECK(!run_child(1, 1, -1, 0, 0));
-			last = look_after(false);
+			last = check_after(false);
 		}
-		found = look_after(run_child(last + 1, 100, -1, 0,
-					     1 + ((random * longest_ns) >> 32)));
-		/* Too early for the first save: slower than expected, as under valgrind. */
+		found = check_after(run_child(last + 1, 100, -1, 0,
+					      1 + ((random * longest_ns) >> 32)));
+		/* Killed before the first save: slower than expected, as under valgrind. */
 		if (found == last && atomic_load(&shared->phase) == NOTHING &&
 		    longest_ns < 1000000000)
 			longest_ns += longest_ns / 8;
@@ -255,7 +257,7 @@ TEST(any_moment_may_be_the_last)
 	}
 }
 
-TEST(every_phase_was_hit_often_enough)
+TEST(sigkill_has_hit_every_phase)
 {
 	(void)printf("\n    %u kills, %u between the temporary's open and the directory's sync:",
 		     nr_kills, nr_inside);
@@ -267,13 +269,13 @@ TEST(every_phase_was_hit_often_enough)
 	CHECK(nr_inside >= 150);
 }
 
-TEST(the_next_save_clears_the_dead_ones_temporaries_away)
+TEST(next_save_removes_temporaries_of_the_dead_process)
 {
 	CHECK(run_child(1, 2, 6, 1, 0));
 	CHECK(dir_count(dir, TEMPORARIES, NULL) >= 1);
 	CHECK(!run_child(1, 1, -1, 0, 0));
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
-	CHECK_EQ(saving_look(dir, "checkpoint"), 1);
+	CHECK_EQ(saving_content(dir, "checkpoint"), 1);
 }
 
 int main(void)

@@ -1,5 +1,5 @@
-/* Saves of parts whose blocks, ends and renames have to wait: for a source that another writer
- * sums, for the file that another one opens, for a writer, for memory. */
+/* Saves of parts whose blocks, tails or renames have to wait: for a source that another writer
+ * sums, for a file that another writer opens, for a free writer, or for memory. */
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -13,7 +13,7 @@
 static struct sfr_ticket *watched;
 static atomic_bool held_once;
 
-static void wait_until_one_is_parked(void)
+static void wait_for_parked_block(void)
 {
 	bool parked = false;
 
@@ -23,18 +23,18 @@ static void wait_until_one_is_parked(void)
 	}
 }
 
-static uint32_t copy_once_one_is_parked(uint32_t crc, void *dst, const void *src, size_t len)
+static uint32_t copy_after_parking(uint32_t crc, void *dst, const void *src, size_t len)
 {
 	if (!atomic_exchange(&held_once, true))
-		wait_until_one_is_parked();
+		wait_for_parked_block();
 	return sfr_crc32_copy(crc, dst, src, len);
 }
 
-/* A read of the guarded page waits: the source's CRC is computed in place. */
-static void read_once_one_is_parked(int signal)
+/* A read of the guarded page waits. The source's CRC is computed in place. */
+static void read_after_parking(int signal)
 {
 	(void)signal;
-	wait_until_one_is_parked();
+	wait_for_parked_block();
 	(void)mprotect(memory, SFR_PAGE, PROT_READ | PROT_WRITE);
 }
 
@@ -50,13 +50,13 @@ static void save_watched(struct sfr_engine *engine, struct list *l)
 	check_file(l);
 }
 
-/* Its own sources are copied and summed once, and its memory is the same as before. */
-TEST(a_block_that_was_parked_is_made_once)
+/* Its own sources are copied and summed only once, and its memory does not change. */
+TEST(parked_block_is_copied_and_summed_once)
 {
 	struct sfr_engine *engine;
 	struct sfr_sys plain = sfr_sys;
 
-	sfr_sys.lane_copy = copy_once_one_is_parked;
+	sfr_sys.lane_copy = copy_after_parking;
 	engine = saving_engine_of(4096, 8, 2, 2);
 	for (unsigned nr_blocks = 1; nr_blocks <= 3; nr_blocks++) {
 		struct list l = { 0 };
@@ -72,9 +72,9 @@ TEST(a_block_that_was_parked_is_made_once)
 	sfr_sys = plain;
 }
 
-TEST(a_field_that_is_parked_is_written_once_its_source_is_summed_where_it_is)
+TEST(parked_field_is_written_when_its_in_place_source_is_summed)
 {
-	const struct sigaction waits = { .sa_handler = read_once_one_is_parked };
+	const struct sigaction waits = { .sa_handler = read_after_parking };
 	struct sfr_engine *engine = saving_engine_of(MEMORY, 2, 2, 2);
 	struct sigaction before;
 	struct list l = { 0 };
@@ -89,7 +89,7 @@ TEST(a_field_that_is_parked_is_written_once_its_source_is_summed_where_it_is)
 	saving_end(engine);
 }
 
-/* ---- calls that stand still ---- */
+/* ---- calls that stop ---- */
 
 static struct {
 	pthread_mutex_t mu;
@@ -120,7 +120,7 @@ static void set_gate(unsigned which, bool closed)
 	(void)pthread_mutex_unlock(&gates[which].mu);
 }
 
-static void until_somebody_stands_at(unsigned which)
+static void wait_until_used(unsigned which)
 {
 	(void)pthread_mutex_lock(&gates[which].mu);
 	while (!gates[which].used)
@@ -151,7 +151,7 @@ static void submit_few_bytes(struct sfr_engine *engine, struct sfr_ticket **t)
 	CHECK_EQ(saving_submit(*t), 0);
 }
 
-/* All is written and synced, and the only writer is with another save. */
+/* Everything is written and synced, and the only writer works for another save. */
 TEST(a_save_that_waits_to_be_renamed_can_be_cancelled)
 {
 	struct sfr_engine *engine;
@@ -163,11 +163,11 @@ TEST(a_save_that_waits_to_be_renamed_can_be_cancelled)
 	engine = saving_engine_of(4096, 4, 1, 2);
 	set_gate(SYNCS, true);
 	submit_few_bytes(engine, &first);
-	until_somebody_stands_at(SYNCS);
+	wait_until_used(SYNCS);
 	set_gate(WRITES, true);
 	submit_few_bytes(engine, &second);
 	set_gate(SYNCS, false);
-	until_somebody_stands_at(WRITES);
+	wait_until_used(WRITES);
 	CHECK_EQ(saving_state_of(first), SFR_READY);
 	CHECK_EQ(sfr_save_cancel(first), 1);
 	set_gate(WRITES, false);
@@ -184,22 +184,23 @@ TEST(a_save_that_waits_to_be_renamed_can_be_cancelled)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-/* Its end is given to a second writer while the first is opening it. */
+/* The second writer gets the TAIL job while the first one is opening the file. */
 static atomic_bool opening;
 
-static bool is_its_end_taken(void)
+static bool is_end_taken(void)
 {
 	struct sfr_engine *engine = watched->engine;
 
 	return sfr__under(&engine->mu, watched->facts.tail_queued && !engine->tasks.head);
 }
 
-static int open_once_its_end_is_taken(int at, const char *name, int flags, mode_t mode)
+static int open_after_end_is_taken(int at, const char *name, int flags, mode_t mode)
 {
 	if ((flags & O_CREAT) && atomic_exchange(&opening, false)) {
-		while (!is_its_end_taken())
+		while (!is_end_taken())
 			(void)usleep(1000);
-		(void)usleep(20000); /* the second one is at it, or there is nothing to see */
+		/* by now the second one has the job, or the test shows nothing */
+		(void)usleep(20000);
 	}
 	return real.open(at, name, flags, mode);
 }
@@ -210,7 +211,7 @@ TEST(an_empty_file_is_synced_once_it_is_open)
 	struct list l = { 0 };
 
 	real = sfr_sys;
-	sfr_sys.open = open_once_its_end_is_taken;
+	sfr_sys.open = open_after_end_is_taken;
 	engine = saving_engine_of(4096, 4, 2, 2);
 	CHECK_EQ(sfr_parts_new(&l.parts), 0);
 	CHECK_EQ(new_save(engine, l.parts, SFR_SAVE_DURABLE, &watched), 0);
@@ -225,8 +226,8 @@ TEST(an_empty_file_is_synced_once_it_is_open)
 	sfr_sys = real;
 }
 
-/* The field is in the block that has no buffer. */
-TEST(a_buffer_that_cannot_be_had_fails_the_save)
+/* The field is in the block for which there is no buffer. */
+TEST(save_fails_without_memory_for_a_buffer)
 {
 	const struct sfr_fault none = {
 		.call = "mmap", .nth = 1, .sticky = 1, .err = ENOMEM, .limit = -1

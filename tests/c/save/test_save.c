@@ -9,28 +9,28 @@
 static const char *dir;
 static struct saving_state one, two;
 
-TEST(a_save_is_whole_with_any_pool_and_any_number_of_writers)
+TEST(save_is_complete_for_any_pool_and_writers)
 {
 	for (uint64_t nr_blocks = 1; nr_blocks <= 8; nr_blocks++)
 		for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers++) {
 			struct sfr_engine *engine = saving_engine(nr_blocks, nr_writers, 2);
 
 			CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
-			CHECK_EQ(saving_look(dir, "a"), 1);
+			CHECK_EQ(saving_content(dir, "a"), 1);
 			CHECK_EQ(saving_save(engine, dir, "a", &two, 0), 0);
-			CHECK_EQ(saving_look(dir, "a"), 2);
+			CHECK_EQ(saving_content(dir, "a"), 2);
 			saving_end(engine);
 		}
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-TEST(what_a_save_maps_for_itself_it_unmaps)
+TEST(save_unmaps_its_own_memory)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 2);
 	uint64_t nr_mapped, nr_unmapped;
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0),
-		 0); /* the pool and the threads are there */
+		 0); /* makes the pool's memory and the threads */
 	nr_mapped = sfr_inject_calls("mmap");
 	nr_unmapped = sfr_inject_calls("munmap");
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
@@ -53,8 +53,8 @@ TEST(two_saves_at_a_time_share_a_pool_of_one_block)
 	CHECK_EQ(sfr_save_confirm(b, -1), 0);
 	saving_finish(a);
 	saving_finish(b);
-	CHECK_EQ(saving_look(dir, "a"), 1);
-	CHECK_EQ(saving_look(dir, "b"), 2);
+	CHECK_EQ(saving_content(dir, "a"), 1);
+	CHECK_EQ(saving_content(dir, "b"), 2);
 	sfr_ticket_put(a);
 	sfr_ticket_put(b);
 	saving_end(engine);
@@ -70,7 +70,7 @@ TEST(the_rename_waits_for_the_verdict_and_a_second_one_is_ignored)
 	t = saving_started(engine, dir, "a", &two, SFR_SAVE_DURABLE);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_STAGED, 50 * 1000 * 1000), SFR_EAGAIN);
-	CHECK_EQ(saving_look(dir, "a"), 1);
+	CHECK_EQ(saving_content(dir, "a"), 1);
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
 	CHECK_EQ(sfr_save_confirm(t, 3), SFR_ESTATE);
 	saving_finish(t);
@@ -78,7 +78,7 @@ TEST(the_rename_waits_for_the_verdict_and_a_second_one_is_ignored)
 	CHECK_EQ(report.state, SFR_DURABLE);
 	CHECK(report.staged_ns >= report.launched_ns && report.ended_ns >= report.staged_ns);
 	CHECK_EQ(t->facts.written_nbytes, report.nbytes);
-	CHECK_EQ(saving_look(dir, "a"), 2);
+	CHECK_EQ(saving_content(dir, "a"), 2);
 	sfr_ticket_put(t);
 	saving_end(engine);
 }
@@ -98,19 +98,19 @@ TEST(a_torn_verdict_fails_the_save_and_leaves_the_old_file)
 	CHECK_EQ(report.state, SFR_FAILED);
 	CHECK_EQ(report.err.code, SFR_ETORN);
 	CHECK_EQ(report.err.index, 4);
-	CHECK_EQ(saving_look(dir, "a"), 1);
+	CHECK_EQ(saving_content(dir, "a"), 1);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	sfr_ticket_put(t);
 	saving_end(engine);
 }
 
-/* What users must not do, and what the detectors are for: a race with the lane, on purpose. */
+/* A write that users must not make and the detectors must find: a deliberate race with the lane. */
 __attribute__((noinline, no_sanitize("thread"))) static void scribble(unsigned char *at)
 {
 	*at = 8;
 }
 
-/* Writes to a deferred storage while the lane has not copied it, which no version tells of. */
+/* Writes to a deferred storage before the lane has copied it, without a change of its version. */
 static int save_with_a_write_behind(uint32_t flags, uint32_t storage, size_t at, int64_t *index)
 {
 	static struct saving_state s;
@@ -121,7 +121,7 @@ static int save_with_a_write_behind(uint32_t flags, uint32_t storage, size_t at,
 	saving_fill(&s, 7);
 	saving_slow("lane_copy", 30 * 1000 * 1000);
 	t = saving_started(engine, dir, "torn", &s, flags);
-	scribble(&s.bytes[storage][at]); /* the first lane copy still sleeps */
+	scribble(&s.bytes[storage][at]); /* the first lane copy is still asleep */
 	saving_finish(t);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_save_report(t, &report), 0);
@@ -131,7 +131,7 @@ static int save_with_a_write_behind(uint32_t flags, uint32_t storage, size_t at,
 	return report.err.code;
 }
 
-TEST(a_write_to_a_sampled_line_is_noticed_in_what_was_staged)
+TEST(write_to_a_sampled_line_is_detected_in_the_copy)
 {
 	int64_t index;
 
@@ -143,10 +143,10 @@ TEST(a_write_to_a_sampled_line_is_noticed_in_what_was_staged)
 			 SFR_ETORN);
 		CHECK_EQ(index, storage);
 	}
-	CHECK_EQ(saving_look(dir, "torn"), -1);
+	CHECK_EQ(saving_content(dir, "torn"), -1);
 }
 
-TEST(checking_bytes_notices_any_byte)
+TEST(check_bytes_detects_any_changed_byte)
 {
 	int64_t index;
 
@@ -156,7 +156,7 @@ TEST(checking_bytes_notices_any_byte)
 	}
 }
 
-TEST(a_write_after_the_copy_is_in_nobodys_way)
+TEST(write_after_the_copy_does_not_fail_the_save)
 {
 	static struct saving_state s;
 	struct sfr_engine *engine = saving_engine(8, 2, 2);
@@ -171,7 +171,7 @@ TEST(a_write_after_the_copy_is_in_nobodys_way)
 	memset(s.bytes, 9, sizeof(s.bytes));
 	saving_finish(t);
 	sfr_inject_clear();
-	CHECK_EQ(saving_look(dir, "a"), 5);
+	CHECK_EQ(saving_content(dir, "a"), 5);
 	sfr_ticket_put(t);
 	saving_end(engine);
 }
@@ -189,7 +189,7 @@ TEST(a_save_can_be_cancelled_until_the_rename)
 				      "fdatasync",
 			    20 * 1000 * 1000);
 		CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
-		CHECK_EQ(sfr_save_cancel(t), 0); /* nothing to cancel yet */
+		CHECK_EQ(sfr_save_cancel(t), 0); /* there is nothing to cancel yet */
 		CHECK_EQ(saving_submit(t), 0);
 		if (at == 3) {
 			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
@@ -200,14 +200,14 @@ TEST(a_save_can_be_cancelled_until_the_rename)
 		saving_finish(t);
 		sfr_inject_clear();
 		CHECK_EQ(saving_state_of(t), SFR_CANCELLED);
-		CHECK_EQ(saving_look(dir, "a"), 1);
+		CHECK_EQ(saving_content(dir, "a"), 1);
 		CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 		sfr_ticket_put(t);
 	}
 	t = saving_started(engine, dir, "a", &two, SFR_SAVE_DURABLE);
 	saving_finish(t);
 	CHECK_EQ(sfr_save_cancel(t), 0); /* too late */
-	CHECK_EQ(saving_look(dir, "a"), 2);
+	CHECK_EQ(saving_content(dir, "a"), 2);
 	sfr_ticket_put(t);
 	saving_end(engine);
 }
@@ -219,24 +219,24 @@ TEST(a_save_may_be_abandoned_in_the_call)
 
 	CHECK_EQ(saving_new(engine, dir, "gone", &two, SFR_SAVE_DURABLE, &t), 0);
 	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_launch(t), SFR_ESTATE); /* not captured */
+	CHECK_EQ(sfr_save_launch(t), SFR_ESTATE); /* it was not captured */
 	sfr_save_abandon(t);
 	CHECK_EQ(sfr_save_launch(t), SFR_ESTATE);
 	saving_done(t);
-	CHECK_EQ(saving_look(dir, "gone"), -1);
+	CHECK_EQ(saving_content(dir, "gone"), -1);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0); /* its slot is free again */
 	saving_end(engine);
 }
 
-TEST(slots_are_bounded_waited_for_and_passed_over_by_a_nested_save)
+TEST(slots_are_bounded_except_for_nested_saves)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct sfr_ticket *a, *b, *c, *nested;
 	struct sfr_report report;
 
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &a), 0);
-	CHECK_EQ(saving_submit(a), 0); /* not confirmed: it stays in flight */
+	CHECK_EQ(saving_submit(a), 0); /* without a verdict it stays in flight */
 	CHECK_EQ(saving_new(engine, dir, "b", &one, 0, &b), 0);
 	CHECK_EQ(sfr_save_admit(b, 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(saving_new(engine, dir, "c", &one, SFR_SAVE_NO_WAIT, &c), 0);
@@ -250,7 +250,7 @@ TEST(slots_are_bounded_waited_for_and_passed_over_by_a_nested_save)
 	saving_finish(b);
 	CHECK_EQ(sfr_save_report(b, &report), 0);
 	CHECK(report.slot_wait_ns >= 1000 * 1000);
-	CHECK_EQ(saving_look(dir, "n"), 2);
+	CHECK_EQ(saving_content(dir, "n"), 2);
 	sfr_ticket_put(a);
 	sfr_ticket_put(b);
 	sfr_ticket_put(c);
@@ -296,7 +296,7 @@ static void *take_a_slot(void *engine)
 	return NULL;
 }
 
-/* It would wait for ever: the slot is given back when this thread goes on. */
+/* The save would wait forever: only this thread can give the slot back. */
 TEST(save_does_not_wait_for_a_slot_that_its_own_thread_has)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
@@ -317,7 +317,7 @@ TEST(save_does_not_wait_for_a_slot_that_its_own_thread_has)
 	saving_end(engine);
 }
 
-TEST(close_waits_for_a_launched_slot_and_not_for_one_of_its_own_call)
+TEST(close_waits_for_launched_slots_only_of_its_own_thread)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct sfr_slot *slot, *late;
@@ -349,7 +349,7 @@ TEST(a_closed_engine_refuses_saves_and_close_may_be_called_again)
 	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), SFR_ECLOSED);
 	sfr_ticket_put(t);
 	saving_finish(before);
-	CHECK_EQ(saving_look(dir, "before"), 1);
+	CHECK_EQ(saving_content(dir, "before"), 1);
 	sfr_ticket_put(before);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
@@ -360,7 +360,7 @@ TEST(a_closed_engine_refuses_saves_and_close_may_be_called_again)
 	saving_end(engine);
 }
 
-TEST(close_in_the_middle_of_ones_own_capture_does_not_wait_for_it)
+TEST(close_does_not_wait_for_a_save_its_thread_is_capturing)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 2);
 	struct sfr_ticket *t;
@@ -371,12 +371,12 @@ TEST(close_in_the_middle_of_ones_own_capture_does_not_wait_for_it)
 	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_launch(t), 0);
 	saving_finish(t);
-	CHECK_EQ(saving_look(dir, "late"), 2);
+	CHECK_EQ(saving_content(dir, "late"), 2);
 	sfr_ticket_put(t);
 	saving_end(engine);
 }
 
-TEST(an_engine_that_is_only_let_go_of_ends_its_threads)
+TEST(dropping_the_last_reference_ends_the_engines_threads)
 {
 	struct sfr_engine *engine = saving_engine(8, 3, 2);
 	uint64_t nr_started = sfr_inject_calls("thread_create");
@@ -390,7 +390,7 @@ TEST(an_engine_that_is_only_let_go_of_ends_its_threads)
 	CHECK_EQ(sfr_inject_calls("thread_join") - nr_ended, nr_started);
 }
 
-TEST(a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock)
+TEST(wait_of_zero_never_sleeps_and_reached_takes_no_lock)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct rusage before, after;
@@ -401,18 +401,19 @@ TEST(a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock)
 	struct sfr_ticket *t = saving_started(engine, dir, "a", &one, SFR_SAVE_DURABLE);
 
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	/* Without a verdict it is neither staged nor can it end. */
+	/* Without a verdict the save is not staged and cannot end. */
 	CHECK_EQ(getrusage(RUSAGE_THREAD, &before), 0);
 	for (unsigned i = 0; i < 1000; i++)
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_STAGED, 0), SFR_EAGAIN);
 	CHECK_EQ(getrusage(RUSAGE_THREAD, &after), 0);
-	CHECK(after.ru_nvcsw - before.ru_nvcsw < 100); /* a sleep is one */
+	CHECK(after.ru_nvcsw - before.ru_nvcsw < 100); /* each sleep is a switch */
 	sfr__lock(&engine->mu);
-	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), SFR_EAGAIN); /* or it stands still here */
+	/* if it took the lock, it would stop here */
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), SFR_EAGAIN);
 	CHECK_EQ(sfr_save_state(t, &state, &staged), 0);
 	CHECK(state == SFR_STAGING && !staged);
 	CHECK_EQ(sfr_save_progress(t, &written, &nbytes), 0);
-	CHECK(written <= nbytes); /* all of it, where the writers were fast */
+	CHECK(written <= nbytes); /* equal if the writers were fast */
 	sfr__unlock(&engine->mu);
 	saving_finish(t);
 	sfr__lock(&engine->mu);
@@ -426,8 +427,8 @@ TEST(a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock)
 	saving_end(engine);
 }
 
-/* A writer ends it, and the log's thread may be quicker to let go. */
-TEST(a_failed_save_that_the_log_has_let_go_of_has_ended)
+/* A writer ends the save, and the log's thread may let it go earlier. */
+TEST(failed_save_has_ended_when_it_leaves_the_log)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 
@@ -435,7 +436,7 @@ TEST(a_failed_save_that_the_log_has_let_go_of_has_ended)
 		struct sfr_ticket *t = saving_started(engine, dir, "a", &one, 0);
 
 		CHECK_EQ(sfr_save_cancel(t), 1);
-		while (sfr_log_pending() > 0) /* without a sleep: it is about the moment after */
+		while (sfr_log_pending() > 0) /* without a sleep, to hit the moment after */
 			;
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), 0);
 		while (saving_notice() != SFR_NOTICE_ENDED)
@@ -465,8 +466,8 @@ TEST(bad_options_are_refused)
 	CHECK_EQ(sfr_engine_new(&opts, &engine), -EINVAL);
 }
 
-/* R1 to R4: whatever call fails, the path holds the old file or the new one, the error is the
- * save's, nothing is left over, and the next save works. */
+/* R1 to R4: whatever call fails, the path holds the old or the new file, the save reports the
+ * error, nothing is left over, and the next save works. */
 static void every_call_may_fail(const char *call, int err)
 {
 	struct sfr_engine *good = saving_engine(8, 1, 1);
@@ -488,14 +489,14 @@ static void every_call_may_fail(const char *call, int err)
 		if (rc == 0)
 			rc = saving_save(engine, dir, "every", s, SFR_SAVE_DURABLE);
 		CHECK(rc == 0 || check_acted(&run));
-		check_heal(&run);
-		found = saving_look(dir, "every");
+		check_end_fault(&run);
+		found = saving_content(dir, "every");
 		CHECK(found == 1 || found == 2);
 		if (rc == 0)
 			CHECK_EQ(found, 2);
 		if (engine) {
 			CHECK_EQ(saving_save(engine, dir, "every", &one, SFR_SAVE_DURABLE), 0);
-			CHECK_EQ(saving_look(dir, "every"), 1);
+			CHECK_EQ(saving_content(dir, "every"), 1);
 			saving_end(engine);
 		}
 		CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
@@ -519,7 +520,7 @@ TEST(any_file_call_may_fail)
 			every_call_may_fail(calls[i], errs[k]);
 }
 
-TEST(a_failed_open_is_the_handles_own_error)
+TEST(failed_open_fails_the_save_not_the_call)
 {
 	struct sfr_engine *engine = saving_engine(1, 1, 2);
 	struct sfr_report report;
@@ -576,7 +577,8 @@ TEST(every_arrow_of_the_diagram_was_taken)
 			(void)fprintf(stderr, "arrow %zu\n", i);
 	for (unsigned from = SFR_DURABLE; from < SFR_NR_STATES; from++)
 		for (unsigned to = 0; to < SFR_NR_STATES; to++)
-			CHECK_EQ(sfr__ticket_arrows(from, to), 0); /* an end is an end */
+			/* no arrow leaves an end state */
+			CHECK_EQ(sfr__ticket_arrows(from, to), 0);
 }
 
 int main(void)
@@ -585,7 +587,7 @@ int main(void)
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
-	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
+	sfr__host_tune(4096, 8192); /* so that copiers help with small copies too */
 	check_run();
 	saving_rmdir(dir);
 	return check_done();

@@ -1,4 +1,4 @@
-/* A thread that waits for deferred bytes copies them, beside the lane and the copiers. */
+/* A thread that waits for deferred bytes copies them, together with the lane and the copiers. */
 #include <pthread.h>
 #include <semaphore.h>
 #include <time.h>
@@ -9,11 +9,10 @@ enum { MIB = 1 << 20, BLOCK = 4 * MIB, NR_SOURCES = 5 };
 
 static const char *dir;
 static unsigned char *bytes[NR_SOURCES];
-/* Pieces of a block, ends within pieces and blocks, and one that lies in four
- * blocks. */
+/* Parts of a block, ends inside chunks and blocks, and a source that spans four blocks. */
 static uint64_t lens[NR_SOURCES] = { 6 * MIB + 17, 100, 14 * MIB + 1, MIB, 2 * MIB - 3 };
 
-/* ---- a lane that stands still over its first piece ---- */
+/* ---- a lane that is stopped in its first chunk ---- */
 
 static sem_t lane_stands, lane_may_go;
 static pthread_t waiter;
@@ -27,7 +26,7 @@ static bool is_lane(void)
 	return strcmp(name, "sfr-lane0") == 0;
 }
 
-/* The waiter stands over its first piece until others have one. */
+/* Stops the waiting thread in its first chunk until other threads have one. */
 static atomic_bool waiter_stands, others_came;
 
 static void count(void)
@@ -81,7 +80,7 @@ static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name, ui
 	return t;
 }
 
-/* Every CRC and every byte. */
+/* Checks every CRC and every byte. */
 static void check_file(const char *name)
 {
 	struct sfr_source sources[NR_SOURCES];
@@ -133,7 +132,7 @@ static void hold_the_lane(void)
 	sfr_sys.capture_copy = counted_capture_copy;
 }
 
-static bool all_is_handed_out(struct sfr_ticket *t)
+static bool is_fully_handed_out(struct sfr_ticket *t)
 {
 	bool all;
 
@@ -143,8 +142,8 @@ static bool all_is_handed_out(struct sfr_ticket *t)
 	return all;
 }
 
-/* The block with the end of the entry that the lane has in hand. */
-static bool one_is_parked(struct sfr_ticket *t)
+/* Returns whether the block is parked that has the end of the lane's entry. */
+static bool is_block_parked(struct sfr_ticket *t)
 {
 	bool yes;
 
@@ -154,14 +153,14 @@ static bool one_is_parked(struct sfr_ticket *t)
 	return yes;
 }
 
-static void let_the_lane_go(void)
+static void release_lane(void)
 {
 	CHECK_EQ(sem_post(&lane_may_go), 0);
 }
 
-/* With one writer as well: the ends of entries whose first part the lane still
- * has in hand are with it by then, and it does not wait for them. */
-TEST(who_waits_copies_all_but_what_the_lane_has_in_hand)
+/* One writer is enough: it has the ends of entries that the lane is still copying, and does not
+ * wait for them. */
+TEST(waiting_thread_copies_all_but_the_lanes_chunk)
 {
 	for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers += 2) {
 		struct sfr_engine *engine = saving_engine_of(BLOCK, 16, nr_writers, 2);
@@ -170,22 +169,22 @@ TEST(who_waits_copies_all_but_what_the_lane_has_in_hand)
 		hold_the_lane();
 		t = submit(engine, "a.pt", 0);
 		CHECK_EQ(sem_wait(&lane_stands), 0);
-		nr_by_waiter = 0; /* the skeleton */
+		nr_by_waiter = 0; /* it has copied the skeleton */
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
-		CHECK_EQ(nr_by_waiter, 0); /* it did not wait */
-		while (!all_is_handed_out(t) || !one_is_parked(t))
+		CHECK_EQ(nr_by_waiter, 0); /* the call did not wait */
+		while (!is_fully_handed_out(t) || !is_block_parked(t))
 			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
 		CHECK_EQ(nr_by_lane, 1);
 		CHECK(nr_by_waiter > 0);
-		let_the_lane_go();
+		release_lane();
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 		end(engine, t);
 		check_file("a.pt");
 	}
 }
 
-/* The length that the first source needs for its data to end so far from the end of its second
- * block. */
+/* Returns the length of the first source with which its data end `left` bytes before the end of
+ * its second block. */
 static uint64_t len_that_leaves(uint64_t left)
 {
 	struct sfr_source source = { (uint64_t)(uintptr_t)bytes[0], lens[0], SFR_LANE_HOST, 0 };
@@ -193,19 +192,20 @@ static uint64_t len_that_leaves(uint64_t left)
 					    .skeleton_len = sizeof(saving_skeleton),
 					    .sources = &source,
 					    .nr_sources = 1 };
-	const struct sfr__run *run;
+	const struct sfr__extent *extent;
 	struct sfr__image img;
 	uint64_t len;
 
 	CHECK_EQ(sfr__image_init(&img, &desc, BLOCK), 0);
-	run = sfr__image_run(&img, SFR_LANE_HOST, 0);
-	len = run->off + 2 * (uint64_t)BLOCK - left - img.entries[run->first_entry].data_off;
+	extent = sfr__image_extent(&img, SFR_LANE_HOST, 0);
+	len = extent->off + 2 * (uint64_t)BLOCK - left - img.entries[extent->first_entry].data_off;
 	sfr__image_fini(&img);
 	return len;
 }
 
-/* The CRC of what the lane has in hand is not known: no part of it is written before it is. */
-TEST(a_descriptor_at_the_end_of_a_block_waits_for_its_entrys_first_part)
+/* While the lane copies the first part of an entry, its CRC is unknown. So the block with its
+ * descriptor must not be written yet. */
+TEST(block_with_a_descriptor_waits_for_the_entrys_earlier_bytes)
 {
 	static const uint64_t left[] = { 0, 4, 8, 15, 16, 17 };
 	const uint64_t before = lens[0];
@@ -218,16 +218,17 @@ TEST(a_descriptor_at_the_end_of_a_block_waits_for_its_entrys_first_part)
 		hold_the_lane();
 		t = submit(engine, "a.pt", 0);
 		CHECK_EQ(sem_wait(&lane_stands), 0);
-		while (!all_is_handed_out(t) || !one_is_parked(t))
+		while (!is_fully_handed_out(t) || !is_block_parked(t))
 			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
-		let_the_lane_go();
+		release_lane();
 		end(engine, t);
 		check_file("a.pt");
 	}
 	lens[0] = before;
 }
 
-/* An engine whose threads sleep: one that makes memory finds work by the way. */
+/* Returns an engine whose threads sleep. A thread that makes memory would find work when it is
+ * done. */
 static struct sfr_engine *idle_engine(void)
 {
 	struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 3, 2);
@@ -236,28 +237,28 @@ static struct sfr_engine *idle_engine(void)
 	sfr_sys.lane_copy = sfr_crc32_copy;
 	t = submit(engine, "a.pt", 0);
 	saving_done(t);
-	(void)usleep(20000); /* they sleep by now, or there is nothing to see */
+	(void)usleep(20000); /* by now they sleep, or the test shows nothing */
 	hold_the_lane();
 	return engine;
 }
 
-TEST(copiers_copy_too_as_long_as_somebody_waits)
+TEST(copiers_help_while_a_thread_waits)
 {
 	struct sfr_engine *engine = idle_engine();
 	struct sfr_ticket *t = submit(engine, "a.pt", 0);
 
 	CHECK_EQ(sem_wait(&lane_stands), 0);
-	(void)usleep(20000); /* as above: what is captured is written */
+	(void)usleep(20000); /* as above: the captured bytes are written */
 	waiter_stands = true;
-	while (!all_is_handed_out(t))
+	while (!is_fully_handed_out(t))
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
 	CHECK(others_came);
-	let_the_lane_go();
+	release_lane();
 	end(engine, t);
 	check_file("a.pt");
 }
 
-TEST(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking)
+TEST(launch_wakes_the_lane_without_a_waiter)
 {
 	struct sfr_engine *engine = idle_engine();
 	struct timespec limit;
@@ -266,11 +267,11 @@ TEST(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking)
 	CHECK_EQ(clock_gettime(CLOCK_REALTIME, &limit), 0);
 	limit.tv_sec += 20;
 	CHECK_EQ(sem_timedwait(&lane_stands, &limit), 0);
-	let_the_lane_go();
+	release_lane();
 	end(engine, t);
 }
 
-TEST(one_block_is_enough_for_all_who_copy)
+TEST(one_block_is_enough_for_several_copying_threads)
 {
 	for (uint32_t nr_blocks = 1; nr_blocks <= 2; nr_blocks++) {
 		struct sfr_engine *engine = saving_engine_of(BLOCK, nr_blocks, 2, 2);
@@ -284,7 +285,7 @@ TEST(one_block_is_enough_for_all_who_copy)
 		CHECK_EQ(sfr_save_confirm(second, -1), 0);
 		CHECK_EQ(sfr_save_wait(first, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 		CHECK_EQ(sfr_save_wait(second, SFR_WAIT_ENDED, SFR_FOREVER), 0);
-		for (int i = 0; i < 4; i++) /* two of each */
+		for (int i = 0; i < 4; i++) /* two of each kind */
 			(void)saving_notice();
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 		sfr_ticket_put(first);
@@ -295,26 +296,26 @@ TEST(one_block_is_enough_for_all_who_copy)
 	}
 }
 
-TEST(a_cancel_while_others_copy_gives_every_block_back)
+TEST(cancel_during_a_shared_copy_returns_every_block)
 {
 	struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 2, 2);
 	struct sfr_stats stats;
 	struct sfr_ticket *t;
 
 	hold_the_lane();
-	/* As if somebody waited for another save: no CRC is made on the way, and none
-   * will be. */
+	/* As if a thread waited for another save: no CRC is computed while copying, now or
+	 * later. */
 	sfr__lock(&engine->mu);
 	engine->nr_awaiting++;
 	sfr__unlock(&engine->mu);
 	t = submit(engine, "c.pt", 0);
 	CHECK_EQ(sem_wait(&lane_stands), 0);
-	while (!one_is_parked(t))
+	while (!is_block_parked(t))
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(sfr_save_cancel(t), 1);
 	/* The lane still reads the sources. */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
-	let_the_lane_go();
+	release_lane();
 	saving_finish(t);
 	sfr__lock(&engine->mu);
 	engine->nr_awaiting--;
@@ -325,7 +326,7 @@ TEST(a_cancel_while_others_copy_gives_every_block_back)
 	saving_end(engine);
 }
 
-TEST(a_write_is_noticed_whoever_copies_it)
+TEST(torn_source_is_detected_whichever_thread_copies_it)
 {
 	for (uint32_t flags = 0; flags <= SFR_SAVE_CHECK_BYTES; flags += SFR_SAVE_CHECK_BYTES) {
 		struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 2, 2);
@@ -335,11 +336,11 @@ TEST(a_write_is_noticed_whoever_copies_it)
 		hold_the_lane();
 		t = submit(engine, "d.pt", flags);
 		CHECK_EQ(sem_wait(&lane_stands), 0);
-		/* The last line of a source is always sampled; any byte counts with sums.
-     */
+		/* The last line of a source is always sampled. With checksums any byte is
+		 * detected. */
 		bytes[2][flags ? 7 * MIB + 5 : lens[2] - 1] ^= 1;
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 100 * 1000 * 1000), SFR_EAGAIN);
-		let_the_lane_go();
+		release_lane();
 		saving_finish(t);
 		CHECK_EQ(sfr_save_report(t, &report), 0);
 		CHECK_EQ(report.err.code, SFR_ETORN);
@@ -349,7 +350,7 @@ TEST(a_write_is_noticed_whoever_copies_it)
 	}
 }
 
-TEST(work_is_served_by_rank_and_then_in_the_order_in_which_it_came)
+TEST(shared_work_is_served_by_rank_and_then_by_age)
 {
 	static const enum sfr__shared_rank ranks[] = { SFR__IN_TURN, SFR__AT_ONCE, SFR__IN_TURN,
 						       SFR__AT_ONCE };
@@ -369,7 +370,7 @@ TEST(work_is_served_by_rank_and_then_in_the_order_in_which_it_came)
 	sfr__shared_remove_locked(engine, &works[2]); /* the last one */
 	sfr__shared_remove_locked(engine, &works[1]); /* the first one */
 	CHECK(engine->shared == &works[3] && works[3].next == &works[0] && works[0].next == NULL);
-	sfr__shared_remove_locked(engine, &works[1]); /* it is not there: nothing happens */
+	sfr__shared_remove_locked(engine, &works[1]); /* not in the list: nothing happens */
 	sfr__shared_remove_locked(engine, &works[3]);
 	sfr__shared_remove_locked(engine, &works[0]);
 	CHECK(engine->shared == NULL);

@@ -1,8 +1,7 @@
-/* Small pools: several saves and threads, and fewer blocks than any of them needs.
+/* Small pools: several saves and threads with fewer blocks than any of them needs.
  *
- * Layouts, pools, writers and what happens to the saves are drawn at random from a seed that is
- * printed with a failure; CHECK_SEED in the environment repeats one.
- */
+ * A seed chooses layouts, pools, writers and the fates of the saves. A failure prints the seed;
+ * CHECK_SEED in the environment repeats it. */
 #include <errno.h>
 #include <pthread.h>
 
@@ -12,7 +11,7 @@
 enum {
 	NR_ROUNDS = 60,
 	NR_THREADS = 3,
-	NR_SAVES = 4, /* of each thread in a round */
+	NR_SAVES = 4, /* saves of each thread in a round */
 	MAX_SOURCES = 7,
 	BLOCK = SAVING_BLOCK,
 	MAX_LEN = 3 * BLOCK,
@@ -29,16 +28,16 @@ static uint32_t draw(uint64_t *random, uint32_t below)
 	return (uint32_t)(*random >> 33) % below;
 }
 
-/* One thread's saves: bytes that tell which save and which source they are of. */
+/* One thread's saves. Their bytes identify the save and the source. */
 struct saver {
 	struct sfr_engine *engine;
 	unsigned number;
 	uint64_t random;
 	unsigned char bytes[MAX_SOURCES][MAX_LEN];
-	int durable, cancelled; /* how they ended */
+	int durable, cancelled; /* how many ended this way */
 };
 
-/* A length around which something happens: nothing, one byte, a block and its neighbours. */
+/* Draws a length near a boundary: nothing, one byte, about a block. */
 static uint64_t draw_len(uint64_t *random)
 {
 	static const uint64_t lens[] = { 0,         1,     63,        64,        4096,
@@ -53,7 +52,7 @@ static unsigned char value(unsigned thread, unsigned save, unsigned source, uint
 	return (unsigned char)(thread * 61 + save * 17 + source * 5 + at % 251);
 }
 
-/* Does the file hold just these sources, each with this save's bytes? */
+/* Returns whether the file holds exactly these sources with this save's bytes. */
 static bool holds(const char *name, const struct saver *s, unsigned save,
 		  const struct sfr_save_desc *desc)
 {
@@ -86,7 +85,7 @@ static bool holds(const char *name, const struct saver *s, unsigned save,
 	return ok;
 }
 
-/* From admit to launch in slices so short that every wait is interrupted. */
+/* Submits in slices so short that every wait is interrupted. */
 static int submit_in_slices(struct sfr_ticket *t)
 {
 	const uint64_t slice_ns = 100 * 1000;
@@ -134,14 +133,14 @@ static void save_one(struct saver *s, unsigned save)
 	if (!CHECK_EQ(submit_in_slices(t), 0))
 		return;
 	if (fate == 0)
-		(void)sfr_save_cancel(t); /* it may be through already */
+		(void)sfr_save_cancel(t); /* the save may have ended already */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	(void)sfr_save_confirm(t, -1);
 	if (fate == 1)
 		(void)sfr_engine_trim(s->engine);
 	if (fate == 2)
 		(void)sfr_engine_warm_up(s->engine, 2 * BLOCK);
-	/* From here on the sources may change: the next save's are written over them. */
+	/* From here on the sources may change: the next save overwrites them. */
 	memset(s->bytes, 0xee, sizeof(s->bytes));
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
@@ -162,7 +161,7 @@ static void *saver_main(void *arg)
 	return NULL;
 }
 
-/* Takes what the notices say until nothing more comes. */
+/* Takes notices until none is left. */
 static void drain_notices(int nr_ended)
 {
 	while (nr_ended > 0)
@@ -199,7 +198,7 @@ static void one_round(uint64_t seed, int *durable, int *cancelled)
 			      (unsigned long long)seed, nr_blocks, nr_writers);
 }
 
-TEST(any_layout_goes_through_any_small_pool_whoever_else_saves)
+TEST(any_layout_is_saved_through_any_small_pool)
 {
 	const char *seed = getenv("CHECK_SEED");
 	int durable = 0, cancelled = 0;
@@ -213,7 +212,7 @@ TEST(any_layout_goes_through_any_small_pool_whoever_else_saves)
 	CHECK(cancelled > 0 && durable > 2 * cancelled);
 }
 
-/* ---- the waiting is told ---- */
+/* ---- reports of waits ---- */
 
 TEST(a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger)
 {
@@ -237,11 +236,11 @@ TEST(a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger)
 	CHECK_EQ(stats.leased_bytes, 0);
 	sfr_ticket_put(t);
 	saving_end(engine);
-	CHECK_EQ(saving_look(dir, "a"), 1);
+	CHECK_EQ(saving_content(dir, "a"), 1);
 }
 
-/* A save that a signal handler makes while the interrupted one waits for blocks. */
-TEST(a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for)
+/* A signal handler saves while the interrupted save waits for blocks. */
+TEST(nested_save_completes_while_the_interrupted_one_waits_for_blocks)
 {
 	struct sfr_engine *engine = saving_engine(1, 1, 1);
 	struct sfr_ticket *outer, *nested;
@@ -249,28 +248,29 @@ TEST(a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for)
 	saving_slow("pwrite", 5 * 1000 * 1000);
 	CHECK_EQ(saving_new(engine, dir, "outer", &one, 0, &outer), 0);
 	CHECK_EQ(sfr_save_admit(outer, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_save_capture(outer, 0), SFR_EAGAIN); /* it has one block with the writer */
+	CHECK_EQ(sfr_save_capture(outer, 0), SFR_EAGAIN); /* one of its blocks is with the writer */
 	nested = saving_started(engine, dir, "nested", &one, SFR_SAVE_NESTED);
 	CHECK_EQ(sfr_save_wait(nested, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_confirm(nested, -1), 0);
 	CHECK_EQ(sfr_save_wait(nested, SFR_WAIT_ENDED, SFR_FOREVER), 0);
-	CHECK_EQ(saving_look(dir, "nested"), 1);
+	CHECK_EQ(saving_content(dir, "nested"), 1);
 	CHECK_EQ(sfr_save_capture(outer, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_launch(outer), 0);
 	CHECK_EQ(sfr_save_wait(outer, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_confirm(outer, -1), 0);
 	CHECK_EQ(sfr_save_wait(outer, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	sfr_inject_clear();
-	CHECK_EQ(saving_look(dir, "outer"), 1);
+	CHECK_EQ(saving_content(dir, "outer"), 1);
 	drain_notices(2);
 	sfr_ticket_put(outer);
 	sfr_ticket_put(nested);
 	saving_end(engine);
 }
 
-/* Work that has its turn in the log may want a snapshot before it ends, and saves behind it wait
- * for just that: with every block written, they leave all of the pool to it. */
-TEST(a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snapshot)
+/* External work at the head of the log may need a snapshot before it ends, and saves behind it
+ * wait for that work. When all their blocks are written, they leave the whole pool to the
+ * snapshot. */
+TEST(written_save_in_the_log_leaves_the_last_block_to_a_snapshot)
 {
 	struct sfr_engine *engine = saving_engine(1, 1, 1);
 	const struct sfr_source source = { .nbytes = BLOCK };
@@ -291,14 +291,14 @@ TEST(a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snapshot)
 	sfr_log_work_put(work);
 	saving_done(t);
 	saving_end(engine);
-	CHECK_EQ(saving_look(dir, "behind"), 1);
+	CHECK_EQ(saving_content(dir, "behind"), 1);
 }
 
-/* ---- ends ---- */
+/* ---- the end of a save ---- */
 
-/* Jobs hold no reference: a writer that has said what it wrote, and has not yet come back for the
- * lock, keeps the save from its end by being counted. */
-TEST(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it)
+/* Jobs hold no reference. A writer that has reported its block and has not taken the lock again
+ * is counted as a running job, which delays the save's end. */
+TEST(save_does_not_end_before_its_last_writer_has_left)
 {
 	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_report report;
@@ -306,7 +306,7 @@ TEST(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it)
 
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	sfr__lock(&engine->mu);
-	t->sharing.jobs_out++; /* this thread plays the writer */
+	t->sharing.jobs_out++; /* this thread acts as the writer */
 	sfr__unlock(&engine->mu);
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
 	while (t->facts.written_nbytes < t->plan.img.len)
@@ -317,7 +317,7 @@ TEST(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it)
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);
 	saving_finish(t);
-	/* The report needs none of them. */
+	/* The report needs none of this memory. */
 	CHECK(!t->plan.jobs && !t->staging.samples.items && !t->plan.img.entries);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK(report.nbytes && report.captured_nbytes && report.deferred_nbytes);
@@ -325,7 +325,7 @@ TEST(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it)
 	saving_end(engine);
 }
 
-/* What a thread does to a pool while another closes the engine. */
+/* Uses a pool while another thread closes the engine. */
 static void *use_the_pool(void *engine)
 {
 	int rc;
@@ -338,7 +338,7 @@ static void *use_the_pool(void *engine)
 	return (void *)(intptr_t)rc;
 }
 
-TEST(close_waits_for_those_who_warm_and_trim_the_pool)
+TEST(close_waits_for_warm_up_and_trim)
 {
 	for (int i = 0; i < 20; i++) {
 		struct sfr_engine *engine = saving_engine(8, 1, 1);
@@ -365,7 +365,7 @@ int main(void)
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	CHECK_EQ(sfr_inject_install(), 0);
-	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
+	sfr__host_tune(4096, 8192); /* so that copiers help with small copies too */
 	check_run();
 	CHECK_EQ(sfr_log_stop(), 0);
 	saving_rmdir(dir);

@@ -1,4 +1,4 @@
-/* What a save says of itself on its way. */
+/* The state that a save reports while it runs. */
 #include <errno.h>
 #include <unistd.h>
 
@@ -16,12 +16,12 @@ static void free_engine(struct sfr_engine *engine)
 	saving_end(engine);
 }
 
-/* No block is written before it is let go of. */
+/* Holds every write of a block until the fault is removed. */
 static const struct sfr_fault stuck = {
 	.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = SFR_FOREVER
 };
 
-TEST(it_is_staged_until_every_block_is_written)
+TEST(save_reports_staged_until_every_block_is_written)
 {
 	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	struct sfr_ticket *t;
@@ -40,7 +40,7 @@ TEST(it_is_staged_until_every_block_is_written)
 	free_engine(engine);
 }
 
-TEST(a_file_system_that_syncs_no_directory_is_told_of)
+TEST(report_says_that_a_directory_could_not_be_synced)
 {
 	const struct sfr_fault fault = {
 		.call = "fsync", .nth = 1, .sticky = 1, .err = EINVAL, .limit = -1
@@ -63,8 +63,8 @@ TEST(a_file_system_that_syncs_no_directory_is_told_of)
 	free_engine(engine);
 }
 
-/* The lane looks for one in slices: the end of a slice is no failure. */
-TEST(a_lane_that_finds_no_block_for_a_while_goes_on)
+/* The lane waits for blocks in slices. The end of a slice is no failure. */
+TEST(lane_goes_on_after_waiting_for_a_block)
 {
 	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	struct sfr__block *blocks[NR_BLOCKS];
@@ -86,13 +86,13 @@ TEST(a_lane_that_finds_no_block_for_a_while_goes_on)
 	CHECK_EQ(sfr_inject_drop(&stuck), 0);
 	saving_finish(t);
 	CHECK_EQ(saving_state_of(t), SFR_DURABLE);
-	CHECK_EQ(saving_look(dir, "a"), 1);
+	CHECK_EQ(saving_content(dir, "a"), 1);
 	sfr_ticket_put(t);
 	free_engine(engine);
 }
 
-/* There is no save: whoever called is told, and nobody hears of a failed one. */
-TEST(a_call_that_the_pool_refuses_has_made_no_save)
+/* There is no save: the caller gets the error, and no notice reports a failed save. */
+TEST(call_refused_by_a_full_pool_makes_no_save)
 {
 	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	const uint64_t all[1] = { NR_BLOCKS * (uint64_t)SAVING_BLOCK };
@@ -116,11 +116,11 @@ TEST(a_call_that_the_pool_refuses_has_made_no_save)
 	free_engine(engine);
 }
 
-/* By another clock than its deadlines' a thread would never sleep. */
-TEST(the_conditions_of_an_engine_know_the_clock_of_deadlines)
+/* With another clock than that of the deadlines, waits would return at once or never. */
+TEST(engine_conditions_use_the_clock_of_deadlines)
 {
 	struct sfr_engine *engine =
-		saving_engine(NR_BLOCKS, 1, 2); /* without threads yet: nobody wakes anybody */
+		saving_engine(NR_BLOCKS, 1, 2); /* without threads, so nothing wakes the waiter */
 	pthread_cond_t *all[] = { &engine->cv_lane, &engine->cv_writer, &engine->cv_state };
 
 	sfr__lock(&engine->mu);
@@ -134,7 +134,7 @@ TEST(the_conditions_of_an_engine_know_the_clock_of_deadlines)
 	free_engine(engine);
 }
 
-TEST(a_storage_of_several_pieces_is_copied_whole)
+TEST(storage_of_several_chunks_is_copied_completely)
 {
 	enum { LEN = (9 << 20) + 5 };
 	static unsigned char large[2][LEN];

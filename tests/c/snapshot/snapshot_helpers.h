@@ -1,5 +1,4 @@
-/* Snapshots to test: sources with bytes that can be told apart. For test_snapshot.c and
- * test_lease.c. */
+/* Snapshots to test: sources whose bytes differ. For test_snapshot.c and test_lease.c. */
 #ifndef SNAPSHOT_HELPERS_H
 #define SNAPSHOT_HELPERS_H
 
@@ -18,7 +17,8 @@ static inline void fill(unsigned char value)
 		memset(bytes[i], value + i, LEN);
 }
 
-/* The first two captured, the others deferred if `lane`. The fourth is empty. */
+/* Describes sources: the first two are captured, the others are deferred if `lane`. The fourth
+ * is empty. */
 static inline void describe(struct sfr_source *sources, bool lane)
 {
 	for (unsigned i = 0; i < NR; i++)
@@ -71,7 +71,8 @@ static inline int take(struct sfr_engine *engine, const struct sfr_source *sourc
 	return rc;
 }
 
-/* One captured source of `nbytes`; the bytes are never read when there is no address. */
+/* Takes a snapshot of one captured source of `nbytes`. Without an address its bytes are never
+ * read. */
 static inline int take_nbytes(struct sfr_engine *engine, uint64_t nbytes, struct sfr_snapshot **out)
 {
 	const struct sfr_source source = { .nbytes = nbytes };

@@ -1,7 +1,7 @@
-/* lease.c: where the memory of snapshots lies in the pool, and who waits for whom. */
+/* lease.c: where the memory of snapshots is in the pool, and which waits end. */
 #include "snapshot_helpers.h"
 
-TEST(what_is_held_is_not_waited_for_and_what_comes_back_is)
+TEST(lease_waits_only_for_memory_that_returns_by_itself)
 {
 	struct sfr_engine *engine = make_engine(4);
 	struct sfr_snapshot *one, *two;
@@ -24,7 +24,7 @@ TEST(what_is_held_is_not_waited_for_and_what_comes_back_is)
 	sfr_engine_put(engine);
 }
 
-TEST(a_block_is_refused_when_runs_hold_all_of_them)
+TEST(request_for_a_block_fails_while_snapshots_hold_all_blocks)
 {
 	struct sfr__pool *pool = make(4 * MIB, MIB);
 	const uint64_t lens[1] = { 4 * MIB };
@@ -35,7 +35,7 @@ TEST(a_block_is_refused_when_runs_hold_all_of_them)
 	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, SFR_FOREVER, &block), SFR_EEXHAUSTED);
 	sfr__pool_hold(pool, &lease, false);
-	sfr__pool_hold(pool, &lease, false); /* twice is fine */
+	sfr__pool_hold(pool, &lease, false); /* may be called twice */
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), SFR_EAGAIN);
 	sfr__pool_unplace(pool, &lease);
 	sfr__pool_unplace(pool, &lease);
@@ -53,7 +53,7 @@ TEST(a_spare_block_is_left_to_saves)
 	char *addr;
 
 	sfr__pool_join(pool, 0);
-	/* The saves end by themselves, so it is a wait and no refusal. */
+	/* The saves end by themselves, so the request waits. */
 	CHECK_EQ(sfr__pool_place(pool, all, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
 	CHECK_EQ(sfr__pool_place(pool, most, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), 0);
@@ -84,7 +84,7 @@ static void *wait_for_a_run(void *arg)
 	return NULL;
 }
 
-TEST(a_save_that_begins_while_a_run_waits_has_its_spare_block)
+TEST(waiting_run_leaves_a_spare_block_to_a_new_save)
 {
 	struct run_client client = { .pool = make(4 * MIB, MIB), .len = 4 * MIB };
 	struct sfr__block *first, *second;
@@ -96,7 +96,7 @@ TEST(a_save_that_begins_while_a_run_waits_has_its_spare_block)
 		(void)usleep(200);
 	sfr__pool_join(client.pool, 0);
 	sfr__pool_put(client.pool, first);
-	(void)usleep(20000); /* were it to take all four, it would do so now */
+	(void)usleep(20000); /* if it took all four, it would do so now */
 	CHECK_EQ(stats(client.pool).leased_bytes, 0);
 	second = lease(client.pool, MIB);
 	sfr__pool_put(client.pool, second);
@@ -107,7 +107,7 @@ TEST(a_save_that_begins_while_a_run_waits_has_its_spare_block)
 	sfr__pool_free(client.pool);
 }
 
-TEST(who_waits_for_memory_that_somebody_keeps_after_all_is_refused_at_once)
+TEST(waiting_request_fails_when_the_memory_becomes_held)
 {
 	struct run_client client = { .pool = make(4 * MIB, MIB), .len = 4 * MIB };
 	const uint64_t lens[1] = { 4 * MIB };
@@ -116,7 +116,7 @@ TEST(who_waits_for_memory_that_somebody_keeps_after_all_is_refused_at_once)
 	char *addr;
 
 	CHECK_EQ(sfr__pool_place(client.pool, lens, 1, false, 0, 0, &addr, &lease), 0);
-	sfr__pool_hold(client.pool, &lease, false); /* it comes back by itself */
+	sfr__pool_hold(client.pool, &lease, false); /* it will come back by itself */
 	CHECK_EQ(pthread_create(&thread, NULL, wait_for_a_run, &client), 0);
 	while (stats(client.pool).nr_waiters == 0)
 		(void)usleep(200);
@@ -140,7 +140,7 @@ TEST(a_run_waits_for_blocks_of_saves)
 	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
 	sfr__pool_put(pool, blocks[0]);
 	sfr__pool_put(pool, blocks[2]);
-	/* Two blocks, but they do not touch. */
+	/* Two blocks are free, but they are not adjacent. */
 	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
 	sfr__pool_put(pool, blocks[1]);
 	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
@@ -152,7 +152,7 @@ TEST(a_run_waits_for_blocks_of_saves)
 	sfr__pool_free(pool);
 }
 
-TEST(items_go_into_runs_that_lie_apart)
+TEST(items_go_into_separate_runs_if_no_window_fits)
 {
 	struct sfr__pool *pool = make(6 * MIB, MIB);
 	const uint64_t lens[5] = { MIB / 2, 2 * MIB, 0, MIB / 2, 7 * MIB / 4 };
@@ -165,7 +165,7 @@ TEST(items_go_into_runs_that_lie_apart)
 	for (int i = 0; i < 6; i++)
 		if (i != 1)
 			sfr__pool_put(pool, blocks[i]);
-	/* Free: 0, and 2 to 5. All of them are needed, so no window has room. */
+	/* Free are block 0 and blocks 2 to 5. All are needed, so no window has room. */
 	CHECK_EQ(sfr__pool_place(pool, lens, 5, false, 0, 0, addrs, &lease), 0);
 	CHECK(addrs[2] == NULL);
 	for (int i = 0; i < 5; i++) {
@@ -182,8 +182,8 @@ TEST(items_go_into_runs_that_lie_apart)
 	sfr__pool_free(pool);
 }
 
-/* A process maps whole pages, and may read to the last block's end. */
-TEST(what_others_map_has_all_of_its_last_block)
+/* A process maps whole pages and may read to the last block's end. */
+TEST(shared_memory_has_the_whole_last_block)
 {
 	const uint64_t lens[1] = { 4 * MIB + 1 };
 
@@ -200,7 +200,7 @@ TEST(what_others_map_has_all_of_its_last_block)
 	}
 }
 
-TEST(memory_that_is_there_is_used_first)
+TEST(lease_prefers_blocks_with_memory)
 {
 	struct sfr__pool *pool = make(64 * MIB, 4 * MIB);
 	const uint64_t lens[1] = { 7 * MIB };
@@ -221,7 +221,7 @@ TEST(memory_that_is_there_is_used_first)
 	sfr__pool_free(pool);
 }
 
-TEST(a_system_without_memory_is_said_so)
+TEST(lease_fails_with_enomem_without_memory)
 {
 	struct sfr__pool *pool;
 	const uint64_t lens[1] = { 3 * MIB };
@@ -240,8 +240,9 @@ TEST(a_system_without_memory_is_said_so)
 	sfr__pool_free(pool);
 }
 
-/* The whole run is resident: made by several threads, by the caller alone, or half of it before. */
-TEST(memory_of_a_run_is_made_by_as_many_threads_as_there_are)
+/* The whole run is resident, whether several threads made it, the caller alone, or half of it
+ * existed. */
+TEST(memory_of_a_run_is_made_by_several_threads)
 {
 	struct sfr_fault fault = { "thread_create", 2, 1, EAGAIN, -1, 0 };
 	const uint64_t lens[2] = { 7 * MIB, 9 * MIB };
@@ -270,7 +271,7 @@ TEST(memory_of_a_run_is_made_by_as_many_threads_as_there_are)
 	}
 }
 
-/* ---- lots: blocks that small ones share ------------------------------------------------- */
+/* ---- lots: blocks that small snapshots share ---- */
 
 static int leave(struct sfr_engine *engine, uint64_t nbytes, struct sfr_snapshot **out)
 {
@@ -290,7 +291,7 @@ static char *memory(const struct sfr_snapshot *s, uint64_t nbytes)
 	return base;
 }
 
-TEST(small_ones_that_leave_share_a_block_that_goes_back_with_the_last)
+TEST(small_snapshots_share_a_block_until_the_last_is_released)
 {
 	enum { SMALL = 2000, APART = 2048, FULL = BLOCK / APART };
 	struct sfr_engine *engine = make_engine(4);
@@ -301,28 +302,28 @@ TEST(small_ones_that_leave_share_a_block_that_goes_back_with_the_last)
 		CHECK_EQ(leased(engine), BLOCK);
 		CHECK(memory(s[i], SMALL) == memory(s[0], SMALL) + i * APART);
 	}
-	CHECK_EQ(leave(engine, SMALL, &s[FULL]), 0); /* there is no room any more */
+	CHECK_EQ(leave(engine, SMALL, &s[FULL]), 0); /* there is no room left */
 	CHECK_EQ(leased(engine), 2 * BLOCK);
 	for (unsigned i = 0; i + 1 < FULL; i++)
 		drop(s[i]);
 	CHECK_EQ(leased(engine), 2 * BLOCK);
-	CHECK_EQ(leave(engine, SMALL, &s[0]), 0); /* behind the last, not into what is free */
+	CHECK_EQ(leave(engine, SMALL, &s[0]), 0); /* after the last range, not in a free one */
 	CHECK(memory(s[0], SMALL) == memory(s[FULL], SMALL) + APART);
 	drop(s[FULL - 1]);
 	CHECK_EQ(leased(engine), BLOCK);
-	CHECK_EQ(leave(engine, BLOCK / 4 + 1, &large), 0); /* has one to itself */
+	CHECK_EQ(leave(engine, BLOCK / 4 + 1, &large), 0); /* it has a block of its own */
 	CHECK_EQ(leased(engine), 2 * BLOCK);
 	drop(large);
 	drop(s[0]);
 	drop(s[FULL]);
 	CHECK_EQ(leased(engine), 0);
-	CHECK_EQ(leave(engine, SMALL, &s[0]), 0); /* and so on */
+	CHECK_EQ(leave(engine, SMALL, &s[0]), 0); /* after the previous one */
 	drop(s[0]);
 	CHECK_EQ(leased(engine), 0);
 	sfr_engine_put(engine);
 }
 
-TEST(a_shared_block_is_waited_for_once_nobody_holds_any_of_it)
+TEST(request_waits_for_a_shared_block_only_when_no_user_holds_it)
 {
 	struct sfr_engine *engine = make_engine(1);
 	struct sfr_snapshot *one, *two, *three, *all;
@@ -330,7 +331,7 @@ TEST(a_shared_block_is_waited_for_once_nobody_holds_any_of_it)
 	CHECK_EQ(leave(engine, 100, &one), 0);
 	CHECK_EQ(leave(engine, 100, &two), 0);
 	CHECK_EQ(sfr_snapshot_hold(one), 0);
-	sfr_snapshot_unview(one); /* only what ends by itself keeps it */
+	sfr_snapshot_unview(one); /* only a hold is left, which ends by itself */
 	CHECK_EQ(take_nbytes(engine, BLOCK, &all), SFR_EEXHAUSTED);
 	CHECK_EQ(sfr_snapshot_hold(two), 0);
 	sfr_snapshot_unview(two);
@@ -350,7 +351,7 @@ TEST(a_shared_block_is_waited_for_once_nobody_holds_any_of_it)
 	sfr_engine_put(engine);
 }
 
-TEST(nobody_gets_into_a_block_that_a_copy_may_never_leave)
+TEST(retired_lot_gets_no_new_users)
 {
 	struct sfr_engine *engine = make_engine(3);
 	struct sfr_snapshot *one, *two, *three;
@@ -363,7 +364,7 @@ TEST(nobody_gets_into_a_block_that_a_copy_may_never_leave)
 	CHECK_EQ(leased(engine), 2 * BLOCK);
 	drop(one);
 	CHECK_EQ(sfr_engine_stats(engine, &out), 0);
-	CHECK_EQ(out.retired_bytes, 0); /* the other is as good as it was */
+	CHECK_EQ(out.retired_bytes, 0); /* the other block is not retired */
 	drop(two);
 	drop(three);
 	CHECK_EQ(sfr_engine_stats(engine, &out), 0);
@@ -382,7 +383,7 @@ TEST(a_lot_that_gets_no_memory_leaves_nothing)
 		int rc = leave(engine, 100, &one);
 
 		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
-		check_heal(&run);
+		check_end_fault(&run);
 		CHECK_EQ(leased(engine), rc == 0 ? BLOCK : 0);
 		if (rc == 0)
 			sfr_snapshot_unview(one);

@@ -1,4 +1,4 @@
-/* snapshot.c: copies that live in the pool, and when their memory goes back. */
+/* snapshot.c: copies that stay in the pool, and when their memory is returned. */
 #include <sys/mman.h>
 #include <sys/wait.h>
 
@@ -33,8 +33,8 @@ TEST(captured_and_deferred_bytes_are_copied)
 	sfr_engine_put(engine);
 }
 
-/* The copy stands still meanwhile: neither a step nor a reader goes past it. */
-TEST(nobody_goes_past_a_copy_that_is_under_way)
+/* While the copy is stopped, neither a step nor a reader continues. */
+TEST(gate_and_reader_wait_for_a_running_copy)
 {
 	const struct sfr_fault still = {
 		.call = "lane_copy", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = SFR_FOREVER
@@ -49,7 +49,7 @@ TEST(nobody_goes_past_a_copy_that_is_under_way)
 	fill(7);
 	describe(sources, true);
 	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
-	while (sfr_inject_hits() == 0) /* the lane has the only piece in hand */
+	while (sfr_inject_hits() == 0) /* until the lane has the only chunk */
 		(void)usleep(100);
 	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 1000000), SFR_EAGAIN);
 	CHECK_EQ(sfr_snapshot_wait(s, 1000000, &torn), SFR_EAGAIN);
@@ -64,8 +64,8 @@ TEST(nobody_goes_past_a_copy_that_is_under_way)
 	sfr_inject_remove();
 }
 
-/* There is no room for samples of what is captured, and nothing to compare them with. */
-TEST(what_is_captured_is_not_sampled)
+/* Captured sources need no samples, because nothing is compared with them. */
+TEST(captured_sources_are_not_sampled)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_source sources[NR];
@@ -84,7 +84,7 @@ TEST(what_is_captured_is_not_sampled)
 	sfr_engine_put(engine);
 }
 
-TEST(a_snapshot_of_nothing_is_one)
+TEST(empty_snapshot_works)
 {
 	struct sfr_engine *engine = make_engine(1);
 	struct sfr_snapshot *s;
@@ -107,12 +107,12 @@ static uint32_t change_a_byte(uint32_t crc, void *dst, const void *src, size_t l
 	return crc;
 }
 
-static void change_a_byte_in_a_hurry(void *dst, const void *src, size_t len)
+static void change_a_byte_without_crc(void *dst, const void *src, size_t len)
 {
 	(void)change_a_byte(0, dst, src, len);
 }
 
-TEST(a_change_before_the_copy_is_found)
+TEST(write_between_call_and_copy_is_detected)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	const struct sfr_sys before = sfr_sys;
@@ -123,7 +123,7 @@ TEST(a_change_before_the_copy_is_found)
 	fill(1);
 	describe(sources, true);
 	sfr_sys.lane_copy = change_a_byte;
-	sfr_sys.capture_copy = change_a_byte_in_a_hurry;
+	sfr_sys.capture_copy = change_a_byte_without_crc;
 	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
 	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
 	CHECK_EQ(torn, 2);
@@ -133,18 +133,18 @@ TEST(a_change_before_the_copy_is_found)
 	sfr_sys = before;
 }
 
-/* ---- a copy of several pieces, of which the lane takes the first ------------------- */
+/* ---- a copy of several chunks, of which the lane takes the first ---- */
 
 enum { NR_PIECES = 5, LARGE = NR_PIECES << 20 };
 
 static unsigned char large[LARGE];
 static _Atomic int nr_by_lane, nr_by_waiter;
-static sem_t lane_stands, lane_may_go;
+static sem_t lane_is_blocked, lane_may_go;
 
-static uint32_t stand_still(uint32_t crc, void *dst, const void *src, size_t len)
+static uint32_t block_first_copy(uint32_t crc, void *dst, const void *src, size_t len)
 {
 	if (nr_by_lane++ == 0) {
-		(void)sem_post(&lane_stands);
+		(void)sem_post(&lane_is_blocked);
 		(void)sem_wait(&lane_may_go);
 	}
 	memcpy(dst, src, len);
@@ -157,25 +157,25 @@ static void copy_as_waiter(void *dst, const void *src, size_t len)
 	memcpy(dst, src, len);
 }
 
-/* A snapshot whose first piece the lane has in hand. */
+/* Starts a snapshot whose first chunk the lane is copying. */
 static struct sfr_snapshot *begin_large(struct sfr_engine *engine)
 {
 	const struct sfr_source source = { (uint64_t)(uintptr_t)large, LARGE, SFR_LANE_HOST, 0 };
 	struct sfr_snapshot *s;
 
-	CHECK_EQ(sem_init(&lane_stands, 0, 0), 0);
+	CHECK_EQ(sem_init(&lane_is_blocked, 0, 0), 0);
 	CHECK_EQ(sem_init(&lane_may_go, 0, 0), 0);
 	nr_by_lane = nr_by_waiter = 0;
-	sfr_sys.lane_copy = stand_still;
+	sfr_sys.lane_copy = block_first_copy;
 	sfr_sys.capture_copy = copy_as_waiter;
 	for (size_t i = 0; i < LARGE; i++)
 		large[i] = (unsigned char)(i * 2654435761u >> 13);
 	CHECK_EQ(take(engine, &source, 1, 0, &s), 0);
-	CHECK_EQ(sem_wait(&lane_stands), 0);
+	CHECK_EQ(sem_wait(&lane_is_blocked), 0);
 	return s;
 }
 
-TEST(a_thread_at_the_gate_copies_all_but_what_the_lane_has_in_hand)
+TEST(thread_at_the_gate_copies_all_but_the_lanes_chunk)
 {
 	struct sfr_engine *engine = make_engine(2 * LARGE / BLOCK);
 	const struct sfr_sys before = sfr_sys;
@@ -184,7 +184,7 @@ TEST(a_thread_at_the_gate_copies_all_but_what_the_lane_has_in_hand)
 	uint64_t len;
 
 	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 0), SFR_EAGAIN);
-	CHECK_EQ(nr_by_waiter, 0); /* it did not wait */
+	CHECK_EQ(nr_by_waiter, 0); /* the call did not wait */
 	for (int i = 0; i < NR_PIECES; i++)
 		CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 20 * 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(nr_by_waiter, NR_PIECES - 1);
@@ -199,7 +199,7 @@ TEST(a_thread_at_the_gate_copies_all_but_what_the_lane_has_in_hand)
 	sfr_sys = before;
 }
 
-TEST(a_gate_that_helps_finds_a_change_before_the_copy)
+TEST(gate_that_helps_to_copy_detects_an_earlier_write)
 {
 	struct sfr_engine *engine = make_engine(2 * LARGE / BLOCK);
 	const struct sfr_sys before = sfr_sys;
@@ -217,7 +217,7 @@ TEST(a_gate_that_helps_finds_a_change_before_the_copy)
 	sfr_sys = before;
 }
 
-TEST(a_copy_nobody_can_read_is_given_up)
+TEST(released_snapshot_stops_copying)
 {
 	struct sfr_engine *engine = make_engine(2 * LARGE / BLOCK);
 	const struct sfr_sys before = sfr_sys;
@@ -225,7 +225,7 @@ TEST(a_copy_nobody_can_read_is_given_up)
 	int64_t torn;
 
 	sfr_snapshot_unview(s);
-	CHECK_EQ(sfr_snapshot_leased(s), 1); /* it is being written into */
+	CHECK_EQ(sfr_snapshot_leased(s), 1); /* it is still being written to */
 	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 20 * 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(sem_post(&lane_may_go), 0);
 	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
@@ -265,7 +265,7 @@ TEST(memory_stays_for_views_and_holds)
 	sfr_engine_put(engine);
 }
 
-TEST(the_last_reference_gives_back_what_is_left)
+TEST(last_reference_returns_the_memory)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_snapshot *s;
@@ -303,7 +303,7 @@ static int exit_of_child(struct sfr_snapshot *s, const struct sfr_source *source
 	return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-TEST(only_shared_memory_is_there_in_a_child)
+TEST(forked_child_has_only_shared_snapshots)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_source sources[NR];
@@ -324,7 +324,7 @@ TEST(only_shared_memory_is_there_in_a_child)
 	sfr_engine_put(engine);
 }
 
-TEST(memory_that_is_a_file_is_given_to_whoever_has_the_descriptor)
+TEST(processes_with_the_descriptor_can_map_a_shared_snapshot)
 {
 	const struct sfr_engine_opts opts = { .pool_bytes = NR_BLOCKS * BLOCK,
 					      .block_bytes = BLOCK,
@@ -342,7 +342,8 @@ TEST(memory_that_is_a_file_is_given_to_whoever_has_the_descriptor)
 	fill(5);
 	describe(sources, false);
 	CHECK_EQ(sfr_snapshot_new(engine, sources, NR, SFR_SNAPSHOT_SHARED, &refused), -EINVAL);
-	CHECK_EQ(take(engine, &big, 1, 0, &first), 0); /* so that the next does not begin at 0 */
+	/* so that the next one does not begin at 0 */
+	CHECK_EQ(take(engine, &big, 1, 0, &first), 0);
 	CHECK_EQ(sfr_snapshot_new(engine, sources, NR, 0, &s), 0);
 	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE);
 	CHECK_EQ(sfr_snapshot_lease(s, 0), 0);
@@ -354,18 +355,18 @@ TEST(memory_that_is_a_file_is_given_to_whoever_has_the_descriptor)
 	if (!CHECK(seen != MAP_FAILED))
 		return;
 	CHECK_EQ(memcmp(seen, base, len), 0);
-	memset(seen, 77, LEN); /* what is written there is nobody else's */
+	memset(seen, 77, LEN); /* the other process's writes stay private */
 	CHECK(holds(s, sources, 5));
-	CHECK_EQ(exit_of_child(s, sources), 0); /* and a forked child has none of it */
+	CHECK_EQ(exit_of_child(s, sources), 0); /* a forked child has none of the memory */
 	CHECK_EQ(munmap(seen, len), 0);
 	sfr_snapshot_unview(s);
-	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE); /* it has gone back */
+	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE); /* the memory has been returned */
 	sfr_snapshot_put(s);
 	drop(first);
 	sfr_engine_put(engine);
 	engine = make_engine(NR_BLOCKS);
 	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
-	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE); /* private */
+	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE); /* the memory is private */
 	drop(s);
 	sfr_engine_put(engine);
 }
@@ -393,11 +394,11 @@ TEST(a_closed_engine_keeps_the_pool_for_its_snapshots)
 	sfr_snapshot_unview(s);
 	CHECK_EQ(leased(engine), 0);
 	CHECK_EQ(committed(engine), 0);
-	sfr_engine_put(engine); /* and the snapshot still refers to it */
+	sfr_engine_put(engine); /* the snapshot still refers to the engine */
 	sfr_snapshot_put(s);
 }
 
-TEST(a_snapshot_begun_before_the_close_is_copied_at_once)
+TEST(snapshot_begun_before_close_is_copied_in_the_call)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
 	struct sfr_source sources[NR];
@@ -417,7 +418,7 @@ TEST(a_snapshot_begun_before_the_close_is_copied_at_once)
 	sfr_engine_put(engine);
 }
 
-TEST(every_failure_leaves_the_pool_whole)
+TEST(every_failure_leaves_the_pool_intact)
 {
 	struct sfr_source sources[NR];
 
@@ -436,7 +437,7 @@ TEST(every_failure_leaves_the_pool_whole)
 		if (rc == 0)
 			rc = take(engine, sources, NR, SFR_SNAPSHOT_SHARED, &s);
 		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
-		check_heal(&run);
+		check_end_fault(&run);
 		if (rc == 0) {
 			int64_t torn;
 
@@ -445,7 +446,7 @@ TEST(every_failure_leaves_the_pool_whole)
 			take_notice(s);
 		}
 		if (s) {
-			sfr_snapshot_put(s); /* the view goes with it */
+			sfr_snapshot_put(s); /* drops the view too */
 			CHECK_EQ(leased(engine), 0);
 		}
 		sfr_engine_put(engine);

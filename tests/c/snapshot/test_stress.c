@@ -1,10 +1,9 @@
-/* Everything at once, over pools of a few blocks: saves, cancels, snapshots that wait while blocks
- * grow, trims, warm-ups, removes, loads, faults and forks, on several threads.
+/* Everything at once, over pools of a few blocks and on several threads: saves, cancels,
+ * snapshots that wait while blocks grow, trims, warm-ups, removes, loads, faults and forks.
  *
- * The test looks for an unforeseen order of events. That may show as a hang (the test is ended), a
- * data race (make tsan), memory that is not returned, or a file that is neither old nor new.
- * CHECK_STRESS_S in the environment runs it for so many seconds (make stress); CHECK_SEED repeats
- * one. */
+ * The test looks for an unforeseen order of events. That may show as a hang (the test is ended),
+ * a data race (make tsan), memory that is not returned, or a file that is neither old nor new.
+ * CHECK_STRESS_S in the environment sets its seconds (make stress); CHECK_SEED repeats one run. */
 #include <errno.h>
 #include <pthread.h>
 #include <sys/wait.h>
@@ -43,13 +42,13 @@ static void save(struct actor *me)
 
 	name_of(me, name);
 	if (saving_new(me->engine, dir, name, &state, 0, &t) != 0)
-		return; /* the fault */
+		return; /* an injected fault */
 	if (sfr_save_admit(t, SFR_FOREVER) != 0) {
 		sfr_ticket_put(t);
 		return;
 	}
 	if (sfr_save_capture(t, SFR_FOREVER) != 0 || draw(&me->random, 8) == 0)
-		sfr_save_abandon(t); /* snapshots hold every block, or the caller has raised */
+		sfr_save_abandon(t); /* snapshots hold every block, or the caller raises */
 	else
 		CHECK_EQ(sfr_save_launch(t), 0);
 	if (draw(&me->random, 4) == 0)
@@ -96,8 +95,8 @@ static void resize(struct actor *me)
 	(void)usleep(draw(&me->random, 500));
 }
 
-/* A file is what was saved or is not there; while it is replaced it is one or the other. */
-static void look_or_remove(struct actor *me)
+/* Checks a file: it is one of those saved, or missing. Or removes it. */
+static void check_or_remove(struct actor *me)
 {
 	char name[8];
 	struct sfr_err err;
@@ -108,7 +107,7 @@ static void look_or_remove(struct actor *me)
 		(void)sfr__file_remove(dir_path(dir, name), NULL, &err);
 		return;
 	}
-	found = saving_look(dir, name);
+	found = saving_content(dir, name);
 	CHECK(found == 7 || found == -1 || (found == -2 && sfr_inject_hits() != 0));
 }
 
@@ -133,7 +132,7 @@ static void *act(void *arg)
 	return NULL;
 }
 
-/* Notices are taken as they come: each holds a reference. */
+/* Takes notices as they arrive, because each holds a reference. */
 static void *listen(void *arg)
 {
 	struct sfr_notice notice = { .what = 0 };
@@ -149,9 +148,9 @@ static void *listen(void *arg)
 
 static void one_round(uint64_t seed)
 {
-	static void (*const turns[])(struct actor *) = { save,           save,   save,
-							 snap,           snap,   resize,
-							 look_or_remove, resize, fork_one };
+	static void (*const turns[])(struct actor *) = {
+		save, save, save, snap, snap, resize, check_or_remove, resize, fork_one
+	};
 	enum { NR = sizeof(turns) / sizeof(turns[0]) };
 	static const char *const calls[] = { "pwrite", "fdatasync", "rename", "malloc", "madvise" };
 	uint64_t random = seed;
@@ -216,7 +215,7 @@ int main(void)
 	(void)saving_on_host();
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(pthread_create(&listener, NULL, listen, NULL), 0);
-	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
+	sfr__host_tune(4096, 8192); /* so that copiers help with small copies too */
 	check_run();
 	sfr_notice_stop();
 	CHECK_EQ(pthread_join(listener, NULL), 0);

@@ -1,4 +1,5 @@
-/* Copies of host memory: who takes pieces, when a copy is over, what a call may leave behind. */
+/* Copies of host memory: which threads copy chunks, when a copy is over, and what a call may
+ * leave behind. */
 #include <errno.h>
 #include <pthread.h>
 #include <semaphore.h>
@@ -11,7 +12,7 @@
 
 enum { PIECE = 4096, NR_PIECES = 8, BLOCK = PIECE * NR_PIECES, NR_BLOCKS = 3 };
 
-/* A copy of NR_BLOCKS blocks, and what became of it. */
+/* A copy of NR_BLOCKS blocks, and its results. */
 static struct {
 	struct sfr__host_copy copy;
 	struct sfr__host_block blocks[NR_BLOCKS];
@@ -24,11 +25,11 @@ static struct {
 	atomic_bool over;
 } c;
 
-/* Controls of the threads that copy pieces. */
+/* Controls of the threads that copy chunks. */
 static pthread_t caller;
 static atomic_int nr_by_caller, nr_by_copiers, nr_by_lane;
 static atomic_bool wait_for_copier, cancel_then, hold_copiers, hold_lane, outlast_copiers;
-static sem_t copier_stands, lane_stands;
+static sem_t copier_is_blocked, lane_is_blocked;
 
 static bool is_named(const char *prefix)
 {
@@ -38,9 +39,9 @@ static bool is_named(const char *prefix)
 	return strncmp(name, prefix, strlen(prefix)) == 0;
 }
 
-static void stand(sem_t *stands, atomic_bool *hold)
+static void block_thread(sem_t *blocked, atomic_bool *hold)
 {
-	(void)sem_post(stands);
+	(void)sem_post(blocked);
 	while (*hold)
 		(void)usleep(100);
 }
@@ -55,7 +56,7 @@ static bool is_stopping(struct sfr_engine *engine)
 	return stopping;
 }
 
-/* The copier has a piece in hand when the engine stops, and then takes all that are left. */
+/* Stops the copier in a chunk until the engine stops. It then takes all chunks that are left. */
 static void wait_for_stop(struct sfr_engine *engine)
 {
 	while (!is_stopping(engine))
@@ -63,7 +64,7 @@ static void wait_for_stop(struct sfr_engine *engine)
 	hold_copiers = false;
 	while (nr_by_copiers < NR_BLOCKS * NR_PIECES - 1)
 		(void)usleep(100);
-	(void)usleep(20000); /* it has looked for more by now, or there is nothing to see */
+	(void)usleep(20000); /* by now it has looked for more, or the test shows nothing */
 }
 
 static struct sfr__host_block *block(struct sfr__host_copy *copy, uint32_t blk)
@@ -103,9 +104,9 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	} else if (is_named("sfr-copier")) {
 		CHECK(hurried);
 		if (nr_by_copiers++ == 0)
-			stand(&copier_stands, &hold_copiers);
+			block_thread(&copier_is_blocked, &hold_copiers);
 	} else if (is_named("sfr-lane") && nr_by_lane++ == 0) {
-		stand(&lane_stands, &hold_lane);
+		block_thread(&lane_is_blocked, &hold_lane);
 	}
 	memcpy(c.to[blk] + off, c.from[blk] + off, len);
 	return memcmp(c.to[blk] + off, c.from[blk] + off, len) ? 0 : -1;
@@ -158,7 +159,7 @@ static const struct sfr__host_ops ops = {
 	.over = over,
 };
 
-/* An engine, and a copy that needs blocks of its pool, or (`has_memory`) none. */
+/* Makes an engine, and a copy that needs blocks of its pool or, with `has_memory`, none. */
 static struct sfr_engine *begin(uint32_t nr_copiers, uint32_t nr_pool_blocks, bool has_memory)
 {
 	static unsigned char memory[NR_BLOCKS][BLOCK];
@@ -185,8 +186,8 @@ static struct sfr_engine *begin(uint32_t nr_copiers, uint32_t nr_pool_blocks, bo
 	caller = pthread_self();
 	nr_by_caller = nr_by_copiers = nr_by_lane = 0;
 	wait_for_copier = cancel_then = hold_copiers = hold_lane = outlast_copiers = false;
-	CHECK_EQ(sem_init(&copier_stands, 0, 0), 0);
-	CHECK_EQ(sem_init(&lane_stands, 0, 0), 0);
+	CHECK_EQ(sem_init(&copier_is_blocked, 0, 0), 0);
+	CHECK_EQ(sem_init(&lane_is_blocked, 0, 0), 0);
 	sfr__host_tune(PIECE, 2 * PIECE);
 	return engine;
 }
@@ -209,7 +210,7 @@ static void check_copied(void)
 
 /* ---- in the call ------------------------------------------------------------------- */
 
-TEST(copiers_take_pieces_of_a_large_copy_in_the_call)
+TEST(copiers_help_with_a_large_copy_in_the_call)
 {
 	for (uint32_t nr_copiers = 1; nr_copiers <= 3; nr_copiers += 2) {
 		struct sfr_engine *engine = begin(nr_copiers, 2, nr_copiers == 1);
@@ -223,7 +224,7 @@ TEST(copiers_take_pieces_of_a_large_copy_in_the_call)
 	}
 }
 
-TEST(the_caller_copies_all_of_a_small_one)
+TEST(caller_copies_a_small_source_alone)
 {
 	struct sfr_engine *engine = begin(2, 2, true);
 
@@ -258,14 +259,14 @@ TEST(a_copy_needs_no_copier)
 	end(engine);
 }
 
-TEST(the_lane_takes_nothing_of_a_copy_in_the_call)
+TEST(lane_takes_no_part_in_the_calls_copy)
 {
 	struct sfr_engine *engine = begin(0, 2, true);
 
 	sfr__lock(&engine->mu);
 	CHECK_EQ(sfr__engine_start_locked(engine), 0);
 	sfr__unlock(&engine->mu);
-	(void)usleep(20000); /* it sleeps by now, or there is nothing to see */
+	(void)usleep(20000); /* by now it sleeps, or the test shows nothing */
 	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
 	CHECK_EQ(nr_by_lane, 0);
 	CHECK_EQ(nr_by_caller, NR_BLOCKS * NR_PIECES);
@@ -275,25 +276,25 @@ TEST(the_lane_takes_nothing_of_a_copy_in_the_call)
 
 static atomic_bool returned;
 
-static void *let_the_copier_go_later(void *arg)
+static void *release_copier_later(void *arg)
 {
 	(void)arg;
-	CHECK_EQ(sem_wait(&copier_stands), 0);
+	CHECK_EQ(sem_wait(&copier_is_blocked), 0);
 	(void)usleep(50000);
 	CHECK(!returned);
 	hold_copiers = false;
 	return NULL;
 }
 
-/* Its caller may change the sources then. */
-TEST(no_copier_reads_a_source_when_the_call_has_returned)
+/* The caller may change the sources then. */
+TEST(no_copier_reads_a_source_after_the_call)
 {
 	struct sfr_engine *engine = begin(1, 2, true);
 	pthread_t other;
 
 	returned = false;
 	wait_for_copier = hold_copiers = true;
-	CHECK_EQ(pthread_create(&other, NULL, let_the_copier_go_later, NULL), 0);
+	CHECK_EQ(pthread_create(&other, NULL, release_copier_later, NULL), 0);
 	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
 	returned = true;
 	CHECK_EQ(pthread_join(other, NULL), 0);
@@ -302,8 +303,8 @@ TEST(no_copier_reads_a_source_when_the_call_has_returned)
 	end(engine);
 }
 
-/* Between two calls as well: the caller may give the copy up. */
-TEST(a_call_that_finds_no_block_leaves_nobody_at_work_and_goes_on_later)
+/* This holds between two calls too, because the caller may give the copy up. */
+TEST(call_without_a_free_block_stops_copying_and_can_be_resumed)
 {
 	struct sfr_engine *engine = begin(2, 1, false);
 	struct sfr__block *taken;
@@ -320,16 +321,16 @@ TEST(a_call_that_finds_no_block_leaves_nobody_at_work_and_goes_on_later)
 	end(engine);
 }
 
-TEST(a_cancel_in_the_call_gives_the_unfinished_block_back)
+TEST(cancel_during_the_call_returns_the_unfinished_block)
 {
 	struct sfr_engine *engine = begin(1, 2, false);
 	struct sfr_stats stats;
 	pthread_t other;
 
 	returned = false;
-	/* The copier has one piece and the caller another, and there are more in the block. */
+	/* The copier has one chunk, the caller another one, and the block has more. */
 	wait_for_copier = cancel_then = hold_copiers = true;
-	CHECK_EQ(pthread_create(&other, NULL, let_the_copier_go_later, NULL), 0);
+	CHECK_EQ(pthread_create(&other, NULL, release_copier_later, NULL), 0);
 	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
 	returned = true;
 	CHECK_EQ(pthread_join(other, NULL), 0);
@@ -342,7 +343,7 @@ TEST(a_cancel_in_the_call_gives_the_unfinished_block_back)
 
 static void *stop_threads(void *engine)
 {
-	CHECK_EQ(sem_wait(&copier_stands), 0);
+	CHECK_EQ(sem_wait(&copier_is_blocked), 0);
 	sfr__workers_stop(engine);
 	return NULL;
 }
@@ -353,7 +354,7 @@ TEST(copiers_leave_a_call_when_the_engine_stops)
 	struct sfr_engine *engine = begin(1, 2, true);
 	pthread_t other;
 
-	/* The caller has the last piece in hand until the copier has ended. */
+	/* The caller keeps the last chunk until the copier has ended. */
 	outlast_copiers = hold_copiers = true;
 	CHECK_EQ(pthread_create(&other, NULL, stop_threads, engine), 0);
 	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
@@ -373,7 +374,7 @@ static void defer(struct sfr_engine *engine, bool has_memory)
 	sfr__unlock(&engine->mu);
 }
 
-static int wait_for_it(struct sfr_engine *engine, uint64_t slice_ns)
+static int wait_for_copy(struct sfr_engine *engine, uint64_t slice_ns)
 {
 	int rc;
 
@@ -383,42 +384,42 @@ static int wait_for_it(struct sfr_engine *engine, uint64_t slice_ns)
 	return rc;
 }
 
-TEST(who_waits_copies_and_copiers_help)
+TEST(waiting_thread_and_copiers_copy)
 {
 	struct sfr_engine *engine = begin(1, NR_BLOCKS, true);
 
 	hold_lane = true;
 	defer(engine, true);
-	CHECK_EQ(sem_wait(&lane_stands), 0);
+	CHECK_EQ(sem_wait(&lane_is_blocked), 0);
 	(void)usleep(20000);
-	CHECK_EQ(nr_by_copiers, 0); /* nobody waits yet */
+	CHECK_EQ(nr_by_copiers, 0); /* no thread waits yet */
 	wait_for_copier = true;
-	CHECK_EQ(wait_for_it(engine, 20 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(wait_for_copy(engine, 20 * 1000 * 1000), SFR_EAGAIN);
 	while (nr_by_caller + nr_by_copiers < NR_BLOCKS * NR_PIECES - 1)
-		CHECK_EQ(wait_for_it(engine, 1000 * 1000), SFR_EAGAIN);
+		CHECK_EQ(wait_for_copy(engine, 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(nr_by_lane, 1);
 	CHECK(nr_by_copiers > 0 && nr_by_caller > 0);
 	hold_lane = false;
-	CHECK_EQ(wait_for_it(engine, SFR_FOREVER), 0);
+	CHECK_EQ(wait_for_copy(engine, SFR_FOREVER), 0);
 	check_copied();
 	end(engine);
 }
 
-TEST(a_copy_that_fails_is_over_when_the_last_piece_in_hand_is)
+TEST(failed_copy_ends_after_the_chunks_being_copied)
 {
 	struct sfr_engine *engine = begin(0, 2, false);
 	struct sfr_stats stats;
 
 	hold_lane = true;
 	defer(engine, false);
-	CHECK_EQ(sem_wait(&lane_stands), 0);
+	CHECK_EQ(sem_wait(&lane_is_blocked), 0);
 	sfr__lock(&engine->mu);
 	c.failing = true;
 	sfr__unlock(&engine->mu);
-	CHECK_EQ(wait_for_it(engine, 20 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(wait_for_copy(engine, 20 * 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(nr_by_caller, 0);
 	hold_lane = false;
-	CHECK_EQ(wait_for_it(engine, SFR_FOREVER), 0);
+	CHECK_EQ(wait_for_copy(engine, SFR_FOREVER), 0);
 	CHECK_EQ(nr_by_lane, 1);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);

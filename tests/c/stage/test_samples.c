@@ -1,4 +1,5 @@
-/* Which cache lines are sampled: of every source, and where a write is likely to be seen. */
+/* The choice of sampled cache lines: every source has some, and a write is detected as often as
+ * documented. */
 #include <string.h>
 
 #include "stage/samples.h"
@@ -45,17 +46,18 @@ TEST(every_source_has_its_share_and_one_line_at_least)
 	CHECK_EQ(sfr__samples_share(7, 1, 7, most), most);
 	CHECK_EQ(sfr__samples_share(large, 1, large, most), most);
 	CHECK_EQ(sfr__samples_share(100, 4, 400, most), most / 4);
-	/* A small source keeps its part of the even half, a large one has the other half. */
+	/* A small source keeps its share of the half that is divided evenly; a large one gets
+	 * the other half. */
 	CHECK_EQ(sfr__samples_share(1, 2, large, most), most / 4);
 	CHECK_EQ(sfr__samples_share(large - 1, 2, large, most), most / 4 + most / 2 - 1);
-	/* With many sources, half of all samples still go by bytes. */
+	/* With many sources, half of all samples are still divided by bytes. */
 	CHECK_EQ(sfr__samples_share(large / 2, 400, large, most), 1 + most / 4);
 	CHECK_EQ(sfr__samples_share(1, 400, large, most), 1);
 	CHECK_EQ(sfr__samples_share(large, 500, large, most), 1);
 	CHECK_EQ(sfr__samples_share(large, UINT32_MAX, large, most), 1);
 }
 
-/* As many as asked for, or all there are; ascending, none twice, none over the end. */
+/* As many lines as requested, or all there are: ascending, none twice, none beyond the end. */
 TEST(lines_ascend_and_lie_within_their_source)
 {
 	uint64_t random = 1;
@@ -78,7 +80,7 @@ TEST(lines_ascend_and_lie_within_their_source)
 	CHECK_EQ(sfr__samples_place(items, of(0, 0), 9, &random), 0);
 }
 
-TEST(one_line_is_the_one_in_the_middle)
+TEST(single_sample_is_the_middle_line)
 {
 	uint64_t random = 1;
 
@@ -100,8 +102,9 @@ TEST(the_first_and_the_last_line_are_among_two_or_more)
 	}
 }
 
-/* Over many saves: all but the neighbours of the first, the middle and the last line. */
-TEST(the_lines_between_are_others_every_time)
+/* Over many saves every line is sampled, except the neighbours of the first, the middle and the
+ * last. */
+TEST(sampled_lines_vary_between_saves)
 {
 	static bool seen[100];
 	uint64_t random = 42;
@@ -166,9 +169,9 @@ TEST(a_write_is_noticed_as_often_as_documented)
 	}
 }
 
-/* ---- on a device: rows at one distance --------------------------------------- */
+/* ---- on a device: rows at equal distances ---- */
 
-TEST(rows_go_from_the_first_byte_to_the_last)
+TEST(rows_cover_the_first_and_the_last_byte)
 {
 	uint64_t random = 1, pitch;
 
@@ -190,7 +193,7 @@ TEST(rows_go_from_the_first_byte_to_the_last)
 				continue;
 			CHECK_EQ(items[0].off, 0);
 			CHECK(items[nr - 1].off + len + nr >
-			      sizes[s]); /* but for what a pitch rounds off */
+			      sizes[s]); /* except for the rounding of the pitch */
 		}
 	CHECK_EQ(sfr__samples_rows(items, of(0, 0), 9, &random, &pitch), 0);
 	CHECK_EQ(pitch, 0);
@@ -218,7 +221,7 @@ TEST(there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle)
 	CHECK_EQ(sfr__samples_rows(items, of(0, nbytes), 2, &random, &pitch), 2);
 }
 
-TEST(one_row_is_anywhere)
+TEST(single_row_may_be_anywhere)
 {
 	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
 

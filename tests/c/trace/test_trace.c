@@ -1,4 +1,4 @@
-/* Timelines: rings under several threads, what is dropped, failing files, forks. */
+/* Timelines: rings under several threads, dropped events, failing files, forks. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -29,7 +29,7 @@ static const char *text_of(const char *path)
 	return text;
 }
 
-/* How often `what` occurs. Whether the whole is JSON is a question for Python's tests. */
+/* Counts the occurrences of `what`. Python's tests check that the whole is JSON. */
 static int count(const char *text, const char *what)
 {
 	int nr = 0;
@@ -99,7 +99,7 @@ TEST(every_span_of_every_thread_is_written_or_counted)
 	CHECK_EQ(sfr_trace_stop(&result), 0);
 	CHECK_EQ(result.error, 0);
 	CHECK_EQ(result.nr_events + result.nr_dropped, NR_THREADS * NR_SPANS);
-	CHECK_EQ(result.nr_dropped, 0); /* a ring holds more than that */
+	CHECK_EQ(result.nr_dropped, 0); /* a ring has room for more */
 	text = text_of(path);
 	CHECK(is_closed(text));
 	CHECK_EQ(count(text, "\"name\":\"copy\""), NR_THREADS * NR_SPANS);
@@ -107,12 +107,12 @@ TEST(every_span_of_every_thread_is_written_or_counted)
 	CHECK_EQ(rings(), 0); /* their threads have ended */
 }
 
-TEST(what_one_trace_has_left_is_not_in_the_next)
+TEST(leftover_events_are_not_in_the_next_trace)
 {
 	const char *path = dir_path(dir, "full.json");
 	struct sfr_trace_result result;
 
-	/* No reader: the ring is this thread's and nobody empties it. */
+	/* Without a reader, nobody empties this thread's ring. */
 	sfr__rings_begin(1000);
 	for (int i = 0; i < SFR__RING_EVENTS + 100; i++)
 		one_span(7);
@@ -121,7 +121,7 @@ TEST(what_one_trace_has_left_is_not_in_the_next)
 	/* Events and losses of one trace are not in the next. */
 	CHECK_EQ(sfr_trace_start(path), 0);
 	one_span(8);
-	one_span(0); /* of no save: that of the span before has ended */
+	one_span(0); /* without a save: the span that named one has ended */
 	CHECK_EQ(sfr_trace_stop(&result), 0);
 	CHECK_EQ(result.nr_events, 2);
 	CHECK_EQ(result.nr_dropped, 0);
@@ -136,7 +136,7 @@ static void add_dropped(struct sfr__ring *ring, void *unused)
 	seen_dropped += atomic_load(&ring->dropped);
 }
 
-TEST(a_full_ring_drops_and_counts)
+TEST(full_ring_drops_events_and_counts_them)
 {
 	sfr__rings_begin(1001);
 	for (int i = 0; i < SFR__RING_EVENTS + 100; i++)
@@ -145,7 +145,7 @@ TEST(a_full_ring_drops_and_counts)
 	seen_dropped = 0;
 	sfr__rings_each(add_dropped, NULL);
 	CHECK_EQ(seen_dropped, 100);
-	sfr__rings_begin(1002); /* empties it */
+	sfr__rings_begin(1002); /* empties the ring */
 	atomic_store(&sfr__trace_on, 0);
 	seen_dropped = 0;
 	sfr__rings_each(add_dropped, NULL);
@@ -175,7 +175,7 @@ TEST(a_thread_without_memory_for_a_ring_is_counted)
 	CHECK_EQ(pthread_create(&thread, NULL, record_one, NULL), 0);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	sfr_inject_clear();
-	/* Until it is written down: what comes after that counts it no second time. */
+	/* Waits until the loss is written; later events do not count it again. */
 	for (int i = 0; i < 6000 && count(text_of(path), "\"dropped_events\":\"1\"") == 0; i++)
 		(void)usleep(10 * 1000);
 	CHECK_EQ(sfr_trace_stop(&result), 0);
@@ -184,7 +184,7 @@ TEST(a_thread_without_memory_for_a_ring_is_counted)
 	CHECK_EQ(count(text_of(path), "\"dropped_events\":\"1\""), 1);
 }
 
-TEST(a_trace_that_cannot_begin_says_why_and_leaves_nothing_open)
+TEST(failed_trace_start_returns_an_error_and_leaves_nothing_open)
 {
 	struct sfr_trace_result result;
 
@@ -198,7 +198,7 @@ TEST(a_trace_that_cannot_begin_says_why_and_leaves_nothing_open)
 	{
 		int rc = sfr_trace_start(dir_path(dir, "faulty.json"));
 
-		check_heal(&run);
+		check_end_fault(&run);
 		CHECK(rc == 0 || check_acted(&run));
 		CHECK_EQ(sfr_trace_stop(&result), rc == 0 ? 0 : SFR_ESTATE);
 		CHECK_EQ(sfr_trace_begin(), 0);
@@ -217,9 +217,9 @@ TEST(a_second_trace_is_refused_while_one_is_written)
 	CHECK_EQ(sfr_trace_stop(&result), 0);
 }
 
-TEST(a_failing_disk_leaves_a_whole_document_and_counts_the_rest)
+TEST(failing_disk_leaves_a_valid_document_and_counts_lost_events)
 {
-	/* The first write is the head's. The one after it fails, at once or half-way. */
+	/* The first write has the head. The next one fails, at once or half-way. */
 	for (int half = 0; half < 2; half++) {
 		const struct sfr_fault cut = { .call = "pwrite", .nth = 1, .limit = -2 };
 		const struct sfr_fault full = {
@@ -236,7 +236,8 @@ TEST(a_failing_disk_leaves_a_whole_document_and_counts_the_rest)
 		CHECK_EQ(sfr_inject_set(&full), 0);
 		for (int i = 0; i < 100; i++)
 			one_span(1);
-		while (sfr_inject_hits() < 1 + (uint64_t)half) /* the writing thread comes by */
+		/* until the writing thread has tried */
+		while (sfr_inject_hits() < 1 + (uint64_t)half)
 			(void)usleep(1000);
 		one_span(2);
 		CHECK_EQ(sfr_trace_stop(&result), 0);
@@ -245,14 +246,14 @@ TEST(a_failing_disk_leaves_a_whole_document_and_counts_the_rest)
 		CHECK_EQ(result.nr_events, 0);
 		CHECK_EQ(result.nr_dropped, 101);
 		CHECK_EQ(count(text_of(path), "\"name\":\"copy\""), 0);
-		/* The head, one row, the end; what had been written of the events is blank. */
+		/* The head, one row and the end. The events that were written in part are blank. */
 		CHECK_EQ(count(text_of(path), "]"), 1);
 		CHECK_EQ(count(text_of(path), "{"), 4);
 		CHECK_EQ(count(text_of(path), " ") > 100, half);
 	}
 }
 
-TEST(a_child_writes_nothing_of_its_parents_and_may_begin_its_own)
+TEST(forked_child_writes_only_its_own_trace)
 {
 	const char *path = dir_path(dir, "parent.json"), *own = dir_path(dir, "child.json");
 	struct sfr_trace_result result;
@@ -261,7 +262,8 @@ TEST(a_child_writes_nothing_of_its_parents_and_may_begin_its_own)
 
 	CHECK_EQ(sfr_trace_start(path), 0);
 	one_span(1);
-	/* Until its thread runs: what it is started with would have no owner in the child. */
+	/* Waits until its thread runs: the memory that starts the thread would leak in the
+	 * child. */
 	for (int i = 0; i < 6000 && count(text_of(path), "\"save\":1") == 0; i++)
 		(void)usleep(10 * 1000);
 	pid = fork();
@@ -272,7 +274,7 @@ TEST(a_child_writes_nothing_of_its_parents_and_may_begin_its_own)
 		one_span(2);
 		CHECK_EQ(sfr_trace_begin(), 0);
 		CHECK_EQ(sfr_trace_stop(&result), SFR_ESTATE);
-#ifndef __SANITIZE_THREAD__ /* it knows no threads after the fork of a threaded process */
+#ifndef __SANITIZE_THREAD__ /* it does not support threads after a fork of a threaded process */
 		CHECK_EQ(sfr_trace_start(own), 0);
 		one_span(3);
 		CHECK_EQ(sfr_trace_stop(&result), 0);
@@ -300,14 +302,14 @@ TEST(steps_that_raise_are_forgotten)
 	struct sfr_trace_result result;
 
 	CHECK_EQ(sfr_trace_start(path), 0);
-	sfr_trace_step(1, true); /* it began before the trace */
+	sfr_trace_step(1, true); /* the step began before the trace */
 	sfr_trace_step(1, false);
-	sfr_trace_step(1, false); /* the first one raised */
-	sfr_trace_step(2, false); /* nested: an optimizer around another */
+	sfr_trace_step(1, false); /* the first step raised */
+	sfr_trace_step(2, false); /* nested: one optimizer around another */
 	sfr_trace_step(2, true);
-	sfr_trace_step(3, false); /* raises inside */
+	sfr_trace_step(3, false); /* a step inside it raises */
 	sfr_trace_step(1, true);
-	for (uint64_t i = 10; i < 30; i++) /* nested deeper than is kept */
+	for (uint64_t i = 10; i < 30; i++) /* nested deeper than the ring keeps */
 		sfr_trace_step(i, false);
 	for (uint64_t i = 29; i >= 10; i--)
 		sfr_trace_step(i, true);
@@ -317,7 +319,7 @@ TEST(steps_that_raise_are_forgotten)
 	CHECK_EQ(count(text, "\"name\":\"optimizer\""), 2 + 8);
 }
 
-TEST(a_save_is_seen_in_every_phase)
+TEST(trace_shows_every_phase_of_a_save)
 {
 	static const char *const phases[] = { "save",           "admit", "capture",  "samples",
 					      "copy",           "block", "checksum", "write",

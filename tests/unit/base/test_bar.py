@@ -1,4 +1,4 @@
-"""The bar over what takes its time."""
+"""The progress bar of slow work."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ class System:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.tell(
+        self.write(
             "proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable:    8388608 kB\nBuffers: 1\n"
         )
 
-    def tell(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         file = self.root / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -29,7 +29,7 @@ class System:
     def group(self, folder: str, **values: object) -> None:
         for name, value in values.items():
             dotted = name.replace("memory_", "memory.", 1)
-            self.tell(f"sys/fs/cgroup/{folder}/{dotted}", f"{value}\n")
+            self.write(f"sys/fs/cgroup/{folder}/{dotted}", f"{value}\n")
 
     def shared(self, held: int = 0) -> int:
         return budget.look(held, self.root).shared
@@ -54,8 +54,8 @@ def test_ranks_of_a_machine_share_the_budget(system, monkeypatch, ranks, expecte
     assert system.shared() == expected
 
 
-def test_memory_that_pools_hold_is_not_counted_twice(system):
-    system.tell("proc/meminfo", "MemAvailable: 7340032 kB\n")  # 1 GiB less
+def test_memory_held_by_pools_is_not_counted_twice(system):
+    system.write("proc/meminfo", "MemAvailable: 7340032 kB\n")  # 1 GiB less
     assert system.shared(held=GIB) == 4 * GIB
 
 
@@ -71,34 +71,34 @@ def test_memory_that_pools_hold_is_not_counted_twice(system):
 def test_unknown_memory_leaves_one_block(system, meminfo, cgroup):
     (system.root / "proc/meminfo").unlink()
     if meminfo is not None:
-        system.tell("proc/meminfo", meminfo)
+        system.write("proc/meminfo", meminfo)
     if cgroup is not None:
-        system.tell("proc/self/cgroup", cgroup)
+        system.write("proc/self/cgroup", cgroup)
     system.group("memory/a", memory_limit_in_bytes=9223372036854771712, memory_usage_in_bytes=5)
     assert system.shared() == 0
 
 
 def test_cgroup_v2_and_its_parents_limit_the_budget(system):
     task, job = "job.slice/task-3", "job.slice"
-    system.tell("proc/self/cgroup", f"0::/{task}\n")
+    system.write("proc/self/cgroup", f"0::/{task}\n")
     system.group(task, memory_max="max", memory_current=1000)
     assert system.shared() == 4 * GIB
     system.group(task, memory_max=4 * GIB, memory_current=GIB)
     assert system.shared() == 3 * GIB // 2
     system.group(job, memory_max=3 * GIB, memory_current=2 * GIB)
     assert system.shared() == GIB // 2
-    # A GiB of it is files that nobody has read lately.
+    # Of that, 1 GiB is inactive file pages.
     system.group(job, memory_stat=f"anon 5\ninactive_anon 77\nactive_file 5\ninactive_file {GIB}")
     assert system.shared() == GIB
-    # More than is used: the two files are not read at the same moment.
+    # More is inactive than used, because the two files are not read at the same moment.
     system.group(job, memory_stat="inactive_file 99999999999")
     assert system.shared() == 3 * GIB // 2
     system.group(job, memory_current=9999999999, memory_stat="inactive_file 0")
-    assert system.shared() == 0  # beyond its limit already
+    assert system.shared() == 0  # its limit is exceeded already
 
 
 def test_cgroup_v1_limits_the_budget(system):
-    system.tell(
+    system.write(
         "proc/self/cgroup", "9:name=systemd:/x\n5:cpu,memory:/docker/abc\n3:cpuset:/\n0::/\n"
     )
     group = "memory/docker/abc"
@@ -108,20 +108,20 @@ def test_cgroup_v1_limits_the_budget(system):
     assert system.shared() == 3 * GIB // 2
     system.group(group, memory_stat=f"inactive_file 5\ntotal_inactive_file {GIB}")
     assert system.shared() == 2 * GIB
-    system.tell("proc/self/cgroup", "9:memoryless:/docker/abc\n5:cpu,memory2:/docker/abc\n")
+    system.write("proc/self/cgroup", "9:memoryless:/docker/abc\n5:cpu,memory2:/docker/abc\n")
     assert system.shared() == 4 * GIB
 
 
 def test_mount_is_the_group_inside_a_container(system):
-    system.tell("proc/self/cgroup", "4:memory:/docker/name-on-the-host\n")
+    system.write("proc/self/cgroup", "4:memory:/docker/name-on-the-host\n")
     system.group("memory", memory_limit_in_bytes=2 * GIB, memory_usage_in_bytes=0)
     assert system.shared() == GIB
-    system.tell("proc/self/cgroup", "0::/\n")
+    system.write("proc/self/cgroup", "0::/\n")
     system.group(".", memory_max=GIB, memory_current=0)
     assert system.shared() == GIB // 2
-    system.tell("proc/self/cgroup", "0::/../../elsewhere\n")
+    system.write("proc/self/cgroup", "0::/../../elsewhere\n")
     assert system.shared() == GIB // 2
-    system.tell("proc/self/cgroup", "0::/a\n")  # v2 beside v1
+    system.write("proc/self/cgroup", "0::/a\n")  # cgroup v2 beside v1
     system.group("unified/a", memory_max=GIB // 2, memory_current=0)
     assert system.shared() == GIB // 4
 
@@ -130,16 +130,16 @@ def test_limit_of_address_space_leaves_half_of_itself_to_each_process(system, mo
     limit = [2 * GIB]
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit[0], limit[0]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    system.tell("proc/self/statm", f"{GIB // 2 // resource.getpagesize()} 1000 1000 1 0 1000 0\n")
+    system.write("proc/self/statm", f"{GIB // 2 // resource.getpagesize()} 1000 1000 1 0 1000 0\n")
     assert budget.look(0, system.root) == (2 * GIB, 768 * MIB)
-    system.tell("proc/self/statm", "9999999999 1000 1000 1 0 1000 0\n")
+    system.write("proc/self/statm", "9999999999 1000 1000 1 0 1000 0\n")
     assert budget.look(0, system.root).most == 0
     limit[0] = resource.RLIM_INFINITY
     assert budget.look(0, system.root).most > 1 << 50
 
 
 def test_unreadable_files_are_no_limit(system):
-    system.tell("proc/self/cgroup", "0::/a\n")
+    system.write("proc/self/cgroup", "0::/a\n")
     system.group("a", memory_max=GIB, memory_current=0)
     assert system.shared() == GIB // 2
     (system.root / "sys/fs/cgroup/a/memory.max").unlink()
@@ -158,10 +158,10 @@ def test_only_an_engine_without_pool_bytes_uses_the_budget(monkeypatch):
 
 def test_budget_knows_the_memory_of_all_pools(monkeypatch):
     monkeypatch.delenv("STILLFRAME_POOL_BYTES", raising=False)
-    told: list[int] = []
+    shares: list[int] = []
 
     def look(held: int) -> budget.Budget:
-        told.append(held)
+        shares.append(held)
         return budget.Budget(1 << 50, 64 * MIB)
 
     monkeypatch.setattr(budget, "look", look)
@@ -169,4 +169,4 @@ def test_budget_knows_the_memory_of_all_pools(monkeypatch):
         first.warm_up("32MiB")
         with stillframe.Engine():
             pass
-    assert told[1] - told[0] == 32 * MIB
+    assert shares[1] - shares[0] == 32 * MIB

@@ -23,7 +23,7 @@ def collecting() -> Iterator[None]:
 
 
 class BeforeLine:
-    """Ctrl-C before the nth line that runs in `code` or in _depth."""
+    """Raise KeyboardInterrupt before the nth line that runs in `code` or in _depth."""
 
     def __init__(self, number: int, code: Any) -> None:
         self.left = number
@@ -40,7 +40,7 @@ class BeforeLine:
 
 
 def interrupted_everywhere(function: Any) -> int:
-    """Runs it once for each line before which it can be interrupted; how many there were."""
+    """Run a function once for each line at which it can be interrupted; return their number."""
     number = 0
     while True:
         number += 1

@@ -1,4 +1,4 @@
-"""The CPUs of our threads where an OpenMP runtime has bound the main thread to one core."""
+"""The CPUs of our threads if an OpenMP runtime has bound the main thread to one core."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ CORES = Runtime([ONE, OTHER], 2)
 @pytest.mark.parametrize(
     ("main", "first", "runtimes", "granted", "expected"),
     [
-        (ONE, ONE, [], BOTH, None),  # nobody binds: taskset, or the program itself
+        (ONE, ONE, [], BOTH, None),  # no runtime binds: taskset does, or the program itself
         (ONE, ONE, [Runtime([], 1)], BOTH, None),
         (ONE, ONE, [CORES], BOTH, BOTH),
-        (ONE, ONE, [CORES], {0, 1, 2}, BOTH),  # taskset had left two of three
-        (ONE, ONE, [Runtime([ONE], 1)], BOTH, None),  # taskset had left one
-        (ONE, ONE, [Runtime([ONE], 2)], BOTH, BOTH),  # the list names one of two
-        (ONE, ONE, [Runtime([ONE, OTHER], 3)], {0, 1, 2, 3}, BOTH),  # which is the third?
-        (ONE, ONE, [Runtime([ONE, OTHER, {2}], 2)], {0, 1, 2, 3}, None),  # which two?
-        (ONE, ONE, [Runtime([ONE], 1), CORES], BOTH, BOTH),  # the second was loaded bound
-        (OTHER, ONE, [CORES], BOTH, None),  # the program has moved it since
+        (ONE, ONE, [CORES], {0, 1, 2}, BOTH),  # taskset left two of three CPUs
+        (ONE, ONE, [Runtime([ONE], 1)], BOTH, None),  # taskset left one CPU
+        (ONE, ONE, [Runtime([ONE], 2)], BOTH, BOTH),  # the list names one of two CPUs
+        (ONE, ONE, [Runtime([ONE, OTHER], 3)], {0, 1, 2, 3}, BOTH),  # the third CPU is unknown
+        # it is unknown which two CPUs
+        (ONE, ONE, [Runtime([ONE, OTHER, {2}], 2)], {0, 1, 2, 3}, None),
+        # the second runtime was loaded when the thread was bound already
+        (ONE, ONE, [Runtime([ONE], 1), CORES], BOTH, BOTH),
+        (OTHER, ONE, [CORES], BOTH, None),  # the program has moved the thread since
         (BOTH, ONE, [CORES], BOTH, None),
         (ONE, BOTH, [CORES], BOTH, BOTH),  # bound at its first parallel region
         (ONE, {0, 2}, [CORES], {0, 1, 2}, {0, 2}),
@@ -61,11 +63,11 @@ def python_masks():
     return {thread.name: sorted(os.sched_getaffinity(thread.native_id)) for thread in ours}
 
 def save():
-    told = threading.Event()
+    durable = threading.Event()
     stillframe.async_save(
-        {"w": torch.ones(100_000)}, "a.pt", on_durable=lambda path, report: told.set()
+        {"w": torch.ones(100_000)}, "a.pt", on_durable=lambda path, report: durable.set()
     )
-    return told
+    return durable
 
 save().wait()
 save().wait()  # the thread that started the one for callbacks has come back from that
@@ -83,7 +85,7 @@ gomp = pytest.mark.skipif(
 def run(
     cwd: Path, chosen: list[int], variables: dict[str, str], cpus: list[int]
 ) -> dict[str, set[tuple[int, ...]]]:
-    """Return the masks of our threads, in the core and in Python, and of the main thread."""
+    """Return the CPU masks of our threads, in the core and in Python, and of the main thread."""
     done = run_python(
         "-c",
         PROGRAM,
@@ -93,10 +95,10 @@ def run(
         preexec_fn=lambda: os.sched_setaffinity(0, cpus),
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    core, python = ({tuple(mask) for mask in told[kind].values()} for kind in ("core", "python"))
-    assert "sf-callbacks" in told["python"] and python == core
-    return {"ours": core, "main": {tuple(told["main"])}}
+    masks = json.loads(done.stdout)
+    core, python = ({tuple(mask) for mask in masks[kind].values()} for kind in ("core", "python"))
+    assert "sf-callbacks" in masks["python"] and python == core
+    return {"ours": core, "main": {tuple(masks["main"])}}
 
 
 @several

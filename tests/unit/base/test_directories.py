@@ -1,4 +1,4 @@
-"""Directories and links that Python makes: what a power failure may leave of them."""
+"""Directories and links that Python makes: their states after a power failure."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_file_system_without_directory_sync_works(tmp_path, monkeypatch, number)
 
 
 def test_directory_without_read_permission_is_refused_before_the_save(tmp_path, monkeypatch):
-    # Root may read everything: so the answers of both looks are put in their place.
+    # Root may read everything, so the answers of both checks are replaced.
     look = paths._core.resolve
 
     def looks_unreadable(text: bytes, follow: bool) -> tuple[bytes, bytes, int, bool, int]:
@@ -134,7 +134,7 @@ def test_directory_whose_remove_is_in_the_log_may_be_saved_over(tmp_path, monkey
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
-    """A directory with two checkpoints, and a link to the older one."""
+    """Make a directory with two checkpoints, and a link to the older one."""
     for name in ("old.ckpt", "new.ckpt"):
         (tmp_path / name).touch()
     (tmp_path / "last.ckpt").symlink_to("old.ckpt")
@@ -210,7 +210,7 @@ def test_file_system_without_links_gets_a_copy(checkpoints, monkeypatch, number)
             str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
         )
     calls = [(call.kind, call.directory) for call in recorded.calls]
-    copy = str(checkpoints / ".last.ckpt.stillframe-link")  # its bytes, before it has the name
+    copy = str(checkpoints / ".last.ckpt.stillframe-link")  # the copy, before it gets the name
     assert calls == [("sync", copy), ("replace", str(checkpoints)), ("sync", str(checkpoints))]
     assert not (checkpoints / "last.ckpt").is_symlink()
     assert (checkpoints / "last.ckpt").read_bytes() == b"new"
@@ -229,13 +229,13 @@ def test_failed_link_is_reported_and_the_old_one_stays(checkpoints, monkeypatch)
     assert os.readlink(checkpoints / "last.ckpt") == "old.ckpt"
 
 
-def test_no_link_is_made_to_what_is_not_there(checkpoints):
+def test_link_to_a_missing_target_is_refused(checkpoints):
     link = checkpoints / "last.ckpt"
     assert not rotation.make_link(str(checkpoints / "gone.ckpt"), str(link), durable=True)
     assert os.readlink(link) == "old.ckpt"
 
 
-def test_remove_takes_the_link_and_not_its_directory(tmp_path):
+def test_remove_deletes_the_link_and_not_its_directory(tmp_path):
     (tmp_path / "epoch").mkdir()
     (tmp_path / "epoch/shard").touch()
     (tmp_path / "last").symlink_to("epoch")

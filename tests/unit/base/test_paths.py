@@ -1,4 +1,4 @@
-"""Where a path leads: one look in C says what Python's functions say one by one."""
+"""The target of a path: one call of C gives the same results as several of Python's functions."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ LINKS = ["dangling", "round"]
 @pytest.mark.parametrize("absolute", [True, False])
 def test_resolve_agrees_with_pythons_functions(tree, name, follow_link, absolute):
     text = f"{tree}/{name}" if absolute else name
-    place = _core.resolve(os.fsencode(text), follow_link)
-    if place is None:
-        assert name in LINKS and follow_link  # of these the words are told
+    checkpoint = _core.resolve(os.fsencode(text), follow_link)
+    if checkpoint is None:
+        assert name in LINKS and follow_link  # messages name these paths as they were given
         return
     parent, last = paths._split(text, follow_link)
-    assert place[:2] == (os.fsencode(parent), os.fsencode(last))
-    assert place[3] == os.access(parent, os.R_OK, effective_ids=True)
-    assert place[4] == os.stat(parent).st_dev
+    assert checkpoint[:2] == (os.fsencode(parent), os.fsencode(last))
+    assert checkpoint[3] == os.access(parent, os.R_OK, effective_ids=True)
+    assert checkpoint[4] == os.stat(parent).st_dev
     there = os.path.join(parent, last)
-    assert place[2] == (os.lstat(there).st_mode if os.path.lexists(there) else 0)
+    assert checkpoint[2] == (os.lstat(there).st_mode if os.path.lexists(there) else 0)
 
 
 @pytest.mark.parametrize("follow_link", [True, False])
@@ -84,37 +84,40 @@ def test_failed_resolve_is_repeated_in_python(tree, call):
 
 
 def test_unreadable_name_is_not_taken_for_a_free_one(tree):
-    with fault("lstat", err=errno.EIO, nth=2) as injected:  # the first one is its directory's
+    with fault("lstat", err=errno.EIO, nth=2) as injected:  # the first lstat is of the directory
         assert _core.resolve(b"file.pt", False) is None
     assert injected.hits == 1
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/c.ckpt", "memory://c", "a+b.c-d://c"])
-def test_place_of_a_remote_path_keeps_its_name(path):
-    place = paths.Place.of(path)
-    assert place.remote and place.name == place.text == path
-    assert place.key() == path.encode()
+def test_remote_checkpoint_path_keeps_its_name(path):
+    checkpoint = paths.CheckpointPath.of(path)
+    assert checkpoint.remote and checkpoint.name == checkpoint.text == path
+    assert checkpoint.key() == path.encode()
 
 
-def test_place_of_a_local_path_has_one_absolute_name(tree):
-    relative, absolute = paths.Place.of("dir/../file.pt"), paths.Place.of(tree / "file.pt")
+def test_local_checkpoint_path_has_one_absolute_name(tree):
+    relative, absolute = (
+        paths.CheckpointPath.of("dir/../file.pt"),
+        paths.CheckpointPath.of(tree / "file.pt"),
+    )
     assert not relative.remote and relative == absolute and len({relative, absolute}) == 1
     assert os.fspath(relative) == str(tree / "file.pt")
     assert relative.text == "dir/../file.pt" and relative.key() == absolute.key()
 
 
-def test_place_of_a_link_is_the_link_or_what_it_names(tree):
-    link = paths.Place.of("to-file")
-    assert link.key() != paths.Place.of("file.pt").key()
-    assert link.key(follow_link=True) == paths.Place.of("file.pt").key()
+def test_key_of_a_link_is_its_own_or_the_targets(tree):
+    link = paths.CheckpointPath.of("to-file")
+    assert link.key() != paths.CheckpointPath.of("file.pt").key()
+    assert link.key(follow_link=True) == paths.CheckpointPath.of("file.pt").key()
 
 
 @pytest.mark.parametrize("path", ["dir/a://b", "://b", "1a://b"])
 def test_path_with_a_scheme_inside_is_local(tree, path):
-    assert not paths.Place.of(path).remote
+    assert not paths.CheckpointPath.of(path).remote
 
 
 @pytest.mark.parametrize("path", [3, None, ["a"]])
-def test_place_of_an_invalid_path_is_refused(path):
+def test_invalid_checkpoint_path_is_refused(path):
     with pytest.raises(TypeError, match=r"has to be a str or os\.PathLike"):
-        paths.Place.of(path)
+        paths.CheckpointPath.of(path)

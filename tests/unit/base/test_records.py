@@ -1,4 +1,4 @@
-"""Single records of an archive, read by threads into memory of Python's."""
+"""Single records of an archive, which threads read into Python's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stillframe._base import records
 
 
 class Core:
-    """A restore whose threads write until it is closed."""
+    """A fake restore whose threads write to memory until it is closed."""
 
     def __init__(self, error: BaseException | None = None, *, good: bool = True) -> None:
         self._error, self._good = error, good
@@ -46,7 +46,7 @@ class Core:
         self.closed = True
 
 
-def test_records_come_as_they_are_asked_for_and_empty_where_there_is_none():
+def test_records_are_returned_as_requested_and_empty_if_missing():
     core: Any = Core()
     assert records.read(core, ("b", "c", "a")) == [b"1..", b"", b"0.."]
     assert not core.closed

@@ -22,7 +22,7 @@ GIB = 1 << 30
         ("300 mb", 300_000_000),
         ("4GiB", 4 * GIB),
         ("1.5 gb", 1_500_000_000),
-        ("2.01GB", 2_010_000_000),  # which 2.01 times a thousand million is not quite
+        ("2.01GB", 2_010_000_000),  # 2.01 * 1000**3 in floating point is slightly different
         ("1.5kib", 1536),
         (".5 MiB", 1 << 19),
         ("5M", 5_000_000),

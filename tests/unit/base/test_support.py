@@ -38,13 +38,13 @@ def test_unsupported_systems_and_pythons_are_named(platform, free_threaded, word
         (None, "there is none here: pip install torch"),
     ],
 )
-def test_an_old_torch_and_none_at_all_are_named(version, words):
+def test_old_and_missing_torch_are_reported(version, words):
     said = support.complaint_of_torch(version)
     assert said is None if words is None else words in said
 
 
 def run(code: str, path: Path) -> str:
-    """The last line on stderr of a Python that looks for modules in `path` first."""
+    """Return the last line on stderr of a Python that searches `path` for modules first."""
     done = run_python("-c", f"import sys; sys.path.insert(0, {str(path)!r})\n{code}")
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
@@ -55,7 +55,7 @@ def fake(path: Path, package: str, version: str) -> None:
     (path / package / "__init__.py").write_text(f"__version__ = {version!r}\n")
 
 
-def test_importing_beside_an_old_torch_says_so(tmp_path):
+def test_import_with_an_old_torch_is_refused(tmp_path):
     fake(tmp_path, "torch", "2.9.1")
     said = run("import stillframe", tmp_path)
     assert said == (
@@ -63,7 +63,7 @@ def test_importing_beside_an_old_torch_says_so(tmp_path):
     )
 
 
-def test_importing_without_torch_says_so(tmp_path):
+def test_import_without_torch_is_refused(tmp_path):
     said = run("sys.modules['torch'] = None; import stillframe", tmp_path)
     assert said.startswith("ImportError: stillframe needs torch 2.10 or later, and there is none")
 
@@ -77,7 +77,7 @@ def test_importing_without_torch_says_so(tmp_path):
         ("transformers", "5.0"),
     ],
 )
-def test_importing_a_module_beside_an_old_package_says_so(tmp_path, package, least):
+def test_import_of_a_module_with_an_old_package_is_refused(tmp_path, package, least):
     fake(tmp_path, package, "1.9.3")
     said = run(f"import stillframe.{package}", tmp_path)
     assert f"needs {package.replace('_', '-')} {least} or later, and this is 1.9.3" in said
@@ -85,7 +85,7 @@ def test_importing_a_module_beside_an_old_package_says_so(tmp_path, package, lea
     assert "and there is none here: pip install" in said
 
 
-def test_importing_elsewhere_says_so(tmp_path):
+def test_import_on_an_unsupported_system_is_refused(tmp_path):
     said = run("import torch; sys.platform = 'darwin'; import stillframe", tmp_path)
     assert said == "ImportError: stillframe runs on Linux only, and this is macOS"
 
@@ -97,7 +97,7 @@ def test_a_package_without_its_extension_says_what_to_do(monkeypatch):
 
 
 def build(path: Path, before: str = "") -> str:
-    """The last line of a build that is refused; `path` has modules that stand before others."""
+    """Return the last line of a refused build; modules in `path` come before all others."""
     code = f"""
         import runpy, sys
         sys.path.insert(0, {str(path)!r})
@@ -110,7 +110,7 @@ def build(path: Path, before: str = "") -> str:
     return done.stderr
 
 
-def test_building_elsewhere_says_so(tmp_path):
+def test_build_on_an_unsupported_system_is_refused(tmp_path):
     loaded = "import sysconfig, setuptools; sysconfig.get_config_vars()"
     said = build(tmp_path, f"{loaded}; sys.platform = 'win32'")
     assert "runs on Linux only, and this is Windows" in said

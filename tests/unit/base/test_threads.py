@@ -1,11 +1,11 @@
-"""Threads of the package are real ones, or the call says why there are none."""
+"""The package's threads are real threads; otherwise the call raises an error that says so."""
 
 from __future__ import annotations
 
 import pytest
 from fix_processes import run_python
 
-# Stands for the library: what it answers is all that is asked of it.
+# Represents gevent or eventlet; only this answer of theirs is used.
 PROGRAM = """
 import sys, types, torch, stillframe
 patcher = types.ModuleType({module!r})

@@ -1,4 +1,4 @@
-"""`stillframe.trace`: is the timeline whole, true, and nobody's obstacle?"""
+"""`stillframe.trace`: the timeline is complete and correct, and delays nothing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from stillframe import _core
 from stillframe.testing import fault, held, slow
 
 MIB = 1 << 20
-STEPS_TID = 1 << 22  # added to the number of a thread: the row of its training steps
-TOLERANCE_US = 0.002  # of figures in decimal text
+STEPS_TID = 1 << 22  # the row of a thread's training steps has the thread's number plus this
+TOLERANCE_US = 0.002  # the rounding of figures in decimal text
 
 
 class Timeline:
-    """A trace's file, read as strictly as JSON can be."""
+    """A trace's file, parsed as strict JSON."""
 
     def __init__(self, path: Path) -> None:
         self.document = json.loads(path.read_text())
@@ -55,7 +55,8 @@ class Timeline:
         return sum(span["args"][number] for span in self.named(name))
 
     def parents(self) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
-        """Every span with the innermost one around it; fails where two of a row overlap."""
+        """Return each span with the innermost span around it; fail if two spans of a row
+        overlap."""
         found = []
         by_row = defaultdict(list)
         for span in self.spans:
@@ -77,7 +78,7 @@ def end(span: dict[str, Any]) -> float:
 
 
 class Trained:
-    """A model and AdamW whose state is deferred from the fourth step on."""
+    """A model with AdamW whose state is deferred from the fourth step on."""
 
     def __init__(self, width: int = 512, layers: int = 4) -> None:
         self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
@@ -97,7 +98,7 @@ class Trained:
 def save_before_a_step(
     trained: Trained, path: Path, engine: stillframe.Engine
 ) -> stillframe.SaveReport:
-    """Save, and hold the copies after the call until the step is at its gate."""
+    """Save, and delay the copies after the call until the step is at its gate."""
     begin = _core.trace_begin
     with contextlib.ExitStack() as copies, pytest.MonkeyPatch.context() as patched:
         injected = copies.enter_context(held("lane_copy"))
@@ -115,12 +116,12 @@ def save_before_a_step(
 
 @pytest.fixture
 def traced(tmp_path: Path) -> tuple[Timeline, list[stillframe.SaveReport], stillframe.trace]:
-    """Three saves between steps, seen from the first to the last byte."""
+    """Trace three saves between steps, from the first to the last byte."""
     trained = Trained()
     trained.step(4)
     with (
         stillframe.trace(tmp_path / "t.json") as trace,
-        stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine,  # ends first
+        stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine,  # closes first
     ):
         reports = [
             save_before_a_step(trained, tmp_path / f"save{number}.pt", engine)
@@ -129,7 +130,7 @@ def traced(tmp_path: Path) -> tuple[Timeline, list[stillframe.SaveReport], still
     return Timeline(tmp_path / "t.json"), reports, trace
 
 
-def test_every_row_is_named_and_steps_stand_above_the_threads(traced):
+def test_every_row_is_named_and_steps_are_above_the_threads(traced):
     timeline, _, _ = traced
     assert {span["tid"] for span in timeline.spans} <= set(timeline.rows)
     assert timeline.row_of("step") == timeline.row_of("optimizer") == {"training steps"}
@@ -190,7 +191,7 @@ def test_bytes_and_counts_are_those_of_the_saves(traced):
     assert timeline.total("async_save", "tensors") == sum(report.num_tensors for report in reports)
     steps = sorted(timeline.named("step"), key=end)
     assert [span["args"]["number"] for span in steps] == [1, 2, 3]
-    for before, step in itertools.pairwise(steps):  # forward and backward belong to it
+    for before, step in itertools.pairwise(steps):  # forward and backward belong to the step
         assert abs(step["ts"] - end(before)) <= TOLERANCE_US
     assert len(timeline.named("optimizer")) == 3
     numbers = {span["args"]["save"] for span in timeline.named("commit")}
@@ -213,7 +214,7 @@ def test_gate_span_has_the_length_that_the_report_says(tmp_path, monkeypatch):
     begin = _core.trace_begin
 
     def late():
-        time.sleep(0.01)  # as on a busy machine, before the clock is read
+        time.sleep(0.01)  # as if the machine were busy, before the clock is read
         return begin()
 
     monkeypatch.setattr(_core, "trace_begin", late)
@@ -223,7 +224,7 @@ def test_gate_span_has_the_length_that_the_report_says(tmp_path, monkeypatch):
         stillframe.trace(tmp_path / "t.json"),
         stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine,
     ):
-        # On a busy machine the copies may be there before a step has come to wait for them.
+        # On a busy machine the copies may end before the step starts to wait for them.
         waited_s = [
             save_before_a_step(trained, tmp_path / "a.pt", engine).gate_wait_s for _ in range(5)
         ]
@@ -259,7 +260,7 @@ def test_save_under_way_is_traced_from_the_traces_begin(tmp_path):
     assert begin["ts"] == 0 < over["ts"]
 
 
-def test_a_failed_save_says_so_and_names_may_be_anything(tmp_path):
+def test_trace_shows_failed_saves_and_escapes_names(tmp_path):
     name = 'a "b"\n\\é😀\udcff' + "x" * 40 + ".pt"
     with (
         fault("fdatasync", err=errno.EIO),
@@ -309,7 +310,7 @@ def test_unwritable_path_raises_on_entry(tmp_path, name, error, code):
     assert not entered
     assert caught.value.errno == code
     assert caught.value.filename == str(tmp_path / name)
-    with stillframe.trace(tmp_path / "good.json"):  # nothing is left of it
+    with stillframe.trace(tmp_path / "good.json"):  # the failed trace has left nothing
         pass
 
 
@@ -356,7 +357,7 @@ def test_second_trace_has_no_events_of_the_first(tmp_path):
 
 
 def test_a_full_disk_does_not_end_the_training_and_is_reported(tmp_path, caplog):
-    # The first write is that of the empty document, the second one of the events.
+    # The first write has the empty document, the second one the events.
     with fault("pwrite", nth=2, err=errno.ENOSPC), stillframe.trace(tmp_path / "t.json") as trace:
         start = _core.trace_begin()
         _core.trace_end(_core.TRACE_GATE, start, 1, 0)

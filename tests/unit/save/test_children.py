@@ -1,4 +1,5 @@
-"""Saves in children of multiprocessing, which run no exit handlers: none is lost silently."""
+"""Saves in children of multiprocessing, which run no exit handlers: each save ends or is
+reported."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import stillframe
 from fix_processes import run_python
 
 # The tensors are small and the syncs slow: without a wait each child would end long before its
-# saves. Every kind of child does the same three things.
+# saves. Each kind of child does the same three things.
 WORK = """
 import multiprocessing, os, sys, threading, time
 import torch
@@ -150,7 +151,7 @@ def test_child_saves_are_durable_and_failures_are_printed(tmp_path, kind):
 
 
 CALLBACK = """
-def told(queue):
+def report_durable(queue):
     enter(slow("fdatasync", 0.3))
     stillframe.async_save(
         {"w": torch.ones(10)}, "a.pt", on_durable=lambda path, report: queue.put(path)
@@ -159,7 +160,7 @@ def told(queue):
 if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=told, args=(queue,))
+    child = context.Process(target=report_durable, args=(queue,))
     child.start()
     print(queue.get(timeout=60))
     child.join()
@@ -194,7 +195,7 @@ if __name__ == "__main__":
 
 
 def test_thread_that_outlives_a_childs_work_saves_durably(tmp_path):
-    """Python joins such threads behind all finalizers, so their saves end in the call."""
+    """Python joins such threads after all finalizers, so their saves end in the call."""
     done = run(WORK + THREADS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert saved(tmp_path / "first.pt") and saved(tmp_path / "late.pt")

@@ -1,4 +1,4 @@
-"""How many threads help with large copies, and which they are."""
+"""The number of threads that help with large copies, and their kinds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from stillframe._base import cpus
 from stillframe._save import options
 
-LARGE = 3 << 20  # elements of float32: more than a copy needs to be helped with
+LARGE = 3 << 20  # elements of float32: a copy that is large enough for helpers
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def names_and_nice() -> dict[str, int]:
 
 
 def copiers_running() -> int:
-    """Return how many copiers run in this process, of all engines."""
+    """Return the number of running copiers of all engines in this process."""
     tasks = Path("/proc/self/task").iterdir()
     return sum((task / "comm").read_text().startswith("sfr-copier") for task in tasks)
 

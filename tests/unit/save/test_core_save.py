@@ -38,10 +38,10 @@ FACTS = {
 
 
 class Ticket:
-    """A ticket of which nobody hears by himself, as where the completion thread has other work:
-    what it copied counts as staged once somebody has given the verdict."""
+    """A fake ticket without a completion thread: its copy counts as staged once the test has given
+    the verdict."""
 
-    number = 1 << 60  # nobody's
+    number = 1 << 60  # no real ticket has this number
 
     def __init__(self, **facts: Any) -> None:
         self.facts = {**FACTS, **facts}
@@ -85,7 +85,7 @@ def save_of(ticket: Ticket, *, late: bool = False, entered: float | None = None)
 
 @pytest.mark.parametrize("wait", [SaveHandle.wait_staged, SaveHandle.result])
 def test_waiting_thread_helps_to_copy_and_gives_the_verdict(wait):
-    """Nobody else need come: at the end of the process the thread that would has ended."""
+    """No other thread is needed: at the end of the process the completion thread has ended."""
     ticket = Ticket()
     wait(save_of(ticket, late=True), 60)
     assert ticket.copied and ticket.confirmed
@@ -129,7 +129,7 @@ def test_system_error_has_phase_path_and_details():
 
 
 def test_times_of_a_report_count_from_the_calls_entry():
-    """Not from the making of the ticket, behind the pickling."""
+    """Times do not count from the making of the ticket, which comes after the pickling."""
     save = save_of(Ticket(), entered=time.perf_counter() - 1000)
     report = save._report_of(FACTS)
     assert 1000 <= report.staged_after_s < report.durable_after_s
@@ -143,7 +143,7 @@ def test_blocked_s_ends_with_a_save_that_ends_within_its_call():
 
 
 def test_gate_wait_s_counts_a_step_that_waits_for_the_saves_end():
-    """The thread that hears of the end may have the interpreter lock first."""
+    """The thread that reports the end may get the interpreter lock first."""
     reports = []
 
     class Short(Ticket):

@@ -1,4 +1,4 @@
-"""`_core.File`: what `load` hands to torch.load."""
+"""`_core.File`, the file object that `load` gives to torch.load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from stillframe import _core
 from stillframe.testing import Injected, fault, held, slow
 
-NBYTES = 700_001  # several windows of 128 KiB, and no multiple of anything
+NBYTES = 700_001  # several windows of 128 KiB, and an odd length
 
 
 @contextmanager
@@ -111,7 +111,8 @@ def test_other_threads_run_while_a_window_is_read(tmp_path):
     with open(tmp_path / "a", "rb") as opened, slow("pread", 0.3):
         file = _core.File(opened.fileno(), 1000)
         started.set()
-        order.extend(map(file.read, [10]))  # no line of Python behind the read
+        # a call from C, so that no line of Python runs after the read
+        order.extend(map(file.read, [10]))
     thread.join()
     assert order == ["other", bytes(10)]
 
@@ -127,7 +128,7 @@ def test_reads_past_the_end_return_nothing_and_free_their_buffers(tmp_path):
         file.seek(6)
         buffer = bytearray(8)
         assert file.readinto(buffer) == 4
-        buffer.append(0)  # refused where somebody still refers to its bytes
+        buffer.append(0)  # raises BufferError if something still refers to its bytes
         assert buffer == b"6789\0\0\0\0\0"
     finally:
         os.close(descriptor)
@@ -142,7 +143,7 @@ def test_partly_read_window_is_discarded_after_an_error(tmp_path):
             fault("pread", nth=2, err=errno.EIO),
             pytest.raises(OSError, match="Input/output"),
         ):
-            file.read(10)  # the window has a thousand bytes of there by now
+            file.read(10)  # by now the window has a thousand bytes from there
         file.seek(0)
         assert file.read(10) == data[:10]
 
@@ -152,7 +153,7 @@ class Interrupted(Exception):
 
 
 def test_ctrl_c_ends_a_long_read_at_its_next_slice(tmp_path):
-    nbytes = (64 << 20) + (1 << 20)  # one slice, and some of the next
+    nbytes = (64 << 20) + (1 << 20)  # one slice, and part of the next
     (tmp_path / "f").touch()
     os.truncate(tmp_path / "f", nbytes)
     to = torch.empty(nbytes, dtype=torch.uint8).numpy()
@@ -170,7 +171,7 @@ def test_ctrl_c_ends_a_long_read_at_its_next_slice(tmp_path):
         while injected.calls("pread") == 0:
             time.sleep(0.001)
         signal.pthread_kill(main, signal.SIGUSR2)
-        os.read(woken, 1)  # Python knows of it
+        os.read(woken, 1)  # returns when Python has seen the signal
         under.close()
 
     try:

@@ -1,4 +1,4 @@
-"""Handles beyond one thread that waits: coroutines, futures, timeouts, exits."""
+"""Handles in coroutines, futures, timeouts and exits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_coroutine_awaits_the_report_while_others_run(tmp_path):
     with contextlib.ExitStack() as hold:
         hold.enter_context(held("fdatasync"))
         assert asyncio.run(main()) >= 4
-    assert threading.active_count() <= threads + 2  # completion and callbacks: none that polls
+    assert threading.active_count() <= threads + 2  # completion and callbacks; no thread polls
 
 
 def test_several_coroutines_await_one_save_and_all_have_its_error(tmp_path):
@@ -50,7 +50,7 @@ def test_several_coroutines_await_one_save_and_all_have_its_error(tmp_path):
 
     with slow("fdatasync", 0.1), fault("rename"):
         asyncio.run(main())
-    stillframe.wait_all()  # somebody has seen it
+    stillframe.wait_all()  # the error was collected already
 
 
 def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path):
@@ -59,7 +59,7 @@ def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path):
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(handle, 0.05)
         assert not handle.done()
-        assert not handle._outcome._wakers  # it is not kept for as long as the save takes
+        assert not handle._outcome._wakers  # not kept until the end of the save
         return handle
 
     with held("fdatasync"):
@@ -68,23 +68,24 @@ def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path):
     assert not handle.upload_completion.cancelled()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio's own
+# caused by asyncio itself
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_closed_event_loop_does_no_harm(tmp_path, caplog):
-    told: list[object] = []
+    called: list[object] = []
     loop = asyncio.new_event_loop()
     with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         task = asyncio.ensure_future(handle, loop=loop)
         loop.run_until_complete(asyncio.sleep(0.01))
         loop.close()
-        handle.add_done_callback(told.append)
+        handle.add_done_callback(called.append)
     assert handle.result().nbytes
     stillframe.wait_all()
-    while not told:
+    while not called:
         time.sleep(0.01)
-    assert told == [handle]
+    assert called == [handle]
     assert not [each for each in caplog.records if each.name == "stillframe"]
-    task._log_destroy_pending = False  # its loop is gone, as is meant here
+    task._log_destroy_pending = False  # the test has closed its loop on purpose
 
 
 def test_awaiting_outside_asyncio_says_what_to_do(tmp_path):
@@ -175,7 +176,7 @@ def test_save_always_saves_and_returns_its_report(tmp_path, when_busy):
     assert report.nbytes == (tmp_path / "b.pt").stat().st_size
 
 
-def test_a_timeout_says_how_long_and_how_far(tmp_path):
+def test_timeout_message_has_the_time_and_the_progress(tmp_path):
     with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         handle.wait_staged()

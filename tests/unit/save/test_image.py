@@ -34,7 +34,7 @@ int64_t drive_tensor(const char *path, uint64_t nbytes, uint64_t block_bytes)
 	return write_tensor(path, nbytes, block_bytes);
 }}
 """
-HOLE = 1  # an address that stands for zeros nobody writes (image_writer.h)
+HOLE = 1  # an address that represents zeros that are never written (image_writer.h)
 BLOCK_SIZES = [4096, 8192, 12288, 65536, 16 << 20]
 
 
@@ -66,7 +66,7 @@ class SaveDesc(ctypes.Structure):
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """The layout and its driver, compiled."""
+    """Compile the layout and the function that drives it."""
     build = tmp_path_factory.mktemp("image")
     driver, library = build / "driver.c", build / "driver.so"
     driver.write_text(DRIVER.format(header=ROOT / "tests" / "c" / "archive" / "image_writer.h"))
@@ -96,7 +96,7 @@ class Limits(ctypes.Structure):
 
 @pytest.fixture(autouse=True)
 def limits_of_library(library, limits):
-    """The library has limits of its own."""
+    """The library has its own copy of the limits."""
     there = Limits.in_dll(library, "sfr_limits")
     before = bytes(there)
     for name, value in limits.items():
@@ -107,7 +107,8 @@ def limits_of_library(library, limits):
 
 @pytest.fixture(scope="session")
 def drive(library):
-    """write(path, skeleton, rows of (addr, nbytes, lane), block_bytes) -> length of the file."""
+    """Return write(path, skeleton, rows of (addr, nbytes, lane), block_bytes), which returns the
+    file's length."""
     function = library.drive
     function.restype = ctypes.c_int64
     function.argtypes = (ctypes.c_char_p, ctypes.POINTER(SaveDesc), ctypes.c_uint64)
@@ -125,7 +126,8 @@ def drive(library):
 
 
 def state():
-    """Sizes around every boundary of pages and alignment, ties, views, empties, odd dtypes."""
+    """Return sizes around every boundary of pages and alignment, ties, views, empty and rare
+    dtypes."""
     torch.manual_seed(1)
     sizes = [0, 1, 63, 64, 65, 4000, 4031, 4032, 4095, 4096, 4097, 8192, 20000, 300001]
     tree = {f"n{size}": torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes}
@@ -145,7 +147,7 @@ def bytes_of(storage):
 
 
 def storages_of(tree):
-    """The distinct storages, in the order in which torch.save numbers them."""
+    """Return the distinct storages in the order in which torch.save numbers them."""
     found = {}
     for value in tree.values():
         if isinstance(value, torch.Tensor):
@@ -173,7 +175,7 @@ LANES = {
 
 @pytest.fixture(params=sorted(LANES))
 def files(request, drive, tmp_path):
-    """(tree, our file, torch.save's file)"""
+    """Return (tree, our file, torch.save's file)."""
     tree = state()
     ours, theirs = tmp_path / "ours.pt", tmp_path / "theirs.pt"
     torch.save(tree, theirs)
@@ -187,7 +189,7 @@ def files(request, drive, tmp_path):
     return tree, ours, theirs
 
 
-def test_torch_load_reads_it_in_every_mode_as_it_reads_torchs_own(files):
+def test_torch_load_reads_our_files_in_every_mode_like_its_own(files):
     tree, ours, theirs = files
     for options in (
         {},
@@ -205,7 +207,7 @@ def test_torch_load_reads_it_in_every_mode_as_it_reads_torchs_own(files):
 
 
 def at_offsets(path, loaded, tree):
-    """Tell whether each loaded storage's _checkpoint_offset leads to its bytes in the file."""
+    """Return whether each loaded storage's _checkpoint_offset is that of its bytes in the file."""
     content = path.read_bytes()
     for key, tensor in loaded.items():
         if isinstance(tensor, torch.Tensor):
@@ -262,7 +264,7 @@ def test_torchs_own_reader_gives_the_records_and_the_id(files):
 
 @pytest.mark.parametrize("lanes", sorted(LANES))
 def test_block_size_does_not_change_the_file(lanes, drive, tmp_path):
-    """So that readers are shown files of one block size alone."""
+    """So the readers are tested with one block size only."""
     tree = state()
     storages = enumerate(storages_of(tree))
     rows = [(s.data_ptr(), s.nbytes(), LANES[lanes](index)) for index, s in storages]
@@ -274,19 +276,19 @@ def test_block_size_does_not_change_the_file(lanes, drive, tmp_path):
 
 
 GIB = 1 << 30
-# Bytes and lane of each storage. Headers come to stand before and behind 4 GiB, and one storage
-# alone is longer than that; small ones between them hold bytes, the large ones are holes.
+# Bytes and lane of each storage. Some headers are below 4 GiB and some above, and one storage is
+# longer than that. Small storages between them have bytes; the large ones are holes.
 LARGE = [(3, 0), (4 * GIB + 77, 0), (1000, 0), (5, 1), (64, 1), (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def large(drive, tmp_path_factory):
-    """(path, the small tensors by key): a sparse file of more than four gigabytes."""
+    """Return (path, the small tensors by key) of a sparse file of more than four gigabytes."""
     where = tmp_path_factory.mktemp("large")
     with FakeTensorMode():
         tree = {f"t{i}": torch.empty(n, dtype=torch.uint8) for i, (n, _) in enumerate(LARGE)}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(tree, where / "outline.pt")  # the pickle, and nothing else
+        torch.save(tree, where / "outline.pt")  # only the pickle
     with zipfile.ZipFile(where / "outline.pt") as archive:
         skeleton = archive.read("outline/data.pkl")
     small = {
@@ -334,7 +336,7 @@ def test_entries_past_4_gib_have_the_right_crc(large):
         others = [name for name in archive.namelist() if name != "archive/data/1"]
     if shutil.which("unzip") is None:
         pytest.skip("unzip is not installed")
-    # Not the large one, for which it takes 20 seconds.
+    # The large one is left out, because it takes 20 seconds.
     command = ["unzip", "-tq", path, *others]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -342,7 +344,7 @@ def test_entries_past_4_gib_have_the_right_crc(large):
 
 @pytest.mark.parametrize("nbytes", [3, 5 << 20, (1 << 32) - 1, (4 << 30) + 77])
 def test_archive_of_a_tensor_of_any_size_is_read(library, tmp_path, nbytes):
-    """In a file of its own behind one byte; its zeros are holes."""
+    """The archive is in a file after one byte; its zeros are holes."""
     function = library.drive_tensor
     function.restype = ctypes.c_int64
     function.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
@@ -359,7 +361,7 @@ def test_archive_of_a_tensor_of_any_size_is_read(library, tmp_path, nbytes):
 
 
 class _Behind(io.RawIOBase):
-    """A file from `start` on."""
+    """The part of a file from `start` on, as a file."""
 
     def __init__(self, file, start):
         self._file, self._start = file, start

@@ -1,4 +1,4 @@
-"""stillframe.load(into=...): the file's bytes in tensors that were there before."""
+"""stillframe.load(into=...): the file's bytes go to existing tensors."""
 
 import argparse
 from collections import defaultdict
@@ -39,7 +39,7 @@ def state():
 
 
 def zeros_like(tree):
-    """The same tree over memory of its own, filled with zeros, and other values."""
+    """Return the same tree over new memory, filled with zeros, and with other values."""
     if isinstance(tree, torch.Tensor):
         return torch.zeros_like(tree, memory_format=torch.contiguous_format)
     if isinstance(tree, dict):
@@ -95,7 +95,7 @@ def test_targets_may_be_strided_parameters_or_a_part_of_what_is_in_the_file(writ
 
 
 def test_view_in_the_file_fills_only_its_own_bytes(tmp_path):
-    """Its record is longer, or in another order: what lies behind the target stays as it is."""
+    """The record is longer or has another order. The bytes around the target stay."""
     weight = torch.arange(1.0, 1001.0).view(20, 50)
     parts = {"head": weight[:1], "tail": weight[-1:], "turned": weight.t()}
     stillframe.save({**parts, "weight": weight}, tmp_path / "x.pt")
@@ -107,7 +107,7 @@ def test_view_in_the_file_fills_only_its_own_bytes(tmp_path):
 
 
 def test_targets_that_share_a_record_are_filled_from_the_first(tmp_path):
-    """The first target is read to its place, which others are copied from."""
+    """The first target is read from the file, and the others are copied from it."""
     weight = torch.arange(1.0, 1001.0)
     stillframe.save({"a": weight, "part": weight[10:20], "tied": weight}, tmp_path / "x.pt")
     memory = torch.zeros(2000)
@@ -119,9 +119,9 @@ def test_targets_that_share_a_record_are_filled_from_the_first(tmp_path):
 
 
 def test_targets_that_share_a_record_on_devices_are_copied():
-    """On its device, which no host tensor can be laid over."""
+    """The first one is on its device, and no host tensor can be made over its memory."""
     there = torch.empty(8, device="meta").untyped_storage()
-    over = fill_module._over(there, 8, torch.zeros(2, 2).t())
+    over = fill_module._view_of(there, 8, torch.zeros(2, 2).t())
     assert (over.device.type, over.storage_offset(), over.stride()) == ("meta", 2, (1, 2))
 
 
@@ -136,7 +136,7 @@ def test_most_of_a_state_needs_no_memory_of_its_own(tmp_path, monkeypatch):
 
     monkeypatch.setattr(restore, "new_storage", counting)
     stillframe.load(tmp_path / "x.pt", into={str(i): torch.empty(1 << 18) for i in range(20)})
-    assert sum(made) < 20_000  # the pickle
+    assert sum(made) < 20_000  # only the pickle
 
 
 def test_mismatched_target_is_named_before_a_byte_is_written(tmp_path):
@@ -237,7 +237,7 @@ def test_file_tensors_replace_targets_that_are_no_tensors(write, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
 def test_wrapper_tensors_are_filled(tmp_path):
-    """They have no record of their own."""
+    """Such tensors have no record of their own."""
     pair = TwoTensor(torch.arange(4.0), torch.arange(4.0) + 1)
     quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
     saved = {"pair": pair, "plain": torch.ones(5), "quantized": quantized}
@@ -289,7 +289,7 @@ def test_into_a_tree_without_tensors_or_with_map_location_is_refused(tmp_path):
 
 
 def holding_itself(value):
-    """A tree that holds itself, and one container twice."""
+    """Return a tree that contains itself, and one container twice."""
     shared = {"w": torch.full((3,), value), "step": int(value)}
     tree = {"once": shared, "again": [shared], "deep": {"list": []}}
     tree["self"] = tree
@@ -347,7 +347,7 @@ def test_disk_error_in_a_load_reports_partly_written_targets(tmp_path, monkeypat
     assert error.value.filename == str(path)
 
 
-def test_file_left_to_torch_load_is_copied_into_the_targets(tmp_path):
+def test_targets_are_filled_from_a_file_that_torch_load_reads(tmp_path):
     by_path(state(), tmp_path / "x.pt")
     pack(tmp_path / "x.pt", tmp_path / "y.pt")
     torch.save(state(), tmp_path / "z.pt", _use_new_zipfile_serialization=False)
@@ -371,7 +371,7 @@ def test_targets_are_written_after_the_copies_of_saves_under_way(write, tmp_path
 def test_record_of_two_dtypes_fills_targets_at_any_offset(tmp_path):
     halves = torch.arange(1, 9, dtype=torch.int16).view(torch.uint16)
     torch.save({"halves": halves, "whole": halves.view(torch.uint32)}, tmp_path / "x.pt")
-    # The first target begins where no element of the second one could.
+    # The first target begins where no element of the second one could begin.
     first = torch.zeros(9, dtype=torch.int16).view(torch.uint16)[1:]
     into = {"halves": first, "whole": torch.zeros(4, dtype=torch.int32).view(torch.uint32)}
     stillframe.load(tmp_path / "x.pt", into=into)
@@ -395,7 +395,7 @@ def test_records_that_are_not_there_are_refused(write, tmp_path):
                 call()
         assert found.reach(found.nr - 1) == found.nr
         found.go(found.nr)
-        assert found.wait(found.nr)  # that number stands for all of them
+        assert found.wait(found.nr)  # that number means all records
         found.close()
         with pytest.raises(ValueError, match="closed"):
             found.done()
@@ -413,7 +413,7 @@ def _twice() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("make", [_row_and_whole, _twice])
-def test_last_in_the_tree_counts_where_targets_share_memory(make, write, tmp_path):
+def test_last_value_in_the_tree_wins_if_targets_share_memory(make, write, tmp_path):
     first, last = make()
     saved = {"b": torch.full(first.shape, 1.0), "a": torch.full(last.shape, 2.0)}
     write(saved, tmp_path / "x.pt")
@@ -427,7 +427,7 @@ def test_targets_that_share_memory_as_in_the_file_need_no_second_copy(tmp_path, 
     saved = torch.arange(6e5).view(600, 1000)
     by_path({"whole": saved, "part": saved[5:9]}, tmp_path / "x.pt")
     target = torch.zeros(600, 1000)
-    monkeypatch.setattr(load_module, "_load_fd", None)  # the road by way of a second copy
+    monkeypatch.setattr(load_module, "_load_fd", None)  # the way that makes a second copy
     into = {"whole": target, "part": target[5:9]}
     stillframe.load(tmp_path / "x.pt", into=into)
     assert torch.equal(target, saved)

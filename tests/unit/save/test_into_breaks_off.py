@@ -1,4 +1,4 @@
-"""load(into=...) that ends while it writes: the error says that the targets are half written."""
+"""load(into=...) that fails while it writes: the error says that the targets are half written."""
 
 import errno
 import functools
@@ -26,9 +26,7 @@ def _notes(error: pytest.ExceptionInfo[BaseException]) -> str:
     return " ".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
 
-def test_memory_that_runs_out_in_the_middle_says_that_the_target_is_half_written(
-    tmp_path, monkeypatch
-):
+def test_out_of_memory_in_a_load_reports_partly_written_targets(tmp_path, monkeypatch):
     by_stillframe(state(), tmp_path / "x.pt")
 
     def run_out(nbytes, device="cpu"):
@@ -40,7 +38,7 @@ def test_memory_that_runs_out_in_the_middle_says_that_the_target_is_half_written
     assert "what into= names is half written" in _notes(error)
 
 
-def test_error_of_a_second_reading_says_that_the_target_is_half_written(tmp_path, monkeypatch):
+def test_error_of_a_second_read_reports_partly_written_targets(tmp_path, monkeypatch):
     by_stillframe(state(), tmp_path / "x.pt")
 
     def turns_out_to_be_for_torch(self):
@@ -65,7 +63,7 @@ def _raise(error, *_, **__):
     raise error
 
 
-def test_copy_that_fails_in_the_middle_says_that_the_target_is_half_written(tmp_path, monkeypatch):
+def test_failed_copy_in_a_load_reports_partly_written_targets(tmp_path, monkeypatch):
     by_stillframe(state(), tmp_path / "x.pt")
     monkeypatch.setattr(load_module, "_plan_ahead", lambda *_: None)
     monkeypatch.setattr(into_module, "copy_tensor", functools.partial(_raise, MemoryError()))
@@ -74,7 +72,7 @@ def test_copy_that_fails_in_the_middle_says_that_the_target_is_half_written(tmp_
     assert "what into= names is half written" in _notes(error)
 
 
-def test_load_that_does_not_begin_to_write_does_not_say_so(tmp_path):
+def test_load_that_wrote_nothing_does_not_report_partly_written_targets(tmp_path):
     by_stillframe(state(), tmp_path / "x.pt")
     with pytest.raises(ValueError, match="does not fit") as error:
         stillframe.load(tmp_path / "x.pt", into={"none": torch.zeros(3)})

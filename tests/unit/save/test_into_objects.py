@@ -1,4 +1,4 @@
-"""stillframe.load(into=...) of modules, optimizers, and whatever has a state_dict."""
+"""stillframe.load(into=...) of modules, optimizers, and other objects with a state_dict."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stillframe import testing
 from stillframe._load import restore
 from torch import nn
 
-WRITERS = [by_path, by_stillframe, legacy]  # the last one goes through torch.load
+WRITERS = [by_path, by_stillframe, legacy]  # the last one is loaded by torch.load
 
 
 class Model(nn.Module):
-    """Tied weights, buffers, a part that is no parameter, and extra state."""
+    """A model with tied weights, buffers, a non-parameter attribute, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_training_is_resumed_by_one_call(write, steps, tmp_path):
+def test_one_call_resumes_a_training(write, steps, tmp_path):
     model, optimizer, scheduler = trained(1)
     scaler = torch.amp.GradScaler("cpu", init_scale=77.0)
     write(
@@ -99,7 +99,7 @@ def test_training_is_resumed_by_one_call(write, steps, tmp_path):
     assert all(
         each._version > old for each, old in zip(fresh[0].parameters(), versions, strict=True)
     )
-    # They go on alike.
+    # Both continue in the same way.
     for each, optim in ((model, optimizer), (fresh[0], fresh[1])):
         torch.manual_seed(9)
         each(torch.randn(8, 30)).square().sum().backward()
@@ -117,7 +117,7 @@ def test_object_at_the_root_is_filled(write, tmp_path):
 
 
 def nbytes_found(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the storages that loads make from now on."""
+    """Record the sizes of the storages that loads make from now on."""
     made: list[int] = []
     new = restore.new_storage
 
@@ -136,7 +136,7 @@ def test_module_and_optimizer_are_filled_without_a_second_copy(tmp_path, monkeyp
     moments = [each["exp_avg"] for each in target[1].state.values()]
     made = nbytes_found(monkeypatch)
     stillframe.load(tmp_path / "x.pt", into={"m": target[0], "o": target[1]})
-    assert sum(made) < 100  # extra state
+    assert sum(made) < 100  # only the extra state
     assert all(
         each["exp_avg"] is moment
         for each, moment in zip(target[1].state.values(), moments, strict=True)
@@ -180,7 +180,7 @@ def test_state_of_any_shape_is_loaded(kind, steps, tmp_path):
 
 
 class Counter:
-    """A user's object; DCP's protocol `Stateful`."""
+    """A user's object that follows DCP's protocol `Stateful`."""
 
     def __init__(self, value: float) -> None:
         self.weights = torch.full((6,), value)
@@ -210,9 +210,9 @@ def test_users_object_gets_the_files_dictionary(write, tmp_path):
     nested, history = counter.taken["nested"]
     assert type(nested["bias"]) is nn.Parameter and nested["bias"].requires_grad
     assert nested["bias"].tolist() == [6.0] * 6 and history == [5.0]
-    counter.weights[3] = 8  # views of one storage are views of one storage
+    counter.weights[3] = 8  # views of one storage stay views of one storage
     assert counter.twice.tolist() == [5.0, 8.0]
-    counter.weights.untyped_storage().resize_(100)  # and it is memory of their own
+    counter.weights.untyped_storage().resize_(100)  # its memory belongs to it
 
 
 def test_object_in_two_places_is_filled_once(tmp_path):
@@ -234,7 +234,7 @@ def test_object_in_two_places_is_filled_once(tmp_path):
 
 
 class Renaming(nn.Linear):
-    """Reads files of an older version, by a hook."""
+    """A module that reads files of an older version through a hook."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -291,7 +291,7 @@ def test_other_dtypes_are_converted_as_load_state_dict_does(tmp_path):
 @pytest.mark.parametrize("untied", [False, True])
 def test_tied_weights_get_what_load_state_dict_gives_them(untied, tmp_path):
     saved = trained(1)[0]
-    if untied:  # the last name counts
+    if untied:  # the last name wins
         saved.tied.weight = nn.Parameter(torch.full((40, 30), 3.0))
     by_stillframe(saved.state_dict(), tmp_path / "x.pt")
     target, expected = trained(0)[0], trained(0)[0]

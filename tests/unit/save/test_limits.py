@@ -1,4 +1,4 @@
-"""Files that a lowered threshold gives the shape of files past 4 GiB."""
+"""Files that have the layout of files past 4 GiB because a threshold was lowered."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_reader_accepts_an_archive_with_low_zip64_thresholds(
     path = tmp_path / "a.pt"
     _core._set_limits(zip64_bytes=zip64_bytes, zip64_records=zip64_records)
     stillframe.save(state(), path)
-    _core._set_limits()  # a reader must not need the writer's thresholds
+    _core._set_limits()  # readers must not need the writer's thresholds
     assert_same(torch.load(path), state())
     assert_same(torch.load(path, mmap=True), state())
     with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,4 @@
-"""stillframe.load: what is whole loads as with torch.load, what is not is refused, with why."""
+"""stillframe.load: complete files load as with torch.load, others are refused with the reason."""
 
 import errno
 import gc
@@ -54,21 +54,21 @@ class Refused:
 def no_descriptor_is_left():
     before = set(open_descriptors())
     yield
-    # Those of saves of earlier tests may have been closed meanwhile.
+    # Descriptors of earlier tests' saves may have been closed meanwhile.
     left = set(open_descriptors()) - before
     assert not left, [os.readlink(f"/proc/self/fd/{fd}") for fd in left]
 
 
 def whole(path):
-    """Checks the file's structure and CRCs; returns what _core.check says."""
+    """Check the file's structure and CRCs; return the result of _core.check."""
     with open(path, "rb") as file:
         return _core.check(file.fileno(), True)
 
 
-# ---- what is whole -----------------------------------------------------------------
+# ---- complete files ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])  # torch cannot load its own 0
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])  # torch itself cannot load protocol 0
 def test_the_legacy_format_is_loaded_in_every_pickle_protocol(protocol, tmp_path):
     path = tmp_path / "x.pt"
     torch.save(small_state(), path, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
@@ -101,7 +101,7 @@ def test_records_past_4_gib_are_loaded(tmp_path):
         found = _core.check(file.fileno(), False)
     assert found["ok"], found["error"]
     assert found["nbytes"] == os.path.getsize(path) > 4 << 30
-    assert found["num_unchecked"] == 3  # skip_data leaves CRCs out
+    assert found["num_unchecked"] == 3  # skip_data leaves the CRCs out
 
 
 def test_torchscript_archive_passes_the_check_and_is_left_to_torch(tmp_path):
@@ -140,12 +140,13 @@ def test_checkpoint_of_the_other_byte_order_is_loaded(tmp_path, monkeypatch, wei
     assert all(torch.equal(into[name], state[name]) for name in state)
 
 
-# ---- by which road ------------------------------------------------------------------
+# ---- which way a load takes ---------------------------------------------------------
 
 
 @pytest.fixture
-def roads(caplog):
-    """Loads a path by `stillframe.load` and says how: (what it holds, why by torch.load)."""
+def ways(caplog):
+    """Return a function that loads a path by `stillframe.load`, and returns the object and the
+    reason for using torch.load, if it did."""
     caplog.set_level("DEBUG", "stillframe")
 
     def load(path, *args, **kwargs):
@@ -159,29 +160,29 @@ def roads(caplog):
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("write", WRITERS)
-def test_file_of_any_writer_is_loaded_and_by_threads_if_it_is_a_zip(write, verify, roads, tmp_path):
+def test_file_of_any_writer_is_loaded_and_by_threads_if_it_is_a_zip(write, verify, ways, tmp_path):
     path = tmp_path / "x.pt"
     write(small_state(), path)
-    loaded, why = roads(path, verify=verify)
+    loaded, why = ways(path, verify=verify)
     assert same(loaded, small_state())
     assert (why is None) == (path.read_bytes()[:2] == b"PK"), why
 
 
 @pytest.mark.parametrize("alignment", [1, 16, 64, 512, 4096, 32768])
-def test_file_of_any_storage_alignment_is_whole_and_read_by_threads(alignment, roads, tmp_path):
+def test_file_of_any_storage_alignment_is_whole_and_read_by_threads(alignment, ways, tmp_path):
     with saving(storage_alignment=alignment):
         torch.save(small_state(), tmp_path / "x.pt")
     found = whole(tmp_path / "x.pt")
     assert (found["ok"], found["num_unchecked"]) == (True, 0), found["error"]
-    loaded, why = roads(tmp_path / "x.pt")
+    loaded, why = ways(tmp_path / "x.pt")
     assert why is None
     assert same(loaded, small_state())
 
 
-def test_archive_of_another_program_is_left_to_torch_and_checked(roads, tmp_path):
+def test_archive_of_another_program_is_left_to_torch_and_checked(ways, tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
     pack(tmp_path / "x.pt", tmp_path / "y.pt")
-    loaded, why = roads(tmp_path / "y.pt")
+    loaded, why = ways(tmp_path / "y.pt")
     assert same(loaded, small_state())
     assert why == "another program packed it"
     flip(tmp_path / "y.pt", offset_of_storage(tmp_path / "y.pt") + 1000)
@@ -189,15 +190,15 @@ def test_archive_of_another_program_is_left_to_torch_and_checked(roads, tmp_path
         stillframe.load(tmp_path / "y.pt")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch tells of the variable
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of the variable
 @pytest.mark.parametrize(
     "name", ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
 )
-def test_environment_variables_are_left_to_torch_load(name, roads, tmp_path, monkeypatch):
+def test_environment_variables_are_left_to_torch_load(name, ways, tmp_path, monkeypatch):
     torch.save({"x": NotAllowed()}, tmp_path / "x.pt")
     monkeypatch.setenv(name, "1")
     torch.save(small_state(), tmp_path / "y.pt")
-    assert roads(tmp_path / "y.pt")[1] == "the environment tells torch.load what to trust"
+    assert ways(tmp_path / "y.pt")[1] == "the environment tells torch.load what to trust"
     for weights_only in (False, True, None):
         try:
             torch.load(tmp_path / "x.pt", weights_only=weights_only)
@@ -212,17 +213,17 @@ def test_environment_variables_are_left_to_torch_load(name, roads, tmp_path, mon
 
 
 @pytest.mark.parametrize("where", ["meta", torch.device("meta")])
-def test_no_byte_is_read_for_empty_tensors(where, roads, tmp_path):
+def test_no_byte_is_read_for_empty_tensors(where, ways, tmp_path):
     by_stillframe(small_state(), tmp_path / "x.pt")
-    loaded, why = roads(tmp_path / "x.pt", where)
+    loaded, why = ways(tmp_path / "x.pt", where)
     assert loaded["weight"].is_meta and why == "no storage is asked for"
 
 
-def test_two_tensors_over_a_storage_without_bytes_are_loaded(roads, tmp_path):
-    """torch asks for such a storage each time."""
+def test_two_tensors_over_a_storage_without_bytes_are_loaded(ways, tmp_path):
+    """torch requests such a storage every time."""
     empty = torch.empty(0)
     by_path({"a": empty, "b": empty.view(0, 3), "c": torch.ones(2)}, tmp_path / "x.pt")
-    loaded, why = roads(tmp_path / "x.pt")
+    loaded, why = ways(tmp_path / "x.pt")
     assert why is None
     assert [tuple(each.shape) for each in loaded.values()] == [(0,), (0, 3), (2,)]
 
@@ -253,7 +254,7 @@ def test_tensors_own_memory_that_can_be_resized(tmp_path):
 
 
 class Curious:
-    """Looks at its tensor while it is unpickled."""
+    """An object that reads its tensor while it is unpickled."""
 
     seen: ClassVar[list] = []
 
@@ -299,7 +300,7 @@ def test_record_of_another_length_is_left_to_torch(tmp_path):
 @pytest.mark.parametrize("nbytes", [0, 12])
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
 def test_a_tensor_that_was_freed_when_it_was_saved_is_refused_by_name(write, nbytes, tmp_path):
-    """torch.load refuses it too. With what its storage would grow, nobody knows."""
+    """torch.load refuses it too: the bytes by which its storage would grow are undefined."""
     tensor = torch.ones(10)
     tensor.untyped_storage().resize_(nbytes)
     path = tmp_path / "x.pt"
@@ -315,7 +316,7 @@ def test_a_tensor_that_was_freed_when_it_was_saved_is_refused_by_name(write, nby
     ]
 
 
-# ---- what torch.load says comes through -----------------------------------------------
+# ---- torch.load's own behaviour and errors --------------------------------------------
 
 
 def test_map_location_behaves_as_in_torch_load(tmp_path):
@@ -346,7 +347,7 @@ def test_weights_only_refusal_is_torch_loads_error(tmp_path):
 
 
 def test_code_in_a_pickle_that_raises_runs_once(tmp_path):
-    """torch.load is asked again where weights_only has refused something, and nowhere else."""
+    """torch.load is called again only after weights_only has refused something."""
     path = tmp_path / "x.pt"
     torch.save({"x": Refused()}, path)
     Refused.calls.clear()
@@ -369,7 +370,7 @@ def test_tensors_own_their_memory_in_every_configuration_of_torch(tmp_path):
     assert same(loaded, small_state())
 
 
-# ---- what is not whole -----------------------------------------------------------------
+# ---- incomplete and foreign files ------------------------------------------------------
 
 
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
@@ -394,7 +395,7 @@ def test_no_truncation_is_loaded(write, tmp_path):
         b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
         b"PK\3\4",
         b"PK\5\6" + bytes(18),
-        b"\x80\x04K\x01.",  # a pickle, but not torch's
+        b"\x80\x04K\x01.",  # a pickle that torch did not write
     ],
 )
 @pytest.mark.parametrize("weights_only", [False, True])
@@ -420,9 +421,9 @@ def test_a_wrong_byte_of_a_tensor_is_found(write, tmp_path):
     with pytest.raises(CorruptCheckpointError, match=r"record \w+/data/0: .* CRC") as error:
         stillframe.load(path)
     assert str(path) in str(error.value)
-    # With the place, and what the user calls what is lost.
+    # The message has the offset and the names of the lost tensors.
     assert f"at byte {offset_of_storage(path)}: weight, view" in str(error.value)
-    # Without it only the structure is looked at: the promise is no more than that.
+    # Without `verify` only the structure is checked.
     loaded = stillframe.load(path, verify=False)
     assert not torch.equal(loaded["weight"], small_state()["weight"])
 
@@ -452,7 +453,7 @@ def test_several_damaged_records_are_counted(tmp_path):
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
 def test_damaged_header_is_found_even_without_verify(write, long, tmp_path):
-    """Whether it is looked for before the load or after it."""
+    """This holds whether headers are read before the load or after it."""
     path = tmp_path / "x.pt"
     state = {**small_state(), "long": torch.arange(3e5 if long else 3.0)}
     write(state, path)
@@ -468,8 +469,8 @@ def test_damaged_header_is_found_even_without_verify(write, long, tmp_path):
         with open(path, "rb") as file:
             whole = _core.check(file.fileno(), False)["ok"]
             headers = _core.check(file.fileno(), False, later=True)["headers"]
-            assert headers != long or at < 4  # then it is no archive
-            # Damage outside the directory is not noticed there.
+            assert headers != long or at < 4  # a damaged magic number means that it is no archive
+            # Damage outside the directory is not found there.
             assert _core.check(file.fileno(), False, directory=True)["ok"] or at < 4
         if whole:
             assert same(stillframe.load(path), state), at
@@ -490,7 +491,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing_that_is_loaded(write, tmp_pat
     nr_found = 0
     with open(path, "r+b", buffering=0) as file:
         for at in range(len(good)):
-            # torch reads some bits of the directory that look as if nobody did: all of them, then.
+            # torch reads some bits of the directory that seem unused, so all of them are tried.
             for bit in range(8) if at >= directory else [at % 8]:
                 os.pwrite(file.fileno(), bytes([good[at] ^ 1 << bit]), at)
                 if _core.check(file.fileno(), True)["ok"]:
@@ -498,7 +499,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing_that_is_loaded(write, tmp_pat
                 else:
                     nr_found += 1
             os.pwrite(file.fileno(), good[at : at + 1], at)
-    # Everything but padding: the headers, the pickle, 2,400 bytes of weights.
+    # All bytes but padding: the headers, the pickle, 2,400 bytes of weights.
     assert nr_found > 3500 + 8 * 300
 
 
@@ -557,7 +558,7 @@ def test_every_kind_of_path_is_accepted(tmp_path, monkeypatch):
         assert same(stillframe.load(path), small_state())
 
 
-# ---- meanwhile ---------------------------------------------------------------------------
+# ---- changes during a load ---------------------------------------------------------------
 
 
 def test_file_replaced_after_its_check_is_loaded_as_checked(tmp_path, monkeypatch):
@@ -608,7 +609,7 @@ def test_check_answers_signals(tmp_path):
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        start = time.process_time()  # other processes must not count
+        start = time.process_time()  # does not count the time of other processes
         with pytest.raises(KeyboardInterrupt):
             stillframe.load(tmp_path / "x.pt", verify=True)
         assert time.process_time() - start < 1.0
@@ -619,19 +620,18 @@ def test_check_answers_signals(tmp_path):
 
 @pytest.mark.product_limits
 def test_progress_reaches_the_end_and_its_errors_are_raised(tmp_path):
-    sparse(tmp_path / "x.pt", 3 << 30)  # more than one slice's work
+    def stop(done, total):
+        raise RuntimeError("enough")
+
+    sparse(tmp_path / "x.pt", 3 << 30)  # a check outlasts a slice if it reads the disk
     seen = []
     with open(tmp_path / "x.pt", "rb") as file:
-        found = _core.check(file.fileno(), True, lambda *now: seen.append(now))
-        assert found["ok"]
-        assert seen == sorted(seen)
-        assert seen and all(done <= found["nbytes"] == total for done, total in seen)
-
-        def stop(done, total):
-            raise RuntimeError("enough")
-
         with pytest.raises(RuntimeError, match="enough"):
             _core.check(file.fileno(), True, stop)
+        found = _core.check(file.fileno(), True, lambda *now: seen.append(now))
+    assert found["ok"]
+    assert seen == sorted(seen)
+    assert seen and all(done <= found["nbytes"] == total for done, total in seen)
 
 
 def nr_threads():

@@ -1,4 +1,4 @@
-"""Files that a load begins to read by itself and has to hand on, and files that lack a record."""
+"""Files that a load starts to read and then leaves to torch.load, and files without a record."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def state() -> dict[str, Any]:
 
 
 def repack_with_storages_elsewhere(source: Path, target: Path) -> None:
-    """Write the archive's storages where torch would not, behind records that are where it would.
+    """Write an archive whose first records are where torch would put them, and whose storages are
+    not.
 
-    So the layout is known to be another program's only when a storage's own header is read.
+    So only the header of a storage shows that another program has written it.
     """
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         assert new.fp is not None
@@ -56,7 +57,7 @@ def test_load_into_leaves_a_repacked_file_to_torch(write, tmp_path, monkeypatch)
 
 
 def without_record(source: Path, target: Path, *, renamed: bool) -> None:
-    """Take data/1 away: under another name it leaves the layout as it is."""
+    """Rename data/1, which removes the record and keeps the layout."""
     if renamed:
         target.write_bytes(source.read_bytes().replace(b"/data/1", b"/data/9"))
         return
@@ -75,7 +76,7 @@ def test_file_that_lacks_a_record_is_corrupt(write, weights_only, renamed, tmp_p
     into = {"a": torch.zeros(5000), "b": torch.zeros(7)}
     for options in ({}, {"into": into}, {"mmap": True}):
         if options.get("mmap") and not renamed:
-            continue  # refused as packed by others
+            continue  # refused as packed by another program
         with pytest.raises(CorruptCheckpointError, match="record data/1 is missing") as error:
             stillframe.load(tmp_path / "b.pt", weights_only=weights_only, **options)
         assert str(tmp_path / "b.pt") in str(error.value)

@@ -1,5 +1,5 @@
-"""Archives that torch.load reads although torch.save does not write them so: with a comment, with
-bytes behind the end, with compressed records. torch.load is the judge."""
+"""Archives that torch.load reads although torch.save does not write such: with a comment, with
+bytes after the end, with compressed records. The tests compare with torch.load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state() -> dict[str, Any]:
 
 
 def assert_whole(path: Path) -> None:
-    """Every way of loading gives the state."""
+    """Check that every way of loading returns the state."""
     for loaded in (stillframe.load(path), stillframe.load(path, verify=False)):
         assert torch.equal(loaded["a"], state()["a"]) and loaded["epoch"] == 3
     into = {"a": torch.zeros(30_000), "b": [torch.zeros(7, dtype=torch.int64)], "epoch": 0}
@@ -80,7 +80,7 @@ def test_archive_with_a_comment_is_loaded(write, tmp_path):
     assert torch_reads(path.read_bytes())
     assert_whole(path)
     assert "16 bytes behind the archive, not checked" in printed(path)
-    for cut in range(1, 17):  # a truncated file, though torch does not see it
+    for cut in range(1, 17):  # a truncated file, although torch does not notice
         path.write_bytes(path.read_bytes()[:-1])
         assert verify.verify_file(str(path)).status == verify.DAMAGED, cut
         with pytest.raises(CorruptCheckpointError, match="end record is damaged"):
@@ -143,7 +143,7 @@ def without_a_record(path: Path, new: Path) -> None:
 
 
 def with_a_shorter_record(path: Path, new: Path) -> None:
-    """Lay a record out as torch does, with the right CRC."""
+    """Write a record that is too short, with torch's layout and the right CRC."""
     writer = torch._C.PyTorchFileWriter(str(new))
     with zipfile.ZipFile(path) as old:
         for name in old.namelist():

@@ -1,6 +1,8 @@
-"""Loads of random layouts, in random orders of asking, with every size threshold lowered.
+"""Loads of random layouts, with records requested in random orders and every size threshold
+lowered.
 
-Each ends, and gives what torch.load gives."""
+Each load ends, and gives the result of torch.load.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from stillframe.errors import StillframeError
 
 random_layouts = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=80)
 
-# A record's header takes about 100 bytes in front of it, and up to 24 behind.
+# A record has a header of about 100 bytes before it, and up to 24 bytes after it.
 _EDGES = (PAGE, 2 * PAGE, CORE["zip64_bytes"], 2 * KIB, 8 * KIB)
 sizes = st.one_of(
     st.integers(0, 200),
@@ -33,7 +35,7 @@ sizes = st.one_of(
     st.integers(0, 5 * PAGE),
 )
 lists = st.lists(sizes, max_size=24)
-# Long records among others, at their ends, side by side, and behind empty ones.
+# Long records among others: at either end, next to each other, and after empty ones.
 LONG = [
     [8800, 10],
     [4800, 4800, 10],
@@ -54,7 +56,7 @@ LOCATIONS: dict[str, Any] = {
 
 
 def with_long_records(*rest: Any) -> Callable[[Any], Any]:
-    """Try the lists of LONG too; `rest` are the test's other arguments."""
+    """Add the lists of LONG as examples; `rest` are the test's other arguments."""
 
     def decorate(test: Any) -> Any:
         for lengths in LONG:
@@ -72,7 +74,7 @@ def low_limits() -> Iterator[None]:
 
 @contextmanager
 def refused_to_torch() -> Iterator[None]:
-    """Make a load fail that hands its file to torch.load."""
+    """Make a load fail if it leaves its file to torch.load."""
 
     def general(*_: Any, **__: Any) -> Any:
         raise AssertionError("the file was handed to torch.load")
@@ -83,7 +85,7 @@ def refused_to_torch() -> Iterator[None]:
 
 
 def state_of(lengths: list[int], order: random.Random) -> dict[str, Any]:
-    """Return tensors of these lengths: tied ones, views, and some of eight bytes an element."""
+    """Return tensors of these lengths: ties, views, and some with elements of eight bytes."""
     state: dict[str, Any] = {"epoch": 3, "tensors": []}
     for number, length in enumerate(lengths):
         tensor = tensor_of(torch.uint8, (length,), number)
@@ -108,10 +110,10 @@ def by_torch(state: Any, path: Path, _: random.Random) -> None:
 
 
 def by_torch_in_another_order(state: Any, path: Path, order: random.Random) -> None:
-    """Write torch's file with its records in a random order, which is not that of the pickle."""
+    """Write torch's file with its records in a random order, unlike the pickle's."""
     torch.save(state, path)
     reader = torch._C.PyTorchFileReader(str(path))
-    last = ("version", ".data/serialization_id")  # the writer's own, at the end
+    last = ("version", ".data/serialization_id")  # the writer puts these at the end
     records = {name: reader.get_record(name) for name in reader.get_all_records()}
     names = [name for name in records if name not in last]
     order.shuffle(names)
@@ -162,7 +164,7 @@ def test_any_layout_fills_tensors_as_by_torch(write, lengths, order):
 
 
 def empty_like(value: Any, order: random.Random) -> Any:
-    """Return a target for a part of a state: bytes can go straight to some tensors, not to all."""
+    """Return a target for part of a state; some tensors can be read into directly, others not."""
     if isinstance(value, list):
         return [empty_like(each, order) for each in value]
     if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""How much memory a load takes at its peak, as the kernel counts it."""
+"""The peak memory of loads, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fix_memory import peak_of
 from stillframe._load import restore
 
 NBYTES, NR = 1 << 20, 64
-# A buffer of a MiB for each of four threads, the directory, the pickle, pages of libraries, what
-# malloc keeps: 11 MiB were seen.
+# A buffer of a MiB for each of four threads, the directory, the pickle, pages of libraries, and
+# what malloc keeps. The measured sum is 11 MiB.
 FIXED = 20 << 20
 
 
@@ -40,7 +40,7 @@ def test_a_load_into_tensors_takes_no_second_copy(path):
         stillframe.load(path, into=into)
         assert all(bool((into[f"t{i}"][::4096] == i).all()) for i in range(NR))
 
-    # A child that writes to what its parent has gets pages of its own, but not more of them.
+    # A child that writes to its parent's memory gets new pages, but not more of them.
     assert peak_of(fill) <= FIXED
 
 
@@ -51,7 +51,7 @@ def test_load_through_memory_takes_only_the_bytes_in_flight(path, monkeypatch):
 
 
 class _Noting:
-    """A restore whose `into` and `go` are noted."""
+    """A restore that records the calls of `into` and `go`."""
 
     def __init__(self, core: Any, calls: list[str]) -> None:
         self._core = core
@@ -63,7 +63,7 @@ class _Noting:
         return getattr(self._core, name)
 
 
-def test_no_memory_is_asked_for_while_readers_fill_what_was_found_before(path, monkeypatch):
+def test_no_memory_is_allocated_while_readers_fill_earlier_memory(path, monkeypatch):
     calls: list[str] = []
     real = restore.open_archive
     monkeypatch.setattr(
@@ -73,4 +73,4 @@ def test_no_memory_is_asked_for_while_readers_fill_what_was_found_before(path, m
     stillframe.load(path)
     assert calls.count("into") > NR // 2
     assert calls.index("go") == calls.count("into")
-    assert calls.count("go") == 1  # and not once for every storage that is asked for
+    assert calls.count("go") == 1  # not once for every requested storage

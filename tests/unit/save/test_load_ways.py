@@ -1,4 +1,4 @@
-"""Loads that map the file, that other processes share, and that show how far they are."""
+"""Loads that map the file, loads by several processes, and the progress of a load."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_a_mapped_file_may_be_replaced_and_is_not_written_to(tmp_path):
     assert torch.equal(found, torch.full((5000,), 2.0))
 
 
-def test_mapped_bytes_are_checked_before_unless_that_is_left_out(path):
+def test_mapped_bytes_are_checked_first_unless_verify_is_false(path):
     flip(path, offset_of_storage(path))
     with pytest.raises(CorruptCheckpointError, match="data/0"):
         stillframe.load(path, mmap=True)
@@ -88,14 +88,14 @@ def test_damaged_header_that_torch_ignores_is_found(tmp_path):
 
 
 def test_torch_load_error_of_a_damaged_file_is_reported_as_damage(tmp_path, monkeypatch):
-    """Without verify= the headers of what is long are looked at behind it."""
+    """Without `verify`, headers of long records are checked after the load."""
 
-    def stumble(file, how):
+    def fail_to_load(file, how):
         raise RuntimeError("of torch's own")
 
     torch.save([torch.ones(1 << 20)], tmp_path / "x.pt")
     packed = pack(tmp_path / "x.pt", tmp_path / "packed.pt")
-    monkeypatch.setattr(load, "_torch_load", stumble)
+    monkeypatch.setattr(load, "_torch_load", fail_to_load)
     with pytest.raises(RuntimeError, match="of torch's own"):
         stillframe.load(packed, verify=False)
     flip(packed, packed.read_bytes().index(b"data/0"))
@@ -108,7 +108,7 @@ def test_torch_load_error_of_a_damaged_file_is_reported_as_damage(tmp_path, monk
 
 
 def read_from_disk(load):
-    """Bytes that a call has the disk read."""
+    """Return the bytes that a call reads from the disk."""
 
     def so_far():
         lines = Path("/proc/self/io").read_text().splitlines()
@@ -127,10 +127,10 @@ def test_ranks_that_load_one_file_have_the_disk_read_it_once(tmp_path):
     alone = [read_from_disk(lambda: stillframe.load(path)) for _ in range(2)]
     if alone[0] < NBYTES:
         pytest.skip("this file system does not read past the page cache, or does not count")
-    assert alone[1] >= NBYTES  # the first has left nothing in the page cache
+    assert alone[1] >= NBYTES  # the first load has left nothing in the page cache
     together = [read_from_disk(lambda: stillframe.load(path, shared=True)) for _ in range(5)]
-    assert together[0] >= NBYTES // 2  # and the rest was in the page cache by readahead
-    assert min(together[1:]) == 0  # a busy machine may take pages of the program meanwhile
+    assert together[0] >= NBYTES // 2  # readahead has put the rest into the page cache
+    assert min(together[1:]) == 0  # a busy machine may evict pages of the program meanwhile
 
 
 def drop_pages(path):
@@ -141,8 +141,8 @@ def drop_pages(path):
 
 
 def as_rank(rank, path, shared):
-    """A rank of two on gloo, which loads when the other does; notes what it had the disk read."""
-    torch.set_num_threads(1)  # the threads of the parent are not here
+    """Load as one of two gloo ranks at the same time; record the bytes read from the disk."""
+    torch.set_num_threads(1)  # the parent's threads do not exist here
     store = path.with_name(f"store-{shared}")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     dist.barrier()
@@ -150,7 +150,7 @@ def as_rank(rank, path, shared):
     nbytes = read_from_disk(lambda: found.extend(stillframe.load(path, shared=shared)))
     assert (found[0][::1000] == 1).all()
     path.with_name(f"{rank}-{shared}").write_text(str(nbytes))
-    dist.barrier()  # who is gone takes the other's connection along
+    dist.barrier()  # a rank that exits closes the other's connection
 
 
 @pytest.mark.product_limits
@@ -169,8 +169,7 @@ def test_two_ranks_on_gloo_that_load_at_once_have_the_disk_read_it_once(tmp_path
 
 
 def as_rank_of_five(rank, directory):
-    """A rank that loads its file when others have gone: the next one in the middle of its load, the
-    one after that before it began."""
+    """Load as a rank while others die: the next one during its load, the one after it before."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=5
@@ -203,7 +202,7 @@ def test_dead_rank_or_another_file_does_not_affect_other_ranks(tmp_path):
 
 
 def forked(call, *arguments):
-    """A process that makes the call: status 0 where that returns."""
+    """Fork a process that makes the call; its exit status is 0 if the call returns."""
     pid = os.fork()
     if pid:
         return pid
@@ -264,7 +263,7 @@ def test_long_load_shows_progress_on_a_terminal(into, bars, tmp_path, monkeypatc
     monkeypatch.setattr(bar, "_QUIET_S", 0.0)
     target = [torch.zeros(NBYTES // 4)] if into else None
     stillframe.load(path, into=target)
-    assert bars.shown == []  # no terminal
+    assert bars.shown == []  # stderr is no terminal
 
     monkeypatch.setattr(bar, "on_terminal", lambda: True)
     with slow("pread", 0.02):
@@ -297,23 +296,23 @@ def test_tensors_saved_on_a_device_follow_map_location(tmp_path, monkeypatch):
             stillframe.load(path)
 
 
-# ---- which way it went --------------------------------------------------------------
+# ---- which way a load takes ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("into", [None, {}])
-def test_archive_left_to_torch_is_logged_and_closed(into, path, monkeypatch, caplog, restores):
+def test_archive_left_to_torch_is_logged_and_closed(into, path, monkeypatch, caplog, used_restores):
     monkeypatch.setattr(restore, "can", lambda core, map_location: "of a reason")
     with caplog.at_level("DEBUG", "stillframe"):
         stillframe.load(path, into=into)
     assert "of a reason" in caplog.text
-    for core in restores:
+    for core in used_restores:
         with pytest.raises(ValueError, match="closed"):
             core.done()
 
 
 @pytest.fixture
-def restores(monkeypatch):
-    """Every restore that a load opens."""
+def used_restores(monkeypatch):
+    """Record every restore that a load opens."""
     opened = []
     original = load.How.open
 
@@ -326,7 +325,7 @@ def restores(monkeypatch):
     return opened
 
 
-def test_missing_placement_is_logged_with_the_reason(path, monkeypatch, caplog, restores):
+def test_missing_placement_is_logged_with_the_reason(path, monkeypatch, caplog, used_restores):
     monkeypatch.setattr(placement, "may_find", lambda map_location: True)
     monkeypatch.setattr(placement, "_devices", lambda peek, map_location: 1 / 0)
     with caplog.at_level("DEBUG", "stillframe"):

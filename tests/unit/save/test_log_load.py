@@ -1,4 +1,4 @@
-"""`_core.LogLoad`: a load's place in the log, and the descriptor that it ends up with."""
+"""`_core.LogLoad`: a load's entry in the log, and the descriptor that it opens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_descriptor_is_closed_once(tmp_path):
     assert load.fileno() == -1
     other = os.open(tmp_path / "a", os.O_RDONLY)
     try:
-        assert other == number  # the lowest that is free
+        assert other == number  # the system gives the lowest free number
         load.close()
         del load
         assert os.read(other, 1) == b"a"

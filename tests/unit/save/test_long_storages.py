@@ -1,4 +1,4 @@
-"""Storages around the sizes at which copies and writes go in several pieces: 1, 4 and 16 MiB."""
+"""Storages around the sizes of chunks of copies and writes: 1, 4 and 16 MiB."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_long_storages_are_saved_completely(block, overlap, state, tmp_path):
         handle = stillframe.async_save(
             flat(state), tmp_path / "x.pt", durable=False, overlap=overlap, engine=engine
         )
-        handle.wait_staged()  # as the next step does, which helps with the copying
+        handle.wait_staged()  # as the next step does, which helps to copy
         report = handle.result()
     assert report is not None and (report.deferred_nbytes > 80 * MIB) == overlap
     assert_same(torch.load(tmp_path / "x.pt"), state)
@@ -72,7 +72,7 @@ def test_snapshots_of_long_storages_are_complete(overlap, state):
         assert_same(snapshot.tree, state)
 
 
-@pytest.mark.filterwarnings("ignore")  # DCP says that there is one process
+@pytest.mark.filterwarnings("ignore")  # DCP warns that there is only one process
 def test_sharded_saves_of_long_storages_are_complete(state, tmp_path):
     stillframe.dcp.save(flat(state), tmp_path / "a", durable=False, no_dist=True)
     found = {name: torch.zeros_like(tensor) for name, tensor in flat(state).items()}

@@ -1,4 +1,4 @@
-"""Files with more records, or longer names, than a load remembers: torch.load reads them."""
+"""Files with more records, or longer names, than a load keeps are left to torch.load."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_failed_mapping_is_not_reported_as_a_refused_thread():
         stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB")
 
 
-def test_swapped_arguments_are_noticed():
+def test_swapped_arguments_are_detected():
     with pytest.raises(TypeError, match="not dict: the arguments seem to be swapped"):
         stillframe.async_save("a.pt", STATE)
     with pytest.raises(TypeError, match=r"a path has to be a str or os\.PathLike, not int$"):
@@ -67,7 +67,7 @@ def test_save_reports_an_unexpanded_tilde():
 
 
 def test_an_engine_whose_close_was_interrupted_is_closed(tmp_path):
-    """Its core takes nothing any more: the next default engine is another one."""
+    """Its core accepts nothing any more, so the next default engine is a new one."""
 
     class Interrupted:
         def close(self, timeout: float | None) -> None:
@@ -103,7 +103,7 @@ def test_exhausted_pool_names_its_holders(tmp_path):
         del kept
 
 
-def test_the_pool_tells_saves_from_snapshots(tmp_path):
+def test_pool_message_distinguishes_saves_and_snapshots(tmp_path):
     with stillframe.Engine(pool_bytes="4MiB", block_bytes="1MiB") as engine:
         kept = stillframe.snapshot({"x": torch.zeros(1 << 18)}, engine=engine)
         with slow("pwrite", 0.3):
@@ -131,14 +131,14 @@ def in_child(function: object) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_after_a_fork_the_object_is_named_and_what_a_child_may_use(tmp_path):
+def test_fork_error_names_the_object_and_the_remedy(tmp_path):
     path = tmp_path / "a.pt"
     with stillframe.Engine(pool_bytes=32 << 20) as engine:
         handle = stillframe.async_save(STATE, path, engine=engine)
         snapshot = stillframe.snapshot(STATE, engine=engine)
         handle.result()
-        told = "was made before fork() and belongs to the parent process. A forked child may use"
-        told += " stillframe.default_engine()"
+        message = "was made before fork() and belongs to the parent process. A forked child may use"
+        message += " stillframe.default_engine()"
         for call, name in (
             (lambda: stillframe.save(STATE, path, engine=engine), "this Engine"),
             (engine.stats, "this Engine"),
@@ -154,7 +154,7 @@ def test_after_a_fork_the_object_is_named_and_what_a_child_may_use(tmp_path):
             (snapshot.wait, "this Snapshot"),
             (snapshot.release, "this Snapshot"),
         ):
-            assert in_child(call).startswith(f"ForkError: {name} {told}")
+            assert in_child(call).startswith(f"ForkError: {name} {message}")
         assert in_child(lambda: f"{engine!r} {handle!r} {snapshot!r}") == "nothing"
         snapshot.release()
     assert in_child(lambda: stillframe.save(STATE, tmp_path / "child.pt")) == "nothing"
@@ -193,14 +193,15 @@ def test_default_engine_can_be_configured_again_after_its_close():
     try:
         default.configure({"pool_bytes": "32MiB"})
         first = default.get()
-        default.given = True  # default_engine() has handed it out
+        default.given = True  # as if default_engine() had returned it
         with pytest.raises(stillframe.StillframeError, match="too late"):
             default.configure({"pool_bytes": "48MiB"})
         first.close()
         default.configure({"pool_bytes": "48MiB"})
         second = default.get()
         assert second.stats()["pool_bytes"] == 48 << 20
-        default.configure({"pool_bytes": "64MiB"})  # nobody has had the second one
+        # the second engine was not returned to any caller
+        default.configure({"pool_bytes": "64MiB"})
         assert is_closed(second) and default.get().stats()["pool_bytes"] == 64 << 20
     finally:
         default.close()

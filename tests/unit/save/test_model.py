@@ -1,11 +1,11 @@
-"""Random saves, loads, removes, waits and cancels, against a model of what each path holds.
+"""Random saves, loads, removes, waits and cancels, compared with a model of each path's contents.
 
-The machine draws the engine (pool, blocks, writers, slots), what is slow, the trees, and the order
-of calls; hypothesis shrinks what fails to the few calls that matter. The model knows one thing
-more than the promises: how each save has ended. From that and the order of submission follows what
-every path holds, at every load and at the end.
+The machine draws the engine (pool, blocks, writers, slots), slow calls, trees, and the order of
+calls; hypothesis reduces a failure to the few calls that matter. The model also knows how each save
+has ended. The promises and the order of submission then give the contents of every path, at every
+load and at the end.
 
-``STILLFRAME_CAMPAIGN_SECONDS`` goes on with new examples for that long (``make campaign``).
+``STILLFRAME_CAMPAIGN_SECONDS`` continues with new examples for that time (``make campaign``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FAULTS = {"pwrite": errno.ENOSPC, "fdatasync": errno.EIO, "rename": errno.EACCES
 
 @st.composite
 def states(draw: st.DrawFn) -> Any:
-    """A tree, with tensors from none to several times the pool."""
+    """Draw a tree with tensors of no bytes up to several times the pool."""
     sizes = draw(st.lists(st.sampled_from([0, 1, 1000, BLOCK, BLOCK + 1, 9 * BLOCK]), max_size=4))
     value = draw(st.integers(0, 255))
     tensors = [torch.full((n,), value, dtype=torch.uint8) for n in sizes]
@@ -54,7 +54,7 @@ def states(draw: st.DrawFn) -> Any:
 
 
 def as_from_torch_save(obj: Any) -> Any:
-    """Return what torch.load gives back for a file of torch.save."""
+    """Return the object that torch.load returns for a file of torch.save."""
     buffer = io.BytesIO()
     torch.save(obj, buffer)
     buffer.seek(0)
@@ -62,7 +62,7 @@ def as_from_torch_save(obj: Any) -> Any:
 
 
 class Training:
-    """A model whose states are deferred: four steps have been made."""
+    """A model whose state is deferred, because it has made four steps."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(96, 96)
@@ -80,7 +80,7 @@ class Training:
 
 
 class Saves(RuleBasedStateMachine):
-    """`log` is what was submitted: (name, handle, wanted) for a save, (name,) for a remove."""
+    """`log` lists the submissions: (name, handle, wanted) for a save, (name,) for a remove."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,8 @@ class Saves(RuleBasedStateMachine):
         }
         self.engine = stillframe.Engine(**self.options)
         self.training = Training()
-        stillframe.save(0, self.directory / "first", durable=False)  # the log's last save is good
+        # so the last save of the log succeeded
+        stillframe.save(0, self.directory / "first", durable=False)
 
     # ---- calls ----
 
@@ -237,7 +238,7 @@ class Saves(RuleBasedStateMachine):
     def contents(self, nr: int) -> dict[str, Any]:
         """Return the content of each name after the first `nr` entries of the log."""
         held: dict[str, Any] = {}
-        good = True  # the last save, of whatever name
+        good = True  # whether the last save of any name succeeded
         for entry in self.log[:nr]:
             if len(entry) == 3:
                 name, handle, wanted = entry
@@ -277,7 +278,7 @@ def some(examples: int) -> settings:
     )
 
 
-def test_every_path_holds_what_the_order_of_calls_says():
+def test_every_path_has_the_content_that_the_order_of_calls_implies():
     run_state_machine_as_test(Saves, settings=some(25))
 
 

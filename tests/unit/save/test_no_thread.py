@@ -1,4 +1,4 @@
-"""Where the system has no thread to give: what is said, and that everything works again later."""
+"""The system refuses to start threads: the messages, and that everything works again later."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ SAYS = "another thread: raise the limit on processes"
 
 @contextmanager
 def no_thread_of_python() -> Iterator[None]:
-    """Refuse Python threads, as in a process whose limit is reached."""
+    """Refuse Python threads, as if the process had reached its limit."""
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_start_new_thread", "_start_joinable_thread"):  # the latter since 3.13
+        # the second one exists since 3.13
+        for name in ("_start_new_thread", "_start_joinable_thread"):
             if hasattr(threading, name):
                 patch.setattr(threading, name, refuse)
         yield

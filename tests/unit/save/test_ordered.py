@@ -1,4 +1,4 @@
-"""Work in the order of the log, where it meets Ctrl-C, the exit, its own calls or an early turn."""
+"""External work in the log's order: Ctrl-C, exit, nested calls, and work that starts early."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_work_whose_turn_comes_during_its_submission_is_done(monkeypatch):
             self._entry.append()
             assert done.wait(LONG_S), "its turn came, and nobody knew the work"
 
-    ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)  # so that the thread runs
+    ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)  # starts the thread
     monkeypatch.setattr(_core, "LogWork", Entry)
     ordered.submit(KEY, _core.WORK_SAVE, lambda _: not done.set())
     assert _core.log_drain(LONG_S)
@@ -50,18 +50,18 @@ def test_ctrl_c_in_a_submission_leaves_no_entry_that_blocks_the_log(monkeypatch)
 
 
 def test_thread_that_did_work_at_exit_may_wait_for_the_log():
-    child = os.fork()  # in which no thread of ours takes the turn
+    child = os.fork()  # the child has no thread for external work
     if child == 0:
         inside: list[bool] = []
         worker = ordered._worker
-        worker._start = lambda: False  # too late for a thread
+        worker._start = lambda: False  # it is too late to start a thread
         worker.submit(KEY, _core.WORK_SAVE, lambda _: not inside.append(worker.is_current()))
         os._exit(0 if inside == [True] and not worker.is_current() else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def exit_status_of_child(code: Callable[[], bool]) -> int:
-    """Fork, run `code` in the child, in which none of our threads runs; return its exit status."""
+    """Fork, run `code` in the child, which has none of our threads; return its exit status."""
     child = os.fork()
     if child == 0:
         status = 2
@@ -74,7 +74,7 @@ def exit_status_of_child(code: Callable[[], bool]) -> int:
 
 def test_forked_child_starts_its_own_thread_for_external_work():
     ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)
-    assert _core.log_drain(LONG_S)  # the thread of the parent runs
+    assert _core.log_drain(LONG_S)  # the parent's thread runs
     done: list[bool] = []
 
     def work_of_the_child() -> bool:
@@ -88,7 +88,7 @@ def test_exit_without_a_thread_does_earlier_work_first():
     def two() -> bool:
         done: list[int] = []
         worker = ordered._worker
-        worker._start = lambda: True  # and it never gets to run
+        worker._start = lambda: True  # the thread never runs
         worker.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(1))
         worker._start = lambda: False
         worker.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(2))

@@ -1,4 +1,4 @@
-"""The Outcome of a save: how it ended, and who collects its error."""
+"""The Outcome of a save: how it ended, and which caller collects its error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def nothing_left() -> Iterator[None]:
 
 
 class Watched(Outcome):
-    """Notes what can be seen at the moment from which the save counts as ended."""
+    """Records what other threads can see when the save starts to count as ended."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -68,7 +68,7 @@ def test_failed_save_is_not_called_durable():
     durable: list[object] = []
     over = threading.Event()
     outcome = Outcome("a.pt", lambda path, report: durable.append(path))
-    assert outcome.call_at_end(over.set)  # behind the other
+    assert outcome.call_at_end(over.set)  # called after the other one
     outcome.settle(None, RuntimeError("no"))
     outcome.notify()
     assert over.wait(60) and durable == []
@@ -118,7 +118,7 @@ def test_the_futures_of_a_save_that_was_cancelled_are_cancelled():
 def test_future_already_done_is_left_unchanged():
     outcome = Outcome("a.pt", None)
     staging, upload = outcome.staging(None, lambda: True), outcome.upload(None)
-    assert staging.done() and upload.cancel()  # by its user
+    assert staging.done() and upload.cancel()  # as its user may
     outcome.settle(None, RuntimeError("no space"))
     outcome.notify()
     assert staging.result() is None and upload.cancelled()

@@ -1,4 +1,4 @@
-"""Files made of parts: archives of tensors and bytes, written from where they are."""
+"""Files made of parts: archives of tensors and bytes, written in place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tensors() -> list[Tensor]:
         torch.randint(-9, 9, (7,), dtype=torch.int8),
         *(torch.randn(n) for n in range(1, 40)),
     ]
-    # of page-aligned memory, and not so
+    # with page-aligned memory and without
     large = torch.arange(2 * BLOCK, dtype=torch.int32)
     made += [
         large.clone(),
@@ -66,7 +66,7 @@ def tensors() -> list[Tensor]:
 
 
 def written(engine: stillframe.Engine, items: list[Any], path: Path) -> list[bytes]:
-    """The items, as they stand in the file that is made of them."""
+    """Write a file made of the items, and return each item's bytes in it."""
     parts = Parts()
     places = parts.append([row_of(i) if isinstance(i, Tensor) else i for i in items])
     length = parts.nbytes
@@ -102,7 +102,7 @@ def test_an_integer_of_any_length_is_pickled_as_python_does(bits, engine, tmp_pa
     memory = torch.zeros(1, dtype=torch.uint8)
     parts = Parts()
     row = ("ByteStorage", numbers[1], numbers, numbers[::-1], memory.data_ptr(), 1)
-    parts.append([row])  # what no machine has memory for, with a byte for all of it
+    parts.append([row])  # larger than any machine's memory, with a single byte behind it
     submit_parts(engine, parts, tmp_path / "a", owners=[memory]).result()
     pickled = zipfile.ZipFile(tmp_path / "a").read("archive/data.pkl")
     found = [value for _, value, _ in pickletools.genops(pickled) if isinstance(value, int)]
@@ -176,7 +176,7 @@ def test_large_source_is_written_without_a_copy(engine, tmp_path):
         parts.append([row_of(each) for each in state])
         report = submit_parts(engine, parts, tmp_path / "a", owners=state).result()
     assert report is not None
-    assert report.peak_pool_bytes <= 4 * BLOCK  # two writers and as many blocks ahead
+    assert report.peak_pool_bytes <= 4 * BLOCK  # two for the writers and two ahead
     assert (report.captured_nbytes, report.deferred_nbytes) == (0, 0)
 
 
@@ -269,7 +269,7 @@ def test_parts_can_be_submitted_once(engine, tmp_path):
     parts.append([b"x"])
     assert not is_used(engine)
     submit_parts(engine, parts, tmp_path / "a", owners=[]).result()
-    assert is_used(engine)  # configure() comes too late then
+    assert is_used(engine)  # then configure() comes too late
     with pytest.raises(ValueError):
         submit_parts(engine, parts, tmp_path / "b", owners=[])
 
@@ -298,4 +298,4 @@ def test_impossible_shapes_are_refused_and_buffers_released():
             parts.append([("FloatStorage", 6, sizes, strides, 64, 24)])
     buffer = bytearray(b"x")
     assert parts.append([buffer]) == [(0, 1)]
-    buffer.append(0)  # refused where somebody still refers to its bytes
+    buffer.append(0)  # raises BufferError if something still refers to its bytes

@@ -1,4 +1,4 @@
-"""Saves when the process exits, forks, is interrupted, or dies of an exception."""
+"""Saves when the process exits, forks, is interrupted, or ends with an exception."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def hold(block):  # a block that lasts as long as the process
     block.__enter__()
     blocks.append(block)
 def hold_until_said(words, block):  # one that is left when the exit says so
-    def saying(sentence, say=at_exit._say):
+    def saying(sentence, say=at_exit._print_line):
         say(sentence)
         if words in sentence:
             block.__exit__(None, None, None)
-    at_exit._say, at_exit._QUIET_S = saying, 0.1
+    at_exit._print_line, at_exit._QUIET_S = saying, 0.1
     block.__enter__()
 """
 
@@ -69,7 +69,7 @@ def test_short_wait_at_exit_prints_nothing(tmp_path):
     assert whole(tmp_path / "a.pt")
 
 
-def test_nothing_is_said_at_exit_when_nothing_is_in_flight(tmp_path):
+def test_exit_without_saves_in_flight_prints_nothing(tmp_path):
     done = run('stillframe.save(STATE, "a.pt")', tmp_path)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
@@ -118,7 +118,8 @@ def test_uncollected_error_is_printed_at_exit(tmp_path):
 @pytest.mark.parametrize("kept", ["", "handle = "])
 @pytest.mark.parametrize("ended", [False, True])
 def test_failure_is_printed_once_and_the_exit_status_is_the_programs(tmp_path, kept, ended):
-    """Whether the handle is kept or dies, and the save fails before the exit or in it."""
+    """This holds whether the handle is kept or freed, and whether the save fails before the exit or
+    during it."""
     done = run(
         f"""
         hold(fault("rename")); hold(slow("fdatasync", 0.2))
@@ -283,7 +284,7 @@ def test_unresponsive_file_system_is_named_at_exit_and_can_be_left(tmp_path):
 
 
 def test_saves_of_callbacks_at_exit_are_waited_for_with_their_file_system(tmp_path):
-    """Where that does not answer. No other wait at exit prints anything."""
+    """The file system does not answer. No other wait at exit prints anything."""
     done = run(
         """
         stillframe._core.log_tune(10**8)
@@ -334,9 +335,9 @@ FORK_CHILD = """
     import traceback
     from stillframe import ForkError
     engine = stillframe.Engine(pool_bytes=64 << 20)
-    told = threading.Event()
-    stillframe.async_save(STATE, "told.pt", engine=engine, on_durable=lambda *_: told.set())
-    assert told.wait(60)  # from now on there is a thread for callbacks
+    called = threading.Event()
+    stillframe.async_save(STATE, "called.pt", engine=engine, on_durable=lambda *_: called.set())
+    assert called.wait(60)  # from now on there is a thread for callbacks
     syncs = held("fdatasync")  # until the child has ended
     hold(syncs)
     handle = stillframe.async_save(STATE, "parent.pt", engine=engine)
@@ -361,17 +362,17 @@ FORK_CHILD = """
         stillframe.wait_all()  # the parent's saves are not the child's
         stillframe.save({"w": torch.full((10,), 3.0)}, "child.pt")
         with stillframe.Engine(pool_bytes=32 << 20) as own:
-            told = threading.Event()  # the parent's may be locked here for good
+            called = threading.Event()  # the parent's may be locked here for good
             tree = {"w": torch.full((10,), 3.0)}
-            stillframe.async_save(tree, "own.pt", engine=own, on_durable=lambda *_: told.set())
+            stillframe.async_save(tree, "own.pt", engine=own, on_durable=lambda *_: called.set())
             assert len([n for n in os.listdir(".") if n.startswith(".stillframe-")]) >= 1
-        assert told.wait(60)
+        assert called.wait(60)
 """
 
 
 @pytest.mark.parametrize("kind", ["os.fork", "os._exit", "multiprocessing"])
 def test_forked_child_cannot_use_objects_of_its_parent(tmp_path, kind):
-    """R8: parent's saves go on, nothing of them is deleted, unlocked or joined by the child."""
+    """R8: the parent's saves go on; the child deletes, unlocks and joins nothing of them."""
     endings = {
         "os.fork": """
             pid = os.fork()
@@ -535,9 +536,9 @@ def test_the_first_save_of_a_process_may_be_an_exit_handlers(tmp_path):
         at_exit._QUIET_S = 0.1  # so that there is the line of a long wait
         def save():
             # print() writes a line's end by itself: the last save's line and "all" ran into one.
-            told = lambda path, report: sys.stdout.write(f"{path}\\n")
+            called = lambda path, report: sys.stdout.write(f"{path}\\n")
             for name in ("a.pt", "b.pt", "old.pt"):
-                stillframe.async_save(STATE, name, on_durable=told)
+                stillframe.async_save(STATE, name, on_durable=called)
             stillframe.remove("old.pt")
             stillframe.snapshot(STATE, overlap=True).wait()
             stillframe.wait_all()
@@ -578,7 +579,7 @@ def test_later_exit_handler_saves_and_removes_at_once(tmp_path):
 
 
 def test_later_exit_handler_may_save_deferrable_state(tmp_path):
-    """Its verdict has to come, though the thread that would give it has ended."""
+    """The verdict is given, although the thread that normally gives it has ended."""
     done = run(
         """
         import atexit
@@ -604,7 +605,8 @@ def test_later_exit_handler_may_save_deferrable_state(tmp_path):
 
 @pytest.mark.leaves_temporaries
 def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path):
-    # The lane reads a page that is gone. So may a sample in the call: that is a crash as well.
+    # The lane reads a page that was unmapped. A sample in the call may crash first, which counts
+    # too.
     done = run(
         """
         import ctypes, faulthandler, mmap, struct

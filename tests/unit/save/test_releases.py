@@ -1,4 +1,4 @@
-"""References that saves release: when refused, cancelled, and ended."""
+"""References that saves drop when they are refused, cancelled or ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stillframe.testing import held, slow
 
 @pytest.fixture
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model whose state a save defers."""
+    """Return a model whose state a save defers."""
     model = torch.nn.Linear(1024, 2048)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):
@@ -29,7 +29,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def is_quiet() -> bool:
-    """No step of any thread has to wait for anything."""
+    """Return whether no step of any thread would have to wait."""
     return not (gate.calls or gate._pendings or gate._late or gate.anything_copied())
 
 
@@ -43,11 +43,11 @@ def test_refused_save_is_neither_waited_for_nor_kept(tmp_path, trained):
             with pytest.raises(stillframe.BusyError) as refused:
                 stillframe.async_save(model.state_dict(), tmp_path / "b.pt", engine=engine)
             assert is_quiet() and completion.in_flight.keys() <= under_way.keys()
-            del refused  # with its frames, and what they hold
+            del refused  # drops its frames and the objects in them
 
 
 @pytest.mark.parametrize("end", [lambda save: save.cancel(), lambda save: save.result()])
-def test_ended_save_holds_nothing(tmp_path, trained, end):
+def test_ended_save_keeps_no_objects_alive(tmp_path, trained, end):
     model, _ = trained
     with slow("lane_copy", 0.02):
         save = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
@@ -62,11 +62,11 @@ def test_handle_of_an_ended_save_keeps_no_pickle(tmp_path):
         save = stillframe.async_save({"w": torch.ones(9)}, tmp_path / "a.pt")
         pickled = save._skeleton.data
     save.result()
-    assert sys.getrefcount(pickled) == 2  # this function's, and the call's
+    assert sys.getrefcount(pickled) == 2  # the references of this function and of the call
 
 
 class AfterSubmit:
-    """A ticket that does something when it has been submitted."""
+    """A fake ticket that calls a function after `submit`."""
 
     def __init__(self, ticket: Any, then: Callable[[Any], object]) -> None:
         self._ticket, self._then = ticket, then
@@ -114,7 +114,7 @@ def test_a_save_that_ends_within_its_call_is_not_waited_for(tmp_path, trained, m
     model, _ = trained
     after_submit(monkeypatch, wait_for_its_end)
     save = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
-    assert is_quiet()  # before anybody looks at it
+    assert is_quiet()  # before any call asks for its state
     save.result()
 
 

@@ -1,4 +1,4 @@
-"""`async_save` and what stands around it: handles, reports, order, bounds, errors."""
+"""`async_save` with handles, reports, order, bounds and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, object]:
     return model, optimizer, step
 
 
-def test_a_save_returns_a_handle_whose_result_says_what_it_did(tmp_path):
+def test_save_returns_a_handle_with_a_report(tmp_path):
     path = tmp_path / "a.pt"
     handle = stillframe.async_save(STATE, path)
     report = handle.result()
@@ -126,23 +126,23 @@ def test_change_before_the_copy_fails_the_save_and_names_the_tensor(tmp_path):
     with held_until_awaited("lane_copy"):
         handle = stillframe.async_save({"m": {"w": model.weight}}, tmp_path / "a.pt")
         with torch.no_grad():
-            model.weight.view(-1)[77_777] += 1  # its version tells of it, and no sample need
+            model.weight.view(-1)[77_777] += 1  # its version shows it, so no sample is needed
         with pytest.raises(stillframe.TornSnapshotError, match=r"m\.w.*wait_staged") as caught:
             handle.result()
     assert caught.value.tensors == ("m.w",)
     assert torch.equal(torch.load(tmp_path / "a.pt")["m"]["w"], torch.zeros(3))
     with pytest.raises(stillframe.TornSnapshotError):
         handle.wait_staged()
-    # That optimizer is not trusted any more.
+    # From now on that optimizer's state is captured.
     report = stillframe.async_save({"m": {"w": model.weight}}, tmp_path / "a.pt").result()
     assert report.deferred_nbytes == 0
 
 
-def test_check_mutation_notices_a_change_without_a_version(tmp_path):
+def test_check_mutation_detects_a_change_without_a_version(tmp_path):
     model, _, _ = trained()
     with held_until_awaited("lane_copy"):
         handle = stillframe.async_save({"w": model.weight}, tmp_path / "a.pt", check_mutation=True)
-        model.weight.data.view(-1)[77_777] += 1  # .data leaves the version alone
+        model.weight.data.view(-1)[77_777] += 1  # .data does not change the version
         assert isinstance(handle.exception(), stillframe.TornSnapshotError)
     assert not (tmp_path / "a.pt").exists()
 
@@ -159,7 +159,7 @@ def test_timeouts_raise_and_the_save_goes_on(tmp_path):
     assert handle.result(timeout=60).nbytes
 
 
-def test_a_cancelled_save_leaves_the_old_file_and_says_so_each_time(tmp_path):
+def test_cancelled_save_leaves_the_old_file_and_every_wait_raises(tmp_path):
     path = tmp_path / "a.pt"
     stillframe.save({"w": torch.ones(3)}, path)
     with held("pwrite"):
@@ -181,7 +181,7 @@ def test_callbacks_run_on_their_thread_after_everything_is_settled(tmp_path):
 
     def on_durable(path: object, report: stillframe.SaveReport) -> None:
         seen.append((path, report.nbytes, threading.current_thread().name))
-        # It may save and wait.
+        # Callbacks may save and wait.
         stillframe.save(STATE, tmp_path / "from-callback.pt")
 
     def done(h: stillframe.SaveHandle) -> None:
@@ -191,7 +191,8 @@ def test_callbacks_run_on_their_thread_after_everything_is_settled(tmp_path):
     path = tmp_path / "a.pt"
     with held("fdatasync", sticky=False):
         handle = stillframe.async_save(STATE, path, on_durable=on_durable)
-        handle.add_done_callback(lambda h: 1 / 0)  # logged, and the next one still runs
+        # the error is logged, and the next one still runs
+        handle.add_done_callback(lambda h: 1 / 0)
         handle.add_done_callback(done)
     report = handle.result()
     assert over.wait(60)
@@ -252,17 +253,17 @@ def test_wait_all_raises_uncollected_errors_once(tmp_path):
 
 
 @contextlib.contextmanager
-def nobody_takes_notices(directory: Path) -> Iterator[None]:
-    """Inside the block the thread that takes them stands still."""
+def notices_stay_queued(directory: Path) -> Iterator[None]:
+    """Stop the thread that takes notices while the block runs."""
     reached, go = threading.Event(), threading.Event()
 
-    def stand() -> None:
+    def block() -> None:
         reached.set()
         go.wait(60)
 
     with held("fdatasync"):
         first = stillframe.async_save(STATE, directory / "a.pt")
-        assert first._outcome.wake_at_end(stand)
+        assert first._outcome.wake_at_end(block)
     assert reached.wait(60)
     try:
         yield
@@ -271,7 +272,7 @@ def nobody_takes_notices(directory: Path) -> Iterator[None]:
 
 
 def test_wait_all_raises_an_error_whose_notice_is_still_queued(tmp_path):
-    with nobody_takes_notices(tmp_path), fault("rename"):
+    with notices_stay_queued(tmp_path), fault("rename"):
         stillframe.async_save(STATE, tmp_path / "b.pt")
         with pytest.raises(stillframe.SaveError, match=r"b\.pt"):
             stillframe.wait_all()
@@ -292,7 +293,7 @@ def test_uncollected_error_is_logged_when_its_handle_dies(tmp_path, caplog):
 
 def test_failed_save_collected_before_its_notices_is_freed(tmp_path):
     model, _, _ = trained()
-    with nobody_takes_notices(tmp_path), fault("pwrite", err=errno.ENOSPC):
+    with notices_stay_queued(tmp_path), fault("pwrite", err=errno.ENOSPC):
         handle = stillframe.async_save(model.state_dict(), tmp_path / "b.pt")
         while not handle.done():
             time.sleep(0.001)
@@ -353,7 +354,7 @@ def test_on_durable_must_be_callable(tmp_path):
 
 
 def test_a_directory_that_cannot_be_synced_is_refused_in_the_call(tmp_path, monkeypatch):
-    # Root may read every directory, so the system's answer stands in.
+    # Root may read every directory, so the system's answer is replaced.
     monkeypatch.setattr(os, "access", lambda path, mode, **_: path != os.path.realpath(tmp_path))
     refused = pytest.raises(stillframe.SaveError, match="durable=False")
     with fault("faccessat", err=errno.EACCES, sticky=True), refused as caught:
@@ -376,7 +377,8 @@ def test_permissions_are_those_of_open(tmp_path):
 def test_a_link_is_followed_and_stays(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link.pt").symlink_to("real/target.pt")
-    stillframe.save(STATE, tmp_path / "link.pt")  # dangling: torch.save makes its target
+    # the link dangles, and torch.save creates its target
+    stillframe.save(STATE, tmp_path / "link.pt")
     stillframe.save({"w": torch.ones(2)}, tmp_path / "link.pt")
     assert (tmp_path / "link.pt").is_symlink()
     assert loads_as(tmp_path / "real" / "target.pt", torch.ones(2))
@@ -579,7 +581,7 @@ def test_a_closed_engine_refuses_and_its_handles_still_answer(tmp_path):
     with fault("rename"):
         failed = stillframe.async_save(STATE, tmp_path / "bad.pt", engine=engine)
         handle = stillframe.async_save(STATE, tmp_path / "a.pt", engine=engine)
-        engine.close()  # raises none of their errors
+        engine.close()  # raises no errors of saves
         engine.close()
     assert handle.done() and handle.result().nbytes
     assert isinstance(failed.exception(), stillframe.SaveError)
@@ -590,7 +592,7 @@ def test_a_closed_engine_refuses_and_its_handles_still_answer(tmp_path):
 
 
 def test_a_save_made_by_a_signal_handler_inside_another_call_works(tmp_path):
-    """R10: it takes a slot of its own and finishes while the interrupted call waits."""
+    """R10: it takes an extra slot and finishes while the interrupted call waits."""
     inner: list[stillframe.SaveReport] = []
 
     def handler(signum: int, frame: object) -> None:
@@ -601,7 +603,7 @@ def test_a_save_made_by_a_signal_handler_inside_another_call_works(tmp_path):
         with slow("fdatasync", 0.4, sticky=False), stillframe.Engine(max_in_flight=1) as engine:
             stillframe.async_save(STATE, tmp_path / "a.pt", engine=engine)
             signal.setitimer(signal.ITIMER_REAL, 0.05)
-            # Waits for the slot of the first; the handler fires in that wait.
+            # Waits for the slot of the first save; the handler runs during that wait.
             outer = stillframe.async_save(STATE, tmp_path / "b.pt", engine=engine)
             assert inner and any("beyond max_in_flight" in s for s in inner[0].fallbacks)
             outer.result()
@@ -625,7 +627,7 @@ def test_an_exception_from_a_signal_handler_ends_the_wait_and_gives_the_slot_bac
         with stillframe.Engine(pool_bytes=block, block_bytes=block, max_in_flight=1) as engine:
             with slow("pwrite", 0.05):
                 signal.setitimer(signal.ITIMER_REAL, 0.1)
-                with pytest.raises(Stop):  # captured bytes are more than the pool
+                with pytest.raises(Stop):  # the captured bytes exceed the pool
                     stillframe.async_save(STATE, tmp_path / "a.pt", engine=engine)
             signal.setitimer(signal.ITIMER_REAL, 0)
             stillframe.save({"w": torch.ones(2)}, tmp_path / "b.pt", engine=engine)
@@ -660,7 +662,7 @@ def test_many_threads_may_save_at_a_time(tmp_path):
     assert not errors
 
 
-def test_nothing_grows_over_many_saves(tmp_path):
+def test_many_saves_leak_nothing(tmp_path):
     def figures() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 

@@ -1,4 +1,4 @@
-"""The verdict on a copy that goes on behind its call, asked by more than one thread."""
+"""The verdict on a copy that is made after its call, requested by several threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stillframe._watch import gate
 
 
 class Deferral(gate.Deferral):
-    """Gives one answer after the other."""
+    """A fake deferral that gives prepared answers in order."""
 
     def __init__(self, *answers: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_no_step_waits_for_a_copy_that_is_over_while_it_is_launched(monkeypatch)
     pending, verdict, track = Pending(), Verdict(Deferral(-1)), gate.track
 
     def late(*given: Any) -> None:
-        verdict.over(pending)  # as the completion thread does
+        verdict.over(pending)  # as the completion thread calls it
         track(*given)
 
     monkeypatch.setattr(gate, "track", late)
@@ -91,7 +91,7 @@ def test_storage_without_names_is_called_by_its_number_and_its_owner_is_distrust
     assert deferral.distrusted == [3, 4]
 
 
-def test_ended_verdict_keeps_nothing():
+def test_ended_verdict_keeps_no_objects_alive():
     deferral = Deferral(-1)
     gone, verdict = weakref.ref(deferral), Verdict(deferral)
     verdict.end(Pending())

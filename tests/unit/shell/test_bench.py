@@ -1,4 +1,4 @@
-"""`stillframe bench DIR`: what it measures, what it advises, what it leaves behind."""
+"""`stillframe bench DIR`: its figures, its advice, and what it leaves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GOOD = bench_result.Result(
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path):
-    """No file, no descriptor, no save in flight, whatever has happened."""
+    """Check that no file, descriptor or save in flight is left, whatever has happened."""
     before = open_descriptors()
     term = signal.getsignal(signal.SIGTERM)
     yield
@@ -134,18 +134,18 @@ def test_advice_names_every_obstacle():
     assert not any("Nothing to mend" in sentence for sentence in found)
 
 
-def test_other_processes_at_work_are_noticed():
+def test_busy_processes_are_reported():
     spin = "import os\nwhile os.getppid() > 1: pass"
     others = bench_raw.Others()
     with subprocess.Popen([sys.executable, "-c", spin]) as process:
         try:
             while others.share() == 0:
-                time.sleep(0.01)  # ticks of the kernel's clock
+                time.sleep(0.01)  # the kernel counts time in ticks
         finally:
             process.kill()
 
 
-def test_a_small_pool_of_the_environment_is_noticed(disk_path, monkeypatch, capsys):
+def test_small_pool_set_by_the_environment_is_reported(disk_path, monkeypatch, capsys):
     monkeypatch.setenv("STILLFRAME_POOL_BYTES", "16MiB")
     assert run(disk_path, "--size", "24MiB", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -241,10 +241,10 @@ import sys
 from _stillframe_command import main
 from stillframe._shell import bench_raw
 write = bench_raw.write_seconds
-def told(*args, **named):
+def print_and_write(*args, **named):
     print("writing", flush=True)
     return write(*args, **named)
-bench_raw.write_seconds = told
+bench_raw.write_seconds = print_and_write
 sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
 """
     process = subprocess.Popen(
@@ -255,7 +255,7 @@ sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
         assert process.stdout.readline() == "writing\n"
         process.send_signal(number)
         process.stdout.read()
-    # A very fast machine may be through before the signal comes.
+    # A very fast machine may finish before the signal comes.
     assert process.returncode in (INTERRUPTED, 0)
     assert list(disk_path.iterdir()) == []
 

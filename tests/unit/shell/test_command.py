@@ -1,4 +1,4 @@
-"""The command as a whole: what needs no torch, completion, terminals of all kinds, `info`."""
+"""The command as a whole: parts without torch, completion, all kinds of terminals, `info`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_verify_and_inspect_import_no_torch(arguments, tmp_path):
     stillframe.save(state, tmp_path / "x.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is one process
+        warnings.simplefilter("ignore")  # it warns that there is only one process
         torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     code = f"""if True:
         import sys
@@ -126,7 +126,8 @@ def test_bash_completes_commands_and_options(capsys):
     assert completed(["stillframe", "verify", "--j"], script) == ["--json"]
     assert completed(["stillframe", "bench", "/tmp", "--s"], script) == ["--size"]
     assert completed(["stillframe", "completion", "z"], script) == ["zsh"]
-    assert completed(["stillframe", "verify", "x"], script) == []  # files, which readline offers
+    # files, which readline offers itself
+    assert completed(["stillframe", "verify", "x"], script) == []
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
@@ -217,8 +218,8 @@ def test_output_that_cannot_be_written_is_an_error_in_a_line(arguments, monkeypa
     with open("/dev/full", "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert main(arguments) == UNUSABLE
-    told = "stillframe: the output cannot be written: No space left on device\n"
-    assert capsys.readouterr().err == told
+    output = "stillframe: the output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == output
 
 
 def test_without_a_standard_output_the_status_is_the_same(arguments, monkeypatch):
@@ -242,17 +243,17 @@ def test_ctrl_c_while_torch_is_imported_ends_quietly(monkeypatch):
 # ---- info ----------------------------------------------------------------------------------------
 
 
-def test_info_says_what_a_report_needs(tmp_path, capsys):
+def test_info_prints_everything_a_bug_report_needs(tmp_path, capsys):
     assert main(["info", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("stillframe", "torch", "python", "lightning", "machine", "pool", "driver"):
-        assert f"\n{name}: " in f"\n{told}"
-    assert f"directory: {tmp_path}" in told
-    assert "a save there: " in told
+        assert f"\n{name}: " in f"\n{output}"
+    assert f"directory: {tmp_path}" in output
+    assert "a save there: " in output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_info_as_json_has_the_same(tmp_path, capsys):
+def test_info_as_json_has_the_same_values(tmp_path, capsys):
     assert main(["info", "--json", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["stillframe"] == stillframe.__version__
@@ -262,9 +263,9 @@ def test_info_as_json_has_the_same(tmp_path, capsys):
 
 def test_info_of_a_directory_that_cannot_be_written_to_says_why(tmp_path, capsys):
     assert main(["info", str(tmp_path / "missing")]) == 2
-    told = capsys.readouterr().out
-    assert "a save there fails: FileNotFoundError" in told
-    assert "torch: " in told
+    output = capsys.readouterr().out
+    assert "a save there fails: FileNotFoundError" in output
+    assert "torch: " in output
 
 
 def test_info_shows_the_fallbacks_of_a_save():

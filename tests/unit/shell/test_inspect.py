@@ -1,4 +1,4 @@
-"""`stillframe inspect`: what is in a file, told without loading it and without obeying it."""
+"""`stillframe inspect` shows what is in a file without loading it or running its code."""
 
 import io
 import json
@@ -25,7 +25,7 @@ from stillframe._check import pickles
 
 
 class Dangerous:
-    """An object whose pickle does something when it is obeyed."""
+    """An object whose pickle makes a directory when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -43,23 +43,23 @@ def inspect_json(capsys, path):
     return status, json.loads(capsys.readouterr().out)
 
 
-def by_name(told):
-    return {each["path"]: each for each in told["tensors"]}
+def by_name(shown):
+    return {each["path"]: each for each in shown["tensors"]}
 
 
 @pytest.mark.parametrize("write", [*WRITERS, legacy])
 def test_names_shapes_types_and_bytes_are_shown_for_every_writer(write, tmp_path, capsys):
     write(small_state(), tmp_path / "x.pt")
-    status, told = inspect_json(capsys, tmp_path / "x.pt")
-    assert (status, told["error"]) == (0, None)
-    tensors = by_name(told)
+    status, shown = inspect_json(capsys, tmp_path / "x.pt")
+    assert (status, shown["error"]) == (0, None)
+    tensors = by_name(shown)
     assert tensors["weight"]["shape"] == [20, 30]
     assert (tensors["weight"]["dtype"], tensors["weight"]["nbytes"]) == ("float32", 2400)
     assert tensors["view"]["shape"] == [4, 15]
     assert tensors["view"]["storage"] == tensors["weight"]["storage"]
     assert tensors["step"]["dtype"] == "int64"
     assert all(each["device"] == "cpu" for each in tensors.values())
-    assert told["others"] == {"str": 1}
+    assert shown["others"] == {"str": 1}
 
 
 def test_every_kind_of_tensor_is_shown_as_in_torch(tmp_path, capsys):
@@ -73,8 +73,8 @@ def test_every_kind_of_tensor_is_shown_as_in_torch(tmp_path, capsys):
         "ordered": OrderedDict(b=torch.zeros(2)),
     }
     by_path(tree, tmp_path / "x.pt")
-    told = by_name(inspect_json(capsys, tmp_path / "x.pt")[1])
-    found = {name: (each["kind"], each["dtype"], each["shape"]) for name, each in told.items()}
+    shown = by_name(inspect_json(capsys, tmp_path / "x.pt")[1])
+    found = {name: (each["kind"], each["dtype"], each["shape"]) for name, each in shown.items()}
     assert found == {
         "parameter": ("parameter", "float32", [2, 3]),
         "float8": ("tensor", "float8_e4m3fn", [5]),
@@ -109,11 +109,11 @@ def test_totals_count_a_shared_storage_once(tmp_path, capsys):
 
 def test_nothing_in_a_pickle_is_executed_and_its_types_are_named(tmp_path, capsys):
     torch.save({"x": Dangerous(str(tmp_path / "made")), "w": torch.ones(3)}, tmp_path / "x.pt")
-    status, told = inspect_json(capsys, tmp_path / "x.pt")
+    status, shown = inspect_json(capsys, tmp_path / "x.pt")
     assert status == 0
     assert not (tmp_path / "made").exists()
-    assert told["others"]["posix.mkdir"] == 1
-    assert "w" in by_name(told)
+    assert shown["others"]["posix.mkdir"] == 1
+    assert "w" in by_name(shown)
 
 
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
@@ -121,10 +121,10 @@ def test_pickle_of_a_truncated_file_is_shown(write, tmp_path, capsys):
     state = {"weight": torch.ones(100_000), "bias": torch.ones(3)}
     write(state, tmp_path / "x.pt")
     os.truncate(tmp_path / "x.pt", 100_000)
-    status, told = inspect_json(capsys, tmp_path / "x.pt")
+    status, shown = inspect_json(capsys, tmp_path / "x.pt")
     assert status == 1
-    assert "truncated" in told["error"]
-    assert by_name(told)["weight"]["shape"] == [100_000]
+    assert "truncated" in shown["error"]
+    assert by_name(shown)["weight"]["shape"] == [100_000]
     assert inspect(tmp_path / "x.pt") == 1
     assert "damaged: it is truncated" in capsys.readouterr().out
 
@@ -153,10 +153,10 @@ def test_damaged_pickle_is_reported_and_shown(tmp_path, capsys):
     by_path({"weight": torch.ones(3)}, tmp_path / "x.pt")
     raw = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(raw.replace(b"weight", b"weighs", 1))
-    status, told = inspect_json(capsys, tmp_path / "x.pt")
+    status, shown = inspect_json(capsys, tmp_path / "x.pt")
     assert status == 1
-    assert told["error"].startswith("record data.pkl: ") and "CRC" in told["error"]
-    assert by_name(told)["weighs"]["shape"] == [3]
+    assert shown["error"].startswith("record data.pkl: ") and "CRC" in shown["error"]
+    assert by_name(shown)["weighs"]["shape"] == [3]
 
 
 def archive_of(pickled, path):
@@ -169,10 +169,10 @@ def archive_of(pickled, path):
 
 def test_pickle_that_needs_endless_memory_is_bounded(tmp_path, capsys):
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    # None, to be remembered as number 100 million: 1.6 GB.
+    # None, stored as memo entry 100 million: 1.6 GB.
     path = archive_of(b"\x80\x02Nr" + (100_000_000).to_bytes(4, "little") + b".", tmp_path / "x.pt")
-    status, told = inspect_json(capsys, path)
-    assert (status, told["error"]) == (2, "not enough memory to read its pickle")
+    status, shown = inspect_json(capsys, path)
+    assert (status, shown["error"]) == (2, "not enough memory to read its pickle")
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
@@ -180,7 +180,7 @@ STORAGE = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpu%stQ"
 
 
 def nested(opening, nr, closing):
-    """A pickle of so many objects in each other around a storage of four elements."""
+    """Return a pickle of so many nested objects around a storage of four elements."""
     storage = STORAGE % b"K\x04"
     return b"\x80\x02" + opening * nr + storage + closing * nr + b"."
 
@@ -216,39 +216,39 @@ def test_lines_fit_the_terminal_and_names_stay_whole(how, tmp_path, monkeypatch)
     names = [f"encoder.block.{i}.self_attention.query_projection.weight" for i in range(3)]
     by_path({name: torch.ones(4, 5) for name in names} | {"x" * 300: 1}, tmp_path / "x.pt")
     monkeypatch.chdir(tmp_path)
-    told = {}
+    shown = {}
     for width in (40, 200):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stdout", terminal)
         monkeypatch.setenv("COLUMNS", str(width))
         assert inspect(*how, "x.pt") == 0
-        told[width] = terminal.getvalue()
-        assert max(map(len, told[width].splitlines())) <= width
-        assert "\x1b" not in told[width]
-    assert "self_attention" in told[40] and "query_projection" in told[40]
+        shown[width] = terminal.getvalue()
+        assert max(map(len, shown[width].splitlines())) <= width
+        assert "\x1b" not in shown[width]
+    assert "self_attention" in shown[40] and "query_projection" in shown[40]
     if not how:
-        assert told[200].splitlines()[0].split() == [
+        assert shown[200].splitlines()[0].split() == [
             *["tensor", "shape", "dtype", "device", "bytes", "kind"]
         ]
-        assert f"{names[0]}  4x5    float32  cpu      80 B  tensor" in told[200]
-        assert "    4x5  float32  cpu  80 B  tensor\n" in told[40]
+        assert f"{names[0]}  4x5    float32  cpu      80 B  tensor" in shown[200]
+        assert "    4x5  float32  cpu  80 B  tensor\n" in shown[40]
 
 
-def test_a_missing_file_and_what_is_no_checkpoint_are_status_2(tmp_path, capsys):
+def test_missing_and_foreign_files_are_status_2(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("hello")
     assert inspect(tmp_path / "x.txt") == 2
     assert "looks like text" in capsys.readouterr().out
     assert inspect(tmp_path / "missing") == 2
 
 
-def test_a_directory_is_named_as_what_it_is(tmp_path, capsys):
+def test_inspect_refuses_a_directory_by_its_kind(tmp_path, capsys):
     assert inspect(tmp_path) == 2
     assert "a directory: name a file in it" in " ".join(capsys.readouterr().out.split())
     for name in (".metadata", "__0_0.distcp"):
         (tmp_path / name).write_bytes(b"")
     assert inspect(tmp_path) == 2
-    told = " ".join(capsys.readouterr().out.split())
-    assert "a torch.distributed.checkpoint directory: `stillframe verify` checks it" in told
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a torch.distributed.checkpoint directory: `stillframe verify` checks it" in shown
 
 
 def test_the_tree_has_each_branchs_bytes(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The command line: what it checks, what it prints, and with which status it ends."""
+"""`stillframe verify`: its checks, its output and its exit status."""
 
 import errno
 import gzip
@@ -242,9 +242,7 @@ def test_intact_shard_is_recognised_and_its_directory_checked(sharded, capsys):
         ("metadata", None, "cannot be read"),
     ],
 )
-def test_a_damaged_sharded_checkpoint_is_status_1_and_says_where(
-    sharded, capsys, damage, name, says
-):
+def test_damaged_sharded_checkpoint_is_status_1_and_located(sharded, capsys, damage, name, says):
     (shard,) = sharded.glob("*.distcp")
     data = bytearray(shard.read_bytes())
     if damage == "bit":
@@ -325,7 +323,7 @@ def test_every_checkpoint_under_a_directory_is_checked_and_nothing_else(tmp_path
     (tmp_path / "notes.txt").write_text("step 3")
     (tmp_path / "hparams.zip").write_bytes(b"PK\3\4" + bytes(26) + b"x")
     by_path(small_state(), tmp_path / "__0_0.distcp")
-    # A save in flight: half a file under a temporary's name.
+    # A save in flight: half a file with a temporary's name.
     half = (tmp_path / "a.ckpt").read_bytes()[:1000]
     (tmp_path / ".stillframe-noboot-1-1.tmp").write_bytes(half)
     (tmp_path / ".cache").mkdir()
@@ -420,7 +418,7 @@ def test_names_cannot_steer_the_terminal(tmp_path, capsys):
     assert "?.ckpt" in capsys.readouterr().out
 
 
-def test_long_paths_are_not_cut_where_nobody_looks_at_a_terminal(tmp_path, capsys):
+def test_long_paths_are_not_cut_without_a_terminal(tmp_path, capsys):
     directory = tmp_path / ("d" * 200) / ("e" * 200)
     directory.mkdir(parents=True)
     by_path(small_state(), directory / "x.ckpt")
@@ -429,7 +427,7 @@ def test_long_paths_are_not_cut_where_nobody_looks_at_a_terminal(tmp_path, capsy
 
 
 class Terminal:
-    """A stderr that claims to be a terminal."""
+    """A stderr that reports that it is a terminal."""
 
     encoding = "utf-8"
 

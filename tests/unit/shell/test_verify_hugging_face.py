@@ -1,4 +1,4 @@
-"""`stillframe verify` of directories as Hugging Face's libraries leave them."""
+"""`stillframe verify` of directories as Hugging Face's libraries write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from _stillframe_command import main as command
 
 
 def safetensors(path: Path, lengths: tuple[int, ...] = (400, 40), metadata: bool = True) -> Path:
-    """Write a file of the format: a header's length, the header, the tensors' bytes."""
+    """Write a safetensors file: the header's length, the header, the tensors' bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}} if metadata else {}
     end = 0
     for number, length in enumerate(lengths):
@@ -92,7 +92,7 @@ def test_empty_weights_of_an_older_library_are_damaged(tmp_path):
     assert command(["verify", str(tmp_path)]) == 1
 
 
-def test_bin_file_of_another_program_is_passed_over(tmp_path):
+def test_bin_file_of_another_program_is_skipped(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"\1\2\3")
     torch.save({"step": 1}, tmp_path / "ckpt.pt")
     assert command(["verify", str(tmp_path)]) == 0
@@ -160,6 +160,6 @@ def test_inspect_of_an_index_lists_the_tensors_of_all_files(tmp_path, capsys):
 def test_mistyped_pool_size_is_reported_in_one_line(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setenv("STILLFRAME_POOL_BYTES", "12xyz")
     assert command([name, str(tmp_path)]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1
-    assert "STILLFRAME_POOL_BYTES='12xyz' is not a size" in told.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert "STILLFRAME_POOL_BYTES='12xyz' is not a size" in output.err

@@ -1,4 +1,4 @@
-"""Functions that processes of the loan tests run, in a module that they can import."""
+"""Functions for the processes of the loan tests, in a module that they can import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def seen(tree: Any) -> list[float]:
-    """The first and the last element of each tensor."""
+    """Return the first and the last element of each tensor."""
     return [float(tensor[place]) for tensor in tree.values() for place in (0, -1)]
 
 
@@ -27,7 +27,7 @@ def refuse_torchs_memory() -> None:
 
 
 def work(first: Any, link: Connection, grandchilds: Connection) -> None:
-    """Serves what comes over `link`, and says what the trees look like that it was given."""
+    """Run the commands that come over `link`; answer with the contents of the received trees."""
     refuse_torchs_memory()
     kept = [first]
     del first

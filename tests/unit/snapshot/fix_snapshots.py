@@ -24,7 +24,7 @@ def identity(tensor: Any) -> int:
 
 
 def trained(size: int = 300) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and an optimizer whose state a save would defer."""
+    """Return a model and an optimizer whose state a save would defer."""
     torch.manual_seed(0)
     model = torch.nn.Linear(size, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

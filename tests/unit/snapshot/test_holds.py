@@ -1,4 +1,4 @@
-"""How held and lent memory of a snapshot returns. test_loans.py tests what borrowers get."""
+"""How held memory and memory on loan return. test_loans.py tests what borrowers get."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stillframe._snapshot import holds, loans
 
 
 def only_loan_of(taken: stillframe.Snapshot[Any]) -> loans.Loan:
-    """Loans of others may be ending still."""
+    """Return the only loan of this lender; loans of other tests may still be ending."""
     lender = loans._lender_of(taken.tree["w"].untyped_storage())
     assert lender is not None
     (loan,) = lender._loans()
@@ -64,7 +64,7 @@ def test_memory_returns_even_if_the_wait_for_its_holder_fails(caplog):
 
 
 class Memory:
-    """Of a snapshot: notes who has it, and what is said of it."""
+    """A fake memory of a snapshot that records its holders and their calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -81,7 +81,7 @@ class Memory:
 
 
 class Channel:
-    """One whose other end does what it is told; what is sent over it is an error."""
+    """A fake channel whose other end follows the test; sending over it is an error."""
 
     def __init__(self, *received: bytes | OSError) -> None:
         self.received = list(received)
@@ -110,13 +110,13 @@ def loan_over(channel: Channel) -> tuple[loans.Loan, list[str]]:
 
 
 def test_overdue_loan_counts_as_held_by_the_user():
-    """Others wait for a hold, which ends by itself, and not for a view."""
+    """Others wait for a hold, which ends by itself, but not for a view."""
     channel = Channel(TimeoutError(), b"")
     loan, calls = loan_over(channel)
     loans._loans.append(loan)
     loan.serve()
     assert calls == ["hold", "view", "will return: False", "unhold"]
-    assert channel.timeouts == [0.5, None]  # it tires once: its hold is given back by then
+    assert channel.timeouts == [0.5, None]  # it warns once, and the hold was given back by then
     loan.end()
     assert calls[4:] == ["unview"] and channel.closed and loan not in loans._loans
 
@@ -131,7 +131,7 @@ def test_killed_borrower_returns_its_loan():
 
 def test_recalled_memory_is_not_on_loan():
     loan, _ = loan_over(Channel(b"\0"))
-    loan.recall()  # though there is nobody left to tell
+    loan.recall()  # no process is left to notify
     loan.serve()
     assert not loan._asked
 

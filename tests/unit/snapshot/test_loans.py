@@ -1,6 +1,6 @@
 """`shared="spawn"`: other processes map the memory, and the pool waits for them.
 
-In most tests one process lends to itself, which pickles in the same way. The last tests start
+In most tests one process lends to itself, because it pickles in the same way. The last tests start
 processes.
 """
 
@@ -32,15 +32,15 @@ Tree = dict[str, torch.Tensor]
 
 
 def all_loans_are_over() -> bool:
-    """Their threads may be slow."""
+    """Wait for the threads of all loans, which may be slow."""
     gc.collect()
     return eventually(lambda: not loans._loans)
 
 
 @pytest.fixture
 def engine() -> Iterator[stillframe.Engine]:
-    """A pool that has room for two of `state()`."""
-    assert all_loans_are_over()  # of other tests
+    """Return an engine whose pool has room for two of `state()`."""
+    assert all_loans_are_over()  # those of other tests
     with stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB, shared_memory=True) as engine:
         yield engine
 
@@ -63,7 +63,7 @@ def comes_to(engine: stillframe.Engine, nbytes: int) -> bool:
 
 @pytest.fixture
 def torchs_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that go to shared memory of torch's."""
+    """Count the bytes that torch moves to shared memory of its own."""
     moved: list[int] = []
     share = torch.UntypedStorage._share_fd_cpu_
 
@@ -80,7 +80,7 @@ def descriptors() -> int:
 
 
 def settled_descriptors() -> int:
-    """Once multiprocessing's thread has closed what it has sent over."""
+    """Return the descriptors once multiprocessing's thread has closed those it has sent."""
     before, now = -1, descriptors()
     while before != now:
         time.sleep(0.1)
@@ -132,13 +132,13 @@ def test_tensors_arrive_as_they_are_and_none_is_copied(engine, torchs_memory):
 
 def test_a_pickle_takes_one_descriptor_however_many_tensors_it_has(engine):
     taken = take(engine, [torch.full((10,), float(value)) for value in range(300)])
-    pickle.loads(dumps(taken.tree))  # starts multiprocessing's own thread
+    pickle.loads(dumps(taken.tree))  # starts multiprocessing's thread
     assert all_loans_are_over()
     before = settled_descriptors()
     data = dumps(taken.tree)
     assert descriptors() - before == 2  # both ends of the channel
     new = pickle.loads(data)
-    # The channel's ends, and what Python's mmap keeps.
+    # The ends of the channel, and the descriptor that Python's mmap keeps.
     assert descriptors() - before <= 3
     assert all(tensor.eq(value).all() for value, tensor in enumerate(new))
 
@@ -150,7 +150,7 @@ def test_memory_returns_when_both_processes_have_dropped_it(engine):
     taken.release()
     while borrowed:
         assert leased(engine) == 2 * MIB
-        take(engine, state(2)).release()  # has other blocks
+        take(engine, state(2)).release()  # it has other blocks
         assert borrowed[-1].eq(1).all()
         del borrowed[0]
     assert comes_to(engine, 0)
@@ -160,9 +160,9 @@ def test_loan_excludes_foreign_memory_between_its_parts(engine):
     small = [take(engine, [torch.full((MIB // 4,), float(value))]) for value in range(4)]
     small[0].release()
     small[2].release()
-    apart = take(engine, state(7))  # in the blocks beside the middle one
+    apart = take(engine, state(7))  # in the blocks on both sides of the middle one
     small[1].release()
-    middle = take(engine, [torch.ones(MIB // 4)])  # known after it, so looked at after it
+    middle = take(engine, [torch.ones(MIB // 4)])  # registered later, so searched later
     lender = loans._lender_of(apart.tree["w"].untyped_storage())
     assert lender is not None and lender.nbytes > 2 * MIB
     assert loans._lender_of(middle.tree[0].untyped_storage()) is not lender
@@ -216,10 +216,10 @@ def test_untaken_offer_returns_when_its_reader_ends(engine):
         taken.hold_until(reader)
     taken.release()
     readers[0].set_result(None)
-    new = pickle.loads(arrived)  # the other may still come for it
+    new = pickle.loads(arrived)  # a process may still request the other one
     open_loans = list(loans._loans)
     readers[1].set_result(None)
-    assert [loan._over for loan in open_loans] == [True, False]  # and their threads may be slow
+    assert [loan._over for loan in open_loans] == [True, False]  # their threads may be slow
     with pytest.raises(stillframe.StillframeError, match="not lent any more"):
         pickle.loads(lost)
     assert leased(engine) == 2 * MIB and seen(new) == [1] * 4
@@ -255,13 +255,13 @@ def test_snapshot_waits_for_a_loan_but_not_forever(engine):
     lender.patience_s = 0.05
     new = [pickle.loads(dumps(patient.tree))]
     patient.release()
-    timer = threading.Timer(20, new.clear)  # who waits all the same waits no longer
+    timer = threading.Timer(20, new.clear)  # ends a wait that should not happen
     timer.start()
     with pytest.raises(stillframe.PoolExhaustedError, match="lent"):
         take(engine, state(5))
     timer.cancel()
     timer.join()
-    assert seen(new[0]) == [4] * 4  # it is there for all that
+    assert seen(new[0]) == [4] * 4  # the borrower still has its memory
     new.clear()
     second.release()
     assert comes_to(engine, 0)
@@ -271,7 +271,7 @@ def test_process_forked_before_the_loan_arrives_keeps_none_of_it(engine):
     taken = take(engine, state(1))
     data = dumps(taken.tree)
     reading, writing = os.pipe()
-    child = os.fork()  # multiprocessing's own fork closes what it shares
+    child = os.fork()  # unlike multiprocessing's fork, this closes nothing
     if child == 0:
         os.close(writing)
         os.read(reading, 1)
@@ -318,7 +318,8 @@ def test_a_system_without_such_memory_is_named():
     try:
         with pytest.raises(OSError, match="ulimit -f"):
             stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB, shared_memory=True)
-        with stillframe.Engine(block_bytes=MIB, shared_memory=True) as fitting:  # a default cap
+        # a pool of default size
+        with stillframe.Engine(block_bytes=MIB, shared_memory=True) as fitting:
             assert fitting.stats()["pool_bytes"] < 4 * MIB
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -358,7 +359,7 @@ def test_a_spawned_process_reads_what_it_was_given_while_training_goes_on(engine
     assert ask("leave a grandchild") == [[1] * 4, [3] * 4]
     process.kill()
     process.join()
-    assert leased(engine) == 4 * MIB  # it reads on
+    assert leased(engine) == 4 * MIB  # the process still reads the memory
     grandchild.send("look")
     assert grandchild.poll(30) and grandchild.recv() == [[1] * 4, [3] * 4]
     assert comes_to(engine, 0)

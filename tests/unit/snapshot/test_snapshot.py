@@ -20,7 +20,7 @@ __all__ = ["engine"]  # a fixture
 
 @pytest.fixture(autouse=True, params=["made together", "made one by one"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.11 there is no function that makes tensors over given memory."""
+    """Run each test also as before torch 2.11, which cannot make tensors over given memory."""
     if request.param == "made one by one":
         monkeypatch.setattr("stillframe._tree.skeleton.make_tensors", False)
 
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 class Dictionary(dict[str, Any]):
-    """A dict of somebody's own."""
+    """A user's subclass of dict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Extra:
 
 
 class Marked(torch.Tensor):
-    """A subclass without anything of its own."""
+    """A subclass that adds nothing."""
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_tensor_that_reaches_beyond_its_memory_is_refused(engine):
 
 
 class Holder:
-    """An object that a walk over containers does not look into."""
+    """An object that the walk leaves whole."""
 
     __slots__ = ("inner",)
 
@@ -284,7 +284,7 @@ class Holder:
 
 
 class HoldingTensor(torch.Tensor):
-    """A subclass that reduces itself to its attributes, as ShardedTensor does."""
+    """A subclass that reduces to its attributes, as ShardedTensor does."""
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -320,7 +320,7 @@ def test_a_wrapper_subclass_with_a_tensor_in_its_context_is_refused(engine, monk
         stillframe.snapshot([wrapped], engine=engine)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of every ShardedTensor
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch warns at every ShardedTensor
 def test_a_sharded_tensor_is_refused_and_saved_with_the_bytes_of_the_call(engine, tmp_path):
     from torch import distributed
     from torch.distributed._shard.metadata import ShardMetadata
@@ -435,7 +435,7 @@ def test_irrelevant_strides_are_kept(engine, size):
 
 
 class Kept(dict[str, Any]):
-    """A dict of which there is only one."""
+    """A dict that cannot be copied."""
 
     def __copy__(self) -> Kept:
         return self
@@ -445,7 +445,7 @@ def test_a_container_that_cannot_be_copied_keeps_what_it_has(engine):
     tensor = torch.ones(3)
     tree = Kept(a=tensor)
     assert stillframe.snapshot([tree], engine=engine).tree[0] is tree
-    assert tree["a"] is tensor  # and training goes on with it
+    assert tree["a"] is tensor  # the training still uses the original
 
 
 @pytest.mark.parametrize("most", [None, 2, 9])
@@ -457,8 +457,8 @@ def test_a_deque_is_as_long_in_the_snapshot(engine, most):
 
 
 def test_objects_are_rebuilt_in_their_order():
-    """Neighbours in memory are read one after the other, where somebody's own containers have them
-    too."""
+    """Objects that are neighbours in memory are read one after the other, also inside users' own
+    containers."""
     tensors = [torch.ones(3) for _ in range(4)]
     nested = [Dictionary(a=tensors[0], b=tensors[1]), collections.deque([tensors[2]])]
     found = walk.Tree([*nested, Dictionary(c=tensors[3])])
@@ -480,7 +480,7 @@ def test_empty_tensors_are_copied_to_ordinary_memory():
     assert (number, nbytes) == (1, 0)
 
 
-def test_forgotten_tree_keeps_no_containers_or_tensors():
+def test_dropped_tree_keeps_no_containers_or_tensors():
     class Root(list[Any]):
         pass
 
@@ -494,8 +494,8 @@ def test_forgotten_tree_keeps_no_containers_or_tensors():
     assert len(tree.storages) == 1
 
 
-def test_forgotten_tree_keeps_no_wrapped_tensor(monkeypatch):
-    class Wrapped:  # what stands for DTensor
+def test_dropped_tree_keeps_no_wrapped_tensor(monkeypatch):
+    class Wrapped:  # represents a DTensor
         __slots__ = ("__weakref__", "_local_tensor")
 
     monkeypatch.setattr(walk, "dtensor", lambda: Wrapped)
@@ -516,7 +516,8 @@ def test_tensors_of_every_kind_are_counted_once():
     conjugated = torch.ones(2, dtype=torch.complex64).conj()
     tree = [plain, plain, torch.nn.Parameter(plain), marked, [marked], quantized, conjugated]
     assert walk.Tree(tree).num_tensors() == 5
-    assert walk.Tree([torch.eye(3).to_sparse()]).num_tensors() == 3  # its indices and values too
+    # its indices and values count too
+    assert walk.Tree([torch.eye(3).to_sparse()]).num_tensors() == 3
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes

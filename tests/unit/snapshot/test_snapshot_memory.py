@@ -1,4 +1,4 @@
-"""The memory of a snapshot: when it goes back, what is refused, who may read it."""
+"""The memory of a snapshot: when it returns, what is refused, and which processes may read it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_leaving_the_with_block_releases(engine):
     assert leased(engine) == 0
 
 
-def test_what_does_not_fit_is_refused_at_once(engine):
+def test_tree_that_does_not_fit_is_refused_at_once(engine):
     with pytest.raises(stillframe.PoolExhaustedError, match="pool_bytes"):
         stillframe.snapshot([torch.zeros(33 * MIB, dtype=torch.uint8)], engine=engine)
     first = stillframe.snapshot([torch.zeros(20 * MIB, dtype=torch.uint8)], engine=engine)
@@ -135,7 +135,7 @@ def test_a_snapshot_waits_for_saves(engine, tmp_path):
     with slow("pwrite", 0.02):
         handle = stillframe.async_save(source[: 16 * MIB].clone(), tmp_path / "x", engine=engine)
         snap = stillframe.snapshot(source, engine=engine)
-    # It has every block, so the save has none any more.
+    # The snapshot has every block, so the save has returned its own.
     assert engine._core.stats()["save_bytes"] == 0 and leased(engine) == 32 * MIB
     assert snap.tree.equal(source)
     handle.result()
@@ -181,7 +181,7 @@ def test_a_future_holds_the_memory(engine):
         snap.hold_until(future)
 
 
-def test_a_future_that_has_ended_holds_nothing(engine):
+def test_ended_future_holds_no_memory(engine):
     future: concurrent.futures.Future[None] = concurrent.futures.Future()
     future.set_result(None)
     snap = stillframe.snapshot([torch.ones(5)], engine=engine)
@@ -219,7 +219,7 @@ def test_only_processes_and_futures_can_be_held_for(engine):
 
 
 def _wait_until_returned(engine: stillframe.Engine) -> None:
-    """A snapshot of everything waits for the memory that is still held."""
+    """Take a snapshot of the whole pool, which waits for memory that is still held."""
     nbytes = int(engine.stats()["pool_bytes"])
     with stillframe.snapshot([torch.zeros(nbytes, dtype=torch.uint8)], engine=engine):
         pass
@@ -278,11 +278,11 @@ def test_a_process_may_be_joined_and_closed_while_it_is_waited_for(caplog):
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """Runs a function in a forked child; its exit status, negative for a signal."""
+    """Run a function in a forked child; return its exit status, negative for a signal."""
     pid = os.fork()
     if pid == 0:
         try:
-            faulthandler.disable()  # some of these children are to crash
+            faulthandler.disable()  # some of these children crash on purpose
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os._exit(0 if function() in (None, True) else 1)
         except BaseException:
@@ -330,6 +330,6 @@ def test_a_fork_waits_for_a_shared_copy(engine):
         snap = stillframe.snapshot(
             state_of(model, optimizer), overlap=True, shared=True, engine=engine
         )
-        # No arithmetic of torch: its threads do not exist in the child.
+        # No torch arithmetic, because its threads do not exist in the child.
         assert in_child(lambda: raw(flat(snap.tree)) == raw(expected)) == 0
     snap.wait()

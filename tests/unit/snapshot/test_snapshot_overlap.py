@@ -1,4 +1,4 @@
-"""`snapshot(overlap=True)`: copied under the next forward and backward; the process's end."""
+"""`snapshot(overlap=True)`: copies under the next forward and backward, and the process's exit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["engine"]  # a fixture
 def test_the_next_step_waits_for_the_copy(engine):
     model, optimizer = trained()
     expected = [tensor.clone() for tensor in flat(state_of(model, optimizer))]
-    with slow("lane_copy", 0.05):  # or copies for itself, where the lane has not come yet
+    with slow("lane_copy", 0.05):  # or the step copies by itself, if the lane has not begun
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
         step(model, optimizer)
     snap.wait()
@@ -50,7 +50,7 @@ def test_the_tree_is_complete_when_it_is_asked_for(engine):
     assert all(map(torch.equal, flat(tree), flat(state_of(model, optimizer))))
 
 
-def test_a_wait_that_takes_too_long_says_so(engine):
+def test_wait_that_takes_too_long_raises_a_timeout(engine):
     model, optimizer = trained()
     with held("lane_copy", sticky=False):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
@@ -64,15 +64,15 @@ def test_no_verdict_is_given_before_the_copy_has_ended(engine):
     with held("lane_copy", sticky=False):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
         copy = snap._copy
-        copy.settle()  # as a notice would that is somebody else's
+        copy.settle()  # as a notice of another copy would
         assert not copy.is_settled()
-        assert copy.sources  # whose memory is being read
+        assert copy.sources  # the lane is reading their memory
     snap.wait()
     assert copy.is_settled() and not copy.sources
 
 
 class _Interrupted:
-    """The core, whose snapshots are interrupted as soon as their copy has begun."""
+    """A fake core whose snapshots are interrupted right after their copy has begun."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_core, name)
@@ -101,7 +101,7 @@ def test_ctrl_c_just_after_the_copy_has_begun_leaves_it_its_sources(engine, monk
         (copy,) = completion.copying.values()
         assert isinstance(copy, Copy) and not copy.is_settled()
         assert len(copy.sources) == len({id(each) for each in flat(state_of(model, optimizer))})
-        step(model, optimizer)  # waits for nobody: nobody has the snapshot
+        step(model, optimizer)  # waits for no copy, because no caller has the snapshot
     copy.finish()
     assert copy.sources == [] and copy.is_settled()
     del copy
@@ -126,7 +126,7 @@ def test_a_change_outside_the_step_is_found_and_named(engine, through_data):
     assert caught.value.tensors == ("model.weight",)
     with pytest.raises(stillframe.TornSnapshotError):
         _ = snap.tree
-    # From then on that optimizer's state is captured.
+    # From now on that optimizer's state is captured.
     with slow("lane_copy", 1.0) as injected:
         again = stillframe.snapshot(state, overlap=True, engine=engine)
         again.wait()
@@ -135,12 +135,12 @@ def test_a_change_outside_the_step_is_found_and_named(engine, through_data):
 
 def test_verdict_is_given_without_a_wait(engine):
     model, optimizer = trained()
-    told = threading.Event()
+    copied = threading.Event()
     with held("lane_copy"):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
-        call_when_copied(snap, told.set)
-        assert not told.is_set()
-    assert told.wait(60) and not snap._copy.sources
+        call_when_copied(snap, copied.set)
+        assert not copied.is_set()
+    assert copied.wait(60) and not snap._copy.sources
 
 
 def test_uncollected_torn_snapshot_is_logged(engine, caplog):
@@ -161,10 +161,10 @@ def test_snapshot_dropped_during_its_copy_returns_its_memory(engine):
     with slow("lane_copy", 0.05):
         stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine).release()
         step(model, optimizer)
-        # A request for the whole pool waits for memory that is about to return.
+        # A request for the whole pool waits for memory that will return.
         stillframe.snapshot(torch.zeros(32 * MIB, dtype=torch.uint8), engine=engine).release()
     assert leased(engine) == 0
-    while stillframe._save.completion.copying:  # its notice may be on its way
+    while stillframe._save.completion.copying:  # its notice may not have been taken yet
         time.sleep(0.001)
     engine.close()
 
@@ -185,14 +185,15 @@ def test_a_signal_handler_may_take_a_snapshot_while_one_waits(engine):
     inside, done = threading.Event(), threading.Event()
 
     def handler(number: int, frame: object) -> None:
-        # A second signal may come when the one that waits has taken the whole pool.
+        # A second signal may come when the waiting call has taken the whole pool.
         if not inside.is_set():
             inside.set()
             assert stillframe.snapshot([torch.ones(3)], engine=engine).tree[0].sum() == 3
             done.set()
 
     def poke() -> None:
-        while not inside.wait(0.01):  # not more and more: handlers are interrupted as well
+        # only one signal at a time, because handlers are interrupted too
+        while not inside.wait(0.01):
             os.kill(os.getpid(), signal.SIGUSR1)
         done.wait(60)
         future.set_result(None)
@@ -214,7 +215,7 @@ def test_a_signal_handler_may_take_a_snapshot_while_one_waits(engine):
 
 
 def test_exception_of_a_signal_handler_is_not_taken_for_ours(engine):
-    """A handler whose snapshot does not fit, in the middle of the call that has taken the pool."""
+    """A handler takes a snapshot that does not fit, during a call that has taken the pool."""
     source = torch.zeros(32 * MIB, dtype=torch.uint8)
     held = stillframe.snapshot([source], engine=engine)
     future: concurrent.futures.Future[None] = concurrent.futures.Future()

@@ -1,4 +1,4 @@
-"""The verdict of a snapshot's copy, and who hears of it: over a core that does as it is told."""
+"""The verdict on a snapshot's copy, and which callers get it, over a fake core."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Core:
 
 
 class Deferral(gate.Deferral):
-    """Says one after the other what it is given."""
+    """A fake deferral that gives prepared answers in order."""
 
     def __init__(self, *torn: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Deferral(gate.Deferral):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """`made(deferral, devices)`: a copy that has been started."""
+    """Return `made(deferral, devices)`, which starts a copy."""
     monkeypatch.setattr(copies._device, "streams", lambda devices: ())
     found: list[Copy] = []
 
@@ -109,7 +109,7 @@ def test_step_without_a_wait_asks_once_for_the_verdict_before_writing(made):
     copy = made(deferral, devices=(0,))
     copy.core.gates = [False, False]
     assert not copy.gate() and not copy.gate()
-    assert ended(copy).error is None  # what it says by now is the step's own doing
+    assert ended(copy).error is None  # later changes are the step's own
     assert copy.gate_wait_s > 0
 
 
@@ -144,14 +144,14 @@ def test_settled_copy_releases_its_sources_and_delays_no_step(made):
 
 
 def test_verdict_callback_is_called_once_before_or_after_it(made, monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(completion.callbacks, "put", told.append)
+    calls: list[Any] = []
+    monkeypatch.setattr(completion.callbacks, "put", calls.append)
     copy = made(Deferral(-1))
     copy.call_when_settled("before")
-    assert told == []
+    assert calls == []
     ended(copy)
     copy.call_when_settled("after")
-    assert told == ["before", "after"]
+    assert calls == ["before", "after"]
 
 
 def test_interrupted_copy_keeps_its_sources_until_it_ends(made, monkeypatch):
@@ -178,8 +178,8 @@ def test_a_copy_made_in_the_call_is_over_with_it(made):
 
 
 def test_signal_handler_during_the_verdict_gives_no_second_one(made, monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(completion.callbacks, "put", told.append)
+    calls: list[Any] = []
+    monkeypatch.setattr(completion.callbacks, "put", calls.append)
     deferral = Deferral(0, 0)
     copy = made(deferral)
     copy.call_when_settled("once")
@@ -194,7 +194,7 @@ def test_signal_handler_during_the_verdict_gives_no_second_one(made, monkeypatch
     monkeypatch.setattr(deferral, "torn", torn, raising=False)
     ended(copy)
     assert isinstance(copy.error, stillframe.TornSnapshotError)
-    assert (deferral.nr_released, deferral.distrusted, told) == (1, [0], ["once"])
+    assert (deferral.nr_released, deferral.distrusted, calls) == (1, [0], ["once"])
 
 
 def test_torn_copy_known_only_to_its_tensors_is_logged(made, caplog):
@@ -207,7 +207,8 @@ def test_torn_copy_known_only_to_its_tensors_is_logged(made, caplog):
 # ---- the snapshot over it ----
 
 
-def over(**copy: Any) -> Any:
+def snapshot_over(**copy: Any) -> Any:
+    """Return a snapshot over a fake copy with these attributes."""
     made: Any = SimpleNamespace(
         core=Core(), error=None, seen=False, settle=lambda: None, **{**copy, "is_fake": True}
     )
@@ -217,13 +218,13 @@ def over(**copy: Any) -> Any:
 def test_uncollected_snapshot_error_is_logged_once(caplog):
     error = stillframe.StillframeError("torn")
     for seen, foreign in ((True, False), (False, True)):
-        snapshot = over()
+        snapshot = snapshot_over()
         snapshot._copy.error, snapshot._copy.seen = error, seen
         if foreign:
             snapshot._birth = SimpleNamespace(foreign=lambda: True)
         del snapshot
     assert caplog.text == ""
-    snapshot = over()
+    snapshot = snapshot_over()
     snapshot._copy.error = error
     del snapshot
     assert "nobody asked: torn" in caplog.text
@@ -234,16 +235,18 @@ def test_torn_tensor_is_named_among_wrapper_tensors():
     torn = torch.ones(3)
     sparse, meta = torch.eye(2).to_sparse(), torch.ones(1, device="meta")
     tree = {"sparse": sparse, "meta": meta, "mkldnn": torch.ones(4).to_mkldnn(), "torn": torn}
-    snapshot: Any = Snapshot(over()._copy, tree, [torn.untyped_storage().data_ptr()], False)
+    snapshot: Any = Snapshot(
+        snapshot_over()._copy, tree, [torn.untyped_storage().data_ptr()], False
+    )
     assert snapshot._names(0) == ["torn"]
 
 
 def test_failed_snapshot_raises_and_its_error_counts_as_collected():
-    snapshot = over()
+    snapshot = snapshot_over()
     copy = snapshot._copy
     copy.core.ended = True
 
-    def settle() -> None:  # a waiting thread may be the first to ask
+    def settle() -> None:  # a waiting thread may ask first
         copy.error = stillframe.StillframeError("torn")
 
     copy.settle = settle
@@ -258,8 +261,8 @@ def test_future_that_calls_back_twice_ends_only_its_hold():
             function(self)
             function(self)
 
-    snapshot = over()
-    snapshot._copy.core.holds = 1  # somebody else's
+    snapshot = snapshot_over()
+    snapshot._copy.core.holds = 1  # the hold of another caller
     snapshot.hold_until(Twice())
     assert snapshot._copy.core.holds == 1
     with pytest.raises(TypeError):
@@ -268,13 +271,13 @@ def test_future_that_calls_back_twice_ends_only_its_hold():
 
 
 def test_hold_until_after_release_works_only_for_private_copies(monkeypatch):
-    snapshot = over()
+    snapshot = snapshot_over()
     snapshot._copy.core.hold = lambda: False
     for method in ("spawn", "forkserver"):
         snapshot.hold_until(multiprocessing.get_context(method).Process(target=print))
     with pytest.raises(stillframe.StillframeError, match="gone back"):
         snapshot.hold_until(multiprocessing.get_context("fork").Process(target=print))
-    # One that names no method has that of the program.
+    # A method that was not given runs as in the program.
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "spawn")
     snapshot.hold_until(multiprocessing.Process(target=print))
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "fork")
@@ -283,7 +286,7 @@ def test_hold_until_after_release_works_only_for_private_copies(monkeypatch):
 
 
 def test_a_forked_child_reads_what_is_shared_and_nothing_else():
-    private, shared = over(), over()
+    private, shared = snapshot_over(), snapshot_over()
     shared._shared = True
     for each in (private, shared):
         each._birth = SimpleNamespace(foreign=lambda: True)
@@ -298,7 +301,7 @@ def test_a_forked_child_reads_what_is_shared_and_nothing_else():
 def test_refused_snapshot_delays_no_step_of_another_thread():
     model, optimizer = trained()
     with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB) as small:
-        # The exception keeps the call's frames, and these keep the call's objects.
+        # The exception keeps the call's frames, and the frames keep the call's objects.
         with pytest.raises(stillframe.PoolExhaustedError) as refused:
             stillframe.snapshot(
                 {**state_of(model, optimizer), "big": torch.ones(MIB)}, overlap=True, engine=small
@@ -328,11 +331,11 @@ def test_a_copy_that_was_torn_before_the_call_returned_is_not_handed_out(engine,
     monkeypatch.setattr(Copy, "start", torn)
     with pytest.raises(stillframe.TornSnapshotError, match="too late") as refused:
         stillframe.snapshot({"x": torch.ones(1000)}, engine=engine)
-    assert refused.tb is not None and leased(engine) == 0  # though the call's frames are kept
+    assert refused.tb is not None and leased(engine) == 0  # although the call's frames are kept
 
 
 class Part:
-    """Of somebody's own: left whole."""
+    """A user's object, which is left whole."""
 
     def __init__(self, shared: list[int]) -> None:
         self.shared = shared
@@ -347,7 +350,7 @@ def test_objects_shared_by_copied_objects_stay_shared(engine):
 
 
 def test_an_object_that_cannot_be_copied_is_left(engine):
-    """An example is a lock. It cannot be pickled either, and the error of an attempt names it."""
+    """A lock, for example. It cannot be pickled either, and the error of that attempt names it."""
     lock, part = threading.Lock(), Part([1])
     taken = snapshot_to_write([lock, part], overlap=False, engine=engine)
     assert taken.tree[0] is lock and taken.tree[1] is not part

@@ -33,7 +33,7 @@ def test_every_function_is_declared_as_torch_declares_it(tmp_path):
     if shutil.which(compiler[0]) is None or not headers.is_dir():
         pytest.skip("no C++ compiler, or no headers of torch")
     later = (headers / "torch/csrc/stable/c/shim.h").exists()
-    # By a name of its own: torch/shim.h is searched among torch's.
+    # With a name of its own, because torch/shim.h is searched for among torch's headers.
     shutil.copy(ROOT / "csrc/python/torch/shim.h", tmp_path / "torch_shim.h")
     source = tmp_path / "compared.cpp"
     source.write_text(COMPARED % ("NEEDED" if later else "LATER"))

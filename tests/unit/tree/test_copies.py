@@ -1,4 +1,4 @@
-"""Plain tensors made again over copies of their storages: `Collector.copies` and the bridge."""
+"""Plain tensors rebuilt over copies of their storages: `Collector.copies` and the bridge."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 def copied(
     tensors: list[torch.Tensor], collector: _core.Collector | None = None
 ) -> tuple[_core.Collector, bytearray, list[int]]:
-    """A collector that has met the tensors, and the bytes of their storages."""
+    """Return a collector that has found the tensors, and the bytes of their storages."""
     collector = collector or skeleton.tree_collector()
     assert collector.collect(tensors) == []
     memory, offsets = bytearray(), []
@@ -56,7 +56,7 @@ def test_the_memory_lives_as_long_as_a_storage_over_it():
     collector, memory, offsets = copied([torch.ones(4), torch.zeros(2, 3)])
     before = sys.getrefcount(memory)
     news, firsts, _ = collector.copies(memory, offsets, True)
-    assert sys.getrefcount(memory) == before + 1  # one for all
+    assert sys.getrefcount(memory) == before + 1  # one reference for all of them
     last = firsts[0]
     assert last is not None
     view = last[1:]
@@ -171,7 +171,7 @@ def test_a_tensor_that_sees_more_of_a_storage_than_was_copied_is_left_out():
     collector = skeleton.tree_collector()
     assert collector.collect([first]) == []
     storage = first.untyped_storage()
-    storage.resize_(64)  # between two tensors of one tree: a __getstate__ may do that
+    storage.resize_(64)  # between two tensors of one tree, as a __getstate__ may do
     longer = torch.empty(0).set_(storage, 0, (16,), (1,))
     assert collector.collect([longer]) == []
     collector.finish()
@@ -190,5 +190,5 @@ def test_too_deep_nesting_raises_recursion_error():
         with pytest.raises(RecursionError, match="while a tree is made again"):
             _core.rebuilt(nested, {}, id)
     finally:
-        while nested:  # one by one: their end is nested as well
+        while nested:  # one by one, because freeing them recurses too
             nested = nested.pop()

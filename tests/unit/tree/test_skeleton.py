@@ -1,4 +1,4 @@
-"""The skeleton: what it writes loads as what torch.save writes."""
+"""The skeleton loads as the pickle that torch.save writes."""
 
 import collections
 import copyreg
@@ -36,7 +36,8 @@ def rows_of(made):
 
 
 def file_of(made):
-    """A checkpoint with the skeleton, by the simplest writer that torch.load can read."""
+    """Return a checkpoint with the skeleton, made by the simplest writer that torch.load
+    accepts."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", made.data)
@@ -57,9 +58,9 @@ def stock_file(obj):
 
 
 def check(obj, refused=False, **options):
-    """Loads ours and torch.save's file, compares, and returns what ours gave.
+    """Load our file and torch.save's, compare them, and return what ours gave.
 
-    With `refused` torch.load may decline both, with the same error.
+    With `refused` torch.load may refuse both, with the same error.
     """
     options.setdefault("weights_only", False)
     ours = outcome(torch.load, file_of(build(obj)), **options)
@@ -212,7 +213,7 @@ def test_the_pickle_has_opcodes_of_protocol_2_alone():
 
 
 class Calls(pickle.Unpickler):
-    """Reads a pickle into the calls that rebuild its tensors; storages without their keys."""
+    """Reads a pickle as the calls that rebuild its tensors; storages without their keys."""
 
     def find_class(self, module, name):
         if module == "torch._utils":
@@ -252,7 +253,8 @@ def test_splice_refuses_a_foreign_pickle(data):
         collector.splice(data)
 
 
-def test_plain_tensors_cost_no_python_call(no_collections):  # whose callbacks would count
+# callbacks of the collector would count
+def test_plain_tensors_cost_no_python_call(no_collections):
     def calls(count):
         tree = {str(i): torch.nn.Parameter(torch.ones(1)) for i in range(count)}
         seen = []
@@ -264,7 +266,7 @@ def test_plain_tensors_cost_no_python_call(no_collections):  # whose callbacks w
         return len(seen)
 
     calls(1)
-    # The least of some: finalizers of whatever came before may run in any of them.
+    # The least of several counts: finalizers of earlier objects may run in any of them.
     few, some, many = (min(calls(count) for _ in range(5)) for count in (2, 250, 1250))
     assert few == some
     assert few == many
@@ -312,7 +314,7 @@ def test_tensors_are_counted_as_objects():
     assert build(["none"]).num_tensors == 0
     special = [torch.eye(3).to_sparse(), fix_graphs.SPECIAL["conj"](1)]
     special.append(fix_graphs.with_attribute(torch.nn.Parameter(torch.ones(2))))
-    assert build(special).num_tensors == len(special) + 1  # the attribute holds one
+    assert build(special).num_tensors == len(special) + 1  # one more is in an attribute
 
 
 def test_a_copy_on_write_tensor_gets_memory_of_its_own():
@@ -466,7 +468,7 @@ def test_object_that_torch_load_cannot_read_is_written_as_by_torch_save(kind):
         made = torch.storage.TypedStorage(
             wrap_storage=torch.UntypedStorage(10), dtype=torch.float32, _internal=True
         )
-    assert outcome(check, made)[0] is AssertionError  # torch.load declines both
+    assert outcome(check, made)[0] is AssertionError  # torch.load refuses both
     check(made, refused=True)
 
 
@@ -475,7 +477,7 @@ def test_types_without_a_storage_class_may_share_bytes():
     check([base.view(torch.uint16), base.view(torch.uint32), base.untyped_storage()])
 
 
-def test_torch_s_recursion_error_is_ours():
+def test_recursion_error_is_that_of_torch_save():
     tree = []
     for _ in range(100_000):
         tree = [tree]
@@ -508,7 +510,7 @@ def test_torch_s_warnings_are_given():
     assert len(seen[0]) == 1
 
 
-# ---- what others may have put in place -----------------------------------------------------
+# ---- parts that other code may have replaced --------------------------------------------
 
 
 def test_replaced_reduce_is_respected(monkeypatch):

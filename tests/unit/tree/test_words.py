@@ -1,4 +1,5 @@
-"""The words read from torch's memory agree with torch, for every tensor and at every save."""
+"""The words read from torch's memory agree with torch's answers, for every tensor and every
+save."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def set_other(tensor: torch.Tensor) -> None:
 
 
 def named(tensor: torch.Tensor) -> None:
-    if hasattr(tensor, "rename_"):  # newer ones have no names
+    if hasattr(tensor, "rename_"):  # newer versions of torch have no names
         tensor.rename_("a", "b")
 
 
@@ -96,7 +97,7 @@ def test_python_is_asked_once_of_tensors_with_the_same_dispatch_keys():
     assert len(met.finish()[0]) == len(plain)
 
 
-def test_more_sets_of_keys_than_are_remembered_are_told_apart():
+def test_tensors_are_distinguished_beyond_the_remembered_key_sets():
     def of_keys(device: str, conj: bool, neg: bool, inference: bool) -> torch.Tensor:
         with torch.inference_mode(inference):
             tensor = torch.ones(2, dtype=torch.complex64, device=device)
@@ -109,7 +110,7 @@ def test_more_sets_of_keys_than_are_remembered_are_told_apart():
             tensors += [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
     assert len({torch._C._dispatch_keys(tensor).raw_repr() for tensor in tensors}) == 20
     others = [tensor for tensor in tensors if skeleton._place(tensor) != 0]
-    assert len(others) == 18  # all but one with gradients, and one without
+    assert len(others) == 18  # all but one, each with gradients and without
     met = collector(skeleton._place)
     assert list(map(id, met.collect([*tensors, *tensors]))) == list(map(id, [*others, *others]))
 
@@ -215,7 +216,7 @@ def test_words_are_learned_wherever_the_package_is_imported_first():
     def import_it(x: torch.Tensor) -> torch.Tensor:
         with Refusing(), RefusingToo():
             made.append(importlib.util.module_from_spec(spec))
-            sys.modules["again"] = made[-1]  # where dataclasses look
+            sys.modules["again"] = made[-1]  # dataclasses looks there
             try:
                 spec.loader.exec_module(made[-1])
             finally:

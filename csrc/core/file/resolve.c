@@ -19,13 +19,13 @@ static const char *last_of(const char *path)
 	return slash ? slash + 1 : path;
 }
 
-static int is_a_name(const char *last)
+static int is_name(const char *last)
 {
 	return last[0] != '\0' && strcmp(last, ".") != 0 && strcmp(last, "..") != 0;
 }
 
 /* Finds the real path of the directory that the first `len` bytes of `path` name. */
-static int look_at_parent(const char *path, size_t len, struct sfr_place *place)
+static int resolve_parent(const char *path, size_t len, struct sfr_target *target)
 {
 	char parent[SFR_PATH_MAX] = ".";
 	struct stat st;
@@ -36,53 +36,53 @@ static int look_at_parent(const char *path, size_t len, struct sfr_place *place)
 		memcpy(parent, path, len);
 		parent[len] = '\0';
 	}
-	if (!sfr_sys.realpath(parent, place->parent) ||
-	    sfr_sys.lstat(AT_FDCWD, place->parent, &st) < 0)
+	if (!sfr_sys.realpath(parent, target->parent) ||
+	    sfr_sys.lstat(AT_FDCWD, target->parent, &st) < 0)
 		return -errno;
-	place->fs = (uint64_t)st.st_dev;
-	place->readable = sfr_sys.faccessat(AT_FDCWD, place->parent, R_OK, AT_EACCESS) == 0;
+	target->fs = (uint64_t)st.st_dev;
+	target->readable = sfr_sys.faccessat(AT_FDCWD, target->parent, R_OK, AT_EACCESS) == 0;
 	return S_ISDIR(st.st_mode) ? 0 : -ENOTDIR;
 }
 
 /* Finds the mode of `parent`/`name`, 0 if there is nothing. */
-static int look_at_name(struct sfr_place *place)
+static int stat_name(struct sfr_target *target)
 {
-	char path[SFR_PATH_MAX + sizeof(place->name)];
-	size_t len = strlen(place->parent);
+	char path[SFR_PATH_MAX + sizeof(target->name)];
+	size_t len = strlen(target->parent);
 	struct stat st;
 
-	memcpy(path, place->parent, len);
+	memcpy(path, target->parent, len);
 	if (len > 1) /* for all but the root directory */
 		path[len++] = '/';
-	memcpy(path + len, place->name, strlen(place->name) + 1);
+	memcpy(path + len, target->name, strlen(target->name) + 1);
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
-		place->mode = 0;
+		target->mode = 0;
 		return errno == ENOENT ? 0 : -errno;
 	}
-	place->mode = st.st_mode;
+	target->mode = st.st_mode;
 	return 0;
 }
 
-int sfr_look(const char *path, int follow_link, struct sfr_place *place)
+int sfr_resolve(const char *path, int follow_link, struct sfr_target *target)
 {
 	char real[SFR_PATH_MAX];
 	const char *last = last_of(path);
 	struct stat st;
 	int rc;
 
-	if (!is_a_name(last) ||
+	if (!is_name(last) ||
 	    (follow_link && sfr_sys.lstat(AT_FDCWD, path, &st) == 0 && S_ISLNK(st.st_mode))) {
 		if (!sfr_sys.realpath(path, real))
 			return -errno;
 		path = real;
 		last = last_of(path);
 	}
-	if (strlen(last) >= sizeof(place->name))
+	if (strlen(last) >= sizeof(target->name))
 		return -ENAMETOOLONG;
-	memcpy(place->name, last, strlen(last) + 1);
+	memcpy(target->name, last, strlen(last) + 1);
 	/* "/name" is in the root directory, and "name" in the current one. */
-	rc = look_at_parent(path, (size_t)(last - path), place);
-	return rc < 0 ? rc : look_at_name(place);
+	rc = resolve_parent(path, (size_t)(last - path), target);
+	return rc < 0 ? rc : stat_name(target);
 }
 
 void sfr_read_text(const char *path, char *text, size_t size)

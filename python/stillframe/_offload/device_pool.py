@@ -77,7 +77,7 @@ def summed(counted: OffloadStats) -> OffloadStats:
     return stats
 
 
-class Place:
+class DevicePool:
     """A device, together with the pool that its groups use.
 
     Raises:

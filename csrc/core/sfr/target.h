@@ -1,6 +1,6 @@
-/* The target of a save. file/look.c resolves it. */
-#ifndef SFR_PLACE_PUBLIC_H
-#define SFR_PLACE_PUBLIC_H
+/* The target of a save. file/resolve.c resolves it. */
+#ifndef SFR_TARGET_PUBLIC_H
+#define SFR_TARGET_PUBLIC_H
 
 #include <stddef.h>
 #include <stdint.h>
@@ -8,7 +8,7 @@
 #define SFR_PATH_MAX 4096 /* Linux's limits */
 #define SFR_NAME_MAX 255
 
-struct sfr_place {
+struct sfr_target {
 	char parent[SFR_PATH_MAX];   /* real path of the parent directory */
 	char name[SFR_NAME_MAX + 1]; /* last component; "" for the root directory */
 	uint32_t mode;     /* st_mode of what exists there (links are not followed), or 0 */
@@ -17,7 +17,7 @@ struct sfr_place {
 };
 /* Resolves `path`, following a link in the last component if `follow_link`. Returns 0, or -errno if
  * a component is missing, is not a directory or cannot be examined. Blocks on file systems. */
-int sfr_look(const char *path, int follow_link, struct sfr_place *place);
+int sfr_resolve(const char *path, int follow_link, struct sfr_target *target);
 
 /* Reads a small file, such as those of /proc, as a string of at most `size` - 1 bytes. A file that
  * cannot be read gives an empty one. */

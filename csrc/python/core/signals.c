@@ -1,0 +1,28 @@
+/* _core.leave_signal: signals that a forked worker leaves to its parent. */
+#include "module.h"
+#include "sfr/signals.h"
+
+/* leave_signal(signum, at_once). */
+static PyObject *leave_signal(PyObject *module, PyObject *args)
+{
+	int signum, at_once, rc;
+
+	if (!PyArg_ParseTuple(args, "ip:leave_signal", &signum, &at_once))
+		return NULL;
+	rc = sfr_signals_leave(signum, at_once != 0);
+	if (rc < 0)
+		return sfr_py_raise_os(sfr_py_state(module), rc);
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+	{ "leave_signal", leave_signal, METH_VARARGS,
+	  "leave_signal(signum, at_once): ignore it while the parent lives, unless the parent sends it"
+	  "; die with the parent, once it was ignored or at once." },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_signals(PyObject *module)
+{
+	return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,240 @@
+"""How many ranks agree on the boundary at which all of them stop, without a collective.
+
+Each rank counts its boundaries. One thread per rank talks to the others through the store of the
+process group, so a step costs nothing:
+
+    a rank is asked to stop ──▶ "asked"
+    every rank              ──▶ promises to wait at its next boundary, then posts its counts
+    rank 0                  ──▶ posts the first boundary that no rank has passed
+    every rank              ──▶ goes on to that boundary, and stops there
+
+A rank's count is posted by its thread, not by its training loop. So a rank that waits at a boundary
+never waits for one that needs it in a collective.
+
+The first answer in the store counts (`compare_set`), so no two ranks stop at different boundaries.
+A rank that does not answer in time is left out. If it has passed the boundary by then, it ends and
+saves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from stillframe._base import distributed, threads
+from stillframe.errors import StillframeError
+
+log = logging.getLogger("stillframe")
+
+NEVER = 1 << 62  # a number that no count reaches
+_INTERVAL_S = 0.2  # between two looks at the store
+_MOST_LOOKS = 5000  # of all ranks, in a second
+_POLL_S = 0.01
+_MOST_WAIT_S = 5.0  # for the answers of all ranks
+
+
+class Counts(NamedTuple):
+    """The boundaries that a rank has passed or reached.
+
+    Attributes:
+        stops: Calls of `should_stop`.
+        steps: Ends of an optimizer's step.
+        saves: Calls of `save`.
+        registered: `steps` at the last call of `save`; -1 if there was none.
+    """
+
+    stops: int
+    steps: int
+    saves: int
+    registered: int
+
+    def reaches(self, limit: Counts) -> bool:
+        return self.stops >= limit.stops or self.steps >= limit.steps or self.saves >= limit.saves
+
+
+def next_boundary(counts: list[Counts]) -> Counts:
+    """Return the first boundary that no rank has passed: a rank stops when it reaches one of these.
+
+    The loop's own calls of `should_stop` count, if there were any, or else its calls of `save`, if
+    it makes more than one. A loop that has registered something and then calls neither stops at the
+    end of an optimizer's step: at the second one, because a call could still follow the first.
+    """
+    stops, steps, saves, registered = (max(each[at] for each in counts) for at in range(4))
+    by_steps = stops == 0 and saves < 2 and registered >= 0
+    return Counts(
+        stops + 1,
+        max(steps + 1, registered + 2) if by_steps else NEVER,
+        max(saves + 1, 2) if stops == 0 else NEVER,
+        -1,
+    )
+
+
+class Agreement:
+    """The ranks of one `preemption` block.
+
+    Args:
+        store: A store of all ranks.
+        deadline_s: How long a preemption may take.
+        told: Called as `told(signum, moment)` on the thread, when this rank or another one is
+            asked to stop. From its return on, this rank waits at its next boundary.
+        counts: Returns this rank's counts.
+
+    Attributes:
+        limit: The boundary to stop at, once the ranks have agreed.
+        failed: Why this rank has no part in the agreement; None if it has.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        deadline_s: float,
+        told: Callable[[int, float], object],
+        counts: Callable[[], Counts],
+    ) -> None:
+        # Each rank enters equally often, and a group that is made again may have the same store.
+        number = store.add(f"stillframe/preemption/entered/{rank}", 1)
+        self._prefix = f"stillframe/preemption/{number}"
+        # A connection of its own: the user's may be blocked in a call that waits.
+        self._store = store.clone()
+        self._rank, self._size = rank, size
+        self._wait_s = min(_MOST_WAIT_S, deadline_s / 4)
+        self._told, self._counts = told, counts
+        # A signal handler puts into it, so its lock has to be re-entrant.
+        self._asked: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._silent: set[int] = set()
+        self.limit: Counts | None = None
+        self.failed: str | None = None
+        self._thread = threading.Thread(target=self._run, name="sf-preempt-ranks", daemon=True)
+
+    def start(self) -> None:
+        threads.start(self._thread)
+
+    def ask(self, signum: int, moment: float) -> None:
+        """Ask all ranks to stop."""
+        self._asked.put((signum, moment))
+
+    def leave(self, until: float | None) -> None:
+        """Leave the block: with the other ranks, or at once if `until` is None.
+
+        A rank's end may end all the others: torchrun sees to that, and the store lives in one.
+        """
+        self._asked.put(None)
+        try:
+            if until is None:
+                over = Counts(NEVER, NEVER, NEVER, -1)
+                self._store.set(f"{self._prefix}/counts/{self._rank}", json.dumps(over))
+                self._store.set(f"{self._prefix}/done/{self._rank}", "1")
+            else:
+                self._meet("done", "1", lambda _: "1", until - time.monotonic())
+        except Exception as error:
+            log.debug("stillframe: the ranks' store is gone: %s", error)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            asked = self._wait_until_asked()
+            if asked is None:
+                return
+            self._told(*asked)
+            mine = self._counts()
+            answer = self._meet("counts", json.dumps(mine), _decide, self._wait_s)
+            limit = Counts(*json.loads(answer))
+            if mine.reaches(limit):
+                self.failed = "this rank answered late, and has passed the boundary of the others"
+            self.limit = limit
+        except Exception as error:
+            self.failed = f"the store of the process group failed: {error}"
+
+    def _wait_until_asked(self) -> tuple[int, float] | None:
+        asked_key = f"{self._prefix}/asked"
+        interval_s = max(_INTERVAL_S, self._size / _MOST_LOOKS)
+        while True:
+            try:
+                asked = self._asked.get(timeout=interval_s)
+            except queue.Empty:
+                if not self._store.check([asked_key]):
+                    continue
+                signum, since_s = json.loads(self._store.get(asked_key))
+                return signum, time.monotonic() - since_s
+            if asked is not None:
+                signum, moment = asked
+                self._store.set(asked_key, json.dumps((signum, time.monotonic() - moment)))
+            return asked
+
+    def _meet(
+        self,
+        name: str,
+        mine: str,
+        decide: Callable[[Mapping[int, str]], str],
+        wait_s: float,
+    ) -> str:
+        """Post a value, and return what was decided from those of all ranks.
+
+        Rank 0 decides, when all have answered or `wait_s` has passed. Another rank does so if rank
+        0 does not. Nobody waits again for a rank that has not answered once.
+        """
+        name = f"{self._prefix}/{name}"
+        self._store.set(f"{name}/{self._rank}", mine)
+        keys = {rank: f"{name}/{rank}" for rank in range(self._size)}
+        if self._rank != 0 and 0 not in self._silent and self._wait([name], 2 * wait_s):
+            return str(self._store.get(name).decode())
+        self._wait([key for rank, key in keys.items() if rank not in self._silent], wait_s)
+        answers = {
+            rank: self._store.get(key).decode()
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
+        if silent := keys.keys() - answers.keys() - self._silent:
+            self._silent |= silent
+            log.warning(
+                "stillframe: no answer from rank %s: the others stop without it",
+                ", ".join(map(str, sorted(silent))),
+            )
+        return str(self._store.compare_set(name, "", decide(answers)).decode())
+
+    def _wait(self, keys: list[str], wait_s: float) -> bool:
+        end = time.monotonic() + wait_s
+        while not (found := self._store.check(keys)) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        return bool(found)
+
+
+def _decide(answers: Mapping[int, str]) -> str:
+    return json.dumps(next_boundary([Counts(*json.loads(each)) for each in answers.values()]))
+
+
+def join(
+    deadline_s: float, told: Callable[[int, float], object], counts: Callable[[], Counts]
+) -> Agreement | None:
+    """Return the agreement with the ranks of the default process group; None if there are none.
+
+    Raises:
+        StillframeError: The group has no store.
+    """
+    if not distributed.is_initialized() or dist.get_world_size() == 1:
+        return None
+    try:
+        store = dist.distributed_c10d._get_default_store()
+    except Exception as error:
+        raise StillframeError(f"the ranks cannot agree where to stop: no store ({error})") from None
+    made = Agreement(
+        store,
+        dist.get_rank(),
+        dist.get_world_size(),
+        deadline_s=deadline_s,
+        told=told,
+        counts=counts,
+    )
+    made.start()
+    return made

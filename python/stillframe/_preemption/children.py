@@ -1,0 +1,108 @@
+"""Forked children of a process that handles a preemption.
+
+A child gets the handlers that were there before. It never runs those of its parent, whose state it
+has a copy of. While a process forks, the signals are blocked, so that no child receives one before.
+
+A daemonic child of multiprocessing, such as a worker of a DataLoader, serves its parent: without it
+the parent reaches no further step boundary. It leaves the signals to the parent
+(csrc/core/base/signals.c), and ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from multiprocessing import popen_fork
+from typing import Any, Protocol
+
+from stillframe import _core
+from stillframe._base.calls import stack
+
+
+class Watched(Protocol):
+    """A block that has installed signal handlers."""
+
+    signals: tuple[int, ...]
+
+    def forget(self) -> None:
+        """Restore the handlers in a forked child."""
+
+
+class _Masks(threading.local):
+    def __init__(self) -> None:
+        self.before: list[set[int]] = []
+        self.is_main = False  # the thread that forks, in the parent
+
+
+_masks = _Masks()
+_active: list[Watched] = []
+_installed = False
+
+
+def watch(block: Watched) -> None:
+    """Call `block.forget` in every child that is forked from now on."""
+    global _installed
+    if not _installed:
+        _installed = True
+        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_in_child)
+    _active.append(block)
+
+
+def watch_no_more(block: Watched) -> None:
+    if block in _active:
+        _active.remove(block)
+
+
+def _numbers() -> set[int]:
+    return {number for block in list(_active) for number in block.signals}
+
+
+def _block() -> None:
+    _masks.is_main = threading.current_thread() is threading.main_thread()
+    _masks.before.append({*signal.pthread_sigmask(signal.SIG_BLOCK, _numbers())})
+
+
+def _unblock() -> None:
+    if _masks.before:  # empty if the hooks were installed during this fork
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before.pop())
+
+
+def _in_child() -> None:
+    numbers = _numbers()
+    while _active:
+        _active.pop().forget()
+    if numbers and _serves_its_parent():
+        _leave(numbers)
+        _leave_once_again(numbers)
+    _unblock()
+
+
+def _leave(numbers: Iterable[int]) -> None:
+    for number in numbers:
+        _core.leave_signal(number, _masks.is_main)
+
+
+def _serves_its_parent() -> bool:
+    """Return whether multiprocessing is forking a daemonic process."""
+    for frame in stack(sys._getframe(1)):
+        if frame.f_code is popen_fork.Popen._launch.__code__:  # type: ignore[attr-defined]
+            return bool(getattr(frame.f_locals.get("process_obj"), "daemon", False))
+    return False
+
+
+def _leave_once_again(numbers: Iterable[int]) -> None:
+    """Do so after a worker of a DataLoader has installed torch's handler, which is then asked for
+    what the parent sends."""
+    handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
+    if handling is None:
+        return
+    install: Callable[[], object] = handling._set_worker_signal_handlers
+
+    def install_and_leave() -> None:
+        install()
+        _leave(numbers)
+
+    handling._set_worker_signal_handlers = install_and_leave

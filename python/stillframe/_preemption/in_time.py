@@ -1,0 +1,179 @@
+"""Saves that have to be durable by a given moment, because the process is killed soon after it.
+
+Which saves can be durable in time is estimated from the process's own last saves. If not all can,
+the newest comes first, because it holds the most training. Then come older ones, as long as the
+time suffices. The rest is given up: its old file stays, and a line in the log says what and why.
+Without a measured save of a similar size there is no estimate, and everything is tried.
+
+An integration calls `finish` where its framework ends after a signal. Moments are those of
+`time.monotonic()`.
+"""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+
+from stillframe import _core
+from stillframe._base import sizes
+from stillframe._base.calls import inside
+from stillframe._save import completion
+from stillframe._save.api import engine_or_default, settle_all
+from stillframe._save.completion import InFlight
+from stillframe._save.engine import Path, submit
+from stillframe._save.options import SaveOptions
+from stillframe._save.report import SaveReport, measured
+from stillframe._tree import skeleton
+
+log = logging.getLogger("stillframe")
+
+_given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()  # they may take a while to end
+_SIMILAR = 4  # a measured save says nothing about one that is so many times as large
+
+
+def save(make_state: Callable[[], object], path: Path, until: float) -> SaveReport | None:
+    """Save what `make_state` returns; an error is logged.
+
+    Returns:
+        The save's report, or None if it was given up or failed. The old file is then untouched.
+    """
+    try:
+        state = make_state()
+        under_way = _under_way()
+        if under_way:
+            tree = skeleton.build(state)
+            nbytes = len(tree.data) + sum(each.nbytes() for each in tree.storages)
+            del tree
+            if not _choose(under_way, until, (str(path), nbytes)):
+                return None
+        # Nothing is deferred: this thread cannot step before the call returns.
+        options = SaveOptions(overlap=False, wait_for_slot=True)
+        handle = submit(engine_or_default(None), state, path, options)
+        try:
+            report: SaveReport = handle.result(max(0.0, until - time.monotonic()))
+            return report
+        except TimeoutError:
+            _give_up(handle, _too_late(handle))
+    except CancelledError:
+        pass  # the thread that cancelled it has logged that
+    except Exception as error:
+        log.error("stillframe: %s was not saved: %s", path, error, exc_info=error)
+    return None
+
+
+def finish(until: float) -> None:
+    """Wait for all saves and removes under way; at `until`, give up those that have not ended."""
+    with inside():
+        _choose(_under_way(), until)
+        if not _core.log_drain(max(0.0, until - time.monotonic())):
+            give_up()
+        settle_all()
+
+
+def give_up() -> bool:
+    """Give up the saves under way, whose time is over. Return False if there are none."""
+    under_way = _under_way()
+    for handle in under_way:
+        _give_up(handle, _too_late(handle))
+    return bool(under_way)
+
+
+def is_given_up(handle: object) -> bool:
+    """Return whether a save was given up, which was logged."""
+    return handle in _given_up
+
+
+def refuse_deadline(deadline: object) -> float:
+    """Return a deadline in seconds.
+
+    Raises:
+        TypeError, ValueError: It is not a positive number.
+    """
+    if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
+        raise TypeError(f"deadline has to be a number of seconds, not {deadline!r}")
+    most_s = float(deadline)
+    if not 0 < most_s < threading.TIMEOUT_MAX:
+        raise ValueError(f"deadline has to be a positive number of seconds, not {deadline!r}")
+    return most_s
+
+
+def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
+    """Choose the saves to finish, given the seconds that each needs, the newest first.
+
+    If none fits into the time, the one that needs least is tried.
+    """
+    kept, spent_s = [], 0.0
+    for need_s in needs_s:
+        fits = spent_s + need_s <= left_s
+        kept.append(fits)
+        spent_s += need_s if fits else 0.0
+    if kept and not any(kept):
+        kept[min(range(len(needs_s)), key=needs_s.__getitem__)] = True
+    return kept
+
+
+def estimate_s(nbytes: int) -> float | None:
+    """Return how long a save of so many bytes takes, after this process's last saves.
+
+    None if none of them was of a similar size.
+    """
+    durations = [
+        took_s * max(1.0, nbytes / size) for size, took_s in measured if size * _SIMILAR >= nbytes
+    ]
+    return statistics.median(durations) if durations else None
+
+
+def _under_way() -> list[InFlight]:
+    return [
+        handle
+        for handle in list(completion.in_flight.values())
+        if not handle.done() and handle not in _given_up
+    ]
+
+
+def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None = None) -> bool:
+    """Give up saves that the time does not suffice for.
+
+    Args:
+        new: The path and the bytes of a save that is about to be made.
+
+    Returns:
+        Whether to make the new save.
+    """
+    left_s = until - time.monotonic()
+    # Each is (what gives it up, bytes to write), the newest first.
+    all_of_them: list[tuple[InFlight | str, int]] = [new] if new is not None else []
+    for handle in reversed(under_way):
+        written, total = handle.progress()
+        all_of_them.append((handle, total - written))
+    needs_s = [estimate_s(nbytes) or 0.0 for _, nbytes in all_of_them]
+    kept = chosen(needs_s, left_s)
+    for (each, nbytes), need_s, keep in zip(all_of_them, needs_s, kept, strict=True):
+        if not keep:
+            why = (
+                f"{sizes.decimal(nbytes)} need about {need_s:.2g} s,"
+                f" and {max(0.0, left_s):.2g} s are left for everything"
+            )
+            _give_up(each, why)
+    return new is None or kept[0]
+
+
+def _too_late(handle: InFlight) -> str:
+    written, total = handle.progress()
+    return f"{sizes.decimal(written)} of {sizes.decimal(total)} were written when time was up"
+
+
+def _give_up(save: InFlight | str, why: str) -> None:
+    if not isinstance(save, str):
+        _given_up.add(save)
+    if isinstance(save, str) or save.cancel():
+        path = save if isinstance(save, str) else save.path
+        log.warning("stillframe: %s is given up, and the old file stays: %s", path, why)
+    elif not save.done():  # its rename has begun, or code that cannot be stopped writes it
+        log.warning("stillframe: %s was not durable when time was up: %s", save.path, why)

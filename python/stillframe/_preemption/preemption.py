@@ -1,0 +1,518 @@
+"""`preemption`: what a process does between a scheduler's signal and its end.
+
+    entered ──a signal──▶ asked ──a boundary──▶ stopping ──the block ends──▶ over
+                            │                                  ▲
+                            └── no boundary in time: given up ─┘
+
+Three threads take part. The handlers run on the main thread and only set flags, so they may
+interrupt any call of ours. The training loop reads the flags at its boundaries. A thread of the
+block (`_watch`) keeps the time: it learns of signals at once, through Python's wake-up descriptor,
+even while the main thread computes in C. Shortly before the deadline it gives up, and at the
+deadline it ends a process that is still in the block.
+
+Ranks agree on the boundary (`agreement.py`), and leave the block together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from stillframe._base import paths, threads
+from stillframe._base.birth import Birth
+from stillframe._preemption import agreement, children, in_time
+from stillframe._save.engine import Path
+from stillframe._save.report import SaveReport
+from stillframe._watch import gate
+from stillframe.errors import StillframeError
+
+log = logging.getLogger("stillframe")
+
+MakeState = Callable[[], object]
+Event = Literal["stop", "step", "save"]
+
+# torchrun passes on the signal that it has received itself, which is no second one.
+_REPEATED_S = 0.1
+_PASSED_ON_S = 2.0
+_POLL_S = 0.005
+_LOOK_S = 1.0
+_OVER = 0  # the byte that ends the watching thread: no signal has this number
+
+
+def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.0) -> Preemption:
+    """Save the last step boundary when a scheduler is about to take the machine away.
+
+    Use it as a context manager around the training loop, in the main thread:
+
+        with stillframe.preemption() as p:
+            for batch in loader:
+                train(batch)
+                if p.should_stop():
+                    stillframe.save(state(), "last.pt")
+                    break
+
+    Or register once what to save, and call `should_stop` only:
+
+        with stillframe.preemption() as p:
+            p.save(state, "last.pt")
+            for batch in loader:
+                train(batch)
+                if p.should_stop():
+                    break
+
+    The block installs handlers and restores the previous ones at its end. After a signal it waits
+    at its end until the saves under way are durable. Then it calls the previous handler, and ends
+    the process with status 128 + signal (`SystemExit`). A second signal ends the process at once.
+    See docs/preemption.md.
+
+    Args:
+        signals: The signals that announce the end.
+        deadline: Seconds from the first signal to the end of the process. What cannot be durable by
+            then is given up: its old file stays, and a line in the log says why.
+
+    Raises:
+        TypeError, ValueError: A signal that cannot be handled, or an unusable deadline.
+    """
+    return Preemption(signals, deadline)
+
+
+class _End(SystemExit):
+    """The end of the process that a block asks for."""
+
+
+class Preemption:
+    """One block: see `preemption`.
+
+    Attributes:
+        signals: Their numbers.
+    """
+
+    def __init__(self, signals: Iterable[int], deadline: float) -> None:
+        self.signals = _numbers(signals)
+        self._deadline_s = in_time.refuse_deadline(deadline)
+        self._reserve_s = min(1.0, self._deadline_s / 5)  # for the way out
+        self._birth = Birth("this preemption")
+        self._handler = self._on_signal  # one object, to compare with
+        self._previous: dict[int, Any] = {}
+        self._entered = self._inside = self._leaving = False
+        # Signals.
+        self._pipe = (-1, -1)
+        self._wakes = False  # Python writes each signal's number to the pipe
+        self._received: int | None = None  # the signal that this process got itself
+        self._asked: tuple[int, float] | None = None  # the signal of any rank, and when it came
+        self._raise = False  # the next run of the handler raises SystemExit
+        # Boundaries.
+        self._look = True  # the next one must look closer
+        self._joined = False
+        self._ranks: agreement.Agreement | None = None
+        self._stops = self._steps = self._saves = 0
+        self._saved_at = -1  # `_steps` at the last call of `save`
+        self._stopping = False
+        self._registered: dict[str, MakeState] = {}
+        # By name: the report, and `_stops` and `_steps` at that time.
+        self._saved: dict[str, tuple[SaveReport | None, int, int]] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process, or another rank that it knows of, was asked to stop."""
+        return self._asked is not None
+
+    def should_stop(self) -> bool:
+        """Return whether to stop at this step boundary; call it once at the end of each step.
+
+        The state that `save` has registered is durable when this returns True. With several ranks
+        all get True at the same call, so each must call it equally often.
+        """
+        self._stops += 1
+        return self._look and self._ends_at("stop")
+
+    def save(self, make_state: MakeState, path: Path) -> SaveReport | None:
+        """Save what `make_state()` returns to `path`, at the step boundary where training stops.
+
+        Before a signal it registers that, once for all: the save is made by the call of
+        `should_stop` that returns True, or at the end of the block. In a loop that never calls
+        `should_stop`, the end of an optimizer's step is the boundary, and the process ends there.
+        Behind a signal it saves at once (with several ranks: at the boundary that all stop at).
+
+        Args:
+            make_state: Called without arguments on the main thread.
+            path: As for `stillframe.save`.
+
+        Returns:
+            The report of the save; None if it was registered, or given up.
+
+        Raises:
+            TypeError, ValueError: `make_state` is not callable, or `path` is not a local path.
+            ForkError: In a forked child.
+        """
+        self._birth.refuse_child()
+        if not callable(make_state):
+            raise TypeError(f"make_state has to be callable, not {type(make_state).__name__}")
+        name = paths.as_text(path)
+        self._saves, self._saved_at = self._saves + 1, self._steps
+        if not (self._look and self._ends_at("save")):
+            self._registered[name] = make_state
+            return None
+        if name in self._saved and not self._stopping and self._stops == 0:
+            raise _End(self._status())  # the loop goes on, and has no other boundary
+        self._registered[name] = make_state
+        self._save_registered("save")
+        return self._saved[name][0]
+
+    # ---- the block ----
+
+    def __enter__(self) -> Preemption:
+        if threading.current_thread() is not threading.main_thread():
+            raise StillframeError(
+                "stillframe.preemption has to be entered in the main thread: Python runs signal"
+                " handlers there only"
+            )
+        if self._entered:
+            raise StillframeError("this preemption was entered before: make another one")
+        for number in self.signals:
+            if signal.getsignal(number) is None:
+                raise StillframeError(
+                    f"the handler of {_name(number)} was not installed by Python, so it could not"
+                    " be restored"
+                )
+        self._entered = True
+        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        watching = threading.Thread(target=self._watch, name="sf-preempt", daemon=True)
+        threads.start(watching)
+        try:
+            self._join()
+            self._inside = True
+            _steps_of(self)
+            children.watch(self)
+            for number in self.signals:
+                self._previous[number] = signal.signal(number, self._handler)
+            before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            self._wakes = before < 0
+            if not self._wakes:  # somebody else's event loop
+                signal.set_wakeup_fd(before)
+        except BaseException:
+            self._restore()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._birth.foreign():
+            return
+        try:
+            if self._asked is not None:
+                self._finish(error)
+            elif self._ranks is not None:
+                self._ranks.leave(None)
+        finally:
+            self._restore()
+        if self._asked is not None and not self._leaving:  # the signal has come just now
+            self._finish(error)
+        if self._received is None or not _is_plain_end(error):
+            return
+        previous = self._previous[self._received]
+        if callable(previous):
+            previous(self._received, None)
+        raise _End(self._status()) from None
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Make the saves of the block's end, and wait for all saves."""
+        if not isinstance(error, _End) and _is_plain_end(error):
+            self._save_registered(None)  # the loop has ended, which is a boundary
+        self._leaving = True
+        in_time.finish(self._until())
+        if self._ranks is not None:
+            self._ranks.leave(self._until() if _is_plain_end(error) else None)
+
+    def _restore(self) -> None:
+        """Restore the handlers, and end the watch unless the process is about to end.
+
+        A signal in between reaches either this block or the previous handler, and never both.
+        """
+        children.watch_no_more(self)
+        _blocks.pop(id(self), None)
+        if self._wakes:
+            self._wakes = False
+            other = signal.set_wakeup_fd(-1)
+            if other not in (-1, self._pipe[1]):  # somebody's who came later
+                signal.set_wakeup_fd(other)
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handler:
+                signal.signal(number, previous)
+        self._inside = False
+        if self._received is None:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._pipe[1], bytes([_OVER]))
+
+    def forget(self) -> None:
+        """Restore the handlers in a forked child, which has no part in the block."""
+        self._inside = self._look = self._raise = False
+        if self._wakes:
+            signal.set_wakeup_fd(-1)
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handler:
+                signal.signal(number, previous)
+        for descriptor in self._pipe:
+            os.close(descriptor)
+        _blocks.clear()
+
+    # ---- signals ----
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal. Runs between any two lines of the main thread, so it only sets flags."""
+        if not self._inside:  # code that came later calls this handler, which it found here
+            previous = self._previous.get(number)
+            if callable(previous):
+                previous(number, frame)
+            return
+        if self._raise:
+            self._raise = False
+            raise _End(self._status())
+        if not self._wakes:
+            with contextlib.suppress(BlockingIOError):  # it is full of earlier ones
+                os.write(self._pipe[1], bytes([number]))
+        self._receive(number)
+
+    def _receive(self, number: int) -> None:
+        if self._received is None:
+            self._received = number
+            now = time.monotonic()
+            self._ask(number, now)
+            if self._ranks is not None:
+                self._ranks.ask(number, now)
+
+    def _ask(self, number: int, moment: float) -> None:
+        self._asked = self._asked or (number, moment)
+        self._look = True
+
+    def _watch(self) -> None:
+        """Keep the time after a signal: the thread of the block."""
+        repeated_s = _PASSED_ON_S if "TORCHELASTIC_RUN_ID" in os.environ else _REPEATED_S
+        first: float | None = None
+        given_up = False
+        while True:
+            number = self._next_signal(given_up)
+            now = time.monotonic()
+            if number == _OVER:
+                break
+            if number is not None and not given_up:
+                self._receive(number)
+                if first is not None and now - first > repeated_s:
+                    self._end_now("a second signal came")
+                first = now if first is None else first
+            if self._asked is None:
+                continue
+            if now >= self._last_moment() and not given_up:
+                given_up = True
+                self._give_up()
+            if now >= self._asked[1] + self._deadline_s:
+                if self._inside or not threading.main_thread().is_alive():
+                    self._end_now("the deadline has passed")
+                break
+        os.close(self._pipe[0])
+        os.close(self._pipe[1])
+
+    def _next_signal(self, given_up: bool) -> int | None:
+        """Wait for a byte of the pipe: a signal of ours or `_OVER`. Return None when time is up."""
+        poll = select.poll()  # select() refuses descriptors above 1023
+        poll.register(self._pipe[0], select.POLLIN)
+        while True:
+            left_s: float | None = None
+            if self._asked is not None:
+                end = self._asked[1] + self._deadline_s if given_up else self._last_moment()
+                left_s = max(0.0, end - time.monotonic())
+            elif self._ranks is not None or not self._joined:
+                left_s = _LOOK_S  # another rank may be asked
+            if not poll.poll(None if left_s is None else 1000 * left_s):
+                return None
+            (number,) = os.read(self._pipe[0], 1)
+            if number == _OVER or number in self.signals:
+                return int(number)
+
+    def _give_up(self) -> None:
+        """Make the main thread leave the block, whose time is over."""
+        if self._leaving or not self._inside:
+            return
+        if not in_time.give_up() and not self._stopping:
+            log.warning(
+                "stillframe: no step boundary was reached within %.3g s of %s: nothing was saved,"
+                " and the old files stay",
+                time.monotonic() - self._moment(),
+                _name(self._signal()),
+            )
+        self._raise = True
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, self.signals[0])
+
+    def _end_now(self, why: str) -> None:
+        log.warning("stillframe: %s: the process ends, and saves under way are given up", why)
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(self._status())
+
+    # ---- boundaries ----
+
+    def _ends_at(self, event: Event) -> bool:
+        """Return whether training stops at this boundary; save what is registered if it does."""
+        if self._stopping:
+            return True
+        if not self._joined:
+            self._join()
+        self._look = False
+        if self._asked is None:
+            return False
+        self._look = True  # after the flag was read: a signal in between sets it too
+        if not self._is_last(event):
+            return False
+        # A loop that has called `save` behind the signal may still call `should_stop`.
+        self._stopping = event != "save" or self._ranks is not None
+        if event != "save":
+            self._save_registered(event)
+        return True
+
+    def _is_last(self, event: Event) -> bool:
+        if self._ranks is None:
+            return event != "step" or self._counts().reaches(
+                agreement.next_boundary([self._counts()._replace(steps=self._steps - 1)])
+            )
+        while self._ranks.limit is None and self._ranks.failed is None:
+            time.sleep(_POLL_S)
+        if self._ranks.failed is not None:
+            log.warning("stillframe: nothing is saved: %s", self._ranks.failed)
+            raise _End(self._status())
+        assert self._ranks.limit is not None
+        return self._counts().reaches(self._ranks.limit)
+
+    def stepped(self) -> None:
+        """Count the end of an optimizer's step, and stop there if that is the boundary."""
+        if not self._inside or threading.current_thread() is not threading.main_thread():
+            return
+        self._steps += 1
+        if self._look and not self._stopping and self._ends_at("step"):
+            raise _End(self._status() if self._received is not None else 0)
+
+    def _save_registered(self, event: Event | None) -> None:
+        """Save what is registered, unless that was done since the last step.
+
+        Args:
+            event: The boundary; None at the end of the block.
+        """
+        for name, make_state in list(self._registered.items()):
+            _, stops, steps = self._saved.get(name, (None, -1, -1))
+            same = steps == self._steps and (
+                stops == self._stops or (steps > 0 and event == "stop")
+            )
+            if not same:
+                report = in_time.save(make_state, name, self._until())
+                self._saved[name] = report, self._stops, self._steps
+
+    def _join(self) -> None:
+        """Join the other ranks, if there are any by now."""
+        self._ranks = agreement.join(self._deadline_s, self._ask, self._counts)
+        # A group that is made in the block is found at the first boundary.
+        self._joined = self._inside or self._ranks is not None
+        if self._ranks is not None and self._asked is not None:
+            self._ranks.ask(*self._asked)
+
+    def _counts(self) -> agreement.Counts:
+        return agreement.Counts(self._stops, self._steps, self._saves, self._saved_at)
+
+    # ---- figures ----
+
+    def _signal(self) -> int:
+        return self.signals[0] if self._asked is None else self._asked[0]
+
+    def _moment(self) -> float:
+        return time.monotonic() if self._asked is None else self._asked[1]
+
+    def _until(self) -> float:
+        """Return the moment by which saves have to be durable."""
+        return self._moment() + self._deadline_s - self._reserve_s
+
+    def _last_moment(self) -> float:
+        """Return when the main thread has to leave; what it waits for has ended by then."""
+        return self._until() + self._reserve_s / 4
+
+    def _status(self) -> int:
+        return 128 + (self._received or self._signal())
+
+
+# ---- steps of optimizers ----
+
+_blocks: dict[int, Preemption] = {}
+
+
+class _Steps:
+    """Tells the blocks of each optimizer step, as one of the gate's readers, which waits for
+    nothing."""
+
+    def wait(self, optimizer: Optimizer) -> None:
+        pass
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        for block in list(_blocks.values()):
+            block.stepped()
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return False
+
+
+_reader: _Steps | None = None
+
+
+def _steps_of(block: Preemption) -> None:
+    """Have `block.stepped` called at the end of each step from now on."""
+    global _reader
+    if _reader is None:
+        _reader = _Steps()
+        gate.wait_for(_reader)
+    _blocks[id(block)] = block
+
+
+# ---- arguments ----
+
+
+def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(signals, (str, bytes)) or not isinstance(signals, Iterable):
+        raise TypeError(f"signals has to be a tuple of signals, not {signals!r}")
+    numbers = tuple(dict.fromkeys(signals))
+    if not numbers:
+        raise ValueError("signals is empty: give one at least, as in signals=(signal.SIGTERM,)")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"signals has to be a tuple of signals, not of {number!r}")
+        if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(f"{number!r} is not a signal that can be handled")
+    return tuple(map(int, numbers))
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _is_plain_end(error: BaseException | None) -> bool:
+    """Return whether the block has ended without an error or a status of the program's own."""
+    return (
+        error is None
+        or isinstance(error, _End)
+        or (isinstance(error, SystemExit) and error.code is None)
+    )

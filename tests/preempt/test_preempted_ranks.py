@@ -1,0 +1,111 @@
+"""`stillframe.preemption` in several ranks. preempted_ranks.py has the scenarios."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from fix_preempt import Ended
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    paths = [str(HERE), str(HERE.parent / "dcp"), *sys.path]
+    subprocess.run(
+        [sys.executable, HERE / "preempted_ranks.py", directory],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        timeout=600,
+        check=True,
+    )
+    return directory
+
+
+@pytest.fixture
+def ranks(directory):
+    """Return a function that tells how each rank of a scenario ended."""
+
+    def of(name):
+        ends = [Ended(*each) for each in json.loads((directory / name / "ended.json").read_text())]
+        assert [each.left for each in ends] == [[]] * len(ends)
+        return ends
+
+    return of
+
+
+def stops(ends):
+    """Return the steps at which ranks have stopped."""
+    return {each.said.partition("stopped at ")[2].split()[0] for each in ends}
+
+
+# A rank may get its own signal after it has left the block: it then ends by the signal itself.
+SIGNALLED, OTHERS = {143, -15}, {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "signalled"),
+    [
+        ("signal_at_one", [1]),
+        ("signal_at_all", [0, 1]),
+        ("signals_at_different_times", [0, 1, 3]),
+        ("ranks_that_meet_in_each_step", [2]),
+        ("group_made_in_the_block", [0]),
+        ("loop_of_its_own", [1]),
+        ("one_file_of_rank_0", [0]),
+        ("distributed_checkpoint", [1]),
+        ("block_after_block", [0, 1]),
+    ],
+)
+def test_all_ranks_stop_at_the_same_boundary(ranks, name, signalled):
+    ends = ranks(name)
+    assert len(stops(ends)) == 1, ends
+    for rank, end in enumerate(ends):
+        assert end.status in (SIGNALLED if rank in signalled else OTHERS), end
+
+
+def test_rank_without_a_signal_goes_on_behind_the_block(ranks):
+    assert "behind the block" in ranks("signal_at_one")[0].said
+
+
+def test_file_of_rank_0_is_durable_before_any_rank_leaves(ranks):
+    assert "durable True" in ranks("one_file_of_rank_0")[1].said
+
+
+def test_loops_of_their_own_stop_at_the_end_of_the_same_step(ranks, directory):
+    (stop,) = stops(ranks("loop_of_its_own"))
+    assert torch.load(directory / "loop_of_its_own/0/last.pt") == {"steps": int(stop)}
+
+
+def test_distributed_checkpoint_has_the_same_boundary_of_all_ranks(ranks):
+    ends = ranks("distributed_checkpoint")
+    (stop,) = stops(ends)
+    assert f"loaded {stop} {stop}" in ends[0].said
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.leaves_temporaries
+def test_rank_without_a_boundary_keeps_the_old_checkpoint(ranks, directory):
+    path = directory / "no_boundary_of_one_rank"
+    first, second = ranks("no_boundary_of_one_rank")
+    assert (first.status, second.status) == (143, 143)
+    assert "checkpoint was not durable when time was up" in first.said
+    assert "no step boundary was reached" in second.said
+    assert torch.load(path / "0/last.pt") == {"steps": 2}
+    loaded = {"own0": torch.zeros(1), "own1": torch.zeros(1), "steps": 0}
+    stock.load(loaded, checkpoint_id=path / "checkpoint", no_dist=True)
+    assert loaded == {"own0": torch.ones(1), "own1": torch.ones(1), "steps": 1}
+
+
+def test_rank_outside_the_block_is_left_out(ranks):
+    outside, inside = ranks("rank_outside_the_block")
+    assert (outside.status, inside.status) == (0, 143), (outside, inside)
+    assert inside.said.count("no answer from rank 0: the others stop without it") == 1
+    assert "stopped at" in inside.said
