@@ -19,6 +19,7 @@ class Fail(transformers.TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.first:
+            stillframe.wait_all()  # the disk has room for the saves before this one
             self.fault = fault("pwrite", err=errno.ENOSPC, sticky=True)
             self.fault.__enter__()
         if state.global_step == self.last:
@@ -92,6 +93,7 @@ def test_refused_save_raises_in_its_call(full):
 
     with pytest.raises(Exception, match=r"(?i)pickle"):
         trainer(callbacks=[Unpicklable()]).train()
+    stillframe.wait_all()
     assert checkpoints() == ["checkpoint-2"]
 
 
