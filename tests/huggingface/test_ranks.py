@@ -46,7 +46,7 @@ def test_a_rank_that_comes_too_late_gets_the_leaders_error(pair, tmp_path):
     leader, other = pair
     with pytest.raises(StillframeError), ranks.lead(leader, 0, lambda: str(tmp_path)):
         pass
-    late = pytest.raises(StillframeError, match="failed on rank 0.*nothing came")
+    late = pytest.raises(StillframeError, match=r"failed on rank 0.*nothing came")
     with late, other.follow(0, "checkpoint"):
         raise AssertionError("it was let in")
 
