@@ -1,4 +1,4 @@
-"""What ranks tell one another about a checkpoint, through a store in one process."""
+"""The messages between ranks about a checkpoint, through a store in one process."""
 
 from __future__ import annotations
 
