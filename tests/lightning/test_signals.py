@@ -1,14 +1,19 @@
 """A signal handler that saves at any moment of any call of the plugin."""
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stillframe
 import torch
 from fix_lightning import FULL, SLURM, at, every_steps, load, loader, trainer
+from stillframe import _core
+from stillframe._save import completion
 from stillframe.testing import slow
 from test_wrapped import other
 
@@ -24,13 +29,20 @@ def sigusr2():
 
 
 class AtLine:
-    """Raises a signal once, before the n-th line of the package that the main thread runs."""
+    """Raises a signal once, before the n-th line of the package that the main thread runs.
 
-    def __init__(self, number):
+    With `files`, only lines of files with these names count.
+    """
+
+    def __init__(self, number, *files):
         self.number, self.lines, self.where = number, 0, None
+        self.files = files
 
     def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        name = frame.f_code.co_filename
+        if not name.startswith(PACKAGE) or (
+            self.files and os.path.basename(name) not in self.files
+        ):
             return None
         if event == "line":
             self.lines += 1
@@ -94,6 +106,43 @@ def test_signal_handler_may_save_before_any_line(lit, tmp_path, sigusr2, kind):
         assert names == ["b.ckpt", "c.ckpt", "hpc_ckpt_1.ckpt", "last.ckpt"], line.where
         assert os.readlink(directory / "last.ckpt") == "b.ckpt", line.where
     assert nr > 300  # otherwise the tracing saw nothing
+
+
+@pytest.mark.parametrize("name", ["a.ckpt", "fail.ckpt"])
+def test_signal_handler_may_wait_for_the_thread_that_ends_a_save_before_any_line_of_its_handle(
+    lit, tmp_path, sigusr2, name
+):
+    """The interrupted call must not hold anything that the other thread needs."""
+    files, nr = ("outcome.py", "external.py", "copy.py", "completion.py", "event.py"), 0
+    while True:
+        nr += 1
+        gate, ended = SimpleNamespace(event=threading.Event()), []
+        plugin = lit.AsyncCheckpointIO(other(lit, gate), on_error="warn")
+        plugin.save_checkpoint(STATE, tmp_path / name)
+        (handle,) = completion.in_flight.values()
+
+        def handler(signum, frame, gate=gate, ended=ended):
+            gate.event.set()
+            ended.append(_core.log_drain(20))
+
+        signal.signal(sigusr2, handler)
+        with AtLine(nr, *files) as line:
+            assert handle.state
+            handle.done()
+            handle.add_done_callback(lambda _: None)
+            staging, upload = handle.staging_completion, handle.upload_completion
+            with contextlib.suppress(OSError):  # the save has failed already
+                handle.wait_staged()
+            gate.event.set()
+            failed = handle.exception()
+            assert handle.done()
+        assert (failed is not None) == (name == "fail.ckpt"), line.where
+        assert staging.done() and upload.exception(20) is failed, line.where
+        plugin.teardown()
+        if line.where is None:
+            break
+        assert ended == [True], line.where
+    assert nr > 40  # otherwise the tracing saw nothing
 
 
 def while_training(lit, line):

@@ -338,6 +338,18 @@ void sfr_slot_give_back(struct sfr_slot *slot)
 	sfr__unlock(&engine->mu);
 }
 
+bool sfr_slot_is_over(struct sfr_slot *slot)
+{
+	bool over;
+
+	if (foreign(slot->engine))
+		return true;
+	sfr__lock(&slot->engine->mu);
+	over = slot->over;
+	sfr__unlock(&slot->engine->mu);
+	return over;
+}
+
 void sfr_slot_put(struct sfr_slot *slot)
 {
 	if (!slot)

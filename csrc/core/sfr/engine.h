@@ -3,6 +3,7 @@
 #define SFR_ENGINE_PUBLIC_H
 
 #include <stddef.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 struct sfr_engine;
@@ -58,6 +59,8 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 void sfr_slot_launched(struct sfr_slot *slot);
 /* Gives the slot back. May be called again; does nothing in a forked child. */
 void sfr_slot_give_back(struct sfr_slot *slot);
+/* Returns whether it was given back. */
+bool sfr_slot_is_over(struct sfr_slot *slot);
 void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; NULL is fine */
 /* Describes the CUDA driver and dead devices in one sentence. Loads the driver but does not
  * initialise it. */

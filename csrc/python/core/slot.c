@@ -63,9 +63,20 @@ static PyObject *slot_give_back(PyObject *object, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
+static PyObject *slot_is_over(PyObject *object, PyObject *unused)
+{
+	bool over;
+
+	Py_BEGIN_ALLOW_THREADS
+	over = sfr_slot_is_over(get(object));
+	Py_END_ALLOW_THREADS
+	return PyBool_FromLong(over);
+}
+
 static PyMethodDef methods[] = {
 	{ "launched", slot_launched, METH_NOARGS, "launched(): the call that took it is over." },
 	{ "give_back", slot_give_back, METH_NOARGS, "give_back(): the save has ended." },
+	{ "is_over", slot_is_over, METH_NOARGS, "is_over() -> bool: it was given back" },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -24,6 +24,7 @@ this thread is not woken for it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -101,32 +102,39 @@ def start_once(thread: threading.Thread) -> bool:
 
 
 class _Callbacks:
-    """The thread on which functions run one after the other."""
+    """The thread on which functions run one after the other.
+
+    It has no lock: a signal handler may interrupt any call, and wait for a thread that puts.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()
-        self._over = False
+        self._thread = threading.Thread(
+            target=self._run, args=(BaseException,), name="sf-callbacks", daemon=True
+        )
+        self._finished = False  # the thread has ended
 
     def put(self, function: Callable[[], object]) -> None:
-        with self._lock:
-            if not self._over:
-                self._queue.put(function)
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._run, args=(BaseException,), name="sf-callbacks", daemon=True
-                    )
-                try:
-                    start_once(self._thread)  # if it is too late, finish() runs the queue
-                except OSError as error:
-                    log.warning("stillframe: callbacks wait for a thread: %s", error)
-                return
-        self._call(function, Exception)
+        self._queue.put(function)
+        if not self._finished:
+            try:
+                start_once(self._thread)  # if it is too late, finish() runs the queue
+            except OSError as error:
+                log.warning("stillframe: callbacks wait for a thread: %s", error)
+        if self._finished:
+            self._run_rest()
 
     def _run(self, caught: type[BaseException]) -> None:
         while (function := self._queue.get()) is not None:
             self._call(function, caught)
+
+    def _run_rest(self) -> None:
+        """Run here what was put too late for the thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                function = self._queue.get_nowait()
+                if function is not None:
+                    self._call(function, Exception)
 
     def _call(self, function: Callable[[], object], caught: type[BaseException]) -> None:
         """Call a function; log the errors of type `caught`.
@@ -147,16 +155,11 @@ class _Callbacks:
 
         Later functions run in `put`. May be called again when it was interrupted.
         """
-        with self._lock:
-            if not self._over:
-                self._over = True
-                self._queue.put(None)
-        if self._thread is None:
-            return
-        if self._thread.ident is None:
-            self._run(Exception)
-        else:
+        if self._thread.ident is not None:
+            self._queue.put(None)
             self._thread.join()
+        self._finished = True
+        self._run_rest()
 
 
 class _Completion:

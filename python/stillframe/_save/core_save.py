@@ -208,15 +208,14 @@ class CoreSave(SaveHandle):
     # ---- the end ----
 
     def _settle(self) -> None:
-        with self._outcome.lock:
-            if not self._outcome.settled:
-                facts = self._ticket.report()
-                # The caller has waited for the end. Before it, the report has no result.
-                assert facts["state"] in ("durable", "failed", "cancelled"), facts["state"]
-                if facts["code"]:
-                    self._outcome.settle(None, self._error_of(facts))
-                else:
-                    self._outcome.settle(self._report_of(facts), None)
+        if not self._outcome.settled:
+            facts = self._ticket.report()
+            # The caller has waited for the end. Before it, the report has no result.
+            assert facts["state"] in ("durable", "failed", "cancelled"), facts["state"]
+            if facts["code"]:
+                self._outcome.settle(None, self._error_of(facts))
+            else:
+                self._outcome.settle(self._report_of(facts), None)
         self._verdict.end(self)
         self._skeleton = None
         completion.in_flight.pop(self._ticket.number, None)
@@ -259,7 +258,8 @@ class CoreSave(SaveHandle):
         return error_of_step(self._path, code, facts["phase"], facts["note"])
 
     def _torn_error(self, index: int) -> TornSnapshotError:
-        names = self._skeleton.names(index) if self._skeleton is not None else []
+        skeleton = self._skeleton  # another thread may settle the save and drop it
+        names = skeleton.names(index) if skeleton is not None else []
         what = self._verdict.blame(index, names)
         return TornSnapshotError(
             f"{self._path}: {what} changed outside the optimizer's step while it was still being"

@@ -24,6 +24,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from stillframe import _core
+from stillframe._base.event import Event
 from stillframe._save import completion
 from stillframe._save.core_save import CoreSave, error_of_step
 from stillframe._save.engine import Engine, take_slot
@@ -36,6 +37,8 @@ from stillframe.errors import SaveError, StillframeError
 log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
+
+_CANCELLED, _COMMITTED = "cancelled", "committed"
 
 
 class DirectorySave(ExternalSave):
@@ -69,9 +72,9 @@ class DirectorySave(ExternalSave):
         self._files: list[CoreSave] = []
         self._copies: list[Future[None]] = []  # one of each file
         self._opened_by: int | None = threading.get_ident()
-        self._closed = threading.Event()
+        self._closed = Event()
         self._closed_s = self._copied_s = 0.0
-        self._cancelled = self._committing = False
+        self._decisions: list[str] = []  # the first one counts
         self._leaving: Interval | None = None
 
     # ---- for users ----
@@ -92,10 +95,8 @@ class DirectorySave(ExternalSave):
 
     def cancel(self) -> bool:
         self._birth.refuse_child()
-        with self._outcome.lock:
-            if self._committing or self._outcome.settled:
-                return False
-            self._cancelled = True
+        if self._outcome.settled or self._decide(_CANCELLED) != _CANCELLED:
+            return False
         self._cancel_files()
         return True
 
@@ -257,14 +258,18 @@ class DirectorySave(ExternalSave):
         if failure is not None:
             raise failure
         nbytes = self._do(self._folder.sync())
-        with self._outcome.lock:
-            self._refuse_cancelled()
-            self._committing = True
+        self._decide(_COMMITTED)
+        self._refuse_cancelled()
         self._do(self._folder.commit())
         return nbytes
 
+    def _decide(self, decision: str) -> str:
+        """Decide that the save is cancelled or committed, unless that was decided. Return which."""
+        self._decisions.append(decision)
+        return self._decisions[0]
+
     def _refuse_cancelled(self) -> None:
-        if self._cancelled:
+        if self._decisions[:1] == [_CANCELLED]:
             raise CancelledError(f"the save of {self._path} was cancelled")
 
     def _report(self, nbytes: int) -> SaveReport:
@@ -293,7 +298,8 @@ class DirectorySave(ExternalSave):
         )
 
     def _will_hold(self, name: str) -> bool:
-        above = os.fsdecode(self._key) if self._committing else self.directory
+        committing = self._decisions[:1] == [_COMMITTED]
+        above = os.fsdecode(self._key) if committing else self.directory
         return name in self.names or os.path.lexists(os.path.join(above, name))
 
     def _release(self) -> None:

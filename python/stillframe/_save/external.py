@@ -9,13 +9,13 @@ a directory, by saves of their own (`directory.py`).
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
 from stillframe import _core
+from stillframe._base.event import Event
 from stillframe._save import completion, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
@@ -55,7 +55,7 @@ class ExternalSave(SaveHandle):
         self._entered = entered
         self._waited_s = 0.0
         self._call = Interval(entered)
-        self._over = threading.Event()
+        self._over = Event()
         self._unclaimed = [True]
 
     # ---- for users ----
@@ -70,12 +70,12 @@ class ExternalSave(SaveHandle):
         return "durable" if self._outcome.error is None else "failed"
 
     def _has_ended(self) -> bool:
-        with self._outcome.lock:
-            return self._outcome.settled
+        # An ended save has no slot left. A save of a closed engine, which has no slots, has ended.
+        return self._outcome.settled and (self._slot is None or self._slot.is_over())
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
         self._birth.refuse_child()
-        if not self._outcome.settled:
+        if not self._has_ended():
             ordered.refuse_inside()
             if not self._over.wait(deadline.left()):
                 raise self._timeout_error(deadline, "durable")
@@ -156,9 +156,8 @@ class ExternalSave(SaveHandle):
             turn: The save's entry in the log. Later entries learn of the end before the save's
                 users do, but not before its error can be read.
         """
-        with self._outcome.lock:  # an ended save has no slot left, nor has a closed engine
-            self._give_back_slot()
-            self._outcome.settle(report, error, value=value, is_known=self.error_is_known)
+        self._outcome.settle(report, error, value=value, is_known=self.error_is_known)
+        self._give_back_slot()
         if turn is not None:
             turn.end(error is None)
         self._release()

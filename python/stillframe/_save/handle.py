@@ -74,9 +74,10 @@ class SaveHandle:
     def done(self) -> bool:
         """Return whether the save has ended: durable, failed, cancelled or skipped."""
         self._birth.refuse_child()
-        if self._has_ended():
-            self._settle()
-        return self._outcome.settled
+        if not self._has_ended():
+            return False
+        self._settle()
+        return True
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until every byte is copied: from then on the saved tensors may change in any way.

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import inside
+from stillframe._base.event import Event
 from stillframe._save import completion
 from stillframe.errors import StillframeError
 
@@ -142,7 +143,7 @@ class Turn:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._come, self._over = threading.Event(), threading.Event()
+        self._come, self._over = Event(), Event()
         self._before = _core.LogLoad(key)
         self._entry = submit(key, _core.WORK_SAVE, self._hold_the_log)
 

@@ -13,17 +13,18 @@ import contextlib
 import functools
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
-from typing import Any
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import Any, NamedTuple, TypeVar
 
 from stillframe._save import completion, ordered
 from stillframe._save.options import OnDurable
 from stillframe._save.report import SaveReport, measured
 
 log = logging.getLogger("stillframe")
+
+T = TypeVar("T")
 
 
 class Failure:
@@ -114,45 +115,92 @@ class SaveFuture(CallingLater):
         return error
 
 
+class _Futures:
+    """A handle's future of one kind. It lives as long as somebody holds it."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[SaveFuture]] = []
+
+    def alive(self) -> list[SaveFuture]:
+        """Return the futures that somebody holds: one, or more if threads made them together."""
+        futures = [reference() for reference in list(self._references)]
+        return [future for future in futures if future is not None]
+
+    def add(self, future: SaveFuture) -> SaveFuture:
+        """Add a future, and return the first that is alive, which is everybody's."""
+        for reference in list(self._references):
+            if reference() is None:
+                with contextlib.suppress(ValueError):  # another thread has removed it
+                    self._references.remove(reference)
+        self._references.append(weakref.ref(future))
+        return self.alive()[0]
+
+
+class _End(NamedTuple):
+    report: SaveReport | None
+    error: BaseException | None
+    value: object
+
+
+_NOT_ENDED = _End(None, None, None)
+
+
 class Outcome:
     """How one save ended, with the futures and callbacks to call then.
+
+    It has no lock. A signal handler may use a handle in the middle of another use of it, and wait
+    for a thread that needs the same outcome. Lists decide instead: `append` and `pop` are atomic,
+    and the first element counts.
 
     Args:
         given: The path as it was given, for `on_durable`.
         known_as: The save's name in the log, if it failed and no caller asked.
 
     Attributes:
-        lock: Re-entrant: a signal handler may use a handle in the middle of another use of it.
-        settled: The save has ended, and the next two say how.
-        report: None if it failed or was skipped.
-        error: None if it did not fail.
-        value: The result of the upload's future.
         cancellable: Users can cancel its futures; this does not cancel the save.
     """
 
     cancellable = True
 
     def __init__(self, given: Any, on_durable: OnDurable | None, known_as: str = "a save") -> None:
-        self.lock = threading.RLock()
-        self.settled = False
-        self.report: SaveReport | None = None
-        self.error: BaseException | None = None
-        self.value: object = None
         self._known_as = known_as
         self._given = given
-        self._on_durable = on_durable
-        self._failure: Failure | None = None
+        self._ends: list[_End] = []
+        self._failures: list[Failure] = []
+        self._copies: list[BaseException | None] = []  # the error of the copy, once it has ended
         self._notified = False
-        self._copy: tuple[BaseException | None] | None = None  # (error,) once the copy has ended
+        self._on_durable = [] if on_durable is None else [on_durable]
         self._wakers: list[Callable[[], object]] = []
         self._callbacks: list[Callable[[], object]] = []
-        self._staging: weakref.ref[SaveFuture] | None = None
-        self._upload: weakref.ref[SaveFuture] | None = None
+        self._staging, self._upload = _Futures(), _Futures()
 
     def __del__(self) -> None:
         failure = getattr(self, "_failure", None)
         if failure is not None:
             failure.dropped(self._known_as)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the save has ended; the next three say how."""
+        return bool(self._ends)
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The report; None if the save failed or was skipped."""
+        return self._end.report
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error; None if the save did not fail."""
+        return self._end.error
+
+    @property
+    def _end(self) -> _End:
+        return self._ends[0] if self._ends else _NOT_ENDED
+
+    @property
+    def _failure(self) -> Failure | None:
+        return self._failures[0] if self._failures else None
 
     def settle(
         self,
@@ -170,31 +218,29 @@ class Outcome:
             value: The result of the upload's future, by default the report.
             is_known: The caller has the error already, so it is not reported again.
         """
-        with self.lock:
-            if self.settled:
-                return
-            is_known = is_known or isinstance(error, CancelledError)  # the canceller knows
-            if error is not None and not is_known and self._failure is None:
-                self._failure = Failure(error)
-                if completion.completion.over:  # the exit has already printed failures
-                    self._failure.dropped("a save")
-            self.report, self.error = report, error
-            if report is not None:
-                measured.append((report.nbytes, report.durable_after_s))
-            self.value = report if value is None else value
-            self.settled = True
+        if self.settled:
+            return
+        is_known = is_known or isinstance(error, CancelledError)  # the canceller knows
+        if error is not None and not is_known and not self._failures:
+            self._failures.append(Failure(error))
+            for other in self._failures[1:]:  # another thread was first
+                other.collect()
+            if completion.completion.over:  # the exit has already printed failures
+                self._failures[0].dropped("a save")
+        end = _End(report, error, report if value is None else value)
+        self._ends.append(end)
+        if report is not None and self._ends[0] is end:
+            measured.append((report.nbytes, report.durable_after_s))
 
     def notify(self) -> None:
         """Wake, resolve and call everybody who waits for the end. May be called again."""
         if self._notified:
             return
-        with self.lock:
-            for reference, value in ((self._staging, None), (self._upload, self.value)):
-                future = _alive(reference)
-                if future is not None:
-                    _resolve(future, self.error, value)
-            on_durable, self._on_durable = self._on_durable, None
-        report = self.report
+        end = self._end
+        for futures, value in ((self._staging, None), (self._upload, end.value)):
+            for future in futures.alive():
+                _resolve(future, end.error, value)
+        report, on_durable = end.report, _pop(self._on_durable)
         if on_durable is not None and report is not None:
             completion.callbacks.put(lambda: on_durable(self._given, report))
         while (waker := _pop(self._wakers)) is not None:
@@ -205,11 +251,10 @@ class Outcome:
 
     def notify_staged(self, error: BaseException | None = None) -> None:
         """Resolve the staging future: every byte is copied, or the copy has failed."""
-        with self.lock:
-            self._copy = self._copy or (error,)
-            future = _alive(self._staging)
-            if future is not None:
-                _resolve(future, error, None)
+        if not self._copies:
+            self._copies.append(error)
+        for future in self._staging.alive():
+            _resolve(future, self._copies[0], None)
 
     def call_at_end(self, function: Callable[[], object]) -> bool:
         """Have `function()` called on the callback thread; return False if the end has come
@@ -225,10 +270,14 @@ class Outcome:
         return self._add(self._wakers, function)
 
     def _add(self, functions: list[Callable[[], object]], function: Callable[[], object]) -> bool:
-        with self.lock:
-            if not self.settled:
-                functions.append(function)
-            return not self.settled
+        functions.append(function)
+        if not self.settled:
+            return True
+        try:
+            functions.remove(function)
+        except ValueError:  # `notify` has taken it
+            return True
+        return False
 
     def wake_no_more(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(ValueError):  # the callback was called already
@@ -236,27 +285,23 @@ class Outcome:
 
     def staging(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:
         """Return the future of staging: the same one as long as somebody holds it."""
-        with self.lock:
-            future = _alive(self._staging)
-            if future is None:
-                future = self._future(handle, upload=False)
-                self._staging = weakref.ref(future)
-                if self._copy is not None:
-                    _resolve(future, self._copy[0], None)
-                elif self.settled or is_staged():
-                    _resolve(future, self.error, None)
+        for future in self._staging.alive():
             return future
+        future = self._staging.add(self._future(handle, upload=False))
+        if self._copies:
+            _resolve(future, self._copies[0], None)
+        elif self.settled or is_staged():
+            _resolve(future, self.error, None)
+        return future
 
     def upload(self, handle: object) -> SaveFuture:
         """Return the future of the report: the same one as long as somebody holds it."""
-        with self.lock:
-            future = _alive(self._upload)
-            if future is None:
-                future = self._future(handle, upload=True)
-                self._upload = weakref.ref(future)
-                if self.settled:
-                    _resolve(future, self.error, self.value)
+        for future in self._upload.alive():
             return future
+        future = self._upload.add(self._future(handle, upload=True))
+        if self.settled:
+            _resolve(future, self.error, self._end.value)
+        return future
 
     def _future(self, handle: object, *, upload: bool) -> SaveFuture:
         future = SaveFuture(handle, self, upload)
@@ -285,11 +330,7 @@ def _call_later(function: Callable[[Future[Any]], object], future: Future[Any]) 
     completion.callbacks.put(functools.partial(function, future))
 
 
-def _alive(reference: weakref.ref[SaveFuture] | None) -> SaveFuture | None:
-    return None if reference is None else reference()
-
-
-def _pop(functions: list[Callable[[], object]]) -> Callable[[], object] | None:
+def _pop(functions: list[T]) -> T | None:
     """Remove and return the first in one step, since two threads may notify at the same time."""
     try:
         return functions.pop(0)
@@ -299,12 +340,10 @@ def _pop(functions: list[Callable[[], object]]) -> Callable[[], object] | None:
 
 def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> None:
     """Settle a future that may be settled already, or cancelled by its user."""
-    if future.done():
-        return
-    if isinstance(error, CancelledError):
-        future.cancel()
-    elif future.running() or future.set_running_or_notify_cancel():
-        if error is None:
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(error, CancelledError):
+            future.cancel()
+        elif error is None:
             future.set_result(value)
         else:
             future.set_exception(error)

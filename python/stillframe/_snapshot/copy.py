@@ -11,11 +11,11 @@ completion thread, a fork, or the end of the process.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -58,14 +58,11 @@ class Copy:
         self.verdict = Verdict(deferral)
         self.devices = tree.devices
         self.shared = shared
-        self.error: StillframeError | None = None
         self.seen = False  # the error was raised to a caller
         self.gate_wait_s = 0.0
         self.owner: Callable[[], Owner | None] | None = None
         self._when_settled: list[Callable[[], object]] = []  # functions to call once it is settled
-        self._settled = False
-        # Re-entrant: a signal handler may wait in the middle of another wait.
-        self._lock = threading.RLock()
+        self._ends: list[StillframeError | None] = []  # the first is the error, once it is settled
 
     def start(self) -> None:
         """Copy what must be copied now, and make the lane and the devices copy the rest."""
@@ -114,55 +111,61 @@ class Copy:
         self.settle()
 
     def settle(self) -> None:
-        """Give the verdict if the copy has ended and no other caller has given it."""
-        with self._lock:
-            if self.is_settled():
-                return
-            ended, torn = self.core.wait(0)
-            if not ended:
-                return
-            failed = self.core.error()
-            if torn < 0 and not failed:
-                torn = self.verdict.judge()
-            # A signal handler may have settled it in between.
-            settled, self._settled = self._settled, True
-            if settled:
-                return
-            self.verdict.over(self)
-            if failed:
-                self.error = StillframeError(f"the snapshot could not be copied: {failed}")
-            elif torn >= 0:
-                self._tear(torn)
-            self.verdict.release()
-            self.sources = []
-            for function in self._when_settled:
-                completion.callbacks.put(function)
-            self._when_settled = []
+        """Give the verdict if the copy has ended and no other caller has given it.
+
+        It has no lock: a signal handler may interrupt it, and wait for a thread that calls it.
+        """
+        if self.is_settled():
+            return
+        ended, torn = self.core.wait(0)
+        if not ended:
+            return
+        failed = self.core.error()
+        if torn < 0 and not failed:
+            torn = self.verdict.judge()
+        error: StillframeError | None = None
+        if failed:
+            error = StillframeError(f"the snapshot could not be copied: {failed}")
+        elif torn >= 0:
+            error = self._torn_error(torn)
+        self._ends.append(error)  # the first one counts
+        self.verdict.over(self)
+        self.verdict.release()
+        self.sources = []
+        while self._when_settled:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                completion.callbacks.put(self._when_settled.pop(0))
 
     def call_when_settled(self, function: Callable[[], object]) -> None:
         """Call `function` on the callbacks' thread once the verdict is known."""
-        with self._lock:
-            if not self._settled:
-                self._when_settled.append(function)
-                return
-        completion.callbacks.put(function)
+        self._when_settled.append(function)
+        if self.is_settled():
+            with contextlib.suppress(ValueError):  # `settle` has taken it
+                self._when_settled.remove(function)
+                completion.callbacks.put(function)
 
     def is_settled(self) -> bool:
-        return self._settled
+        return bool(self._ends)
 
-    def _tear(self, index: int) -> None:
-        """Set the error of a snapshot whose source changed during the copy."""
+    @property
+    def error(self) -> StillframeError | None:
+        """Why the copy is of no use; None as long as nothing is known against it."""
+        return self._ends[0] if self._ends else None
+
+    def _torn_error(self, index: int) -> TornSnapshotError:
+        """Return the error of a snapshot whose source changed during the copy."""
         owner = self.owner() if self.owner is not None else None
         names = owner._names(index) if owner is not None else []
         what = self.verdict.blame(index, names)
-        self.error = TornSnapshotError(
+        error = TornSnapshotError(
             f"{what} changed outside the optimizer's step while a snapshot was still being copied."
             " Call wait() before such a change, or take the snapshot with overlap=False. This"
             " optimizer's state is copied during the call from now on.",
             names,
         )
         if owner is None and self.owner is not None:
-            log.error("stillframe: a snapshot that is in use is damaged: %s", self.error)
+            log.error("stillframe: a snapshot that is in use is damaged: %s", error)
+        return error
 
 
 # ---- forks and the end of the process ----
