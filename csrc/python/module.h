@@ -18,7 +18,7 @@
  * they are raised for (0: none). */
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
-	X(engine) X(slot) X(folder) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
+	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
 	X(restore) X(torch_types) X(collector) X(observer)
 /* clang-format on */
 #define SFR_PY_ERRORS(X)                                                                           \
@@ -123,6 +123,7 @@ int sfr_py_add_engine(PyObject *module);     /* engine.c */
 int sfr_py_add_slot(PyObject *module);       /* slot.c */
 int sfr_py_add_folder(PyObject *module);     /* folder.c */
 int sfr_py_add_ticket(PyObject *module);     /* ticket.c */
+int sfr_py_add_piece(PyObject *module);      /* piece.c */
 int sfr_py_add_parts(PyObject *module);      /* parts.c */
 int sfr_py_add_snapshot(PyObject *module);   /* snapshot.c */
 int sfr_py_add_memory(PyObject *module);     /* memory.c */

@@ -25,6 +25,7 @@ struct sfr__job {
 	const struct sfr__extent *extent;
 	uint32_t blk;
 	bool summed;                   /* the entries' CRCs include, or will include, its bytes */
+	bool put, held;                /* its bytes are in the stream; the stream has the job */
 	struct sfr__job *parked;       /* next parked job */
 	struct sfr__host_block staged; /* while the block is filled from host memory */
 };

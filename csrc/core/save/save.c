@@ -21,6 +21,7 @@
 #include <sys/mman.h>
 
 #include "save/stage.h"
+#include "save/stream.h"
 #include "save/write.h"
 #include "trace/trace.h"
 
@@ -41,6 +42,8 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	t->engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
+	if ((t->flags & SFR_SAVE_STREAM) != 0)
+		t->flags |= SFR_SAVE_UNORDERED;
 	t->flight.apart = !sfr__ticket_is_ordered(t);
 	t->log.fs = desc->fs;
 	t->number = atomic_fetch_add_explicit(&nr_saves, 1, memory_order_relaxed) + 1;
@@ -111,6 +114,8 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 		rc = sfr__image_init_flat(&t->plan.img, desc, t->engine->opts.block_bytes);
 	else
 		rc = sfr__image_init(&t->plan.img, desc, t->engine->opts.block_bytes);
+	if (rc == 0 && (t->flags & SFR_SAVE_STREAM) != 0 && !sfr__stream_can(&t->plan.img))
+		rc = -EINVAL;
 	if (rc == 0)
 		rc = edges_new(t);
 	if (rc == 0)
@@ -206,6 +211,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
+	const bool is_stream = (t->flags & SFR_SAVE_STREAM) != 0;
 	uint64_t deadline = sfr__deadline(slice_ns);
 	struct sfr_err err = { .index = -1 };
 	int rc = 0;
@@ -220,12 +226,14 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc < 0)
 		return rc;
 	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->plan.img.captured_nbytes);
-	/* Devices first: they copy while the host copies. */
-	if (!t->staging.capture_done)
+	/* Devices first: they copy while the host copies. A stream leases its blocks in the order
+	 * of the file, which begins with those of the host. */
+	if (is_stream)
+		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
+	if (rc == 0 && !t->staging.capture_done)
 		rc = sfr__cuda_capture(t, slice_ns);
-	if (rc < 0)
-		return rc; /* SFR_EAGAIN or SFR_EEXHAUSTED */
-	rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
+	if (rc == 0 && !is_stream)
+		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 		return rc;
 	if (!t->staging.capture_done && !sfr__ticket_failing(t)) {

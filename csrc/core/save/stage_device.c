@@ -22,6 +22,7 @@
 #include "sfr/crc.h"
 #include "memory/pin.h"
 #include "save/parts.h"
+#include "save/stream.h"
 
 enum { BLOCKS_A_PORTION = 4 };
 
@@ -143,12 +144,15 @@ static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
  * registers it block by block, for captured bytes inside the call. That is paid once. Copies to
  * pageable memory would delay the call as long at every save: the driver stages them, and returns
  * when they have run. warm_up() takes the registration out of the call. */
-static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__block **block)
+static int lease(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t blk,
+		 uint64_t slice_ns, struct sfr__block **block)
 {
 	struct sfr_ticket *t = part->ticket;
 	struct sfr_engine *engine = t->engine;
-	int rc = sfr__pool_get(engine->pool, t->seq, engine->opts.block_bytes, slice_ns, block);
+	int rc = sfr__stream_await_lease(t, extent, blk, slice_ns);
 
+	if (rc == 0)
+		rc = sfr__pool_get(engine->pool, t->seq, engine->opts.block_bytes, slice_ns, block);
 	if (rc < 0)
 		return rc;
 	if (sfr__transfer_pin(&part->transfer, engine->pool) && (*block)->region == NULL)
@@ -206,12 +210,12 @@ static int fill_next(struct sfr__cuda_part *part, const struct sfr__extent *exte
 	struct sfr_ticket *t = part->ticket;
 	struct sfr__block *block;
 	uint64_t start;
-	int rc = lease(part, 0, &block);
+	int rc = lease(part, extent, *blk, 0, &block);
 
 	if (rc == SFR_EAGAIN) {
 		sfr__transfer_send(&part->transfer);
 		start = sfr__now_ns();
-		rc = lease(part, slice_ns, &block);
+		rc = lease(part, extent, *blk, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
 		if (extent == part->captured) /* a lane's wait is part of the gate's */
 			t->report.block_wait_ns += sfr__now_ns() - start;

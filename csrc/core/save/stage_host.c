@@ -15,8 +15,8 @@
 #include <string.h>
 
 #include "sfr/crc.h"
-#include "save/jobs.h"
 #include "save/stage.h"
+#include "save/stream.h"
 #include "trace/trace.h"
 
 /* ---- samples ---- */
@@ -155,6 +155,13 @@ static size_t block_len(struct sfr__host_copy *copy, uint32_t blk)
 	return sfr__image_block_len(&extent_copy->ticket->plan.img, extent_copy->extent, blk);
 }
 
+static bool may_lease_locked(struct sfr__host_copy *copy, uint32_t blk)
+{
+	struct sfr__extent_copy *extent_copy = extent_copy_of(copy);
+
+	return sfr__stream_may_lease_locked(extent_copy->ticket, extent_copy->extent, blk);
+}
+
 static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *leased)
 {
 	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
@@ -236,6 +243,7 @@ static void over(struct sfr__host_copy *copy)
 static const struct sfr__host_ops ops = {
 	.block = block,
 	.block_len = block_len,
+	.may_lease_locked = may_lease_locked,
 	.leased_locked = leased_locked,
 	.copy = copy_piece,
 	.is_failing_locked = is_failing_locked,

@@ -35,7 +35,7 @@
  *      is kept for its report costs little. */
 #include <string.h>
 
-#include "save/jobs.h"
+#include "save/stream.h"
 #include "trace/trace.h"
 
 /* How often each arrow was taken, so that a test can check all of them. */
@@ -114,6 +114,7 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 	if (t->err.code == 0)
 		t->err = *err;
 	sfr__unpark_locked(t);
+	sfr__stream_drop_locked(t);
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)
 		sfr__ticket_set_state_locked(t, SFR_ENDING);
 }

@@ -66,6 +66,13 @@ struct sfr__save_sharing {
 	bool needs_blocks;         /* the pool counts this save among those that need blocks */
 	uint32_t blocks_back;      /* blocks given back to the pool, written or not */
 	uint32_t next_extent, next_blk; /* a save of parts: the next block to queue */
+	uint32_t blocks_leased;         /* from the pool, so far */
+};
+
+/* A save with SFR_SAVE_STREAM, see stream.c. */
+struct sfr__save_stream {
+	uint64_t sent;     /* bytes of the file that the caller has taken */
+	uint32_t next_blk; /* the next block to take */
 };
 
 /* Every field is guarded by the engine's mutex unless its comment says otherwise. */
@@ -85,6 +92,7 @@ struct sfr_ticket {
 	struct sfr__save_facts facts;
 	struct sfr__save_staging staging;
 	struct sfr__save_sharing sharing;
+	struct sfr__save_stream stream;
 	struct sfr_report report; /* state and err are those above */
 
 	struct sfr__file file; /* writers use it until READY, then the committing thread */
@@ -142,6 +150,9 @@ static inline void sfr__ticket_take_block_locked(struct sfr_ticket *t)
 {
 	uint64_t bytes = ++t->flight.blocks_held * t->plan.img.block_bytes;
 
+	t->sharing.blocks_leased++;
+	if ((t->flags & SFR_SAVE_STREAM) != 0) /* another lane may lease the next one */
+		sfr__shared_wake_locked(t->engine);
 	if (bytes > t->report.peak_pool_bytes)
 		t->report.peak_pool_bytes = bytes;
 }

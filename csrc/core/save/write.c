@@ -11,6 +11,8 @@
  * another writer or not be copied yet. No thread waits for them: the block is parked at its ticket,
  * and the thread that completes the entry's CRC puts parked blocks back into the queue.
  *
+ * A save with SFR_SAVE_STREAM has no file: blocks and tail go into its stream (stream.c).
+ *
  * The temporary file is opened here and not in the call, because probing and preallocating do I/O.
  * The call checks only what it can without writing (parent, directory, special file). */
 #include <errno.h>
@@ -18,8 +20,14 @@
 #include <sys/mman.h>
 
 #include "sfr/crc.h"
+#include "save/stream.h"
 #include "save/write.h"
 #include "trace/trace.h"
+
+static bool is_stream(const struct sfr_ticket *t)
+{
+	return (t->flags & SFR_SAVE_STREAM) != 0;
+}
 
 /* Waits for the OPEN job. False if the save is failing. */
 static bool wait_opened(struct sfr_ticket *t)
@@ -40,7 +48,7 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 	if (sfr__ticket_failing(t))
 		return;
 	SFR__TRACE(SFR_TRACE_OPEN, t->number, 0);
-	if (sfr__file_open(&t->file, err) < 0)
+	if (!is_stream(t) && sfr__file_open(&t->file, err) < 0)
 		return;
 	sfr__lock(&t->engine->mu);
 	t->facts.opened = true;
@@ -149,7 +157,7 @@ static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	return is_known(t, job);
 }
 
-static void release_block(struct sfr_ticket *t, struct sfr__job *job)
+void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 {
 	struct sfr_engine *engine = t->engine;
 	uint32_t nr_left;
@@ -186,8 +194,20 @@ static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t 
 			memcpy(edge + (off + seg.pos - page), job->mem + seg.pos, seg.len);
 }
 
-/* Writes what no other block has bytes of, and puts the rest into edge pages. Adds what is written
- * to *nbytes. 0, or -1 with the reason in err. */
+/* Puts all of the block's bytes that are in edge pages into them. */
+static void put_edges(struct sfr_ticket *t, const struct sfr__job *job)
+{
+	const struct sfr__image *img = &t->plan.img;
+	uint64_t off = sfr__image_block_off(img, job->extent, job->blk);
+	uint64_t end = off + sfr__image_block_len(img, job->extent, job->blk);
+
+	for (uint32_t i = 0; i < img->nr_edges; i++)
+		if (img->edges[i] >= off && img->edges[i] < end)
+			put_edge(t, job, img->edges[i], t->plan.edges + (size_t)i * SFR_PAGE);
+}
+
+/* Writes what no other block has bytes of. Adds what is written to *nbytes. 0, or -1 with the
+ * reason in err. */
 static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_t *nbytes,
 		       struct sfr_err *err)
 {
@@ -195,10 +215,6 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 	uint64_t off = sfr__image_block_off(img, job->extent, job->blk), from, to;
 
 	sfr__image_block_own(img, job->extent, job->blk, &from, &to);
-	for (uint32_t i = 0; i < img->nr_edges; i++)
-		if (img->edges[i] >= off &&
-		    img->edges[i] < off + sfr__image_block_len(img, job->extent, job->blk))
-			put_edge(t, job, img->edges[i], t->plan.edges + (size_t)i * SFR_PAGE);
 	if (from < to &&
 	    sfr__file_write(&t->file, job->mem + (from - off), (size_t)(to - from), from, err) != 0)
 		return -1;
@@ -206,7 +222,7 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 	return 0;
 }
 
-/* Writes the block. False if it is parked. */
+/* Writes the block. False if it is parked, or in the stream. */
 static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
@@ -223,9 +239,16 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	written = err->code == 0 && wait_opened(t); /* and the save is not failing */
 	if (written) {
 		describe_block(t, job);
+		put_edges(t, job);
+	}
+	if (written && is_stream(t)) {
+		if (sfr__stream_put(t, job))
+			return false;
+		written = false; /* the stream has counted it */
+	} else if (written) {
 		written = write_block(t, job, &nbytes, err) == 0;
 	}
-	release_block(t, job);
+	sfr__release_block(t, job);
 	sfr__lock(&engine->mu);
 	if (written) {
 		t->facts.blocks_written++;
@@ -251,43 +274,60 @@ static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *e
 	return 0;
 }
 
-/* Writes the directory of torch's format, or the edge pages of a flat file. Adds the bytes to
- * *nbytes. 0, or -1 with the reason in err. */
-static int write_tail(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *err)
+/* Makes the directory of torch's format in memory of the job. 0, or -1 with the reason in err. */
+static int make_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	size_t len = t->plan.img.tail_len;
 	void *tail;
 
 	if (len == 0)
-		return write_edges(t, nbytes, err);
-	*nbytes += len;
+		return 0;
 	tail = sfr_sys.mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (tail == MAP_FAILED) {
 		sfr__err_set(err, -ENOMEM, SFR_PHASE_WRITE, "no memory for the directory");
 		return -1;
 	}
+	job->mem = tail;
+	job->own_len = len;
 	sfr__image_put_tail(&t->plan.img, tail);
-	/* err holds the result */
-	(void)sfr__file_write(&t->file, tail, len, t->plan.img.tail_off, err);
-	(void)sfr_sys.munmap(tail, len); /* cannot fail for our own mapping */
-	return err->code == 0 ? 0 : -1;
+	return 0;
 }
 
-static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
+/* Writes the directory, or the edge pages of a flat file, and syncs. */
+static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct sfr_err *err)
 {
-	uint64_t nbytes = 0;
+	uint64_t nbytes = t->plan.img.tail_len;
 
-	if (!wait_opened(t)) /* a save without blocks has not waited for it yet */
-		return;
-	SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
-	if (write_tail(t, &nbytes, err) == 0)
-		(void)sfr__file_sync(&t->file, err); /* err holds the result */
+	if (nbytes == 0)
+		(void)write_edges(t, &nbytes, err); /* err holds the result, as below */
+	else
+		(void)sfr__file_write(&t->file, job->mem, (size_t)nbytes, t->plan.img.tail_off,
+				      err);
+	if (err->code == 0)
+		(void)sfr__file_sync(&t->file, err);
 	if (err->code == 0) {
 		sfr__lock(&t->engine->mu);
 		t->facts.synced = true;
 		t->facts.written_nbytes += nbytes;
 		sfr__unlock(&t->engine->mu);
 	}
+}
+
+/* Writes the tail. False if it is in the stream. */
+static bool do_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
+{
+	/* A save without blocks has not waited for it yet. */
+	if (wait_opened(t)) {
+		SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
+		if (make_tail(t, job, err) == 0) {
+			if (is_stream(t) && sfr__stream_put(t, job))
+				return false;
+			if (!is_stream(t))
+				write_tail(t, job, err);
+		}
+	}
+	sfr__in_place_release(job);
+	return true;
 }
 
 void sfr__job_run(struct sfr__task *task)
@@ -306,7 +346,8 @@ void sfr__job_run(struct sfr__task *task)
 			return;
 		break;
 	case SFR__JOB_TAIL:
-		do_tail(t, &err);
+		if (!do_tail(t, job, &err))
+			return;
 		break;
 	case SFR__JOB_PLACE:
 		if (sfr__save_commit(t))

@@ -7,6 +7,8 @@
 /* ---- write.c ---- */
 /* Runs a job on a writer's thread. */
 void sfr__job_run(struct sfr__task *task);
+/* Gives back the memory of a block, or of a tail, that nobody reads any more. */
+void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job);
 
 /* ---- in_place.c ---- */
 /* Returns the block size of a save of parts: never more than the pool's. */

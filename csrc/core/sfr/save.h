@@ -16,6 +16,9 @@ struct sfr_ticket;
 #define SFR_SAVE_NO_WAIT 8u /* return SFR_EBUSY instead of waiting for a slot */
 /* rename as soon as synced: not in the log, and not counted in max_in_flight */
 #define SFR_SAVE_UNORDERED 16u
+/* hand the bytes to the caller in the order of the file instead of writing one (sfr/stream.h); such
+ * a save is unordered, and durable when the caller has given everything back */
+#define SFR_SAVE_STREAM 32u
 
 struct sfr_save_desc {
 	const char *dir;  /* real path of the directory */

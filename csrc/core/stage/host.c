@@ -35,6 +35,11 @@ static bool has_pieces_locked(struct sfr__host_copy *copy)
 	return copy->blk < copy->nr_blocks && !copy->ops->is_failing_locked(copy);
 }
 
+static bool may_lease_locked(struct sfr__host_copy *copy)
+{
+	return copy->ops->may_lease_locked == NULL || copy->ops->may_lease_locked(copy, copy->blk);
+}
+
 static struct sfr__host_block *next_block(struct sfr__host_copy *copy)
 {
 	return copy->ops->block(copy, copy->blk);
@@ -158,7 +163,7 @@ static bool turn_locked(struct sfr__shared *work, bool may_wait)
 		copy_next_locked(copy);
 	} else if (did && !may_wait) {
 		return make_memory_locked(copy->engine);
-	} else if (did && copy->fetching) {
+	} else if (did && (copy->fetching || !may_lease_locked(copy))) {
 		return false;
 	} else if (did) {
 		rc = fetch_locked(copy, FETCH_SLICE_NS);

@@ -46,6 +46,8 @@ struct sfr__host_copy;
 struct sfr__host_ops {
 	struct sfr__host_block *(*block)(struct sfr__host_copy *copy, uint32_t blk);
 	size_t (*block_len)(struct sfr__host_copy *copy, uint32_t blk);
+	/* Whether memory may be leased for a block now. NULL: always. */
+	bool (*may_lease_locked)(struct sfr__host_copy *copy, uint32_t blk);
 	/* A block of the pool was leased for a block of the copy. NULL if all memory is leased
 	 * before. */
 	void (*leased_locked)(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *block);

@@ -26,6 +26,11 @@ struct sfr_py_snapshot {
  * set. */
 PyObject *sfr_py_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
 
+/* piece.c: waits for the next piece of a stream. None when the timeout passed, NULL with an
+ * exception set. */
+PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticket,
+			    PyObject *timeout);
+
 #define SFR_PY_MAX_STREAMS 64
 
 /* Reads a tuple of (device, handle of its current stream). Returns their number, or -1. */

@@ -269,6 +269,15 @@ static PyObject *ticket_report(PyObject *object, PyObject *unused)
 	return rc < 0 ? sfr_py_none(object, rc) : sfr_py_report(&r);
 }
 
+static PyObject *ticket_next_piece(PyObject *object, PyObject *args)
+{
+	PyObject *timeout = NULL;
+
+	if (!PyArg_ParseTuple(args, "|O:next_piece", &timeout))
+		return NULL;
+	return sfr_py_next_piece(PyType_GetModuleState(Py_TYPE(object)), get(object), timeout);
+}
+
 static PyObject *ticket_number(PyObject *object, void *closure)
 {
 	return PyLong_FromUnsignedLongLong(sfr_ticket_number(get(object)));
@@ -291,6 +300,10 @@ static PyMethodDef methods[] = {
 	{ "progress", ticket_progress, METH_NOARGS,
 	  "progress() -> (bytes written, bytes in all)." },
 	{ "report", ticket_report, METH_NOARGS, "report() -> dict." },
+	{ "next_piece", ticket_next_piece, METH_VARARGS,
+	  "next_piece(timeout=None) -> Piece or None: the next bytes of a SAVE_STREAM in the order of"
+	  " the file, an empty one at the end; None when the timeout passed. StillframeError when the"
+	  " save has failed." },
 	{ "of_parts", ticket_of_parts, METH_VARARGS | METH_CLASS,
 	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which are empty"
 	  " afterwards. What they refer to stays as it is until the save has ended." },

@@ -1,0 +1,209 @@
+/* A stream hands the bytes of a save to a caller, in the order of the file, who sends them to an
+ * object store. There is no temporary, no sync and no rename: the caller makes the object visible.
+ *
+ *   writers   make a block final (checksums, descriptors), and put it into the stream in place of
+ *             writing it; the tail likewise
+ *   caller    sfr_stream_next takes the next piece, sfr_stream_give_back returns its memory
+ *
+ *     0        given back       taken       put, not taken   not put yet
+ *     |--------------------|-----------|-----------------|-------------|
+ *                          ^ pieces of the caller        ^ next_blk waits here
+ *
+ * Blocks are leased in the order of the file. So the blocks that a save has are adjacent, the first
+ * of them can always be filled and taken, and a pool of one block is enough, if the caller gives
+ * back what it has before it waits for more. Without that rule two lanes could fill the pool with
+ * blocks behind one that has no memory.
+ *
+ * A block that was put stays a job that is out, so the save does not end while the caller has it.
+ * If the save fails, blocks that were not taken go back to the writers, who release them. */
+#include "save/stream.h"
+#include "save/write.h"
+
+bool sfr__stream_can(const struct sfr__image *img)
+{
+	for (uint32_t i = 1; i < img->nr_extents; i++)
+		if (img->extents[i].off < img->extents[i - 1].off)
+			return false;
+	return true;
+}
+
+static bool is_stream(const struct sfr_ticket *t)
+{
+	return (t->flags & SFR_SAVE_STREAM) != 0;
+}
+
+bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
+				  uint32_t blk)
+{
+	return !is_stream(t) || t->sharing.blocks_leased == extent->first_block + blk;
+}
+
+int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
+			    uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	if (!is_stream(t))
+		return 0;
+	sfr__lock(&t->engine->mu);
+	while (!sfr__stream_may_lease_locked(t, extent, blk) && rc == 0)
+		rc = sfr__ticket_failing_locked(t) ?
+			     SFR_EAGAIN :
+			     sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
+	sfr__unlock(&t->engine->mu);
+	return rc;
+}
+
+/* Returns in [*from, *to) the bytes of a job that are its own, in the file. */
+static void own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
+		      uint64_t *to)
+{
+	sfr__image_block_own(&t->plan.img, job->extent, job->blk, from, to);
+	if (*to > t->plan.img.len)
+		*to = t->plan.img.len; /* the last page is padded */
+}
+
+bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
+{
+	uint64_t from = 0, to = 1;
+	bool kept;
+
+	if (job->kind == SFR__JOB_BLOCK)
+		own_bytes(t, job, &from, &to);
+	sfr__lock(&t->engine->mu);
+	kept = !sfr__ticket_failing_locked(t);
+	if (kept) {
+		job->put = true;
+		job->held = job->kind == SFR__JOB_TAIL || from < to;
+		if (job->kind == SFR__JOB_BLOCK)
+			t->facts.blocks_written++;
+		else
+			t->facts.synced = true;
+		pthread_cond_broadcast(&t->engine->cv_state);
+		sfr__ticket_step_locked(t);
+	}
+	sfr__unlock(&t->engine->mu);
+	return kept && from < to; /* the job may be gone */
+}
+
+/* Takes the edge page that the stream has come to. */
+static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
+{
+	const struct sfr__image *img = &t->plan.img;
+	uint32_t i = 0;
+
+	while (img->edges[i] != t->stream.sent)
+		i++;
+	*piece = (struct sfr_piece){
+		.mem = t->plan.edges + (size_t)i * SFR_PAGE,
+		.len = (size_t)sfr__image_in_file(img, t->stream.sent, t->stream.sent + SFR_PAGE),
+		.off = t->stream.sent,
+		.owner = t, /* the page lives as long as the save */
+	};
+	t->sharing.jobs_out++;
+}
+
+static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem, size_t len,
+			    struct sfr_piece *piece)
+{
+	*piece = (struct sfr_piece){ .mem = mem, .len = len, .off = off, .owner = job };
+	job->held = false;
+}
+
+/* Takes the piece at `sent`, if its bytes are final. */
+static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
+{
+	const struct sfr__image *img = &t->plan.img;
+	struct sfr__job *job;
+	uint64_t from, to;
+
+	if (t->state == SFR_DURABLE) { /* the jobs are gone */
+		*piece = (struct sfr_piece){ .off = img->len };
+		return true;
+	}
+	for (; t->stream.next_blk < t->plan.nr_blocks; t->stream.next_blk++) {
+		job = &t->plan.jobs[t->stream.next_blk];
+		if (!job->put)
+			return false;
+		own_bytes(t, job, &from, &to);
+		if (from >= to)
+			continue; /* all of it is in edge pages */
+		if (t->stream.sent < from) {
+			take_edge_locked(t, piece);
+			return true;
+		}
+		t->stream.next_blk++;
+		take_job_locked(job, from,
+				job->mem +
+					(from - sfr__image_block_off(img, job->extent, job->blk)),
+				(size_t)(to - from), piece);
+		return true;
+	}
+	if (t->stream.sent < img->len && img->tail_len == 0) {
+		take_edge_locked(t, piece);
+		return true;
+	}
+	job = sfr__ticket_job(t, SFR__JOB_TAIL);
+	if (!job->put)
+		return false;
+	if (t->stream.sent < img->len)
+		take_job_locked(job, img->tail_off, job->mem, img->tail_len, piece);
+	else if (job->held) /* without a tail; until now the save could not end */
+		take_job_locked(job, img->len, NULL, 0, piece);
+	else
+		*piece = (struct sfr_piece){ .off = img->len };
+	return true;
+}
+
+int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *piece)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	sfr__lock(&t->engine->mu);
+	while (rc == 0) {
+		if (!is_stream(t) || sfr__ticket_failing_locked(t))
+			rc = SFR_ESTATE;
+		else if (t->state >= SFR_CAPTURING && take_locked(t, piece))
+			break;
+		else
+			rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
+	}
+	if (rc == 0)
+		t->stream.sent += piece->len;
+	sfr__unlock(&t->engine->mu);
+	return rc;
+}
+
+void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
+{
+	struct sfr__job *job = piece->owner != t ? piece->owner : NULL;
+
+	if (piece->owner == NULL || sfr__ticket_foreign(t))
+		return;
+	if (job != NULL)
+		sfr__release_block(t, job);
+	sfr__lock(&t->engine->mu);
+	t->facts.written_nbytes += piece->len;
+	if (job != NULL && t->plan.in_place)
+		sfr__in_place_next_locked(t);
+	t->sharing.jobs_out--;
+	sfr__ticket_step_locked(t);
+	sfr__unlock(&t->engine->mu);
+	piece->owner = NULL;
+}
+
+void sfr__stream_drop_locked(struct sfr_ticket *t)
+{
+	for (uint32_t i = 0; t->plan.jobs != NULL && i <= t->plan.nr_blocks + 1; i++) {
+		struct sfr__job *job = &t->plan.jobs[i];
+
+		if (!job->held)
+			continue;
+		job->held = false;
+		sfr__task_push_locked(t->engine, &job->task);
+	}
+}

@@ -1,0 +1,22 @@
+/* The stream of a save that is not written to a file. stream.c implements it. */
+#ifndef SFR_SAVE_STREAM_H
+#define SFR_SAVE_STREAM_H
+
+#include "sfr/stream.h"
+#include "save/jobs.h"
+
+/* Returns whether the image's blocks are numbered in the order of the file. */
+bool sfr__stream_can(const struct sfr__image *img);
+/* Waits until a block may be leased: a stream leases its blocks in the order of the file. 0 or
+ * SFR_EAGAIN. */
+int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
+			    uint64_t slice_ns);
+bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
+				  uint32_t blk);
+/* Puts a job with final bytes into the stream, which has it from then on. False if the save is
+ * failing, or if all bytes of the block are in edge pages: the caller has it still. */
+bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job);
+/* The save is failing: queues the jobs that nobody has taken, so that writers release them. */
+void sfr__stream_drop_locked(struct sfr_ticket *t);
+
+#endif

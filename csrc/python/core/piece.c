@@ -1,0 +1,87 @@
+/* _core.Piece: bytes of a save that are sent to an object store.
+ *
+ * It exports them as a buffer. The memory goes back to the save when the last user is gone: the
+ * object, or a buffer of it that a client still sends from. */
+#include "module.h"
+#include "core/objects.h"
+#include "sfr/stream.h"
+
+struct sfr_py_piece {
+	PyObject_HEAD
+	struct sfr_ticket *ticket; /* a reference */
+	struct sfr_piece piece;
+};
+
+static int piece_getbuffer(PyObject *object, Py_buffer *view, int flags)
+{
+	struct sfr_py_piece *self = (struct sfr_py_piece *)object;
+
+	return PyBuffer_FillInfo(view, object, (void *)(uintptr_t)self->piece.mem,
+				 (Py_ssize_t)self->piece.len, 1, flags);
+}
+
+static void piece_dealloc(PyObject *object)
+{
+	struct sfr_py_piece *self = (struct sfr_py_piece *)object;
+
+	if (self->ticket) {
+		Py_BEGIN_ALLOW_THREADS
+		sfr_stream_give_back(self->ticket, &self->piece);
+		sfr_ticket_put(self->ticket);
+		Py_END_ALLOW_THREADS
+	}
+	sfr_py_free(object);
+}
+
+static Py_ssize_t piece_length(PyObject *object)
+{
+	return (Py_ssize_t)((struct sfr_py_piece *)object)->piece.len;
+}
+
+static PyObject *piece_offset(PyObject *object, void *closure)
+{
+	return PyLong_FromUnsignedLongLong(((struct sfr_py_piece *)object)->piece.off);
+}
+
+static PyGetSetDef getset[] = {
+	{ "offset", piece_offset, NULL, "where its first byte is in the file", NULL },
+	{ NULL, NULL, NULL, NULL, NULL },
+};
+
+static PyType_Slot slots[] = {
+	{ Py_tp_dealloc, piece_dealloc },
+	{ Py_tp_getset, getset },
+	{ Py_bf_getbuffer, piece_getbuffer },
+	{ Py_sq_length, piece_length },
+	{ Py_tp_doc, "Bytes of a save; their memory goes back when nobody refers to them" },
+	{ 0, NULL },
+};
+
+SFR_PY_TYPE(spec, "Piece", struct sfr_py_piece, Py_TPFLAGS_DISALLOW_INSTANTIATION, slots);
+
+PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticket,
+			    PyObject *timeout)
+{
+	struct sfr_py_piece *self = (struct sfr_py_piece *)sfr_py_alloc(state->piece_type);
+	struct sfr_py_wait w;
+
+	if (!self)
+		return NULL;
+	w = sfr_py_wait(timeout);
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_stream_next(ticket, w.slice_ns, &self->piece));
+	if (w.rc == 0) {
+		sfr_ticket_get(ticket);
+		self->ticket = ticket;
+		return (PyObject *)self;
+	}
+	Py_DECREF(self);
+	if (w.rc == SFR_EAGAIN)
+		Py_RETURN_NONE;
+	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_raise(state, w.rc);
+}
+
+int sfr_py_add_piece(PyObject *module)
+{
+	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->piece_type);
+}
