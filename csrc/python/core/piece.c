@@ -6,6 +6,8 @@
 #include "core/objects.h"
 #include "sfr/stream.h"
 
+#include <string.h>
+
 struct sfr_py_piece {
 	PyObject_HEAD
 	struct sfr_ticket *ticket; /* a reference */
@@ -43,6 +45,34 @@ static PyObject *piece_offset(PyObject *object, void *closure)
 	return PyLong_FromUnsignedLongLong(((struct sfr_py_piece *)object)->piece.off);
 }
 
+static PyObject *piece_copy(PyObject *object, PyObject *args)
+{
+	const struct sfr_piece *piece = &((struct sfr_py_piece *)object)->piece;
+	Py_ssize_t from, to;
+	PyObject *copy;
+
+	if (!PyArg_ParseTuple(args, "nn:copy", &from, &to))
+		return NULL;
+	if (from < 0 || to < from || (size_t)to > piece->len) {
+		PyErr_SetString(PyExc_ValueError, "no such bytes");
+		return NULL;
+	}
+	copy = PyBytes_FromStringAndSize(NULL, to - from);
+	if (copy) {
+		char *bytes = PyBytes_AsString(copy);
+
+		Py_BEGIN_ALLOW_THREADS
+		memcpy(bytes, piece->mem + from, (size_t)(to - from));
+		Py_END_ALLOW_THREADS
+	}
+	return copy;
+}
+
+static PyMethodDef methods[] = {
+	{ "copy", piece_copy, METH_VARARGS, "copy(from, to) -> bytes." },
+	{ NULL, NULL, 0, NULL },
+};
+
 static PyGetSetDef getset[] = {
 	{ "offset", piece_offset, NULL, "where its first byte is in the file", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
@@ -51,6 +81,7 @@ static PyGetSetDef getset[] = {
 static PyType_Slot slots[] = {
 	{ Py_tp_dealloc, piece_dealloc },
 	{ Py_tp_getset, getset },
+	{ Py_tp_methods, methods },
 	{ Py_bf_getbuffer, piece_getbuffer },
 	{ Py_sq_length, piece_length },
 	{ Py_tp_doc, "Bytes of a save; their memory goes back when nobody refers to them" },

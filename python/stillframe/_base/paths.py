@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from dataclasses import dataclass, field
 from typing import Any
 
 from stillframe import _core
+from stillframe._base import urls
 from stillframe.errors import SaveError
-
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class CheckpointPath:
         if not isinstance(path, (str, bytes, os.PathLike)):
             raise no_path(path)
         text = os.fsdecode(path)
-        remote = _is_remote(text)
+        remote = urls.is_remote(text)
         return cls(path, text if remote else os.path.abspath(text), remote)
 
     def __fspath__(self) -> str:
@@ -80,10 +78,6 @@ class CheckpointPath:
         return key(self.name, follow_link=follow_link)
 
 
-def _is_remote(text: str) -> bool:
-    return _REMOTE.match(text) is not None
-
-
 def no_path(path: object) -> TypeError:
     """Return the error for what is given in the place of a path."""
     message = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
@@ -102,8 +96,9 @@ def as_text(path: object) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
         raise no_path(path)
-    if _is_remote(text):
-        raise ValueError(f"{text}: remote paths are not supported; give a local path")
+    if urls.is_remote(text):
+        raise ValueError(f"{urls.shown(text)}: a URL is not supported here; give a local path")
+    text = urls.local_path(text)
     if not text:
         raise ValueError("the path is empty")
     if "\0" in text:
@@ -185,6 +180,13 @@ def target(
             strerror = f"{strerror}: the parent directory {parent} is missing{hint(text)}"
         raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
     return Target(text, os.fsencode(parent), os.fsencode(name), found.st_dev)
+
+
+def object_target(url: object) -> Target:
+    """Return the target of an object in a store: its URL, for messages and timelines."""
+    shown = urls.shown(url)
+    parent, _, name = shown.rpartition("/")
+    return Target(shown, os.fsencode(parent), os.fsencode(name), 0)
 
 
 def hint(text: str) -> str:

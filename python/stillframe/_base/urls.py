@@ -111,6 +111,18 @@ def key(url: Any) -> bytes:
     return os.fsencode(f"{parsed.root}/{parsed.path}")
 
 
+def refuse_options(path: Any, storage_options: Any) -> None:
+    """
+    Raises:
+        ValueError: There are options of a store for a local path.
+    """
+    if storage_options:
+        raise ValueError(
+            f"{shown(path)}: storage_options are for URLs such as s3://bucket/name, not for a local"
+            " path"
+        )
+
+
 def local_path(text: str) -> str:
     """Return the local path that a `file://` URL names, and any other text as it is.
 

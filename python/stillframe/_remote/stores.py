@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from stillframe import _core
 from stillframe._base import urls
@@ -31,6 +31,7 @@ from stillframe._remote.redact import failure, redact, secrets_of
 from stillframe.errors import ForkError, StillframeError
 
 T = TypeVar("T")
+Client = Literal["obstore", "fsspec"]
 Buffer: TypeAlias = Any  # collections.abc.Buffer is Python 3.12's
 
 log = logging.getLogger("stillframe")
@@ -83,7 +84,7 @@ class Store(ABC):
         client: The library behind it, "obstore" or "fsspec".
     """
 
-    client: str
+    client: Client
 
     def __init__(self, url: Url, options: Mapping[str, Any]) -> None:
         self._root = url.root
@@ -221,7 +222,7 @@ _runtime: int | None = None  # the fork generation in which obstore's threads we
 
 
 class _ObstoreStore(Store):
-    client = "obstore"
+    client: Client = "obstore"
 
     def __init__(self, url: Url, options: Mapping[str, Any]) -> None:
         global _runtime
@@ -329,7 +330,7 @@ def _found(meta: Any, key: str) -> Found:
 
 
 class _FsspecStore(Store):
-    client = "fsspec"
+    client: Client = "fsspec"
 
     def __init__(self, url: Url, options: Mapping[str, Any], given: str) -> None:
         import fsspec

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Unpack
 
 from stillframe import _core
-from stillframe._base import file_kinds, paths
+from stillframe._base import file_kinds, paths, urls
 from stillframe._base.arguments import seconds
 from stillframe._base.calls import inside
 from stillframe._save import completion, directory, ordered
-from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine, submit
+from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine
 from stillframe._save.handle import SaveHandle
 from stillframe._save.options import (
     EngineOptions,
@@ -23,6 +23,7 @@ from stillframe._save.options import (
     format_of,
 )
 from stillframe._save.outcome import take_failures
+from stillframe._save.remote import StorageOptions, remove_object, start_save, will_be_there
 from stillframe._save.report import SaveReport
 from stillframe.errors import StillframeError
 
@@ -128,6 +129,7 @@ def async_save(
     on_durable: OnDurable | None = None,
     format: Format | None = None,
     metadata: Mapping[str, str] | None = None,
+    storage_options: StorageOptions = None,
     engine: Engine | None = None,
 ) -> SaveHandle:
     """Save `obj` to `path` as `torch.save` would, without stopping training.
@@ -141,7 +143,9 @@ def async_save(
     Args:
         obj: Anything `torch.save` takes. For safetensors: a dict of names and tensors, contiguous
             and without common memory, as `safetensors.torch.save_file` takes.
-        path: A local path. Links are followed; the parent directory must exist.
+        path: A local path, or a URL such as "s3://bucket/run/step100.pt". Links are followed; the
+            parent directory must exist. At a URL the object is the old or the new one at every
+            moment, and durable means that the store has acknowledged it: see docs/remote.md.
         overlap: False copies everything during the call.
         durable: Sync the file and its directory. False skips both: after a power failure the path
             holds the old file, the new one, or a damaged one, which `load` notices.
@@ -151,10 +155,12 @@ def async_save(
             durable.
         format: "torch" or "safetensors", whatever the path's ending.
         metadata: For safetensors: names and strings that the file's header holds as `__metadata__`.
+        storage_options: For URLs: credentials and other options of the store, as fsspec takes them.
+            Without them the environment's are used.
         engine: The engine to use, `default_engine()` by default.
 
     Raises:
-        TypeError, ValueError: Unusable arguments, a `scheme://` path among them.
+        TypeError, ValueError: Unusable arguments.
         SaveError: (phase "open") The parent directory is missing, or the path is a directory or not
             a regular file.
         BusyError, ForkError, StillframeError: See `Engine`.
@@ -169,7 +175,7 @@ def async_save(
         format=format_of(path) if format is None else format,
         metadata=metadata,
     )
-    return submit(engine_or_default(engine), obj, path, options)
+    return start_save(engine_or_default(engine), obj, path, options, storage_options)
 
 
 def save(
@@ -179,6 +185,7 @@ def save(
     durable: bool = True,
     format: Format | None = None,
     metadata: Mapping[str, str] | None = None,
+    storage_options: StorageOptions = None,
     engine: Engine | None = None,
 ) -> SaveReport:
     """Save `obj` to `path` as `torch.save` would and return when the file is durable.
@@ -188,10 +195,11 @@ def save(
 
     Args:
         obj: Anything `torch.save` takes. It is copied during the call.
-        path: A local path. Links are followed; the parent directory must exist.
+        path: A local path or a URL; see `async_save`.
         durable: Sync the file and its directory; see `async_save`.
         format: See `async_save`.
         metadata: See `async_save`.
+        storage_options: See `async_save`.
         engine: The engine to use, `default_engine()` by default.
 
     Returns:
@@ -209,11 +217,12 @@ def save(
         format=format_of(path) if format is None else format,
         metadata=metadata,
     )
-    report: SaveReport = submit(engine_or_default(engine), obj, path, options).result()
+    handle = start_save(engine_or_default(engine), obj, path, options, storage_options)
+    report: SaveReport = handle.result()
     return report
 
 
-def remove(path: Path) -> None:
+def remove(path: Path, *, storage_options: StorageOptions = None) -> None:
     """Remove a file, link or directory tree, in the order of submission; return at once.
 
     The remove runs when every save submitted before it has ended, and only if the last of them
@@ -221,14 +230,20 @@ def remove(path: Path) -> None:
     after saving a new one always leaves at least one. An error of the operating system is logged.
 
     Args:
-        path: A local path. A missing path is not an error. A link is removed itself, not its
+        path: A local path, or the URL of an object or of all objects below it. A missing path is
+            not an error. A link is removed itself, not its
             target. A directory is removed with everything in it; if it is a checkpoint of
             torch.distributed.checkpoint, its `.metadata` goes first.
+        storage_options: See `async_save`.
 
     Raises:
-        TypeError, ValueError: `path` is not a path, or is a remote one (`scheme://`).
+        TypeError, ValueError: `path` is not a path, or the options are not the store's.
         StillframeError: The interpreter is exiting.
     """
+    if urls.is_remote(path):
+        remove_object(path, storage_options)
+        return
+    urls.refuse_options(path, storage_options)
     key = paths.key(path, follow_link=False)
     _tell_of_home(path, _core.log_exists(key))
     completion.completion.start()
@@ -237,18 +252,23 @@ def remove(path: Path) -> None:
         _core.log_drain(None)
 
 
-def exists(path: Path) -> bool:
+def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     """Return whether `path` will exist when all saves and removes submitted so far have ended.
 
     A checkpoint of torch.distributed.checkpoint exists if it is complete: if the directory has its
     `.metadata`, which is written last and removed first.
 
     Args:
-        path: A local path. A link exists if its target does.
+        path: A local path or a URL. A link exists if its target does.
+        storage_options: See `async_save`.
 
     Raises:
-        TypeError, ValueError: `path` is not a path, or is a remote one (`scheme://`).
+        TypeError, ValueError: `path` is not a path, or the options are not the store's.
+        OSError: The store does not answer.
     """
+    if urls.is_remote(path):
+        return will_be_there(path, storage_options)
+    urls.refuse_options(path, storage_options)
     known = _core.log_exists(paths.key(path, follow_link=False))
     if known < 0 and os.path.islink(path):
         known = _core.log_exists(paths.key(path, follow_link=True))

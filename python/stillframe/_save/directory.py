@@ -38,8 +38,6 @@ log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
 
-_CANCELLED, _COMMITTED = "cancelled", "committed"
-
 
 class DirectorySave(ExternalSave):
     """The handle of such a save; for the arguments not listed see `ExternalSave`.
@@ -74,7 +72,6 @@ class DirectorySave(ExternalSave):
         self._opened_by: int | None = threading.get_ident()
         self._closed = Event()
         self._closed_s = self._copied_s = 0.0
-        self._decisions: list[str] = []  # the first one counts
         self._leaving: Interval | None = None
 
     # ---- for users ----
@@ -95,7 +92,7 @@ class DirectorySave(ExternalSave):
 
     def cancel(self) -> bool:
         self._birth.refuse_child()
-        if self._outcome.settled or self._decide(_CANCELLED) != _CANCELLED:
+        if self._outcome.settled or not self._decide_to_cancel():
             return False
         self._cancel_files()
         return True
@@ -258,19 +255,9 @@ class DirectorySave(ExternalSave):
         if failure is not None:
             raise failure
         nbytes = self._do(self._folder.sync())
-        self._decide(_COMMITTED)
-        self._refuse_cancelled()
+        self._decide_to_commit()
         self._do(self._folder.commit())
         return nbytes
-
-    def _decide(self, decision: str) -> str:
-        """Decide that the save is cancelled or committed, unless that was decided. Return which."""
-        self._decisions.append(decision)
-        return self._decisions[0]
-
-    def _refuse_cancelled(self) -> None:
-        if self._decisions[:1] == [_CANCELLED]:
-            raise CancelledError(f"the save of {self._path} was cancelled")
 
     def _report(self, nbytes: int) -> SaveReport:
         reports = [file.result() for file in self._files]
@@ -298,8 +285,7 @@ class DirectorySave(ExternalSave):
         )
 
     def _will_hold(self, name: str) -> bool:
-        committing = self._decisions[:1] == [_COMMITTED]
-        above = os.fsdecode(self._key) if committing else self.directory
+        above = os.fsdecode(self._key) if self._is_committing() else self.directory
         return name in self.names or os.path.lexists(os.path.join(above, name))
 
     def _release(self) -> None:

@@ -254,7 +254,7 @@ def refuse_no_engine(engine: object) -> None:
     )
 
 
-def take_slot(engine: Engine, *, nested: bool) -> _core.Slot:
+def take_slot(engine: Engine, *, nested: bool, wait: bool = False) -> _core.Slot:
     """Take a slot of the engine for a save that Python writes, until the slot is given back.
 
     It waits while `max_in_flight` saves are under way, unless the engine's `when_busy` says
@@ -262,13 +262,15 @@ def take_slot(engine: Engine, *, nested: bool) -> _core.Slot:
 
     Args:
         nested: The thread is inside another of our calls, and so does not wait.
+        wait: Wait, whatever the engine's `when_busy` says.
 
     Raises:
         BusyError: None is free, and the engine is not to wait.
         ForkError, StillframeError: See `Engine`.
     """
     core = core_of(engine)
-    flags = SaveOptions().flags(nested=nested, when_busy=engine._limits.when_busy)
+    options = SaveOptions(wait_for_slot=wait)
+    flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
     try:
         slot = _core.Slot(core, flags)
     except BusyError:
@@ -315,19 +317,22 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
     _refuse_swapped(obj, path)
     with inside() as nested:
         core = core_of(engine)
-        target = paths.target(
-            path,
-            follow_link=options.follow_link,
-            create_parents=options.create_parents,
-            durable=options.durable,
-        )
+        if options.stream:
+            target = paths.object_target(path)
+        else:
+            target = paths.target(
+                path,
+                follow_link=options.follow_link,
+                create_parents=options.create_parents,
+                durable=options.durable,
+            )
         with no_collection():
             if options.format == "safetensors":
                 tree: Skeleton = flat.build(obj, options.metadata)
             else:
                 tree = skeleton.build(obj)
             deferral = gate.defer(tree, overlap=options.overlap)
-            members = tree.lay_out()
+            members = tree.lay_out(by_lane=options.stream)
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.completion.start()
         place, shown = (target.directory, target.name), options.shown or target.shown

@@ -23,6 +23,9 @@ from stillframe._save.ordered import Turn
 from stillframe._save.report import Interval, SaveReport
 
 
+_CANCELLED, _COMMITTED = "cancelled", "committed"
+
+
 class ExternalSave(SaveHandle):
     """The handle of a save that the core does not write as one file.
 
@@ -57,6 +60,7 @@ class ExternalSave(SaveHandle):
         self._call = Interval(entered)
         self._over = Event()
         self._unclaimed = [True]
+        self._decisions: list[str] = []  # the first one counts
 
     # ---- for users ----
 
@@ -136,6 +140,30 @@ class ExternalSave(SaveHandle):
         """Undo `begin`: the save was not made."""
         self._give_back_slot()
         completion.in_flight.pop(self._number, None)
+
+    def _decide_to_cancel(self) -> bool:
+        """Decide that the save is cancelled; return False if it was decided to commit it."""
+        self._decisions.append(_CANCELLED)
+        return self._is_cancelled()
+
+    def _decide_to_commit(self) -> None:
+        """Decide that the save can no longer be cancelled.
+
+        Raises:
+            CancelledError: It was cancelled before.
+        """
+        self._decisions.append(_COMMITTED)
+        self._refuse_cancelled()
+
+    def _is_cancelled(self) -> bool:
+        return self._decisions[:1] == [_CANCELLED]
+
+    def _is_committing(self) -> bool:
+        return self._decisions[:1] == [_COMMITTED]
+
+    def _refuse_cancelled(self) -> None:
+        if self._is_cancelled():
+            raise CancelledError(f"the save of {self._path} was cancelled")
 
     def call_is_over(self) -> None:
         """Record that the call that asked for the save returns now."""

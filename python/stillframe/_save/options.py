@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, get_args
 
 from stillframe import _core
@@ -163,6 +163,7 @@ class SaveOptions:
         format: The format of the file; `format_of` finds the one that its name asks for.
         metadata: For safetensors, the strings that the header holds beside the tensors.
         wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
+        stream: Its bytes are sent to a store (`remote.py`); there is no file.
         shown: The path in messages and the report; None for the given one.
         before_launch: Called with the handle before the save can begin.
     """
@@ -177,6 +178,7 @@ class SaveOptions:
     ordered: bool = True
     format: Format = "torch"
     metadata: Mapping[str, str] | None = None
+    stream: bool = False
     shown: str | None = None
     before_launch: Callable[[Any], object] | None = None
 
@@ -206,6 +208,20 @@ class SaveOptions:
             if not isinstance(text, str):
                 raise TypeError(f"metadata has to hold strings only, not {type(text).__name__}")
 
+    def for_stream(self, shown: str, before_launch: Callable[[Any], object]) -> SaveOptions:
+        """Return the options of the save of an object's bytes, which has no entry in the log."""
+        return replace(
+            self,
+            # the format leaves no room for tensors of one element size between others
+            overlap=self.overlap and self.format == "torch",
+            on_durable=None,
+            wait_for_slot=True,
+            ordered=False,
+            stream=True,
+            shown=shown,
+            before_launch=before_launch,
+        )
+
     def flags(self, *, nested: bool, when_busy: WhenBusy) -> int:
         """Return the core's flags for these options."""
         return (
@@ -213,5 +229,6 @@ class SaveOptions:
             | (_core.SAVE_CHECK_BYTES if self.check_mutation else 0)
             | (_core.SAVE_NESTED if nested else 0)
             | (0 if self.ordered else _core.SAVE_UNORDERED)
+            | (_core.SAVE_STREAM if self.stream else 0)
             | (0 if self.wait_for_slot or when_busy == "wait" else _core.SAVE_NO_WAIT)
         )

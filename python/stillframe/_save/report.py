@@ -9,7 +9,7 @@ from typing import Literal
 
 from stillframe._base import sizes
 
-IoMode = Literal["direct", "buffered", "fsspec", "wrapped"]
+IoMode = Literal["direct", "buffered", "obstore", "fsspec", "wrapped"]
 
 # (bytes, seconds from the call to the durable file) of the process's last saves.
 measured: deque[tuple[int, float]] = deque(maxlen=8)
@@ -33,8 +33,8 @@ class SaveReport:
         staged_after_s: When every byte was copied, and the copy found to be consistent.
         durable_after_s: When the file was durable (with `durable=False`: in place).
         peak_pool_bytes: Most pool memory the save held at one time.
-        io_mode: "direct" (O_DIRECT), "buffered", "fsspec" (a remote path), or "wrapped" (another
-            CheckpointIO wrote it).
+        io_mode: "direct" (O_DIRECT), "buffered", "obstore" or "fsspec" (the client that sent it to
+            a store), or "wrapped" (another CheckpointIO wrote it).
         fallbacks: One sentence for each thing that was slower than it could be.
     """
 

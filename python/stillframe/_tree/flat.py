@@ -78,22 +78,32 @@ class Flat(Skeleton):
         """Return the names of the tensors over storage ``index``."""
         return [member.name for member in self.members if member.storage == index]
 
-    def lay_out(self) -> bytes:
+    def lay_out(self, *, by_lane: bool = False) -> bytes:
         """Write the header into ``data``, for the lanes that ``rows`` has now.
+
+        Args:
+            by_lane: Tensors that are copied together are adjacent, whatever their element sizes.
 
         Returns:
             One ``struct sfr_member`` (24 bytes) for each tensor that has bytes, in their order in
             the file.
 
         Raises:
-            ValueError: The header is longer than readers accept.
+            ValueError: The header is longer than readers accept; or with `by_lane` a tensor would
+                not start at a multiple of its element size.
             UnicodeEncodeError: A name is not valid Unicode.
         """
         lanes = [(lane, place) for _, _, lane, place in SOURCE.iter_unpack(self.rows)]
         lanes.append((0, 0))  # of storage -1
         order = sorted(
             self.members,
-            key=lambda each: (-each.itemsize, lanes[each.storage], -each.rank, each.name),
+            key=lambda each: (
+                lanes[each.storage] if by_lane else (),
+                -each.itemsize,
+                lanes[each.storage],
+                -each.rank,
+                each.name,
+            ),
         )
         head: list[str] = []
         if self.metadata is not None:
@@ -103,6 +113,12 @@ class Flat(Skeleton):
         begin = 0
         for each in order:
             end = begin + each.nbytes
+            if begin % each.itemsize:
+                raise ValueError(
+                    f"the tensor {each.name!r} cannot be aligned in one file: the tensors are on"
+                    " several devices and have elements of several sizes. Move them to one device,"
+                    " or save those of each device in a file of their own"
+                )
             head.append(
                 f'{_quoted(each.name)}:{{"dtype":"{each.dtype}","shape":{each.shape},'
                 f'"data_offsets":[{begin},{end}]}}'

@@ -85,10 +85,13 @@ class Skeleton:
         """
         return _keypaths.of_storage(self.data, str(index))
 
-    def lay_out(self) -> bytes | None:
+    def lay_out(self, *, by_lane: bool = False) -> bytes | None:
         """Return the members of a flat file; None for torch's format, which the core lays out.
 
         It is called once, when `rows` has the lanes.
+
+        Args:
+            by_lane: Tensors that are copied together must be adjacent.
         """
         return None
 

@@ -1,0 +1,410 @@
+"""Implements `RemoteSave`: a save whose file is an object in a store.
+
+The object is a save of the core without an entry in the log, and without a file: its blocks come
+out in the order of the file (csrc/core/save/stream.c). A thread hands them to the store's client,
+which sends several parts at a time and gives each block back when the store has acknowledged it.
+The object becomes visible when the client is told that it is complete, and that is the commit:
+
+    thread   ──parts──▶ all bytes sent ──staged, verdict passed──▶ its entry is at the head of
+             the log ──▶ complete ──acknowledged──▶ durable
+
+If anything fails before, the client aborts the upload and the old object stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from typing import Any, NamedTuple
+
+from stillframe import _core
+from stillframe._base import threads, urls
+from stillframe._base.calls import inside
+from stillframe._base.event import Event
+from stillframe._remote.stores import Buffer, Store, open_store, part_bytes
+from stillframe._save import completion, ordered
+from stillframe._save.core_save import CoreSave
+from stillframe._save.engine import Engine, limits_of, submit, take_slot
+from stillframe._save.external import ExternalSave
+from stillframe._save.handle import Deadline, SaveHandle, SkippedSave, State, wait_for_end
+from stillframe._save.options import OnDurable, SaveOptions
+from stillframe._save.report import SaveReport
+from stillframe.errors import BusyError, SaveError, StillframeError
+
+StorageOptions = Mapping[str, Any] | None
+
+_PAUSE_S = 0.02  # longest wait for a block while earlier ones are kept for a part
+_SLICE_S = 1.0
+
+
+class Upload:
+    """One object of a save: the bytes of a `CoreSave` on their way to a store.
+
+    Args:
+        key: The object's name in the store.
+
+    Attributes:
+        file: The save that the bytes come from, once it is made.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.file: CoreSave | None = None
+        self._store = store
+        self._key = key
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """Make `run` fail, unless the object is complete already."""
+        self._given_up = True
+        if self.file is not None:
+            self.file.cancel()
+
+    def run(self, before_end: Callable[[], object]) -> None:
+        """Send the object.
+
+        Args:
+            before_end: Called when all bytes are sent; the object becomes visible when it returns.
+
+        Raises:
+            BaseException: What `before_end` raises, or the client. The old object is untouched.
+        """
+        assert self.file is not None
+        _, nbytes = self.file.progress()
+        self._store.put(self._key, self._pieces(part_bytes(nbytes), before_end), nbytes)
+
+    def _pieces(self, part: int, before_end: Callable[[], object]) -> Iterator[Buffer]:
+        """Yield the bytes of the file so that the client has only whole parts, except at the end.
+
+        A client keeps a piece until the part that it belongs to is full. So blocks of a part that
+        is not full are kept here, where they can be copied if the next block takes time: it may be
+        the memory of these blocks that it waits for.
+        """
+        kept: list[_Bytes] = []
+        nbytes = 0
+        while True:
+            piece = self._next(_PAUSE_S if kept else _SLICE_S)
+            if piece is None:
+                kept = [each.copied() for each in kept]
+                continue
+            if not len(piece):
+                break
+            kept.append(_Bytes(piece, 0, len(piece)))
+            nbytes += len(piece)
+            del piece
+            while nbytes >= part:
+                yield from _take(kept, part)
+                nbytes -= part
+        yield from _take(kept, nbytes)
+        before_end()
+
+    def _next(self, timeout: float) -> _core.Piece | None:
+        assert self.file is not None
+        if self._given_up:
+            raise CancelledError
+        return self.file._ticket.next_piece(timeout)
+
+
+class _Bytes(NamedTuple):
+    """Bytes of a block of the save, or of a copy."""
+
+    owner: _core.Piece | bytes
+    start: int
+    end: int
+
+    def copied(self) -> _Bytes:
+        if isinstance(self.owner, bytes):
+            return self
+        return _Bytes(self.owner.copy(self.start, self.end), 0, self.end - self.start)
+
+
+def _take(kept: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
+    """Yield the first `nbytes` of `kept`, and remove them."""
+    while nbytes:
+        owner, start, end = kept.pop(0)
+        until = min(end, start + nbytes)
+        if until < end:
+            kept.insert(0, _Bytes(owner, until, end))
+        view = memoryview(owner)[start:until]
+        del owner
+        nbytes -= until - start
+        yield view
+        del view
+
+
+class RemoteSave(ExternalSave):
+    """The handle of a save to a store; for the arguments not listed see `ExternalSave`.
+
+    Args:
+        store, object_key: Where it goes.
+        key: Its name in the log.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        given: Any,
+        on_durable: OnDurable | None,
+        *,
+        entered: float,
+        slot: _core.Slot,
+        store: Store,
+        object_key: str,
+        key: bytes,
+    ) -> None:
+        super().__init__(url, given, on_durable, entered=entered, slot=slot, known_as=url)
+        self._outcome.cancellable = True
+        self._store = store
+        self._key = key
+        self._upload = Upload(store, object_key)
+        self._turn: ordered.Turn | None = None
+        self._launched = Event()
+        self._thread: threading.Thread | None = None
+
+    # ---- for users ----
+
+    def _state_under_way(self) -> State:
+        file = self._upload.file
+        if file is None or not self._launched.is_set():
+            return "staging"
+        state = file.state
+        return state if state in ("staging", "staged") else "writing"
+
+    def progress(self) -> tuple[int, int]:
+        self._birth.refuse_child()
+        report = self._outcome.report
+        if report is not None:
+            return report.nbytes, report.nbytes
+        return (0, 0) if self._upload.file is None else self._upload.file.progress()
+
+    def cancel(self) -> bool:
+        self._birth.refuse_child()
+        if self._outcome.settled or not self._decide_to_cancel():
+            return False
+        self._upload.give_up()
+        return True
+
+    def _is_staged(self) -> bool:
+        file = self._upload.file
+        return file is not None and self._launched.is_set() and file._is_staged()
+
+    def _wait_until_staged(self, deadline: Deadline) -> bool:
+        self._birth.refuse_child()
+        assert self._upload.file is not None
+        return self._upload.file._wait_until_staged(deadline)
+
+    # ---- for `save_to_store` ----
+
+    def start(self, file: CoreSave) -> None:
+        """Begin to send, before the save of the bytes is launched: its capture may wait for memory
+        that comes back only when bytes are sent."""
+        self._upload.file = file
+        thread = threading.Thread(target=self._run, name="sf-upload", daemon=True)
+        self.begin()
+        try:
+            threads.start(thread)
+        except RuntimeError as error:  # Python 3.12 and later start no thread at exit
+            self.was_not_launched()
+            raise StillframeError(
+                f"{self._path} was not saved: the interpreter is exiting, and starts no thread that"
+                " could send it"
+            ) from error
+        self._thread = thread
+
+    def launch(self) -> None:
+        """Put the save into the log, behind all that was submitted before."""
+        self._turn = ordered.Turn(self._key)
+        self.launched()
+        self._launched.set()
+        file = self._upload.file
+        assert file is not None
+        # Here and not on the callback thread, which users' callbacks may delay.
+        Future.add_done_callback(file.staging_completion, self._tell_copied)
+
+    def give_up(self) -> None:
+        """End the save, whose call raises: the store keeps the old object."""
+        self._decide_to_cancel()
+        self._upload.give_up()
+        self._launched.set()
+        thread = self._thread
+        if thread is None:
+            self.was_not_launched()
+
+    def _tell_copied(self, copy: Future[None]) -> None:
+        if not self._outcome.settled:
+            error = CancelledError() if copy.cancelled() else Future.exception(copy)
+            self._outcome.notify_staged(error)
+
+    # ---- on the thread that sends ----
+
+    def _run(self) -> None:
+        report: SaveReport | None = None
+        failure: BaseException | None = None
+        try:
+            self._upload.run(self._wait_for_turn)
+            report = self._report()
+        except BaseException as error:  # whatever it is, the save must end
+            failure = self._failure(error)
+            self._upload.give_up()
+        self._launched.wait()
+        self.error_is_known = self._turn is None  # the call has raised it
+        self.end(report, failure, turn=self._turn)
+
+    def _wait_for_turn(self) -> None:
+        """Wait until the object may become visible.
+
+        Raises:
+            BaseException: It may not: the save was cancelled, torn, or given up.
+        """
+        file = self._upload.file
+        assert file is not None
+        if not file._wait_until_staged(Deadline(None)):
+            raise CancelledError
+        self._launched.wait()
+        if self._turn is None:
+            raise CancelledError
+        self._turn.wait_to_commit()
+        self._decide_to_commit()  # too late for `cancel` from here on
+
+    def _report(self) -> SaveReport:
+        file = self._upload.file
+        assert file is not None
+        report = file.result()
+        return dataclasses.replace(
+            report,
+            path=self._path,
+            blocked_s=self._call.seconds,
+            backpressure_s=self._waited_s + report.backpressure_s,
+            staged_after_s=file.entered - self._entered + report.staged_after_s,
+            durable_after_s=time.perf_counter() - self._entered,
+            io_mode=self._store.client,
+        )
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Return the save's error: what the save of the bytes failed with, or the store."""
+        if self._is_cancelled():
+            return CancelledError(f"the save of {self._path} was cancelled")
+        file = self._upload.file
+        if file is not None and file._ticket.state() in ("writing", "failed"):
+            self._upload.give_up()
+            try:
+                own = file.exception()
+            except CancelledError:
+                own = None
+            if own is not None:
+                return own
+        if isinstance(error, OSError):
+            code = error.errno or errno.EIO
+            return SaveError(code, error.strerror or str(error), self._path, "upload")
+        return error.with_traceback(None)
+
+    def _release(self) -> None:
+        self._thread = None
+
+
+def save_to_store(
+    engine: Engine,
+    obj: object,
+    url: Any,
+    options: SaveOptions,
+    storage_options: StorageOptions = None,
+) -> SaveHandle:
+    """Start a save to `url`: see `stillframe.async_save`.
+
+    Raises:
+        ValueError: See `open_store`.
+        Exception: See `engine.submit`.
+    """
+    entered = time.perf_counter()
+    ordered.refuse_inside()
+    store, object_key = open_store(url, storage_options)
+    shown = urls.shown(url)
+    if not object_key or object_key.endswith("/"):
+        raise ValueError(f"{shown}: the URL names no object")
+    with inside() as nested:
+        completion.completion.start()
+        try:
+            slot = take_slot(engine, nested=nested, wait=options.wait_for_slot)
+        except BusyError:
+            if limits_of(engine).when_busy == "skip":
+                return SkippedSave(shown)
+            raise
+        save = RemoteSave(
+            shown,
+            url,
+            options.on_durable,
+            entered=entered,
+            slot=slot,
+            store=store,
+            object_key=object_key,
+            key=urls.key(url),
+        )
+        save.waited()
+        try:
+            if options.before_launch is not None:
+                options.before_launch(save)
+            submit(engine, obj, url, options.for_stream(shown, save.start))
+            save.launch()
+        except BaseException:
+            save.give_up()
+            raise
+        save.call_is_over()
+        if completion.completion.over:
+            wait_for_end(save)
+        return save
+
+
+def start_save(
+    engine: Engine,
+    obj: object,
+    path: Any,
+    options: SaveOptions,
+    storage_options: StorageOptions = None,
+) -> SaveHandle:
+    """Start a save to a local path or to a URL.
+
+    Raises:
+        ValueError: `storage_options` are given for a local path.
+        Exception: See `engine.submit` and `save_to_store`.
+    """
+    if urls.is_remote(path):
+        return save_to_store(engine, obj, path, options, storage_options)
+    urls.refuse_options(path, storage_options)
+    return submit(engine, obj, path, options)
+
+
+# What makes several objects a checkpoint: written last and removed first.
+MARKERS = (".stillframe.json", ".metadata")
+
+
+def remove_object(url: Any, storage_options: StorageOptions) -> None:
+    """Remove an object, or all objects below it, in the order of submission: see `remove`."""
+    store, object_key = open_store(url, storage_options)
+
+    def delete(_: str) -> None:
+        below = object_key.rstrip("/") + "/"
+        found = [each.key for each in store.list(object_key)]
+        markers = [below + marker for marker in MARKERS if below + marker in found]
+        store.delete(markers)
+        store.delete([object_key, *(each for each in found if each not in markers)])
+
+    ordered.submit_remove(urls.shown(url), urls.key(url), delete)
+
+
+def will_be_there(url: Any, storage_options: StorageOptions) -> bool:
+    """Return whether an object, or a checkpoint of several, will exist: see `exists`."""
+    store, object_key = open_store(url, storage_options)
+    known = _core.log_exists(urls.key(url))
+    if known >= 0:
+        return bool(known)
+    names = [each.key.removeprefix(object_key.rstrip("/") + "/") for each in store.list(object_key)]
+    if any(marker in names for marker in MARKERS):
+        return True
+    try:
+        store.find(object_key)
+    except FileNotFoundError:
+        return False
+    return True
