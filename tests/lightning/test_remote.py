@@ -1,4 +1,4 @@
-"""Remote paths: Lightning's own writer saves through fsspec, in the order of the log."""
+"""Checkpoints at URLs: stillframe sends them to the store, in the order of the log."""
 
 import os
 import queue
@@ -20,9 +20,7 @@ def memory():
     system.store.clear()
 
 
-def test_lightnings_writer_saves_remote_paths_with_a_warning(
-    lit, tmp_path, memory, monkeypatch, caplog
-):
+def test_plugin_sends_checkpoints_to_a_store(lit, tmp_path, memory, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     heard = queue.SimpleQueue()
     plugin = lit.AsyncCheckpointIO(on_durable=lambda *each: heard.put(each))
@@ -38,19 +36,26 @@ def test_lightnings_writer_saves_remote_paths_with_a_warning(
     assert [path, other] == paths
     assert [name.rsplit("/")[-1] for name in memory.ls("ours", detail=False)] == ["a.ckpt"]
     assert report.io_mode == "fsspec" and report.nbytes == memory.size("ours/a.ckpt")
-    assert any("fsspec" in sentence for sentence in report.fallbacks)
-    warnings = [each for each in caplog.messages if "fsspec" in each]
-    assert len(warnings) == 1 and paths[0] in warnings[0]
+    assert not report.fallbacks and not caplog.messages
     assert os.listdir() == []
 
 
-def test_error_of_a_remote_file_system_is_raised(lit, tmp_path, monkeypatch):
+def test_scheme_without_a_client_is_refused_by_the_save(lit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plugin = lit.AsyncCheckpointIO()
-    plugin.save_checkpoint(STATE, "nowhere://a.ckpt")
     with pytest.raises(ValueError, match="Protocol not known: nowhere"):
-        plugin.teardown()
+        plugin.save_checkpoint(STATE, "nowhere://a.ckpt")
+    plugin.teardown()
     assert os.listdir() == []
+
+
+def test_options_of_a_store_reach_it_and_are_refused_for_local_paths(lit, tmp_path, memory):
+    plugin = lit.AsyncCheckpointIO()
+    plugin.save_checkpoint(STATE, "memory://ours/a.ckpt", storage_options={"use_listings_cache": 0})
+    plugin.teardown()
+    assert memory.exists("ours/a.ckpt")
+    with pytest.raises(TypeError, match="storage_options"):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options={"key": "a"})
 
 
 def test_lightning_reads_remote_checkpoints(lit, memory):

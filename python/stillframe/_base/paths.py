@@ -73,7 +73,7 @@ class CheckpointPath:
             TypeError, ValueError: See `as_text`.
         """
         if self.remote:
-            return os.fsencode(self.name)
+            return urls.key(self.name)
         as_text(self.given)
         return key(self.name, follow_link=follow_link)
 

@@ -103,10 +103,11 @@ class Checkpoints:
 
     def save(self, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None) -> None:
         def submit(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
-            if storage_options is not None and self.writers.inner is None:
+            is_ours = self.writers.inner is None
+            if storage_options is not None and is_ours and not target.remote:
                 raise TypeError(
                     "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
-                    f" is not supported for `{self.name}`. Please implement your custom"
+                    f" is not supported for local paths by `{self.name}`. Please implement your custom"
                     " `CheckpointIO` to define how you'd like to use `storage_options`."
                 )
             return self.writers.submit(work, checkpoint, target, storage_options, overlap)

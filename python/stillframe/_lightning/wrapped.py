@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import fsspec
 
 from stillframe import _core
 from stillframe._base.calls import inside
@@ -27,7 +26,6 @@ from stillframe._save import ordered as _ordered
 from stillframe._save.engine import Engine, take_slot
 from stillframe._save.handle import SaveHandle, wait_for_end
 from stillframe._save.options import SaveOptions
-from stillframe._save.report import IoMode
 from stillframe._snapshot.save import SnapshotSave
 from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
 from stillframe.errors import PoolExhaustedError
@@ -42,19 +40,11 @@ class Inner:
         io: A CheckpointIO. A wrapper of Lightning's that wraps nothing gets `reader()` to wrap.
         reader: TorchCheckpointIO of the package.
         sentence: Names the writer in each report.
-        io_mode: The I/O mode in each report; "fsspec" if `io` writes through that.
     """
 
-    def __init__(
-        self,
-        io: Any,
-        reader: type[Any],
-        sentence: str | None = None,
-        io_mode: IoMode = "wrapped",
-    ) -> None:
+    def __init__(self, io: Any, reader: type[Any], sentence: str | None = None) -> None:
         self.io = io
         self.sentence = sentence or f"It was written by {type(io).__name__}, in its own way."
-        self._io_mode = io_mode
         if getattr(io, "_base_checkpoint_io_configured", True) is False:
             io.checkpoint_io = reader()
 
@@ -125,7 +115,7 @@ class Inner:
             tree = live if taken is None else taken.tree
             save.copied()
             self.io.save_checkpoint(tree, target.given, storage_options=storage_options)
-            nbytes = _size(target.text, 0 if taken is None else taken.nbytes, self._io_mode)
+            nbytes = _size(target.text, 0 if taken is None else taken.nbytes)
         except BaseException as error:  # any error of the other code is the save's
             # The traceback's frames hold the tree.
             failed = error.with_traceback(None)
@@ -134,7 +124,7 @@ class Inner:
             if taken is not None:
                 taken.release()
         if failed is None:
-            save.end(save.report(nbytes, self._io_mode, fallbacks=fallbacks), None)
+            save.end(save.report(nbytes, "wrapped", fallbacks=fallbacks), None)
         else:
             save.end(None, failed)
         return failed is None
@@ -166,12 +156,9 @@ def _take(
         return None
 
 
-def _size(path: str, otherwise: int, io_mode: str) -> int:
+def _size(path: str, otherwise: int) -> int:
     """Return the file's length, or `otherwise` if it cannot be determined."""
     try:
-        if io_mode == "fsspec":
-            file_system, name = fsspec.core.url_to_fs(path)
-            return int(file_system.size(name) or otherwise)
         return os.stat(path).st_size if os.path.isfile(path) else otherwise
-    except Exception:  # a remote file system's own errors; the file has been written
+    except OSError:
         return otherwise

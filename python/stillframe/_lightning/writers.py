@@ -1,16 +1,12 @@
 """Chooses who writes, reads and removes a plugin's checkpoints, and its engine.
 
     checkpoint_io given          that one, from a snapshot (`wrapped.py`)
-    a remote path                Lightning's TorchCheckpointIO, through fsspec, from a snapshot
     torch.save was replaced      Lightning's TorchCheckpointIO, from a snapshot
     any other                    stillframe itself
 
-The second and third do not keep stillframe's promises, so each is logged once and named in the
-report of every such save. The writer of a path also removes it.
-
 If `torch.save` was replaced by a function that is not stillframe's, that function is called,
-because its author expects it. `stillframe.save` refuses remote paths, but the plugin accepts them,
-so that a run on `s3://` keeps working when only the import is changed.
+because its author expects it. It does not keep stillframe's promises, so this is logged once and
+named in the report of every such save.
 
 stillframe reads a checkpoint itself if that gives the result of Lightning's own reader.
 """
@@ -26,6 +22,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from stillframe._base import urls
 from stillframe._base.arguments import refuse_unclear
 from stillframe._base.distributed import may_have_ranks_beside
 from stillframe._base.paths import CheckpointPath
@@ -35,7 +32,7 @@ from stillframe._lightning.wrapped import Inner
 from stillframe._load.load import load
 from stillframe._preemption import in_time
 from stillframe._save.api import async_save, engine_or_default, save
-from stillframe._save.engine import Engine, limits_of, refuse_no_engine, submit
+from stillframe._save.engine import Engine, limits_of, refuse_no_engine
 from stillframe._save.handle import SaveHandle
 from stillframe._save.options import (
     DEFAULT_IN_FLIGHT,
@@ -45,16 +42,12 @@ from stillframe._save.options import (
     Size,
     WhenBusy,
 )
-from stillframe._save.report import IoMode
+from stillframe._save.remote import start_save
 
 log = logging.getLogger("stillframe")
 
 OnError = Literal["raise", "warn"]
 
-_REMOTE = (
-    "Lightning's TorchCheckpointIO wrote it through fsspec, as its path is remote: that a"
-    " complete file replaces the old one, and lasts, is up to the remote file system."
-)
 _REPLACED = (
     "Lightning's TorchCheckpointIO wrote it, as torch.save is not torch's own and that one calls"
     " it: it is not synced."
@@ -163,7 +156,7 @@ class Writers:
         self._reader = reader
         self.options = options
         self.inner = None if checkpoint_io is None else Inner(checkpoint_io, reader)
-        self._told: set[str] = set()
+        self._has_warned = False
 
     def submit(
         self,
@@ -178,7 +171,7 @@ class Writers:
         inner = self._writer_of(target)
         options = self.options.save_options(overlap=overlap)
         if inner is None:
-            return submit(engine, checkpoint, target.given, options)
+            return start_save(engine, checkpoint, target.given, options, storage_options)
         return inner.save(
             checkpoint,
             target,
@@ -190,8 +183,6 @@ class Writers:
 
     def remover_of(self, target: CheckpointPath) -> Inner | None:
         """Return the CheckpointIO that removes a file; None for stillframe itself."""
-        if self.inner is None and target.remote:
-            return self._lightnings(_REMOTE, "fsspec")
         return self.inner
 
     def load(self, target: CheckpointPath, *args: Any, **kwargs: Any) -> Any:
@@ -207,14 +198,11 @@ class Writers:
         writer = self.remover_of(target)
         # A layer that encrypts, a test that counts: they expect that theirs is called.
         if writer is None and torch.save not in (torch.serialization.save, save, async_save):
-            writer = self._lightnings(_REPLACED, "wrapped")
-        if writer is not self.inner and writer is not None and writer.sentence not in self._told:
-            self._told.add(writer.sentence)
-            log.warning("stillframe: %s: %s", target.text, writer.sentence)
+            writer = Inner(self._reader(), self._reader, _REPLACED)
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("stillframe: %s: %s", urls.shown(target.text), writer.sentence)
         return writer
-
-    def _lightnings(self, sentence: str, io_mode: IoMode) -> Inner:
-        return Inner(self._reader(), self._reader, sentence, io_mode)
 
     def engine_of(self, work: Work) -> Engine:
         options = self.options.engine_options()
