@@ -10,7 +10,7 @@ import pytest
 from fix_trainer import differences, files_of
 
 HERE = Path(__file__).parent
-SCENARIOS = ("trains", "trains_theirs", "resumes", "other_rank_fails", "full_disk")
+SCENARIOS = ("trains", "trains_theirs", "hears_late", "resumes", "other_rank_fails", "full_disk")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,12 @@ def test_every_rank_is_told_when_the_checkpoint_is_durable(ran):
     for rank, note in enumerate(notes(ran, "trains")):
         assert note["submitted"] == [[step, rank == 0] for step in (2, 4, 6, 8)]
         assert note["saved"] == [[step, True] for step in (2, 4, 6, 8)]
+
+
+def test_checkpoint_stays_until_every_rank_has_heard_of_it(ran):
+    for note in notes(ran, "hears_late"):
+        assert note["saved"] == [[step, True] for step in (2, 4, 6, 8)]
+        assert note["left"] == ["checkpoint-8"]
 
 
 def test_all_ranks_resume(ran):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from fix_trainer import OurTrainer, checkpoints, is_whole, trainer, transformers
+from stillframe._huggingface.ranks import Ranks
 from stillframe.testing import fault
 
 NOTES = {}
@@ -40,6 +41,21 @@ def trains(cls=OurTrainer):
         load_best_model_at_end=True,
         max_steps=8,
     ).train()
+
+
+def hears_late():
+    """The other rank learns only at the end that its checkpoints are durable."""
+    if dist.get_rank() == 1:
+        own, Ranks.has_ended = Ranks.has_ended, lambda ranks, number: False
+
+        class Late(Notes):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 8:
+                    Ranks.has_ended = own
+
+        trainer(save_total_limit=1, callbacks=[Late()], max_steps=8).train()
+    else:
+        trainer(save_total_limit=1, callbacks=[Notes()], max_steps=8).train()
 
 
 def trains_theirs():

@@ -79,6 +79,7 @@ class Checkpoints:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._waiting: deque[Checkpoint] = deque()
+        self._unheard: deque[Checkpoint] = deque()  # other ranks have yet to call `on_save`
         self._failed: list[SaveHandle | StillframeError] = []
         self._ours: defaultdict[str, list[str]] = defaultdict(list)  # by their run_dir
         self._count = 0
@@ -196,7 +197,12 @@ class Checkpoints:
             if self._note_failure(made):
                 continue
             self._tell(made)
-            if made.handle is not None:
+            if made.handle is None:
+                assert self._ranks is not None
+                self._ranks.tell_heard(made.number)
+            else:
+                if self._ranks is not None:
+                    self._unheard.append(made)
                 self._rotate(made)
 
     def finish(self) -> None:
@@ -206,6 +212,11 @@ class Checkpoints:
             Exception: A checkpoint failed.
         """
         self._wait_and_follow()
+        if self._unheard:
+            assert self._ranks is not None
+            last = self._unheard[-1]
+            self._ranks.wait_heard(last.number)
+            self._rotate(last)
         drain()
         self._raise_failed()
 
@@ -312,12 +323,16 @@ class Checkpoints:
         ours[:] = [each for each in ours if each != path]
 
     def _rotate(self, made: Checkpoint) -> None:
+        if self._ranks is not None:
+            heard = self._ranks.heard()
+            while self._unheard and self._unheard[0].number <= heard:
+                self._unheard.popleft()
         rotate(
             made.run_dir,
             self._trainer.args.save_total_limit,
             self._trainer.state.best_model_checkpoint,
             self._ours[made.run_dir],
-            {normal(each.path) for each in self._waiting},
+            {normal(each.path) for each in (*self._waiting, *self._unheard)},
         )
 
 

@@ -10,6 +10,7 @@ are in the same call, so they use the key-value store of the process group and n
     waits for them     ◀──"written"────
     closes the directory
     later: it is durable ──"ended"────▶  ask at the end of each step until they have the answer
+    may remove it      ◀──"heard"─────   have called `on_save`
 
 An error travels in place of an answer, so a rank that fails does not leave the others waiting. One
 that never comes to the call is named in the log; after the process group's timeout the call fails.
@@ -134,6 +135,23 @@ class Ranks:
         if number > self._ended and self._store.check(["ended"]):
             self._ended, self._failed, self._skipped = json.loads(self._store.get("ended"))
         return number <= self._ended
+
+    def tell_heard(self, number: int) -> None:
+        """Tell the leader that this rank has called `on_save` for checkpoint `number`."""
+        self._store.set(f"heard/{self._rank}", str(number))
+
+    def heard(self) -> int:
+        """Return the latest checkpoint of which all other ranks have heard; -1 before the first."""
+        keys = [f"heard/{rank}" for rank in self._others]
+        if not self._store.check(keys):
+            return -1
+        return min(int(self._store.get(key)) for key in keys)
+
+    def wait_heard(self, number: int) -> None:
+        """Wait until all other ranks have heard of checkpoint `number`; give up, with a line in the
+        log, when the group's timeout has passed."""
+        if not _poll(lambda: self.heard() >= number, self._store.timeout.total_seconds()):
+            log.warning("stillframe: a rank has not ended its training. Its checkpoints stay")
 
     def wait_ended(self, number: int) -> None:
         _poll(lambda: self.has_ended(number))
