@@ -39,6 +39,7 @@ StorageOptions = Mapping[str, Any] | None
 
 _PAUSE_S = 0.02  # longest wait for a block while earlier ones are kept for a part
 _SLICE_S = 1.0
+_POLL_S = 0.005
 
 
 class Upload:
@@ -85,21 +86,42 @@ class Upload:
         """
         kept: list[_Bytes] = []
         nbytes = 0
+        try:
+            while (piece := self._next(_PAUSE_S if kept else _SLICE_S)) is None or len(piece):
+                if piece is None:
+                    kept = [each.copied() for each in kept]
+                    continue
+                kept.append(_Bytes(piece, 0, len(piece)))
+                nbytes += len(piece)
+                del piece
+                while nbytes >= part:
+                    yield from _take(kept, part)
+                    nbytes -= part
+            # The client sends the last bytes when it is told that there are no more, and keeps
+            # their blocks until then.
+            last = sum(len(each.owner) for each in kept if isinstance(each.owner, _core.Piece))
+            yield from _take(kept, nbytes)
+            self._wait_until_good(but_for=last)
+            before_end()
+        finally:
+            kept.clear()  # an exception keeps this frame, and a save ends when it has its blocks
+
+    def _wait_until_good(self, but_for: int) -> None:
+        """Wait until the store has acknowledged all bytes but the last ones, and the save is
+        staged. Until then it can be cancelled, and may prove torn.
+
+        If a part fails, the client lets its bytes go as well.
+
+        Raises:
+            StillframeError: The save of the bytes failed.
+        """
+        assert self.file is not None
         while True:
-            piece = self._next(_PAUSE_S if kept else _SLICE_S)
-            if piece is None:
-                kept = [each.copied() for each in kept]
-                continue
-            if not len(piece):
-                break
-            kept.append(_Bytes(piece, 0, len(piece)))
-            nbytes += len(piece)
-            del piece
-            while nbytes >= part:
-                yield from _take(kept, part)
-                nbytes -= part
-        yield from _take(kept, nbytes)
-        before_end()
+            self._next(0.0)
+            sent, nbytes = self.file.progress()
+            if sent >= nbytes - but_for and self.file._is_staged():
+                return
+            time.sleep(_POLL_S)
 
     def _next(self, timeout: float) -> _core.Piece | None:
         assert self.file is not None
@@ -247,7 +269,7 @@ class RemoteSave(ExternalSave):
             self._upload.run(self._wait_for_turn)
             report = self._report()
         except BaseException as error:  # whatever it is, the save must end
-            failure = self._failure(error)
+            failure = self._failure(error.with_traceback(None))
             self._upload.give_up()
         self._launched.wait()
         self.error_is_known = self._turn is None  # the call has raised it
@@ -257,12 +279,8 @@ class RemoteSave(ExternalSave):
         """Wait until the object may become visible.
 
         Raises:
-            BaseException: It may not: the save was cancelled, torn, or given up.
+            CancelledError: The save was cancelled, or its call raised.
         """
-        file = self._upload.file
-        assert file is not None
-        if not file._wait_until_staged(Deadline(None)):
-            raise CancelledError
         self._launched.wait()
         if self._turn is None:
             raise CancelledError
@@ -299,7 +317,7 @@ class RemoteSave(ExternalSave):
         if isinstance(error, OSError):
             code = error.errno or errno.EIO
             return SaveError(code, error.strerror or str(error), self._path, "upload")
-        return error.with_traceback(None)
+        return error
 
     def _release(self) -> None:
         self._thread = None
