@@ -323,10 +323,10 @@ lightning-versions: build $(LIGHTNING_VERSIONS:%=build/lightning-%/installed)
 
 # git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning DIR
 lightning-theirs: build
-	$(PY) tests/lightning/theirs.py $(LIGHTNING) $(ARGS)
+	$(PY) tests/theirs/theirs_lightning.py $(LIGHTNING) $(ARGS)
 
 dcp-theirs: build
-	$(PY) tests/dcp/theirs_dcp.py $(PYTORCH) $(ARGS)
+	$(PY) tests/theirs/theirs_dcp.py $(PYTORCH) $(ARGS)
 
 # ---- Hugging Face -------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ KILLS ?= 200
 
 # git clone --branch v5.23.0 https://github.com/huggingface/transformers DIR
 transformers-theirs: build
-	$(PY) tests/huggingface/theirs_trainer.py $(TRANSFORMERS) $(ARGS)
+	$(PY) tests/theirs/theirs_trainer.py $(TRANSFORMERS) $(ARGS)
 
 # A training is killed KILLS times, with transformers' own Trainer too. On a disk: not in /tmp if that is memory.
 trainer-kills: build

@@ -11,6 +11,8 @@ from pathlib import Path
 import fix_limits
 import pytest
 import stillframe
+import torch
+from fix_checkpoints import open_descriptors
 
 ROOT = Path(__file__).parents[1]
 # Modules that run a second time with every size threshold lowered (fix_limits.py).
@@ -57,6 +59,24 @@ def engine() -> Iterator[stillframe.Engine]:
     """Return an engine with small blocks, so that small states need several of them."""
     with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine:
         yield engine
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Use one torch thread: small models train faster so, above all beside other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_descriptor_is_left() -> Iterator[None]:
+    """Fail a test that leaves a descriptor open. Those of earlier tests' saves may be closed."""
+    before = set(open_descriptors())
+    yield
+    left = set(open_descriptors()) - before
+    assert not left, [os.readlink(f"/proc/self/fd/{fd}") for fd in left]
 
 
 @pytest.fixture

@@ -87,31 +87,12 @@ static void module_free(void *module)
 }
 
 static PyModuleDef_Slot slots[] = {
-	/* one a line, so that an addition does not move the others */
-	/* clang-format off */
 	{ Py_mod_exec, exec_errors },
 	{ Py_mod_exec, exec_constants },
-	{ Py_mod_exec, sfr_py_add_engine },
-	{ Py_mod_exec, sfr_py_add_slot },
-	{ Py_mod_exec, sfr_py_add_folder },
-	{ Py_mod_exec, sfr_py_add_ticket },
-	{ Py_mod_exec, sfr_py_add_piece },
-	{ Py_mod_exec, sfr_py_add_parts },
-	{ Py_mod_exec, sfr_py_add_snapshot },
-	{ Py_mod_exec, sfr_py_add_memory },
-	{ Py_mod_exec, sfr_py_add_onload },
-	{ Py_mod_exec, sfr_py_add_path },
-	{ Py_mod_exec, sfr_py_add_steps },
-	{ Py_mod_exec, sfr_py_add_cpus },
-	{ Py_mod_exec, sfr_py_add_signals },
-	{ Py_mod_exec, sfr_py_add_log },
-	{ Py_mod_exec, sfr_py_add_work },
-	{ Py_mod_exec, sfr_py_add_inject },
-	{ Py_mod_exec, sfr_py_add_reader },
-	{ Py_mod_exec, sfr_py_add_skeleton },
-	{ Py_mod_exec, sfr_py_add_containers },
-	{ Py_mod_exec, sfr_py_add_observer },
-	{ Py_mod_exec, sfr_py_add_trace },
+/* clang-format off */
+#define X(name) { Py_mod_exec, sfr_py_add_##name },
+	SFR_PY_FILES(X)
+#undef X
 	/* clang-format on */
 	{ 0, NULL },
 };

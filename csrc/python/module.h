@@ -83,6 +83,14 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		sfr_py_answer;                                                                     \
 	})
 
+/* The same for a call that returns nothing. */
+#define sfr_py_unlocked_void(call)                                                                 \
+	do {                                                                                       \
+		PyThreadState *sfr_py_thread = PyEval_SaveThread();                                \
+		(call);                                                                            \
+		PyEval_RestoreThread(sfr_py_thread);                                               \
+	} while (0)
+
 /* Converts a code to a method's result: None, or raises. */
 PyObject *sfr_py_none(PyObject *object, int rc);
 /* Returns True, or False for the code `no`; raises for other negative codes. SFR_PY_RAISED: an
@@ -118,29 +126,19 @@ static inline void sfr_py_prefetch(uintptr_t address)
 	__asm__ volatile("");
 }
 
-/* Each adds types and functions; 0, or -1 with an exception set. */
-int sfr_py_add_engine(PyObject *module);     /* engine.c */
-int sfr_py_add_slot(PyObject *module);       /* slot.c */
-int sfr_py_add_folder(PyObject *module);     /* folder.c */
-int sfr_py_add_ticket(PyObject *module);     /* ticket.c */
-int sfr_py_add_piece(PyObject *module);      /* piece.c */
-int sfr_py_add_parts(PyObject *module);      /* parts.c */
-int sfr_py_add_snapshot(PyObject *module);   /* snapshot.c */
-int sfr_py_add_memory(PyObject *module);     /* memory.c */
-int sfr_py_add_onload(PyObject *module);     /* onload.c */
-int sfr_py_add_path(PyObject *module);       /* path.c */
-int sfr_py_add_steps(PyObject *module);      /* steps.c */
-int sfr_py_add_cpus(PyObject *module);       /* cpus.c */
-int sfr_py_add_signals(PyObject *module);    /* signals.c */
-int sfr_py_add_log(PyObject *module);        /* log.c: log, notices, fork */
-int sfr_py_add_work(PyObject *module);       /* work.c: external work in the log's order */
-int sfr_py_add_inject(PyObject *module);     /* inject.c: the call table, for tests */
-int sfr_py_add_reader(PyObject *module);     /* reader.c: check, crc32 */
-int sfr_py_add_file(PyObject *module);       /* file.c, called by reader.c */
-int sfr_py_add_restore(PyObject *module);    /* restore.c, likewise */
-int sfr_py_add_skeleton(PyObject *module);   /* skeleton.c */
-int sfr_py_add_containers(PyObject *module); /* containers.c */
-int sfr_py_add_observer(PyObject *module);   /* observer.c */
-int sfr_py_add_trace(PyObject *module);      /* trace.c */
+/* The functions that add types and functions to the module, each in the file of its name; 0, or -1
+ * with an exception set. log.c also has notices and forks, reader.c calls those of file.c and
+ * restore.c, and inject.c has the call table, for tests. */
+/* clang-format off */
+#define SFR_PY_FILES(X)                                                                            \
+	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(path) \
+	X(steps) X(cpus) X(signals) X(log) X(work) X(inject) X(reader) X(skeleton) X(containers)   \
+	X(observer) X(trace)
+/* clang-format on */
+#define X(name) int sfr_py_add_##name(PyObject *module);
+SFR_PY_FILES(X)
+#undef X
+int sfr_py_add_file(PyObject *module);
+int sfr_py_add_restore(PyObject *module);
 
 #endif

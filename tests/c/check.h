@@ -2,9 +2,10 @@
  * each test.
  *
  *     TEST(short_write_is_continued) { ... CHECK(x == y); ... }
- *     int main(void) { check_run(); return check_done(); }
+ *     BEGIN { dir = saving_dir(); return true; }
  *
- * check_run() runs the tests in the order of the file.
+ * The tests run in the order of the file, after BEGIN, if there is one. It returns false if nothing
+ * can be run on this machine.
  *
  * A failed check prints its position and is counted, and the test continues. If the rest depends
  * on a check, write `if (!CHECK(x)) return;`. The program exits with 0 (all passed), 1
@@ -106,10 +107,24 @@ static int check__nr_known;
 	}                                                                                          \
 	static void test(void)
 
-static inline void check_run(void)
+static bool (*check__begin)(void);
+
+#define BEGIN                                                                                      \
+	static bool check__begin_program(void);                                                    \
+	__attribute__((constructor)) static void check__add_begin(void)                            \
+	{                                                                                          \
+		check__begin = check__begin_program;                                               \
+	}                                                                                          \
+	static bool check__begin_program(void)
+
+#define CHECK_MAX_ENDS 4
+static void (*check__ends[CHECK_MAX_ENDS])(void);
+static int check__nr_ends;
+
+/* Has a function called after the last test, in the order of these calls. */
+static inline void check_at_end(void (*end)(void))
 {
-	for (int i = 0; i < check__nr_known; i++)
-		check__run(check__tests[i].run, check__tests[i].name);
+	check__ends[check__nr_ends++] = end;
 }
 
 /* The test must return right after this. */
@@ -119,15 +134,52 @@ static inline void check_skip(const char *why)
 	(void)printf(" (%s)", why);
 }
 
-/* Prints the summary; main returns what this returns. */
-static inline int check_done(void)
+int main(void)
 {
+	if (check__begin && !check__begin())
+		return CHECK_SKIPPED;
+	for (int i = 0; i < check__nr_known; i++)
+		check__run(check__tests[i].run, check__tests[i].name);
+	for (int i = 0; i < check__nr_ends; i++)
+		check__ends[i]();
 	(void)printf("%d tests, %d skipped, %d checks, %d failed\n", check__nr_tests,
 		     check__nr_skipped, check__nr_checks, check__nr_failed);
 	if (check__nr_failed != 0)
 		return EXIT_FAILURE;
 	return check__nr_tests != 0 && check__nr_skipped == check__nr_tests ? CHECK_SKIPPED :
 									      EXIT_SUCCESS;
+}
+
+/* Returns the next pseudo-random number of a sequence (splitmix64). Any state may begin one. */
+static inline uint64_t check_random_of(uint64_t *state)
+{
+	uint64_t z = *state += 0x9e3779b97f4a7c15u;
+
+	z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+	z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+	return z ^ z >> 31;
+}
+
+/* Returns the next number below `bound` of a sequence. */
+static inline uint32_t check_draw(uint64_t *state, uint32_t bound)
+{
+	return (uint32_t)(check_random_of(state) % bound);
+}
+
+/* Returns the next number of a sequence that is the same in each run. One thread at a time. */
+static inline uint64_t check_random(void)
+{
+	static uint64_t state;
+
+	return check_random_of(&state);
+}
+
+/* Returns the number that a variable of the environment has, or `otherwise`. */
+static inline uint64_t check_number(const char *variable, uint64_t otherwise)
+{
+	const char *text = getenv(variable);
+
+	return text ? strtoull(text, NULL, 10) : otherwise;
 }
 
 /* ---- every failure ------------------------------------------------------- */

@@ -25,12 +25,9 @@ struct flat_state {
 	uint64_t len;
 };
 
-static uint64_t flat__random = 1;
-
 static inline uint64_t flat_below(uint64_t bound)
 {
-	flat__random = flat__random * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-	return (flat__random >> 33) % bound;
+	return check_random() % bound;
 }
 
 /* The bytes that the file must have, for the state's sources, members and header. */

@@ -310,24 +310,28 @@ static inline void saving_padding_is_zero(const char *dir, const char *name,
 	(void)close(fd);
 }
 
-static inline const char *saving_dir(void)
-{
-	static char dir[PATH_MAX];
-	const char *base = getenv("TMPDIR");
+static char saving__dir[PATH_MAX];
 
-	(void)snprintf(dir, sizeof(dir), "%s/stillframe-test-XXXXXX", base ? base : "/tmp");
-	if (!mkdtemp(dir)) {
-		perror(dir);
-		exit(EXIT_FAILURE);
-	}
-	return dir;
-}
-
-static inline void saving_rmdir(const char *dir)
+static inline void saving__remove_dir(void)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr__file_remove(dir, NULL, &err);
+	(void)sfr__file_remove(saving__dir, NULL, &err);
+}
+
+/* Makes an empty directory, which is removed after the last test. */
+static inline const char *saving_dir(void)
+{
+	const char *base = getenv("TMPDIR");
+
+	(void)snprintf(saving__dir, sizeof(saving__dir), "%s/stillframe-test-XXXXXX",
+		       base ? base : "/tmp");
+	if (!mkdtemp(saving__dir)) {
+		perror(saving__dir);
+		exit(EXIT_FAILURE);
+	}
+	check_at_end(saving__remove_dir);
+	return saving__dir;
 }
 
 #endif

@@ -12,7 +12,7 @@ from typing import IO, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fix_checkpoints import open_descriptors, saving
+from fix_checkpoints import saving
 from fix_dcp import equal, loaded
 from stillframe import _core
 from stillframe._dcp import check
@@ -28,11 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 VALUES = list(range(5))
 
 
-@pytest.fixture(autouse=True)
-def no_descriptor_is_left() -> Iterator[None]:
-    before = open_descriptors()
-    yield
-    assert open_descriptors() == before
+pytestmark = pytest.mark.usefixtures("no_descriptor_is_left")
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """Saves of two to four ranks on gloo, each in its own process. many_ranks.py has the scenarios."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fix_dcp import loaded
+from fix_processes import run_program
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 HERE = Path(__file__).parent
@@ -20,16 +18,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
-    subprocess.run(
-        [sys.executable, HERE / "many_ranks.py", directory],
-        env={
-            **os.environ,
-            "STILLFRAME_POOL_BYTES": "64MiB",
-            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-        },
-        timeout=600,
-        check=True,
-    )
+    run_program(HERE / "many_ranks.py", directory, timeout=600, STILLFRAME_POOL_BYTES="64MiB")
     return directory
 
 

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -18,15 +17,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "huggingface" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings(*filters))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one torch thread: small models train faster so, above all beside other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+            item.add_marker(pytest.mark.usefixtures("one_thread"))
 
 
 @pytest.fixture(autouse=True)

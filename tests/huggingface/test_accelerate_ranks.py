@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from fix_processes import run_python
+from fix_processes import run_program, run_python
 
 HERE = Path(__file__).parent
 NAMES = [
@@ -27,22 +24,7 @@ NAMES = [
 def ran(tmp_path_factory):
     """Run all scenarios; return `ran(scenario)`, the notes of both ranks."""
     directory = tmp_path_factory.mktemp("accelerate")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", HERE / "accelerate_ranks.py", directory),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(HERE / "accelerate_ranks.py", directory, ranks=2, OMP_NUM_THREADS="1")
     assert sorted(path.name for path in (directory / "last").iterdir()) == NAMES
 
     def notes(scenario):

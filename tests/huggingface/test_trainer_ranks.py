@@ -1,12 +1,10 @@
 """Two ranks on gloo, started by torchrun: one directory has the files of both."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fix_processes import run_program
 from fix_trainer import differences, files_of
 
 HERE = Path(__file__).parent
@@ -16,23 +14,8 @@ SCENARIOS = ("trains", "trains_theirs", "hears_late", "resumes", "other_rank_fai
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", HERE / "trainer_ranks.py", *SCENARIOS),
-        ],
-        cwd=directory,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "unit"), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    program = HERE / "trainer_ranks.py"
+    run_program(program, *SCENARIOS, ranks=2, cwd=directory, OMP_NUM_THREADS="1")
     return directory
 
 

@@ -3,7 +3,6 @@
 import warnings
 
 import pytest
-import torch
 
 with warnings.catch_warnings():  # what the packages say about themselves on import
     warnings.simplefilter("ignore")
@@ -18,15 +17,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "lightning" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings(*filters))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one torch thread: small models train faster then, especially while other tests run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+            item.add_marker(pytest.mark.usefixtures("one_thread"))
 
 
 @pytest.fixture(params=fix_lightning.PACKAGES)

@@ -1,13 +1,12 @@
 """CPUOffloadCallback under DDP with two ranks: rank 0 offloads, and the file is correct."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fix_lightning import assert_same, load
+from fix_processes import run_program
 
 HERE = Path(__file__).parent
 
@@ -48,14 +47,7 @@ def main(name, directory):
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
 def test_only_rank_0_of_ddp_offloads(name, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, name, tmp_path],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(Path(__file__), name, tmp_path)
     notes = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert [note["strategy"] for note in notes] == ["DDPStrategy", "DDPStrategy"]
     assert [note["state"]["is_enabled"] for note in notes] == [True, True]

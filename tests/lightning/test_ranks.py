@@ -3,12 +3,11 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fix_lightning import FULL, load
+from fix_processes import run_program
 
 TIMEOUT_S = 280
 HERE = Path(__file__).parent
@@ -73,23 +72,14 @@ def ran(tmp_path_factory):
 
 
 def _run(start, directory):
-    command = [sys.executable, "-W", "ignore"]
-    if start == "torchrun":
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, HERE / "ranks.py", start, directory, *SCENARIOS[start]],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",  # a rank that aborts prints its stack
-        },
-        capture_output=True,
-        text=True,
+    return run_program(
+        HERE / "ranks.py",
+        *(start, directory, *SCENARIOS[start]),
+        ranks=2 if start == "torchrun" else 0,
         timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+        OMP_NUM_THREADS="1",
+        PYTHONFAULTHANDLER="1",  # a rank that aborts prints its stack
+    ).stderr
 
 
 @starts("trains")

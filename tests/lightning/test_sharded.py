@@ -2,13 +2,11 @@
 
 import errno
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fix_lightning import PACKAGES
+from fix_processes import run_program
 from stillframe._lightning.callers import sharded_as
 from stillframe._lightning.sharded import sharded
 
@@ -19,18 +17,11 @@ WHOLE = [".metadata", "__0_0", "__1_0", "meta"]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sharded")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", HERE / "sharded_ranks.py", directory],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-            "STILLFRAME_POOL_BYTES": "64MiB",
-        },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=280,
+    done = run_program(
+        *(HERE / "sharded_ranks.py", directory),
+        check=False,
+        OMP_NUM_THREADS="1",
+        STILLFRAME_POOL_BYTES="64MiB",
     )
     (directory / "said").write_text(done.stderr)
     return directory

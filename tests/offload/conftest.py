@@ -3,20 +3,13 @@
 On the fake driver, CPU tensors count as tensors of CUDA device 0. A test fails there if it breaks a
 rule of the driver or makes the host wait for the device."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from fix_driver import fake as fake
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one torch thread: several threads that share little work mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def with_one_thread(one_thread: None) -> None:
+    """Several threads that share little work mostly wait for each other."""
 
 
 @pytest.fixture(params=["cpu", "fake"])

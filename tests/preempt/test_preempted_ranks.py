@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from fix_preempt import Ended
+from fix_processes import run_program
 
 HERE = Path(__file__).parent
 
@@ -19,13 +17,8 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
-    paths = [str(HERE), str(HERE.parent / "dcp"), *sys.path]
-    subprocess.run(
-        [sys.executable, HERE / "preempted_ranks.py", directory],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        timeout=600,
-        check=True,
-    )
+    program = HERE / "preempted_ranks.py"
+    run_program(program, directory, folders=[HERE.parent / "dcp"], timeout=600)
     return directory
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 import stillframe
 import torch
 from fix_preempt import Ended, steps_in
+from fix_processes import run_program
 from stillframe._preemption import agreement, in_time
 from stillframe._preemption.agreement import NEVER, Counts
 from stillframe._save import report
@@ -26,12 +24,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("preempted")
-    subprocess.run(
-        [sys.executable, HERE / "preempted.py", directory],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
-        timeout=600,
-        check=True,
-    )
+    run_program(HERE / "preempted.py", directory, timeout=600)
     return directory
 
 

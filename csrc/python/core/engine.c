@@ -46,9 +46,7 @@ static void engine_dealloc(PyObject *object)
 	struct sfr_engine *engine = ((struct sfr_py_engine *)object)->engine;
 
 	/* The last reference joins idle threads, which never take the interpreter lock. */
-	Py_BEGIN_ALLOW_THREADS
-	sfr_engine_put(engine);
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_engine_put(engine));
 	sfr_py_free(object);
 }
 

@@ -41,9 +41,7 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 static void folder_dealloc(PyObject *object)
 {
 	/* Removes what the object's user left behind. */
-	Py_BEGIN_ALLOW_THREADS
-	sfr_folder_free(get(object));
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_folder_free(get(object)));
 	sfr_py_free(object);
 }
 
@@ -119,9 +117,7 @@ static PyObject *tidy(PyObject *module, PyObject *path)
 
 	if (!dir)
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	sfr_tidy(dir);
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_tidy(dir));
 	Py_RETURN_NONE;
 }
 

@@ -67,9 +67,7 @@ static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void onload_dealloc(PyObject *object)
 {
-	Py_BEGIN_ALLOW_THREADS
-	sfr_onload_put(((struct sfr_py_onload *)object)->onload);
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_onload_put(((struct sfr_py_onload *)object)->onload));
 	sfr_py_free(object);
 }
 

@@ -58,9 +58,7 @@ static void end(struct sfr_py_restore *self)
 	struct sfr_restore *restore = self->restore;
 
 	self->restore = NULL;
-	Py_BEGIN_ALLOW_THREADS
-	sfr_restore_free(restore);
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_restore_free(restore));
 }
 
 static void restore_dealloc(PyObject *object)

@@ -41,36 +41,25 @@ static void slot_dealloc(PyObject *object)
 {
 	/* Dropping the last reference to an engine joins idle threads, which never take the
 	 * interpreter lock. */
-	Py_BEGIN_ALLOW_THREADS
-	sfr_slot_put(get(object));
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_slot_put(get(object)));
 	sfr_py_free(object);
 }
 
 static PyObject *slot_launched(PyObject *object, PyObject *unused)
 {
-	Py_BEGIN_ALLOW_THREADS
-	sfr_slot_launched(get(object));
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_slot_launched(get(object)));
 	Py_RETURN_NONE;
 }
 
 static PyObject *slot_give_back(PyObject *object, PyObject *unused)
 {
-	Py_BEGIN_ALLOW_THREADS
-	sfr_slot_give_back(get(object));
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_slot_give_back(get(object)));
 	Py_RETURN_NONE;
 }
 
 static PyObject *slot_is_over(PyObject *object, PyObject *unused)
 {
-	bool over;
-
-	Py_BEGIN_ALLOW_THREADS
-	over = sfr_slot_is_over(get(object));
-	Py_END_ALLOW_THREADS
-	return PyBool_FromLong(over);
+	return PyBool_FromLong(sfr_py_unlocked(sfr_slot_is_over(get(object))));
 }
 
 static PyMethodDef methods[] = {

@@ -41,9 +41,7 @@ static PyObject *snapshot_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 
 static void snapshot_dealloc(PyObject *object)
 {
-	Py_BEGIN_ALLOW_THREADS
-	sfr_snapshot_put(((struct sfr_py_snapshot *)object)->snapshot);
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_snapshot_put(((struct sfr_py_snapshot *)object)->snapshot));
 	sfr_py_free(object);
 }
 
@@ -125,9 +123,7 @@ static PyObject *snapshot_error(PyObject *object, PyObject *unused)
 	if (sfr_snapshot_wait(s, 0, &torn) == 0) {
 		sfr_snapshot_error(s, &err);
 	} else { /* takes the engine's lock */
-		Py_BEGIN_ALLOW_THREADS
-		sfr_snapshot_error(s, &err);
-		Py_END_ALLOW_THREADS
+		sfr_py_unlocked_void(sfr_snapshot_error(s, &err));
 	}
 	return sfr_py_sentence(&err);
 }
@@ -171,9 +167,7 @@ static PyObject *snapshot_hold(PyObject *object, PyObject *unused)
 
 static PyObject *snapshot_unhold(PyObject *object, PyObject *unused)
 {
-	Py_BEGIN_ALLOW_THREADS
-	sfr_snapshot_unhold(get(object));
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_snapshot_unhold(get(object)));
 	Py_RETURN_NONE;
 }
 
@@ -184,9 +178,7 @@ static PyObject *snapshot_view(PyObject *object, PyObject *unused)
 
 static PyObject *snapshot_unview(PyObject *object, PyObject *unused)
 {
-	Py_BEGIN_ALLOW_THREADS
-	sfr_snapshot_unview(get(object));
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_snapshot_unview(get(object)));
 	Py_RETURN_NONE;
 }
 
@@ -211,9 +203,7 @@ static PyObject *snapshot_will_return(PyObject *object, PyObject *truth)
 
 	if (yes < 0)
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	sfr_snapshot_will_return(get(object), yes);
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_snapshot_will_return(get(object), yes));
 	Py_RETURN_NONE;
 }
 

@@ -104,9 +104,7 @@ static void ticket_dealloc(PyObject *object)
 {
 	struct sfr_py_ticket *self = (struct sfr_py_ticket *)object;
 
-	Py_BEGIN_ALLOW_THREADS
-	sfr_ticket_put(self->ticket);
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_ticket_put(self->ticket));
 	Py_XDECREF(self->skeleton);
 	sfr_py_free(object);
 }
@@ -161,9 +159,7 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(submit_on(&s, w.slice_ns));
 	if (s.stage == CAPTURE && (w.rc == SFR_EEXHAUSTED || w.rc == SFR_PY_RAISED)) {
-		Py_BEGIN_ALLOW_THREADS
-		sfr_save_abandon(s.ticket);
-		Py_END_ALLOW_THREADS
+		sfr_py_unlocked_void(sfr_save_abandon(s.ticket));
 	}
 	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_none(object, w.rc);
 }

@@ -35,9 +35,7 @@ static PyObject *trace_name_thread(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "Ky:trace_name_thread", &tid, &name))
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	sfr_trace_name_thread(tid, name);
-	Py_END_ALLOW_THREADS
+	sfr_py_unlocked_void(sfr_trace_name_thread(tid, name));
 	Py_RETURN_NONE;
 }
 

@@ -1,15 +1,21 @@
-"""Questions to torch.distributed: whether this process has others beside it, and DTensor's class.
+"""Questions to torch.distributed: whether this process has others beside it, what their store has,
+and DTensor's class.
 
-The class is found without importing it: code that has a DTensor has imported it.
+DTensor's class is found without importing it: code that has a DTensor has imported it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed
+
+_SHORTEST_S, _LONGEST_S = 0.0002, 0.01  # between two looks at a store
 
 
 def is_initialized() -> bool:
@@ -24,6 +30,21 @@ def may_have_ranks_beside() -> bool:
     if not is_initialized() or torch.distributed.get_world_size() == 1:
         return False
     return os.environ.get("LOCAL_WORLD_SIZE") != "1"  # torchrun sets it, other launchers may not
+
+
+def poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
+    """Wait until `is_there()`, and return False if that takes longer than `longest_s`.
+
+    For questions to a process group's store, whose own waits answer no signal: Ctrl-C is answered
+    between two looks. The pauses grow to 10 ms.
+    """
+    end, pause_s = time.monotonic() + longest_s, _SHORTEST_S
+    while not is_there():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+    return True
 
 
 def dtensor() -> type[Any] | None:

@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from stillframe._base.calls import inside
 from stillframe._check.latest import latest
 from stillframe._huggingface.ranks import Beside, Ranks, lead, ranks_of
 from stillframe._huggingface.redirect import redirected
-from stillframe._huggingface.rotation import normal, rotate
 from stillframe._save import api
 from stillframe._save.checkpoint import checkpoint
 from stillframe._save.handle import SaveHandle, report_of, take_unseen_error, wait_for_end
@@ -122,7 +121,7 @@ class Checkpoints:
         self._submitted = made
         if is_leader:
             self._forget(made)
-            self._ours[made.run_dir].append(normal(made.path))
+            self._ours[made.run_dir].append(_normal(made.path))
             self._rotate(made)
 
     @contextlib.contextmanager
@@ -318,7 +317,7 @@ class Checkpoints:
         return control
 
     def _forget(self, made: Checkpoint) -> None:
-        path = normal(made.path)
+        path = _normal(made.path)
         ours = self._ours[made.run_dir]
         ours[:] = [each for each in ours if each != path]
 
@@ -327,12 +326,12 @@ class Checkpoints:
             heard = self._ranks.heard()
             while self._unheard and self._unheard[0].number <= heard:
                 self._unheard.popleft()
-        rotate(
+        _rotate(
             made.run_dir,
             self._trainer.args.save_total_limit,
             self._trainer.state.best_model_checkpoint,
             self._ours[made.run_dir],
-            {normal(each.path) for each in (*self._waiting, *self._unheard)},
+            {_normal(each.path) for each in (*self._waiting, *self._unheard)},
         )
 
 
@@ -351,3 +350,37 @@ def drain() -> None:
     """Wait until every save and remove of the process has ended; raise none of their errors."""
     with inside():
         _core.log_drain(None)
+
+
+def _rotate(
+    run_dir: str, limit: int | None, best: str | None, ours: list[str], untold: Collection[str]
+) -> None:
+    """Remove the oldest checkpoints beyond `limit`, behind the saves that were submitted so far.
+
+    The newest checkpoint and the best one stay, as with transformers.
+
+    Args:
+        run_dir: The directory with the checkpoints.
+        limit: `save_total_limit`; None or 0 keeps all.
+        best: `state.best_model_checkpoint`.
+        ours: The checkpoints that this training has saved, the oldest first, as `_normal` gives
+            them. Those that are gone leave the list.
+        untold: Those of them for which `on_save` has not been called. They stay until it has been.
+    """
+    if limit is None or limit <= 0:
+        return
+    ours[:] = [path for path in ours if path in untold or api.exists(path)]
+    older = (path for path in sort_checkpoints(run_dir, use_mtime=True) if path not in ours)
+    left = [path for path in older if api.exists(path)] + ours
+    protected = {*left[-1:], *([_normal(best)] if best else [])}
+    for path in list(left):
+        if len(left) <= max(limit, len(protected)):
+            return
+        if path not in protected and path not in untold:
+            api.remove(path)
+            left.remove(path)
+
+
+def _normal(path: str) -> str:
+    """Return a path in the form in which transformers lists it."""
+    return str(Path(path))

@@ -23,21 +23,19 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from stillframe._base.distributed import poll
 from stillframe._save import api
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-_SHORTEST_S, _LONGEST_S = 0.0002, 0.01  # between two looks at the store
 _PATIENCE_S = 30.0  # a rank that is later is named in the log
 _LATE = "It is slow, or it never comes to this call, which all ranks have to make"
 _names = itertools.count()  # every rank makes the same Ranks in the same order
@@ -150,11 +148,11 @@ class Ranks:
     def wait_heard(self, number: int) -> None:
         """Wait until all other ranks have heard of checkpoint `number`; give up, with a line in the
         log, when the group's timeout has passed."""
-        if not _poll(lambda: self.heard() >= number, self._store.timeout.total_seconds()):
+        if not poll(lambda: self.heard() >= number, self._store.timeout.total_seconds()):
             log.warning("stillframe: a rank has not ended its training. Its checkpoints stay")
 
     def wait_ended(self, number: int) -> None:
-        _poll(lambda: self.has_ended(number))
+        poll(lambda: self.has_ended(number))
 
     def error_of(self, number: int) -> StillframeError | None:
         """Return the error of a checkpoint that has ended on the leader, or None."""
@@ -168,9 +166,9 @@ class Ranks:
     def _answer(self, key: str, of: int | None = None) -> str:
         rank = self._leader if of is None else of
         longest = self._store.timeout.total_seconds()
-        if not _poll(lambda: self._store.check([key]), _PATIENCE_S):
+        if not poll(lambda: self._store.check([key]), _PATIENCE_S):
             log.warning("stillframe: a checkpoint waits for rank %d. %s", rank, _LATE)
-            if not _poll(lambda: self._store.check([key]), longest - _PATIENCE_S):
+            if not poll(lambda: self._store.check([key]), longest - _PATIENCE_S):
                 raise self._error(rank, f"nothing came from it in {longest:g} s. {_LATE}")
         said = self._store.get(key).decode()
         if said.startswith("-"):
@@ -245,20 +243,6 @@ def ranks_of(args: Any) -> Ranks | None:
         first = args.process_index - args.local_process_index
         count = int(os.environ.get("LOCAL_WORLD_SIZE", count - first))
     return Ranks(args.process_index, first, range(first + 1, first + count))
-
-
-def _poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
-    """Wait until `is_there()`, and return False if that takes longer than `longest_s`.
-
-    Ctrl-C is answered between two looks.
-    """
-    end, pause = time.monotonic() + longest_s, _SHORTEST_S
-    while not is_there():
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_S)
-    return True
 
 
 def _words(error: BaseException) -> str:

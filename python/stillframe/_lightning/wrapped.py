@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-
 from stillframe import _core
 from stillframe._base.calls import inside
 from stillframe._base.paths import CheckpointPath

@@ -36,7 +36,6 @@ log = logging.getLogger("stillframe")
 NEVER = 1 << 62  # a number that no count reaches
 _INTERVAL_S = 0.2  # between two looks at the store
 _MOST_LOOKS = 5000  # of all ranks, in a second
-_POLL_S = 0.01
 _MOST_WAIT_S = 5.0  # for the answers of all ranks
 
 
@@ -204,10 +203,7 @@ class Agreement:
         return str(self._store.compare_set(name, "", decide(answers)).decode())
 
     def _wait(self, keys: list[str], wait_s: float) -> bool:
-        end = time.monotonic() + wait_s
-        while not (found := self._store.check(keys)) and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        return bool(found)
+        return distributed.poll(lambda: self._store.check(keys), wait_s)
 
 
 def _decide(answers: Mapping[int, str]) -> str:

@@ -22,7 +22,6 @@ from stillframe._save.options import OnDurable
 from stillframe._save.ordered import Turn
 from stillframe._save.report import Interval, SaveReport
 
-
 _CANCELLED, _COMMITTED = "cancelled", "committed"
 
 

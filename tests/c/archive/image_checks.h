@@ -8,14 +8,6 @@
 
 #define PAGE UINT64_C(4096)
 
-static uint64_t rng_state = 1;
-
-static inline uint64_t rng(void)
-{
-	rng_state = rng_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-	return rng_state >> 33;
-}
-
 static inline uint64_t get(const unsigned char *at, size_t len)
 {
 	uint64_t value = 0;
@@ -257,7 +249,7 @@ static inline void check_image(const struct sfr__image *img, uint32_t max_blocks
 		for (uint32_t i = 0; i < extent->nr_blocks && i < max_blocks; i++) {
 			check_block(img, extent, i);
 			check_block(img, extent, extent->nr_blocks - 1 - i);
-			check_block(img, extent, (uint32_t)(rng() % extent->nr_blocks));
+			check_block(img, extent, (uint32_t)(check_random() % extent->nr_blocks));
 		}
 	}
 	for (uint32_t i = 0; i < img->nr_entries && i < max_blocks; i++) {

@@ -218,9 +218,3 @@ TEST(without_memory_there_is_no_image_and_no_leak)
 		sfr__image_fini(&img);
 	}
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

@@ -72,18 +72,20 @@ TEST(random_layouts_are_consistent_for_every_block_size)
 	struct sfr_source sources[60];
 
 	for (int round = 0; round < 300; round++) {
-		uint32_t nr = (uint32_t)(rng() % 60);
+		uint32_t nr = (uint32_t)(check_random() % 60);
 		struct sfr_save_desc desc = describe(sources, nr);
 		struct sfr__image img;
 
 		for (uint32_t i = 0; i < nr; i++)
-			sources[i] = (struct sfr_source){ HOLE, rng() % (UINT64_C(1) << rng() % 16),
-							  (uint32_t)(rng() % 3), 0 };
-		desc.skeleton_len = rng() % sizeof(skeleton);
-		if (!CHECK_EQ(sfr__image_init(&img, &desc, block_sizes[rng() % 5]), 0))
+			sources[i] = (struct sfr_source){
+				HOLE, check_random() % (UINT64_C(1) << check_random() % 16),
+				(uint32_t)(check_random() % 3), 0
+			};
+		desc.skeleton_len = check_random() % sizeof(skeleton);
+		if (!CHECK_EQ(sfr__image_init(&img, &desc, block_sizes[check_random() % 5]), 0))
 			return;
 		for (uint32_t i = 0; i < img.nr_entries; i++)
-			img.entries[i].crc = (uint32_t)rng();
+			img.entries[i].crc = (uint32_t)check_random();
 		check_image(&img, 8);
 		sfr__image_fini(&img);
 	}
@@ -118,10 +120,11 @@ TEST(blocks_filled_in_any_order_give_the_same_file)
 	char *files[3] = { NULL, NULL, NULL };
 
 	for (uint32_t i = 0; i < 9; i++)
-		sources[i] = (struct sfr_source){ (uintptr_t)(bytes + i % 3 * 20000),
-						  1 + rng() % 20000, (uint32_t)(i % 2), 0 };
+		sources[i] =
+			(struct sfr_source){ (uintptr_t)(bytes + i % 3 * 20000),
+					     1 + check_random() % 20000, (uint32_t)(i % 2), 0 };
 	for (size_t i = 0; i < sizeof(bytes); i++)
-		bytes[i] = (char)rng();
+		bytes[i] = (char)check_random();
 	for (int way = 0; way < 3; way++) {
 		struct sfr__image img;
 
@@ -171,7 +174,7 @@ TEST(partial_header_or_descriptor_equals_that_part_of_the_whole)
 	for (uint32_t i = 0; i < img.nr_entries; i++) {
 		size_t len = (size_t)(img.entries[i].data_off - img.entries[i].hdr_off);
 
-		img.entries[i].crc = (uint32_t)rng();
+		img.entries[i].crc = (uint32_t)check_random();
 		sfr__image_put_header(&img, i, 0, len, whole);
 		for (size_t cut = 0; cut <= len; cut++) {
 			sfr__image_put_header(&img, i, 0, cut, part);
@@ -267,7 +270,8 @@ TEST(more_than_65535_storages_have_their_directory)
 	if (!CHECK(sources != NULL))
 		return;
 	for (uint32_t i = 0; i < 200000; i++)
-		sources[i] = (struct sfr_source){ HOLE, rng() % 300, (uint32_t)(rng() % 2), 0 };
+		sources[i] = (struct sfr_source){ HOLE, check_random() % 300,
+						  (uint32_t)(check_random() % 2), 0 };
 	for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
 		struct sfr_save_desc desc = describe(sources, counts[i]);
 		struct sfr__image img;
@@ -347,10 +351,4 @@ TEST(without_memory_there_is_no_image_and_no_leak)
 		CHECK_EQ(rc, check_acted(&run) ? -ENOMEM : 0);
 		sfr__image_fini(&img);
 	}
-}
-
-int main(void)
-{
-	check_run();
-	return check_done();
 }

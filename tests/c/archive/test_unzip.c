@@ -405,9 +405,3 @@ TEST(descriptor_may_have_either_length)
 	CHECK_EQ(len, 0);
 	archive_free(&a);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

@@ -9,20 +9,10 @@
 #include "sfr.h"
 #include "check.h"
 
-static uint64_t rng_state = 0x9e3779b97f4a7c15u;
-
-static uint64_t rng(void)
-{
-	rng_state ^= rng_state << 13;
-	rng_state ^= rng_state >> 7;
-	rng_state ^= rng_state << 17;
-	return rng_state;
-}
-
 static void fill(unsigned char *p, size_t len)
 {
 	for (size_t i = 0; i < len; i++)
-		p[i] = (unsigned char)rng();
+		p[i] = (unsigned char)check_random();
 }
 
 /* Polynomial division as in a textbook. */
@@ -74,10 +64,11 @@ TEST(the_portable_way_is_the_first)
 TEST(every_way_gives_the_same_crc_at_every_length_and_alignment)
 {
 	/* The memory is exactly as long as the data, so that ASAN detects a read beyond it. */
-	for (size_t len = 0; len <= 1400; len += len < 300 ? 1 : 1 + rng() % 7) {
-		for (size_t align = 0; align < 64; align += len < 80 ? 1 : 1 + rng() % 31) {
+	for (size_t len = 0; len <= 1400; len += len < 300 ? 1 : 1 + check_random() % 7) {
+		for (size_t align = 0; align < 64;
+		     align += len < 80 ? 1 : 1 + check_random() % 31) {
 			unsigned char *mem = malloc(align + len + 1);
-			uint32_t start = (uint32_t)rng(), want;
+			uint32_t start = (uint32_t)check_random(), want;
 			const struct sfr__crc_way *way;
 
 			if (!CHECK(mem != NULL))
@@ -97,10 +88,12 @@ TEST(every_way_gives_the_same_crc_at_every_length_and_alignment)
  * not. */
 TEST(every_way_copies_the_bytes_it_sums)
 {
-	for (size_t len = 0; len <= 6000; len += len < 700 ? 1 + rng() % 5 : 1 + rng() % 97) {
-		size_t off = len % 3 == 0 ? 0 : rng() % 70, align = len % 2 == 0 ? 0 : rng() % 64;
+	for (size_t len = 0; len <= 6000;
+	     len += len < 700 ? 1 + check_random() % 5 : 1 + check_random() % 97) {
+		size_t off = len % 3 == 0 ? 0 : check_random() % 70,
+		       align = len % 2 == 0 ? 0 : check_random() % 64;
 		unsigned char *src = malloc(off + len + 1), *mem = NULL;
-		uint32_t start = (uint32_t)rng();
+		uint32_t start = (uint32_t)check_random();
 		const struct sfr__crc_way *way;
 
 		if (!CHECK(src && posix_memalign((void **)&mem, 64, align + len + 128) == 0))
@@ -141,8 +134,8 @@ TEST(every_way_copies_more_than_one_chunk)
 
 TEST(streaming_copy_writes_only_its_bytes)
 {
-	for (size_t len = 0; len <= 20000; len += 1 + rng() % (len < 5000 ? 40 : 900)) {
-		size_t off = rng() % 70, align = len % 2 == 0 ? 0 : rng() % 64;
+	for (size_t len = 0; len <= 20000; len += 1 + check_random() % (len < 5000 ? 40 : 900)) {
+		size_t off = check_random() % 70, align = len % 2 == 0 ? 0 : check_random() % 64;
 		unsigned char *src = malloc(off + len + 1), *mem = malloc(align + len + 128);
 
 		if (!CHECK(src && mem))
@@ -189,12 +182,12 @@ TEST(combined_crcs_of_any_split_equal_the_whole)
 		return;
 	fill(buf, LEN);
 	for (int round = 0; round < 200; round++) {
-		size_t from = rng() % 5000, to = from + rng() % (LEN - from);
+		size_t from = check_random() % 5000, to = from + check_random() % (LEN - from);
 		uint32_t whole = sfr_crc32_portable(0, buf + from, to - from);
 		uint32_t chained = 0, combined = 0;
 
 		for (size_t at = from; at < to;) {
-			size_t len = rng() % (round % 2 == 0 ? 700 : 40000);
+			size_t len = check_random() % (round % 2 == 0 ? 700 : 40000);
 
 			if (len > to - at)
 				len = to - at;
@@ -211,10 +204,10 @@ TEST(combined_crcs_of_any_split_equal_the_whole)
 TEST(combining_with_an_empty_message_changes_nothing)
 {
 	for (int round = 0; round < 100; round++) {
-		uint32_t crc = (uint32_t)rng();
+		uint32_t crc = (uint32_t)check_random();
 
 		CHECK_EQ(sfr_crc32_combine(crc, 0, 0), crc);
-		CHECK_EQ(sfr_crc32_combine(0, crc, rng()), crc);
+		CHECK_EQ(sfr_crc32_combine(0, crc, check_random()), crc);
 	}
 }
 
@@ -269,7 +262,8 @@ TEST(zlib_agrees)
 		return;
 	fill(buf, LEN + 64);
 	for (int round = 0; round < 100; round++) {
-		size_t from = rng() % 64, len = rng() % LEN, cut = len == 0 ? 0 : rng() % len;
+		size_t from = check_random() % 64, len = check_random() % LEN,
+		       cut = len == 0 ? 0 : check_random() % len;
 		uint32_t want = (uint32_t)theirs(0, buf + from, (unsigned)len);
 		uint32_t a = (uint32_t)theirs(0, buf + from, (unsigned)cut);
 		uint32_t b = (uint32_t)theirs(0, buf + from + cut, (unsigned)(len - cut));
@@ -281,10 +275,4 @@ TEST(zlib_agrees)
 	}
 	free(buf);
 	(void)dlclose(zlib);
-}
-
-int main(void)
-{
-	check_run();
-	return check_done();
 }

@@ -69,9 +69,3 @@ TEST(first_error_is_kept)
 	CHECK_EQ(err.code, SFR_ETORN);
 	CHECK(strcmp(err.note, "") == 0);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

@@ -71,9 +71,3 @@ TEST(only_violations_of_the_lock_order_abort)
 	CHECK_EQ(end_of(unlock_without_lock), SIGABRT);
 	CHECK_EQ(end_of(wait_with_two_locks), SIGABRT);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

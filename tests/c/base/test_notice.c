@@ -160,9 +160,3 @@ TEST(notice_put_back_is_returned_first_and_once)
 	CHECK_EQ(next(0, &rc).what, 0);
 	CHECK_EQ(rc, SFR_EAGAIN);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

@@ -565,9 +565,3 @@ TEST(the_nth_call_fails_once_however_many_threads_call)
 	CHECK_EQ(sfr_inject_hits(), 1);
 	sfr_inject_remove();
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

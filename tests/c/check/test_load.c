@@ -178,7 +178,7 @@ TEST(files_of_stillframe_are_good)
 	struct verdict v;
 
 	for (size_t i = 0; i < sizeof(storages); i++)
-		((char *)storages)[i] = (char)rng();
+		((char *)storages)[i] = (char)check_random();
 	if (!CHECK_EQ(sfr__image_init(&img, &desc, 8192), 0))
 		return;
 	file = calloc(1, img.len);
@@ -311,10 +311,4 @@ TEST(records_past_4_gib_are_good)
 	(void)close(fd);
 	archive_free(&a);
 	archive_free(&b);
-}
-
-int main(void)
-{
-	check_run();
-	return check_done();
 }

@@ -191,9 +191,3 @@ TEST(listed_bad_records_are_bounded)
 	CHECK_EQ(v.nr_listed, SFR_CHECK_MAX_LISTED);
 	archive_free(&a);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

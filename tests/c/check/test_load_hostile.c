@@ -349,22 +349,23 @@ TEST(memory_for_a_damaged_file_is_bounded_by_its_length)
 		struct verdict v;
 
 		memcpy(bytes, a.buf, a.len);
-		for (uint64_t i = rng() % 6 + 1; i != 0; i--) {
-			size_t at = rng() % 3 != 0 ? a.dir_off + rng() % (a.len - a.dir_off) :
-						     rng() % a.len;
-			size_t run = rng() % 8 + 1, from = rng() % a.len;
-			uint64_t how = rng() % 4;
+		for (uint64_t i = check_random() % 6 + 1; i != 0; i--) {
+			size_t at = check_random() % 3 != 0 ?
+					    a.dir_off + check_random() % (a.len - a.dir_off) :
+					    check_random() % a.len;
+			size_t run = check_random() % 8 + 1, from = check_random() % a.len;
+			uint64_t how = check_random() % 4;
 
 			for (size_t k = 0; k < run && at + k < a.len; k++)
 				bytes[at + k] = how == 0 ? 0xff :
 						how == 1 ? 0 :
-						how == 2 ? (unsigned char)rng() :
+						how == 2 ? (unsigned char)check_random() :
 							   a.buf[(from + k) % a.len];
 		}
-		if (rng() % 8 == 0)
-			len = rng() % a.len;
+		if (check_random() % 8 == 0)
+			len = check_random() % a.len;
 		nr_preads = most_memory = held_memory = 0;
-		v = check_bytes(bytes, len, (unsigned)(rng() % 2));
+		v = check_bytes(bytes, len, (unsigned)(check_random() % 2));
 		CHECK_EQ(v.rc, 0);
 		CHECK(nr_preads < 100);
 		CHECK(most_memory < (2u << 20));
@@ -413,10 +414,4 @@ TEST(huge_sparse_file_costs_no_memory)
 	}
 	(void)close(fd);
 	archive_free(&a);
-}
-
-int main(void)
-{
-	check_run();
-	return check_done();
 }

@@ -273,9 +273,3 @@ TEST(file_that_shrinks_during_a_check_is_damaged)
 	free(data);
 	archive_free(&a);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

@@ -9,16 +9,6 @@
 
 #define MAX 700 /* past two doublings of the list */
 
-static uint64_t rng_state = 0x853c49e6748fea9bu;
-
-static uint64_t rng(void)
-{
-	rng_state ^= rng_state << 13;
-	rng_state ^= rng_state >> 7;
-	rng_state ^= rng_state << 17;
-	return rng_state;
-}
-
 static int add(struct sfr__names *names, unsigned number, uint64_t place)
 {
 	char name[32];
@@ -50,7 +40,8 @@ TEST(names_that_differ_are_not_suspected)
 TEST(repeated_names_are_suspected_in_file_order)
 {
 	for (int round = 0; round < 300; round++) {
-		unsigned nr = (unsigned)(rng() % MAX) + 2, range = (unsigned)(rng() % nr) + 1;
+		unsigned nr = (unsigned)(check_random() % MAX) + 2,
+			 range = (unsigned)(check_random() % nr) + 1;
 		static uint64_t last[MAX + 2];
 		uint64_t expected = 0, found = 0, it = 0, first, second;
 		static unsigned number[MAX + 2];
@@ -58,7 +49,7 @@ TEST(repeated_names_are_suspected_in_file_order)
 
 		memset(last, 0xff, sizeof(last));
 		for (unsigned i = 0; i < nr; i++) {
-			number[i] = (unsigned)(rng() % range);
+			number[i] = (unsigned)(check_random() % range);
 			expected += last[number[i]] != UINT64_MAX;
 			last[number[i]] = i;
 			CHECK_EQ(add(&names, number[i], i), 0);
@@ -132,10 +123,4 @@ TEST(every_added_record_is_found_by_its_offset)
 	}
 	sfr__places_fini(&places);
 	CHECK(places.v == NULL && places.names == NULL && places.nr == 0);
-}
-
-int main(void)
-{
-	check_run();
-	return check_done();
 }

@@ -12,16 +12,6 @@
 #include "archive.h"
 #include "check.h"
 
-static uint64_t rng_state = 0x2545f4914f6cdd1du;
-
-static inline uint64_t rng(void)
-{
-	rng_state ^= rng_state << 13;
-	rng_state ^= rng_state >> 7;
-	rng_state ^= rng_state << 17;
-	return rng_state;
-}
-
 static inline int file_of(const void *bytes, size_t len)
 {
 	int fd = memfd_create("archive", MFD_CLOEXEC);
@@ -125,7 +115,7 @@ static inline struct archive sample(void)
 	unsigned char data[700];
 
 	for (size_t i = 0; i < sizeof(data); i++)
-		data[i] = (unsigned char)rng();
+		data[i] = (unsigned char)check_random();
 	archive_add(&a, "archive/data/0", data, 100);
 	archive_gap(&a, 33);
 	archive_add(&a, "archive/data/1", data, 0);

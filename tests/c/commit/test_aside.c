@@ -602,7 +602,12 @@ TEST(every_thread_is_joined_in_the_end)
 	CHECK_EQ(nr_threads, 0);
 }
 
-int main(void)
+static void restore_calls(void)
+{
+	sfr_sys = real;
+}
+
+BEGIN
 {
 	dir = saving_dir();
 	saving_fill(&one, 1);
@@ -617,8 +622,6 @@ int main(void)
 	sfr_sys.thread_join = counted_join;
 	sfr_log_tune(PATIENCE_NS);
 	engine = saving_engine(64, 3, 8);
-	check_run();
-	sfr_sys = real;
-	saving_rmdir(dir);
-	return check_done();
+	check_at_end(restore_calls);
+	return true;
 }

@@ -93,14 +93,17 @@ TEST(abandoned_load_leaves_no_open_descriptor)
 	CHECK_EQ(nr_open(path), 0);
 }
 
-int main(void)
+static void end_engine(void)
+{
+	saving_end(engine);
+}
+
+BEGIN
 {
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	CHECK_EQ(sfr_inject_install(), 0);
 	engine = saving_engine(64, 1, 4);
-	check_run();
-	saving_end(engine);
-	saving_rmdir(dir);
-	return check_done();
+	check_at_end(end_engine);
+	return true;
 }

@@ -319,7 +319,7 @@ TEST(forked_child_is_refused_and_the_parents_saves_go_on)
 		CHECK_EQ(saving_content(dir, "child"), 1);
 		saving_end(engine);
 #endif
-		_exit(check_done() == 0 ? 0 : 1);
+		_exit(check__nr_failed == 0 ? 0 : 1);
 	}
 	CHECK(child > 0);
 	CHECK_EQ(waitpid(child, &status, 0), child);
@@ -436,15 +436,18 @@ TEST(worker_takes_the_only_entry_of_the_log)
 	drain();
 }
 
-int main(void)
+static void end_engine(void)
+{
+	saving_end(engine);
+}
+
+BEGIN
 {
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
 	engine = saving_engine(32, 2, 4);
-	check_run();
-	saving_end(engine);
-	saving_rmdir(dir);
-	return check_done();
+	check_at_end(end_engine);
+	return true;
 }

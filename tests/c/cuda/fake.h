@@ -187,8 +187,7 @@ static inline void fake_fill(void *arg)
 static uint64_t fake__random = 1;
 static inline uint32_t fake_rng(uint32_t below)
 {
-	fake__random = fake__random * 6364136223846793005u + 1442695040888963407u;
-	return (uint32_t)(fake__random >> 33) % below;
+	return check_draw(&fake__random, below);
 }
 
 #endif

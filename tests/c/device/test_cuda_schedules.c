@@ -384,13 +384,6 @@ static void one_schedule(uint64_t seed)
 	fake_end(engine);
 }
 
-static uint64_t number_from(const char *variable, uint64_t otherwise)
-{
-	const char *text = getenv(variable);
-
-	return text ? strtoull(text, NULL, 10) : otherwise;
-}
-
 static char again[128]; /* the command that repeats this schedule */
 
 static void hangs(int number)
@@ -405,8 +398,8 @@ static void hangs(int number)
 
 TEST(random_schedules_give_consistent_copies)
 {
-	uint64_t first = number_from("STILLFRAME_FIRST_SCHEDULE", 1);
-	uint64_t nr = number_from("STILLFRAME_SCHEDULES", 300);
+	uint64_t first = check_number("STILLFRAME_FIRST_SCHEDULE", 1);
+	uint64_t nr = check_number("STILLFRAME_SCHEDULES", 300);
 	bool say = getenv("STILLFRAME_SCHEDULES") || isatty(STDERR_FILENO);
 	time_t start = time(NULL), said = start;
 	unsigned nr_failed = 0;
@@ -459,12 +452,10 @@ TEST(random_schedules_give_consistent_copies)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-int main(void)
+BEGIN
 {
 	if (!fake_load())
-		return CHECK_SKIPPED;
+		return false;
 	dir = saving_dir();
-	check_run();
-	saving_rmdir(dir);
-	return check_done();
+	return true;
 }

@@ -395,9 +395,3 @@ TEST(a_missing_sync_would_be_noticed)
 {
 	in_each_base(missing_syncs);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

@@ -144,9 +144,3 @@ TEST(a_default_pool_is_halved_until_it_can_be_mapped)
 	CHECK_EQ(next_cap(4 * GIB), 4 * GIB);
 	sfr_sys = plain;
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

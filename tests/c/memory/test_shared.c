@@ -194,9 +194,3 @@ TEST(shared_pool_fails_without_memfd)
 	CHECK(pool == NULL);
 	sfr_inject_remove();
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

@@ -273,17 +273,10 @@ static void one_schedule(uint64_t seed)
 	fake_check_nothing_left();
 }
 
-static uint64_t number_from(const char *variable, uint64_t otherwise)
-{
-	const char *text = getenv(variable);
-
-	return text ? strtoull(text, NULL, 10) : otherwise;
-}
-
 TEST(random_schedules_give_consistent_copies)
 {
-	uint64_t first = number_from("STILLFRAME_FIRST_SCHEDULE", 1);
-	uint64_t nr = number_from("STILLFRAME_SCHEDULES", 150);
+	uint64_t first = check_number("STILLFRAME_FIRST_SCHEDULE", 1);
+	uint64_t nr = check_number("STILLFRAME_SCHEDULES", 150);
 	unsigned nr_failed = 0;
 
 	stream = fake.fake_cuda_stream(0);
@@ -305,10 +298,7 @@ TEST(random_schedules_give_consistent_copies)
 			      nr_failed);
 }
 
-int main(void)
+BEGIN
 {
-	if (!fake_load())
-		return CHECK_SKIPPED;
-	check_run();
-	return check_done();
+	return fake_load();
 }

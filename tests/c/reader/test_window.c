@@ -12,22 +12,12 @@
 #define LEN 100003u /* a multiple of nothing */
 
 static unsigned char content[LEN];
-static uint64_t rng_state = 0xda3e39cb94b95bdbu;
-
-static uint64_t rng(void)
-{
-	rng_state ^= rng_state << 13;
-	rng_state ^= rng_state >> 7;
-	rng_state ^= rng_state << 17;
-	return rng_state;
-}
-
 static int file_of_content(void)
 {
 	int fd = memfd_create("content", MFD_CLOEXEC);
 
 	for (size_t i = 0; i < LEN; i++)
-		content[i] = (unsigned char)rng();
+		content[i] = (unsigned char)check_random();
 	if (fd < 0 || pwrite(fd, content, LEN, 0) != (ssize_t)LEN)
 		abort();
 	return fd;
@@ -38,15 +28,16 @@ TEST(window_returns_the_files_bytes_for_any_request)
 	int fd = file_of_content();
 
 	for (int round = 0; round < 40; round++) {
-		size_t cap = SFR_PAGE * (2 + rng() % 8), piece = 1 + rng() % cap;
+		size_t cap = SFR_PAGE * (2 + check_random() % 8), piece = 1 + check_random() % cap;
 		struct sfr__window w;
 
 		if (!CHECK_EQ(sfr__window_init(&w, fd, 0, SFR__WAY_CACHE, cap, piece), 0))
 			continue;
 		CHECK((uintptr_t)w.buf % SFR_PAGE == 0);
 		for (int i = 0; i < 500; i++) {
-			uint64_t off = rng() % LEN, limit = off + rng() % (LEN - off + 1);
-			size_t len = rng() % (cap - SFR_PAGE), got;
+			uint64_t off = check_random() % LEN,
+				 limit = off + check_random() % (LEN - off + 1);
+			size_t len = check_random() % (cap - SFR_PAGE), got;
 			const unsigned char *bytes;
 
 			if (len > limit - off)
@@ -139,10 +130,4 @@ TEST(reading_populates_only_the_callers_pages)
 	sfr_sys.madvise = real_madvise;
 	CHECK_EQ(munmap(mem, 4 << 20), 0);
 	(void)close(fd);
-}
-
-int main(void)
-{
-	check_run();
-	return check_done();
 }

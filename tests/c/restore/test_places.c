@@ -16,7 +16,7 @@ static struct archive with_shared_pieces(void)
 	struct archive a = archive_torch();
 
 	for (size_t i = 0; i < sizeof(data); i++)
-		data[i] = (unsigned char)rng();
+		data[i] = (unsigned char)check_random();
 	for (size_t i = 0; i < NR_DATA; i++) {
 		(void)snprintf(names[i], sizeof(names[i]), "archive/data/%zu", i);
 		archive_add(&a, names[i], data + i, 1777 * i + 1);
@@ -104,7 +104,7 @@ TEST(records_can_be_requested_in_any_order)
 	ask_in_order(&a, fd, order);
 	for (unsigned run = 0; run < 20; run++) {
 		for (uint64_t i = a.nr - 1; i > 0; i--) {
-			const uint64_t other = rng() % (i + 1), here = order[i];
+			const uint64_t other = check_random() % (i + 1), here = order[i];
 
 			order[i] = order[other];
 			order[other] = here;
@@ -220,10 +220,4 @@ TEST(archive_of_another_program_is_never_called_damaged)
 	sfr_limits_reset();
 	(void)close(fd);
 	archive_free(&a);
-}
-
-int main(void)
-{
-	check_run();
-	return check_done();
 }

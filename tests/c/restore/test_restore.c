@@ -88,7 +88,7 @@ static struct archive large(void)
 	unsigned char *data = malloc(4 * PIECE);
 
 	for (size_t i = 0; i < 4 * PIECE; i++)
-		data[i] = (unsigned char)rng();
+		data[i] = (unsigned char)check_random();
 	for (size_t i = 0; i < sizeof(lens) / sizeof(lens[0]); i++) {
 		(void)snprintf(names[i], sizeof(names[i]), "archive/data/%zu", i);
 		archive_add(&a, names[i], data + i, lens[i]);
@@ -111,7 +111,7 @@ static struct archive crossing(size_t left)
 	unsigned char *data = malloc(PIECE);
 
 	for (size_t i = 0; i < PIECE; i++)
-		data[i] = (unsigned char)rng();
+		data[i] = (unsigned char)check_random();
 	archive_add(&a, "archive/data.pkl", "\x80\x02}q\x00.", 6);
 	archive_add(&a, "archive/.storage_alignment", "4096", 4);
 	archive_add(&a, "archive/version", "3\n", 2);
@@ -525,10 +525,4 @@ TEST(bare_records_of_a_file_that_became_shorter_are_damaged)
 	CHECK_EQ(len, 0);
 	sfr_restore_free(r);
 	(void)close(fd);
-}
-
-int main(void)
-{
-	check_run();
-	return check_done();
 }

@@ -114,12 +114,4 @@ static inline bool list_begin(void)
 	return true;
 }
 
-static inline void list_end(void)
-{
-	free(memory);
-	free(expected);
-	free(got);
-	saving_rmdir(dir);
-}
-
 #endif

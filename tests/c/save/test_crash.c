@@ -282,19 +282,17 @@ static void rebuild(int nr, const char *where)
 
 TEST(next_run_can_save_after_any_crash)
 {
-	unsigned random = 1;
-
 	record_an_overwrite();
 	for (int nr = 1; nr <= crash.nr_ops; nr++) {
-		const char *where = saving_dir();
+		const char *where = dir_make("/tmp");
 		struct sfr_engine *engine;
 		struct saving_state s;
 		int found;
 
 		crash__mark_synced(nr);
 		for (int i = 0; i < nr; i++) {
-			random = random * 1103515245u + 12345u;
-			crash.ops[i].choice = crash.ops[i].synced ? CRASH_WHOLE : random >> 16 & 1;
+			crash.ops[i].choice =
+				crash.ops[i].synced ? CRASH_WHOLE : check_random() & 1;
 		}
 		rebuild(nr, where);
 		found = saving_content(where, "a");
@@ -306,21 +304,22 @@ TEST(next_run_can_save_after_any_crash)
 		/* their names have this boot's id */
 		CHECK_EQ(dir_count(where, TEMPORARIES, NULL), 0);
 		saving_end(engine);
-		saving_rmdir(where);
+		dir_remove(where);
 	}
 	CHECK_EQ(sfr_log_stop(), 0);
 }
 
-int main(void)
+static void print_states(void)
+{
+	(void)printf("  %llu states in all\n", (unsigned long long)nr_states);
+}
+
+BEGIN
 {
 	const char *mode = getenv("CHECK_CRASH");
-	static char own[PATH_MAX];
 
 	full = mode && strcmp(mode, "full") == 0;
-	CHECK(snprintf(own, sizeof(own), "%s", saving_dir()) < PATH_MAX);
-	dir = own;
-	check_run();
-	(void)printf("  %llu states in all\n", (unsigned long long)nr_states);
-	saving_rmdir(dir);
-	return check_done();
+	dir = saving_dir();
+	check_at_end(print_states);
+	return true;
 }

@@ -281,12 +281,10 @@ TEST(remove_runs_after_a_failed_link)
 	saving_end(engine);
 }
 
-int main(void)
+BEGIN
 {
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
-	check_run();
-	saving_rmdir(dir);
-	return check_done();
+	return true;
 }

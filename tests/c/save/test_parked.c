@@ -259,11 +259,9 @@ TEST(save_fails_without_memory_for_a_buffer)
 	sfr_inject_remove();
 }
 
-int main(void)
+BEGIN
 {
 	if (!list_begin())
-		return EXIT_FAILURE;
-	check_run();
-	list_end();
-	return check_done();
+		exit(EXIT_FAILURE);
+	return true;
 }

@@ -581,14 +581,12 @@ TEST(every_arrow_of_the_diagram_was_taken)
 			CHECK_EQ(sfr__ticket_arrows(from, to), 0);
 }
 
-int main(void)
+BEGIN
 {
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr__host_tune(4096, 8192); /* so that copiers help with small copies too */
-	check_run();
-	saving_rmdir(dir);
-	return check_done();
+	return true;
 }

@@ -378,7 +378,7 @@ TEST(shared_work_is_served_by_rank_and_then_by_age)
 	saving_end(engine);
 }
 
-int main(void)
+BEGIN
 {
 	dir = saving_dir();
 	for (int i = 0; i < NR_SOURCES; i++) {
@@ -386,13 +386,9 @@ int main(void)
 
 		bytes[i] = malloc(most);
 		if (!bytes[i])
-			return EXIT_FAILURE;
+			exit(EXIT_FAILURE);
 		for (uint64_t k = 0; k < most; k++)
 			bytes[i][k] = (unsigned char)((k + (uint64_t)i * 7919) * 2654435761u >> 13);
 	}
-	check_run();
-	for (int i = 0; i < NR_SOURCES; i++)
-		free(bytes[i]);
-	saving_rmdir(dir);
-	return check_done();
+	return true;
 }

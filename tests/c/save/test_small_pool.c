@@ -22,12 +22,6 @@ static struct saving_state one;
 
 /* ---- any layout, any pool, several threads ---- */
 
-static uint32_t draw(uint64_t *random, uint32_t below)
-{
-	*random = *random * 6364136223846793005u + 1442695040888963407u;
-	return (uint32_t)(*random >> 33) % below;
-}
-
 /* One thread's saves. Their bytes identify the save and the source. */
 struct saver {
 	struct sfr_engine *engine;
@@ -42,9 +36,9 @@ static uint64_t draw_len(uint64_t *random)
 {
 	static const uint64_t lens[] = { 0,         1,     63,        64,        4096,
 					 BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, MAX_LEN };
-	uint32_t i = draw(random, 2 * sizeof(lens) / sizeof(lens[0]));
+	uint32_t i = check_draw(random, 2 * sizeof(lens) / sizeof(lens[0]));
 
-	return i < sizeof(lens) / sizeof(lens[0]) ? lens[i] : draw(random, MAX_LEN);
+	return i < sizeof(lens) / sizeof(lens[0]) ? lens[i] : check_draw(random, MAX_LEN);
 }
 
 static unsigned char value(unsigned thread, unsigned save, unsigned source, uint64_t at)
@@ -105,7 +99,8 @@ static int submit_in_slices(struct sfr_ticket *t)
 static void save_one(struct saver *s, unsigned save)
 {
 	struct sfr_source sources[MAX_SOURCES];
-	uint32_t nr_sources = draw(&s->random, MAX_SOURCES + 1), fate = draw(&s->random, 8);
+	uint32_t nr_sources = check_draw(&s->random, MAX_SOURCES + 1),
+		 fate = check_draw(&s->random, 8);
 	struct sfr_report report;
 	struct sfr_ticket *t;
 	char name[32];
@@ -119,7 +114,7 @@ static void save_one(struct saver *s, unsigned save)
 		sources[i] = (struct sfr_source){
 			.addr = (uint64_t)(uintptr_t)s->bytes[i],
 			.nbytes = len,
-			.lane = draw(&s->random, 2) ? SFR_CAPTURED : SFR_LANE_HOST,
+			.lane = check_draw(&s->random, 2) ? SFR_CAPTURED : SFR_LANE_HOST,
 		};
 	}
 	const struct sfr_save_desc desc = { .dir = dir,
@@ -172,9 +167,9 @@ static void one_round(uint64_t seed, int *durable, int *cancelled)
 {
 	static struct saver savers[NR_THREADS];
 	uint64_t random = seed;
-	uint32_t nr_blocks = 1 + draw(&random, 3), nr_writers = 1 + draw(&random, 3);
+	uint32_t nr_blocks = 1 + check_draw(&random, 3), nr_writers = 1 + check_draw(&random, 3);
 	struct sfr_engine *engine =
-		saving_engine(nr_blocks, nr_writers, 1 + draw(&random, NR_THREADS));
+		saving_engine(nr_blocks, nr_writers, 1 + check_draw(&random, NR_THREADS));
 	int failed = check__nr_failed;
 	pthread_t threads[NR_THREADS];
 
@@ -200,11 +195,11 @@ static void one_round(uint64_t seed, int *durable, int *cancelled)
 
 TEST(any_layout_is_saved_through_any_small_pool)
 {
-	const char *seed = getenv("CHECK_SEED");
+	uint64_t seed = check_number("CHECK_SEED", 0);
 	int durable = 0, cancelled = 0;
 
 	if (seed) {
-		one_round(strtoull(seed, NULL, 10), &durable, &cancelled);
+		one_round(seed, &durable, &cancelled);
 		return;
 	}
 	for (uint64_t i = 1; i <= NR_ROUNDS; i++)
@@ -360,14 +355,17 @@ TEST(close_waits_for_warm_up_and_trim)
 	}
 }
 
-int main(void)
+static void stop_log(void)
+{
+	CHECK_EQ(sfr_log_stop(), 0);
+}
+
+BEGIN
 {
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr__host_tune(4096, 8192); /* so that copiers help with small copies too */
-	check_run();
-	CHECK_EQ(sfr_log_stop(), 0);
-	saving_rmdir(dir);
-	return check_done();
+	check_at_end(stop_log);
+	return true;
 }

@@ -422,9 +422,3 @@ TEST(many_threads_cut_lots_at_once)
 	CHECK_EQ(leased(engine), 0);
 	sfr_engine_put(engine);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

@@ -466,9 +466,3 @@ TEST(every_arrow_of_the_diagram_was_taken_and_no_other)
 		for (unsigned to = 0; to < SFR__NR_SNAPSHOT_STATES; to++)
 			CHECK_EQ(sfr__snapshot_arrows(from, to) != 0, drawn[from][to]);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

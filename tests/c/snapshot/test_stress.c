@@ -17,12 +17,6 @@ enum { BLOCK = SAVING_BLOCK, NR_ROUNDS = 12, NR_TURNS = 12, NR_NAMES = 3 };
 static const char *dir;
 static struct saving_state state;
 
-static uint32_t draw(uint64_t *random, uint32_t below)
-{
-	*random = *random * 6364136223846793005u + 1442695040888963407u;
-	return (uint32_t)(*random >> 33) % below;
-}
-
 struct actor {
 	pthread_t thread;
 	struct sfr_engine *engine;
@@ -32,7 +26,7 @@ struct actor {
 
 static void name_of(struct actor *me, char name[8])
 {
-	(void)snprintf(name, 8, "%c.pt", 'a' + (int)draw(&me->random, NR_NAMES));
+	(void)snprintf(name, 8, "%c.pt", 'a' + (int)check_draw(&me->random, NR_NAMES));
 }
 
 static void save(struct actor *me)
@@ -47,13 +41,13 @@ static void save(struct actor *me)
 		sfr_ticket_put(t);
 		return;
 	}
-	if (sfr_save_capture(t, SFR_FOREVER) != 0 || draw(&me->random, 8) == 0)
+	if (sfr_save_capture(t, SFR_FOREVER) != 0 || check_draw(&me->random, 8) == 0)
 		sfr_save_abandon(t); /* snapshots hold every block, or the caller raises */
 	else
 		CHECK_EQ(sfr_save_launch(t), 0);
-	if (draw(&me->random, 4) == 0)
+	if (check_draw(&me->random, 4) == 0)
 		(void)sfr_save_cancel(t);
-	if (draw(&me->random, 2) == 0)
+	if (check_draw(&me->random, 2) == 0)
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	while (sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000) == SFR_EAGAIN)
 		;
@@ -67,8 +61,8 @@ static void snap(struct actor *me)
 	const uint64_t most = 3 * BLOCK;
 	const struct sfr_source source = {
 		.addr = (uint64_t)(uintptr_t)state.bytes,
-		.nbytes = 1 + draw(&me->random, (uint32_t)most),
-		.lane = draw(&me->random, 2) ? SFR_LANE_HOST : SFR_CAPTURED,
+		.nbytes = 1 + check_draw(&me->random, (uint32_t)most),
+		.lane = check_draw(&me->random, 2) ? SFR_LANE_HOST : SFR_CAPTURED,
 	};
 	struct sfr_snapshot *s;
 	int64_t torn;
@@ -88,11 +82,11 @@ static void snap(struct actor *me)
 
 static void resize(struct actor *me)
 {
-	if (draw(&me->random, 2) == 0)
-		(void)sfr_engine_warm_up(me->engine, draw(&me->random, 8 * BLOCK));
+	if (check_draw(&me->random, 2) == 0)
+		(void)sfr_engine_warm_up(me->engine, check_draw(&me->random, 8 * BLOCK));
 	else
 		(void)sfr_engine_trim(me->engine);
-	(void)usleep(draw(&me->random, 500));
+	(void)usleep(check_draw(&me->random, 500));
 }
 
 /* Checks a file: it is one of those saved, or missing. Or removes it. */
@@ -103,7 +97,7 @@ static void check_or_remove(struct actor *me)
 	int found;
 
 	name_of(me, name);
-	if (draw(&me->random, 3) == 0) {
+	if (check_draw(&me->random, 3) == 0) {
 		(void)sfr__file_remove(dir_path(dir, name), NULL, &err);
 		return;
 	}
@@ -154,13 +148,13 @@ static void one_round(uint64_t seed)
 	enum { NR = sizeof(turns) / sizeof(turns[0]) };
 	static const char *const calls[] = { "pwrite", "fdatasync", "rename", "malloc", "madvise" };
 	uint64_t random = seed;
-	const struct sfr_engine_opts opts = { .pool_bytes = (1 + draw(&random, 6)) * BLOCK,
+	const struct sfr_engine_opts opts = { .pool_bytes = (1 + check_draw(&random, 6)) * BLOCK,
 					      .block_bytes = BLOCK,
-					      .nr_writers = 1 + draw(&random, 3),
-					      .max_in_flight = 1 + draw(&random, 3),
-					      .nr_copiers = draw(&random, 3) };
-	const struct sfr_fault fault = { .call = calls[draw(&random, 5)],
-					 .nth = 1 + draw(&random, 60),
+					      .nr_writers = 1 + check_draw(&random, 3),
+					      .max_in_flight = 1 + check_draw(&random, 3),
+					      .nr_copiers = check_draw(&random, 3) };
+	const struct sfr_fault fault = { .call = calls[check_draw(&random, 5)],
+					 .nth = 1 + check_draw(&random, 60),
 					 .err = EIO,
 					 .limit = -1 };
 	struct actor actors[NR];
@@ -188,9 +182,9 @@ static void one_round(uint64_t seed)
 
 TEST(everything_at_once_ends_and_leaves_nothing_behind)
 {
-	const char *seconds = getenv("CHECK_STRESS_S"), *seed_text = getenv("CHECK_SEED");
-	uint64_t seed = seed_text ? strtoull(seed_text, NULL, 0) : (uint64_t)time(NULL);
-	uint64_t end = seconds ? sfr__now_ns() + strtoull(seconds, NULL, 0) * 1000000000u : 0;
+	uint64_t seed = check_number("CHECK_SEED", (uint64_t)time(NULL));
+	uint64_t seconds = check_number("CHECK_STRESS_S", 0);
+	uint64_t end = seconds ? sfr__now_ns() + seconds * 1000000000u : 0;
 
 	for (int round = 0; end != 0 ? sfr__now_ns() < end : round < NR_ROUNDS; round++) {
 		int before = check__nr_failed;
@@ -206,19 +200,22 @@ TEST(everything_at_once_ends_and_leaves_nothing_behind)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
-int main(void)
-{
-	pthread_t listener;
+static pthread_t listener;
 
+static void stop_listener(void)
+{
+	sfr_notice_stop();
+	CHECK_EQ(pthread_join(listener, NULL), 0);
+}
+
+BEGIN
+{
 	dir = saving_dir();
 	saving_fill(&state, 7);
 	(void)saving_on_host();
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(pthread_create(&listener, NULL, listen, NULL), 0);
 	sfr__host_tune(4096, 8192); /* so that copiers help with small copies too */
-	check_run();
-	sfr_notice_stop();
-	CHECK_EQ(pthread_join(listener, NULL), 0);
-	saving_rmdir(dir);
-	return check_done();
+	check_at_end(stop_listener);
+	return true;
 }

@@ -425,9 +425,3 @@ TEST(failed_copy_ends_after_the_chunks_being_copied)
 	CHECK_EQ(stats.leased_bytes, 0);
 	end(engine);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

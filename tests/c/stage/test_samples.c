@@ -233,9 +233,3 @@ TEST(single_row_may_be_anywhere)
 	}
 	CHECK(least < 50 && most > 1000 - LINE - 50 && most <= 1000 - LINE);
 }
-
-int main(void)
-{
-	check_run();
-	return check_done();
-}

@@ -21,7 +21,6 @@ from fix_checkpoints import (
     by_stillframe,
     flip,
     offset_of_storage,
-    open_descriptors,
     pack,
     same,
     saving,
@@ -50,13 +49,7 @@ class Refused:
         return refuse, (1,)
 
 
-@pytest.fixture(autouse=True)
-def no_descriptor_is_left():
-    before = set(open_descriptors())
-    yield
-    # Descriptors of earlier tests' saves may have been closed meanwhile.
-    left = set(open_descriptors()) - before
-    assert not left, [os.readlink(f"/proc/self/fd/{fd}") for fd in left]
+pytestmark = pytest.mark.usefixtures("no_descriptor_is_left")
 
 
 def whole(path):

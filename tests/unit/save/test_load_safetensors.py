@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from fix_checkpoints import open_descriptors
 from fix_processes import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,11 +24,7 @@ from stillframe.errors import CorruptCheckpointError, StillframeError
 TORCH = {name: getattr(torch, word) for name, (_, word) in DTYPES.items() if word}
 
 
-@pytest.fixture(autouse=True)
-def no_descriptor_is_left():
-    before = open_descriptors()
-    yield
-    assert open_descriptors() == before
+pytestmark = pytest.mark.usefixtures("no_descriptor_is_left")
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -27,7 +27,6 @@ from fix_checkpoints import (
     flip,
     legacy,
     offset_of_storage,
-    open_descriptors,
     small_state,
     sparse,
     unprivileged,
@@ -42,11 +41,7 @@ from stillframe._shell import verify as checks
 DAMAGES = ["truncated", "empty", "zeros", "flipped"]
 
 
-@pytest.fixture(autouse=True)
-def no_descriptor_is_left():
-    before = open_descriptors()
-    yield
-    assert open_descriptors() == before
+pytestmark = pytest.mark.usefixtures("no_descriptor_is_left")
 
 
 def damaged(kind, path):

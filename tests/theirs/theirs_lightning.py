@@ -1,6 +1,6 @@
 """Lightning's own checkpoint tests, with our plugin as every Trainer's default.
 
-    python tests/lightning/theirs.py CHECKOUT [--delay 0 0.3 ...] [--only sync stock ours] [-k ...]
+    python tests/theirs/theirs_lightning.py CHECKOUT [--delay 0 0.3] [--only ours ...] [-k ...]
 
 CHECKOUT is a directory with Lightning's sources, of the version that is installed:
 
@@ -8,8 +8,8 @@ CHECKOUT is a directory with Lightning's sources, of the version that is install
 
 Runs the tests synchronously (as Lightning saves by itself), with Lightning's AsyncCheckpointIO and
 with ours, the latter two once for each delay: the seconds by which the disk is slower for each
-file. Prints a table, and each test that passes synchronously and with ours does not. Exit status
-1 if there is one, 2 for wrong usage.
+file. Prints the outcomes, and each test that passes synchronously and with ours does not. Exit
+status 1 if there is one, 2 for wrong usage.
 
 The tests want `jsonargparse[signatures]` and `tensorboard` for some of their own; what fails
 synchronously for want of a package is not counted against anybody.
@@ -25,15 +25,13 @@ epoch and wants one file there, complete, which no save that lets training go on
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from theirs import HERE, counts, lost, run
+
 TESTS = (
     "checkpointing",
     "callbacks/test_model_checkpoint_additional_cases.py",
@@ -50,7 +48,6 @@ TESTS = (
 )
 # It needs checkpoints of old versions, which it downloads.
 IGNORED = ("checkpointing/test_legacy_checkpoints.py",)
-TIMEOUT_S = 120  # of one test
 
 
 def arguments() -> argparse.Namespace:
@@ -77,40 +74,20 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def run(given: argparse.Namespace, kind: str, delay: float) -> dict[str, str]:
+def run_all(given: argparse.Namespace, kind: str, delay: float) -> dict[str, str]:
     """Run the tests and return the outcome of each."""
     tests = given.checkout / "tests"
     wanted = given.tests or [each for each in TESTS if (tests / "tests_pytorch" / each).exists()]
-    with tempfile.TemporaryDirectory() as directory:
-        outcomes = Path(directory) / "outcomes.json"
-        command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short"]
-        # The checkout's own options are not used, because they need plugins.
-        command += ["-c", os.devnull, f"--rootdir={tests}", "-W", "ignore"]
-        command += ["-p", "their_default", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}"]
-        command += [f"--basetemp={directory}/tmp"]
-        command += [f"--ignore=tests_pytorch/{each}" for each in IGNORED]
-        command += [] if given.k is None else ["-k", given.k]
-        command += [f"tests_pytorch/{each}" for each in wanted]
-        log = Path(tempfile.gettempdir()) / f"theirs-{kind}-{delay:g}.log"
-        with log.open("w") as file:
-            subprocess.run(
-                command,
-                cwd=tests,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join([str(HERE), str(tests), *sys.path[1:]]),
-                    "THEIRS_WITH": kind,
-                    "THEIRS_DELAY": str(delay),
-                    "THEIRS_OUTCOMES": str(outcomes),
-                },
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-        if not outcomes.exists() or not json.loads(outcomes.read_text()):
-            print(log.read_text()[-4000:], file=sys.stderr)
-            raise SystemExit(f"the tests did not run; all they said is in {log}")
-        return json.loads(outcomes.read_text())
+    return run(
+        kind,
+        [Path("tests_pytorch", each) for each in wanted],
+        root=tests,
+        cwd=tests,
+        k=given.k,
+        options=["-p", "their_lightning", *(f"--ignore=tests_pytorch/{each}" for each in IGNORED)],
+        first=[HERE, tests],
+        THEIRS_DELAY=str(delay),
+    )
 
 
 def main() -> int:
@@ -120,21 +97,15 @@ def main() -> int:
         (kind, delay) for kind in ("stock", "ours") if kind in given.only for delay in given.delay
     ]
     print(f"Lightning {version('lightning')}, tests of {given.checkout}")
-    print(
-        "| with | disk slower by | passed | failed | skipped |\n|---|---|---|---|---|", flush=True
-    )
     found = {}
     for kind, delay in plan:
-        outcomes = found[kind, delay] = run(given, kind, delay)
-        counts = [list(outcomes.values()).count(each) for each in ("passed", "failed", "skipped")]
-        print(f"| {kind} | {delay:g} s |", *(f"{count} |" for count in counts), flush=True)
-    good = {name for name, each in found.get(("sync", 0.0), {}).items() if each == "passed"}
+        found[kind, delay] = run_all(given, kind, delay)
+        print(f"{kind}, disk slower by {delay:g} s: {counts(found[kind, delay])}", flush=True)
     worse = 0
     for (kind, delay), outcomes in found.items():
-        lost = sorted(good - {name for name, each in outcomes.items() if each == "passed"})
-        if kind == "ours":
-            worse += len(lost)
-        for name in lost:
+        names = lost(found.get(("sync", 0.0), {}), outcomes)
+        worse += len(names) if kind == "ours" else 0
+        for name in names:
             print(f"passes synchronously, not with {kind} and {delay:g} s: {name}")
     return 1 if worse else 0
 

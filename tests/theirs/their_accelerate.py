@@ -1,15 +1,12 @@
-"""A pytest plugin for Accelerate's own tests: puts our functions into its class, records outcomes.
+"""A pytest plugin for Accelerate's own tests: puts our functions into its class.
 
-`theirs_accelerate.py` sets the environment: THEIRS_WITH (stock or ours), THEIRS_OUTCOMES (a file).
+`theirs.py` sets THEIRS_WITH (stock or ours).
 """
 
-import json
 import os
 import pathlib
 
 from accelerate import Accelerator
-
-outcomes: dict[str, str] = {}
 
 
 def save_state(accelerator, *args, **kwargs):
@@ -28,13 +25,3 @@ if os.environ["THEIRS_WITH"] == "ours":
 
     Accelerator.save_state = save_state
     Accelerator.load_state = stillframe.accelerate.load_state
-
-
-def pytest_runtest_logreport(report):
-    if report.when == "call" or report.outcome != "passed":
-        outcomes[report.nodeid] = report.outcome
-
-
-def pytest_sessionfinish(session):
-    with open(os.environ["THEIRS_OUTCOMES"], "w") as file:
-        json.dump(outcomes, file)

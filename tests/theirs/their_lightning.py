@@ -1,11 +1,10 @@
-"""A pytest plugin for Lightning's own tests: sets a default CheckpointIO and records outcomes.
+"""A pytest plugin for Lightning's own tests: sets a default CheckpointIO.
 
-`theirs.py` sets the environment: THEIRS_WITH (sync, stock or ours) selects the CheckpointIO of
-Trainers without one, THEIRS_DELAY delays each save by some seconds, and THEIRS_OUTCOMES is a file.
+`theirs_lightning.py` sets the environment: THEIRS_WITH (sync, stock or ours) selects the
+CheckpointIO of Trainers without one, and THEIRS_DELAY delays each save by some seconds.
 """
 
 import functools
-import json
 import os
 import tempfile
 import time
@@ -17,7 +16,6 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 
 WITH = os.environ["THEIRS_WITH"]
 DELAY_S = float(os.environ["THEIRS_DELAY"])
-outcomes: dict[str, str] = {}
 
 
 class SlowTorch(TorchCheckpointIO):
@@ -82,13 +80,3 @@ def a_slow_disk():
             stillframe.wait_all(timeout=60)
         except stillframe.StillframeError as error:
             print(f"nobody looked at: {error}")
-
-
-def pytest_runtest_logreport(report):
-    if report.when == "call" or report.outcome != "passed":
-        outcomes[report.nodeid] = report.outcome
-
-
-def pytest_sessionfinish(session):
-    with open(os.environ["THEIRS_OUTCOMES"], "w") as file:
-        json.dump(outcomes, file)

@@ -1,6 +1,6 @@
 """PyTorch's own tests of distributed checkpoints, with stillframe's writer and stager for its own.
 
-    python tests/dcp/theirs_dcp.py CHECKOUT [--only stock ours] [-k ...] [FILE ...]
+    python tests/theirs/theirs_dcp.py CHECKOUT [--only stock ours] [-k ...] [FILE ...]
 
 CHECKOUT is a directory with PyTorch's sources, of about the version that is installed, or only
 with its `test/distributed/checkpoint`.
@@ -21,16 +21,12 @@ e2e/test_e2e_save_and_load.py, 12 tests save with a writer or stager. Of these, 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree
 from pathlib import Path
 
 import torch
+from theirs import HERE, counts, lost, run
 
-HERE = Path(__file__).resolve().parent
 FOLDER = Path("test/distributed/checkpoint")
 FILES = (
     "e2e/test_e2e_save_and_load.py",
@@ -51,7 +47,6 @@ FILES = (
     "test_tp_checkpoint.py",
     "test_utils.py",
 )
-TIMEOUT_S = 120  # of one test
 
 # The reasons why tests pass with PyTorch's classes and fail with ours.
 ROT13 = "TestDistributedStateDictSaveLoadRot13.test_read_write_tensor_and_blob_thread_count_"
@@ -75,55 +70,25 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def run(given: argparse.Namespace, kind: str) -> dict[str, str]:
-    """Run the tests and return the outcome of each."""
-    outcomes: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        results, log = Path(directory) / "results.xml", Path(tempfile.gettempdir())
-        log = log / f"dcp-theirs-{kind}.log"
-        command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short"]
-        # The checkout's own options are not used, because they need plugins.
-        command += ["-c", os.devnull, f"--rootdir={given.checkout}", "-W", "ignore"]
-        command += ["-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", f"--junitxml={results}"]
-        command += [f"--basetemp={directory}/tmp"]
-        command += [] if given.k is None else ["-k", given.k]
-        command += [str(FOLDER / each) for each in given.files]
-        paths = [str(HERE / "their_site"), *filter(None, sys.path[1:])]
-        environment = {"PYTHONPATH": os.pathsep.join(paths), "THEIRS_WITH": kind}
-        with log.open("w") as file:
-            subprocess.run(
-                command,
-                cwd=given.checkout,
-                env={**os.environ, **environment},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-        if not results.exists():
-            print(log.read_text()[-4000:], file=sys.stderr)
-            raise SystemExit(f"the tests did not run; all they said is in {log}")
-        for case in xml.etree.ElementTree.parse(results).iter("testcase"):
-            found = {each.tag for each in case} & {"failure", "error", "skipped"}
-            name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
-            outcomes[name] = "skipped" if "skipped" in found else "failed" if found else "passed"
-    return outcomes
-
-
 def main() -> int:
     given = arguments()
     print(f"torch {torch.__version__}, tests of {given.checkout}")
-    print("| with | passed | failed | skipped |\n|---|---|---|---|", flush=True)
     found: dict[str, dict[str, str]] = {}
     for kind in given.only:
-        found[kind] = run(given, kind)
-        outcomes = list(found[kind].values())
-        counts = [outcomes.count(each) for each in ("passed", "failed", "skipped")]
-        print(f"| {kind} |", *(f"{count} |" for count in counts), flush=True)
+        found[kind] = run(
+            kind,
+            [FOLDER / each for each in given.files],
+            root=given.checkout,
+            cwd=given.checkout,
+            k=given.k,
+            first=[HERE / "their_site"],
+        )
+        print(f"{kind}: {counts(found[kind])}", flush=True)
     worse = 0
-    for name, outcome in found.get("ours", {}).items():
-        if outcome != "passed" and found.get("stock", {}).get(name) == "passed":
-            worse += name not in EXPECTED
-            print(f"passes with PyTorch's parts, not with ours: {name}: {EXPECTED.get(name, '?')}")
+    for name in lost(found.get("stock", {}), found.get("ours", {})):
+        why = next((why for end, why in EXPECTED.items() if name.endswith(end)), None)
+        worse += why is None
+        print(f"passes with PyTorch's parts, not with ours: {name}: {why or '?'}")
     return 1 if worse else 0
 
 
