@@ -19,15 +19,17 @@ from types import TracebackType
 from torch import Tensor
 
 from stillframe import _core
-from stillframe._base import paths
+from stillframe._base import paths, urls
 from stillframe._base.calls import inside
 from stillframe._save import completion, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.core_save import CoreSave
 from stillframe._save.directory import DirectorySave
-from stillframe._save.engine import Engine, Path, limits_of, note_use, submit
+from stillframe._save.engine import Engine, Path, limits_of, note_use
 from stillframe._save.handle import SaveHandle, SkippedSave, wait_for_end
+from stillframe._save.objects import objects_save
 from stillframe._save.options import Format, OnDurable, SaveOptions, Size, format_of
+from stillframe._save.remote import StorageOptions
 from stillframe._save.shards import split
 from stillframe.errors import BusyError, StillframeError
 
@@ -38,6 +40,7 @@ def checkpoint(
     durable: bool = True,
     overlap: bool = True,
     on_durable: OnDurable | None = None,
+    storage_options: StorageOptions = None,
     engine: Engine | None = None,
 ) -> Checkpoint:
     """Save several files that become visible together, as the directory `path`.
@@ -60,16 +63,23 @@ def checkpoint(
     that holds anything else. On a file system that cannot exchange two directories (NFS), the path
     is missing for a moment; see docs/guarantees.md.
 
+    At a URL the files are objects below it. They are sent while the block goes on; what others
+    write into `files.path`, a local directory, is sent when it has ended. A small object,
+    `.stillframe.json`, is written last and makes them one checkpoint: `exists` and `latest` take
+    objects without it for none. To replace a checkpoint, its marker is removed first, once all
+    bytes of the new one are in the store.
+
     If the block raises, or any file fails, nothing of the checkpoint is left, and the old directory
     stays. Files that `load`, `exists` and `remove` find below `path` are those at their place in
     the order of submission.
 
     Args:
-        path: The directory. Links are followed; its parent must exist.
+        path: The directory. Links are followed; its parent must exist. Or a URL.
         durable: Sync everything. False skips all syncs, also of files that others write.
         overlap: False copies everything during the calls.
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the directory
             is durable.
+        storage_options: See `async_save`.
         engine: The engine to use, `default_engine()` by default. The whole takes one of its
             `max_in_flight` slots, when the block begins.
 
@@ -77,15 +87,16 @@ def checkpoint(
         A context manager, which gives itself: `.path`, `.save`, `.handle`.
 
     Raises:
-        TypeError, ValueError: Unusable arguments, a `scheme://` path among them.
+        TypeError, ValueError: Unusable arguments.
         SaveError: (phase "open", when the block begins) The parent is missing or not writable, or
             the path is not a directory.
         BusyError, ForkError, StillframeError: (when the block begins) See `Engine`. With
             `when_busy="skip"` the block runs, nothing of it is kept, and the handle is "skipped".
     """
-    paths.as_text(path)
+    if not urls.is_remote(path):
+        urls.refuse_options(path, storage_options)
     options = SaveOptions(overlap=overlap, durable=durable, on_durable=on_durable)
-    return Checkpoint(path, options, engine_or_default(engine))
+    return Checkpoint(path, options, engine_or_default(engine), storage_options)
 
 
 class Checkpoint:
@@ -94,9 +105,16 @@ class Checkpoint:
     _save: DirectorySave | None = None
     _skipped: SkippedSave | None = None
 
-    def __init__(self, path: Path, options: SaveOptions, engine: Engine) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: SaveOptions,
+        engine: Engine,
+        storage_options: StorageOptions = None,
+    ) -> None:
         self._given = path
-        self._text = paths.as_text(path)
+        self._text = urls.shown(path) if urls.is_remote(path) else paths.as_text(path)
+        self._storage_options = storage_options
         self._options = options
         self._engine = engine
 
@@ -198,19 +216,15 @@ class Checkpoint:
 
     def _begin(self, entered: float, nested: bool) -> None:
         ordered.refuse_inside()  # the call may wait for a slot
-        durable = self._options.durable
-        target = paths.target(
-            self._given, follow_link=True, create_parents=False, durable=durable, directory=True
-        )
         completion.completion.start()
-        self._save = save = DirectorySave(
-            self._text,
-            self._given,
-            self._options.on_durable,
-            entered=entered,
-            folder=_core.Folder(target.directory, target.name, durable),
-            key=os.path.join(target.directory, target.name),
-        )
+        save: DirectorySave
+        if urls.is_remote(self._given):
+            save = objects_save(
+                self._given, self._storage_options, self._options.on_durable, entered=entered
+            )
+        else:
+            save = self._directory_save(entered)
+        self._save = save
         try:
             save.take_slot(self._engine, nested=nested)
         except BusyError:
@@ -219,6 +233,20 @@ class Checkpoint:
             self._skipped = SkippedSave(self._text)
         save.open()
         note_use(self._engine)
+
+    def _directory_save(self, entered: float) -> DirectorySave:
+        durable = self._options.durable
+        target = paths.target(
+            self._given, follow_link=True, create_parents=False, durable=durable, directory=True
+        )
+        return DirectorySave(
+            self._text,
+            self._given,
+            self._options.on_durable,
+            entered=entered,
+            folder=_core.Folder(target.directory, target.name, durable),
+            key=os.path.join(target.directory, target.name),
+        )
 
     def _leave(self, why: str) -> None:
         """Give the save up if it is still open, unless a forked child calls this."""
@@ -249,11 +277,6 @@ class Checkpoint:
         if self._skipped is not None:
             return
         made: list[CoreSave] = []
-
-        def before_launch(file: CoreSave) -> None:
-            made.append(file)
-            save.add(file)
-
         try:
             options = SaveOptions(
                 overlap=self._options.overlap,
@@ -264,9 +287,8 @@ class Checkpoint:
                 format=format,
                 metadata=metadata,
                 shown=os.path.join(self._text, name),
-                before_launch=before_launch,
             )
-            submit(self._engine, obj, os.path.join(save.directory, name), options)
+            save.submit_file(self._engine, obj, name, options, made.append)
         except BaseException:
             save.names.discard(name)
             for file in made:

@@ -20,17 +20,19 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from stillframe import _core
 from stillframe._base.event import Event
 from stillframe._save import completion
 from stillframe._save.core_save import CoreSave, error_of_step
-from stillframe._save.engine import Engine, take_slot
+from stillframe._save.engine import Engine, submit, take_slot
 from stillframe._save.external import ExternalSave
 from stillframe._save.handle import Deadline, State, take_unseen_error
-from stillframe._save.options import OnDurable
+from stillframe._save.options import OnDurable, SaveOptions
 from stillframe._save.report import Interval, SaveReport
 from stillframe.errors import SaveError, StillframeError
 
@@ -43,7 +45,7 @@ class DirectorySave(ExternalSave):
     """The handle of such a save; for the arguments not listed see `ExternalSave`.
 
     Args:
-        folder: The temporary directory, not yet open.
+        folder: The temporary directory, not yet open; None where a subclass makes another.
         key: The directory's name in the log.
 
     Attributes:
@@ -58,7 +60,7 @@ class DirectorySave(ExternalSave):
         on_durable: OnDurable | None,
         *,
         entered: float,
-        folder: _core.Folder,
+        folder: _core.Folder | None,
         key: bytes,
     ) -> None:
         super().__init__(path, given, on_durable, entered=entered, known_as=path)
@@ -134,8 +136,9 @@ class DirectorySave(ExternalSave):
         Raises:
             SaveError: The operating system refused it.
         """
+        assert self._folder is not None
         self.directory = self._do(self._folder.open())
-        _open_ones.add(self)
+        note_open(self)
         self._call.end()
 
     def is_open(self) -> bool:
@@ -151,6 +154,28 @@ class DirectorySave(ExternalSave):
         self._birth.refuse_child()
         if self._closed.is_set():
             raise StillframeError(f"the block of the checkpoint {self._path} has ended")
+
+    def submit_file(
+        self,
+        engine: Engine,
+        obj: object,
+        name: str,
+        options: SaveOptions,
+        made: Callable[[CoreSave], object],
+    ) -> None:
+        """Start the save of a file of the checkpoint.
+
+        Args:
+            name: Its path relative to the directory.
+            made: Called with the save before it is launched.
+        """
+
+        def before_launch(file: CoreSave) -> None:
+            made(file)
+            self.add(file)
+
+        path = os.path.join(self.directory, name)
+        submit(engine, obj, path, replace(options, before_launch=before_launch))
 
     def add(self, file: CoreSave) -> None:
         """Add the save of a file, before it is launched."""
@@ -254,6 +279,7 @@ class DirectorySave(ExternalSave):
         self._refuse_cancelled()
         if failure is not None:
             raise failure
+        assert self._folder is not None
         nbytes = self._do(self._folder.sync())
         self._decide_to_commit()
         self._do(self._folder.commit())
@@ -303,6 +329,7 @@ class DirectorySave(ExternalSave):
         return result
 
     def _clear(self) -> None:
+        assert self._folder is not None
         _, code, _, _ = self._folder.clear()
         if code:
             log.warning(
@@ -327,6 +354,11 @@ def _error_of(file: CoreSave) -> BaseException | None:
 
 # Directories whose block has not ended.
 _open_ones: weakref.WeakSet[DirectorySave] = weakref.WeakSet()
+
+
+def note_open(save: DirectorySave) -> None:
+    """Note that the block of a save has begun."""
+    _open_ones.add(save)
 
 
 def give_up_open() -> None:

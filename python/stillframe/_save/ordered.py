@@ -137,15 +137,16 @@ class Turn:
 
     Args:
         key: The name in the log, see `paths.key`.
+        kind: See `submit`.
 
     Raises:
         StillframeError: The interpreter is exiting.
     """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, kind: int = _core.WORK_SAVE) -> None:
         self._come, self._over = Event(), Event()
         self._before = _core.LogLoad(key)
-        self._entry = submit(key, _core.WORK_SAVE, self._hold_the_log)
+        self._entry = submit(key, kind, self._hold_the_log)
 
     def _hold_the_log(self, after_good: bool) -> bool:
         """Hold the head of the log until the save has ended."""

@@ -13,6 +13,7 @@ If anything fails before, the client aborts the upload and the old object stays.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import threading
@@ -28,6 +29,7 @@ from stillframe._base.event import Event
 from stillframe._remote.stores import Buffer, Store, open_store, part_bytes
 from stillframe._save import completion, ordered
 from stillframe._save.core_save import CoreSave
+from stillframe._save.directory import will_hold
 from stillframe._save.engine import Engine, limits_of, submit, take_slot
 from stillframe._save.external import ExternalSave
 from stillframe._save.handle import Deadline, SaveHandle, SkippedSave, State, wait_for_end
@@ -47,16 +49,24 @@ class Upload:
 
     Args:
         key: The object's name in the store.
+        shown: Its URL, for messages.
 
     Attributes:
         file: The save that the bytes come from, once it is made.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, shown: str) -> None:
         self.file: CoreSave | None = None
+        self.key = key
         self._store = store
-        self._key = key
+        self._shown = shown
         self._given_up = False
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the object."""
+        assert self.file is not None
+        return self.file.progress()[1]
 
     def give_up(self) -> None:
         """Make `run` fail, unless the object is complete already."""
@@ -73,9 +83,26 @@ class Upload:
         Raises:
             BaseException: What `before_end` raises, or the client. The old object is untouched.
         """
-        assert self.file is not None
-        _, nbytes = self.file.progress()
-        self._store.put(self._key, self._pieces(part_bytes(nbytes), before_end), nbytes)
+        nbytes = self.nbytes
+        self._store.put(self.key, self._pieces(part_bytes(nbytes), before_end), nbytes)
+
+    def failure(self, error: BaseException) -> BaseException:
+        """Return the error of the object: what the save of its bytes failed with, or the store.
+
+        Args:
+            error: What `run` has raised.
+        """
+        self.give_up()
+        own: BaseException | None = None
+        if self.file is not None:
+            with contextlib.suppress(CancelledError):  # by `give_up`
+                own = self.file.exception()
+        if own is not None:
+            return own
+        if isinstance(error, OSError) and not isinstance(error, SaveError):
+            code = error.errno or errno.EIO
+            return SaveError(code, error.strerror or str(error), self._shown, "upload")
+        return error
 
     def _pieces(self, part: int, before_end: Callable[[], object]) -> Iterator[Buffer]:
         """Yield the bytes of the file so that the client has only whole parts, except at the end.
@@ -97,18 +124,18 @@ class Upload:
                 while nbytes >= part:
                     yield from _take(kept, part)
                     nbytes -= part
-            # The client sends the last bytes when it is told that there are no more, and keeps
-            # their blocks until then.
-            last = sum(len(each.owner) for each in kept if isinstance(each.owner, _core.Piece))
+            # The client sends the last bytes when it is told that there are no more. That may wait
+            # for saves that need the memory of these blocks.
+            kept = [each.copied() for each in kept]
             yield from _take(kept, nbytes)
-            self._wait_until_good(but_for=last)
+            self._wait_until_good()
             before_end()
         finally:
             kept.clear()  # an exception keeps this frame, and a save ends when it has its blocks
 
-    def _wait_until_good(self, but_for: int) -> None:
-        """Wait until the store has acknowledged all bytes but the last ones, and the save is
-        staged. Until then it can be cancelled, and may prove torn.
+    def _wait_until_good(self) -> None:
+        """Wait until the store has acknowledged all parts but the last one, and the save is staged.
+        Until then it can be cancelled, and may prove torn.
 
         If a part fails, the client lets its bytes go as well.
 
@@ -119,7 +146,7 @@ class Upload:
         while True:
             self._next(0.0)
             sent, nbytes = self.file.progress()
-            if sent >= nbytes - but_for and self.file._is_staged():
+            if sent >= nbytes and self.file._is_staged():
                 return
             time.sleep(_POLL_S)
 
@@ -181,7 +208,7 @@ class RemoteSave(ExternalSave):
         self._outcome.cancellable = True
         self._store = store
         self._key = key
-        self._upload = Upload(store, object_key)
+        self._upload = Upload(store, object_key, url)
         self._turn: ordered.Turn | None = None
         self._launched = Event()
         self._thread: threading.Thread | None = None
@@ -270,7 +297,6 @@ class RemoteSave(ExternalSave):
             report = self._report()
         except BaseException as error:  # whatever it is, the save must end
             failure = self._failure(error.with_traceback(None))
-            self._upload.give_up()
         self._launched.wait()
         self.error_is_known = self._turn is None  # the call has raised it
         self.end(report, failure, turn=self._turn)
@@ -302,22 +328,10 @@ class RemoteSave(ExternalSave):
         )
 
     def _failure(self, error: BaseException) -> BaseException:
-        """Return the save's error: what the save of the bytes failed with, or the store."""
+        failure = self._upload.failure(error)
         if self._is_cancelled():
             return CancelledError(f"the save of {self._path} was cancelled")
-        file = self._upload.file
-        if file is not None and file._ticket.state() in ("writing", "failed"):
-            self._upload.give_up()
-            try:
-                own = file.exception()
-            except CancelledError:
-                own = None
-            if own is not None:
-                return own
-        if isinstance(error, OSError):
-            code = error.errno or errno.EIO
-            return SaveError(code, error.strerror or str(error), self._path, "upload")
-        return error
+        return failure
 
     def _release(self) -> None:
         self._thread = None
@@ -415,7 +429,10 @@ def remove_object(url: Any, storage_options: StorageOptions) -> None:
 def will_be_there(url: Any, storage_options: StorageOptions) -> bool:
     """Return whether an object, or a checkpoint of several, will exist: see `exists`."""
     store, object_key = open_store(url, storage_options)
-    known = _core.log_exists(urls.key(url))
+    key = urls.key(url)
+    known = _core.log_exists(key)
+    if known == 2:
+        return will_hold(key)
     if known >= 0:
         return bool(known)
     names = [each.key.removeprefix(object_key.rstrip("/") + "/") for each in store.list(object_key)]

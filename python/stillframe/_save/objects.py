@@ -1,0 +1,248 @@
+"""Implements `ObjectsSave`: the save of several objects that are one checkpoint in a store.
+
+A store has no rename of a directory, so a marker object tells whether a checkpoint is whole. It is
+written when all objects are in the store, and removed before they change:
+
+    block      objects are sent as they are saved
+    its turn   files that others wrote are sent; the marker of an older checkpoint is removed; the
+               objects become visible; objects that only the older one had are removed; the marker
+               is written
+
+Without an older checkpoint objects become visible as soon as they are sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stillframe._base import threads, urls
+from stillframe._base.event import Event
+from stillframe._remote.stores import Store, open_store
+from stillframe._save.core_save import CoreSave
+from stillframe._save.directory import DirectorySave, note_open
+from stillframe._save.engine import Engine, submit
+from stillframe._save.options import OnDurable, SaveOptions
+from stillframe._save.remote import MARKERS, StorageOptions, Upload
+from stillframe._save.report import SaveReport
+from stillframe.errors import SaveError
+
+_MARKER = MARKERS[0]
+_READ = 16 << 20
+
+
+class _Sending:
+    """An object that a thread sends.
+
+    Attributes:
+        upload: The object.
+        ready: All its bytes are sent and good, or it has failed.
+        over: The object is in the store, or it has failed.
+        error: Why it has failed.
+    """
+
+    def __init__(self, upload: Upload, before_end: Callable[[], object]) -> None:
+        self.upload = upload
+        self.error: BaseException | None = None
+        self.ready, self.over = Event(), Event()
+        self._before_end = before_end
+        threads.start(threading.Thread(target=self._run, name="sf-upload", daemon=True))
+
+    def _run(self) -> None:
+        try:
+            self.upload.run(self._wait)
+        except BaseException as error:
+            self.error = self.upload.failure(error.with_traceback(None))
+        self.ready.set()
+        self.over.set()
+
+    def _wait(self) -> None:
+        self.ready.set()
+        self._before_end()
+
+
+class ObjectsSave(DirectorySave):
+    """The handle of such a save; for the arguments not listed see `ExternalSave`.
+
+    Args:
+        store, prefix: Where the objects go.
+        key: The checkpoint's name in the log.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        given: Any,
+        on_durable: OnDurable | None,
+        *,
+        entered: float,
+        store: Store,
+        prefix: str,
+        key: bytes,
+    ) -> None:
+        super().__init__(url, given, on_durable, entered=entered, folder=None, key=key)
+        self._store = store
+        self._prefix = prefix.rstrip("/")
+        self._sending: list[_Sending] = []
+        self._replaces = False
+        self._may_appear = Event()
+        self._is_whole = False
+
+    # ---- for the block ----
+
+    def open(self) -> None:
+        self._replaces = self._is_there(_MARKER)
+        self.directory = tempfile.mkdtemp(prefix="stillframe-")
+        note_open(self)
+        self._call.end()
+
+    def submit_file(
+        self,
+        engine: Engine,
+        obj: object,
+        name: str,
+        options: SaveOptions,
+        made: Callable[[CoreSave], object],
+    ) -> None:
+        shown = f"{self._path}/{name}"
+        upload = Upload(self._store, self._key_of(name), shown)
+
+        def before_launch(file: CoreSave) -> None:
+            made(file)
+            self.add(file)
+            upload.file = file
+            # The call may wait for memory that comes back only when bytes are sent.
+            self._sending.append(_Sending(upload, self._before_end))
+
+        try:
+            submit(engine, obj, shown, options.for_stream(shown, before_launch))
+        except BaseException:
+            upload.give_up()
+            self._sending = [each for each in self._sending if each.upload is not upload]
+            raise
+
+    def _before_end(self) -> None:
+        """Wait until an object may become visible."""
+        if self._replaces:
+            self._may_appear.wait()
+        self._refuse_cancelled()
+
+    def _cancel_files(self) -> None:
+        super()._cancel_files()
+        for each in list(self._sending):
+            each.upload.give_up()
+        self._may_appear.set()
+
+    # ---- at its turn in the log ----
+
+    def _commit(self) -> int:
+        for each in self._sending:
+            each.ready.wait()
+        try:
+            self._raise_failure()
+            with self._explained():
+                sizes = self._send_files()
+                self._decide_to_commit()
+                if self._replaces:
+                    self._store.delete([self._key_of(_MARKER)])
+        except BaseException:
+            self._cancel_files()
+            raise
+        self._may_appear.set()
+        for each in self._sending:
+            each.over.wait()
+            sizes[each.upload.key] = each.upload.nbytes
+        self._raise_failure()
+        with self._explained():
+            old = [each.key for each in self._store.list(self._prefix) if each.key not in sizes]
+            self._store.delete(old)
+            start = len(self._key_of(""))
+            files = {key[start:]: nbytes for key, nbytes in sorted(sizes.items())}
+            marker = json.dumps({"files": files}).encode()
+            self._store.put(self._key_of(_MARKER), [marker], len(marker))
+        self._is_whole = True
+        return sum(sizes.values())
+
+    def _raise_failure(self) -> None:
+        """Raise the error of the first object that has failed."""
+        self._refuse_cancelled()
+        for each in self._sending:
+            if each.error is not None:
+                raise each.error
+
+    def _send_files(self) -> dict[str, int]:
+        """Send what others have written into the directory; return the objects' sizes."""
+        sizes: dict[str, int] = {}
+        for directory, _, names in os.walk(self.directory):
+            for name in names:
+                path = os.path.join(directory, name)
+                key = self._key_of(os.path.relpath(path, self.directory))
+                sizes[key] = os.stat(path).st_size
+                with open(path, "rb") as file:
+                    self._store.put(key, _pieces_of(file), sizes[key])
+        return sizes
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveError:
+            raise
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise SaveError(code, error.strerror or str(error), self._path, "upload") from None
+
+    def _report(self, nbytes: int) -> SaveReport:
+        return dataclasses.replace(super()._report(nbytes), io_mode=self._store.client)
+
+    def _clear(self) -> None:
+        """Remove the local directory and, if the save has failed, the objects that are there."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._is_whole or self._replaces:
+            return
+        there = [each for each in self._sending if each.over.is_set() and each.error is None]
+        with contextlib.suppress(OSError):  # without a marker nobody takes them for a checkpoint
+            self._store.delete([each.upload.key for each in there])
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            self._store.find(self._key_of(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _key_of(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+
+def _pieces_of(file: Any) -> Iterator[bytes]:
+    while piece := file.read(_READ):
+        yield piece
+
+
+def objects_save(
+    url: Any, storage_options: StorageOptions, on_durable: OnDurable | None, *, entered: float
+) -> ObjectsSave:
+    """Return the save of a checkpoint at a URL; nothing is sent yet.
+
+    Raises:
+        ValueError: See `open_store`.
+    """
+    store, prefix = open_store(url, storage_options)
+    return ObjectsSave(
+        urls.shown(url),
+        url,
+        on_durable,
+        entered=entered,
+        store=store,
+        prefix=prefix,
+        key=urls.key(url).rstrip(b"/"),
+    )

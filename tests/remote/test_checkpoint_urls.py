@@ -1,0 +1,133 @@
+"""Several objects that become one checkpoint at a URL."""
+
+import io
+import json
+import os
+
+import pytest
+import stillframe
+import torch
+from stillframe.testing import held
+
+BIG = {"a": torch.arange(6_000_000.0)}  # more than one part
+
+
+def loaded(data):
+    return torch.load(io.BytesIO(data))
+
+
+def write(url, n, *names, options=None):
+    with stillframe.checkpoint(url, storage_options=options) as files:
+        for name in names:
+            files.save({"n": n, **BIG}, name)
+        with open(os.path.join(files.path, "config.json"), "w") as file:
+            json.dump({"n": n}, file)
+    return files.handle
+
+
+def test_objects_and_marker_are_there_when_the_handle_says_so(server):
+    report = write(server.url("run/step-1"), 1, "model.pt", "sub/optimizer.pt").result(60)
+    objects = server.objects()
+    marker = json.loads(objects.pop("run/step-1/.stillframe.json"))
+    assert {name: len(data) for name, data in objects.items()} == {
+        f"run/step-1/{name}": nbytes for name, nbytes in marker["files"].items()
+    }
+    assert sorted(marker["files"]) == ["config.json", "model.pt", "sub/optimizer.pt"]
+    assert loaded(objects["run/step-1/sub/optimizer.pt"])["n"] == 1
+    assert report.io_mode == "obstore" and report.nbytes == sum(marker["files"].values())
+    assert stillframe.exists(server.url("run/step-1"))
+    puts = server.lines("^(PUT|POST)")
+    assert ".stillframe.json" in puts[-1]
+
+
+def test_safetensors_shards_and_their_index_are_objects(server):
+    with stillframe.checkpoint(server.url("m")) as files:
+        files.save_safetensors(
+            {f"t{i}": torch.full((1000,), float(i)) for i in range(4)},
+            "model.safetensors",
+            max_shard_size=8000,
+        )
+    files.handle.result(60)
+    names = sorted(name.removeprefix("m/") for name in server.objects())
+    assert "model.safetensors.index.json" in names
+    assert "model-00001-of-00002.safetensors" in names
+
+
+def test_new_checkpoint_replaces_the_old_one_only_when_all_of_it_is_sent(server):
+    write(server.url("c"), 1, "model.pt", "gone.pt").result(60)
+    server.requests.clear()
+    with server.held("DELETE|delete") as hold:
+        handle = write(server.url("c"), 2, "model.pt")
+        hold.wait_for()  # the marker goes: all bytes of the new objects have been sent
+        assert loaded(server.objects()["c/model.pt"])["n"] == 1
+        assert server.lines("partNumber=1&")
+    handle.result(60)
+    objects = server.objects()
+    assert sorted(objects) == ["c/.stillframe.json", "c/config.json", "c/model.pt"]
+    assert loaded(objects["c/model.pt"])["n"] == 2
+
+
+def test_failed_object_fails_the_whole_and_leaves_no_marker(server):
+    server.fail(403, match="b.pt")
+    handle = write(server.url("c"), 1, "a.pt", "b.pt")
+    with pytest.raises(stillframe.SaveError, match=r"c/b\.pt"):
+        handle.result(60)
+    assert not stillframe.exists(server.url("c"))
+    assert "c/.stillframe.json" not in server.objects()
+    assert not server.unfinished_uploads()
+
+
+def test_failed_replacement_leaves_the_old_checkpoint(server):
+    write(server.url("c"), 1, "a.pt").result(60)
+    server.fail(403, match="a.pt")
+    with pytest.raises(stillframe.SaveError):
+        write(server.url("c"), 2, "a.pt").result(60)
+    assert loaded(server.objects()["c/a.pt"])["n"] == 1
+    assert "c/.stillframe.json" in server.objects()
+
+
+def test_block_that_raises_leaves_nothing(server):
+    with pytest.raises(KeyError), stillframe.checkpoint(server.url("c")) as files:
+        files.save(BIG, "a.pt")
+        directory = files.path
+        raise KeyError
+    stillframe.wait_all()
+    assert not os.path.exists(directory)
+    assert "c/.stillframe.json" not in server.objects()
+
+
+def test_pool_smaller_than_the_checkpoint_is_enough(memory):
+    with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 18) as engine:
+        for n in (1, 2):
+            with stillframe.checkpoint("memory://run/c", engine=engine) as files:
+                for name in ("a.pt", "b.pt", "c.pt"):
+                    files.save({"n": n, "a": torch.arange(1_000_000.0)}, name)
+            files.handle.result(60)
+    assert loaded(memory.cat("run/c/c.pt"))["n"] == 2
+
+
+def test_names_below_a_checkpoint_under_way_are_known(memory, tmp_path):
+    with held("fdatasync"):
+        first = stillframe.async_save({}, tmp_path / "a.pt")
+        handle = write("memory://run/c", 1, "a.pt")
+        assert stillframe.exists("memory://run/c")
+        assert stillframe.exists("memory://run/c/a.pt")
+        assert not stillframe.exists("memory://run/c/b.pt")
+        assert not handle.done()
+    handle.result(60)
+    first.result(60)
+    stillframe.remove("memory://run/c")
+    assert not stillframe.exists("memory://run/c")
+    stillframe.wait_all()
+    assert memory.find("run") == []
+
+
+def test_cancelled_checkpoint_leaves_no_marker(server, tmp_path):
+    with held("fdatasync"):
+        first = stillframe.async_save({}, tmp_path / "a.pt")
+        handle = write(server.url("c"), 1, "a.pt")
+        assert handle.cancel()
+    first.result(60)
+    stillframe.wait_all()
+    assert handle.state == "cancelled"
+    assert "c/.stillframe.json" not in server.objects()
