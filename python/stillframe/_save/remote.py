@@ -408,7 +408,7 @@ def start_save(
     return submit(engine, obj, path, options)
 
 
-# What makes several objects a checkpoint: written last and removed first.
+# The objects that mark a whole checkpoint: written last and removed first.
 MARKERS = (".stillframe.json", ".metadata")
 
 
