@@ -232,6 +232,7 @@ class Saver:
             if not completion.completion.over:
                 # A save of one file joins the log at the end of its call, and so does this one.
                 work.turn = Turn(target.key(follow_link=request.follow_link))
+                work.turn.submit()
         except BaseException as error:
             work.tree = error
             save.error_is_known = True  # the caller gets the error from this call

@@ -133,20 +133,25 @@ class Turn:
 
     Writing waits for earlier removes and saves of the same name, because such a remove would delete
     the new files. The commit waits for everything submitted before, so that saves appear in order.
-    Later entries wait for `end`.
+    Later entries wait for `end`, which must follow `submit` even if Ctrl-C interrupts that.
 
     Args:
         key: The name in the log, see `paths.key`.
-        kind: See `submit`.
-
-    Raises:
-        StillframeError: The interpreter is exiting.
     """
 
-    def __init__(self, key: bytes, kind: int = _core.WORK_SAVE) -> None:
+    def __init__(self, key: bytes) -> None:
+        self._key = key
         self._come, self._over = Event(), Event()
         self._before = _core.LogLoad(key)
-        self._entry = submit(key, kind, self._hold_the_log)
+        self._entry: _core.LogWork | None = None
+
+    def submit(self) -> None:
+        """Append the entry.
+
+        Raises:
+            StillframeError: The interpreter is exiting.
+        """
+        self._entry = submit(self._key, _core.WORK_SAVE, self._hold_the_log)
 
     def _hold_the_log(self, after_good: bool) -> bool:
         """Hold the head of the log until the save has ended."""
@@ -170,7 +175,8 @@ class Turn:
         Args:
             well: The save succeeded.
         """
-        end(self._entry, well)
+        if self._entry is not None:
+            end(self._entry, well)
         self._come.set()
         self._over.set()
 

@@ -253,19 +253,19 @@ class RemoteSave(ExternalSave):
         self._upload.file = file
         thread = threading.Thread(target=self._run, name="sf-upload", daemon=True)
         self.begin()
+        self._thread = thread
         try:
             threads.start(thread)
         except RuntimeError as error:  # Python 3.12 and later start no thread at exit
-            self.was_not_launched()
             raise StillframeError(
                 f"{self._path} was not saved: the interpreter is exiting, and starts no thread that"
                 " could send it"
             ) from error
-        self._thread = thread
 
     def launch(self) -> None:
         """Put the save into the log, behind all that was submitted before."""
         self._turn = ordered.Turn(self._key)
+        self._turn.submit()
         self.launched()
         self._launched.set()
         file = self._upload.file
@@ -278,8 +278,7 @@ class RemoteSave(ExternalSave):
         self._decide_to_cancel()
         self._upload.give_up()
         self._launched.set()
-        thread = self._thread
-        if thread is None:
+        if self._thread is None or self._thread.ident is None:  # it was not started
             self.was_not_launched()
 
     def _tell_copied(self, copy: Future[None]) -> None:
