@@ -55,7 +55,7 @@ static const struct {
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "storages are written as they are");
 _Static_assert(SFR_ALIGN == 64, "the record .storage_alignment says 64");
 
-/* Places an entry at `off`; returns the offset behind it. */
+/* Places an entry at `off`; returns the offset after its end. */
 static uint64_t place(struct sfr__entry *e, uint64_t off)
 {
 	e->hdr_off = off;

@@ -35,7 +35,8 @@ static int start_thread_locked(void)
 	pthread_t thread; /* known to nobody until it ends */
 	int rc = sfr__thread_start(&thread, "sfr-log", SFR__BACKGROUND, log_main, NULL);
 
-	sfr__log.nr_threads += rc == 0;
+	if (rc == 0)
+		sfr__log.nr_threads++;
 	return rc;
 }
 
@@ -192,7 +193,8 @@ int sfr__log_reserve(void)
 	rc = sfr__log_init_locked();
 	if (rc == 0 && sfr__log.nr_threads == 0)
 		rc = start_thread_locked();
-	sfr__log.nr_reserved += rc == 0;
+	if (rc == 0)
+		sfr__log.nr_reserved++;
 	sfr__unlock(&sfr__log.mu);
 	return rc;
 }

@@ -79,9 +79,14 @@ struct crew {
 /* Returns the shared work for a thread without a task, or NULL. */
 static struct sfr__shared *work_locked(const struct crew *crew)
 {
-	return crew->kind == LANE   ? lanes_work_locked(crew->engine) :
-	       crew->kind == COPIER ? copiers_work_locked(crew->engine) :
-				      NULL;
+	switch (crew->kind) {
+	case LANE:
+		return lanes_work_locked(crew->engine);
+	case COPIER:
+		return copiers_work_locked(crew->engine);
+	default:
+		return NULL;
+	}
 }
 
 static bool is_idle_locked(const struct crew *crew)

@@ -265,7 +265,10 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 		answered(f);
 		if (put == 0 || (put < 0 && code != -EINTR))
 			return fail(err, code, SFR_PHASE_WRITE, NULL);
-		done = put < 0 ? 0 : (size_t)put == want ? want : count_written(f, (size_t)put);
+		if (put < 0)
+			done = 0;
+		else
+			done = (size_t)put == want ? want : count_written(f, (size_t)put);
 		stalled = done ? 0 : stalled + 1;
 		if (stalled == SFR__EINTR_TRIES)
 			return fail(err, code, SFR_PHASE_WRITE, "no progress");
@@ -369,11 +372,12 @@ int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 		rc = check_destination(f);
 	if (rc == 0)
 		rc = sfr_sys.rename(f->dir_fd, f->tmp.name, f->name) < 0 ? -errno : 0;
+	if (rc == -EINVAL)
+		return fail(err, rc, SFR_PHASE_RENAME, "the path is not a regular file");
+	if (rc == -ESTALE)
+		return fail(err, rc, SFR_PHASE_RENAME, "its directory was replaced meanwhile");
 	if (rc < 0)
-		return fail(err, rc, SFR_PHASE_RENAME,
-			    rc == -EINVAL ? "the path is not a regular file" :
-			    rc == -ESTALE ? "its directory was replaced meanwhile" :
-					    NULL);
+		return fail(err, rc, SFR_PHASE_RENAME, NULL);
 
 	f->renamed = true;
 	f->state = SFR__FILE_RENAMED;

@@ -85,10 +85,10 @@ static char *copy_text(const char *text)
  * into `err`. */
 static int check_state(const struct sfr_folder *f, enum state wanted, struct sfr_err *err)
 {
-	int rc = f->fork_generation != sfr_fork_generation() ? SFR_EFORK :
-		 f->state == wanted                          ? 0 :
-							       SFR_ESTATE;
+	int rc = f->state == wanted ? 0 : SFR_ESTATE;
 
+	if (f->fork_generation != sfr_fork_generation())
+		rc = SFR_EFORK;
 	if (rc < 0)
 		sfr__err_set(err, rc, SFR_PHASE_NONE, NULL);
 	return rc;

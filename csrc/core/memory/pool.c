@@ -123,9 +123,9 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 		(void)pthread_cond_broadcast(&pool->cv); /* the new head checks again */
 }
 
-/* Waits to be first in the queue and takes a block. With `starved`, the system had no memory when
- * nr_returned had that value. Another try is only worth it once a block has returned since, or when
- * nothing is left to wait for. SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when snapshots hold every
+/* Waits to be first in the queue and takes a block. `starved`, if given, is the value of
+ * nr_returned at the last try, for which the system had no memory. It is only worth trying again
+ * once a block has returned since, or when nothing is left to wait for. SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when snapshots hold every
  * block, which only their users end; -ENOMEM when every block is retired. */
 static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
 		       const uint64_t *starved, struct sfr__block **out)
@@ -148,7 +148,9 @@ static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64
 	sfr__pool_dequeue_locked(pool, &me);
 	if (pool->nr_retired == pool->nr_blocks)
 		return -ENOMEM;
-	return *out != NULL ? 0 : exhausted ? SFR_EEXHAUSTED : SFR_EAGAIN;
+	if (*out != NULL)
+		return 0;
+	return exhausted ? SFR_EEXHAUSTED : SFR_EAGAIN;
 }
 
 int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,

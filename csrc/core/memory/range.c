@@ -128,7 +128,9 @@ static int allocate(const struct sfr__range *range, const char *mem, size_t len)
 	do
 		rc = sfr_sys.fallocate(range->file, 0, (off_t)(mem - range->base), (off_t)len);
 	while (rc != 0 && errno == EINTR); /* an interrupted call has allocated nothing */
-	return rc == 0 ? 0 : errno == ENOSPC ? -ENOMEM : -errno;
+	if (rc == 0)
+		return 0;
+	return errno == ENOSPC ? -ENOMEM : -errno;
 }
 
 int sfr__memory_open(char *mem, size_t len)

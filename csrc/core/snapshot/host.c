@@ -141,8 +141,8 @@ void sfr__snapshot_runs_free(struct sfr_snapshot *s)
 	sfr_sys.free(s->deferred.starts);
 }
 
-/* Aims the run at the leased memory. */
-static void place(struct sfr__snapshot_run *run)
+/* Sets where the run's copies go: the snapshot's leased memory. */
+static void set_destination(struct sfr__snapshot_run *run)
 {
 	run->block = (struct sfr__host_block){ .mem = run->snapshot->base,
 					       .left = block_len(&run->copy, 0) };
@@ -150,16 +150,16 @@ static void place(struct sfr__snapshot_run *run)
 
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all)
 {
-	place(&s->captured);
+	set_destination(&s->captured);
 	(void)sfr__host_copy_now(&s->captured.copy, SFR_FOREVER); /* waits for nothing */
 	if (!all)
 		return;
-	place(&s->deferred);
+	set_destination(&s->deferred);
 	(void)sfr__host_copy_now(&s->deferred.copy, SFR_FOREVER); /* waits for nothing */
 }
 
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s)
 {
-	place(&s->deferred);
+	set_destination(&s->deferred);
 	sfr__host_begin_locked(&s->deferred.copy, true);
 }

@@ -77,7 +77,8 @@ static bool cut_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t to
 	return true;
 }
 
-/* Makes a lot with memory and without users. */
+/* Makes a lot with memory and without users: one block that small snapshots share (`common`), or
+ * memory for this snapshot's sources. */
 static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint32_t nr_own,
 		uint64_t slice_ns, struct sfr__lot **out)
 {
@@ -91,14 +92,18 @@ static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint3
 	if (!lot)
 		return -ENOMEM;
 	lot->len = common ? block_bytes : 0;
-	rc = sfr__pool_place(pool, common ? &block_bytes : lens, common ? 1 : s->nr_sources, whole,
-			     nr_own, slice_ns, common ? &lot->base : s->copies, &lot->lease);
+	if (common)
+		rc = sfr__pool_lease(pool, &block_bytes, 1, whole, nr_own, slice_ns, &lot->base,
+				     &lot->lease);
+	else
+		rc = sfr__pool_lease(pool, lens, s->nr_sources, whole, nr_own, slice_ns, s->copies,
+				     &lot->lease);
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(pool, &lot->lease, true);
 		if (rc < 0) {
 			/* undoes what was shared; a failure is harmless */
 			(void)sfr__pool_share(pool, &lot->lease, false);
-			sfr__pool_unplace(pool, &lot->lease);
+			sfr__pool_unlease(pool, &lot->lease);
 		}
 	}
 	if (rc < 0) {
@@ -190,6 +195,6 @@ void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot)
 	 * children have these pages too, which only costs them memory. */
 	if (s->shared)
 		(void)sfr__pool_share(s->engine->pool, &lot->lease, false);
-	sfr__pool_unplace(s->engine->pool, &lot->lease);
+	sfr__pool_unlease(s->engine->pool, &lot->lease);
 	sfr_sys.free(lot);
 }

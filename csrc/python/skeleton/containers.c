@@ -173,7 +173,7 @@ static PyObject *rebuild(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "rebuilt", rebuild, METH_VARARGS,
-	  "rebuilt(node, memo, other) -> what stands in its place: memo says it by id, plain dicts and "
+	  "rebuilt(node, memo, other) -> its replacement: memo says it by id, plain dicts and "
 	  "lists are made anew, for others `other(node)` says it" },
 	{ NULL, NULL, 0, NULL },
 };

@@ -76,7 +76,8 @@ static inline void fake_check_nothing_left(void)
 }
 
 /* Puts storages [from, to) of a state on a device. */
-static inline void fake_place(struct saving_state *s, unsigned from, unsigned to, uint32_t device)
+static inline void fake_put_on_device(struct saving_state *s, unsigned from, unsigned to,
+				      uint32_t device)
 {
 	for (unsigned i = from; i < to; i++) {
 		s->sources[i].device = device + 1;

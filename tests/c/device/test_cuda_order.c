@@ -44,7 +44,7 @@ TEST(file_has_the_state_at_the_call_whichever_side_runs_first)
 		struct sfr_engine *engine = fake_engine(32, 2);
 		struct sfr_ticket *t;
 
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		fake.fake_cuda_first(1 + i % 2);
 		for (int k = 0; k < 2; k++) {
 			before.value = (unsigned char)(5 + k);
@@ -180,7 +180,7 @@ TEST(bytes_changed_before_their_copy_are_detected)
 		begin();
 		engine = fake_engine(1, 1); /* so that little is copied before the gate */
 		stream = fake.fake_cuda_stream(0);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
 			 0);
 		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
@@ -221,7 +221,7 @@ TEST(check_mutation_finds_a_changed_byte_between_samples)
 		stream = fake.fake_cuda_stream(0);
 		one.sources[3].addr = (uintptr_t)large;
 		one.sources[3].nbytes = sizeof(large);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
 			 0);
 		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
@@ -283,7 +283,7 @@ TEST(device_snapshot_is_queued_in_the_call_without_blocking)
 		begin();
 		engine = fake_engine(16, 1);
 		stream = fake.fake_cuda_stream(0);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		snapshot = new_snapshot(engine, &one, stream);
 		fake.fake_cuda_hold(held); /* a thread that waits for the device waits forever */
 		fake.fake_cuda_launch(stream, fake_fill, &before);
@@ -360,7 +360,7 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 		const struct sfr_stream step = { .handle = (uintptr_t)stream };
 		int64_t torn;
 
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		fake.fake_cuda_first(1 + i % 2);
 		for (int k = 0; k < 2; k++) {
 			struct sfr_snapshot *snapshot = new_snapshot(engine, &one, stream);
@@ -415,7 +415,7 @@ TEST(a_write_between_samples_and_copy_tears_the_snapshot)
 		int64_t torn;
 
 		saving_fill(&one, 1);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		snapshot = new_snapshot(engine, &one, stream);
 		fake.fake_cuda_delay(1 + fake_rng(200000), seed);
 		CHECK_EQ(sfr_snapshot_start(snapshot), 0);

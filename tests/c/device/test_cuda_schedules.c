@@ -324,8 +324,8 @@ static void begin_schedule(uint64_t seed, bool roomy)
 	tr->nr_work = 0;
 	tr->first = fake_rng(2);
 	tr->split = fake_rng(2) ? SAVING_NR : 1 + fake_rng(SAVING_NR - 1);
-	fake_place(&tr->state, tr->first, tr->split, 0);
-	fake_place(&tr->state, tr->split, SAVING_NR, 1);
+	fake_put_on_device(&tr->state, tr->first, tr->split, 0);
+	fake_put_on_device(&tr->state, tr->split, SAVING_NR, 1);
 }
 
 static void one_schedule(uint64_t seed)

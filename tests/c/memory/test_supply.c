@@ -98,7 +98,7 @@ TEST(supply_stays_within_the_cap_without_held_blocks)
 	struct sfr__lease held;
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &held), 0);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &held), 0);
 	sfr__pool_join(pool, 1);
 	CHECK(lacks(pool));
 	sfr__pool_keep_pace(pool, 0);
@@ -107,7 +107,7 @@ TEST(supply_stays_within_the_cap_without_held_blocks)
 	sfr__pool_keep_pace(pool, 0);
 	CHECK(!lacks(pool));
 	CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
-	sfr__pool_unplace(pool, &held);
+	sfr__pool_unlease(pool, &held);
 	sfr__pool_leave(pool, 1000);
 	sfr__pool_leave(pool, 1);
 	sfr__pool_free(pool);

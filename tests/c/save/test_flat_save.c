@@ -46,7 +46,7 @@ static int save(struct sfr_engine *engine, uint32_t flags)
 }
 
 /* Moves the sources with device numbers to the fake driver's devices. */
-static void place(void)
+static void put_on_devices(void)
 {
 	for (uint32_t i = 0; i < FLAT_SOURCES; i++)
 		if (state.sources[i].device != 0)
@@ -80,7 +80,7 @@ TEST(a_flat_file_from_several_devices_is_whole)
 		fake.fake_cuda_reset();
 		engine = saving_engine_of(round % 2 ? 8192 : 65536, 1 + round % 4, 2, 2);
 		flat_make(&state, 4);
-		place();
+		put_on_devices();
 		CHECK_EQ(save(engine, round % 5 ? 0 : SFR_SAVE_CHECK_BYTES), 0);
 		check_file();
 		saving_end(engine);

@@ -144,12 +144,12 @@ TEST(a_field_may_straddle_two_blocks)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 2, 2, 2);
 
-	for (unsigned place = 4090; place <= 4097; place++) {
+	for (unsigned off = 4090; off <= 4097; off++) {
 		struct list l = { 0 };
 
 		CHECK_EQ(sfr_parts_new(&l.parts), 0);
 		add_source(&l, memory + 1, 3 * 4096);
-		add_bytes(&l, memory, place);
+		add_bytes(&l, memory, off);
 		add_crc(&l, 0);
 		add_bytes(&l, memory, 17);
 		CHECK_EQ(save(engine, &l, 0), 0);

@@ -143,7 +143,7 @@ TEST(a_write_is_noticed_as_often_as_documented)
 {
 	enum { EACH = 64, STRATUM = 1000, LINES = EACH * STRATUM, TRIALS = 20000 };
 	static const uint64_t written[] = { 50, 250, 500, 1000, 1300, 1700, 2000 };
-	uint64_t random = 99, place = 1;
+	uint64_t random = 99, written_random = 1;
 
 	for (unsigned w = 0; w < sizeof(written) / sizeof(written[0]); w++) {
 		int nr_missed = 0;
@@ -155,8 +155,10 @@ TEST(a_write_is_noticed_as_often_as_documented)
 			uint64_t from;
 			bool seen = false;
 
-			place = place * 6364136223846793005u + 1442695040888963407u;
-			from = (place >> 20) % (LINES - written[w] + 1);
+			/* a random range of lines is written, by a generator of its own */
+			written_random =
+				written_random * 6364136223846793005u + 1442695040888963407u;
+			from = (written_random >> 20) % (LINES - written[w] + 1);
 			for (uint32_t i = 0; i < nr && !seen; i++)
 				seen = items[i].off / LINE >= from &&
 				       items[i].off / LINE < from + written[w];
