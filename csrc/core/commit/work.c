@@ -103,7 +103,7 @@ uint64_t sfr_log_work_number(const struct sfr_log_work *work)
 int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good)
 {
 	bool good = true;
-	int rc = sfr__log_take_turn(slice_ns, number, &good);
+	int rc = sfr__log_take_work(slice_ns, number, &good);
 
 	*after_good = good;
 	return rc;

@@ -86,10 +86,10 @@ static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portio
 	if (sfr__cuda_is_dead(lane))
 		return true;
 	if (portion->event)
-		return sfr__cuda_is_through(lane, "cuEventQuery", cu->event_query(portion->event),
-					    &portion->failed);
-	return sfr__cuda_is_through(lane, "cuStreamQuery", cu->stream_query(lane->stream),
-				    &portion->failed);
+		return sfr__cuda_is_over(lane, "cuEventQuery", cu->event_query(portion->event),
+					 &portion->failed);
+	return sfr__cuda_is_over(lane, "cuStreamQuery", cu->stream_query(lane->stream),
+				 &portion->failed);
 }
 
 /* Removes and returns the oldest portion in flight, if its copies have ended or the device is dead.

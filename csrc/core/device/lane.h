@@ -108,7 +108,7 @@ int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr_
 void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes);
 void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
 /* Appends a sentence for each dead device. */
-void sfr__cuda_lanes_tell(struct sfr__cuda_lanes *lanes, char *text, size_t len);
+void sfr__cuda_lanes_report_dead(struct sfr__cuda_lanes *lanes, char *text, size_t len);
 
 /* ---- events.c ---- */
 /* Records an event behind the work on the stream, or returns NULL and sets `err`. event_put returns
@@ -121,8 +121,8 @@ bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc
 		      struct sfr_err *err);
 /* Returns whether waiting is over: the query `call` says so, or it failed so often in a row
  * (*failed) that the device is given up. */
-bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			  uint32_t *failed);
+bool sfr__cuda_is_over(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+		       uint32_t *failed);
 /* Marks the device dead: its context is unusable, or nobody can tell. */
 void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);

@@ -108,7 +108,7 @@ static void serve(struct crew *crew)
 			sfr__unlock(&engine->mu);
 			task->run(task);
 			sfr__lock(&engine->mu);
-		} else if (work && work->turn_locked(work, crew->kind == LANE)) {
+		} else if (work && work->step_locked(work, crew->kind == LANE)) {
 			continue;
 		} else if (engine->stopping && (!work || crew->kind == COPIER)) {
 			/* A call may still copy for a snapshot; it needs no copier. */

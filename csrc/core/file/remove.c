@@ -38,10 +38,10 @@ struct node {
 };
 
 struct walk {
-	struct node *todo;          /* the deepest first */
-	bool kept;                  /* a live temporary was kept somewhere */
-	bool keeps_none;            /* live temporaries are removed too */
-	_Atomic uint64_t *heard_ns; /* when the file system last answered, or NULL */
+	struct node *todo;             /* the deepest first */
+	bool kept;                     /* a live temporary was kept somewhere */
+	bool keeps_none;               /* live temporaries are removed too */
+	_Atomic uint64_t *answered_ns; /* when the file system last answered, or NULL */
 	struct sfr_err *err;
 };
 
@@ -72,8 +72,8 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 	struct stat st;
 	bool may_stay;
 
-	if (w->heard_ns)
-		atomic_store_explicit(w->heard_ns, sfr__now_ns(), memory_order_relaxed);
+	if (w->answered_ns)
+		atomic_store_explicit(w->answered_ns, sfr__now_ns(), memory_order_relaxed);
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
 		if (errno != ENOENT && errno != ENOTDIR)
 			failed(w, -errno);
@@ -223,9 +223,9 @@ static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 	return own.code;
 }
 
-int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err)
+int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err)
 {
-	struct walk walk = { .heard_ns = heard_ns };
+	struct walk walk = { .answered_ns = answered_ns };
 
 	return remove_tree(path, &walk, err);
 }

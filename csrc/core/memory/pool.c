@@ -173,7 +173,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 			break;
 		returned = pool->nr_returned;
 		if (sfr__pool_is_whole(pool, need)) {
-			sfr__pool_missed_locked(pool);
+			sfr__pool_want_more_locked(pool);
 			pool->nr_filling++;
 		}
 		sfr__unlock(&pool->mu);

@@ -113,10 +113,10 @@ static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct s
 		pool->nr_full++;
 }
 /* ---- supply.c ---- */
-/* Whether saves could use whole blocks that the pool can still make. */
+/* Returns whether saves could use whole blocks that the pool can still make. */
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
-/* Called when a save has found no block with memory. */
-void sfr__pool_missed_locked(struct sfr__pool *pool);
+/* A save has found no block with memory: raises the number of blocks that should have some. */
+void sfr__pool_want_more_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
 /* Gives blocks that the caller owns the memory that each wants, on several threads, and passes each
  * on with its result (0 or the first error of all). Called without the lock. */

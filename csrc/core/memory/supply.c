@@ -36,7 +36,7 @@ static void want_locked(struct sfr__pool *pool, uint32_t nr)
 		pool->nr_wanted = nr;
 }
 
-void sfr__pool_missed_locked(struct sfr__pool *pool)
+void sfr__pool_want_more_locked(struct sfr__pool *pool)
 {
 	if (pool->nr_wanted != 0) /* 0: trimmed while saves are in flight */
 		want_locked(pool, pool->nr_expected);

@@ -405,7 +405,8 @@ bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *strea
 	done = tr->nr_users == 0 || lane->dead;
 	if (!done && stream)
 		event = tr->staged;
-	tr->nr_waits += event != NULL; /* keeps the event from being reused meanwhile */
+	if (event)
+		tr->nr_waits++; /* keeps the event from being reused meanwhile */
 	sfr__unlock(&lane->mu);
 	if (!event)
 		return done;

@@ -280,7 +280,8 @@ static int enrol_arm(struct sfr_py_observer *self, const struct sfr_py_table *t)
 	self->nr_armed = self->cursor = self->nr_undecided = 0;
 	sfr_py_probes_reset(self);
 	for (i = 0; i < t->nr_watches; i++)
-		self->nr_undecided += t->watches[i].verdict == SFR_PY_UNDECIDED;
+		if (t->watches[i].verdict == SFR_PY_UNDECIDED)
+			self->nr_undecided++;
 	self->lines = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->lines));
 	self->armed = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->armed));
 	if (self->lines && self->armed)

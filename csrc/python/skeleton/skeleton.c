@@ -139,7 +139,8 @@ static size_t count_tensors(const struct sfr_py_collector *c)
 	for (i = 0; i < c->nr_found; i++)
 		general = general || !c->found[i].plain;
 	for (i = 0; i < c->nr_found; i++)
-		count += !general || Py_REFCNT(c->found[i].object) > 1;
+		if (!general || Py_REFCNT(c->found[i].object) > 1)
+			count++;
 	return count;
 }
 

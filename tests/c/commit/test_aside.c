@@ -421,7 +421,7 @@ TEST(external_work_at_the_head_is_not_overtaken)
 	CHECK_EQ(sfr_log_work_append(work), 0);
 	b = submit("b", SSD, &two);
 	check_is_blocked(b);
-	CHECK_EQ(sfr__log_take_turn(0, &number, &after_good), 0);
+	CHECK_EQ(sfr__log_take_work(0, &number, &after_good), 0);
 	check_is_blocked(b);
 	sfr_log_work_end(work, 1);
 	check_becomes_durable(b);

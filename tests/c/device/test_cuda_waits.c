@@ -336,7 +336,7 @@ TEST(device_is_given_up_at_once_after_a_fatal_error_and_late_after_unclear_ones)
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 		lane = engine->cuda_lanes.head;
 		while (nr++ < 2 * SFR__CUDA_QUERIES &&
-		       !sfr__cuda_is_through(lane, "cuStreamQuery", (CUresult)all[i].code, &failed))
+		       !sfr__cuda_is_over(lane, "cuStreamQuery", (CUresult)all[i].code, &failed))
 			CHECK(!sfr__cuda_is_dead(lane));
 		CHECK_EQ(nr, all[i].answers ? all[i].answers : 2 * SFR__CUDA_QUERIES + 1);
 		CHECK_EQ(sfr__cuda_is_dead(lane), all[i].answers > 0);
