@@ -114,8 +114,8 @@ def end_at_commit(*, taken: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def end_with_commit() -> Iterator[None]:
     """Stop this process when the checkpoint is durable, before any rank knows."""
-    put_in_place = checkpoint.put_in_place
-    checkpoint.put_in_place = lambda *given, **named: end(put_in_place(*given, **named))
+    commit_metadata = checkpoint.commit_metadata
+    checkpoint.commit_metadata = lambda *given, **named: end(commit_metadata(*given, **named))
     yield
 
 

@@ -229,11 +229,11 @@ def commit_fails(path: Path, rank: int) -> Notes:
     def broken(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "no metadata today")
 
-    put_in_place = checkpoint.put_in_place
+    commit_metadata = checkpoint.commit_metadata
     if rank == 0:
-        checkpoint.put_in_place = broken
+        checkpoint.commit_metadata = broken
     says = fails(dcp.save, training.state(), path / "c")
-    checkpoint.put_in_place = put_in_place
+    checkpoint.commit_metadata = commit_metadata
     dist.barrier()
     files = sorted(os.listdir(path / "c")) == before
     return {"says": says, "files": files, "old": loads_as(old, path / "c")}

@@ -45,14 +45,14 @@ def value_of(path: Path) -> float:
 @contextlib.contextmanager
 def held_commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold commits until the block ends; fail if no commit came."""
-    go, put_in_place = threading.Event(), checkpoint.put_in_place
+    go, commit_metadata = threading.Event(), checkpoint.commit_metadata
 
     def held(*args: Any, **options: Any) -> None:
         assert go.wait(60)
-        put_in_place(*args, **options)
+        commit_metadata(*args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "put_in_place", held)
+        patched.setattr(checkpoint, "commit_metadata", held)
         yield go
         go.set()
         stillframe.wait_all()

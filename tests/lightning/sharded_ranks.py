@@ -224,7 +224,7 @@ def lightnings_own(path, rank, pkg):
 def overwrites(path, rank, pkg):
     """Save repeatedly to `last.ckpt`; a save replaces files and links of its name."""
     seen = []
-    put = checkpoint.put_in_place
+    put = checkpoint.commit_metadata
 
     def noted(new, **kwargs):
         if not os.path.exists(new.path):
@@ -237,14 +237,14 @@ def overwrites(path, rank, pkg):
         (path / "target" / "kept").touch()
         (path / "c" / "a.ckpt").write_bytes(b"a file")
         (path / "c" / "b.ckpt").symlink_to("../target")
-    checkpoint.put_in_place = noted
+    checkpoint.commit_metadata = noted
 
     def save(name):
         return lambda trainer: trainer.save_checkpoint(path / "c" / name)
 
     actions = {1: save("a.ckpt"), 3: save("b.ckpt")}
     fitted = run(pkg, path, [saving(pkg, path, save_last=True), at_step(pkg, actions)], max_steps=6)
-    checkpoint.put_in_place = put
+    checkpoint.commit_metadata = put
     dist.barrier()
     last = resumed(pkg, path, path / "c" / "last.ckpt")
     return {

@@ -813,14 +813,14 @@ def test_storage_at_a_reused_address_is_new():
 
 def test_claims_of_dead_optimizers_are_dropped():
     gc.collect()
-    before = len(ownership._claimed)
+    before = len(ownership._first_owners)
     p = param()
     opt = adamw(p)
     run_steps(opt, 3)
-    assert len(ownership._claimed) == before + 3
+    assert len(ownership._first_owners) == before + 3
     del opt
     gc.collect()
-    assert len(ownership._claimed) == before
+    assert len(ownership._first_owners) == before
 
 
 def test_optimizers_are_copied_and_pickled_as_before():

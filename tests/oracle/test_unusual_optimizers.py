@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam
 
 @pytest.fixture(autouse=True)
 def nothing_logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ownership, "_told", set())
+    monkeypatch.setattr(ownership, "_logged", set())
     gate.wait()
     yield
     gate.wait()

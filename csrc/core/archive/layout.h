@@ -112,8 +112,8 @@ static inline uint64_t sfr__image_in_file(const struct sfr__image *img, uint64_t
 	return from < to ? to - from : 0;
 }
 
-/* A block is a sequence of segments. Each is a range of an entry's local header, data or descriptor,
- * or padding. */
+/* A block is a sequence of segments. Each is a range of an entry's local header, data or
+ * descriptor, or padding. */
 enum sfr__seg_kind { SFR__SEG_HEADER, SFR__SEG_DATA, SFR__SEG_DESC, SFR__SEG_PAD };
 struct sfr__seg {
 	enum sfr__seg_kind kind;

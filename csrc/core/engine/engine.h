@@ -21,9 +21,9 @@ enum sfr__shared_rank {
 struct sfr__shared {
 	struct sfr__shared *next;
 	enum sfr__shared_rank rank;
-	/* Does one step of the work. Called with the mutex, which it releases meanwhile; removes the work from
-	 * the list when none is left. Waits for blocks only with `may_wait`. False: this thread has
-	 * nothing to do right now. */
+	/* Does one step of the work. Called with the mutex, which it releases meanwhile; removes
+	 * the work from the list when none is left. Waits for blocks only with `may_wait`. False:
+	 * this thread has nothing to do right now. */
 	bool (*step_locked)(struct sfr__shared *work, bool may_wait);
 };
 

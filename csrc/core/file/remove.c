@@ -176,8 +176,8 @@ static bool remove_metadata(struct walk *w, const char *dir)
 }
 
 /* Takes one step with the directory at the head of the list: its first visit removes the files in
- * it, a later one the empty directory. If the directory is not empty after all, it is scanned again,
- * up to NR_SCANS times. */
+ * it, a later one the empty directory. If the directory is not empty after all, it is scanned
+ * again, up to NR_SCANS times. */
 static void step(struct walk *w)
 {
 	struct node *node = w->todo;

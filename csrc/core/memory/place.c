@@ -5,8 +5,8 @@
  * leave no such window, each item goes into the first gap that has room. */
 #include "memory/pool_int.h"
 
-/* Returns whether the block can be taken now or, with `ever`, once every lease that is not held by a
- * user has ended. */
+/* Returns whether the block can be taken now or, with `ever`, once every lease that is not held by
+ * a user has ended. */
 static bool usable(const struct sfr__block *block, bool ever)
 {
 	/* A copy into a retired block may run forever. */

@@ -125,8 +125,9 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 
 /* Waits to be first in the queue and takes a block. `starved`, if given, is the value of
  * nr_returned at the last try, for which the system had no memory. It is only worth trying again
- * once a block has returned since, or when nothing is left to wait for. SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when snapshots hold every
- * block, which only their users end; -ENOMEM when every block is retired. */
+ * once a block has returned since, or when nothing is left to wait for. SFR_EAGAIN at the deadline;
+ * SFR_EEXHAUSTED when snapshots hold every block, which only their users end; -ENOMEM when every
+ * block is retired. */
 static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
 		       const uint64_t *starved, struct sfr__block **out)
 {

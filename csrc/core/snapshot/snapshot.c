@@ -22,11 +22,11 @@
  * Deferred sources are watched like those of a save: some cache lines of each are kept in the call
  * and compared with the copy.
  *
- * Several can copy at a time: the call itself, threads of the host (snapshot/host.c), and each
- * device (snapshot/device.c). `nr_copying` counts them, and the last one to end settles the snapshot.
+ * The call itself, threads of the host (snapshot/host.c) and each device (snapshot/device.c) may copy
+ * at the same time. `nr_copying` counts them, and the last one to end settles the snapshot.
  *
- * The reference of those that copy passes to the notice of the end, so a thread of the engine never
- * drops the last one.
+ * They share one reference to the snapshot. It passes to the notice of the end, so a thread of the
+ * engine never drops the last reference.
  *
  * Shared memory is the same memory with MADV_DOFORK while its lease lasts. A child has a
  * copy-on-write view of it, which later writes of the parent cannot reach. A fork waits until a

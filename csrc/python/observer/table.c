@@ -128,8 +128,8 @@ static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *st
 }
 
 /* Starts to watch a storage that is not in the table. Returns 1 if it was added as the last one, 0
- * if it can never be deferred, -1 with an exception set. A storage that another
- * observer watches must be captured by both: (the other's serial, storage) is appended to `clashes`. */
+ * if it can never be deferred, -1 with an exception set. A storage that another observer watches
+ * must be captured by both: (the other's serial, storage) is appended to `clashes`. */
 static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     PyObject *storage, uint64_t cdata, PyObject *clashes)
 {
@@ -257,8 +257,8 @@ out:
 	return ret;
 }
 
-/* Captures the storage of a tensor that is in a group but not trained, because writes to it may come
- * at any time. */
+/* Captures the storage of a tensor that is in a group but not trained, because writes to it may
+ * come at any time. */
 static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 {
 	uint64_t identity = sfr_py_identity_of(tensor);

@@ -178,8 +178,8 @@ int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t
 			 bool on_host, size_t *number);
 /* Refuses bytes viewed as two dtypes, with torch's message. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
-/* Describes a plain tensor through the bridge and finds its storage. Clears `plain` if the dtype has
- * no legacy storage class, or the storage has no memory. */
+/* Describes a plain tensor through the bridge and finds its storage. Clears `plain` if the dtype
+ * has no legacy storage class, or the storage has no memory. */
 int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor);
 /* Asks a storage for its address and length. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);

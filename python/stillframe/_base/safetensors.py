@@ -138,10 +138,10 @@ def _entry(name: str, tensor: Any, begin: int) -> Entry:
         raise ValueError(f"tensor {name} has the unknown type {dtype}")
     if len(offsets) != 2 or not all(map(_is_size, [*shape, *offsets])):
         raise ValueError(f"tensor {name} has a shape or offsets that are no sizes")
-    first, behind = offsets
-    if first > behind or _numel(shape) * DTYPES[dtype][0] != 8 * (behind - first):
+    first, end = offsets
+    if first > end or _numel(shape) * DTYPES[dtype][0] != 8 * (end - first):
         raise ValueError(f"the offsets of tensor {name} do not fit its type and shape")
-    return Entry(name, dtype, tuple(shape), begin + first, begin + behind)
+    return Entry(name, dtype, tuple(shape), begin + first, begin + end)
 
 
 def _numel(shape: list[int]) -> int:

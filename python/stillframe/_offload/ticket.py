@@ -150,7 +150,9 @@ class Ticket:
         """Bytes that were copied; bytes that several tensors share count once."""
 
     def __repr__(self) -> str:
-        state = "released" if self._released else "here" if self.done() else "leaving"
+        state = "here" if self.done() else "leaving"
+        if self._released:
+            state = "released"
         return f"<Ticket {len(self._layout.views)} tensors of {self.nbytes} bytes, {state}>"
 
     def tensors(self) -> list[torch.Tensor]:

@@ -171,8 +171,8 @@ class Tree:
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_nested)
         ):
-            place = _device.place_of_tensor(tensor)
-            self._others[key] = self._enter(tensor.untyped_storage(), place, collector)
+            device = _device.place_of_tensor(tensor)
+            self._others[key] = self._enter(tensor.untyped_storage(), device, collector)
             return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
             flattened = Flattened(tensor)
@@ -200,11 +200,11 @@ class Tree:
             f" its live memory. Take the tensors out of the {kind}, or save it with async_save"
         )
 
-    def _enter(self, storage: UntypedStorage, place: int, collector: _core.Collector) -> int:
-        """Return the number of a storage, new or known; `place` is as in `_device.place_of`."""
-        if place > 0 and not self._lanes:
-            place = -1
-        return collector.add_storage(storage, storage._cdata, place, 0, torch.uint8)
+    def _enter(self, storage: UntypedStorage, device: int, collector: _core.Collector) -> int:
+        """Return the number of a storage, new or known; `device` is as in `_device.place_of`."""
+        if device > 0 and not self._lanes:
+            device = -1
+        return collector.add_storage(storage, storage._cdata, device, 0, torch.uint8)
 
     def _forgo_lanes(self) -> None:
         """Leave the storages on CUDA devices for torch to copy."""

@@ -336,12 +336,12 @@ TEST(a_snapshot_on_a_capturing_stream_is_refused)
 	fake_end(engine);
 }
 
-static uint32_t nr_out(struct sfr_snapshot *snapshot)
+static uint32_t nr_copying(struct sfr_snapshot *snapshot)
 {
 	uint32_t nr;
 
 	sfr__lock(&snapshot->engine->mu);
-	nr = snapshot->nr_out;
+	nr = snapshot->nr_copying;
 	sfr__unlock(&snapshot->engine->mu);
 	return nr;
 }
@@ -370,7 +370,7 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 			fake.fake_cuda_launch(stream, fake_fill, &before);
 			CHECK_EQ(sfr_snapshot_start(snapshot), 0);
 			/* the last copying thread has found no torn source */
-			sfr__snapshot_out(snapshot);
+			sfr__snapshot_copy_begins(snapshot);
 			fake.fake_cuda_launch(stream, fake_fill, &captured);
 			if (i & 2) /* a write without a gate */
 				fake.fake_cuda_launch(stream, fake_fill, &rest);
@@ -378,9 +378,9 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 				CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
 			fake.fake_cuda_launch(stream, fake_fill, &rest);
 			fake.fake_cuda_hold(0);
-			while (nr_out(snapshot) > 1)
+			while (nr_copying(snapshot) > 1)
 				(void)sched_yield();
-			sfr__snapshot_in(snapshot, -1, NULL);
+			sfr__snapshot_copy_ended(snapshot, -1, NULL);
 			CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 			fake_freed(&one, 0);
 			if (!(i & 2))
