@@ -360,7 +360,7 @@ def groups(path: Path, rank: int) -> Notes:
         assert destroyed.wait(60)
         return found
 
-    def anew(number: int) -> None:
+    def join_again(number: int) -> None:
         dist.destroy_process_group()
         destroyed.set()
         join(path / f"store{number}", rank, 2)
@@ -372,7 +372,7 @@ def groups(path: Path, rank: int) -> Notes:
     for number in range(3):
         state[f"w{rank}"].fill_(number)
         dcp.save(state, path / "c")
-        anew(number)
+        join_again(number)
         good.append(load() == number)
     dcp.save(state, path / "c")
     JointSave._plan = plan_late
@@ -381,7 +381,7 @@ def groups(path: Path, rank: int) -> Notes:
         state[f"w{rank}"].fill_(number)
         with slow("pwrite", 0.1), slow("lane_copy", 0.1):
             response = dcp.async_save(state, path / "c")
-            anew(number)
+            join_again(number)
             failure = response.upload_completion.exception(60)
         says.append("" if failure is None else f"{type(failure).__name__}: {failure}")
         good.append(load() == number)

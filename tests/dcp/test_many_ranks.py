@@ -130,10 +130,10 @@ def test_error_that_only_one_rank_collected_makes_no_rank_hang(notes):
 def test_save_under_way_survives_destroy_process_group(notes):
     for rank in notes("groups"):
         assert rank["good"] == [True] * 6
-        planned, new, before, behind = rank["says"]
+        planned, new, during, after = rank["says"]
         assert planned == new == ""
-        assert before.startswith("the process group was destroyed while the save of memory://c")
-        assert behind.startswith("the process group was destroyed while the save of memory://d")
+        assert during.startswith("the process group was destroyed while the save of memory://c")
+        assert after.startswith("the process group was destroyed while the save of memory://d")
         assert rank["kept"] == 0 and rank["threads"] == 1
 
 

@@ -811,7 +811,7 @@ def test_storage_at_a_reused_address_is_new():
     gc.collect()
 
 
-def test_claims_of_dead_optimizers_are_dropped():
+def test_entries_of_dead_optimizers_are_dropped():
     gc.collect()
     before = len(ownership._first_owners)
     p = param()

@@ -146,7 +146,7 @@ def run(directory: Path, number: int, seed: int, grace_s: float) -> tuple[str, s
         doing = choice.choice(("staging", "call"))
     wait_for(lambda: shared.steps >= wanted and shared.doing == doing, f"run {number}: {doing}")
     time.sleep(choice.random() * 0.01)
-    completed = shared.steps - (shared.doing == "step")  # it may be before or behind the update
+    completed = shared.steps - (shared.doing == "step")  # it may be before or after the update
     since = time.monotonic()
     send(pid, signal.SIGTERM, group=group)
     killed = False

@@ -64,15 +64,15 @@ def test_all_ranks_stop_at_the_same_boundary(ranks, name, signalled):
         assert end.status in (SIGNALLED if rank in signalled else OTHERS), end
 
 
-def test_rank_without_a_signal_goes_on_behind_the_block(ranks):
-    assert "behind the block" in ranks("signal_at_one")[0].said
+def test_rank_without_a_signal_continues_after_the_block(ranks):
+    assert "after the block" in ranks("signal_at_one")[0].said
 
 
 def test_file_of_rank_0_is_durable_before_any_rank_leaves(ranks):
     assert "durable True" in ranks("one_file_of_rank_0")[1].said
 
 
-def test_loops_of_their_own_stop_at_the_end_of_the_same_step(ranks, directory):
+def test_loops_without_should_stop_end_after_the_same_step(ranks, directory):
     (stop,) = stops(ranks("loop_of_its_own"))
     assert torch.load(directory / "loop_of_its_own/0/last.pt") == {"steps": int(stop)}
 

@@ -53,9 +53,9 @@ def test_last_boundary_is_durable_and_the_process_ends_with_143(directory, ended
     assert steps_in(directory / name / "last.pt") == stopped_at(end.said) > 0
 
 
-def test_atexit_functions_run_and_the_code_behind_the_block_does_not(ended):
+def test_atexit_functions_run_and_the_code_after_the_block_does_not(ended):
     assert "atexit" in ended("own_save").said
-    assert "behind the block" not in ended("own_save").said
+    assert "after the block" not in ended("own_save").said
 
 
 def test_registered_state_is_durable_when_should_stop_is_true(ended):
@@ -167,7 +167,7 @@ def test_workers_end_with_their_parent(ended, name, status):
     assert (end.status, end.left) == (status, []), end.said
 
 
-def test_children_have_the_handlers_of_before(ended):
+def test_children_have_the_handlers_installed_before_the_block(ended):
     end = ended("other_children")
     assert (end.status, end.left) == (0, []), end.said
     assert end.said.split("\n")[:3] == ["daemon -15", "process -15", "forked -15"]
@@ -198,7 +198,7 @@ def test_block_restores_the_handlers_and_its_thread_ends():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_signals_of_the_block_give_their_own_status():
+def test_exit_status_is_128_plus_the_signal_of_the_block():
     with (
         pytest.raises(SystemExit) as end,
         stillframe.preemption((signal.SIGUSR1,), deadline=20) as p,
@@ -208,7 +208,7 @@ def test_signals_of_the_block_give_their_own_status():
     assert end.value.code == 128 + signal.SIGUSR1
 
 
-def test_blocks_nest():
+def test_nested_blocks_restore_the_handlers_in_order():
     """The inner one's previous handler is the outer one's."""
     before = signal.getsignal(signal.SIGUSR1)
     with (
@@ -252,7 +252,7 @@ def test_only_the_main_thread_may_enter():
         ({"deadline": float("nan")}, ValueError),
     ],
 )
-def test_unusable_arguments_are_refused(arguments, error):
+def test_invalid_arguments_are_refused(arguments, error):
     with pytest.raises(error):
         stillframe.preemption(**arguments)
 
@@ -317,7 +317,7 @@ def test_estimate_is_that_of_saves_of_a_similar_size(measured):
     assert in_time.estimate_s(5) == 1.5
 
 
-def test_saves_are_measured(measured, tmp_path):
+def test_duration_of_a_save_is_recorded(measured, tmp_path):
     done = stillframe.save({"w": torch.zeros(1000)}, tmp_path / "a.pt")
     assert list(measured) == [(done.nbytes, done.durable_after_s)]
 

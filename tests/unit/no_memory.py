@@ -243,8 +243,8 @@ def check(directory: Path) -> Any:
     path = directory / "damaged.pt"
     torch.save({"a": torch.ones(5000), "b": torch.zeros(5000)}, path)
     whole = bytearray(path.read_bytes())
-    place = whole.find(torch.ones(5000).numpy().tobytes())
-    whole[place] ^= 1
+    offset = whole.find(torch.ones(5000).numpy().tobytes())
+    whole[offset] ^= 1
     path.write_bytes(whole)
     descriptor = os.open(path, os.O_RDONLY)
 
@@ -357,7 +357,7 @@ def parts(directory: Path) -> Any:
 
     def tried(_: None) -> None:
         file = _core.Parts()
-        assert [place[0] for place in file.append(items)] == [0, 3]
+        assert [offset for offset, _ in file.append(items)] == [0, 3]
         assert file.nbytes > 3
         _core.Ticket.of_parts(made, where, b"p.pt", file, 0)
 

@@ -36,8 +36,8 @@ def found(scripts: Any, **values: list[float]) -> Any:
 
 
 def goal(scripts: Any, bound: float, *others: str, at_most: bool = True) -> Any:
-    places = tuple(("s", who, "t") for who in others)
-    return scripts[0].Goal("s", "t", bound, "text", places, at_most=at_most)
+    keys = tuple(("s", who, "t") for who in others)
+    return scripts[0].Goal("s", "t", bound, "text", keys, at_most=at_most)
 
 
 def judged(

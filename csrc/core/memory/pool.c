@@ -31,7 +31,7 @@
  *     SHRINKING  RESERVED   trim
  *     SHRINKING  FREE       trim, when the system refuses, or the driver knows it with others
  *     FREE       GROWING    pin, and back; it is in one thread's hand meanwhile
- *     LEASED     RETIRED    retire: a copy into it may be running for ever
+ *     LEASED     RETIRED    retire: a copy into it may be running forever
  *
  * Leases of contiguous blocks (lease.c) use the same arrows as get and put. warm_up and trim are in
  * grow.c; supply.c makes memory for the next save.

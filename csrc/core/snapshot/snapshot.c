@@ -22,8 +22,8 @@
  * Deferred sources are watched like those of a save: some cache lines of each are kept in the call
  * and compared with the copy.
  *
- * The call itself, threads of the host (snapshot/host.c) and each device (snapshot/device.c) may copy
- * at the same time. `nr_copying` counts them, and the last one to end settles the snapshot.
+ * The call itself, threads of the host (snapshot/host.c) and each device (snapshot/device.c) may
+ * copy at the same time. `nr_copying` counts them, and the last one to end settles the snapshot.
  *
  * They share one reference to the snapshot. It passes to the notice of the end, so a thread of the
  * engine never drops the last reference.

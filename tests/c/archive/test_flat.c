@@ -139,7 +139,7 @@ TEST(a_file_without_tensors_is_its_header)
 	sfr__image_fini(&img);
 }
 
-TEST(extents_that_meet_at_a_page_share_none)
+TEST(adjacent_extents_that_end_at_a_page_have_no_edge_page)
 {
 	struct sfr__image img;
 

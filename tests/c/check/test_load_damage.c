@@ -109,7 +109,7 @@ TEST(check_later_skips_headers_of_long_records)
 	archive_free(&a);
 }
 
-TEST(no_truncation_is_good)
+TEST(every_truncated_file_is_reported_as_damaged)
 {
 	struct archive a = sample();
 
@@ -127,7 +127,7 @@ TEST(no_truncation_is_good)
 }
 
 /* A page that never reached the disk. */
-TEST(no_zeroed_stretch_is_good)
+TEST(every_zeroed_range_is_reported_as_damage)
 {
 	struct archive a = sample();
 	unsigned char *bytes = malloc(a.len);

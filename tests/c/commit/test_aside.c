@@ -333,7 +333,7 @@ TEST(save_into_a_directory_to_be_removed_does_not_overtake)
 }
 
 /* The save that could overtake is itself on a file system that hangs, behind another save. */
-TEST(save_behind_a_hanging_one_of_its_file_system_does_not_overtake)
+TEST(save_after_a_hanging_one_of_its_file_system_does_not_overtake)
 {
 	struct sfr_ticket *ready, *hung, *sync;
 

@@ -276,7 +276,7 @@ TEST(failed_save_leaves_existence_of_its_name_unchanged)
 	saving_done(first);
 }
 
-/* R8: the parent's saves go on; in the child every call on an object of the parent is refused. */
+/* The parent's saves go on; in the child every call on an object of the parent is refused. */
 TEST(forked_child_is_refused_and_the_parents_saves_go_on)
 {
 	struct sfr_ticket *t = submit("forked", &two);

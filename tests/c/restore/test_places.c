@@ -148,7 +148,7 @@ TEST(header_whose_name_is_longer_than_in_the_directory_is_refused)
 }
 
 /* The longest header fits into the scratch memory, wherever it crosses the end of a chunk. */
-TEST(longest_header_is_read_across_two_pieces)
+TEST(longest_header_is_read_across_two_chunks)
 {
 	enum { MOST = SFR__UNZIP_NAME_MAX };
 	static char name[MOST + 1] = "archive/";

@@ -94,7 +94,7 @@ TEST(records_of_one_file_go_to_two_devices)
 	(void)close(fd);
 }
 
-TEST(no_flipped_byte_is_called_good)
+TEST(every_flipped_byte_is_reported_or_is_padding)
 {
 	struct stat st;
 	unsigned nr_bad = 0;

@@ -179,7 +179,7 @@ static struct sfr_engine *small_engine(int *rc)
 	return engine;
 }
 
-TEST(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one)
+TEST(any_failure_leaves_the_old_file_or_the_complete_new_one)
 {
 	static const struct {
 		const char *call;

@@ -466,7 +466,7 @@ TEST(bad_options_are_refused)
 	CHECK_EQ(sfr_engine_new(&opts, &engine), -EINVAL);
 }
 
-/* R1 to R4: whatever call fails, the path holds the old or the new file, the save reports the
+/* Whatever call fails, the path holds the old or the new file, the save reports the
  * error, nothing is left over, and the next save works. */
 static void every_call_may_fail(const char *call, int err)
 {
@@ -504,12 +504,12 @@ static void every_call_may_fail(const char *call, int err)
 	}
 }
 
-TEST(any_call_may_run_out_of_memory)
+TEST(save_without_memory_in_any_call_fails_and_leaks_nothing)
 {
 	every_call_may_fail("*", ENOMEM);
 }
 
-TEST(any_file_call_may_fail)
+TEST(failure_of_any_file_call_leaves_a_complete_file_and_a_usable_engine)
 {
 	static const char *const calls[] = { "open",  "pwrite", "fdatasync",
 					     "fsync", "rename", "fallocate" };

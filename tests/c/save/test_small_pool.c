@@ -265,7 +265,7 @@ TEST(nested_save_completes_while_the_interrupted_one_waits_for_blocks)
 /* External work at the head of the log may need a snapshot before it ends, and saves behind it
  * wait for that work. When all their blocks are written, they leave the whole pool to the
  * snapshot. */
-TEST(written_save_in_the_log_leaves_the_last_block_to_a_snapshot)
+TEST(save_that_waits_in_the_log_leaves_the_last_block_to_a_snapshot)
 {
 	struct sfr_engine *engine = saving_engine(1, 1, 1);
 	const struct sfr_source source = { .nbytes = BLOCK };

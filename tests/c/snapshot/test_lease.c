@@ -410,7 +410,7 @@ static void *leave_and_drop(void *arg)
 	return NULL;
 }
 
-TEST(many_threads_cut_lots_at_once)
+TEST(many_threads_take_ranges_of_lots_at_once)
 {
 	struct sfr_engine *engine = make_engine(64);
 	pthread_t threads[3];

@@ -58,7 +58,7 @@ TEST(every_source_has_its_share_and_one_line_at_least)
 }
 
 /* As many lines as requested, or all there are: ascending, none twice, none beyond the end. */
-TEST(lines_ascend_and_lie_within_their_source)
+TEST(sampled_lines_ascend_and_are_within_their_source)
 {
 	uint64_t random = 1;
 
@@ -121,7 +121,7 @@ TEST(sampled_lines_vary_between_saves)
 	CHECK(nr_seen >= 75); /* the strata of those three have 9 lines each */
 }
 
-TEST(a_random_line_lies_in_its_own_stratum)
+TEST(each_random_line_is_in_its_own_stratum)
 {
 	uint64_t random = 3;
 
@@ -223,7 +223,7 @@ TEST(there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle)
 	CHECK_EQ(sfr__samples_rows(items, of(0, nbytes), 2, &random, &pitch), 2);
 }
 
-TEST(single_row_may_be_anywhere)
+TEST(single_sampled_row_may_be_anywhere)
 {
 	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
 

@@ -167,7 +167,7 @@ def test_last_ranks_state_is_missed_where_the_arguments_say_how_many_there_are(t
     assert stillframe.latest(tmp_path) == path
 
 
-def test_trainers_mark_of_an_unfinished_checkpoint_is_heeded(tmp_path, told):
+def test_checkpoint_that_the_trainer_marks_as_unfinished_is_passed_over(tmp_path, told):
     path = trainer(tmp_path / "checkpoint-5", 5)
     (path / "checkpoint-is-incomplete.txt").touch()
     assert stillframe.latest(tmp_path) is None
@@ -283,7 +283,7 @@ def test_higher_number_of_a_series_wins_over_the_times(older, newer, tmp_path):
         ("2024-02-01.pt", "2023-01-31.pt"),
     ],
 )
-def test_times_decide_between_series(older, newer, tmp_path):
+def test_modification_times_decide_between_series(older, newer, tmp_path):
     at(torch_file(tmp_path / older), 1000)
     at(torch_file(tmp_path / newer), 2000)
     assert stillframe.latest(tmp_path) == tmp_path / newer
@@ -352,7 +352,7 @@ def test_file_of_another_kind_with_a_checkpoints_name_is_named(tmp_path, told):
     assert "looks like text" in told()[0]
 
 
-def test_pipes_are_not_waited_for(tmp_path):
+def test_latest_does_not_wait_for_pipes(tmp_path):
     path = trainer(tmp_path / "checkpoint-5", 5)
     (path / "trainer_state.json").unlink()
     os.mkfifo(path / "trainer_state.json")
@@ -423,7 +423,7 @@ def test_thousand_unfinished_checkpoints_need_few_opens_each(tmp_path):
 # ---- beside saves -----------------------------------------------------------------------------
 
 
-def test_saves_submitted_before_are_waited_for(tmp_path):
+def test_latest_waits_for_saves_submitted_before_it(tmp_path):
     with testing.slow("fdatasync", 0.3):
         stillframe.async_save({"w": torch.ones(9)}, tmp_path / "step1.pt")
         assert stillframe.latest(tmp_path) == tmp_path / "step1.pt"
@@ -437,7 +437,7 @@ def test_safetensors_file_of_ours_is_found_beside_its_save(tmp_path):
     stillframe.wait_all()
 
 
-def test_removes_submitted_before_are_waited_for(tmp_path):
+def test_latest_waits_for_removes_submitted_before_it(tmp_path):
     torch_file(tmp_path / "step1.pt")
     with testing.slow("fdatasync", 0.3):
         handle = stillframe.async_save({"w": torch.ones(9)}, tmp_path / "step2.pt")
@@ -447,7 +447,7 @@ def test_removes_submitted_before_are_waited_for(tmp_path):
     handle.result()
 
 
-def test_saves_elsewhere_are_not_waited_for(tmp_path):
+def test_latest_does_not_wait_for_saves_elsewhere(tmp_path):
     for name in ("run", "run2"):
         (tmp_path / name).mkdir()
     torch_file(tmp_path / "run" / "step1.pt")

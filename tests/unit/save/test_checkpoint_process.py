@@ -94,7 +94,7 @@ def test_checkpoint_made_by_an_exit_handler_is_durable(tmp_path):
             print(write(Path("c"), 1.0).state)
         """,
         tmp_path,
-        first="import atexit; atexit.register(lambda: last())",  # it runs behind stillframe's
+        first="import atexit; atexit.register(lambda: last())",  # it runs after stillframe's
     )
     assert (done.returncode, done.stdout) == (0, "durable\n"), done.stderr
     assert value_of(tmp_path / "c") == 1.0 and os.listdir(tmp_path) == ["c"]

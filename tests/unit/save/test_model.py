@@ -284,7 +284,7 @@ def test_every_path_has_the_content_that_the_order_of_calls_implies():
 
 @pytest.mark.skipif(not CAMPAIGN_S, reason="make campaign asks for it")
 @pytest.mark.timeout(CAMPAIGN_S + 600)
-def test_campaign_finds_nothing():
+def test_random_campaign_finds_no_violation():
     end = time.monotonic() + CAMPAIGN_S
     while time.monotonic() < end:
         run_state_machine_as_test(Saves, settings=some(100))

@@ -372,7 +372,7 @@ FORK_CHILD = """
 
 @pytest.mark.parametrize("kind", ["os.fork", "os._exit", "multiprocessing"])
 def test_forked_child_cannot_use_objects_of_its_parent(tmp_path, kind):
-    """R8: the parent's saves go on; the child deletes, unlocks and joins nothing of them."""
+    """The parent's saves go on; the child deletes, unlocks and joins nothing of them."""
     endings = {
         "os.fork": """
             pid = os.fork()

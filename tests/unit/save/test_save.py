@@ -592,7 +592,7 @@ def test_a_closed_engine_refuses_and_its_handles_still_answer(tmp_path):
 
 
 def test_a_save_made_by_a_signal_handler_inside_another_call_works(tmp_path):
-    """R10: it takes an extra slot and finishes while the interrupted call waits."""
+    """The nested save takes an extra slot and finishes while the interrupted call waits."""
     inner: list[stillframe.SaveReport] = []
 
     def handler(signum: int, frame: object) -> None:
