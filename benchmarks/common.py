@@ -280,7 +280,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def _json(value: Any, indent: str = "", column: int = 0) -> str:
     """JSON in which a container of plain values has one line, wrapped at MOST_COLUMNS.
 
-    column: Where it begins, behind its key.
+    column: Where it begins, after its key.
     """
     if not isinstance(value, dict | list | tuple) or not value:
         return json.dumps(value)

@@ -172,7 +172,7 @@ WAYS = {
 }
 LIGHTNING = {SHARDED: _sharded, PEER: _peer}
 ALL = {**WAYS, **LIGHTNING}
-PACKAGES = {META: "torch_checkpointing"}  # the package that a way needs beside torch
+PACKAGES = {META: "torch_checkpointing"}  # the package that a way needs besides torch
 
 
 def is_installed(way: str) -> bool:

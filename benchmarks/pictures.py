@@ -1,4 +1,4 @@
-"""Draws the figures of a run as a PNG beside its JSON; also on its own:
+"""Draws the figures of a run as a PNG next to its JSON; also on its own:
 
     python benchmarks/pictures.py vs_peers.json [limits.json ...]
     make pictures            the results in benchmarks/results, which README and docs show
@@ -58,13 +58,15 @@ PARTS = (("call_s", "call", 1.0), ("gate_s", "gate", 0.65), ("slowdown_s", "slow
 
 
 def keep(json_path: Path | None, document: dict[str, Any]) -> None:
-    """Save the document of a run, if that is wanted, and its pictures beside it."""
+    """Save the document of a run, if that is wanted, and its pictures next to it."""
     if json_path is not None:
         write_json(json_path, document)
-        beside(json_path, document)
+        draw_document(json_path, document)
 
 
-def beside(json_path: Path, document: dict[str, Any], out: Path | None = None) -> Path | None:
+def draw_document(
+    json_path: Path, document: dict[str, Any], out: Path | None = None
+) -> Path | None:
     """Draw `document` into a PNG of the same name (in `out`, if given).
 
     Return None if there is nothing to draw, or if matplotlib is missing; stderr then says so.
@@ -379,7 +381,7 @@ def _loads(axes: Any, states: dict[str, Any]) -> None:
 
 
 def _reads(axes: Any, states: dict[str, Any]) -> None:
-    """Draw the rates of verify beside those of raw reads."""
+    """Draw the rates of verify next to those of raw reads."""
     labels: list[str] = []
     for state, figures in states.items():
         for name, found in figures["reads"].items():
@@ -400,7 +402,7 @@ def _plain(axes: Any) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Draw each named JSON, beside it or in the directory behind --out; return 2 if one cannot
+    """Draw each named JSON, next to it or in the directory of --out; return 2 if one cannot
     be."""
     out = None
     if arguments[:1] == ["--out"]:
@@ -415,7 +417,7 @@ def main(arguments: list[str]) -> int:
             if not _panels(document):
                 print(f"{name} has no picture", file=sys.stderr)
                 continue
-            drawn = beside(Path(name), document, out)
+            drawn = draw_document(Path(name), document, out)
         except (OSError, ValueError, KeyError) as error:
             print(f"pictures.py: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             drawn = None

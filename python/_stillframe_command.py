@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     written.
 
     Args:
-        argv: The arguments behind the program's name; `sys.argv[1:]` by default.
+        argv: The arguments after the program's name; `sys.argv[1:]` by default.
 
     Raises:
         SystemExit: (status 2) Wrong usage; (status 0) `--help`, `--version`.

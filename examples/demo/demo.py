@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from story import Story
 
 # Memory needed, as a multiple of the checkpoint, measured with Lightning 2.6: its clone, its
-# writer's buffer and a copy of that, beside weights, gradients, AdamW's moments and the step.
+# writer's buffer and a copy of that, besides weights, gradients, AdamW's moments and the step.
 MEMORY_FACTOR = 6
 MEMORY_BASE = 700 << 20  # torch, Lightning and scikit-learn
 

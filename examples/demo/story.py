@@ -124,7 +124,7 @@ class Story:
         """Choose as many steps as this machine can do in STEPS_S, within bounds."""
         if not self.steps:
             step_s = statistics.median(b - a for a, b in itertools.pairwise(warm_up.starts))
-            runs = 3 * ROUNDS + 1.5  # half a run to resume; steps beside a save take longer
+            runs = 3 * ROUNDS + 1.5  # half a run to resume; steps during a save take longer
             fitting = int(STEPS_S / (step_s * runs))
             if fitting < LEAST_STEPS:
                 self.rounds = 1
@@ -235,7 +235,7 @@ class Story:
         self._paragraph("", counted, style="dim")
 
     def _paragraph(self, mark: str, text: str, style: str = "") -> None:
-        """Print `text`, wrapped beside a `mark` in the margin."""
+        """Print `text`, wrapped next to a `mark` in the margin."""
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_column(width=3, justify="right", no_wrap=True)
         grid.add_row(mark, text.replace("\n", " "))

@@ -63,7 +63,7 @@ class Runner:
     Args:
         directory: Where the files go.
         memory: Bytes that one case may have resident.
-        limit: Seconds that each case has, beside those for its bytes.
+        limit: Seconds that each case has, besides those for its bytes.
         divisor: By how much each tensor is made smaller.
     """
 
@@ -224,7 +224,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--loads", nargs="+", metavar="WAY", choices=ways.EVERY_LOAD)
     parser.add_argument("--all", action="store_true", help="every way of loading of every file")
     parser.add_argument("--memory", type=float, default=12.0, help="GB that a case may have")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds, beside those for bytes")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds besides those for bytes")
     parser.add_argument(
         "--divisor",
         type=int,

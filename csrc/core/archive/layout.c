@@ -21,7 +21,7 @@
  * device.
  *
  * Extents start and end at multiples of 4096, padded with zeros, and so does the file. The tail's
- * zeros come before its entry, because the records behind the directory must end the file.
+ * zeros come before its entry, because the records after the directory must end the file.
  *
  * Besides the storages a file has the records that torch writes. .format_version is 0: from 1 on
  * torch computes a storage's offset from the order of the pickle instead of the directory, and our

@@ -37,7 +37,7 @@ struct sfr__extent {
 	uint32_t lane, device; /* of struct sfr_source */
 	uint32_t first_entry, nr_entries;
 	uint32_t first_block, nr_blocks; /* index among the blocks of the image */
-	/* The entries and blocks of this extent and of those behind it with the same lane and
+	/* The entries and blocks of this extent and of later ones with the same lane and
 	 * device, which only a flat file has. Their blocks are numbered consecutively. */
 	uint32_t all_entries, all_blocks;
 	/* parts: memory that equals this extent, written in place */

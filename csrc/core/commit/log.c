@@ -12,7 +12,7 @@
  *
  * The engine's writers have written and synced a save's data long before; only the commit waits
  * here. A rotation (save the new, remove the old) never leaves fewer durable checkpoints than
- * before, because the remove is behind the save in the same list.
+ * before, because the remove comes after the save in the same list.
  *
  * Entries may overtake a file system that does not answer (aside.c). The log's own thread may hang:
  * while it works on an entry that another one could overtake, a second thread waits for that. The

@@ -12,7 +12,7 @@ struct sfr__log_entry;
 /* The kind of an entry: a save, a remove, or external work. The log knows no more about it. */
 struct sfr__log_ops {
 	bool creates; /* the entry makes its name (a save, a link); otherwise it removes the name */
-	bool is_save; /* a remove behind it depends on its result */
+	bool is_save; /* a later remove depends on its result */
 	bool close_waits; /* closing an engine waits for it */
 	bool has_below;   /* it also makes what is below its name: a directory (a remove always
 			   * concerns that) */

@@ -88,7 +88,7 @@ void sfr__copiers_start_locked(struct sfr_engine *engine);
 void sfr__workers_stop(struct sfr_engine *engine);
 /* Gives the writers a task; they serve tasks in the order of their arrival. */
 void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task);
-/* Insert work behind all of its rank, and remove it. */
+/* Insert work after all of its rank, and remove it. */
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
 /* Wakes threads that found nothing to do. */

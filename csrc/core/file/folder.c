@@ -1,7 +1,7 @@
 /* A directory that becomes visible in one step: from a temporary name to a durable one.
  *
  *   1  open      the parent, for all later steps
- *                a file beside the destination that carries the lock   (tmp.c)
+ *                a file next to the destination that carries the lock   (tmp.c)
  *                the temporary directory
  *   2            its user fills it: with saves of this library, or with any other writes
  *   3  sync      every file, then every directory, those deeper down first
@@ -12,7 +12,7 @@
  *
  * 3 before 4: otherwise the new name might reach the disk before the bytes. 5 before 6: until the
  * parent is synced, a power failure may bring the old directory back, so it must be whole. If that
- * sync fails, the old directory stays beside the new one. The next save into the parent syncs the
+ * sync fails, the old directory stays next to the new one. The next save into the parent syncs the
  * parent and then removes what is left (clean.c).
  *
  *         open           sync            commit             clear

@@ -113,7 +113,7 @@ struct sfr__lease {
  * Threads in sfr__pool_get are served first. One block is left for saves while any of them, apart
  * from those `nr_own`, needs blocks (sfr__pool_join).
  *
- * SFR_EAGAIN when `slice_ns` passes (0: no wait). SFR_EEXHAUSTED when the items do not fit beside
+ * SFR_EAGAIN when `slice_ns` passes (0: no wait). SFR_EEXHAUSTED when the items do not fit with
  * the leases that are held, so that only their holders could end the wait. -ENOMEM. */
 int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool whole,
 		    uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out);

@@ -1,4 +1,4 @@
-/* A range of address space and the memory behind it.
+/* A range of address space and the memory mapped there.
  *
  * A range is reserved once without access, and so without memory; parts of it gain memory and lose
  * it again. The address space stays reserved, so an address known to a driver or a running copy is

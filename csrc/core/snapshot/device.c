@@ -3,7 +3,7 @@
  *
  * A save's deferred bytes are queued in small portions, but a snapshot's are not: all of its memory
  * is leased already, and its caller mostly waits for it at once. So each group of copies is one
- * batch, given to the driver in one call. The price is that copies of other streams queue behind
+ * batch, given to the driver in one call. The price is that copies of other streams wait for
  * it.
  *
  * For groups of an Offloader (SFR_SNAPSHOT_LEAVES) everything is captured and there is no C.

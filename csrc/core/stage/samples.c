@@ -30,7 +30,7 @@ static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *ran
 	return from + (*random >> 33) % (to > from ? to - from : 1);
 }
 
-/* Half of the samples are shared out evenly, so that a small source gets some beside a large one.
+/* Half of the samples are shared out evenly, so that a small source gets some next to a large one.
  * Half go by bytes, so that the samples of a large one are not far apart. */
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most)
 {

@@ -17,7 +17,7 @@ static void drop_staged_locked(struct sfr__transfer *tr)
 	tr->staged = NULL;
 }
 
-/* Counts one user less. The last one settles the transfer: nobody can become a user beside it. */
+/* Counts one user less. The last one settles the transfer: then nobody can become a user. */
 static void put(struct sfr__transfer *tr)
 {
 	void (*over)(struct sfr__transfer *tr) = tr->ops->over;
@@ -182,7 +182,7 @@ static void queue(struct sfr__transfer *tr)
 	tr->pinned.nr = tr->others.nr = 0;
 }
 
-/* In a turn: puts the portion in flight, behind what is queued. */
+/* In a turn: puts the portion in flight, after what is queued. */
 static void launch_portion(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;

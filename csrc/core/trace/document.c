@@ -1,7 +1,7 @@
 /* A JSON document in a file that is complete after every write, even if the process dies without
  * clean-up.
  *
- * Each write appends events and the document's end behind them. The next write begins where that
+ * Each write appends events and the document's end after them. The next write begins where that
  * end was:
  *
  *     {"displayTimeUnit":"ms","traceEvents":[ ... events ...          ],"otherData":{...}}

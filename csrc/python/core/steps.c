@@ -59,7 +59,7 @@ out:
 	return result;
 }
 
-/* names(directory) -> (names, each with a zero behind it, errno or 0). */
+/* names(directory) -> (names, each ended by a zero byte, errno or 0). */
 static PyObject *names(PyObject *module, PyObject *args)
 {
 	const char *path;
@@ -81,7 +81,7 @@ static PyMethodDef functions[] = {
 	{ "take_steps", take_steps, METH_VARARGS,
 	  "take_steps([(kind, path, bytes), ...]) -> (steps taken, errno of the next or 0)" },
 	{ "names", names, METH_VARARGS,
-	  "names(directory) -> (names, each with a zero behind it, errno or 0)" },
+	  "names(directory) -> (names, each ended by a zero byte, errno or 0)" },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -161,7 +161,7 @@ static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 
 PyDoc_STRVAR(observer_probe_doc,
 "probe(streams, /)\n--\n\n"
-"Queues copies of lines of the watched device storages, behind the work on the streams. The streams\n"
+"Queues copies of lines of the watched device storages, after the work on the streams. The streams\n"
 "wait for the copies, the host does not. `streams`: a tuple of (device, handle).");
 
 static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)

@@ -19,7 +19,7 @@
  * they are the same for all tensors with the same keys. Python is asked about the first tensor with
  * a given set of keys (`where`); for others only the keys are compared (torch/words.h). The tensor
  * itself is asked for attributes, hooks and requires_grad, and the bridge for dtype and shape. None
- * of this releases the interpreter lock: beside a thread that computes, each release may cost a
+ * of this releases the interpreter lock: while another thread computes, each release may cost a
  * switch interval. */
 #include "skeleton/skeleton.h"
 #include "torch/slots.h"

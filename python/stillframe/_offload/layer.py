@@ -199,7 +199,7 @@ class Layer:
         return moved
 
     def _flatten(self) -> None:
-        """Rebuild the list of weights that RNNs keep beside their parameters."""
+        """Rebuild the list of weights that RNNs keep besides their parameters."""
         for reference in self.references:
             if isinstance(reference.module, nn.RNNBase):
                 reference.module._flat_weights = [

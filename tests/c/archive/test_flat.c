@@ -14,7 +14,7 @@ static unsigned char nr_filled[FLAT_MAX + SFR_PAGE];      /* how often each byte
 static unsigned char nr_written[FLAT_MAX / SFR_PAGE + 2]; /* how often each page is written */
 
 /* Walks one block: its data are the file's at that offset, and all else is in pages that it shares
- * or behind the end of the file. */
+ * or after the end of the file. */
 static void check_block(const struct sfr__image *img, const struct sfr__extent *extent,
 			uint32_t blk)
 {

@@ -385,8 +385,8 @@ TEST(descriptor_may_have_either_length)
 	CHECK_EQ(len, 16);
 	GOOD(desc(a.buf, 16, &rec, &len));
 	CHECK_EQ(len, 16);
-	SAYS(desc(a.buf, 15, &rec, &len), "descriptor behind its data is missing");
-	SAYS(desc(a.buf, 0, &rec, &len), "descriptor behind its data is missing");
+	SAYS(desc(a.buf, 15, &rec, &len), "descriptor after its data is missing");
+	SAYS(desc(a.buf, 0, &rec, &len), "descriptor after its data is missing");
 	archive_poke(&a, 8, 7, 8);
 	archive_poke(&a, 16, 7, 8);
 	GOOD(desc(a.buf, 24, &rec, &len));
@@ -398,7 +398,7 @@ TEST(descriptor_may_have_either_length)
 	SAYS(desc(a.buf, 24, &rec, &len), "CRC in the descriptor");
 	rec.crc--;
 	a.buf[0]++;
-	SAYS(desc(a.buf, 24, &rec, &len), "descriptor behind its data is missing");
+	SAYS(desc(a.buf, 24, &rec, &len), "descriptor after its data is missing");
 	/* Without its flag, no descriptor is expected. */
 	rec.flags = 0;
 	GOOD(desc(a.buf, 0, &rec, &len));

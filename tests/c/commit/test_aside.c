@@ -284,7 +284,7 @@ TEST(two_file_systems_may_hang_at_a_time)
 	CHECK_EQ(nr_notices_with("has not answered") > 0, 1);
 }
 
-/* A save that is ready waits behind one that hangs, and is renamed after it. `late`: the save
+/* A save that is ready waits for one that hangs, and is renamed after it. `late`: the save
  * comes when a second thread is already waiting, which has let another save overtake. */
 static void check_waits_behind_hung_save(const char *where, const char *name, uint64_t fs,
 					 bool late)
@@ -332,7 +332,7 @@ TEST(save_into_a_directory_to_be_removed_does_not_overtake)
 	drain();
 }
 
-/* The save that could overtake is itself on a file system that hangs, behind another save. */
+/* The save that could overtake is itself on a file system that hangs, after another save. */
 TEST(save_after_a_hanging_one_of_its_file_system_does_not_overtake)
 {
 	struct sfr_ticket *ready, *hung, *sync;

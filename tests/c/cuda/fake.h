@@ -25,7 +25,7 @@ static int fake__count_locks(void)
 	return (int)sfr__locks_held();
 }
 
-/* Makes the core use the library beside the program. False if there is none. */
+/* Makes the core use the library next to the program. False if there is none. */
 static inline bool fake_load(void)
 {
 	static char path[PATH_MAX];

@@ -155,7 +155,7 @@ EXPORT CUresult cuMemFreeHost(void *mem)
 
 /* ---- copies ----------------------------------------------------------------------- */
 
-/* Fills a copy's destination with garbage until an event behind it completes: host memory when
+/* Fills a copy's destination with garbage until an event after it completes: host memory when
  * the copy is queued, device memory when the stream reaches the copy, because earlier work may
  * still use it. */
 void fake__spoil(const struct op *op)

@@ -271,7 +271,7 @@ TEST(onload_fails_if_it_cannot_wait_for_the_offload)
 	begin();
 	works();
 	leave_again();
-	/* the wait behind E */
+	/* the wait for E */
 	fake.fake_cuda_fail("cuStreamWaitEvent", 2, 0, CUDA_ERROR_OUT_OF_MEMORY);
 	CHECK_EQ(onload_parts(&onload), SFR_EAGAIN);
 	CHECK(onload == NULL);

@@ -58,7 +58,7 @@ TEST(file_has_its_parts_in_order)
 	}
 }
 
-/* External work at the head of the log waits for it, and the saves behind that work have all
+/* External work at the head of the log waits for it, and the saves after that work have all
  * slots. */
 TEST(an_unordered_save_waits_for_nothing_in_the_log)
 {
@@ -250,7 +250,7 @@ static int counting_munmap(void *at, size_t len)
 	return munmap(at, len);
 }
 
-/* Buffers are small even if the pool's blocks are long, because they take memory beside a
+/* Buffers are small even if the pool's blocks are long, because they take memory besides a
  * snapshot that may fill the pool. */
 TEST(buffers_beside_a_full_pool_are_small_and_returned)
 {

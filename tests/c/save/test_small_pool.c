@@ -262,7 +262,7 @@ TEST(nested_save_completes_while_the_interrupted_one_waits_for_blocks)
 	saving_end(engine);
 }
 
-/* External work at the head of the log may need a snapshot before it ends, and saves behind it
+/* External work at the head of the log may need a snapshot before it ends, and later saves
  * wait for that work. When all their blocks are written, they leave the whole pool to the
  * snapshot. */
 TEST(save_that_waits_in_the_log_leaves_the_last_block_to_a_snapshot)

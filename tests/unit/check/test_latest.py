@@ -326,7 +326,7 @@ def test_other_files_and_directories_are_not_named(tmp_path, told):
 
 
 def test_trainers_own_files_are_no_checkpoints(tmp_path, told):
-    """At the end of a training the Trainer saves the model beside its checkpoints."""
+    """At the end of a training the Trainer saves the model next to its checkpoints."""
     path = trainer(tmp_path / "checkpoint-5", 5)
     trainer(tmp_path, 5, sharded=True)
     assert stillframe.latest(tmp_path) == path
@@ -420,7 +420,7 @@ def test_thousand_unfinished_checkpoints_need_few_opens_each(tmp_path):
     assert opened(lambda: stillframe.latest(run), run) <= 100 + 10
 
 
-# ---- beside saves -----------------------------------------------------------------------------
+# ---- during saves -----------------------------------------------------------------------------
 
 
 def test_latest_waits_for_saves_submitted_before_it(tmp_path):

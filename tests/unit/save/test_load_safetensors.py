@@ -319,7 +319,7 @@ def test_index_with_a_missing_or_damaged_file_is_refused(index):
     with pytest.raises(CorruptCheckpointError, match="no tensor bytes, which the index names"):
         stillframe.load(index)
     third.unlink()
-    with pytest.raises(CorruptCheckpointError, match="missing beside it: model-00003"):
+    with pytest.raises(CorruptCheckpointError, match="missing next to it: model-00003"):
         stillframe.load(index)
 
 

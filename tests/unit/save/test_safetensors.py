@@ -21,7 +21,7 @@ PAGE = 4096
 
 
 class Model(torch.nn.Module):
-    """Weights that are deferred, beside buffers of every element size that are captured."""
+    """Weights that are deferred, with buffers of every element size that are captured."""
 
     def __init__(self) -> None:
         super().__init__()
