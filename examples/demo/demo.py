@@ -104,13 +104,15 @@ def _directory(wanted: Path | None) -> Iterator[Path]:
             raise CannotRun(f"{wanted / 'checkpoints'} is there already: give another --dir")
         yield wanted.resolve()
         return
-    for parent in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):
-        if os.access(parent, os.W_OK | os.X_OK) and raw.file_system_of(parent) != "tmpfs":
-            break
-    else:
-        parent = Path(tempfile.gettempdir())
+    usual = Path(tempfile.gettempdir())
+    on_disk = (each for each in (usual, Path("/var/tmp"), Path.cwd()) if _is_writable_disk(each))
+    parent = next(on_disk, usual)
     with tempfile.TemporaryDirectory(prefix="stillframe-demo-", dir=parent) as name:
         yield Path(name).resolve()
+
+
+def _is_writable_disk(path: Path) -> bool:
+    return os.access(path, os.W_OK | os.X_OK) and raw.file_system_of(path) != "tmpfs"
 
 
 def _file_system(path: Path) -> str:

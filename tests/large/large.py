@@ -156,7 +156,11 @@ def _kill(pid: int) -> None:
 
 def _outcome(found: dict[str, Any]) -> Outcome:
     words = found.get("error") or found["wrong"]
-    kind = ERROR if "error" in found else WRONG if words else OK
+    kind = OK
+    if "error" in found:
+        kind = ERROR
+    elif words:
+        kind = WRONG
     return Outcome(kind, words, found["seconds"], found["peak_nbytes"])
 
 

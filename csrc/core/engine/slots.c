@@ -46,8 +46,9 @@ uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool
 	uint32_t nr = 0;
 
 	for (const struct sfr__flight *each = engine->flights; each; each = each->next)
-		nr += each->in_call && (each->in_pool || !in_pool) &&
-		      pthread_equal(each->caller, pthread_self());
+		if (each->in_call && (each->in_pool || !in_pool) &&
+		    pthread_equal(each->caller, pthread_self()))
+			nr++;
 	return nr;
 }
 

@@ -228,8 +228,9 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 	uint32_t nr_device = 0, i;
 
 	for (i = 0; i < self->table.nr_watches; i++)
-		nr_device += self->table.watches[i].verdict == SFR_PY_UNDECIDED &&
-			     self->table.watches[i].device != 0;
+		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED &&
+		    self->table.watches[i].device != 0)
+			nr_device++;
 	self->device_credit_ns = allowance(nr_device, ENROLLED_DEVICE_NS, ENROLLED_DEVICE_MAX_NS);
 	for (i = 0; i < self->table.nr_watches; i++) {
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)

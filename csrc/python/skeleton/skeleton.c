@@ -295,17 +295,15 @@ static int make_room_as_before(struct sfr_py_collector *c)
 
 	if (nr == 0)
 		return 0;
-	return sfr_py_map_reserve(&c->found_at, nr) != 0 ||
-			       sfr_py_map_reserve(&c->numbers->map, nr) != 0 ||
-			       sfr_py_map_reserve(&c->dtype_at, c->any_dtypes ? 0 : nr) != 0 ||
-			       sfr_py_grow((void **)&c->found, nr, &c->found_room,
-					   sizeof(*c->found)) != 0 ||
-			       sfr_py_grow((void **)&c->storages, nr, &c->storages_room,
-					   sizeof(*c->storages)) != 0 ||
-			       sfr_py_grow((void **)&c->order.steps, nr, &c->order.room,
-					   sizeof(*c->order.steps)) != 0 ?
-		       -1 :
-		       0;
+	if (sfr_py_map_reserve(&c->found_at, nr) != 0 ||
+	    sfr_py_map_reserve(&c->numbers->map, nr) != 0 ||
+	    sfr_py_map_reserve(&c->dtype_at, c->any_dtypes ? 0 : nr) != 0)
+		return -1;
+	if (sfr_py_grow((void **)&c->found, nr, &c->found_room, sizeof(*c->found)) != 0 ||
+	    sfr_py_grow((void **)&c->storages, nr, &c->storages_room, sizeof(*c->storages)) != 0 ||
+	    sfr_py_grow((void **)&c->order.steps, nr, &c->order.room, sizeof(*c->order.steps)) != 0)
+		return -1;
+	return 0;
 }
 
 /* Collector(types, fast_path, plain_cpu, plain_cuda, any_dtypes=False) */

@@ -58,14 +58,19 @@ TEST(end_record_gives_the_directorys_offset)
 	}
 }
 
-/* Changes one number in a good archive, and checks the message about it. */
+/* Changes one number in an end record of a good archive, and checks the message about it.
+ * `where`: e the end record, l the zip64 locator, z the zip64 end record; `off` counts from it. */
 static void poke_end(bool zip64, char where, size_t off, uint64_t value, size_t len,
 		     const char *words)
 {
 	struct archive a = two_records(zip64);
-	size_t at = where == 'e' ? a.end : where == 'l' ? a.locator : a.end64;
+	size_t at = a.end64;
 	struct sfr__unzip_end end;
 
+	if (where == 'e')
+		at = a.end;
+	else if (where == 'l')
+		at = a.locator;
 	archive_poke(&a, at + off, value, len);
 	SAYS(end_of(&a, &end), words);
 	archive_free(&a);

@@ -43,7 +43,8 @@ static void flip_every_bit(struct archive *a)
 				    at, v.ok ? "accepted" : v.error,
 				    a->blind[at] ? a->blind[at] : '-');
 			blind += v.ok;
-			seen += !v.ok;
+			if (!v.ok)
+				seen++;
 			/* A check of the structure alone never finds more than one that also
 			 * compares CRCs. */
 			if (v.ok || a->blind[at] == 'd')

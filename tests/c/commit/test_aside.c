@@ -180,7 +180,8 @@ static int nr_notices_with(const char *words)
 	int nr = 0;
 
 	while (sfr_notice_wait(&notice, 0) == 0) {
-		nr += strstr(notice.text, words) != NULL;
+		if (strstr(notice.text, words) != NULL)
+			nr++;
 		sfr_ticket_put(notice.ticket);
 	}
 	return nr;
@@ -197,8 +198,8 @@ static int nr_log_threads(void)
 
 		(void)snprintf(path, sizeof(path), "/proc/self/task/%.20s/comm", e->d_name);
 		file = fopen(path, "re");
-		if (file && fgets(name, sizeof(name), file))
-			nr += strcmp(name, "sfr-log\n") == 0;
+		if (file && fgets(name, sizeof(name), file) && strcmp(name, "sfr-log\n") == 0)
+			nr++;
 		if (file)
 			(void)fclose(file);
 	}
@@ -586,7 +587,8 @@ static int counted_create(pthread_t *thread, const pthread_attr_t *attr, void *(
 {
 	int rc = real.thread_create(thread, attr, start, arg);
 
-	nr_threads += rc == 0;
+	if (rc == 0)
+		nr_threads++;
 	return rc;
 }
 

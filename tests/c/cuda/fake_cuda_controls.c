@@ -153,7 +153,8 @@ static int64_t live(const char *what)
 		return fk.nr_pushed;
 	if (strcmp(what, "streams") == 0)
 		for (struct CUstream_st *s = fk.streams; s; s = s->next)
-			nr += s->alive && !s->of_caller;
+			if (s->alive && !s->of_caller)
+				nr++;
 	if (strcmp(what, "contexts") == 0)
 		for (int i = 0; i < NR_DEVICES; i++)
 			nr += fk.retained[i];

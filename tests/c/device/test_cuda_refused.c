@@ -30,7 +30,8 @@ static void take_texts(const char *words)
 	struct sfr_notice notice;
 
 	while (sfr_notice_wait(&notice, 0) == 0) {
-		nr_noticed += notice.what == SFR_NOTICE_TEXT && strstr(notice.text, words) != NULL;
+		if (notice.what == SFR_NOTICE_TEXT && strstr(notice.text, words) != NULL)
+			nr_noticed++;
 		sfr_ticket_put(notice.ticket);
 		sfr_snapshot_put(notice.snapshot);
 	}

@@ -304,7 +304,8 @@ static void take_notices(void)
 	for (unsigned nr = 0; nr < NR_SAVES;) {
 		unsigned what = saving_notice();
 
-		nr += what == SFR_NOTICE_ENDED || what == SFR_NOTICE_SNAPSHOT;
+		if (what == SFR_NOTICE_ENDED || what == SFR_NOTICE_SNAPSHOT)
+			nr++;
 	}
 }
 
@@ -339,7 +340,12 @@ static void one_schedule(uint64_t seed)
 	fake__random = seed * 2654435761u + 1;
 	/* Room for everything: then everything can be queued while the devices are stopped. */
 	roomy = fake_rng(4) == 0;
-	nr_blocks = roomy ? ROOMY : fake_rng(2) ? 1 + fake_rng(7) : FITS + fake_rng(8);
+	if (roomy)
+		nr_blocks = ROOMY;
+	else if (fake_rng(2))
+		nr_blocks = 1 + fake_rng(7);
+	else
+		nr_blocks = FITS + fake_rng(8);
 	begin_schedule(seed, roomy);
 	engine = fake_engine(nr_blocks, 1 + fake_rng(2));
 	for (unsigned i = 0; i < NR_SAVES; i++) {
@@ -353,7 +359,8 @@ static void one_schedule(uint64_t seed)
 			take_snapshot(engine, roomy && kind <= THREAD, t);
 		else
 			take_save(engine, i, roomy && kind <= THREAD, t);
-		nr_snapshots += t->snapshot != NULL;
+		if (t->snapshot != NULL)
+			nr_snapshots++;
 		memset(tr->state.bytes[0], FAKE_GARBAGE, tr->first ? SAVING_LEN : 0);
 		launch(tr->main, tr->first, FAKE_FIRST_DEFERRED, FAKE_GARBAGE);
 		t->wanted = step(t, kind);

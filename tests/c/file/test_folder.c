@@ -175,7 +175,8 @@ static void every_call_fails(const char *dir, bool aside)
 		CHECK_EQ(sfr_inject_set(&fault), 0);
 		rc = save(dir, next);
 		sfr_inject_clear();
-		nr_failed += rc < 0;
+		if (rc < 0)
+			nr_failed++;
 		if (rc == 0 || err.phase == SFR_PHASE_SYNC_DIR) {
 			const char *before = there;
 

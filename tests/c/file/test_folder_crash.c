@@ -209,7 +209,8 @@ static int nr_names(ino_t dir)
 	int nr = 0;
 
 	for (int i = 0; i < nr_entries; i++)
-		nr += entries[i].dir == dir;
+		if (entries[i].dir == dir)
+			nr++;
 	return nr;
 }
 

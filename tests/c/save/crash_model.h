@@ -134,10 +134,12 @@ static inline int crash__names(int nr, struct crash_name *names)
 
 	for (int i = 0; i < nr; i++) {
 		const struct crash_op *op = &crash.ops[i];
-		const char *set = op->kind == CRASH_CREATE ? op->name :
-				  op->kind == CRASH_RENAME ? op->to :
-							     NULL;
+		const char *set = NULL; /* the name that the operation gives to its inode */
 
+		if (op->kind == CRASH_CREATE)
+			set = op->name;
+		else if (op->kind == CRASH_RENAME)
+			set = op->to;
 		if (!crash__is_name(op) || op->choice == CRASH_ABSENT)
 			continue;
 		if (op->kind != CRASH_CREATE)
@@ -223,14 +225,16 @@ static inline void crash__judge(int nr, bool durable, struct crash_count *count)
 		for (int k = 0; k < nr_names; k++)
 			if (strcmp(names[k].name, op->name) == 0)
 				found = crash__content(names[k].inode, nr);
-		nr_whole += found >= 0;
+		if (found >= 0)
+			nr_whole++;
 		good = crash__allowed(op->name, nr, found, durable);
 		if (!good)
 			(void)snprintf(what, sizeof(what), "%s is %d", strrchr(op->name, '/') + 1,
 				       found);
 	}
 	for (int i = 0; i < nr; i++)
-		nr_durable += crash.ops[i].kind == CRASH_DURABLE;
+		if (crash.ops[i].kind == CRASH_DURABLE)
+			nr_durable++;
 	if (good && durable && nr_durable > 0 && nr_whole == 0) {
 		good = false;
 		(void)snprintf(what, sizeof(what), "no checkpoint is left");

@@ -178,16 +178,13 @@ TEST(write_after_the_copy_does_not_fail_the_save)
 
 TEST(a_save_can_be_cancelled_until_the_rename)
 {
+	static const char *const slow_calls[] = { "open", "lane_copy", "pwrite", "fdatasync" };
 	struct sfr_engine *engine = saving_engine(2, 1, 2);
 	struct sfr_ticket *t;
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
 	for (int at = 0; at < 4; at++) {
-		saving_slow(at == 0 ? "open" :
-			    at == 1 ? "lane_copy" :
-			    at == 2 ? "pwrite" :
-				      "fdatasync",
-			    20 * 1000 * 1000);
+		saving_slow(slow_calls[at], 20 * 1000 * 1000);
 		CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
 		CHECK_EQ(sfr_save_cancel(t), 0); /* there is nothing to cancel yet */
 		CHECK_EQ(saving_submit(t), 0);

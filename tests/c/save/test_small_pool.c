@@ -140,8 +140,10 @@ static void save_one(struct saver *s, unsigned save)
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK(report.peak_pool_bytes <= s->engine->pool_bytes);
-	s->durable += report.state == SFR_DURABLE;
-	s->cancelled += report.state == SFR_CANCELLED;
+	if (report.state == SFR_DURABLE)
+		s->durable++;
+	if (report.state == SFR_CANCELLED)
+		s->cancelled++;
 	if (report.state == SFR_DURABLE)
 		CHECK(holds(name, s, save, &desc));
 	else

@@ -162,7 +162,8 @@ TEST(a_write_is_noticed_as_often_as_documented)
 			for (uint32_t i = 0; i < nr && !seen; i++)
 				seen = items[i].off / LINE >= from &&
 				       items[i].off / LINE < from + written[w];
-			nr_missed += !seen;
+			if (!seen)
+				nr_missed++;
 		}
 		found = (double)nr_missed / TRIALS;
 		said = missed((double)written[w] / STRATUM);
