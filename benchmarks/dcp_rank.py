@@ -103,6 +103,7 @@ class Rank:
         self.step()
 
     def one(self, busy: bool) -> dict[str, float]:
+        """Save once with the main thread busy or idle meanwhile; return the figures."""
         cpu = time.process_time()
         response, took, stamp = self.begin()
         begun = time.perf_counter_ns()
@@ -159,7 +160,7 @@ class Rank:
         return times
 
     def _all(self, here: bool) -> bool:
-        """Return whether it holds on all ranks, which must make equally many steps."""
+        """Return whether `here` is true on all ranks, which must make equally many steps."""
         import torch
         import torch.distributed as dist
 
@@ -193,6 +194,7 @@ class Rank:
         return {"call_cpu_s": found[1:]}
 
     def turn(self) -> Turn:
+        """Measure every scenario once; return its figures."""
         # A step, as there is one before each save in a training. After minutes of the other ways'
         # turns, the first access to untouched memory is slow.
         self.step()

@@ -208,10 +208,10 @@ def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> 
             axes.barh(at, middle, height=0.36, color=_colour(peer), alpha=strength)
             spread = ((middle - found["min"],), (found["max"] - middle,))
             axes.errorbar(middle, at, xerr=spread, color="#222222", capsize=2, lw=1)
-            told = format_seconds(middle)
+            label = format_seconds(middle)
             if metric == "finished_s":
-                told += ", durable" if peer == OURS else ", not synced"
-            axes.annotate(f"  {told}", (found["max"], at), va="center", fontsize=8)
+                label += ", durable" if peer == OURS else ", not synced"
+            axes.annotate(f"  {label}", (found["max"], at), va="center", fontsize=8)
     axes.set_yticks(range(len(peers)), peers)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.35 * most)
@@ -222,11 +222,11 @@ def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> 
 
 def _draw_fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
     """Draw the cost of checkpoints in a training's steps a second: medians with standard errors."""
-    for place, fits in enumerate(result["every"].values()):
+    for index, fits in enumerate(result["every"].values()):
         for number, way in enumerate(FITS):
             lost, error = (100 * fits[way]["lost"][name] for name in ("median", "error"))
-            at = place + 0.26 * (number - 1)
-            label = FITS[way] if place == 0 else "_" + way
+            at = index + 0.26 * (number - 1)
+            label = FITS[way] if index == 0 else "_" + way
             axes.bar(at, lost, width=0.24, color=_colour(way), label=label)
             axes.errorbar(at, lost, yerr=error, color="#222222", capsize=3, lw=1.2)
     axes.axhline(0, color="#222222", lw=0.8)
@@ -271,7 +271,7 @@ def _lost_label(lost: dict[str, float]) -> str:
     """Return a label of the lost time, or none where noise is larger."""
     middle, least, most = (lost[name] * 1e3 for name in ("median", "min", "max"))
     if most - least > 2 * abs(middle):
-        return "lost time:\nnot told from noise"
+        return "lost time:\nwithin the noise"
     return f"{middle:.0f} ms lost\n({least:.0f} to {most:.0f})"
 
 
@@ -328,8 +328,8 @@ def _legend(axes: Any) -> None:
         ("#777777", "the call; below it, in the background: copying, writing"),
     )
     patches = [Patch(color=colour, label=label) for colour, label in shown]
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99), "ncols": 4}
-    axes.legend(handles=patches, fontsize=8, frameon=False, **place)
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99), "ncols": 4}
+    axes.legend(handles=patches, fontsize=8, frameon=False, **above)
 
 
 def _memory(axes: Any, resident: list[int]) -> None:
@@ -368,9 +368,9 @@ def _loads(axes: Any, states: dict[str, Any]) -> None:
                 label = "_" + way if way in named else way  # once in the legend
                 named.add(way)
                 height = 0.8 / len(series)
-                place = len(labels) + height * (number + 0.5) - 0.4
+                level = len(labels) + height * (number + 0.5) - 0.4
                 rate = figures["nbytes"] / found["median"] / 1e9
-                axes.barh(place, rate, height=0.9 * height, color=_colour(way), label=label)
+                axes.barh(level, rate, height=0.9 * height, color=_colour(way), label=label)
             labels.append(f"{state}, {situation}")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()

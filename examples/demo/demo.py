@@ -66,9 +66,9 @@ def run(asked: argparse.Namespace) -> int:
                     nbytes=asked.size,
                     steps=asked.steps,
                     directory=directory / "checkpoints",
-                    place=f"{directory}, {_file_system(directory)}",
+                    described=f"{directory}, {_file_system(directory)}",
                     kept=asked.dir is not None,
-                ).tell()
+                ).run()
     except CannotRun as reason:
         print(f"demo: {reason}", file=sys.stderr)
         return 2

@@ -223,13 +223,14 @@ def lightnings_own(path, rank, pkg):
 
 def overwrites(path, rank, pkg):
     """Save repeatedly to `last.ckpt`; a save replaces files and links of its name."""
-    seen = []
-    put = checkpoint.commit_metadata
+    meta_was_there = []  # at each commit, that is, before `.metadata` exists
+    commit_metadata = checkpoint.commit_metadata
 
-    def noted(new, **kwargs):
+    def watched_commit(new, **kwargs):
         if not os.path.exists(new.path):
-            seen.append(os.path.exists(os.path.join(os.path.dirname(new.path), "meta.pt")))
-        put(new, **kwargs)
+            directory = os.path.dirname(new.path)
+            meta_was_there.append(os.path.exists(os.path.join(directory, "meta.pt")))
+        commit_metadata(new, **kwargs)
 
     if rank == 0:
         (path / "c").mkdir()
@@ -237,19 +238,19 @@ def overwrites(path, rank, pkg):
         (path / "target" / "kept").touch()
         (path / "c" / "a.ckpt").write_bytes(b"a file")
         (path / "c" / "b.ckpt").symlink_to("../target")
-    checkpoint.commit_metadata = noted
+    checkpoint.commit_metadata = watched_commit
 
     def save(name):
         return lambda trainer: trainer.save_checkpoint(path / "c" / name)
 
     actions = {1: save("a.ckpt"), 3: save("b.ckpt")}
     fitted = run(pkg, path, [saving(pkg, path, save_last=True), at_step(pkg, actions)], max_steps=6)
-    checkpoint.commit_metadata = put
+    checkpoint.commit_metadata = commit_metadata
     dist.barrier()
     last = resumed(pkg, path, path / "c" / "last.ckpt")
     return {
         **note_of(fitted.raised),
-        "meta first": seen,
+        "meta before commit": meta_was_there,
         "files": names(path / "c"),
         "step": last["step"],
         "same": same(last["state"], state_of(fitted)),

@@ -77,7 +77,7 @@ def test_repeated_saves_to_one_name_replace_files_and_links(notes):
         assert (note["step"], note["same"]) == (6, True)
         assert not note["is a link"]
         assert note["target"] == ["kept"]
-    assert found[0]["meta first"] == [True] * 6
+    assert found[0]["meta before commit"] == [True] * 6
 
 
 def test_all_ranks_wait_to_load_a_checkpoint_being_written(notes):

@@ -13,8 +13,8 @@ static struct flat_state state;
 static unsigned char nr_filled[FLAT_MAX + SFR_PAGE];      /* how often each byte is filled */
 static unsigned char nr_written[FLAT_MAX / SFR_PAGE + 2]; /* how often each page is written */
 
-/* Walks one block: its data are the file's at that offset, and all else is in pages that it shares
- * or after the end of the file. */
+/* Checks one block: its data segments have the file's bytes at their offsets. Its other segments
+ * are only in pages that it shares with another block, or after the end of the file. */
 static void check_block(const struct sfr__image *img, const struct sfr__extent *extent,
 			uint32_t blk)
 {
