@@ -258,13 +258,13 @@ class Story:
             return "not measured"
         return f"{decimal(of.memory_bytes)}, {of.memory_bytes / self.nbytes:.1f} x"
 
-    def _check(self, holds: bool, said: str) -> None:
+    def _check(self, holds: bool, claim: str) -> None:
         self.failed = self.failed or not holds
         if not holds:
-            said = f"[bold red]NOT SO:[/bold red] {said}"
+            claim = f"[bold red]NOT SO:[/bold red] {claim}"
         plain = not (self.console.encoding or "").lower().startswith("utf")
         good, bad = ("ok", "NO") if plain else ("✓", "✗")
-        self._paragraph(f"[green]{good}[/green]" if holds else f"[bold red]{bad}[/bold red]", said)
+        self._paragraph(f"[green]{good}[/green]" if holds else f"[bold red]{bad}[/bold red]", claim)
 
     # ---- checks ----------------------------------------------------------------------------------
 

@@ -62,15 +62,15 @@ def packed(*records: tuple[str, bytes], **options: Any) -> bytes:
 def test_item_that_passes_the_check_loads_as_it_was_saved(wrong):
     whole = archive(torch.tensor(VALUES))
     assert wrong(whole) is None
-    said = 0
+    refused = 0
     for offset, bit in ((offset, bit) for offset in range(len(whole)) for bit in (0, 4, 7)):
         item = bytearray(whole)
         item[offset] ^= 1 << bit
         if wrong(bytes(item)) is None:
             assert torch.load(io.BytesIO(item), weights_only=True).tolist() == VALUES, offset
         else:
-            said += 1
-    assert said > len(whole)
+            refused += 1
+    assert refused > len(whole)
 
 
 def test_item_without_crcs_passes_the_check(wrong):
@@ -103,8 +103,8 @@ def test_item_in_the_legacy_format_is_no_archive(wrong):
 
 def test_item_of_negative_length_is_refused(tmp_path):
     with open(tmp_path / "data", "w+b") as file:
-        said = "it cannot have -9 bytes from byte 3 on"
-        assert damage_of_item(file.fileno(), 3, -9) == said
+        why = "it cannot have -9 bytes from byte 3 on"
+        assert damage_of_item(file.fileno(), 3, -9) == why
         assert damage_of_item(file.fileno(), -3, 9) == "it cannot have 9 bytes from byte -3 on"
 
 

@@ -146,16 +146,16 @@ def test_files_that_a_subclass_adds_are_in_the_same_directory():
             step = f"checkpoint-{self.state.global_step}"
             Path(self._get_output_dir(trial=trial), step, name).write_text(name)
 
-    class Mixed(AsyncCheckpointMixin, Before):
+    class WithOurs(AsyncCheckpointMixin, Before):
         pass
 
-    class Behind(Mixed):
+    class Subclass(WithOurs):
         def _save_checkpoint(self, model, trial):
             self.saved = getattr(self, "saved", 0) + 1
             super()._save_checkpoint(model, trial)
             self.note(trial, "subclass.txt")
 
-    made = trainer(Behind)
+    made = trainer(Subclass)
     made.train()
     assert made.saved == 3
     for step in (2, 4, 6):

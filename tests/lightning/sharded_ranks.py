@@ -347,7 +347,7 @@ def call_fails(path, rank, pkg):
             except Exception as error:
                 raised.append(str(error))
             sharded._saved = submit
-        notes["said"] = raised
+        notes["messages"] = raised
 
     notes = {}
     fitted = run(pkg, path, [at_step(pkg, {3: save})])
@@ -459,14 +459,14 @@ def fabric(path, rank, pkg):
         "same": same(state(), wanted),
         "step": loaded["step"],
     }
-    said = []
+    errnos = []
     with full_on_rank_1(rank):
         fabric.save(path / "d", {"model": model, "optimizer": optimizer})
         ordered.wait_for_path(path / "d")
         try:
             fabric.save(path / "e", {"model": model, "optimizer": optimizer})
         except stillframe.SaveError as error:
-            said.append(error.errno)
+            errnos.append(error.errno)
     with contextlib.suppress(stillframe.SaveError):
         stillframe.wait_all()
     fabric.save(path / "f", {"model": model, "optimizer": optimizer})
@@ -479,7 +479,7 @@ def fabric(path, rank, pkg):
         except ValueError as error:
             refused.append(str(error)[:20])
     files = sorted(each.name for each in path.iterdir() if each.is_dir())
-    return {**notes, "said": said, "files": files, "refused": refused}
+    return {**notes, "errnos": errnos, "files": files, "refused": refused}
 
 
 def killed(path, rank, pkg):

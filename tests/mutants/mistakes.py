@@ -171,8 +171,8 @@ def main(arguments: list[str]) -> int:
         seconds = time.monotonic() - start
         print(f"{number}/{len(mistakes)} {outcome:6} {seconds:5.1f} s  {mistake}", flush=True)
         if outcome != "killed":
-            said = "warning: the entry no longer applies: " if outcome == "gone" else ""
-            print(f"    {said}{why}".replace("\n", "\n    "), flush=True)
+            warning = "warning: the entry no longer applies: " if outcome == "gone" else ""
+            print(f"    {warning}{why}".replace("\n", "\n    "), flush=True)
     print(f"mistakes: {', '.join(f'{count} {name}' for name, count in counts.most_common())}")
     return 1 if counts["lived"] else 0
 

@@ -105,7 +105,7 @@ def test_stateless_optimizer_owns_parameters_with_gradients_at_a_step():
     assert deferred(p, q) == [True, True]
 
 
-def test_a_parameter_without_state_beside_others_with_state_is_captured():
+def test_a_parameter_without_state_among_others_with_state_is_captured():
     # Like a momentum encoder in Adam(self.parameters()): requires_grad, but never a gradient.
     p, encoder = param(), param()
     opt = Adam([p, encoder])

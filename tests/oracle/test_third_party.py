@@ -163,7 +163,7 @@ def test_class_of_a_missing_package_is_not_known(package, monkeypatch):
     assert not is_deferred(package.Listed)
 
 
-def test_writing_method_beside_step_waits_like_the_step(package, tmp_path):
+def test_second_writing_method_waits_like_the_step(package, tmp_path):
     p = param(1 << 16)
     opt = package.Listed([p])
     run_steps(opt, 4)

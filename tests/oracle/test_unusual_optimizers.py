@@ -54,7 +54,7 @@ def test_unusual_optimizer_waits_for_a_save(cls):
 
 
 @by_class
-def test_save_beside_an_unusual_optimizer_holds_the_state_at_the_call(cls, tmp_path):
+def test_save_with_an_unusual_optimizer_holds_the_state_at_the_call(cls, tmp_path):
     p = param(1 << 16)
     opt = cls([p])
     train(opt, [p], 4)

@@ -162,7 +162,7 @@ def run(directory: Path, number: int, seed: int, grace_s: float) -> tuple[str, s
     wrong = judge(path, end, 1 if short else completed, killed=killed, short=short)
     label = f"{doing}{', group' if group else ''}{', short' if short else ''}"
     if wrong:
-        wrong = f"run {number} ({label}): {wrong}\n{end.said}"
+        wrong = f"run {number} ({label}): {wrong}\n{end.output}"
     else:
         shutil.rmtree(path)
     return label, wrong, end.seconds

@@ -203,13 +203,13 @@ def test_function_used_in_one_file_is_static():
     assert {
         f"{file}: {symbol}" for symbol, file in defined_in.items() if symbol not in needed
     } == set()
-    said = [words(file) for file in BINDING.rglob("*.c")]
+    files = [words(file) for file in BINDING.rglob("*.c")]
     declared = re.compile(r"(?m)^\w[^;{}()]*?\b(sfr_py_\w+)\([^;{}]*\);")
     lone = {
         name
         for header in BINDING.rglob("*.h")
         for name in declared.findall(header.read_text())
-        if sum(name in each for each in said) < 2
+        if sum(name in each for each in files) < 2
     }
     assert lone == set()
 

@@ -250,10 +250,10 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 
 /* Whether a local header's number agrees with the directory's. It may be 0 if a descriptor follows,
  * and 0xffffffff if its zip64 field has the number. */
-static bool sizes_agree(uint32_t said, uint64_t value, const struct sfr__unzip_record *rec)
+static bool sizes_agree(uint32_t recorded, uint64_t value, const struct sfr__unzip_record *rec)
 {
-	return said == value || said == MAX32 ||
-	       (said == 0 && (rec->flags & SFR__UNZIP_DESCRIBED) != 0);
+	return recorded == value || recorded == MAX32 ||
+	       (recorded == 0 && (rec->flags & SFR__UNZIP_DESCRIBED) != 0);
 }
 
 const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,

@@ -316,7 +316,7 @@ static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 	rc = -errno;
 	if (sfr_sys.rename(f->dir_fd, f->aside, f->name) < 0) {
 		f->keeps_aside = true;
-		*note = "the old directory has a hidden name until the next save beside it";
+		*note = "the old directory has a hidden name until the next save there";
 	}
 	return rc;
 }

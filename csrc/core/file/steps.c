@@ -48,7 +48,7 @@ static int take(const struct sfr_step *step)
 	return -EINVAL;
 }
 
-int sfr_steps(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done)
+int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done)
 {
 	for (*nr_done = 0; *nr_done < nr_steps; (*nr_done)++) {
 		int rc = take(&steps[*nr_done]);

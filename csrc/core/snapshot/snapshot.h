@@ -71,7 +71,8 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 /* Gets memory for copies of `lens` bytes, multiples of SFR_APART with SFR_SNAPSHOT_LEAVES; fills
  * s->copies. The memory is held from then on. Waits and fails as sfr__pool_lease. */
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
-/* Sets whether only a caller can make the memory free. Idempotent. */
+/* Sets whether the memory is held: it becomes free only if a user releases the snapshot, not when
+ * some copy or process ends. Idempotent. */
 void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held);
 /* Retires the memory: it is not used again. */
 void sfr__lot_retire_locked(struct sfr_snapshot *s);

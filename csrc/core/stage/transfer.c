@@ -311,7 +311,7 @@ void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources
 	if (rows && nr && sfr__transfer_store(tr, sources, nr) && sfr__transfer_portion(tr) &&
 	    !tr->err.code) {
 		tr->samples.items = tr->store.mem;
-		nr_rows = sfr__samples_place_rows(&tr->samples, sources, nr, seed, rows);
+		nr_rows = sfr__samples_choose_rows(&tr->samples, sources, nr, seed, rows);
 		sfr__cuda_turn_begin(tr->lane);
 		tr->touched = true;
 		sfr__cuda_copy_rows(tr->lane, rows, nr_rows, sizeof(*tr->samples.items),

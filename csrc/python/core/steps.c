@@ -51,7 +51,7 @@ static PyObject *take_steps(PyObject *module, PyObject *args)
 	for (Py_ssize_t i = 0; i < nr; i++)
 		if (read_step(PyTuple_GetItem(list, i), &steps[i]) < 0)
 			goto out;
-	rc = sfr_py_unlocked(sfr_steps(steps, (size_t)nr, &nr_done));
+	rc = sfr_py_unlocked(sfr_steps_take(steps, (size_t)nr, &nr_done));
 	result = Py_BuildValue("(ni)", (Py_ssize_t)nr_done, -rc);
 out:
 	PyMem_Free(steps);

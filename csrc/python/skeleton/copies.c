@@ -207,7 +207,7 @@ static int add_row(struct job *job, uint32_t index)
 }
 
 /* Appends (tensor, number of its storage) to the list of tensors left to Python. 0 or -1. */
-static int leave_out(PyObject *left, const struct sfr_py_found *found)
+static int leave_to_python(PyObject *left, const struct sfr_py_found *found)
 {
 	PyObject *pair = Py_BuildValue("(OI)", found->object, (unsigned int)found->storage);
 	int rc = pair == NULL ? -1 : PyList_Append(left, pair);
@@ -351,7 +351,7 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 
 		if (job.c->found[i].row != NULL)
 			rc = together ? add_row(&job, i) : 0;
-		if (rc < 0 || (rc == 0 && leave_out(left, &job.c->found[i]) != 0))
+		if (rc < 0 || (rc == 0 && leave_to_python(left, &job.c->found[i]) != 0))
 			goto end;
 	}
 	tensors = job.nr_made != 0 ? make(&job, owner) : PyList_New(0);

@@ -152,10 +152,10 @@ class Ranks:
             log.warning("stillframe: a checkpoint waits for rank %d. %s", rank, _LATE)
             if not poll(lambda: self._store.check([key]), longest - _PATIENCE_S):
                 raise self._error(rank, f"nothing came from it in {longest:g} s. {_LATE}")
-        said = self._store.get(key).decode()
-        if said.startswith("-"):
-            raise self._error(rank, said[1:])
-        return str(said[1:])
+        answer = self._store.get(key).decode()
+        if answer.startswith("-"):
+            raise self._error(rank, answer[1:])
+        return str(answer[1:])
 
     def _error(self, rank: int, words: str) -> StillframeError:
         return StillframeError(f"a checkpoint failed on rank {rank}: {words}")

@@ -107,7 +107,7 @@ TEST(each_byte_of_a_flat_file_is_filled_once_and_each_page_written_once)
 		struct sfr__image img;
 		uint64_t nbytes = 0;
 
-		flat_make(&state, 1 + (uint32_t)round % 3);
+		flat_make(&state, (uint32_t)round % 3);
 		if (!CHECK_EQ(sfr__image_init_flat(&img, &state.desc, blocks[round % 5]), 0))
 			return;
 		check_image(&img);
@@ -129,7 +129,7 @@ TEST(a_file_without_tensors_is_its_header)
 {
 	struct sfr__image img;
 
-	flat_make(&state, 1);
+	flat_make(&state, 0);
 	state.desc.nr_members = 0;
 	flat_expect(&state);
 	if (!CHECK_EQ(sfr__image_init_flat(&img, &state.desc, PAGE), 0))
@@ -144,7 +144,7 @@ TEST(adjacent_extents_that_end_at_a_page_have_no_edge_page)
 {
 	struct sfr__image img;
 
-	flat_make(&state, 1);
+	flat_make(&state, 0);
 	state.desc.skeleton_len = PAGE;
 	state.desc.nr_members = 2;
 	state.sources[0].lane = SFR_CAPTURED;
@@ -164,7 +164,7 @@ TEST(terabytes_are_laid_out_and_too_many_blocks_are_refused)
 {
 	struct sfr__image img;
 
-	flat_make(&state, 1);
+	flat_make(&state, 0);
 	state.desc.nr_members = 1;
 	state.sources[0].nbytes = HUGE_LEN;
 	state.members[0] = (struct sfr_member){ .nbytes = HUGE_LEN, .source = 0 };
@@ -180,7 +180,7 @@ TEST(members_outside_their_sources_are_refused)
 	struct sfr__image img;
 
 	for (int kind = 0; kind < 6; kind++) {
-		flat_make(&state, 1);
+		flat_make(&state, 0);
 		state.desc.nr_members = 3;
 		if (kind == 0)
 			state.members[2].source = FLAT_SOURCES;
@@ -199,7 +199,7 @@ TEST(members_outside_their_sources_are_refused)
 		CHECK(img.entries == NULL);
 	}
 	/* Each fits into its source, and together they are longer than any file. */
-	flat_make(&state, 1);
+	flat_make(&state, 0);
 	state.desc.nr_members = 3;
 	state.sources[0].nbytes = UINT64_C(1) << 61;
 	for (uint32_t i = 0; i < 3; i++)
@@ -209,7 +209,7 @@ TEST(members_outside_their_sources_are_refused)
 
 TEST(without_memory_there_is_no_image_and_no_leak)
 {
-	flat_make(&state, 2);
+	flat_make(&state, 1);
 	FOR_EVERY_FAILURE(run, "*", ENOMEM)
 	{
 		struct sfr__image img;

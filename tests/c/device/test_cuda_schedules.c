@@ -391,7 +391,7 @@ static void one_schedule(uint64_t seed)
 	fake_end(engine);
 }
 
-static char again[128]; /* the command that repeats this schedule */
+static char repeat_hint[128]; /* the command that repeats this schedule */
 
 static void hangs(int number)
 {
@@ -399,7 +399,7 @@ static void hangs(int number)
 
 	(void)number;
 	(void)!write(STDERR_FILENO, text, sizeof(text) - 1);
-	(void)!write(STDERR_FILENO, again, strlen(again));
+	(void)!write(STDERR_FILENO, repeat_hint, strlen(repeat_hint));
 	_exit(EXIT_FAILURE);
 }
 
@@ -407,8 +407,8 @@ TEST(random_schedules_give_consistent_copies)
 {
 	uint64_t first = check_number("STILLFRAME_FIRST_SCHEDULE", 1);
 	uint64_t nr = check_number("STILLFRAME_SCHEDULES", 300);
-	bool say = getenv("STILLFRAME_SCHEDULES") || isatty(STDERR_FILENO);
-	time_t start = time(NULL), said = start;
+	bool shows_progress = getenv("STILLFRAME_SCHEDULES") || isatty(STDERR_FILENO);
+	time_t start = time(NULL), shown = start;
 	unsigned nr_failed = 0;
 	uint64_t seed;
 
@@ -424,7 +424,7 @@ TEST(random_schedules_give_consistent_copies)
 	for (seed = first; seed - first < nr && nr_failed < ENOUGH_FAILED; seed++) {
 		int before = check__nr_failed;
 
-		(void)snprintf(again, sizeof(again),
+		(void)snprintf(repeat_hint, sizeof(repeat_hint),
 			       "STILLFRAME_FIRST_SCHEDULE=%llu STILLFRAME_SCHEDULES=1 repeats it\n",
 			       (unsigned long long)seed);
 		(void)alarm(HANGS_S);
@@ -432,10 +432,10 @@ TEST(random_schedules_give_consistent_copies)
 		one_schedule(seed);
 		if (check__nr_failed != before) {
 			nr_failed++;
-			(void)fprintf(stderr, "  in one schedule; %s", again);
+			(void)fprintf(stderr, "  in one schedule; %s", repeat_hint);
 		}
-		if (say && time(NULL) - said >= SAY_EVERY_S) {
-			said = time(NULL);
+		if (shows_progress && time(NULL) - shown >= SAY_EVERY_S) {
+			shown = time(NULL);
 			(void)fprintf(stderr,
 				      "  %llu of %llu schedules, the last %llu; %u failed\n",
 				      (unsigned long long)(seed - first + 1),
@@ -445,14 +445,14 @@ TEST(random_schedules_give_consistent_copies)
 	CHECK(nr_snapshots > 0 || nr < 100);
 	for (int kind = 0; kind < NR_STEPS; kind++) {
 		CHECK(nr_steps[kind] > 0 || nr < 100);
-		if (say)
+		if (shows_progress)
 			(void)fprintf(stderr, "  %8llu saves or snapshots: %s\n",
 				      (unsigned long long)nr_steps[kind], step_names[kind]);
 	}
-	if (say)
+	if (shows_progress)
 		(void)fprintf(stderr, "  %llu of all were snapshots\n",
 			      (unsigned long long)nr_snapshots);
-	if (say)
+	if (shows_progress)
 		(void)fprintf(stderr, "  %llu schedules in %lld s, %u failed\n",
 			      (unsigned long long)(seed - first), (long long)(time(NULL) - start),
 			      nr_failed);

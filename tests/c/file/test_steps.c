@@ -46,14 +46,14 @@ TEST(steps_are_taken_in_their_order)
 	plan_commit(plan);
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr_inject_clear();
-	CHECK_EQ(sfr_steps(plan, NR_COMMIT, &nr_done), 0);
+	CHECK_EQ(sfr_steps_take(plan, NR_COMMIT, &nr_done), 0);
 	CHECK_EQ(nr_done, NR_COMMIT);
 	CHECK_EQ(sfr_inject_calls("fsync"), 3);
 	CHECK(file_is(dir_path(dir, "name"), "new", 3));
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
 	sfr_inject_clear();
 	plan[0] = step(SFR_STEP_WRITE, "other", "");
-	CHECK_EQ(sfr_steps(plan, 1, &nr_done), 0);
+	CHECK_EQ(sfr_steps_take(plan, 1, &nr_done), 0);
 	CHECK_EQ(sfr_inject_calls("fsync"), 0);
 	CHECK(file_is(dir_path(dir, "other"), "", 0));
 	sfr_inject_remove();
@@ -69,14 +69,14 @@ TEST(existing_file_is_not_overwritten_and_invalid_steps_are_refused)
 	put_old();
 	plan[0] = step(SFR_STEP_WRITE, "name", "new");
 	plan[1] = step(SFR_STEP_UNLINK, "gone", "");
-	CHECK_EQ(sfr_steps(plan, 2, &nr_done), -EEXIST);
+	CHECK_EQ(sfr_steps_take(plan, 2, &nr_done), -EEXIST);
 	CHECK_EQ(nr_done, 0);
 	CHECK(file_is(dir_path(dir, "name"), "old", 3));
 	CHECK(file_exists(dir_path(dir, "gone")));
 	plan[0] = step(SFR_STEP_SYNC, "name", "");
-	CHECK_EQ(sfr_steps(plan, 2, &nr_done), -ENOTDIR);
+	CHECK_EQ(sfr_steps_take(plan, 2, &nr_done), -ENOTDIR);
 	plan[0] = step((enum sfr_step_kind)99, "name", "");
-	CHECK_EQ(sfr_steps(plan, 2, &nr_done), -EINVAL);
+	CHECK_EQ(sfr_steps_take(plan, 2, &nr_done), -EINVAL);
 	CHECK(file_exists(dir_path(dir, "gone")));
 	dir_remove(dir);
 }
@@ -96,22 +96,22 @@ TEST(short_write_is_continued_and_a_late_error_fails_the_step)
 	plan = step(SFR_STEP_WRITE, "long", "a long text");
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_inject_set(&shorter), 0);
-	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), 0);
+	CHECK_EQ(sfr_steps_take(&plan, 1, &nr_done), 0);
 	CHECK(file_is(plan.path, "a long text", 11));
 	CHECK_EQ(sfr_inject_calls("pwrite"), 2);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&stuck), 0);
 	(void)unlink(plan.path);
-	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EINTR);
+	CHECK_EQ(sfr_steps_take(&plan, 1, &nr_done), -EINTR);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&nothing), 0);
 	(void)unlink(plan.path);
-	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EIO);
+	CHECK_EQ(sfr_steps_take(&plan, 1, &nr_done), -EIO);
 	sfr_inject_clear();
 	/* as a network file system reports it, without a sync */
 	CHECK_EQ(sfr_inject_set(&late), 0);
 	(void)unlink(plan.path);
-	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EDQUOT);
+	CHECK_EQ(sfr_steps_take(&plan, 1, &nr_done), -EDQUOT);
 	sfr_inject_remove();
 	dir_remove(dir);
 }
@@ -132,7 +132,7 @@ TEST(failed_step_is_reported_and_ends_the_list)
 
 			put_old();
 			plan_commit(plan);
-			rc = sfr_steps(plan, NR_COMMIT, &nr_done);
+			rc = sfr_steps_take(plan, NR_COMMIT, &nr_done);
 			check_end_fault(&run);
 			CHECK_EQ(nr_fds(), fds);
 			CHECK(rc == 0 || rc == -errors[e]);

@@ -61,7 +61,7 @@ TEST(a_flat_file_is_its_header_and_members_with_any_pool)
 		struct sfr_engine *engine =
 			saving_engine_of(blocks[round % 4], 1 + round % 5, 1 + round % 3, 2);
 
-		flat_make(&state, 1);
+		flat_make(&state, 0);
 		CHECK_EQ(save(engine, (round % 2 ? SFR_SAVE_DURABLE : 0) |
 					      (round % 3 ? 0 : SFR_SAVE_UNORDERED) |
 					      (round % 5 ? 0 : SFR_SAVE_CHECK_BYTES)),
@@ -79,7 +79,7 @@ TEST(a_flat_file_from_several_devices_is_whole)
 
 		fake.fake_cuda_reset();
 		engine = saving_engine_of(round % 2 ? 8192 : 65536, 1 + round % 4, 2, 2);
-		flat_make(&state, 4);
+		flat_make(&state, 3);
 		put_on_devices();
 		CHECK_EQ(save(engine, round % 5 ? 0 : SFR_SAVE_CHECK_BYTES), 0);
 		check_file();
@@ -95,7 +95,7 @@ TEST(old_bytes_of_the_pool_are_not_written)
 	struct sfr_engine *engine = saving_engine_of(8192, 3, 2, 2);
 
 	for (unsigned round = 0; round < 8; round++) {
-		flat_make(&state, 1);
+		flat_make(&state, 0);
 		saving_poison(engine);
 		CHECK_EQ(save(engine, 0), 0);
 		check_file();
@@ -110,7 +110,7 @@ TEST(a_torn_member_is_reported_by_its_source)
 	struct sfr_report report;
 	struct sfr_ticket *t;
 
-	flat_make(&state, 1);
+	flat_make(&state, 0);
 	state.desc.nr_members = 2;
 	for (uint32_t i = 0; i < 2; i++) {
 		state.sources[4 + i].lane = SFR_LANE_HOST;
@@ -153,7 +153,7 @@ TEST(pages_that_extents_share_are_written_before_the_sync)
 	struct sfr_ticket *t;
 
 	do
-		flat_make(&state, 1);
+		flat_make(&state, 0);
 	while (state.desc.nr_members < 10);
 	sfr_sys.pwrite = noted_pwrite; /* no save is under way */
 	sfr_sys.fdatasync = noted_fdatasync;
@@ -188,7 +188,7 @@ TEST(any_failure_leaves_the_old_file_or_the_complete_new_one)
 
 	for (size_t i = 0; i < sizeof(faults) / sizeof(faults[0]); i++) {
 		do
-			flat_make(&state, 1);
+			flat_make(&state, 0);
 		while (state.len > 60000 || state.desc.nr_members < 5);
 		FOR_EVERY_FAILURE(run, faults[i].call, faults[i].err)
 		{
@@ -217,7 +217,7 @@ TEST(a_cancelled_flat_save_leaves_nothing)
 	CHECK_EQ(sfr_inject_install(), 0);
 	engine = saving_engine_of(4096, 2, 1, 2);
 	do
-		flat_make(&state, 1);
+		flat_make(&state, 0);
 	while (state.len < 100000);
 	(void)unlink(dir_path(dir, "a"));
 	sfr_inject_clear();

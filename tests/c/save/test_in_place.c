@@ -252,7 +252,7 @@ static int counting_munmap(void *at, size_t len)
 
 /* Buffers are small even if the pool's blocks are long, because they take memory besides a
  * snapshot that may fill the pool. */
-TEST(buffers_beside_a_full_pool_are_small_and_returned)
+TEST(buffers_for_a_full_pool_are_small_and_returned)
 {
 	struct sfr_engine *engine = saving_engine_of(8 * MIB, 1, 1, 1);
 	struct sfr_sys plain = sfr_sys;

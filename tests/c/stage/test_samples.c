@@ -65,7 +65,7 @@ TEST(sampled_lines_ascend_and_are_within_their_source)
 	for (unsigned s = 0; s < NR_SIZES; s++)
 		for (uint64_t each = 1; each <= SFR__MAX_SAMPLES; each = each * 3 / 2 + 1) {
 			uint64_t nr_lines = (sizes[s] + LINE - 1) / LINE, behind = 0;
-			uint32_t nr = sfr__samples_place(items, of(7, sizes[s]), each, &random);
+			uint32_t nr = sfr__samples_choose(items, of(7, sizes[s]), each, &random);
 
 			CHECK_EQ(nr, each < nr_lines ? each : nr_lines);
 			for (uint32_t i = 0; i < nr; i++) {
@@ -77,14 +77,14 @@ TEST(sampled_lines_ascend_and_are_within_their_source)
 				CHECK(items[i].len == LINE || behind == sizes[s]);
 			}
 		}
-	CHECK_EQ(sfr__samples_place(items, of(0, 0), 9, &random), 0);
+	CHECK_EQ(sfr__samples_choose(items, of(0, 0), 9, &random), 0);
 }
 
 TEST(single_sample_is_the_middle_line)
 {
 	uint64_t random = 1;
 
-	CHECK_EQ(sfr__samples_place(items, of(0, 1000 * LINE), 1, &random), 1);
+	CHECK_EQ(sfr__samples_choose(items, of(0, 1000 * LINE), 1, &random), 1);
 	CHECK_EQ(items[0].off / LINE, 500);
 }
 
@@ -93,7 +93,7 @@ TEST(the_first_and_the_last_line_are_among_two_or_more)
 	uint64_t random = 1;
 
 	for (uint64_t each = 2; each < 100; each++) {
-		uint32_t nr = sfr__samples_place(items, of(0, 1000 * LINE + 8), each, &random);
+		uint32_t nr = sfr__samples_choose(items, of(0, 1000 * LINE + 8), each, &random);
 
 		CHECK(holds(nr, 0));
 		CHECK(holds(nr, 1000));
@@ -111,7 +111,7 @@ TEST(sampled_lines_vary_between_saves)
 	int nr_seen = 0;
 
 	for (int run = 0; run < RUNS; run++) {
-		uint32_t nr = sfr__samples_place(items, of(0, sizeof(seen) * LINE), 11, &random);
+		uint32_t nr = sfr__samples_choose(items, of(0, sizeof(seen) * LINE), 11, &random);
 
 		for (uint32_t i = 0; i < nr; i++)
 			seen[items[i].off / LINE] = true;
@@ -126,7 +126,7 @@ TEST(each_random_line_is_in_its_own_stratum)
 	uint64_t random = 3;
 
 	for (int run = 0; run < RUNS; run++) {
-		CHECK_EQ(sfr__samples_place(items, of(0, 1000 * LINE), 10, &random), 10);
+		CHECK_EQ(sfr__samples_choose(items, of(0, 1000 * LINE), 10, &random), 10);
 		for (uint32_t i = 1; i < 9; i++)
 			CHECK_EQ(items[i].off / LINE / 100, i);
 	}
@@ -147,11 +147,11 @@ TEST(a_write_is_noticed_as_often_as_documented)
 
 	for (unsigned w = 0; w < sizeof(written) / sizeof(written[0]); w++) {
 		int nr_missed = 0;
-		double found, said;
+		double found, expected;
 
 		for (int trial = 0; trial < TRIALS; trial++) {
-			uint32_t nr = sfr__samples_place(items, of(0, (uint64_t)LINES * LINE), EACH,
-							 &random);
+			uint32_t nr = sfr__samples_choose(items, of(0, (uint64_t)LINES * LINE),
+							  EACH, &random);
 			uint64_t from;
 			bool seen = false;
 
@@ -166,8 +166,8 @@ TEST(a_write_is_noticed_as_often_as_documented)
 				nr_missed++;
 		}
 		found = (double)nr_missed / TRIALS;
-		said = missed((double)written[w] / STRATUM);
-		CHECK(found > said - 0.02 && found < said + 0.02);
+		expected = missed((double)written[w] / STRATUM);
+		CHECK(found > expected - 0.02 && found < expected + 0.02);
 		CHECK(written[w] < 2 * STRATUM || nr_missed == 0);
 	}
 }

@@ -234,7 +234,7 @@ def test_checkpoint_fails_if_a_file_of_other_code_cannot_be_synced(tmp_path):
         assert not path.exists() and not hidden(tmp_path)
 
 
-def test_old_directory_stays_beside_the_new_one_if_their_parent_cannot_be_synced(tmp_path):
+def test_old_directory_stays_next_to_the_new_one_if_their_parent_cannot_be_synced(tmp_path):
     path = tmp_path / "c"
     write(path, 1.0).result(LONG_S)
     # A save's first 12 syncs are of the files and directories in it, the 13th is of the parent.

@@ -137,8 +137,8 @@ def test_failed_remove_is_named_and_the_next_one_runs(caplog):
         ordered.submit_remove("/two", b"/two", gone.append)
         assert _core.log_drain(LONG_S)
     assert gone == ["/two"]
-    (said,) = (each.getMessage() for each in caplog.records)
-    assert said.startswith("stillframe: /one could not be removed: ") and "read-only" in said
+    (line,) = (each.getMessage() for each in caplog.records)
+    assert line.startswith("stillframe: /one could not be removed: ") and "read-only" in line
 
 
 def test_work_that_waits_for_its_own_name_is_refused():

@@ -507,17 +507,17 @@ def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_pat
 def test_a_thread_that_starts_saving_while_the_exit_drains_is_refused(tmp_path):
     done = run(
         """
-        said, syncs = [], held("fdatasync")
+        errors, syncs = [], held("fdatasync")
         def work():
             while not at_exit.completion.completion.draining:
                 time.sleep(0.001)
             try:
                 stillframe.async_save(STATE, "late.pt")
             except stillframe.StillframeError as error:
-                said.append(str(error))
+                errors.append(str(error))
             syncs.__exit__(None, None, None)
         syncs.__enter__()
-        stillframe.async_save(STATE, "a.pt", on_durable=lambda *_: print(said, flush=True))
+        stillframe.async_save(STATE, "a.pt", on_durable=lambda *_: print(errors, flush=True))
         threading.Thread(target=work, daemon=True).start()
         """,
         tmp_path,

@@ -528,14 +528,14 @@ def test_warm_up_logs_its_progress(caplog, monkeypatch):
     ):
         engine.warm_up("24MiB")  # more than the cap
         engine.warm_up("4MiB")
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.partition(" (")[0] for line in said] == [
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" (")[0] for line in lines] == [
         "stillframe: warm-up: the pool holds 8 MiB, 24 MiB were asked for",
         "stillframe: warm-up: the pool holds 16 MiB, 24 MiB were asked for",
         "stillframe: warm-up: the pool holds 20 MiB, 24 MiB were asked for",
         "stillframe: warm-up: the pool holds 20 MiB, 4 MiB were asked for",
     ]
-    assert [line.endswith(" GB/s)") for line in said] == [True, True, True, False]
+    assert [line.endswith(" GB/s)") for line in lines] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,8 @@ def test_other_file_is_status_2_and_named_by_its_kind(name, tmp_path, capsys):
     path = tmp_path / "x.pt"
     OTHER_FILES[name](path)
     assert verify(path) == 2
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"not a PyTorch checkpoint; it looks like {name}" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"not a PyTorch checkpoint; it looks like {name}" in output
     with pytest.raises(stillframe.CorruptCheckpointError):
         stillframe.load(path)
 
@@ -302,7 +302,7 @@ def test_worst_status_of_several_paths_counts(tmp_path, capsys):
 # ---- directories -------------------------------------------------------------------------
 
 
-def test_directory_without_checkpoints_is_reported_beside_good_ones(tmp_path, capsys):
+def test_directory_without_checkpoints_is_reported_together_with_good_ones(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     by_path(small_state(), tmp_path / "good.pt")
     assert verify(tmp_path / "good.pt", tmp_path / "empty") == 2
