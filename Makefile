@@ -206,7 +206,7 @@ C_FLAGS     := -std=c11 -D_GNU_SOURCE -DSFR_CHECK_LOCKS -pthread -O1 -g -fno-omi
 C_RUN        = $(PYTHON) tests/c/run.py
 
 # $(1): the variant's name, $(2): its flags. The core is compiled once for all of its tests. The
-# CUDA driver of the tests stands beside them: they load it as they would a real one.
+# CUDA driver of the tests is in the same directory: they load it as they would a real one.
 define variant
 C_PROGRAMS_$(1) := $(C_TESTS:%=build/$(1)/%)
 .PHONY: programs-$(1)

@@ -298,8 +298,11 @@ def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
 
 
 def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], right: float) -> None:
-    """Draw background work: copying dark, writing lighter; of others only begin and end are
-    known."""
+    """Draw background work: copying dark, writing lighter; for others one bar from begin to end.
+
+    Args:
+        right: Where the picture ends; a bar that goes on there is cut, and its label has an arrow.
+    """
     strengths = {"copy": 1.0, "write": 0.5, "sync": 0.25}
     for name, strength in strengths.items():
         for begin, end in _pairs(found, name):
@@ -310,12 +313,13 @@ def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], rig
     if not found["background"] and ended > found["call_s"]:
         style = {"color": _colour(way), "alpha": 0.5, "lw": 0}
         _bar(axes, row, 0.2, found["call_s"], min(ended, right), **style)
-    end, note = {OURS: ("durable", ""), DCP: ("file synced", "")}.get(
+    what, note = {OURS: ("durable", ""), DCP: ("file synced", "")}.get(
         way, ("finished", ", not synced")
     )
-    when = f"{end} after {ended:.2f} s{note}" + (" \u2192" if ended > right else "")
-    at = (0.01 if ended > right else min(ended, right)) + (found["call_s"] if ended > right else 0)
-    axes.annotate(f" {when}", (at, row), va="center", fontsize=7.5, color="#222222")
+    label, at = f" {what} after {ended:.2f} s{note}", ended
+    if ended > right:
+        label, at = f"{label} \u2192", found["call_s"] + 0.01
+    axes.annotate(label, (at, row), va="center", fontsize=7.5, color="#222222")
 
 
 def _legend(axes: Any) -> None:

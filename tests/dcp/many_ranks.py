@@ -554,12 +554,12 @@ BESIDE = [few_killed]
 
 
 def main(directory: Path) -> None:
-    beside = forked(directory, "beside", 5, BESIDE)
+    others = forked(directory, "beside", 5, BESIDE)
     for name in KILLS:
-        beside += forked(directory, name, 2, [killed_at])
+        others += forked(directory, name, 2, [killed_at])
     for size, scenarios in WORLDS.items():
         wait_for(forked(directory, str(size), size, scenarios))
-    wait_for(beside)
+    wait_for(others)
     wait_for(forked(directory, "after", 2, [after_kills]))
 
 

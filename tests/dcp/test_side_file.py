@@ -193,14 +193,14 @@ def test_meta_is_written_and_synced_before_the_first_metadata(tmp_path, monkeypa
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         fsync(fd)
 
-    def look(*args: Any, **kwargs: Any) -> None:
+    def check_and_commit(*args: Any, **kwargs: Any) -> None:
         assert meta_of(tmp_path / "c") == 1
         (own,) = (tmp_path / "c").glob("meta.*.pt")
         assert os.fspath(own) in synced
         commit_metadata(*args, **kwargs)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(checkpoint, "commit_metadata", look)
+    monkeypatch.setattr(checkpoint, "commit_metadata", check_and_commit)
     save(tmp_path / "c", 1)
 
 

@@ -270,7 +270,7 @@ path = sys.argv[1]
 reached = 0
 
 def keep(step, taken):
-    '''What stands there now is what a kill would leave.'''
+    '''Keep a copy of the directory: what a kill at this moment would leave.'''
     global reached
     reached += 1
     shutil.copytree(path, f"{path}.{reached}")

@@ -181,7 +181,7 @@ def no_boundary(path: Path) -> None:
 
 
 @signals(0)
-def main_thread_stands_still(path: Path) -> None:
+def main_thread_never_returns_to_python(path: Path) -> None:
     """No line of Python runs on the main thread any more."""
     with stillframe.preemption(deadline=1):
         other = threading.Thread(target=time.sleep, args=(LIMIT_S,), daemon=True)

@@ -97,7 +97,7 @@ def test_save_that_takes_too_long_is_given_up_with_one_line(directory, ended, na
     assert steps_in(directory / name / "last.pt") == 1
 
 
-@pytest.mark.parametrize("name", ["no_boundary", "main_thread_stands_still"])
+@pytest.mark.parametrize("name", ["no_boundary", "main_thread_never_returns_to_python"])
 def test_process_without_a_boundary_ends_at_the_deadline(directory, ended, name):
     end = ended(name)
     assert (end.status, end.left) == (143, []), end.output

@@ -51,7 +51,7 @@ struct sfr__log_entry *sfr__log_last_touching_locked(const char *key,
 	return found;
 }
 
-char *sfr__log_key(const char *key)
+char *sfr__log_copy_key(const char *key)
 {
 	size_t len = strlen(key) + 1;
 	char *copy = sfr_sys.malloc(len);

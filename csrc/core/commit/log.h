@@ -71,6 +71,6 @@ uint64_t sfr__log_close_seq(void);
  * when the log is being stopped. *after_good: the last save before it succeeded. */
 int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *after_good);
 /* Copies a key for an entry. NULL without memory. */
-char *sfr__log_key(const char *key);
+char *sfr__log_copy_key(const char *key);
 
 #endif

@@ -23,7 +23,7 @@ import torch
 from stillframe import _core
 from stillframe._base.arguments import seconds
 from stillframe._base.birth import Birth
-from stillframe._offload.layout import Layout, Source, leased
+from stillframe._offload.layout import Layout, Source, sources_in
 from stillframe._save import completion
 from stillframe.errors import StillframeError, TornSnapshotError
 
@@ -234,7 +234,7 @@ class Ticket:
         self._raise_error()
         if self._memory is None:
             raise StillframeError("this Ticket was released: its memory may be others' already")
-        return leased(self._memory, self._leaving.core.offsets(), self._layout)
+        return sources_in(self._memory, self._leaving.core.offsets(), self._layout)
 
 
 def _finish_at_exit() -> None:

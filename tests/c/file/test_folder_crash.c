@@ -187,7 +187,8 @@ static struct entry {
 } entries[MOST_ENTRIES];
 static int nr_entries;
 
-static void leads(ino_t dir, const char *name, ino_t ino)
+/* Makes a name lead to an inode, or to none (0). */
+static void set_entry(ino_t dir, const char *name, ino_t ino)
 {
 	for (int i = 0; i < nr_entries; i++)
 		if (entries[i].dir == dir && strcmp(entries[i].name, name) == 0)
@@ -223,14 +224,14 @@ static void build(int nr)
 		if (op->absent)
 			continue;
 		if (op->kind == LINK)
-			leads(op->dir, op->one, op->ino);
+			set_entry(op->dir, op->one, op->ino);
 		if (op->kind == DROP || op->kind == MOVE)
-			leads(op->dir, op->one, 0);
+			set_entry(op->dir, op->one, 0);
 		if (op->kind == MOVE)
-			leads(op->dir, op->other, op->ino);
+			set_entry(op->dir, op->other, op->ino);
 		if (op->kind == SWAP) {
-			leads(op->dir, op->one, op->ino2);
-			leads(op->dir, op->other, op->ino);
+			set_entry(op->dir, op->one, op->ino2);
+			set_entry(op->dir, op->other, op->ino);
 		}
 	}
 }

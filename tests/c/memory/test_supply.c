@@ -254,7 +254,7 @@ TEST(later_saves_need_no_new_memory)
 
 static atomic_int nr_by_copiers;
 
-/* The call stands at its first block until copiers have made three others. */
+/* The call waits at its first block until copiers have made three others. */
 static void copiers_first(void)
 {
 	char name[16] = "";

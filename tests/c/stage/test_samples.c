@@ -64,17 +64,17 @@ TEST(sampled_lines_ascend_and_are_within_their_source)
 
 	for (unsigned s = 0; s < NR_SIZES; s++)
 		for (uint64_t each = 1; each <= SFR__MAX_SAMPLES; each = each * 3 / 2 + 1) {
-			uint64_t nr_lines = (sizes[s] + LINE - 1) / LINE, behind = 0;
+			uint64_t nr_lines = (sizes[s] + LINE - 1) / LINE, end = 0;
 			uint32_t nr = sfr__samples_choose(items, of(7, sizes[s]), each, &random);
 
 			CHECK_EQ(nr, each < nr_lines ? each : nr_lines);
 			for (uint32_t i = 0; i < nr; i++) {
 				CHECK_EQ(items[i].entry, 7);
 				CHECK_EQ(items[i].off % LINE, 0);
-				CHECK(items[i].off >= behind);
-				behind = items[i].off + items[i].len;
-				CHECK(items[i].len > 0 && behind <= sizes[s]);
-				CHECK(items[i].len == LINE || behind == sizes[s]);
+				CHECK(items[i].off >= end);
+				end = items[i].off + items[i].len;
+				CHECK(items[i].len > 0 && end <= sizes[s]);
+				CHECK(items[i].len == LINE || end == sizes[s]);
 			}
 		}
 	CHECK_EQ(sfr__samples_choose(items, of(0, 0), 9, &random), 0);
