@@ -117,7 +117,10 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
             results[f"saves {size}"] = ways
             keep()
             for each in directory.iterdir():
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+                if each.is_dir():
+                    shutil.rmtree(each)
+                else:
+                    each.unlink()
         rows += [*saves_rows(size, ways), None]
     size = options.states[0]
     for part in options.parts:

@@ -145,7 +145,10 @@ class Runner:
     def _remove(self) -> None:
         """Remove the file of a save, complete or not."""
         for path in self._path.parent.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def _kill(pid: int) -> None:

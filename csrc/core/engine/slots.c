@@ -19,7 +19,8 @@
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
 	engine->nr_in_flight++;
-	engine->nr_apart += flight->apart;
+	if (flight->apart)
+		engine->nr_apart++;
 	engine->nr_saves++;
 	flight->caller = pthread_self();
 	flight->in_call = true;
@@ -32,7 +33,8 @@ void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *fli
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
 	engine->nr_in_flight--;
-	engine->nr_apart -= flight->apart;
+	if (flight->apart)
+		engine->nr_apart--;
 	if (flight->prev)
 		flight->prev->next = flight->next;
 	else

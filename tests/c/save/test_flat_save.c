@@ -136,7 +136,8 @@ static atomic_uint nr_late;
 
 static ssize_t noted_pwrite(int fd, const void *bytes, size_t len, off_t off)
 {
-	nr_late += synced;
+	if (synced)
+		nr_late++;
 	return pwrite(fd, bytes, len, off);
 }
 
