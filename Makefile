@@ -1,8 +1,8 @@
 # make demo   train a small model, save it with Lightning's plugin and with ours, show the difference
-# make test   the Python tests, beside C tests under sanitizers
+# make test   the Python tests, and at the same time C tests under sanitizers
 # make build  .venv in which `import stillframe` works
 # make lint   ruff, mypy, clang-format, sentences (make format applies what ruff and clang-format ask for)
-# make bench  what a save costs beside its peers, and what the machine could do at best
+# make bench  what a save costs, compared with its peers, and what the machine could do at best
 # make tsan, make valgrind   the C tests under those (make tsan-daily: six programs, others every day)
 # make crash  every state a power failure can leave (its short form is part of make test)
 # make stress     everything at once over tiny pools, plain and under TSAN, STRESS_S seconds each (make test: a short form)
@@ -27,10 +27,10 @@
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json (make tables: the tables)
 # make recording  records the demo in a terminal, as docs/assets/demo.svg
 # make docs   the documentation, into build/site: needs no network once its requirements are there
-# make optimizers   the newest packages of third_party.toml: their optimizers, beside saves
+# make optimizers   the newest packages of third_party.toml: their optimizers, during saves
 # make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
 # make wheel-check      a wheel from a source distribution, looked over by auditwheel and abi3audit
-# make wheel-versions   that wheel beside torch 2.10, 2.11, 2.13 and the newest, as far as there are CPU builds
+# make wheel-versions   that wheel with torch 2.10, 2.11, 2.13 and the newest, as far as there are CPU builds
 # make clean  removes what was built; make distclean removes .venv too
 #
 # Each target does everything it needs, from Python >= 3.11, a C compiler and make.
@@ -94,12 +94,12 @@ demo: build
 	$(PY) examples/demo/demo.py $(ARGS)
 
 # Of the C programs, six run under ThreadSanitizer too, others every day. They mostly wait, for disks
-# and for one another, so they run beside pytest; what they say follows behind.
+# and for one another, so they run at the same time as pytest; their output follows its own.
 C_LOG := build/c-tests.log
 
 test: build
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan
-	@echo "C tests run beside these and follow in $(C_LOG)"; \
+	@echo "C tests run at the same time and follow in $(C_LOG)"; \
 	$(MAKE) --no-print-directory asan $(if $(ARGS),,tsan-daily) >$(C_LOG) 2>&1 & c=$$!; \
 	trap 'kill $$c' INT TERM; \
 	$(PY) -m pytest $(ARGS); status=$$?; \
@@ -206,7 +206,7 @@ C_FLAGS     := -std=c11 -D_GNU_SOURCE -DSFR_CHECK_LOCKS -pthread -O1 -g -fno-omi
 C_RUN        = $(PYTHON) tests/c/run.py
 
 # $(1): the variant's name, $(2): its flags. The core is compiled once for all of its tests. The
-# CUDA driver of the tests stands beside them: they load it as they would a real one.
+# CUDA driver of the tests is in the same directory: they load it as they would a real one.
 define variant
 C_PROGRAMS_$(1) := $(C_TESTS:%=build/$(1)/%)
 .PHONY: programs-$(1)

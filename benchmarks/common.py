@@ -69,7 +69,11 @@ def format_times(seconds: Sequence[float]) -> str:
     """
     middle = abs(seconds[0])
     scale, unit = (1e3, "ms") if middle < 1.0 else (1.0, "s")
-    digits = 0 if middle * scale >= 100 else 1 if middle * scale >= 10 else 2
+    digits = 2
+    if middle * scale >= 100:
+        digits = 0
+    elif middle * scale >= 10:
+        digits = 1
     first, *others = (f"{value * scale:.{digits}f}" for value in seconds)
     return f"{first} {unit}" + (f" ({'..'.join(others)})" if others else "")
 
@@ -258,7 +262,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         heading = not any(row[1:])
         cells = [Text(row[0], style="bold" if heading else "")]
         for cell in row[1:]:
-            style = "red" if "MISSED" in cell else "green" if cell.endswith("met") else ""
+            style = ""
+            if "MISSED" in cell:
+                style = "red"
+            elif cell.endswith("met"):
+                style = "green"
             cells.append(Text(cell, style=style))
         table.add_row(*cells)
     with console.capture() as capture:
@@ -280,7 +288,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def _json(value: Any, indent: str = "", column: int = 0) -> str:
     """JSON in which a container of plain values has one line, wrapped at MOST_COLUMNS.
 
-    column: Where it begins, behind its key.
+    column: Where it begins, after its key.
     """
     if not isinstance(value, dict | list | tuple) or not value:
         return json.dumps(value)

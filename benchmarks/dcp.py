@@ -4,7 +4,7 @@
 
 Each rank has its part of an FSDP2 model and its AdamW. Each way has rank processes of its own. They
 make a first save that is not counted and are kept until the end; the ways take turns. A turn saves
-beside an idle main thread, beside one that is busy in Python, and in a training loop.
+with an idle main thread, with one that is busy in Python, and in a training loop.
 
 When our save has finished, files and directory are synced. PyTorch syncs the files but not the
 directory; torch_checkpointing, Meta's package, syncs nothing. The bound is one file of the same

@@ -19,10 +19,10 @@ from dcp_ways import ALL
 from machine import keep_memory, reset_peak_rss, status_bytes
 from peers import OURS
 
-SAVES = 2  # in a turn, beside an idle main thread and beside a busy one each, if there is time
+SAVES = 2  # in a turn, with an idle main thread and with a busy one each, if there is time
 LOOP_SAVES = 3  # in a turn's training loop, if there is time
 MANY = 1200  # DTensors of 256 bytes each: a larger one of an optimizer is not copied in the call
-LOOP_STEPS = 4  # plain steps before and after, and at least so many beside a save
+LOOP_STEPS = 4  # plain steps before and after, and at least so many during a save
 UNITS = 4  # FSDP units; their collectives, not the layers, take a step's time
 GIVE_UP_NS = 100 * 10**9
 
@@ -103,6 +103,7 @@ class Rank:
         self.step()
 
     def one(self, busy: bool) -> dict[str, float]:
+        """Save once with the main thread busy or idle meanwhile; return the figures."""
         cpu = time.process_time()
         response, took, stamp = self.begin()
         begun = time.perf_counter_ns()
@@ -127,7 +128,7 @@ class Rank:
         for number in range(LOOP_SAVES):
             if number and self._is_late():
                 break
-            call_s, steps = self._steps_beside_a_save(found)
+            call_s, steps = self._steps_during_a_save(found)
             after = self._steps(LOOP_STEPS)
             found["lost_s"].append(call_s + _extra_time(steps, before + after))
             plain = self._steps(min(len(steps), 2 * LOOP_STEPS))
@@ -136,7 +137,7 @@ class Rank:
             found["step_s"].append(statistics.median(after + before))
         return found
 
-    def _steps_beside_a_save(self, found: dict[str, list[float]]) -> tuple[float, list[float]]:
+    def _steps_during_a_save(self, found: dict[str, list[float]]) -> tuple[float, list[float]]:
         """Return the call's seconds, and those of each step until all ranks have saved."""
         response, took, stamp = self.begin()
         staged = getattr(response, "staging_completion", None)
@@ -159,7 +160,7 @@ class Rank:
         return times
 
     def _all(self, here: bool) -> bool:
-        """Return whether it holds on all ranks, which must make equally many steps."""
+        """Return whether `here` is true on all ranks, which must make equally many steps."""
         import torch
         import torch.distributed as dist
 
@@ -193,6 +194,7 @@ class Rank:
         return {"call_cpu_s": found[1:]}
 
     def turn(self) -> Turn:
+        """Measure every scenario once; return its figures."""
         # A step, as there is one before each save in a training. After minutes of the other ways'
         # turns, the first access to untouched memory is slow.
         self.step()

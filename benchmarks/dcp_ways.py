@@ -22,7 +22,7 @@ SHARDED = "Lightning, sharded: DCP save"
 PEER = "Lightning's DistributedAsyncCheckpointIO"
 
 
-def _default() -> Callable[..., Any]:
+def _dcp_default() -> Callable[..., Any]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as stock
 
@@ -30,7 +30,7 @@ def _default() -> Callable[..., Any]:
     return lambda state, path: stock.async_save(state, checkpoint_id=path, process_group=group)
 
 
-def _stager() -> Callable[..., Any]:
+def _dcp_stager() -> Callable[..., Any]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -43,7 +43,7 @@ def _stager() -> Callable[..., Any]:
     )
 
 
-def _process() -> Callable[..., Any]:
+def _dcp_process() -> Callable[..., Any]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -163,16 +163,16 @@ def _peer() -> Callable[..., Any]:
 
 
 WAYS = {
-    DEFAULT: _default,
-    STAGER: _stager,
-    PROCESS: _process,
+    DEFAULT: _dcp_default,
+    STAGER: _dcp_stager,
+    PROCESS: _dcp_process,
     META: _meta,
     OURS: _ours,
     BOUND: _bound,
 }
 LIGHTNING = {SHARDED: _sharded, PEER: _peer}
 ALL = {**WAYS, **LIGHTNING}
-PACKAGES = {META: "torch_checkpointing"}  # the package that a way needs beside torch
+PACKAGES = {META: "torch_checkpointing"}  # the package that a way needs besides torch
 
 
 def is_installed(way: str) -> bool:

@@ -1,10 +1,10 @@
-"""What does saving from a GPU cost, beside its peers? One run: `make gpu`, or parts of it by hand.
+"""What does saving from a GPU cost, compared with peers? One run: `make gpu`, or parts of it.
 
     saves      every way: call, GPU memory, steps meanwhile, `.item()` of others, time to the end
     sweep      size of copies x copies in flight: copy speed and `.item()` of others
     pinning    how fast memory is pinned, and a first save with nothing warmed up
     profile    torch.profiler over one save: copies under compute, no synchronise (a Perfetto file)
-    ahead      a training whose host runs ahead of the device: steps with saves beside steps without
+    ahead      a training whose host runs ahead of the device: steps with saves and steps without
 
 Each measured way runs in a process of its own. Ours and a plain pinned copy of the same bytes are
 in every table, so that figures can be compared within one run. It writes one JSON and one table.
@@ -117,7 +117,10 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
             results[f"saves {size}"] = ways
             keep()
             for each in directory.iterdir():
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+                if each.is_dir():
+                    shutil.rmtree(each)
+                else:
+                    each.unlink()
         rows += [*saves_rows(size, ways), None]
     size = options.states[0]
     for part in options.parts:

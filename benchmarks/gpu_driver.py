@@ -3,8 +3,8 @@
     small spans    4,096 x 64 B: one batch, rows in one batch, rows one by one, spans one by one
     tensors        1,200 and 20,000 x 4 KiB: batches and single copies
     large          16 MiB copies in batches of 1, 4 and 16: GB/s
-    queue          how many operations wait behind a sleeping kernel before a call takes 1 ms
-    register       16 MiB, 128 MiB and 1 GiB beside a loop of launches: its longest gap
+    queue          how many operations wait for a sleeping kernel before a call takes 1 ms
+    register       16 MiB, 128 MiB and 1 GiB during a loop of launches: its longest gap
 
 Each figure is measured on its own; a sentence replaces one that cannot be measured. It needs torch
 with a device (for the context, memory and kernels). `--rehearse` runs it over the tests' driver.
@@ -118,7 +118,7 @@ class Machine:
         self.call("cuEventDestroy_v2", event)
 
     def sleep(self, seconds: float) -> None:
-        """Keep the stream busy with a kernel that does nothing; later work waits behind it."""
+        """Keep the stream busy with a kernel that does nothing; later work waits for it."""
         if self.rehearse:
             return
         torch = self.torch
@@ -227,7 +227,7 @@ def large(machine: Machine) -> dict[str, Any]:
 
 
 def queue(machine: Machine) -> dict[str, Any]:
-    """Queue copies behind a kernel of half a second until one call takes a millisecond."""
+    """Queue copies after a kernel of half a second until one call takes a millisecond."""
     machine.finish()
     machine.sleep(0.5)
     slowest, taken = 0.0, 0

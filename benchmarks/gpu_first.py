@@ -11,7 +11,7 @@ middle, and larger traces are left out. `make gpu` runs it; nothing is installed
     tests       tests/gpu
     segments    tests/gpu with expandable_segments:True
     one-queue   tests/gpu with CUDA_DEVICE_MAX_CONNECTIONS=1
-    driver      the driver alone: batches, rows, queue depth, registrations beside launches
+    driver      the driver alone: batches, rows, queue depth, registrations during launches
     pinning     warm_up and a cold first save
     small       saves of a small state, every way
     large       saves of a large one
@@ -56,7 +56,7 @@ true
 
 @dataclass(frozen=True)
 class Part:
-    """A command, the variables it finds in its environment, and busy processes beside it."""
+    """A command, its environment variables, and the number of busy processes meanwhile."""
 
     name: str
     command: list[str]

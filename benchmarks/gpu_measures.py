@@ -333,20 +333,22 @@ def read_profile(events: list[dict[str, Any]]) -> dict[str, Any]:
     kernel are its own.
     """
     kernels = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel" and "dur" in e
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "kernel" and "dur" in event
     )
     copies = [
-        (e["ts"], e["ts"] + e["dur"])
-        for e in events
-        if e.get("cat") == "gpu_memcpy" and "DtoH" in e.get("name", "") and "dur" in e
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "gpu_memcpy" and "DtoH" in event.get("name", "") and "dur" in event
     ]
     first, last = (kernels[0][0], kernels[-1][1]) if kernels else (0.0, 0.0)
     waits = [
-        e["name"]
-        for e in events
-        if any(word in e.get("name", "") for word in SYNCHRONISES)
-        and e.get("cat") in ("cuda_runtime", "cuda_driver")
-        and first <= e["ts"] <= last
+        event["name"]
+        for event in events
+        if any(word in event.get("name", "") for word in SYNCHRONISES)
+        and event.get("cat") in ("cuda_runtime", "cuda_driver")
+        and first <= event["ts"] <= last
     ]
     covered = total = 0.0
     for begin, end in copies:

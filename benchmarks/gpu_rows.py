@@ -1,4 +1,4 @@
-"""The table of `gpu.py`: a row for each way or part, with goals beside the figures reached."""
+"""The table of `gpu.py`: a row for each way or part, with goals next to the figures reached."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def saves_rows(size: str, ways: dict[str, Any]) -> Rows:
 def goal_row(
     result: dict[str, Any], blocked: float, step: float, copy: float, end: float
 ) -> list[str]:
-    """Return a row with the goals beside the figures reached."""
+    """Return a row with the goals next to the figures reached."""
     warm = result["rounds"]
     allowed = 2e-6 * warm[0]["report"]["num_tensors"] + 2e-3
     most = max(max(each["allocated"], each["reserved"]) for each in warm)

@@ -191,8 +191,7 @@ class Probe:
     def for_a_while(self, seconds: float, until: Any = None) -> list[float]:
         """Probe until the time is over or `until()` returns true.
 
-        Of very many times a sample represents their distribution: the shortest, the longest, and
-        evenly spaced ones between them.
+        Returns: Times evenly spaced over all of them in order, the shortest and longest included.
         """
         found, end = [], time.perf_counter() + seconds
         while time.perf_counter() < end and not (until is not None and until()):

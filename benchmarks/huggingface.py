@@ -89,13 +89,13 @@ def rows(fits: dict[str, list[dict[str, float]]]) -> list[list[str] | None]:
     }
     table: list[list[str] | None] = []
     for way in WAYS:
-        found, said = series[way], " "
+        found, verdicts = series[way], " "
         if way == "stillframe":
             blocked = found["blocked_s"].median / series["transformers"]["blocked_s"].median
             plain = series["async_save"]["lost_s"]
             lost = found["lost_s"].median / plain.median
             error = (found["lost_s"].error + LOST_GOAL * plain.error) / plain.median
-            said = (
+            verdicts = (
                 f"blocked: 1/{1 / blocked:.0f} of transformers, goal 1/{1 / BLOCKED_GOAL:.0f}:"
                 f" {verdict(blocked, 0.0, BLOCKED_GOAL)};"
                 f" lost: {lost:.2f} x async_save, goal {LOST_GOAL}:"
@@ -109,7 +109,7 @@ def rows(fits: dict[str, list[dict[str, float]]]) -> list[list[str] | None]:
                 f" ± {format_times([found['lost_s'].error])}",
                 format_times([found["end_s"].median]),
                 format_size(found["extra_rss"].median),
-                said,
+                verdicts,
             ]
         )
     return table

@@ -83,16 +83,24 @@ def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, director
 def judge(shares: dict[str, Series], goal: float | None) -> str:
     """Return met or missed where the errors leave no doubt."""
     ours = shares["stillframe"]
-    apart = [
+    least_lead = min(  # in errors: how far the nearest other way is behind ours
         (shares[way].median - ours.median) / (shares[way].error + ours.error or 1e-9)
         for way in ("synchronous", "lightning")
-    ]
-    ahead = "met" if min(apart) > 1 else "MISSED" if min(apart) < -1 else "within the error"
-    said = f"ahead of both: {ahead}"
+    )
+    verdict = "within the error"
+    if least_lead > 1:
+        verdict = "met"
+    elif least_lead < -1:
+        verdict = "MISSED"
+    text = f"ahead of both: {verdict}"
     if goal is not None:
-        met = "met" if ours.median + ours.error <= goal else "within the error"
-        said += f"; <= {goal:.0%}: {met if ours.median - ours.error <= goal else 'MISSED'}"
-    return said
+        verdict = "within the error"
+        if ours.median + ours.error <= goal:
+            verdict = "met"
+        elif ours.median - ours.error > goal:
+            verdict = "MISSED"
+        text += f"; <= {goal:.0%}: {verdict}"
+    return text
 
 
 def rows(nbytes: int, result: Any) -> list[list[str] | None]:

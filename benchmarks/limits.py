@@ -80,17 +80,17 @@ def main(argv: list[str] | None = None) -> int:
     rows = [
         [
             name,
-            format_times(s.spread),
-            f"{nbytes / s.median / 1e9:.2f} GB/s",
+            format_times(values.spread),
+            f"{nbytes / values.median / 1e9:.2f} GB/s",
         ]
-        for name, s in series.items()
+        for name, values in series.items()
     ]
     print_table(
         f"Raw limits, {format_size(nbytes)}, {args.rounds} rounds",
         ["", "median (min..max)", "rate"],
         rows,
     )
-    figures = {name: s.to_json() for name, s in series.items()}
+    figures = {name: values.to_json() for name, values in series.items()}
     pictures.keep(args.json, {"facts": facts, "nbytes": nbytes, "seconds": figures})
     return 0
 

@@ -177,7 +177,7 @@ def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> It
     filesystem = raw.file_system_of(parent)
     if filesystem in raw.MEMORY and not allow_tmpfs:
         raise BenchError(
-            f"--dir {parent} lies on {filesystem}, which is memory: nothing there is durable and "
+            f"--dir {parent} is on {filesystem}, which is memory: nothing there is durable and "
             "no figure would tell about a disk. Name a directory on a disk with --dir, or pass "
             "--allow-tmpfs."
         )

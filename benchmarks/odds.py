@@ -60,7 +60,7 @@ def table() -> list[str]:
     ]
     kinds = ["one tensor" if nr == 1 else f"{nr:,} tensors" for _, nr in STATES]
     heads = [f"{size}, {kind}" for size, kind in zip(states, kinds, strict=True)]
-    lines = [f"| written behind the call | {' | '.join(heads)} |", "|---" * 5 + "|"]
+    lines = [f"| written after the call | {' | '.join(heads)} |", "|---" * 5 + "|"]
     for times, written in WRITES:
         size = f"{written // KIB} KiB" if written % KIB == 0 else f"{written:,} bytes"
         name = size if times == 1 else f"{times} rows of {size}, scattered"

@@ -130,14 +130,13 @@ def goals(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
             name: (value, *rest[1:])
             for (name, rest), value in zip(found.items(), values, strict=True)
         }
-    return {
-        name: {
-            "found": value,
-            "at least" if least else "at most": bound,
-            "met": None if value is None else value >= bound if least else value <= bound,
-        }
-        for name, (value, bound, least) in found.items()
-    }
+    judged: dict[str, dict[str, Any]] = {}
+    for name, (value, bound, least) in found.items():
+        met = None
+        if value is not None:
+            met = value >= bound if least else value <= bound
+        judged[name] = {"found": value, "at least" if least else "at most": bound, "met": met}
+    return judged
 
 
 def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:

@@ -98,10 +98,10 @@ class FakeStreams(Streams):
         """
         if self.only is None:
             self.only = self.stream()
-        for before, behind in ((self.compute, self.only), (self.only, self.compute)):
+        for before, after in ((self.compute, self.only), (self.only, self.compute)):
             reached = self.event()
             self.record(reached, before)
-            self.wait(behind, reached)
+            self.wait(after, reached)
             if before is self.compute:
                 copy(to, source, self.only)
 

@@ -131,11 +131,11 @@ def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
 def ours(offloader: Offloader, tickets: list[Any], x: torch.Tensor) -> Results:
     order = [*tickets, *reversed(tickets)]
     sent = []
-    for turn, ticket in enumerate(order):
+    for index, ticket in enumerate(order):
         (weight,) = offloader.onload(ticket)
-        if turn + 1 < len(order):
-            offloader.prefetch(order[turn + 1])
-        if turn < len(tickets):
+        if index + 1 < len(order):
+            offloader.prefetch(order[index + 1])
+        if index < len(tickets):
             x = forward(x, weight)
         else:
             sent.append(offloader.offload([reverse(x, weight)]))

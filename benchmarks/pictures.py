@@ -1,4 +1,4 @@
-"""Draws the figures of a run as a PNG beside its JSON; also on its own:
+"""Draws the figures of a run as a PNG next to its JSON; also on its own:
 
     python benchmarks/pictures.py vs_peers.json [limits.json ...]
     make pictures            the results in benchmarks/results, which README and docs show
@@ -58,13 +58,15 @@ PARTS = (("call_s", "call", 1.0), ("gate_s", "gate", 0.65), ("slowdown_s", "slow
 
 
 def keep(json_path: Path | None, document: dict[str, Any]) -> None:
-    """Save the document of a run, if that is wanted, and its pictures beside it."""
+    """Save the document of a run, if that is wanted, and its pictures next to it."""
     if json_path is not None:
         write_json(json_path, document)
-        beside(json_path, document)
+        draw_document(json_path, document)
 
 
-def beside(json_path: Path, document: dict[str, Any], out: Path | None = None) -> Path | None:
+def draw_document(
+    json_path: Path, document: dict[str, Any], out: Path | None = None
+) -> Path | None:
     """Draw `document` into a PNG of the same name (in `out`, if given).
 
     Return None if there is nothing to draw, or if matplotlib is missing; stderr then says so.
@@ -206,10 +208,10 @@ def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> 
             axes.barh(at, middle, height=0.36, color=_colour(peer), alpha=strength)
             spread = ((middle - found["min"],), (found["max"] - middle,))
             axes.errorbar(middle, at, xerr=spread, color="#222222", capsize=2, lw=1)
-            told = format_seconds(middle)
+            label = format_seconds(middle)
             if metric == "finished_s":
-                told += ", durable" if peer == OURS else ", not synced"
-            axes.annotate(f"  {told}", (found["max"], at), va="center", fontsize=8)
+                label += ", durable" if peer == OURS else ", not synced"
+            axes.annotate(f"  {label}", (found["max"], at), va="center", fontsize=8)
     axes.set_yticks(range(len(peers)), peers)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.35 * most)
@@ -220,11 +222,11 @@ def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> 
 
 def _draw_fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
     """Draw the cost of checkpoints in a training's steps a second: medians with standard errors."""
-    for place, fits in enumerate(result["every"].values()):
+    for index, fits in enumerate(result["every"].values()):
         for number, way in enumerate(FITS):
             lost, error = (100 * fits[way]["lost"][name] for name in ("median", "error"))
-            at = place + 0.26 * (number - 1)
-            label = FITS[way] if place == 0 else "_" + way
+            at = index + 0.26 * (number - 1)
+            label = FITS[way] if index == 0 else "_" + way
             axes.bar(at, lost, width=0.24, color=_colour(way), label=label)
             axes.errorbar(at, lost, yerr=error, color="#222222", capsize=3, lw=1.2)
     axes.axhline(0, color="#222222", lw=0.8)
@@ -269,7 +271,7 @@ def _lost_label(lost: dict[str, float]) -> str:
     """Return a label of the lost time, or none where noise is larger."""
     middle, least, most = (lost[name] * 1e3 for name in ("median", "min", "max"))
     if most - least > 2 * abs(middle):
-        return "lost time:\nnot told from noise"
+        return "lost time:\nwithin the noise"
     return f"{middle:.0f} ms lost\n({least:.0f} to {most:.0f})"
 
 
@@ -296,8 +298,11 @@ def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
 
 
 def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], right: float) -> None:
-    """Draw background work: copying dark, writing lighter; of others only begin and end are
-    known."""
+    """Draw background work: copying dark, writing lighter; for others one bar from begin to end.
+
+    Args:
+        right: Where the picture ends; a bar that goes on there is cut, and its label has an arrow.
+    """
     strengths = {"copy": 1.0, "write": 0.5, "sync": 0.25}
     for name, strength in strengths.items():
         for begin, end in _pairs(found, name):
@@ -308,12 +313,13 @@ def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], rig
     if not found["background"] and ended > found["call_s"]:
         style = {"color": _colour(way), "alpha": 0.5, "lw": 0}
         _bar(axes, row, 0.2, found["call_s"], min(ended, right), **style)
-    end, note = {OURS: ("durable", ""), DCP: ("file synced", "")}.get(
+    what, note = {OURS: ("durable", ""), DCP: ("file synced", "")}.get(
         way, ("finished", ", not synced")
     )
-    when = f"{end} after {ended:.2f} s{note}" + (" \u2192" if ended > right else "")
-    at = (0.01 if ended > right else min(ended, right)) + (found["call_s"] if ended > right else 0)
-    axes.annotate(f" {when}", (at, row), va="center", fontsize=7.5, color="#222222")
+    label, at = f" {what} after {ended:.2f} s{note}", ended
+    if ended > right:
+        label, at = f"{label} \u2192", found["call_s"] + 0.01
+    axes.annotate(label, (at, row), va="center", fontsize=7.5, color="#222222")
 
 
 def _legend(axes: Any) -> None:
@@ -326,8 +332,8 @@ def _legend(axes: Any) -> None:
         ("#777777", "the call; below it, in the background: copying, writing"),
     )
     patches = [Patch(color=colour, label=label) for colour, label in shown]
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99), "ncols": 4}
-    axes.legend(handles=patches, fontsize=8, frameon=False, **place)
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99), "ncols": 4}
+    axes.legend(handles=patches, fontsize=8, frameon=False, **above)
 
 
 def _memory(axes: Any, resident: list[int]) -> None:
@@ -366,9 +372,9 @@ def _loads(axes: Any, states: dict[str, Any]) -> None:
                 label = "_" + way if way in named else way  # once in the legend
                 named.add(way)
                 height = 0.8 / len(series)
-                place = len(labels) + height * (number + 0.5) - 0.4
+                level = len(labels) + height * (number + 0.5) - 0.4
                 rate = figures["nbytes"] / found["median"] / 1e9
-                axes.barh(place, rate, height=0.9 * height, color=_colour(way), label=label)
+                axes.barh(level, rate, height=0.9 * height, color=_colour(way), label=label)
             labels.append(f"{state}, {situation}")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
@@ -379,7 +385,7 @@ def _loads(axes: Any, states: dict[str, Any]) -> None:
 
 
 def _reads(axes: Any, states: dict[str, Any]) -> None:
-    """Draw the rates of verify beside those of raw reads."""
+    """Draw the rates of verify next to those of raw reads."""
     labels: list[str] = []
     for state, figures in states.items():
         for name, found in figures["reads"].items():
@@ -400,7 +406,7 @@ def _plain(axes: Any) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Draw each named JSON, beside it or in the directory behind --out; return 2 if one cannot
+    """Draw each named JSON, next to it or in the directory of --out; return 2 if one cannot
     be."""
     out = None
     if arguments[:1] == ["--out"]:
@@ -415,7 +421,7 @@ def main(arguments: list[str]) -> int:
             if not _panels(document):
                 print(f"{name} has no picture", file=sys.stderr)
                 continue
-            drawn = beside(Path(name), document, out)
+            drawn = draw_document(Path(name), document, out)
         except (OSError, ValueError, KeyError) as error:
             print(f"pictures.py: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             drawn = None

@@ -261,7 +261,11 @@ def _goal(ratio: dict[str, Any], bound: float, *, at_most: bool) -> str:
 
 def _load_row(figures: dict[str, Any], situation: str, way: str, series: Any) -> list[str]:
     large = figures["nbytes"] >= LARGE
-    bound = GOALS.get((situation, way)) if large else SMALL_GOAL if way == TORCH else None
+    bound = None
+    if large:
+        bound = GOALS.get((situation, way))
+    elif way == TORCH:
+        bound = SMALL_GOAL
     goal = ""
     if bound is not None:
         goal = _goal(figures["speedups"][situation][way], bound, at_most=False)

@@ -1,4 +1,4 @@
-"""The scenarios of vs_peers.py: states, and the main thread's work beside their saves."""
+"""The scenarios of vs_peers.py: states, and the main thread's work during their saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Scenario:
 
     state: which state; scenarios of one state share its processes. kind: "save" (with `busy`),
     "loop", "gate", "watch" or "growth": see session.py. only_ours: no peer is measured in it.
-    computing: so many Python threads compute beside the main thread.
+    computing: so many Python threads compute at the same time as the main thread.
     """
 
     name: str
@@ -89,7 +89,7 @@ def spec_of(state: str, s: Settings) -> Spec:
 
 
 def title_of(scenario: Scenario, s: Settings) -> str:
-    """Return the heading of its block: the state, and what goes on beside the saves."""
+    """Return the heading of its block: the state, and what goes on during the saves."""
     spec = spec_of(scenario.state, s)
     size = format_size(spec.nbytes)
     states = {

@@ -60,12 +60,12 @@ class Session:
         return self._directory / f"save{self._number}.pt"
 
     def save(self, busy: bool, check: bool, computing: int = 0) -> Answer:
-        """Save once with the main thread busy or idle beside it.
+        """Save once with the main thread busy or idle meanwhile.
 
         check: load the file afterwards and compare the first, middle and last tensors. computing:
         so many threads want the interpreter lock all the time, until the save has ended.
         """
-        self._state.step(SAVE_BATCH)  # before the threads: a step beside them takes half a minute
+        self._state.step(SAVE_BATCH)  # before the threads start: with them it takes half a minute
         tree = self._state.tree()
         with _computing(computing):
             figures, path = self._timed_save(tree, busy)
@@ -85,8 +85,8 @@ class Session:
         start = time.perf_counter_ns()
         self._peer.save(tree, str(path), stamp)
         returned = time.perf_counter_ns()
-        beside = tick(stamp, returned, returned + GIVE_UP_NS, busy=busy)
-        after = returned + beside.elapsed_ns
+        during = tick(stamp, returned, returned + GIVE_UP_NS, busy=busy)
+        after = returned + during.elapsed_ns
         tail = tick(Stamp(), after, after + TAIL_NS, busy=busy)
         if not stamp.at_ns:
             raise BenchError(f"a save has not finished after {GIVE_UP_NS / 1e9:.0f} s")
@@ -105,8 +105,8 @@ class Session:
         }
         if stamp.at_ns > returned:
             figures |= {
-                "speed": beside.rate / alone.rate,
-                "stall_s": max(beside.worst_ns, tail.worst_ns) / 1e9,
+                "speed": during.rate / alone.rate,
+                "stall_s": max(during.worst_ns, tail.worst_ns) / 1e9,
                 "stall_alone_s": alone.worst_ns / 1e9,
             }
         return figures, path

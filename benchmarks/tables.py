@@ -124,7 +124,7 @@ def fits(document: dict[str, Any]) -> list[str]:
 
 
 PICTURES = {  # a file of results, and its picture's caption
-    "saves": "Saves beside a busy main thread and an idle one: the call, and until it has finished",
+    "saves": "Saves with a busy main thread and an idle one: the call, and until it has finished",
     "bytes_over_time": "Bytes written over time, with an idle main thread",
     "lost_time": "Lost time a save, in a training loop",
     "lightning_fit": "The share of a Lightning training's speed that checkpoints take",

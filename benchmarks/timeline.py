@@ -126,7 +126,7 @@ def _wait(stamp: Stamp) -> None:
 
 
 def _measured(training: _Training, peer: Any, path: str) -> tuple[Any, float, float, float, float]:
-    """Make a save with steps beside it.
+    """Make a save, with steps until it has ended.
 
     Returns:
         Steps and their time with the save; start, return and end of the save; wait for staging.

@@ -2,7 +2,7 @@
 
     python benchmarks/vs_peers.py --dir DIR --json vs_peers.json
 
-All ways to save, and the raw disk beside them, take turns in one run (A B C raw, A B C raw, ...),
+All ways to save, and the raw disk, take turns in one run (A B C raw, A B C raw, ...),
 each in a process of its own. README.md in this directory says how each figure is counted.
 """
 
@@ -201,7 +201,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     names = [scenario.name for scenario in SCENARIOS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SCENARIO")
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
-    parser.add_argument("--no-pictures", action="store_true", help="no PNG beside the JSON")
+    parser.add_argument("--no-pictures", action="store_true", help="no PNG next to the JSON")
     add_directory_options(parser)
     args = parser.parse_args(argv)
     counts = (args.rounds, args.pairs, args.pairs_large, args.threads, args.growth_saves)

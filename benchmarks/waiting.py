@@ -7,11 +7,12 @@ Four questions, each with its ways taking turns in one process:
 * gate: a model and AdamW of so many megabytes; ``async_save`` and at once ``optimizer.step``'s gate
   (deferred), against copying all of it in the call (``overlap=False``). The ratio is to stay
   at most 1.05.
-* growth: the same bytes with no optimizer, in a new engine: calls 1 to 4, beside one plain copy of
-  them into existing memory, with the bytes the pool took and the minor faults in each call.
+* growth: the same bytes with no optimizer, in a new engine: calls 1 to 4, compared with one
+  plain copy of them into existing memory; the bytes that the pool took and the minor faults in each
+  call.
 * unowned: the calls of ``async_save`` and ``snapshot`` for the same bytes with no optimizer, a warm
   pool, as a ratio to torch's own copy into existing memory. It is to stay at most 1.3.
-* snapshot: an optimizer step right behind a deferred snapshot, beside ``--busy`` processes that
+* snapshot: an optimizer step right after a deferred snapshot, with ``--busy`` processes that
   compute, against the same step alone.
 """
 
@@ -102,7 +103,7 @@ def unowned(nbytes: int, directory: Path, rounds: int) -> None:
 
 
 def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
-    """Print the medians of a step alone and of one behind a deferred snapshot."""
+    """Print the medians of a step alone and of one after a deferred snapshot."""
     size = nbytes // 12 // 16
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for _ in range(16)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -110,7 +111,7 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
         parameter.grad = torch.ones_like(parameter)
     for _ in range(4):
         optimizer.step()
-    torch.set_num_threads(1)  # else torch's threads wait for each other beside busy processes
+    torch.set_num_threads(1)  # else torch's threads wait for each other when processes are busy
     took: dict[bool, list[float]] = {True: [], False: []}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(nr_busy)]
     try:
@@ -118,14 +119,14 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
             engine.warm_up(2 * nbytes)
             for turn in range(2 * rounds + 2):
                 state: dict[str, Any] = {"m": model.state_dict(), "o": optimizer.state_dict()}
-                behind = turn % 2 == 0
-                if behind:
+                after = turn % 2 == 0
+                if after:
                     taken = stillframe.snapshot(state, overlap=True, engine=engine)
                 start = time.perf_counter()
                 optimizer.step()
                 if turn >= 2:
-                    took[behind].append(time.perf_counter() - start)
-                if behind:
+                    took[after].append(time.perf_counter() - start)
+                if after:
                     taken.wait()
                     taken.release()
     finally:
@@ -134,8 +135,8 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
             process.wait()
     times, alone = took[True], took[False]
     print(
-        f"snapshot: {nbytes / 1e6:.0f} MB beside {nr_busy} busy processes, a step alone"
-        f" {statistics.median(alone) * 1e3:.0f} ms, behind a deferred snapshot"
+        f"snapshot: {nbytes / 1e6:.0f} MB with {nr_busy} busy processes, a step alone"
+        f" {statistics.median(alone) * 1e3:.0f} ms, after a deferred snapshot"
         f" {statistics.median(times) * 1e3:.0f} ms ({min(times) * 1e3:.0f} to"
         f" {max(times) * 1e3:.0f})"
     )
@@ -166,10 +167,10 @@ def gate(nbytes: int, directory: Path, rounds: int) -> None:
             assert report is not None and (report.deferred_nbytes > 0.9 * nbytes) == overlap
             optimizer.step()
             os.sync()
-    behind, inside = (statistics.median(took[key]) * 1e3 for key in (True, False))
+    after, inside = (statistics.median(took[key]) * 1e3 for key in (True, False))
     print(
-        f"gate: {nbytes / 1e6:.0f} MB, call and gate at once {behind:.0f} ms, copied in the call"
-        f" {inside:.0f} ms, ratio {behind / inside:.2f}"
+        f"gate: {nbytes / 1e6:.0f} MB, call and gate at once {after:.0f} ms, copied in the call"
+        f" {inside:.0f} ms, ratio {after / inside:.2f}"
     )
 
 
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="+", choices=questions, default=questions)
-    parser.add_argument("--busy", type=int, default=2, help="processes beside a snapshot (2)")
+    parser.add_argument("--busy", type=int, default=2, help="busy processes during a snapshot (2)")
     args = parser.parse_args()
     nbytes = args.megabytes * 1_000_000
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 
-class Tell(TrainerCallback):
-    """Says when a checkpoint is durable. Copy it elsewhere here, for example."""
+class Printer(TrainerCallback):
+    """Prints that a checkpoint is durable. A program could copy it elsewhere here."""
 
     def on_save(
         self,
@@ -48,7 +48,7 @@ def trainer(max_steps: int) -> Trainer:
             use_cpu=True,
         ),
         train_dataset=rows,
-        callbacks=[Tell()],
+        callbacks=[Printer()],
     )
 
 

@@ -20,7 +20,7 @@ def train(steps: int, signal_at: int = 0) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optim"])
         step = state["step"]
-    print("begins behind step", step)
+    print("continues after step", step)
 
     def make_state() -> dict[str, object]:
         return {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 UNUSABLE = 2
-INTERRUPTED = 130  # what a shell reports for SIGINT,
+INTERRUPTED = 130  # the status that a shell reports for a process that SIGINT has ended
 NO_READER = 141  # the status of a process that SIGPIPE kills
 
 _PACKAGE = Path(__file__).parent / "stillframe"
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     written.
 
     Args:
-        argv: The arguments behind the program's name; `sys.argv[1:]` by default.
+        argv: The arguments after the program's name; `sys.argv[1:]` by default.
 
     Raises:
         SystemExit: (status 2) Wrong usage; (status 0) `--help`, `--version`.

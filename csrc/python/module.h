@@ -104,7 +104,7 @@ int sfr_py_u64(PyObject *number, uint64_t *out);
 /* A wait that answers signals. It consists of slices, each of which may release the interpreter
  * lock.
  *
- *     struct sfr_py_wait w = sfr_py_wait(timeout);       seconds; None or NULL: for ever
+ *     struct sfr_py_wait w = sfr_py_wait(timeout);       seconds; None or NULL: forever
  *     while (sfr_py_goes_on(&w))                         once at least
  *             w.rc = ...(w.slice_ns);
  *

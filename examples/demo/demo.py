@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from story import Story
 
 # Memory needed, as a multiple of the checkpoint, measured with Lightning 2.6: its clone, its
-# writer's buffer and a copy of that, beside weights, gradients, AdamW's moments and the step.
+# writer's buffer and a copy of that, besides weights, gradients, AdamW's moments and the step.
 MEMORY_FACTOR = 6
 MEMORY_BASE = 700 << 20  # torch, Lightning and scikit-learn
 
@@ -66,9 +66,9 @@ def run(asked: argparse.Namespace) -> int:
                     nbytes=asked.size,
                     steps=asked.steps,
                     directory=directory / "checkpoints",
-                    place=f"{directory}, {_file_system(directory)}",
+                    described=f"{directory}, {_file_system(directory)}",
                     kept=asked.dir is not None,
-                ).tell()
+                ).run()
     except CannotRun as reason:
         print(f"demo: {reason}", file=sys.stderr)
         return 2
@@ -104,13 +104,15 @@ def _directory(wanted: Path | None) -> Iterator[Path]:
             raise CannotRun(f"{wanted / 'checkpoints'} is there already: give another --dir")
         yield wanted.resolve()
         return
-    for parent in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):
-        if os.access(parent, os.W_OK | os.X_OK) and raw.file_system_of(parent) != "tmpfs":
-            break
-    else:
-        parent = Path(tempfile.gettempdir())
+    usual = Path(tempfile.gettempdir())
+    on_disk = (each for each in (usual, Path("/var/tmp"), Path.cwd()) if _is_writable_disk(each))
+    parent = next(on_disk, usual)
     with tempfile.TemporaryDirectory(prefix="stillframe-demo-", dir=parent) as name:
         yield Path(name).resolve()
+
+
+def _is_writable_disk(path: Path) -> bool:
+    return os.access(path, os.W_OK | os.X_OK) and raw.file_system_of(path) != "tmpfs"
 
 
 def _file_system(path: Path) -> str:

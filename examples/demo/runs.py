@@ -92,8 +92,8 @@ class Run:
             return []
         found = []
         for number in numbers[2:]:
-            beside = [steps[n] for n in (number - 1, number) if n in steps]
-            usual = statistics.mean(beside or steps.values())
+            adjacent = [steps[n] for n in (number - 1, number) if n in steps]
+            usual = statistics.mean(adjacent or steps.values())
             length = period // 2 if number in steps else period
             start = number * period - 1
             found.append(self.starts[start + length] - self.starts[start] - length * usual)

@@ -61,7 +61,13 @@ and not the save."""
 
 
 class Story:
-    """One run of the demo, started by `tell`; `directory` receives the checkpoints."""
+    """One run of the demo, started by `run`.
+
+    Args:
+        directory: Receives the checkpoints.
+        described: The directory as it is printed.
+        kept: The user gave the directory, so it is left there.
+    """
 
     def __init__(
         self,
@@ -70,7 +76,7 @@ class Story:
         nbytes: int,
         steps: int | None,
         directory: Path,
-        place: str,
+        described: str,
         kept: bool,
     ) -> None:
         self.console = console
@@ -80,11 +86,11 @@ class Story:
         self.every = self.steps // SAVES
         self.rounds = ROUNDS
         self.directory = directory
-        self.place = place
+        self.described = described
         self.kept = kept
         self.failed = False
 
-    def tell(self) -> int:
+    def run(self) -> int:
         """Run the demo; return 0 if every check passed, 1 if not."""
         started = time.monotonic()
         keep_memory()
@@ -124,7 +130,7 @@ class Story:
         """Choose as many steps as this machine can do in STEPS_S, within bounds."""
         if not self.steps:
             step_s = statistics.median(b - a for a, b in itertools.pairwise(warm_up.starts))
-            runs = 3 * ROUNDS + 1.5  # half a run to resume; steps beside a save take longer
+            runs = 3 * ROUNDS + 1.5  # half a run to resume; steps during a save take longer
             fitting = int(STEPS_S / (step_s * runs))
             if fitting < LEAST_STEPS:
                 self.rounds = 1
@@ -147,7 +153,7 @@ class Story:
             "data": f"1,797 handwritten digits (scikit-learn), batches of {BATCH}",
             "machine": f"{os.cpu_count()} cores; Python {platform.python_version()}, "
             f"torch {torch.__version__}, Lightning {metadata.version('lightning')}",
-            "files": self.place,
+            "files": self.described,
         }
         for name, fact in facts.items():
             self.console.print(f"  [dim]{name:8}[/dim]{fact}", soft_wrap=True)
@@ -190,32 +196,37 @@ class Story:
             yield bar
 
     def _show_table(self, plain: list[Run], theirs: list[Run], ours: list[Run]) -> None:
-        a = figures(theirs, plain, self.every)
-        b = figures(ours, plain, self.every)
+        lightning = figures(theirs, plain, self.every)
+        stillframe = figures(ours, plain, self.every)
+        both = (lightning, stillframe)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 2))
         table.add_column("each save")
         table.add_column("Lightning", justify="right")
         table.add_column("stillframe", justify="right", style="bold")
         table.add_column("ratio", justify="right")
-        table.add_row("call", _ms(a.call_s), _ms(b.call_s), _ratio(a.call_s, b.call_s))
-        table.add_row("wait before the step", "none", _ms(b.gate_s))
-        told = [of for of in (a, b) if _is_told(of)]
-        if told:
-            slow = [_ms(of.slowdown_s) if of in told else "-" for of in (a, b)]
+        table.add_row(
+            "call",
+            _ms(lightning.call_s),
+            _ms(stillframe.call_s),
+            _ratio(lightning.call_s, stillframe.call_s),
+        )
+        table.add_row("wait before the step", "none", _ms(stillframe.gate_s))
+        clear = [each for each in both if _is_above_noise(each)]
+        if clear:
+            slow = [_ms(each.slowdown_s) if each in clear else "-" for each in both]
             table.add_row("slowdown of the steps", *slow)
-            ratio = _ratio(a.lost_s, b.lost_s) if len(told) == 2 else ""
-            table.add_row("[b]lost time[/b]", _lost_time(a), _lost_time(b), ratio)
+            ratio = _ratio(lightning.lost_s, stillframe.lost_s) if len(clear) == 2 else ""
+            table.add_row("[b]lost time[/b]", *map(_lost_time, both), ratio)
         table.add_row(
             "finished after",
-            f"{_ms(a.finished_s)}, not synced",
-            f"{_ms(b.finished_s)}, durable",
-            _ratio(a.finished_s, b.finished_s),
+            f"{_ms(lightning.finished_s)}, not synced",
+            f"{_ms(stillframe.finished_s)}, durable",
+            _ratio(lightning.finished_s, stillframe.finished_s),
         )
         table.add_row(
             "extra memory",
-            self._memory(a),
-            self._memory(b),
-            _ratio(a.memory_bytes, b.memory_bytes),
+            *map(self._memory, both),
+            _ratio(lightning.memory_bytes, stillframe.memory_bytes),
         )
         self.console.print(table)
         counted = COUNTED.format(
@@ -224,10 +235,10 @@ class Story:
             else f"{self.rounds} runs each, taken in turn",
             steps=self.steps,
             every=self.every,
-            first_theirs=_ms(a.first_call_s),
-            first_ours=_ms(b.first_call_s),
+            first_theirs=_ms(lightning.first_call_s),
+            first_ours=_ms(stillframe.first_call_s),
         )
-        if len(told) < 2:
+        if len(clear) < 2:
             self._paragraph("", NOISE, style="yellow")
         share = max(run.others_share for run in [*plain, *theirs, *ours])
         if share > MOST_OTHERS:
@@ -235,7 +246,7 @@ class Story:
         self._paragraph("", counted, style="dim")
 
     def _paragraph(self, mark: str, text: str, style: str = "") -> None:
-        """Print `text`, wrapped beside a `mark` in the margin."""
+        """Print `text`, wrapped next to a `mark` in the margin."""
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_column(width=3, justify="right", no_wrap=True)
         grid.add_row(mark, text.replace("\n", " "))
@@ -247,13 +258,13 @@ class Story:
             return "not measured"
         return f"{decimal(of.memory_bytes)}, {of.memory_bytes / self.nbytes:.1f} x"
 
-    def _check(self, holds: bool, said: str) -> None:
+    def _check(self, holds: bool, claim: str) -> None:
         self.failed = self.failed or not holds
         if not holds:
-            said = f"[bold red]NOT SO:[/bold red] {said}"
+            claim = f"[bold red]NOT SO:[/bold red] {claim}"
         plain = not (self.console.encoding or "").lower().startswith("utf")
         good, bad = ("ok", "NO") if plain else ("✓", "✗")
-        self._paragraph(f"[green]{good}[/green]" if holds else f"[bold red]{bad}[/bold red]", said)
+        self._paragraph(f"[green]{good}[/green]" if holds else f"[bold red]{bad}[/bold red]", claim)
 
     # ---- checks ----------------------------------------------------------------------------------
 
@@ -294,7 +305,7 @@ class Story:
         )
 
 
-def _is_told(of: Figures) -> bool:
+def _is_above_noise(of: Figures) -> bool:
     """Return whether the lost time is larger than its standard error."""
     return of.lost_s is not None and of.error_s is not None and abs(of.lost_s) > of.error_s
 
@@ -302,7 +313,7 @@ def _is_told(of: Figures) -> bool:
 def _lost_time(of: Figures) -> str:
     if of.lost_s is None or of.error_s is None:
         return "not measured"
-    if not _is_told(of):
+    if not _is_above_noise(of):
         return f"within the noise, ± {_ms(of.error_s)}"
     return f"{_ms(of.lost_s)} ± {_ms(of.error_s)}"
 
@@ -316,7 +327,11 @@ def _ms(seconds: float | None) -> str:
         return f"{seconds:.2f} s"
     if abs(ms) < 0.005:
         return "0 ms"
-    return f"{ms:.2f} ms" if abs(ms) < 1 else f"{ms:.1f} ms" if abs(ms) < 10 else f"{ms:.0f} ms"
+    if abs(ms) < 1:
+        return f"{ms:.2f} ms"
+    if abs(ms) < 10:
+        return f"{ms:.1f} ms"
+    return f"{ms:.0f} ms"
 
 
 def _ratio(theirs: float | None, ours: float | None) -> str:
@@ -324,10 +339,8 @@ def _ratio(theirs: float | None, ours: float | None) -> str:
     if theirs is None or ours is None or ours <= 0 or theirs <= 0:
         return ""
     ratio = theirs / ours
-    return (
-        f"1/{ratio:.0f}"
-        if ratio >= 9.5
-        else f"1/{ratio:.1f}"
-        if ratio > 1
-        else f"{1 / ratio:.1f} x"
-    )
+    if ratio >= 9.5:
+        return f"1/{ratio:.0f}"
+    if ratio > 1:
+        return f"1/{ratio:.1f}"
+    return f"{1 / ratio:.1f} x"

@@ -321,7 +321,7 @@ def host_as_device() -> Iterator[FakeDriver]:
 def _answers() -> dict[str, Any]:
     """Return the answers to a skeleton's questions to torch."""
     return {
-        "place": lambda tensor: 1 if skeleton._place(tensor) == 0 else -1,
+        "where": lambda tensor: 1 if skeleton._where(tensor) == 0 else -1,
         "device_index": lambda tensor: 0,
         "data_ptr": _device_address,
     }

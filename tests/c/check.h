@@ -82,10 +82,13 @@ static inline void check__run(void (*test)(void), const char *name)
 	test();
 	(void)alarm(0);
 	check__nr_tests++;
-	check__nr_skipped += check__skip;
-	(void)printf("%s\n", check__nr_failed != before ? ": FAILED" :
-			     check__skip                ? ": skipped" :
-							  "");
+	if (check__skip)
+		check__nr_skipped++;
+	if (check__nr_failed != before)
+		(void)printf(": FAILED");
+	else if (check__skip)
+		(void)printf(": skipped");
+	(void)printf("\n");
 	(void)fflush(stdout);
 }
 

@@ -44,9 +44,9 @@ static inline void flat_expect(struct flat_state *s)
 	}
 }
 
-/* Makes a state with a random header, and members of any length of sources in lanes 0 and 1, on
- * devices below `nr_places`: 1 is host memory alone. */
-static inline void flat_make(struct flat_state *s, uint32_t nr_places)
+/* Makes a state with a random header, and members of any length of sources in lanes 0 and 1. Each
+ * source is in host memory or, by chance, on one of `nr_devices` devices. */
+static inline void flat_make(struct flat_state *s, uint32_t nr_devices)
 {
 	static const uint64_t most[] = { 30, 700, 5000, FLAT_SOURCE_LEN };
 
@@ -57,7 +57,7 @@ static inline void flat_make(struct flat_state *s, uint32_t nr_places)
 			s->bytes[i][k] = (unsigned char)flat_below(256);
 		s->sources[i] = (struct sfr_source){ (uintptr_t)s->bytes[i], FLAT_SOURCE_LEN,
 						     (uint32_t)flat_below(2),
-						     (uint32_t)flat_below(nr_places) };
+						     (uint32_t)flat_below(nr_devices + 1) };
 	}
 	s->desc = (struct sfr_save_desc){
 		.skeleton = s->header,

@@ -57,7 +57,8 @@ static inline void *counted_mmap(void *addr, size_t len, int prot, int flags, in
 {
 	void *map = mmap(addr, len, prot, flags, fd, off);
 
-	live_maps += map != MAP_FAILED;
+	if (map != MAP_FAILED)
+		live_maps++;
 	return map;
 }
 

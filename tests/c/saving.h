@@ -280,7 +280,8 @@ static inline uint64_t saving_padding_of(int fd, const struct sfr__image *img,
 	sfr__seg_iter_init(&it, img, extent, blk);
 	while (sfr__seg_next(&it, &seg))
 		for (size_t i = seg.pos; seg.kind == SFR__SEG_PAD && i < seg.pos + seg.len; i++) {
-			nr_dirty += bytes[i] != 0;
+			if (bytes[i] != 0)
+				nr_dirty++;
 			(*nr)++;
 		}
 	return nr_dirty;

@@ -119,18 +119,20 @@ def test_event_query_that_fails_once_is_repeated(file, state, fake):
 
 
 def test_full_device_raises_torchs_error_and_the_next_load_works(file, state, fake, monkeypatch):
-    real, left = restore.new_storage, [3]
+    real, room = restore.new_storage, 3  # storages that the device has room for
 
     def new_storage(nbytes: int, device: Any = "cpu") -> torch.UntypedStorage:
-        left[0] -= isinstance(device, torch.device)
-        if left[0] < 0:
+        nonlocal room
+        if isinstance(device, torch.device):
+            room -= 1
+        if room < 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(nbytes, device)
 
     monkeypatch.setattr(restore, "new_storage", new_storage)
     with pytest.raises(torch.OutOfMemoryError):
         stillframe.load(file)
-    left[0] = 1 << 20
+    room = 1 << 20
     assert_same(stillframe.load(file), state)
 
 

@@ -76,14 +76,14 @@ def test_write_through_data_between_steps_is_noticed_on_a_device(fake):
     assert counts(training) == (0, 4, 2)
 
 
-@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
-def test_write_to_the_first_or_last_element_is_noticed(fake, place):
+@pytest.mark.parametrize("index", [0, -1], ids=["first", "last"])
+def test_write_to_the_first_or_last_element_is_noticed(fake, index):
     training = adamw()
     assert training.model is not None
     for _ in range(4):
         training.advance()
         for parameter in training.model.parameters():
-            parameter.data.view(-1)[place] += 1
+            parameter.data.view(-1)[index] += 1
     assert counts(training) == (0, 4, 2)
 
 
@@ -210,7 +210,7 @@ def test_added_group_is_probed_too(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        # Python itself reports a write behind the end.
+        # Python itself reports a write beyond the end.
         env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONMALLOC": "debug"},
     )
     assert done.returncode == 0, done.stderr

@@ -120,7 +120,7 @@ from stillframe._tree import skeleton
 from stillframe._base import device as _device
 print(stillframe.default_engine().stats()["driver"])
 skeleton._types = skeleton._make_types(
-    place=lambda t: 1, device_index=lambda t: 0)
+    where=lambda t: 1, device_index=lambda t: 0)
 _device.current_stream = lambda device: 0
 try:
     stillframe.save({{"a": torch.ones(10)}}, {str(tmp_path / "a")!r})

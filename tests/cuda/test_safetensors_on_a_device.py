@@ -45,7 +45,7 @@ def test_tensors_of_all_kinds_are_copied_from_a_device(seed, tmp_path, fake):
 def test_a_write_between_call_and_copy_fails_the_save(tmp_path, fake, engine, monkeypatch):
     training = warmed_up(adamw, steps=12)
     assert training.model is not None
-    stream = fake.stream()  # not the calling thread, which must not wait while all stands still
+    stream = fake.stream()  # not the calling thread, which must not wait while copies are stopped
     fake.hold(True)
     try:
         with monkeypatch.context() as patch:

@@ -81,12 +81,12 @@ def fails(function: Any, *arguments: Any) -> str:
 
 # ---- running them ----
 
-DYING: list[Any] = []
+LOSES_A_RANK: list[Any] = []
 
 
-def dying(scenario: Callable[[Path, int], Notes]) -> Callable[[Path, int], Notes]:
-    """Return whether the world loses a rank, so that its ranks cannot meet at the end."""
-    DYING.append(scenario)
+def loses_a_rank(scenario: Callable[[Path, int], Notes]) -> Callable[[Path, int], Notes]:
+    """Mark a scenario in which a rank dies: its ranks then do not meet at the end."""
+    LOSES_A_RANK.append(scenario)
     return scenario
 
 
@@ -112,7 +112,7 @@ def run(directory: Path, name: str, size: int, scenarios: list[Any], rank: int) 
         except BaseException:
             notes = {"raised": traceback.format_exc()}
         (path / f"rank{rank}.json").write_text(json.dumps(notes))
-    if not any(each in DYING for each in scenarios):
+    if not any(each in LOSES_A_RANK for each in scenarios):
         dist.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from fix_dcp import equal, zeroed
 from fix_entries import Step, stepping
-from fix_ranks import Notes, dying, fails
+from fix_ranks import Notes, fails, loses_a_rank
 from stillframe import _core, dcp
 from stillframe._dcp import checkpoint
 from stillframe._dcp.checkpoint import RankFiles
@@ -27,7 +27,7 @@ from stillframe._dcp.writer import FileSystemWriter
 from stillframe.testing import held
 
 
-@dying
+@loses_a_rank
 def killed(path: Path, rank: int) -> Notes:
     """Kill the last rank but one (of two, the last) while it writes. This ends its world."""
     state = {f"w{rank}": torch.ones(1000)}
@@ -40,11 +40,11 @@ def killed(path: Path, rank: int) -> Notes:
         FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     response = dcp.async_save(state, path / "c", process_group=group)
-    says = fails(response.upload_completion.result, 100)
+    failure = fails(response.upload_completion.result, 100)
     took = time.monotonic() - began
     call_until_noticed(path, dist.get_world_size() - 1)
     again = functools.partial(dcp.async_save, process_group=group)
-    return {"says": says, "took": took, "next": fails(again, state, path / "c")}
+    return {"failure": failure, "took": took, "next": fails(again, state, path / "c")}
 
 
 def call_until_noticed(path: Path, living: int) -> None:
@@ -55,7 +55,7 @@ def call_until_noticed(path: Path, living: int) -> None:
         time.sleep(0.05)
 
 
-@dying
+@loses_a_rank
 def few_killed(path: Path, rank: int) -> Notes:
     """Kill one of four ranks of a user's group; a fifth rank of the world is not in the group."""
     limit = datetime.timedelta(seconds=5)
@@ -68,9 +68,9 @@ def few_killed(path: Path, rank: int) -> Notes:
     if rank == 2:
         FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     response = dcp.async_save(state, path / "c", process_group=group)
-    says = fails(response.upload_completion.result, 60)
+    failure = fails(response.upload_completion.result, 60)
     call_until_noticed(path, 3)
-    return {"says": says}
+    return {"failure": failure}
 
 
 def end(*_: Any) -> None:
@@ -114,8 +114,8 @@ def end_at_commit(*, taken: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def end_with_commit() -> Iterator[None]:
     """Stop this process when the checkpoint is durable, before any rank knows."""
-    put_in_place = checkpoint.put_in_place
-    checkpoint.put_in_place = lambda *given, **named: end(put_in_place(*given, **named))
+    commit_metadata = checkpoint.commit_metadata
+    checkpoint.commit_metadata = lambda *given, **named: end(commit_metadata(*given, **named))
     yield
 
 
@@ -130,7 +130,7 @@ KILLS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None]
 }
 
 
-@dying
+@loses_a_rank
 def killed_at(path: Path, rank: int) -> Notes:
     """Kill one rank at the step that the world's name gives."""
     who, ending = KILLS[path.parent.name]
@@ -139,8 +139,8 @@ def killed_at(path: Path, rank: int) -> Notes:
     state[f"w{rank}"].fill_(2)
     began = time.monotonic()
     with ending() if rank == who else contextlib.nullcontext():
-        says = fails(dcp.save, state, path / "c")
-    return {"says": says, "took": time.monotonic() - began}
+        failure = fails(dcp.save, state, path / "c")
+    return {"failure": failure, "took": time.monotonic() - began}
 
 
 def after_kills(path: Path, rank: int) -> Notes:

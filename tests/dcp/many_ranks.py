@@ -68,7 +68,7 @@ def fsdp2(path: Path, rank: int) -> Notes:
 
 def structures(path: Path, rank: int) -> Notes:
     """Change the structure of states; note exchanges and whether saves are right."""
-    said: list[str] = []
+    exchanges: list[str] = []
     within: list[str] = []  # the bytes of an object begin with words that say how many follow
 
     def noting(name: str) -> Any:
@@ -76,7 +76,7 @@ def structures(path: Path, rank: int) -> Notes:
 
         def noted(*args: Any) -> Any:
             if not within:
-                said.append(name)
+                exchanges.append(name)
             within.append(name)
             try:
                 return call(*args)
@@ -100,13 +100,13 @@ def structures(path: Path, rank: int) -> Notes:
         training.step()
         state = {f"own{rank}": torch.rand(width), "text": text, **training.state()}
         wanted = locals_of(state)
-        said.clear()
+        exchanges.clear()
         metadata = dcp.async_save(state, path / "c").upload_completion.result()
-        telling = [*said]
+        of_the_save = [*exchanges]
         new = {**zeroed({f"own{rank}": state[f"own{rank}"]}), "text": "", **Model(seed=1).state()}
         stock.load(new, checkpoint_id=path / "c")
         good = equal(locals_of(new), wanted) and f"own{1 - rank}" in metadata.state_dict_metadata
-        notes[case] = [good, *telling]
+        notes[case] = [good, *of_the_save]
     for name, call in calls.items():
         setattr(Ranks, name, call)
     return notes
@@ -229,14 +229,14 @@ def commit_fails(path: Path, rank: int) -> Notes:
     def broken(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "no metadata today")
 
-    put_in_place = checkpoint.put_in_place
+    commit_metadata = checkpoint.commit_metadata
     if rank == 0:
-        checkpoint.put_in_place = broken
-    says = fails(dcp.save, training.state(), path / "c")
-    checkpoint.put_in_place = put_in_place
+        checkpoint.commit_metadata = broken
+    failure = fails(dcp.save, training.state(), path / "c")
+    checkpoint.commit_metadata = commit_metadata
     dist.barrier()
     files = sorted(os.listdir(path / "c")) == before
-    return {"says": says, "files": files, "old": loads_as(old, path / "c")}
+    return {"failure": failure, "files": files, "old": loads_as(old, path / "c")}
 
 
 def stage_fails(path: Path, rank: int) -> Notes:
@@ -247,13 +247,13 @@ def stage_fails(path: Path, rank: int) -> Notes:
     try:
         response = dcp.async_save(training.state(), path / "c", engine=small)
     except stillframe.StillframeError as error:
-        says = f"call: {type(error).__name__}"
+        failure = f"call: {type(error).__name__}"
     else:
-        says = fails(response.upload_completion.result)
+        failure = fails(response.upload_completion.result)
     took = time.monotonic() - began
     wanted = locals_of(training.state())
     dcp.save(training.state(), path / "c")
-    return {"says": says, "in time": took < 20, "new": loads_as(wanted, path / "c")}
+    return {"failure": failure, "in time": took < 20, "new": loads_as(wanted, path / "c")}
 
 
 def seen_by_one(path: Path, rank: int) -> Notes:
@@ -270,12 +270,12 @@ def seen_by_one(path: Path, rank: int) -> Notes:
         response.upload_completion.exception()
     try:
         second = dcp.async_save(training.state(), path / "c")
-        says = fails(second.upload_completion.result)
+        failure = fails(second.upload_completion.result)
     except BaseException as error:
-        says = f"call: {type(error).__name__}"
+        failure = f"call: {type(error).__name__}"
     wanted = locals_of(training.state())
     dcp.save(training.state(), path / "c")
-    return {"says": says, "new": loads_as(wanted, path / "c")}
+    return {"failure": failure, "new": loads_as(wanted, path / "c")}
 
 
 def busy(path: Path, rank: int) -> Notes:
@@ -283,7 +283,7 @@ def busy(path: Path, rank: int) -> Notes:
     training = Model()
     with held("pwrite") if rank else contextlib.nullcontext():
         first = dcp.async_save(training.state(), path / "c", when_busy="raise")
-        says = fails(lambda: dcp.async_save(training.state(), path / "d", when_busy="raise"))
+        failure = fails(lambda: dcp.async_save(training.state(), path / "d", when_busy="raise"))
     first.upload_completion.result()
     dist.barrier()
     dcp.async_save(training.state(), path / "d", when_busy="raise").upload_completion.result()
@@ -293,7 +293,7 @@ def busy(path: Path, rank: int) -> Notes:
     dcp.save(state, path / f"own{rank}", process_group=mine)
     new = zeroed(state)
     stock.load(new, checkpoint_id=path / f"own{rank}", no_dist=True)
-    return {"says": says, "few": few, "own": equal(new, state)}
+    return {"failure": failure, "few": few, "own": equal(new, state)}
 
 
 def out_of_step(path: Path, rank: int) -> Notes:
@@ -302,9 +302,9 @@ def out_of_step(path: Path, rank: int) -> Notes:
 
     group = api._saver.group(None, False)
     api._saver._rounds[group]._calls += rank
-    says = fails(dcp.save, Model().state(), path / "c")
+    failure = fails(dcp.save, Model().state(), path / "c")
     api._saver._rounds[group]._calls -= rank
-    return {"says": says}
+    return {"failure": failure}
 
 
 def wrong_order(path: Path, rank: int) -> Notes:
@@ -316,7 +316,9 @@ def wrong_order(path: Path, rank: int) -> Notes:
     dist.barrier()
     os.chdir(path)  # one rank gives this path as a relative one
     state[f"w{rank}"].fill_(1)
-    says = [fails(dcp.save, state, name if rank else path / name) for name in "ab"[:: 1 - 2 * rank]]
+    failure = [
+        fails(dcp.save, state, name if rank else path / name) for name in "ab"[:: 1 - 2 * rank]
+    ]
     files = [sorted(os.listdir(path / name)) for name in "ab"] == before
     new = zeroed(state)
     good = []
@@ -325,7 +327,7 @@ def wrong_order(path: Path, rank: int) -> Notes:
         good.append(equal(new[f"w{rank}"], torch.zeros(1000)))
     dcp.save(state, "./a" if rank else path / "a")
     stock.load(new, checkpoint_id=path / "a")
-    return {"says": says, "files": files, "good": [*good, equal(new, state)]}
+    return {"failure": failure, "files": files, "good": [*good, equal(new, state)]}
 
 
 def alone(path: Path, rank: int) -> Notes:
@@ -342,7 +344,7 @@ def groups(path: Path, rank: int) -> Notes:
     from stillframe._dcp.joint import JointSave
 
     state = {f"w{rank}": torch.zeros(1000)}
-    new, good, says = zeroed(state), [], []
+    new, good, failures = zeroed(state), [], []
     plan, destroyed, saved = JointSave._plan, threading.Event(), threading.Event()
     save_by_dcp = rounds.save
 
@@ -360,7 +362,7 @@ def groups(path: Path, rank: int) -> Notes:
         assert destroyed.wait(60)
         return found
 
-    def anew(number: int) -> None:
+    def join_again(number: int) -> None:
         dist.destroy_process_group()
         destroyed.set()
         join(path / f"store{number}", rank, 2)
@@ -372,7 +374,7 @@ def groups(path: Path, rank: int) -> Notes:
     for number in range(3):
         state[f"w{rank}"].fill_(number)
         dcp.save(state, path / "c")
-        anew(number)
+        join_again(number)
         good.append(load() == number)
     dcp.save(state, path / "c")
     JointSave._plan = plan_late
@@ -381,9 +383,9 @@ def groups(path: Path, rank: int) -> Notes:
         state[f"w{rank}"].fill_(number)
         with slow("pwrite", 0.1), slow("lane_copy", 0.1):
             response = dcp.async_save(state, path / "c")
-            anew(number)
+            join_again(number)
             failure = response.upload_completion.exception(60)
-        says.append("" if failure is None else f"{type(failure).__name__}: {failure}")
+        failures.append("" if failure is None else f"{type(failure).__name__}: {failure}")
         good.append(load() == number)
         state["more"] = torch.ones(5)
     JointSave._plan = plan
@@ -394,7 +396,7 @@ def groups(path: Path, rank: int) -> Notes:
     response = dcp.async_save(state, "memory://c")  # DCP's own save, which asks for the group
     dist.destroy_process_group()
     destroyed.set()
-    says.append(str(response.upload_completion.exception(60)))
+    failures.append(str(response.upload_completion.exception(60)))
     join(path / "store5", rank, 2)
     rounds._save_remotely, rounds.save = save_remotely, by_dcp_and_gone
     destroyed.clear()
@@ -402,7 +404,7 @@ def groups(path: Path, rank: int) -> Notes:
     assert saved.wait(60)
     dist.destroy_process_group()
     destroyed.set()
-    says.append(str(response.upload_completion.exception(60)))
+    failures.append(str(response.upload_completion.exception(60)))
     join(path / "store6", rank, 2)
     rounds.save = save_by_dcp
 
@@ -414,7 +416,7 @@ def groups(path: Path, rank: int) -> Notes:
 
     eventually(is_forgotten)
     threads = sum(each.name == "sf-dcp" for each in threading.enumerate())
-    return {"good": good, "says": says, "kept": len(api._saver._rounds), "threads": threads}
+    return {"good": good, "failure": failures, "kept": len(api._saver._rounds), "threads": threads}
 
 
 def fsdp1(path: Path, rank: int) -> Notes:
@@ -511,8 +513,8 @@ def four(path: Path, rank: int) -> Notes:
     writer = dcp.FileSystemWriter(path / "last", thread_count=2)
     no_room = fault("pwrite", err=errno.ENOSPC, sticky=True) if rank == 3 else None
     with no_room or contextlib.nullcontext():
-        says = fails(lambda: stock.save(training.state(), storage_writer=writer))
-    return {"good": good, "says": says, "old": loads_as(wanted, path / "last")}
+        failure = fails(lambda: stock.save(training.state(), storage_writer=writer))
+    return {"good": good, "failure": failure, "old": loads_as(wanted, path / "last")}
 
 
 def from_four(path: Path, rank: int) -> Notes:
@@ -552,12 +554,12 @@ BESIDE = [few_killed]
 
 
 def main(directory: Path) -> None:
-    beside = forked(directory, "beside", 5, BESIDE)
+    others = forked(directory, "beside", 5, BESIDE)
     for name in KILLS:
-        beside += forked(directory, name, 2, [killed_at])
+        others += forked(directory, name, 2, [killed_at])
     for size, scenarios in WORLDS.items():
         wait_for(forked(directory, str(size), size, scenarios))
-    wait_for(beside)
+    wait_for(others)
     wait_for(forked(directory, "after", 2, [after_kills]))
 
 

@@ -62,15 +62,15 @@ def packed(*records: tuple[str, bytes], **options: Any) -> bytes:
 def test_item_that_passes_the_check_loads_as_it_was_saved(wrong):
     whole = archive(torch.tensor(VALUES))
     assert wrong(whole) is None
-    said = 0
-    for place, bit in ((place, bit) for place in range(len(whole)) for bit in (0, 4, 7)):
+    refused = 0
+    for offset, bit in ((offset, bit) for offset in range(len(whole)) for bit in (0, 4, 7)):
         item = bytearray(whole)
-        item[place] ^= 1 << bit
+        item[offset] ^= 1 << bit
         if wrong(bytes(item)) is None:
-            assert torch.load(io.BytesIO(item), weights_only=True).tolist() == VALUES, place
+            assert torch.load(io.BytesIO(item), weights_only=True).tolist() == VALUES, offset
         else:
-            said += 1
-    assert said > len(whole)
+            refused += 1
+    assert refused > len(whole)
 
 
 def test_item_without_crcs_passes_the_check(wrong):
@@ -103,8 +103,8 @@ def test_item_in_the_legacy_format_is_no_archive(wrong):
 
 def test_item_of_negative_length_is_refused(tmp_path):
     with open(tmp_path / "data", "w+b") as file:
-        said = "it cannot have -9 bytes from byte 3 on"
-        assert damage_of_item(file.fileno(), 3, -9) == said
+        why = "it cannot have -9 bytes from byte 3 on"
+        assert damage_of_item(file.fileno(), 3, -9) == why
         assert damage_of_item(file.fileno(), -3, 9) == "it cannot have 9 bytes from byte -3 on"
 
 
@@ -115,10 +115,10 @@ def test_every_byte_of_a_record_is_compared_with_and_without_threads(wrong):
         try:
             assert wrong(bytes(item)) is None
             for number in (0, 1500, 2999):
-                place = item.index(torch.arange(3000).numpy().tobytes()) + number * 8
-                item[place] ^= 1
+                offset = item.index(torch.arange(3000).numpy().tobytes()) + number * 8
+                item[offset] ^= 1
                 assert wrong(bytes(item)) == "archive/data/0: its bytes do not match their CRC"
-                item[place] ^= 1
+                item[offset] ^= 1
         finally:
             _core._set_limits()
 
@@ -186,7 +186,13 @@ def test_unreadable_file_is_reported_with_its_items(saved, monkeypatch):
     assert bad(saved) == [("__0_0.distcp", says)]
 
 
-DAMAGES = ["no records", "a place that is none", "an offset of nothing", "nothing", "a number"]
+DAMAGES = [
+    "no records",
+    "an entry without an offset",
+    "an offset of nothing",
+    "nothing",
+    "a number",
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -194,7 +200,7 @@ def test_nonsensical_metadata_counts_as_damaged(saved, damage):
     metadata = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 9)})
     if damage == "no records":
         del metadata.storage_data
-    elif damage == "a place that is none":
+    elif damage == "an entry without an offset":
         metadata.storage_data[MetadataIndex("a")].offset = "here"
     elif damage == "an offset of nothing":
         (index,) = metadata.storage_data

@@ -73,9 +73,9 @@ def test_failure_to_start_a_file_removes_all_files(tmp_path):
     state = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
     items = create_default_local_save_plan(state, is_coordinator=True).items
     found = buckets(items, 2, one_item_a_file=True)
-    places = iter([tmp_path, tmp_path / "missing"])
+    directories = iter([tmp_path, tmp_path / "missing"])
     files = RankFiles(
-        found, lambda item: state[item.index.fqn], "", lambda _: str(next(places) / "x")
+        found, lambda item: state[item.index.fqn], "", lambda _: str(next(directories) / "x")
     )
     with pytest.raises(OSError, match="missing"):
         files.start(durable=False, engine=None)

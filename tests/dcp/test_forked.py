@@ -48,7 +48,7 @@ def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> 
         time.sleep(0.05)
         os._exit(0)
     # Compares single elements, because torch's threads do not exist in a forked child.
-    seen = {float(bucket[place]) for bucket in buckets for place in (0, 100_000, -1)}
+    seen = {float(bucket[index]) for bucket in buckets for index in (0, 100_000, -1)}
     os._exit(0 if seen == {wanted} else 1)
 
 

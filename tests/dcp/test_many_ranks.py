@@ -65,8 +65,8 @@ def test_known_structure_exchanges_only_numbers_and_a_changed_one_is_planned(not
 def test_planner_error_of_one_rank_reaches_all_ranks(notes):
     for rank in notes("planner_refuses"):
         for step in ("local plan", "global plan", "data"):
-            says = rank[step]
-            assert says.startswith("CheckpointException") and f"no {step}" in says
+            failure = rank[step]
+            assert failure.startswith("CheckpointException") and f"no {step}" in failure
             assert rank[f"{step} left"] == []
         assert rank["good"]
 
@@ -102,44 +102,44 @@ def test_saves_without_a_wait_are_correct(notes):
 
 def test_full_disk_of_one_rank_fails_all_and_keeps_the_old_checkpoint(notes):
     for rank in notes("full_disk"):
-        for says in (rank["next"], rank["own"]):
-            assert says.startswith("CheckpointException") and "No space" in says
+        for failure in (rank["next"], rank["own"]):
+            assert failure.startswith("CheckpointException") and "No space" in failure
         assert rank["old"] and rank["files"] and rank["new"]
 
 
 def test_failed_commit_of_ranks_keeps_the_old_checkpoint_only(notes):
     for rank in notes("commit_fails"):
-        assert "no metadata today" in rank["says"] and rank["old"] and rank["files"]
+        assert "no metadata today" in rank["failure"] and rank["old"] and rank["files"]
 
 
 def test_copy_error_of_one_rank_reaches_all_ranks(notes):
     zero, one = notes("stage_fails")
-    assert one["says"] == "call: PoolExhaustedError"
-    assert zero["says"].startswith("CheckpointException") and "does not fit" in zero["says"]
+    assert one["failure"] == "call: PoolExhaustedError"
+    assert zero["failure"].startswith("CheckpointException") and "does not fit" in zero["failure"]
     for rank in (zero, one):
         assert rank["in time"] and rank["new"]
 
 
 def test_error_that_only_one_rank_collected_makes_no_rank_hang(notes):
     zero, one = notes("seen_by_one")
-    assert one["says"] == "call: CheckpointException"
-    assert "nothing was saved" in zero["says"] and "[1]" in zero["says"]
+    assert one["failure"] == "call: CheckpointException"
+    assert "nothing was saved" in zero["failure"] and "[1]" in zero["failure"]
     assert zero["new"] and one["new"]
 
 
 def test_save_under_way_survives_destroy_process_group(notes):
     for rank in notes("groups"):
         assert rank["good"] == [True] * 6
-        planned, new, before, behind = rank["says"]
+        planned, new, during, after = rank["failure"]
         assert planned == new == ""
-        assert before.startswith("the process group was destroyed while the save of memory://c")
-        assert behind.startswith("the process group was destroyed while the save of memory://d")
+        assert during.startswith("the process group was destroyed while the save of memory://c")
+        assert after.startswith("the process group was destroyed while the save of memory://d")
         assert rank["kept"] == 0 and rank["threads"] == 1
 
 
 def test_busy_rank_makes_all_ranks_raise(notes):
     for rank in notes("busy"):
-        assert rank["says"].startswith("BusyError")
+        assert rank["failure"].startswith("BusyError")
 
 
 def test_subgroup_saves_alone_and_refuses_when_busy_raise(notes):
@@ -150,14 +150,14 @@ def test_subgroup_saves_alone_and_refuses_when_busy_raise(notes):
 
 def test_ranks_at_different_calls_get_an_error(notes):
     for rank in notes("out_of_step"):
-        assert "not all ranks are at the same call" in rank["says"]
+        assert "not all ranks are at the same call" in rank["failure"]
 
 
 def test_ranks_with_different_paths_get_an_error_and_write_nothing(notes):
     for number, rank in enumerate(notes("wrong_order")):
-        for name, says in zip("ba" if number else "ab", rank["says"], strict=True):
-            assert says.startswith("StillframeError: not all ranks save to the same path")
-            assert f"/wrong_order/{name}, and the ranks [{1 - number}] elsewhere" in says
+        for name, failure in zip("ba" if number else "ab", rank["failure"], strict=True):
+            assert failure.startswith("StillframeError: not all ranks save to the same path")
+            assert f"/wrong_order/{name}, and the ranks [{1 - number}] elsewhere" in failure
         assert rank["files"] and rank["good"] == [True] * 3
 
 
@@ -182,7 +182,7 @@ def test_slow_disk_of_one_of_four_ranks_is_waited_for(notes, directory):
 
 def test_full_disk_of_one_of_four_ranks_with_several_files_fails_all(notes):
     for rank in notes("four", 4, 4):
-        assert rank["says"].startswith("CheckpointException") and "No space" in rank["says"]
+        assert rank["failure"].startswith("CheckpointException") and "No space" in rank["failure"]
         assert rank["old"]
 
 
@@ -192,7 +192,7 @@ def test_killed_rank_fails_the_others_and_keeps_the_old_checkpoint(directory, si
     for rank in living:
         note = json.loads((path / f"rank{rank}.json").read_text())
         assert "raised" not in note, note["raised"]
-        assert note["says"] and "Timeout" not in note["says"]
+        assert note["failure"] and "Timeout" not in note["failure"]
         assert note["took"] < 30  # much less than the group's timeout
         assert "a rank is gone" in note["next"]
     ones = {f"w{rank}": torch.ones(1000) for rank in range(size)}
@@ -216,7 +216,7 @@ KILLED = {
 def test_kill_of_a_rank_at_any_step_leaves_a_loadable_checkpoint(notes, directory, step):
     living, nr_data, temporaries, value = KILLED[step]
     note = json.loads((directory / step / f"killed_at/rank{living}.json").read_text())
-    assert "closed" in note["says"] or "reset" in note["says"]
+    assert "closed" in note["failure"] or "reset" in note["failure"]
     assert note["took"] < 30  # much less than the group's timeout
     for rank in notes("after_kills", "after"):
         left, values, is_good, files = rank[step]
@@ -235,8 +235,8 @@ def test_kill_of_a_rank_at_any_step_leaves_a_loadable_checkpoint(notes, director
 def test_killed_rank_of_a_subgroup_is_noticed_at_the_timeout(directory):
     """Other code may use that group, so stillframe does not destroy it."""
     paths = [directory / "beside/few_killed" / f"rank{rank}.json" for rank in (0, 1, 3)]
-    says = [json.loads(path.read_text())["says"] for path in paths]
-    assert any("timed out" in each.lower() for each in says), says
+    failures = [json.loads(path.read_text())["failure"] for path in paths]
+    assert any("timed out" in each.lower() for each in failures), failures
     ones = {f"w{rank}": torch.ones(1000) for rank in range(4)}
     found = loaded(ones, directory / "beside/few_killed/c")
     assert all((value == 1).all() for value in found.values())

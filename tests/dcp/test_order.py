@@ -45,14 +45,14 @@ def value_of(path: Path) -> float:
 @contextlib.contextmanager
 def held_commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold commits until the block ends; fail if no commit came."""
-    go, put_in_place = threading.Event(), checkpoint.put_in_place
+    go, commit_metadata = threading.Event(), checkpoint.commit_metadata
 
     def held(*args: Any, **options: Any) -> None:
         assert go.wait(60)
-        put_in_place(*args, **options)
+        commit_metadata(*args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "put_in_place", held)
+        patched.setattr(checkpoint, "commit_metadata", held)
         yield go
         go.set()
         stillframe.wait_all()
@@ -348,7 +348,7 @@ def asked_as_by_lightning(**options: Any) -> SaveRequest:
 
 
 @contextlib.contextmanager
-def log_stands_still(name: Path) -> Iterator[None]:
+def log_blocked_by(name: Path) -> Iterator[None]:
     """Block all entries of the log that are submitted in the block."""
     go = threading.Event()
     ordered.submit(paths.key(name, follow_link=False), _core.WORK_SAVE, lambda _: go.wait(60))
@@ -360,7 +360,7 @@ def test_save_that_replaces_a_file_waits_for_earlier_entries_before_writing(tmp_
     """Until the earlier entries have ended, the file may be the only checkpoint."""
     path = tmp_path / "a"
     path.write_bytes(b"a checkpoint of one file")
-    with log_stands_still(tmp_path / "other"):
+    with log_blocked_by(tmp_path / "other"):
         save = saver_of_this_process().save(
             {"w": torch.ones(3)}, CheckpointPath.of(path), asked_as_by_lightning(removes_file=True)
         )
@@ -373,7 +373,7 @@ def test_save_that_replaces_a_file_waits_for_earlier_entries_before_writing(tmp_
 
 def test_save_into_a_directory_writes_early_and_commits_in_order(tmp_path):
     path = tmp_path / "a"
-    with log_stands_still(tmp_path / "other"):
+    with log_blocked_by(tmp_path / "other"):
         save = saver_of_this_process().save(
             {"w": torch.ones(3)}, CheckpointPath.of(path), asked_as_by_lightning(removes_file=True)
         )

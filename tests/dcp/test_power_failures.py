@@ -67,7 +67,7 @@ def files(path: Path) -> dict[str, str | None]:
 
 
 def holds(state: dict[str, str], checkpoint: dict[str, str | None]) -> bool:
-    return all(state.get(name) == stands for name, stands in checkpoint.items())
+    return all(state.get(name) == expected for name, expected in checkpoint.items())
 
 
 @pytest.mark.parametrize("overwritten", [True, False])
@@ -109,16 +109,16 @@ def test_power_failure_leaves_matching_meta_or_one_that_mend_restores(
     new_metadata, new_id = identity(metadata), side_file._saved_id(str(path))
     seen = set()
     for state in recorded.every_state():
-        stands = state.get(link)
+        current = state.get(link)
         if state.get(metadata) == new_metadata:
-            assert stands in (None, new)
+            assert current in (None, new)
             assert state[side_file._file_of_save(str(path), META, new_id)] == new
         elif before is None:
-            assert metadata not in state and stands in (None, new)
+            assert metadata not in state and current in (None, new)
         else:
-            assert state[metadata] == old_metadata and stands in (None, old)
-            assert old in (stands, state.get(side_file._file_of_save(str(path), META, save_id)))
-        seen.add((state.get(metadata) == new_metadata, stands))
+            assert state[metadata] == old_metadata and current in (None, old)
+            assert old in (current, state.get(side_file._file_of_save(str(path), META, save_id)))
+        seen.add((state.get(metadata) == new_metadata, current))
     assert {True, False} == {committed for committed, _ in seen}
     # After the save has ended, only the new checkpoint is possible.
     assert all(state[link] == new for state in recorded.states())

@@ -116,7 +116,7 @@ def test_failed_commit_keeps_the_old_checkpoint(old, tmp_path, monkeypatch):
         raise OSError("no metadata today")
 
     with monkeypatch.context() as patch, pytest.raises(BaseException, match="no metadata today"):
-        patch.setattr(checkpoint, "put_in_place", broken)
+        patch.setattr(checkpoint, "commit_metadata", broken)
         save(directory, 2)
     if old is None:
         assert not list(directory.glob("*meta*"))
@@ -178,7 +178,7 @@ def test_failed_undo_does_not_hide_the_first_error(tmp_path, monkeypatch, caplog
 
         return call
 
-    monkeypatch.setattr(checkpoint, "put_in_place", broken("the commit"))
+    monkeypatch.setattr(checkpoint, "commit_metadata", broken("the commit"))
     monkeypatch.setattr(side_file, "mend", broken("the mending"))
     with pytest.raises(BaseException, match="the commit"):
         save(tmp_path / "c", 1)
@@ -187,20 +187,20 @@ def test_failed_undo_does_not_hide_the_first_error(tmp_path, monkeypatch, caplog
 
 def test_meta_is_written_and_synced_before_the_first_metadata(tmp_path, monkeypatch):
     synced: list[str] = []
-    fsync, put_in_place = os.fsync, checkpoint.put_in_place
+    fsync, commit_metadata = os.fsync, checkpoint.commit_metadata
 
     def noted(fd: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         fsync(fd)
 
-    def look(*args: Any, **kwargs: Any) -> None:
+    def check_and_commit(*args: Any, **kwargs: Any) -> None:
         assert meta_of(tmp_path / "c") == 1
         (own,) = (tmp_path / "c").glob("meta.*.pt")
         assert os.fspath(own) in synced
-        put_in_place(*args, **kwargs)
+        commit_metadata(*args, **kwargs)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(checkpoint, "put_in_place", look)
+    monkeypatch.setattr(checkpoint, "commit_metadata", check_and_commit)
     save(tmp_path / "c", 1)
 
 

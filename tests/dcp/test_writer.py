@@ -270,7 +270,7 @@ path = sys.argv[1]
 reached = 0
 
 def keep(step, taken):
-    '''What stands there now is what a kill would leave.'''
+    '''Keep a copy of the directory: what a kill at this moment would leave.'''
     global reached
     reached += 1
     shutil.copytree(path, f"{path}.{reached}")
@@ -387,7 +387,7 @@ def test_reader_names_a_truncated_or_missing_file(tmp_path, cut, says):
         loaded(state, tmp_path, storage_reader=Reader(tmp_path))
 
 
-def test_save_needs_little_memory_beside_its_copy(tmp_path):
+def test_save_needs_little_memory_besides_its_copy(tmp_path):
     # 24 MiB, and no tensor is written in place
     state = {str(i): torch.ones(32 << 10) for i in range(192)}
     with stillframe.Engine(pool_bytes="64MiB", block_bytes="16MiB", writer_threads=2) as engine:

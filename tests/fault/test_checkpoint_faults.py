@@ -39,7 +39,7 @@ def no_exchange(refused: bool) -> Iterator[None]:
 
 @pytest.mark.leaves_temporaries
 @pytest.mark.parametrize("refused", [False, True], ids=["exchange", "two renames"])
-def test_whatever_call_fails_the_old_or_the_new_one_is_there(tmp_path, engine, refused):
+def test_any_failing_call_leaves_the_old_or_the_new_checkpoint(tmp_path, engine, refused):
     path, there, value = tmp_path / "c", 1.0, 1.0
     write(path, there, engine=engine).result(LONG_S)
     with slow("free", 0) as injected, no_exchange(refused):
@@ -81,7 +81,7 @@ for value in itertools.count(1):
 
 
 @pytest.mark.leaves_temporaries
-def test_killed_process_leaves_the_last_durable_one_or_a_later_one(tmp_path):
+def test_killed_process_leaves_the_last_durable_checkpoint_or_a_later_one(tmp_path):
     path, dice = tmp_path / "c", random.Random(1)
     helpers = str(Path(__file__).parents[1] / "unit")
     for _ in range(4):

@@ -38,7 +38,7 @@ class Layer(nn.Module):
         return self.second(Bang.apply(x) if self.fails else x)
 
 
-def test_failed_backwards_add_nothing_after_their_error():
+def test_failed_backward_adds_no_gradient_after_its_error():
     """The training catches an out-of-memory error, clears the gradients and tries again."""
     torch.manual_seed(0)
     layers = [Layer() for _ in range(4)]

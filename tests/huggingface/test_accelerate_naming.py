@@ -74,7 +74,7 @@ def test_an_old_checkpoint_stays_if_the_new_one_fails(tmp_path):
     assert names(tmp_path) == ["checkpoint_2"]
 
 
-def test_other_files_beside_the_checkpoints_stay(tmp_path):
+def test_other_files_next_to_the_checkpoints_stay(tmp_path):
     run = training(tmp_path, total_limit=1)
     (tmp_path / "checkpoints" / "notes_3").mkdir(parents=True)
     for _ in range(2):

@@ -56,7 +56,7 @@ def test_total_limit_holds_with_several_ranks(ran):
     assert ran("keeps_the_newest") == [{"names": ["checkpoint_3"]}] * 2
 
 
-def test_full_disk_is_told_to_all_ranks_and_keeps_the_old_checkpoint(ran):
+def test_full_disk_is_reported_to_all_ranks_and_keeps_the_old_checkpoint(ran):
     first, other = ran("full_disk")
     assert first["error"] == "SaveError"
     assert other["error"] == "StillframeError"

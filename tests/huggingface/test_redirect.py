@@ -96,7 +96,7 @@ def test_two_checkpoints_are_open_at_a_time_in_two_threads(tmp_path):
 
 
 def test_wrapper_of_somebody_else_stays(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "save", torch.save)  # restores it behind the test
+    monkeypatch.setattr(torch, "save", torch.save)  # restores it after the test
     calls = []
     with redirected(files):
         ours = torch.save

@@ -70,7 +70,7 @@ def test_files_and_contents_are_those_of_transformers(options):
         assert torch.equal(mine, other)
 
 
-def test_model_that_is_none_of_transformers_has_the_same_files():
+def test_model_of_another_library_has_the_same_files():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -136,7 +136,7 @@ def test_resume_without_a_checkpoint_raises_as_transformers_does():
         trainer().train(resume_from_checkpoint=True)
 
 
-def test_what_subclasses_write_in_addition_lies_in_the_same_directory():
+def test_files_that_a_subclass_adds_are_in_the_same_directory():
     class Before(transformers.Trainer):
         def _save_checkpoint(self, model, trial):
             super()._save_checkpoint(model, trial)
@@ -146,16 +146,16 @@ def test_what_subclasses_write_in_addition_lies_in_the_same_directory():
             step = f"checkpoint-{self.state.global_step}"
             Path(self._get_output_dir(trial=trial), step, name).write_text(name)
 
-    class Mixed(AsyncCheckpointMixin, Before):
+    class WithOurs(AsyncCheckpointMixin, Before):
         pass
 
-    class Behind(Mixed):
+    class Subclass(WithOurs):
         def _save_checkpoint(self, model, trial):
             self.saved = getattr(self, "saved", 0) + 1
             super()._save_checkpoint(model, trial)
             self.note(trial, "subclass.txt")
 
-    made = trainer(Behind)
+    made = trainer(Subclass)
     made.train()
     assert made.saved == 3
     for step in (2, 4, 6):
@@ -201,7 +201,7 @@ def test_signature_is_that_of_transformers():
 
 
 @pytest.mark.parametrize("what", ["deepspeed", "fsdp"])
-def test_what_is_not_supported_is_refused_by_name_at_construction(what):
+def test_unsupported_options_are_refused_by_name_at_construction(what):
     class Uses(transformers.Trainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
@@ -215,7 +215,7 @@ def test_what_is_not_supported_is_refused_by_name_at_construction(what):
 
 
 class Stop(transformers.TrainerCallback):
-    """Stops the training behind a step."""
+    """Stops the training after a step."""
 
     def __init__(self, step):
         self.step = step

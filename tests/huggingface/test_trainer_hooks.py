@@ -109,7 +109,7 @@ def test_checkpoint_stays_until_its_on_save_has_been_called():
 
 
 def test_rotation_leaves_a_durable_checkpoint_at_every_moment():
-    class Look(transformers.TrainerCallback):
+    class Inspector(transformers.TrainerCallback):
         found = ()
 
         def on_step_end(self, args, state, control, **kwargs):
@@ -131,10 +131,10 @@ def test_rotation_leaves_a_durable_checkpoint_at_every_moment():
             if state.global_step == 1:
                 handle.result()
 
-    look = Look()
-    trainer(save_steps=1, max_steps=12, save_total_limit=1, callbacks=[Wait(), look]).train()
-    assert look.found
-    assert all(look.found)
+    inspector = Inspector()
+    trainer(save_steps=1, max_steps=12, save_total_limit=1, callbacks=[Wait(), inspector]).train()
+    assert inspector.found
+    assert all(inspector.found)
 
 
 def test_push_follows_the_checkpoint_with_the_state_at_its_step(monkeypatch):

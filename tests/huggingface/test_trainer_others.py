@@ -52,7 +52,7 @@ def test_trainer_of_trl_has_the_same_files():
     class Ours(AsyncCheckpointMixin, trl.SFTTrainer):
         pass
 
-    rows = {"input_ids": [[(first + place) % 64 for place in range(8)] for first in range(64)]}
+    rows = {"input_ids": [[(first + offset) % 64 for offset in range(8)] for first in range(64)]}
     for name, cls in (("theirs", trl.SFTTrainer), ("ours", Ours)):
         os.mkdir(name)
         os.chdir(name)

@@ -29,7 +29,7 @@ def test_directory_has_the_files_of_all_ranks_as_with_transformers(ran):
     assert differences(ran / "trains/out", ran / "trains_theirs/out") == []
 
 
-def test_every_rank_is_told_when_the_checkpoint_is_durable(ran):
+def test_every_rank_learns_when_the_checkpoint_is_durable(ran):
     for rank, note in enumerate(notes(ran, "trains")):
         assert note["submitted"] == [[step, rank == 0] for step in (2, 4, 6, 8)]
         assert note["saved"] == [[step, True] for step in (2, 4, 6, 8)]

@@ -79,7 +79,7 @@ def kill_one(cls, directory, after_s):
         status = 1
         try:
             os.close(reading)
-            sys.stdout = sys.stderr = open(os.path.join(directory, "said.txt"), "a")  # noqa: SIM115
+            sys.stdout = sys.stderr = open(os.path.join(directory, "output.txt"), "a")  # noqa: SIM115
             run(cls, directory, writing)
         except BaseException:
             import traceback
@@ -139,7 +139,7 @@ class Campaign:
 
     def kill(self):
         if not kill_one(self.cls, self.directory, self.random.random() * LONGEST_S):
-            self.faults.append("the resumed training failed: see said.txt")
+            self.faults.append("the resumed training failed: see output.txt")
             self._begin_anew()
             return
         self.kills += 1

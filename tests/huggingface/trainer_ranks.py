@@ -110,5 +110,5 @@ def main():
 
 
 if __name__ == "__main__":
-    assert checkpoints  # the helpers of the tests beside this file
+    assert checkpoints  # the helpers of the tests in this folder
     main()

@@ -63,7 +63,7 @@ class Runner:
     Args:
         directory: Where the files go.
         memory: Bytes that one case may have resident.
-        limit: Seconds that each case has, beside those for its bytes.
+        limit: Seconds that each case has, besides those for its bytes.
         divisor: By how much each tensor is made smaller.
     """
 
@@ -145,7 +145,10 @@ class Runner:
     def _remove(self) -> None:
         """Remove the file of a save, complete or not."""
         for path in self._path.parent.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def _kill(pid: int) -> None:
@@ -156,7 +159,11 @@ def _kill(pid: int) -> None:
 
 def _outcome(found: dict[str, Any]) -> Outcome:
     words = found.get("error") or found["wrong"]
-    kind = ERROR if "error" in found else WRONG if words else OK
+    kind = OK
+    if "error" in found:
+        kind = ERROR
+    elif words:
+        kind = WRONG
     return Outcome(kind, words, found["seconds"], found["peak_nbytes"])
 
 
@@ -224,7 +231,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--loads", nargs="+", metavar="WAY", choices=ways.EVERY_LOAD)
     parser.add_argument("--all", action="store_true", help="every way of loading of every file")
     parser.add_argument("--memory", type=float, default=12.0, help="GB that a case may have")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds, beside those for bytes")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds besides those for bytes")
     parser.add_argument(
         "--divisor",
         type=int,

@@ -1,4 +1,4 @@
-"""The program behind `make large`, with states a thousandth as large."""
+"""The program of `make large`, with states a thousandth as large."""
 
 from __future__ import annotations
 

@@ -223,13 +223,14 @@ def lightnings_own(path, rank, pkg):
 
 def overwrites(path, rank, pkg):
     """Save repeatedly to `last.ckpt`; a save replaces files and links of its name."""
-    seen = []
-    put = checkpoint.put_in_place
+    meta_was_there = []  # at each commit, that is, before `.metadata` exists
+    commit_metadata = checkpoint.commit_metadata
 
-    def noted(new, **kwargs):
+    def watched_commit(new, **kwargs):
         if not os.path.exists(new.path):
-            seen.append(os.path.exists(os.path.join(os.path.dirname(new.path), "meta.pt")))
-        put(new, **kwargs)
+            directory = os.path.dirname(new.path)
+            meta_was_there.append(os.path.exists(os.path.join(directory, "meta.pt")))
+        commit_metadata(new, **kwargs)
 
     if rank == 0:
         (path / "c").mkdir()
@@ -237,19 +238,19 @@ def overwrites(path, rank, pkg):
         (path / "target" / "kept").touch()
         (path / "c" / "a.ckpt").write_bytes(b"a file")
         (path / "c" / "b.ckpt").symlink_to("../target")
-    checkpoint.put_in_place = noted
+    checkpoint.commit_metadata = watched_commit
 
     def save(name):
         return lambda trainer: trainer.save_checkpoint(path / "c" / name)
 
     actions = {1: save("a.ckpt"), 3: save("b.ckpt")}
     fitted = run(pkg, path, [saving(pkg, path, save_last=True), at_step(pkg, actions)], max_steps=6)
-    checkpoint.put_in_place = put
+    checkpoint.commit_metadata = commit_metadata
     dist.barrier()
     last = resumed(pkg, path, path / "c" / "last.ckpt")
     return {
         **note_of(fitted.raised),
-        "meta first": seen,
+        "meta before commit": meta_was_there,
         "files": names(path / "c"),
         "step": last["step"],
         "same": same(last["state"], state_of(fitted)),
@@ -346,7 +347,7 @@ def call_fails(path, rank, pkg):
             except Exception as error:
                 raised.append(str(error))
             sharded._saved = submit
-        notes["said"] = raised
+        notes["messages"] = raised
 
     notes = {}
     fitted = run(pkg, path, [at_step(pkg, {3: save})])
@@ -458,14 +459,14 @@ def fabric(path, rank, pkg):
         "same": same(state(), wanted),
         "step": loaded["step"],
     }
-    said = []
+    errnos = []
     with full_on_rank_1(rank):
         fabric.save(path / "d", {"model": model, "optimizer": optimizer})
         ordered.wait_for_path(path / "d")
         try:
             fabric.save(path / "e", {"model": model, "optimizer": optimizer})
         except stillframe.SaveError as error:
-            said.append(error.errno)
+            errnos.append(error.errno)
     with contextlib.suppress(stillframe.SaveError):
         stillframe.wait_all()
     fabric.save(path / "f", {"model": model, "optimizer": optimizer})
@@ -478,7 +479,7 @@ def fabric(path, rank, pkg):
         except ValueError as error:
             refused.append(str(error)[:20])
     files = sorted(each.name for each in path.iterdir() if each.is_dir())
-    return {**notes, "said": said, "files": files, "refused": refused}
+    return {**notes, "errnos": errnos, "files": files, "refused": refused}
 
 
 def killed(path, rank, pkg):

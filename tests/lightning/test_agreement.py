@@ -21,10 +21,10 @@ class Unreadable(Exception):
 
 @pytest.fixture
 def agree(monkeypatch):
-    """Return `agree(of_others, error, unmade)`, which acts as rank 1; `of_others` are the other
-    ranks' rows."""
+    """Return `agree(of_others, error, call_failed)`, which acts as rank 1; `of_others` are the
+    other ranks' rows."""
 
-    def asked(of_others, error=None, unmade=False):
+    def asked(of_others, error=None, call_failed=False):
         rows = [(ranks._packed(each), that) for each, that in of_others]
 
         def gather(into, own):
@@ -36,7 +36,7 @@ def agree(monkeypatch):
         monkeypatch.setattr(dist, "get_world_size", lambda: len(of_others) + 1)
         monkeypatch.setattr(dist, "all_gather_object", gather)
         strategy = SimpleNamespace(reduce_boolean_decision=decide, global_rank=1)
-        return ranks.agree(strategy, error, unmade)
+        return ranks.agree(strategy, error, call_failed)
 
     return asked
 
@@ -48,8 +48,8 @@ def test_ranks_without_errors_raise_nothing(agree):
 def test_rank_raises_its_own_error_or_else_the_first_ranks(agree):
     own, full = ValueError("own"), stillframe.SaveError(errno.ENOSPC, "full", "a.ckpt", "write")
     assert agree([(full, False)], own)[0] is own
-    raised, unmade = agree([(None, False), (full, False), (KeyError("b"), False)])
-    assert type(raised) is stillframe.SaveError and not unmade
+    raised, call_failed = agree([(None, False), (full, False), (KeyError("b"), False)])
+    assert type(raised) is stillframe.SaveError and not call_failed
     assert (raised.errno, raised.filename, raised.phase) == (errno.ENOSPC, "a.ckpt", "write")
     assert raised.__notes__ == ["This was raised by rank 2; rank 1 ends with it."]
 

@@ -201,11 +201,11 @@ def test_users_code_saves_durably_once_a_trainer_exists(lit, tmp_path):
     del run
 
 
-@pytest.mark.parametrize("what", ["add", "set_up", "starts"])
+@pytest.mark.parametrize("what", ["add", "set_up", "training_starts"])
 def test_trainer_is_registered_by_its_first_call_of_any_kind(lit, tmp_path, caplog, what):
     run, trainers = trainer(lit, tmp_path), Trainers()
     getattr(trainers, what)(run)
-    assert trainers.behind(None) == [run]
+    assert trainers.of_caller(None) == [run]
     trainers.may_save_early(run)
     assert "companion" not in caplog.text
     assert trainers.is_set_up(run) is (what == "set_up")

@@ -57,7 +57,7 @@ def test_new_save_of_a_name_survives_a_remove_that_waited_for_loggers(plugin, ca
         plugin.save_checkpoint({"n": 4}, path)
     plugin.teardown()
     assert len(notified) == 1
-    assert load(path)["n"] == 4
+    assert load(path)["n"] == 4  # the second save's, so the remove took only the first one
 
 
 def test_remove_of_a_relative_path_waits_for_loggers(plugin, calls, tmp_path, monkeypatch):

@@ -47,8 +47,8 @@ def test_an_example_prints_what_its_page_shows(path, tmp_path):
     assert done.returncode == 0, done.stderr
     # Lightning prints more, which differs between versions.
     printed = [*done.stderr.splitlines(), *done.stdout.splitlines()]
-    place = 0
+    at = 0
     for line in lines:
-        while place < len(printed) and not re.fullmatch(line, printed[place]):
-            place += 1
-        assert place < len(printed), f"{line} is not in {printed}"
+        while at < len(printed) and not re.fullmatch(line, printed[at]):
+            at += 1
+        assert at < len(printed), f"{line} is not in {printed}"

@@ -10,7 +10,7 @@ from stillframe._lightning import rotation
 
 
 @pytest.fixture
-def place(tmp_path):
+def ends(tmp_path):
     (tmp_path / "a.ckpt").write_text("a")
     return str(tmp_path / "a.ckpt"), str(tmp_path / "last.ckpt")
 
@@ -36,45 +36,45 @@ REPLACED = ("replace", ".last.ckpt.stillframe-link")
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_link_is_made_before_its_directory_is_synced(place, tmp_path, done, durable):
-    assert rotation.make_link(*place, durable=durable)
+def test_link_is_made_before_its_directory_is_synced(ends, tmp_path, done, durable):
+    assert rotation.make_link(*ends, durable=durable)
     assert done == [REPLACED, ("sync_directory", tmp_path.name)][: 1 + durable]
-    assert os.readlink(place[1]) == "a.ckpt"
+    assert os.readlink(ends[1]) == "a.ckpt"
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS])
 @pytest.mark.parametrize("durable", [True, False])
 def test_copy_that_replaces_a_link_is_synced_before_its_rename(
-    place, tmp_path, done, monkeypatch, caplog, number, durable
+    ends, tmp_path, done, monkeypatch, caplog, number, durable
 ):
     def refuse(*names):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "symlink", refuse)
-    assert rotation.make_link(*place, durable=durable)
+    assert rotation.make_link(*ends, durable=durable)
     synced = [("sync_file", REPLACED[1]), REPLACED, ("sync_directory", tmp_path.name)]
     assert done == (synced if durable else [REPLACED])
-    assert not os.path.islink(place[1])
-    with open(place[1]) as file:
+    assert not os.path.islink(ends[1])
+    with open(ends[1]) as file:
         assert file.read() == "a"
     assert "has no symbolic links" in caplog.text
 
 
-def test_leftover_of_a_dead_process_is_replaced(place, tmp_path):
+def test_leftover_of_a_dead_process_is_replaced(ends, tmp_path):
     os.symlink("gone.ckpt", tmp_path / ".last.ckpt.stillframe-link")
-    assert rotation.make_link(*place, durable=True)
+    assert rotation.make_link(*ends, durable=True)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "last.ckpt"]
-    assert os.readlink(place[1]) == "a.ckpt"
+    assert os.readlink(ends[1]) == "a.ckpt"
 
 
-def test_link_is_recognised_by_relative_and_absolute_targets(place, tmp_path):
+def test_link_is_recognised_by_relative_and_absolute_targets(ends, tmp_path):
     (tmp_path / "links").mkdir()
     link = str(tmp_path / "links" / "last.ckpt")
-    for text in ("../a.ckpt", f"../../{tmp_path.name}/a.ckpt", place[0]):
+    for text in ("../a.ckpt", f"../../{tmp_path.name}/a.ckpt", ends[0]):
         os.symlink(text, link)
-        assert rotation.names(link, place[0]), text
+        assert rotation.names(link, ends[0]), text
         assert not rotation.names(link, str(tmp_path / "b.ckpt"))
         os.unlink(link)
-    shutil.copy(place[0], link)
-    assert not rotation.names(link, place[0])
-    assert not rotation.names(str(tmp_path / "nothing"), place[0])
+    shutil.copy(ends[0], link)
+    assert not rotation.names(link, ends[0])
+    assert not rotation.names(str(tmp_path / "nothing"), ends[0])

@@ -33,7 +33,7 @@ Pair = collections.namedtuple("Pair", "first second")
 # ---- construction ----
 
 
-def test_the_arguments_are_attributes(offload):
+def test_constructor_arguments_can_be_read_as_attributes(offload):
     callback = offload()
     assert callback.offload_keys == list(KEYS)
     assert offload([]).offload_keys == []
@@ -313,7 +313,7 @@ def test_custom_objects_in_a_checkpoint_are_named(offload, caplog, log_skipped, 
     assert [each.levelno for each in lines] == [level]
     text = lines[0].getMessage()
     assert "25 custom objects" in text
-    shown = [place for place in range(25) if f"Custom at 'state_dict.own.{place}'" in text]
+    shown = [number for number in range(25) if f"Custom at 'state_dict.own.{number}'" in text]
     assert shown == (list(range(25)) if log_skipped else [*range(10), *range(15, 25)])
 
 

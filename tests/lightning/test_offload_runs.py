@@ -104,12 +104,12 @@ def in_its_own_thread(pkg, gate):
 def behind_a_gate(pkg, gate):
     """Return Lightning's AsyncCheckpointIO, whose thread starts a file when the gate opens."""
 
-    class Slow(pkg.TorchCheckpointIO):
+    class WaitsForTheGate(pkg.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             assert gate.acquire(timeout=60)
             super().save_checkpoint(checkpoint, path, storage_options)
 
-    return lightning_async(pkg)(Slow())
+    return lightning_async(pkg)(WaitsForTheGate())
 
 
 @pytest.mark.parametrize("make_writer", [in_its_own_thread, behind_a_gate])

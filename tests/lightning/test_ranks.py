@@ -41,11 +41,11 @@ class Ran:
         directory: The scenario's own.
         notes: What each rank noted.
         raised: The traceback of each process that the scenario raised in, or "".
-        said: What the processes of all scenarios wrote to stderr.
+        output: What the processes of all scenarios wrote to stderr.
     """
 
-    def __init__(self, directory, said):
-        self.directory, self.said = directory, said
+    def __init__(self, directory, output):
+        self.directory, self.output = directory, output
         self.notes = {
             int(path.stem.removeprefix("rank")): json.loads(path.read_text())
             for path in sorted(directory.glob("rank*.json"))
@@ -65,8 +65,8 @@ def ran(tmp_path_factory):
         if start not in directories:
             directory = tmp_path_factory.mktemp(start)
             directories[start] = directory, _run(start, directory)
-        directory, said = directories[start]
-        return Ran(directory / scenario, said)
+        directory, output = directories[start]
+        return Ran(directory / scenario, output)
 
     return run
 
@@ -85,7 +85,7 @@ def _run(start, directory):
 @starts("trains")
 def test_only_the_writing_rank_of_two_has_a_pool(ran, start):
     done = ran("trains", start)
-    assert not done.raised, done.said
+    assert not done.raised, done.output
     assert done.files() == ["last.ckpt", "step=6.ckpt"]
     assert os.readlink(done.directory / "c" / "last.ckpt") == "step=6.ckpt"
     assert load(done.directory / "c" / "last.ckpt")["global_step"] == 6
@@ -117,34 +117,34 @@ def test_full_disk_of_rank_0_ends_the_run_on_all_ranks(ran, scenario, start):
 
 def test_full_disk_after_training_leaves_no_rank_in_the_barrier(ran):
     done = ran("full_disk_after_training", "torchrun")
-    assert not done.raised, done.said
+    assert not done.raised, done.output
     assert done.notes == {0: {"raised": errno.ENOSPC}, 1: {"raised": None}}
 
 
 @starts("resumes")
 def test_all_ranks_wait_to_load_what_rank_0_is_writing(ran, start):
     done = ran("resumes", start)
-    assert not done.raised, done.said
+    assert not done.raised, done.output
     assert done.notes == {0: {"loaded": 4}, 1: {"loaded": 4}}
 
 
 def test_the_learning_rate_finder_restores_on_all_ranks(ran):
     done = ran("finds_a_rate", "torchrun")
-    assert not done.raised, done.said
+    assert not done.raised, done.output
     assert {note["step"] for note in done.notes.values()} == {6}
     assert list(done.directory.glob(".lr_find*")) == []
 
 
 def test_all_ranks_find_the_newest_checkpoint_of_the_fit_before(ran):
     done = ran("several_fits", "torchrun")
-    assert not done.raised, done.said
+    assert not done.raised, done.output
     assert {note["step"] for note in done.notes.values()} == {8}
     assert load(done.directory / "c" / "last.ckpt")["global_step"] == 8
 
 
 def test_model_parallel_saves_full_state_dicts(ran):
     done = ran("full_state", "torchrun")
-    assert not done.raised, done.said
+    assert not done.raised, done.output
     assert {rank: note["engine"] for rank, note in done.notes.items()} == {0: True, 1: False}
     state = load(done.directory / "c" / "step=6.ckpt")
     assert state["state_dict"]["layer.0.weight"].shape == (300, 300)
@@ -155,7 +155,7 @@ def test_model_parallel_saves_full_state_dicts(ran):
 @starts("fabric")
 def test_fabric_saves_and_loads_under_ddp(ran, start):
     done = ran("fabric", start)
-    assert not done.raised, done.said
+    assert not done.raised, done.output
     assert done.notes == {0: {"engine": True}, 1: {"engine": False}}
     assert sorted(path.name for path in done.directory.glob("*.ckpt")) == [
         f"{nr}.ckpt" for nr in range(6)
@@ -164,6 +164,6 @@ def test_fabric_saves_and_loads_under_ddp(ran, start):
 
 def test_fabric_saves_and_loads_the_full_state_of_fsdp2(ran):
     done = ran("fabric_fsdp2", "torchrun")
-    assert not done.raised, done.said
+    assert not done.raised, done.output
     assert {note["same"] for note in done.notes.values()} == {True}
     assert done.notes[0]["names"] == ["0.bias", "0.weight", "2.bias", "2.weight"]

@@ -169,7 +169,7 @@ def test_link_does_not_count_as_a_successful_save(files, file, tmp_path):
     files.remove(older)
     files.finish()
     assert not os.path.exists(older)  # no save failed
-    rotation.note_unmade(tmp_path / "never.ckpt")
+    rotation.note_failed_call(tmp_path / "never.ckpt")
     files.link(newer, CheckpointPath.of(tmp_path / "last.ckpt"))
     other = file("other.ckpt")
     files.remove(other)
@@ -179,7 +179,7 @@ def test_link_does_not_count_as_a_successful_save(files, file, tmp_path):
 
 
 def test_save_to_an_invalid_path_drops_the_next_remove(files, file, tmp_path):
-    rotation.note_unmade(3)
+    rotation.note_failed_call(3)
     old = file("old.ckpt")
     files.remove(old)
     files.wait()

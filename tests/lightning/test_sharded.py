@@ -23,7 +23,7 @@ def directory(tmp_path_factory):
         OMP_NUM_THREADS="1",
         STILLFRAME_POOL_BYTES="64MiB",
     )
-    (directory / "said").write_text(done.stderr)
+    (directory / "stderr.txt").write_text(done.stderr)
     return directory
 
 
@@ -35,7 +35,7 @@ def notes(directory):
         found = []
         for rank in range(ranks):
             path = directory / f"{scenario}-{package}" / f"rank{rank}.json"
-            assert path.exists(), (directory / "said").read_text()[-20_000:]
+            assert path.exists(), (directory / "stderr.txt").read_text()[-20_000:]
             found.append(json.loads(path.read_text()))
             assert "failed" not in found[-1], found[-1]["failed"]
         return found
@@ -77,7 +77,7 @@ def test_repeated_saves_to_one_name_replace_files_and_links(notes):
         assert (note["step"], note["same"]) == (6, True)
         assert not note["is a link"]
         assert note["target"] == ["kept"]
-    assert found[0]["meta first"] == [True] * 6
+    assert found[0]["meta before commit"] == [True] * 6
 
 
 def test_all_ranks_wait_to_load_a_checkpoint_being_written(notes):
@@ -117,7 +117,7 @@ def test_with_warnings_training_goes_on_and_nothing_is_removed(notes):
 
 def test_copy_error_of_one_rank_is_raised_once_by_all(notes):
     for note in notes("call_fails"):
-        assert note["said"] == ["not to be copied"]
+        assert note["messages"] == ["not to be copied"]
         assert note["raised"] == "NoneType", note["text"]
         assert note["files"] == ["c1"]
 
@@ -157,7 +157,7 @@ def test_fabric_saves_shards_during_training_and_all_ranks_raise(notes, package)
         assert note["changed"]
         assert note["same"]
         assert note["step"] == 4
-        assert note["said"] == [errno.ENOSPC]
+        assert note["errnos"] == [errno.ENOSPC]
         assert note["files"] == ["c", "e", "f"] or note["files"] == ["c", "f"]
         assert len(note["refused"]) == 2
 

@@ -71,7 +71,7 @@ def load(folder: Path) -> list[Mistake]:
     """Read the list.
 
     Raises:
-        ListError: An entry is incomplete, or stands there twice, or there are too many.
+        ListError: An entry is incomplete, or is listed twice, or there are too many.
     """
     found: list[Mistake] = []
     for path in sorted(folder.glob("*.toml")):
@@ -81,7 +81,7 @@ def load(folder: Path) -> list[Mistake]:
                     raise ListError(f"{file}: an entry has {sorted(FIELDS)}, and none is empty")
                 each = Mistake(file, **{**entry, "tests": tuple(entry["tests"])})
                 if each.old == each.new or each in found:
-                    raise ListError(f"{each}: it changes nothing, or stands there twice")
+                    raise ListError(f"{each}: it changes nothing, or is listed twice")
                 found.append(each)
     if len(found) > MOST:
         raise ListError(f"{len(found)} entries are more than {MOST}: drop the least harmful")
@@ -171,8 +171,8 @@ def main(arguments: list[str]) -> int:
         seconds = time.monotonic() - start
         print(f"{number}/{len(mistakes)} {outcome:6} {seconds:5.1f} s  {mistake}", flush=True)
         if outcome != "killed":
-            said = "warning: the entry no longer applies: " if outcome == "gone" else ""
-            print(f"    {said}{why}".replace("\n", "\n    "), flush=True)
+            warning = "warning: the entry no longer applies: " if outcome == "gone" else ""
+            print(f"    {warning}{why}".replace("\n", "\n    "), flush=True)
     print(f"mistakes: {', '.join(f'{count} {name}' for name, count in counts.most_common())}")
     return 1 if counts["lived"] else 0
 

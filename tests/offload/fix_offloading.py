@@ -102,10 +102,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors in nested dicts and lists, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    parts = (
-        list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else []
-    )
-    return [tensor for part in parts for tensor in tensors_of(part)]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        return [tensor for part in tree for tensor in tensors_of(part)]
+    return []
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:

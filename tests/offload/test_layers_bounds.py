@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def test_rnn_uses_its_weights_on_the_device(either):
-    """An RNN keeps a list of its weights beside its parameters."""
+    """An RNN keeps a list of its weights besides its parameters."""
     model = Recurrent()
     own = list(model.rnn._flat_weights)
     with offload_layers([model.rnn], device="cpu") as handle:

@@ -120,11 +120,11 @@ def test_layers_that_share_a_module_are_prefetched_in_order(either):
     with offload_layers(model, device="cpu") as handle:
         parameters = set(model.parameters())
 
-        def look(module, args):
+        def inspect(module, args):
             assert {p for layer in handle._layers for p in layer.parameters()} == parameters
 
         for layer in model:
-            layer[0].register_forward_pre_hook(look)
+            layer[0].register_forward_pre_hook(inspect)
         squares(model, numbers(0)).backward()
 
 

@@ -22,9 +22,9 @@ class Writes(nn.Module):
         if self.when == "before":
             self.scale.mul_(0.9)
         y = self.linear(x) * self.scale
-        if self.when == "behind":
+        if self.when == "after":
             self.scale.mul_(0.9)
-        elif self.when == "by another, behind":
+        elif self.when == "by another, after":
             self.scale = self.scale * 0.9
         return y if self.when != "between" else self.twice(y)
 
@@ -48,13 +48,13 @@ def trained(model):
 
 
 @pytest.mark.parametrize("keep", [0, 3])
-@pytest.mark.parametrize("when", ["before", "between", "behind", "by another, behind"])
+@pytest.mark.parametrize("when", ["before", "between", "after", "by another, after"])
 def test_buffer_written_by_forward_equals_that_of_plain_training(either, when, keep):
     """That holds in the first backward too. If autograd refuses the write, so does offloading."""
     model = stack(when)
     other = copy.deepcopy(model)
     plain = trained(model)
-    assert (plain is None) == (when in ("between", "behind"))
+    assert (plain is None) == (when in ("between", "after"))
     with offload_layers(other, device="cpu", keep=keep):
         found = trained(other)
         assert found is None if plain is None else agree(plain, found)

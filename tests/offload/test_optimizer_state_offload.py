@@ -143,7 +143,7 @@ class Rounds(torch.optim.Optimizer):
 
     def __init__(self, groups):
         super().__init__(groups, {})
-        self.look = lambda: None
+        self.after_group = lambda: None
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -156,7 +156,7 @@ class Rounds(torch.optim.Optimizer):
                 for p in group["params"]:
                     p.sub_(self.state[p]["mean"], alpha=0.1)
                 del mean
-                self.look()
+                self.after_group()
 
 
 def test_group_read_again_within_a_step_is_onloaded_again(either):
@@ -184,12 +184,12 @@ def test_two_groups_at_most_are_on_the_device(either):
     with offload_optimizer_state(opt) as handle:
         steps(model, opt, 1)
 
-        def look():
+        def inspect():
             # Memory on the device is kept until its copy completes.
             assert eventually(lambda: not handle.stats()["bytes_lingering"])
             seen.append(handle.stats())
 
-        opt.look = look
+        opt.after_group = inspect
         steps(model, opt, 1)
     assert len(seen) == 8
     assert all(each["slots_in_use"] <= 2 and each["bytes_lingering"] == 0 for each in seen)

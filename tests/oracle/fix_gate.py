@@ -98,5 +98,5 @@ class FakePending:
 
     def gate(self) -> None:
         self.waits += 1
-        assert self.waits < 1000, "asked for ever"
+        assert self.waits < 1000, "asked forever"
         self.note()

@@ -10,11 +10,11 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
-STRANGE: list[type[Any]] = []
+UNUSUAL: list[type[Any]] = []
 
 
 def unusual(cls: type[Any]) -> type[Any]:
-    STRANGE.append(cls)
+    UNUSUAL.append(cls)
     return cls
 
 

@@ -32,8 +32,8 @@ def ways() -> tuple[dict[str, str], str]:
 
 @pytest.mark.parametrize("name", moving.WAYS)
 def test_storage_moved_after_the_call_is_copied_first(ways, name):
-    statuses, said = ways
-    assert statuses.get(name) == "0", said
+    statuses, stderr = ways
+    assert statuses.get(name) == "0", stderr
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_stateless_optimizer_owns_parameters_with_gradients_at_a_step():
     assert deferred(p, q) == [True, True]
 
 
-def test_a_parameter_without_state_beside_others_with_state_is_captured():
+def test_a_parameter_without_state_among_others_with_state_is_captured():
     # Like a momentum encoder in Adam(self.parameters()): requires_grad, but never a gradient.
     p, encoder = param(), param()
     opt = Adam([p, encoder])
@@ -811,16 +811,16 @@ def test_storage_at_a_reused_address_is_new():
     gc.collect()
 
 
-def test_claims_of_dead_optimizers_are_dropped():
+def test_entries_of_dead_optimizers_are_dropped():
     gc.collect()
-    before = len(ownership._claimed)
+    before = len(ownership._first_owners)
     p = param()
     opt = adamw(p)
     run_steps(opt, 3)
-    assert len(ownership._claimed) == before + 3
+    assert len(ownership._first_owners) == before + 3
     del opt
     gc.collect()
-    assert len(ownership._claimed) == before
+    assert len(ownership._first_owners) == before
 
 
 def test_optimizers_are_copied_and_pickled_as_before():

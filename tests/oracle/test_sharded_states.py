@@ -249,13 +249,13 @@ def test_other_wrapper_tensors_are_captured_without_an_error(mesh):
     own = OwnDTensor(plain._local_tensor.clone(), plain._spec, requires_grad=True)
     own.grad = own.detach()
     other = nn.Parameter(Wrapper(torch.zeros(WIDTH, WIDTH)))
-    beside = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    optimizers: list[Optimizer] = [SGD([each], lr=0.1) for each in (own, other, beside)]
+    ordinary = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    optimizers: list[Optimizer] = [SGD([each], lr=0.1) for each in (own, other, ordinary)]
     for _ in range(5):
-        for optimizer, weight in zip(optimizers, (own, other, beside), strict=True):
+        for optimizer, weight in zip(optimizers, (own, other, ordinary), strict=True):
             weight.grad = torch.zeros_like(weight)
             optimizer.step()
-    kept = (own._local_tensor, other._local_tensor, beside)
+    kept = (own._local_tensor, other._local_tensor, ordinary)
     assert deferred(*kept) == [False, False, True]
 
 

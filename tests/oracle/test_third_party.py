@@ -163,7 +163,7 @@ def test_class_of_a_missing_package_is_not_known(package, monkeypatch):
     assert not is_deferred(package.Listed)
 
 
-def test_writing_method_beside_step_waits_like_the_step(package, tmp_path):
+def test_second_writing_method_waits_like_the_step(package, tmp_path):
     p = param(1 << 16)
     opt = package.Listed([p])
     run_steps(opt, 4)
@@ -263,7 +263,7 @@ def test_each_listed_class_has_the_reviewed_source(top, module, name, tmp_path, 
     before = copied(state())
     calls: list[int] = []
     opt.step(lambda: (calls.append(len(order)), closure())[1])
-    assert calls[0] == 0 and len(order) == 1, "the gate stands behind the closure"
+    assert calls[0] == 0 and len(order) == 1, "the gate is after the closure"
     assert same(order[0], before), "nothing is written before the gate"
     assert not same(copied(state()), before)
 

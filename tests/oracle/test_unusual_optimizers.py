@@ -12,7 +12,7 @@ import pytest
 import stillframe
 import torch
 from fix_gate import FakePending, deferred, give_gradients, param, run_steps
-from fix_unusual import STRANGE, Plain, StateIsNoDict, train
+from fix_unusual import UNUSUAL, Plain, StateIsNoDict, train
 from stillframe._watch import gate, ownership
 from stillframe.testing import slow
 from torch.optim import SGD, Adam
@@ -20,13 +20,13 @@ from torch.optim import SGD, Adam
 
 @pytest.fixture(autouse=True)
 def nothing_logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ownership, "_told", set())
+    monkeypatch.setattr(ownership, "_logged", set())
     gate.wait()
     yield
     gate.wait()
 
 
-by_class = pytest.mark.parametrize("cls", STRANGE, ids=lambda c: c.__name__)
+by_class = pytest.mark.parametrize("cls", UNUSUAL, ids=lambda c: c.__name__)
 
 
 @by_class
@@ -54,7 +54,7 @@ def test_unusual_optimizer_waits_for_a_save(cls):
 
 
 @by_class
-def test_save_beside_an_unusual_optimizer_holds_the_state_at_the_call(cls, tmp_path):
+def test_save_with_an_unusual_optimizer_holds_the_state_at_the_call(cls, tmp_path):
     p = param(1 << 16)
     opt = cls([p])
     train(opt, [p], 4)
@@ -82,7 +82,7 @@ def test_everything_is_captured_during_an_unusual_optimizers_step(cls):
 
 def test_class_that_cannot_be_observed_is_logged_once(caplog):
     caplog.set_level(logging.INFO, "stillframe")
-    cls = next(each for each in STRANGE if each.__name__ == "AttributesRaise")
+    cls = next(each for each in UNUSUAL if each.__name__ == "AttributesRaise")
     for _ in range(2):
         p = param()
         train(cls([p]), [p], 2)
@@ -216,7 +216,7 @@ def test_exception_of_a_signal_handler_in_our_hooks_is_not_swallowed(handler):
 
 def test_hook_error_of_another_thread_is_not_taken_for_a_handlers():
     p = param()
-    opt = next(each for each in STRANGE if each.__name__ == "AttributesRaise")([p])
+    opt = next(each for each in UNUSUAL if each.__name__ == "AttributesRaise")([p])
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -31,13 +31,13 @@ class Ended(NamedTuple):
         status: Its exit status; negative for the signal that killed it.
         seconds: From the first signal to its end.
         left: Processes of its group that were there half a second later.
-        said: What it printed.
+        output: What it printed.
     """
 
     status: int
     seconds: float
     left: list[int]
-    said: str
+    output: str
 
 
 def adopt_orphans() -> None:
@@ -52,7 +52,7 @@ def start(program: Callable[[Path], object], path: Path) -> int:
     if pid:
         return pid
     os.setpgid(0, 0)
-    log = os.open(path / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    log = os.open(path / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
@@ -99,8 +99,8 @@ def ended(pid: int, since: float, path: Path) -> Ended:
     wait_for(lambda: found.append(os.waitpid(pid, os.WNOHANG)) or found[-1][0], "the end")
     status, seconds = os.waitstatus_to_exitcode(found[-1][1]), time.monotonic() - since
     left = left_of(pid)
-    said = path / "said.txt"
-    return Ended(status, seconds, left, said.read_text() if said.exists() else "")
+    output = path / "output.txt"
+    return Ended(status, seconds, left, output.read_text() if output.exists() else "")
 
 
 def left_of(group: int, within_s: float = 0.5) -> list[int]:

@@ -146,7 +146,7 @@ def run(directory: Path, number: int, seed: int, grace_s: float) -> tuple[str, s
         doing = choice.choice(("staging", "call"))
     wait_for(lambda: shared.steps >= wanted and shared.doing == doing, f"run {number}: {doing}")
     time.sleep(choice.random() * 0.01)
-    completed = shared.steps - (shared.doing == "step")  # it may be before or behind the update
+    completed = shared.steps - (shared.doing == "step")  # it may be before or after the update
     since = time.monotonic()
     send(pid, signal.SIGTERM, group=group)
     killed = False
@@ -162,7 +162,7 @@ def run(directory: Path, number: int, seed: int, grace_s: float) -> tuple[str, s
     wrong = judge(path, end, 1 if short else completed, killed=killed, short=short)
     label = f"{doing}{', group' if group else ''}{', short' if short else ''}"
     if wrong:
-        wrong = f"run {number} ({label}): {wrong}\n{end.said}"
+        wrong = f"run {number} ({label}): {wrong}\n{end.output}"
     else:
         shutil.rmtree(path)
     return label, wrong, end.seconds

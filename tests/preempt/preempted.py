@@ -73,7 +73,7 @@ def own_save(path: Path) -> None:
                 stillframe.save(training.state(), path / "last.pt")
                 say("stopped at", training.steps)
                 break
-    say("behind the block")
+    say("after the block")
 
 
 @signals(0)
@@ -181,7 +181,7 @@ def no_boundary(path: Path) -> None:
 
 
 @signals(0)
-def main_thread_stands_still(path: Path) -> None:
+def main_thread_never_returns_to_python(path: Path) -> None:
     """No line of Python runs on the main thread any more."""
     with stillframe.preemption(deadline=1):
         other = threading.Thread(target=time.sleep, args=(LIMIT_S,), daemon=True)
@@ -292,7 +292,7 @@ class AtLine:
 
 @signals()
 def before_any_line(path: Path) -> None:
-    """Some lines are before or behind the handlers: the first handler stands for the default."""
+    """Send a signal before each line; where no handler is installed, this one takes its place."""
     outside: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: outside.append(number))
     nr, lost = 0, 0

@@ -62,7 +62,7 @@ def train(p: stillframe.Preemption, path: Path, rank: int) -> Training:  # type:
 def signal_at_one(path: Path, rank: int) -> None:
     with stillframe.preemption(deadline=30) as p:
         train(p, path, rank)
-    say("behind the block")
+    say("after the block")
 
 
 @ranks(0, 0)

@@ -32,15 +32,15 @@ def directory(tmp_path_factory):
 def ended(directory):
     """Return a function that tells how a scenario ended."""
 
-    def of(name):
+    def end_of(name):
         return Ended(*json.loads((directory / name / "ended.json").read_text()))
 
-    return of
+    return end_of
 
 
-def stopped_at(said):
+def stopped_at(output):
     """Return the step at which a scenario says that it stopped."""
-    return int(said.rpartition("stopped at ")[2].split()[0])
+    return int(output.rpartition("stopped at ")[2].split()[0])
 
 
 # ---- the boundary ----
@@ -49,17 +49,17 @@ def stopped_at(said):
 @pytest.mark.parametrize("name", ["own_save", "registered", "saved_at_each_step", "workers"])
 def test_last_boundary_is_durable_and_the_process_ends_with_143(directory, ended, name):
     end = ended(name)
-    assert (end.status, end.left) == (143, []), end.said
-    assert steps_in(directory / name / "last.pt") == stopped_at(end.said) > 0
+    assert (end.status, end.left) == (143, []), end.output
+    assert steps_in(directory / name / "last.pt") == stopped_at(end.output) > 0
 
 
-def test_atexit_functions_run_and_the_code_behind_the_block_does_not(ended):
-    assert "atexit" in ended("own_save").said
-    assert "behind the block" not in ended("own_save").said
+def test_atexit_functions_run_and_the_code_after_the_block_does_not(ended):
+    assert "atexit" in ended("own_save").output
+    assert "after the block" not in ended("own_save").output
 
 
 def test_registered_state_is_durable_when_should_stop_is_true(ended):
-    assert "True" in ended("registered").said
+    assert "True" in ended("registered").output
 
 
 def test_latest_finds_what_was_saved(directory, ended):
@@ -69,7 +69,7 @@ def test_latest_finds_what_was_saved(directory, ended):
 
 def test_unchanged_loop_stops_at_the_end_of_a_step(directory, ended):
     end = ended("registered_in_a_loop_of_its_own")
-    assert (end.status, end.left) == (143, []), end.said
+    assert (end.status, end.left) == (143, []), end.output
     assert torch.load(directory / "registered_in_a_loop_of_its_own/last.pt")["steps"] > 1
 
 
@@ -91,33 +91,33 @@ def test_saves_under_way_become_durable(directory, ended):
 @pytest.mark.parametrize("name", ["too_slow", "too_slow_own_save"])
 def test_save_that_takes_too_long_is_given_up_with_one_line(directory, ended, name):
     end = ended(name)
-    assert (end.status, end.left) == (143, []), end.said
-    assert end.said.count("last.pt is given up, and the old file stays: 795 kB of 799 kB") == 1
-    assert "saved" not in end.said
+    assert (end.status, end.left) == (143, []), end.output
+    assert end.output.count("last.pt is given up, and the old file stays: 795 kB of 799 kB") == 1
+    assert "saved" not in end.output
     assert steps_in(directory / name / "last.pt") == 1
 
 
-@pytest.mark.parametrize("name", ["no_boundary", "main_thread_stands_still"])
+@pytest.mark.parametrize("name", ["no_boundary", "main_thread_never_returns_to_python"])
 def test_process_without_a_boundary_ends_at_the_deadline(directory, ended, name):
     end = ended(name)
-    assert (end.status, end.left) == (143, []), end.said
-    assert end.said.count("no step boundary was reached within") == 1
+    assert (end.status, end.left) == (143, []), end.output
+    assert end.output.count("no step boundary was reached within") == 1
     if name == "no_boundary":
         assert steps_in(directory / name / "last.pt") == 1
-        assert "atexit" in end.said
+        assert "atexit" in end.output
 
 
 @pytest.mark.leaves_temporaries
 def test_second_signal_ends_the_process_at_once(directory, ended):
     end = ended("second_signal")
-    assert (end.status, end.left) == (143, []), end.said
-    assert "a second signal came" in end.said
+    assert (end.status, end.left) == (143, []), end.output
+    assert "a second signal came" in end.output
     assert steps_in(directory / "second_signal/last.pt") == 1
 
 
 def test_signal_that_a_launcher_repeats_is_no_second_one(directory, ended):
     end = ended("signal_that_is_passed_on")
-    assert (end.status, end.said) == (143, "")
+    assert (end.status, end.output) == (143, "")
     assert steps_in(directory / "signal_that_is_passed_on/last.pt") > 1
 
 
@@ -139,15 +139,15 @@ def test_block_ends_with_this_status_once_its_saves_are_durable(
     directory, ended, name, status, says
 ):
     end = ended(name)
-    assert (end.status, end.left) == (status, []), end.said
-    assert says in end.said
+    assert (end.status, end.left) == (status, []), end.output
+    assert says in end.output
     assert steps_in(directory / name / "last.pt") > 0
 
 
 def test_signal_before_any_line_of_ours_saves_the_last_boundary(ended):
     end = ended("before_any_line")
-    assert end.status == 0, end.said
-    tried, outside = (int(word) for word in end.said.split()[1::2])
+    assert end.status == 0, end.output
+    tried, outside = (int(word) for word in end.output.split()[1::2])
     assert tried > 1000  # or the tracing saw nothing
     assert outside < tried / 10
 
@@ -164,13 +164,13 @@ def test_workers_that_got_no_signal_are_ended_too(ended):
 )
 def test_workers_end_with_their_parent(ended, name, status):
     end = ended(name)
-    assert (end.status, end.left) == (status, []), end.said
+    assert (end.status, end.left) == (status, []), end.output
 
 
-def test_children_have_the_handlers_of_before(ended):
+def test_children_have_the_handlers_installed_before_the_block(ended):
     end = ended("other_children")
-    assert (end.status, end.left) == (0, []), end.said
-    assert end.said.split("\n")[:3] == ["daemon -15", "process -15", "forked -15"]
+    assert (end.status, end.left) == (0, []), end.output
+    assert end.output.split("\n")[:3] == ["daemon -15", "process -15", "forked -15"]
 
 
 # ---- the block itself ----
@@ -198,7 +198,7 @@ def test_block_restores_the_handlers_and_its_thread_ends():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_signals_of_the_block_give_their_own_status():
+def test_exit_status_is_128_plus_the_signal_of_the_block():
     with (
         pytest.raises(SystemExit) as end,
         stillframe.preemption((signal.SIGUSR1,), deadline=20) as p,
@@ -208,7 +208,7 @@ def test_signals_of_the_block_give_their_own_status():
     assert end.value.code == 128 + signal.SIGUSR1
 
 
-def test_blocks_nest():
+def test_nested_blocks_restore_the_handlers_in_order():
     """The inner one's previous handler is the outer one's."""
     before = signal.getsignal(signal.SIGUSR1)
     with (
@@ -252,7 +252,7 @@ def test_only_the_main_thread_may_enter():
         ({"deadline": float("nan")}, ValueError),
     ],
 )
-def test_unusable_arguments_are_refused(arguments, error):
+def test_invalid_arguments_are_refused(arguments, error):
     with pytest.raises(error):
         stillframe.preemption(**arguments)
 
@@ -317,7 +317,7 @@ def test_estimate_is_that_of_saves_of_a_similar_size(measured):
     assert in_time.estimate_s(5) == 1.5
 
 
-def test_saves_are_measured(measured, tmp_path):
+def test_duration_of_a_save_is_recorded(measured, tmp_path):
     done = stillframe.save({"w": torch.zeros(1000)}, tmp_path / "a.pt")
     assert list(measured) == [(done.nbytes, done.durable_after_s)]
 

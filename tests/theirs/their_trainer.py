@@ -1,4 +1,4 @@
-"""A pytest plugin for transformers' own tests: puts our Trainer into place.
+"""Run transformers' own tests, as a pytest plugin, with our Trainer instead of theirs.
 
 `theirs.py` sets THEIRS_WITH (stock or ours).
 

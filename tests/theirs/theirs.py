@@ -70,7 +70,7 @@ def run(
         outcomes = _outcomes(results) if results.exists() else {}
         if not outcomes:
             print(log.read_text()[-4000:], file=sys.stderr)
-            raise SystemExit(f"the tests did not run; all they said is in {log}")
+            raise SystemExit(f"the tests did not run; their output is in {log}")
         return outcomes
 
 

@@ -54,5 +54,5 @@ def value_of(path: Path) -> float | None:
 
 
 def hidden(path: Path) -> list[str]:
-    """List the temporaries beside a checkpoint."""
+    """List the temporaries next to a checkpoint."""
     return sorted(name for name in os.listdir(path) if name.startswith(".stillframe-"))

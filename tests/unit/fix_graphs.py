@@ -420,9 +420,10 @@ class Comparison:
             self.storages(a._untyped_storage, b._untyped_storage, path)
         elif isinstance(a, np.ndarray):
             assert (a.dtype, a.shape, a.flags.writeable) == (b.dtype, b.shape, b.flags.writeable)
-            self.compare(a.tolist(), b.tolist(), path) if a.dtype == object else self.compare(
-                a.tobytes(), b.tobytes(), path
-            )
+            if a.dtype == object:
+                self.compare(a.tolist(), b.tolist(), path)
+            else:
+                self.compare(a.tobytes(), b.tobytes(), path)
         else:
             self.objects(a, b, path)
 

@@ -52,9 +52,9 @@ class Counter:
         sys.setswitchinterval(1000)  # no thread is forced to release the lock
         self._library = ctypes.PyDLL(os.environ[_LIBRARY])  # PyDLL keeps the lock during the call
         self._library.handovers_of.restype = ctypes.c_long
-        self._library.handovers_learn(1)
+        self._library.handovers_set_learning(1)
         time.sleep(0)
-        assert self._library.handovers_learn(0) == 0, "the interpreter's lock was not found"
+        assert self._library.handovers_set_learning(0) == 0, "the interpreter's lock was not found"
         before = self.of(threading.get_native_id())
         for _ in range(7):
             time.sleep(0)

@@ -48,15 +48,14 @@ def held_until_awaited(call: str) -> Iterator[None]:
         TimeoutError: The test waited in another way for a minute; add that wait to `_WAITS`.
     """
     thread, over = threading.get_ident(), threading.Event()
-    hold, late = contextlib.ExitStack(), []
+    hold, timed_out = contextlib.ExitStack(), threading.Event()
 
     def let_go() -> None:
         end = time.monotonic() + 60
-        while not over.wait(0.005) and time.monotonic() < end:
-            if _is_waiting(sys._current_frames()[thread]):
+        while not over.wait(0.005) and not _is_waiting(sys._current_frames()[thread]):
+            if time.monotonic() > end:
+                timed_out.set()
                 break
-        else:
-            late.append(not over.is_set())
         hold.close()
 
     hold.enter_context(held(call))
@@ -67,5 +66,5 @@ def held_until_awaited(call: str) -> Iterator[None]:
     finally:
         over.set()
         watcher.join()
-    if any(late):
+    if timed_out.is_set():
         raise TimeoutError(f"no wait of stillframe was seen while {call} was stopped")

@@ -13,7 +13,7 @@
 #define NR_THREADS 256
 #define LEARNING 4
 
-int handovers_learn(int on);
+int handovers_set_learning(int on);
 long handovers_of(int thread);
 
 static struct {
@@ -61,7 +61,7 @@ int pthread_cond_signal(pthread_cond_t *cond)
 
 /* Between learn(1) and learn(0) the calling thread drops the lock once, and takes it back. 0, or -1
  * when that was not seen. */
-int handovers_learn(int on)
+int handovers_set_learning(int on)
 {
 	atomic_store(&learner, on ? gettid() : 0);
 	if (on || atomic_load(&nr_seen) != 2) /* dropped, then taken */

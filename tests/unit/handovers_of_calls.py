@@ -18,7 +18,7 @@ from stillframe import _core
 from stillframe._lightning.offload import OffloadHooks
 from stillframe._watch import gate, step_hooks
 
-MANY_RANKS = "save of many ranks, beside the call"
+MANY_RANKS = "save of many ranks, on its thread"
 LOAD, TORCHS_LOAD = "load", "torch's load"
 LENGTH = 2048  # elements of a parameter; storages up to 4 KiB are copied in the call
 

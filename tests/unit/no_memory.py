@@ -243,8 +243,8 @@ def check(directory: Path) -> Any:
     path = directory / "damaged.pt"
     torch.save({"a": torch.ones(5000), "b": torch.zeros(5000)}, path)
     whole = bytearray(path.read_bytes())
-    place = whole.find(torch.ones(5000).numpy().tobytes())
-    whole[place] ^= 1
+    offset = whole.find(torch.ones(5000).numpy().tobytes())
+    whole[offset] ^= 1
     path.write_bytes(whole)
     descriptor = os.open(path, os.O_RDONLY)
 
@@ -357,7 +357,7 @@ def parts(directory: Path) -> Any:
 
     def tried(_: None) -> None:
         file = _core.Parts()
-        assert [place[0] for place in file.append(items)] == [0, 3]
+        assert [offset for offset, _ in file.append(items)] == [0, 3]
         assert file.nbytes > 3
         _core.Ticket.of_parts(made, where, b"p.pt", file, 0)
 
@@ -389,43 +389,54 @@ def snapshot(_: Path) -> Any:
 # ---- all of them ------------------------------------------------------------------------------
 
 
-def complaint_about(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
-    """Make a call's allocations fail in turn; return the number of failures, and the errors
-    found."""
+def fail_in_turn(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
+    """Repeat a call; each time another one of its allocations is the first to fail.
+
+    Args:
+        once: Only that allocation fails; otherwise all later ones fail too.
+
+    Returns:
+        The number of calls that raised, and the errors that were not MemoryError.
+    """
     global failing
     make, tried = CALLS[name](directory)
     tried(make())  # the first call has memory and fills caches
     _testcapi.remove_mem_hooks()
     failed = quiet = 0
+    ended = False
     wrong: list[str] = []
     for n in range(MOST):
-        made, said = make(), ""
+        made, raised = make(), ""
         failing = n, n + 1 if once else 0
         _testcapi.set_nomemory(*failing)
         try:
             tried(made)
         except MemoryError:
             _testcapi.remove_mem_hooks()
-            said = "in order"
+            raised = "MemoryError"
         except BaseException as error:
             _testcapi.remove_mem_hooks()
-            said = f"{n}: {error!r}"
+            raised = f"{n}: {error!r}"
         _testcapi.remove_mem_hooks()
-        quiet = 0 if said else quiet + 1
-        failed += bool(said)
-        if said not in ("", "in order"):
-            wrong.append(said)
+        if raised:
+            failed += 1
+            quiet = 0
+        else:
+            quiet += 1
+        if raised not in ("", "MemoryError"):
+            wrong.append(raised)
         if quiet > (QUIET if once else 0):
+            ended = True
             break
-    else:
+    if not ended:
         wrong.append("it asks again and again")
-    make()
+    make()  # nothing that a failure left is in its way
     return failed, wrong
 
 
 def main(mode: str, directory: Path, *wanted: str) -> None:
     gc.freeze()  # imported objects stay, and are not scanned again
-    found = {name: complaint_about(name, directory, mode == "once") for name in wanted or CALLS}
+    found = {name: fail_in_turn(name, directory, mode == "once") for name in wanted or CALLS}
     print(json.dumps(found))
 
 

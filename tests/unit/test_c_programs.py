@@ -12,7 +12,7 @@ RUN = Path(__file__).parents[1] / "c/run.py"
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "end", "expected"),
+    ("output", "status", "end", "expected"),
     [
         ("  one\n  two (no disk): skipped", 0, 0, ["  two (no disk): skipped"]),
         ("  one\n  two", 0, 0, []),
@@ -20,15 +20,15 @@ RUN = Path(__file__).parents[1] / "c/run.py"
         ("a.c:3: failed: x", 1, 1, ["a.c:3: failed: x"]),
     ],
 )
-def test_skipped_and_failed_programs_are_printed(tmp_path, said, status, end, expected):
+def test_skipped_and_failed_programs_are_printed(tmp_path, output, status, end, expected):
     program = tmp_path / "test_it"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\nexit {status}\n")
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {status}\n")
     program.chmod(0o755)
     done = run_python(RUN, "asan", program)
     assert done.returncode == end
     lines = done.stdout.splitlines()
     assert all(line in lines for line in expected)
-    assert any("skipped" in line for line in lines[1:-1]) == ("skipped" in said)
+    assert any("skipped" in line for line in lines[1:-1]) == ("skipped" in output)
 
 
 def test_programs_of_each_day_differ_and_all_have_their_day():

@@ -36,8 +36,8 @@ def found(scripts: Any, **values: list[float]) -> Any:
 
 
 def goal(scripts: Any, bound: float, *others: str, at_most: bool = True) -> Any:
-    places = tuple(("s", who, "t") for who in others)
-    return scripts[0].Goal("s", "t", bound, "text", places, at_most=at_most)
+    keys = tuple(("s", who, "t") for who in others)
+    return scripts[0].Goal("s", "t", bound, "text", keys, at_most=at_most)
 
 
 def judged(
@@ -76,16 +76,16 @@ def test_a_peer_at_or_below_zero_is_not_dropped(scripts):
 
 
 def test_verdicts_say_what_was_judged(scripts):
-    def said(bound: float, **values: list[float]) -> str:
+    def judged(bound: float, **values: list[float]) -> str:
         others = [name for name in values if name != "ours"]
         return str(goal(scripts, bound, *others).verdict(found(scripts, **values)))
 
-    assert said(1.0, ours=[0.5]) == "text: met"
-    assert said(1.0, ours=[1.5]) == "text: MISSED (1.50 x the bound)"
-    assert said(1.0, ours=[0.25], a=[1.0]) == "text (1/4.0): met"
-    assert said(1.0, ours=[0.5], a=[0.0]) == "text (the other is not above zero): MISSED"
-    assert said(1.0, ours=[0.9, 1.1], a=[1.0]) == "text (1.00 x): within the error"
-    assert said(1.0, ours=[]) == "text: -"
+    assert judged(1.0, ours=[0.5]) == "text: met"
+    assert judged(1.0, ours=[1.5]) == "text: MISSED (1.50 x the bound)"
+    assert judged(1.0, ours=[0.25], a=[1.0]) == "text (1/4.0): met"
+    assert judged(1.0, ours=[0.5], a=[0.0]) == "text (the other is not above zero): MISSED"
+    assert judged(1.0, ours=[0.9, 1.1], a=[1.0]) == "text (1.00 x): within the error"
+    assert judged(1.0, ours=[]) == "text: -"
 
 
 def test_the_line_below_the_table_counts_every_goal_once(scripts, monkeypatch):

@@ -36,7 +36,7 @@ CALLS = (
     "snapshot of parameters",
     "callback",
 )
-MANY_RANKS = "save of many ranks, beside the call"  # three collectives, and a commit on rank 0
+MANY_RANKS = "save of many ranks, on its thread"  # three collectives, and a commit on rank 0
 MOST_OF_MANY_RANKS = 40  # 22 to 28; more on a busy machine, which waits more often
 LOAD, TORCHS_LOAD = "load", "torch's load"  # in both, torch's own calls make the tensors
 NEEDS_FROM_BLOB = ("snapshot", "snapshot with overlap", "snapshot of parameters", "callback")

@@ -30,8 +30,8 @@ def test_every_argument_of_a_function_is_documented(function):
 def test_the_packages_help_shows_its_example_as_code():
     text = pydoc.plain(pydoc.render_doc(stillframe))
     lines = [line.strip() for line in text.splitlines()]
-    place = lines.index("import stillframe")
-    assert lines[place + 2 : place + 6] == [
+    at = lines.index("import stillframe")
+    assert lines[at + 2 : at + 6] == [
         'state = {"model": model.state_dict(), "optim": opt.state_dict()}',
         'handle = stillframe.async_save(state, "step100.pt")',
         "...               # keep training; the next optimizer step waits for the copy by itself",

@@ -77,7 +77,7 @@ def circles(graph: Graph) -> list[list[str]]:
 def upwards(graph: Graph, layers: list[str]) -> list[str]:
     """Return the edges from a layer to one above it; a file's layer is the first part of its
     name."""
-    rank = {name: place for place, name in enumerate(layers)}
+    rank = {name: rank for rank, name in enumerate(layers)}
     return [
         f"{source} -> {target}"
         for source, targets in sorted(graph.items())
@@ -203,13 +203,13 @@ def test_function_used_in_one_file_is_static():
     assert {
         f"{file}: {symbol}" for symbol, file in defined_in.items() if symbol not in needed
     } == set()
-    said = [words(file) for file in BINDING.rglob("*.c")]
+    files = [words(file) for file in BINDING.rglob("*.c")]
     declared = re.compile(r"(?m)^\w[^;{}()]*?\b(sfr_py_\w+)\([^;{}]*\);")
     lone = {
         name
         for header in BINDING.rglob("*.h")
         for name in declared.findall(header.read_text())
-        if sum(name in each for each in said) < 2
+        if sum(name in each for each in files) < 2
     }
     assert lone == set()
 
@@ -256,7 +256,7 @@ def test_no_two_modules_of_the_tests_share_a_name():
     assert {name for name in names if names.count(name) > 1} == set()
 
 
-def test_the_test_sees_circles_and_edges_upwards():
+def test_the_checker_finds_circles_and_calls_upwards():
     graph = {"base/a": {"file/b"}, "file/b": {"file/c"}, "file/c": {"file/b", "base/a"}}
     assert circles(graph) == [["base/a", "file/b", "file/c"]]
     assert upwards(graph, CORE_LAYERS) == ["base/a -> file/b"]

@@ -23,7 +23,7 @@ def test_the_package_is_marked_as_typed():
     assert (PACKAGE / "_core.pyi").exists()
 
 
-def test_every_file_beside_the_modules_is_package_data():
+def test_every_file_next_to_the_modules_is_package_data():
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     data = tomllib.loads(pyproject)["tool"]["setuptools"]["package-data"]
     patterns = [pattern for of in ("stillframe", "*") for pattern in data[of]]

@@ -70,8 +70,8 @@ def audit(tool: str, wheel: Path, *arguments: str) -> bool:
         return True
     command = [sys.executable, "-m", tool, *arguments, str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = " ".join((done.stdout + done.stderr).split("\n\n")[0].split())
-    print(f"  {tool}: {said or 'nothing to complain of'}")
+    output = " ".join((done.stdout + done.stderr).split("\n\n")[0].split())
+    print(f"  {tool}: {output or 'nothing to complain of'}")
     return done.returncode == 0
 
 

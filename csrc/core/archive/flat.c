@@ -54,7 +54,8 @@ static uint32_t count_extents(const struct sfr_save_desc *desc)
 	uint32_t nr = 1;
 
 	for (uint32_t i = 0; i < desc->nr_members; i++) {
-		nr += key_of(desc, i) != last;
+		if (key_of(desc, i) != last)
+			nr++;
 		last = key_of(desc, i);
 	}
 	return nr;

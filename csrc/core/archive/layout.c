@@ -21,7 +21,7 @@
  * device.
  *
  * Extents start and end at multiples of 4096, padded with zeros, and so does the file. The tail's
- * zeros come before its entry, because the records behind the directory must end the file.
+ * zeros come before its entry, because the records after the directory must end the file.
  *
  * Besides the storages a file has the records that torch writes. .format_version is 0: from 1 on
  * torch computes a storage's offset from the order of the pickle instead of the directory, and our
@@ -55,8 +55,8 @@ static const struct {
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "storages are written as they are");
 _Static_assert(SFR_ALIGN == 64, "the record .storage_alignment says 64");
 
-/* Places an entry at `off`; returns the offset behind it. */
-static uint64_t place(struct sfr__entry *e, uint64_t off)
+/* Gives an entry its offsets, from `off` on; returns the offset after its end. */
+static uint64_t lay_out_entry(struct sfr__entry *e, uint64_t off)
 {
 	e->hdr_off = off;
 	e->data_off = sfr__round_up(off + sfr__zip_header_len(e), SFR_ALIGN);
@@ -129,7 +129,7 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 
 	extent->nr_entries = img->nr_entries - extent->first_entry;
 	for (uint32_t i = 0; i < extent->nr_entries; i++)
-		off = place(&img->entries[extent->first_entry + i], off);
+		off = lay_out_entry(&img->entries[extent->first_entry + i], off);
 	extent->len = sfr__round_up(off, SFR_PAGE) - extent->off;
 	nr_blocks = sfr__round_up(extent->len, img->block_bytes) / img->block_bytes;
 	if (nr_blocks > UINT32_MAX)

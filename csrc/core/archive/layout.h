@@ -37,7 +37,7 @@ struct sfr__extent {
 	uint32_t lane, device; /* of struct sfr_source */
 	uint32_t first_entry, nr_entries;
 	uint32_t first_block, nr_blocks; /* index among the blocks of the image */
-	/* The entries and blocks of this extent and of those behind it with the same lane and
+	/* The entries and blocks of this extent and of later ones with the same lane and
 	 * device, which only a flat file has. Their blocks are numbered consecutively. */
 	uint32_t all_entries, all_blocks;
 	/* parts: memory that equals this extent, written in place */
@@ -99,8 +99,8 @@ uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__ex
 
 /* Returns whether the page at `off` is an edge page. */
 bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off);
-/* Returns in [*from, *to) the part of a block that no other extent has bytes in: all of it, or all
- * but its first or last page. Those are edge pages, which are put together and written apart. */
+/* Sets [*from, *to) to the pages of a block in which no other extent has bytes: all of them, or all
+ * but the first or the last. Those are edge pages, which are put together and written apart. */
 void sfr__image_block_own(const struct sfr__image *img, const struct sfr__extent *extent,
 			  uint32_t blk, uint64_t *from, uint64_t *to);
 
@@ -112,7 +112,8 @@ static inline uint64_t sfr__image_in_file(const struct sfr__image *img, uint64_t
 	return from < to ? to - from : 0;
 }
 
-/* A block is a sequence of segments, each a portion of one of these. */
+/* A block is a sequence of segments. Each is a range of an entry's local header, data or
+ * descriptor, or padding. */
 enum sfr__seg_kind { SFR__SEG_HEADER, SFR__SEG_DATA, SFR__SEG_DESC, SFR__SEG_PAD };
 struct sfr__seg {
 	enum sfr__seg_kind kind;
@@ -121,7 +122,7 @@ struct sfr__seg {
 	size_t pos;     /* offset in the block */
 	size_t len;     /* > 0 */
 };
-/* Walks a block's segments in ascending order. Returns false at the end. */
+/* The state of a walk over a block's segments. */
 struct sfr__seg_iter {
 	const struct sfr__image *img;
 	const struct sfr__extent *extent;
@@ -130,6 +131,7 @@ struct sfr__seg_iter {
 };
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 			const struct sfr__extent *extent, uint32_t blk);
+/* Gives the next segment, in ascending order. Returns false at the end. */
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg);
 /* Write bytes [off, off + len) of an entry's local header, or of its descriptor (entry->crc must be
  * final). */
@@ -137,9 +139,10 @@ void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_
 			   void *dst);
 void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			 void *dst);
-/* For parts: whether every CRC with a field in [off, off + len) is known (the CRCs' lock is held);
- * and writes the portions of those fields in the range to `dst`, which is at offset `off`. */
+/* For files of parts, with the lock of the CRCs held: returns whether every CRC with a field in the
+ * range [off, off + len) of the file is known. */
 bool sfr__image_fields_known(const struct sfr__image *img, uint64_t off, size_t len);
+/* Writes the bytes of those fields that are in the range to `dst`, which has the range's bytes. */
 void sfr__image_put_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst);
 /* Writes the whole tail, img->tail_len bytes, once every entry's crc is final. */
 void sfr__image_put_tail(const struct sfr__image *img, void *dst);

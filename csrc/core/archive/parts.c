@@ -288,7 +288,7 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 
 /* ---- fields ---------------------------------------------------------------- */
 
-/* Returns the first field that ends behind `off`. */
+/* Returns the first field that ends after `off`. */
 static uint32_t field_at(const struct sfr__image *img, uint64_t off)
 {
 	return (uint32_t)sfr__lower_bound(i, 0, img->nr_fields,

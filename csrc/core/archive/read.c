@@ -13,7 +13,7 @@
  *             numbers are repeated in the old end record where they fit. Past 4 GiB the local
  *             header has a zip64 field with {size, 0}, {offset} alone, or all three, and the
  *             descriptor is the long one. Code of TorchScript is deflated, all else is stored.
- *   stillframe  the same with {size, size} in the zip64 field, descriptors behind empty records
+ *   stillframe  the same with {size, size} in the zip64 field, descriptors after empty records
  *             too, and gaps between records.
  *   others    (zip -0, Python's zipfile) no bit 3, true numbers in the local header, a zip64
  *             field with {size, size} where it is 0xffffffff, no zip64 end records.
@@ -250,10 +250,10 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 
 /* Whether a local header's number agrees with the directory's. It may be 0 if a descriptor follows,
  * and 0xffffffff if its zip64 field has the number. */
-static bool sizes_agree(uint32_t said, uint64_t value, const struct sfr__unzip_record *rec)
+static bool sizes_agree(uint32_t recorded, uint64_t value, const struct sfr__unzip_record *rec)
 {
-	return said == value || said == MAX32 ||
-	       (said == 0 && (rec->flags & SFR__UNZIP_DESCRIBED) != 0);
+	return recorded == value || recorded == MAX32 ||
+	       (recorded == 0 && (rec->flags & SFR__UNZIP_DESCRIBED) != 0);
 }
 
 const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
@@ -310,7 +310,7 @@ const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
 	if ((rec->flags & SFR__UNZIP_DESCRIBED) == 0)
 		return NULL;
 	if (len < 16 || le32(bytes) != SIG_DESC)
-		return "the descriptor behind its data is missing";
+		return "the descriptor after its data is missing";
 	if (le32(bytes + 4) != rec->crc)
 		return "its CRC in the descriptor is not the directory's";
 	/* Only the sizes tell which of the two lengths the descriptor has. */

@@ -155,7 +155,7 @@ struct archive {
 	uint32_t crc[NR_RECORDS + 1];
 };
 
-/* Writes a record behind the first `used` bytes of the archive. */
+/* Writes a record after the first `used` bytes of the archive. */
 static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 {
 	char *at = dst + used;

@@ -95,8 +95,8 @@ static bool tail_is_zip64(const struct sfr__image *img)
 	return img->tail_off + SFR_PAGE > sfr_limits.zip64_bytes;
 }
 
-/* Returns the bytes of the tail from its entry's header to the end of the file, and of its
- * directory. */
+/* Returns the length of the tail from the header of its own entry to the end of the file. *central
+ * becomes the length of the directory, which is a part of it. */
 static uint64_t tail_used(const struct sfr__image *img, uint64_t *central)
 {
 	bool zip64 = tail_is_zip64(img);

@@ -34,8 +34,7 @@ int sfr_cpus_set(const int *cpus, size_t nr)
 	return 0;
 }
 
-/* If the system refuses, the thread stays where it is, which
- * only costs time. */
+/* If the system refuses, the thread stays where it is, which only costs time. */
 void sfr__cpus_take(void)
 {
 	cpu_set_t cpus;

@@ -106,13 +106,13 @@ PCLMUL static inline __m128i load(const unsigned char *p)
 	return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
-/* Moves `part` towards the end by the distance of `k` and adds it to `behind`. */
-PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i behind)
+/* Moves `part` towards the end by the distance of `k` and adds it to `later`. */
+PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i later)
 {
 	__m128i early = _mm_clmulepi64_si128(part, k, 0x00);
 	__m128i late = _mm_clmulepi64_si128(part, k, 0x11);
 
-	return _mm_xor_si128(_mm_xor_si128(early, late), behind);
+	return _mm_xor_si128(_mm_xor_si128(early, late), later);
 }
 
 /* Returns the state after 128 bits from state 0, followed by the fewer than 64 bytes at `p`. */
@@ -164,12 +164,12 @@ VPCLMUL static inline __m512i constant_wide(long long early, long long late)
 	return _mm512_broadcast_i64x2(_mm_set_epi64x(late, early));
 }
 
-VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i behind)
+VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i later)
 {
 	__m512i early = _mm512_clmulepi64_epi128(parts, k, 0x00);
 	__m512i late = _mm512_clmulepi64_epi128(parts, k, 0x11);
 
-	return _mm512_ternarylogic_epi64(early, late, behind, 0x96); /* xor of all three */
+	return _mm512_ternarylogic_epi64(early, late, later, 0x96); /* xor of all three */
 }
 
 /* Loads the 64 bytes at `p`, and stores them at `to` unless that is NULL. Inlined with a constant,

@@ -12,7 +12,7 @@ struct sfr__crc_way {
 	uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t len);
 };
 
-/* Returns the n-th way this CPU supports, slowest first, or NULL behind the last. 0 is the portable
+/* Returns the n-th way this CPU supports, slowest first, or NULL after the last. 0 is the portable
  * one, and the last one serves sfr_crc32. */
 const struct sfr__crc_way *sfr__crc_way(size_t n);
 

@@ -145,7 +145,7 @@ static void nap(uint64_t delay_ns)
 }
 
 /* Sleeps until the fault is removed or another one has its entry. */
-static void stand(const struct slot *s, unsigned which, uint64_t number)
+static void hold_call(const struct slot *s, unsigned which, uint64_t number)
 {
 	while (atomic_load(&s->call) == which && atomic_load(&s->number) == number)
 		nap(HOLD_STEP_NS);
@@ -186,7 +186,7 @@ static struct fate fate_of(enum call call)
 	if (acted)
 		atomic_fetch_add(&hits, 1);
 	if (holds)
-		stand(holds, held_as, number);
+		hold_call(holds, held_as, number);
 	else if (acted)
 		nap(delay_ns);
 	return fate;
@@ -306,7 +306,7 @@ static uint32_t inject_lane_copy(uint32_t crc, void *dst, const void *src, size_
 
 /* ---- control ---- */
 
-static enum call find(const char *name)
+static enum call find_call(const char *name)
 {
 	for (int i = CALL_ANY; i < NR_CALLS; i++)
 		if (strcmp(calls[i].name, name) == 0)
@@ -343,7 +343,7 @@ void sfr_inject_remove(void)
 
 int sfr_inject_set(const struct sfr_fault *fault)
 {
-	enum call call = find(fault->call);
+	enum call call = find_call(fault->call);
 
 	if (call == CALL_NONE || fault->nth == 0 || fault->limit < -3 ||
 	    (fault->err && !calls[call].can_fail))
@@ -369,7 +369,7 @@ int sfr_inject_set(const struct sfr_fault *fault)
 
 int sfr_inject_drop(const struct sfr_fault *fault)
 {
-	unsigned call = find(fault->call);
+	unsigned call = find_call(fault->call);
 
 	for (int i = 0; i < NR_SLOTS && call != CALL_NONE; i++) {
 		struct slot *s = &slots[i];
@@ -397,7 +397,7 @@ void sfr_inject_clear(void)
 /* Returns 0 for an unknown name. */
 uint64_t sfr_inject_calls(const char *name)
 {
-	return atomic_load(&counts[find(name)]);
+	return atomic_load(&counts[find_call(name)]);
 }
 
 uint64_t sfr_inject_hits(void)

@@ -1,7 +1,7 @@
 /* Which saves overtake a file system that does not answer.
  *
  * A rename, a sync or a remove on a mount that hangs never returns, and in the log's order
- * everything behind it would wait: all file systems, all engines. So a file system that has not
+ * everything after it would wait: all file systems, all engines. So a file system that has not
  * answered for a while (20 s) is set aside, with a notice, until it answers:
  *
  *     [A /nfs being renamed since 20 s]  [B /nfs ready]  [remove of /ssd/old]  [C /ssd ready]

@@ -51,7 +51,7 @@ struct sfr__log_entry *sfr__log_last_touching_locked(const char *key,
 	return found;
 }
 
-char *sfr__log_key(const char *key)
+char *sfr__log_copy_key(const char *key)
 {
 	size_t len = strlen(key) + 1;
 	char *copy = sfr_sys.malloc(len);
@@ -77,8 +77,10 @@ int sfr_log_exists(const char *key)
 	 * earlier entry may still change it. */
 	while (e && e->ops->creates && e->state == SFR__LOG_BADLY)
 		e = sfr__log_last_touching_locked(key, e);
-	if (e)
-		answer = !e->ops->creates ? 0 : strcmp(e->key, key) == 0 ? 1 : 2;
+	if (e && !e->ops->creates)
+		answer = 0;
+	else if (e)
+		answer = strcmp(e->key, key) == 0 ? 1 : 2;
 	sfr__unlock(&sfr__log.mu);
 	return answer;
 }

@@ -12,7 +12,7 @@
  *
  * The engine's writers have written and synced a save's data long before; only the commit waits
  * here. A rotation (save the new, remove the old) never leaves fewer durable checkpoints than
- * before, because the remove is behind the save in the same list.
+ * before, because the remove comes after the save in the same list.
  *
  * Entries may overtake a file system that does not answer (aside.c). The log's own thread may hang:
  * while it works on an entry that another one could overtake, a second thread waits for that. The
@@ -35,12 +35,13 @@ static int start_thread_locked(void)
 	pthread_t thread; /* known to nobody until it ends */
 	int rc = sfr__thread_start(&thread, "sfr-log", SFR__BACKGROUND, log_main, NULL);
 
-	sfr__log.nr_threads += rc == 0;
+	if (rc == 0)
+		sfr__log.nr_threads++;
 	return rc;
 }
 
 /* Starts one more thread while all are busy and an entry might overtake. */
-static void stand_by_locked(void)
+static void start_spare_locked(void)
 {
 	if (sfr__log.nr_threads == 0 || sfr__log.nr_threads == MOST_THREADS || sfr__log.nr_idle)
 		return;
@@ -56,7 +57,7 @@ static void stand_by_locked(void)
 static void begin_locked(struct sfr__log_entry *e)
 {
 	e->asked_ns = sfr__now_ns();
-	stand_by_locked();
+	start_spare_locked();
 	sfr__unlock(&sfr__log.mu);
 }
 
@@ -111,7 +112,7 @@ static bool may_open_locked(const struct sfr__log_entry *e)
 }
 
 /* Returns whether an entry that has not ended can run now. */
-static bool is_its_turn_locked(struct sfr__log_entry *e, uint64_t now)
+static bool can_run_locked(struct sfr__log_entry *e, uint64_t now)
 {
 	if (e != sfr__log.entries.head) {
 		if (!sfr__log_may_pass_locked(e, now))
@@ -139,7 +140,7 @@ static bool step_locked(void)
 	for (struct sfr__log_entry *e = head; e; e = e->next) {
 		if (e->asked_ns != 0)
 			continue; /* a thread is working on it */
-		if (sfr__log_has_ended(e) ? may_open_locked(e) : is_its_turn_locked(e, now)) {
+		if (sfr__log_has_ended(e) ? may_open_locked(e) : can_run_locked(e, now)) {
 			(sfr__log_has_ended(e) ? open_loads_locked : run_locked)(e);
 			return true;
 		}
@@ -192,7 +193,8 @@ int sfr__log_reserve(void)
 	rc = sfr__log_init_locked();
 	if (rc == 0 && sfr__log.nr_threads == 0)
 		rc = start_thread_locked();
-	sfr__log.nr_reserved += rc == 0;
+	if (rc == 0)
+		sfr__log.nr_reserved++;
 	sfr__unlock(&sfr__log.mu);
 	return rc;
 }
@@ -255,7 +257,7 @@ void sfr__log_ready(struct sfr__log_entry *entry)
 	if (entry->state == SFR__LOG_WAITING)
 		entry->state = SFR__LOG_READY;
 	pthread_cond_signal(&sfr__log.cv_work);
-	stand_by_locked();
+	start_spare_locked();
 	sfr__unlock(&sfr__log.mu);
 }
 
@@ -268,7 +270,7 @@ void sfr__log_ended(struct sfr__log_entry *entry, bool well)
 	sfr__unlock(&sfr__log.mu);
 }
 
-int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good)
+int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *after_good)
 {
 	uint64_t deadline = sfr__deadline(slice_ns), nr_stops;
 	int rc;

@@ -12,7 +12,7 @@ struct sfr__log_entry;
 /* The kind of an entry: a save, a remove, or external work. The log knows no more about it. */
 struct sfr__log_ops {
 	bool creates; /* the entry makes its name (a save, a link); otherwise it removes the name */
-	bool is_save; /* a remove behind it depends on its result */
+	bool is_save; /* a later remove depends on its result */
 	bool close_waits; /* closing an engine waits for it */
 	bool has_below;   /* it also makes what is below its name: a directory (a remove always
 			   * concerns that) */
@@ -40,7 +40,7 @@ enum sfr__log_state {
 struct sfr__log_entry {
 	const struct sfr__log_ops *ops; /* constant, like the next three */
 	char *key;
-	uint64_t number; /* as returned by sfr__log_take_turn */
+	uint64_t number; /* as returned by sfr__log_take_work */
 	uint64_t fs;     /* st_dev of the directory; 0: unknown, and never set aside */
 	/* guarded by the log's mutex */
 	struct sfr__log_entry *next;
@@ -69,8 +69,8 @@ uint64_t sfr__log_close_seq(void);
 /* Waits until the head is external work that nobody has taken, takes it and returns its number. The
  * entry may leave the log and be freed as soon as the lock is released. SFR_EAGAIN; SFR_ECLOSED
  * when the log is being stopped. *after_good: the last save before it succeeded. */
-int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good);
+int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *after_good);
 /* Copies a key for an entry. NULL without memory. */
-char *sfr__log_key(const char *key);
+char *sfr__log_copy_key(const char *key);
 
 #endif

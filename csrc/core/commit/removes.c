@@ -41,18 +41,22 @@ static void left(struct sfr__log_entry *entry)
 	sfr_sys.free(entry);
 }
 
-/* Returns 0 if it cannot be known. */
+/* Returns the device number of the file system that the key's directory is on, or 0 if it cannot be
+ * known. */
 static uint64_t file_system_of(const char *key)
 {
 	char parent[SFR_PATH_MAX];
 	const char *slash = strrchr(key, '/');
-	size_t len = slash ? (size_t)(slash - key) : 0;
+	size_t len;
 	struct stat st;
 
-	if (!slash || len >= sizeof(parent))
+	if (!slash)
+		return 0;
+	len = slash == key ? 1 : (size_t)(slash - key); /* the parent of "/name" is "/" */
+	if (len >= sizeof(parent))
 		return 0;
 	memcpy(parent, key, len);
-	memcpy(parent + len, len ? "" : "/", len ? 1 : 2);
+	parent[len] = '\0';
 	return sfr_sys.lstat(AT_FDCWD, parent, &st) < 0 ? 0 : (uint64_t)st.st_dev;
 }
 
@@ -70,7 +74,7 @@ int sfr_log_remove(const char *key, uint64_t *seq_out)
 		return -ENOMEM;
 	entry->ops = &ops;
 	entry->state = SFR__LOG_READY;
-	entry->key = sfr__log_key(key);
+	entry->key = sfr__log_copy_key(key);
 	entry->fs = file_system_of(key);
 	rc = entry->key ? sfr__log_reserve() : -ENOMEM;
 	if (rc < 0) {

@@ -65,7 +65,7 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 		return -ENOMEM;
 	work->entry.ops = &ops[kind];
 	work->entry.number = atomic_fetch_add_explicit(&nr_works, 1, memory_order_relaxed) + 1;
-	work->entry.key = sfr__log_key(key);
+	work->entry.key = sfr__log_copy_key(key);
 	if (!work->entry.key) {
 		sfr_sys.free(work);
 		return -ENOMEM;
@@ -103,7 +103,7 @@ uint64_t sfr_log_work_number(const struct sfr_log_work *work)
 int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good)
 {
 	bool good = true;
-	int rc = sfr__log_take_turn(slice_ns, number, &good);
+	int rc = sfr__log_take_work(slice_ns, number, &good);
 
 	*after_good = good;
 	return rc;

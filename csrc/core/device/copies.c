@@ -18,9 +18,9 @@
 
 enum { ROWS_AT_A_TIME = 128 };
 
-/* Returns whether a batch failed in a way that single copies may not. Sets *none if the driver has
- * no batches at all. */
-static bool is_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *none)
+/* Returns whether a batch failed in a way that single copies may not. Sets *unsupported if the
+ * driver has no batches at all. */
+static bool was_batch_refused(struct sfr__cuda_lane *lane, CUresult rc, bool *unsupported)
 {
 	bool first;
 
@@ -29,7 +29,7 @@ static bool is_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *none)
 	sfr__lock(&lane->mu);
 	first = !lane->no_batches && !lane->no_row_batches && lane->nr_refused == 0;
 	if (rc == CUDA_ERROR_NOT_SUPPORTED)
-		*none = true;
+		*unsupported = true;
 	lane->nr_refused++;
 	sfr__unlock(&lane->mu);
 	if (first)
@@ -56,9 +56,10 @@ void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len)
 	sfr__unlock(&lane->mu);
 }
 
-static bool is_still(struct sfr__cuda_lane *lane, const bool *none)
+/* Returns whether the driver has not refused this kind of batch for good. */
+static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 {
-	return sfr__under(&lane->mu, !*none);
+	return sfr__under(&lane->mu, !*unsupported);
 }
 
 /* ---- contiguous copies -------------------------------------------------------- */
@@ -83,7 +84,7 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 		return true;
 	/* Copies that were queued all the same are repeated, with the same source and
 	 * destination. */
-	if (is_refusal(lane, rc, &lane->no_batches))
+	if (was_batch_refused(lane, rc, &lane->no_batches))
 		return false;
 	(void)sfr__cuda_failed(lane, "cuMemcpyBatchAsync", rc, err);
 	return true;
@@ -166,7 +167,7 @@ void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *b
 			  struct sfr_err *err)
 {
 	const size_t nr_small = sort_by_size(batch);
-	const bool batched = pinned && is_still(lane, &lane->no_batches);
+	const bool batched = pinned && can_batch(lane, &lane->no_batches);
 
 	if (batch->nr == 0)
 		return;
@@ -241,10 +242,10 @@ void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_row
 			 size_t dst_pitch, bool pinned, struct sfr_err *err)
 {
 	bool batched =
-		pinned && can_batch_rows(lane->cu, nr) && is_still(lane, &lane->no_row_batches);
+		pinned && can_batch_rows(lane->cu, nr) && can_batch(lane, &lane->no_row_batches);
 	CUresult rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, batched);
 
-	if (batched && is_refusal(lane, rc, &lane->no_row_batches)) {
+	if (batched && was_batch_refused(lane, rc, &lane->no_row_batches)) {
 		batched = false;
 		rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, false);
 	}

@@ -82,8 +82,7 @@ void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event)
 	sfr__unlock(&lane->mu);
 }
 
-bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			  uint32_t *failed)
+bool sfr__cuda_is_over(struct sfr__cuda_lane *lane, const char *call, CUresult rc, uint32_t *failed)
 {
 	if (rc == CUDA_SUCCESS)
 		return true;

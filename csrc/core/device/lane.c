@@ -8,9 +8,9 @@
  * every POLL_NS and sleeps in between. The driver's own waits spin or hold locks that training
  * needs, and host functions on the stream can serialise other streams. The thread's tasks queue
  * more only while few portions are in flight, because one copy engine serves all streams in order:
- * a loss copied on another stream waits behind them. Once a gate waits, all that is left is queued
+ * a loss copied on another stream waits for them. Once a gate waits, all that is left is queued
  * at once. A step may wait for this thread, so it has its maker's priority and a small timer slack:
- * at nice 10 beside two busy cores, one sleep of 50 us in ten took 2.8 ms.
+ * at nice 10 with two busy cores, one sleep of 50 us in ten took 2.8 ms.
  *
  *     alive ──an error after which nothing of the context works──▶ dead
  *
@@ -32,7 +32,7 @@
 #define POLL_NS UINT64_C(50000)
 
 /* Bounds on queued copies while nobody waits: the bytes of a portion and the portions in flight.
- * Copies on other streams wait behind them, at most 0.3 ms at 55 GB/s with these values. Tests and
+ * Copies on other streams wait for them, at most 0.3 ms at 55 GB/s with these values. Tests and
  * the benchmark's sweep change them while no save is in flight. */
 uint64_t sfr__cuda_portion_bytes = 4 << 20;
 static uint64_t most_in_flight = 4;
@@ -86,10 +86,10 @@ static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portio
 	if (sfr__cuda_is_dead(lane))
 		return true;
 	if (portion->event)
-		return sfr__cuda_is_through(lane, "cuEventQuery", cu->event_query(portion->event),
-					    &portion->failed);
-	return sfr__cuda_is_through(lane, "cuStreamQuery", cu->stream_query(lane->stream),
-				    &portion->failed);
+		return sfr__cuda_is_over(lane, "cuEventQuery", cu->event_query(portion->event),
+					 &portion->failed);
+	return sfr__cuda_is_over(lane, "cuStreamQuery", cu->stream_query(lane->stream),
+				 &portion->failed);
 }
 
 /* Removes and returns the oldest portion in flight, if its copies have ended or the device is dead.

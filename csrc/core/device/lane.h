@@ -108,10 +108,10 @@ int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr_
 void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes);
 void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
 /* Appends a sentence for each dead device. */
-void sfr__cuda_lanes_tell(struct sfr__cuda_lanes *lanes, char *text, size_t len);
+void sfr__cuda_lanes_report_dead(struct sfr__cuda_lanes *lanes, char *text, size_t len);
 
 /* ---- events.c ---- */
-/* Records an event behind the work on the stream, or returns NULL and sets `err`. event_put returns
+/* Records an event after the work on the stream, or returns NULL and sets `err`. event_put returns
  * it for reuse. */
 CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event);
@@ -121,8 +121,8 @@ bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc
 		      struct sfr_err *err);
 /* Returns whether waiting is over: the query `call` says so, or it failed so often in a row
  * (*failed) that the device is given up. */
-bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			  uint32_t *failed);
+bool sfr__cuda_is_over(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+		       uint32_t *failed);
 /* Marks the device dead: its context is unusable, or nobody can tell. */
 void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);
@@ -141,7 +141,7 @@ void *sfr__cuda_lane_main(void *lane);
 /* Only the thread that has the turn queues work on a lane's stream. It holds no lock. */
 void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
 void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
-/* In a turn: records an event behind the queued work and appends the portion to those in flight.
+/* In a turn: records an event after the queued work and appends the portion to those in flight.
  * Never skipped: if no event can be recorded, the whole stream is queried instead. */
 void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
 			    struct sfr_err *err);

@@ -175,7 +175,7 @@ void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes)
 	sfr__mutex_fini(&lanes->mu); /* the caller guarantees that nobody uses it */
 }
 
-void sfr__cuda_lanes_tell(struct sfr__cuda_lanes *lanes, char *text, size_t len)
+void sfr__cuda_lanes_report_dead(struct sfr__cuda_lanes *lanes, char *text, size_t len)
 {
 	sfr__lock(&lanes->mu);
 	for (struct sfr__cuda_lane *lane = lanes->head; lane; lane = lane->next) {

@@ -274,7 +274,7 @@ int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 	if (foreign(engine))
 		return SFR_EFORK;
 	sfr__cuda_sentence(text, len);
-	sfr__cuda_lanes_tell(&engine->cuda_lanes, text, len);
+	sfr__cuda_lanes_report_dead(&engine->cuda_lanes, text, len);
 	return 0;
 }
 

@@ -21,10 +21,10 @@ enum sfr__shared_rank {
 struct sfr__shared {
 	struct sfr__shared *next;
 	enum sfr__shared_rank rank;
-	/* Does one piece. Called with the mutex, which it releases meanwhile; removes the work from
-	 * the list when none is left. Waits for blocks only with `may_wait`. False: this thread has
-	 * nothing to do right now. */
-	bool (*turn_locked)(struct sfr__shared *work, bool may_wait);
+	/* Does one step of the work. Called with the mutex, which it releases meanwhile; removes
+	 * the work from the list when none is left. Waits for blocks only with `may_wait`. False:
+	 * this thread has nothing to do right now. */
+	bool (*step_locked)(struct sfr__shared *work, bool may_wait);
 };
 
 /* A save in flight, as the engine sees it; embedded in its ticket. */
@@ -88,7 +88,7 @@ void sfr__copiers_start_locked(struct sfr_engine *engine);
 void sfr__workers_stop(struct sfr_engine *engine);
 /* Gives the writers a task; they serve tasks in the order of their arrival. */
 void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task);
-/* Insert work behind all of its rank, and remove it. */
+/* Insert work after all of its rank, and remove it. */
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
 /* Wakes threads that found nothing to do. */

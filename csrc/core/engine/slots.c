@@ -19,7 +19,8 @@
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
 	engine->nr_in_flight++;
-	engine->nr_apart += flight->apart;
+	if (flight->apart)
+		engine->nr_apart++;
 	engine->nr_saves++;
 	flight->caller = pthread_self();
 	flight->in_call = true;
@@ -32,7 +33,8 @@ void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *fli
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
 	engine->nr_in_flight--;
-	engine->nr_apart -= flight->apart;
+	if (flight->apart)
+		engine->nr_apart--;
 	if (flight->prev)
 		flight->prev->next = flight->next;
 	else
@@ -46,8 +48,9 @@ uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool
 	uint32_t nr = 0;
 
 	for (const struct sfr__flight *each = engine->flights; each; each = each->next)
-		nr += each->in_call && (each->in_pool || !in_pool) &&
-		      pthread_equal(each->caller, pthread_self());
+		if (each->in_call && (each->in_pool || !in_pool) &&
+		    pthread_equal(each->caller, pthread_self()))
+			nr++;
 	return nr;
 }
 

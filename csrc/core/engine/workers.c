@@ -79,9 +79,14 @@ struct crew {
 /* Returns the shared work for a thread without a task, or NULL. */
 static struct sfr__shared *work_locked(const struct crew *crew)
 {
-	return crew->kind == LANE   ? lanes_work_locked(crew->engine) :
-	       crew->kind == COPIER ? copiers_work_locked(crew->engine) :
-				      NULL;
+	switch (crew->kind) {
+	case LANE:
+		return lanes_work_locked(crew->engine);
+	case COPIER:
+		return copiers_work_locked(crew->engine);
+	default:
+		return NULL;
+	}
 }
 
 static bool is_idle_locked(const struct crew *crew)
@@ -103,7 +108,7 @@ static void serve(struct crew *crew)
 			sfr__unlock(&engine->mu);
 			task->run(task);
 			sfr__lock(&engine->mu);
-		} else if (work && work->turn_locked(work, crew->kind == LANE)) {
+		} else if (work && work->step_locked(work, crew->kind == LANE)) {
 			continue;
 		} else if (engine->stopping && (!work || crew->kind == COPIER)) {
 			/* A call may still copy for a snapshot; it needs no copier. */

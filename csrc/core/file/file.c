@@ -97,13 +97,13 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 
 /* Surround every call that may hang. Several writers use one file, and an answer to one of them
  * shows that its file system works. */
-static void ask(struct sfr__file *f)
+static void begin_call(struct sfr__file *f)
 {
 	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
 	atomic_fetch_add(&f->nr_asked, 1);
 }
 
-static void answered(struct sfr__file *f)
+static void end_call(struct sfr__file *f)
 {
 	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
 	atomic_fetch_sub(&f->nr_asked, 1);
@@ -229,9 +229,9 @@ int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
 
 	if (f->state != SFR__FILE_NAMED)
 		return fail(err, SFR_ESTATE, SFR_PHASE_OPEN, NULL);
-	ask(f);
+	begin_call(f);
 	rc = open_steps(f, err);
-	answered(f);
+	end_call(f);
 	f->state = rc == 0 ? SFR__FILE_OPEN : SFR__FILE_BROKEN;
 	return rc;
 }
@@ -259,13 +259,16 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 		ssize_t put;
 		int code;
 
-		ask(f);
+		begin_call(f);
 		put = sfr_sys.pwrite(f->fd, bytes, want, (off_t)off);
 		code = put < 0 ? -errno : -EIO; /* no byte and no reason: retrying would not help */
-		answered(f);
+		end_call(f);
 		if (put == 0 || (put < 0 && code != -EINTR))
 			return fail(err, code, SFR_PHASE_WRITE, NULL);
-		done = put < 0 ? 0 : (size_t)put == want ? want : count_written(f, (size_t)put);
+		if (put < 0)
+			done = 0;
+		else
+			done = (size_t)put == want ? want : count_written(f, (size_t)put);
 		stalled = done ? 0 : stalled + 1;
 		if (stalled == SFR__EINTR_TRIES)
 			return fail(err, code, SFR_PHASE_WRITE, "no progress");
@@ -296,17 +299,17 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 
 	if (f->state != SFR__FILE_OPEN)
 		return fail(err, SFR_ESTATE, SFR_PHASE_SYNC, NULL);
-	ask(f);
+	begin_call(f);
 	rc = cut(f);
-	answered(f);
+	end_call(f);
 	if (rc < 0) {
 		f->state = SFR__FILE_BROKEN;
 		return fail(err, rc, SFR_PHASE_WRITE, "cutting the last page");
 	}
 	SFR__TRACE(SFR_TRACE_SYNC, 0, 0);
-	ask(f);
+	begin_call(f);
 	rc = f->durable && sfr_sys.fdatasync(f->fd) < 0 ? -errno : 0;
-	answered(f);
+	end_call(f);
 	if (rc < 0) {
 		f->state = SFR__FILE_BROKEN; /* for good: see the top */
 		return fail(err, rc, SFR_PHASE_SYNC, NULL);
@@ -369,11 +372,12 @@ int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 		rc = check_destination(f);
 	if (rc == 0)
 		rc = sfr_sys.rename(f->dir_fd, f->tmp.name, f->name) < 0 ? -errno : 0;
+	if (rc == -EINVAL)
+		return fail(err, rc, SFR_PHASE_RENAME, "the path is not a regular file");
+	if (rc == -ESTALE)
+		return fail(err, rc, SFR_PHASE_RENAME, "its directory was replaced meanwhile");
 	if (rc < 0)
-		return fail(err, rc, SFR_PHASE_RENAME,
-			    rc == -EINVAL ? "the path is not a regular file" :
-			    rc == -ESTALE ? "its directory was replaced meanwhile" :
-					    NULL);
+		return fail(err, rc, SFR_PHASE_RENAME, NULL);
 
 	f->renamed = true;
 	f->state = SFR__FILE_RENAMED;
@@ -397,7 +401,7 @@ void sfr__file_fini(struct sfr__file *f)
 	/* In a forked child the temporary is the parent's, and the descriptors are closed. */
 	bool ours = f->state != SFR__FILE_NONE && f->fork_generation == sfr_fork_generation();
 
-	ask(f);
+	begin_call(f);
 	if (ours && f->tmp.serial && !f->renamed)
 		(void)sfr_sys.unlink(f->dir_fd,
 				     f->tmp.name); /* on failure the next save removes it */
@@ -407,7 +411,7 @@ void sfr__file_fini(struct sfr__file *f)
 		(void)sfr__fd_close(f->fd); /* synced or discarded: nothing can be lost */
 	if (ours && f->dir_fd >= 0)
 		(void)sfr__fd_close(f->dir_fd); /* fsync has already reported any error */
-	answered(f);
+	end_call(f);
 	sfr_sys.free(f->name);
 	sfr_sys.free(f->dir);
 	f->name = f->dir = NULL;

@@ -108,9 +108,10 @@ void sfr__file_fini(struct sfr__file *f);
 /* Removes a file, link or directory tree; a missing name is no error. Keeps temporaries whose
  * writers live on this machine (their saves were submitted later), and the directories above them.
  * A name that cannot be removed does not stop the rest, except what makes a directory a checkpoint,
- * which must go first. Returns the first error. Not synced otherwise: remove.c says why. *heard_ns,
- * if given, gets the time after each name, because a large tree takes long but keeps answering. */
-int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err);
+ * which must go first. Returns the first error. Not synced otherwise: remove.c says why.
+ * *answered_ns, if given, gets the time after each name, because a large tree takes long but keeps
+ * answering. */
+int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err);
 /* Does the same for a directory that only its maker uses, and keeps nothing. */
 int sfr__file_remove_own(const char *path, struct sfr_err *err);
 

@@ -1,7 +1,7 @@
 /* A directory that becomes visible in one step: from a temporary name to a durable one.
  *
  *   1  open      the parent, for all later steps
- *                a file beside the destination that carries the lock   (tmp.c)
+ *                a file next to the destination that carries the lock   (tmp.c)
  *                the temporary directory
  *   2            its user fills it: with saves of this library, or with any other writes
  *   3  sync      every file, then every directory, those deeper down first
@@ -12,7 +12,7 @@
  *
  * 3 before 4: otherwise the new name might reach the disk before the bytes. 5 before 6: until the
  * parent is synced, a power failure may bring the old directory back, so it must be whole. If that
- * sync fails, the old directory stays beside the new one. The next save into the parent syncs the
+ * sync fails, the old directory stays next to the new one. The next save into the parent syncs the
  * parent and then removes what is left (clean.c).
  *
  *         open           sync            commit             clear
@@ -85,10 +85,10 @@ static char *copy_text(const char *text)
  * into `err`. */
 static int check_state(const struct sfr_folder *f, enum state wanted, struct sfr_err *err)
 {
-	int rc = f->fork_generation != sfr_fork_generation() ? SFR_EFORK :
-		 f->state == wanted                          ? 0 :
-							       SFR_ESTATE;
+	int rc = f->state == wanted ? 0 : SFR_ESTATE;
 
+	if (f->fork_generation != sfr_fork_generation())
+		rc = SFR_EFORK;
 	if (rc < 0)
 		sfr__err_set(err, rc, SFR_PHASE_NONE, NULL);
 	return rc;
@@ -316,7 +316,7 @@ static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 	rc = -errno;
 	if (sfr_sys.rename(f->dir_fd, f->aside, f->name) < 0) {
 		f->keeps_aside = true;
-		*note = "the old directory has a hidden name until the next save beside it";
+		*note = "the old directory has a hidden name until the next save there";
 	}
 	return rc;
 }

@@ -38,10 +38,10 @@ struct node {
 };
 
 struct walk {
-	struct node *todo;          /* the deepest first */
-	bool kept;                  /* a live temporary was kept somewhere */
-	bool keeps_none;            /* live temporaries are removed too */
-	_Atomic uint64_t *heard_ns; /* when the file system last answered, or NULL */
+	struct node *todo;             /* the deepest first */
+	bool kept;                     /* a live temporary was kept somewhere */
+	bool keeps_none;               /* live temporaries are removed too */
+	_Atomic uint64_t *answered_ns; /* when the file system last answered, or NULL */
 	struct sfr_err *err;
 };
 
@@ -72,8 +72,8 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 	struct stat st;
 	bool may_stay;
 
-	if (w->heard_ns)
-		atomic_store_explicit(w->heard_ns, sfr__now_ns(), memory_order_relaxed);
+	if (w->answered_ns)
+		atomic_store_explicit(w->answered_ns, sfr__now_ns(), memory_order_relaxed);
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
 		if (errno != ENOENT && errno != ENOTDIR)
 			failed(w, -errno);
@@ -93,10 +93,10 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 struct visit {
 	struct walk *walk;
 	const char *dir;
-	bool is_one; /* the directory is a checkpoint of DCP */
+	bool is_dcp; /* the directory is, or was, a checkpoint of DCP */
 };
 
-static int remove_name(void *arg, const char *name)
+static int remove_entry(void *arg, const char *name)
 {
 	const struct visit *visit = arg;
 	char *path = sfr__path_join(visit->dir, name);
@@ -112,7 +112,7 @@ static int remove_name(void *arg, const char *name)
 static void scan(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
-	int rc = sfr__dir_each(dir, remove_name, &visit);
+	int rc = sfr__dir_each(dir, remove_entry, &visit);
 
 	if (rc < 0 && rc != -ENOENT)
 		failed(w, rc);
@@ -150,38 +150,41 @@ static int unlink_in(const char *dir, const char *name)
 	return rc == -ENOENT || rc == -EISDIR ? 0 : rc; /* a directory is not metadata */
 }
 
-static int retract_name(void *arg, const char *name)
+static int remove_if_metadata(void *arg, const char *name)
 {
 	struct visit *visit = arg;
 
 	/* Data files count too: their metadata may be removed but not yet on the disk. */
-	visit->is_one = visit->is_one || is_metadata(name) || is_data(name);
+	visit->is_dcp = visit->is_dcp || is_metadata(name) || is_data(name);
 	return is_metadata(name) ? unlink_in(visit->dir, name) : 0;
 }
 
-/* Makes a directory no checkpoint any more. False: nothing else of it may be removed. */
-static bool retract(struct walk *w, const char *dir)
+/* Removes the metadata of a DCP checkpoint before its data, so that it is no checkpoint any more.
+ * Returns false if that failed; then nothing else in the directory may be removed. */
+static bool remove_metadata(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
-	int rc = sfr__dir_each(dir, retract_name, &visit);
+	int rc = sfr__dir_each(dir, remove_if_metadata, &visit);
 
 	if (rc == -ENOENT)
 		rc = 0; /* somebody else removed it */
-	if (rc == 0 && visit.is_one)
+	if (rc == 0 && visit.is_dcp)
 		rc = sfr__dir_sync(dir);
 	if (rc < 0)
 		failed(w, rc);
 	return rc == 0;
 }
 
-/* Visits the directory at the head of the list once. */
+/* Takes one step with the directory at the head of the list: its first visit removes the files in
+ * it, a later one the empty directory. If the directory is not empty after all, it is scanned
+ * again, up to NR_SCANS times. */
 static void step(struct walk *w)
 {
 	struct node *node = w->todo;
 	int code;
 
 	if (node->nr_scans++ == 0) {
-		if (retract(w, node->path))
+		if (remove_metadata(w, node->path))
 			scan(w, node->path);
 		return; /* subdirectories now on the list come first */
 	}
@@ -190,7 +193,7 @@ static void step(struct walk *w)
 		if (code == -ENOENT)
 			break;
 		if (code == -ENOTEMPTY || code == -EEXIST) {
-			/* A kept or failed entry is the known reason. */
+			/* An entry was kept, or could not be removed: scanning again is no use. */
 			if (w->kept || w->err->code)
 				break;
 			if (node->nr_scans++ < NR_SCANS) {
@@ -220,9 +223,9 @@ static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 	return own.code;
 }
 
-int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err)
+int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err)
 {
-	struct walk walk = { .heard_ns = heard_ns };
+	struct walk walk = { .answered_ns = answered_ns };
 
 	return remove_tree(path, &walk, err);
 }

@@ -1,9 +1,9 @@
 /* A list of directory changes: files written, synced, renamed, removed.
  *
  * Python decides the commit of a checkpoint of many ranks, because it knows which file names which.
- * But each system call made from Python releases the interpreter lock and, beside a thread that
- * computes, waits 5 ms to get it back; listing a directory does so for each name. So Python makes a
- * list, and the binding releases the lock once for all of it.
+ * But each system call made from Python releases the interpreter lock, and while another thread
+ * computes it waits 5 ms to get the lock back; listing a directory does so for each name. So Python
+ * makes a list, and the binding releases the lock once for all of it.
  *
  * The caller knows which order is safe and what to undo after a failure. The one rule here: no step
  * follows one that failed. */
@@ -48,7 +48,7 @@ static int take(const struct sfr_step *step)
 	return -EINVAL;
 }
 
-int sfr_steps(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done)
+int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done)
 {
 	for (*nr_done = 0; *nr_done < nr_steps; (*nr_done)++) {
 		int rc = take(&steps[*nr_done]);

@@ -105,7 +105,8 @@ static bool read_boot_id(char boot[BOOT_LEN])
 	return nr == BOOT_LEN;
 }
 
-/* A failure is not remembered; it costs one save its clean-up. */
+/* A failure to read the boot id is not remembered: this save removes no old temporaries, and the
+ * next one tries again. */
 bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
 {
 	if (!atomic_load(&temps.boot_known)) {
@@ -127,11 +128,14 @@ bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
 /* Sets the kind by what follows the lock's name; false if nothing of ours has such a name. */
 static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 {
-	const bool is_old = strncmp(rest, OLD, sizeof(OLD) - 1) == 0;
-
-	out->kind = is_old ? SFR__TMP_OLD : *rest ? SFR__TMP_NEW : SFR__TMP_FILE;
-	out->target = is_old ? rest + sizeof(OLD) - 1 : "";
-	return is_old ? *out->target != '\0' : *rest == '\0' || strcmp(rest, NEW) == 0;
+	if (strncmp(rest, OLD, sizeof(OLD) - 1) == 0) {
+		out->kind = SFR__TMP_OLD;
+		out->target = rest + sizeof(OLD) - 1;
+		return *out->target != '\0';
+	}
+	out->kind = *rest ? SFR__TMP_NEW : SFR__TMP_FILE;
+	out->target = "";
+	return *rest == '\0' || strcmp(rest, NEW) == 0;
 }
 
 /* The name is rebuilt from its fields and compared. */
@@ -239,7 +243,12 @@ enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int 
 	int fd = open_other(dir, name), rc;
 
 	*fd_out = -1;
-	rc = fd < 0 ? fd : sfr_sys.fstat(fd, &st) < 0 ? -errno : S_ISREG(st.st_mode) ? 0 : -ENOENT;
+	if (fd < 0)
+		rc = fd;
+	else if (sfr_sys.fstat(fd, &st) < 0)
+		rc = -errno;
+	else
+		rc = S_ISREG(st.st_mode) ? 0 : -ENOENT;
 	if (rc == 0)
 		rc = lock(fd);
 	if (rc == 0)

@@ -78,8 +78,10 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 		pool->leased_bytes -= block->committed;
 	if (to == SFR__BLOCK_LEASED)
 		pool->leased_bytes += block->committed;
-	pool->nr_in_hand += sfr__pool_in_hand(to);
-	pool->nr_in_hand -= sfr__pool_in_hand(from);
+	if (sfr__pool_in_hand(to))
+		pool->nr_in_hand++;
+	if (sfr__pool_in_hand(from))
+		pool->nr_in_hand--;
 	sfr__pool_uncount_locked(pool, block);
 	block->state = to;
 	sfr__pool_count_locked(pool, block);
@@ -92,10 +94,12 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 		(void)pthread_cond_broadcast(&pool->cv);
 		return;
 	}
-	sfr__pool_push(to == SFR__BLOCK_RESERVED             ? &pool->reserved :
-		       block->committed == pool->block_bytes ? &pool->whole :
-							       &pool->partial,
-		       block);
+	if (to == SFR__BLOCK_RESERVED)
+		sfr__pool_push(&pool->reserved, block);
+	else if (block->committed == pool->block_bytes)
+		sfr__pool_push(&pool->whole, block);
+	else
+		sfr__pool_push(&pool->partial, block);
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* cannot fail on our own object */
 }

@@ -219,7 +219,7 @@ static int wait_locked(struct sfr__pool *pool, struct sfr__placement *placement,
 	return rc;
 }
 
-int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool whole,
+int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool whole,
 		    uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
@@ -273,7 +273,7 @@ void sfr__pool_hold(struct sfr__pool *pool, const struct sfr__lease *lease, bool
 	sfr__unlock(&pool->mu);
 }
 
-void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease)
+void sfr__pool_unlease(struct sfr__pool *pool, struct sfr__lease *lease)
 {
 	if (lease->runs == NULL)
 		return;

@@ -221,9 +221,10 @@ static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 		     uint64_t block_bytes, bool in_place)
 {
 	uint64_t most = REGION_BYTES_MAX / block_bytes;
-	uint32_t at = 0, step;
+	uint32_t at = 0, step = nr;
 
-	step = most > nr ? nr : most > 1 ? (uint32_t)most : 1;
+	if (most < nr)
+		step = most > 1 ? (uint32_t)most : 1;
 	while (at < nr) {
 		uint32_t len = step < nr - at ? step : nr - at;
 		CUresult rc;

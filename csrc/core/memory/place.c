@@ -5,8 +5,8 @@
  * leave no such window, each item goes into the first gap that has room. */
 #include "memory/pool_int.h"
 
-/* Returns whether the block can be taken; with `ever`, once everything has returned that does so by
- * itself. */
+/* Returns whether the block can be taken now or, with `ever`, once every lease that is not held by
+ * a user has ended. */
 static bool usable(const struct sfr__block *block, bool ever)
 {
 	/* A copy into a retired block may run forever. */
@@ -20,7 +20,8 @@ static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool ever)
 	uint32_t nr = 0;
 
 	for (uint32_t i = 0; i < pool->nr_blocks; i++)
-		nr += usable(&pool->blocks[i], ever);
+		if (usable(&pool->blocks[i], ever))
+			nr++;
 	return nr;
 }
 

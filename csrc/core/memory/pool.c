@@ -31,7 +31,7 @@
  *     SHRINKING  RESERVED   trim
  *     SHRINKING  FREE       trim, when the system refuses, or the driver knows it with others
  *     FREE       GROWING    pin, and back; it is in one thread's hand meanwhile
- *     LEASED     RETIRED    retire: a copy into it may be running for ever
+ *     LEASED     RETIRED    retire: a copy into it may be running forever
  *
  * Leases of contiguous blocks (lease.c) use the same arrows as get and put. warm_up and trim are in
  * grow.c; supply.c makes memory for the next save.
@@ -123,10 +123,11 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 		(void)pthread_cond_broadcast(&pool->cv); /* the new head checks again */
 }
 
-/* Waits to be first in the queue and takes a block. With `starved`, the system had no memory when
- * nr_returned had that value. Another try is only worth it once a block has returned since, or when
- * nothing is left to wait for. SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when snapshots hold every
- * block, which only their users end; -ENOMEM when every block is retired. */
+/* Waits to be first in the queue and takes a block. `starved`, if given, is the value of
+ * nr_returned at the last try, for which the system had no memory. It is only worth trying again
+ * once a block has returned since, or when nothing is left to wait for. SFR_EAGAIN at the deadline;
+ * SFR_EEXHAUSTED when snapshots hold every block, which only their users end; -ENOMEM when every
+ * block is retired. */
 static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
 		       const uint64_t *starved, struct sfr__block **out)
 {
@@ -148,7 +149,9 @@ static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64
 	sfr__pool_dequeue_locked(pool, &me);
 	if (pool->nr_retired == pool->nr_blocks)
 		return -ENOMEM;
-	return *out != NULL ? 0 : exhausted ? SFR_EEXHAUSTED : SFR_EAGAIN;
+	if (*out != NULL)
+		return 0;
+	return exhausted ? SFR_EEXHAUSTED : SFR_EAGAIN;
 }
 
 int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,
@@ -171,7 +174,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 			break;
 		returned = pool->nr_returned;
 		if (sfr__pool_is_whole(pool, need)) {
-			sfr__pool_missed_locked(pool);
+			sfr__pool_want_more_locked(pool);
 			pool->nr_filling++;
 		}
 		sfr__unlock(&pool->mu);

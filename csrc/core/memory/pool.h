@@ -75,13 +75,14 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
 
 /* ---- supply.c ---- */
 
-/* Announces that a save that takes blocks begins, or needs no more. nr_whole of its blocks need all
- * their memory; the pool lacks any of these that it does not have. */
+/* Surround the time in which a save takes blocks. It can use nr_whole blocks with all their memory
+ * at a time; the pool lacks those of them that it does not have. */
 void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole);
 void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
-/* Called when a block of a save has been written, and `nr_left` more calls will follow. Makes
- * memory for as many blocks as are lacking beyond that: after the last call the save's own blocks
- * exist, unless the system has no memory or a thread waits for a block. */
+/* Makes memory for blocks that the pool lacks. Called after each block that a save has written;
+ * `nr_left` more calls follow, and each can make one block. So this call makes only what is lacking
+ * beyond those, and the last one makes all that is left. Does nothing while a thread waits for a
+ * block, or if the system has no memory. */
 void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left);
 /* Makes the memory of one block that the pool lacks. Returns false if it lacks none, or if a thread
  * waits for a block. */
@@ -104,17 +105,21 @@ struct sfr__lease {
 };
 
 /* Leases memory for `nr` items of `lens` bytes, all or nothing. Each item is contiguous and aligned
- * to SFR_ALIGN; addrs[i] gets its address (NULL for no bytes). Waits behind every waiter of
- * sfr__pool_get. At least one block stays free while saves need some (sfr__pool_join), not counting
- * the `nr_own` saves that the caller itself delays. On success the lease is held. `whole`: its
- * blocks get all their memory, so that they can be registered.
+ * to SFR_ALIGN; addrs[i] becomes its address (NULL if lens[i] is 0). On success the lease is held.
  *
- * SFR_EAGAIN when `slice_ns` passes (0: no wait). SFR_EEXHAUSTED when the items do not fit beside
- * what is held, so that only a holder could end the wait. -ENOMEM. */
-int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool whole,
+ *     whole    give the blocks all their memory, so that they can be registered
+ *     nr_own   how many of the saves in flight wait for the caller itself
+ *
+ * Threads in sfr__pool_get are served first. One block is left for saves while any of them, apart
+ * from those `nr_own`, needs blocks (sfr__pool_join).
+ *
+ * SFR_EAGAIN when `slice_ns` passes (0: no wait). SFR_EEXHAUSTED when the items do not fit with
+ * the leases that are held, so that only their holders could end the wait. -ENOMEM. */
+int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool whole,
 		    uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out);
-/* Pins the blocks of such a lease at their address, as far as the system allows; notes what stays
- * pageable. Needs a context. One thread at a time. Returns whether all are pinned. */
+/* Pins the blocks of a `whole` lease without moving them, as far as the system allows, and notes
+ * which stay pageable. The calling thread needs a CUDA context. One thread at a time. Returns
+ * whether all blocks are pinned. */
 bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);
 /* Returns the file that the pool's memory belongs to, and the offset of `mem` in it; -1: the memory
  * is private. */
@@ -124,11 +129,11 @@ bool sfr__pool_has(const struct sfr__pool *pool, const char *mem);
 /* Returns how many of the `len` bytes at `mem`, in a lease, one device copy may write, and whether
  * they are pinned. */
 size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned);
-/* Sets whether a user holds the lease, as after sfr__pool_place. When not held, the lease will
- * return by itself and others may wait for it. Idempotent. */
+/* Sets whether a user holds the lease, as after sfr__pool_lease. A lease that is not held is given
+ * back without a call by a user, so other threads may wait for it. Idempotent. */
 void sfr__pool_hold(struct sfr__pool *pool, const struct sfr__lease *lease, bool held);
-/* Returns the lease's blocks, or retires them, and empties it. */
-void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease);
+/* Gives the lease's blocks back to the pool, or retires them, and empties the lease. */
+void sfr__pool_unlease(struct sfr__pool *pool, struct sfr__lease *lease);
 /* Sets whether forked children get the lease's memory; at first they do not. 0 or -errno. */
 int sfr__pool_share(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared);
 

@@ -60,9 +60,9 @@ struct sfr__placement {
 	struct sfr__gap *gaps; /* room for as many as there can be */
 	uint32_t nr_gaps;
 };
-/* Puts the items into free blocks, or with `ever` into blocks that will be free once everything has
- * returned that does so by itself. With `spare`, leaves one block for saves. False when they do not
- * fit. */
+/* Sets the address of each item: in free blocks or, with `ever`, in blocks that will be free once
+ * every lease that is not held by a user has ended. With `spare`, leaves one block for saves.
+ * Returns false when the items do not fit. */
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
 			    bool ever, bool spare);
 
@@ -104,17 +104,19 @@ static inline bool sfr__block_is_full(const struct sfr__pool *pool, const struct
 }
 static inline void sfr__pool_uncount_locked(struct sfr__pool *pool, const struct sfr__block *block)
 {
-	pool->nr_full -= sfr__block_is_full(pool, block);
+	if (sfr__block_is_full(pool, block))
+		pool->nr_full--;
 }
 static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct sfr__block *block)
 {
-	pool->nr_full += sfr__block_is_full(pool, block);
+	if (sfr__block_is_full(pool, block))
+		pool->nr_full++;
 }
 /* ---- supply.c ---- */
-/* Whether saves could use whole blocks that the pool can still make. */
+/* Returns whether saves could use whole blocks that the pool can still make. */
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
-/* Called when a save has found no block with memory. */
-void sfr__pool_missed_locked(struct sfr__pool *pool);
+/* A save has found no block with memory: raises the number of blocks that should have some. */
+void sfr__pool_want_more_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
 /* Gives blocks that the caller owns the memory that each wants, on several threads, and passes each
  * on with its result (0 or the first error of all). Called without the lock. */

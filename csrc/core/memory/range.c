@@ -1,4 +1,4 @@
-/* A range of address space and the memory behind it.
+/* A range of address space and the memory mapped there.
  *
  * A range is reserved once without access, and so without memory; parts of it gain memory and lose
  * it again. The address space stays reserved, so an address known to a driver or a running copy is
@@ -128,7 +128,9 @@ static int allocate(const struct sfr__range *range, const char *mem, size_t len)
 	do
 		rc = sfr_sys.fallocate(range->file, 0, (off_t)(mem - range->base), (off_t)len);
 	while (rc != 0 && errno == EINTR); /* an interrupted call has allocated nothing */
-	return rc == 0 ? 0 : errno == ENOSPC ? -ENOMEM : -errno;
+	if (rc == 0)
+		return 0;
+	return errno == ENOSPC ? -ENOMEM : -errno;
 }
 
 int sfr__memory_open(char *mem, size_t len)

@@ -36,7 +36,7 @@ static void want_locked(struct sfr__pool *pool, uint32_t nr)
 		pool->nr_wanted = nr;
 }
 
-void sfr__pool_missed_locked(struct sfr__pool *pool)
+void sfr__pool_want_more_locked(struct sfr__pool *pool)
 {
 	if (pool->nr_wanted != 0) /* 0: trimmed while saves are in flight */
 		want_locked(pool, pool->nr_expected);
@@ -61,8 +61,8 @@ void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole)
 	sfr__unlock(&pool->mu);
 }
 
-/* Takes a block to make memory for, or NULL: nothing is lacking that the writes of `nr_left` blocks
- * may not make, or somebody waits for a block. */
+/* Takes a block that needs memory. Returns NULL if a thread waits for a block, or if the `nr_left`
+ * blocks that are still to be written will make all the memory that the pool lacks. */
 static struct sfr__block *take_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	struct sfr__block *block;

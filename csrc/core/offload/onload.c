@@ -147,7 +147,8 @@ static int make(struct sfr_engine *engine, struct sfr_snapshot *from, struct sfr
 		return -ENOMEM;
 	sfr__lock(&engine->mu);
 	rc = engine->closing ? SFR_ECLOSED : 0;
-	engine->nr_snapshots += rc == 0; /* keeps the pool */
+	if (rc == 0)
+		engine->nr_snapshots++; /* keeps the pool */
 	sfr__unlock(&engine->mu);
 	if (rc < 0) {
 		sfr_sys.free(onload);

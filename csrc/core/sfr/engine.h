@@ -15,7 +15,7 @@ struct sfr_engine_opts {
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
 	uint32_t nr_copiers;    /* threads that help those who wait for large copies; 0: none */
-	/* A default pool gets what budget_bytes leaves beside the caps of the process's other
+	/* A default pool gets what budget_bytes leaves besides the caps of the process's other
 	 * default pools, at most most_bytes and at least one block. If the system refuses it so
 	 * much address space, it gets half, and so on. */
 	uint64_t budget_bytes, most_bytes;

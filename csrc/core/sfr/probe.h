@@ -15,7 +15,7 @@ struct sfr_probe_range {
 int sfr_probe_new(uint32_t device, struct sfr_probe **out);
 /* Frees a probe at any time; accepts NULL. */
 void sfr_probe_free(struct sfr_probe *probe);
-/* Queues the copies behind the work on `stream`, a stream of the probe's device, which then waits
+/* Queues the copies after the work on `stream`, a stream of the probe's device, which then waits
  * for them. `again` is nonzero the second time; it takes the same storages in the same order, with
  * nbytes = 0 for those no longer wanted. SFR_EBUSY: nothing was queued, because another thread is
  * probing or the previous copies have not completed. SFR_ECAPTURING, SFR_EFORK; -EIO: the probe

@@ -20,7 +20,7 @@ struct sfr_step {
 };
 /* Takes the steps in order up to the first that fails, and returns 0 or its -errno. *nr_done steps
  * were taken; nothing is undone, so a file may exist in part. Blocks on file systems. */
-int sfr_steps(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done);
+int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done);
 /* Lists the directory `path`: *names gets malloc'ed, zero-terminated names of *len bytes in all,
  * which the caller frees with sfr_names_free. 0 or -errno. */
 int sfr_names(const char *path, char **names, size_t *len);

@@ -1,9 +1,9 @@
-/* Copies the part of a snapshot on one device directly into the leased memory; all copies are
+/* Copies a snapshot's sources on one device directly into the leased memory; all copies are
  * queued in the call. stage/transfer.h explains the events.
  *
  * A save's deferred bytes are queued in small portions, but a snapshot's are not: all of its memory
  * is leased already, and its caller mostly waits for it at once. So each group of copies is one
- * batch, given to the driver in one call. The price is that copies of other streams queue behind
+ * batch, given to the driver in one call. The price is that copies of other streams wait for
  * it.
  *
  * For groups of an Offloader (SFR_SNAPSHOT_LEAVES) everything is captured and there is no C.
@@ -16,7 +16,7 @@
 #include "stage/transfer.h"
 
 /* A snapshot's state on one device. */
-struct sfr__snapshot_part {
+struct sfr__snapshot_device {
 	struct sfr__transfer transfer;
 	struct sfr_snapshot *snapshot; /* constant, like the next */
 	uint32_t device;
@@ -24,60 +24,59 @@ struct sfr__snapshot_part {
 	int64_t torn;    /* the lane's until the transfer is over */
 };
 
-static struct sfr__snapshot_part *part_of(struct sfr__transfer *tr)
+static struct sfr__snapshot_device *device_of(struct sfr__transfer *tr)
 {
-	return sfr__container(tr, struct sfr__snapshot_part, transfer);
+	return sfr__container(tr, struct sfr__snapshot_device, transfer);
 }
 
 /* ---- start ------------------------------------------------------------------------- */
 
-/* Adds the part's captured or deferred sources. */
-static void add(struct sfr__snapshot_part *part, bool captured)
+/* Adds the device's captured or deferred sources. */
+static void add(struct sfr__snapshot_device *dev, bool captured)
 {
-	const struct sfr_snapshot *s = part->snapshot;
+	const struct sfr_snapshot *s = dev->snapshot;
 
 	for (uint32_t i = 0; i < s->nr_sources; i++) {
 		const struct sfr_source *source = &s->sources[i];
 
-		if (source->device == part->device + 1 &&
-		    (source->lane == SFR_CAPTURED) == captured)
-			sfr__transfer_add_pooled(&part->transfer, s->engine->pool,
+		if (source->device == dev->device + 1 && (source->lane == SFR_CAPTURED) == captured)
+			sfr__transfer_add_pooled(&dev->transfer, s->engine->pool,
 						 (uint64_t)(uintptr_t)s->copies[i], source->addr,
 						 source->nbytes);
 	}
 }
 
 /* Queues everything that has to be copied from the device. */
-static void queue(struct sfr__snapshot_part *part)
+static void queue(struct sfr__snapshot_device *dev)
 {
-	struct sfr__transfer *tr = &part->transfer;
-	struct sfr_snapshot *s = part->snapshot;
+	struct sfr__transfer *tr = &dev->transfer;
+	struct sfr_snapshot *s = dev->snapshot;
 	struct sfr__sampled *sampled;
 	uint32_t nr;
 
 	if (sfr__transfer_pin(tr, s->engine->pool))
 		sfr__lot_pin(s);
 	tr->timed = s->leaves;
-	add(part, true);
-	sampled = sfr__snapshot_sampled(s, part->device + 1, &nr);
+	add(dev, true);
+	sampled = sfr__snapshot_sampled(s, dev->device + 1, &nr);
 	sfr__transfer_sample(tr, sampled, nr, sfr__now_ns());
 	if (!s->leaves)
 		sfr__transfer_captured(tr);
-	add(part, false);
+	add(dev, false);
 }
 
-/* 0, or a code if the call is refused. */
-static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
+/* Starts the copies of one device. Returns 0, or a code if the call is refused. */
+static int start_device(struct sfr__snapshot_device *dev, struct sfr_err *err)
 {
-	struct sfr__transfer *tr = &part->transfer;
-	struct sfr_snapshot *s = part->snapshot;
-	int rc = sfr__transfer_begin(tr, &s->engine->cuda_lanes, part->device, SFR__CUDA_OUT,
-				     part->stream);
+	struct sfr__transfer *tr = &dev->transfer;
+	struct sfr_snapshot *s = dev->snapshot;
+	int rc = sfr__transfer_begin(tr, &s->engine->cuda_lanes, dev->device, SFR__CUDA_OUT,
+				     dev->stream);
 
 	if (tr->lane) {
-		sfr__snapshot_out(s);
+		sfr__snapshot_copy_begins(s);
 		if (!tr->err.code)
-			queue(part);
+			queue(dev);
 		if (!tr->err.code)
 			sfr__transfer_staged(tr);
 		sfr__transfer_end(tr);
@@ -86,12 +85,12 @@ static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 	return rc;
 }
 
-int sfr__snapshot_parts_start(struct sfr_snapshot *s, struct sfr_err *err)
+int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err)
 {
 	int rc = 0;
 
-	for (uint32_t i = 0; i < s->nr_parts && !err->code && rc == 0; i++)
-		rc = start_part(&s->parts[i], err);
+	for (uint32_t i = 0; i < s->nr_devices && !err->code && rc == 0; i++)
+		rc = start_device(&s->devices[i], err);
 	return rc;
 }
 
@@ -99,19 +98,19 @@ int sfr__snapshot_parts_start(struct sfr_snapshot *s, struct sfr_err *err)
 
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
-	struct sfr__snapshot_part *part = part_of(tr);
+	struct sfr__snapshot_device *dev = device_of(tr);
 
 	(void)portion; /* there is only one */
 	if (ok)
-		part->torn = sfr__snapshot_compare(part->snapshot, part->device + 1, &tr->samples);
+		dev->torn = sfr__snapshot_compare(dev->snapshot, dev->device + 1, &tr->samples);
 	else
-		sfr__snapshot_lost(part->snapshot);
+		sfr__snapshot_lost(dev->snapshot);
 }
 
 static void over(struct sfr__transfer *tr)
 {
-	struct sfr__snapshot_part *part = part_of(tr);
-	struct sfr_snapshot *s = part->snapshot;
+	struct sfr__snapshot_device *dev = device_of(tr);
+	struct sfr_snapshot *s = dev->snapshot;
 	struct sfr_err err = { .index = -1 };
 
 	if (tr->lost)
@@ -119,18 +118,19 @@ static void over(struct sfr__transfer *tr)
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	atomic_fetch_add_explicit(&s->copying_ns, tr->copying.ns, memory_order_relaxed);
 	/* the snapshot may be freed from here on */
-	sfr__snapshot_in(s, part->torn, &err);
+	sfr__snapshot_copy_ended(s, dev->torn, &err);
 }
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done, .over = over };
 
-bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr)
+bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
+				uint32_t nr)
 {
 	bool all = true;
 
-	for (uint32_t i = 0; i < s->nr_parts; i++)
-		if (!sfr__transfer_gate(&s->parts[i].transfer,
-					sfr__stream_of(streams, nr, s->parts[i].device)))
+	for (uint32_t i = 0; i < s->nr_devices; i++)
+		if (!sfr__transfer_gate(&s->devices[i].transfer,
+					sfr__stream_of(streams, nr, s->devices[i].device)))
 			all = false;
 	return all;
 }
@@ -147,7 +147,7 @@ void sfr__snapshot_pin(struct sfr_snapshot *s)
 	sfr__cuda_leave(&scope);
 }
 
-int sfr__snapshot_parts_new(struct sfr_snapshot *s)
+int sfr__snapshot_devices_new(struct sfr_snapshot *s)
 {
 	uint32_t nr = 0;
 
@@ -156,33 +156,33 @@ int sfr__snapshot_parts_new(struct sfr_snapshot *s)
 
 		if (device == 0 || s->sources[i].nbytes == 0)
 			continue;
-		while (k < nr && s->parts[k].device != device - 1)
+		while (k < nr && s->devices[k].device != device - 1)
 			k++;
 		if (k < nr)
 			continue;
 		/* There are few devices, mostly one. */
-		struct sfr__snapshot_part *more =
-			sfr_sys.realloc(s->parts, (nr + 1) * sizeof(*more));
+		struct sfr__snapshot_device *more =
+			sfr_sys.realloc(s->devices, (nr + 1) * sizeof(*more));
 		if (!more)
 			return -ENOMEM;
-		s->parts = more;
-		s->parts[nr++] = (struct sfr__snapshot_part){
+		s->devices = more;
+		s->devices[nr++] = (struct sfr__snapshot_device){
 			.transfer.ops = &ops, .snapshot = s, .device = device - 1, .torn = -1
 		};
 	}
-	s->nr_parts = nr;
+	s->nr_devices = nr;
 	return 0;
 }
 
-int sfr__snapshot_parts_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
-				uint32_t nr)
+int sfr__snapshot_devices_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
+				  uint32_t nr)
 {
-	for (uint32_t i = 0; i < s->nr_parts; i++) {
-		const struct sfr_stream *stream = sfr__stream_of(streams, nr, s->parts[i].device);
+	for (uint32_t i = 0; i < s->nr_devices; i++) {
+		const struct sfr_stream *stream = sfr__stream_of(streams, nr, s->devices[i].device);
 
 		if (!stream)
 			return SFR_ESTATE;
-		s->parts[i].stream = (CUstream)(uintptr_t)stream->handle;
+		s->devices[i].stream = (CUstream)(uintptr_t)stream->handle;
 	}
 	return 0;
 }

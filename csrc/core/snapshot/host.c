@@ -26,7 +26,8 @@ static size_t block_len(struct sfr__host_copy *copy, uint32_t blk)
 }
 
 /* Copies bytes of one source. Returns its index if it was torn, else -1. */
-static int64_t copy_part(struct sfr_snapshot *s, uint32_t i, uint64_t off, size_t len, bool hurried)
+static int64_t copy_range(struct sfr_snapshot *s, uint32_t i, uint64_t off, size_t len,
+			  bool hurried)
 {
 	const char *src = sfr__bytes_of(&s->sources[i]) + off;
 	char *dst = s->copies[i] + off;
@@ -60,7 +61,7 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 		if (i + 1 < s->nr_sources && run->starts[i + 2] > run->starts[i + 1])
 			sfr__host_prefetch(sfr__bytes_of(&s->sources[i + 1]),
 					   s->sources[i + 1].nbytes);
-		found = copy_part(s, i, at - run->starts[i], (size_t)(end - at), hurried);
+		found = copy_range(s, i, at - run->starts[i], (size_t)(end - at), hurried);
 		if (torn < 0)
 			torn = found;
 		at = end;
@@ -90,7 +91,7 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 
 static void over(struct sfr__host_copy *copy)
 {
-	sfr__snapshot_in(run_of(copy)->snapshot, -1, NULL);
+	sfr__snapshot_copy_ended(run_of(copy)->snapshot, -1, NULL);
 }
 
 static const struct sfr__host_ops ops = {
@@ -141,8 +142,8 @@ void sfr__snapshot_runs_free(struct sfr_snapshot *s)
 	sfr_sys.free(s->deferred.starts);
 }
 
-/* Aims the run at the leased memory. */
-static void place(struct sfr__snapshot_run *run)
+/* Sets where the run's copies go: the snapshot's leased memory. */
+static void set_destination(struct sfr__snapshot_run *run)
 {
 	run->block = (struct sfr__host_block){ .mem = run->snapshot->base,
 					       .left = block_len(&run->copy, 0) };
@@ -150,16 +151,16 @@ static void place(struct sfr__snapshot_run *run)
 
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all)
 {
-	place(&s->captured);
+	set_destination(&s->captured);
 	(void)sfr__host_copy_now(&s->captured.copy, SFR_FOREVER); /* waits for nothing */
 	if (!all)
 		return;
-	place(&s->deferred);
+	set_destination(&s->deferred);
 	(void)sfr__host_copy_now(&s->deferred.copy, SFR_FOREVER); /* waits for nothing */
 }
 
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s)
 {
-	place(&s->deferred);
+	set_destination(&s->deferred);
 	sfr__host_begin_locked(&s->deferred.copy, true);
 }

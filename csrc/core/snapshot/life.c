@@ -38,10 +38,10 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 		sfr__engine_snapshot_gone(s->engine);
 }
 
-void sfr__snapshot_out(struct sfr_snapshot *s)
+void sfr__snapshot_copy_begins(struct sfr_snapshot *s)
 {
 	sfr__lock(&s->engine->mu);
-	s->nr_out++;
+	s->nr_copying++;
 	sfr__unlock(&s->engine->mu);
 }
 
@@ -52,7 +52,7 @@ void sfr__snapshot_lost(struct sfr_snapshot *s)
 	sfr__unlock(&s->engine->mu);
 }
 
-void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err)
+void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err)
 {
 	struct sfr_engine *engine = s->engine;
 
@@ -61,7 +61,7 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 		s->torn = torn;
 	if (err && err->code && !s->err.code)
 		s->err = *err;
-	if (--s->nr_out > 0) {
+	if (--s->nr_copying > 0) {
 		sfr__unlock(&engine->mu);
 		return;
 	}

@@ -18,7 +18,7 @@
 
 #include "snapshot/snapshot.h"
 
-enum { SMALL_PARTS = 4 /* a small snapshot needs at most one of so many parts of a block */ };
+enum { SMALL_SHARES = 4 /* a small snapshot needs at most this fraction of a block: 1/4 */ };
 
 struct sfr__lot {
 	struct sfr__lease lease; /* constant, except for `retired` */
@@ -49,7 +49,7 @@ static uint64_t sum(const uint64_t *lens, uint32_t nr)
  * (SFR_SNAPSHOT_LEAVES) do. */
 static bool is_small(const struct sfr_snapshot *s, uint64_t total)
 {
-	return s->leaves && total > 0 && total <= s->engine->opts.block_bytes / SMALL_PARTS;
+	return s->leaves && total > 0 && total <= s->engine->opts.block_bytes / SMALL_SHARES;
 }
 
 /* ---- getting a lot ---- */
@@ -64,8 +64,8 @@ static void use_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 
 /* Gives the snapshot the next `total` bytes of a common lot. False if there is no lot, or no
  * room. */
-static bool cut_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t total,
-		       struct sfr__lot *lot)
+static bool take_range_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t total,
+			      struct sfr__lot *lot)
 {
 	if (!lot || lot->lease.retired || lot->len - lot->used < total)
 		return false;
@@ -77,28 +77,33 @@ static bool cut_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t to
 	return true;
 }
 
-/* Makes a lot with memory and without users. */
+/* Makes a lot with memory and without users: one block that small snapshots share (`common`), or
+ * memory for this snapshot's sources. */
 static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint32_t nr_own,
 		uint64_t slice_ns, struct sfr__lot **out)
 {
 	struct sfr__pool *pool = s->engine->pool;
 	const uint64_t block_bytes = s->engine->opts.block_bytes;
 	/* small snapshots are of SFR_SNAPSHOT_LEAVES too */
-	const bool whole = s->nr_parts || s->leaves;
+	const bool whole = s->nr_devices || s->leaves;
 	struct sfr__lot *lot = sfr_sys.calloc(1, sizeof(*lot));
 	int rc;
 
 	if (!lot)
 		return -ENOMEM;
 	lot->len = common ? block_bytes : 0;
-	rc = sfr__pool_place(pool, common ? &block_bytes : lens, common ? 1 : s->nr_sources, whole,
-			     nr_own, slice_ns, common ? &lot->base : s->copies, &lot->lease);
+	if (common)
+		rc = sfr__pool_lease(pool, &block_bytes, 1, whole, nr_own, slice_ns, &lot->base,
+				     &lot->lease);
+	else
+		rc = sfr__pool_lease(pool, lens, s->nr_sources, whole, nr_own, slice_ns, s->copies,
+				     &lot->lease);
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(pool, &lot->lease, true);
 		if (rc < 0) {
 			/* undoes what was shared; a failure is harmless */
 			(void)sfr__pool_share(pool, &lot->lease, false);
-			sfr__pool_unplace(pool, &lot->lease);
+			sfr__pool_unlease(pool, &lot->lease);
 		}
 	}
 	if (rc < 0) {
@@ -120,7 +125,7 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, 
 	int rc;
 
 	sfr__lock(&engine->mu);
-	found = small && cut_locked(s, lens, total, engine->common_lot);
+	found = small && take_range_locked(s, lens, total, engine->common_lot);
 	sfr__unlock(&engine->mu);
 	if (found)
 		return 0;
@@ -129,7 +134,7 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, 
 		return rc;
 	sfr__lock(&engine->mu);
 	if (small) {
-		(void)cut_locked(s, lens, total, lot); /* always has room */
+		(void)take_range_locked(s, lens, total, lot); /* always has room */
 		engine->common_lot = lot;
 	} else {
 		use_locked(s, lot);
@@ -147,10 +152,10 @@ void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held)
 	if (s->held == held)
 		return;
 	s->held = held;
-	lot->nr_held += held;
-	lot->nr_held -= !held;
-	if (lot->nr_held == (uint32_t)held) /* the first held user, or none is left */
-		sfr__pool_hold(s->engine->pool, &lot->lease, held);
+	if (held && lot->nr_held++ == 0) /* the first held user */
+		sfr__pool_hold(s->engine->pool, &lot->lease, true);
+	if (!held && --lot->nr_held == 0) /* none is left */
+		sfr__pool_hold(s->engine->pool, &lot->lease, false);
 }
 
 void sfr__lot_retire_locked(struct sfr_snapshot *s)
@@ -190,6 +195,6 @@ void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot)
 	 * children have these pages too, which only costs them memory. */
 	if (s->shared)
 		(void)sfr__pool_share(s->engine->pool, &lot->lease, false);
-	sfr__pool_unplace(s->engine->pool, &lot->lease);
+	sfr__pool_unlease(s->engine->pool, &lot->lease);
 	sfr_sys.free(lot);
 }

@@ -12,7 +12,8 @@ uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device
 	uint32_t nr = 0;
 
 	for (uint32_t i = 0; i < s->nr_sources; i++)
-		nr += is_deferred_on(&s->sources[i], device);
+		if (is_deferred_on(&s->sources[i], device))
+			nr++;
 	return nr;
 }
 

@@ -8,7 +8,7 @@
  *     NEW      LEASED   sfr_snapshot_lease
  *     LEASED   COPIED   sfr_snapshot_start, if everything was captured from the host, or it failed
  *     LEASED   COPYING  sfr_snapshot_start
- *     COPYING  COPIED   sfr__snapshot_in, by the last thread or device that copies
+ *     COPYING  COPIED   sfr__snapshot_copy_ended, by the last thread or device that copies
  *
  * lot.c manages the memory: a snapshot has a lot of its own, or a small one has a range of a common
  * lot. Whether the memory goes back is checked after each of these events: the copy has ended, a
@@ -22,11 +22,11 @@
  * Deferred sources are watched like those of a save: some cache lines of each are kept in the call
  * and compared with the copy.
  *
- * Several can copy at a time: the call itself, threads of the host (snapshot/host.c), and each
- * device (snapshot/device.c). `nr_out` counts them, and the last one to end settles the snapshot.
+ * The call itself, threads of the host (snapshot/host.c) and each device (snapshot/device.c) may
+ * copy at the same time. `nr_copying` counts them, and the last one to end settles the snapshot.
  *
- * The reference of those that copy passes to the notice of the end, so a thread of the engine never
- * drops the last one.
+ * They share one reference to the snapshot. It passes to the notice of the end, so a thread of the
+ * engine never drops the last reference.
  *
  * Shared memory is the same memory with MADV_DOFORK while its lease lasts. A child has a
  * copy-on-write view of it, which later writes of the parent cannot reach. A fork waits until a
@@ -80,7 +80,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 			goto fail;
 	rc = sfr__snapshot_runs_new(s);
 	if (rc == 0)
-		rc = sfr__snapshot_parts_new(s);
+		rc = sfr__snapshot_devices_new(s);
 	if (rc < 0)
 		goto fail;
 	*out = s;
@@ -190,7 +190,7 @@ int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *stream
 			 uint32_t nr_streams)
 {
 	return sfr__snapshot_is_foreign(s) ? SFR_EFORK :
-					     sfr__snapshot_parts_streams(s, streams, nr_streams);
+					     sfr__snapshot_devices_streams(s, streams, nr_streams);
 }
 
 int sfr_snapshot_start(struct sfr_snapshot *s)
@@ -206,7 +206,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	sfr__lock(&engine->mu);
 	if (s->state != SFR__SNAPSHOT_LEASED)
 		rc = SFR_ESTATE;
-	else if (s->nr_parts && engine->closing)
+	else if (s->nr_devices && engine->closing)
 		rc = SFR_ECLOSED;
 	sfr__unlock(&engine->mu);
 	if (rc == SFR_ESTATE)
@@ -214,29 +214,29 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	if (rc == 0 && nr)
 		rc = take_samples(s);
 	sfr__lock(&engine->mu);
-	if (rc == 0 && (nr || s->nr_parts) && !engine->closing) {
+	if (rc == 0 && (nr || s->nr_devices) && !engine->closing) {
 		rc = sfr__engine_start_locked(engine);
 		queued = rc == 0;
 	}
 	if (queued) {
 		sfr_snapshot_get(s); /* for those that copy */
-		s->nr_out = 1;       /* this call */
+		s->nr_copying = 1;   /* this call */
 		engine->nr_copying++;
 		sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPYING);
 	}
 	sfr__unlock(&engine->mu);
 	if (!queued) /* the engine may have been closed meanwhile: no thread could do it later */
-		return copy_here(s, rc == 0 && s->nr_parts ? SFR_ECLOSED : rc);
+		return copy_here(s, rc == 0 && s->nr_devices ? SFR_ECLOSED : rc);
 	/* Devices first: they copy while the host copies. */
-	rc = sfr__snapshot_parts_start(s, &err);
+	rc = sfr__snapshot_devices_start(s, &err);
 	sfr__snapshot_copy_now(s, false);
 	if (nr) {
 		sfr__lock(&engine->mu);
-		s->nr_out++;
+		s->nr_copying++;
 		sfr__snapshot_defer_locked(s);
 		sfr__unlock(&engine->mu);
 	}
-	sfr__snapshot_in(s, -1, &err);
+	sfr__snapshot_copy_ended(s, -1, &err);
 	return rc < 0 ? rc : err.code;
 }
 
@@ -263,7 +263,7 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
-	on_host = !sfr__snapshot_parts_gate(s, streams, nr_streams) ||
+	on_host = !sfr__snapshot_devices_gate(s, streams, nr_streams) ||
 		  sfr__snapshot_nr_deferred(s, 0) > 0;
 	sfr__lock(&s->engine->mu);
 	rc = on_host ? wait_locked(s, slice_ns, deadline) : 0;
@@ -341,7 +341,7 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 		sfr__lot_free(s, lot);
 		sfr__engine_snapshot_gone(engine);
 	}
-	sfr_sys.free(s->parts);
+	sfr_sys.free(s->devices);
 	sfr__snapshot_runs_free(s);
 	sfr__samples_free(&s->samples);
 	sfr_sys.free(s->copies);

@@ -7,7 +7,7 @@
 #include "stage/host.h"
 #include "stage/samples.h"
 
-struct sfr__snapshot_part;
+struct sfr__snapshot_device;
 struct sfr__lot;
 
 enum sfr__snapshot_state {
@@ -47,15 +47,15 @@ struct sfr_snapshot {
 	bool held;      /* only its callers can end the use of the lot; for lot.c */
 	bool abandoned; /* no reader is left, so the rest is not copied */
 	uint32_t nr_views, nr_holds;
-	uint32_t nr_out;    /* users that still copy: the call, host threads, device parts */
-	int64_t torn;       /* final once the state is COPIED */
-	struct sfr_err err; /* first error of a device; final like torn */
+	uint32_t nr_copying;         /* users that still copy: the call, host threads, devices */
+	int64_t torn;                /* final once the state is COPIED */
+	struct sfr_err err;          /* first error of a device; final like torn */
 	_Atomic uint64_t copying_ns; /* time of devices for SFR_SNAPSHOT_LEAVES; atomic */
 
 	struct sfr__samples
 		samples; /* of host memory; an entry is a source; taken by start, then the lane's */
-	struct sfr__snapshot_part *parts; /* one for each device; the array is constant */
-	uint32_t nr_parts;
+	struct sfr__snapshot_device *devices; /* one for each device; the array is constant */
+	uint32_t nr_devices;
 
 	struct sfr__snapshot_run captured, deferred; /* sources in host memory */
 
@@ -69,9 +69,10 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 
 /* ---- lot.c ---- */
 /* Gets memory for copies of `lens` bytes, multiples of SFR_APART with SFR_SNAPSHOT_LEAVES; fills
- * s->copies. The memory is held from then on. Waits and fails as sfr__pool_place. */
+ * s->copies. The memory is held from then on. Waits and fails as sfr__pool_lease. */
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
-/* Sets whether only a caller can make the memory free. Idempotent. */
+/* Sets whether the memory is held: it becomes free only if a user releases the snapshot, not when
+ * some copy or process ends. Idempotent. */
 void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held);
 /* Retires the memory: it is not used again. */
 void sfr__lot_retire_locked(struct sfr_snapshot *s);
@@ -85,10 +86,10 @@ void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is all
 
 /* ---- life.c ---- */
 void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
-/* out counts one more that copies; in counts one less, with its result. The last one settles the
- * snapshot. */
-void sfr__snapshot_out(struct sfr_snapshot *s);
-void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
+/* Count a user that begins to copy, and one that has ended, with its result. The last one to end
+ * settles the snapshot. */
+void sfr__snapshot_copy_begins(struct sfr_snapshot *s);
+void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
 /* A copy into the memory may never end: retires the memory. */
 void sfr__snapshot_lost(struct sfr_snapshot *s);
 
@@ -98,7 +99,7 @@ int sfr__snapshot_runs_new(struct sfr_snapshot *s);
 void sfr__snapshot_runs_free(struct sfr_snapshot *s);
 /* Copies the captured sources; `all`: the deferred ones too. */
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all);
-/* Hands out the deferred sources. Their copy must be counted in nr_out before. */
+/* Lets threads copy the deferred sources. Their copy must be counted in nr_copying before. */
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 
 /* ---- snapshot/samples.c ---- */
@@ -114,17 +115,17 @@ int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, uint32_t device,
 /* ---- snapshot/device.c ---- */
 /* Pins the leased memory as far as possible, if a device is in use. */
 void sfr__snapshot_pin(struct sfr_snapshot *s);
-/* Makes the device parts of the sources. -ENOMEM. */
-int sfr__snapshot_parts_new(struct sfr_snapshot *s);
+/* Makes the state for each device that has sources. -ENOMEM. */
+int sfr__snapshot_devices_new(struct sfr_snapshot *s);
 /* Sets the caller's current streams. SFR_ESTATE if a device has none. */
-int sfr__snapshot_parts_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
-				uint32_t nr);
+int sfr__snapshot_devices_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
+				  uint32_t nr);
 /* Queues all copies, and makes the caller's streams wait for the captured ones. SFR_ECAPTURING or
  * SFR_ECLOSED if refused; other errors are in *err. */
-int sfr__snapshot_parts_start(struct sfr_snapshot *s, struct sfr_err *err);
+int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err);
 /* Makes these streams wait for all copies of their devices. False if the host has to wait. */
-bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
-			      uint32_t nr);
+bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
+				uint32_t nr);
 /* Returns how often the process took an arrow between states; for tests. */
 unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
 

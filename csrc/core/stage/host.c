@@ -10,13 +10,13 @@
 
 /* Constant except in tests. */
 static struct {
-	size_t piece;
+	size_t chunk;
 	uint64_t help_from; /* bytes; a smaller copy ends before a helper is awake */
 } tuned = { 1 << 20, 4 << 20 };
 
-void sfr__host_tune(size_t piece, uint64_t help_from)
+void sfr__host_tune(size_t chunk, uint64_t help_from)
 {
-	tuned.piece = piece ? piece : 1 << 20;
+	tuned.chunk = chunk ? chunk : 1 << 20;
 	tuned.help_from = help_from ? help_from : 4 << 20;
 }
 
@@ -30,7 +30,7 @@ void sfr__host_prefetch(const char *src, uint64_t nbytes)
 
 /* ---- one chunk, one block -------------------------------------------------------------- */
 
-static bool has_pieces_locked(struct sfr__host_copy *copy)
+static bool has_chunks_locked(struct sfr__host_copy *copy)
 {
 	return copy->blk < copy->nr_blocks && !copy->ops->is_failing_locked(copy);
 }
@@ -89,18 +89,19 @@ static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 	return rc;
 }
 
-/* Copies the next piece of a block that has memory. Releases the mutex meanwhile. */
+/* Copies the next chunk of a block that has memory. Releases the mutex meanwhile. */
 static void copy_next_locked(struct sfr__host_copy *copy)
 {
 	const uint32_t blk = copy->blk;
 	struct sfr__host_block *block = next_block(copy);
 	size_t all = copy->ops->block_len(copy, blk);
-	size_t off = block->begun, len = all - off < tuned.piece ? all - off : tuned.piece;
+	size_t off = block->begun, len = all - off < tuned.chunk ? all - off : tuned.chunk;
 	bool hurried = !copy->open || copy->engine->nr_awaiting != 0;
 	int64_t torn;
 
 	block->begun += len;
-	copy->blk += block->begun == all;
+	if (block->begun == all)
+		copy->blk++;
 	copy->nr_copying++;
 	sfr__unlock(&copy->engine->mu);
 	{
@@ -120,9 +121,9 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 }
 
 /* Whether nothing will be handed out any more and no thread copies: the sources are free. */
-static bool is_through_locked(struct sfr__host_copy *copy)
+static bool is_over_locked(struct sfr__host_copy *copy)
 {
-	if (has_pieces_locked(copy))
+	if (has_chunks_locked(copy))
 		return false;
 	sfr__shared_remove_locked(copy->engine, &copy->shared);
 	if (copy->nr_copying != 0 || copy->fetching)
@@ -151,12 +152,12 @@ static bool make_memory_locked(struct sfr_engine *engine)
 
 /* ---- deferred ---------------------------------------------------------------------------- */
 
-/* Does one thing for a copy: copies a piece, gets memory for a block, or ends the copy. False if
+/* Does one thing for a copy: copies a chunk, gets memory for a block, or ends the copy. False if
  * there is nothing to do. */
-static bool turn_locked(struct sfr__shared *work, bool may_wait)
+static bool step_locked(struct sfr__shared *work, bool may_wait)
 {
 	struct sfr__host_copy *copy = sfr__container(work, struct sfr__host_copy, shared);
-	bool did = has_pieces_locked(copy);
+	bool did = has_chunks_locked(copy);
 	int rc;
 
 	if (did && next_block(copy)->mem) {
@@ -170,7 +171,7 @@ static bool turn_locked(struct sfr__shared *work, bool may_wait)
 		if (rc < 0 && rc != SFR_EAGAIN)
 			copy->ops->fail_locked(copy, rc, -1);
 	}
-	if (copy->open && is_through_locked(copy)) {
+	if (copy->open && is_over_locked(copy)) {
 		struct sfr_engine *engine = copy->engine;
 
 		copy->open = false;
@@ -196,7 +197,7 @@ static bool is_large_locked(struct sfr__host_copy *copy)
 void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
 {
 	copy->open = true;
-	copy->shared.turn_locked = turn_locked;
+	copy->shared.step_locked = step_locked;
 	copy->shared.rank = has_memory ? SFR__AT_ONCE : SFR__IN_TURN;
 	(void)is_large_locked(copy); /* starts copiers, for threads that wait later */
 	sfr__shared_push_locked(copy->engine, &copy->shared);
@@ -210,10 +211,10 @@ static bool help_locked(struct sfr__host_copy *copy)
 
 	if (!copy->open || copy->blk == copy->nr_blocks)
 		return false;
-	if (has_pieces_locked(copy) && !next_block(copy)->mem)
+	if (has_chunks_locked(copy) && !next_block(copy)->mem)
 		for (work = copy->engine->shared; work && work->rank != SFR__IN_TURN;)
 			work = work->next;
-	return work && work->turn_locked(work, true);
+	return work && work->step_locked(work, true);
 }
 
 int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
@@ -252,11 +253,11 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 
 	sfr__lock(&copy->engine->mu);
 	if (is_large_locked(copy)) {
-		copy->shared.turn_locked = turn_locked;
+		copy->shared.step_locked = step_locked;
 		copy->shared.rank = SFR__IN_CALL;
 		sfr__shared_push_locked(copy->engine, &copy->shared);
 	}
-	while (rc == 0 && has_pieces_locked(copy))
+	while (rc == 0 && has_chunks_locked(copy))
 		if (next_block(copy)->mem)
 			copy_next_locked(copy);
 		else
@@ -264,7 +265,7 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 	drain_locked(copy);
 	if (rc < 0 && rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		copy->ops->fail_locked(copy, rc, -1);
-	(void)is_through_locked(copy); /* returns a block that a cancel has left unfinished */
+	(void)is_over_locked(copy); /* returns a block that a cancel has left unfinished */
 	sfr__unlock(&copy->engine->mu);
 	return rc;
 }

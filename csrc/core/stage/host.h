@@ -93,7 +93,7 @@ int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 			  bool (*is_over)(const void *arg), const void *arg);
 /* For tests, while nothing is copied: sets the length of a chunk, and from how many bytes on
  * copiers help. 0 restores the default. */
-void sfr__host_tune(size_t piece, uint64_t help_from);
+void sfr__host_tune(size_t chunk, uint64_t help_from);
 /* Prefetches the first bytes of a source that is copied soon, because a small one begins with a
  * cache miss. */
 void sfr__host_prefetch(const char *src, uint64_t nbytes);

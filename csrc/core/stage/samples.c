@@ -30,7 +30,7 @@ static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *ran
 	return from + (*random >> 33) % (to > from ? to - from : 1);
 }
 
-/* Half of the samples are shared out evenly, so that a small source gets some beside a large one.
+/* Half of the samples are shared out evenly, so that a small source gets some next to a large one.
  * Half go by bytes, so that the samples of a large one are not far apart. */
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most)
 {
@@ -60,11 +60,11 @@ static uint64_t most_of(const struct sfr__sampled *sources, uint32_t nr, uint64_
 	return all;
 }
 
-uint32_t sfr__samples_place(struct sfr__sample *items, const struct sfr__sampled *source,
-			    uint64_t each, uint64_t *random)
+uint32_t sfr__samples_choose(struct sfr__sample *items, const struct sfr__sampled *source,
+			     uint64_t most, uint64_t *random)
 {
 	uint64_t nr_lines = (source->nbytes + SFR__SAMPLE_LEN - 1) / SFR__SAMPLE_LEN;
-	uint64_t n = nr_lines < each ? nr_lines : each, last = 0;
+	uint64_t n = nr_lines < most ? nr_lines : most, last = 0;
 	uint32_t nr = 0;
 
 	for (uint64_t j = 0; j < n; j++) {
@@ -97,6 +97,7 @@ static const char *line_at(const struct sfr__sample *sample, const struct sfr__s
 int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *sources, uint32_t nr,
 		      uint64_t seed)
 {
+	/* The sources of the line that is copied, and of the one that is fetched into the cache. */
 	const struct sfr__sampled *source = sources, *ahead = sources;
 	const uint64_t total = bytes_of(sources, nr);
 
@@ -106,10 +107,10 @@ int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *s
 	if (!samples->items)
 		return -ENOMEM;
 	for (uint32_t i = 0; i < nr; i++) {
-		uint64_t each = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_SAMPLES);
+		uint64_t most = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_SAMPLES);
 
 		samples->nr +=
-			sfr__samples_place(samples->items + samples->nr, &sources[i], each, &seed);
+			sfr__samples_choose(samples->items + samples->nr, &sources[i], most, &seed);
 	}
 	for (uint32_t k = 0; k < samples->nr; k++) {
 		struct sfr__sample *item = &samples->items[k];
@@ -206,8 +207,8 @@ size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr)
 	return (size_t)most;
 }
 
-size_t sfr__samples_place_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
-			       uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows)
+size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
+				uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows)
 {
 	const uint64_t total = bytes_of(sources, nr);
 	size_t nr_rows = 0;

@@ -47,8 +47,8 @@ void sfr__samples_free(struct sfr__samples *samples);
 size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr);
 /* Fills in samples->items, except for the bytes, and the copies that gather these: at most `nr`
  * rows. Returns their number. */
-size_t sfr__samples_place_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
-			       uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows);
+size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
+				uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows);
 
 /* Whether the staged bytes [off, off + len) of a source agree with its samples. */
 bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint64_t off,
@@ -59,10 +59,10 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 /* The most samples of a source, among nr_sources with `total` bytes together: a share of `most`,
  * but at least one. */
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most);
-/* Fills in all but the bytes of at most `each` items of one source. *random advances. Returns the
+/* Fills in all but the bytes of at most `most` items of one source. *random advances. Returns the
  * number of items. */
-uint32_t sfr__samples_place(struct sfr__sample *items, const struct sfr__sampled *source,
-			    uint64_t each, uint64_t *random);
+uint32_t sfr__samples_choose(struct sfr__sample *items, const struct sfr__sampled *source,
+			     uint64_t most, uint64_t *random);
 /* The same for rows; *pitch receives the distance between rows. At most sfr__samples_rows_most. */
 uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled *source,
 			   uint64_t each, uint64_t *random, uint64_t *pitch);

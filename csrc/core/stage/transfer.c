@@ -17,7 +17,7 @@ static void drop_staged_locked(struct sfr__transfer *tr)
 	tr->staged = NULL;
 }
 
-/* Counts one user less. The last one settles the transfer: nobody can become a user beside it. */
+/* Counts one user less. The last one settles the transfer: then nobody can become a user. */
 static void put(struct sfr__transfer *tr)
 {
 	void (*over)(struct sfr__transfer *tr) = tr->ops->over;
@@ -182,7 +182,7 @@ static void queue(struct sfr__transfer *tr)
 	tr->pinned.nr = tr->others.nr = 0;
 }
 
-/* In a turn: puts the portion in flight, behind what is queued. */
+/* In a turn: puts the portion in flight, after what is queued. */
 static void launch_portion(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
@@ -311,7 +311,7 @@ void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources
 	if (rows && nr && sfr__transfer_store(tr, sources, nr) && sfr__transfer_portion(tr) &&
 	    !tr->err.code) {
 		tr->samples.items = tr->store.mem;
-		nr_rows = sfr__samples_place_rows(&tr->samples, sources, nr, seed, rows);
+		nr_rows = sfr__samples_choose_rows(&tr->samples, sources, nr, seed, rows);
 		sfr__cuda_turn_begin(tr->lane);
 		tr->touched = true;
 		sfr__cuda_copy_rows(tr->lane, rows, nr_rows, sizeof(*tr->samples.items),
@@ -405,7 +405,8 @@ bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *strea
 	done = tr->nr_users == 0 || lane->dead;
 	if (!done && stream)
 		event = tr->staged;
-	tr->nr_waits += event != NULL; /* keeps the event from being reused meanwhile */
+	if (event)
+		tr->nr_waits++; /* keeps the event from being reused meanwhile */
 	sfr__unlock(&lane->mu);
 	if (!event)
 		return done;

@@ -8,8 +8,8 @@
  *
  *   E   begin      is recorded on the caller's stream first; the lane's stream waits for it, so
  *                  the copies see the state at the call
- *   C   captured   is recorded behind the copies so far; the caller's stream waits for it
- *   S   staged     is recorded behind all copies; a step's stream waits for it (gate)
+ *   C   captured   is recorded after the copies so far; the caller's stream waits for it
+ *   S   staged     is recorded after all copies; a step's stream waits for it (gate)
  *
  * Waiting for an event that was never recorded silently does nothing. So each event is recorded
  * before anybody can wait for it.
@@ -34,7 +34,7 @@
  *
  * One thread at a time queues. Saves queue their captured bytes on the caller's thread, and the
  * rest on the lane's, in small portions (`slowly`) until a gate waits for them: their bytes wait
- * for blocks anyway, and copies of other streams queue behind them. Snapshots and onloads have all
+ * for blocks anyway, and copies of other streams wait for them. Snapshots and onloads have all
  * of their memory, and their callers mostly wait for it, so theirs is one portion. */
 #ifndef SFR_STAGE_TRANSFER_H
 #define SFR_STAGE_TRANSFER_H

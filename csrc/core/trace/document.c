@@ -1,7 +1,7 @@
 /* A JSON document in a file that is complete after every write, even if the process dies without
  * clean-up.
  *
- * Each write appends events and the document's end behind them. The next write begins where that
+ * Each write appends events and the document's end after them. The next write begins where that
  * end was:
  *
  *     {"displayTimeUnit":"ms","traceEvents":[ ... events ...          ],"otherData":{...}}
@@ -88,16 +88,25 @@ void sfr__document_begin(struct sfr__document *doc)
 		sfr__document_flush(doc);
 }
 
+/* Returns the number of bytes that follow the first byte of a UTF-8 sequence, or 4 if no sequence
+ * begins with it. */
+static size_t nr_following(unsigned char first)
+{
+	if (first < 0x80)
+		return 0;
+	if (first < 0xc2 || first > 0xf4)
+		return 4;
+	if (first < 0xe0)
+		return 1;
+	return first < 0xf0 ? 2 : 3;
+}
+
 void sfr__document_escape(const char *in, size_t max, char *out)
 {
 	const unsigned char *s = (const unsigned char *)in, *end = s + strnlen(in, max);
 
 	while (s < end) {
-		size_t more = *s < 0x80               ? 0 :
-			      *s >= 0xc2 && *s < 0xe0 ? 1 :
-			      *s >= 0xe0 && *s < 0xf0 ? 2 :
-			      *s >= 0xf0 && *s < 0xf5 ? 3 :
-							4;
+		size_t more = nr_following(*s);
 		bool whole = more < 4 && (size_t)(end - s) > more;
 
 		for (size_t i = 1; whole && i <= more; i++)

@@ -36,12 +36,12 @@ static bool have_key;
 
 static void unlink_locked(struct sfr__ring *ring)
 {
-	struct sfr__ring **place = &registry.rings;
+	struct sfr__ring **link = &registry.rings;
 
-	while (*place && *place != ring)
-		place = &(*place)->next;
-	if (*place)
-		*place = ring->next;
+	while (*link && *link != ring)
+		link = &(*link)->next;
+	if (*link)
+		*link = ring->next;
 }
 
 /* Runs when a thread ends. */
@@ -278,16 +278,16 @@ void sfr__rings_sweep(bool last)
 
 	sfr__lock(&registry.mu);
 	registry.reading = !last;
-	for (struct sfr__ring **place = &registry.rings; *place;) {
-		struct sfr__ring *ring = *place;
+	for (struct sfr__ring **link = &registry.rings; *link;) {
+		struct sfr__ring *ring = *link;
 
 		if (!atomic_load_explicit(&ring->dead, memory_order_acquire) ||
 		    (!last &&
 		     (sfr__ring_peek(ring) || ring->dropped_seen != atomic_load(&ring->dropped)))) {
-			place = &ring->next;
+			link = &ring->next;
 			continue;
 		}
-		*place = ring->next;
+		*link = ring->next;
 		ring->next = gone;
 		gone = ring;
 	}

@@ -152,7 +152,7 @@ static PyMethodDef methods[] = {
 	{ "use_device", engine_use_device, METH_O,
 	  "use_device(number) -> str: makes its lane, has warm_up pin; why not, or ''." },
 	{ "has_pinned", engine_has_pinned, METH_O,
-	  "has_pinned(address) -> bool: it lies in the pool, where a driver knows it." },
+	  "has_pinned(address) -> bool: it is in the pool, in memory that is registered with a driver." },
 	{ "driver", engine_driver, METH_NOARGS, "driver() -> str: a sentence on CUDA." },
 	{ NULL, NULL, 0, NULL },
 };

@@ -123,7 +123,7 @@ static PyObject *tidy(PyObject *module, PyObject *path)
 
 static PyMethodDef functions[] = {
 	{ "tidy", tidy, METH_O,
-	  "tidy(directory): cleans up behind writers that died, as each save does." },
+	  "tidy(directory): removes what dead writers left, as each save does." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -183,10 +183,11 @@ static PyObject *load_open(PyObject *object, PyObject *unused)
 static PyMethodDef load_methods[] = {
 	{ "open", load_open, METH_NOARGS,
 	  "open(): waits for the saves and removes of the name that were submitted before, then opens "
-	  "what the name is at that point of the log. Once." },
+	  "what the name is at that point of the log. May be called once." },
 	{ "fileno", load_fileno, METH_NOARGS,
-	  "fileno() -> int: the descriptor, which goes with the object." },
-	{ "close", load_close, METH_NOARGS, "close(): ahead of the object's end." },
+	  "fileno() -> int: the descriptor, which is closed with the object." },
+	{ "close", load_close, METH_NOARGS,
+	  "close(): closes the descriptor before the object is freed." },
 	{ NULL, NULL, 0, NULL },
 };
 

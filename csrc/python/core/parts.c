@@ -89,29 +89,29 @@ static int add_bytes(struct sfr_parts *parts, PyObject *item)
 static PyObject *parts_append(PyObject *object, PyObject *items)
 {
 	struct sfr_parts *parts = ((struct sfr_py_parts *)object)->parts;
-	PyObject *places, *fast;
+	PyObject *ranges, *fast;
 
 	fast = PySequence_Fast(items, "append takes a sequence of items");
-	places = fast ? PyList_New(0) : NULL;
-	for (Py_ssize_t i = 0; places && i < PySequence_Size(fast); i++) {
-		PyObject *item = PySequence_GetItem(fast, i), *place = NULL;
+	ranges = fast ? PyList_New(0) : NULL;
+	for (Py_ssize_t i = 0; ranges && i < PySequence_Size(fast); i++) {
+		PyObject *item = PySequence_GetItem(fast, i), *range = NULL;
 		uint64_t off = sfr_parts_len(parts);
-		int rc = !item               ? -1 :
-			 PyTuple_Check(item) ? add_tensor(parts, item) :
-					       add_bytes(parts, item);
+		int rc = -1;
 
+		if (item)
+			rc = PyTuple_Check(item) ? add_tensor(parts, item) : add_bytes(parts, item);
 		Py_XDECREF(item);
 		if (rc == 0)
-			place = Py_BuildValue("KK", (unsigned long long)off,
+			range = Py_BuildValue("KK", (unsigned long long)off,
 					      (unsigned long long)(sfr_parts_len(parts) - off));
 		else if (!PyErr_Occurred())
 			(void)sfr_py_raise(sfr_py_state_of(object), rc); /* always NULL */
-		if (!place || PyList_Append(places, place) < 0)
-			Py_CLEAR(places);
-		Py_XDECREF(place);
+		if (!range || PyList_Append(ranges, range) < 0)
+			Py_CLEAR(ranges);
+		Py_XDECREF(range);
 	}
 	Py_XDECREF(fast);
-	return places;
+	return ranges;
 }
 
 static PyObject *parts_source(PyObject *object, PyObject *args)

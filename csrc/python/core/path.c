@@ -23,7 +23,7 @@ static PyObject *resolve_path(PyObject *module, PyObject *args)
 enum { TEXT_BYTES = 8192 }; /* meminfo has about 1,600, memory.stat less than 4,000 */
 
 /* read_text(path) -> bytes: the beginning of a file, b"" if it cannot be read. It keeps the
- * interpreter lock: the kernel answers in microseconds, and to get the lock back beside a busy
+ * interpreter lock: the kernel answers in microseconds, but getting the lock back from a busy
  * Python thread takes milliseconds. */
 static PyObject *read_text(PyObject *module, PyObject *path)
 {

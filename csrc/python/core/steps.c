@@ -51,7 +51,7 @@ static PyObject *take_steps(PyObject *module, PyObject *args)
 	for (Py_ssize_t i = 0; i < nr; i++)
 		if (read_step(PyTuple_GetItem(list, i), &steps[i]) < 0)
 			goto out;
-	rc = sfr_py_unlocked(sfr_steps(steps, (size_t)nr, &nr_done));
+	rc = sfr_py_unlocked(sfr_steps_take(steps, (size_t)nr, &nr_done));
 	result = Py_BuildValue("(ni)", (Py_ssize_t)nr_done, -rc);
 out:
 	PyMem_Free(steps);
@@ -59,7 +59,7 @@ out:
 	return result;
 }
 
-/* names(directory) -> (names, each with a zero behind it, errno or 0). */
+/* names(directory) -> (names, each ended by a zero byte, errno or 0). */
 static PyObject *names(PyObject *module, PyObject *args)
 {
 	const char *path;
@@ -81,7 +81,7 @@ static PyMethodDef functions[] = {
 	{ "take_steps", take_steps, METH_VARARGS,
 	  "take_steps([(kind, path, bytes), ...]) -> (steps taken, errno of the next or 0)" },
 	{ "names", names, METH_VARARGS,
-	  "names(directory) -> (names, each with a zero behind it, errno or 0)" },
+	  "names(directory) -> (names, each ended by a zero byte, errno or 0)" },
 	{ NULL, NULL, 0, NULL },
 };
 

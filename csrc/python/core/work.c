@@ -58,13 +58,15 @@ static PyObject *work_number(PyObject *object, void *unused)
 }
 
 static PyMethodDef work_methods[] = {
-	{ "append", work_append, METH_NOARGS, "append(): submits it. Once." },
-	{ "end", work_end, METH_O, "end(ok): it has ended; the first end counts." },
+	{ "append", work_append, METH_NOARGS,
+	  "append(): submits the work to the log. May be called once." },
+	{ "end", work_end, METH_O,
+	  "end(ok): says that the work has ended, and whether well. Later calls do nothing." },
 	{ NULL, NULL, 0, NULL },
 };
 
 static PyGetSetDef work_getset[] = {
-	{ "number", work_number, NULL, "What log_work_next calls it by.", NULL },
+	{ "number", work_number, NULL, "The number by which log_work_next names this work.", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

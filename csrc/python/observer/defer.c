@@ -6,9 +6,9 @@
 #include "observer/observer.h"
 #include "sfr/source.h"
 
-/* Marks the claims that the optimizer still has over its known storages. Sets `wanted` for an
- * enrolment if it has others. */
-static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
+/* Counts, for each watched storage, the tensors over it that the optimizer still has. Asks for an
+ * enrolment (`wanted`) if the optimizer has other tensors. */
+static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
 {
 	struct sfr_py_table *t = &self->table;
 	size_t i, nr_unknown = 0;
@@ -16,32 +16,32 @@ static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *w
 	self->epoch++;
 	for (i = 0; i < walk->found.nr; i++) {
 		PyObject *tensor = walk->found.items[i];
-		struct sfr_py_claim *claim = sfr_py_find_claim(t, tensor);
+		struct sfr_py_tensor *entry = sfr_py_find_tensor(t, tensor);
 		struct sfr_py_watch *watch;
 
-		if (!claim) {
+		if (!entry) {
 			nr_unknown++;
 			continue;
 		}
-		if (claim->epoch == self->epoch)
+		if (entry->epoch == self->epoch)
 			continue;
-		claim->epoch = self->epoch;
-		watch = &t->watches[claim->watch];
+		entry->epoch = self->epoch;
+		watch = &t->watches[entry->watch];
 		if (sfr_py_identity_of(tensor) != watch->cdata) {
 			self->wanted = 1;
 			continue;
 		}
 		if (watch->epoch != self->epoch) {
 			watch->epoch = self->epoch;
-			watch->nr_marked = 0;
+			watch->nr_owned = 0;
 		}
-		watch->nr_marked++;
+		watch->nr_owned++;
 	}
 	if (nr_unknown > self->nr_passed_over)
 		self->wanted = 1;
 }
 
-/* Adds a tensor that is checked when the save has been copied. 0 or -1. */
+/* Appends a tensor to the lists of those whose versions are checked after the copy. 0 or -1. */
 static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObject *tensor)
 {
 	PyObject *version;
@@ -67,7 +67,7 @@ static int defer_one(const struct sfr_py_marks *marks, PyObject *index, struct s
 		row->lane = SFR_LANE_HOST;
 		return 0;
 	}
-	/* Entries of the lists without a lane are only checked in vain. */
+	/* The storage is captured, so its tensors need no check: take them off the lists. */
 	for (int i = 0; i < 3; i++) {
 		PyObject *type, *value, *trace;
 
@@ -86,8 +86,8 @@ static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 	uint32_t i;
 	int ret = 0;
 
-	for (i = watch->first_claim; i != SFR_PY_NONE && !ret; i = t->claims[i].next) {
-		tensor = sfr_py_referent(t->claims[i].ref);
+	for (i = watch->first_tensor; i != SFR_PY_NONE && !ret; i = t->tensors[i].next) {
+		tensor = sfr_py_referent(t->tensors[i].ref);
 		if (!tensor)
 			return -1;
 		Py_INCREF(tensor);
@@ -119,7 +119,7 @@ static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObjec
 	return *index ? 0 : -1;
 }
 
-/* Whether a save that has this row for the storage may defer it. */
+/* Returns whether a save with this row may defer the storage: 1, or 0 if its memory has changed. */
 static int is_deferred(struct sfr_py_observer *self, const struct sfr_py_watch *watch,
 		       const struct sfr_source *row)
 {
@@ -142,7 +142,7 @@ static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *ma
 		int ret = 0;
 
 		if (watch->verdict != SFR_PY_DEFERRABLE || watch->epoch != self->epoch ||
-		    watch->nr_marked != watch->nr_claims)
+		    watch->nr_owned != watch->nr_tensors)
 			continue;
 		if (find_row(marks, watch->cdata, &index, &row))
 			return -1;
@@ -162,7 +162,7 @@ int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObje
 	int ret = sfr_py_walk(groups, state, &walk);
 
 	if (!ret) {
-		defer_mark(self, &walk);
+		count_owned(self, &walk);
 		ret = defer_all(self, marks);
 	}
 	sfr_py_walk_fini(&walk);

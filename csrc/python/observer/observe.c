@@ -98,13 +98,13 @@ static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 {
 	const struct sfr_py_watch *watch = &self->table.watches[number];
-	const struct sfr_py_claim *claim = &self->table.claims[watch->first_claim];
+	const struct sfr_py_tensor *entry = &self->table.tensors[watch->first_tensor];
 	int i;
 
-	sfr_py_prefetch((uintptr_t)claim->ref);
-	sfr_py_prefetch(claim->tensor);
+	sfr_py_prefetch((uintptr_t)entry->ref);
+	sfr_py_prefetch(entry->tensor);
 	for (i = 0; i < NR_IMPL_LINES; i++)
-		sfr_py_prefetch(claim->impl + (uint64_t)i * SFR_PY_LINE);
+		sfr_py_prefetch(entry->impl + (uint64_t)i * SFR_PY_LINE);
 	sfr_py_prefetch(watch->wrapper);
 	sfr_py_prefetch(watch->cdata);
 	sfr_py_prefetch(watch->cdata + SFR_PY_LINE);
@@ -123,8 +123,8 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	const struct sfr_py_torch *torch = &sfr_py_torch;
 	uint32_t i;
 
-	for (i = watch->first_claim; i != SFR_PY_NONE; i = t->claims[i].next) {
-		PyObject *tensor = sfr_py_referent(t->claims[i].ref), *storage;
+	for (i = watch->first_tensor; i != SFR_PY_NONE; i = t->tensors[i].next) {
+		PyObject *tensor = sfr_py_referent(t->tensors[i].ref), *storage;
 		uint64_t addr = 0, nbytes = 0;
 		int is_known;
 
@@ -143,14 +143,14 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	return 1;
 }
 
-/* Reads the version of each tensor over the storage: into the claims, or (`compare`) to compare
+/* Reads the version of each tensor over the storage: into the tensors, or (`compare`) to compare
  * with them. Returns 1 if all could be read (and are the same), else 0. */
 static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *watch, int compare)
 {
 	uint32_t i;
 
-	for (i = watch->first_claim; i != SFR_PY_NONE; i = t->claims[i].next) {
-		PyObject *tensor = sfr_py_referent(t->claims[i].ref);
+	for (i = watch->first_tensor; i != SFR_PY_NONE; i = t->tensors[i].next) {
+		PyObject *tensor = sfr_py_referent(t->tensors[i].ref);
 		uint64_t version = 0;
 		int failed;
 
@@ -164,9 +164,9 @@ static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 			PyErr_Clear();
 			return 0;
 		}
-		if (compare && version != t->claims[i].version)
+		if (compare && version != t->tensors[i].version)
 			return 0;
-		t->claims[i].version = version;
+		t->tensors[i].version = version;
 	}
 	return 1;
 }
@@ -215,7 +215,7 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 			break;
 	}
 	span_end(&span, &self->credit_ns);
-	sfr_py_probes_recorded(self);
+	sfr_py_probes_end_step(self);
 }
 
 static uint64_t allowance(uint64_t nr, uint64_t each_ns, uint64_t most_ns)
@@ -228,15 +228,16 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 	uint32_t nr_device = 0, i;
 
 	for (i = 0; i < self->table.nr_watches; i++)
-		nr_device += self->table.watches[i].verdict == SFR_PY_UNDECIDED &&
-			     self->table.watches[i].device != 0;
+		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED &&
+		    self->table.watches[i].device != 0)
+			nr_device++;
 	self->device_credit_ns = allowance(nr_device, ENROLLED_DEVICE_NS, ENROLLED_DEVICE_MAX_NS);
 	for (i = 0; i < self->table.nr_watches; i++) {
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)
 			record_one(self, i, 1);
 	}
 	self->credit_ns = allowance(self->nr_undecided, ENROLLED_NS, ENROLLED_MAX_NS);
-	sfr_py_probes_recorded(self);
+	sfr_py_probes_end_step(self);
 	grant(self);
 }
 
@@ -255,7 +256,8 @@ static int is_same(struct sfr_py_observer *self, uint32_t number)
 		return 1;
 	sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
 	/* The tensor or its storage was replaced; the next enrolment finds the new one. */
-	self->wanted |= !whole;
+	if (!whole)
+		self->wanted = 1;
 	return 0;
 }
 
@@ -282,7 +284,7 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 	struct span span = span_start(self->credit_ns);
 	uint32_t n = 0;
 
-	sfr_py_probes_compare(self, is_same);
+	sfr_py_probes_reach_gate(self, is_same);
 	if (self->nr_armed == 0)
 		return;
 	while (n < self->nr_armed) {

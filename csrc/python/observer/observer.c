@@ -100,7 +100,7 @@ static PyObject *observer_rests(struct sfr_py_observer *self, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "OO:rests", &groups, &state))
 		return NULL;
-	return PyBool_FromLong(!self->busy && !self->nr_undecided && sfr_py_probes_rest(self) &&
+	return PyBool_FromLong(!self->busy && !self->nr_undecided && sfr_py_probes_are_idle(self) &&
 			       !wants_enrolment(self, groups, state));
 }
 
@@ -161,7 +161,7 @@ static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 
 PyDoc_STRVAR(observer_probe_doc,
 "probe(streams, /)\n--\n\n"
-"Queues copies of lines of the watched device storages, behind the work on the streams. The streams\n"
+"Queues copies of lines of the watched device storages, after the work on the streams. The streams\n"
 "wait for the copies, the host does not. `streams`: a tuple of (device, handle).");
 
 static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
@@ -314,13 +314,13 @@ PyDoc_STRVAR(observer_capture_doc,
 static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 {
 	uint64_t cdata = PyLong_AsUnsignedLongLong(arg);
-	const uint64_t *place;
+	const uint64_t *index;
 
 	if (PyErr_Occurred())
 		return NULL;
-	place = sfr_py_map_find(&self->table.by_storage, cdata);
-	if (place)
-		sfr_py_observer_decide(self, &self->table.watches[*place], SFR_PY_CAPTURED);
+	index = sfr_py_map_find(&self->table.by_storage, cdata);
+	if (index)
+		sfr_py_observer_decide(self, &self->table.watches[*index], SFR_PY_CAPTURED);
 	Py_RETURN_NONE;
 }
 

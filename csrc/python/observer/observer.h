@@ -117,17 +117,17 @@ struct sfr_py_watch {
 	PyObject *ident; /* int: the StorageImpl's address */
 	uint64_t cdata;  /* the same */
 	uint64_t addr, nbytes;
-	uint32_t device;      /* 0: host memory; n: CUDA device n - 1, which the host cannot read */
-	uintptr_t wrapper;    /* address of Python's storage object; only to prefetch */
-	uint32_t first_claim; /* chain through claim.next */
-	uint32_t nr_claims;
-	uint32_t epoch, nr_marked; /* claims met by walk number `epoch` */
+	uint32_t device;   /* 0: host memory; n: CUDA device n - 1, which the host cannot read */
+	uintptr_t wrapper; /* address of Python's storage object; only to prefetch */
+	uint32_t first_tensor; /* index; the others follow in the list of tensor.next */
+	uint32_t nr_tensors;
+	uint32_t epoch, nr_owned; /* tensors that walk number `epoch` has met */
 	uint8_t verdict;
 	uint8_t nr_cycles;
 };
 
 /* One tensor over a storage. */
-struct sfr_py_claim {
+struct sfr_py_tensor {
 	PyObject *ref;          /* weak reference to the tensor */
 	uintptr_t tensor, impl; /* addresses of the tensor and its TensorImpl; only to prefetch */
 	uint64_t version;       /* as recorded */
@@ -137,9 +137,9 @@ struct sfr_py_claim {
 
 struct sfr_py_table {
 	struct sfr_py_watch *watches;
-	struct sfr_py_claim *claims;
-	uint32_t nr_watches, nr_claims;
-	struct sfr_py_map by_storage, by_tensor; /* to indices of watches and claims */
+	struct sfr_py_tensor *tensors;
+	uint32_t nr_watches, nr_tensors;
+	struct sfr_py_map by_storage, by_tensor; /* to indices of watches and tensors */
 };
 
 /* The probes of one device; probes.c has the states. */
@@ -184,28 +184,30 @@ struct sfr_py_observer {
 void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
 			    enum sfr_py_verdict verdict);
 
-/* table.c: returns the claim of this very tensor, or NULL. */
-struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *table, PyObject *tensor);
+/* table.c: returns the entry of this tensor, or NULL. */
+struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *table, PyObject *tensor);
 /* Stops watching everything. Keeps the exception that is set. */
 void sfr_py_observer_drop(struct sfr_py_observer *self);
-/* Finds what the optimizer owns now. [serial, storage] of each storage that another observer
+/* Finds what the optimizer owns now. (serial, storage) of each storage that another observer
  * watches is appended to `clashes`. 0, or -1 with an exception set and nothing watched. */
 int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  PyObject *clashes);
 
-/* probes.c; all between enter() and leave(), except for the probe itself. Records a storage on a
- * device for the next probe, if the budget allows. */
+/* probes.c. All are called between enter() and leave(), except for sfr_py_probes_take.
+ *
+ * Adds a storage on a device to the next probe, if the budget allows. */
 void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number);
-/* Ends the recording of a step's storages. */
-void sfr_py_probes_recorded(struct sfr_py_observer *self);
-/* Marks the second probes at the next step's gate; `is_same` compares what the host can see. */
-void sfr_py_probes_compare(struct sfr_py_observer *self,
-			   int (*is_same)(struct sfr_py_observer *self, uint32_t number));
+/* A step's storages have been added: their devices' first probes are due. */
+void sfr_py_probes_end_step(struct sfr_py_observer *self);
+/* The next step's gate is reached: the second probes are due. Storages for which `is_same`, which
+ * compares what the host can see, returns 0 are left out of them. */
+void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
+			      int (*is_same)(struct sfr_py_observer *self, uint32_t number));
 /* Gives verdicts on completed probes. Calls the driver: another thread may have the interpreter
  * lock meanwhile, so `busy` must be set. */
 void sfr_py_probes_harvest(struct sfr_py_observer *self);
-/* Whether no device waits for a probe or for a verdict. */
-int sfr_py_probes_rest(const struct sfr_py_observer *self);
+/* Returns whether no device waits for a probe or for a verdict. */
+int sfr_py_probes_are_idle(const struct sfr_py_observer *self);
 /* Forgets probes, because the indices of storages change. */
 void sfr_py_probes_reset(struct sfr_py_observer *self);
 /* Returns the devices that wait for a probe: a tuple of torch's numbers. */

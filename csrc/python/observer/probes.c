@@ -79,15 +79,15 @@ void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number)
 		(struct sfr_probe_range){ .addr = watch->addr, .nbytes = watch->nbytes };
 }
 
-void sfr_py_probes_recorded(struct sfr_py_observer *self)
+void sfr_py_probes_end_step(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++)
 		if (self->probes[k].state == SFR_PY_IDLE && self->probes[k].nr_asked > 0)
 			self->probes[k].state = SFR_PY_DUE;
 }
 
-void sfr_py_probes_compare(struct sfr_py_observer *self,
-			   int (*is_same)(struct sfr_py_observer *self, uint32_t number))
+void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
+			      int (*is_same)(struct sfr_py_observer *self, uint32_t number))
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
 		struct sfr_py_probe *probe = &self->probes[k];
@@ -138,7 +138,7 @@ void sfr_py_probes_harvest(struct sfr_py_observer *self)
 	}
 }
 
-int sfr_py_probes_rest(const struct sfr_py_observer *self)
+int sfr_py_probes_are_idle(const struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++)
 		if (self->probes[k].state != SFR_PY_IDLE && self->probes[k].state != SFR_PY_BLIND)

@@ -13,8 +13,8 @@ static int table_init(struct sfr_py_table *t, size_t nr)
 {
 	memset(t, 0, sizeof(*t));
 	t->watches = PyMem_Calloc(nr + 1, sizeof(*t->watches));
-	t->claims = PyMem_Calloc(nr + 1, sizeof(*t->claims));
-	if (!t->watches || !t->claims) {
+	t->tensors = PyMem_Calloc(nr + 1, sizeof(*t->tensors));
+	if (!t->watches || !t->tensors) {
 		PyErr_NoMemory();
 		return -1;
 	}
@@ -23,9 +23,9 @@ static int table_init(struct sfr_py_table *t, size_t nr)
 		       0;
 }
 
-/* Releases a storage: its entry in `owned`, if it is this observer's and the current table does not
- * have the storage, and torch's weak reference. A watch that has moved to another table has no
- * ident. */
+/* Stops watching a storage: drops torch's weak reference to it and, unless the current table still
+ * watches the storage, this observer's entry for it in `owned`. Does nothing for a watch that has
+ * moved to another table, which has no ident. */
 static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 {
 	PyObject *holder, *answer;
@@ -51,10 +51,10 @@ static void table_fini(struct sfr_py_observer *self, struct sfr_py_table *t)
 	PyErr_Fetch(&type, &value, &trace);
 	for (i = 0; i < t->nr_watches; i++)
 		watch_fini(self, &t->watches[i]);
-	for (i = 0; i < t->nr_claims; i++)
-		Py_XDECREF(t->claims[i].ref);
+	for (i = 0; i < t->nr_tensors; i++)
+		Py_XDECREF(t->tensors[i].ref);
 	PyMem_Free(t->watches);
-	PyMem_Free(t->claims);
+	PyMem_Free(t->tensors);
 	sfr_py_map_fini(&t->by_storage);
 	sfr_py_map_fini(&t->by_tensor);
 	memset(t, 0, sizeof(*t));
@@ -71,40 +71,41 @@ void sfr_py_observer_drop(struct sfr_py_observer *self)
 	table_fini(self, &old);
 }
 
-/* Returns the claim of this very tensor, or NULL: a freed tensor's address may be another's. */
-struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *t, PyObject *tensor)
+/* Returns the entry of this tensor, or NULL. The address alone does not identify a tensor, because
+ * a new one may be at the address of one that was freed. */
+struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *t, PyObject *tensor)
 {
-	const uint64_t *place = sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor);
+	const uint64_t *index = sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor);
 
-	if (!place || sfr_py_referent(t->claims[*place].ref) != tensor)
+	if (!index || sfr_py_referent(t->tensors[*index].ref) != tensor)
 		return NULL;
-	return &t->claims[*place];
+	return &t->tensors[*index];
 }
 
-static int claim_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
+static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 {
-	struct sfr_py_claim *claim = &t->claims[t->nr_claims];
+	struct sfr_py_tensor *entry = &t->tensors[t->nr_tensors];
 	uint64_t impl = 0;
 
-	claim->ref = PyWeakref_NewRef(tensor, NULL);
-	if (!claim->ref || sfr_py_map_add(&t->by_tensor, (uintptr_t)tensor, t->nr_claims)) {
-		Py_CLEAR(claim->ref);
+	entry->ref = PyWeakref_NewRef(tensor, NULL);
+	if (!entry->ref || sfr_py_map_add(&t->by_tensor, (uintptr_t)tensor, t->nr_tensors)) {
+		Py_CLEAR(entry->ref);
 		return -1;
 	}
-	claim->tensor = (uintptr_t)tensor;
+	entry->tensor = (uintptr_t)tensor;
 	if (sfr_py_read_u64(&sfr_py_torch.impl, tensor, &impl))
 		PyErr_Clear();
-	claim->impl = (uintptr_t)impl;
-	claim->watch = watch;
-	claim->next = t->watches[watch].first_claim;
-	t->watches[watch].first_claim = t->nr_claims++;
-	t->watches[watch].nr_claims++;
+	entry->impl = (uintptr_t)impl;
+	entry->watch = watch;
+	entry->next = t->watches[watch].first_tensor;
+	t->watches[watch].first_tensor = t->nr_tensors++;
+	t->watches[watch].nr_tensors++;
 	return 0;
 }
 
-/* Sets the device of the storage's memory. Returns nonzero if it can never be deferred: a small
- * one, one shared with other processes, or one on a device that is not CUDA's. */
-static int watch_place(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
+/* Notes the device of the storage's memory. Returns nonzero if the storage can never be deferred:
+ * because it is small, shared with other processes, or on a device that is not CUDA's. */
+static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
 	PyObject *memory = sfr_py_memory_of(tensor), *device = NULL;
@@ -127,8 +128,8 @@ static int watch_place(struct sfr_py_watch *watch, PyObject *tensor, PyObject *s
 }
 
 /* Starts to watch a storage that is not in the table. Returns 1 if it was added as the last one, 0
- * if it can never be deferred, -1 with an exception set. Another observer's storage is captured in
- * both: [the other's serial, storage] is appended to `clashes`. */
+ * if it can never be deferred, -1 with an exception set. A storage that another observer watches
+ * must be captured by both: (the other's serial, storage) is appended to `clashes`. */
 static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     PyObject *storage, uint64_t cdata, PyObject *clashes)
 {
@@ -139,14 +140,14 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 
 	memset(watch, 0, sizeof(*watch));
 	if (sfr_py_read_u64(&torch->nbytes, storage, &watch->nbytes) ||
-	    watch_place(watch, tensor, storage) != 0 ||
+	    set_device(watch, tensor, storage) != 0 ||
 	    sfr_py_read_u64(&torch->data_ptr, storage, &watch->addr) || !watch->addr) {
 		PyErr_Clear();
 		return 0;
 	}
 	watch->cdata = cdata;
 	watch->wrapper = (uintptr_t)storage;
-	watch->first_claim = SFR_PY_NONE;
+	watch->first_tensor = SFR_PY_NONE;
 	watch->verdict = SFR_PY_UNDECIDED;
 	watch->ident = sfr_py_read(&torch->weak_ref, storage);
 	if (!watch->ident)
@@ -154,10 +155,11 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	if (sfr_py_map_add(&t->by_storage, cdata, t->nr_watches++))
 		return -1;
 	holder = PyDict_GetItemWithError(self->owned, watch->ident);
-	if (!holder)
-		return PyErr_Occurred() || PyDict_SetItem(self->owned, watch->ident, self->serial) ?
-			       -1 :
-			       1;
+	if (!holder) {
+		if (PyErr_Occurred() || PyDict_SetItem(self->owned, watch->ident, self->serial))
+			return -1;
+		return 1;
+	}
 	if (holder == self->serial)
 		return 1; /* the table that this one replaces still has it */
 	watch->verdict = SFR_PY_CAPTURED;
@@ -167,8 +169,8 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	return ret ? -1 : 1;
 }
 
-/* The same for a storage of the old table, with what is known of it. 1, or -1 with an exception
- * set. */
+/* Moves the watch of a storage from the old table to this one, with what was observed so far.
+ * Returns 1, or -1 with an exception set. */
 static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 {
 	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
@@ -177,15 +179,16 @@ static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 		return -1;
 	t->nr_watches++;
 	*watch = *old;
-	watch->first_claim = SFR_PY_NONE;
-	watch->nr_claims = 0;
-	watch->epoch = watch->nr_marked = 0;
+	watch->first_tensor = SFR_PY_NONE;
+	watch->nr_tensors = 0;
+	watch->epoch = watch->nr_owned = 0;
 	old->ident = NULL;
 	return 1;
 }
 
-/* Whether a storage's memory is unmoved: resize_ and share_memory_ give it other memory. */
-static int is_in_place(const struct sfr_py_watch *watch, PyObject *storage)
+/* Returns whether a storage still has the same memory; resize_ and share_memory_ give it other
+ * memory. */
+static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
 {
 	uint64_t addr, nbytes;
 	int yes = !sfr_py_read_u64(&sfr_py_torch.data_ptr, storage, &addr) &&
@@ -201,10 +204,10 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 		     int stateless, PyObject *clashes)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
-	struct sfr_py_claim *known = sfr_py_find_claim(&self->table, tensor);
+	struct sfr_py_tensor *known = sfr_py_find_tensor(&self->table, tensor);
 	struct sfr_py_watch *old = NULL;
 	PyObject *storage, *grad;
-	const uint64_t *place;
+	const uint64_t *index;
 	uint64_t cdata;
 	uint32_t watch;
 	int ret = 0;
@@ -229,38 +232,40 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 		known = NULL; /* the tensor has moved to another storage */
 	if (known)
 		old = &self->table.watches[known->watch];
-	place = sfr_py_map_find(&t->by_storage, cdata);
-	if (place) {
-		watch = (uint32_t)*place;
+	index = sfr_py_map_find(&t->by_storage, cdata);
+	if (index) {
+		watch = (uint32_t)*index;
 		/* This tensor did not exist while the storage was observed. */
 		if (!known && t->watches[watch].verdict == SFR_PY_DEFERRABLE)
 			t->watches[watch].verdict = SFR_PY_UNDECIDED;
 		if (!known)
 			t->watches[watch].nr_cycles = 0;
 	} else {
-		ret = old && old->ident && is_in_place(old, storage) ?
-			      watch_move(t, old) :
-			      watch_add(self, t, tensor, storage, cdata, clashes);
+		if (old && old->ident && has_same_memory(old, storage))
+			ret = watch_move(t, old);
+		else
+			ret = watch_add(self, t, tensor, storage, cdata, clashes);
 		if (ret == 0)
 			self->nr_passed_over++;
 		if (ret <= 0)
 			goto out;
 		watch = t->nr_watches - 1;
 	}
-	ret = claim_add(t, tensor, watch);
+	ret = tensor_add(t, tensor, watch);
 out:
 	Py_XDECREF(storage);
 	return ret;
 }
 
-/* A tensor of the groups that is not trained may write to any storage that it shares. */
+/* Captures the storage of a tensor that is in a group but not trained, because writes to it may
+ * come at any time. */
 static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 {
 	uint64_t identity = sfr_py_identity_of(tensor);
-	const uint64_t *place = identity ? sfr_py_map_find(&t->by_storage, identity) : NULL;
+	const uint64_t *index = identity ? sfr_py_map_find(&t->by_storage, identity) : NULL;
 
-	if (place)
-		t->watches[*place].verdict = SFR_PY_CAPTURED;
+	if (index)
+		t->watches[*index].verdict = SFR_PY_CAPTURED;
 }
 
 /* Allocates what record() needs, and counts undecided storages. */
@@ -275,7 +280,8 @@ static int enrol_arm(struct sfr_py_observer *self, const struct sfr_py_table *t)
 	self->nr_armed = self->cursor = self->nr_undecided = 0;
 	sfr_py_probes_reset(self);
 	for (i = 0; i < t->nr_watches; i++)
-		self->nr_undecided += t->watches[i].verdict == SFR_PY_UNDECIDED;
+		if (t->watches[i].verdict == SFR_PY_UNDECIDED)
+			self->nr_undecided++;
 	self->lines = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->lines));
 	self->armed = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->armed));
 	if (self->lines && self->armed)

@@ -173,8 +173,8 @@ static PyObject *rebuild(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "rebuilt", rebuild, METH_VARARGS,
-	  "rebuilt(node, memo, other) -> what stands in its place: memo says it by id, plain dicts and "
-	  "lists are made anew, for others `other(node)` says it" },
+	  "rebuilt(node, memo, other) -> its replacement: memo[id(node)], a plain dict or list that is "
+	  "rebuilt here, or else other(node)" },
 	{ NULL, NULL, 0, NULL },
 };
 

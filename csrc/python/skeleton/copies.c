@@ -56,7 +56,8 @@ static struct sfr_hold *hold_owner(PyObject *owner)
 
 /* ---- collecting ---------------------------------------------------------------- */
 
-/* Returns whether the object contains nothing: most of a tree besides tensors and containers. */
+/* Returns whether the object can contain no tensor. Apart from tensors and containers, most objects
+ * of a tree are like that. */
 static bool is_atom(PyObject *node)
 {
 	PyTypeObject *type = Py_TYPE(node);
@@ -68,7 +69,7 @@ static bool is_atom(PyObject *node)
 PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
-	PyObject *const *part = c->torch->part;
+	PyObject *const *item = c->torch->item;
 	PyObject *others = PyList_New(0), *fast = PySequence_Fast(nodes, "nodes are a sequence");
 	Py_ssize_t i;
 
@@ -84,8 +85,8 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 
 		if (node == NULL)
 			goto fail;
-		exact = (PyObject *)Py_TYPE(node) == part[SFR_PY_TENSOR] ||
-			(PyObject *)Py_TYPE(node) == part[SFR_PY_PARAMETER];
+		exact = (PyObject *)Py_TYPE(node) == item[SFR_PY_TENSOR] ||
+			(PyObject *)Py_TYPE(node) == item[SFR_PY_PARAMETER];
 		known = exact ? sfr_py_map_find(&c->found_at, (uintptr_t)node) : NULL;
 		if (known)
 			number = (size_t)*known;
@@ -114,7 +115,7 @@ struct job {
 	Py_ssize_t len;
 	PyObject *offsets; /* a list, by storage */
 	int64_t *rows, *end;
-	uint32_t *made; /* found tensors with a row, in order */
+	uint32_t *made; /* indices of the found tensors that have a row, in order */
 	size_t nr_made;
 	uint32_t *first; /* by storage: 1 + the row that makes it */
 };
@@ -165,10 +166,11 @@ static bool is_within(const int64_t *row, uint64_t itemsize)
 	       reach <= (uint64_t)row[SFR_ROW_NBYTES];
 }
 
-/* Writes a tensor's row. 1; 0 for one left to Python; -1 with an exception set. */
-static int add_row(struct job *job, uint32_t place)
+/* Appends the row that makes a copy of found[index]. Returns 1, 0 if the tensor is left to Python,
+ * or -1 with an exception set. */
+static int add_row(struct job *job, uint32_t index)
 {
-	const struct sfr_py_found *found = &job->c->found[place];
+	const struct sfr_py_found *found = &job->c->found[index];
 	const struct sfr_py_storage *storage = &job->c->storages[found->storage];
 	uint64_t itemsize = job->c->torch->dtype[found->dtype].itemsize, nbytes = storage->nbytes;
 	uint32_t first = job->first[found->storage];
@@ -176,7 +178,8 @@ static int add_row(struct job *job, uint32_t place)
 	Py_ssize_t offset;
 	int64_t *out = job->end;
 
-	/* Only while the storage is what it was when copied. */
+	/* Left to Python: a storage that has changed since it was copied, and a tensor of another
+	 * dtype than the first one over its storage. */
 	if (nbytes == 0 || nbytes % itemsize != 0 || (uint64_t)row[SFR_ROW_NBYTES] != nbytes ||
 	    !is_within(row, itemsize) ||
 	    (first != 0 && job->c->found[job->made[first - 1]].dtype != found->dtype))
@@ -197,14 +200,14 @@ static int add_row(struct job *job, uint32_t place)
 	memcpy(out + SFR_NEW_HEADER, row + SFR_ROW_HEADER,
 	       2 * (size_t)row[SFR_ROW_NDIM] * sizeof(*row));
 	job->end += SFR_NEW_HEADER + 2 * row[SFR_ROW_NDIM];
-	job->made[job->nr_made++] = place;
+	job->made[job->nr_made++] = index;
 	if (first == 0)
 		job->first[found->storage] = (uint32_t)job->nr_made;
 	return 1;
 }
 
-/* Notes (tensor, number of its storage) as left to Python. 0 or -1. */
-static int leave_out(PyObject *left, const struct sfr_py_found *found)
+/* Appends (tensor, number of its storage) to the list of tensors left to Python. 0 or -1. */
+static int leave_to_python(PyObject *left, const struct sfr_py_found *found)
 {
 	PyObject *pair = Py_BuildValue("(OI)", found->object, (unsigned int)found->storage);
 	int rc = pair == NULL ? -1 : PyList_Append(left, pair);
@@ -217,11 +220,11 @@ static int leave_out(PyObject *left, const struct sfr_py_found *found)
  *
  * Its class is assigned, as torch does with lazy parameters. Parameter(tensor) would make a second
  * tensor and free the first, and torch releases the interpreter lock there. */
-static int dress(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found,
-		 PyObject *tensor)
+static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found,
+		     PyObject *tensor)
 {
 	if (found->parameter &&
-	    PyObject_SetAttrString(tensor, "__class__", torch->part[SFR_PY_PARAMETER]) != 0)
+	    PyObject_SetAttrString(tensor, "__class__", torch->item[SFR_PY_PARAMETER]) != 0)
 		return -1;
 	return found->requires_grad ? PyObject_SetAttrString(tensor, "requires_grad", Py_True) : 0;
 }
@@ -235,10 +238,10 @@ static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 		const struct sfr_py_found *found = &job->c->found[job->made[i]];
 		PyObject *key = PyLong_FromVoidPtr(found->object); /* equals id() */
 		PyObject *made = PyList_GetItem(tensors, (Py_ssize_t)i);
-		int rc = key == NULL || dress(job->c->torch, found, made) != 0 ?
-				 -1 :
-				 PyDict_SetItem(news, key, made);
+		int rc = -1;
 
+		if (key != NULL && set_class(job->c->torch, found, made) == 0)
+			rc = PyDict_SetItem(news, key, made);
 		Py_XDECREF(key);
 		if (rc != 0)
 			return -1;
@@ -281,7 +284,7 @@ static PyObject *wrap(const struct sfr_py_torch_types *torch, void *const *handl
 		return NULL;
 	}
 	/* If this fails, it is unknown which handles are left. */
-	tensors = PyObject_CallFunctionObjArgs(torch->part[SFR_PY_FROM_HANDLES], capsules, NULL);
+	tensors = PyObject_CallFunctionObjArgs(torch->item[SFR_PY_FROM_HANDLES], capsules, NULL);
 	Py_DECREF(capsules);
 	if (tensors != NULL && (!PyList_Check(tensors) || (size_t)PyList_Size(tensors) != nr)) {
 		PyErr_SetString(PyExc_SystemError, "torch made something else of the handles");
@@ -348,7 +351,7 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 
 		if (job.c->found[i].row != NULL)
 			rc = together ? add_row(&job, i) : 0;
-		if (rc < 0 || (rc == 0 && leave_out(left, &job.c->found[i]) != 0))
+		if (rc < 0 || (rc == 0 && leave_to_python(left, &job.c->found[i]) != 0))
 			goto end;
 	}
 	tensors = job.nr_made != 0 ? make(&job, owner) : PyList_New(0);

@@ -54,20 +54,20 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
  * set. */
 static int is_storage(const struct sfr_py_collector *c, PyObject *object)
 {
-	int yes = PyObject_IsInstance(object, c->torch->part[SFR_PY_TYPED_STORAGE]);
+	int yes = PyObject_IsInstance(object, c->torch->item[SFR_PY_TYPED_STORAGE]);
 
 	if (yes != 0)
 		return yes;
-	return PySet_Contains(c->torch->part[SFR_PY_STORAGE_CLASSES], (PyObject *)Py_TYPE(object));
+	return PySet_Contains(c->torch->item[SFR_PY_STORAGE_CLASSES], (PyObject *)Py_TYPE(object));
 }
 
 static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
 	PyTypeObject *type = Py_TYPE(object);
-	PyObject *const *part = c->torch->part;
-	bool exact = (PyObject *)type == part[SFR_PY_TENSOR] ||
-		     (PyObject *)type == part[SFR_PY_PARAMETER];
+	PyObject *const *item = c->torch->item;
+	bool exact = (PyObject *)type == item[SFR_PY_TENSOR] ||
+		     (PyObject *)type == item[SFR_PY_PARAMETER];
 	const uint64_t *known;
 	size_t number;
 	int yes;
@@ -79,13 +79,13 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 		    type == &PyTuple_Type || type == &PyList_Type || type == &PyFloat_Type ||
 		    type == &PyBool_Type || type == &PyBytes_Type || object == Py_None)
 			Py_RETURN_NONE;
-		if (!PyType_IsSubtype(type, (PyTypeObject *)part[SFR_PY_TENSOR])) {
+		if (!PyType_IsSubtype(type, (PyTypeObject *)item[SFR_PY_TENSOR])) {
 			yes = is_storage(c, object);
 			if (yes < 0)
 				return NULL;
 			if (yes == 0)
 				Py_RETURN_NONE;
-			return PyObject_CallFunctionObjArgs(part[SFR_PY_STORAGE_TUPLE], self,
+			return PyObject_CallFunctionObjArgs(item[SFR_PY_STORAGE_TUPLE], self,
 							    object, NULL);
 		}
 	}
@@ -139,7 +139,8 @@ static size_t count_tensors(const struct sfr_py_collector *c)
 	for (i = 0; i < c->nr_found; i++)
 		general = general || !c->found[i].plain;
 	for (i = 0; i < c->nr_found; i++)
-		count += !general || Py_REFCNT(c->found[i].object) > 1;
+		if (!general || Py_REFCNT(c->found[i].object) > 1)
+			count++;
 	return count;
 }
 
@@ -294,17 +295,15 @@ static int make_room_as_before(struct sfr_py_collector *c)
 
 	if (nr == 0)
 		return 0;
-	return sfr_py_map_reserve(&c->found_at, nr) != 0 ||
-			       sfr_py_map_reserve(&c->numbers->map, nr) != 0 ||
-			       sfr_py_map_reserve(&c->dtype_at, c->any_dtypes ? 0 : nr) != 0 ||
-			       sfr_py_grow((void **)&c->found, nr, &c->found_room,
-					   sizeof(*c->found)) != 0 ||
-			       sfr_py_grow((void **)&c->storages, nr, &c->storages_room,
-					   sizeof(*c->storages)) != 0 ||
-			       sfr_py_grow((void **)&c->order.steps, nr, &c->order.room,
-					   sizeof(*c->order.steps)) != 0 ?
-		       -1 :
-		       0;
+	if (sfr_py_map_reserve(&c->found_at, nr) != 0 ||
+	    sfr_py_map_reserve(&c->numbers->map, nr) != 0 ||
+	    sfr_py_map_reserve(&c->dtype_at, c->any_dtypes ? 0 : nr) != 0)
+		return -1;
+	if (sfr_py_grow((void **)&c->found, nr, &c->found_room, sizeof(*c->found)) != 0 ||
+	    sfr_py_grow((void **)&c->storages, nr, &c->storages_room, sizeof(*c->storages)) != 0 ||
+	    sfr_py_grow((void **)&c->order.steps, nr, &c->order.room, sizeof(*c->order.steps)) != 0)
+		return -1;
+	return 0;
 }
 
 /* Collector(types, fast_path, plain_cpu, plain_cuda, any_dtypes=False) */

@@ -21,7 +21,7 @@
 /* ---- torch_types.c ------------------------------------------------------ */
 
 /* The objects of torch that TorchTypes needs. The names are its keyword arguments. */
-#define SFR_PY_PART_LIST(X)                                                                        \
+#define SFR_PY_ITEM_LIST(X)                                                                        \
 	X(TENSOR, "tensor")                   /* torch.Tensor */                                   \
 	X(PARAMETER, "parameter")             /* torch.nn.Parameter */                             \
 	X(TYPED_STORAGE, "typed_storage")     /* torch.storage.TypedStorage */                     \
@@ -32,7 +32,7 @@
 	X(DATA_PTR, "data_ptr")               /* storage -> its address */                         \
 	X(NBYTES, "nbytes")                   /* storage -> its length */                          \
 	/* functions */                                                                            \
-	X(PLACE, "place")                 /* tensor -> sfr_py_where, for all with its keys */      \
+	X(WHERE, "where")                 /* tensor -> sfr_py_where, for all with its keys */      \
 	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
 	X(LOCATION, "location")           /* storage -> its location tag */                        \
 	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
@@ -41,19 +41,19 @@
 	X(REQUIRES_GRAD, "requires_grad")                                                          \
 	X(BACKWARD_HOOKS, "backward_hooks")
 
-enum sfr_py_part {
+enum sfr_py_item {
 #define X(name, keyword) SFR_PY_##name,
-	SFR_PY_PART_LIST(X)
+	SFR_PY_ITEM_LIST(X)
 #undef X
-		SFR_PY_NR_PARTS
+		SFR_PY_NR_ITEMS
 };
 #define SFR_PY_FIRST_METHOD SFR_PY_GETSTATE
 #define SFR_PY_LAST_METHOD SFR_PY_NBYTES
 #define SFR_PY_FIRST_GETTER SFR_PY_REQUIRES_GRAD
 
 #define SFR_PY_MAX_DTYPES 32
-#define SFR_PY_MAX_NUMBERS 64 /* torch's numbers of dtypes */
-#define SFR_PY_MAX_PLACES 16  /* remembered sets of dispatch keys */
+#define SFR_PY_MAX_NUMBERS 64    /* torch's numbers of dtypes */
+#define SFR_PY_MAX_KNOWN_KEYS 16 /* sets of dispatch keys that are remembered */
 
 /* A dtype with a legacy storage class. */
 struct sfr_py_dtype {
@@ -64,9 +64,9 @@ struct sfr_py_dtype {
 	uint32_t itemsize;
 };
 
-/* Where tensors with given dispatch keys are. */
+/* Where the tensors with a set of dispatch keys are. */
 enum sfr_py_where { SFR_PY_NOT_PLAIN = -1, SFR_PY_ON_HOST, SFR_PY_ON_DEVICE };
-struct sfr_py_place {
+struct sfr_py_known_keys {
 	uint64_t keys;
 	enum sfr_py_where where;
 };
@@ -85,18 +85,18 @@ struct sfr_py_prefetch_order {
 
 struct sfr_py_torch_types {
 	PyObject_HEAD
-	PyObject *part[SFR_PY_NR_PARTS];
-	descrgetfunc get[SFR_PY_NR_PARTS]; /* tp_descr_get of the descriptors */
+	PyObject *item[SFR_PY_NR_ITEMS];
+	descrgetfunc get[SFR_PY_NR_ITEMS]; /* tp_descr_get of the descriptors */
 	/* The C functions behind descriptors and methods, and their type; NULL if not in C. */
-	PyTypeObject *type[SFR_PY_NR_PARTS];
-	const PyGetSetDef *getter[SFR_PY_NR_PARTS];
-	PyCFunction method[SFR_PY_NR_PARTS];
+	PyTypeObject *type[SFR_PY_NR_ITEMS];
+	const PyGetSetDef *getter[SFR_PY_NR_ITEMS];
+	PyCFunction method[SFR_PY_NR_ITEMS];
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
 	uint8_t dtype_at
 		[SFR_PY_MAX_NUMBERS]; /* 1 + the index of the dtype with torch's number; 0: none */
-	struct sfr_py_place place[SFR_PY_MAX_PLACES];
-	uint32_t nr_places;
+	struct sfr_py_known_keys known_keys[SFR_PY_MAX_KNOWN_KEYS];
+	uint32_t nr_known_keys;
 	PyObject *cpu;                      /* "cpu" */
 	struct sfr_py_prefetch_order order; /* of the last save */
 };
@@ -119,10 +119,10 @@ int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
 int sfr_py_refused(void);
 /* Asks an object: the attribute behind a getset descriptor, or the result of a method without
  * arguments or of a function, without an attribute search. A new reference. */
-PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_part part,
+PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object);
 /* Does the same for a number. 0 or -1. */
-int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_part part, PyObject *object,
+int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
 		   uint64_t *out);
 /* Adds the type TorchTypes. 0 or -1. */
 int sfr_py_add_torch_types(PyObject *module);
@@ -178,8 +178,8 @@ int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t
 			 bool on_host, size_t *number);
 /* Refuses bytes viewed as two dtypes, with torch's message. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
-/* Describes a plain tensor through the bridge and finds its storage. Clears `plain` for another
- * dtype or a storage without memory. */
+/* Describes a plain tensor through the bridge and finds its storage. Clears `plain` if the dtype
+ * has no legacy storage class, or the storage has no memory. */
 int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor);
 /* Asks a storage for its address and length. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
@@ -188,7 +188,9 @@ int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item);
 /* Doubles a full array. */
 static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item)
 {
-	return used < *room ? 0 : sfr_py_grow(array, *room == 0 ? 64 : 2 * *room, room, item);
+	if (used < *room)
+		return 0;
+	return sfr_py_grow(array, *room == 0 ? 64 : 2 * *room, room, item);
 }
 
 /* Enters a tensor met for the first time (`exact`: not a subclass); *number is its index. */
@@ -213,7 +215,7 @@ void sfr_py_prefetch_next(const struct sfr_py_collector *c);
 /* Appends the tensor that is about to be entered. 0, or -1 with an exception set. */
 int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
 			      uint64_t storage);
-/* Passes the prefetch order to the next save. */
+/* Leaves the prefetch order for the next save. */
 void sfr_py_prefetch_order_leave(struct sfr_py_collector *c);
 void sfr_py_prefetch_order_fini(struct sfr_py_prefetch_order *order);
 
@@ -227,7 +229,7 @@ struct sfr_py_splice {
 	size_t nr_found;
 	const struct sfr_py_storage *storages;
 };
-/* Returns the pickle with its tensors as bytes, or NULL with an exception set. */
+/* Returns the pickle with the tensors written in, as bytes, or NULL with an exception set. */
 PyObject *sfr_py_splice(const struct sfr_py_splice *job);
 
 #endif

@@ -103,7 +103,7 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 {
 	PyObject *storage = PyList_GetItem(c->storage_list, (Py_ssize_t)number);
 	PyObject *location =
-		PyObject_CallFunctionObjArgs(c->torch->part[SFR_PY_LOCATION], storage, NULL);
+		PyObject_CallFunctionObjArgs(c->torch->item[SFR_PY_LOCATION], storage, NULL);
 
 	if (location == NULL)
 		return NULL;
@@ -146,7 +146,7 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 
 	if (c->storages[number].on_host || c->storages[number].device != 0)
 		return 0;
-	answer = PyObject_CallFunctionObjArgs(c->torch->part[SFR_PY_DEVICE_INDEX], tensor, NULL);
+	answer = PyObject_CallFunctionObjArgs(c->torch->item[SFR_PY_DEVICE_INDEX], tensor, NULL);
 	if (answer == NULL)
 		return -1;
 	index = PyLong_AsLong(answer);
@@ -174,7 +174,7 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
 
 /* Returns the address of the storage's memory, or 0 if the bridge cannot tell or data_ptr is not
  * torch's own. */
-static uint64_t told_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
+static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	uint64_t itemsize = c->torch->dtype[tensor->dtype].itemsize;
 
@@ -190,7 +190,7 @@ static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tens
 		     uint64_t identity, size_t *number)
 {
 	PyObject *storage = sfr_py_ask(c->torch, SFR_PY_UNTYPED_STORAGE, tensor->object);
-	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES], addr = told_address(c, tensor);
+	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES], addr = bridge_address(c, tensor);
 	int rc = -1;
 
 	if (storage == NULL || (addr == 0 && ask_address(c, storage, nbytes, &addr) != 0)) {
@@ -271,13 +271,13 @@ int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	int rc = write_row(c, tensor);
 	int64_t number = rc > 0 ? tensor->row[SFR_ROW_DTYPE] : -1;
-	uint8_t place = number >= 0 && number < SFR_PY_MAX_NUMBERS ? c->torch->dtype_at[number] : 0;
+	uint8_t entry = number >= 0 && number < SFR_PY_MAX_NUMBERS ? c->torch->dtype_at[number] : 0;
 
-	if (place != 0) {
-		tensor->dtype = (uint8_t)(place - 1);
+	if (entry != 0) {
+		tensor->dtype = (uint8_t)(entry - 1);
 		rc = find_storage(c, tensor);
 	}
-	tensor->plain = place != 0 && rc > 0;
+	tensor->plain = entry != 0 && rc > 0;
 	if (!tensor->plain) {
 		tensor->row = NULL;
 		return rc < 0 ? -1 : 0;

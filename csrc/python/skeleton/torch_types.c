@@ -17,42 +17,42 @@
  *
  * torch derives layout, nesting, conj, neg, names and kind of device from the dispatch keys, so
  * they are the same for all tensors with the same keys. Python is asked about the first tensor with
- * a given set of keys (`place`); for others only the keys are compared (torch/words.h). The tensor
+ * a given set of keys (`where`); for others only the keys are compared (torch/words.h). The tensor
  * itself is asked for attributes, hooks and requires_grad, and the bridge for dtype and shape. None
- * of this releases the interpreter lock: beside a thread that computes, each release may cost a
+ * of this releases the interpreter lock: while another thread computes, each release may cost a
  * switch interval. */
 #include "skeleton/skeleton.h"
 #include "torch/slots.h"
 #include "torch/words.h"
 
-static const char *const part_names[] = {
+static const char *const item_names[] = {
 #define X(name, keyword) keyword,
-	SFR_PY_PART_LIST(X)
+	SFR_PY_ITEM_LIST(X)
 #undef X
 };
 
-PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_part part,
+PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object)
 {
-	PyObject *named = torch->part[part];
-	PyTypeObject *type = torch->type[part]; /* NULL: not in C */
-	const PyGetSetDef *def = torch->getter[part];
+	PyObject *named = torch->item[item];
+	PyTypeObject *type = torch->type[item]; /* NULL: not in C */
+	const PyGetSetDef *def = torch->getter[item];
 
 	if (type != NULL && PyType_IsSubtype(Py_TYPE(object), type)) {
 		if (def != NULL)
 			return def->get(object, def->closure);
-		if (torch->method[part] != NULL)
-			return torch->method[part](object, NULL);
+		if (torch->method[item] != NULL)
+			return torch->method[item](object, NULL);
 	}
-	if (part >= SFR_PY_FIRST_GETTER)
-		return torch->get[part](named, object, (PyObject *)Py_TYPE(object));
+	if (item >= SFR_PY_FIRST_GETTER)
+		return torch->get[item](named, object, (PyObject *)Py_TYPE(object));
 	return PyObject_CallFunctionObjArgs(named, object, NULL);
 }
 
 /* Returns the truth of the answer: 1, 0 (also for None), or -1 with an exception set. */
-static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_part part, PyObject *object)
+static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object)
 {
-	PyObject *value = sfr_py_ask(torch, part, object);
+	PyObject *value = sfr_py_ask(torch, item, object);
 	int truth;
 
 	if (value == NULL)
@@ -62,10 +62,10 @@ static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_part par
 	return truth;
 }
 
-int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_part part, PyObject *object,
+int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
 		   uint64_t *out)
 {
-	PyObject *value = sfr_py_ask(torch, part, object);
+	PyObject *value = sfr_py_ask(torch, item, object);
 
 	if (value == NULL)
 		return -1;
@@ -82,42 +82,45 @@ int sfr_py_refused(void)
 	return 0;
 }
 
-/* Asks Python where tensors with these keys are. 0 or -1 as above. A refusal is not remembered. */
-static int ask_place(struct sfr_py_torch_types *torch, PyObject *tensor, struct sfr_py_place *place)
+/* Asks Python where tensors with these keys are, and remembers the answer. 0, or -1 if an exception
+ * must propagate. A refusal is not remembered. */
+static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
+		     struct sfr_py_known_keys *keys)
 {
-	PyObject *answer = PyObject_CallFunctionObjArgs(torch->part[SFR_PY_PLACE], tensor, NULL);
+	PyObject *answer = PyObject_CallFunctionObjArgs(torch->item[SFR_PY_WHERE], tensor, NULL);
 	long value = answer != NULL ? PyLong_AsLong(answer) : -1;
 
 	Py_XDECREF(answer);
-	place->where = SFR_PY_NOT_PLAIN;
+	keys->where = SFR_PY_NOT_PLAIN;
 	if (PyErr_Occurred())
 		return sfr_py_refused();
 	if (value == SFR_PY_ON_HOST || value == SFR_PY_ON_DEVICE)
-		place->where = (enum sfr_py_where)value;
-	if (torch->nr_places < SFR_PY_MAX_PLACES)
-		torch->place[torch->nr_places++] = *place;
+		keys->where = (enum sfr_py_where)value;
+	if (torch->nr_known_keys < SFR_PY_MAX_KNOWN_KEYS)
+		torch->known_keys[torch->nr_known_keys++] = *keys;
 	return 0;
 }
 
-static int find_place(struct sfr_py_torch_types *torch, PyObject *tensor, enum sfr_py_where *where)
+/* Sets *where for a tensor, from what is known of its dispatch keys. 0 or -1 as above. */
+static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum sfr_py_where *where)
 {
-	struct sfr_py_place place = { .keys = sfr_py_keys_of(tensor) };
+	struct sfr_py_known_keys known = { .keys = sfr_py_keys_of(tensor) };
 	int rc = 0;
 	uint32_t i;
 
-	for (i = 0; i < torch->nr_places && torch->place[i].keys != place.keys; i++)
+	for (i = 0; i < torch->nr_known_keys && torch->known_keys[i].keys != known.keys; i++)
 		;
-	if (i < torch->nr_places)
-		place = torch->place[i];
+	if (i < torch->nr_known_keys)
+		known = torch->known_keys[i];
 	else
-		rc = ask_place(torch, tensor, &place);
-	*where = place.where;
+		rc = ask_where(torch, tensor, &known);
+	*where = known.where;
 	return rc;
 }
 
-/* Returns 1 for a tensor with attributes or hooks that would be written, 0, or -1 with an exception
- * set. */
-static int is_hung(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found)
+/* Returns whether a tensor has Python attributes or hooks that torch.save would write: 1, 0, or -1
+ * with an exception set. */
+static int has_extras(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found)
 {
 	/* __getstate__ returns None for a tensor without attributes, and makes no __dict__. */
 	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
@@ -133,13 +136,13 @@ int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
 	enum sfr_py_where where;
 	int yes;
 
-	found->parameter = (PyObject *)Py_TYPE(found->object) == torch->part[SFR_PY_PARAMETER];
-	if (find_place(torch, found->object, &where) != 0)
+	found->parameter = (PyObject *)Py_TYPE(found->object) == torch->item[SFR_PY_PARAMETER];
+	if (find_where(torch, found->object, &where) != 0)
 		return -1;
 	if (where == SFR_PY_NOT_PLAIN)
 		return 0;
 	found->on_host = where == SFR_PY_ON_HOST;
-	yes = is_hung(torch, found);
+	yes = has_extras(torch, found);
 	if (yes != 0)
 		return yes < 0 ? sfr_py_refused() : 0;
 	yes = ask_bool(torch, SFR_PY_REQUIRES_GRAD, found->object);
@@ -156,14 +159,14 @@ static int types_traverse(PyObject *self, visitproc visit, void *arg)
 	uint32_t i;
 
 	Py_VISIT(Py_TYPE(self));
-	for (i = 0; i < SFR_PY_NR_PARTS; i++)
-		Py_VISIT(torch->part[i]);
+	for (i = 0; i < SFR_PY_NR_ITEMS; i++)
+		Py_VISIT(torch->item[i]);
 	for (i = 0; i < torch->nr_dtypes; i++)
 		Py_VISIT(torch->dtype[i].dtype);
 	return 0;
 }
 
-/* For an unreachable object only: the parts of a live one are never NULL, so a cycle through
+/* For an unreachable object only: the items of a live one are never NULL, so a cycle through
  * torch's own types is broken on torch's side. */
 static void types_dealloc(PyObject *self)
 {
@@ -171,8 +174,8 @@ static void types_dealloc(PyObject *self)
 	uint32_t i;
 
 	PyObject_GC_UnTrack(self);
-	for (i = 0; i < SFR_PY_NR_PARTS; i++)
-		Py_CLEAR(torch->part[i]);
+	for (i = 0; i < SFR_PY_NR_ITEMS; i++)
+		Py_CLEAR(torch->item[i]);
 	for (i = 0; i < torch->nr_dtypes; i++) {
 		Py_CLEAR(torch->dtype[i].dtype);
 		Py_CLEAR(torch->dtype[i].storage_class);
@@ -182,44 +185,44 @@ static void types_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Takes the part called `name` from the keyword arguments. 0 or -1. */
-static int take_part(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sfr_py_part part)
+/* Takes the item called `name` from the keyword arguments. 0 or -1. */
+static int take_item(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sfr_py_item item)
 {
-	PyObject *value = PyDict_GetItemString(kwargs, part_names[part]);
+	PyObject *value = PyDict_GetItemString(kwargs, item_names[item]);
 
 	if (value == NULL) {
 		PyErr_Format(PyExc_TypeError, "TorchTypes() needs the argument '%s'",
-			     part_names[part]);
+			     item_names[item]);
 		return -1;
 	}
-	if (part >= SFR_PY_FIRST_GETTER) {
-		torch->get[part] = (descrgetfunc)PyType_GetSlot(Py_TYPE(value), Py_tp_descr_get);
-		if (torch->get[part] == NULL) {
-			PyErr_Format(PyExc_TypeError, "'%s' is not a descriptor", part_names[part]);
+	if (item >= SFR_PY_FIRST_GETTER) {
+		torch->get[item] = (descrgetfunc)PyType_GetSlot(Py_TYPE(value), Py_tp_descr_get);
+		if (torch->get[item] == NULL) {
+			PyErr_Format(PyExc_TypeError, "'%s' is not a descriptor", item_names[item]);
 			return -1;
 		}
 	}
 	Py_INCREF(value);
-	torch->part[part] = value;
+	torch->item[item] = value;
 	return 0;
 }
 
 /* Finds the C functions behind descriptors and methods that belong to a type. */
 static void find_functions(struct sfr_py_torch_types *torch)
 {
-	for (int part = SFR_PY_FIRST_METHOD; part < SFR_PY_NR_PARTS; part++) {
-		PyObject *type = PyObject_GetAttrString(torch->part[part], "__objclass__");
+	for (int item = SFR_PY_FIRST_METHOD; item < SFR_PY_NR_ITEMS; item++) {
+		PyObject *type = PyObject_GetAttrString(torch->item[item], "__objclass__");
 		PyObject *name =
-			type ? PyObject_GetAttrString(torch->part[part], "__name__") : NULL;
+			type ? PyObject_GetAttrString(torch->item[item], "__name__") : NULL;
 		const char *text = name ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
 
 		PyErr_Clear(); /* a Python function has none */
 		if (text != NULL && PyType_Check(type)) {
-			torch->type[part] = (PyTypeObject *)type; /* the part keeps it alive */
-			if (part >= SFR_PY_FIRST_GETTER)
-				torch->getter[part] = sfr_py_getter_of(torch->type[part], text);
-			else if (part <= SFR_PY_LAST_METHOD)
-				torch->method[part] = sfr_py_method_of(torch->type[part], text);
+			torch->type[item] = (PyTypeObject *)type; /* the item keeps it alive */
+			if (item >= SFR_PY_FIRST_GETTER)
+				torch->getter[item] = sfr_py_getter_of(torch->type[item], text);
+			else if (item <= SFR_PY_LAST_METHOD)
+				torch->method[item] = sfr_py_method_of(torch->type[item], text);
 		}
 		Py_XDECREF(type);
 		Py_XDECREF(name);
@@ -269,7 +272,7 @@ static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 			return -1;
 		}
 		if (!PyArg_ParseTuple(item, "OUIO!", &dtype, &storage_class, &itemsize,
-				      torch->part[SFR_PY_TENSOR], &sample) ||
+				      torch->item[SFR_PY_TENSOR], &sample) ||
 		    take_number(torch, sample) != 0)
 			return -1;
 		if (itemsize == 0) {
@@ -293,7 +296,7 @@ static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 static PyObject *types_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	struct sfr_py_torch_types *torch;
-	int part;
+	int item;
 
 	if (PyTuple_Size(args) != 0 || kwargs == NULL) {
 		PyErr_SetString(PyExc_TypeError, "TorchTypes() takes keyword arguments only");
@@ -302,8 +305,8 @@ static PyObject *types_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	torch = (struct sfr_py_torch_types *)sfr_py_alloc(type); /* zeroed */
 	if (torch == NULL)
 		return NULL;
-	for (part = 0; part < SFR_PY_NR_PARTS; part++)
-		if (take_part(torch, kwargs, (enum sfr_py_part)part) != 0)
+	for (item = 0; item < SFR_PY_NR_ITEMS; item++)
+		if (take_item(torch, kwargs, (enum sfr_py_item)item) != 0)
 			goto fail;
 	if (sfr_py_bridge_load() != 0 || take_dtypes(torch, kwargs) != 0)
 		goto fail;

@@ -1,5 +1,5 @@
-"""Questions to torch.distributed: whether this process has others beside it, what their store has,
-and DTensor's class.
+"""Questions to torch.distributed: whether there are other processes, what their store has, and
+DTensor's class.
 
 DTensor's class is found without importing it: code that has a DTensor has imported it.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed
 
-_SHORTEST_S, _LONGEST_S = 0.0002, 0.01  # between two looks at a store
+_SHORTEST_S, _LONGEST_S = 0.0002, 0.01  # between two queries of a store
 
 
 def is_initialized() -> bool:
@@ -24,7 +24,7 @@ def is_initialized() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def may_have_ranks_beside() -> bool:
+def may_have_other_ranks() -> bool:
     """Return whether other ranks may run on this machine. It asks none of them, because a dead or
     missing rank would never answer."""
     if not is_initialized() or torch.distributed.get_world_size() == 1:
@@ -36,7 +36,7 @@ def poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
     """Wait until `is_there()`, and return False if that takes longer than `longest_s`.
 
     For questions to a process group's store, whose own waits answer no signal: Ctrl-C is answered
-    between two looks. The pauses grow to 10 ms.
+    between two queries. The pauses grow to 10 ms.
     """
     end, pause_s = time.monotonic() + longest_s, _SHORTEST_S
     while not is_there():

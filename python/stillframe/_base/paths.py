@@ -79,7 +79,7 @@ class CheckpointPath:
 
 
 def no_path(path: object) -> TypeError:
-    """Return the error for what is given in the place of a path."""
+    """Return the error for an object that is given instead of a path."""
     message = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
     if hasattr(path, "write") or hasattr(path, "read"):
         message += ": stillframe saves to files by name. torch.save and torch.load take open files"
@@ -120,9 +120,9 @@ def _split(text: str, follow_link: bool) -> tuple[str, str]:
 def key(path: object, *, follow_link: bool) -> bytes:
     """Return the path's key in the log: real path of the parent, a slash, the last component."""
     text = as_text(path)
-    place = _core.resolve(os.fsencode(text), follow_link)
-    if place is not None:
-        return os.path.join(*place[:2])
+    resolved = _core.resolve(os.fsencode(text), follow_link)
+    if resolved is not None:
+        return os.path.join(*resolved[:2])
     parent, name = _split(text, follow_link)
     return os.fsencode(os.path.join(parent, name))
 
@@ -157,10 +157,12 @@ def target(
     if last in ("", ".", "..") and not create_parents:  # no file's name
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
     # One call for everything, with one release of the interpreter lock; it is usually enough.
-    place = _core.resolve(os.fsencode(text), follow_link)
-    well = place is not None and place[1] and (place[3] or not durable)
-    if place is not None and well and _can_stand(place[2], follow_link, directory):
-        return Target(text, *place[:2], place[4])
+    resolved = _core.resolve(os.fsencode(text), follow_link)
+    if resolved is not None:
+        _, real_name, mode, is_readable, file_system = resolved
+        is_allowed = _may_replace(mode, follow_link, directory)
+        if real_name and is_allowed and (is_readable or not durable):
+            return Target(text, *resolved[:2], file_system)
     parent = os.path.dirname(text) or "."
     try:
         parent, name = _split(text, follow_link)
@@ -194,7 +196,7 @@ def hint(text: str) -> str:
     return " ('~' is not expanded: give os.path.expanduser(path))" if text.startswith("~") else ""
 
 
-def _can_stand(mode: int, follow_link: bool, directory: bool) -> bool:
+def _may_replace(mode: int, follow_link: bool, directory: bool) -> bool:
     """Return whether a file, or a directory, can replace something with this mode (0: nothing)."""
     if directory:
         return not mode or stat.S_ISDIR(mode)
@@ -210,7 +212,7 @@ def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> N
         mode = os.lstat(full).st_mode
     except FileNotFoundError:
         return
-    if _can_stand(mode, follow_link, directory):
+    if _may_replace(mode, follow_link, directory):
         return
     if _core.log_exists(os.fsencode(full)) == 0:
         return  # a remove of it is in the log before this save

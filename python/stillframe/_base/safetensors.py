@@ -138,10 +138,10 @@ def _entry(name: str, tensor: Any, begin: int) -> Entry:
         raise ValueError(f"tensor {name} has the unknown type {dtype}")
     if len(offsets) != 2 or not all(map(_is_size, [*shape, *offsets])):
         raise ValueError(f"tensor {name} has a shape or offsets that are no sizes")
-    first, behind = offsets
-    if first > behind or _numel(shape) * DTYPES[dtype][0] != 8 * (behind - first):
+    first, end = offsets
+    if first > end or _numel(shape) * DTYPES[dtype][0] != 8 * (end - first):
         raise ValueError(f"the offsets of tensor {name} do not fit its type and shape")
-    return Entry(name, dtype, tuple(shape), begin + first, begin + behind)
+    return Entry(name, dtype, tuple(shape), begin + first, begin + end)
 
 
 def _numel(shape: list[int]) -> int:
@@ -162,7 +162,7 @@ def read_index(path: str) -> dict[str, list[str]]:
     """Return the files that an index names, with the names of the tensors in each.
 
     Raises:
-        Damaged: It makes no sense, or names a file that is not beside it.
+        Damaged: It makes no sense, or names a file that is not next to it.
         OSError: It cannot be read.
     """
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
@@ -171,13 +171,13 @@ def read_index(path: str) -> dict[str, list[str]]:
     try:
         for tensor, name in json.loads(text)["weight_map"].items():
             if os.path.basename(name) != name or name in ("", ".", "..") or name.endswith(".json"):
-                raise ValueError(f"it names {name!r}, which is no file beside it")
+                raise ValueError(f"it names {name!r}, which is no file next to it")
             files.setdefault(name, []).append(tensor)
     except _ERRORS as error:
         raise Damaged(f"the index is damaged: {error}") from None
-    beside = os.path.dirname(path)
-    if missing := [name for name in files if not os.path.exists(os.path.join(beside, name))]:
-        raise Damaged(f"missing beside it: {', '.join(sorted(missing))}")
+    directory = os.path.dirname(path)
+    if missing := [name for name in files if not os.path.exists(os.path.join(directory, name))]:
+        raise Damaged(f"missing next to it: {', '.join(sorted(missing))}")
     return files
 
 

@@ -1,5 +1,5 @@
 """Directory changes as lists of steps. The core takes a list with one release of the interpreter
-lock: beside a thread that computes, each system call made from Python costs 5 ms."""
+lock: while another thread computes, each system call made from Python costs 5 ms."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def refused() -> OSError:
     return OSError(
         errno.EAGAIN,
         "the system refused to start another thread: raise the limit on processes (ulimit -u, or"
-        " the container's limit on pids), or run fewer threads and processes beside it",
+        " the container's limit on pids), or run fewer threads and processes",
     )
 
 

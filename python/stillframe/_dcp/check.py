@@ -27,7 +27,7 @@ def damage_of_item(fd: int, offset: int, length: int) -> str | None:
     Raises:
         OSError: The file cannot be read.
     """
-    if wrong := _range_of_item(fd, offset, length):
+    if wrong := _damage_of_range(fd, offset, length):
         return wrong
     found = _core.check(fd, True, offset=offset, nbytes=length)
     for name, reason in found["bad_records"]:
@@ -43,8 +43,8 @@ def damage_of_item(fd: int, offset: int, length: int) -> str | None:
     return None
 
 
-def _range_of_item(fd: int, offset: int, length: int) -> str | None:
-    """Return what is wrong with the place of an item, or None if the file has it."""
+def _damage_of_range(fd: int, offset: int, length: int) -> str | None:
+    """Return why an item cannot be in the file, or None if the file is long enough for it."""
     end = os.fstat(fd).st_size
     if offset < 0 or length < 0:
         return f"it cannot have {length} bytes from byte {offset} on"
@@ -84,36 +84,36 @@ def check(directory: str, read: Callable[[IO[bytes]], Any], *, thorough: bool = 
     found = Checked(0, 0, 0, [])
     by_file: dict[str, list[_ItemRange]] = {}
     for name in sorted(each for each in os.listdir(directory) if file_kinds.is_sharded([each])):
-        for place in _read_items(os.path.join(directory, name), read):
-            by_file.setdefault(place.file, []).append(place)
+        for item in _read_items(os.path.join(directory, name), read):
+            by_file.setdefault(item.file, []).append(item)
             found.nr_items += 1
-            found.nr_unchecked += place.transformed
-    for file, places in sorted(by_file.items()):
-        _check_file(os.path.join(directory, file), places, found, thorough)
+            found.nr_unchecked += item.transformed
+    for file, items in sorted(by_file.items()):
+        _check_file(os.path.join(directory, file), items, found, thorough)
     return found
 
 
-def _check_file(path: str, places: list[_ItemRange], found: Checked, thorough: bool) -> None:
+def _check_file(path: str, items: list[_ItemRange], found: Checked, thorough: bool) -> None:
     """Check the items of one file: every byte, or only that the file is long enough."""
-    items = f"it holds {places[0].name}" + (f" and {len(places) - 1} more" if places[1:] else "")
+    holds = f"it holds {items[0].name}" + (f" and {len(items) - 1} more" if items[1:] else "")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        found.bad.append((os.path.basename(path), f"the file is missing: {items}"))
+        found.bad.append((os.path.basename(path), f"the file is missing: {holds}"))
         return
     except OSError as error:
-        found.bad.append((os.path.basename(path), f"{error.strerror}: {items}"))
+        found.bad.append((os.path.basename(path), f"{error.strerror}: {holds}"))
         return
     try:
         found.nbytes += os.fstat(fd).st_size
-        look = damage_of_item if thorough else _range_of_item
-        for place in places:
-            if not (thorough and place.transformed):
-                wrong = look(fd, place.offset, place.length)
+        damage_of = damage_of_item if thorough else _damage_of_range
+        for item in items:
+            if not (thorough and item.transformed):
+                wrong = damage_of(fd, item.offset, item.length)
                 if wrong is not None:
-                    found.bad.append((place.name, wrong))
+                    found.bad.append((item.name, wrong))
     except OSError as error:
-        found.bad.append((os.path.basename(path), f"{error.strerror}: {items}"))
+        found.bad.append((os.path.basename(path), f"{error.strerror}: {holds}"))
     finally:
         os.close(fd)
 
@@ -173,16 +173,16 @@ def refuse_damaged_items(directory: str, items: Iterable[tuple[str, str, int, in
     by_file: dict[str, list[tuple[str, int, int]]] = {}
     for name, file, offset, length in items:
         by_file.setdefault(file, []).append((name, offset, length))
-    for file, places in by_file.items():
+    for file, ranges in by_file.items():
         path = os.path.join(directory, file)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise CorruptCheckpointError(
-                f"{path} is missing: it holds {places[0][0]}, and {len(places) - 1} more"
+                f"{path} is missing: it holds {ranges[0][0]}, and {len(ranges) - 1} more"
             ) from None
         try:
-            for name, offset, length in places:
+            for name, offset, length in ranges:
                 wrong = damage_of_item(fd, offset, length)
                 if wrong is not None:
                     raise CorruptCheckpointError(f"{path}: {name} is damaged: {wrong}")

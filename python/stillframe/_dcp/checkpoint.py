@@ -139,13 +139,13 @@ class DataFile:
         items: Their bytes must not change until the file is written.
 
     Attributes:
-        places: Offset and length of each item, in bytes.
+        ranges: Offset and length of each item, in bytes.
     """
 
     def __init__(self, path: str, items: Sequence[Item]) -> None:
         self.path = path
         self._parts = Parts()
-        self.places = self._parts.append([item.row for item in items])
+        self.ranges = self._parts.append([item.row for item in items])
         self._owners = [item.owner for item in items if item.owner is not None]
         self._save: SaveHandle | None = None
 
@@ -205,7 +205,7 @@ class RankFiles:
             for number, bucket in enumerate(buckets):
                 items = [Item(resolve(item), item.index.fqn, wait) for item in bucket]
                 self._files.append(DataFile(os.path.join(directory, name(number)), items))
-        self.places = [file.places for file in self._files]
+        self.ranges = [file.ranges for file in self._files]
 
     def start(self, *, durable: bool, engine: Engine | None) -> None:
         """Start writing all files.
@@ -254,7 +254,7 @@ class RankFiles:
                 storage_data=_StorageInfo(os.path.basename(file.path), at, length),
             )
             for file, bucket in zip(self._files, self._buckets, strict=True)
-            for item, (at, length) in zip(bucket, file.places, strict=True)
+            for item, (at, length) in zip(bucket, file.ranges, strict=True)
         ]
 
 
@@ -290,7 +290,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 @dataclasses.dataclass
-class New:
+class ReadyCheckpoint:
     """A checkpoint that is ready to be committed. Its metadata has a temporary name."""
 
     metadata: Metadata
@@ -300,7 +300,7 @@ class New:
 
 def write(
     metadata: Metadata, directory: str, rank: int | None, files_id: int, *, durable: bool
-) -> New:
+) -> ReadyCheckpoint:
     """Write the metadata under a temporary name. The data files need not exist yet.
 
     Args:
@@ -310,7 +310,7 @@ def write(
         OSError: The metadata could not be written. No file is left.
     """
     path = metadata_path(directory, rank)
-    new = New(metadata, path, f"{path}.{id_text(files_id)}.tmp")
+    new = ReadyCheckpoint(metadata, path, f"{path}.{id_text(files_id)}.tmp")
     wanted = [steps.write(new.temporary, pickle.dumps(metadata), durable=durable)]
     if durable:  # the parent holds the directory's own entry
         wanted.append(steps.sync(os.path.dirname(os.path.abspath(directory))))
@@ -322,13 +322,13 @@ def write(
     return new
 
 
-def discard(new: New) -> None:
-    """Remove the temporary of a checkpoint that will not be committed."""
+def discard(new: ReadyCheckpoint) -> None:
+    """Remove the temporary metadata of a checkpoint that will not be committed."""
     _remove([new.temporary])
 
 
-def put_in_place(new: New, *, durable: bool) -> None:
-    """Commit: rename the metadata.
+def commit_metadata(new: ReadyCheckpoint, *, durable: bool) -> None:
+    """Commit the checkpoint: give its metadata the final name.
 
     Raises:
         OSError: The directory holds what it held before. If only its sync failed, it holds the new

@@ -43,7 +43,7 @@ from stillframe._dcp.writer import FileSystemWriter
 
 _MOST = 8  # structures whose plans are kept
 
-Places = list[list[tuple[int, int]]]  # offset and length of each item, by file
+ItemRanges = list[list[tuple[int, int]]]  # offset and length of each item, by file
 
 
 class JointSave:
@@ -101,7 +101,7 @@ class JointSave:
             return 0, False
         self._kept = kept
         self._files = self._writer.lay_out(kept.plan, self._resolve, self._wait)
-        return kept.number, self._files.places == kept.places
+        return kept.number, self._files.ranges == kept.ranges
 
     def save(self, is_planned: bool, is_same: bool, files_ids: list[int]) -> Metadata:
         """Plan if need be, write and commit, after all ranks have agreed to.
@@ -117,7 +117,7 @@ class JointSave:
         if not is_planned:
             self._kept = None
         plan = self._kept.plan if self._kept is not None else self._plan()
-        new: checkpoint.New | None = None
+        new: checkpoint.ReadyCheckpoint | None = None
         failure: BaseException | None = None
         try:
             if self._kept is not None:
@@ -142,7 +142,7 @@ class JointSave:
         metadata = self._share_metadata(new)
         if self._structure is not None:
             number = self._number if self._kept is None else self._kept.number
-            kept = KeptPlan(number, plan, self._files.places, metadata, files_ids)
+            kept = KeptPlan(number, plan, self._files.ranges, metadata, files_ids)
             self._plans.keep(self._structure, kept)
         if self._ranks.is_coordinator:
             self._writer.tidy()
@@ -185,7 +185,7 @@ class JointSave:
         if any(failed for (failed,) in self._ranks.exchange(failure is not None)):
             self._ranks.raise_all(step, failure)
 
-    def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.New | None:
+    def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.ReadyCheckpoint | None:
         """Write the files. On the coordinator, if the layout is known, also write the metadata
         meanwhile, and return what is to be committed."""
         assert self._files is not None
@@ -200,7 +200,7 @@ class JointSave:
         finally:
             self._files.wait()  # also after an error: the threads read the memory until then
 
-    def _describe(self, results: Any) -> checkpoint.New:
+    def _describe(self, results: Any) -> checkpoint.ReadyCheckpoint:
         metadata = self._metadata
         if metadata is None:
             assert self._kept is not None and self._kept.metadata is not None
@@ -209,7 +209,7 @@ class JointSave:
             metadata, {each.index: each.storage_data for rank in results for each in rank}
         )
 
-    def _share_metadata(self, new: checkpoint.New | None) -> Metadata:
+    def _share_metadata(self, new: checkpoint.ReadyCheckpoint | None) -> Metadata:
         """Return the checkpoint's metadata. Only the coordinator's says where the items are."""
         if self._kept is None:
             whole: Metadata = self._ranks.broadcast(self._metadata)
@@ -255,14 +255,14 @@ class KeptPlan:
     Attributes:
         number: The number of the save that made the plan.
         plan: This rank's part.
-        places: Offset and length of its items in the files of the last save.
+        ranges: Offset and length of its items in the files of the last save.
         metadata: The last save's metadata; complete on the coordinator only.
         files_ids: The ids in the names of each rank's files in the last save.
     """
 
     number: int
     plan: SavePlan
-    places: Places
+    ranges: ItemRanges
     metadata: Metadata | None
     files_ids: list[int]
 

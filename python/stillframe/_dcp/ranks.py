@@ -206,8 +206,8 @@ class Groups:
                     dist.destroy_process_group(group)
 
     def any_rank(self, group: dist.ProcessGroup, own: bool) -> bool:
-        """Tell whether `own` is true on any rank. This is a collective in a group of its own, since
-        a save may be using the other one.
+        """Return whether `own` is true on any rank. This is a collective in a group that is used
+        for nothing else, because a save may be using the saves' group at the same time.
 
         Raises:
             ValueError: The group does not have all ranks, and making a group needs all of them.
@@ -241,7 +241,7 @@ def group_exists(group: dist.ProcessGroup) -> bool:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> _Timeout:
-    """Return the timeout of collectives on host memory; None if the backend does not tell it."""
+    """Return the timeout of collectives on host memory; None if the backend does not say."""
     backend = group._get_backend(torch.device("cpu"))
     timeout: _Timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout

@@ -51,13 +51,13 @@ class SideFile:
         self.content = content
 
     def commit(
-        self, directory: str, save_id: str, put_in_place: Callable[[], None], *, durable: bool
+        self, directory: str, save_id: str, commit_metadata: Callable[[], None], *, durable: bool
     ) -> None:
-        """Write this file, call `put_in_place()`, and make the link.
+        """Write this file, call `commit_metadata()`, and make the link.
 
         Raises:
-            OSError, Exception: `put_in_place` or writing failed. The directory holds what it held
-                before, or the new checkpoint, which is then not known to be durable.
+            OSError, Exception: `commit_metadata` or writing failed. The directory holds what it
+                held before, or the new checkpoint, which is then not known to be durable.
         """
         own, link = _file_of_save(directory, self.name, save_id), os.path.join(directory, self.name)
         try:
@@ -66,7 +66,7 @@ class SideFile:
                 _remove_link(directory, self.name)
             else:
                 _link(own, link)
-            put_in_place()
+            commit_metadata()
             _link(own, link)
             if durable:
                 sync_directory(directory)

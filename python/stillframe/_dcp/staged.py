@@ -97,7 +97,7 @@ class Staged:
 
     def uploads_at_once(self, save: SnapshotSave) -> Any:
         """Begin an upload while the tree may still be being copied, and return the tree. The upload
-        calls `wait_until_copied` before it reads bytes. The save is told of the copy's end."""
+        calls `wait_until_copied` before it reads bytes. The save is notified when the copy ends."""
         taken = self._taken
         assert taken is not None
         self._tree = tree_to_be(taken)

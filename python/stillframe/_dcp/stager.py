@@ -102,7 +102,7 @@ class PinnedStager(AsyncStager):
             but an optimizer's step changed a tensor before it was copied.
 
         Raises:
-            PoolExhaustedError: The state does not fit into the pool beside the user's snapshots.
+            PoolExhaustedError: The state does not fit into the pool with the user's snapshots.
             StillframeError: The stager or its engine is closed, or a device failed.
             Exception: As in `stillframe.snapshot`.
         """

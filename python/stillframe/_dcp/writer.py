@@ -100,7 +100,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         if engine is not None:
             refuse_no_engine(engine)
         self._path: str | None = None
-        self._place = ""
+        self._absolute = ""
         if path is not None:
             self._go_to(path)
         self._single_file_per_rank = single_file_per_rank
@@ -114,7 +114,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._rank: int | None = None  # set if each rank saves for itself
         self._is_begun = False
         self._files: RankFiles | None = None
-        self._new: checkpoint.New | None = None
+        self._new: checkpoint.ReadyCheckpoint | None = None
         self.side_file: SideFile | None = None
         self.before_commit: Callable[[], object] = int
 
@@ -221,7 +221,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
                 because `dcp.save` returns it. PyTorch's writer sets them too.
 
         Raises:
-            OSError: See `checkpoint.put_in_place`.
+            OSError: See `checkpoint.commit_metadata`.
         """
         where = {each.index: each.storage_data for rank in results for each in rank}
         new = self.describe(metadata, where)
@@ -266,7 +266,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     def describe(
         self, metadata: Metadata, storage_data: dict[MetadataIndex, _StorageInfo]
-    ) -> checkpoint.New:
+    ) -> checkpoint.ReadyCheckpoint:
         """Write the metadata under a temporary name. Only the coordinator calls this.
 
         Raises:
@@ -282,20 +282,24 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         )
         return self._new
 
-    def commit(self, new: checkpoint.New) -> None:
+    def commit(self, new: checkpoint.ReadyCheckpoint) -> None:
         """Wait for the commit's turn and commit; on an error, discard the new checkpoint.
 
         Raises:
-            OSError: See `checkpoint.put_in_place`.
+            OSError: See `checkpoint.commit_metadata`.
         """
         try:
             self.before_commit()
-            put_in_place = functools.partial(checkpoint.put_in_place, new, durable=self._durable)
+            commit_metadata = functools.partial(
+                checkpoint.commit_metadata, new, durable=self._durable
+            )
             if self.side_file is None:
-                put_in_place()
+                commit_metadata()
             else:
                 directory = self.directory
-                self.side_file.commit(directory, self.save_id, put_in_place, durable=self._durable)
+                self.side_file.commit(
+                    directory, self.save_id, commit_metadata, durable=self._durable
+                )
         except BaseException:
             checkpoint.discard(new)
             raise
@@ -322,9 +326,9 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """Return the absolute path; a later change of the working directory does not matter."""
         if self._path is None:
             raise ValueError("no path to save to: give checkpoint_id=")
-        return self._place
+        return self._absolute
 
     def _go_to(self, path: Path) -> None:
         text = paths.as_text(path)
         if text != self._path:  # DCP calls `reset` again, later and on its own thread
-            self._path, self._place = text, os.path.abspath(text)
+            self._path, self._absolute = text, os.path.abspath(text)

@@ -32,7 +32,7 @@ from stillframe._save.handle import SaveHandle
 from stillframe._save.options import OnDurable
 from stillframe.errors import SaveError, StillframeError
 
-# Those of the class: a subclass may call ours in their place.
+# Those of the class: a subclass may call ours instead.
 _accelerates_save = Accelerator.save_state
 _accelerates_load = Accelerator.load_state
 
@@ -116,7 +116,7 @@ def load_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> None:
-    """Load with `Accelerator.load_state`, behind the saves in flight.
+    """Load with `Accelerator.load_state`, after the saves in flight.
 
     Args:
         accelerator: As for `save_state`; all ranks call this.

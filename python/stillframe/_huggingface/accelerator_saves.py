@@ -1,4 +1,4 @@
-"""The saves of one Accelerator: who opens the directory, and how the other ranks hear of its end.
+"""The saves of one Accelerator: which rank opens the directory, and how others learn of its end.
 
 One rank leads. It opens the directory, gets the save's own handle, and removes old checkpoints. The
 others write into the leader's directory and get a handle that asks the leader how the save ended.
@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from stillframe._huggingface.ranks import Beside, Ranks, lead, ranks_of
+from stillframe._huggingface.ranks import LeaderDirectory, Ranks, lead, ranks_of
 from stillframe._save import api
 from stillframe._save.handle import Deadline, SaveHandle, State, error_of
 from stillframe.errors import StillframeError
@@ -80,7 +80,7 @@ class Saves:
         ranks, number = self._ranks, self._number
         if ranks is not None and not ranks.is_leader:
             with ranks.follow(number, path) as directory:
-                write(_OfRank(directory, durable=self._is_elsewhere))
+                write(_AccelerateDirectory(directory, durable=self._is_elsewhere))
             return Followed(path, ranks, number)
         self._in_flight = [each for each in self._in_flight if not each.done()]
         files: Any = None
@@ -96,34 +96,34 @@ class Saves:
                 block.enter_context(lead(ranks, number, open_it))
                 write(files)
         except BaseException as error:
-            self._tell_ended(number, None, error)
+            self._report_ended(number, None, error)
             raise
         handle: SaveHandle = files.handle
         if handle.state != "skipped":
             self._in_flight.append(handle)
-        self._tell_ended(number, handle)
+        self._report_ended(number, handle)
         return handle
 
-    def _tell_ended(
+    def _report_ended(
         self, number: int, handle: SaveHandle | None, failed: BaseException | None = None
     ) -> None:
-        """Tell the other ranks how call `number` ends, once the saves in flight have ended."""
+        """Report to the other ranks how call `number` ends, once the saves in flight have ended."""
         ranks = self._ranks
         if ranks is None:
             return
 
-        def tell(_: object = None) -> None:
+        def report(_: object = None) -> None:
             error = failed if handle is None else error_of(handle)
             is_skipped = handle is not None and handle.state == "skipped"
-            ranks.tell_ended(number, None if error is None else str(error), is_skipped=is_skipped)
+            ranks.report_ended(number, None if error is None else str(error), is_skipped=is_skipped)
 
         if self._in_flight:
-            self._in_flight[-1].add_done_callback(tell)
+            self._in_flight[-1].add_done_callback(report)
         else:
-            tell()
+            report()
 
     def rotate(self, path: str, limit: int | None) -> None:
-        """Remove the oldest checkpoints beside `path`, behind its save, so that `limit` remain."""
+        """Remove the oldest checkpoints next to `path`, after its save, so that `limit` remain."""
         if limit is None:
             return
         directory, new = os.path.split(path)
@@ -147,7 +147,7 @@ def saves_of(accelerator: Accelerator) -> Saves:
     return _saves[accelerator]
 
 
-class _OfRank(Beside):
+class _AccelerateDirectory(LeaderDirectory):
     """The leader's directory, as another rank sees it."""
 
     def save(self, obj: object, name: str) -> None:

@@ -29,7 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from stillframe import _core
 from stillframe._base.calls import inside
 from stillframe._check.latest import latest
-from stillframe._huggingface.ranks import Beside, Ranks, lead, ranks_of
+from stillframe._huggingface.ranks import LeaderDirectory, Ranks, lead, ranks_of
 from stillframe._huggingface.redirect import redirected
 from stillframe._save import api
 from stillframe._save.checkpoint import checkpoint
@@ -49,7 +49,7 @@ class Checkpoint:
     Attributes:
         number: Counts the Trainer's checkpoints.
         path: The directory that it will be.
-        run_dir: The directory that this lies in.
+        run_dir: The directory that it is in.
         state: A copy of the Trainer's state at the call.
         push: It is to be pushed to the Hub.
         handle: The save; None if another rank makes it.
@@ -110,7 +110,7 @@ class Checkpoints:
         self.wants_push = False
         remove_sentinel(made.path)
         is_leader = self._ranks is None or self._ranks.is_leader
-        with self._led(made) if is_leader else self._beside(made):
+        with self._led(made) if is_leader else self._into_leaders(made):
             write()
             self._name_best(run_dir)
         made.push = self.wants_push
@@ -144,14 +144,14 @@ class Checkpoints:
         made.handle = files.handle
 
     @contextlib.contextmanager
-    def _beside(self, made: Checkpoint) -> Iterator[None]:
+    def _into_leaders(self, made: Checkpoint) -> Iterator[None]:
         """Let this rank write its files into the leader's directory."""
         ranks, args = self._ranks, self._trainer.args
         assert ranks is not None
         self._raise_failed()
         is_elsewhere = args.process_index != args.local_process_index
         with ranks.follow(made.number, made.path) as staging:
-            files = Beside(os.path.dirname(staging), durable=is_elsewhere)
+            files = LeaderDirectory(os.path.dirname(staging), durable=is_elsewhere)
             with self._staged(staging), redirected(files):
                 yield
 
@@ -265,7 +265,7 @@ class Checkpoints:
             self._failed.append(made.handle)
             self._forget(made)
         if self._ranks is not None:
-            self._ranks.tell_ended(made.number, made.path if failed else None)
+            self._ranks.report_ended(made.number, made.path if failed else None)
         return failed
 
     def _raise_failed(self) -> None:
@@ -294,7 +294,7 @@ class Checkpoints:
             trainer.state = live
 
     def attach(self) -> None:
-        """Stand in for `callback_handler.on_save`, which the Trainer calls behind each save."""
+        """Replace `callback_handler.on_save`, which the Trainer calls after each save."""
         handler = self._trainer.callback_handler
         if "on_save" not in vars(handler):
             handler.on_save = functools.partial(self._on_save, handler.on_save)
@@ -353,9 +353,9 @@ def drain() -> None:
 
 
 def _rotate(
-    run_dir: str, limit: int | None, best: str | None, ours: list[str], untold: Collection[str]
+    run_dir: str, limit: int | None, best: str | None, ours: list[str], unreported: Collection[str]
 ) -> None:
-    """Remove the oldest checkpoints beyond `limit`, behind the saves that were submitted so far.
+    """Remove the oldest checkpoints beyond `limit`, after the saves that were submitted so far.
 
     The newest checkpoint and the best one stay, as with transformers.
 
@@ -365,18 +365,18 @@ def _rotate(
         best: `state.best_model_checkpoint`.
         ours: The checkpoints that this training has saved, the oldest first, as `_normal` gives
             them. Those that are gone leave the list.
-        untold: Those of them for which `on_save` has not been called. They stay until it has been.
+        unreported: Those of them for which `on_save` has not been called. They stay until then.
     """
     if limit is None or limit <= 0:
         return
-    ours[:] = [path for path in ours if path in untold or api.exists(path)]
+    ours[:] = [path for path in ours if path in unreported or api.exists(path)]
     older = (path for path in sort_checkpoints(run_dir, use_mtime=True) if path not in ours)
     left = [path for path in older if api.exists(path)] + ours
     protected = {*left[-1:], *([_normal(best)] if best else [])}
     for path in list(left):
         if len(left) <= max(limit, len(protected)):
             return
-        if path not in protected and path not in untold:
+        if path not in protected and path not in unreported:
             api.remove(path)
             left.remove(path)
 

@@ -119,8 +119,8 @@ class Ranks:
             raise
         self._store.delete_key(opened)
 
-    def tell_ended(self, number: int, error: str | None, *, is_skipped: bool = False) -> None:
-        """Tell the others that checkpoint `number` and all before it have ended."""
+    def report_ended(self, number: int, error: str | None, *, is_skipped: bool = False) -> None:
+        """Report to the others that checkpoint `number` and all before it have ended."""
         if error is not None:
             self._failed[str(number)] = error
         if is_skipped:
@@ -129,7 +129,7 @@ class Ranks:
         self._store.set("ended", json.dumps([self._ended, self._failed, self._skipped]))
 
     def has_ended(self, number: int) -> bool:
-        """Return whether the leader has told that checkpoint `number` has ended."""
+        """Return whether the leader has reported the end of checkpoint `number`."""
         if number > self._ended and self._store.check(["ended"]):
             self._ended, self._failed, self._skipped = json.loads(self._store.get("ended"))
         return number <= self._ended
@@ -170,10 +170,10 @@ class Ranks:
             log.warning("stillframe: a checkpoint waits for rank %d. %s", rank, _LATE)
             if not poll(lambda: self._store.check([key]), longest - _PATIENCE_S):
                 raise self._error(rank, f"nothing came from it in {longest:g} s. {_LATE}")
-        said = self._store.get(key).decode()
-        if said.startswith("-"):
-            raise self._error(rank, said[1:])
-        return str(said[1:])
+        answer = self._store.get(key).decode()
+        if answer.startswith("-"):
+            raise self._error(rank, answer[1:])
+        return str(answer[1:])
 
     def _error(self, rank: int, words: str) -> StillframeError:
         return StillframeError(f"a checkpoint failed on rank {rank}: {words}")
@@ -200,7 +200,7 @@ def lead(ranks: Ranks | None, number: int, open_it: Callable[[], str]) -> Iterat
 
 
 @dataclasses.dataclass
-class Beside:
+class LeaderDirectory:
     """The leader's directory, for another rank that writes a few small files into it.
 
     Attributes:

@@ -30,7 +30,9 @@ _NAMES = (
     ("peft.utils.save_and_load", "safe_save_file"),
 )
 
-_SAFETENSORS = ".safetensors"  # stillframe tells the two formats by the name's ending
+_SAFETENSORS = (
+    ".safetensors"  # the name's ending decides which of the two formats stillframe writes
+)
 
 
 class Files(Protocol):
@@ -70,7 +72,7 @@ class _Redirection:
                 self._restore()
 
     def find(self, path: Any) -> tuple[Files, str] | None:
-        """Return the checkpoint that `path` lies in and the file's name there, or None."""
+        """Return the checkpoint that `path` is in and the file's name there, or None."""
         if not isinstance(path, str | os.PathLike):
             return None
         parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))

@@ -16,7 +16,7 @@ from stillframe._huggingface.checkpoints import Checkpoints
 
 
 def _into_one_directory(save: Callable[..., None]) -> Callable[..., None]:
-    """Make everything that a `_save_checkpoint` writes, before and behind that of its base class,
+    """Make everything that a `_save_checkpoint` writes, before and after that of its base class,
     one checkpoint."""
 
     @functools.wraps(save)

@@ -1,7 +1,7 @@
 """Finds and recognises the plugin's caller: Trainer, strategy, and whether a signal handler runs.
 
 Lightning gives a CheckpointIO only the checkpoint and a path. Whether a save may return before it
-is durable depends on two facts, and only the call stack tells them:
+is durable depends on two facts, and only the call stack shows them:
 
 - *The Trainer.* The strategy that holds the plugin is the `self` of a frame named like the
   plugin's method (`save_checkpoint`, `remove_checkpoint`, `teardown`), and its LightningModule
@@ -78,7 +78,7 @@ def calling_trainer(plugin: object, method: str) -> Any:
     return None
 
 
-def meets_others_later(trainer: Any) -> bool:
+def ends_in_barrier(trainer: Any) -> bool:
     """Return whether all ranks meet in a barrier after the current save.
 
     They do if `trainer.save_checkpoint` is on the call stack.

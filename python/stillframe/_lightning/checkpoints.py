@@ -23,10 +23,10 @@ exception of the training, errors are only logged, so that they do not replace t
 Trainer with several ranks, all of them raise, after the barrier of the save (`ranks.py`).
 
 A remove is delayed while a link points to the file (with `save_last="link"` a new link follows
-soon), and until loggers have been told of the file (`rotation.py`).
+soon), and until loggers have been notified of the file (`rotation.py`).
 
 If a save is refused in its call and the plugin only warns, ModelCheckpoint does not know that and
-removes the previous file. So such a save gets a failed entry in the log, and the remove behind it
+removes the previous file. So such a save gets a failed entry in the log, and the remove after it
 is dropped.
 """
 
@@ -45,8 +45,8 @@ from stillframe import _core
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks, rotation
 from stillframe._lightning.callers import (
+    ends_in_barrier,
     inside_signal_handler,
-    meets_others_later,
     refuse_strategy,
     signal_handler_frame,
 )
@@ -115,8 +115,9 @@ class Checkpoints:
         self.save_with(submit, trainer, path)
 
     def save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
-        """Make a save, and raise the error that is due; inside `together`, that raises it."""
-        # First of all: a failure of ours below would also count as an exception being handled.
+        """Make a save, and raise the error that is due, unless `together` will raise it."""
+        # Asked first, because a failure of ours below would also count as an exception that is
+        # being handled.
         quiet = self.trainers.failed(trainer)
         work = self._current_work()
         in_handler = inside_signal_handler()
@@ -131,7 +132,7 @@ class Checkpoints:
                 work.newest, work.newest_is_early = interrupted
         if error is None:
             return
-        if is_trainer(trainer) and ranks.several(trainer) and meets_others_later(trainer):
+        if is_trainer(trainer) and ranks.several(trainer) and ends_in_barrier(trainer):
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
 
@@ -146,7 +147,7 @@ class Checkpoints:
             error = caught
         if error is not None and (quiet or self._warns(work, error)):
             if not work.is_newest_made():
-                rotation.note_unmade(path)
+                rotation.note_failed_call(path)
             self._report(error, quiet)
             error = None
         if quiet or self.writers.options.on_error == "warn":
@@ -190,7 +191,7 @@ class Checkpoints:
     def tear_down(self, trainer: Any) -> None:
         quiet = self.trainers.failed(trainer) or (
             # Called by hand in a `finally` or `except`, with no Trainer there to ask.
-            not self.trainers.behind(trainer) and sys.exc_info()[0] is not None
+            not self.trainers.of_caller(trainer) and sys.exc_info()[0] is not None
         )
         try:
             self._finish(trainer, quiet)
@@ -279,10 +280,10 @@ class Checkpoints:
         finally:
             self._together = False
         if work.newest is before:  # this rank has saved nothing
-            error, unmade = ranks.agree(strategy, None)
+            error, call_failed = ranks.agree(strategy, None)
         else:
-            error, unmade = ranks.agree(strategy, work.next_error(), not work.is_newest_made())
-        if unmade:
+            error, call_failed = ranks.agree(strategy, work.next_error(), not work.is_newest_made())
+        if call_failed:
             work.forget_newest()
         if error is not None:
             raise error

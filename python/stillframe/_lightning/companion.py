@@ -6,8 +6,8 @@ weight averaging swaps the weights for validation, a callback loads older ones. 
 where Lightning lets such code run, this callback waits until the saves in flight have copied their
 state. It is first in the Trainer's list then, and so runs before the code that writes.
 
-At `on_train_end` it waits until checkpoints are durable, links made and loggers told, because the
-hooks after it read the best checkpoint.
+At `on_train_end` it waits until checkpoints are durable, links made and loggers notified, because
+the hooks after it read the best checkpoint.
 
 It does not wait inside the step (`on_before_zero_grad`, `on_before_backward`,
 `on_after_backward`, `on_before_optimizer_step`), nor at `on_train_batch_start` and
@@ -90,7 +90,7 @@ class CompanionHooks:
         self.on_train_epoch_start(trainer, pl_module)
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            checkpoints.trainers.starts(trainer)
+            checkpoints.trainers.training_starts(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if checkpoints_of(trainer) is not None:
@@ -100,7 +100,7 @@ class CompanionHooks:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            checkpoints.trainers.ends(trainer)
+            checkpoints.trainers.training_ends(trainer)
             gate.wait()
             # The user's hooks run next, and read `best_model_path`.
             checkpoints.settle()

@@ -166,7 +166,7 @@ class OffloadHooks:
                 wanted[key] = checkpoint[key]
                 self._found.add(key)
             else:
-                self._tell_missing(key, checkpoint)
+                self._warn_of_missing(key, checkpoint)
         moved, tensors, nbytes = _offload(wanted)
         checkpoint.update(moved)
         del wanted
@@ -261,7 +261,7 @@ class OffloadHooks:
             " memory freed"
         )
 
-    def _tell_missing(self, key: str, checkpoint: dict[str, Any]) -> None:
+    def _warn_of_missing(self, key: str, checkpoint: dict[str, Any]) -> None:
         """Warn once of a key of the user's that no checkpoint has had: it is probably a typo."""
         if key in self._found or key in _DEFAULT_KEYS or key in self._missing:
             log.debug("CPUOffloadCallback: the checkpoint has no key %r", key)
@@ -373,7 +373,8 @@ def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
                 break
             trained = [each for each in group["params"] if each.requires_grad]
             nbytes += sum(each.numel() * each.element_size() for each in trained) * copies
-            nbytes += 4 * len(trained) * (copies > 0)  # a step counter
+            if copies:
+                nbytes += 4 * len(trained)  # step counters
     return nbytes, unknown
 
 

@@ -27,29 +27,29 @@ def several(trainer: Any) -> bool:
 
 
 def agree(
-    strategy: Any, error: BaseException | None, unmade: bool = False
+    strategy: Any, error: BaseException | None, call_failed: bool = False
 ) -> tuple[BaseException | None, bool]:
     """Agree on the error that every rank raises. A collective: call it on all ranks.
 
     Args:
         error: This rank's error.
-        unmade: This rank's call failed, so that no save was made.
+        call_failed: This rank's call failed, so that no save was made.
 
     Returns:
         This rank's own error, or that of the first rank that has one, or None; and whether
-        `unmade` is true on any rank, if any rank has an error.
+        `call_failed` is true on any rank, if any rank has an error.
     """
     if not strategy.reduce_boolean_decision(error is not None, all=False):
         return None, False
     rows: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(rows, (_packed(error), unmade))
-    of_any = any(row[1] for row in rows)
+    torch.distributed.all_gather_object(rows, (_packed(error), call_failed))
+    any_failed = any(row[1] for row in rows)
     if error is not None:
-        return error, of_any
+        return error, any_failed
     rank, sent = next((rank, row[0]) for rank, row in enumerate(rows) if row[0] is not None)
     received: BaseException = pickle.loads(sent)
     received.add_note(f"This was raised by rank {rank}; rank {strategy.global_rank} ends with it.")
-    return received, of_any
+    return received, any_failed
 
 
 def _packed(error: BaseException | None) -> bytes | None:

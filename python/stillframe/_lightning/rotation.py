@@ -1,7 +1,7 @@
 """Removes, links and announces files once saves have ended.
 
     remove   removes a file after the saves submitted before it, in the log; delayed while a link
-             points to the file or loggers have not been told of it
+             points to the file or loggers have not been notified of it
     link     makes `last.ckpt` a symbolic link to a file when that is on the disk, in the log
              (`ModelCheckpoint(save_last="link")`)
     notify   tells loggers of a checkpoint once it is durable, on the training thread
@@ -170,7 +170,7 @@ class Rotation:
             return False
 
     def _needed(self, file: CheckpointPath) -> bool:
-        """Return whether a link points to the file, or loggers are still to be told of it."""
+        """Return whether a link points to the file, or loggers are still to be notified of it."""
         return file in self.links.values() or any(
             each.target == file for each in list(self.publications)
         )
@@ -199,7 +199,7 @@ class Rotation:
                 self.publications.remove(publication)
 
 
-def note_unmade(path: Any) -> None:
+def note_failed_call(path: Any) -> None:
     """Add a failed save to the log, for a save that failed in its call and was only warned of.
 
     The caller does not see the failure and removes older files next. After a failed save the log

@@ -4,7 +4,7 @@ These are `FSDPStrategy(state_dict_type="sharded")` and `ModelParallelStrategy`,
 Fabric. They call DCP themselves, synchronously and on the process group that they train on, and
 bypass the CheckpointIO. So this module replaces methods of the strategy object:
 
-    save_checkpoint              all ranks save through stillframe's DCP writer, beside training
+    save_checkpoint              all ranks save through stillframe's DCP writer, during training
     load_checkpoint              waits for that, and refuses what is not complete
     lightning_module_state_dict,
     optimizer_state              leave tensors where they are: the save copies them

@@ -28,7 +28,7 @@ _NO_COMPANION = (
 _MISSING = object()
 
 
-class _Over:
+class _Replacement:
     """A function that replaces a method.
 
     Once it is removed it calls the original, because another replacement may still call it.
@@ -55,9 +55,9 @@ class Wraps:
         """Make `owner.name(...)` call `function(original, ...)`; no effect if it does already."""
         attributes = vars(owner)
         before = attributes.get(name, _MISSING)
-        if isinstance(before, _Over) and before.active:
+        if isinstance(before, _Replacement) and before.active:
             return
-        over = _Over(getattr(owner, name), function)
+        over = _Replacement(getattr(owner, name), function)
         attributes[name] = over
         self._placed.append((owner, name, before, over))
 
@@ -71,7 +71,7 @@ class Wraps:
         """Restore everything. May be called again."""
         while self._placed:
             owner, name, before, over = self._placed.pop()
-            if isinstance(over, _Over):
+            if isinstance(over, _Replacement):
                 over.active = False
             attributes = vars(owner)
             if attributes.get(name) is not over:
@@ -112,14 +112,14 @@ class Trainers:
     def is_set_up(self, trainer: Any) -> bool:
         return trainer in self._wraps
 
-    def starts(self, trainer: Any) -> None:
+    def training_starts(self, trainer: Any) -> None:
         self._known.add(trainer)
         self._training.add(trainer)
 
-    def ends(self, trainer: Any) -> None:
+    def training_ends(self, trainer: Any) -> None:
         self._training.discard(trainer)
 
-    def behind(self, caller: Any) -> list[Any]:
+    def of_caller(self, caller: Any) -> list[Any]:
         """Return the Trainers that a call may come from.
 
         A call without a Trainer on the stack may still come from one that uses the plugin: a
@@ -136,7 +136,7 @@ class Trainers:
         if caller is not None and caller not in self._known:
             self._known.add(caller)
             log.warning(_NO_COMPANION)
-        trainers = self.behind(caller)
+        trainers = self.of_caller(caller)
         return not trainers or any(
             each in self._training and each.state.status == "running" for each in trainers
         )
@@ -148,7 +148,7 @@ class Trainers:
         healthy fit may have been started inside an `except` block.
         """
         return sys.exc_info()[0] is not None and any(
-            each.state.status == "interrupted" for each in self.behind(caller)
+            each.state.status == "interrupted" for each in self.of_caller(caller)
         )
 
 

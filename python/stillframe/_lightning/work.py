@@ -1,4 +1,4 @@
-"""The saves that a plugin has under way in one process, and the one way that their errors take.
+"""The saves that a plugin has under way in one process, and how their errors reach the user.
 
     a call of the plugin ──▶ `saves` ──next_error──▶ raised by a save or at the end, warned of, or
                                                      logged
@@ -178,7 +178,7 @@ class Work:
 
 
 def _error_of(handle: SaveHandle) -> BaseException | None:
-    """Wait for a save and return its error; None too if somebody was told of it already."""
+    """Wait for a save and return its error; None also if it was reported already."""
     if is_collected(handle):
         return None
     try:

@@ -24,7 +24,7 @@ import torch
 
 from stillframe._base import urls
 from stillframe._base.arguments import refuse_unclear
-from stillframe._base.distributed import may_have_ranks_beside
+from stillframe._base.distributed import may_have_other_ranks
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning.callers import io_chain
 from stillframe._lightning.work import Work
@@ -257,7 +257,7 @@ def read(reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: 
         return reader(path, *args, **kwargs)
     if not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    return load(path, **how, shared=may_have_ranks_beside())
+    return load(path, **how, shared=may_have_other_ranks())
 
 
 def _arguments(

@@ -149,7 +149,7 @@ class Layer:
         inner = next(name for name, each in self.module.named_modules() if each is reference.module)
         return ".".join(part for part in (self.name, inner, reference.name) if part)
 
-    def sources(self, anew: bool) -> Sequence[Tensor]:
+    def sources(self, fresh: bool) -> Sequence[Tensor]:
         """Return what is copied to the device: the tensors, or low-precision copies of them."""
         self.settle()
         if any(
@@ -160,7 +160,7 @@ class Layer:
         for index, tensor in enumerate(self.tensors):
             if tensor.device.type != "cpu":
                 self._check(tensor, self.name_of(index))
-        if self._sources is None or anew:
+        if self._sources is None or fresh:
             with torch.no_grad():
                 self._sources = [self.lowered(i, t) for i, t in enumerate(self.tensors)]
         return self._sources
@@ -199,7 +199,7 @@ class Layer:
         return moved
 
     def _flatten(self) -> None:
-        """Rebuild the list of weights that RNNs keep beside their parameters."""
+        """Rebuild the list of weights that RNNs keep besides their parameters."""
         for reference in self.references:
             if isinstance(reference.module, nn.RNNBase):
                 reference.module._flat_weights = [

@@ -148,11 +148,10 @@ class OffloadedLayers:
         if any(use.layer is layer for use in self._open):  # the module calls itself
             self._open.append(next(use for use in self._open if use.layer is layer))
             return
-        again = graph.task() != graph.NO_TASK  # a checkpoint repeats it
-        use = LayerUse(
-            self._enter, layer, self._layer_order.preceder(layer) if again else self._last
-        )
-        if again:
+        is_repeated = graph.task() != graph.NO_TASK  # by a checkpoint, in a backward
+        before = self._layer_order.preceder(layer) if is_repeated else self._last
+        use = LayerUse(self._enter, layer, before)
+        if is_repeated:
             self._end_listener.join()  # the outer one: the forward may call a backward of its own
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
@@ -163,7 +162,7 @@ class OffloadedLayers:
             if self._residents.get(layer) is not None:
                 self._residents.give_up(layer)  # weights of an earlier forward
             following = self._layer_order.follower()
-        group = use.group = self._residents.bring(layer, anew=not again)
+        group = use.group = self._residents.bring(layer, fresh=not is_repeated)
         use.tensors = layer.tensors
         self._open.append(use)
         use.put(self._on_device(use, group))
@@ -172,9 +171,9 @@ class OffloadedLayers:
         use.hooks.enter()
         if torch.is_grad_enabled():
             layer.uses.add(use)
-            if not again:
+            if not is_repeated:
                 self._last = layer
-        self._prefetch(following, anew=not again)
+        self._prefetch(following, fresh=not is_repeated)
 
     def _on_device(self, use: LayerUse, group: Group) -> list[Tensor]:
         """Return what replaces a layer's tensors during a forward."""
@@ -199,13 +198,13 @@ class OffloadedLayers:
         use = self._open.pop()
         if use in self._open:
             return
-        again = graph.task() != graph.NO_TASK
-        stays = again or (torch.is_grad_enabled() and layer in self._kept)
+        is_repeated = graph.task() != graph.NO_TASK  # by a checkpoint, in a backward
+        stays = is_repeated or (torch.is_grad_enabled() and layer in self._kept)
         try:
             self._end_use(use, output, stays)
         except BaseException as error:
             run_all(self._failing(layer), error)
-        if output is None and not again:  # the forward failed; a checkpoint's may end early
+        if output is None and not is_repeated:  # it failed; a checkpoint's forward may end early
             run_all(self._failing(layer))
         elif not stays:
             self._residents.give_up(layer)
@@ -222,7 +221,7 @@ class OffloadedLayers:
         layer.write_back(group, self._offloader, stays=stays)
         use.end(group)
         if torch.is_grad_enabled():
-            _tell_of_backward(use, output)
+            _enter_before_backward(use, output)
         else:
             layer.settle()
             if self._layer_order.is_last(layer):
@@ -245,8 +244,8 @@ class OffloadedLayers:
                 )
             reference.entries[reference.name] = found.detach().to("cpu")
 
-    def _prefetch(self, layer: Layer | None, anew: bool) -> None:
-        self._residents.prefetch(None if layer is None or layer.partners else layer, anew)
+    def _prefetch(self, layer: Layer | None, fresh: bool) -> None:
+        self._residents.prefetch(None if layer is None or layer.partners else layer, fresh)
 
     def _before_state(self, layer: Layer, module: nn.Module, *args: Any) -> None:
         layer.settle()
@@ -260,7 +259,7 @@ class OffloadedLayers:
                 f"the backward of {use.layer.name} comes after remove(): it needs its weights"
             )
         if graph.task() == graph.NO_TASK or self._current is use:
-            return self._residents.bring(use.layer, anew=False)
+            return self._residents.bring(use.layer, fresh=False)
         if torch.is_grad_enabled():
             raise StillframeError(
                 "a backward with create_graph=True cannot go through offloaded layers: what it"
@@ -268,7 +267,7 @@ class OffloadedLayers:
             )
         task = self._end_listener.join()
         following = self._go_back(use, leave=True)
-        group = self._residents.bring(use.layer, anew=False)
+        group = self._residents.bring(use.layer, fresh=False)
         # A checkpoint inside the layer may repeat its part of forward, and a reentrant one
         # computes gradients of that.
         inside = LayerUse(self._enter, use.layer, use.before)
@@ -277,7 +276,7 @@ class OffloadedLayers:
             use.put(self._on_device(inside, group))
         self._current = use
         self._current_task = task
-        self._prefetch(following, anew=False)
+        self._prefetch(following, fresh=False)
         return group
 
     def _go_back(self, use: LayerUse, leave: bool) -> Layer | None:
@@ -365,7 +364,7 @@ class OffloadedLayers:
             run_all([join, *settle, self._offloader.wait_read])
 
 
-def _tell_of_backward(use: LayerUse, output: Any) -> None:
+def _enter_before_backward(use: LayerUse, output: Any) -> None:
     """Register hooks that call `use.enter` before backward runs any node of the layer."""
 
     def enter(grads: Any) -> None:
@@ -424,4 +423,5 @@ def offload_layers(
         raise
     for module in unique:
         arguments.offloaded.update(module.modules())
-    return OffloadedLayers(layers, [made[m] for m in order_of_modules], keep, offloader, slots)
+    order = [made[module] for module in order_of_modules]
+    return OffloadedLayers(layers, order, keep, offloader, slots)

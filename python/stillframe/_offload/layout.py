@@ -132,7 +132,9 @@ def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
     return out
 
 
-def leased(memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout) -> list[Source]:
+def sources_in(
+    memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout
+) -> list[Source]:
     """Return the copies of the sources in the pool, each as a storage of its own."""
     return [
         Source(

@@ -116,7 +116,7 @@ class Offloader:
             The group's ticket. The host has waited only if the pool was full.
 
         Raises:
-            PoolExhaustedError: The group does not fit beside what tickets and snapshots hold.
+            PoolExhaustedError: The group does not fit with what tickets and snapshots hold.
             TypeError, ValueError: An element is not such a tensor.
             StillframeError: The offloader or its engine is closed; the device failed; a CUDA graph
                 is being captured.

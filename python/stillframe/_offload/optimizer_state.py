@@ -80,7 +80,8 @@ class _StateOwner:
         """Compare the versions, because a step begins or offloading ends."""
         noted, self._noted = self._noted, []
         self._ended = self._ended or any(pooled._version != version for pooled, version in noted)
-        self._intervals += bool(noted)
+        if noted:
+            self._intervals += 1
 
     def defer(self, marks: memory_owners.Marks) -> None:
         if self._intervals >= 2 and not self._ended:

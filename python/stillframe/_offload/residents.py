@@ -75,8 +75,8 @@ class Source(Protocol):
     tensors: list[Tensor]
     nr_parameters: int
 
-    def sources(self, anew: bool) -> Sequence[Tensor]:
-        """Return the CPU tensors to copy: as they are now with `anew`, else those of the last
+    def sources(self, fresh: bool) -> Sequence[Tensor]:
+        """Return the CPU tensors to copy: as they are now with `fresh`, else those of the last
         call."""
 
     def fingerprint(self) -> Fingerprint:
@@ -148,11 +148,11 @@ class Residents:
         """Return whether the layer is on the device or on its way there."""
         return layer in self._groups or layer in self._coming
 
-    def bring(self, layer: Source, anew: bool) -> Group:
+    def bring(self, layer: Source, fresh: bool) -> Group:
         """Return the layer on the device; the current stream waits for copies that still run.
 
         Args:
-            anew: Ask for its tensors anew, unless they are on their way already.
+            fresh: Ask for its tensors fresh, unless they are on their way already.
         """
         group = self._groups.get(layer)
         if group is None:
@@ -160,10 +160,10 @@ class Residents:
             if coming is not None and not self._is_good(layer, coming):
                 self._offloader._count_stale()
                 self.give_up(layer)
-                coming, anew = None, True
+                coming, fresh = None, True
             if coming is None:
                 self._make_room(1)
-                what = layer.sources(anew)
+                what = layer.sources(fresh)
             else:
                 what = coming.what
             # Tensors made in inference mode cannot be saved for a backward.
@@ -172,14 +172,14 @@ class Residents:
             self._coming.pop(layer, None)
         return group
 
-    def prefetch(self, layer: Source | None, anew: bool) -> None:
+    def prefetch(self, layer: Source | None, fresh: bool) -> None:
         """Start to copy the layer to the device, if there is a slot."""
         self._give_up_earlier()
         if layer is None or self.has(layer):
             return
         if len(self._groups) + len(self._coming) >= self._slots:
             return
-        what = layer.sources(anew)
+        what = layer.sources(fresh)
         with torch.inference_mode(False), torch.no_grad():
             fingerprint = layer.fingerprint()
             if _has_bytes(what) and self._offloader.prefetch(what):

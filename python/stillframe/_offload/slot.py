@@ -98,7 +98,7 @@ class Slot:
         memory = self._pool.lease(core, self.nbytes)
         core.start(())
         self._pool.stats["bytes_staged"] += self.nbytes
-        return core, _layout.leased(memory, core.offsets(), self._layout)
+        return core, _layout.sources_in(memory, core.offsets(), self._layout)
 
     def is_for(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
         """Return whether this slot was made from the given ticket or tensors."""

@@ -23,7 +23,7 @@ import torch
 from stillframe import _core
 from stillframe._base.arguments import seconds
 from stillframe._base.birth import Birth
-from stillframe._offload.layout import Layout, Source, leased
+from stillframe._offload.layout import Layout, Source, sources_in
 from stillframe._save import completion
 from stillframe.errors import StillframeError, TornSnapshotError
 
@@ -150,7 +150,9 @@ class Ticket:
         """Bytes that were copied; bytes that several tensors share count once."""
 
     def __repr__(self) -> str:
-        state = "released" if self._released else "here" if self.done() else "leaving"
+        state = "here" if self.done() else "leaving"
+        if self._released:
+            state = "released"
         return f"<Ticket {len(self._layout.views)} tensors of {self.nbytes} bytes, {state}>"
 
     def tensors(self) -> list[torch.Tensor]:
@@ -232,7 +234,7 @@ class Ticket:
         self._raise_error()
         if self._memory is None:
             raise StillframeError("this Ticket was released: its memory may be others' already")
-        return leased(self._memory, self._leaving.core.offsets(), self._layout)
+        return sources_in(self._memory, self._leaving.core.offsets(), self._layout)
 
 
 def _finish_at_exit() -> None:

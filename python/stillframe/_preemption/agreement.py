@@ -34,8 +34,8 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 NEVER = 1 << 62  # a number that no count reaches
-_INTERVAL_S = 0.2  # between two looks at the store
-_MOST_LOOKS = 5000  # of all ranks, in a second
+_INTERVAL_S = 0.2  # between two queries at the store
+_MOST_QUERIES = 5000  # of all ranks, in a second
 _MOST_WAIT_S = 5.0  # for the answers of all ranks
 
 
@@ -81,7 +81,7 @@ class Agreement:
     Args:
         store: A store of all ranks.
         deadline_s: How long a preemption may take.
-        told: Called as `told(signum, moment)` on the thread, when this rank or another one is
+        on_stop: Called as `on_stop(signum, moment)` on the thread, when this rank or another one is
             asked to stop. From its return on, this rank waits at its next boundary.
         counts: Returns this rank's counts.
 
@@ -97,7 +97,7 @@ class Agreement:
         size: int,
         *,
         deadline_s: float,
-        told: Callable[[int, float], object],
+        on_stop: Callable[[int, float], object],
         counts: Callable[[], Counts],
     ) -> None:
         # Each rank enters equally often, and a group that is made again may have the same store.
@@ -107,7 +107,7 @@ class Agreement:
         self._store = store.clone()
         self._rank, self._size = rank, size
         self._wait_s = min(_MOST_WAIT_S, deadline_s / 4)
-        self._told, self._counts = told, counts
+        self._on_stop, self._counts = on_stop, counts
         # A signal handler puts into it, so its lock has to be re-entrant.
         self._asked: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
         self._silent: set[int] = set()
@@ -145,7 +145,7 @@ class Agreement:
             asked = self._wait_until_asked()
             if asked is None:
                 return
-            self._told(*asked)
+            self._on_stop(*asked)
             mine = self._counts()
             answer = self._meet("counts", json.dumps(mine), _decide, self._wait_s)
             limit = Counts(*json.loads(answer))
@@ -157,7 +157,7 @@ class Agreement:
 
     def _wait_until_asked(self) -> tuple[int, float] | None:
         asked_key = f"{self._prefix}/asked"
-        interval_s = max(_INTERVAL_S, self._size / _MOST_LOOKS)
+        interval_s = max(_INTERVAL_S, self._size / _MOST_QUERIES)
         while True:
             try:
                 asked = self._asked.get(timeout=interval_s)
@@ -211,7 +211,7 @@ def _decide(answers: Mapping[int, str]) -> str:
 
 
 def join(
-    deadline_s: float, told: Callable[[int, float], object], counts: Callable[[], Counts]
+    deadline_s: float, on_stop: Callable[[int, float], object], counts: Callable[[], Counts]
 ) -> Agreement | None:
     """Return the agreement with the ranks of the default process group; None if there are none.
 
@@ -229,7 +229,7 @@ def join(
         dist.get_rank(),
         dist.get_world_size(),
         deadline_s=deadline_s,
-        told=told,
+        on_stop=on_stop,
         counts=counts,
     )
     made.start()

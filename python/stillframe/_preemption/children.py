@@ -51,7 +51,7 @@ def watch(block: Watched) -> None:
     _active.append(block)
 
 
-def watch_no_more(block: Watched) -> None:
+def unwatch(block: Watched) -> None:
     if block in _active:
         _active.remove(block)
 

@@ -240,7 +240,7 @@ class Preemption:
 
         A signal in between reaches either this block or the previous handler, and never both.
         """
-        children.watch_no_more(self)
+        children.unwatch(self)
         _blocks.pop(id(self), None)
         if self._wakes:
             self._wakes = False
@@ -380,7 +380,7 @@ class Preemption:
         self._look = True  # after the flag was read: a signal in between sets it too
         if not self._is_last(event):
             return False
-        # A loop that has called `save` behind the signal may still call `should_stop`.
+        # A loop that has called `save` after the signal may still call `should_stop`.
         self._stopping = event != "save" or self._ranks is not None
         if event != "save":
             self._save_registered(event)

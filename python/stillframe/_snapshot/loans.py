@@ -15,12 +15,12 @@ nothing. One offer, and so one descriptor, serves all storages of a pickle.
 A borrower maps the memory privately: as in a forked child, its writes are seen neither by the
 snapshot nor by another process.
 
-Callers that need memory of the pool wait for lent memory for two minutes. A loop that waits for its
-next item keeps the last one, and may never give it back. So after that time lent memory counts as
-held by its user.
+Callers that need memory of the pool wait for memory on loan for two minutes. A loop that waits for
+its next item keeps the last one, and may never give it back. So after that time memory on loan
+counts as held by its user.
 
-The reducers here handle lent storages, which `torch.multiprocessing` would move to shared memory of
-its own, one by one. torch's reducer gets all others.
+The reducers here handle storages on loan, which `torch.multiprocessing` would move to shared memory
+of its own, one by one. torch's reducer gets all others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from stillframe import _core
 from stillframe._snapshot.holds import in_thread
 from stillframe.errors import StillframeError
 
-PATIENCE_S = 120.0  # how long others wait for lent memory, in seconds
+PATIENCE_S = 120.0  # how long others wait for memory on loan, in seconds
 
 _loans: list[Loan] = []  # current loans; changed in single steps, by any thread
 _offering = threading.RLock()  # no fork while a channel is made: its end would leak
@@ -62,7 +62,7 @@ class Lender:
 
     Args:
         location: The position of the memory, as `_core.Snapshot.file` returns it.
-        patience_s: How long others wait for lent memory; None if it comes back for sure.
+        patience_s: How long others wait for memory on loan; None if it comes back for sure.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Lender:
         return channel
 
     def reader(self) -> Callable[[], None]:
-        """Register a reader of lent memory; return the function to call at its end.
+        """Register a reader of memory on loan; return the function to call at its end.
 
         When the last reader ends, offers that no process has taken are withdrawn.
         """
@@ -204,7 +204,7 @@ def lend(
 def keep_bits() -> None:
     """Keep conjugate and negative bits of all tensors that multiprocessing pickles on this thread.
 
-    Without this, only tensors in lent memory keep them.
+    Without this, only tensors in memory on loan keep them.
     """
     _register_tensors()
     _thread.keeps_bits = True
@@ -216,7 +216,7 @@ def _register_tensors() -> None:
 
 
 def explanation() -> str:
-    """Return a sentence on lent memory for the message about a full pool."""
+    """Return a sentence on memory on loan for the message about a full pool."""
     if not _loans:
         return ""
     return (
@@ -283,13 +283,13 @@ def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
     return torch._neg_view(tensor) if neg else tensor
 
 
-# ---- in the borrowing process ----
+# ---- in the process that uses the loan ----
 
 
-class Borrowed(mmap.mmap):
-    """Lent memory, kept as long as a tensor refers to it.
+class MemoryOnLoan(mmap.mmap):
+    """Memory on loan, kept as long as a tensor refers to it.
 
-    When it is freed, it closes the channel, which tells the lender.
+    When it is freed, it closes the channel, so the owner knows that the loan has ended.
     """
 
     channel: socket.socket
@@ -298,8 +298,8 @@ class Borrowed(mmap.mmap):
         self.channel.close()
 
 
-def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> Borrowed:
-    """Ask the lender for the memory and map it.
+def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryOnLoan:
+    """Ask the owner for the memory and map it.
 
     Raises:
         StillframeError: The memory is not lent any more.
@@ -320,7 +320,7 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> Borrowe
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     access = mmap.PROT_READ | mmap.PROT_WRITE
     try:
-        memory = Borrowed(descriptors[0], nbytes, flags, access, offset=offset)
+        memory = MemoryOnLoan(descriptors[0], nbytes, flags, access, offset=offset)
     except BaseException:
         asked.close()
         raise
@@ -330,7 +330,7 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> Borrowe
     return memory
 
 
-def _storage(memory: Borrowed, offset: int, nbytes: int) -> torch.UntypedStorage:
+def _storage(memory: MemoryOnLoan, offset: int, nbytes: int) -> torch.UntypedStorage:
     bytes_of = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
     return bytes_of.untyped_storage()
 

@@ -108,7 +108,7 @@ class SnapshotSave(ExternalSave):
 
         Args:
             nbytes: Bytes that were written.
-            more_pool_bytes: Memory of the pool that writing has taken, beside the snapshot.
+            more_pool_bytes: Memory of the pool that writing has taken, besides the snapshot.
         """
         self.copied()
         assert self._copied_s is not None

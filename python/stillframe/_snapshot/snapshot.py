@@ -247,7 +247,7 @@ def snapshot(
         ended.
 
     Raises:
-        PoolExhaustedError: The tree does not fit beside what other snapshots hold. The call waits
+        PoolExhaustedError: The tree does not fit with what other snapshots hold. The call waits
             for saves; waiting for snapshots is up to the caller.
         MemoryError: The system has no memory for the pool.
         ForkError: See `Engine`.
@@ -272,7 +272,7 @@ def snapshot_at_once(tree: T) -> Snapshot[T]:
     """Take a snapshot without waiting, for callers that can use other memory.
 
     Raises:
-        PoolExhaustedError: The tree does not fit beside what is in use at the moment.
+        PoolExhaustedError: The tree does not fit with what is in use at the moment.
     """
     with inside():
         return _take(tree, False, False, engine_or_default(None), wait=False)

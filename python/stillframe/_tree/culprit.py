@@ -30,17 +30,24 @@ def note(error: BaseException, root: object) -> None:
 
 
 def _find(root: object) -> tuple[str, object]:
+    """Return the key path and the innermost object that cannot be pickled; "" for the root."""
     path, node = "", root
     above = [root]
     while len(above) < _MOST_DEPTH:
-        for suffix, part in _parts(node):
-            if not (any(part is each for each in above) or _can_be_pickled(part)):
-                path, node = path + suffix, part
-                above.append(part)
-                break
-        else:
+        bad = next(_bad_parts(node, above), None)
+        if bad is None:
             break
+        suffix, node = bad
+        path += suffix
+        above.append(node)
     return path.removeprefix("."), node
+
+
+def _bad_parts(node: object, above: list[object]) -> Iterator[tuple[str, object]]:
+    """Yield the parts that cannot be pickled, except objects that contain this one (`above`)."""
+    for suffix, part in _parts(node):
+        if not (any(part is each for each in above) or _can_be_pickled(part)):
+            yield suffix, part
 
 
 def _parts(node: Any) -> Iterator[tuple[str, Any]]:

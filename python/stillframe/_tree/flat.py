@@ -49,7 +49,7 @@ class Member(NamedTuple):
     Attributes:
         storage: The storage's number; -1 for a tensor without bytes.
         offset, nbytes: Its bytes in the storage.
-        rank: The place of the dtype in the library's order.
+        rank: The position of the dtype in the library's order.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Flat(Skeleton):
                 not start at a multiple of its element size.
             UnicodeEncodeError: A name is not valid Unicode.
         """
-        lanes = [(lane, place) for _, _, lane, place in SOURCE.iter_unpack(self.rows)]
+        lanes = [(lane, device) for _, _, lane, device in SOURCE.iter_unpack(self.rows)]
         lanes.append((0, 0))  # of storage -1
         order = sorted(
             self.members,
@@ -161,7 +161,7 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
         rows=found.rows,
         num_tensors=len({id(tensor) for tensor in tensors.values()}),
         fallbacks=[copied_sentence(count, origin) for origin, count in found.copied.items()],
-        devices=tuple(sorted(place - 1 for place in found.places if place)),
+        devices=tuple(sorted(device - 1 for device in found.devices if device)),
         members=found.members,
         metadata=metadata,
     )
@@ -244,7 +244,7 @@ class _Builder:
         self.storages: list[torch.UntypedStorage] = []
         self.numbers: dict[int, int] = {}  # by the address of the StorageImpl
         self.rows = bytearray()
-        self.places: set[int] = set()
+        self.devices: set[int] = set()
         self.copied: dict[str, int] = {}  # storages that torch copied, by device
         self.members: list[Member] = []
 
@@ -261,22 +261,22 @@ class _Builder:
                 f"`{name}` has the dtype {tensor.dtype}, which safetensors does not support"
             )
         word, rank, itemsize = known
-        place = _device.place_of_tensor(tensor)
-        if place < 0:
+        device = _device.place_of_tensor(tensor)
+        if device < 0:
             origin = str(tensor.device)
             tensor = tensor.to("cpu")
-            place = _device.place_of_tensor(tensor)
+            device = _device.place_of_tensor(tensor)
             self.copied[origin] = self.copied.get(origin, 0) + 1
         if _bits(tensor):
             tensor = tensor.resolve_conj().resolve_neg()
         nbytes, offset = tensor.numel() * itemsize, int(tensor.storage_offset()) * itemsize
-        number = self._enter(name, tensor, place, offset + nbytes) if nbytes else -1
+        number = self._enter(name, tensor, device, offset + nbytes) if nbytes else -1
         shape = list(tensor.shape)
         if word == _PAIRS:
             shape = _in_elements(name, shape)
         self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
 
-    def _enter(self, name: str, tensor: Tensor, place: int, needed: int) -> int:
+    def _enter(self, name: str, tensor: Tensor, device: int, needed: int) -> int:
         """Return the number of the tensor's storage, which has to have `needed` bytes."""
         storage = tensor.untyped_storage()
         address, nbytes = _device.address_of(storage), storage.nbytes()
@@ -287,6 +287,6 @@ class _Builder:
         number = self.numbers.setdefault(storage._cdata, len(self.storages))
         if number == len(self.storages):
             self.storages.append(storage)
-            self.rows += SOURCE.pack(address, nbytes, 0, place)
-            self.places.add(place)
+            self.rows += SOURCE.pack(address, nbytes, 0, device)
+            self.devices.add(device)
         return number

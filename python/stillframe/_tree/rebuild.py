@@ -232,8 +232,8 @@ class Builder:
         self._memo[id(tensor)] = new
         state = getstate(tensor)  # reading __dict__ would create one
         if state is not None:
-            hanging = dict_of(state).items()
-            new.__dict__.update({name: self.build(value) for name, value in hanging})
+            attributes = dict_of(state).items()
+            new.__dict__.update({name: self.build(value) for name, value in attributes})
         return new
 
     def _rebuild_other(self, tensor: Tensor, found: Any) -> Tensor:
@@ -265,7 +265,7 @@ class Builder:
         self,
         kind: Any,
         wrapped: dict[int, tuple[Any, Tensor]],
-        hanging: list[tuple[Any, dict[str, Any]]],
+        with_attributes: list[tuple[Any, dict[str, Any]]],
     ) -> None:
         """Make DTensors over the new local tensors. They share the old specification, which nobody
         changes once a tensor has it."""
@@ -277,7 +277,7 @@ class Builder:
             if new_local is None:
                 new_local = self.build(local)
             memo[key] = make(kind, new_local, old._spec, requires_grad=old.requires_grad)
-        for old, attributes in hanging:
+        for old, attributes in with_attributes:
             new = memo[id(old)]
             new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
 
@@ -330,8 +330,8 @@ class Builder:
     def _tuple(self, node: tuple[Any, ...], kind: type[Any]) -> Any:
         """Rebuild a tuple, or a named one."""
         parts = [self.build(value) for value in node]
-        hanging = attributes_of(node)
-        if not hanging and all(map(_same, parts, node)):
+        attributes = attributes_of(node)
+        if not attributes and all(map(_same, parts, node)):
             return node
         if kind is tuple:
             return tuple(parts)
@@ -339,8 +339,8 @@ class Builder:
             new: Any = tuple.__new__(kind, parts)
         except TypeError:  # a struct sequence of C
             new = kind(parts)
-        if hanging:
-            new.__dict__.update({name: self.build(value) for name, value in hanging.items()})
+        if attributes:
+            new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
         return new
 
     def _container(self, node: Any) -> Any:
@@ -376,9 +376,9 @@ class Builder:
             else:
                 new.clear()
                 new.update(parts)
-        hanging = attributes_of(node)
-        if hanging:
-            new.__dict__.update({name: self.build(value) for name, value in hanging.items()})
+        attributes = attributes_of(node)
+        if attributes:
+            new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
         return new
 
 

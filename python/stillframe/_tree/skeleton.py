@@ -170,13 +170,15 @@ _USUAL_KEYS = _keys(
 )
 
 
-def _place(tensor: Tensor) -> int:
+def _where(tensor: Tensor) -> int:
     """Return where tensors with the dispatch keys of this one live: 0 for host memory, 1 for CUDA
     devices. -1 for any other device, and for tensors that are more than bytes with a shape: sparse,
     nested, quantized, conjugated, negated, named, wrapped or all zeros without memory."""
     if torch._C._dispatch_keys(tensor).raw_repr() & ~_USUAL_KEYS:
         return -1
-    return 0 if tensor.is_cpu else 1 if tensor.is_cuda else -1
+    if tensor.is_cpu:
+        return 0
+    return 1 if tensor.is_cuda else -1
 
 
 def _make_types(**other: Any) -> _core.TorchTypes:
@@ -196,7 +198,7 @@ def _make_types(**other: Any) -> _core.TorchTypes:
         "untyped_storage": attributes["untyped_storage"],
         "data_ptr": torch._C.StorageBase.__dict__["data_ptr"],
         "nbytes": torch._C.StorageBase.__dict__["nbytes"],
-        "place": _place,
+        "where": _where,
         "storage_tuple": _storage_tuple,
         "location": _location,
         "device_index": _device.index_of,

@@ -89,7 +89,7 @@ class Tree:
         self._dtensor = dtensor()
         # By id, DTensors with their local tensors, and attributes that users have set on them.
         self._wrapped: dict[int, tuple[Any, Tensor]] = {}
-        self._hanging: list[tuple[Any, dict[str, Any]]] = []
+        self._with_attributes: list[tuple[Any, dict[str, Any]]] = []
         with torch._C.DisableTorchFunction(), no_collection():
             self._find(root, self._collector)
             found = self._collector.finish()
@@ -135,7 +135,7 @@ class Tree:
                 known[id(node)] = node, local
                 locals_.append(local)
                 if attributes := attributes_of(node):
-                    self._hanging.append((node, attributes))
+                    self._with_attributes.append((node, attributes))
                     inner += collector.collect(tuple(attributes.values()))
         return inner + collector.collect(locals_) if locals_ else inner
 
@@ -171,8 +171,8 @@ class Tree:
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_nested)
         ):
-            place = _device.place_of_tensor(tensor)
-            self._others[key] = self._enter(tensor.untyped_storage(), place, collector)
+            device = _device.place_of_tensor(tensor)
+            self._others[key] = self._enter(tensor.untyped_storage(), device, collector)
             return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
             flattened = Flattened(tensor)
@@ -200,11 +200,11 @@ class Tree:
             f" its live memory. Take the tensors out of the {kind}, or save it with async_save"
         )
 
-    def _enter(self, storage: UntypedStorage, place: int, collector: _core.Collector) -> int:
-        """Return the number of a storage, new or known; `place` is as in `_device.place_of`."""
-        if place > 0 and not self._lanes:
-            place = -1
-        return collector.add_storage(storage, storage._cdata, place, 0, torch.uint8)
+    def _enter(self, storage: UntypedStorage, device: int, collector: _core.Collector) -> int:
+        """Return the number of a storage, new or known; `device` is as in `_device.place_of`."""
+        if device > 0 and not self._lanes:
+            device = -1
+        return collector.add_storage(storage, storage._cdata, device, 0, torch.uint8)
 
     def _forgo_lanes(self) -> None:
         """Leave the storages on CUDA devices for torch to copy."""
@@ -267,7 +267,7 @@ class Tree:
             builder = Builder(made, firsts, self._others, self.numbers, memory, offsets, nbytes)
             for number in self.elsewhere:
                 builder.fetch(number, self.storages[number])
-            builder.wrap(self._dtensor, self._wrapped, self._hanging)
+            builder.wrap(self._dtensor, self._wrapped, self._with_attributes)
             built = builder.build(self._root)
             if self.reads_bytes:
                 # torch keeps a list of rebuilt sparse tensors, which would keep the memory.
@@ -285,7 +285,7 @@ class Tree:
         self._others = {}
         self._held = []
         self._wrapped = {}
-        self._hanging = []
+        self._with_attributes = []
 
 
 def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:

@@ -53,7 +53,7 @@ class Pending(Protocol):
 
 
 class Readers(Protocol):
-    """Copies beside those of saves that read what optimizers write."""
+    """Copies, other than those of saves, that read what optimizers write."""
 
     def wait(self, optimizer: Optimizer) -> object:
         """Wait until none of them reads what the optimizer's step is about to write."""
@@ -99,7 +99,7 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     if not deferral.indices:
         deferral.close()
     for sentence in deferral.fallbacks:
-        ownership.tell_once(sentence)
+        ownership.log_once(sentence)
     return deferral
 
 

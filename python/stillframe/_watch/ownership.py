@@ -42,23 +42,25 @@ from stillframe._watch.memory_owners import Marks
 log = logging.getLogger("stillframe")
 
 _MIN_NBYTES = 4096  # smaller storages are always captured
-_MOST_LOOKS = 64  # parameters looked at to see whether a save contains an optimizer's
+_MOST_EXAMINED = 64  # parameters looked at to see whether a save contains an optimizer's
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
 # The thread of each running step, by id(optimizer). The entry of a step that raised stays.
 _active: dict[int, threading.Thread] = {}
-_claimed: dict[int, int] = {}  # storage -> serial of its first owner; the observers maintain it
+_first_owners: dict[
+    int, int
+] = {}  # storage -> serial of its first owner; the observers maintain it
 _serials = itertools.count(1)
-_told: set[str] = set()  # sentences that were logged
+_logged: set[str] = set()  # sentences that were logged
 # A frame with one of these codes is a step: torch's wrapper that runs the hooks, or the one that
 # `step_hooks` puts around other methods that write.
 step_codes: set[CodeType] = {steps.HOOKED}
 
 
-def tell_once(sentence: str) -> None:
+def log_once(sentence: str) -> None:
     """Log, once, a reason why saves overlap less with training."""
-    if sentence not in _told:
-        _told.add(sentence)
+    if sentence not in _logged:
+        _logged.add(sentence)
         log.info("stillframe: %s", sentence)
 
 
@@ -69,7 +71,7 @@ def _give_up(subject: Any, error: Exception) -> None:
         owner.distrust(f"it cannot be watched ({type(error).__name__}: {error})")
     kind = type(subject) if owner is None else owner.kind
     log.debug("stillframe: a %s cannot be watched", kind.__qualname__, exc_info=error)
-    tell_once(
+    log_once(
         f"a {steps.name_of(kind)} cannot be watched ({type(error).__name__}), so its parameters and"
         " state are copied during the call of each save"
     )
@@ -83,7 +85,7 @@ class Owner:
 
     Attributes:
         closure_index: The index of the closure among a step's positional arguments, if it has one.
-        ungated: A step did not call the closure it was given, so the gate never waits behind the
+        ungated: A step did not call the closure it was given, so the gate never waits after the
             closure again.
         gated: The closure passed on in the present step has been called.
         kind: The optimizer's class.
@@ -122,7 +124,7 @@ class Owner:
         self.unseen = False
         self.gated = True
         self.kind = type(optimizer)
-        self.observer = _core.Observer(_claimed, self.serial)
+        self.observer = _core.Observer(_first_owners, self.serial)
         self.ref = weakref.ref(optimizer, _OwnerRemoval(id(optimizer)))
 
     @property
@@ -273,7 +275,7 @@ class Owner:
 
     def _is_in(self, optimizer: Optimizer, marks: Marks) -> bool:
         params = (p for group in optimizer.param_groups for p in group["params"])
-        for p in map(memory_of, itertools.islice(params, _MOST_LOOKS)):
+        for p in map(memory_of, itertools.islice(params, _MOST_EXAMINED)):
             if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:
                 storage = p.untyped_storage()
                 number = marks.numbers.get(storage._cdata)

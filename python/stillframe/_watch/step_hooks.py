@@ -5,7 +5,7 @@ change (`ownership.py`), and know whether a step is running.
 
 If a step is given a closure, forward and backward run inside it, and storages are to be copied
 during that time. The steps of some optimizers are known to call the closure before they write. For
-these the gate is therefore behind the closure:
+these the gate is therefore after the closure:
 
     step(closure) -> pre-hook -> closure: forward, backward -> GATE -> update -> post-hook
     step()        -> pre-hook: GATE --------------------------------> update -> post-hook
@@ -51,7 +51,7 @@ def eager(function: _F) -> _F:
 
 
 @eager
-def _behind_closure(optimizer: Optimizer, owner: Owner) -> None:
+def _after_closure(optimizer: Optimizer, owner: Owner) -> None:
     owner.gated = True
     owner.compare()
     gate.hold_back(optimizer)
@@ -60,12 +60,12 @@ def _behind_closure(optimizer: Optimizer, owner: Owner) -> None:
 def _gated_closure(
     closure: Callable[..., Any], optimizer: Optimizer, owner: Owner
 ) -> Callable[..., Any]:
-    """Return the closure with the gate behind each call of it."""
+    """Return the closure with the gate after each call of it."""
 
     @functools.wraps(closure)
     def gated(*args: Any, **kwargs: Any) -> Any:
         value = closure(*args, **kwargs)
-        _behind_closure(optimizer, owner)
+        _after_closure(optimizer, owner)
         return value
 
     owner.gated = False
@@ -77,7 +77,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @bookkeeping
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Begin a step; return its arguments with a closure that gates, where the gate may be behind
+    """Begin a step; return its arguments with a closure that gates, where the gate may be after
     it.
 
     Return None where the caller has to gate now.
@@ -133,7 +133,7 @@ def _before_writing(optimizer: Optimizer) -> None:
 
 
 def _gate_writers(kind: type[Any]) -> None:
-    """Treat the methods beside `step` in which listed classes write as steps."""
+    """Treat other methods than `step`, in which listed classes write, as steps."""
     for each in kind.__mro__:
         for name in steps.writers(each):
             method = each.__dict__.get(name)

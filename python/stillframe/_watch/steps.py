@@ -33,7 +33,7 @@ class Package:
         distribution: Its name on PyPI.
         versions: The versions that were read and tried; "1.4" means every 1.4.x.
         classes: Names of the classes, by module.
-        writers: Methods beside `step` that write, where a class has them.
+        writers: Other methods than `step` that write, where a class has them.
     """
 
     distribution: str
@@ -153,7 +153,7 @@ def _package_of(kind: type[Any]) -> Package | None:
 
 
 def writers(kind: type[Any]) -> list[str]:
-    """Return the methods beside `step` in which a listed class writes its parameters, by name."""
+    """Return the names of the methods other than `step` in which a listed class writes."""
     package = _package_of(kind)
     if package is None or kind.__qualname__ not in package.classes.get(kind.__module__, ()):
         return []

@@ -99,12 +99,16 @@ static inline void check_block(const struct sfr__image *img, const struct sfr__e
 
 		CHECK(seg.entry >= extent->first_entry &&
 		      seg.entry < extent->first_entry + extent->nr_entries);
-		begin = seg.kind == SFR__SEG_HEADER ? e->hdr_off :
-			seg.kind == SFR__SEG_DATA   ? e->data_off :
-						      e->data_off + e->nbytes;
-		len = seg.kind == SFR__SEG_HEADER ? e->data_off - e->hdr_off :
-		      seg.kind == SFR__SEG_DATA   ? e->nbytes :
-						    e->desc_len;
+		if (seg.kind == SFR__SEG_HEADER) {
+			begin = e->hdr_off;
+			len = e->data_off - e->hdr_off;
+		} else if (seg.kind == SFR__SEG_DATA) {
+			begin = e->data_off;
+			len = e->nbytes;
+		} else {
+			begin = e->data_off + e->nbytes;
+			len = e->desc_len;
+		}
 		CHECK_EQ(begin + seg.off, block_off + seg.pos);
 		CHECK(seg.off + seg.len <= len);
 	}

@@ -58,14 +58,19 @@ TEST(end_record_gives_the_directorys_offset)
 	}
 }
 
-/* Changes one number in a good archive, and checks the message about it. */
+/* Changes one number in an end record of a good archive, and checks the message about it.
+ * `where`: e the end record, l the zip64 locator, z the zip64 end record; `off` counts from it. */
 static void poke_end(bool zip64, char where, size_t off, uint64_t value, size_t len,
 		     const char *words)
 {
 	struct archive a = two_records(zip64);
-	size_t at = where == 'e' ? a.end : where == 'l' ? a.locator : a.end64;
+	size_t at = a.end64;
 	struct sfr__unzip_end end;
 
+	if (where == 'e')
+		at = a.end;
+	else if (where == 'l')
+		at = a.locator;
 	archive_poke(&a, at + off, value, len);
 	SAYS(end_of(&a, &end), words);
 	archive_free(&a);
@@ -385,8 +390,8 @@ TEST(descriptor_may_have_either_length)
 	CHECK_EQ(len, 16);
 	GOOD(desc(a.buf, 16, &rec, &len));
 	CHECK_EQ(len, 16);
-	SAYS(desc(a.buf, 15, &rec, &len), "descriptor behind its data is missing");
-	SAYS(desc(a.buf, 0, &rec, &len), "descriptor behind its data is missing");
+	SAYS(desc(a.buf, 15, &rec, &len), "descriptor after its data is missing");
+	SAYS(desc(a.buf, 0, &rec, &len), "descriptor after its data is missing");
 	archive_poke(&a, 8, 7, 8);
 	archive_poke(&a, 16, 7, 8);
 	GOOD(desc(a.buf, 24, &rec, &len));
@@ -398,7 +403,7 @@ TEST(descriptor_may_have_either_length)
 	SAYS(desc(a.buf, 24, &rec, &len), "CRC in the descriptor");
 	rec.crc--;
 	a.buf[0]++;
-	SAYS(desc(a.buf, 24, &rec, &len), "descriptor behind its data is missing");
+	SAYS(desc(a.buf, 24, &rec, &len), "descriptor after its data is missing");
 	/* Without its flag, no descriptor is expected. */
 	rec.flags = 0;
 	GOOD(desc(a.buf, 0, &rec, &len));

@@ -27,7 +27,7 @@ static uint32_t by_bits(uint32_t crc, const unsigned char *p, size_t len)
 	return ~crc;
 }
 
-TEST(known_values_come_out)
+TEST(known_messages_have_their_known_crc)
 {
 	static const struct {
 		const char *text;
@@ -213,7 +213,7 @@ TEST(combining_with_an_empty_message_changes_nothing)
 
 /* Lengths that no test can write: a run of 2^n zeros is the sum of two halves, up to the longest
  * run. */
-TEST(combine_takes_lengths_up_to_64_bits)
+TEST(combined_crc_is_right_for_lengths_up_to_64_bits)
 {
 	static const unsigned char zero;
 	uint32_t run = sfr_crc32(0, &zero, 1);
@@ -230,7 +230,7 @@ TEST(combine_takes_lengths_up_to_64_bits)
 	}
 }
 
-TEST(combine_is_right_past_4_gib)
+TEST(combined_crc_is_right_past_4_gib)
 {
 	/* Computed by Python's zlib: "head", 5 GiB of zeros, three more zeros. */
 	const uint64_t len = UINT64_C(5) << 30;
@@ -244,7 +244,7 @@ TEST(combine_is_right_past_4_gib)
 }
 
 /* Compares with zlib's own functions, from the library that Python has usually loaded. */
-TEST(zlib_agrees)
+TEST(crc_equals_zlibs)
 {
 	enum { LEN = 1 << 20 };
 	unsigned long (*theirs)(unsigned long, const unsigned char *, unsigned) = NULL;

@@ -275,7 +275,8 @@ static int call_everything(int err, int *nr_wrong)
 		errno = 0;                                                                         \
 		if (failed) {                                                                      \
 			nr++;                                                                      \
-			*nr_wrong += errno != err;                                                 \
+			if (errno != err)                                                          \
+				(*nr_wrong)++;                                                     \
 		}                                                                                  \
 	} while (0)
 	TRY((fd = sfr_sys.open(AT_FDCWD, path, O_RDWR | O_CREAT | O_CLOEXEC, 0600)) < 0);
@@ -325,7 +326,8 @@ static int call_everything(int err, int *nr_wrong)
 	errno = rc; /* thread calls return their error */
 	if (rc) {
 		nr++;
-		*nr_wrong += rc != err;
+		if (rc != err)
+			(*nr_wrong)++;
 	} else {
 		CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
 	}

@@ -88,7 +88,7 @@ TEST(deflated_records_are_counted_as_unchecked)
 }
 
 /* Any bytes may follow the archive, as far as torch's reader searches for the end record. */
-TEST(bytes_behind_the_archive_are_counted)
+TEST(bytes_after_the_archive_are_counted)
 {
 	static const size_t lens[] = { 1, 21, 22, 75, 76, 77, 98, 4096, 65535, 69562 };
 
@@ -112,7 +112,7 @@ TEST(bytes_behind_the_archive_are_counted)
 
 /* The comment would reach beyond the file. So the file is truncated, although torch's reader
  * does not notice. */
-TEST(comment_that_is_cut_off_is_damage)
+TEST(truncated_comment_is_reported_as_damage)
 {
 	struct archive a = sample();
 

@@ -180,7 +180,8 @@ static int nr_notices_with(const char *words)
 	int nr = 0;
 
 	while (sfr_notice_wait(&notice, 0) == 0) {
-		nr += strstr(notice.text, words) != NULL;
+		if (strstr(notice.text, words) != NULL)
+			nr++;
 		sfr_ticket_put(notice.ticket);
 	}
 	return nr;
@@ -197,8 +198,8 @@ static int nr_log_threads(void)
 
 		(void)snprintf(path, sizeof(path), "/proc/self/task/%.20s/comm", e->d_name);
 		file = fopen(path, "re");
-		if (file && fgets(name, sizeof(name), file))
-			nr += strcmp(name, "sfr-log\n") == 0;
+		if (file && fgets(name, sizeof(name), file) && strcmp(name, "sfr-log\n") == 0)
+			nr++;
 		if (file)
 			(void)fclose(file);
 	}
@@ -284,7 +285,7 @@ TEST(two_file_systems_may_hang_at_a_time)
 	CHECK_EQ(nr_notices_with("has not answered") > 0, 1);
 }
 
-/* A save that is ready waits behind one that hangs, and is renamed after it. `late`: the save
+/* A save that is ready waits for one that hangs, and is renamed after it. `late`: the save
  * comes when a second thread is already waiting, which has let another save overtake. */
 static void check_waits_behind_hung_save(const char *where, const char *name, uint64_t fs,
 					 bool late)
@@ -332,8 +333,8 @@ TEST(save_into_a_directory_to_be_removed_does_not_overtake)
 	drain();
 }
 
-/* The save that could overtake is itself on a file system that hangs, behind another save. */
-TEST(save_behind_a_hanging_one_of_its_file_system_does_not_overtake)
+/* The save that could overtake is itself on a file system that hangs, after another save. */
+TEST(save_after_a_hanging_one_of_its_file_system_does_not_overtake)
 {
 	struct sfr_ticket *ready, *hung, *sync;
 
@@ -421,7 +422,7 @@ TEST(external_work_at_the_head_is_not_overtaken)
 	CHECK_EQ(sfr_log_work_append(work), 0);
 	b = submit("b", SSD, &two);
 	check_is_blocked(b);
-	CHECK_EQ(sfr__log_take_turn(0, &number, &after_good), 0);
+	CHECK_EQ(sfr__log_take_work(0, &number, &after_good), 0);
 	check_is_blocked(b);
 	sfr_log_work_end(work, 1);
 	check_becomes_durable(b);
@@ -586,7 +587,8 @@ static int counted_create(pthread_t *thread, const pthread_attr_t *attr, void *(
 {
 	int rc = real.thread_create(thread, attr, start, arg);
 
-	nr_threads += rc == 0;
+	if (rc == 0)
+		nr_threads++;
 	return rc;
 }
 

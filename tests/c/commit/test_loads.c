@@ -33,8 +33,8 @@ static unsigned nr_open(const char *path)
 		char name[64], target[PATH_MAX] = "";
 
 		(void)snprintf(name, sizeof(name), "/proc/self/fd/%.20s", entry->d_name);
-		if (readlink(name, target, sizeof(target) - 1) > 0)
-			nr += strcmp(target, path) == 0;
+		if (readlink(name, target, sizeof(target) - 1) > 0 && strcmp(target, path) == 0)
+			nr++;
 	}
 	(void)closedir(fds);
 	return nr;

@@ -201,21 +201,24 @@ TEST(a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later)
 	sfr_log_load_free(missing);
 }
 
+/* A path that ends in a slash is a directory. The name of one directory here is the beginning of
+ * the name that is saved, and a load of it must not wait. */
 TEST(load_of_a_directory_waits_for_everything_in_it)
 {
 	struct sfr_ticket *a;
-	struct sfr_log_load *load, *other;
+	struct sfr_log_load *load, *of_sibling;
 	char key[PATH_MAX];
 	int fd;
 
 	CHECK_EQ(mkdir(dir_path(dir, "wai"), 0777), 0);
 	a = submit("wait", &one);
 	(void)snprintf(key, sizeof(key), "%s/", dir_path(dir, "wai"));
-	CHECK_EQ(sfr_log_load_new(key, &other), 0);
+	CHECK_EQ(sfr_log_load_new(key, &of_sibling), 0);
+	/* The parent of both, with a slash at its end. */
 	*strrchr(key, '/') = '\0';
 	*(strrchr(key, '/') + 1) = '\0';
 	CHECK_EQ(sfr_log_load_new(key, &load), 0);
-	CHECK_EQ(sfr_log_load_wait(other, UINT64_C(5000000000), &fd), 0);
+	CHECK_EQ(sfr_log_load_wait(of_sibling, UINT64_C(5000000000), &fd), 0);
 	(void)close(fd);
 	CHECK_EQ(sfr_log_load_wait(load, 20 * 1000 * 1000, &fd), SFR_EAGAIN);
 	confirm(a, -1);
@@ -224,7 +227,7 @@ TEST(load_of_a_directory_waits_for_everything_in_it)
 	CHECK_EQ(saving_content(dir, "wait"), 1);
 	(void)close(fd);
 	sfr_log_load_free(load);
-	sfr_log_load_free(other);
+	sfr_log_load_free(of_sibling);
 }
 
 TEST(load_of_a_directory_waits_for_a_remove_of_it)
@@ -276,7 +279,7 @@ TEST(failed_save_leaves_existence_of_its_name_unchanged)
 	saving_done(first);
 }
 
-/* R8: the parent's saves go on; in the child every call on an object of the parent is refused. */
+/* The parent's saves go on; in the child every call on an object of the parent is refused. */
 TEST(forked_child_is_refused_and_the_parents_saves_go_on)
 {
 	struct sfr_ticket *t = submit("forked", &two);

@@ -25,7 +25,7 @@ static int fake__count_locks(void)
 	return (int)sfr__locks_held();
 }
 
-/* Makes the core use the library beside the program. False if there is none. */
+/* Makes the core use the library next to the program. False if there is none. */
 static inline bool fake_load(void)
 {
 	static char path[PATH_MAX];
@@ -76,7 +76,8 @@ static inline void fake_check_nothing_left(void)
 }
 
 /* Puts storages [from, to) of a state on a device. */
-static inline void fake_place(struct saving_state *s, unsigned from, unsigned to, uint32_t device)
+static inline void fake_put_on_device(struct saving_state *s, unsigned from, unsigned to,
+				      uint32_t device)
 {
 	for (unsigned i = from; i < to; i++) {
 		s->sources[i].device = device + 1;

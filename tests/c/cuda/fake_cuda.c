@@ -4,7 +4,7 @@
  * tests can delay each of them. This driver always does what a real one does only sometimes:
  *
  *   - A copy's destination is overwritten with garbage when the copy is queued. Its bytes are
- * read and written only when an event behind it on the stream completes, so a copy that no event
+ * read and written only when an event after it on the stream completes, so a copy that no event
  * follows never completes.
  *   - Destroying a stream returns at once, and the stream finishes its work. Copies that no
  * event follows complete as late as possible, when the test checks for violations.

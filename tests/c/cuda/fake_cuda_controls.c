@@ -114,7 +114,7 @@ EXPORT void fake_cuda_fail_copy(uint64_t nth, int code)
 	}
 
 /* Returns the index of the name in fk.counts, or NR_COUNTS. */
-static size_t place_of(const char *name)
+static size_t index_of(const char *name)
 {
 	size_t i = 0;
 
@@ -125,22 +125,22 @@ static size_t place_of(const char *name)
 
 static uint64_t count_of(const char *name)
 {
-	size_t place = place_of(name);
+	size_t index = index_of(name);
 
 	if (strcmp(name, "*") == 0)
 		return fk.nr_calls;
 	if (strcmp(name, "sync") == 0)
 		return fk.nr_syncs;
-	return place < NR_COUNTS ? fk.counts[place].nr : 0;
+	return index < NR_COUNTS ? fk.counts[index].nr : 0;
 }
 
 static uint64_t count_here(const char *name)
 {
-	size_t place = place_of(name);
+	size_t index = index_of(name);
 
 	if (strcmp(name, "*") == 0)
 		return fake__here.nr_calls;
-	return place < NR_COUNTS ? fake__here.counts[place] : 0;
+	return index < NR_COUNTS ? fake__here.counts[index] : 0;
 }
 
 static int64_t live(const char *what)
@@ -153,7 +153,8 @@ static int64_t live(const char *what)
 		return fk.nr_pushed;
 	if (strcmp(what, "streams") == 0)
 		for (struct CUstream_st *s = fk.streams; s; s = s->next)
-			nr += s->alive && !s->of_caller;
+			if (s->alive && !s->of_caller)
+				nr++;
 	if (strcmp(what, "contexts") == 0)
 		for (int i = 0; i < NR_DEVICES; i++)
 			nr += fk.retained[i];

@@ -155,7 +155,7 @@ EXPORT CUresult cuMemFreeHost(void *mem)
 
 /* ---- copies ----------------------------------------------------------------------- */
 
-/* Fills a copy's destination with garbage until an event behind it completes: host memory when
+/* Fills a copy's destination with garbage until an event after it completes: host memory when
  * the copy is queued, device memory when the stream reaches the copy, because earlier work may
  * still use it. */
 void fake__spoil(const struct op *op)
@@ -280,23 +280,23 @@ EXPORT CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *c, CUstream stream)
 }
 
 /* A range that a batch writes to. */
-struct place {
+struct range {
 	const char *at;
 	size_t len;
 };
 
 static int by_address(const void *a, const void *b)
 {
-	const char *one = ((const struct place *)a)->at, *two = ((const struct place *)b)->at;
+	const char *one = ((const struct range *)a)->at, *two = ((const struct range *)b)->at;
 
 	return one < two ? -1 : one > two;
 }
 
-static bool any_overlap(struct place *places, size_t nr)
+static bool any_overlap(struct range *ranges, size_t nr)
 {
-	qsort(places, nr, sizeof(*places), by_address);
+	qsort(ranges, nr, sizeof(*ranges), by_address);
 	for (size_t i = 1; i < nr; i++)
-		if (places[i].at < places[i - 1].at + places[i - 1].len)
+		if (ranges[i].at < ranges[i - 1].at + ranges[i - 1].len)
 			return true;
 	return false;
 }
@@ -311,14 +311,14 @@ static bool crosses(CUdeviceptr ptr, size_t len)
 static int check_batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const size_t *lens,
 		       size_t nr)
 {
-	struct place *places = calloc(nr, sizeof(*places));
+	struct range *ranges = calloc(nr, sizeof(*ranges));
 	int code = 0;
 
-	if (!places)
+	if (!ranges)
 		abort();
 	for (size_t i = 0; i < nr; i++) {
-		places[i] =
-			(struct place){ (const char *)(uintptr_t)dsts[i], lens[i] }; /* NOLINT */
+		ranges[i] =
+			(struct range){ (const char *)(uintptr_t)dsts[i], lens[i] }; /* NOLINT */
 		if (lens[i] == 0) {
 			fake__violated("a batch with an empty copy");
 			code = CUDA_ERROR_INVALID_VALUE;
@@ -326,11 +326,11 @@ static int check_batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const s
 		if (crosses(dsts[i] & FAKE_CUDA_DEVICE ? dsts[i] : srcs[i], lens[i]))
 			code = CUDA_ERROR_INVALID_VALUE;
 	}
-	if (any_overlap(places, nr)) {
-		fake__violated("a batch with two copies to one place");
+	if (any_overlap(ranges, nr)) {
+		fake__violated("a batch with two copies to the same bytes");
 		code = CUDA_ERROR_INVALID_VALUE;
 	}
-	free(places);
+	free(ranges);
 	return code;
 }
 

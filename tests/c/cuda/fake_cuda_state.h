@@ -141,7 +141,7 @@ int fake__enter(const char *name, bool needs_context);
 int fake__unsafe(const char *name, int code);
 void fake__spend(uint64_t ns);
 uint64_t fake__random(void);
-/* Returns the host memory behind a device's address. NULL, and a violation, for any other. */
+/* Returns the host memory that stands for a device's address; NULL, and a violation, for others. */
 const char *fake__memory_of(CUdeviceptr ptr);
 /* The calls of this thread since it began. */
 extern __thread struct fake__here {

@@ -20,7 +20,7 @@ static inline void begin(void)
 static inline struct sfr_engine *begin_on_device(uint64_t nr_blocks, uint32_t nr_writers)
 {
 	begin();
-	fake_place(&one, 0, SAVING_NR, 0);
+	fake_put_on_device(&one, 0, SAVING_NR, 0);
 	return fake_engine(nr_blocks, nr_writers);
 }
 

@@ -346,7 +346,7 @@ TEST(invalid_batch_is_refused)
 	begin();
 	mark();
 	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), CUDA_ERROR_INVALID_VALUE);
-	end("two copies to one place");
+	end("two copies to the same bytes");
 
 	begin(); /* as if the memory consisted of segments: refused, but no violation */
 	mark();

@@ -11,9 +11,9 @@ TEST(device_save_is_complete_for_any_pool_and_writers)
 		for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers++) {
 			struct sfr_engine *engine = fake_engine(nr_blocks, nr_writers);
 
-			fake_place(&one, 0, SAVING_NR, 0);
-			fake_place(&two, 1, 4, 0);
-			fake_place(&two, 4, 5, 1);
+			fake_put_on_device(&one, 0, SAVING_NR, 0);
+			fake_put_on_device(&two, 1, 4, 0);
+			fake_put_on_device(&two, 4, 5, 1);
 			CHECK_EQ(fake_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
 			CHECK_EQ(saving_content_as(dir, "a", &one), 1);
 			CHECK_EQ(fake_save(engine, dir, "a", &two, 0), 0);
@@ -84,9 +84,9 @@ TEST(blocks_of_a_dead_device_are_retired_and_other_devices_go_on)
 
 	begin();
 	engine = fake_engine(16, 2);
-	fake_place(&one, 2, SAVING_NR, 1);    /* on device 1 */
-	fake_place(&two, 2, SAVING_NR, 2);    /* on device 2 */
-	fake.fake_cuda_fail_copy(4 + 2, 700); /* after the samples */
+	fake_put_on_device(&one, 2, SAVING_NR, 1); /* on device 1 */
+	fake_put_on_device(&two, 2, SAVING_NR, 2); /* on device 2 */
+	fake.fake_cuda_fail_copy(4 + 2, 700);      /* after the samples */
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK(stats.retired_bytes > 0);
@@ -154,7 +154,7 @@ TEST(only_fatal_errors_end_a_device)
 
 		begin();
 		engine = fake_engine(16, 2);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		/* the event of a portion in flight */
 		fake.fake_cuda_fail("cuEventQuery", 1, 0, code);
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), ends ? -EIO : 0);
@@ -207,8 +207,8 @@ TEST(any_failing_driver_call_leaves_old_or_new_file)
 	int before = check__nr_failed;
 
 	begin();
-	fake_place(&one, 0, SAVING_NR, 0);
-	fake_place(&two, 0, SAVING_NR, 0);
+	fake_put_on_device(&one, 0, SAVING_NR, 0);
+	fake_put_on_device(&two, 0, SAVING_NR, 0);
 	(void)alarm(0);
 	for (size_t c = 0; c < sizeof(codes) / sizeof(codes[0]); c++)
 		for (int sticky = 0; sticky < 2; sticky++)
@@ -253,9 +253,9 @@ TEST(device_without_an_active_context_is_refused)
 	fake.fake_cuda_activate(1, 0);
 	CHECK(sfr_engine_use_device(engine, 1, why, sizeof(why)) < 0);
 	CHECK(strstr(why, "no active context") != NULL);
-	fake_place(&one, 0, SAVING_NR, 1);
+	fake_put_on_device(&one, 0, SAVING_NR, 1);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -ENODEV);
-	fake_place(&one, 0, SAVING_NR, 99); /* a device that does not exist */
+	fake_put_on_device(&one, 0, SAVING_NR, 99); /* a device that does not exist */
 	struct sfr_ticket *t;
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .device = 99 }, 1), 0);
@@ -280,7 +280,7 @@ TEST(warm_up_registers_regions_and_trim_releases_them)
 	fake.fake_cuda_fail("cuMemHostRegister_v2", 1, 0, 2);
 	CHECK_EQ(sfr_engine_warm_up(engine, 16 * SAVING_BLOCK), 0);
 	CHECK_EQ(fake.fake_cuda_live("registered"), 2);
-	fake_place(&one, 0, SAVING_NR, 0);
+	fake_put_on_device(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 	CHECK_EQ(fake.fake_cuda_live("registered"), 2);
 	CHECK_EQ(fake.fake_cuda_live("allocated"), 1); /* the memory for samples */

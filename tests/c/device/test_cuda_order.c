@@ -44,7 +44,7 @@ TEST(file_has_the_state_at_the_call_whichever_side_runs_first)
 		struct sfr_engine *engine = fake_engine(32, 2);
 		struct sfr_ticket *t;
 
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		fake.fake_cuda_first(1 + i % 2);
 		for (int k = 0; k < 2; k++) {
 			before.value = (unsigned char)(5 + k);
@@ -180,7 +180,7 @@ TEST(bytes_changed_before_their_copy_are_detected)
 		begin();
 		engine = fake_engine(1, 1); /* so that little is copied before the gate */
 		stream = fake.fake_cuda_stream(0);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
 			 0);
 		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
@@ -221,7 +221,7 @@ TEST(check_mutation_finds_a_changed_byte_between_samples)
 		stream = fake.fake_cuda_stream(0);
 		one.sources[3].addr = (uintptr_t)large;
 		one.sources[3].nbytes = sizeof(large);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
 			 0);
 		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
@@ -283,7 +283,7 @@ TEST(device_snapshot_is_queued_in_the_call_without_blocking)
 		begin();
 		engine = fake_engine(16, 1);
 		stream = fake.fake_cuda_stream(0);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		snapshot = new_snapshot(engine, &one, stream);
 		fake.fake_cuda_hold(held); /* a thread that waits for the device waits forever */
 		fake.fake_cuda_launch(stream, fake_fill, &before);
@@ -336,12 +336,12 @@ TEST(a_snapshot_on_a_capturing_stream_is_refused)
 	fake_end(engine);
 }
 
-static uint32_t nr_out(struct sfr_snapshot *snapshot)
+static uint32_t nr_copying(struct sfr_snapshot *snapshot)
 {
 	uint32_t nr;
 
 	sfr__lock(&snapshot->engine->mu);
-	nr = snapshot->nr_out;
+	nr = snapshot->nr_copying;
 	sfr__unlock(&snapshot->engine->mu);
 	return nr;
 }
@@ -360,7 +360,7 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 		const struct sfr_stream step = { .handle = (uintptr_t)stream };
 		int64_t torn;
 
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		fake.fake_cuda_first(1 + i % 2);
 		for (int k = 0; k < 2; k++) {
 			struct sfr_snapshot *snapshot = new_snapshot(engine, &one, stream);
@@ -370,7 +370,7 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 			fake.fake_cuda_launch(stream, fake_fill, &before);
 			CHECK_EQ(sfr_snapshot_start(snapshot), 0);
 			/* the last copying thread has found no torn source */
-			sfr__snapshot_out(snapshot);
+			sfr__snapshot_copy_begins(snapshot);
 			fake.fake_cuda_launch(stream, fake_fill, &captured);
 			if (i & 2) /* a write without a gate */
 				fake.fake_cuda_launch(stream, fake_fill, &rest);
@@ -378,9 +378,9 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 				CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
 			fake.fake_cuda_launch(stream, fake_fill, &rest);
 			fake.fake_cuda_hold(0);
-			while (nr_out(snapshot) > 1)
+			while (nr_copying(snapshot) > 1)
 				(void)sched_yield();
-			sfr__snapshot_in(snapshot, -1, NULL);
+			sfr__snapshot_copy_ended(snapshot, -1, NULL);
 			CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 			fake_freed(&one, 0);
 			if (!(i & 2))
@@ -415,14 +415,15 @@ TEST(a_write_between_samples_and_copy_tears_the_snapshot)
 		int64_t torn;
 
 		saving_fill(&one, 1);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		snapshot = new_snapshot(engine, &one, stream);
 		fake.fake_cuda_delay(1 + fake_rng(200000), seed);
 		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
 		fake.fake_cuda_launch(other, fake_fill, &work);
 		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 		CHECK(torn == -1 || torn == 3);
-		nr_torn += torn == 3;
+		if (torn == 3)
+			nr_torn++;
 		fake.fake_cuda_drain(other);
 		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
 		sfr_snapshot_unview(snapshot);

@@ -30,7 +30,8 @@ static void take_texts(const char *words)
 	struct sfr_notice notice;
 
 	while (sfr_notice_wait(&notice, 0) == 0) {
-		nr_noticed += notice.what == SFR_NOTICE_TEXT && strstr(notice.text, words) != NULL;
+		if (notice.what == SFR_NOTICE_TEXT && strstr(notice.text, words) != NULL)
+			nr_noticed++;
 		sfr_ticket_put(notice.ticket);
 		sfr_snapshot_put(notice.snapshot);
 	}
@@ -150,7 +151,7 @@ TEST(trim_releases_only_regions_without_leased_blocks)
 	CHECK(fake.fake_cuda_live("registered") > 0);
 	sfr__pool_put(engine->pool, block);
 	pool_is_at_rest(engine->pool);
-	fake_place(&one, 0, SAVING_NR, 0);
+	fake_put_on_device(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(saved(engine, &one, 0).err.code, 0);
 	CHECK_EQ(sfr_engine_trim(engine), 0);
 	pool_is_at_rest(engine->pool);
@@ -205,7 +206,7 @@ TEST(save_fails_if_the_device_dies_before_anything_is_queued)
 	CHECK_EQ(sem_init(&p.begun, 0, 0), 0);
 	CHECK_EQ(sem_init(&p.go_on, 0, 0), 0);
 	engine = fake_engine(32, 2);
-	fake_place(&one, 2, SAVING_NR, 0);
+	fake_put_on_device(&one, 2, SAVING_NR, 0);
 	CHECK_EQ(saved(engine, &one, 0).err.code, 0);
 	lane = engine->cuda_lanes.head;
 	sfr__cuda_push(lane, &p.task);
@@ -261,7 +262,7 @@ TEST(snapshot_fails_if_the_device_dies_in_the_call)
 
 		begin();
 		engine = fake_engine(32, 2);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		CHECK_EQ(saved(engine, &one, 0).err.code, 0); /* makes the lane */
 		for (unsigned i = 0; i < SAVING_NR; i++)
 			one.sources[i].lane = captured ? SFR_CAPTURED : SFR_LANE_HOST;
@@ -299,7 +300,7 @@ TEST(memory_of_a_dead_device_is_never_leased_again)
 		begin();
 		engine = fake_engine(32, 2);
 		CHECK_EQ(sfr_engine_use_device(engine, 0, why, sizeof(why)), 0);
-		fake_place(&one, 0, SAVING_NR, 1);
+		fake_put_on_device(&one, 0, SAVING_NR, 1);
 		fake.fake_cuda_fail_copy(3, 719);
 		if (!snapshots) {
 			CHECK_EQ(saved(engine, &one, 0).err.code, -EIO);
@@ -349,7 +350,7 @@ TEST(driver_call_that_never_answers_is_named_and_ends_the_wait)
 		begin();
 		saving_text[0] = '\0';
 		engine = fake_engine(8, 1);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		for (unsigned k = 0; k < SAVING_NR; k++)
 			one.sources[k].lane = SFR_LANE_HOST;
 		if (i / 2) /* only the stream is left to query; E is the first event */
@@ -388,8 +389,8 @@ TEST(any_failing_system_call_leaves_old_or_new_file_of_a_device)
 	int nr = 0;
 
 	begin();
-	fake_place(&one, 0, SAVING_NR, 0);
-	fake_place(&two, 0, SAVING_NR, 0);
+	fake_put_on_device(&one, 0, SAVING_NR, 0);
+	fake_put_on_device(&two, 0, SAVING_NR, 0);
 	/* needed when there is no memory to record what is pinned */
 	fake.fake_cuda_allow_pageable(1);
 	FOR_EVERY_FAILURE(run, "*", ENOMEM)

@@ -304,7 +304,8 @@ static void take_notices(void)
 	for (unsigned nr = 0; nr < NR_SAVES;) {
 		unsigned what = saving_notice();
 
-		nr += what == SFR_NOTICE_ENDED || what == SFR_NOTICE_SNAPSHOT;
+		if (what == SFR_NOTICE_ENDED || what == SFR_NOTICE_SNAPSHOT)
+			nr++;
 	}
 }
 
@@ -324,8 +325,8 @@ static void begin_schedule(uint64_t seed, bool roomy)
 	tr->nr_work = 0;
 	tr->first = fake_rng(2);
 	tr->split = fake_rng(2) ? SAVING_NR : 1 + fake_rng(SAVING_NR - 1);
-	fake_place(&tr->state, tr->first, tr->split, 0);
-	fake_place(&tr->state, tr->split, SAVING_NR, 1);
+	fake_put_on_device(&tr->state, tr->first, tr->split, 0);
+	fake_put_on_device(&tr->state, tr->split, SAVING_NR, 1);
 }
 
 static void one_schedule(uint64_t seed)
@@ -339,7 +340,12 @@ static void one_schedule(uint64_t seed)
 	fake__random = seed * 2654435761u + 1;
 	/* Room for everything: then everything can be queued while the devices are stopped. */
 	roomy = fake_rng(4) == 0;
-	nr_blocks = roomy ? ROOMY : fake_rng(2) ? 1 + fake_rng(7) : FITS + fake_rng(8);
+	if (roomy)
+		nr_blocks = ROOMY;
+	else if (fake_rng(2))
+		nr_blocks = 1 + fake_rng(7);
+	else
+		nr_blocks = FITS + fake_rng(8);
 	begin_schedule(seed, roomy);
 	engine = fake_engine(nr_blocks, 1 + fake_rng(2));
 	for (unsigned i = 0; i < NR_SAVES; i++) {
@@ -353,7 +359,8 @@ static void one_schedule(uint64_t seed)
 			take_snapshot(engine, roomy && kind <= THREAD, t);
 		else
 			take_save(engine, i, roomy && kind <= THREAD, t);
-		nr_snapshots += t->snapshot != NULL;
+		if (t->snapshot != NULL)
+			nr_snapshots++;
 		memset(tr->state.bytes[0], FAKE_GARBAGE, tr->first ? SAVING_LEN : 0);
 		launch(tr->main, tr->first, FAKE_FIRST_DEFERRED, FAKE_GARBAGE);
 		t->wanted = step(t, kind);
@@ -384,7 +391,7 @@ static void one_schedule(uint64_t seed)
 	fake_end(engine);
 }
 
-static char again[128]; /* the command that repeats this schedule */
+static char repeat_hint[128]; /* the command that repeats this schedule */
 
 static void hangs(int number)
 {
@@ -392,7 +399,7 @@ static void hangs(int number)
 
 	(void)number;
 	(void)!write(STDERR_FILENO, text, sizeof(text) - 1);
-	(void)!write(STDERR_FILENO, again, strlen(again));
+	(void)!write(STDERR_FILENO, repeat_hint, strlen(repeat_hint));
 	_exit(EXIT_FAILURE);
 }
 
@@ -400,8 +407,8 @@ TEST(random_schedules_give_consistent_copies)
 {
 	uint64_t first = check_number("STILLFRAME_FIRST_SCHEDULE", 1);
 	uint64_t nr = check_number("STILLFRAME_SCHEDULES", 300);
-	bool say = getenv("STILLFRAME_SCHEDULES") || isatty(STDERR_FILENO);
-	time_t start = time(NULL), said = start;
+	bool shows_progress = getenv("STILLFRAME_SCHEDULES") || isatty(STDERR_FILENO);
+	time_t start = time(NULL), shown = start;
 	unsigned nr_failed = 0;
 	uint64_t seed;
 
@@ -417,7 +424,7 @@ TEST(random_schedules_give_consistent_copies)
 	for (seed = first; seed - first < nr && nr_failed < ENOUGH_FAILED; seed++) {
 		int before = check__nr_failed;
 
-		(void)snprintf(again, sizeof(again),
+		(void)snprintf(repeat_hint, sizeof(repeat_hint),
 			       "STILLFRAME_FIRST_SCHEDULE=%llu STILLFRAME_SCHEDULES=1 repeats it\n",
 			       (unsigned long long)seed);
 		(void)alarm(HANGS_S);
@@ -425,10 +432,10 @@ TEST(random_schedules_give_consistent_copies)
 		one_schedule(seed);
 		if (check__nr_failed != before) {
 			nr_failed++;
-			(void)fprintf(stderr, "  in one schedule; %s", again);
+			(void)fprintf(stderr, "  in one schedule; %s", repeat_hint);
 		}
-		if (say && time(NULL) - said >= SAY_EVERY_S) {
-			said = time(NULL);
+		if (shows_progress && time(NULL) - shown >= SAY_EVERY_S) {
+			shown = time(NULL);
 			(void)fprintf(stderr,
 				      "  %llu of %llu schedules, the last %llu; %u failed\n",
 				      (unsigned long long)(seed - first + 1),
@@ -438,14 +445,14 @@ TEST(random_schedules_give_consistent_copies)
 	CHECK(nr_snapshots > 0 || nr < 100);
 	for (int kind = 0; kind < NR_STEPS; kind++) {
 		CHECK(nr_steps[kind] > 0 || nr < 100);
-		if (say)
+		if (shows_progress)
 			(void)fprintf(stderr, "  %8llu saves or snapshots: %s\n",
 				      (unsigned long long)nr_steps[kind], step_names[kind]);
 	}
-	if (say)
+	if (shows_progress)
 		(void)fprintf(stderr, "  %llu of all were snapshots\n",
 			      (unsigned long long)nr_snapshots);
-	if (say)
+	if (shows_progress)
 		(void)fprintf(stderr, "  %llu schedules in %lld s, %u failed\n",
 			      (unsigned long long)(seed - first), (long long)(time(NULL) - start),
 			      nr_failed);

@@ -9,9 +9,9 @@
 /* Places the storages from 4 on in host memory. */
 static void place_mixed(struct saving_state *s)
 {
-	fake_place(s, 0, 1, 0);
-	fake_place(s, 2, 3, 0);
-	fake_place(s, 3, 4, 1);
+	fake_put_on_device(s, 0, 1, 0);
+	fake_put_on_device(s, 2, 3, 0);
+	fake_put_on_device(s, 3, 4, 1);
 }
 
 TEST(no_old_byte_of_the_pool_is_in_a_file_from_a_device)
@@ -24,7 +24,7 @@ TEST(no_old_byte_of_the_pool_is_in_a_file_from_a_device)
 	for (int i = 0; i < 2; i++) {
 		saving_fill(&one, 1);
 		if (i == 0)
-			fake_place(&one, 0, SAVING_NR, 0);
+			fake_put_on_device(&one, 0, SAVING_NR, 0);
 		else
 			place_mixed(&one);
 		saving_poison(engine);
@@ -103,7 +103,7 @@ TEST(a_gate_whose_wait_fails_waits_on_the_host)
 		begin();
 		engine = fake_engine(32, 2);
 		stream = fake.fake_cuda_stream(0);
-		fake_place(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* starts the lane's thread */
 		CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 		fake.fake_cuda_hold(1);
@@ -152,7 +152,7 @@ static void starve(struct starved *s)
 	begin();
 	*s = (struct starved){ .engine = fake_engine(NR_BLOCKS, 2) };
 	s->stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
+	fake_put_on_device(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(saving_new(s->engine, dir, "a", &one, 0, &s->t), 0);
 	sfr__cuda_tune(SAVING_BLOCK, 1); /* nothing deferred is queued before the gate */
 	fake.fake_cuda_hold(1);
@@ -244,7 +244,7 @@ TEST(every_waiter_for_the_copies_is_woken)
 	begin();
 	step.handle = (uintptr_t)fake.fake_cuda_stream(0);
 	engine = fake_engine(32, 2);
-	fake_place(&one, 0, SAVING_NR, 0);
+	fake_put_on_device(&one, 0, SAVING_NR, 0);
 	for (int snapshots = 0; snapshots < 2; snapshots++) {
 		fake.fake_cuda_hold(1);
 		if (!snapshots) {
@@ -285,8 +285,8 @@ TEST(a_save_whose_order_cannot_be_kept_fails)
 
 		begin();
 		engine = fake_engine(32, 2);
-		fake_place(&one, 0, SAVING_NR, 0);
-		fake_place(&two, 0, SAVING_NR, 0);
+		fake_put_on_device(&one, 0, SAVING_NR, 0);
+		fake_put_on_device(&two, 0, SAVING_NR, 0);
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 		fake.fake_cuda_fail("cuStreamWaitEvent", nth, 0, 1);
 		CHECK_EQ(saving_new(engine, dir, "a", &two, 0, &t), 0);
@@ -336,7 +336,7 @@ TEST(device_is_given_up_at_once_after_a_fatal_error_and_late_after_unclear_ones)
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 		lane = engine->cuda_lanes.head;
 		while (nr++ < 2 * SFR__CUDA_QUERIES &&
-		       !sfr__cuda_is_through(lane, "cuStreamQuery", (CUresult)all[i].code, &failed))
+		       !sfr__cuda_is_over(lane, "cuStreamQuery", (CUresult)all[i].code, &failed))
 			CHECK(!sfr__cuda_is_dead(lane));
 		CHECK_EQ(nr, all[i].answers ? all[i].answers : 2 * SFR__CUDA_QUERIES + 1);
 		CHECK_EQ(sfr__cuda_is_dead(lane), all[i].answers > 0);

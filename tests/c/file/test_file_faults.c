@@ -298,8 +298,9 @@ TEST(any_failing_call_leaves_old_or_new_file_and_the_next_save_works)
 
 /* ---- short writes ---- */
 
-static void goes_on_after_short_writes(const char *dir)
+static void continues_after_short_writes(const char *dir)
 {
+	/* Bytes that a write transfers; -2: half of those asked for, -3: all but one. */
 	static const int64_t limits[] = { 1, 100, SFR_PAGE, -2, -3 };
 	struct sfr_fault interrupted = { "pwrite", 3, 0, EINTR, -1, 0 };
 	struct sfr__file f;
@@ -326,7 +327,7 @@ static void goes_on_after_short_writes(const char *dir)
 
 TEST(short_write_is_continued)
 {
-	in_each_base(goes_on_after_short_writes);
+	in_each_base(continues_after_short_writes);
 }
 
 static void ends_without_progress(const char *dir)

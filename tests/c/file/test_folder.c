@@ -124,7 +124,7 @@ static void one_that_is_given_up(const char *dir)
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
 }
 
-TEST(one_that_is_given_up_leaves_nothing)
+TEST(abandoned_directory_leaves_nothing)
 {
 	in_each_base(one_that_is_given_up);
 }
@@ -138,7 +138,7 @@ static void file_in_its_place(const char *dir)
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
 }
 
-TEST(file_in_its_place_is_not_replaced)
+TEST(file_with_the_directorys_name_is_not_replaced)
 {
 	in_each_base(file_in_its_place);
 }
@@ -175,7 +175,8 @@ static void every_call_fails(const char *dir, bool aside)
 		CHECK_EQ(sfr_inject_set(&fault), 0);
 		rc = save(dir, next);
 		sfr_inject_clear();
-		nr_failed += rc < 0;
+		if (rc < 0)
+			nr_failed++;
 		if (rc == 0 || err.phase == SFR_PHASE_SYNC_DIR) {
 			const char *before = there;
 
@@ -202,7 +203,7 @@ static void every_call_fails_without_exchange(const char *dir)
 	every_call_fails(dir, true);
 }
 
-TEST(whatever_fails_the_old_directory_or_the_new_one_is_there)
+TEST(any_failure_leaves_the_old_directory_or_the_new_one)
 {
 	CHECK_EQ(sfr_inject_install(), 0);
 	in_each_base(every_call_fails_in_turn);
@@ -396,7 +397,7 @@ static void another_boot(const char *dir)
 	CHECK(*save_notice() == '\0');
 }
 
-TEST(directories_of_another_boot_are_only_named)
+TEST(directories_of_another_boot_are_reported_and_kept)
 {
 	in_each_base(another_boot);
 }

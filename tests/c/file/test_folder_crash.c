@@ -12,13 +12,13 @@
 enum { MOST_OPS = 64, MOST_ENTRIES = 64 };
 
 enum kind {
-	LINK,  /* the name `one` of `dir` leads to `ino` */
-	DROP,  /* it leads nowhere */
-	MOVE,  /* from `one` to `other` */
-	SWAP,  /* `one` and `other`: `ino` has the latter's name now, `ino2` the former's */
-	BYTES, /* the file `ino` has what was written to it */
-	SYNC,  /* `ino`, a file or a directory */
-	SAID,  /* the commit has returned */
+	LINK,      /* the name `one` of `dir` leads to `ino` */
+	DROP,      /* it leads nowhere */
+	MOVE,      /* from `one` to `other` */
+	SWAP,      /* `one` and `other`: `ino` has the latter's name now, `ino2` the former's */
+	BYTES,     /* the file `ino` has what was written to it */
+	SYNC,      /* `ino`, a file or a directory */
+	COMMITTED, /* the call of the commit has returned */
 };
 
 struct op {
@@ -173,7 +173,7 @@ static void record(const char *dir, bool aside)
 	fill(sfr_folder_path(f), "new");
 	CHECK_EQ(sfr_folder_sync(f, &nbytes, &err), 0);
 	CHECK_EQ(sfr_folder_commit(f, &err), 0);
-	(void)note(SAID, AT_FDCWD, ".", 0);
+	(void)note(COMMITTED, AT_FDCWD, ".", 0);
 	CHECK_EQ(sfr_folder_clear(f, &err), 0);
 	sfr_folder_free(f);
 	sfr_sys = plain;
@@ -187,7 +187,8 @@ static struct entry {
 } entries[MOST_ENTRIES];
 static int nr_entries;
 
-static void leads(ino_t dir, const char *name, ino_t ino)
+/* Makes a name lead to an inode, or to none (0). */
+static void set_entry(ino_t dir, const char *name, ino_t ino)
 {
 	for (int i = 0; i < nr_entries; i++)
 		if (entries[i].dir == dir && strcmp(entries[i].name, name) == 0)
@@ -209,7 +210,8 @@ static int nr_names(ino_t dir)
 	int nr = 0;
 
 	for (int i = 0; i < nr_entries; i++)
-		nr += entries[i].dir == dir;
+		if (entries[i].dir == dir)
+			nr++;
 	return nr;
 }
 
@@ -222,14 +224,14 @@ static void build(int nr)
 		if (op->absent)
 			continue;
 		if (op->kind == LINK)
-			leads(op->dir, op->one, op->ino);
+			set_entry(op->dir, op->one, op->ino);
 		if (op->kind == DROP || op->kind == MOVE)
-			leads(op->dir, op->one, 0);
+			set_entry(op->dir, op->one, 0);
 		if (op->kind == MOVE)
-			leads(op->dir, op->other, op->ino);
+			set_entry(op->dir, op->other, op->ino);
 		if (op->kind == SWAP) {
-			leads(op->dir, op->one, op->ino2);
-			leads(op->dir, op->other, op->ino);
+			set_entry(op->dir, op->one, op->ino2);
+			set_entry(op->dir, op->other, op->ino);
 		}
 	}
 }
@@ -265,7 +267,7 @@ static const char *aside_content(int nr, ino_t top)
 
 static int nr_states, nr_bad, nr_missing;
 
-static void judge(int nr, bool aside, bool said)
+static void judge(int nr, bool aside, bool committed)
 {
 	const ino_t top = ops[0].dir;
 	const char *what;
@@ -273,37 +275,40 @@ static void judge(int nr, bool aside, bool said)
 	build(nr);
 	what = content(nr, found(top, "c"));
 	nr_states++;
-	if (aside && strcmp(what, "missing") == 0 && !said) {
+	if (aside && strcmp(what, "missing") == 0 && !committed) {
 		nr_missing++;
 		what = aside_content(nr, top);
 	}
-	if (strcmp(what, "new") != 0 && (said || strcmp(what, "old") != 0) && nr_bad++ == 0)
+	if (strcmp(what, "new") != 0 && (committed || strcmp(what, "old") != 0) && nr_bad++ == 0)
 		(void)fprintf(stderr, "  after %d calls: %s\n", nr, what);
 }
 
-static void vary(const int *open, int nr_open, int nr, bool aside, bool said)
+/* Judges the states in which each of the uncertain changes is present or absent. */
+static void vary(const int *uncertain, int nr_uncertain, int nr, bool aside, bool committed)
 {
-	if (nr_open == 0) {
-		judge(nr, aside, said);
+	if (nr_uncertain == 0) {
+		judge(nr, aside, committed);
 		return;
 	}
 	for (int absent = 0; absent < 2; absent++) {
-		ops[open[nr_open - 1]].absent = absent;
-		vary(open, nr_open - 1, nr, aside, said);
+		ops[uncertain[nr_uncertain - 1]].absent = absent;
+		vary(uncertain, nr_uncertain - 1, nr, aside, committed);
 	}
-	ops[open[nr_open - 1]].absent = false;
+	ops[uncertain[nr_uncertain - 1]].absent = false;
 }
 
-/* Goes through every state; returns how many are bad. */
+/* Goes through every state that a crash after each call can leave; returns how many are bad. A
+ * change is certain to be on the disk once a later sync of its file or directory has returned. Of
+ * the others, every combination is tried. */
 static int enumerate(bool aside)
 {
-	bool said = false;
+	bool committed = false;
 
 	nr_states = nr_bad = nr_missing = 0;
 	for (int nr = 1; nr <= nr_ops; nr++) {
-		int open[MOST_OPS], nr_open = 0;
+		int uncertain[MOST_OPS], nr_uncertain = 0;
 
-		said = said || ops[nr - 1].kind == SAID;
+		committed = committed || ops[nr - 1].kind == COMMITTED;
 		for (int i = 0; i < nr; i++) {
 			bool certain = ops[i].certain || ops[i].kind >= SYNC;
 
@@ -312,10 +317,10 @@ static int enumerate(bool aside)
 					  ops[k].ino ==
 						  (ops[i].kind == BYTES ? ops[i].ino : ops[i].dir);
 			if (!certain)
-				open[nr_open++] = i;
+				uncertain[nr_uncertain++] = i;
 		}
-		if (CHECK(nr_open <= 12) && !ops[nr - 1].certain)
-			vary(open, nr_open, nr, aside, said);
+		if (CHECK(nr_uncertain <= 12) && !ops[nr - 1].certain)
+			vary(uncertain, nr_uncertain, nr, aside, committed);
 	}
 	return nr_bad;
 }

@@ -19,14 +19,14 @@ static struct sfr_step step(enum sfr_step_kind kind, const char *name, const cha
 }
 
 /* Makes the steps that replace the old checkpoint by a new one; `gone` belongs to the old one. */
-static void plan_commit(struct sfr_step plan[NR_COMMIT])
+static void plan_commit(struct sfr_step changes[NR_COMMIT])
 {
-	plan[0] = step(SFR_STEP_WRITE_SYNCED, "tmp", "new");
-	plan[1] = (struct sfr_step){ SFR_STEP_SYNC, dir, "", 0 };
-	plan[2] = step(SFR_STEP_RENAME, "tmp", dir_path(dir, "name"));
-	plan[3] = plan[1];
-	plan[4] = step(SFR_STEP_UNLINK, "gone", "");
-	plan[5] = step(SFR_STEP_UNLINK, "never there", "");
+	changes[0] = step(SFR_STEP_WRITE_SYNCED, "tmp", "new");
+	changes[1] = (struct sfr_step){ SFR_STEP_SYNC, dir, "", 0 };
+	changes[2] = step(SFR_STEP_RENAME, "tmp", dir_path(dir, "name"));
+	changes[3] = changes[1];
+	changes[4] = step(SFR_STEP_UNLINK, "gone", "");
+	changes[5] = step(SFR_STEP_UNLINK, "never there", "");
 }
 
 static void put_old(void)
@@ -38,22 +38,22 @@ static void put_old(void)
 
 TEST(steps_are_taken_in_their_order)
 {
-	struct sfr_step plan[NR_COMMIT];
+	struct sfr_step changes[NR_COMMIT];
 	size_t nr_done;
 
 	make_dir("/var/tmp");
 	put_old();
-	plan_commit(plan);
+	plan_commit(changes);
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr_inject_clear();
-	CHECK_EQ(sfr_steps(plan, NR_COMMIT, &nr_done), 0);
+	CHECK_EQ(sfr_steps_take(changes, NR_COMMIT, &nr_done), 0);
 	CHECK_EQ(nr_done, NR_COMMIT);
 	CHECK_EQ(sfr_inject_calls("fsync"), 3);
 	CHECK(file_is(dir_path(dir, "name"), "new", 3));
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
 	sfr_inject_clear();
-	plan[0] = step(SFR_STEP_WRITE, "other", "");
-	CHECK_EQ(sfr_steps(plan, 1, &nr_done), 0);
+	changes[0] = step(SFR_STEP_WRITE, "other", "");
+	CHECK_EQ(sfr_steps_take(changes, 1, &nr_done), 0);
 	CHECK_EQ(sfr_inject_calls("fsync"), 0);
 	CHECK(file_is(dir_path(dir, "other"), "", 0));
 	sfr_inject_remove();
@@ -62,21 +62,21 @@ TEST(steps_are_taken_in_their_order)
 
 TEST(existing_file_is_not_overwritten_and_invalid_steps_are_refused)
 {
-	struct sfr_step plan[2];
+	struct sfr_step changes[2];
 	size_t nr_done;
 
 	make_dir("/dev/shm");
 	put_old();
-	plan[0] = step(SFR_STEP_WRITE, "name", "new");
-	plan[1] = step(SFR_STEP_UNLINK, "gone", "");
-	CHECK_EQ(sfr_steps(plan, 2, &nr_done), -EEXIST);
+	changes[0] = step(SFR_STEP_WRITE, "name", "new");
+	changes[1] = step(SFR_STEP_UNLINK, "gone", "");
+	CHECK_EQ(sfr_steps_take(changes, 2, &nr_done), -EEXIST);
 	CHECK_EQ(nr_done, 0);
 	CHECK(file_is(dir_path(dir, "name"), "old", 3));
 	CHECK(file_exists(dir_path(dir, "gone")));
-	plan[0] = step(SFR_STEP_SYNC, "name", "");
-	CHECK_EQ(sfr_steps(plan, 2, &nr_done), -ENOTDIR);
-	plan[0] = step((enum sfr_step_kind)99, "name", "");
-	CHECK_EQ(sfr_steps(plan, 2, &nr_done), -EINVAL);
+	changes[0] = step(SFR_STEP_SYNC, "name", "");
+	CHECK_EQ(sfr_steps_take(changes, 2, &nr_done), -ENOTDIR);
+	changes[0] = step((enum sfr_step_kind)99, "name", "");
+	CHECK_EQ(sfr_steps_take(changes, 2, &nr_done), -EINVAL);
 	CHECK(file_exists(dir_path(dir, "gone")));
 	dir_remove(dir);
 }
@@ -89,29 +89,29 @@ TEST(short_write_is_continued_and_a_late_error_fails_the_step)
 	};
 	struct sfr_fault nothing = { .call = "pwrite", .nth = 1, .sticky = 1, .limit = 0 };
 	struct sfr_fault late = { .call = "close", .nth = 1, .err = EDQUOT, .limit = -1 };
-	struct sfr_step plan;
+	struct sfr_step changes;
 	size_t nr_done;
 
 	make_dir("/var/tmp");
-	plan = step(SFR_STEP_WRITE, "long", "a long text");
+	changes = step(SFR_STEP_WRITE, "long", "a long text");
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_inject_set(&shorter), 0);
-	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), 0);
-	CHECK(file_is(plan.path, "a long text", 11));
+	CHECK_EQ(sfr_steps_take(&changes, 1, &nr_done), 0);
+	CHECK(file_is(changes.path, "a long text", 11));
 	CHECK_EQ(sfr_inject_calls("pwrite"), 2);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&stuck), 0);
-	(void)unlink(plan.path);
-	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EINTR);
+	(void)unlink(changes.path);
+	CHECK_EQ(sfr_steps_take(&changes, 1, &nr_done), -EINTR);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&nothing), 0);
-	(void)unlink(plan.path);
-	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EIO);
+	(void)unlink(changes.path);
+	CHECK_EQ(sfr_steps_take(&changes, 1, &nr_done), -EIO);
 	sfr_inject_clear();
 	/* as a network file system reports it, without a sync */
 	CHECK_EQ(sfr_inject_set(&late), 0);
-	(void)unlink(plan.path);
-	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EDQUOT);
+	(void)unlink(changes.path);
+	CHECK_EQ(sfr_steps_take(&changes, 1, &nr_done), -EDQUOT);
 	sfr_inject_remove();
 	dir_remove(dir);
 }
@@ -120,7 +120,7 @@ TEST(short_write_is_continued_and_a_late_error_fails_the_step)
 TEST(failed_step_is_reported_and_ends_the_list)
 {
 	static const int errors[] = { EIO, ENOSPC, EACCES, EMFILE, EINVAL };
-	struct sfr_step plan[NR_COMMIT];
+	struct sfr_step changes[NR_COMMIT];
 	int fds = nr_fds();
 
 	make_dir("/var/tmp");
@@ -131,8 +131,8 @@ TEST(failed_step_is_reported_and_ends_the_list)
 			int rc;
 
 			put_old();
-			plan_commit(plan);
-			rc = sfr_steps(plan, NR_COMMIT, &nr_done);
+			plan_commit(changes);
+			rc = sfr_steps_take(changes, NR_COMMIT, &nr_done);
 			check_end_fault(&run);
 			CHECK_EQ(nr_fds(), fds);
 			CHECK(rc == 0 || rc == -errors[e]);

@@ -461,7 +461,7 @@ TEST(only_dead_temporaries_of_this_boot_with_exactly_our_name_go)
 	dir_remove(dir);
 }
 
-TEST(temporaries_of_another_boot_stay_and_are_named_once)
+TEST(temporaries_of_another_boot_stay_and_are_reported_once)
 {
 	const char *path, *text;
 
@@ -527,7 +527,7 @@ TEST(failing_clean_up_does_not_fail_the_save)
 
 /* The memory for names is bounded. This test is the last one, because no name is logged after
  * it. */
-TEST(named_temporaries_are_bounded)
+TEST(number_of_reported_temporaries_is_bounded)
 {
 	unsigned nr = 0;
 

@@ -70,7 +70,7 @@ TEST(writer_makes_only_memory_that_later_writes_cannot)
 	sfr__pool_free(pool);
 }
 
-TEST(overlapping_saves_raise_the_supply)
+TEST(overlapping_saves_raise_the_number_of_wanted_blocks)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 	struct sfr__block *blocks[4];
@@ -98,7 +98,7 @@ TEST(supply_stays_within_the_cap_without_held_blocks)
 	struct sfr__lease held;
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &held), 0);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &held), 0);
 	sfr__pool_join(pool, 1);
 	CHECK(lacks(pool));
 	sfr__pool_keep_pace(pool, 0);
@@ -107,13 +107,13 @@ TEST(supply_stays_within_the_cap_without_held_blocks)
 	sfr__pool_keep_pace(pool, 0);
 	CHECK(!lacks(pool));
 	CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
-	sfr__pool_unplace(pool, &held);
+	sfr__pool_unlease(pool, &held);
 	sfr__pool_leave(pool, 1000);
 	sfr__pool_leave(pool, 1);
 	sfr__pool_free(pool);
 }
 
-TEST(after_a_trim_none_is_made_until_the_next_save)
+TEST(after_a_trim_no_memory_is_made_until_the_next_save)
 {
 	struct sfr__pool *pool = make(80 * MIB, 8 * MIB);
 	struct sfr__block *block;
@@ -157,7 +157,7 @@ TEST(supply_stops_until_the_next_save_after_a_refusal)
 	sfr__pool_free(pool);
 }
 
-TEST(a_writer_makes_none_while_somebody_waits_for_a_block)
+TEST(a_writer_makes_no_memory_while_a_thread_waits_for_a_block)
 {
 	struct sfr__waiter waiter = { .seq = 1 };
 	struct sfr__pool *pool = make(24 * MIB, 8 * MIB);
@@ -254,7 +254,7 @@ TEST(later_saves_need_no_new_memory)
 
 static atomic_int nr_by_copiers;
 
-/* The call stands at its first block until copiers have made three others. */
+/* The call waits at its first block until copiers have made three others. */
 static void copiers_first(void)
 {
 	char name[16] = "";

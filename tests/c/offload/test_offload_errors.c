@@ -142,7 +142,8 @@ static unsigned fail_each(const char *name)
 		(void)sfr_onload_order(onload, (uint64_t)(uintptr_t)stream);
 		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 		sfr_onload_error(onload, &err);
-		nr_reported += err.code != 0;
+		if (err.code != 0)
+			nr_reported++;
 		sfr_onload_put(onload);
 		if (fake.fake_cuda_hits() == before)
 			break;
@@ -271,7 +272,7 @@ TEST(onload_fails_if_it_cannot_wait_for_the_offload)
 	begin();
 	works();
 	leave_again();
-	/* the wait behind E */
+	/* the wait for E */
 	fake.fake_cuda_fail("cuStreamWaitEvent", 2, 0, CUDA_ERROR_OUT_OF_MEMORY);
 	CHECK_EQ(onload_parts(&onload), SFR_EAGAIN);
 	CHECK(onload == NULL);

@@ -144,7 +144,7 @@ static void onload_group(struct sfr_engine *engine, int g, struct slot *slot)
 }
 
 /* Computes with a group that is in a slot or on its way there, and copies it out. */
-static void turn(struct sfr_engine *engine, struct slot *slot)
+static void use_group(struct sfr_engine *engine, struct slot *slot)
 {
 	struct group *group = &groups[slot->of];
 	struct work *work = &works[nr_works++];
@@ -253,11 +253,11 @@ static void one_schedule(uint64_t seed)
 			onload_group(engine, g, slot);
 		slot = taken_slot();
 		if (slot && (fake_rng(2) || !free_slot()))
-			turn(engine, slot);
+			use_group(engine, slot);
 	}
 	for (unsigned i = 0; i < SLOTS; i++) {
 		if (slots[i].of >= 0)
-			turn(engine, &slots[i]);
+			use_group(engine, &slots[i]);
 		sfr_onload_put(slots[i].coming);
 		slots[i].coming = NULL;
 		order_out(&slots[i]);

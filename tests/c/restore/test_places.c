@@ -49,7 +49,8 @@ TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 
 			CHECK_EQ(sfr_reader_wait(r->reader, i, SFR_FOREVER),
 				 can ? 0 : SFR_EUNPLACED);
-			nr_refused += i < upto && !can;
+			if (i < upto && !can)
+				nr_refused++;
 		}
 		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), SFR_EUNPLACED);
 		CHECK_EQ(sfr_reader_failure(r->reader)->code, 0);
@@ -148,7 +149,7 @@ TEST(header_whose_name_is_longer_than_in_the_directory_is_refused)
 }
 
 /* The longest header fits into the scratch memory, wherever it crosses the end of a chunk. */
-TEST(longest_header_is_read_across_two_pieces)
+TEST(longest_header_is_read_across_two_chunks)
 {
 	enum { MOST = SFR__UNZIP_NAME_MAX };
 	static char name[MOST + 1] = "archive/";

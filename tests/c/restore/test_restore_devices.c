@@ -94,7 +94,7 @@ TEST(records_of_one_file_go_to_two_devices)
 	(void)close(fd);
 }
 
-TEST(no_flipped_byte_is_called_good)
+TEST(every_flipped_byte_is_reported_or_is_padding)
 {
 	struct stat st;
 	unsigned nr_bad = 0;
@@ -186,7 +186,7 @@ TEST(first_refusal_is_reported)
 	/* Repeated, because the question may come before the next failure. */
 	for (unsigned round = 0; round < 8; round++) {
 		fake.fake_cuda_fail(batches, 1, 0, 999);
-		fake.fake_cuda_fail("cuEventRecord", 3, 1, 999); /* behind the first copy */
+		fake.fake_cuda_fail("cuEventRecord", 3, 1, 999); /* after the first copy */
 		CHECK_EQ(restore_to_two(fd), -EIO);
 		CHECK(strstr(reason, "cuMemcpyBatchAsync") != NULL);
 		CHECK(fake.fake_cuda_hits() > 1);

@@ -134,10 +134,12 @@ static inline int crash__names(int nr, struct crash_name *names)
 
 	for (int i = 0; i < nr; i++) {
 		const struct crash_op *op = &crash.ops[i];
-		const char *set = op->kind == CRASH_CREATE ? op->name :
-				  op->kind == CRASH_RENAME ? op->to :
-							     NULL;
+		const char *set = NULL; /* the name that the operation gives to its inode */
 
+		if (op->kind == CRASH_CREATE)
+			set = op->name;
+		else if (op->kind == CRASH_RENAME)
+			set = op->to;
 		if (!crash__is_name(op) || op->choice == CRASH_ABSENT)
 			continue;
 		if (op->kind != CRASH_CREATE)
@@ -223,14 +225,16 @@ static inline void crash__judge(int nr, bool durable, struct crash_count *count)
 		for (int k = 0; k < nr_names; k++)
 			if (strcmp(names[k].name, op->name) == 0)
 				found = crash__content(names[k].inode, nr);
-		nr_whole += found >= 0;
+		if (found >= 0)
+			nr_whole++;
 		good = crash__allowed(op->name, nr, found, durable);
 		if (!good)
 			(void)snprintf(what, sizeof(what), "%s is %d", strrchr(op->name, '/') + 1,
 				       found);
 	}
 	for (int i = 0; i < nr; i++)
-		nr_durable += crash.ops[i].kind == CRASH_DURABLE;
+		if (crash.ops[i].kind == CRASH_DURABLE)
+			nr_durable++;
 	if (good && durable && nr_durable > 0 && nr_whole == 0) {
 		good = false;
 		(void)snprintf(what, sizeof(what), "no checkpoint is left");
@@ -243,8 +247,8 @@ static inline void crash__judge(int nr, bool durable, struct crash_count *count)
 			       "after %d entries of the record: %s", nr, what);
 }
 
-/* Goes through every choice for the calls open[from] ... open[to - 1]. */
-static inline void crash__vary(const int *open, int from, int to, int nr, bool durable,
+/* Goes through every choice for the calls uncertain[from] ... uncertain[to - 1]. */
+static inline void crash__vary(const int *uncertain, int from, int to, int nr, bool durable,
 			       struct crash_count *count)
 {
 	struct crash_op *op;
@@ -254,12 +258,12 @@ static inline void crash__vary(const int *open, int from, int to, int nr, bool d
 		crash__judge(nr, durable, count);
 		return;
 	}
-	op = &crash.ops[open[from]];
+	op = &crash.ops[uncertain[from]];
 	nr_choices = op->kind == CRASH_WRITE ? 3 : 2;
 	/* With the last call absent, the state was already checked one call ago. */
-	for (unsigned choice = open[from] == nr - 1; choice < nr_choices; choice++) {
+	for (unsigned choice = uncertain[from] == nr - 1; choice < nr_choices; choice++) {
 		op->choice = (unsigned char)choice;
-		crash__vary(open, from + 1, to, nr, durable, count);
+		crash__vary(uncertain, from + 1, to, nr, durable, count);
 	}
 }
 
@@ -278,27 +282,27 @@ static inline bool crash__matters(const struct crash_op *op)
 static inline struct crash_count crash_enumerate(int most, bool durable)
 {
 	struct crash_count count = { 0, 0, "" };
-	int open[CRASH_MAX_OPS];
+	int uncertain[CRASH_MAX_OPS];
 
 	for (int nr = 1; nr <= crash.nr_ops; nr++) {
-		int nr_open = 0;
+		int nr_uncertain = 0;
 
 		crash__mark_synced(nr);
 		for (int i = 0; i < nr; i++) {
 			crash.ops[i].choice = CRASH_WHOLE;
 			if (crash__is_call(&crash.ops[i]) && !crash.ops[i].synced &&
 			    crash__matters(&crash.ops[i]))
-				open[nr_open++] = i;
+				uncertain[nr_uncertain++] = i;
 		}
-		if (nr_open <= most) {
-			crash__vary(open, 0, nr_open, nr, durable, &count);
+		if (nr_uncertain <= most) {
+			crash__vary(uncertain, 0, nr_uncertain, nr, durable, &count);
 			continue;
 		}
-		for (int from = 0; from + most <= nr_open; from++)
+		for (int from = 0; from + most <= nr_uncertain; from++)
 			for (unsigned others = CRASH_ABSENT; others <= CRASH_WHOLE; others++) {
-				for (int i = 0; i < nr_open; i++)
-					crash.ops[open[i]].choice = (unsigned char)others;
-				crash__vary(open, from, from + most, nr, durable, &count);
+				for (int i = 0; i < nr_uncertain; i++)
+					crash.ops[uncertain[i]].choice = (unsigned char)others;
+				crash__vary(uncertain, from, from + most, nr, durable, &count);
 			}
 	}
 	CHECK(!crash.lost);

@@ -1,4 +1,4 @@
-/* R5: every state in which a machine may be found after it died during saves and removes.
+/* Every state in which a machine may be found after it died during saves and removes.
  *
  * From the first durable save on, the path always holds a complete file: the last one that was
  * reported durable, or a later one. crash_model.h defines the states.

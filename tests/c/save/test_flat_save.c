@@ -46,7 +46,7 @@ static int save(struct sfr_engine *engine, uint32_t flags)
 }
 
 /* Moves the sources with device numbers to the fake driver's devices. */
-static void place(void)
+static void put_on_devices(void)
 {
 	for (uint32_t i = 0; i < FLAT_SOURCES; i++)
 		if (state.sources[i].device != 0)
@@ -61,7 +61,7 @@ TEST(a_flat_file_is_its_header_and_members_with_any_pool)
 		struct sfr_engine *engine =
 			saving_engine_of(blocks[round % 4], 1 + round % 5, 1 + round % 3, 2);
 
-		flat_make(&state, 1);
+		flat_make(&state, 0);
 		CHECK_EQ(save(engine, (round % 2 ? SFR_SAVE_DURABLE : 0) |
 					      (round % 3 ? 0 : SFR_SAVE_UNORDERED) |
 					      (round % 5 ? 0 : SFR_SAVE_CHECK_BYTES)),
@@ -79,8 +79,8 @@ TEST(a_flat_file_from_several_devices_is_whole)
 
 		fake.fake_cuda_reset();
 		engine = saving_engine_of(round % 2 ? 8192 : 65536, 1 + round % 4, 2, 2);
-		flat_make(&state, 4);
-		place();
+		flat_make(&state, 3);
+		put_on_devices();
 		CHECK_EQ(save(engine, round % 5 ? 0 : SFR_SAVE_CHECK_BYTES), 0);
 		check_file();
 		saving_end(engine);
@@ -95,7 +95,7 @@ TEST(old_bytes_of_the_pool_are_not_written)
 	struct sfr_engine *engine = saving_engine_of(8192, 3, 2, 2);
 
 	for (unsigned round = 0; round < 8; round++) {
-		flat_make(&state, 1);
+		flat_make(&state, 0);
 		saving_poison(engine);
 		CHECK_EQ(save(engine, 0), 0);
 		check_file();
@@ -110,7 +110,7 @@ TEST(a_torn_member_is_reported_by_its_source)
 	struct sfr_report report;
 	struct sfr_ticket *t;
 
-	flat_make(&state, 1);
+	flat_make(&state, 0);
 	state.desc.nr_members = 2;
 	for (uint32_t i = 0; i < 2; i++) {
 		state.sources[4 + i].lane = SFR_LANE_HOST;
@@ -136,7 +136,8 @@ static atomic_uint nr_late;
 
 static ssize_t noted_pwrite(int fd, const void *bytes, size_t len, off_t off)
 {
-	nr_late += synced;
+	if (synced)
+		nr_late++;
 	return pwrite(fd, bytes, len, off);
 }
 
@@ -153,7 +154,7 @@ TEST(pages_that_extents_share_are_written_before_the_sync)
 	struct sfr_ticket *t;
 
 	do
-		flat_make(&state, 1);
+		flat_make(&state, 0);
 	while (state.desc.nr_members < 10);
 	sfr_sys.pwrite = noted_pwrite; /* no save is under way */
 	sfr_sys.fdatasync = noted_fdatasync;
@@ -179,7 +180,7 @@ static struct sfr_engine *small_engine(int *rc)
 	return engine;
 }
 
-TEST(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one)
+TEST(any_failure_leaves_the_old_file_or_the_complete_new_one)
 {
 	static const struct {
 		const char *call;
@@ -188,7 +189,7 @@ TEST(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one)
 
 	for (size_t i = 0; i < sizeof(faults) / sizeof(faults[0]); i++) {
 		do
-			flat_make(&state, 1);
+			flat_make(&state, 0);
 		while (state.len > 60000 || state.desc.nr_members < 5);
 		FOR_EVERY_FAILURE(run, faults[i].call, faults[i].err)
 		{
@@ -217,7 +218,7 @@ TEST(a_cancelled_flat_save_leaves_nothing)
 	CHECK_EQ(sfr_inject_install(), 0);
 	engine = saving_engine_of(4096, 2, 1, 2);
 	do
-		flat_make(&state, 1);
+		flat_make(&state, 0);
 	while (state.len < 100000);
 	(void)unlink(dir_path(dir, "a"));
 	sfr_inject_clear();

@@ -87,7 +87,8 @@ TEST(save_cancelled_when_ready_is_never_renamed)
 	for (int from = 0; from < SFR_NR_STATES; from++)
 		CHECK(from == SFR_READY || sfr__ticket_arrows(from, SFR_COMMITTING) == 0);
 	for (int nr_ends = 0; nr_ends < 2;)
-		nr_ends += saving_notice() == SFR_NOTICE_ENDED;
+		if (saving_notice() == SFR_NOTICE_ENDED)
+			nr_ends++;
 	sfr_ticket_put(t);
 	sfr_ticket_put(first);
 	saving_end(engine);
@@ -190,9 +191,12 @@ static atomic_int nr_opened, nr_inherited, nr_created, nr_not_new;
 static int watched_open(int at, const char *name, int flags, mode_t mode)
 {
 	nr_opened++;
-	nr_inherited += (flags & O_CLOEXEC) == 0;
-	nr_created += (flags & O_CREAT) != 0;
-	nr_not_new += (flags & O_CREAT) && !(flags & O_EXCL);
+	if ((flags & O_CLOEXEC) == 0)
+		nr_inherited++;
+	if ((flags & O_CREAT) != 0)
+		nr_created++;
+	if ((flags & O_CREAT) && !(flags & O_EXCL))
+		nr_not_new++;
 	return plain.open(at, name, flags, mode);
 }
 

@@ -58,7 +58,7 @@ TEST(file_has_its_parts_in_order)
 	}
 }
 
-/* External work at the head of the log waits for it, and the saves behind that work have all
+/* External work at the head of the log waits for it, and the saves after that work have all
  * slots. */
 TEST(an_unordered_save_waits_for_nothing_in_the_log)
 {
@@ -144,12 +144,12 @@ TEST(a_field_may_straddle_two_blocks)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 2, 2, 2);
 
-	for (unsigned place = 4090; place <= 4097; place++) {
+	for (unsigned off = 4090; off <= 4097; off++) {
 		struct list l = { 0 };
 
 		CHECK_EQ(sfr_parts_new(&l.parts), 0);
 		add_source(&l, memory + 1, 3 * 4096);
-		add_bytes(&l, memory, place);
+		add_bytes(&l, memory, off);
 		add_crc(&l, 0);
 		add_bytes(&l, memory, 17);
 		CHECK_EQ(save(engine, &l, 0), 0);
@@ -250,9 +250,9 @@ static int counting_munmap(void *at, size_t len)
 	return munmap(at, len);
 }
 
-/* Buffers are small even if the pool's blocks are long, because they take memory beside a
+/* Buffers are small even if the pool's blocks are long, because they take memory besides a
  * snapshot that may fill the pool. */
-TEST(buffers_beside_a_full_pool_are_small_and_returned)
+TEST(buffers_for_a_full_pool_are_small_and_returned)
 {
 	struct sfr_engine *engine = saving_engine_of(8 * MIB, 1, 1, 1);
 	struct sfr_sys plain = sfr_sys;

@@ -188,7 +188,8 @@ static int check_after(bool killed)
 	if (killed) {
 		nr_kills++;
 		by_phase[phase]++;
-		nr_inside += phase >= OPENED && phase <= RENAMED;
+		if (phase >= OPENED && phase <= RENAMED)
+			nr_inside++;
 	}
 	/* a state that was found must not be lost either */
 	atomic_store(&shared->acknowledged, found);

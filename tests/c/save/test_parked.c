@@ -176,7 +176,8 @@ TEST(a_save_that_waits_to_be_renamed_can_be_cancelled)
 	CHECK_EQ(sfr_save_wait(second, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	CHECK_EQ(saving_state_of(second), SFR_DURABLE);
 	for (unsigned nr = 0; nr < 2;)
-		nr += saving_notice() == SFR_NOTICE_ENDED;
+		if (saving_notice() == SFR_NOTICE_ENDED)
+			nr++;
 	sfr_ticket_put(first);
 	sfr_ticket_put(second);
 	saving_end(engine);

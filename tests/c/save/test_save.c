@@ -178,16 +178,13 @@ TEST(write_after_the_copy_does_not_fail_the_save)
 
 TEST(a_save_can_be_cancelled_until_the_rename)
 {
+	static const char *const slow_calls[] = { "open", "lane_copy", "pwrite", "fdatasync" };
 	struct sfr_engine *engine = saving_engine(2, 1, 2);
 	struct sfr_ticket *t;
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
 	for (int at = 0; at < 4; at++) {
-		saving_slow(at == 0 ? "open" :
-			    at == 1 ? "lane_copy" :
-			    at == 2 ? "pwrite" :
-				      "fdatasync",
-			    20 * 1000 * 1000);
+		saving_slow(slow_calls[at], 20 * 1000 * 1000);
 		CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
 		CHECK_EQ(sfr_save_cancel(t), 0); /* there is nothing to cancel yet */
 		CHECK_EQ(saving_submit(t), 0);
@@ -466,7 +463,7 @@ TEST(bad_options_are_refused)
 	CHECK_EQ(sfr_engine_new(&opts, &engine), -EINVAL);
 }
 
-/* R1 to R4: whatever call fails, the path holds the old or the new file, the save reports the
+/* Whatever call fails, the path holds the old or the new file, the save reports the
  * error, nothing is left over, and the next save works. */
 static void every_call_may_fail(const char *call, int err)
 {
@@ -504,12 +501,12 @@ static void every_call_may_fail(const char *call, int err)
 	}
 }
 
-TEST(any_call_may_run_out_of_memory)
+TEST(save_without_memory_in_any_call_fails_and_leaks_nothing)
 {
 	every_call_may_fail("*", ENOMEM);
 }
 
-TEST(any_file_call_may_fail)
+TEST(failure_of_any_file_call_leaves_a_complete_file_and_a_usable_engine)
 {
 	static const char *const calls[] = { "open",  "pwrite", "fdatasync",
 					     "fsync", "rename", "fallocate" };

@@ -140,8 +140,10 @@ static void save_one(struct saver *s, unsigned save)
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK(report.peak_pool_bytes <= s->engine->pool_bytes);
-	s->durable += report.state == SFR_DURABLE;
-	s->cancelled += report.state == SFR_CANCELLED;
+	if (report.state == SFR_DURABLE)
+		s->durable++;
+	if (report.state == SFR_CANCELLED)
+		s->cancelled++;
 	if (report.state == SFR_DURABLE)
 		CHECK(holds(name, s, save, &desc));
 	else
@@ -262,10 +264,10 @@ TEST(nested_save_completes_while_the_interrupted_one_waits_for_blocks)
 	saving_end(engine);
 }
 
-/* External work at the head of the log may need a snapshot before it ends, and saves behind it
+/* External work at the head of the log may need a snapshot before it ends, and later saves
  * wait for that work. When all their blocks are written, they leave the whole pool to the
  * snapshot. */
-TEST(written_save_in_the_log_leaves_the_last_block_to_a_snapshot)
+TEST(save_that_waits_in_the_log_leaves_the_last_block_to_a_snapshot)
 {
 	struct sfr_engine *engine = saving_engine(1, 1, 1);
 	const struct sfr_source source = { .nbytes = BLOCK };

@@ -100,7 +100,7 @@ TEST(call_refused_by_a_full_pool_makes_no_save)
 	struct sfr_ticket *t;
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(engine->pool, all, 1, false, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_lease(engine->pool, all, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), SFR_EEXHAUSTED);
@@ -112,7 +112,7 @@ TEST(call_refused_by_a_full_pool_makes_no_save)
 	while (saving_notice() != SFR_NOTICE_ENDED)
 		;
 	sfr_ticket_put(t);
-	sfr__pool_unplace(engine->pool, &lease);
+	sfr__pool_unlease(engine->pool, &lease);
 	free_engine(engine);
 }
 

@@ -32,13 +32,13 @@ TEST(request_for_a_block_fails_while_snapshots_hold_all_blocks)
 	struct sfr__block *block;
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, SFR_FOREVER, &block), SFR_EEXHAUSTED);
 	sfr__pool_hold(pool, &lease, false);
 	sfr__pool_hold(pool, &lease, false); /* may be called twice */
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), SFR_EAGAIN);
-	sfr__pool_unplace(pool, &lease);
-	sfr__pool_unplace(pool, &lease);
+	sfr__pool_unlease(pool, &lease);
+	sfr__pool_unlease(pool, &lease);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), 0);
 	sfr__pool_put(pool, block);
 	sfr__pool_free(pool);
@@ -54,17 +54,17 @@ TEST(a_spare_block_is_left_to_saves)
 
 	sfr__pool_join(pool, 0);
 	/* The saves end by themselves, so the request waits. */
-	CHECK_EQ(sfr__pool_place(pool, all, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
-	CHECK_EQ(sfr__pool_place(pool, most, 1, false, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_lease(pool, all, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_lease(pool, most, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), 0);
 	sfr__pool_put(pool, block);
-	sfr__pool_unplace(pool, &lease);
+	sfr__pool_unlease(pool, &lease);
 	/* A caller that itself delays the only save would wait forever. */
-	CHECK_EQ(sfr__pool_place(pool, all, 1, false, 1, 0, &addr, &lease), 0);
-	sfr__pool_unplace(pool, &lease);
+	CHECK_EQ(sfr__pool_lease(pool, all, 1, false, 1, 0, &addr, &lease), 0);
+	sfr__pool_unlease(pool, &lease);
 	sfr__pool_leave(pool, 0);
-	CHECK_EQ(sfr__pool_place(pool, all, 1, false, 0, 0, &addr, &lease), 0);
-	sfr__pool_unplace(pool, &lease);
+	CHECK_EQ(sfr__pool_lease(pool, all, 1, false, 0, 0, &addr, &lease), 0);
+	sfr__pool_unlease(pool, &lease);
 	sfr__pool_free(pool);
 }
 
@@ -80,7 +80,7 @@ static void *wait_for_a_run(void *arg)
 	struct run_client *me = arg;
 	char *addr;
 
-	me->rc = sfr__pool_place(me->pool, &me->len, 1, false, 0, SFR_FOREVER, &addr, &me->lease);
+	me->rc = sfr__pool_lease(me->pool, &me->len, 1, false, 0, SFR_FOREVER, &addr, &me->lease);
 	return NULL;
 }
 
@@ -103,7 +103,7 @@ TEST(waiting_run_leaves_a_spare_block_to_a_new_save)
 	sfr__pool_leave(client.pool, 0);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	CHECK_EQ(client.rc, 0);
-	sfr__pool_unplace(client.pool, &client.lease);
+	sfr__pool_unlease(client.pool, &client.lease);
 	sfr__pool_free(client.pool);
 }
 
@@ -115,7 +115,7 @@ TEST(waiting_request_fails_when_the_memory_becomes_held)
 	pthread_t thread;
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(client.pool, lens, 1, false, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_lease(client.pool, lens, 1, false, 0, 0, &addr, &lease), 0);
 	sfr__pool_hold(client.pool, &lease, false); /* it will come back by itself */
 	CHECK_EQ(pthread_create(&thread, NULL, wait_for_a_run, &client), 0);
 	while (stats(client.pool).nr_waiters == 0)
@@ -123,7 +123,7 @@ TEST(waiting_request_fails_when_the_memory_becomes_held)
 	sfr__pool_hold(client.pool, &lease, true);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	CHECK_EQ(client.rc, SFR_EEXHAUSTED);
-	sfr__pool_unplace(client.pool, &lease);
+	sfr__pool_unlease(client.pool, &lease);
 	sfr__pool_free(client.pool);
 }
 
@@ -137,16 +137,16 @@ TEST(a_run_waits_for_blocks_of_saves)
 
 	for (int i = 0; i < 4; i++)
 		CHECK_EQ(sfr__pool_get(pool, 1, MIB, 0, &blocks[i]), 0);
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
 	sfr__pool_put(pool, blocks[0]);
 	sfr__pool_put(pool, blocks[2]);
 	/* Two blocks are free, but they are not adjacent. */
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
 	sfr__pool_put(pool, blocks[1]);
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ((uintptr_t)addr % MIB, 0);
 	memset(addr, 1, 2 * MIB);
-	sfr__pool_unplace(pool, &lease);
+	sfr__pool_unlease(pool, &lease);
 	sfr__pool_put(pool, blocks[3]);
 	CHECK_EQ(stats(pool).leased_bytes, 0);
 	sfr__pool_free(pool);
@@ -166,7 +166,7 @@ TEST(items_go_into_separate_runs_if_no_window_fits)
 		if (i != 1)
 			sfr__pool_put(pool, blocks[i]);
 	/* Free are block 0 and blocks 2 to 5. All are needed, so no window has room. */
-	CHECK_EQ(sfr__pool_place(pool, lens, 5, false, 0, 0, addrs, &lease), 0);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 5, false, 0, 0, addrs, &lease), 0);
 	CHECK(addrs[2] == NULL);
 	for (int i = 0; i < 5; i++) {
 		CHECK_EQ((uintptr_t)addrs[i] % SFR_ALIGN, 0);
@@ -176,7 +176,7 @@ TEST(items_go_into_separate_runs_if_no_window_fits)
 	for (int i = 0; i < 5; i++)
 		CHECK(lens[i] == 0 || (addrs[i][0] == i + 1 && addrs[i][lens[i] - 1] == i + 1));
 	CHECK_EQ(stats(pool).leased_bytes, (1 + lease.nr_blocks) * MIB);
-	sfr__pool_unplace(pool, &lease);
+	sfr__pool_unlease(pool, &lease);
 	sfr__pool_put(pool, blocks[1]);
 	CHECK_EQ(stats(pool).leased_bytes, 0);
 	sfr__pool_free(pool);
@@ -192,10 +192,10 @@ TEST(shared_memory_has_the_whole_last_block)
 		struct sfr__lease lease;
 		char *addr;
 
-		CHECK_EQ(sfr__pool_place(pool, lens, 1, whole, 0, 0, &addr, &lease), 0);
+		CHECK_EQ(sfr__pool_lease(pool, lens, 1, whole, 0, 0, &addr, &lease), 0);
 		CHECK((stats(pool).committed_bytes == 8 * MIB) == (whole != 0));
 		CHECK(!whole || all_resident(addr, 8 * MIB));
-		sfr__pool_unplace(pool, &lease);
+		sfr__pool_unlease(pool, &lease);
 		sfr__pool_free(pool);
 	}
 }
@@ -207,15 +207,15 @@ TEST(lease_prefers_blocks_with_memory)
 	struct sfr__lease first, second;
 	char *addr, *again;
 
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &first), 0);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &first), 0);
 	CHECK_EQ(stats(pool).committed_bytes, 8 * MIB);
 	CHECK(all_resident(addr, 7 * MIB));
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &again, &second), 0);
-	sfr__pool_unplace(pool, &first);
-	sfr__pool_unplace(pool, &second);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &again, &second), 0);
+	sfr__pool_unlease(pool, &first);
+	sfr__pool_unlease(pool, &second);
 	for (int i = 0; i < 5; i++) {
-		CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &again, &second), 0);
-		sfr__pool_unplace(pool, &second);
+		CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &again, &second), 0);
+		sfr__pool_unlease(pool, &second);
 		CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
 	}
 	sfr__pool_free(pool);
@@ -231,12 +231,12 @@ TEST(lease_fails_with_enomem_without_memory)
 	use_odd_system();
 	pool = make(4 * MIB, MIB);
 	refuse_populate = ENOMEM;
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, SFR_FOREVER, &addr, &lease), -ENOMEM);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, SFR_FOREVER, &addr, &lease), -ENOMEM);
 	CHECK(lease.runs == NULL);
 	refuse_populate = 0;
 	CHECK_EQ(stats(pool).leased_bytes, 0);
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
-	sfr__pool_unplace(pool, &lease);
+	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
+	sfr__pool_unlease(pool, &lease);
 	sfr__pool_free(pool);
 }
 
@@ -260,12 +260,12 @@ TEST(memory_of_a_run_is_made_by_several_threads)
 		if (refused > 0)
 			CHECK_EQ(sfr_inject_set(&fault), 0);
 		started = sfr_inject_calls("thread_create");
-		CHECK_EQ(sfr__pool_place(pool, lens, 2, false, 0, 0, addrs, &lease), 0);
+		CHECK_EQ(sfr__pool_lease(pool, lens, 2, false, 0, 0, addrs, &lease), 0);
 		CHECK_EQ(sfr_inject_calls("thread_create") - started, refused == 0 ? 3 : refused);
 		CHECK(all_resident(addrs[0], 7 * MIB) && all_resident(addrs[1], 9 * MIB));
 		CHECK_EQ(stats(pool).leased_bytes, 16 * MIB);
 		sfr_inject_clear();
-		sfr__pool_unplace(pool, &lease);
+		sfr__pool_unlease(pool, &lease);
 		CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
 		sfr__pool_free(pool);
 	}
@@ -410,7 +410,7 @@ static void *leave_and_drop(void *arg)
 	return NULL;
 }
 
-TEST(many_threads_cut_lots_at_once)
+TEST(many_threads_take_ranges_of_lots_at_once)
 {
 	struct sfr_engine *engine = make_engine(64);
 	pthread_t threads[3];

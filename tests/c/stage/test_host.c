@@ -86,7 +86,7 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 	c.leased[blk] = leased;
 }
 
-static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
+static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			  bool hurried)
 {
 	if (pthread_equal(pthread_self(), caller)) {
@@ -152,7 +152,7 @@ static const struct sfr__host_ops ops = {
 	.block = block,
 	.block_len = block_len,
 	.leased_locked = leased_locked,
-	.copy = copy_piece,
+	.copy = copy_chunk,
 	.is_failing_locked = is_failing_locked,
 	.fail_locked = fail_locked,
 	.filled_locked = filled_locked,

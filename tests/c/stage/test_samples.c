@@ -58,33 +58,33 @@ TEST(every_source_has_its_share_and_one_line_at_least)
 }
 
 /* As many lines as requested, or all there are: ascending, none twice, none beyond the end. */
-TEST(lines_ascend_and_lie_within_their_source)
+TEST(sampled_lines_ascend_and_are_within_their_source)
 {
 	uint64_t random = 1;
 
 	for (unsigned s = 0; s < NR_SIZES; s++)
 		for (uint64_t each = 1; each <= SFR__MAX_SAMPLES; each = each * 3 / 2 + 1) {
-			uint64_t nr_lines = (sizes[s] + LINE - 1) / LINE, behind = 0;
-			uint32_t nr = sfr__samples_place(items, of(7, sizes[s]), each, &random);
+			uint64_t nr_lines = (sizes[s] + LINE - 1) / LINE, end = 0;
+			uint32_t nr = sfr__samples_choose(items, of(7, sizes[s]), each, &random);
 
 			CHECK_EQ(nr, each < nr_lines ? each : nr_lines);
 			for (uint32_t i = 0; i < nr; i++) {
 				CHECK_EQ(items[i].entry, 7);
 				CHECK_EQ(items[i].off % LINE, 0);
-				CHECK(items[i].off >= behind);
-				behind = items[i].off + items[i].len;
-				CHECK(items[i].len > 0 && behind <= sizes[s]);
-				CHECK(items[i].len == LINE || behind == sizes[s]);
+				CHECK(items[i].off >= end);
+				end = items[i].off + items[i].len;
+				CHECK(items[i].len > 0 && end <= sizes[s]);
+				CHECK(items[i].len == LINE || end == sizes[s]);
 			}
 		}
-	CHECK_EQ(sfr__samples_place(items, of(0, 0), 9, &random), 0);
+	CHECK_EQ(sfr__samples_choose(items, of(0, 0), 9, &random), 0);
 }
 
 TEST(single_sample_is_the_middle_line)
 {
 	uint64_t random = 1;
 
-	CHECK_EQ(sfr__samples_place(items, of(0, 1000 * LINE), 1, &random), 1);
+	CHECK_EQ(sfr__samples_choose(items, of(0, 1000 * LINE), 1, &random), 1);
 	CHECK_EQ(items[0].off / LINE, 500);
 }
 
@@ -93,7 +93,7 @@ TEST(the_first_and_the_last_line_are_among_two_or_more)
 	uint64_t random = 1;
 
 	for (uint64_t each = 2; each < 100; each++) {
-		uint32_t nr = sfr__samples_place(items, of(0, 1000 * LINE + 8), each, &random);
+		uint32_t nr = sfr__samples_choose(items, of(0, 1000 * LINE + 8), each, &random);
 
 		CHECK(holds(nr, 0));
 		CHECK(holds(nr, 1000));
@@ -111,7 +111,7 @@ TEST(sampled_lines_vary_between_saves)
 	int nr_seen = 0;
 
 	for (int run = 0; run < RUNS; run++) {
-		uint32_t nr = sfr__samples_place(items, of(0, sizeof(seen) * LINE), 11, &random);
+		uint32_t nr = sfr__samples_choose(items, of(0, sizeof(seen) * LINE), 11, &random);
 
 		for (uint32_t i = 0; i < nr; i++)
 			seen[items[i].off / LINE] = true;
@@ -121,12 +121,12 @@ TEST(sampled_lines_vary_between_saves)
 	CHECK(nr_seen >= 75); /* the strata of those three have 9 lines each */
 }
 
-TEST(a_random_line_lies_in_its_own_stratum)
+TEST(each_random_line_is_in_its_own_stratum)
 {
 	uint64_t random = 3;
 
 	for (int run = 0; run < RUNS; run++) {
-		CHECK_EQ(sfr__samples_place(items, of(0, 1000 * LINE), 10, &random), 10);
+		CHECK_EQ(sfr__samples_choose(items, of(0, 1000 * LINE), 10, &random), 10);
 		for (uint32_t i = 1; i < 9; i++)
 			CHECK_EQ(items[i].off / LINE / 100, i);
 	}
@@ -143,28 +143,31 @@ TEST(a_write_is_noticed_as_often_as_documented)
 {
 	enum { EACH = 64, STRATUM = 1000, LINES = EACH * STRATUM, TRIALS = 20000 };
 	static const uint64_t written[] = { 50, 250, 500, 1000, 1300, 1700, 2000 };
-	uint64_t random = 99, place = 1;
+	uint64_t random = 99, written_random = 1;
 
 	for (unsigned w = 0; w < sizeof(written) / sizeof(written[0]); w++) {
 		int nr_missed = 0;
-		double found, said;
+		double found, expected;
 
 		for (int trial = 0; trial < TRIALS; trial++) {
-			uint32_t nr = sfr__samples_place(items, of(0, (uint64_t)LINES * LINE), EACH,
-							 &random);
+			uint32_t nr = sfr__samples_choose(items, of(0, (uint64_t)LINES * LINE),
+							  EACH, &random);
 			uint64_t from;
 			bool seen = false;
 
-			place = place * 6364136223846793005u + 1442695040888963407u;
-			from = (place >> 20) % (LINES - written[w] + 1);
+			/* a random range of lines is written, by a generator of its own */
+			written_random =
+				written_random * 6364136223846793005u + 1442695040888963407u;
+			from = (written_random >> 20) % (LINES - written[w] + 1);
 			for (uint32_t i = 0; i < nr && !seen; i++)
 				seen = items[i].off / LINE >= from &&
 				       items[i].off / LINE < from + written[w];
-			nr_missed += !seen;
+			if (!seen)
+				nr_missed++;
 		}
 		found = (double)nr_missed / TRIALS;
-		said = missed((double)written[w] / STRATUM);
-		CHECK(found > said - 0.02 && found < said + 0.02);
+		expected = missed((double)written[w] / STRATUM);
+		CHECK(found > expected - 0.02 && found < expected + 0.02);
 		CHECK(written[w] < 2 * STRATUM || nr_missed == 0);
 	}
 }
@@ -221,7 +224,7 @@ TEST(there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle)
 	CHECK_EQ(sfr__samples_rows(items, of(0, nbytes), 2, &random, &pitch), 2);
 }
 
-TEST(single_row_may_be_anywhere)
+TEST(single_sampled_row_may_be_anywhere)
 {
 	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
 

@@ -19,7 +19,9 @@ def collecting() -> Iterator[None]:
     gc.enable()
     yield
     sys.settrace(None)
-    gc.enable() if was else gc.disable()
+    gc.enable()
+    if not was:
+        gc.disable()
 
 
 class BeforeLine:

@@ -98,10 +98,10 @@ def test_file_system_without_directory_sync_works(tmp_path, monkeypatch, number)
 
 def test_directory_without_read_permission_is_refused_before_the_save(tmp_path, monkeypatch):
     # Root may read everything, so the answers of both checks are replaced.
-    look = paths._core.resolve
+    resolve = paths._core.resolve
 
     def looks_unreadable(text: bytes, follow: bool) -> tuple[bytes, bytes, int, bool, int]:
-        parent, name, kind, _, device = look(text, follow)
+        parent, name, kind, _, device = resolve(text, follow)
         return parent, name, kind, False, device
 
     monkeypatch.setattr(paths._core, "resolve", looks_unreadable)

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_unsupported_systems_and_pythons_are_named(platform, free_threaded, words):
-    said = support.complaint_of_python(platform, free_threaded)
-    assert said is None if words is None else words in said
+    message = support.complaint_of_python(platform, free_threaded)
+    assert message is None if words is None else words in message
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_unsupported_systems_and_pythons_are_named(platform, free_threaded, word
     ],
 )
 def test_old_and_missing_torch_are_reported(version, words):
-    said = support.complaint_of_torch(version)
-    assert said is None if words is None else words in said
+    message = support.complaint_of_torch(version)
+    assert message is None if words is None else words in message
 
 
 def run(code: str, path: Path) -> str:
@@ -57,15 +57,17 @@ def fake(path: Path, package: str, version: str) -> None:
 
 def test_import_with_an_old_torch_is_refused(tmp_path):
     fake(tmp_path, "torch", "2.9.1")
-    said = run("import stillframe", tmp_path)
-    assert said == (
+    message = run("import stillframe", tmp_path)
+    assert message == (
         "ImportError: stillframe needs torch 2.10 or later, and this is 2.9.1: pip install -U torch"
     )
 
 
 def test_import_without_torch_is_refused(tmp_path):
-    said = run("sys.modules['torch'] = None; import stillframe", tmp_path)
-    assert said.startswith("ImportError: stillframe needs torch 2.10 or later, and there is none")
+    message = run("sys.modules['torch'] = None; import stillframe", tmp_path)
+    assert message.startswith(
+        "ImportError: stillframe needs torch 2.10 or later, and there is none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,15 +81,15 @@ def test_import_without_torch_is_refused(tmp_path):
 )
 def test_import_of_a_module_with_an_old_package_is_refused(tmp_path, package, least):
     fake(tmp_path, package, "1.9.3")
-    said = run(f"import stillframe.{package}", tmp_path)
-    assert f"needs {package.replace('_', '-')} {least} or later, and this is 1.9.3" in said
-    said = run(f"sys.modules[{package!r}] = None; import stillframe.{package}", tmp_path)
-    assert "and there is none here: pip install" in said
+    message = run(f"import stillframe.{package}", tmp_path)
+    assert f"needs {package.replace('_', '-')} {least} or later, and this is 1.9.3" in message
+    message = run(f"sys.modules[{package!r}] = None; import stillframe.{package}", tmp_path)
+    assert "and there is none here: pip install" in message
 
 
 def test_import_on_an_unsupported_system_is_refused(tmp_path):
-    said = run("import torch; sys.platform = 'darwin'; import stillframe", tmp_path)
-    assert said == "ImportError: stillframe runs on Linux only, and this is macOS"
+    message = run("import torch; sys.platform = 'darwin'; import stillframe", tmp_path)
+    assert message == "ImportError: stillframe runs on Linux only, and this is macOS"
 
 
 def test_a_package_without_its_extension_says_what_to_do(monkeypatch):
@@ -112,5 +114,5 @@ def build(path: Path, before: str = "") -> str:
 
 def test_build_on_an_unsupported_system_is_refused(tmp_path):
     loaded = "import sysconfig, setuptools; sysconfig.get_config_vars()"
-    said = build(tmp_path, f"{loaded}; sys.platform = 'win32'")
-    assert "runs on Linux only, and this is Windows" in said
+    message = build(tmp_path, f"{loaded}; sys.platform = 'win32'")
+    assert "runs on Linux only, and this is Windows" in message

@@ -10,7 +10,7 @@ from stillframe._base import arguments
 
 
 @pytest.mark.parametrize("timeout", [0, 1.5, -1, math.inf, fractions.Fraction(1, 2)])
-def test_a_number_of_seconds_is_taken(timeout):
+def test_a_number_of_seconds_is_accepted(timeout):
     assert arguments.seconds(timeout) == timeout
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -225,4 +224,7 @@ def cases() -> Iterator[tuple[str, str]]:
         for kind, (write, _, newest) in KINDS.items():
             path = write(Path(folder) / newest)
             yield from ((kind, file) for file in files_of(path))
-            shutil.rmtree(path) if path.is_dir() else os.unlink(path)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

@@ -61,7 +61,7 @@ def two(written, tmp_path):
 
 
 @pytest.fixture
-def told(caplog):
+def logged(caplog):
     """Return a function for what was logged as a warning since the last call."""
     caplog.set_level(logging.WARNING, "stillframe")
 
@@ -75,43 +75,43 @@ def told(caplog):
 
 @pytest.mark.parametrize("check", ["files", "bytes"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_newest_of_a_kind_is_the_one_of_the_highest_step(kind, check, two, told):
+def test_newest_of_a_kind_is_the_one_of_the_highest_step(kind, check, two, logged):
     _, newer = two(kind)
     assert stillframe.latest(newer.parent, check=check) == newer
-    assert told() == []
+    assert logged() == []
 
 
 @pytest.mark.parametrize(("kind", "file"), CASES, ids=lambda name: name or "itself")
-def test_checkpoint_without_one_of_its_files_is_passed_over(kind, file, two, told):
+def test_checkpoint_without_one_of_its_files_is_passed_over(kind, file, two, logged):
     older, newer = two(kind)
     (newer / file).unlink()
     if may_lack(file):
         assert stillframe.latest(newer.parent) == newer
-        assert told() == []
+        assert logged() == []
         return
     assert stillframe.latest(newer.parent) == older
     if file:  # a file that is gone is no checkpoint, and none is named
-        (line,) = told()
+        (line,) = logged()
         assert str(newer) in line and "is passed over: " in line and "\n" not in line
 
 
 @pytest.mark.parametrize("left", ["none", "half", "all but one"])
 @pytest.mark.parametrize(("kind", "file"), CASES, ids=lambda name: name or "itself")
-def test_checkpoint_with_a_truncated_file_is_passed_over(kind, file, left, two, told):
+def test_checkpoint_with_a_truncated_file_is_passed_over(kind, file, left, two, logged):
     older, newer = two(kind)
     length = (newer / file).stat().st_size
     os.truncate(newer / file, {"none": 0, "half": length // 2, "all but one": length - 1}[left])
     assert stillframe.latest(newer.parent) == older
-    (line,) = told()
+    (line,) = logged()
     assert str(newer) in line
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("trainer")])
-def test_trainer_state_of_another_step_is_passed_over(kind, two, told):
+def test_trainer_state_of_another_step_is_passed_over(kind, two, logged):
     older, newer = two(kind)
     trainer_state(newer, 7)
     assert stillframe.latest(newer.parent) == older
-    assert "trainer_state.json is of step 7" in told()[0]
+    assert "trainer_state.json is of step 7" in logged()[0]
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"global_step": "200"}', '{"global_step"'])
@@ -121,24 +121,24 @@ def test_trainer_state_without_a_step_is_passed_over(text, two):
     assert stillframe.latest(newer.parent) == older
 
 
-def test_wrong_bytes_are_found_by_the_check_of_bytes_alone(two, told):
+def test_wrong_bytes_are_found_by_the_check_of_bytes_alone(two, logged):
     older, newer = two("torch")
     data = bytearray(newer.read_bytes())
     data[data.index(torch.arange(64.0).numpy().tobytes()) + 9] ^= 1
     newer.write_bytes(data)
     assert stillframe.latest(newer.parent) == newer
     assert stillframe.latest(newer.parent, check="bytes") == older
-    assert "do not match their CRC" in told()[0]
+    assert "do not match their CRC" in logged()[0]
 
 
-def test_wrong_bytes_inside_a_directory_name_the_file(two, told):
+def test_wrong_bytes_inside_a_directory_name_the_file(two, logged):
     older, newer = two("trainer, fsdp")
     (shard,) = (newer / "optimizer_0").glob("*.distcp")
     data = bytearray(shard.read_bytes())
     data[data.index(torch.arange(64.0).numpy().tobytes()) + 9] ^= 1
     shard.write_bytes(data)
     assert stillframe.latest(newer.parent, check="bytes") == older
-    assert "optimizer_0: 1 of its 2 items are bad" in told()[0]
+    assert "optimizer_0: 1 of its 2 items are bad" in logged()[0]
 
 
 # ---- what the directory says ------------------------------------------------------------------
@@ -150,28 +150,28 @@ def test_model_alone_is_whole_where_nothing_says_that_more_was_saved(args, tmp_p
     assert stillframe.latest(tmp_path) == path
 
 
-def test_model_alone_is_not_whole_where_the_arguments_say_that_more_was_saved(tmp_path, told):
+def test_model_alone_is_not_whole_where_the_arguments_say_that_more_was_saved(tmp_path, logged):
     path = trainer(tmp_path / "checkpoint-5", 5)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (path / name).unlink()
     assert stillframe.latest(tmp_path) is None
-    assert "it has no optimizer" in told()[0]
+    assert "it has no optimizer" in logged()[0]
 
 
-def test_last_ranks_state_is_missed_where_the_arguments_say_how_many_there_are(tmp_path, told):
+def test_last_ranks_state_is_missed_where_the_arguments_say_how_many_there_are(tmp_path, logged):
     path = trainer(tmp_path / "checkpoint-5", 5, ranks=3)
     (path / "rng_state_2.pth").unlink()
     assert stillframe.latest(tmp_path) is None
-    assert "no RNG state of rank 2" in told()[0]
+    assert "no RNG state of rank 2" in logged()[0]
     (path / "training_args.bin").unlink()
     assert stillframe.latest(tmp_path) == path
 
 
-def test_trainers_mark_of_an_unfinished_checkpoint_is_heeded(tmp_path, told):
+def test_checkpoint_that_the_trainer_marks_as_unfinished_is_passed_over(tmp_path, logged):
     path = trainer(tmp_path / "checkpoint-5", 5)
     (path / "checkpoint-is-incomplete.txt").touch()
     assert stillframe.latest(tmp_path) is None
-    assert "checkpoint-is-incomplete.txt" in told()[0]
+    assert "checkpoint-is-incomplete.txt" in logged()[0]
 
 
 def test_plain_modules_checkpoint_needs_no_config(tmp_path):
@@ -181,17 +181,17 @@ def test_plain_modules_checkpoint_needs_no_config(tmp_path):
     assert stillframe.latest(tmp_path) == path
 
 
-def test_index_must_name_tensors_that_its_files_have(tmp_path, told):
+def test_index_must_name_tensors_that_its_files_have(tmp_path, logged):
     path = trainer(tmp_path / "checkpoint-5", 5, sharded=True)
     index = path / "model.safetensors.index.json"
     text = json.loads(index.read_text())
     text["weight_map"]["c"] = text["weight_map"]["a"]
     index.write_text(json.dumps(text))
     assert stillframe.latest(tmp_path) is None
-    assert "has no tensor c" in told()[0]
+    assert "has no tensor c" in logged()[0]
 
 
-def test_deepspeeds_directory_must_be_there_and_of_the_step(tmp_path, told):
+def test_deepspeeds_directory_must_be_there_and_of_the_step(tmp_path, logged):
     path = tmp_path / "checkpoint-5"
     model_of(path)
     (path / "global_step5").mkdir()
@@ -204,16 +204,16 @@ def test_deepspeeds_directory_must_be_there_and_of_the_step(tmp_path, told):
     assert stillframe.latest(tmp_path) is None
     (path / "global_step4").mkdir()
     assert stillframe.latest(tmp_path) is None
-    assert [line.rpartition("over: ")[2] for line in told()] == [
+    assert [line.rpartition("over: ")[2] for line in logged()] == [
         "its DeepSpeed state is of global_step4"
     ] * 2
 
 
-def test_accelerates_numbered_files_have_no_gap(tmp_path, told):
+def test_accelerates_numbered_files_have_no_gap(tmp_path, logged):
     path = accelerate(tmp_path / "checkpoint_0", models=3, ranks=2)
     (path / "model_1.safetensors").unlink()
     assert stillframe.latest(tmp_path) is None
-    assert "it has no model_1.safetensors" in told()[0]
+    assert "it has no model_1.safetensors" in logged()[0]
 
 
 def test_accelerate_without_a_scheduler_is_whole(tmp_path):
@@ -231,11 +231,11 @@ def test_weights_that_hooks_write_below_accelerates_directory_are_checked(tmp_pa
     assert stillframe.latest(tmp_path) is None
 
 
-def test_shards_without_metadata_are_named_as_unfinished(tmp_path, told):
+def test_shards_without_metadata_are_named_as_unfinished(tmp_path, logged):
     path = sharded(tmp_path / "step-1")
     (path / ".metadata").unlink()
     assert stillframe.latest(tmp_path) is None
-    assert "no .metadata, which is written last" in told()[0]
+    assert "no .metadata, which is written last" in logged()[0]
 
 
 def test_directory_of_other_files_counts_if_a_number_is_in_its_name(tmp_path):
@@ -283,7 +283,7 @@ def test_higher_number_of_a_series_wins_over_the_times(older, newer, tmp_path):
         ("2024-02-01.pt", "2023-01-31.pt"),
     ],
 )
-def test_times_decide_between_series(older, newer, tmp_path):
+def test_modification_times_decide_between_series(older, newer, tmp_path):
     at(torch_file(tmp_path / older), 1000)
     at(torch_file(tmp_path / newer), 2000)
     assert stillframe.latest(tmp_path) == tmp_path / newer
@@ -313,7 +313,7 @@ def test_link_to_a_checkpoint_elsewhere_is_a_candidate(tmp_path):
 # ---- what is no checkpoint ------------------------------------------------------------------
 
 
-def test_other_files_and_directories_are_not_named(tmp_path, told):
+def test_other_files_and_directories_are_not_named(tmp_path, logged):
     for name in ("notes.txt", "hparams.yaml", "events.out.tfevents.17"):
         (tmp_path / name).write_text("x" * 100)
     (tmp_path / "version_0" / "logs").mkdir(parents=True)
@@ -322,37 +322,37 @@ def test_other_files_and_directories_are_not_named(tmp_path, told):
     assert stillframe.latest(tmp_path) is None
     torch.save({}, tmp_path / "of no name known")
     assert stillframe.latest(tmp_path) == tmp_path / "of no name known"
-    assert told() == []
+    assert logged() == []
 
 
-def test_trainers_own_files_are_no_checkpoints(tmp_path, told):
-    """At the end of a training the Trainer saves the model beside its checkpoints."""
+def test_trainers_own_files_are_no_checkpoints(tmp_path, logged):
+    """At the end of a training the Trainer saves the model next to its checkpoints."""
     path = trainer(tmp_path / "checkpoint-5", 5)
     trainer(tmp_path, 5, sharded=True)
     assert stillframe.latest(tmp_path) == path
     shutil.rmtree(path)
     assert stillframe.latest(tmp_path) is None
-    assert told() == []
+    assert logged() == []
 
 
 @pytest.mark.parametrize("kind", ["sharded", "lightning, sharded", "trainer", "accelerate"])
-def test_directory_that_is_a_checkpoint_itself_is_returned(kind, two, told):
+def test_directory_that_is_a_checkpoint_itself_is_returned(kind, two, logged):
     _, newer = two(kind)
     assert stillframe.latest(newer) == newer == stillframe.latest(f"{newer}/")
     gone = {"sharded": ".metadata", "lightning, sharded": "meta.pt"}.get(kind, "model.safetensors")
     (newer / gone).unlink()
     assert stillframe.latest(f"{newer}/") is None
-    (line,) = told()
+    (line,) = logged()
     assert str(newer) in line and "it has no" in line
 
 
-def test_file_of_another_kind_with_a_checkpoints_name_is_named(tmp_path, told):
+def test_file_of_another_kind_with_a_checkpoints_name_is_named(tmp_path, logged):
     (tmp_path / "x.pt").write_text("no checkpoint " * 9)
     assert stillframe.latest(tmp_path) is None
-    assert "looks like text" in told()[0]
+    assert "looks like text" in logged()[0]
 
 
-def test_pipes_are_not_waited_for(tmp_path):
+def test_latest_does_not_wait_for_pipes(tmp_path):
     path = trainer(tmp_path / "checkpoint-5", 5)
     (path / "trainer_state.json").unlink()
     os.mkfifo(path / "trainer_state.json")
@@ -420,24 +420,24 @@ def test_thousand_unfinished_checkpoints_need_few_opens_each(tmp_path):
     assert opened(lambda: stillframe.latest(run), run) <= 100 + 10
 
 
-# ---- beside saves -----------------------------------------------------------------------------
+# ---- during saves -----------------------------------------------------------------------------
 
 
-def test_saves_submitted_before_are_waited_for(tmp_path):
+def test_latest_waits_for_saves_submitted_before_it(tmp_path):
     with testing.slow("fdatasync", 0.3):
         stillframe.async_save({"w": torch.ones(9)}, tmp_path / "step1.pt")
         assert stillframe.latest(tmp_path) == tmp_path / "step1.pt"
     stillframe.wait_all()
 
 
-def test_safetensors_file_of_ours_is_found_beside_its_save(tmp_path):
+def test_safetensors_file_of_ours_is_found_during_its_save(tmp_path):
     with testing.slow("fdatasync", 0.3):
         stillframe.async_save({"w": torch.ones(9)}, tmp_path / "step1.safetensors")
         assert stillframe.latest(tmp_path) == tmp_path / "step1.safetensors"
     stillframe.wait_all()
 
 
-def test_removes_submitted_before_are_waited_for(tmp_path):
+def test_latest_waits_for_removes_submitted_before_it(tmp_path):
     torch_file(tmp_path / "step1.pt")
     with testing.slow("fdatasync", 0.3):
         handle = stillframe.async_save({"w": torch.ones(9)}, tmp_path / "step2.pt")
@@ -447,7 +447,7 @@ def test_removes_submitted_before_are_waited_for(tmp_path):
     handle.result()
 
 
-def test_saves_elsewhere_are_not_waited_for(tmp_path):
+def test_latest_does_not_wait_for_saves_elsewhere(tmp_path):
     for name in ("run", "run2"):
         (tmp_path / name).mkdir()
     torch_file(tmp_path / "run" / "step1.pt")
@@ -458,13 +458,13 @@ def test_saves_elsewhere_are_not_waited_for(tmp_path):
     handle.result()
 
 
-def test_failed_save_leaves_the_older_checkpoint_the_newest(tmp_path, told):
+def test_failed_save_leaves_the_older_checkpoint_the_newest(tmp_path, logged):
     torch_file(tmp_path / "step1.pt")
     with testing.fault("pwrite", sticky=True, err=28):
         handle = stillframe.async_save({"w": torch.ones(9)}, tmp_path / "step2.pt")
         assert stillframe.latest(tmp_path) == tmp_path / "step1.pt"
         assert handle.exception() is not None
-    assert told() == []
+    assert logged() == []
 
 
 def test_call_inside_ordered_work_is_refused(tmp_path):
@@ -497,7 +497,7 @@ def test_command_prints_the_path_and_names_the_rest_on_stderr(two, capsys):
     assert command(["latest", "--check", "bytes", str(newer.parent)]) == 0
 
 
-def test_command_ends_with_2_where_there_is_none(tmp_path, capsys):
+def test_command_ends_with_2_without_a_checkpoint(tmp_path, capsys):
     assert command(["latest", str(tmp_path)]) == 2
     assert "no whole checkpoint" in capsys.readouterr().err
     assert command(["latest", str(tmp_path / "nowhere")]) == 2

@@ -61,7 +61,7 @@ def test_old_directory_is_replaced_by_the_new_one(tmp_path):
         assert (path / "only in the old one").exists()
     handle.result(LONG_S)
     assert value_of(path) == 2.0
-    stillframe.wait_all(LONG_S)  # the old one is removed behind the report
+    stillframe.wait_all(LONG_S)  # the old one is removed after the report
     assert os.listdir(was) == [] and not hidden(tmp_path)
     os.close(was)
 
@@ -100,7 +100,7 @@ def test_durable_false_syncs_nothing(tmp_path):
 def test_every_file_and_directory_is_synced(tmp_path):
     with slow("free", 0) as injected:
         write(tmp_path / "c", 1.0).result(LONG_S)
-        # The saves sync their directories; behind them 5 files, 4 directories and the parent.
+        # The saves sync their directories; then 5 files, 4 directories and the parent.
         assert injected.calls("fsync") == 3 + 5 + 4 + 1
         assert injected.calls("fdatasync") == 3
 
@@ -158,7 +158,7 @@ def test_link_is_followed_and_trailing_slash_means_the_directory(tmp_path):
     assert (tmp_path / "link").is_symlink() and value_of(tmp_path / "c") == 2.0
 
 
-def test_what_is_no_directory_is_refused(tmp_path):
+def test_path_of_something_else_than_a_directory_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for path, code in (
         (tmp_path / "file", errno.ENOTDIR),
@@ -174,7 +174,7 @@ def test_what_is_no_directory_is_refused(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_file_in_the_place_of_the_directory_at_its_turn_fails_it(tmp_path):
+def test_checkpoint_fails_if_a_file_has_its_name_at_the_commit(tmp_path):
     path = tmp_path / "c"
     with held("fsync"):
         handle = write(path, 1.0)
@@ -208,7 +208,7 @@ def test_exception_in_the_block_leaves_nothing(tmp_path, kind):
     assert done == [] and value_of(path) == 1.0 and not hidden(tmp_path)
 
 
-def test_failed_file_fails_the_whole_and_is_named(tmp_path):
+def test_failed_file_fails_the_checkpoint_and_is_named(tmp_path):
     path = tmp_path / "c"
     write(path, 1.0).result(LONG_S)
     with fault("fdatasync", nth=2):
@@ -220,7 +220,7 @@ def test_failed_file_fails_the_whole_and_is_named(tmp_path):
     stillframe.wait_all(LONG_S)  # the error was collected
 
 
-def test_unsynced_file_of_other_code_fails_the_whole(tmp_path):
+def test_checkpoint_fails_if_a_file_of_other_code_cannot_be_synced(tmp_path):
     path = tmp_path / "c"
     for nth in (2, 3):  # the directory's first save syncs a directory
         with fault("fsync", nth=nth):
@@ -234,10 +234,11 @@ def test_unsynced_file_of_other_code_fails_the_whole(tmp_path):
         assert not path.exists() and not hidden(tmp_path)
 
 
-def test_unsynced_parent_keeps_both_until_the_next_save(tmp_path):
+def test_old_directory_stays_next_to_the_new_one_if_their_parent_cannot_be_synced(tmp_path):
     path = tmp_path / "c"
     write(path, 1.0).result(LONG_S)
-    with fault("fsync", nth=3 + 5 + 4 + 1):
+    # A save's first 12 syncs are of the files and directories in it, the 13th is of the parent.
+    with fault("fsync", nth=13):
         error = write(path, 2.0).exception(LONG_S)
     assert isinstance(error, SaveError) and error.phase == "sync directory"
     assert value_of(path) == 2.0
@@ -302,7 +303,7 @@ def test_handle_is_not_waited_for_inside_its_block(tmp_path):
     assert ended == [handle.result()]
 
 
-def test_futures_and_callbacks_end_with_the_whole(tmp_path):
+def test_futures_and_callbacks_end_with_the_checkpoint(tmp_path):
     told: list[Any] = []
     path = tmp_path / "c"
     with held("fdatasync"):
@@ -394,7 +395,7 @@ def test_load_of_a_file_waits_for_its_directory(tmp_path):
     stillframe.wait_all(LONG_S)
 
 
-def test_remove_behind_a_checkpoint_removes_it(tmp_path):
+def test_remove_after_a_checkpoint_removes_it(tmp_path):
     path = tmp_path / "c"
     with slow("fsync", 0.02):
         handle = write(path, 1.0)
@@ -416,7 +417,7 @@ def test_remove_is_dropped_when_the_checkpoint_before_it_failed(tmp_path, caplog
     assert value_of(tmp_path / "old") == 1.0
 
 
-def test_two_checkpoints_of_one_path_land_in_turn(tmp_path):
+def test_two_checkpoints_of_one_path_are_committed_in_order(tmp_path):
     path = tmp_path / "c"
     handles = [write(path, float(value)) for value in range(4)]
     assert stillframe.load(path / "optimizer.pt")["w"][0] == 3.0

@@ -264,7 +264,7 @@ def test_torchs_own_reader_gives_the_records_and_the_id(files):
 
 @pytest.mark.parametrize("lanes", sorted(LANES))
 def test_block_size_does_not_change_the_file(lanes, drive, tmp_path):
-    """So the readers are tested with one block size only."""
+    """Because of this the other tests of a file's readers use one block size only."""
     tree = state()
     storages = enumerate(storages_of(tree))
     rows = [(s.data_ptr(), s.nbytes(), LANES[lanes](index)) for index, s in storages]

@@ -67,11 +67,11 @@ def equal(a, b):
 def test_tensors_are_filled_in_place_and_values_replaced(write, tmp_path):
     write(state(), tmp_path / "x.pt")
     target = zeros_like(state())
-    places = [each.data_ptr() for each in tensors(target)]
+    addresses = [each.data_ptr() for each in tensors(target)]
     versions = [each._version for each in tensors(target) if each.numel()]
     assert stillframe.load(tmp_path / "x.pt", into=target) is target
     assert equal(target, state())
-    assert [each.data_ptr() for each in tensors(target)] == places
+    assert [each.data_ptr() for each in tensors(target)] == addresses
     after = [each._version for each in tensors(target) if each.numel()]
     assert all(new > old for new, old in zip(after, versions, strict=True))
     assert (target["step"], target["optim"][1]["step"]) == (100, 3)

@@ -81,7 +81,7 @@ def test_one_call_resumes_a_training(write, steps, tmp_path):
         tmp_path / "x.pt",
     )
     fresh = trained(0, steps=steps)  # without a step its optimizer has no state
-    places = [each.data_ptr() for each in fresh[0].parameters()]
+    addresses = [each.data_ptr() for each in fresh[0].parameters()]
     versions = [each._version for each in fresh[0].parameters()]
     target = {
         "deep": [{"model": fresh[0]}, {"optim": fresh[1]}],
@@ -95,7 +95,7 @@ def test_one_call_resumes_a_training(write, steps, tmp_path):
     assert target["scaler"].get_scale() == 77.0
     assert target["epoch"] == 4
     assert target["deep"][0]["model"] is fresh[0] and target["deep"][1]["optim"] is fresh[1]
-    assert [each.data_ptr() for each in fresh[0].parameters()] == places
+    assert [each.data_ptr() for each in fresh[0].parameters()] == addresses
     assert all(
         each._version > old for each, old in zip(fresh[0].parameters(), versions, strict=True)
     )

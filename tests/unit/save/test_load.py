@@ -367,7 +367,7 @@ def test_tensors_own_their_memory_in_every_configuration_of_torch(tmp_path):
 
 
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
-def test_no_truncation_is_loaded(write, tmp_path):
+def test_every_truncated_file_is_refused(write, tmp_path):
     path = tmp_path / "x.pt"
     write(small_state(), path)
     size = os.path.getsize(path)

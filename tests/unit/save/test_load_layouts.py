@@ -49,9 +49,9 @@ LOCATIONS: dict[str, Any] = {
     "a device": torch.device("cpu"),
     "an empty dict": {},
     "a dict": {"cpu": "cpu"},
-    "a function": lambda storage, place: storage,
-    "a function that copies": lambda storage, place: storage.clone(),
-    "a function that declines": lambda storage, place: None,
+    "a function": lambda storage, location: storage,
+    "a function that copies": lambda storage, location: storage.clone(),
+    "a function that declines": lambda storage, location: None,
 }
 
 

@@ -1,4 +1,4 @@
-"""Loading safetensors files: the library's tensors, refused headers, places for the bytes."""
+"""Loading safetensors files: the library's tensors, refused headers, where the bytes go."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def write(path: Path, header: Any, data: bytes = b"", *, length: int | None = No
     return path
 
 
-def entry(first: int, behind: int, dtype: str = "U8", shape: Any = None) -> dict[str, Any]:
-    shape = [behind - first] if shape is None else shape
-    return {"dtype": dtype, "shape": shape, "data_offsets": [first, behind]}
+def entry(first: int, end: int, dtype: str = "U8", shape: Any = None) -> dict[str, Any]:
+    shape = [end - first] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
 
 
 # ---- round trips --------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_any_dict_comes_back(tmp_path_factory, described):
     assert same(stillframe.load(path, mmap=True), load_file(path))
 
 
-def test_our_own_files_come_back(tmp_path):
+def test_files_of_stillframe_are_loaded(tmp_path):
     stillframe.save(state(), tmp_path / "m.safetensors", metadata={"format": "pt"})
     for mmap in (False, True):
         assert same(stillframe.load(tmp_path / "m.safetensors", mmap=mmap), state())
@@ -156,7 +156,7 @@ def test_file_without_tensors_is_an_empty_dict(tmp_path):
     assert stillframe.load(tmp_path / "m.safetensors", into={}) == {}
 
 
-def test_save_before_is_waited_for(file):
+def test_load_waits_for_an_earlier_save_of_its_path(file):
     with testing.slow("fdatasync", 0.3):
         stillframe.async_save({"w": torch.ones(3)}, file.with_name("x.pt"))
         os.link(file, file.with_name("y"))
@@ -165,7 +165,7 @@ def test_save_before_is_waited_for(file):
             stillframe.load(file.with_name("y"))
 
 
-# ---- places -------------------------------------------------------------------------------
+# ---- where the bytes go -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,10 @@ def test_map_location_on_the_cpu(location, mmap, file):
 def test_map_location_gets_storages_that_were_saved_on_the_cpu(file):
     asked: list[tuple[int, str]] = []
 
-    def place(storage: torch.UntypedStorage, location: str) -> None:
+    def keep(storage: torch.UntypedStorage, location: str) -> None:
         asked.append((storage.nbytes(), location))
 
-    assert same(stillframe.load(file, place), load_file(file))
+    assert same(stillframe.load(file, keep), load_file(file))
     assert sorted(asked) == sorted((t.numel() * t.element_size(), "cpu") for t in state().values())
 
 
@@ -260,7 +260,7 @@ def test_into_an_object_with_load_state_dict_hands_it_the_dict(file):
     assert same(keeper.state, state())
 
 
-def test_into_targets_that_share_memory(tmp_path):
+def test_targets_that_share_memory_are_filled_in_order(tmp_path):
     save_file({"a": torch.ones(4), "b": torch.zeros(4)}, tmp_path / "m.safetensors")
     memory = torch.full((6,), 7.0)
     stillframe.load(tmp_path / "m.safetensors", into={"a": memory[:4], "b": memory[2:]})
@@ -319,7 +319,7 @@ def test_index_with_a_missing_or_damaged_file_is_refused(index):
     with pytest.raises(CorruptCheckpointError, match="no tensor bytes, which the index names"):
         stillframe.load(index)
     third.unlink()
-    with pytest.raises(CorruptCheckpointError, match="missing beside it: model-00003"):
+    with pytest.raises(CorruptCheckpointError, match="missing next to it: model-00003"):
         stillframe.load(index)
 
 
@@ -385,12 +385,12 @@ HOSTILE = {
     "not text": (b'{"\xff":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1),
     "nested": (b'{"a":' + b"[" * 100_000, 0),
     "huge number": (b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}', 1),
-    "something behind the JSON": (b"{} x", 0),
+    "something after the JSON": (b"{} x", 0),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_header_that_is_not_right_is_refused(name, tmp_path):
+def test_invalid_header_is_refused(name, tmp_path):
     header, nbytes = HOSTILE[name]
     path = write(tmp_path / "m.safetensors", header, bytes(max(nbytes, 0)))
     for arguments in ({}, {"mmap": True}, {"into": {}}, {"map_location": "meta"}):
@@ -437,7 +437,7 @@ def test_type_that_torch_lacks_is_named(tmp_path):
         stillframe.load(path)
 
 
-def test_torchs_formats_are_not_taken_for_it(tmp_path):
+def test_torchs_files_are_not_taken_for_safetensors(tmp_path):
     for name in ("a.safetensors", "b.safetensors"):
         torch.save(
             {"w": torch.ones(3)}, tmp_path / name, _use_new_zipfile_serialization=name[0] < "b"
@@ -486,7 +486,7 @@ def test_load_takes_little_more_memory_than_the_file(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_stretches_that_overlap_are_refused_by_the_core(file):
+def test_overlapping_ranges_are_refused_by_the_core(file):
     import array
 
     with file.open("rb") as opened:

@@ -289,7 +289,7 @@ def test_tensors_saved_on_a_device_follow_map_location(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         torch.save(small_state(), path)
-    for where in ("cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, place: storage):
+    for where in ("cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, location: storage):
         assert same(stillframe.load(path, where), small_state())
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA"):

@@ -79,7 +79,7 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-class Saves(RuleBasedStateMachine):
+class SavesLoadsAndRemoves(RuleBasedStateMachine):
     """`log` lists the submissions: (name, handle, wanted) for a save, (name,) for a remove."""
 
     def __init__(self) -> None:
@@ -175,7 +175,10 @@ class Saves(RuleBasedStateMachine):
         if handles:
             handle = handles[which % len(handles)]
             with contextlib.suppress(stillframe.SaveError, CancelledError):
-                handle.wait_staged(60) if staged else handle.result(60)
+                if staged:
+                    handle.wait_staged(60)
+                else:
+                    handle.result(60)
 
     @rule(name=NAMES, verify=st.booleans())
     def load(self, name: str, verify: bool) -> None:
@@ -279,12 +282,12 @@ def some(examples: int) -> settings:
 
 
 def test_every_path_has_the_content_that_the_order_of_calls_implies():
-    run_state_machine_as_test(Saves, settings=some(25))
+    run_state_machine_as_test(SavesLoadsAndRemoves, settings=some(25))
 
 
 @pytest.mark.skipif(not CAMPAIGN_S, reason="make campaign asks for it")
 @pytest.mark.timeout(CAMPAIGN_S + 600)
-def test_campaign_finds_nothing():
+def test_random_campaign_finds_no_violation():
     end = time.monotonic() + CAMPAIGN_S
     while time.monotonic() < end:
-        run_state_machine_as_test(Saves, settings=some(100))
+        run_state_machine_as_test(SavesLoadsAndRemoves, settings=some(100))

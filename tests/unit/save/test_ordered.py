@@ -19,7 +19,7 @@ KEY = b"/test-of-ordered"
 LONG_S = 30.0
 
 
-def test_work_whose_turn_comes_during_its_submission_is_done(monkeypatch):
+def test_work_that_reaches_the_head_during_its_submission_is_done(monkeypatch):
     done, made = threading.Event(), _core.LogWork
 
     class Entry:
@@ -108,7 +108,7 @@ def test_work_submitted_as_the_thread_ends_gets_another():
     assert exit_status_of_child(again) == 0
 
 
-def test_cancelled_work_is_dropped_before_its_turn():
+def test_cancelled_work_is_dropped_before_it_runs():
     go, done = threading.Event(), list[bool]()
     ordered.submit(KEY, _core.WORK_SAVE, lambda _: go.wait(LONG_S))
     entry = ordered.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(True))
@@ -137,8 +137,8 @@ def test_failed_remove_is_named_and_the_next_one_runs(caplog):
         ordered.submit_remove("/two", b"/two", gone.append)
         assert _core.log_drain(LONG_S)
     assert gone == ["/two"]
-    (said,) = (each.getMessage() for each in caplog.records)
-    assert said.startswith("stillframe: /one could not be removed: ") and "read-only" in said
+    (line,) = (each.getMessage() for each in caplog.records)
+    assert line.startswith("stillframe: /one could not be removed: ") and "read-only" in line
 
 
 def test_work_that_waits_for_its_own_name_is_refused():

@@ -51,8 +51,8 @@ def test_uncollected_error_is_logged_when_its_save_is_dropped(seen, caplog):
     if seen:
         outcome.collect()
     del outcome
-    said = [] if seen else ["stillframe: a save failed and nobody asked: no space"]
-    assert [record.getMessage() for record in caplog.records] == said
+    lines = [] if seen else ["stillframe: a save failed and nobody asked: no space"]
+    assert [record.getMessage() for record in caplog.records] == lines
 
 
 def test_cancelled_save_is_not_reported_as_an_error(caplog):

@@ -68,14 +68,14 @@ def tensors() -> list[Tensor]:
 def written(engine: stillframe.Engine, items: list[Any], path: Path) -> list[bytes]:
     """Write a file made of the items, and return each item's bytes in it."""
     parts = Parts()
-    places = parts.append([row_of(i) if isinstance(i, Tensor) else i for i in items])
+    ranges = parts.append([row_of(i) if isinstance(i, Tensor) else i for i in items])
     length = parts.nbytes
-    assert parts.nbytes == sum(nbytes for _, nbytes in places)
+    assert parts.nbytes == sum(nbytes for _, nbytes in ranges)
     report = submit_parts(engine, parts, path, owners=items).result()
     assert report is not None
     data = path.read_bytes()
     assert report.nbytes == len(data) == length
-    return [data[offset : offset + nbytes] for offset, nbytes in places]
+    return [data[offset : offset + nbytes] for offset, nbytes in ranges]
 
 
 def test_each_tensor_is_an_archive_as_torch_saves_it(engine, tmp_path):
@@ -102,7 +102,7 @@ def test_an_integer_of_any_length_is_pickled_as_python_does(bits, engine, tmp_pa
     memory = torch.zeros(1, dtype=torch.uint8)
     parts = Parts()
     row = ("ByteStorage", numbers[1], numbers, numbers[::-1], memory.data_ptr(), 1)
-    parts.append([row])  # larger than any machine's memory, with a single byte behind it
+    parts.append([row])  # larger than any machine's memory, with a single byte after it
     submit_parts(engine, parts, tmp_path / "a", owners=[memory]).result()
     pickled = zipfile.ZipFile(tmp_path / "a").read("archive/data.pkl")
     found = [value for _, value, _ in pickletools.genops(pickled) if isinstance(value, int)]

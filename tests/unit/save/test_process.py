@@ -28,12 +28,12 @@ blocks = []
 def hold(block):  # a block that lasts as long as the process
     block.__enter__()
     blocks.append(block)
-def hold_until_said(words, block):  # one that is left when the exit says so
-    def saying(sentence, say=at_exit._print_line):
-        say(sentence)
+def hold_until_printed(words, block):  # a block that is left when the exit prints these words
+    def print_and_go(sentence, print_line=at_exit._print_line):
+        print_line(sentence)
         if words in sentence:
             block.__exit__(None, None, None)
-    at_exit._print_line, at_exit._QUIET_S = saying, 0.1
+    at_exit._print_line, at_exit._QUIET_S = print_and_go, 0.1
     block.__enter__()
 """
 
@@ -53,7 +53,7 @@ def temporaries(path: Path) -> list[str]:
 def test_saves_in_flight_finish_at_exit_with_a_line(tmp_path):
     done = run(
         """
-        hold_until_said("waiting for a.pt", held("fdatasync"))
+        hold_until_printed("waiting for a.pt", held("fdatasync"))
         stillframe.async_save(STATE, "a.pt", on_durable=lambda path, report: print("durable", path))
         """,
         tmp_path,
@@ -236,7 +236,7 @@ def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path):
     process = start(
         """
         stillframe.save({"w": torch.full((10,), 1.0)}, "a.pt")
-        hold_until_said("given up", held("pwrite"))
+        hold_until_printed("given up", held("pwrite"))
         stillframe.async_save(STATE, "a.pt")
         print("leaving", flush=True)
         """,
@@ -293,7 +293,7 @@ def test_saves_of_callbacks_at_exit_are_waited_for_with_their_file_system(tmp_pa
         finish, close = at_exit.completion.callbacks.finish, at_exit.close_default
         def durable(path, report):
             leaving.wait()
-            hold_until_said("has not answered", renames)
+            hold_until_printed("has not answered", renames)
             stillframe.async_save(STATE, "b.pt")
         def finishing():
             leaving.set()
@@ -372,7 +372,7 @@ FORK_CHILD = """
 
 @pytest.mark.parametrize("kind", ["os.fork", "os._exit", "multiprocessing"])
 def test_forked_child_cannot_use_objects_of_its_parent(tmp_path, kind):
-    """R8: the parent's saves go on; the child deletes, unlocks and joins nothing of them."""
+    """The parent's saves go on; the child deletes, unlocks and joins nothing of them."""
     endings = {
         "os.fork": """
             pid = os.fork()
@@ -507,17 +507,17 @@ def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_pat
 def test_a_thread_that_starts_saving_while_the_exit_drains_is_refused(tmp_path):
     done = run(
         """
-        said, syncs = [], held("fdatasync")
+        errors, syncs = [], held("fdatasync")
         def work():
             while not at_exit.completion.completion.draining:
                 time.sleep(0.001)
             try:
                 stillframe.async_save(STATE, "late.pt")
             except stillframe.StillframeError as error:
-                said.append(str(error))
+                errors.append(str(error))
             syncs.__exit__(None, None, None)
         syncs.__enter__()
-        stillframe.async_save(STATE, "a.pt", on_durable=lambda *_: print(said, flush=True))
+        stillframe.async_save(STATE, "a.pt", on_durable=lambda *_: print(errors, flush=True))
         threading.Thread(target=work, daemon=True).start()
         """,
         tmp_path,

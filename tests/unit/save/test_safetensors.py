@@ -21,7 +21,7 @@ PAGE = 4096
 
 
 class Model(torch.nn.Module):
-    """Weights that are deferred, beside buffers of every element size that are captured."""
+    """Weights that are deferred, with buffers of every element size that are captured."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_ending_of_the_name_picks_the_format(tmp_path):
         ({"metadata": ["a"]}, TypeError, "not list"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, error, words, tmp_path):
+def test_invalid_combinations_of_options_are_refused(options, error, words, tmp_path):
     for save in (stillframe.save, stillframe.async_save):
         with pytest.raises(error, match=words):
             save({"x": torch.arange(5)}, tmp_path / "a.safetensors", **options)

@@ -528,14 +528,14 @@ def test_warm_up_logs_its_progress(caplog, monkeypatch):
     ):
         engine.warm_up("24MiB")  # more than the cap
         engine.warm_up("4MiB")
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.partition(" (")[0] for line in said] == [
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" (")[0] for line in lines] == [
         "stillframe: warm-up: the pool holds 8 MiB, 24 MiB were asked for",
         "stillframe: warm-up: the pool holds 16 MiB, 24 MiB were asked for",
         "stillframe: warm-up: the pool holds 20 MiB, 24 MiB were asked for",
         "stillframe: warm-up: the pool holds 20 MiB, 4 MiB were asked for",
     ]
-    assert [line.endswith(" GB/s)") for line in said] == [True, True, True, False]
+    assert [line.endswith(" GB/s)") for line in lines] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -592,7 +592,7 @@ def test_a_closed_engine_refuses_and_its_handles_still_answer(tmp_path):
 
 
 def test_a_save_made_by_a_signal_handler_inside_another_call_works(tmp_path):
-    """R10: it takes an extra slot and finishes while the interrupted call waits."""
+    """The nested save takes an extra slot and finishes while the interrupted call waits."""
     inner: list[stillframe.SaveReport] = []
 
     def handler(signum: int, frame: object) -> None:

@@ -77,7 +77,7 @@ def test_what_no_file_could_hold_is_refused_before_the_split():
 
 
 @pytest.mark.parametrize("size", [0, -1, "many", 1.5, True])
-def test_sizes_that_make_no_sense_are_refused(size):
+def test_invalid_sizes_are_refused(size):
     with pytest.raises((ValueError, TypeError), match="max_shard_size"):
         shards.split({"a": torch.zeros(10)}, "x.safetensors", size)
 

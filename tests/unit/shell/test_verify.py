@@ -180,7 +180,7 @@ def test_an_archive_of_records_outside_any_directory_is_not_called_damaged(make,
         stillframe.load(tmp_path / "x.npz")
 
 
-STRANGERS = {
+OTHER_FILES = {
     "gzip": lambda path: path.write_bytes(gzip.compress(b"x" * 100)),
     "text": lambda path: path.write_text("epoch,loss\n1,0.5\n" * 1000 + "é" * 5000),
     "a Python pickle": lambda path: path.write_bytes(pickle.dumps({"w": 1})),
@@ -190,13 +190,13 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("name", OTHER_FILES)
 def test_other_file_is_status_2_and_named_by_its_kind(name, tmp_path, capsys):
     path = tmp_path / "x.pt"
-    STRANGERS[name](path)
+    OTHER_FILES[name](path)
     assert verify(path) == 2
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"not a PyTorch checkpoint; it looks like {name}" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"not a PyTorch checkpoint; it looks like {name}" in output
     with pytest.raises(stillframe.CorruptCheckpointError):
         stillframe.load(path)
 
@@ -243,8 +243,8 @@ def test_damaged_sharded_checkpoint_is_status_1_and_located(sharded, capsys, dam
     if damage == "bit":
         metadata = torch.distributed.checkpoint.FileSystemReader(sharded).read_metadata()
         (info,) = (v for k, v in metadata.storage_data.items() if k.fqn == "layer.3")
-        place = data.index(torch.ones(10, 4).numpy().tobytes(), info.offset)
-        data[place + 1] ^= 1
+        offset = data.index(torch.ones(10, 4).numpy().tobytes(), info.offset)
+        data[offset + 1] ^= 1
         shard.write_bytes(data)
     elif damage == "cut":
         shard.write_bytes(data[:-100])
@@ -302,7 +302,7 @@ def test_worst_status_of_several_paths_counts(tmp_path, capsys):
 # ---- directories -------------------------------------------------------------------------
 
 
-def test_directory_without_checkpoints_is_reported_beside_good_ones(tmp_path, capsys):
+def test_directory_without_checkpoints_is_reported_together_with_good_ones(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     by_path(small_state(), tmp_path / "good.pt")
     assert verify(tmp_path / "good.pt", tmp_path / "empty") == 2
@@ -400,7 +400,7 @@ def test_records_without_a_checksum_are_said_to_be_unchecked(tmp_path, capsys):
     assert "records without a checksum" in capsys.readouterr().out
 
 
-def test_names_cannot_steer_the_terminal(tmp_path, capsys):
+def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path, capsys):
     path = tmp_path / "[red]\x1b[31mx\n.ckpt"
     by_path(small_state(), path)
     assert verify(path) == 0
@@ -472,7 +472,7 @@ def program(*arguments, **options):
     return run_python("-m", "stillframe", *arguments, **options)
 
 
-def test_python_m_stillframe_runs_it(tmp_path):
+def test_python_m_stillframe_runs_the_command(tmp_path):
     by_path(small_state(), tmp_path / "x.ckpt")
     done = program("verify", "x.ckpt", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -84,7 +84,7 @@ def test_shard_that_the_index_names_must_be_there(tmp_path, capsys):
     assert command(["verify", str(tmp_path)]) == 0
     (tmp_path / names[1]).unlink()
     assert command(["verify", str(tmp_path)]) == 1
-    assert f"missing beside it: {names[1]}" in capsys.readouterr().out
+    assert f"missing next to it: {names[1]}" in capsys.readouterr().out
 
 
 def test_empty_weights_of_an_older_library_are_damaged(tmp_path):
@@ -153,7 +153,7 @@ def test_inspect_of_an_index_lists_the_tensors_of_all_files(tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["tensors"]) == 4
     (tmp_path / names[1]).unlink()
     assert command(["inspect", str(index)]) == 1
-    assert f"missing beside it: {names[1]}" in " ".join(capsys.readouterr().out.split())
+    assert f"missing next to it: {names[1]}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("name", ["info", "bench"])

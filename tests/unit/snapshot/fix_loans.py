@@ -11,7 +11,7 @@ import torch
 
 def seen(tree: Any) -> list[float]:
     """Return the first and the last element of each tensor."""
-    return [float(tensor[place]) for tensor in tree.values() for place in (0, -1)]
+    return [float(tensor[index]) for tensor in tree.values() for index in (0, -1)]
 
 
 def fill(tree: Any, value: float) -> None:

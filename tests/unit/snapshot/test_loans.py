@@ -105,7 +105,7 @@ def test_tensors_arrive_as_they_are_and_none_is_copied(engine, torchs_memory):
         "conj": number.conj(),
         "neg": number.conj().imag,
         "parameter": torch.nn.Parameter(torch.ones(2, 2)),
-        "strange": parameter,
+        "other parameter": parameter,
         "object": {"step": 3, "name": "x"},
     }
     taken = take(engine, tree)
@@ -121,7 +121,7 @@ def test_tensors_arrive_as_they_are_and_none_is_copied(engine, torchs_memory):
         assert other.storage_offset() == tensor.storage_offset()
         assert other.is_conj() is tensor.is_conj() and other.is_neg() is tensor.is_neg()
         assert other.requires_grad is tensor.requires_grad
-    assert new["conj"].is_conj() and new["neg"].is_neg() and new["strange"].is_conj()
+    assert new["conj"].is_conj() and new["neg"].is_neg() and new["other parameter"].is_conj()
     ties = {new[name].untyped_storage().data_ptr() for name in ("weight", "transposed", "part")}
     assert len(ties) == 1
     new["weight"][3, 0] = 5

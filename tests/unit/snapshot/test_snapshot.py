@@ -462,8 +462,8 @@ def test_objects_are_rebuilt_in_their_order():
     tensors = [torch.ones(3) for _ in range(4)]
     nested = [Dictionary(a=tensors[0], b=tensors[1]), collections.deque([tensors[2]])]
     found = walk.Tree([*nested, Dictionary(c=tensors[3])])
-    places = [storage.data_ptr() for storage in found.storages]
-    assert places == [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    addresses = [storage.data_ptr() for storage in found.storages]
+    assert addresses == [tensor.untyped_storage().data_ptr() for tensor in tensors]
 
 
 def test_a_copy_in_ordinary_memory_is_as_aligned_as_torchs_own():

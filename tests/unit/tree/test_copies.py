@@ -47,8 +47,8 @@ def test_views_of_a_storage_are_views_of_one_copy():
         assert all(map(torch.equal, news, order))
         assert len({new.untyped_storage()._cdata for new in news}) == 1
         assert news[0].untyped_storage().nbytes() == 96
-        places = [(new.storage_offset(), new.stride()) for new in news]
-        assert places == [(old.storage_offset(), old.stride()) for old in order]
+        layouts = [(new.storage_offset(), new.stride()) for new in news]
+        assert layouts == [(old.storage_offset(), old.stride()) for old in order]
         assert not any(new._is_view() for new in news)
 
 
@@ -136,7 +136,7 @@ def test_tensor_that_cannot_be_made_is_left_out_and_reported():
     assert [first is None for first in firsts] == [False, True, True, True]
 
 
-def test_without_the_function_everything_is_left_out():
+def test_everything_is_left_out_if_torch_cannot_make_tensors():
     collector, memory, offsets = copied([torch.ones(4), torch.zeros(2)])
     news, firsts, left = collector.copies(memory, offsets, False)
     assert (news, firsts) == ({}, [None, None])
@@ -144,12 +144,12 @@ def test_without_the_function_everything_is_left_out():
 
 
 def test_only_plain_tensors_are_entered():
-    hung = torch.ones(2)
-    hung.note = "x"
+    with_attribute = torch.ones(2)
+    with_attribute.note = "x"
     conj = torch.ones(2, dtype=torch.complex64).conj()
     sparse = torch.eye(2).to_sparse()
     meta = torch.empty(3, device="meta")
-    others: list[Any] = [{}, [], (1,), hung, conj, sparse, meta, object()]
+    others: list[Any] = [{}, [], (1,), with_attribute, conj, sparse, meta, object()]
     collector = skeleton.tree_collector()
     plain = torch.ones(1)
     met = collector.collect([plain, 1, None, "x", *others, plain, 2.0, True, b""])

@@ -272,7 +272,7 @@ def test_plain_tensors_cost_no_python_call(no_collections):
     assert few == many
 
 
-# ---- what the caller gets beside the pickle ------------------------------------------------
+# ---- what the caller gets besides the pickle -----------------------------------------------
 
 
 def test_rows_have_the_address_of_each_storage():

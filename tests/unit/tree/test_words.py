@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
 
 
-def collector(place: Callable[[torch.Tensor], int]) -> _core.Collector:
-    return _core.Collector(skeleton._make_types(place=place), True, True, True)
+def collector(where: Callable[[torch.Tensor], int]) -> _core.Collector:
+    return _core.Collector(skeleton._make_types(where=where), True, True, True)
 
 
 def set_other(tensor: torch.Tensor) -> None:
@@ -85,11 +85,11 @@ def test_change_since_the_last_save_is_saved(name):
 def test_python_is_asked_once_of_tensors_with_the_same_dispatch_keys():
     asked: list[torch.Tensor] = []
 
-    def place(tensor: torch.Tensor) -> int:
+    def where(tensor: torch.Tensor) -> int:
         asked.append(tensor)
-        return skeleton._place(tensor)
+        return skeleton._where(tensor)
 
-    met = collector(place)
+    met = collector(where)
     conj = [torch.ones(2, dtype=torch.complex64).conj() for _ in range(3)]
     plain = [torch.ones(2), torch.nn.Parameter(torch.ones(3)), torch.ones(1, dtype=torch.int8)]
     assert met.collect([*plain, *conj, *plain]) == conj
@@ -109,16 +109,16 @@ def test_tensors_are_distinguished_beyond_the_remembered_key_sets():
         with torch.inference_mode(inference):
             tensors += [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
     assert len({torch._C._dispatch_keys(tensor).raw_repr() for tensor in tensors}) == 20
-    others = [tensor for tensor in tensors if skeleton._place(tensor) != 0]
+    others = [tensor for tensor in tensors if skeleton._where(tensor) != 0]
     assert len(others) == 18  # all but one, each with gradients and without
-    met = collector(skeleton._place)
+    met = collector(skeleton._where)
     assert list(map(id, met.collect([*tensors, *tensors]))) == list(map(id, [*others, *others]))
 
 
 def test_nothing_is_assumed_of_tensors_that_python_refuses():
     answers: list[Any] = [ValueError("no"), 2, "0"]
 
-    def place(tensor: torch.Tensor) -> Any:
+    def where(tensor: torch.Tensor) -> Any:
         answer = answers.pop()
         if isinstance(answer, Exception):
             raise answer
@@ -126,7 +126,7 @@ def test_nothing_is_assumed_of_tensors_that_python_refuses():
 
     for _ in range(3):
         tensor = torch.ones(2)
-        assert collector(place).collect([tensor]) == [tensor]
+        assert collector(where).collect([tensor]) == [tensor]
     assert answers == []
 
     def interrupt(tensor: torch.Tensor) -> int:
@@ -172,8 +172,8 @@ with stillframe.snapshot({"a": torch.arange(5)}) as taken:
 wrong = skeleton._samples()
 torch._C._dispatch_keys = real
 right = skeleton._samples()
-for place in (1, 2, 3):
-    lies = [(*each[:place], each[place] + 1, *each[place + 1 :]) for each in right]
+for index in (1, 2, 3):
+    lies = [(*each[:index], each[index] + 1, *each[index + 1 :]) for each in right]
     assert not _core.learn_words(lies)
     assert not _core.learn_words([*right[:-1], lies[-1]])
 for handles in ([None] * 4, [each[-1] for each in reversed(right)]):

@@ -54,12 +54,12 @@ def test_next_layer_is_prefetched_in_forward_and_backward(either):
     forward, backward = [], []
     with offload_layers(model, device="cpu") as handle:
 
-        def look(module, args, output):
+        def inspect(module, args, output):
             forward.append(handle.resident())
             output.register_hook(lambda grad: backward.append(handle.resident()))
 
         for layer in model:
-            layer[0].register_forward_hook(look)
+            layer[0].register_forward_hook(inspect)
         squares(model, numbers(0)).backward()
     pairs = [[f"layers[{i}]", f"layers[{i + 1}]"] for i in range(4)]
     assert forward == [*pairs, ["layers[4]"]]
