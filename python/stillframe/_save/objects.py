@@ -155,6 +155,8 @@ class ObjectsSave(DirectorySave):
                     self._store.delete([self._key_of(_MARKER)])
         except BaseException:
             self._cancel_files()
+            for each in self._sending:
+                each.over.wait()  # so nothing of the checkpoint is sent after its end
             raise
         self._may_appear.set()
         for each in self._sending:
