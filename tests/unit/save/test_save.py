@@ -318,8 +318,10 @@ def test_invalid_input_is_refused_by_the_call_and_keeps_the_file(tmp_path, call)
         call(STATE, 3)
     with pytest.raises(TypeError):
         call(STATE, b"bytes")
-    with pytest.raises(ValueError, match="remote"):
-        call(STATE, "s3://bucket/a.pt")
+    with pytest.raises(ValueError, match="no object"):
+        call(STATE, "memory://bucket")
+    with pytest.raises(ValueError, match="local path"):
+        call(STATE, path, storage_options={"key": "a"})
     with pytest.raises(ValueError, match="empty"):
         call(STATE, "")
     for bad, number in (
