@@ -26,7 +26,7 @@ CORE_LAYERS = [
 ]
 # The same for packages. A module outside all of them is a layer of its own.
 PACKAGE_LAYERS = [
-    *("errors", "_base", "_tree", "_watch", "_save", "_load"),
+    *("errors", "_base", "_tree", "_watch", "_save", "_remote", "_load"),
     *("_snapshot", "_dcp", "_check", "_offload", "_preemption", "_lightning", "_huggingface"),
     *(
         "lightning",
