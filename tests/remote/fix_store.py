@@ -62,6 +62,7 @@ class Fault:
     apply: Callable[[Request], int | None] = lambda request: None
     cut_request: int | None = None
     cut_answer: int | None = None
+    answer: Callable[[Request], str] | None = None
 
 
 class Cut(Exception):
@@ -133,7 +134,11 @@ class Server:
 
     def put(self, key: str, data: bytes) -> None:
         """Make an object, past the proxy."""
-        self._ask("PUT", f"/bkt/{key}", data)
+        self.fill({key: data})
+
+    def fill(self, objects: dict[str, bytes]) -> None:
+        """Make many objects at once."""
+        self._control("fill", {key: data.hex() for key, data in objects.items()})
 
     # ---- faults, until the test ends ----
 
@@ -141,9 +146,16 @@ class Server:
         """Delay requests before they go on."""
         self._add(Fault(match, times, lambda request: time.sleep(seconds)))
 
-    def fail(self, status: int = 503, *, times: float = math.inf, match: str = "") -> None:
-        """Answer requests with an error."""
-        self._add(Fault(match, times, lambda request: status))
+    def fail(
+        self,
+        status: int = 503,
+        *,
+        times: float = math.inf,
+        match: str = "",
+        answer: Callable[[Request], str] | None = None,
+    ) -> None:
+        """Answer requests with an error; `answer` makes the body of that."""
+        self._add(Fault(match, times, lambda request: status, answer=answer))
 
     def cut_request(self, after: int, *, times: float = math.inf, match: str = "") -> None:
         """Close the connection when so many bytes of a request's body have come."""
@@ -152,6 +164,10 @@ class Server:
     def cut_answer(self, after: int, *, times: float = math.inf, match: str = "") -> None:
         """Close the connection when so many bytes of an answer's body have gone."""
         self._add(Fault(match, times, cut_answer=after))
+
+    def lose_answer(self, *, times: float = math.inf, match: str = "") -> None:
+        """Close the connection when moto has done what a request asks for."""
+        self._add(Fault(match, times, cut_answer=-1))
 
     @contextlib.contextmanager
     def held(self, match: str = "") -> Iterator[Hold]:
@@ -211,13 +227,11 @@ class Server:
         with self._lock:
             self._faults.append(fault)
 
-    def _control(self, name: str) -> Any:
-        return json.loads(self._ask("GET", f"/_control/{name}"))
-
-    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        status, _, data = self.forward(method, path, body, {"Host": "127.0.0.1"})
-        assert status == 200, data
-        return data
+    def _control(self, name: str, given: Any = None) -> Any:
+        body = json.dumps(given).encode()
+        status, _, data = self.forward("POST", f"/_control/{name}", body, {})
+        assert status == 200, (name, status, data)
+        return json.loads(data)
 
 
 class _Proxy(http.server.ThreadingHTTPServer):
@@ -254,9 +268,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         fault = server.fault_for(request)
         body = self._body(request, None if fault is None else fault.cut_request)
         if (status := None if fault is None else fault.apply(request)) is not None:
-            code = {403: "AccessDenied", 503: "SlowDown"}.get(status, "InternalError")
+            code = {403: "AccessDenied", 404: "NoSuchUpload", 503: "SlowDown"}.get(status, "Error")
             request.status = status
             text = f"<Error><Code>{code}</Code><Message>The test said so</Message></Error>"
+            if fault is not None and fault.answer is not None:
+                text = fault.answer(request)
             self._send(status, [("Content-Type", "application/xml")], text.encode(), None)
             return
         status, headers, data = server.forward(
@@ -286,6 +302,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send(
         self, status: int, headers: list[tuple[str, str]], data: bytes, cut: int | None
     ) -> None:
+        if cut == -1:
+            raise Cut
         self.send_response_only(status)
         for name, value in headers:
             if name.lower() not in ("connection", "content-length", "transfer-encoding", "date"):
@@ -295,7 +313,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if cut is not None and len(data) > cut:
+        if cut is not None and cut < len(data):
             self.wfile.write(data[:cut])
             self.wfile.flush()
             raise Cut

@@ -24,7 +24,7 @@ models.S3_UPLOAD_PART_MIN_SIZE = 0
 REGION = "us-east-1"
 
 
-def control(name: str) -> Any:
+def control(name: str, given: Any = None) -> Any:
     """Do what a test asks for; return the answer."""
     backend = models.s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
     if name == "reset":
@@ -36,6 +36,10 @@ def control(name: str) -> Any:
         return {key: bucket.keys[key].value.hex() for key in sorted(bucket.keys)}
     if name == "uploads":
         return sorted(each.key_name for each in bucket.multiparts.values())
+    if name == "fill":
+        for key, data in given.items():
+            backend.put_object("bkt", key, bytes.fromhex(data))
+        return None
     raise KeyError(name)
 
 
@@ -44,7 +48,8 @@ def with_control(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[
         path = environ["PATH_INFO"]
         if not path.startswith("/_control/"):
             return app(environ, start_response)
-        body = json.dumps(control(path.removeprefix("/_control/"))).encode()
+        given = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+        body = json.dumps(control(path.removeprefix("/_control/"), given)).encode()
         start_response("200 OK", [("Content-Length", str(len(body)))])
         return [body]
 

@@ -114,7 +114,7 @@ class ObstoreStore(Store):
             if not feed.ended or not self._has_mark(key, mark):
                 raise
             # The store had done the last request, and its answer was lost.
-            log.info("stillframe: %s is complete, as the store says after an error", key)
+            log.info("stillframe: %s is there, although the upload failed", self.shown(key))
 
     def _has_mark(self, key: str, mark: str) -> bool:
         with contextlib.suppress(Exception):

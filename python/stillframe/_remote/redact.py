@@ -32,6 +32,7 @@ _REQUEST = re.compile(
     r"(?:, after (?P<retries>\d+) retries\b.*?)?\s+- (?P<cause>.*)",
     re.DOTALL,
 )
+_STATUS = re.compile(r"status code: (\d+)")
 _ANSWER = re.compile(r"<(Code|Message)>(.*?)</\1>", re.DOTALL)
 _PART = re.compile(r"[?&]partNumber=(\d+)")
 
@@ -99,12 +100,13 @@ def failure(doing: str, shown: str, error: BaseException, secrets: Iterable[str]
     cause = redact(text, secrets) or type(error).__name__
     if part := _PART.search(text):
         doing = f"{doing} (part {part[1]})"
+    status = found[1] if (found := _STATUS.search(text)) else ""
     sentence = f"{doing} failed: {cause}"
-    if isinstance(error, FileNotFoundError):
-        missing = "NoSuchKey" in text or "Code>" not in text
-        return FileNotFoundError(errno.ENOENT, "no such object" if missing else sentence, shown)
-    denied = ("PermissionDeniedError", "UnauthenticatedError")  # obstore's
-    if isinstance(error, PermissionError) or type(error).__name__ in denied:
+    if isinstance(error, FileNotFoundError) or status == "404":
+        if "NoSuchKey" in text or "Code>" not in text:
+            sentence = "no such object"
+        return FileNotFoundError(errno.ENOENT, sentence, shown)
+    if isinstance(error, PermissionError) or status in ("401", "403"):
         return PermissionError(errno.EACCES, sentence, shown)
     number = error.errno if isinstance(error, OSError) else None
     return OSError(number or errno.EIO, sentence, shown)

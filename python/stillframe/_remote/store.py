@@ -226,6 +226,7 @@ def apart(call: Callable[[], T]) -> T:
 
 
 def fork_error() -> ForkError:
+    """Return the error for a client whose threads are in another process."""
     return ForkError(
         "the process that this one was forked from has used object stores, and the threads of their"
         " client do not exist here. Start this process with multiprocessing's 'spawn' or"
