@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fix_waits import eventually
 from stillframe._remote import obstore_client, store, stores
 
 KEY, SECRET = "AKIATESTKEYOFTESTS", "secret/OfTheTests+Only123"
 READ = 64 << 10  # bytes of a body that the proxy reads at once
+LISTENING, TIME_WAIT = "0A", "06"  # states in /proc/net/tcp
 
 
 @dataclass
@@ -170,10 +172,10 @@ class Server:
         self._add(Fault(match, times, cut_answer=-1))
 
     @contextlib.contextmanager
-    def held(self, match: str = "") -> Iterator[Hold]:
+    def held(self, match: str = "", *, times: float = math.inf) -> Iterator[Hold]:
         """Stop matching requests until the block ends."""
         hold = Hold()
-        fault = Fault(match, math.inf, hold.stop)
+        fault = Fault(match, times, hold.stop)
         self._holds.append(hold)
         self._add(fault)
         try:
@@ -196,8 +198,21 @@ class Server:
         for hold in self._holds:
             hold.release()
         self._holds.clear()
+        self._disconnect()
         self._control("reset")
         self.requests.clear()
+
+    def _disconnect(self) -> None:
+        """Close all connections, so that none is closed in a later test that counts descriptors."""
+        port = f"0100007F:{self._proxy.server_port:04X}"
+
+        def are_closed() -> bool:
+            self._proxy.disconnect()  # a client that tries again may have made another one
+            lines = Path("/proc/net/tcp").read_text().splitlines()
+            states = [line.split()[3] for line in lines if port in line]
+            return {*states} <= {LISTENING, TIME_WAIT}
+
+        assert eventually(are_closed)
 
     def close(self) -> None:
         self._proxy.shutdown()
@@ -238,6 +253,22 @@ class _Proxy(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
     server: Server
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.open: set[socket.socket] = set()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        self.open.add(request)
+        try:
+            super().finish_request(request, client_address)
+        finally:
+            self.open.discard(request)
+
+    def disconnect(self) -> None:
+        for each in tuple(self.open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a client that is cut off, or killed, is what tests are about."""

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from fix_processes import run_python
 from fix_store import KEY, SECRET
-from stillframe._remote import obstore_client, redact, stores
+from stillframe._remote import obstore_client, redact, store, stores
 
 DATA = os.urandom(300_000)
 
@@ -46,6 +46,25 @@ def test_requests_of_an_upload_are_tried_again(server, opened, fault):
     assert len(server.requests) > 7
 
 
+def test_request_without_an_answer_is_tried_again(server, monkeypatch, small_parts):
+    monkeypatch.setattr(obstore_client, "REQUEST_S", 1)
+    opened, key = stores.open_store("s3://bkt/a.pt")
+    with server.held("partNumber=2", times=1):
+        opened.put(key, pieces())
+    assert server.objects() == {"a.pt": DATA}
+    with server.held("GET", times=1):
+        assert bytes(opened.get(key, 0, len(DATA))) == DATA
+
+
+def test_slow_store_is_logged(server, opened, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO):
+        opened.put("a.pt", pieces())
+        assert caplog.text == ""
+        monkeypatch.setattr(store, "SLOW_S", 0)
+        opened.put("a.pt", pieces())
+    assert "s3://bkt/a.pt: the store acknowledged no part for 0 s" in caplog.text
+
+
 def test_small_upload_is_tried_again(server, opened):
     server.fail(500, times=2, match="PUT")
     opened.put("a.pt", [b"new"], nbytes=3)
@@ -73,7 +92,7 @@ def test_upload_whose_last_answer_was_lost_is_complete(server, opened, caplog, k
 )
 def test_store_that_stays_down_fails_the_upload(server, opened, match, part):
     server.fail(503, match=match)
-    with pytest.raises(OSError, match=r"503.*after 3 retries") as raised:
+    with pytest.raises(OSError, match=r"503.*SlowDown.*after 3 retries") as raised:
         opened.put("a.pt", pieces())
     assert raised.value.filename == "s3://bkt/a.pt"
     assert ("(part " in raised.value.strerror) is part

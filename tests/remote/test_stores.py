@@ -15,15 +15,27 @@ from stillframe._remote import obstore_client, store, stores
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["s3", "memory"])
-def run(request, small_parts):
-    """Return the URL of a directory in a store of each client."""
+@pytest.fixture(params=["s3", "memory", "local"])
+def run(request, small_parts, tmp_path):
+    """Return the URL of a directory in a store of each client. fsspec's local files can be renamed,
+    and its memory cannot."""
     if request.param == "s3":
         request.getfixturevalue("server")
         return "s3://bkt/run"
+    if request.param == "local":
+        return f"local://{tmp_path}/run"
     opened, _ = stores.open_store("memory://bkt/run")
     opened.delete([each.key for each in opened.list("")])
     return "memory://bkt/run"
+
+
+def keys_in(run):
+    """Return the keys of all objects in the directory, temporary ones too."""
+    opened, base = stores.open_store(run)
+    if opened.client == "fsspec":
+        opened._fs.invalidate_cache()
+        return [each.partition("/run/")[2] for each in opened._fs.find(opened._path(base))]
+    return [each.key.removeprefix(f"{base}/") for each in opened.list(base)]
 
 
 def pieces_of(data, size=50_000):
@@ -84,7 +96,7 @@ def test_exception_of_the_pieces_leaves_the_old_object(run, error, before, told)
         opened.put(key, pieces(), before if told else None)
     assert raised.value is error
     assert content(opened, key) == b"old"
-    assert [each.key for each in opened.list("")] == [key]
+    assert keys_in(run) == ["a.pt"]
 
 
 def test_pieces_are_closed_when_the_upload_ends(run):
@@ -107,27 +119,45 @@ def test_pieces_are_closed_when_the_upload_ends(run):
 
 
 def test_list_has_what_is_below_a_directory(run):
-    opened, key = stores.open_store(f"{run}/step1/a b[1].pt")
+    opened, base = stores.open_store(run)
     before = time.time() - 3600
-    opened.put(key, [b"abc"])
-    for other in ("run/step1/deep/c.pt", "run/step10/d.pt", "run/step1", "ü.pt"):
-        opened.put(other, [b"d"]) if other != "run/step1" or "s3" in run else None
-    assert sorted((each.key, each.nbytes) for each in opened.list("run/step1")) == [
-        ("run/step1/a b[1].pt", 3),
-        ("run/step1/deep/c.pt", 1),
-    ]
-    assert {each.key for each in opened.list("run/step1/")} == {key, "run/step1/deep/c.pt"}
-    assert {"ü.pt", "run/step10/d.pt"} < {each.key for each in opened.list("")}
-    assert [*opened.list("run/step")] == []
-    assert all(before < each.modified_s < before + 7200 for each in opened.list(""))
+    for name in ("step1/a b[1].pt", "step1/deep/ü.pt", "step10/d.pt", "step1.pt"):
+        opened.put(f"{base}/{name}", [b"abc"])
+    below = [f"{base}/step1/a b[1].pt", f"{base}/step1/deep/ü.pt"]
+    for prefix in (f"{base}/step1", f"{base}/step1/"):
+        found = sorted(opened.list(prefix))
+        assert [(each.key, each.nbytes) for each in found] == [(key, 3) for key in below]
+        assert all(before < each.modified_s < before + 7200 for each in found)
+    assert len(keys_in(run)) == 4
+    for prefix in ("step", "step1.pt", "never"):
+        assert [*opened.list(f"{base}/{prefix}")] == []
+
+
+def test_temporary_objects_are_not_listed(run):
+    opened, base = stores.open_store(run)
+
+    def pieces():
+        yield b"new"
+        assert [each.key for each in opened.list(base)] == [f"{base}/a.pt"]
+        assert bytes(opened.get(f"{base}/a.pt", 0, 3)) == b"old"
+
+    opened.put(f"{base}/a.pt", [b"old"])
+    opened.put(f"{base}/a.pt", pieces())
+    assert content(opened, f"{base}/a.pt") == b"new"
+
+
+def test_whole_bucket_is_listed(server):
+    opened, _ = stores.open_store("s3://bkt")
+    server.fill({"a.pt": b"a", "b/c.pt": b"c"})
+    assert [each.key for each in opened.list("")] == ["a.pt", "b/c.pt"]
 
 
 def test_delete_of_a_missing_object_is_no_error(run):
     opened, key = stores.open_store(f"{run}/a.pt")
     opened.put(key, [b"abc"])
-    opened.put("run/b.pt", [b"abc"])
-    opened.delete(["run/never.pt", key, key])
-    assert [each.key for each in opened.list("")] == ["run/b.pt"]
+    opened.put(f"{key}.b", [b"abc"])
+    opened.delete([f"{key}.never", key, key])
+    assert keys_in(run) == ["a.pt.b"]
     opened.delete([])
 
 
@@ -144,22 +174,22 @@ def test_missing_object_is_named(run):
 
 
 def test_directory_is_no_object(run):
-    opened, _ = stores.open_store(f"{run}/a.pt")
-    opened.put("run/a.pt", [b"abc"])
+    opened, key = stores.open_store(f"{run}/a.pt")
+    opened.put(f"{key}/b.pt", [b"abc"])
     with pytest.raises(FileNotFoundError):
-        opened.size("run")
+        opened.size(key)
 
 
 def test_threads_share_a_store(run):
-    opened, _ = stores.open_store(run)
+    opened, base = stores.open_store(run)
     errors = []
 
     def work(number):
         data = bytes([number]) * 150_000
         try:
             for each in range(3):
-                opened.put(f"run/{number}-{each}", pieces_of(data))
-                assert content(opened, f"run/{number}-{each}") == data
+                opened.put(f"{base}/{number}-{each}", pieces_of(data))
+                assert content(opened, f"{base}/{number}-{each}") == data
         except BaseException as error:
             errors.append(error)
 
@@ -169,7 +199,7 @@ def test_threads_share_a_store(run):
     for each in threads:
         each.join()
     assert errors == []
-    assert len([*opened.list("run")]) == 12
+    assert len(keys_in(run)) == 12
 
 
 # ---- obstore ----
@@ -267,6 +297,7 @@ def test_ctrl_c_ends_a_read(server):
             opened.get(key, 0, 3)
             thread.join()
         thread.join()
+    assert eventually(lambda: "sf-store" not in {each.name for each in threading.enumerate()})
 
 
 def in_a_fork(check):

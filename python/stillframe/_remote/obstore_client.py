@@ -1,7 +1,8 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
 obstore tries a failed request again with growing pauses, `RETRIES` times within `RETRY_S`. It says
-in the last error how often it tried, but it has no log or hook, so single tries cannot be logged.
+in the last error how often it tried, but it has no log or hook, so single tries cannot be logged:
+`Feed` logs long waits instead.
 """
 
 from __future__ import annotations

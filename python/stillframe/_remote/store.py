@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
+import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,12 +19,15 @@ from stillframe._base.urls import Url
 from stillframe._remote.redact import failure, secrets_of
 from stillframe.errors import ForkError
 
+log = logging.getLogger("stillframe")
+
 T = TypeVar("T")
 Buffer: TypeAlias = Any  # collections.abc.Buffer, since Python 3.12
 
 MIB = 1 << 20
 PART_BYTES = 16 * MIB
 MOST_PARTS = 9_500  # S3 takes 10,000
+SLOW_S = 10.0  # a longer wait for the store is logged
 
 
 class Found(NamedTuple):
@@ -81,7 +87,7 @@ class Store(ABC):
             OSError: The store refused; see the class. The object is the old one, except if only the
                 answer to the last request was lost and the store cannot be asked again.
         """
-        feed = Feed(pieces)
+        feed = Feed(pieces, self.shown(key))
         try:
             self._do("the upload", key, lambda: self._put(key, feed, nbytes))
         except BaseException:
@@ -174,8 +180,10 @@ class Feed:
         ended: The last one has been taken.
     """
 
-    def __init__(self, pieces: Iterable[Buffer]) -> None:
+    def __init__(self, pieces: Iterable[Buffer], shown: str) -> None:
         self._iterator = iter(pieces)
+        self._shown = shown
+        self._given_at = math.inf
         self.error: BaseException | None = None
         self.ended = False
 
@@ -183,8 +191,19 @@ class Feed:
         return self
 
     def __next__(self) -> Buffer:
+        waited_s = time.monotonic() - self._given_at
+        if waited_s > SLOW_S:
+            # No client tells of the requests that it tries again.
+            log.info(
+                "stillframe: %s: the store acknowledged no part for %.0f s; failed requests are"
+                " tried again",
+                self._shown,
+                waited_s,
+            )
         try:
-            return next(self._iterator)
+            piece = next(self._iterator)
+            self._given_at = time.monotonic()
+            return piece
         except StopIteration:
             self.ended = True
             raise
