@@ -1,7 +1,7 @@
-"""URLs of objects in stores: which paths are remote, and how they are shown and named.
+"""URLs of objects in stores: which paths are remote, how they are shown, their names in the log.
 
-Nothing here imports a client. A URL may hold a password or a signature, so only `shown` of it may
-reach a message, a log or a report.
+Nothing here imports a client. A URL may hold a password or a signature, so messages, logs and
+reports get `shown` of it.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-# Schemes with the same meaning, under the name that the log uses.
+# Other names of a scheme.
 _ALIASES = {
     "s3a": "s3",
     "gcs": "gs",
-    "abfs": "az",
-    "abfss": "az",
-    "adl": "az",
-    "azure": "az",
+    **dict.fromkeys(("abfs", "abfss", "adl", "azure"), "az"),
 }
-_AZURE_HOST = re.compile(r"([^.]+)\.(?:dfs|blob)\.[^:]+", re.IGNORECASE)
-_REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_AZURE_HOST = re.compile(r"([^.]+)\.(?:dfs|blob)\..+", re.IGNORECASE)
+_PORT = re.compile(r":\d*$")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Url:
-    """A URL in its components.
+    """The components of a URL.
 
     Attributes:
-        scheme: In lower case, with the alias replaced: "s3", "gs" and "az" for those stores.
+        scheme: In lower case, and without aliases: "s3", "gs" and "az" for those stores.
         bucket: The bucket, container or host (with its port), without user info.
-        account: Azure's storage account where the URL names it, else "".
-        path: Everything behind the bucket's slash, as it was given: nothing is decoded.
-        query: What follows a question mark. It may be a signature.
-        user: The user info, which may be a password.
+        account: Azure's storage account, where the URL names it; otherwise "".
+        path: Everything after the slash that follows the bucket, as it was given. Nothing is
+            decoded, as in fsspec.
+        query: Everything after the question mark; it may be a signature.
+        user: The user info, which may hold a password.
     """
 
     scheme: str
@@ -46,68 +45,68 @@ class Url:
     user: str
 
     @classmethod
-    def parse(cls, text: str) -> Url:
+    def parse(cls, url: Any) -> Url:
         """
         Raises:
             ValueError: It is not a URL.
         """
-        match = _REMOTE.match(text)
+        text = os.fsdecode(url)
+        match = _SCHEME.match(text)
         if match is None:
-            raise ValueError("not a URL: it does not begin with a scheme, such as 's3://'")
-        scheme = match[1].lower()
-        scheme = _ALIASES.get(scheme, scheme)
-        rest, _, query = text[match.end() :].partition("?")
-        host, _, path = rest.partition("/")
+            raise ValueError("not a URL: it does not begin with a scheme, such as s3://")
+        host, _, path = text[match.end() :].partition("/")
         user, at, host = host.rpartition("@")
-        account = ""
-        if scheme == "az" and at and ":" not in user:  # container@account.dfs.core.windows.net
-            named = _AZURE_HOST.fullmatch(host)
-            user, host, account = "", user, named[1] if named else host
-        return cls(scheme, host, account, path, query, user)
+        if not at and "@" in path and ":" in _PORT.sub("", host):
+            # A password with a slash.
+            more, _, rest = path.partition("@")
+            user = f"{host}/{more}"
+            host, _, path = rest.partition("/")
+        path, _, query = path.partition("?")
+        host, _, more = host.partition("?")
+        scheme, account = match[1].lower(), ""
+        scheme = _ALIASES.get(scheme, scheme)
+        named = _AZURE_HOST.fullmatch(host)
+        if scheme == "az" and named is not None and user and ":" not in user:
+            user, host, account = "", user, named[1]  # container@account.dfs.core.windows.net
+        return cls(scheme, host, account, path, query or more, user)
 
     @property
     def root(self) -> str:
-        """The URL up to its path, without credentials."""
-        host = f"{self.bucket}@{self.account}" if self.account else self.bucket
-        return f"{self.scheme}://{host}"
+        """The URL up to its path, without user info and query."""
+        account = f"@{self.account}" if self.account else ""
+        return f"{self.scheme}://{self.bucket}{account}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.root}/{self.path})"
-
-
-def _text(path: Any) -> str | None:
-    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None
+        return f"Url({self.root}/{self.path})"
 
 
 def is_remote(path: Any) -> bool:
     """Return whether `path` is the URL of an object in a store: `scheme://`, but not `file://`."""
-    text = _text(path)
-    match = _REMOTE.match(text) if text is not None else None
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return False
+    match = _SCHEME.match(os.fsdecode(path))
     return match is not None and match[1].lower() != "file"
 
 
-def shown(url: Any) -> str:
-    """Return the URL for messages, logs and reports: as it was given, but without user info, query
-    and signature. A local path is returned as it is."""
-    text = os.fsdecode(url)
-    match = _REMOTE.match(text)
-    if match is None:
+def shown(path: Any) -> str:
+    """Return a URL for messages, logs and reports, without user info and query. A local path is
+    returned as it is."""
+    text = os.fsdecode(path)
+    if not is_remote(text):
         return text
-    rest = text[match.end() :].partition("?")[0]
-    host, slash, path = rest.partition("/")
-    user, at, host = host.rpartition("@")
-    if at and Url.parse(text).account:
-        host = f"{user}@{host}"  # Azure's container, and no user info
-    return f"{match[0]}{host}{slash}{path}"
+    url = Url.parse(text)
+    if url.account:
+        return text.partition("?")[0]  # what looks like user info is the container
+    return f"{text.partition('://')[0]}://{url.bucket}/{url.path}"
 
 
 def key(url: Any) -> bytes:
-    """Return the URL's name in the log, in which two spellings of one object are the same.
+    """Return the URL's name in the log: the same for all spellings of an object's URL.
 
     Raises:
         ValueError: It is not a URL.
     """
-    parsed = Url.parse(os.fsdecode(url))
+    parsed = Url.parse(url)
     return os.fsencode(f"{parsed.root}/{parsed.path}")
 
 
@@ -123,16 +122,16 @@ def refuse_options(path: Any, storage_options: Any) -> None:
         )
 
 
-def local_path(text: str) -> str:
-    """Return the local path that a `file://` URL names, and any other text as it is.
+def local_path(path: str) -> str:
+    """Return the local path that a `file://` URL names, and any other path as it is.
 
     Raises:
-        ValueError: The URL names a file of another host.
+        ValueError: The URL names another host.
     """
-    match = _REMOTE.match(text)
+    match = _SCHEME.match(path)
     if match is None or match[1].lower() != "file":
-        return text
-    host, slash, path = text[match.end() :].partition("/")
+        return path
+    host, slash, rest = path[match.end() :].partition("/")
     if host not in ("", "localhost"):
-        raise ValueError(f"{text}: a file:// URL has no host; give file:///path")
-    return unquote(slash + path)
+        raise ValueError(f"{path}: a file:// URL names no host; write file:///{host}/{rest}")
+    return unquote(slash + rest)

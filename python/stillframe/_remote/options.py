@@ -1,42 +1,43 @@
-"""The `storage_options` of a URL, with fsspec's meaning, as the configuration of an obstore client.
-
-Without options the client takes the credentials of the environment.
-"""
+"""The configuration of an obstore client, made of `storage_options` with fsspec's meaning."""
 
 from __future__ import annotations
 
-import importlib.util
+import configparser
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Options = Mapping[str, Any]
-
-_S3_NAMES = {
+# fsspec's names, and obstore's.
+_S3 = {
     "key": "access_key_id",
     "secret": "secret_access_key",
     "token": "session_token",
     "endpoint_url": "endpoint",
     "requester_pays": "request_payer",
 }
-_S3_CLIENT_NAMES = {
+_S3_CLIENT = {
     "endpoint_url": "endpoint",
     "region_name": "region",
     "aws_access_key_id": "access_key_id",
     "aws_secret_access_key": "secret_access_key",
     "aws_session_token": "session_token",
 }
-_AZURE_NAMES = {"sas_token": "sas_key"}
-_CONNECTION_NAMES = {
+_AZURE_CONNECTION = {
     "accountname": "account_name",
     "accountkey": "account_key",
     "sharedaccesssignature": "sas_key",
     "blobendpoint": "endpoint",
 }
-# Variables that name an endpoint, by scheme.
-_ENDPOINTS = {
+# They come before AWS's files.
+_OTHER_CREDENTIALS = (
+    *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+)
+# Options and variables that name an endpoint.
+_ENDPOINTS = ("endpoint", "aws_endpoint_url_s3", "base_url")
+_ENDPOINT_VARIABLES = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": (),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
@@ -45,52 +46,48 @@ _ENDPOINTS = {
 
 @dataclass(repr=False)
 class Config:
-    """What an obstore client is made with.
+    """Arguments of an obstore client.
 
     Attributes:
-        values: Its configuration, in obstore's names.
-        client: Options of the HTTP client.
-        provider: A function that obstore asks for credentials.
+        values: Its configuration, with obstore's names.
+        client: Options of its HTTP client.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     client: dict[str, Any] = field(default_factory=dict)
-    provider: Callable[[], Any] | None = None
 
 
-def config_of(scheme: str, options: Options) -> Config:
-    """Return the configuration for a scheme of `urls.Url`: "s3", "gs" or "az".
+def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
+    """Return the configuration for a scheme of `Url`: "s3", "gs" or "az".
 
-    Names that fsspec's file systems do not have are obstore's own.
+    Names that are not fsspec's go to obstore as they are. It takes everything that is missing from
+    the environment, and refuses unknown names.
 
     Raises:
-        ValueError: obstore has nothing for an option, and the message names it.
+        ValueError: obstore has nothing that corresponds to an option.
     """
     config = Config()
-    rest = dict(options)
-    config.client.update(_mapping(rest.pop("client_options", None), "client_options"))
+    rest = {name: value for name, value in options.items() if value is not None}
+    config.client.update(_mapping(rest, "client_options"))
     if rest.pop("anon", False):
         config.values["skip_signature"] = True
     {"s3": _s3, "gs": _gs, "az": _az}[scheme](rest, config)
-    config.values.update({name: value for name, value in rest.items() if value is not None})
-    endpoint = next(
-        (config.values[name] for name in ("endpoint", "base_url") if name in config.values),
-        next((os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), ""),
-    )
-    if str(endpoint).startswith("http://"):
+    config.values.update(rest)
+    named = [config.values[name] for name in _ENDPOINTS if name in config.values]
+    named += [os.environ[name] for name in _ENDPOINT_VARIABLES[scheme] if os.environ.get(name)]
+    if named and str(named[0]).startswith("http://"):
         config.client.setdefault("allow_http", True)
     return config
 
 
-def _rename(rest: dict[str, Any], names: Mapping[str, str], values: dict[str, Any]) -> None:
-    for name, theirs in names.items():
-        if (value := rest.pop(name, None)) is not None:
-            values[theirs] = value
+def _move(source: dict[str, Any], names: Mapping[str, str], target: dict[str, Any]) -> None:
+    """Move options to their other names."""
+    for name in names.keys() & source.keys():
+        target[names[name]] = source.pop(name)
 
 
-def _mapping(value: Any, name: str) -> dict[str, Any]:
-    if value is None:
-        return {}
+def _mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
+    value = rest.pop(name, {})
     if not isinstance(value, Mapping):
         raise ValueError(f"storage_options: {name} has to be a dict, not {type(value).__name__}")
     return dict(value)
@@ -98,88 +95,79 @@ def _mapping(value: Any, name: str) -> dict[str, Any]:
 
 def _s3(rest: dict[str, Any], config: Config) -> None:
     profile = rest.pop("profile", None)
-    inner = _mapping(rest.pop("client_kwargs", None), "client_kwargs")
-    _rename(inner, _S3_CLIENT_NAMES, config.values)
-    _rename(rest, _S3_NAMES, config.values)
+    inner = _mapping(rest, "client_kwargs")
+    _move(inner, _S3_CLIENT, config.values)
+    _move(rest, _S3, config.values)
     if inner.pop("verify", True) is False:
         config.client["allow_invalid_certificates"] = True
     if inner:
-        raise ValueError(f"storage_options: obstore has no client_kwargs {_names(inner)}")
-    own = not {"access_key_id", "skip_signature"} & config.values.keys()
-    if profile is not None:
-        if importlib.util.find_spec("boto3") is None:
-            raise ValueError(
-                "storage_options: profile needs boto3, which reads AWS's configuration files."
-                " Install it, or give key and secret"
-            )
-        _boto3(str(profile), config)
-    elif own and _has_aws_files() and importlib.util.find_spec("boto3") is not None:
-        _boto3(None, config)
+        raise ValueError(f"storage_options: client_kwargs has no {', '.join(sorted(inner))} here")
+    if not {"access_key_id", "skip_signature"} & config.values.keys():
+        _read_files(profile, config.values)
 
 
-def _has_aws_files() -> bool:
-    """Return whether credentials come from AWS's files, which obstore does not read."""
-    if os.environ.get("AWS_ACCESS_KEY_ID"):
-        return False
-    if os.environ.get("AWS_PROFILE"):
-        return True
-    file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
-    return os.path.exists(os.path.expanduser(file))
+def _read_files(profile: str | None, values: dict[str, Any]) -> None:
+    """Take the keys of a profile from AWS's files, which obstore does not read.
+
+    Without `profile` the environment's keys come first, and the files need not have any.
+    """
+    if profile is None and any(map(os.environ.get, _OTHER_CREDENTIALS)):
+        return
+    name = profile or os.environ.get("AWS_PROFILE") or "default"
+    found = {
+        **_section("AWS_CONFIG_FILE", "~/.aws/config", f"profile {name}", name),
+        **_section("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", name),
+    }
+    if "aws_access_key_id" in found:
+        for theirs, ours in {"region": "region", **_S3_CLIENT}.items():
+            if theirs in found:
+                values.setdefault(ours, found[theirs])
+    elif profile is not None:
+        raise ValueError(
+            f"storage_options: the profile {profile!r} has no aws_access_key_id in AWS's files, and"
+            " obstore neither assumes roles nor signs in: put the credentials into the environment"
+            " (aws configure export-credentials)"
+        )
 
 
-def _boto3(profile: str | None, config: Config) -> None:
-    import boto3
-    from obstore.auth.boto3 import Boto3CredentialProvider
-
+def _section(variable: str, default: str, *names: str) -> dict[str, str]:
+    parser = configparser.RawConfigParser()
+    file = os.path.expanduser(os.environ.get(variable, default))
     try:
-        session = boto3.Session(profile_name=profile)
-        config.provider = Boto3CredentialProvider(session)
-    except Exception as error:
-        if profile is None:
-            return  # obstore asks the machine's metadata service
-        raise ValueError(f"storage_options: profile {profile!r}: {error}") from None
-    if session.region_name and "region" not in config.values:
-        config.values["region"] = session.region_name
+        parser.read(file)
+    except configparser.Error:
+        pass  # its text quotes the line, which may be a secret
+    else:
+        return next((dict(parser[each]) for each in names if parser.has_section(each)), {})
+    raise ValueError(f"storage_options: {file} is not a file of AWS's settings")
 
 
 def _gs(rest: dict[str, Any], config: Config) -> None:
-    rest.pop("project", None)  # only bucket lists and new buckets need one
-    _rename(rest, {"endpoint_url": "base_url"}, config.values)
-    token = rest.pop("token", None)
-    if token is None or token in ("google_default", "cloud"):
-        return
+    rest.pop("project", None)  # objects need none
+    _move(rest, {"endpoint_url": "base_url"}, config.values)
+    token = rest.pop("token", "google_default")
     if token == "anon":
         config.values["skip_signature"] = True
     elif isinstance(token, Mapping):
         config.values["service_account_key"] = json.dumps(dict(token))
     elif isinstance(token, (str, os.PathLike)) and os.path.exists(token):
         config.values["application_credentials"] = os.fspath(token)
-    else:
+    elif token not in ("google_default", "cloud"):
         raise ValueError(
-            "storage_options: token has to be 'google_default', 'cloud', 'anon', a JSON file of"
-            " credentials that exists, or its content as a dict; obstore takes an access token as"
-            " bearer_token"
+            "storage_options: token has to be 'google_default', 'cloud', 'anon', the path of a JSON"
+            " file with credentials, or its content as a dict; an access token is a bearer_token"
         )
 
 
 def _az(rest: dict[str, Any], config: Config) -> None:
-    fields = _connection(rest.pop("connection_string", None))
-    suffix = fields.pop("endpointsuffix", "core.windows.net")
-    protocol = fields.pop("defaultendpointsprotocol", "https")
-    _rename(fields, _CONNECTION_NAMES, config.values)
-    if "account_name" in config.values and suffix != "core.windows.net":
-        account = config.values["account_name"]
-        config.values.setdefault("endpoint", f"{protocol}://{account}.blob.{suffix}")
-    _rename(rest, _AZURE_NAMES, config.values)
+    pairs = (each.partition("=") for each in str(rest.pop("connection_string", "")).split(";"))
+    fields = {name.strip().lower(): value.strip() for name, _, value in pairs if value}
+    _move(fields, _AZURE_CONNECTION, config.values)
+    suffix = fields.get("endpointsuffix", "core.windows.net")
+    if suffix != "core.windows.net" and "account_name" in config.values:
+        scheme = fields.get("defaultendpointsprotocol", "https")
+        host = f"{config.values['account_name']}.blob.{suffix}"
+        config.values.setdefault("endpoint", f"{scheme}://{host}")
+    _move(rest, {"sas_token": "sas_key"}, config.values)
     if "sas_key" in config.values:
         config.values["sas_key"] = str(config.values["sas_key"]).removeprefix("?")
-
-
-def _connection(text: Any) -> dict[str, Any]:
-    """Return the fields of Azure's connection string, with names in lower case."""
-    pairs = (each.partition("=") for each in str(text or "").split(";"))
-    return {name.strip().lower(): value.strip() for name, _, value in pairs if value}
-
-
-def _names(options: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(options))

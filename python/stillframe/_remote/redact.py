@@ -1,4 +1,4 @@
-"""Errors of clients without the credentials that their texts may hold."""
+"""Errors of clients, without the credentials that their texts may hold."""
 
 from __future__ import annotations
 
@@ -7,90 +7,106 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, quote_plus
+from urllib.parse import quote, quote_plus, urlsplit
 
 from stillframe.errors import StillframeError
 
-# Names of options, and of variables of the environment, whose values are credentials.
-_SECRET = re.compile(r"key|secret|token|sas|passw|credential|connection_string|auth", re.IGNORECASE)
-_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "HF_")
-_SHORTEST = 4  # shorter values are no secrets, and would be found everywhere
-_HIDDEN = "***"
-# Credentials that no option has: in a URL, in a header, and in a signed request that is quoted.
-_PATTERNS = [
-    (re.compile(r"(?<=://)[^/@\s'\"<>]+@"), f"{_HIDDEN}@"),
-    (re.compile(r"(?<=[A-Za-z0-9/])\?[^\s'\"<>)]+"), "?***"),
-    (re.compile(r"(?i)\b(bearer|basic|sharedkey)\s+\S+"), rf"\1 {_HIDDEN}"),
-    (
-        re.compile(r"(?i)\b(sig|signature|x-amz-\w[\w-]*|authorization)\s*[=:]\s*[^\s&,<>'\"]+"),
-        _HIDDEN,
-    ),
-]
-_ANSWER = re.compile(r"<(Code|Message)>(.*?)</\1>", re.DOTALL)
+HIDDEN = "***"
 _LONGEST = 400
+_SHORTEST = 4  # a shorter text is no secret, and would be hidden everywhere
+
+# Names of options and variables whose values are credentials.
+_SECRET = re.compile(r"key|secret|token|sas|sig$|passw|credential|connection_string", re.IGNORECASE)
+_VARIABLES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|HF)_.*(?<!_FILE)(?<!_CREDENTIALS)(?<!_UR[IL])$")
+_WORDS = ("anon", "cloud", "google_default")  # tokens of gcsfs that are no secrets
+# Credentials that no option has: in a URL, in a header, and in a signed request that is quoted.
+_PATTERNS = (
+    (re.compile(r"(?<=://)[^/@\s]+@"), f"{HIDDEN}@"),
+    (re.compile(r"(?<=\S)\?[\w.-]+=\S*"), f"?{HIDDEN}"),
+    (re.compile(r"\b(bearer|basic|sharedkey) \S+", re.IGNORECASE), rf"\1 {HIDDEN}"),
+    (re.compile(r"\b(sig|signature|x-amz-[\w-]+|authorization)[=:]\s*\S+", re.IGNORECASE), HIDDEN),
+)
+# obstore's description of a request that failed.
+_REQUEST = re.compile(
+    r"Error performing (?P<method>[A-Z]+) (?P<url>https?://\S+) in [^\s,]+"
+    r"(?:, after (?P<retries>\d+) retries\b.*?)?\s+- (?P<cause>.*)",
+    re.DOTALL,
+)
+_STATUS = re.compile(r"status code: (\d+)")
+_ANSWER = re.compile(r"<(Code|Message)>(.*?)</\1>", re.DOTALL)
+_PART = re.compile(r"[?&]partNumber=(\d+)")
 
 
 def secrets_of(options: Mapping[str, Any], user: str) -> frozenset[str]:
-    """Return the texts that no message may hold: the secret options, those of the environment, and
-    the user info of a URL."""
-    found = set(_values(options))
-    found.update(_values({k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}))
-    found.update((user, *user.split(":")))
-    return frozenset(each for each in found if len(each) >= _SHORTEST)
+    """Return what no message may hold: secret options, secrets of the environment, and the user
+    info of a URL."""
+    variables = {name: os.environ[name] for name in os.environ if _VARIABLES.match(name)}
+    found = {user, *user.split(":"), *_secrets(options), *_secrets(variables)}
+    return frozenset(each for each in found if len(each) >= _SHORTEST and each not in _WORDS)
 
 
-def _values(options: Any, secret: bool = False) -> Iterator[str]:
-    if isinstance(options, Mapping):
-        for name, value in options.items():
-            yield from _values(value, secret or _SECRET.search(str(name)) is not None)
-    elif isinstance(options, (list, tuple)):
-        for value in options:
-            yield from _values(value, secret)
-    elif secret and isinstance(options, (str, bytes)):
-        text = os.fsdecode(options)
+def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secrets(inner, secret or _SECRET.search(str(name)) is not None)
+    elif secret and isinstance(value, (str, bytes)):
+        text = os.fsdecode(value)
         yield text
-        yield from re.split(r"[;&=\s]", text)  # the fields of a connection string or signature
+        for each in re.split(r"[;&?]", text):  # a connection string, or a shared access signature
+            name, _, inner = each.partition("=")
+            if _SECRET.search(name):
+                yield inner
 
 
 def redact(text: str, secrets: Iterable[str]) -> str:
-    """Return the text of a client's error in one short line, without credentials."""
+    """Return the text of a client's error as one line of bounded length, without credentials."""
     text = text.partition("\n\nDebug source:")[0]
-    if answer := dict(_ANSWER.findall(text)):
-        # The rest of a store's answer may quote the signed request.
-        text = text[: text.find("<")].rstrip(" :-") + ": " + ": ".join(answer.values())
+    request = _REQUEST.search(text)
+    if request is not None:
+        host = urlsplit(request["url"]).netloc.rpartition("@")[2]
+        tries = f", after {request['retries']} retries" if request["retries"] else ""
+        cause = request["cause"].removeprefix("Server returned non-2xx status code: ")
+        text = f"{_without_quotes(cause)} ({request['method']}, {host}{tries})"
+    else:
+        text = _without_quotes(text)
     for secret in sorted(secrets, key=len, reverse=True):
-        for form in {secret, quote(secret, safe=""), quote_plus(secret)}:
-            text = text.replace(form, _HIDDEN)
+        for form in (secret, quote(secret, safe=""), quote_plus(secret)):
+            text = text.replace(form, HIDDEN)
     for pattern, instead in _PATTERNS:
         text = pattern.sub(instead, text)
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def _without_quotes(text: str) -> str:
+    """Return a store's answer in XML as its code and its sentence. The rest may quote the request,
+    with its signature."""
+    found = dict(_ANSWER.findall(text))
+    if not found:
+        return text.partition("<?xml")[0].partition("<Error>")[0].rstrip(" :")
+    return ": ".join((text.partition("<")[0].rstrip(" :"), *found.values()))
+
+
 def failure(doing: str, shown: str, error: BaseException, secrets: Iterable[str]) -> Exception:
-    """Return the error to raise in place of a client's own, whose text may hold credentials.
+    """Return the error to raise in place of a client's own.
 
     Args:
-        doing: What failed, such as "reading the bytes 0 to 100".
-        shown: The URL, without credentials.
+        doing: What failed, for instance "reading bytes 0 to 100".
+        shown: The object's URL, without credentials.
     """
-    cause = redact(_text(error), secrets) or type(error).__name__
-    name = type(error).__name__
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, f"{doing}: no such object", shown)
-    sentence = f"{doing} failed: {cause}"
-    if isinstance(error, PermissionError) or name in (
-        "PermissionDeniedError",
-        "UnauthenticatedError",
-    ):
-        return PermissionError(errno.EACCES, sentence, shown)
     if isinstance(error, StillframeError):
         return error
-    number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-    return OSError(number, sentence, shown)
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return str(error.strerror)
-    return str(error)
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    cause = redact(text, secrets) or type(error).__name__
+    if part := _PART.search(text):
+        doing = f"{doing} (part {part[1]})"
+    status = found[1] if (found := _STATUS.search(text)) else ""
+    sentence = f"{doing} failed: {cause}"
+    if isinstance(error, FileNotFoundError) or status == "404":
+        if "NoSuchKey" in text or "Code>" not in text:
+            sentence = "no such object"
+        return FileNotFoundError(errno.ENOENT, sentence, shown)
+    if isinstance(error, PermissionError) or status in ("401", "403"):
+        return PermissionError(errno.EACCES, sentence, shown)
+    number = error.errno if isinstance(error, OSError) else None
+    return OSError(number or errno.EIO, sentence, shown)

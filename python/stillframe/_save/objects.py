@@ -26,7 +26,8 @@ from typing import Any
 
 from stillframe._base import threads, urls
 from stillframe._base.event import Event
-from stillframe._remote.stores import Store, open_store
+from stillframe._remote.store import Store
+from stillframe._remote.stores import open_store
 from stillframe._save.core_save import CoreSave
 from stillframe._save.directory import DirectorySave, note_open
 from stillframe._save.engine import Engine, submit

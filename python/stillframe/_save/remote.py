@@ -26,7 +26,8 @@ from stillframe import _core
 from stillframe._base import threads, urls
 from stillframe._base.calls import inside
 from stillframe._base.event import Event
-from stillframe._remote.stores import Buffer, Store, open_store, part_bytes
+from stillframe._remote.store import Buffer, Store, part_bytes
+from stillframe._remote.stores import open_store
 from stillframe._save import completion, ordered
 from stillframe._save.core_save import CoreSave
 from stillframe._save.directory import will_hold

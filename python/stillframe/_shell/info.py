@@ -18,7 +18,7 @@ from stillframe._base.sizes import binary, decimal
 from stillframe._shell import bench_raw as raw
 
 GOOD, UNUSABLE = 0, 2
-_PACKAGES = ("lightning", "pytorch-lightning", "numpy", "rich", "fsspec")
+_PACKAGES = ("lightning", "pytorch-lightning", "numpy", "rich", "fsspec", "obstore")
 _SAVED_NBYTES = 1 << 20
 _VARIABLES = ("STILLFRAME_POOL_BYTES", "STILLFRAME_LIBCUDA", "LOCAL_WORLD_SIZE")
 

@@ -1,0 +1,131 @@
+"""Stores of every other scheme, through fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+from stillframe._base.urls import Url
+from stillframe._remote.redact import failure, redact
+from stillframe._remote.store import Buffer, Feed, Found, Store, part_bytes
+from stillframe.errors import StillframeError
+
+T = TypeVar("T")
+
+_TEMPORARY = ".stillframe-tmp"
+
+
+class FsspecStore(Store):
+    """A store behind fsspec.
+
+    An object is written beside its place and then moved there, by a rename or a copy in the store.
+    """
+
+    client = "fsspec"
+
+    def __init__(self, url: Url, options: Mapping[str, Any], given: str) -> None:
+        super().__init__(url, options)
+        host = f"{url.user}@{url.bucket}" if url.user else url.bucket
+        if url.account:
+            host = f"{url.bucket}@{given.partition('@')[2].partition('/')[0]}"
+        self._base = f"{given.partition('://')[0]}://{host}"
+        self._query = f"?{url.query}" if url.query else ""
+        self._fs = self._open(options)
+        # File systems with one connection, such as FTP, take one call at a time.
+        self._one_call = contextlib.nullcontext() if self._fs.async_impl else threading.RLock()
+
+    def _open(self, options: Mapping[str, Any]) -> Any:
+        import fsspec
+
+        kind: type[Exception] = StillframeError
+        try:
+            url = f"{self._base}/{self._query}"
+            return fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)[0]
+        except ImportError as error:
+            cause = redact(str(error), self._secrets)
+        except (TypeError, ValueError) as error:
+            cause, kind = redact(str(error), self._secrets), ValueError
+        except Exception as error:
+            failed = failure("opening the store", self._root, error, self._secrets)
+            cause = ""
+        if not cause:
+            raise failed
+        raise kind(f"{self._root}: {cause}")
+
+    def _call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        with self._one_call:
+            return function(*args, **options)
+
+    def _path(self, key: str) -> str:
+        return str(self._fs._strip_protocol(f"{self._base}/{key}{self._query}"))
+
+    def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
+        path = self._path(key)
+        temporary = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
+        with contextlib.suppress(Exception):  # a store without directories
+            self._call(self._fs.makedirs, self._fs._parent(path), exist_ok=True)
+        try:
+            file = self._call(self._fs.open, temporary, "wb", block_size=part_bytes(nbytes))
+            try:
+                for piece in feed:
+                    self._call(file.write, piece)
+            finally:
+                self._call(file.close)
+            self._move(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._call(self._fs.rm_file, temporary)
+            raise
+
+    def _move(self, source: str, target: str) -> None:
+        from fsspec import AbstractFileSystem
+
+        if type(self._fs).mv is not AbstractFileSystem.mv:  # it can rename
+            self._call(self._fs.mv, source, target)
+            return
+        # The default `mv` would take brackets in a name for a pattern.
+        self._call(self._fs.cp_file, source, target)
+        self._call(self._fs.rm_file, source)
+
+    def _get(self, key: str, start: int, end: int, version: str) -> Buffer:
+        return self._call(self._fs.cat_file, self._path(key), start=start, end=end)
+
+    def _find(self, key: str) -> Found:
+        self._fs.invalidate_cache()
+        info = self._call(self._fs.info, self._path(key))
+        if info.get("type") == "directory":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return _of_info(info, key)
+
+    def _list(self, prefix: str) -> Iterator[Sequence[Found]]:
+        self._fs.invalidate_cache()
+        root = self._path("").rstrip("/") + "/"
+        below = f"{self._path(prefix).rstrip('/')}/" if prefix else root
+        found: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
+            found = self._call(self._fs.find, below.rstrip("/"), detail=True)
+        yield [
+            _of_info(info, path.removeprefix(root))
+            for path, info in sorted(found.items())
+            if path.startswith(below) and not path.endswith(_TEMPORARY)
+        ]
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                self._call(self._fs.rm_file, self._path(key))
+
+
+def _of_info(info: Mapping[str, Any], key: str) -> Found:
+    names = ("mtime", "LastModified", "last_modified", "modified", "created")
+    modified = next((info[name] for name in names if info.get(name)), 0.0)
+    if isinstance(modified, datetime):
+        modified = modified.timestamp()
+    known = isinstance(modified, (int, float))
+    return Found(key, int(info.get("size") or 0), float(modified) if known else 0.0)

@@ -1,0 +1,155 @@
+"""S3, Google Cloud Storage and Azure through obstore.
+
+obstore tries a failed request again with growing pauses, `RETRIES` times within `RETRY_S`. It says
+in the last error how often it tried, but it has no log or hook, so single tries cannot be logged:
+`Feed` logs long waits instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from stillframe._base.urls import Url
+from stillframe._remote.options import config_of
+from stillframe._remote.redact import redact, secrets_of
+from stillframe._remote.store import (
+    MIB,
+    PART_BYTES,
+    Buffer,
+    Feed,
+    Found,
+    Store,
+    fork_error,
+    part_bytes,
+)
+
+log = logging.getLogger("stillframe")
+
+PARTS_AT_A_TIME = 4
+ONE_REQUEST_BYTES = MIB  # an object up to this size is not uploaded in parts
+RETRIES = 10
+RETRY_S = 180.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 15.0
+REQUEST_S = 120.0  # the limit for a request of PART_BYTES; longer ones get more
+
+_MARK = "stillframeupload"  # metadata of an object; other characters do not pass every proxy
+_used_in: int | None = None  # the generation of the process that has obstore's threads
+
+
+def _obstore() -> Any:
+    import obstore.exceptions
+    import obstore.store
+
+    return obstore
+
+
+class ObstoreStore(Store):
+    client = "obstore"
+
+    def __init__(self, url: Url, options: Mapping[str, Any]) -> None:
+        global _used_in
+        super().__init__(url, options)
+        if _used_in not in (None, self._generation):
+            raise fork_error()
+        self._bucket = f"{url.scheme}://{url.bucket}"
+        self._config = config_of(url.scheme, options)
+        if url.account:
+            self._config.values.setdefault("account_name", url.account)
+        self._secrets |= secrets_of(self._config.values, "")
+        self._clients: dict[int, Any] = {}
+        self._client(PART_BYTES)
+        _used_in = self._generation
+
+    def _client(self, part: int = 0) -> Any:
+        """Return the client whose limit of time is for requests of up to `part` bytes."""
+        seconds = round(REQUEST_S * max(1.0, part / PART_BYTES))
+        if seconds not in self._clients:  # two threads may make it twice
+            self._clients[seconds] = self._open(seconds)
+        return self._clients[seconds]
+
+    def _open(self, seconds: int) -> Any:
+        pauses = {
+            "init_backoff": timedelta(seconds=FIRST_PAUSE_S),
+            "max_backoff": timedelta(seconds=LONGEST_PAUSE_S),
+        }
+        try:
+            return _obstore().store.from_url(
+                self._bucket,
+                config=self._config.values,
+                client_options={"timeout": timedelta(seconds=seconds), **self._config.client},
+                retry_config={
+                    "max_retries": RETRIES,
+                    "retry_timeout": timedelta(seconds=max(RETRY_S, seconds)),
+                    "backoff": pauses,
+                },
+            )
+        except Exception as error:
+            cause = redact(str(error), self._secrets)
+        raise ValueError(f"storage_options of {self._root}: {cause}")
+
+    def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
+        obstore = _obstore()
+        if nbytes is not None and nbytes <= ONE_REQUEST_BYTES:
+            obstore.put(self._client(), key, b"".join(feed), use_multipart=False)
+            return
+        part = part_bytes(nbytes)
+        mark = uuid.uuid4().hex
+        try:
+            obstore.put(
+                self._client(part),
+                key,
+                feed,
+                use_multipart=True,
+                chunk_size=part,
+                max_concurrency=PARTS_AT_A_TIME,
+                attributes={_MARK: mark},
+            )
+        except Exception:
+            if not feed.ended or not self._has_mark(key, mark):
+                raise
+            # The store had done the last request, and its answer was lost.
+            log.info("stillframe: %s is there, although the upload failed", self.shown(key))
+
+    def _has_mark(self, key: str, mark: str) -> bool:
+        with contextlib.suppress(Exception):
+            found = _obstore().get(self._client(), key, options={"head": True})
+            return bool(found.attributes.get(_MARK) == mark)
+        return False
+
+    def _get(self, key: str, start: int, end: int, version: str) -> Buffer:
+        obstore = _obstore()
+        if not version:
+            return obstore.get_range(self._client(), key, start=start, end=end)
+        options = {"range": (start, end), "if_match": version}
+        try:
+            return obstore.get(self._client(), key, options=options).bytes()
+        except obstore.exceptions.PreconditionError:
+            raise OSError(errno.ESTALE, "the object was replaced meanwhile") from None
+
+    def _find(self, key: str) -> Found:
+        return _of_meta(_obstore().head(self._client(), key))
+
+    def _list(self, prefix: str) -> Iterator[Sequence[Found]]:
+        for page in _obstore().list(self._client(), prefix=prefix or None):
+            yield [_of_meta(meta) for meta in page]
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        obstore = _obstore()
+        try:
+            obstore.delete(self._client(), [*keys])
+        except FileNotFoundError:
+            for key in keys:  # the others were not tried
+                with contextlib.suppress(FileNotFoundError):
+                    obstore.delete(self._client(), key)
+
+
+def _of_meta(meta: Mapping[str, Any]) -> Found:
+    modified_s = meta["last_modified"].timestamp()
+    return Found(meta["path"], meta["size"], modified_s, meta["e_tag"] or "")

@@ -1,0 +1,76 @@
+"""moto's S3 in a process of its own: `s3_server.py` prints its port, and ends with its input.
+
+It answers one request at a time: moto loses a part that two requests write at once. Paths below
+`/_control/` are for the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.moto_server.werkzeug_app import create_backend_app
+from moto.s3 import models
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+# AWS refuses smaller parts; the tests need several parts of small states.
+models.S3_UPLOAD_PART_MIN_SIZE = 0
+
+REGION = "us-east-1"
+
+
+def control(name: str, given: Any = None) -> Any:
+    """Do what a test asks for; return the answer."""
+    backend = models.s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    if name == "reset":
+        models.s3_backends[DEFAULT_ACCOUNT_ID].reset()
+        models.s3_backends[DEFAULT_ACCOUNT_ID]["aws"].create_bucket("bkt", REGION)
+        return None
+    bucket = backend.buckets["bkt"]
+    if name == "objects":
+        return {key: bucket.keys[key].value.hex() for key in sorted(bucket.keys)}
+    if name == "uploads":
+        return sorted(each.key_name for each in bucket.multiparts.values())
+    if name == "fill":
+        for key, data in given.items():
+            backend.put_object("bkt", key, bytes.fromhex(data))
+        return None
+    raise KeyError(name)
+
+
+def with_control(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if not path.startswith("/_control/"):
+            return app(environ, start_response)
+        given = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+        body = json.dumps(control(path.removeprefix("/_control/"), given)).encode()
+        start_response("200 OK", [("Content-Length", str(len(body)))])
+        return [body]
+
+    return answer
+
+
+class Quiet(WSGIRequestHandler):
+    def log(self, type: str, message: str, *args: Any) -> None:
+        """Write nothing: pytest would show it in front of the test's own output."""
+
+
+def end_with_the_parent() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    server = make_server(
+        "127.0.0.1", 0, with_control(create_backend_app("s3")), request_handler=Quiet
+    )
+    control("reset")
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
+    print(server.server_port, flush=True)
+    server.serve_forever()
