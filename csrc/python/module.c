@@ -106,6 +106,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, sfr_py_add_work },
 	{ Py_mod_exec, sfr_py_add_inject },
 	{ Py_mod_exec, sfr_py_add_reader },
+	{ Py_mod_exec, sfr_py_add_arrivals },
 	{ Py_mod_exec, sfr_py_add_skeleton },
 	{ Py_mod_exec, sfr_py_add_containers },
 	{ Py_mod_exec, sfr_py_add_observer },

@@ -19,7 +19,7 @@
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
-	X(restore) X(torch_types) X(collector) X(observer)
+	X(restore) X(arrivals) X(torch_types) X(collector) X(observer)
 /* clang-format on */
 #define SFR_PY_ERRORS(X)                                                                           \
 	X(stillframe_error, "StillframeError", 0)                                                  \
@@ -137,6 +137,7 @@ int sfr_py_add_inject(PyObject *module);     /* inject.c: the call table, for te
 int sfr_py_add_reader(PyObject *module);     /* reader.c: check, crc32 */
 int sfr_py_add_file(PyObject *module);       /* file.c, called by reader.c */
 int sfr_py_add_restore(PyObject *module);    /* restore.c, likewise */
+int sfr_py_add_arrivals(PyObject *module);   /* arrivals.c */
 int sfr_py_add_skeleton(PyObject *module);   /* skeleton.c */
 int sfr_py_add_containers(PyObject *module); /* containers.c */
 int sfr_py_add_observer(PyObject *module);   /* observer.c */
