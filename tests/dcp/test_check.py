@@ -32,7 +32,7 @@ VALUES = list(range(5))
 def no_descriptor_is_left() -> Iterator[None]:
     before = open_descriptors()
     yield
-    assert open_descriptors() == before
+    assert not {*open_descriptors()} - {*before}  # connections of earlier tests may close
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from torch import Tensor, serialization
 from stillframe import _core
 from stillframe._base import bar, file_kinds, safetensors
 from stillframe._base import device as _device
+from stillframe._base.disk import LOCAL
 from stillframe._base.records import RestoreFailed
 from stillframe._base.safetensors import Entry, Header
 from stillframe._load import placement, restore
@@ -84,7 +85,7 @@ class Files:
         if not path.endswith(safetensors.INDEX_SUFFIX):
             return [_File(fd, path, _header(fd, path), 0)]
         files: list[_File] = []
-        for name, tensors in safetensors.read_index(path).items():
+        for name, tensors in safetensors.read_index(LOCAL, path).items():
             shard = os.path.join(os.path.dirname(path), name)
             opened = ordered.open_in_order(shard)
             self._stack.callback(opened.close)

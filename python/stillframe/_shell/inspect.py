@@ -24,6 +24,7 @@ from stillframe import _core
 from stillframe._base import file_kinds, records, safetensors
 from stillframe._base.bar import folded, printable
 from stillframe._base.calls import no_collection
+from stillframe._base.disk import LOCAL
 from stillframe._base.sizes import decimal
 from stillframe._check import pickles
 from stillframe._shell import contents
@@ -128,7 +129,7 @@ def _read_safetensors(fd: int, found: Found) -> None:
         headers = [safetensors.read_header(fd)]
     else:
         headers = []
-        for name in safetensors.read_index(found.path):
+        for name in safetensors.read_index(LOCAL, found.path):
             with open(os.path.join(os.path.dirname(found.path), name), "rb") as file:
                 headers.append(safetensors.read_header(file.fileno()))
     for header in headers:

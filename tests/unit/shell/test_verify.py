@@ -46,7 +46,7 @@ DAMAGES = ["truncated", "empty", "zeros", "flipped"]
 def no_descriptor_is_left():
     before = open_descriptors()
     yield
-    assert open_descriptors() == before
+    assert not {*open_descriptors()} - {*before}  # connections of earlier tests may close
 
 
 def damaged(kind, path):
