@@ -24,6 +24,7 @@ LIMITED = (
     "unit/test_round_trip.py",
     "unit/shell/test_verify.py",
     *(f"dcp/test_{name}.py" for name in ("check", "files", "shards", "writer")),
+    "remote/test_load_urls.py",
 )
 TESTS = ROOT / "tests"
 MIB = 1 << 20

@@ -24,6 +24,7 @@
 #ifndef SFR_H
 #define SFR_H
 
+#include "sfr/arrivals.h"
 #include "sfr/cpus.h"
 #include "sfr/crc.h"
 #include "sfr/engine.h"

@@ -19,7 +19,7 @@
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
-	X(restore) X(torch_types) X(collector) X(observer)
+	X(restore) X(arrivals) X(torch_types) X(collector) X(observer)
 /* clang-format on */
 #define SFR_PY_ERRORS(X)                                                                           \
 	X(stillframe_error, "StillframeError", 0)                                                  \
@@ -132,7 +132,7 @@ static inline void sfr_py_prefetch(uintptr_t address)
 /* clang-format off */
 #define SFR_PY_FILES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(path) \
-	X(steps) X(cpus) X(signals) X(log) X(work) X(inject) X(reader) X(skeleton) X(containers)   \
+	X(steps) X(cpus) X(signals) X(log) X(work) X(inject) X(reader) X(arrivals) X(skeleton) X(containers)   \
 	X(observer) X(trace)
 /* clang-format on */
 #define X(name) int sfr_py_add_##name(PyObject *module);

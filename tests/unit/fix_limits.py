@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 from stillframe import _core
 from stillframe._load import fill, restore
+from stillframe._remote import file as remote_file
 
 KIB = 1 << 10
 PAGE = 4 * KIB
@@ -24,6 +25,8 @@ MODULES = [
     (restore, "_DEVICE_AHEAD_BYTES", 2 * KIB),
     (restore, "_BATCH_BYTES", 1 * KIB),
     (fill, "_AHEAD_BYTES", 1 * KIB),
+    (remote_file, "CHUNK_BYTES", PAGE),
+    (remote_file, "PEEK_BYTES", PAGE),
 ]
 
 

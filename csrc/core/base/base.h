@@ -93,6 +93,8 @@ void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const cha
 int sfr__fd_open(const char *path, int flags, mode_t mode);
 /* Does the same for a name in an open directory. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
+/* Does the same for a new file in memory. */
+int sfr__fd_memory(const char *name);
 /* Unregisters and closes the descriptor. 0 or -errno of close. */
 int sfr__fd_close(int fd);
 /* A function that makes a file forget its state in a forked child, where threads, waiters and lock

@@ -49,6 +49,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "base/base.h"
@@ -223,6 +224,18 @@ int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 int sfr__fd_open(const char *path, int flags, mode_t mode)
 {
 	return sfr__fd_openat(AT_FDCWD, path, flags, mode);
+}
+
+int sfr__fd_memory(const char *name)
+{
+	int slot = begin_open(), fd, rc = slot;
+
+	if (slot >= 0) {
+		fd = sfr_sys.memfd(name, MFD_CLOEXEC);
+		rc = fd < 0 ? -errno : fd;
+		end_open(slot, fd);
+	}
+	return rc;
 }
 
 /* The descriptor is closed whatever is returned (Linux), so nobody closes it twice. No lock is

@@ -35,6 +35,9 @@
  * on the list of bad ones, and the walk continues, so that the user learns which tensors are lost.
  * archive/read.c has the rules.
  *
+ * A step whose bytes are still on their way (reader/arrivals.c) returns SFR_EAGAIN, leaves the
+ * check as it was before, and is tried again.
+ *
  * An error of reading is not a verdict: sfr_check_run returns it as -errno, then and in every later
  * call. */
 #include <errno.h>
@@ -100,6 +103,8 @@ static int make_windows(struct sfr_check *c)
 	size_t cap;
 	int rc;
 
+	if (c->body.mem != NULL)
+		return 0; /* the step is tried again */
 	rc = sfr__window_init(&c->dir, c->fd, c->base, SFR__WAY_CACHE,
 			      len < WINDOW ? (size_t)len : WINDOW, DIR_PIECE);
 	if (rc != 0)
@@ -226,7 +231,7 @@ static int check_sums(struct sfr_check *c)
 	if (!runs && rc == 0)
 		return 0;
 	end_sums(c);
-	c->body_pos = 0;
+	c->body_pos = c->done_pos = 0;
 	c->state = SFR__CHECK_RECORD;
 	return 0;
 }
@@ -303,12 +308,14 @@ static int conclude(struct sfr_check *c)
 static int check_names(struct sfr_check *c)
 {
 	const uint64_t nr_bad = c->result.nr_bad;
-	uint64_t first, second;
+	uint64_t names_at = c->names_at, first, second;
 	int rc;
 
-	if (!sfr__names_suspect(&c->names, &c->names_at, &first, &second))
+	if (!sfr__names_suspect(&c->names, &names_at, &first, &second))
 		return conclude(c);
 	rc = compare_names(c, first, second);
+	if (rc != SFR_EAGAIN)
+		c->names_at = names_at;
 	if (rc != 0 || c->state == SFR__CHECK_DONE)
 		return rc;
 	if (c->result.nr_bad != nr_bad)
@@ -382,6 +389,8 @@ int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
 	check->deadline_ns = deadline;
 	while (check->code == 0 && check->state != SFR__CHECK_DONE) {
 		check->code = steps[check->state](check);
+		if (check->code == SFR_EAGAIN)
+			check->code = 0; /* the step is tried again */
 		if (check->code == 0 && check->state != SFR__CHECK_DONE &&
 		    deadline != SFR_FOREVER && sfr__now_ns() >= deadline)
 			return SFR_EAGAIN;

@@ -167,20 +167,14 @@ static int read_desc(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
-int sfr__check_next_record(struct sfr_check *c)
+/* Reads a record as far as the flags ask for. */
+static int read_record(struct sfr_check *c)
 {
 	const bool headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
 	const uint64_t central = c->dir_pos;
 	const char *wrong = NULL;
-	int rc;
+	int rc = read_central(c, &wrong);
 
-	if (c->names.nr == c->end.nr_records) {
-		if (c->dir_pos != sfr__check_dir_end(c))
-			return sfr__check_fatal(c, "its directory is longer than its records");
-		c->state = SFR__CHECK_SORT;
-		return 0;
-	}
-	rc = read_central(c, &wrong);
 	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && !headers)
 		place_by_directory(c, &wrong);
 	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && headers)
@@ -213,6 +207,26 @@ int sfr__check_next_record(struct sfr_check *c)
 	return 0;
 }
 
+int sfr__check_next_record(struct sfr_check *c)
+{
+	const uint64_t nr = c->names.nr, dir_pos = c->dir_pos, body_pos = c->body_pos;
+	int rc;
+
+	if (nr == c->end.nr_records) {
+		if (c->dir_pos != sfr__check_dir_end(c))
+			return sfr__check_fatal(c, "its directory is longer than its records");
+		c->state = SFR__CHECK_SORT;
+		return 0;
+	}
+	rc = read_record(c);
+	if (rc == SFR_EAGAIN) { /* as before */
+		c->names.nr = nr;
+		c->dir_pos = dir_pos;
+		c->body_pos = body_pos;
+	}
+	return rc;
+}
+
 /* ---- BYTES ------------------------------------------------------------------- */
 
 int sfr__check_record_bytes(struct sfr_check *c)
@@ -224,6 +238,7 @@ int sfr__check_record_bytes(struct sfr_check *c)
 	int rc;
 
 	if (left != 0) {
+		sfr__source_ahead(&c->body.source, c->body_pos, c->end.dir_off);
 		rc = sfr__window_get(&c->body, c->data_off + c->data_done, 1, c->end.dir_off,
 				     &bytes, &got);
 		if (rc != 0)
@@ -233,6 +248,8 @@ int sfr__check_record_bytes(struct sfr_check *c)
 		c->crc = sfr_crc32(c->crc, bytes, got);
 		c->data_done += got;
 		c->body_pos = c->data_off + c->data_done;
+		sfr__source_done(&c->body.source, c->done_pos, c->body_pos - c->done_pos);
+		c->done_pos = c->body_pos;
 		return 0;
 	}
 	rc = read_desc(c, &wrong);

@@ -31,6 +31,7 @@ struct sfr_check {
 	struct sfr__unzip_end end;
 	uint64_t dir_pos;  /* offset of the next directory record */
 	uint64_t body_pos; /* the file is checked up to this offset */
+	uint64_t done_pos; /* the source was told so, up to this one */
 	bool has_pickle, has_version;
 	struct sfr__names names;   /* a place is the offset of the directory record */
 	struct sfr__places places; /* filled with SFR_CHECK_KEEP */
@@ -58,7 +59,8 @@ static inline uint64_t sfr__check_dir_end(const struct sfr_check *c)
 
 /* Ends the check: the file as a whole is damaged. */
 int sfr__check_fatal(struct sfr_check *c, const char *wrong);
-/* Handles a failed sfr__window_get: a changed file gives a verdict, everything else an error. */
+/* Handles a failed sfr__window_get: a changed file gives a verdict, everything else an error.
+ * SFR_EAGAIN stays what it is: the step leaves the check as it was before, and is tried again. */
 int sfr__check_unreadable(struct sfr_check *c, int rc);
 /* Puts the current record on the list of bad ones. -ENOMEM. */
 int sfr__check_bad_record(struct sfr_check *c, const char *reason);

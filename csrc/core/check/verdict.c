@@ -16,6 +16,8 @@ int sfr__check_fatal(struct sfr_check *c, const char *wrong)
 
 int sfr__check_unreadable(struct sfr_check *c, int rc)
 {
+	if (rc == SFR_EAGAIN)
+		return rc;
 	if (rc == SFR_ECORRUPT)
 		return sfr__check_fatal(c, "it was changed while it was read");
 	c->os_error = true;

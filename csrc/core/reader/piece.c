@@ -43,9 +43,13 @@ static const unsigned char *bytes_at(const struct piece *p, uint64_t off, size_t
 
 	if (covers(p, off) && len <= p->end - off)
 		return (const unsigned char *)p->buffer->mem + (off - p->off);
-	read = sfr__source_some(&p->r->source, p->scratch, len, off);
+	do
+		read = sfr__source_some(&p->r->source, p->scratch, len, off);
+	while (sfr__reader_again(p->r, read));
 	if (read == (int64_t)len)
 		return (const unsigned char *)p->scratch;
+	if (read == SFR_EAGAIN)
+		return NULL; /* the reading has ended */
 	sfr__reader_fail(p->r, read < 0 ? (int)read : SFR_ECORRUPT, index, off,
 			 read < 0 ? NULL : SFR__READER_SHORTER);
 	return NULL;

@@ -48,6 +48,7 @@
 
 struct piece {
 	uint64_t off, first, last;
+	uint64_t ready; /* the bytes before it may be read, after this piece */
 	size_t len;
 };
 
@@ -107,7 +108,8 @@ static bool take_piece(struct sfr__reader_thread *thread, struct piece *piece)
 	bool found, counted = false;
 
 	sfr__lock(&r->mu);
-	while ((found = !r->stop && find_piece_locked(r, piece)) && piece->last > r->upto) {
+	while ((found = !r->stop && find_piece_locked(r, piece)) &&
+	       (piece->last > r->upto || piece->off >= r->until)) {
 		if (counted) {
 			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* always 0 */
 			continue;
@@ -117,8 +119,12 @@ static bool take_piece(struct sfr__reader_thread *thread, struct piece *piece)
 		counted = true;
 		sfr__lock(&r->mu);
 	}
-	if (found)
+	if (found) {
 		r->next_off = piece->off + piece->len;
+		piece->ready = r->upto < r->nr ? r->places[r->upto].hdr_off : r->end;
+		if (piece->ready > r->until)
+			piece->ready = r->until;
+	}
 	sfr__unlock(&r->mu);
 	return found;
 }
@@ -143,7 +149,12 @@ static bool read_piece(struct sfr__reader_thread *thread, const struct piece *pi
 	thread->turn = (thread->turn + 1) % r->nr_buffers;
 	if (buffer->mem == NULL)
 		return false; /* the client has failed */
-	rc = sfr__source_read(&r->source, buffer->mem, piece->len, piece->off);
+	sfr__source_ahead(&r->source, piece->off, piece->ready);
+	do
+		rc = sfr__source_read(&r->source, buffer->mem, piece->len, piece->off);
+	while (sfr__reader_again(r, rc));
+	if (rc == SFR_EAGAIN)
+		return false;
 	if (rc != 0) {
 		sfr__reader_fail(r, rc, whose(r, piece), piece->off,
 				 rc == SFR_ECORRUPT ? SFR__READER_SHORTER : NULL);
@@ -155,6 +166,7 @@ static bool read_piece(struct sfr__reader_thread *thread, const struct piece *pi
 	sfr__lock(&r->mu);
 	r->done += piece->len;
 	sfr__unlock(&r->mu);
+	sfr__source_done(&r->source, piece->off, piece->len);
 	return true;
 }
 
@@ -247,6 +259,7 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	r->client = spec->client;
 	r->self = spec->self;
 	r->nr_buffers = 1;
+	r->until = UINT64_MAX;
 	r->piece = (size_t)sfr_limits.reader_piece_bytes;
 	r->fork_generation = sfr_fork_generation();
 	sfr__mutex_init(&r->mu, SFR__LOCK_READER);
@@ -262,12 +275,25 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	return rc;
 }
 
+/* Returns the end of the last piece that a record needs. Its descriptor's first byte is there. */
+static uint64_t end_of_pieces(const struct sfr_reader *r, uint64_t index)
+{
+	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->piece);
+}
+
 uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index)
 {
-	/* The descriptor's first byte is in the last piece that the record needs. */
-	const uint64_t to = sfr__round_up(sfr__reader_data_end(r, index) + 1, r->piece);
+	const uint64_t to = end_of_pieces(r, index);
 
 	return sfr__lower_bound(i, index + 1, r->nr, r->places[i].hdr_off < to);
+}
+
+void sfr_reader_until(struct sfr_reader *r, uint64_t index)
+{
+	sfr__lock(&r->mu);
+	r->until = end_of_pieces(r, index);
+	(void)pthread_cond_broadcast(&r->work);
+	sfr__unlock(&r->mu);
 }
 
 int sfr_reader_go(struct sfr_reader *r, uint64_t upto)
@@ -296,11 +322,13 @@ bool sfr__reader_runs(const struct sfr_reader *r)
 	return r->nr_threads != 0;
 }
 
-/* Whether the threads may read the record completely. Only the caller extends `upto`, so a wait for
- * any other record would never end. */
-static bool is_within_reach(const struct sfr_reader *r, uint64_t index)
+/* Whether the threads may read the record completely. Only the caller extends `upto` and `until`,
+ * so a wait for any other record would never end. */
+static bool is_within_reach_locked(const struct sfr_reader *r, uint64_t index)
 {
-	return (index < r->nr ? sfr_reader_reach(r, index) : r->nr) <= r->upto;
+	if (index == r->nr)
+		return r->upto == r->nr && r->until >= r->end;
+	return sfr_reader_reach(r, index) <= r->upto && end_of_pieces(r, index) <= r->until;
 }
 
 int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
@@ -319,7 +347,7 @@ int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 			rc = 0;
 		else if (r->failure.code != 0)
 			rc = r->failure.code;
-		else if (!is_within_reach(r, index))
+		else if (!is_within_reach_locked(r, index))
 			rc = SFR_EUNPLACED;
 		else if (rc == 0) {
 			rc = sfr__cond_wait(&r->news, &r->mu, deadline);

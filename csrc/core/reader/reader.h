@@ -86,7 +86,8 @@ struct sfr_reader_failure {
 };
 
 /* -EOPNOTSUPP: the records of this archive are not where torch and stillframe put them, or not
- * stored as in memory; the file may be good. -ENOMEM, -errno of reading. */
+ * stored as in memory; the file may be good. -ENOMEM, -errno of reading. SFR_EAGAIN: bytes that it
+ * needs are still on their way, so call again. */
 int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out);
 /* Returns how many records may have to be read before this one is read completely: all up to it,
  * and those that share the piece with its last bytes. */
@@ -94,12 +95,15 @@ uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index);
 /* Allows the first `upto` records to be read. A lower number than before has no effect. The first
  * call starts the threads. -ENOMEM, -errno: none could be started. SFR_EFORK. */
 int sfr_reader_go(struct sfr_reader *r, uint64_t upto);
+/* Limits the reading to what this record needs, until the next call. */
+void sfr_reader_until(struct sfr_reader *r, uint64_t index);
 /* Whether sfr_reader_go has started threads. */
 bool sfr__reader_runs(const struct sfr_reader *r);
 /* 0: the record is there and good (the number of records: all of them). SFR_EAGAIN: call again.
  * SFR_EUNPLACED, at once: the threads cannot get there, because sfr_reader_go has allowed fewer
- * records than sfr_reader_reach returns (or fewer than all). SFR_EFORK; else the code of the
- * failure. With SFR__READER_LIST a record with damage counts as good. */
+ * records than sfr_reader_reach returns (or fewer than all), or sfr_reader_until ends before.
+ * SFR_EFORK; else the code of the failure. With SFR__READER_LIST a record with damage counts as
+ * good. */
 int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns);
 /* Ends the reading. Only the first failure is kept. */
 void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t off,

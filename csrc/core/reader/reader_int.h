@@ -49,6 +49,7 @@ struct sfr_reader {
 	/* guarded by mu */
 	uint64_t next_off, next_rec; /* the next piece, and a record at or before its first */
 	uint64_t upto;               /* records before it may be read */
+	uint64_t until;              /* and no piece from this offset on */
 	uint64_t nr_good, awaited;
 	uint64_t done; /* bytes read */
 	bool stop;
@@ -57,6 +58,13 @@ struct sfr_reader {
 	struct sfr__reader_thread threads[SFR__READER_THREADS];
 	unsigned nr_threads;
 };
+
+/* Whether a read is to be tried again: its bytes are still on their way, and somebody wants
+ * them. */
+static inline bool sfr__reader_again(struct sfr_reader *r, int64_t rc)
+{
+	return rc == SFR_EAGAIN && !sfr__under(&r->mu, r->stop);
+}
 
 /* Returns the offset where record `i` must have ended: at the next one, or at the directory. */
 static inline uint64_t sfr__reader_limit(const struct sfr_reader *r, uint64_t i)

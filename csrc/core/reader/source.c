@@ -15,6 +15,9 @@
  * readahead. On Linux 6.18, asking so about a gigabyte that was not cached read all of it into the
  * page cache.)
  *
+ * A file whose bytes are still on their way (arrivals.c) is in memory. A read waits for its bytes,
+ * but only for a while, so that its caller can answer signals.
+ *
  * Processes that read the file at about the same time share the page cache: the first to need a
  * page reads it from the disk, and the others wait for that. */
 #include <errno.h>
@@ -23,11 +26,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "reader/arrivals.h"
 #include "reader/reader.h"
 #include "reader/source.h"
 #include "base/base.h"
 
 #define NR_PAGES (SFR__READER_PIECE_MAX / SFR_PAGE)
+#define SLICE_NS UINT64_C(50000000) /* of a wait for bytes */
 #define WORTH_CACHE 16u /* pages; fewer cached pages in a row are not worth a call of their own */
 
 static int open_direct(int fd)
@@ -64,7 +69,11 @@ static void close_direct(struct sfr__source *s)
 void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__way way)
 {
 	*s = (struct sfr__source){ .fd = fd, .base = base, .direct_fd = -1 };
-	if (way == SFR__WAY_CACHE || base % SFR_PAGE != 0 || sfr_fork_init() < 0)
+	s->arriving = sfr__arriving_get(fd);
+	if (s->arriving != NULL)
+		s->counts = sfr__arriving_counts(s->arriving);
+	if (s->arriving != NULL || way == SFR__WAY_CACHE || base % SFR_PAGE != 0 ||
+	    sfr_fork_init() < 0)
 		return;
 	s->fork_generation = sfr_fork_generation();
 	s->direct_fd = open_direct(fd);
@@ -81,6 +90,10 @@ void sfr__source_close(struct sfr__source *s)
 		(void)sfr_sys.munmap(s->map, s->map_len); /* our own mapping, whole */
 	s->map = NULL;
 	close_direct(s);
+	sfr__arriving_put(s->arriving);
+	sfr_sys.free(s->counts);
+	s->arriving = NULL;
+	s->counts = NULL;
 }
 
 /* Reads through direct_fd unless that is negative; what it refuses is read through the page
@@ -144,6 +157,30 @@ static size_t alike(const unsigned char *there, size_t at, size_t nr, bool *cach
 	return (to < nr ? to : nr) - at;
 }
 
+static int pin(const struct sfr__source *s, size_t len, uint64_t off)
+{
+	return s->arriving == NULL ?
+		       0 :
+		       sfr__arriving_pin(s->arriving, s->counts, s->base + off, len, SLICE_NS);
+}
+
+static void unpin(const struct sfr__source *s, size_t len, uint64_t off)
+{
+	if (s->arriving != NULL)
+		sfr__arriving_unpin(s->arriving, s->base + off, len);
+}
+
+static int read_cached(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
+{
+	int rc = pin(s, len, off);
+
+	if (rc == 0) {
+		rc = read_all(s, -1, buf, len, off);
+		unpin(s, len, off);
+	}
+	return rc;
+}
+
 int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
 {
 	const bool is_ours = s->fork_generation == sfr_fork_generation();
@@ -152,7 +189,9 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 	unsigned char there[NR_PAGES];
 	int rc = 0;
 
-	if (direct_fd < 0 || nr > NR_PAGES || !ask(s, s->base + off, len, there))
+	if (direct_fd < 0)
+		return read_cached(s, buf, len, off);
+	if (nr > NR_PAGES || !ask(s, s->base + off, len, there))
 		return read_all(s, direct_fd, buf, len, off);
 	for (size_t at = 0; at < nr && rc == 0;) {
 		bool cached;
@@ -167,5 +206,23 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 
 int64_t sfr__source_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off)
 {
-	return sfr_fill(s->fd, buf, len, s->base + off);
+	int64_t got = pin(s, len, off);
+
+	if (got == 0) {
+		got = sfr_fill(s->fd, buf, len, s->base + off);
+		unpin(s, len, off);
+	}
+	return got;
+}
+
+void sfr__source_ahead(const struct sfr__source *s, uint64_t off, uint64_t end)
+{
+	if (s->arriving != NULL)
+		sfr__arriving_ahead(s->arriving, s->counts, s->base + off, s->base + end);
+}
+
+void sfr__source_done(const struct sfr__source *s, uint64_t off, uint64_t len)
+{
+	if (s->arriving != NULL)
+		sfr__arriving_done(s->arriving, s->counts, s->base + off, len);
 }

@@ -1,5 +1,5 @@
-/* The bytes of a file, or of a part of one: from the page cache, or past it from the disk. See
- * source.c. */
+/* The bytes of a file, or of a part of one: from the page cache, or past it from the disk, or from
+ * memory where they are still arriving. See source.c. */
 #ifndef SFR_SOURCE_H
 #define SFR_SOURCE_H
 
@@ -13,7 +13,12 @@ enum sfr__way {
 	SFR__WAY_EITHER, /* the page cache where it has them, else the disk */
 };
 
+struct sfr__arriving;
+
 struct sfr__source {
+	struct sfr__arriving
+		*arriving; /* the file's bytes are on their way (arrivals.c); or NULL */
+	uint32_t *counts;  /* and how many of each chunk are done */
 	int fd, direct_fd; /* direct_fd is negative if there is none */
 	uint64_t base;     /* offset in the file of the source's first byte */
 	void *map;         /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
@@ -27,11 +32,15 @@ void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__wa
 void sfr__source_close(struct sfr__source *s); /* a zeroed one is allowed */
 /* Reads `len` bytes at `off`. Without SFR__WAY_CACHE, `off` and the address `buf` are multiples of
  * a page, and the rest of the last page may be written to. -errno, or SFR_ECORRUPT if the file ends
- * before. */
+ * before. SFR_EAGAIN, after a while: the bytes are still on their way, so call again. */
 int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off);
-/* Reads up to `len` bytes at any offset, through the page cache. Returns their number, or
- * -errno. */
+/* Reads up to `len` bytes at any offset, through the page cache. Returns their number, -errno, or
+ * SFR_EAGAIN as above. */
 int64_t sfr__source_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off);
+/* Say that bytes from `off` on, and before `end`, will be read soon, and that bytes were read for
+ * the only time. They matter only where bytes are on their way. */
+void sfr__source_ahead(const struct sfr__source *s, uint64_t off, uint64_t end);
+void sfr__source_done(const struct sfr__source *s, uint64_t off, uint64_t len);
 
 /* Reads [off, off + len) of a file into memory that is new, and so has mostly no pages yet
  * (fill.c). Returns the bytes read, fewer than `len` only at the end of the file, or -errno. */

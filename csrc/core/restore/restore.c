@@ -90,6 +90,8 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	r->check = check;
 	r->places = &check->places;
 	rc = start(r, fd, check->end.dir_off, flags);
+	if (rc == SFR_EAGAIN)
+		r->check = NULL; /* it stays the caller's */
 	if (rc < 0)
 		sfr_restore_free(r);
 	else

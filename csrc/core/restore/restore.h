@@ -27,8 +27,9 @@ struct sfr_restore;
 /* other processes read the file now: use the page cache, so that the disk reads it once */
 #define SFR_RESTORE_SHARED 2u
 
-/* The restore owns the check from now on, and frees it on failure too. `fd` stays the caller's and
- * must stay open. -EOPNOTSUPP: the records of this archive are not where torch and stillframe put
+/* The restore owns the check from now on, and frees it on failure too, except for SFR_EAGAIN: bytes
+ * that it needs are still on their way, so call again. `fd` stays the caller's and must stay open.
+ * -EOPNOTSUPP: the records of this archive are not where torch and stillframe put
  * them, or not stored as in memory; the file may be good. -ENOMEM, -errno of reading. */
 int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_restore **out);
 /* A stretch of a file. */

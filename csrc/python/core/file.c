@@ -1,4 +1,5 @@
-/* _core.File: an open file for torch.load, with seek, tell, read and readinto.
+/* _core.File: an open file for torch.load, with seek, tell, read and readinto. _core.read_at: bytes
+ * of an open file. Both wait for bytes that are on their way.
  *
  * torch reads a record in two or three small reads and a long one, and seeks before each. Python's
  * buffered file turns each seek into a system call and drops its buffer. This one only notes the
@@ -16,7 +17,7 @@
 
 struct sfr_py_file {
 	PyObject_HEAD
-	int fd;
+	struct sfr__source source;
 	uint64_t len, at;
 	uint64_t win_off; /* the window contains [win_off, win_off + win_len) of the file */
 	size_t win_len;
@@ -35,7 +36,7 @@ static PyObject *file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	self = (struct sfr_py_file *)sfr_py_alloc(type);
 	if (!self)
 		return NULL;
-	self->fd = fd;
+	sfr__source_open(&self->source, fd, 0, SFR__WAY_CACHE);
 	self->len = len;
 	self->win = PyMem_Malloc(WINDOW);
 	if (!self->win) {
@@ -47,15 +48,33 @@ static PyObject *file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void file_dealloc(PyObject *object)
 {
-	PyMem_Free(((struct sfr_py_file *)object)->win);
+	struct sfr_py_file *self = (struct sfr_py_file *)object;
+
+	sfr__source_close(&self->source);
+	PyMem_Free(self->win);
 	sfr_py_free(object);
 }
 
-static int raise_io(int64_t code)
+/* Reads up to `len` bytes. Returns their number, or -1 with an exception set. */
+static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *source, char *to,
+			 size_t len, uint64_t off)
 {
-	errno = (int)-code;
-	(void)PyErr_SetFromErrno(PyExc_OSError); /* always NULL */
+	int64_t got = SFR_EAGAIN;
+
+	while (got == SFR_EAGAIN) {
+		got = sfr_py_unlocked(sfr__source_some(source, to, len, off));
+		if (got == SFR_EAGAIN && PyErr_CheckSignals() < 0)
+			return -1;
+	}
+	if (got >= 0)
+		return got;
+	(void)sfr_py_raise_os(state, (int)got); /* always NULL */
 	return -1;
+}
+
+static int64_t read_here(struct sfr_py_file *self, char *to, size_t len)
+{
+	return read_some(sfr_py_state_of((PyObject *)self), &self->source, to, len, self->at);
 }
 
 /* Returns how many of the `len` bytes at the position the file has. */
@@ -74,9 +93,9 @@ static int fill_window(struct sfr_py_file *self)
 	int64_t got;
 
 	self->win_len = 0; /* empty for another thread that reads meanwhile */
-	got = sfr_py_unlocked(sfr_fill(self->fd, self->win, want, at));
+	got = read_here(self, self->win, want);
 	if (got < 0)
-		return raise_io(got);
+		return -1;
 	self->win_off = at;
 	self->win_len = (size_t)got;
 	return 0;
@@ -100,9 +119,10 @@ static int take(struct sfr_py_file *self, char *to, size_t len)
 	while (len) {
 		size_t some = len < SLICE ? len : SLICE;
 
-		got = sfr_py_unlocked(sfr_fill(self->fd, to, some, self->at));
+		sfr__source_ahead(&self->source, self->at, self->at + len);
+		got = read_here(self, to, some);
 		if (got < 0)
-			return raise_io(got);
+			return -1;
 		if ((size_t)got < some)
 			goto shorter;
 		self->at += some;
@@ -193,14 +213,49 @@ static PyType_Slot slots[] = {
 
 SFR_PY_TYPE(spec, "File", struct sfr_py_file, 0, slots);
 
+PyDoc_STRVAR(read_at_doc,
+"read_at(fd, nbytes, offset) -> bytes\n--\n\n"
+"Reads bytes of an open file: fewer only at its end. Raises OSError.");
+
+static PyObject *read_at(PyObject *module, PyObject *args)
+{
+	unsigned long long off;
+	struct sfr__source source;
+	PyObject *bytes, *shorter;
+	Py_ssize_t len;
+	int64_t got;
+	int fd;
+
+	if (!PyArg_ParseTuple(args, "inK:read_at", &fd, &len, &off))
+		return NULL;
+	bytes = PyBytes_FromStringAndSize(NULL, len);
+	if (bytes == NULL)
+		return NULL;
+	sfr__source_open(&source, fd, 0, SFR__WAY_CACHE);
+	sfr__source_ahead(&source, off, off + (uint64_t)len);
+	got = read_some(sfr_py_state(module), &source, PyBytes_AsString(bytes), (size_t)len, off);
+	sfr__source_close(&source);
+	if (got == len)
+		return bytes;
+	shorter = got < 0 ? NULL : PyBytes_FromStringAndSize(PyBytes_AsString(bytes), got);
+	Py_DECREF(bytes);
+	return shorter;
+}
+
+static PyMethodDef functions[] = {
+	{ "read_at", read_at, METH_VARARGS, read_at_doc },
+	{ NULL, NULL, 0, NULL },
+};
+
 int sfr_py_add_file(PyObject *module)
 {
 	PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-	int rc;
+	int rc = PyModule_AddFunctions(module, functions);
 
 	if (!type)
 		return -1;
-	rc = PyModule_AddType(module, (PyTypeObject *)type);
+	if (rc == 0)
+		rc = PyModule_AddType(module, (PyTypeObject *)type);
 	Py_DECREF(type);
 	return rc;
 }

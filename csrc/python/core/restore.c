@@ -37,10 +37,16 @@ static PyObject *wrapped(struct sfr_py_state *state, int rc, struct sfr_restore 
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags)
 {
+	struct sfr_py_wait w = sfr_py_wait(NULL);
 	struct sfr_restore *restore;
-	int rc = sfr_py_unlocked(sfr_restore_new(check, fd, flags, &restore));
 
-	return wrapped(state, rc, restore);
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_restore_new(check, fd, flags, &restore));
+	if (w.rc == SFR_PY_RAISED) {
+		sfr_check_free(check);
+		return NULL;
+	}
+	return wrapped(state, w.rc, restore);
 }
 
 PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
@@ -206,6 +212,17 @@ static PyObject *restore_reach(PyObject *object, PyObject *number)
 	return PyLong_FromUnsignedLongLong(sfr_reader_reach(sfr_restore_reader(restore), index));
 }
 
+static PyObject *restore_until(PyObject *object, PyObject *number)
+{
+	struct sfr_restore *restore = get(object);
+	unsigned long long index = PyLong_AsUnsignedLongLong(number);
+
+	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 0))
+		return NULL;
+	sfr_reader_until(sfr_restore_reader(restore), index);
+	Py_RETURN_NONE;
+}
+
 static PyObject *restore_wait(PyObject *object, PyObject *number)
 {
 	struct sfr_restore *restore = get(object);
@@ -270,6 +287,8 @@ static PyMethodDef methods[] = {
 	{ "find", restore_find, METH_O, "find(name) -> index, or -1." },
 	{ "reach", restore_reach, METH_O,
 	  "reach(index) -> how many records need their places before this one can be read." },
+	{ "until", restore_until, METH_O,
+	  "until(index): read nothing beyond what this record needs." },
 	{ "wait", restore_wait, METH_O,
 	  "wait(index) -> bool: whether the record, for `nr` each, is there and good; see failure. Raises "
 	  "StillframeError for one that go has not been called for, with reach(index)." },

@@ -11,7 +11,9 @@ import stat
 from collections.abc import Iterable
 from typing import Any
 
+from stillframe import _core
 from stillframe._base import safetensors
+from stillframe._base.disk import LOCAL, Disk
 
 # The metadata of all ranks together, or of a rank that saved alone.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
@@ -71,10 +73,10 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return is_sharded(names) or not any(map(is_shard, names))
 
 
-def describe_directory(path: str) -> str:
+def describe_directory(path: str, disk: Disk = LOCAL) -> str:
     """Return what a directory is and what reads it, for messages."""
     try:
-        sharded = is_sharded(os.listdir(path))
+        sharded = is_sharded(disk.names(path))
     except OSError:
         sharded = False
     return SHARDED if sharded else "a directory: name a file in it"
@@ -90,7 +92,7 @@ def guess(fd: int, path: str) -> str | None:
     for is_type, words in _TYPES:
         if is_type(found.st_mode):
             return words
-    head = os.pread(fd, _HEAD, 0)
+    head = _core.read_at(fd, _HEAD, 0)
     if is_shard(path) and head.startswith(b"PK\3\4"):
         return SHARD
     # An empty file, or one of zeros, was a checkpoint whose bytes never reached the disk.
@@ -116,7 +118,7 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     if found["format"] == "archive" and (no_checkpoint or elsewhere):
         return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
     # Unknown, and neither empty nor zeros: bytes that no checkpoint begins with.
-    if found["format"] == "foreign" and os.pread(fd, _HEAD, 0).strip(b"\0"):
+    if found["format"] == "foreign" and _core.read_at(fd, _HEAD, 0).strip(b"\0"):
         return "it is not a PyTorch checkpoint"
     return None
 
@@ -131,7 +133,7 @@ def is_safetensors(fd: int, path: str) -> bool:
     """
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return False
-    head = os.pread(fd, 32, 0)
+    head = _core.read_at(fd, 32, 0)
     if safetensors.begins_like_one(head):
         return True
     named = path.endswith(safetensors.SUFFIX)
@@ -142,7 +144,7 @@ def is_another_zip(fd: int) -> bool:
     """Return whether an archive's first record is in no directory, which is true for an .npz and
     most zips but for no file of torch. A file of torch whose first name was damaged still contains
     ``data.pkl`` there."""
-    head = os.pread(fd, _HEAD, 0)
+    head = _core.read_at(fd, _HEAD, 0)
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     return b"/" not in name and b"data.pkl" not in head[:_FIRST_NAME]
 

@@ -97,7 +97,8 @@ def as_text(path: object) -> str:
     if not isinstance(text, str):
         raise no_path(path)
     if urls.is_remote(text):
-        raise ValueError(f"{urls.shown(text)}: remote paths are not supported here; give a local path")
+        shown = urls.shown(text)
+        raise ValueError(f"{shown}: remote paths are not supported here; give a local path")
     text = urls.local_path(text)
     if not text:
         raise ValueError("the path is empty")

@@ -50,6 +50,7 @@ def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
         for number, data in wanted.items():
             core.into(number, [_address_of(data)])
         for number in sorted(wanted):
+            core.until(number)
             core.go(core.reach(number))
             wait(core, number)
     except BaseException:

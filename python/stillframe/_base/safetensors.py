@@ -15,6 +15,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from stillframe import _core
+from stillframe._base.disk import Disk
+
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the library's limit
@@ -87,12 +90,13 @@ def read_header(fd: int) -> Header:
     nbytes = os.fstat(fd).st_size
     if nbytes == 0:
         raise Damaged("it is empty")
-    head = os.pread(fd, 9, 0)
+    head = _core.read_at(fd, 9, 0)
     begin = 8 + int.from_bytes(head[:8], "little")
     if not begins_like_one(head) or begin > nbytes:
         raise Damaged("it is truncated, or its first bytes are not those of safetensors")
     try:
-        described = json.loads(_read(fd, begin - 8, 8), object_pairs_hook=_without_duplicates)
+        text = _core.read_at(fd, begin - 8, 8)
+        described = json.loads(text, object_pairs_hook=_without_duplicates)
         metadata = described.pop("__metadata__", None) or {}
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ has a value that is no text")
@@ -110,14 +114,6 @@ def read_header(fd: int) -> Header:
         word = "truncated" if nbytes < end else "too long"
         raise Damaged(f"it is {word}: it has {nbytes} bytes, and its header says {end}")
     return Header(nbytes, entries, metadata)
-
-
-def _read(fd: int, nbytes: int, offset: int) -> bytes:
-    parts = []
-    while nbytes and (part := os.pread(fd, nbytes, offset)):
-        parts.append(part)
-        nbytes, offset = nbytes - len(part), offset + len(part)
-    return b"".join(parts)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,15 +154,14 @@ def _is_size(number: object) -> bool:
     return type(number) is int and 0 <= number < _MAX_BYTES
 
 
-def read_index(path: str) -> dict[str, list[str]]:
+def read_index(disk: Disk, path: str) -> dict[str, list[str]]:
     """Return the files that an index names, with the names of the tensors in each.
 
     Raises:
         Damaged: It makes no sense, or names a file that is not next to it.
         OSError: It cannot be read.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        text = file.read()
+    text = disk.read(path)
     files: dict[str, list[str]] = {}
     try:
         for tensor, name in json.loads(text)["weight_map"].items():
@@ -175,8 +170,8 @@ def read_index(path: str) -> dict[str, list[str]]:
             files.setdefault(name, []).append(tensor)
     except _ERRORS as error:
         raise Damaged(f"the index is damaged: {error}") from None
-    directory = os.path.dirname(path)
-    if missing := [name for name in files if not os.path.exists(os.path.join(directory, name))]:
+    beside = os.path.dirname(path)
+    if missing := [name for name in files if not disk.exists(os.path.join(beside, name))]:
         raise Damaged(f"missing next to it: {', '.join(sorted(missing))}")
     return files
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 
 from stillframe import _core
 from stillframe._base import file_kinds, safetensors
+from stillframe._base.disk import LOCAL, Disk, Opened
 from stillframe._check import kinds, pickles
 from stillframe._check.pickles import Bound, unbounded
 from stillframe._dcp import check as sharded
-from stillframe.errors import CorruptCheckpointError
+from stillframe.errors import CorruptCheckpointError, StillframeError
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 _INDEX_SUFFIXES = (safetensors.INDEX_SUFFIX, ".bin.index.json")
@@ -48,6 +49,7 @@ class Finding:
     num_bad: int = 0
     format: str = "archive"
     bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, error
+    cause: Exception | None = None  # of an unusable one, if it could not be read
 
     @property
     def ok(self) -> bool:
@@ -74,6 +76,7 @@ class Finding:
 
 def check(
     path: str,
+    disk: Disk = LOCAL,
     *,
     thorough: bool = True,
     progress: Progress | None = None,
@@ -86,18 +89,24 @@ def check(
         progress: Called now and then with the bytes done and the file's length.
     """
     try:
-        if os.path.isdir(path):
-            return _check_directory(path, thorough, bound)
+        if disk.is_directory(path):
+            return _check_directory(path, disk, thorough, bound)
         if path.endswith(_INDEX_SUFFIXES):
-            return _check_index(path)
-        # O_NONBLOCK: opening a pipe without a writer must not wait.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            return _check_index(path, disk)
+        with disk.open(path, peek=not thorough) as file:
+            return _check_opened(file, path, thorough, progress, bound)
     except (safetensors.Damaged, CorruptCheckpointError) as error:
         return Finding(path, DAMAGED, str(error))
     except MemoryError:
         return Finding(path, UNUSABLE, _NO_MEMORY)
-    except (OSError, ValueError) as error:
-        return Finding(path, UNUSABLE, reason_of(error))
+    except (OSError, ValueError, StillframeError) as error:
+        return Finding(path, UNUSABLE, reason_of(error), cause=error)
+
+
+def _check_opened(
+    file: Opened, path: str, thorough: bool, progress: Progress | None, bound: Bound
+) -> Finding:
+    fd = file.fileno()
     try:
         if file_kinds.is_safetensors(fd, path):
             header = safetensors.read_header(fd)
@@ -112,8 +121,6 @@ def check(
         return Finding(path, status, reason_of(error), _size(fd))
     except MemoryError:
         return Finding(path, UNUSABLE, _NO_MEMORY, _size(fd))
-    finally:
-        os.close(fd)
 
 
 def _check_file(
@@ -141,14 +148,15 @@ def _check_file(
     )
 
 
-def _check_directory(path: str, thorough: bool, bound: Bound) -> Finding:
+def _check_directory(path: str, disk: Disk, thorough: bool, bound: Bound) -> Finding:
     """Check what belongs to the directory as a whole; its files are checked by themselves."""
-    names = os.listdir(path)
-    if (wrong := kinds.incomplete(path, names)) is not None:
+    names = disk.names(path)
+    if (wrong := kinds.incomplete(path, names, disk)) is not None:
         return Finding(path, DAMAGED, wrong)
     if not file_kinds.is_sharded(names):
         return Finding(path, GOOD)
-    found = sharded.check(path, functools.partial(pickles.read, bound=bound), thorough=thorough)
+    read = functools.partial(pickles.read, bound=bound)
+    found = sharded.check(path, read, disk, thorough=thorough)
     return Finding(
         path,
         DAMAGED if found.bad else GOOD,
@@ -161,24 +169,24 @@ def _check_directory(path: str, thorough: bool, bound: Bound) -> Finding:
     )
 
 
-def _check_index(path: str) -> Finding:
+def _check_index(path: str, disk: Disk) -> Finding:
     """Check that the files of an index are there, and have the tensors that it names.
 
     CRCs are left to a check of the files themselves.
     """
-    files = safetensors.read_index(path)
+    files = safetensors.read_index(disk, path)
     for name, tensors in files.items():
         shard = os.path.join(os.path.dirname(path), name)
-        if not (found := check(shard, thorough=False)).ok:
+        if not (found := check(shard, disk, thorough=False)).ok:
             return Finding(path, DAMAGED, f"{name}: {found.reason}")
         if found.format == "safetensors":
-            with open(shard, "rb") as file:
+            with disk.open(shard, peek=True) as file:
                 entries = safetensors.read_header(file.fileno()).entries
             safetensors.refuse_other_tensors(name, entries, tensors)
     return Finding(path, GOOD, num_records=len(files), format="index")
 
 
-def reason_of(error: OSError | ValueError) -> str:
+def reason_of(error: Exception) -> str:
     """Return the reason of an error in plain words."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file"

@@ -31,12 +31,12 @@ import json
 import os
 import pickle
 import re
-import stat
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 from stillframe import _core
 from stillframe._base import file_kinds, records, safetensors
+from stillframe._base.disk import LOCAL, Disk
 from stillframe._check import pickles
 
 # The names of checkpoints. Other programs have .bin and .pkl files too: these are listed in full.
@@ -104,7 +104,7 @@ def _is_part(name: str) -> bool:
     return PART_NAME.fullmatch(name) is not None
 
 
-def incomplete(path: str, names: Sequence[str]) -> str | None:
+def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | None:
     """Return what a directory lacks, or None. Whether its files are whole is not looked at, except
     for those in JSON.
 
@@ -117,27 +117,27 @@ def incomplete(path: str, names: Sequence[str]) -> str | None:
     if kind == "shards":
         return "it has no .metadata, which is written last"
     if kind == "transformers":
-        return _of_trainer(path, names)
+        return _of_trainer(path, names, disk)
     if kind == "accelerate":
-        return _of_accelerate(path, names)
+        return _of_accelerate(path, names, disk)
     return None
 
 
-def _of_trainer(path: str, names: Sequence[str]) -> str | None:
+def _of_trainer(path: str, names: Sequence[str], disk: Disk) -> str | None:
     step = int(_name(path).rpartition("-")[2])
     if _UNFINISHED in names:
         return f"it has {_UNFINISHED}"
-    if wrong := _without_model(path, names):
+    if wrong := _without_model(path, names, disk):
         return wrong
     if _TRAINER_STATE not in names:
         return f"it has no {_TRAINER_STATE}, which is written last"
-    if wrong := _unreadable_json(path, names):
+    if wrong := _unreadable_json(path, names, disk):
         return wrong
-    state = _json(os.path.join(path, _TRAINER_STATE))
+    state = _json(os.path.join(path, _TRAINER_STATE), disk)
     if not isinstance(state, dict) or state.get("global_step") != step:
         other = state.get("global_step") if isinstance(state, dict) else None
         return f"its {_TRAINER_STATE} is of step {other}"
-    tag, wrong = _deepspeed(path, names)
+    tag, wrong = _deepspeed(path, names, disk)
     has = {
         "optimizer": any(map(_OPTIMIZER.fullmatch, names)),
         "scheduler": "scheduler.pt" in names or tag is not None,
@@ -145,7 +145,7 @@ def _of_trainer(path: str, names: Sequence[str]) -> str | None:
     }
     args: dict[str, Any] = {}
     if _TRAINING_ARGS in names and not (all(has.values()) and "rng_state.pth" in names):
-        args = _training_args(os.path.join(path, _TRAINING_ARGS))
+        args = _training_args(os.path.join(path, _TRAINING_ARGS), disk)
     if args.get("save_only_model", not any(has.values())):
         return wrong
     for part, there in has.items():
@@ -156,9 +156,9 @@ def _of_trainer(path: str, names: Sequence[str]) -> str | None:
     return wrong or _without_ranks(names, _RNG, args.get("ranks", 1))
 
 
-def _of_accelerate(path: str, names: Sequence[str]) -> str | None:
-    tag, wrong = _deepspeed(path, names)
-    if wrong := wrong or _without_model(path, names, by_hooks=True):
+def _of_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
+    tag, wrong = _deepspeed(path, names, disk)
+    if wrong := wrong or _without_model(path, names, disk, by_hooks=True):
         return wrong
     if tag is None and not any(map(_OPTIMIZER.fullmatch, names)):
         return "it has no optimizer"
@@ -172,10 +172,12 @@ def _of_accelerate(path: str, names: Sequence[str]) -> str | None:
             return f"it has no {stem}_{gap}.{suffix}"
         if 0 not in numbers:
             return f"it has no {stem}{'_0' if suffix == 'pkl' else ''}.{suffix}"
-    return _without_ranks(names, _RANDOM_STATES, 1) or _unreadable_json(path, names)
+    return _without_ranks(names, _RANDOM_STATES, 1) or _unreadable_json(path, names, disk)
 
 
-def _without_model(path: str, names: Sequence[str], *, by_hooks: bool = False) -> str | None:
+def _without_model(
+    path: str, names: Sequence[str], disk: Disk, *, by_hooks: bool = False
+) -> str | None:
     """Return what a model lacks.
 
     Args:
@@ -195,21 +197,20 @@ def _without_model(path: str, names: Sequence[str], *, by_hooks: bool = False) -
         return None
     for name in names:
         below = os.path.join(path, name)
-        if not name.startswith(".") and os.path.isdir(below):
-            inside = os.listdir(below)  # adapters beside the default one, the models of a pipeline
+        if not name.startswith(".") and disk.is_directory(below):
+            inside = disk.names(below)  # adapters beside the default one, the models of a pipeline
             if any(_MODEL.fullmatch(each) or each.endswith(safetensors.SUFFIX) for each in inside):
                 return None
     return "it has no model"
 
 
-def _deepspeed(path: str, names: Sequence[str]) -> tuple[str | None, str | None]:
+def _deepspeed(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None, str | None]:
     """Return the directory of DeepSpeed's state, and what is wrong with it."""
     named = os.path.join(path, _DEEPSPEED)
-    if _DEEPSPEED not in names or not os.path.isfile(named):
+    if _DEEPSPEED not in names or disk.is_directory(named):
         return None, None
-    with _opened(named) as file:
-        tag = os.fsdecode(file.read(256)).strip()
-    whole = tag and os.path.basename(tag) == tag and os.path.isdir(os.path.join(path, tag))
+    tag = os.fsdecode(disk.read(named, 256)).strip()
+    whole = tag and os.path.basename(tag) == tag and disk.is_directory(os.path.join(path, tag))
     return tag, None if whole else f"it has no directory {tag}, which {_DEEPSPEED} names"
 
 
@@ -226,34 +227,28 @@ def _without_ranks(names: Sequence[str], of_rank: re.Pattern[str], least: int) -
     return None
 
 
-def _unreadable_json(path: str, names: Sequence[str]) -> str | None:
+def _unreadable_json(path: str, names: Sequence[str], disk: Disk) -> str | None:
     for name in names:
         if name.endswith(".json"):
             try:
-                _json(os.path.join(path, name))
+                _json(os.path.join(path, name), disk)
             except (ValueError, RecursionError):
                 return f"{name} is truncated or damaged"
     return None
 
 
-def _json(path: str) -> Any:
-    with _opened(path) as file:
-        return json.loads(file.read())
+def _json(path: str, disk: Disk) -> Any:
+    return json.loads(disk.read(path))
 
 
-def _opened(path: str) -> BinaryIO:
-    """Open a file to read; a pipe without a writer keeps nobody waiting."""
-    return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
-
-
-def _training_args(path: str) -> dict[str, Any]:
+def _training_args(path: str, disk: Disk) -> dict[str, Any]:
     """Return `save_only_model`, and `ranks`: how many saved to this directory, or 0 if each node
     has a directory of its own.
 
     A value that cannot be read is left out. The CRC is compared, so no damaged pickle is read.
     """
     try:
-        with _opened(path) as file:
+        with disk.open(path, peek=True) as file:
             core = _core.restore(file.fileno(), True)[1]
             if core is None:
                 return {}
@@ -277,7 +272,7 @@ def _training_args(path: str) -> dict[str, Any]:
 
 
 def checkpoints_in(
-    directory: str, failures: list[OSError], *, looked_at: bool = False
+    directory: str, failures: list[OSError], disk: Disk = LOCAL, *, looked_at: bool = False
 ) -> Iterator[str]:
     """Iterate over the paths of checkpoints under a directory, sorted.
 
@@ -290,46 +285,40 @@ def checkpoints_in(
         failures: Gets an error for each directory that cannot be listed.
         looked_at: `incomplete` has been asked about `directory` itself.
     """
-    for root, directories, names in os.walk(directory, onerror=failures.append):
+    for root, directories, names in disk.walk(directory, failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
         asked = looked_at and root == directory
         if file_kinds.is_sharded(names) or (
-            not asked and _lacks_something(root, [*names, *directories], failures)
+            not asked and _lacks_something(root, [*names, *directories], failures, disk)
         ):
             yield root
         for name in sorted(names):
             path = os.path.join(root, name)
             if name.startswith(".") or name.endswith(".distcp"):
                 continue
-            if is_checkpoint(path):
+            if is_checkpoint(path, disk):
                 yield path
 
 
-def _lacks_something(path: str, names: list[str], failures: list[OSError]) -> bool:
+def _lacks_something(path: str, names: list[str], failures: list[OSError], disk: Disk) -> bool:
     try:
-        return incomplete(path, names) is not None
+        return incomplete(path, names, disk) is not None
     except OSError as error:
         failures.append(error)
         return False
 
 
-def is_checkpoint(path: str) -> bool:
+def is_checkpoint(path: str, disk: Disk = LOCAL) -> bool:
     """Return whether a file has a checkpoint's name, or begins like torch.save's archives or legacy
     format, or like safetensors."""
     if CHECKPOINT_NAME.fullmatch(os.path.basename(path)):
         return True
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
+        head = disk.read(path, 1024)
+    except OSError as error:
+        if disk.is_remote and not isinstance(error, FileNotFoundError):
+            raise
         return False
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return False
-        head = os.pread(fd, 1024, 0)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
     if head.startswith(b"PK\3\4") and len(head) >= 30:
         name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
         return name.partition(b"/")[2] == b"data.pkl"

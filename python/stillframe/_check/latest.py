@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, overload
 
-from stillframe._base import paths
+from stillframe._base import urls
 from stillframe._check import newest
+from stillframe._remote import disk as disks
 from stillframe._save import ordered
 
 
+@overload
 def latest(
-    directory: str | os.PathLike[str], *, check: Literal["files", "bytes"] = "files"
-) -> Path | None:
+    directory: os.PathLike[str],
+    *,
+    check: Literal["files", "bytes"] = "files",
+    storage_options: Mapping[str, Any] | None = None,
+) -> Path | None: ...
+
+
+@overload
+def latest(
+    directory: str,
+    *,
+    check: Literal["files", "bytes"] = "files",
+    storage_options: Mapping[str, Any] | None = None,
+) -> Path | str | None: ...
+
+
+def latest(
+    directory: str | os.PathLike[str],
+    *,
+    check: Literal["files", "bytes"] = "files",
+    storage_options: Mapping[str, Any] | None = None,
+) -> Path | str | None:
     """Return the newest whole checkpoint in a directory, or None if there is none.
 
     It finds files of `torch.save`, `save`, `async_save` and Lightning, and `.safetensors` files. It
@@ -30,20 +53,31 @@ def latest(
     `epoch=1-step=200.ckpt`, the modification time decides about the newest of each.
 
     Args:
-        directory: A local directory. If it is a checkpoint itself, only that is looked at.
+        directory: A directory, or the URL of one (`s3://bucket/run`). If it is a checkpoint itself,
+            only that is looked at.
         check: "files" opens the files of the newest candidates, and compares their lengths with
             what they say themselves. All that a directory needs must be there, of one step
             (`trainer_state.json` names it). "bytes" reads all of each candidate too, and compares
             every CRC, as `stillframe verify` does. The safetensors format has no checksums.
+        storage_options: As for `load`.
+
+    Returns:
+        Its path: a string for a URL. None for a URL under which there is nothing.
 
     Raises:
-        FileNotFoundError, NotADirectoryError, PermissionError, OSError: It cannot be listed.
-        TypeError, ValueError: `directory` is not a path or is remote; `check` is something else.
+        FileNotFoundError, NotADirectoryError, PermissionError, OSError: It cannot be listed, or a
+            store does not answer.
+        TypeError, ValueError: `directory` is not a path; `check` is something else;
+            `storage_options` are wrong, or given with a local path.
         StillframeError: It was called inside a CheckpointIO that stillframe wraps.
     """
-    text = paths.as_text(directory)
     if check not in ("files", "bytes"):
         raise ValueError(f"check has to be 'files' or 'bytes', not {check!r}")
-    ordered.wait_for_directory(text)
-    found = newest.find(text, thorough=check == "bytes")
-    return None if found is None else Path(found)
+    disk, text = disks.of_path(directory, storage_options)
+    with disk:
+        if disk.is_remote:
+            ordered.wait_for_key(urls.key(text).rstrip(b"/") + b"/")
+        else:
+            ordered.wait_for_directory(text)
+        found = newest.find(text, thorough=check == "bytes", disk=disk)
+    return found if found is None or disk.is_remote else Path(found)

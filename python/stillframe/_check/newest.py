@@ -27,6 +27,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from stillframe._base.bar import printable
+from stillframe._base.disk import LOCAL, Disk
 from stillframe._check import files, kinds
 from stillframe._check.pickles import Bound, unbounded
 
@@ -44,25 +45,27 @@ def find(
     *,
     thorough: bool = False,
     bound: Bound = unbounded,
-    incomplete: Callable[[str, list[str]], str | None] = kinds.incomplete,
+    incomplete: Callable[[str, list[str], Disk], str | None] = kinds.incomplete,
+    disk: Disk = LOCAL,
 ) -> str | None:
     """Return the path of the newest whole checkpoint, or None. Each one that is passed over is
     logged with the reason.
 
     Args:
         thorough: Compare every CRC.
-        incomplete: Called with a directory and the names in it; returns what it lacks, or None.
+        incomplete: Called with a directory, the names in it and the disk; returns what it lacks, or
+            None.
 
     Raises:
-        OSError: The directory cannot be listed.
+        OSError: The directory cannot be listed, or the store does not answer.
     """
-    if kinds.kind_of(directory, os.listdir(directory)) is not None:
+    if kinds.kind_of(directory, disk.names(directory)) is not None:
         candidates = iter([directory])
     else:
-        candidates = _newest_first(directory)
+        candidates = _newest_first(directory, disk)
     for path in candidates:
         try:
-            wrong = _wrong(path, thorough, bound, incomplete)
+            wrong = _wrong(path, thorough, bound, incomplete, disk)
         except _NoCheckpointError:
             continue
         if wrong is None:
@@ -94,24 +97,20 @@ def series_of(name: str) -> tuple[str, int]:
     return (re.sub(r"\d+", "#", name), int(numbers[0])) if len(numbers) == 1 else (name, 0)
 
 
-def _newest_first(directory: str) -> Iterator[str]:
+def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
     """Iterate over the paths of files and directories that may be checkpoints."""
     by_series: dict[str, list[tuple[int, str]]] = {}
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            name = entry.name
-            if name.startswith(".") or kinds.PART_NAME.fullmatch(name):
-                continue
-            if entry.is_symlink() and os.path.dirname(os.readlink(entry.path)) in ("", "."):
-                continue
-            series, number = series_of(name)
-            by_series.setdefault(series, []).append((number, name))
+    for name in disk.names_without_links(directory):
+        if name.startswith(".") or kinds.PART_NAME.fullmatch(name):
+            continue
+        series, number = series_of(name)
+        by_series.setdefault(series, []).append((number, name))
     waiting: list[tuple[float, str, list[tuple[int, str]]]] = []
 
     def enter(series: list[tuple[int, str]]) -> None:
         """Enter a series with the time of its newest, which nobody asks for if it is alone."""
         path = os.path.join(directory, series[-1][1])
-        time = _modified(path) if len(by_series) > 1 else 0.0
+        time = disk.modified_s(path) if len(by_series) > 1 else 0.0
         heapq.heappush(waiting, (-time, path, series))
 
     for members in by_series.values():
@@ -125,13 +124,6 @@ def _newest_first(directory: str) -> Iterator[str]:
             enter(rest)
 
 
-def _modified(path: str) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
-
-
 # ---- one candidate ------------------------------------------------------------------------
 
 
@@ -140,47 +132,64 @@ class _NoCheckpointError(Exception):
 
 
 def _wrong(
-    path: str, thorough: bool, bound: Bound, incomplete: Callable[[str, list[str]], str | None]
+    path: str,
+    thorough: bool,
+    bound: Bound,
+    incomplete: Callable[[str, list[str], Disk], str | None],
+    disk: Disk,
 ) -> str | None:
     """Return why a candidate is not whole, or None.
 
     Raises:
         _NoCheckpointError: It is no checkpoint, or it is gone.
+        OSError: The store does not answer. An older checkpoint must not be taken for that.
     """
     failures: list[OSError] = []
     try:
-        if not os.path.isdir(path):
-            return _wrong_file(path, thorough, bound)
-        names = os.listdir(path)
-        if kinds.kind_of(path, names) is None and not _is_checkpoint(path, names):
+        if not disk.is_directory(path):
+            return _wrong_file(path, thorough, bound, disk)
+        names = disk.names(path)
+        if kinds.kind_of(path, names) is None and not _is_checkpoint(path, names, disk):
             raise _NoCheckpointError
-        if (wrong := incomplete(path, names)) is not None:
+        if (wrong := incomplete(path, names, disk)) is not None:
             return wrong
-        parts = list(kinds.checkpoints_in(path, failures, looked_at=True))
+        parts = list(kinds.checkpoints_in(path, failures, disk, looked_at=True))
     except FileNotFoundError:
         raise _NoCheckpointError from None
     except OSError as error:
+        if disk.is_remote:
+            raise
         return files.reason_of(error)
+    if failures and disk.is_remote:
+        raise failures[0]
     if failures:
         return f"{failures[0].filename}: {files.reason_of(failures[0])}"
     for part in parts:
-        if not (found := files.check(part, thorough=thorough, bound=bound)).ok:
+        if not (found := _check(part, thorough, bound, disk)).ok:
             return (
                 found.reason if part == path else f"{os.path.relpath(part, path)}: {found.reason}"
             )
     return None
 
 
-def _wrong_file(path: str, thorough: bool, bound: Bound) -> str | None:
-    if not os.path.lexists(path) or not kinds.is_checkpoint(path):
+def _wrong_file(path: str, thorough: bool, bound: Bound, disk: Disk) -> str | None:
+    if not (disk.exists(path) or os.path.islink(path)) or not kinds.is_checkpoint(path, disk):
         raise _NoCheckpointError
-    found = files.check(path, thorough=thorough, bound=bound)
+    found = _check(path, thorough, bound, disk)
     return None if found.ok else found.reason
 
 
-def _is_checkpoint(path: str, names: list[str]) -> bool:
+def _check(path: str, thorough: bool, bound: Bound, disk: Disk) -> files.Finding:
+    found = files.check(path, disk, thorough=thorough, bound=bound)
+    is_gone = isinstance(found.cause, FileNotFoundError)
+    if disk.is_remote and found.cause is not None and not is_gone:
+        raise found.cause
+    return found
+
+
+def _is_checkpoint(path: str, names: list[str], disk: Disk) -> bool:
     """Return whether a directory of no kind is a checkpoint of several files: it has a number in
     its name, and checkpoints directly in it."""
     return re.search(r"\d", os.path.basename(path)) is not None and any(
-        kinds.is_checkpoint(os.path.join(path, name)) for name in names if name[0] != "."
+        kinds.is_checkpoint(os.path.join(path, name), disk) for name in names if name[0] != "."
     )

@@ -61,6 +61,33 @@ def unbounded(_nbytes: int) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+class _Raw(io.RawIOBase):
+    """An open file for Python's buffered reader, which waits for bytes that are on their way."""
+
+    def __init__(self, fd: int) -> None:
+        self._file = _core.File(fd, os.fstat(fd).st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any, /) -> int:
+        return self._file.readinto(buffer)
+
+
+def reading(fd: int) -> IO[bytes]:
+    """Return an open file as a Python file, at its beginning. The descriptor stays its owner's."""
+    return io.BufferedReader(_Raw(fd))
+
+
 def read(file: IO[bytes], *, legacy: bool = False, bound: Bound = unbounded) -> Any:
     """Return the object of a pickle, made of stubs.
 
@@ -103,7 +130,7 @@ def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
             (data,) = records.read(core, ("data.pkl",))
             return _lacking(data, functools.partial(_nbytes_in, core), bound)
         # Another program has packed the archive.
-        with open(os.dup(fd), "rb") as file, zipfile.ZipFile(file) as archive:
+        with reading(fd) as file, zipfile.ZipFile(file) as archive:
             sizes = {each.filename.partition("/")[2]: each.file_size for each in archive.infolist()}
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             return _lacking(archive.read(name), sizes.get, bound)
@@ -123,8 +150,7 @@ def truncated(fd: int, bound: Bound = unbounded) -> str | None:
         MemoryError: As `read`.
         OSError: The file cannot be read.
     """
-    with open(os.dup(fd), "rb") as file:
-        file.seek(0)
+    with reading(fd) as file:
         try:
             _, storages = _read(file, True, bound)
             keys = _read(file, False, bound)[0]

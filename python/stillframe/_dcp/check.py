@@ -6,6 +6,7 @@ metadata is read here without importing or calling anything that it names.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from typing import IO, Any
 
 from stillframe import _core
 from stillframe._base import file_kinds
+from stillframe._base.disk import LOCAL, Disk
 from stillframe._tree.keypaths import Stub
 from stillframe.errors import CorruptCheckpointError
 
@@ -70,7 +72,13 @@ class Checked:
     bad: list[tuple[str, str]]
 
 
-def check(directory: str, read: Callable[[IO[bytes]], Any], *, thorough: bool = True) -> Checked:
+def check(
+    directory: str,
+    read: Callable[[IO[bytes]], Any],
+    disk: Disk = LOCAL,
+    *,
+    thorough: bool = True,
+) -> Checked:
     """Compare every CRC of a checkpoint, and its metadata with its files.
 
     Args:
@@ -83,39 +91,36 @@ def check(directory: str, read: Callable[[IO[bytes]], Any], *, thorough: bool = 
     """
     found = Checked(0, 0, 0, [])
     by_file: dict[str, list[_ItemRange]] = {}
-    for name in sorted(each for each in os.listdir(directory) if file_kinds.is_sharded([each])):
-        for item in _read_items(os.path.join(directory, name), read):
+    for name in sorted(each for each in disk.names(directory) if file_kinds.is_sharded([each])):
+        for item in _read_items(os.path.join(directory, name), read, disk):
             by_file.setdefault(item.file, []).append(item)
             found.nr_items += 1
             found.nr_unchecked += item.transformed
     for file, items in sorted(by_file.items()):
-        _check_file(os.path.join(directory, file), items, found, thorough)
+        _check_file(os.path.join(directory, file), items, found, thorough, disk)
     return found
 
 
-def _check_file(path: str, items: list[_ItemRange], found: Checked, thorough: bool) -> None:
+def _check_file(
+    path: str, items: list[_ItemRange], found: Checked, thorough: bool, disk: Disk
+) -> None:
     """Check the items of one file: every byte, or only that the file is long enough."""
     holds = f"it holds {items[0].name}" + (f" and {len(items) - 1} more" if items[1:] else "")
+    damage_of = damage_of_item if thorough else _damage_of_range
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with disk.open(path, peek=not thorough) as file:
+            found.nbytes += os.fstat(file.fileno()).st_size
+            for item in sorted(items, key=lambda item: item.offset):
+                if not (thorough and item.transformed):
+                    wrong = damage_of(file.fileno(), item.offset, item.length)
+                    if wrong is not None:
+                        found.bad.append((item.name, wrong))
     except FileNotFoundError:
         found.bad.append((os.path.basename(path), f"the file is missing: {holds}"))
-        return
     except OSError as error:
+        if disk.is_remote:
+            raise
         found.bad.append((os.path.basename(path), f"{error.strerror}: {holds}"))
-        return
-    try:
-        found.nbytes += os.fstat(fd).st_size
-        damage_of = damage_of_item if thorough else _damage_of_range
-        for item in items:
-            if not (thorough and item.transformed):
-                wrong = damage_of(fd, item.offset, item.length)
-                if wrong is not None:
-                    found.bad.append((item.name, wrong))
-    except OSError as error:
-        found.bad.append((os.path.basename(path), f"{error.strerror}: {holds}"))
-    finally:
-        os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -127,30 +132,30 @@ class _ItemRange:
     transformed: bool
 
 
-def _read_items(path: str, read: Callable[[IO[bytes]], Any]) -> list[_ItemRange]:
+def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list[_ItemRange]:
     """Read from a metadata file where the items are.
 
     Raises:
         CorruptCheckpointError: The file does not describe items.
     """
-    with open(path, "rb") as file:
-        try:
-            root = read(file)
-            return [
-                _ItemRange(
-                    _name_of(index.state),
-                    os.fspath(info.state["relative_path"]),
-                    int(info.state["offset"]),
-                    int(info.state["length"]),
-                    bool(info.state.get("transform_descriptors")),
-                )
-                for index, info in root.state["storage_data"].items()
-            ]
-        except (
-            *(pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError),
-            IndexError,
-        ) as error:
-            raise CorruptCheckpointError(f"{path} cannot be read: {error}") from None
+    file = io.BytesIO(disk.read(path))
+    try:
+        root = read(file)
+        return [
+            _ItemRange(
+                _name_of(index.state),
+                os.fspath(info.state["relative_path"]),
+                int(info.state["offset"]),
+                int(info.state["length"]),
+                bool(info.state.get("transform_descriptors")),
+            )
+            for index, info in root.state["storage_data"].items()
+        ]
+    except (
+        *(pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError),
+        IndexError,
+    ) as error:
+        raise CorruptCheckpointError(f"{path} cannot be read: {error}") from None
 
 
 def _name_of(index: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration
 
 from stillframe._base import paths
+from stillframe._base.disk import Disk
 from stillframe._check import kinds, newest
 from stillframe._huggingface.accelerator_saves import saves_of
 from stillframe._huggingface.redirect import redirected
@@ -223,7 +224,7 @@ def _newest(accelerator: Accelerator) -> str:
     return os.path.basename(found)
 
 
-def _lacks(accelerator: Accelerator, path: str, names: list[str]) -> str | None:
+def _lacks(accelerator: Accelerator, path: str, names: list[str], disk: Disk) -> str | None:
     """Return what a checkpoint lacks that the accelerator loads."""
     if accelerator.distributed_type not in _UNSUPPORTED:  # those have other names
         for stem, parts in (
@@ -235,7 +236,7 @@ def _lacks(accelerator: Accelerator, path: str, names: list[str]) -> str | None:
                 if name not in names:
                     return f"it has no {name}"
     needs_none = [] if accelerator._optimizers else ["optimizer.bin"]
-    return kinds.incomplete(path, names + needs_none)
+    return kinds.incomplete(path, names + needs_none, disk)
 
 
 @contextlib.contextmanager

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 
 from stillframe import _core
-from stillframe._base import file_kinds, records
+from stillframe._base import file_kinds, records, safetensors, urls
+from stillframe._base.disk import Disk, Opened
 from stillframe._base.records import Failure, RestoreFailed
 from stillframe._load import restore
 from stillframe._load.into import WAS_FREED
+from stillframe._save import ordered
 from stillframe._tree import keypaths
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
@@ -32,7 +34,8 @@ MapLocation: TypeAlias = (
 class How:
     """The arguments of a load; as for `load`."""
 
-    path: str  # for messages
+    path: str  # on the disk, and for messages
+    disk: Disk
     map_location: MapLocation
     weights_only: bool | None
     verify: bool
@@ -43,9 +46,22 @@ class How:
         """Whether code that the pickle names is run. None, torch.load's default, runs none."""
         return self.weights_only is not None and not self.weights_only
 
+    def open_file(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
+        """Wait for the saves of a path that were submitted before, and open it.
+
+        Args:
+            peek: As for `Disk.open`.
+        """
+        if not self.disk.is_remote:
+            return closing(ordered.open_in_order(path))
+        ordered.wait_for_key(urls.key(path))
+        if path.endswith(safetensors.INDEX_SUFFIX):  # the files beside it are looked up together
+            ordered.wait_for_key(urls.key(os.path.dirname(path)) + b"/")
+        return self.disk.open(path, peek=peek)
+
     def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
         """Call `_core.restore`; an OSError gets the file's name."""
-        with _named(self.path):
+        with named(self.path):
             return _core.restore(fd, self.verify, self.shared)
 
     def open_again(self, fd: int) -> _core.Restore:
@@ -106,10 +122,13 @@ def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
             check_fd(fd, how.path, verify=how.verify)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}{more}") from None
+        medium = "the connection" if how.disk.is_remote else "the disk"
         raise CorruptCheckpointError(
             f"{how.path} cannot be loaded: record {failure.record}: {failure.reason}{more}; read"
-            " again, it is right: the disk or the memory is not to be trusted"
+            f" again, it is right: {medium} or the memory is not to be trusted"
         )
+    if how.disk.is_remote:
+        more = ""  # another error takes the place of this one, and gets a note
     if failure.reason is not None:
         raise StillframeError(f"{how.path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"
@@ -134,7 +153,7 @@ def _tensors_in(fd: int, how: How, record: str) -> str:
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def named(path: str) -> Iterator[None]:
     """Add the file's name to an OSError that is raised inside."""
     try:
         yield
@@ -163,7 +182,7 @@ def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[s
         CorruptCheckpointError: The file is damaged.
         OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
     """
-    with _named(path):
+    with named(path):
         found = _core.check(fd, verify, later=later)
     refuse_damaged(found, path)
     return found

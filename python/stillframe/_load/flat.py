@@ -23,13 +23,13 @@ from torch import Tensor, serialization
 from stillframe import _core
 from stillframe._base import bar, file_kinds, safetensors
 from stillframe._base import device as _device
+from stillframe._base.disk import Opened
 from stillframe._base.records import RestoreFailed
 from stillframe._base.safetensors import Entry, Header
 from stillframe._load import placement, restore
-from stillframe._load.errors import HALF_WRITTEN, How, MapLocation
+from stillframe._load.errors import HALF_WRITTEN, How, MapLocation, named
 from stillframe._load.fill import Fill
 from stillframe._load.into import Plan
-from stillframe._save import ordered
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
 
@@ -39,12 +39,13 @@ def is_one(fd: int, path: str) -> bool:
     Raises:
         OSError: It cannot be read.
     """
-    return path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path)
+    with named(path):
+        return path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path)
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    fd: int
+    opened: Opened
     path: str
     header: Header
     first: int  # number of its first tensor among those of all files
@@ -54,7 +55,7 @@ class Files:
     """A safetensors file, or all that an index names; a context manager.
 
     Args:
-        fd: The open file; it stays the caller's.
+        opened: The open file; it stays the caller's.
 
     Raises:
         CorruptCheckpointError: A file is damaged or missing.
@@ -62,11 +63,11 @@ class Files:
         StillframeError: This torch lacks a type that a file has.
     """
 
-    def __init__(self, fd: int, how: How) -> None:
+    def __init__(self, opened: Opened, how: How) -> None:
         self._how = how
         self._stack = contextlib.ExitStack()
         try:
-            self._files = self._open(fd, how.path)
+            self._files = self._open(opened, how.path)
         except safetensors.Damaged as error:
             self._stack.close()
             raise CorruptCheckpointError(f"{how.path} cannot be loaded: {error}") from None
@@ -77,21 +78,21 @@ class Files:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
-    def _open(self, fd: int, path: str) -> list[_File]:
+    def _open(self, opened: Opened, path: str) -> list[_File]:
         if not path.endswith(safetensors.INDEX_SUFFIX):
-            return [_File(fd, path, _header(fd, path), 0)]
+            return [_File(opened, path, _header(opened.fileno(), path), 0)]
         files: list[_File] = []
-        for name, tensors in safetensors.read_index(path).items():
+        for name, tensors in safetensors.read_index(self._how.disk, path).items():
             shard = os.path.join(os.path.dirname(path), name)
-            opened = ordered.open_in_order(shard)
-            self._stack.callback(opened.close)
+            opened = self._stack.enter_context(self._how.open_file(shard, peek=True))
             header = _header(opened.fileno(), shard)
+            self._how.disk.rest(opened)  # there may be many
             safetensors.refuse_other_tensors(name, header.entries, tensors)
             first = files[-1].first + len(files[-1].header.entries) if files else 0
-            files.append(_File(opened.fileno(), shard, header, first))
+            files.append(_File(opened, shard, header, first))
         return files
 
     # ---- new tensors ----
@@ -130,6 +131,7 @@ class Files:
                 memory.finish()
             finally:
                 memory.close()
+        self._how.disk.rest(file.opened)
 
     def mapped(self, map_location: MapLocation) -> dict[str, Tensor]:
         """Return tensors that are the files' pages. Those that the file does not align are
@@ -140,7 +142,9 @@ class Files:
         place = _place(map_location)
         for file in self._files:
             # This names the open file; the path may name another one by now.
-            name, nbytes = f"/proc/self/fd/{file.fd}", file.header.nbytes
+            fd, nbytes = file.opened.fileno(), file.header.nbytes
+            _core.arrive(fd)
+            name = f"/proc/self/fd/{fd}"
             whole = torch.UntypedStorage.from_file(name, False, nbytes)
             for entry in file.header.entries:
                 storage = whole[entry.begin : entry.end]
@@ -174,13 +178,15 @@ class Files:
                     _explained(file, f"; {HALF_WRITTEN}"),
                 ):
                     Fill(core, plan, new, file.first).run()
+                self._how.disk.rest(file.opened)
 
     def _restore(self, file: _File) -> _core.Restore:
         """Return a restore whose records are the file's tensors."""
         stretches = array.array("Q")
         for entry in file.header.entries:
             stretches.extend((entry.begin, entry.end - entry.begin))
-        return _core.restore_bare(file.fd, stretches, file.header.nbytes, self._how.shared)
+        fd = file.opened.fileno()
+        return _core.restore_bare(fd, stretches, file.header.nbytes, self._how.shared)
 
 
 def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import shutil
-import stat
 import sys
 import zipfile
 from collections import Counter
@@ -24,10 +23,13 @@ from stillframe import _core
 from stillframe._base import file_kinds, records, safetensors
 from stillframe._base.bar import folded, printable
 from stillframe._base.calls import no_collection
+from stillframe._base.disk import Disk
 from stillframe._base.sizes import decimal
 from stillframe._check import pickles
+from stillframe._remote import disk as disks
 from stillframe._shell import contents
 from stillframe._shell.contents import Tensor, Value
+from stillframe.errors import StillframeError
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 _LOCAL = 30  # bytes of a record's header before its name
@@ -85,31 +87,39 @@ class Found:
 
 
 def examine(path: str) -> Found:
-    """Read one file. An error of the file is noted, not raised."""
+    """Read one file, or the object of a URL. An error of the file is noted, not raised."""
     found = Found(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
+        disk, found.path = disks.of_path(path)
+        with disk:
+            _examine(disk, found)
+    except (OSError, ValueError, StillframeError) as error:
         found.status, found.error = UNUSABLE, getattr(error, "strerror", None) or str(error)
-        return found
-    if stat.S_ISDIR(os.fstat(fd).st_mode):
-        os.close(fd)
-        found.status, found.error = UNUSABLE, f"it is {file_kinds.describe_directory(path)}"
-        return found
-    with os.fdopen(fd, "rb") as file, no_collection():
+    return found
+
+
+def _examine(disk: Disk, found: Found) -> None:
+    path = found.path
+    if disk.is_directory(path):
+        found.status, found.error = UNUSABLE, f"it is {file_kinds.describe_directory(path, disk)}"
+        return
+    with disk.open(path, peek=True) as opened, no_collection():
+        fd = opened.fileno()
         try:
             if path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path):
-                _read_safetensors(fd, found)
-                return found
-            checked = _core.check(fd, False)
+                _read_safetensors(fd, disk, found)
+                return
+            # The headers of an object's records are far apart, and would be fetched one by one.
+            checked = _core.check(fd, False, directory=disk.is_remote)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
             reason = None if checked["ok"] else file_kinds.no_checkpoint(fd, path, checked)
             if reason is not None:
                 found.status, found.error = UNUSABLE, reason
-                return found
+                return
             if not checked["ok"]:
                 found.status, found.error = DAMAGED, checked["error"]
-            _read(file, found)
+            with pickles.reading(fd) as file:
+                _read(fd, file, found)
             if found.status == GOOD and found.format == "archive":
                 for name, reason in pickles.lacking(fd, contents.bounded)[:1]:
                     found.status, found.error = DAMAGED, f"record {name}: {reason}"
@@ -118,18 +128,17 @@ def examine(path: str) -> Found:
         except (OSError, pickle.UnpicklingError, safetensors.Damaged) as error:
             found.status = DAMAGED
             found.error = f"{found.error}; {error}" if found.error else str(error)
-    return found
 
 
-def _read_safetensors(fd: int, found: Found) -> None:
+def _read_safetensors(fd: int, disk: Disk, found: Found) -> None:
     """Read the headers of a file, or of the files that an index names."""
     found.format = "safetensors"
     if not found.path.endswith(safetensors.INDEX_SUFFIX):
         headers = [safetensors.read_header(fd)]
     else:
         headers = []
-        for name in safetensors.read_index(found.path):
-            with open(os.path.join(os.path.dirname(found.path), name), "rb") as file:
+        for name in safetensors.read_index(disk, found.path):
+            with disk.open(os.path.join(os.path.dirname(found.path), name), peek=True) as file:
                 headers.append(safetensors.read_header(file.fileno()))
     for header in headers:
         found.nbytes += header.nbytes
@@ -140,11 +149,11 @@ def _read_safetensors(fd: int, found: Found) -> None:
             found.tensors.append(Tensor(name, "tensor", words, shape, "cpu", size, name, size))
 
 
-def _read(file: IO[bytes], found: Found) -> None:
+def _read(fd: int, file: IO[bytes], found: Found) -> None:
     if found.format == "legacy":
         root = contents.read(file, legacy=True)
     else:
-        root = contents.read(_pickle(file, found))
+        root = contents.read(_pickle(fd, file, found))
     try:
         for each in contents.walk(root):
             if isinstance(each, Value):
@@ -155,10 +164,10 @@ def _read(file: IO[bytes], found: Found) -> None:
         raise pickle.UnpicklingError(f"its pickle cannot be shown: {error}") from None
 
 
-def _pickle(file: IO[bytes], found: Found) -> IO[bytes]:
+def _pickle(fd: int, file: IO[bytes], found: Found) -> IO[bytes]:
     """Return an archive's pickle as a file; note what is wrong with it."""
     for verify in (True, False):
-        core = _core.restore(file.fileno(), verify)[1]
+        core = _core.restore(fd, verify)[1]
         if core is None:
             break
         try:

@@ -10,10 +10,13 @@ import argparse
 import logging
 import sys
 
+from stillframe._base import urls
 from stillframe._base.bar import printable
 from stillframe._check import newest
 from stillframe._check.files import UNUSABLE, reason_of
+from stillframe._remote import disk as disks
 from stillframe._shell import contents
+from stillframe.errors import StillframeError
 
 
 class _Lines(logging.Handler):
@@ -26,18 +29,21 @@ class _Lines(logging.Handler):
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     lines, logger = _Lines(), logging.getLogger("stillframe")
+    directory = urls.shown(options.directory)
     logger.addHandler(lines)
     try:
         thorough = options.check == "bytes"
-        found = newest.find(options.directory, thorough=thorough, bound=contents.bounded)
-    except (OSError, ValueError) as error:
+        disk, directory = disks.of_path(options.directory)
+        with disk:
+            found = newest.find(directory, thorough=thorough, bound=contents.bounded, disk=disk)
+    except (OSError, ValueError, StillframeError) as error:
         reason = reason_of(error).replace("no such file", "no such directory")
-        print(f"{printable(options.directory)}: {reason}", file=sys.stderr)
+        print(f"{printable(directory)}: {reason}", file=sys.stderr)
         return UNUSABLE
     finally:
         logger.removeHandler(lines)
     if found is None:
-        print(f"{printable(options.directory)}: no whole checkpoint is in it", file=sys.stderr)
+        print(f"{printable(directory)}: no whole checkpoint is in it", file=sys.stderr)
         return UNUSABLE
     print(found)
     return 0

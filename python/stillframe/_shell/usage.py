@@ -24,19 +24,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _verify(verify: argparse.ArgumentParser) -> None:
-    verify.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a directory of files")
+    words = "a file, a directory of files, or a URL"
+    verify.add_argument("paths", nargs="+", metavar="PATH", help=words)
     verify.add_argument("--json", action="store_true", help="print a list of objects, not lines")
 
 
 def _inspect(inspect: argparse.ArgumentParser) -> None:
-    inspect.add_argument("path", metavar="FILE", help="a checkpoint")
+    inspect.add_argument("path", metavar="FILE", help="a checkpoint, or its URL")
     how = inspect.add_mutually_exclusive_group()
     how.add_argument("--tree", action="store_true", help="as a tree, with the bytes of each branch")
     how.add_argument("--json", action="store_true", help="print an object, not a table")
 
 
 def _latest(latest: argparse.ArgumentParser) -> None:
-    latest.add_argument("directory", metavar="DIR", help="a directory of checkpoints")
+    latest.add_argument("directory", metavar="DIR", help="a directory of checkpoints, or its URL")
     latest.add_argument(
         "--check",
         choices=("files", "bytes"),

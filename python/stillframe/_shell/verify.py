@@ -19,42 +19,57 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from stillframe._base import urls
 from stillframe._base.bar import bar, folded, on_terminal, printable
+from stillframe._base.disk import LOCAL, Disk
 from stillframe._base.sizes import decimal
 from stillframe._check import files
 from stillframe._check.files import DAMAGED, GOOD, UNUSABLE, Finding, Progress, reason_of
 from stillframe._check.kinds import checkpoints_in
+from stillframe._remote import disk as disks
 from stillframe._shell import contents
+from stillframe.errors import StillframeError
 
 _LONG_NBYTES = 256 << 20  # files from this size on get a progress display
 _NOTHING = "there is no checkpoint in this directory"
 _MAX_SHOWN = 8  # bad records of one file in the table; --json has all
 
 
-def verify_file(path: str, progress: Progress | None = None) -> Finding:
+def verify_file(path: str, disk: Disk = LOCAL, progress: Progress | None = None) -> Finding:
     """Check every byte of one path, within bounds of memory."""
-    return files.check(path, progress=progress, bound=contents.bounded)
+    return files.check(path, disk, progress=progress, bound=contents.bounded)
 
 
 def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
     """Check files, and the checkpoints in directories, in the order given."""
     findings: list[Finding] = []
     for argument in arguments:
-        if not os.path.isdir(argument):
-            findings.append(show.verify(argument))
-            continue
-        failures: list[OSError] = []
-        before = len(findings)
-        findings.extend(show.verify(path) for path in checkpoints_in(argument, failures))
-        findings.extend(
-            show.found(Finding(str(error.filename or argument), UNUSABLE, reason_of(error)))
-            for error in failures
-        )
-        if len(findings) == before:
-            findings.append(show.found(Finding(argument, UNUSABLE, _NOTHING)))
+        path = urls.shown(argument)
+        try:
+            disk, path = disks.of_path(argument)
+            with disk:
+                for finding in _verify(path, disk, show):
+                    findings.append(finding)
+        except (OSError, ValueError, StillframeError) as error:
+            findings.append(show.found(Finding(path, UNUSABLE, reason_of(error))))
     return findings
+
+
+def _verify(argument: str, disk: Disk, show: _Display) -> Iterator[Finding]:
+    if not disk.is_directory(argument):
+        yield show.verify(argument, disk)
+        return
+    failures: list[OSError] = []
+    nothing = True
+    for path in checkpoints_in(argument, failures, disk):
+        yield show.verify(path, disk)
+        nothing = False
+    for error in failures:
+        yield show.found(Finding(str(error.filename or argument), UNUSABLE, reason_of(error)))
+    if nothing and not failures:
+        yield show.found(Finding(argument, UNUSABLE, _NOTHING))
 
 
 # ---- showing --------------------------------------------------------------------------------
@@ -70,16 +85,16 @@ class _Display:
         self._quiet = quiet
         self._on_terminal = on_terminal()
 
-    def verify(self, path: str) -> Finding:
+    def verify(self, path: str, disk: Disk) -> Finding:
         """Check one path."""
         try:
-            nbytes = os.stat(path).st_size
+            nbytes = disk.nbytes(path)
         except (OSError, ValueError):
             nbytes = 0
         if nbytes < _LONG_NBYTES or not self._on_terminal:
-            return self.found(verify_file(path))
+            return self.found(verify_file(path, disk))
         with bar(path, nbytes) as progress:
-            finding = verify_file(path, progress)
+            finding = verify_file(path, disk, progress)
         return self.found(finding)
 
     def found(self, finding: Finding) -> Finding:

@@ -55,6 +55,22 @@ TEST(record_ending_with_a_chunk_needs_the_next_chunk)
 	sfr_restore_free(r);
 }
 
+TEST(nothing_is_read_beyond_the_record_that_a_limit_names)
+{
+	struct sfr_restore *r = open_restore();
+
+	sfr_reader_until(r->reader, 0);
+	CHECK_EQ(sfr_reader_go(r->reader, a.nr), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, 0, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_reader_wait(r->reader, ENDING, SFR_FOREVER), SFR_EUNPLACED);
+	CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), SFR_EUNPLACED);
+	(void)usleep(20000); /* for a thread that goes on nevertheless */
+	CHECK(sfr_reader_done(r->reader) <= PIECE);
+	sfr_reader_until(r->reader, a.nr - 1);
+	CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
+	sfr_restore_free(r);
+}
+
 TEST(one_reader_thread_is_enough_and_reports_progress)
 {
 	const struct sfr_fault fault = {

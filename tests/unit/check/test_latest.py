@@ -371,8 +371,8 @@ def test_missing_directory_is_an_error(tmp_path, capsys):
         stillframe.latest(tmp_path, check="all")
     with pytest.raises(TypeError):
         stillframe.latest(7)
-    with pytest.raises(ValueError, match="remote"):
-        stillframe.latest("s3://bucket/run")
+    with pytest.raises(ValueError, match="storage_options= is for URLs"):
+        stillframe.latest(tmp_path, storage_options={})
     assert stillframe.latest(str(tmp_path)) == tmp_path / "x.pt"
 
 

@@ -530,10 +530,19 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
         stillframe.load("/dev/null")
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/x.pt", "file:///tmp/x.pt", "memory://x", ""])
-def test_remote_or_empty_path_raises_value_error(path):
+def test_empty_path_raises_value_error():
     with pytest.raises(ValueError, match="path"):
-        stillframe.load(path)
+        stillframe.load("")
+
+
+def test_options_of_a_store_are_refused_for_local_paths(tmp_path):
+    with pytest.raises(ValueError, match="storage_options= is for URLs"):
+        stillframe.load(tmp_path / "x.pt", storage_options={"key": "x"})
+
+
+def test_file_url_is_a_local_path(tmp_path):
+    by_path(small_state(), tmp_path / "x 1.pt")
+    assert same(stillframe.load(f"file://{tmp_path}/x%201.pt"), small_state())
 
 
 @pytest.mark.parametrize("path", [b"x.pt", 3, None])

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import load_file, save_file
 from stillframe import _core, testing
 from stillframe._base.safetensors import DTYPES
+from stillframe._load import flat
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
 TORCH = {name: getattr(torch, word) for name, (_, word) in DTYPES.items() if word}
@@ -190,9 +191,9 @@ def test_map_location_gets_storages_that_were_saved_on_the_cpu(file):
 
 @pytest.mark.parametrize("location", ["meta", {"cpu": "meta"}, torch.device("meta")], ids=str)
 @pytest.mark.parametrize("mmap", [False, True])
-def test_meta_needs_no_bytes(location, mmap, file):
-    with testing.fault("pread", sticky=True):
-        loaded = stillframe.load(file, location, mmap=mmap)
+def test_meta_needs_no_bytes(location, mmap, file, monkeypatch):
+    monkeypatch.delattr(flat.Files, "_restore")
+    loaded = stillframe.load(file, location, mmap=mmap)
     assert {t.device.type for t in loaded.values()} == {"meta"}
     assert loaded["w.1000"].shape == (1000,)
 
@@ -454,7 +455,7 @@ def test_file_that_becomes_shorter_is_damaged(tmp_path):
     target = torch.zeros(1 << 20)
     for arguments, words in (({}, "became shorter"), ({"into": {"w": target}}, "half written")):
         with (
-            testing.fault("pread", nth=2, sticky=True, limit=0),
+            testing.fault("pread", nth=5, sticky=True, limit=0),  # behind the header
             pytest.raises(CorruptCheckpointError, match=words),
         ):
             stillframe.load(path, **arguments)

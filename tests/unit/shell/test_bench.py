@@ -49,7 +49,7 @@ def nothing_is_left(tmp_path: Path):
     yield
     stillframe.wait_all(timeout=60)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == []
-    assert open_descriptors() == before
+    assert not {*open_descriptors()} - {*before}  # connections of earlier tests may close
     assert signal.getsignal(signal.SIGTERM) is term
 
 

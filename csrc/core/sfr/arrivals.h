@@ -1,0 +1,53 @@
+/* Files whose bytes are still on their way. See reader/arrivals.c.
+ *
+ *     sfr_arrivals_new(&group);
+ *     fd = sfr_arrivals_open(group, len, chunk, &number);     checks and restores read it
+ *
+ *     on the threads that fetch:
+ *     while (sfr_arrivals_next(group, SFR_FOREVER, &wanted) == 0)
+ *             sfr_arrivals_put(group, wanted.number, wanted.off, bytes, wanted.len);
+ *
+ *     sfr_arrivals_end(group);                                those threads return; the files close
+ *     sfr_arrivals_free(group);
+ *
+ * Any thread may call these. In a forked child a group has no files and its calls return
+ * SFR_EFORK. */
+#ifndef SFR_ARRIVALS_H
+#define SFR_ARRIVALS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define SFR_ARRIVALS_WINDOW 8u /* chunks that are fetched ahead, and that are kept at most behind */
+
+struct sfr_arrivals; /* files that the same threads fetch */
+
+struct sfr_wanted {
+	uint64_t number; /* of the file */
+	uint64_t off, len;
+};
+
+int sfr_arrivals_new(struct sfr_arrivals **out); /* -ENOMEM */
+/* Makes a file of `len` bytes that are fetched `chunk` at a time, a multiple of a page. Returns its
+ * descriptor, which stays the group's, or -errno, SFR_EFORK, SFR_ECLOSED. */
+int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, uint64_t *number);
+/* Waits until bytes are wanted that nobody fetches yet; they are the caller's to fetch. 0,
+ * SFR_EAGAIN, SFR_EFORK; SFR_ECLOSED: the group has ended. */
+int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out);
+/* Brings the bytes that sfr_arrivals_next has asked for. SFR_ECLOSED: nobody needs them any more.
+ * -EINVAL: they are others. -errno of writing to memory. */
+int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, const void *bytes,
+		     size_t len);
+/* Bytes of the file cannot be fetched: all who wait for some, now or later, get -EIO. */
+void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number);
+/* Closes a file, once nothing in the core reads it any more. */
+void sfr_arrivals_close(struct sfr_arrivals *group, uint64_t number);
+/* Closes all of them. sfr_arrivals_next returns. */
+void sfr_arrivals_end(struct sfr_arrivals *group);
+void sfr_arrivals_free(struct sfr_arrivals *group); /* ends it. NULL is allowed */
+
+/* Waits until all bytes of the file are there, and keeps them. 0, at once for any other file;
+ * SFR_EAGAIN: call again; -EIO; SFR_EFORK. */
+int sfr_arrivals_fill(int fd, uint64_t slice_ns);
+
+#endif

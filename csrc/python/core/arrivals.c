@@ -1,0 +1,167 @@
+/* _core.Arrivals: files whose bytes Python's threads fetch; arrive, which waits for all bytes. */
+#include "module.h"
+#include "sfr/arrivals.h"
+
+struct sfr_py_arrivals {
+	PyObject_HEAD
+	struct sfr_arrivals *group;
+};
+
+static PyObject *arrivals_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = { NULL };
+	struct sfr_py_arrivals *self;
+	int rc;
+
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Arrivals", names))
+		return NULL;
+	self = (struct sfr_py_arrivals *)sfr_py_alloc(type);
+	if (self == NULL)
+		return NULL;
+	rc = sfr_arrivals_new(&self->group);
+	if (rc == 0)
+		return (PyObject *)self;
+	Py_DECREF(self);
+	return sfr_py_raise(PyType_GetModuleState(type), rc);
+}
+
+static struct sfr_arrivals *get(PyObject *object)
+{
+	return ((struct sfr_py_arrivals *)object)->group;
+}
+
+static void arrivals_dealloc(PyObject *object)
+{
+	Py_BEGIN_ALLOW_THREADS
+	sfr_arrivals_free(get(object));
+	Py_END_ALLOW_THREADS
+	sfr_py_free(object);
+}
+
+static PyObject *arrivals_open(PyObject *object, PyObject *args)
+{
+	unsigned long long len, chunk;
+	uint64_t number = 0;
+	int fd;
+
+	if (!PyArg_ParseTuple(args, "KK:open", &len, &chunk))
+		return NULL;
+	fd = sfr_py_unlocked(sfr_arrivals_open(get(object), len, chunk, &number));
+	if (fd < 0)
+		return sfr_py_raise_os(sfr_py_state_of(object), fd);
+	return Py_BuildValue("(Ki)", (unsigned long long)number, fd);
+}
+
+static PyObject *arrivals_next(PyObject *object, PyObject *unused)
+{
+	struct sfr_wanted wanted;
+	/* Called on threads of the package, which get no signals. */
+	int rc = sfr_py_unlocked(sfr_arrivals_next(get(object), SFR_FOREVER, &wanted));
+
+	if (rc == SFR_ECLOSED)
+		Py_RETURN_NONE;
+	if (rc < 0)
+		return sfr_py_raise(sfr_py_state_of(object), rc);
+	return Py_BuildValue("(KKK)", (unsigned long long)wanted.number,
+			     (unsigned long long)wanted.off,
+			     (unsigned long long)(wanted.off + wanted.len));
+}
+
+static PyObject *arrivals_put(PyObject *object, PyObject *args)
+{
+	unsigned long long number, off;
+	Py_buffer data;
+	int rc;
+
+	if (!PyArg_ParseTuple(args, "KKy*:put", &number, &off, &data))
+		return NULL;
+	rc = sfr_py_unlocked(sfr_arrivals_put(get(object), number, off, data.buf,
+					      (size_t)data.len));
+	PyBuffer_Release(&data);
+	if (rc < 0 && rc != SFR_ECLOSED) /* nobody needs them any more */
+		return sfr_py_raise(sfr_py_state_of(object), rc);
+	Py_RETURN_NONE;
+}
+
+static PyObject *arrivals_fail(PyObject *object, PyObject *number)
+{
+	uint64_t value;
+
+	if (sfr_py_u64(number, &value) < 0)
+		return NULL;
+	sfr_arrivals_fail(get(object), value);
+	Py_RETURN_NONE;
+}
+
+static PyObject *arrivals_close(PyObject *object, PyObject *number)
+{
+	uint64_t value;
+
+	if (sfr_py_u64(number, &value) < 0)
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS
+	sfr_arrivals_close(get(object), value);
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
+}
+
+static PyObject *arrivals_end(PyObject *object, PyObject *unused)
+{
+	Py_BEGIN_ALLOW_THREADS
+	sfr_arrivals_end(get(object));
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+	{ "open", arrivals_open, METH_VARARGS,
+	  "open(nbytes, chunk_bytes) -> (number, fd): a file whose bytes `next` asks for; the descriptor "
+	  "stays this object's." },
+	{ "next", arrivals_next, METH_NOARGS,
+	  "next() -> (number, start, end) of bytes to fetch, as soon as somebody waits for them; None: the "
+	  "files are closed." },
+	{ "put", arrivals_put, METH_VARARGS,
+	  "put(number, start, data): bytes that next has asked for." },
+	{ "fail", arrivals_fail, METH_O,
+	  "fail(number): all who wait for the file get an OSError." },
+	{ "close", arrivals_close, METH_O, "close(number): closes one file." },
+	{ "end", arrivals_end, METH_NOARGS, "end(): closes all files, and next returns." },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot slots[] = {
+	{ Py_tp_new, arrivals_new },
+	{ Py_tp_dealloc, arrivals_dealloc },
+	{ Py_tp_methods, methods },
+	{ Py_tp_doc, "Arrivals(): files whose bytes are fetched when they are read" },
+	{ 0, NULL },
+};
+
+SFR_PY_TYPE(spec, "Arrivals", struct sfr_py_arrivals, 0, slots);
+
+static PyObject *arrive(PyObject *module, PyObject *number)
+{
+	struct sfr_py_wait w = sfr_py_wait(NULL);
+	int fd = (int)PyLong_AsLong(number);
+
+	if (PyErr_Occurred())
+		return NULL;
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_arrivals_fill(fd, w.slice_ns));
+	if (w.rc == SFR_PY_RAISED)
+		return NULL;
+	return w.rc < 0 ? sfr_py_raise_os(sfr_py_state(module), w.rc) : Py_NewRef(Py_None);
+}
+
+static PyMethodDef functions[] = {
+	{ "arrive", arrive, METH_O,
+	  "arrive(fd): waits until all bytes of a file are there, and keeps them." },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_arrivals(PyObject *module)
+{
+	if (PyModule_AddFunctions(module, functions) < 0)
+		return -1;
+	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->arrivals_type);
+}

@@ -1,0 +1,94 @@
+"""Where checkpoints are: the local file system, or a store that is read as if it were one.
+
+Code that looks for checkpoints asks a `Disk`. Paths are strings, joined by slashes on both.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, Self
+
+Walk = Iterator[tuple[str, list[str], list[str]]]
+
+
+class Opened(Protocol):
+    """An open file."""
+
+    def fileno(self) -> int: ...
+
+
+class Disk:
+    """The local file system. Its methods raise OSError.
+
+    Attributes:
+        is_remote: It is a store. Its errors say nothing about the checkpoint.
+    """
+
+    is_remote = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def is_directory(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def names(self, path: str) -> list[str]:
+        """Return the names in a directory."""
+        return os.listdir(path)
+
+    def names_without_links(self, path: str) -> Iterator[str]:
+        """Iterate over the names in a directory, except links to others of them."""
+        with os.scandir(path) as entries:
+            for each in entries:
+                if not (each.is_symlink() and os.path.dirname(os.readlink(each.path)) in ("", ".")):
+                    yield each.name
+
+    def walk(self, path: str, on_error: Callable[[OSError], object]) -> Walk:
+        """Iterate over a directory and those below it, as `os.walk` does."""
+        return os.walk(path, onerror=on_error)
+
+    def modified_s(self, path: str) -> float:
+        """Return the time of the last change, or 0.0 if nobody knows it."""
+        try:
+            return os.stat(path).st_mtime
+        except OSError:
+            return 0.0
+
+    def nbytes(self, path: str) -> int:
+        """Return the length of a file."""
+        return os.stat(path).st_size
+
+    def read(self, path: str, nbytes: int = -1) -> bytes:
+        """Return the first bytes of a regular file; all if `nbytes` is negative."""
+        with self.open(path) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return b""
+            with open(file.fileno(), "rb", closefd=False) as reader:
+                return reader.read(nbytes)
+
+    def open(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
+        """Open a file to read. A pipe without a writer keeps nobody waiting.
+
+        Args:
+            peek: Little of it will be read, for now.
+        """
+        return open(path, "rb", buffering=0, opener=_open_at_once)
+
+    def rest(self, file: Opened) -> None:
+        """Give back the memory of a file that stays open and is not read for a while."""
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+LOCAL = Disk()

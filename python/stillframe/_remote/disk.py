@@ -1,0 +1,166 @@
+"""A store that is read as if it were a disk, with directories; and the choice between the two.
+
+Below a directory everything is listed at once, the first time that something of it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, cast
+
+from stillframe._base import paths, urls
+from stillframe._base.disk import LOCAL, Disk, Opened, Walk
+from stillframe._remote.file import Fetcher, Object, RemoteFile
+from stillframe._remote.store import Found
+from stillframe._remote.stores import open_store
+
+_Directory: TypeAlias = "dict[str, Found | _Directory]"
+
+
+def of_path(path: object, storage_options: Mapping[str, Any] | None = None) -> tuple[Disk, str]:
+    """Return the disk of a path or URL, and how to name it there and in messages.
+
+    The disk is a context manager; its end closes what was opened.
+
+    Raises:
+        TypeError, ValueError: It is no path, or the options are wrong: a local path has none.
+        StillframeError: No client for such a URL is installed.
+    """
+    if urls.is_remote(path):
+        text = os.fsdecode(cast("str", path))
+        return RemoteDisk(text, storage_options), urls.shown(text)
+    if storage_options is not None:
+        raise ValueError("storage_options= is for URLs (scheme://), and this is a local path")
+    return LOCAL, paths.as_text(urls.local_path(path) if isinstance(path, str) else path)
+
+
+class RemoteDisk(Disk):
+    """The store of a URL. Paths are URLs without credentials, as `urls.shown` returns them.
+
+    Raises:
+        As `open_store`.
+    """
+
+    is_remote = True
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
+        self._store, _ = open_store(url, storage_options)
+        shown = urls.shown(url)
+        self._root = shown.removesuffix(urls.Url.parse(shown).path)
+        self._fetcher = Fetcher()
+        self._listed: dict[str, _Directory] = {}  # by the key of the directory
+        self._found: dict[str, Found] = {}  # by key
+
+    def __exit__(self, *error: object) -> None:
+        self._fetcher.end()
+
+    # ---- files ----
+
+    def open(self, path: str, *, peek: bool = False) -> RemoteFile:
+        item = Object(self._store, self._find(self._key(path)))
+        return RemoteFile(self._fetcher, item, peek=peek)
+
+    def rest(self, file: Opened) -> None:
+        cast("RemoteFile", file).rest()
+
+    def read(self, path: str, nbytes: int = -1) -> bytes:
+        found = self._find(self._key(path))
+        end = found.nbytes if nbytes < 0 else min(nbytes, found.nbytes)
+        return bytes(Object(self._store, found).get(0, end))
+
+    def nbytes(self, path: str) -> int:
+        return self._find(self._key(path)).nbytes
+
+    def _find(self, key: str) -> Found:
+        if key not in self._found:
+            self._found[key] = self._store.find(key)
+        return self._found[key]
+
+    # ---- directories ----
+
+    def is_directory(self, path: str) -> bool:
+        key = self._key(path)
+        directory = self._known(os.path.dirname(key))
+        if directory is not None:
+            return isinstance(directory.get(os.path.basename(key)), dict)
+        if key and not path.endswith("/"):
+            try:
+                self._find(key)
+                return False
+            except FileNotFoundError:
+                pass
+        return bool(self._directory(key))
+
+    def exists(self, path: str) -> bool:
+        try:
+            self._find(self._key(path))
+        except FileNotFoundError:
+            return self.is_directory(path)
+        return True
+
+    def names(self, path: str) -> list[str]:
+        """Return the names in a directory. A store knows no empty ones: no names are no error."""
+        return [*self._directory(self._key(path))]
+
+    def names_without_links(self, path: str) -> Iterator[str]:
+        return iter(self.names(path))
+
+    def walk(self, path: str, on_error: Callable[[OSError], object]) -> Walk:
+        try:
+            inside = self._directory(self._key(path))
+        except OSError as error:
+            on_error(error)
+            return
+        directories = [name for name, each in inside.items() if isinstance(each, dict)]
+        yield path, directories, [name for name in inside if name not in directories]
+        for name in directories:
+            yield from self.walk(os.path.join(path, name), on_error)
+
+    def modified_s(self, path: str) -> float:
+        key = self._key(path)
+        directory = self._known(os.path.dirname(key)) or {}
+        return max(_times(directory.get(os.path.basename(key), {})), default=0.0)
+
+    def _key(self, path: str) -> str:
+        return path.removeprefix(self._root).strip("/")
+
+    def _known(self, key: str) -> _Directory | None:
+        """Return a directory that was listed, itself or with one above it."""
+        if key in self._listed:
+            return self._listed[key]
+        if not key:
+            return None
+        above = self._known(os.path.dirname(key))
+        inside = None if above is None else above.get(os.path.basename(key), {})
+        return inside if isinstance(inside, dict) else None
+
+    def _directory(self, key: str) -> _Directory:
+        """Return a directory, which is listed if it was not."""
+        directory = self._known(key)
+        if directory is None:
+            directory = self._listed[key] = {}
+            for found in self._store.list(key):
+                _add(directory, found.key[len(key) :].strip("/").split("/"), found)
+                if found.version:  # else it may differ from that of `find`
+                    self._found[found.key] = found
+        return directory
+
+
+def _add(directory: _Directory, path: list[str], found: Found) -> None:
+    *above, name = path
+    for each in above:
+        inside = directory.setdefault(each, {})
+        if not isinstance(inside, dict):
+            return  # an object has the name, and hides what is below it
+        directory = inside
+    if name:
+        directory.setdefault(name, found)
+
+
+def _times(node: Found | _Directory) -> Iterator[float]:
+    if isinstance(node, Found):
+        yield node.modified_s
+    else:
+        for each in node.values():
+            yield from _times(each)

@@ -1,0 +1,172 @@
+"""A remote object as an open file for the code that reads checkpoints.
+
+The core makes a file in memory, of the object's length and without its bytes (`_core.Arrivals`).
+A reader waits for the bytes that it needs. Threads here ask which bytes are waited for, or will be
+soon, fetch them, and bring them.
+
+    the core's readers --> Arrivals.next --> Store.get, on a few threads --> Arrivals.put
+
+An object that is replaced meanwhile is an error, never a mixture: each request names the version
+that the first one found. For a client that knows no versions, the object is looked up once more at
+the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from typing import Self
+
+from stillframe import _core
+from stillframe._base import threads
+from stillframe._remote.store import Buffer, Found, Store
+
+log = logging.getLogger("stillframe")
+
+CHUNK_BYTES = 8 << 20
+PEEK_BYTES = 1 << 20  # where little is read
+THREADS = 8
+SLOW_S = 10.0  # longer requests are logged
+PATIENCE_S = 1.0  # for requests that nobody needs any more
+
+
+class Object:
+    """An object that is read.
+
+    Attributes:
+        failure: Why bytes of it could not be fetched.
+    """
+
+    def __init__(self, store: Store, found: Found) -> None:
+        self.found = found
+        self.failure: Exception | None = None
+        self._store = store
+
+    def get(self, start: int, end: int) -> Buffer:
+        """Return bytes of it.
+
+        Raises:
+            OSError: The store refused, or the object was replaced.
+        """
+        begun = time.monotonic()
+        data = self._store.get(self.found.key, start, end, self.found.version)
+        if (took_s := time.monotonic() - begun) > SLOW_S:  # no client tells of its own tries
+            log.info(
+                "stillframe: %s: bytes %d to %d took %.0f s; failed requests are tried again",
+                *(self._store.shown(self.found.key), start, end, took_s),
+            )
+        return data
+
+    def refuse_changed(self) -> None:
+        """Raise OSError if it was replaced since it was found, where requests do not notice."""
+        if not self.found.version and self._store.find(self.found.key) != self.found:
+            words = "the object was replaced while it was read: read it again"
+            raise OSError(errno.ESTALE, words, self._store.shown(self.found.key))
+
+
+class Fetcher:
+    """The threads that fetch the bytes of some objects; they start when they are needed."""
+
+    def __init__(self) -> None:
+        self._arrivals = _core.Arrivals()
+        self._objects: dict[int, Object] = {}
+        self._threads: list[threading.Thread] = []
+
+    def __del__(self) -> None:
+        self._arrivals.end()
+
+    def open(self, item: Object, chunk_bytes: int) -> tuple[int, int]:
+        """Open a file of an object; return its number, for `close`, and the descriptor.
+
+        Raises:
+            OSError: The system refuses a file in memory, or a thread.
+        """
+        number, fd = self._arrivals.open(item.found.nbytes, chunk_bytes)
+        self._objects[number] = item
+        self._start(min(THREADS, -(-item.found.nbytes // chunk_bytes)))
+        return number, fd
+
+    def close(self, number: int) -> None:
+        self._arrivals.close(number)
+        self._objects.pop(number, None)
+
+    def end(self) -> None:
+        """Close all files and end the threads.
+
+        A thread whose request is not answered at once ends when it is.
+        """
+        self._arrivals.end()
+        deadline = time.monotonic() + PATIENCE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self, number: int) -> None:
+        while len(self._threads) < number:
+            # It must not refer to this object, whose end ends it.
+            arguments = self._arrivals, self._objects
+            thread = threading.Thread(target=_fetch, args=arguments, name="sf-fetch", daemon=True)
+            try:
+                threads.start(thread)
+            except OSError:
+                if not self._threads:
+                    raise
+                return  # fewer are only slower
+            self._threads.append(thread)
+
+
+def _fetch(arrivals: _core.Arrivals, objects: dict[int, Object]) -> None:
+    """Fetch what is waited for, until the files are closed."""
+    while (wanted := arrivals.next()) is not None:
+        number, start, end = wanted
+        item = objects.get(number)
+        if item is None:
+            continue
+        try:
+            arrivals.put(number, start, item.get(start, end))
+        except Exception as error:
+            if item.failure is None:
+                item.failure = error
+            arrivals.fail(number)
+
+
+class RemoteFile:
+    """A remote object that is open to read; a context manager.
+
+    Its end raises the error of a request that failed, in place of the errors that followed from it.
+    """
+
+    def __init__(self, fetcher: Fetcher, item: Object, *, peek: bool) -> None:
+        self._fetcher = fetcher
+        self._object = item
+        chunk_bytes = PEEK_BYTES if peek else CHUNK_BYTES
+        self._opened: tuple[int, int] | None = fetcher.open(item, chunk_bytes)
+
+    def fileno(self) -> int:
+        """Return the descriptor; it is another one after `rest`."""
+        if self._opened is None:
+            self._opened = self._fetcher.open(self._object, CHUNK_BYTES)
+        return self._opened[1]
+
+    def rest(self) -> None:
+        """Give back the memory; what is read from now on is fetched again."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            self._fetcher.close(opened[0])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.rest()
+        if error is not None and not isinstance(error, Exception):
+            return  # Ctrl-C
+        try:
+            if self._object.failure is not None:
+                raise self._object.failure
+            self._object.refuse_changed()
+        except Exception as reason:
+            for note in getattr(error, "__notes__", ()):
+                reason.add_note(note)
+            raise reason from None
