@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import Series, end_with, format_size, format_times, parse_size, print_table, turned
+from common import Series, end_with, format_size, format_times, parse_size, print_table, rotated
 from machine import Others, add_directory_options, facts_lines, keep_memory, measured_in
 from process import Worker
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         steps = SKIPPED + options.every * options.saves
         found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for number in range(options.rounds):
-            for worker in turned(workers, number):
+            for worker in rotated(workers, number):
                 plain = worker.call("fit", batch, steps, 0)
                 fit = worker.call("fit", batch, steps, options.every)
                 fit["lost_s"] = (fit["counted_s"] - plain["counted_s"]) / fit["saves"]

@@ -27,7 +27,13 @@ from restore import SITUATIONS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PLACES = ("README.md", "docs/figures.md", "docs/guarantees.md", "docs/quickstart.md")
+PLACES = (
+    "README.md",
+    "docs/figures.md",
+    "docs/guarantees.md",
+    "docs/quickstart.md",
+    "docs/remote.md",
+)
 WAYS = {TORCH: "`torch.save`", LIGHTNING: "Lightning's `AsyncCheckpointIO`", OURS: "stillframe"}
 LOADS = {
     restore_process.OURS: "`stillframe.load`",
@@ -123,6 +129,34 @@ def fits(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def remote(document: dict[str, Any]) -> list[str]:
+    """Return the cost of saves to an object store, for each size and latency."""
+    facts = document["facts"]
+    lines = [
+        f"{facts['cores']} cores ({facts['cpu']}), no GPU; torch {facts['torch'].split('+')[0]},"
+        f" Lightning {facts['lightning']}, s3fs {facts['s3fs']}, obstore {facts['obstore']}; an S3"
+        f" server on loopback; medians of {document['settings']['rounds']} rounds,"
+        f" {facts['date'][:10]}:",
+        "",
+    ]
+    for size, result in document["results"].items():
+        for latency, ways in result["saves"].items():
+            lines += [
+                f"| {size}, {latency} added to each request | {' | '.join(ways)} |",
+                "|---|" + "---|" * len(ways),
+            ]
+            for metric, title, text in (
+                ("call_s", "the call blocks", time_of(False)),
+                ("finished_s", "acknowledged after", time_of(False)),
+                ("loop_lost_s", "lost time of a training", time_of(False)),
+                ("extra_rss", "extra memory", memory),
+            ):
+                cells = [text(figures[metric]) for figures in ways.values()]
+                lines.append(f"| {title} | {' | '.join(cells)} |")
+            lines.append("")
+    return lines[:-1]
+
+
 PICTURES = {  # a file of results, and its picture's caption
     "saves": "Saves with a busy main thread and an idle one: the call, and until it has finished",
     "bytes_over_time": "Bytes written over time, with an idle main thread",
@@ -150,7 +184,8 @@ MADE = {"pictures": pictures, "recording": recording, "odds": odds.table}
 
 def not_measured(source: str) -> list[str]:
     script = source.removesuffix(".json")
-    command = f"python benchmarks/{script}.py --dir DIR --json benchmarks/results/{source}"
+    where = "" if script == "remote" else " --dir DIR"
+    command = f"python benchmarks/{script}.py{where} --json benchmarks/results/{source}"
     return [f"Not measured since the script was changed: `{command}`, then `make tables`."]
 
 
@@ -161,6 +196,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "loads": ("restore.json", loads),
     "lost time": ("lost_time.json", lost_time),
     "fits": ("lightning_fit.json", fits),
+    "remote": ("remote.json", remote),
 }
 
 

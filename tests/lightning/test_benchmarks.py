@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import stillframe
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +55,21 @@ def test_benchmark_process_answers_until_it_fails(scripts):
     with late, Worker("it", importlib.import_module, "time") as worker:
         worker.ready()._limit_s = 1.0
         worker.call("sleep", 600)
+
+
+def test_server_counts_the_bytes_of_objects_and_keeps_none(scripts):
+    pytest.importorskip("obstore")
+    import torch
+    from s3_server import Server
+
+    server = Server()
+    options = {"key": "a", "secret": "b", "endpoint_url": server.endpoint(), "region": "eu"}
+    for numel in (10, 9_000_000):  # in one request, and in parts
+        url = "s3://bkt/run/a.pt"
+        report = stillframe.save({"a": torch.ones(numel)}, url, storage_options=options)
+        assert server.take("run/a.pt")["nbytes"] == report.nbytes
+    with pytest.raises(KeyError):
+        server.take("run/a.pt")
 
 
 def test_every_measured_load_has_a_colour(scripts):

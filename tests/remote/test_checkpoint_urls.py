@@ -96,17 +96,17 @@ def test_block_that_raises_leaves_nothing(server):
     assert "c/.stillframe.json" not in server.objects()
 
 
-def test_pool_smaller_than_the_checkpoint_is_enough(memory):
+def test_pool_smaller_than_the_checkpoint_is_enough(memory_files):
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 18) as engine:
         for n in (1, 2):
             with stillframe.checkpoint("memory://run/c", engine=engine) as files:
                 for name in ("a.pt", "b.pt", "c.pt"):
                     files.save({"n": n, "a": torch.arange(1_000_000.0)}, name)
             files.handle.result(60)
-    assert loaded(memory.cat("run/c/c.pt"))["n"] == 2
+    assert loaded(memory_files.cat("run/c/c.pt"))["n"] == 2
 
 
-def test_names_below_a_checkpoint_under_way_are_known(memory, tmp_path):
+def test_names_below_a_checkpoint_under_way_are_known(memory_files, tmp_path):
     with held("fdatasync"):
         first = stillframe.async_save({}, tmp_path / "a.pt")
         handle = write("memory://run/c", 1, "a.pt")
@@ -119,7 +119,7 @@ def test_names_below_a_checkpoint_under_way_are_known(memory, tmp_path):
     stillframe.remove("memory://run/c")
     assert not stillframe.exists("memory://run/c")
     stillframe.wait_all()
-    assert memory.find("run") == []
+    assert memory_files.find("run") == []
 
 
 def test_cancelled_checkpoint_leaves_no_marker(server, tmp_path):

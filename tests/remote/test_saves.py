@@ -80,17 +80,17 @@ def test_object_has_the_bytes_of_the_file(server, tmp_path):
     assert not server.unfinished_uploads()
 
 
-def test_pool_of_an_eighth_of_the_state_is_enough(memory, small):
+def test_pool_of_an_eighth_of_the_state_is_enough(memory_files, small):
     report = stillframe.save(STATE, "memory://run/a.pt", engine=small)
-    assert same(memory.cat("run/a.pt"))
+    assert same(memory_files.cat("run/a.pt"))
     assert report.peak_pool_bytes <= 2 * MIB < report.nbytes / 8
     assert small.stats()["leased_bytes"] == 0
 
 
-def test_pool_of_one_block_is_enough(memory):
+def test_pool_of_one_block_is_enough(memory_files):
     with stillframe.Engine(pool_bytes=4096, block_bytes=4096) as engine:
         stillframe.save({"a": torch.arange(100_000)}, "memory://run/a.pt", engine=engine)
-    loaded = torch.load(io.BytesIO(memory.cat("run/a.pt")))
+    loaded = torch.load(io.BytesIO(memory_files.cat("run/a.pt")))
     assert torch.equal(loaded["a"], torch.arange(100_000))
 
 
@@ -139,7 +139,7 @@ def test_file_holds_the_state_at_the_call_while_training_goes_on(server, small):
     assert all(torch.equal(loaded["model"][name], want[name]) for name in want)
 
 
-def test_torn_copy_leaves_the_old_object(memory):
+def test_torn_copy_leaves_the_old_object(memory_files):
     model, _ = trained()
     stillframe.save({"n": 1}, "memory://run/a.pt")
     with held("lane_copy"):
@@ -148,19 +148,19 @@ def test_torn_copy_leaves_the_old_object(memory):
             model.weight.add_(1)
     with pytest.raises(stillframe.TornSnapshotError, match=r"memory://run/a\.pt"):
         handle.result()
-    assert torch.load(io.BytesIO(memory.cat("run/a.pt"))) == {"n": 1}
+    assert torch.load(io.BytesIO(memory_files.cat("run/a.pt"))) == {"n": 1}
     assert handle.state == "failed"
 
 
 @pytest.mark.parametrize("client", ["obstore", "fsspec"])
-def test_safetensors_file_goes_up_as_the_library_writes_it(server, memory, client):
+def test_safetensors_file_goes_up_as_the_library_writes_it(server, memory_files, client):
     url = server.url("m.safetensors") if client == "obstore" else "memory://run/m.safetensors"
     tensors = {"b": torch.arange(5.0), "a": torch.ones(70_000, dtype=torch.bfloat16)}
     stillframe.save(tensors, url, metadata={"format": "pt"})
     if client == "obstore":
         data = server.objects()["m.safetensors"]
     else:
-        data = memory.cat("run/m.safetensors")
+        data = memory_files.cat("run/m.safetensors")
     safetensors = pytest.importorskip("safetensors.torch")
     loaded = safetensors.load(data)
     assert loaded.keys() == tensors.keys()
@@ -203,7 +203,7 @@ def test_remove_behind_a_failed_save_keeps_the_old_checkpoint(server, caplog):
     assert "old.pt was not removed" in caplog.text
 
 
-def test_remove_takes_all_objects_below_a_url_and_the_marker_first(server, memory):
+def test_remove_takes_all_objects_below_a_url_and_the_marker_first(server, memory_files):
     for name in ("run/.metadata", "run/__0_0.distcp", "run/x/y", "runner"):
         server.put(name, b"a")
     stillframe.save({}, "memory://good/a")  # a remove runs behind a good save

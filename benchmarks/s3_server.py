@@ -1,0 +1,204 @@
+"""A small S3 server on loopback for `remote.py`. It counts the bytes of objects and keeps none.
+
+The kernel discards the bytes (MSG_TRUNC), so the server takes little of the processors. It knows
+the requests that a client makes to upload an object, in one request or in parts, and answers each
+after `latency_s`. It checks no signature.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+_DISCARD = 1 << 20
+_NOTHING = bytearray(_DISCARD)  # nothing is written to it
+_XML = '<?xml version="1.0" encoding="UTF-8"?>'
+
+
+class Server:
+    """The server, in the process that makes it; a key may hold anything but a question mark.
+
+    Attributes:
+        latency_s: Added to each request.
+    """
+
+    def __init__(self) -> None:
+        self.latency_s = 0.0
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._parts: dict[str, int] = {}
+        self._objects: dict[str, int] = {}
+        self._requests = 0
+        handler = type("Handler", (_Handler,), {"store": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def set_latency(self, seconds: float) -> None:
+        self.latency_s = seconds
+
+    def take(self, key: str) -> dict[str, int]:
+        """Forget an object; return its length, and the requests since the last call.
+
+        Raises:
+            KeyError: There is no such object.
+        """
+        with self._lock:
+            requests, self._requests = self._requests, 0
+            return {"nbytes": self._objects.pop(key), "requests": requests}
+
+    # ---- for the handlers ----
+
+    def begin(self) -> str:
+        return f"upload{next(self._numbers)}"
+
+    def count(self) -> None:
+        with self._lock:
+            self._requests += 1
+
+    def add(self, key: str, upload: str | None, nbytes: int) -> None:
+        """Add a part, or an object that came in one request."""
+        with self._lock:
+            if upload is None:
+                self._objects[key] = nbytes
+            else:
+                self._parts[upload] = self._parts.get(upload, 0) + nbytes
+
+    def complete(self, key: str, upload: str) -> None:
+        with self._lock:
+            self._objects[key] = self._parts.pop(upload)
+
+    def abort(self, upload: str) -> None:
+        with self._lock:
+            self._parts.pop(upload, None)
+
+    def length(self, key: str) -> int | None:
+        with self._lock:
+            return self._objects.get(key)
+
+    def remove(self, key: str) -> None:
+        with self._lock:
+            self._objects.pop(key, None)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    store: Server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def parse_request(self) -> bool:
+        good = super().parse_request()
+        if good:
+            self.store.count()
+            time.sleep(self.store.latency_s)
+            url = urlsplit(self.path)
+            self.key = url.path.lstrip("/").partition("/")[2]
+            self.query = {k: v[0] for k, v in parse_qs(url.query, keep_blank_values=True).items()}
+        return good
+
+    def do_PUT(self) -> None:
+        nbytes = self._discard_body()
+        self.store.add(self.key, self.query.get("uploadId"), nbytes)
+        self._answer(200, headers={"ETag": f'"{nbytes:032x}"'})
+
+    def do_POST(self) -> None:
+        body = self._read_body()
+        if "uploads" in self.query:
+            inside = f"<UploadId>{self.store.begin()}</UploadId>"
+            self._answer_xml("InitiateMultipartUploadResult", inside)
+        elif "uploadId" in self.query:
+            self.store.complete(self.key, self.query["uploadId"])
+            self._answer_xml("CompleteMultipartUploadResult", f"<ETag>{'0' * 32}</ETag>")
+        else:  # delete several
+            for key in re.findall(r"<Key>([^<]*)</Key>", body.decode()):
+                self.store.remove(key)
+            self._answer_xml("DeleteResult", "")
+
+    def do_DELETE(self) -> None:
+        if "uploadId" in self.query:
+            self.store.abort(self.query["uploadId"])
+        else:
+            self.store.remove(self.key)
+        self._answer(204)
+
+    def do_HEAD(self) -> None:
+        nbytes = self.store.length(self.key) if self.key else 0
+        if nbytes is None:
+            self._answer(404)
+            return
+        date = self.date_time_string(0)
+        self._answer(200, length=nbytes, headers={"ETag": '"0"', "Last-Modified": date})
+
+    def do_GET(self) -> None:
+        if self.key:
+            self._answer(404)
+        else:  # a list of nothing
+            inside = "<KeyCount>0</KeyCount><IsTruncated>false</IsTruncated>"
+            self._answer_xml("ListBucketResult", inside)
+
+    # ---- bodies ----
+
+    def _discard_body(self) -> int:
+        """Read the body without a copy of its bytes; return how many of them are the object's."""
+        if "aws-chunked" in self.headers.get("Content-Encoding", ""):
+            nbytes = int(self.headers["X-Amz-Decoded-Content-Length"])
+        else:
+            nbytes = int(self.headers.get("Content-Length", 0))
+        if "Content-Length" not in self.headers:
+            self._discard_chunks()
+        else:
+            self._discard(int(self.headers["Content-Length"]))
+        return nbytes
+
+    def _discard(self, left: int) -> None:
+        if left:  # what came with the headers
+            left -= len(self.rfile.read1(min(left, _DISCARD)))  # type: ignore[attr-defined]
+        while left:
+            most = min(left, _DISCARD)
+            taken = self.connection.recv_into(_NOTHING, most, socket.MSG_TRUNC)
+            if not taken:
+                raise ConnectionResetError
+            left -= taken
+
+    def _discard_chunks(self) -> None:
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            self._discard(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():
+            pass
+
+    def _read_body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    # ---- answers ----
+
+    def _answer_xml(self, name: str, inside: str) -> None:
+        body = f"{_XML}<{name}><Bucket>bkt</Bucket><Key>{self.key}</Key>{inside}</{name}>"
+        self._answer(200, body.encode(), headers={"Content-Type": "application/xml"})
+
+    def _answer(
+        self,
+        status: int,
+        body: bytes = b"",
+        length: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        if status != 204:
+            self.send_header("Content-Length", str(len(body) if length is None else length))
+        self.end_headers()
+        self.wfile.write(body)
