@@ -107,6 +107,7 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 
 	t->plan.in_place = parts != NULL;
 	t->flight.in_pool = parts == NULL;
+	t->flight.within = t->flight.apart && parts == NULL;
 	if (parts != NULL)
 		return sfr__image_init_parts(&t->plan.img, parts,
 					     sfr__in_place_block_bytes(t->engine));
