@@ -40,6 +40,7 @@
 #include "sfr/snapshot.h"
 #include "sfr/source.h"
 #include "sfr/state.h"
+#include "sfr/stream.h"
 #include "sfr/steps.h"
 
 #endif

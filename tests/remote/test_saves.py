@@ -261,6 +261,17 @@ def test_call_that_raises_leaves_nothing(server):
     assert stillframe.default_engine().stats()["saves_in_flight"] == 0
 
 
+def test_save_counts_once(server):
+    with stillframe.Engine(pool_bytes="64MiB") as engine:
+        with server.held("a.pt") as hold:
+            handle = stillframe.async_save(STATE, server.url("a.pt"), engine=engine)
+            hold.wait_for()
+            assert engine.stats()["saves_in_flight"] == 1
+        handle.result(60)
+        stats = engine.stats()
+        assert stats["saves_total"] == 1 and stats["saves_in_flight"] == 0
+
+
 def test_full_engine_skips_or_refuses(server):
     with stillframe.Engine(pool_bytes="64MiB", max_in_flight=1, when_busy="skip") as engine:
         with server.held("b.pt") as hold:

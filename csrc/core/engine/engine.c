@@ -195,9 +195,10 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	sfr__lock(&engine->mu);
 	if (engine->pool)
 		sfr__pool_stats(engine->pool, &pool);
-	for (const struct sfr__flight *each = engine->flights; each; each = each->next)
+	for (const struct sfr__flight *each = engine->flights; each; each = each->next) {
 		nr_save_blocks += each->blocks_held;
-	out->saves_in_flight = engine->nr_in_flight;
+		out->saves_in_flight += !each->within;
+	}
 	out->saves_total = engine->nr_saves;
 	sfr__unlock(&engine->mu);
 	out->pool_bytes = engine->pool_bytes;

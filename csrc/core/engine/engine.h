@@ -32,8 +32,9 @@ struct sfr__flight {
 	struct sfr__flight *next, *prev;
 	pthread_t caller;
 	bool in_call; /* the caller has neither launched nor abandoned it */
-	bool apart;   /* unordered: it uses a slot of its own kind; constant */
-	bool in_pool; /* the pool counts it among the saves that need blocks; constant */
+	bool apart;   /* unordered: it uses a slot of its own kind; constant, like the next two */
+	bool within;  /* a file of a save that has a slot itself, and is counted there */
+	bool in_pool; /* the pool counts it among the saves that need blocks */
 	uint32_t blocks_held;
 };
 

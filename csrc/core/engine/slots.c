@@ -8,7 +8,8 @@
  * Unordered saves have slots of their own, so that they never wait behind saves in the log that may
  * be waiting for them. They are the files of a larger save, which has one of the other slots or is
  * bounded by its maker. So max_in_flight does not count them, and SFR__MOST_APART bounds their
- * descriptors. They end without their caller, so the caller may always wait for one to end.
+ * descriptors. The statistics count the larger save once: by its slot, or by its file of parts.
+ * They end without their caller, so the caller may always wait for one to end.
  *
  * A thread may have a slot for a longer time than one call: while it fills a directory. Another
  * save of that thread would wait for this slot forever. So it takes one more, as a nested one does.
@@ -21,7 +22,8 @@ void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *fli
 	engine->nr_in_flight++;
 	if (flight->apart)
 		engine->nr_apart++;
-	engine->nr_saves++;
+	if (!flight->within)
+		engine->nr_saves++;
 	flight->caller = pthread_self();
 	flight->in_call = true;
 	flight->next = engine->flights;

@@ -1,4 +1,6 @@
 /* The jobs of a save for the writers. They live in the ticket, so that queueing one cannot fail. */
+#include <errno.h>
+
 #include "sfr/crc.h"
 #include "save/jobs.h"
 
@@ -9,16 +11,31 @@ void sfr__job_push_locked(struct sfr__job *job)
 	sfr__task_push_locked(job->ticket->engine, &job->task);
 }
 
+int sfr__jobs_new(struct sfr_ticket *t)
+{
+	static const enum sfr__job_kind kinds[] = { SFR__JOB_OPEN, SFR__JOB_TAIL, SFR__JOB_PLACE,
+						    SFR__JOB_CLEAN };
+	const uint32_t nr_kinds = sizeof(kinds) / sizeof(kinds[0]);
+
+	t->plan.jobs = sfr_sys.calloc((size_t)t->plan.nr_blocks + nr_kinds, sizeof(*t->plan.jobs));
+	if (!t->plan.jobs)
+		return -ENOMEM;
+	for (uint32_t i = 0; i < nr_kinds; i++) {
+		struct sfr__job *job = sfr__ticket_job(t, kinds[i]);
+
+		job->ticket = t;
+		job->kind = kinds[i];
+	}
+	return 0;
+}
+
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 {
 	static const uint32_t places[] = {
 		[SFR__JOB_OPEN] = 0, [SFR__JOB_TAIL] = 1, [SFR__JOB_PLACE] = 2, [SFR__JOB_CLEAN] = 3
 	};
-	struct sfr__job *job = &t->plan.jobs[t->plan.nr_blocks + places[kind]];
 
-	job->ticket = t;
-	job->kind = kind;
-	return job;
+	return &t->plan.jobs[t->plan.nr_blocks + places[kind]];
 }
 
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *extent,

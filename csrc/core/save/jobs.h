@@ -30,6 +30,8 @@ struct sfr__job {
 	struct sfr__host_block staged; /* while the block is filled from host memory */
 };
 
+/* Makes the jobs of a ticket whose blocks are counted. 0 or -ENOMEM. */
+int sfr__jobs_new(struct sfr_ticket *t);
 void sfr__job_push_locked(struct sfr__job *job);
 /* Returns one of the ticket's jobs that are not for a block. */
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind);

@@ -71,8 +71,7 @@ static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 	t->report.nbytes = t->plan.img.len;
 	t->report.captured_nbytes = t->plan.img.captured_nbytes;
 	t->report.deferred_nbytes = t->plan.img.deferred_nbytes;
-	t->plan.jobs = sfr_sys.calloc((size_t)t->plan.nr_blocks + 4, sizeof(*t->plan.jobs));
-	if (!t->plan.jobs)
+	if (sfr__jobs_new(t) < 0)
 		return -ENOMEM;
 	t->log.key = sfr_sys.malloc(key_len);
 	if (!t->log.key)
@@ -107,6 +106,7 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 
 	t->plan.in_place = parts != NULL;
 	t->flight.in_pool = parts == NULL;
+	t->flight.within = t->flight.apart && parts == NULL;
 	if (parts != NULL)
 		return sfr__image_init_parts(&t->plan.img, parts,
 					     sfr__in_place_block_bytes(t->engine));

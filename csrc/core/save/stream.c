@@ -9,13 +9,14 @@
  *     |--------------------|-----------|-----------------|-------------|
  *                          ^ pieces of the caller        ^ next_blk waits here
  *
- * Blocks are leased in the order of the file. So the blocks that a save has are adjacent, the first
- * of them can always be filled and taken, and a pool of one block is enough, if the caller gives
+ * Blocks are leased in the order of the file. So the blocks that a save has are adjacent, and the
+ * first of them can always be filled and taken. A pool of one block is enough, if the caller gives
  * back what it has before it waits for more. Without that rule two lanes could fill the pool with
  * blocks behind one that has no memory.
  *
  * A block that was put stays a job that is out, so the save does not end while the caller has it.
- * If the save fails, blocks that were not taken go back to the writers, who release them. */
+ * Nor does it end well before the caller has taken the end, an empty piece, and given it back. If
+ * the save fails, blocks that were not taken go back to the writers, who release them. */
 #include "save/stream.h"
 #include "save/write.h"
 
@@ -66,20 +67,20 @@ static void own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, ui
 
 bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
 {
-	uint64_t from = 0, to = 1;
+	uint64_t from = 0, to;
 	bool kept;
 
 	if (job->kind == SFR__JOB_BLOCK)
 		own_bytes(t, job, &from, &to);
+	else
+		to = t->plan.img.tail_len;
 	sfr__lock(&t->engine->mu);
 	kept = !sfr__ticket_failing_locked(t);
 	if (kept) {
 		job->put = true;
-		job->held = job->kind == SFR__JOB_TAIL || from < to;
+		job->held = from < to;
 		if (job->kind == SFR__JOB_BLOCK)
 			t->facts.blocks_written++;
-		else
-			t->facts.synced = true;
 		pthread_cond_broadcast(&t->engine->cv_state);
 		sfr__ticket_step_locked(t);
 	}
@@ -104,6 +105,15 @@ static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	t->sharing.jobs_out++;
 }
 
+/* Takes the end: nothing more comes, and the save may end when the caller has given it back. */
+static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
+{
+	*piece = (struct sfr_piece){ .off = t->plan.img.len, .owner = t };
+	t->stream.ended = true;
+	t->facts.synced = true;
+	t->sharing.jobs_out++;
+}
+
 static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem, size_t len,
 			    struct sfr_piece *piece)
 {
@@ -118,7 +128,7 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	struct sfr__job *job;
 	uint64_t from, to;
 
-	if (t->state == SFR_DURABLE) { /* the jobs are gone */
+	if (t->stream.ended) { /* the jobs may be gone */
 		*piece = (struct sfr_piece){ .off = img->len };
 		return true;
 	}
@@ -149,10 +159,8 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 		return false;
 	if (t->stream.sent < img->len)
 		take_job_locked(job, img->tail_off, job->mem, img->tail_len, piece);
-	else if (job->held) /* without a tail; until now the save could not end */
-		take_job_locked(job, img->len, NULL, 0, piece);
 	else
-		*piece = (struct sfr_piece){ .off = img->len };
+		take_end_locked(t, piece);
 	return true;
 }
 
@@ -198,9 +206,9 @@ void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 
 void sfr__stream_drop_locked(struct sfr_ticket *t)
 {
-	for (uint32_t i = 0; t->plan.jobs != NULL && i <= t->plan.nr_blocks + 1; i++) {
-		struct sfr__job *job = &t->plan.jobs[i];
+	struct sfr__job *const tail = sfr__ticket_job(t, SFR__JOB_TAIL);
 
+	for (struct sfr__job *job = t->plan.jobs; is_stream(t) && job <= tail; job++) {
 		if (!job->held)
 			continue;
 		job->held = false;

@@ -14,9 +14,10 @@ int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *exte
 bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
 				  uint32_t blk);
 /* Puts a job with final bytes into the stream, which has it from then on. False if the save is
- * failing, or if all bytes of the block are in edge pages: the caller has it still. */
+ * failing, or if the job has no bytes of its own (a block in edge pages, an empty tail): the caller
+ * has it still. */
 bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job);
-/* The save is failing: queues the jobs that nobody has taken, so that writers release them. */
+/* The save begins to fail: queues the jobs that nobody has taken, so that writers release them. */
 void sfr__stream_drop_locked(struct sfr_ticket *t);
 
 #endif

@@ -111,10 +111,11 @@ uint64_t sfr_ticket_number(const struct sfr_ticket *t)
 
 void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 {
-	if (t->err.code == 0)
+	if (t->err.code == 0) {
 		t->err = *err;
+		sfr__stream_drop_locked(t); /* a second error may come when the jobs are gone */
+	}
 	sfr__unpark_locked(t);
-	sfr__stream_drop_locked(t);
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)
 		sfr__ticket_set_state_locked(t, SFR_ENDING);
 }

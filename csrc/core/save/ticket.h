@@ -73,6 +73,7 @@ struct sfr__save_sharing {
 struct sfr__save_stream {
 	uint64_t sent;     /* bytes of the file that the caller has taken */
 	uint32_t next_blk; /* the next block to take */
+	bool ended;        /* the caller has taken the end */
 };
 
 /* Every field is guarded by the engine's mutex unless its comment says otherwise. */
@@ -151,8 +152,10 @@ static inline void sfr__ticket_take_block_locked(struct sfr_ticket *t)
 	uint64_t bytes = ++t->flight.blocks_held * t->plan.img.block_bytes;
 
 	t->sharing.blocks_leased++;
-	if ((t->flags & SFR_SAVE_STREAM) != 0) /* another lane may lease the next one */
+	if ((t->flags & SFR_SAVE_STREAM) != 0) { /* another lane may lease the next one */
 		sfr__shared_wake_locked(t->engine);
+		pthread_cond_broadcast(&t->engine->cv_state);
+	}
 	if (bytes > t->report.peak_pool_bytes)
 		t->report.peak_pool_bytes = bytes;
 }

@@ -27,6 +27,8 @@ struct sfr_stats {
 	uint64_t leased_bytes;    /* part of committed_bytes that is handed out now */
 	uint64_t save_bytes;      /* part of leased_bytes that saves have; the rest is snapshots' */
 	uint64_t retired_bytes;   /* part of committed_bytes that is never used again */
+	/* A save of several files, or to a store, is one: unordered saves without parts do not
+	 * count beside the slot of the save that they belong to. */
 	uint64_t saves_in_flight, saves_total;
 };
 

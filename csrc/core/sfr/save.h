@@ -17,7 +17,7 @@ struct sfr_ticket;
 /* rename as soon as synced: not in the log, and not counted in max_in_flight */
 #define SFR_SAVE_UNORDERED 16u
 /* hand the bytes to the caller in the order of the file instead of writing one (sfr/stream.h); such
- * a save is unordered, and durable when the caller has given everything back */
+ * a save is unordered, and durable when the caller has given back everything and the end */
 #define SFR_SAVE_STREAM 32u
 
 struct sfr_save_desc {

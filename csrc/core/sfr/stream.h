@@ -10,17 +10,19 @@ struct sfr_ticket;
 /* Bytes of the file that do not change any more, and stay valid until the piece is given back. */
 struct sfr_piece {
 	const char *mem;
-	size_t len;   /* 0: the file is complete */
+	size_t len;   /* 0: the end; the file is complete */
 	uint64_t off; /* in the file */
 	void *owner;  /* for sfr_stream_give_back; NULL: there is nothing to give back */
 };
 
 /* Takes the next piece of a save with SFR_SAVE_STREAM. One thread at a time calls it, from
- * sfr_save_new on. SFR_EAGAIN: there was none within the slice. SFR_ESTATE: the save has failed or
- * was cancelled. SFR_EFORK. */
+ * sfr_save_new on. Behind the end come more ends, which need not be given back. SFR_EAGAIN: there
+ * was none within the slice, or the save is not admitted. SFR_ESTATE: the save has failed or was
+ * cancelled. SFR_EFORK. */
 int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *piece);
 /* Gives a piece's memory back; pieces come back in any order, from any thread. The save does not
- * end before it has all of them. Does nothing in a forked child. */
+ * end before it has all of them, and is durable only when it has the end too. Does nothing in a
+ * forked child. */
 void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece);
 
 #endif

@@ -58,7 +58,7 @@ static PyObject *piece_copy(PyObject *object, PyObject *args)
 		return NULL;
 	}
 	copy = PyBytes_FromStringAndSize(NULL, to - from);
-	if (copy) {
+	if (copy && to > from) { /* the end has no memory */
 		char *bytes = PyBytes_AsString(copy);
 
 		Py_BEGIN_ALLOW_THREADS

@@ -132,7 +132,9 @@ class Upload:
             self._wait_until_good()
             before_end()
         finally:
-            kept.clear()  # an exception keeps this frame, and a save ends when it has its blocks
+            # An exception keeps this frame, and a save ends when it has its blocks and the end.
+            kept.clear()
+            piece = None
 
     def _wait_until_good(self) -> None:
         """Wait until the store has acknowledged all parts but the last one, and the save is staged.

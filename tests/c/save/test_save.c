@@ -285,6 +285,30 @@ TEST(slot_of_another_writer_counts_among_the_saves_in_flight)
 	saving_end(engine);
 }
 
+/* A checkpoint of several files, or of objects in a store, is one save. */
+TEST(unordered_saves_are_not_counted_beside_the_slot_of_the_whole)
+{
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
+	struct sfr_ticket *t[2];
+	struct sfr_slot *slot;
+	struct sfr_stats stats;
+
+	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
+	sfr_slot_launched(slot);
+	t[0] = saving_started(engine, dir, "a", &one, SFR_SAVE_UNORDERED);
+	t[1] = saving_started(engine, dir, "b", &one, SFR_SAVE_UNORDERED);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.saves_in_flight, 1);
+	CHECK_EQ(stats.saves_total, 1);
+	saving_done(t[0]);
+	saving_done(t[1]);
+	sfr_slot_put(slot);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.saves_in_flight, 0);
+	CHECK_EQ(stats.saves_total, 1);
+	saving_end(engine);
+}
+
 static void *take_a_slot(void *engine)
 {
 	struct sfr_slot *slot;

@@ -50,6 +50,17 @@ def test_all_files_become_visible_at_once(tmp_path):
     assert report.staged_after_s <= report.durable_after_s
 
 
+def test_checkpoint_of_several_files_counts_as_one_save(tmp_path):
+    with stillframe.Engine(pool_bytes="64MiB", block_bytes="1MiB") as engine:
+        with stillframe.checkpoint(tmp_path / "c", engine=engine) as files:
+            files.save({"a": torch.ones(5)}, "a.pt")
+            files.save({"b": torch.ones(5)}, "b.pt")
+            assert engine.stats()["saves_in_flight"] == 1
+        files.handle.result(LONG_S)
+        stats = engine.stats()
+        assert stats["saves_total"] == 1 and stats["saves_in_flight"] == 0
+
+
 def test_old_directory_is_replaced_by_the_new_one(tmp_path):
     path = tmp_path / "c"
     write(path, 1.0).result(LONG_S)
