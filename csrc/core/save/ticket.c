@@ -113,7 +113,7 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 {
 	if (t->err.code == 0) {
 		t->err = *err;
-		sfr__stream_drop_locked(t); /* a second error may come when the jobs are gone */
+		sfr__stream_drop_locked(t); /* once: a failing save puts nothing more */
 	}
 	sfr__unpark_locked(t);
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)

@@ -207,28 +207,28 @@ static void check_got(const void *bytes, uint64_t len)
 
 /* ---- the bytes are those of the file ---- */
 
-/* Random lanes, and devices below nr_places (0 is the host). */
-static void place_torch(unsigned char value, uint32_t nr_places)
+/* Draws the lanes, and for each source the host or one of the devices. */
+static void draw_torch(unsigned char value, uint32_t nr_devices)
 {
 	saving_fill(&torch, value);
 	for (uint32_t i = 0; i < SAVING_NR; i++) {
-		uint32_t device = (uint32_t)flat_below(nr_places);
+		uint32_t device = (uint32_t)flat_below(nr_devices + 1);
 
 		torch.sources[i].lane = flat_below(2) ? SFR_LANE_HOST : SFR_CAPTURED;
 		torch.sources[i].nbytes -= flat_below(4) ? 0 : flat_below(SAVING_LEN / 2);
 		if (device != 0)
-			fake_place(&torch, i, i + 1, device - 1);
+			fake_put_on_device(&torch, i, i + 1, device - 1);
 	}
 }
 
-static void check_torch_rounds(unsigned nr_rounds, uint32_t nr_places)
+static void check_torch_rounds(unsigned nr_rounds, uint32_t nr_devices)
 {
 	for (unsigned round = 0; round < nr_rounds && check__nr_failed == 0; round++) {
 		struct sfr_engine *engine;
 
 		fake.fake_cuda_reset();
 		engine = saving_engine(1 + round % 3, 1 + round % 4 / 2, 2);
-		place_torch((unsigned char)(round + 1), nr_places);
+		draw_torch((unsigned char)(round + 1), nr_devices);
 		saving_poison(engine);
 		CHECK_EQ(stream_save(torch_stream(engine, round % 5 ? 0 : SFR_SAVE_CHECK_BYTES)),
 			 0);
@@ -242,12 +242,12 @@ static void check_torch_rounds(unsigned nr_rounds, uint32_t nr_places)
 
 TEST(stream_of_torch_file_has_the_bytes_of_the_file)
 {
-	check_torch_rounds(30, 1);
+	check_torch_rounds(30, 0);
 }
 
 TEST(stream_of_torch_file_from_devices_has_the_bytes_of_the_file)
 {
-	check_torch_rounds(30, 3);
+	check_torch_rounds(30, 2);
 }
 
 static uint64_t key_of(const struct sfr_member *member)
@@ -263,9 +263,9 @@ static int by_key(const void *a, const void *b)
 }
 
 /* A random flat file whose members are in the order of the lanes. */
-static void make_flat(uint32_t nr_places)
+static void make_flat(uint32_t nr_devices)
 {
-	flat_make(&flat, nr_places);
+	flat_make(&flat, nr_devices);
 	qsort(flat.members, flat.desc.nr_members, sizeof(flat.members[0]), by_key);
 	flat_expect(&flat);
 	for (uint32_t i = 0; i < FLAT_SOURCES; i++)
@@ -284,7 +284,7 @@ TEST(stream_of_flat_file_is_its_header_and_members)
 
 		fake.fake_cuda_reset();
 		engine = saving_engine_of(blocks[round % 4], 1 + round % 3, 1 + round % 5 / 3, 2);
-		make_flat(1 + round % 4);
+		make_flat(round % 4);
 		saving_poison(engine);
 		CHECK_EQ(flat_stream(engine, round % 5 ? 0 : SFR_SAVE_CHECK_BYTES, &t), 0);
 		nr_edges += t->plan.img.nr_edges;
@@ -299,7 +299,7 @@ TEST(stream_of_flat_file_is_its_header_and_members)
 /* Sources 0 to 2 are captured, the others deferred. Makes a member of each of `sources`. */
 static void make_members(uint32_t header, uint32_t nr, const uint32_t *sources, uint64_t nbytes)
 {
-	flat_make(&flat, 1);
+	flat_make(&flat, 0);
 	for (uint32_t i = 0; i < FLAT_SOURCES; i++)
 		flat.sources[i].lane = i < 3 ? SFR_CAPTURED : SFR_LANE_HOST;
 	flat.desc.skeleton_len = header;
@@ -364,9 +364,9 @@ TEST(lanes_that_race_lease_blocks_in_the_order_of_the_file)
 		fake.fake_cuda_reset();
 		engine = saving_engine(nr_blocks, 2, 2);
 		saving_fill(&torch, 7);
-		fake_place(&torch, 1, 2, 1);
-		fake_place(&torch, 3, 4, 0);
-		fake_place(&torch, 5, 6, 1);
+		fake_put_on_device(&torch, 1, 2, 1);
+		fake_put_on_device(&torch, 3, 4, 0);
+		fake_put_on_device(&torch, 5, 6, 1);
 		saving_slow("lane_copy", 3 * 1000 * 1000);
 		CHECK_EQ(stream_save(torch_stream(engine, 0)), 0);
 		sfr_inject_clear();
@@ -880,14 +880,12 @@ TEST(forked_child_takes_and_gives_back_nothing)
 	saving_end(engine);
 }
 
-int main(void)
+BEGIN
 {
 	if (!fake_load())
-		return CHECK_SKIPPED;
+		return false;
 	if (!list_begin())
-		return EXIT_FAILURE;
+		exit(EXIT_FAILURE);
 	sfr__host_tune(4096, 8192); /* so that copiers help with small copies too */
-	check_run();
-	list_end();
-	return check_done();
+	return true;
 }
