@@ -163,7 +163,7 @@ def test_index_of_safetensors_files_loads(mmap, bucket, tmp_path):
 def test_index_with_a_missing_file_is_damaged(memory, tmp_path):
     url, _ = index(memory, tmp_path)
     memory.fs.rm_file(f"{url[8:].rpartition('/')[0]}/model-00002-of-00004.safetensors")
-    with pytest.raises(CorruptCheckpointError, match="missing beside it: model-00002"):
+    with pytest.raises(CorruptCheckpointError, match="missing next to it: model-00002"):
         stillframe.load(url)
 
 

@@ -356,7 +356,7 @@ def save_to_store(
     ordered.refuse_inside()
     store, object_key = open_store(url, storage_options)
     shown = urls.shown(url)
-    if not object_key or object_key.endswith("/"):
+    if not object_key or shown.endswith("/"):
         raise ValueError(f"{shown}: the URL names no object")
     with inside() as nested:
         completion.completion.start()
