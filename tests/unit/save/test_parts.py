@@ -265,7 +265,7 @@ def streamed(engine: stillframe.Engine, made: list[Tensor]) -> tuple[Any, int]:
     parts = Parts()
     parts.append([row_of(each) for each in made])
     length = parts.nbytes
-    upload: Any = Upload(None, "")  # the test takes the pieces in its place
+    upload: Any = Upload(None, "", "")  # the test takes the pieces in its place
     return submit_parts(engine, parts, "s3://bkt/a", owners=made, upload=upload), length
 
 
