@@ -8,6 +8,7 @@ import pickle
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,8 @@ def test_failed_upload_is_over_before_its_memory_is_used_again(memory, monkeypat
         raise OSError(errno.EIO, "no answer", key)
 
     monkeypatch.setattr(stores.Store, "put", failing)
-    call = dcp.async_save({"a": torch.ones(1 << 20)}, URL, no_dist=True)
+    more_than_a_part = {"a": torch.ones(5 << 20)}
+    call = dcp.async_save(more_than_a_part, URL, no_dist=True)
     assert eventually(lambda: bool(read))
     assert not eventually(call.upload_completion.done, 0.1)
     read.clear()
@@ -278,6 +280,36 @@ def test_first_error_ends_all_uploads_and_removes_what_was_sent(server, monkeypa
     with pytest.raises(CheckpointException, match="not this one"):
         write(state(1, 9), server.url("c"), single_file_per_rank=False)
     assert server.objects() == {} and len(begun) < 9
+
+
+def test_upload_under_way_is_given_up_when_another_fails(memory, monkeypatch):
+    sent, failed, ends = threading.Event(), threading.Event(), []
+    fail = sending.Uploads.fail
+
+    def noted(uploads: Any, error: BaseException) -> BaseException:
+        first = fail(uploads, error)
+        failed.set()
+        return first
+
+    def put(store: Any, key: str, pieces: Any, nbytes: int) -> None:
+        if "__0_1" in key:
+            assert sent.wait(60)
+            raise PermissionError(errno.EACCES, "not this one", key)
+        next(pieces)
+        sent.set()
+        assert failed.wait(60)
+        try:
+            for _ in pieces:
+                pass
+        except BaseException as error:
+            ends.append(type(error))
+            raise
+
+    monkeypatch.setattr(sending.Uploads, "fail", noted)
+    monkeypatch.setattr(stores.Store, "put", put)
+    with pytest.raises(CheckpointException, match="not this one"):
+        write({"a": torch.ones(5 << 20), "b": torch.ones(3)}, single_file_per_rank=False)
+    assert ends == [CancelledError]
 
 
 def test_file_without_memory_for_buffers_fails_with_that_reason(memory, engine):
