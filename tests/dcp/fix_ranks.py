@@ -56,7 +56,7 @@ def locals_of(state: Any) -> Any:
     return state
 
 
-def loads_as(wanted: Any, path: Path, **arguments: Any) -> bool:
+def loads_as(wanted: Any, path: Path | None, **arguments: Any) -> bool:
     """Return whether PyTorch's own calls load this state from a checkpoint into a new model."""
     new = Model(seed=1)
     state = new.state()
@@ -136,3 +136,14 @@ def forked(directory: Path, name: str, size: int, scenarios: list[Any]) -> list[
 def wait_for(children: list[int]) -> None:
     for child in children:
         os.waitpid(child, 0)
+
+
+def notes_of(directory: Path, scenario: str, world: object = 2, ranks: int = 2) -> list[Notes]:
+    """Return each rank's notes of a scenario."""
+    found = [
+        json.loads((directory / str(world) / scenario / f"rank{rank}.json").read_text())
+        for rank in range(ranks)
+    ]
+    for each in found:
+        assert "raised" not in each, each["raised"]
+    return found

@@ -14,6 +14,7 @@ from fix_entries import Recorded, Step, stepping
 from stillframe import _core
 from stillframe._base import steps
 from stillframe._dcp import checkpoint
+from stillframe._dcp.location import Directory
 from stillframe.dcp import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -95,9 +96,10 @@ def test_rank_that_saves_alone_removes_only_its_own_files(tmp_path):
     for name in ("__0_0.0123abcd.distcp", *others):
         (tmp_path / name).touch()
     nothing: Any = SimpleNamespace(storage_data={})
-    checkpoint.remove_unnamed(nothing, str(tmp_path), 0)
+    directory = Directory(str(tmp_path))
+    checkpoint.remove_unnamed(nothing, directory, 0)
     assert sorted(os.listdir(tmp_path)) == sorted(others)
-    checkpoint.remove_unnamed(nothing, str(tmp_path), None)
+    checkpoint.remove_unnamed(nothing, directory, None)
     assert os.listdir(tmp_path) == []
 
 
@@ -125,9 +127,8 @@ def test_first_of_several_file_errors_is_raised_and_no_file_stays(tmp_path, monk
             super().failure()
             return OSError(f"of file {made.index(self)}")
 
-        def discard(self) -> None:
-            super().failure()  # the error did not wait for later files
-            os.unlink(self.path)
+        def is_written(self) -> bool:
+            return super().failure() is None
 
     def make(*args: Any, **named: Any) -> File:
         made.append(File(*args, **named))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fix_waits import eventually
 from stillframe._dcp import checkpoint
 from stillframe._dcp.checkpoint import DataFile, Item, RankFiles, buckets
+from stillframe._dcp.location import Directory
 from stillframe._dcp.ranks import Groups, Ranks, _to_send
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
@@ -62,9 +63,9 @@ def test_tensor_without_a_storage_of_its_own_is_saved_by_torch(kind):
 def test_file_drops_its_owners_after_writing(tmp_path):
     item = Item(torch.ones(1000))
     alive = weakref.ref(item.owner)
-    file = DataFile(str(tmp_path / "data"), [item])
+    file = DataFile("data", [item])
     del item
-    file.start(durable=False, engine=None)
+    file.start(Directory(str(tmp_path)).submitter(durable=False, engine=None))
     assert file.failure() is None
     assert eventually(lambda: alive() is None)
 
@@ -75,11 +76,15 @@ def test_failure_to_start_a_file_removes_all_files(tmp_path):
     found = buckets(items, 2, one_item_a_file=True)
     directories = iter([tmp_path, tmp_path / "missing"])
     files = RankFiles(
-        found, lambda item: state[item.index.fqn], "", lambda _: str(next(directories) / "x")
+        found,
+        lambda item: state[item.index.fqn],
+        Directory(""),
+        lambda _: str(next(directories) / "x"),
     )
+    first = files._files[0]
     with pytest.raises(OSError, match="missing"):
         files.start(durable=False, engine=None)
-    assert files._files[0].failure() is None  # its write has begun
+    assert first.failure() is None  # its write has begun
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,7 +105,8 @@ def test_files_are_balanced_by_bytes_including_objects():
 def test_file_reports_offset_and_length_of_each_item(tmp_path):
     state = {"a": torch.zeros(1000), "b": torch.zeros(10)}
     items = create_default_local_save_plan(state, is_coordinator=True).items
-    files = RankFiles([items], lambda item: state[item.index.fqn], str(tmp_path), lambda _: "x")
+    location = Directory(str(tmp_path))
+    files = RankFiles([items], lambda item: state[item.index.fqn], location, lambda _: "x")
     for result in files.results():
         assert result.size_in_bytes == result.storage_data.length
         assert result.size_in_bytes >= state[result.index.fqn].nbytes
@@ -128,7 +134,7 @@ class Ended:
 
 
 def test_first_error_counts_and_every_file_is_waited_for():
-    files = RankFiles([], None, "", None)
+    files = RankFiles([], None, None, None)
     first, second = OSError("first"), OSError("second")
     files._files = [Ended(None), Ended(first), Ended(None), Ended(second)]
     assert files.settle() is first

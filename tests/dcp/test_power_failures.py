@@ -29,10 +29,10 @@ def recorded_save(
     write = side_file._write
 
     def noted(self: Any) -> Any:
-        error = failure(self)
-        if error is None and self.path not in seen:
-            seen.add(self.path)
-            change = {self.path: identity(self.path)}
+        error, own = failure(self), str(path / self.name)
+        if error is None and own not in seen:
+            seen.add(own)
+            change = {own: identity(own)}
             recorded.calls.append(Call("rename", os.path.realpath(path), change))
         return error
 

@@ -312,12 +312,12 @@ def test_kill_between_any_two_commit_steps_leaves_old_or_new(tmp_path):
 def test_unsupported_options_are_refused_with_an_alternative(options, says):
     with pytest.raises(ValueError, match=says):
         FileSystemWriter("c", **options)
-    with pytest.raises(ValueError, match="remote"):
-        FileSystemWriter("s3://bucket/c")
+    with pytest.raises(ValueError, match="storage_options are for URLs"):
+        FileSystemWriter("c", storage_options={"key": "k"})
     with pytest.raises(TypeError, match=r"stillframe\.Engine"):
         FileSystemWriter("c", engine="e")
     with pytest.raises(ValueError, match="no path to save to"):
-        _ = FileSystemWriter().directory
+        _ = FileSystemWriter().location
 
 
 def test_rank_that_saves_alone_names_its_own_files(tmp_path):
@@ -331,14 +331,10 @@ def test_rank_that_saves_alone_names_its_own_files(tmp_path):
     assert [each.storage_data.prefix for each in plans] == ["__0_", "__1_"]
 
 
-def test_writer_accepts_only_local_paths():
+def test_writer_accepts_paths_and_urls():
     valid = FileSystemWriter.validate_checkpoint_id
-    assert [valid(path) for path in ("c", Path("c"), "s3://bucket/c", 3)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert all(map(valid, ("c", Path("c"), "file:///c", "s3://bucket/c")))
+    assert not any(map(valid, ("", 3, "file://host/c")))
 
 
 def test_writer_stages_with_its_own_engine():

@@ -227,9 +227,8 @@ def overwrites(path, rank, pkg):
     commit_metadata = checkpoint.commit_metadata
 
     def watched_commit(new, **kwargs):
-        if not os.path.exists(new.path):
-            directory = os.path.dirname(new.path)
-            meta_was_there.append(os.path.exists(os.path.join(directory, "meta.pt")))
+        if not new.location.exists(new.name):
+            meta_was_there.append(new.location.exists("meta.pt"))
         commit_metadata(new, **kwargs)
 
     if rank == 0:

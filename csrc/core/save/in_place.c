@@ -6,6 +6,8 @@
  * Only a few blocks of such a save are in the writers' queue at a time, so that other saves come
  * between, and so that a few buffers are enough. A buffer is a block of the pool if one is free at
  * once, else memory of its own: the sources are often a snapshot, which may fill the pool itself.
+ * A stream has as many blocks out as a client sends at a time: it keeps each until the store has
+ * acknowledged it.
  *
  * As in any save, a block with the CRC of a source is parked until the source's other blocks are
  * summed. Those are queued before it, so at least one block that the writers have can always
@@ -22,6 +24,7 @@ enum {
 	/* of a block: buffers need memory beside the snapshot's, and larger writes are not
 	 * faster */
 	MOST_BYTES = 4u << 20,
+	STREAM_BYTES = 96u << 20, /* parts of 16 MiB: four sent at a time, two put together */
 };
 
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
@@ -29,7 +32,8 @@ uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
 	return engine->opts.block_bytes < MOST_BYTES ? engine->opts.block_bytes : MOST_BYTES;
 }
 
-void sfr__in_place_next_locked(struct sfr_ticket *t)
+/* Queues the next block. False if there is none. */
+static bool push_next_locked(struct sfr_ticket *t)
 {
 	const struct sfr__extent *extent;
 	struct sfr__job *job;
@@ -40,13 +44,31 @@ void sfr__in_place_next_locked(struct sfr_ticket *t)
 		t->sharing.next_blk = 0;
 	}
 	if (t->sharing.next_extent == t->plan.img.nr_extents || sfr__ticket_failing_locked(t))
-		return;
+		return false;
 	extent = &t->plan.img.extents[t->sharing.next_extent];
 	job = sfr__block_job(t, extent, t->sharing.next_blk);
 	*job = (struct sfr__job){
 		.ticket = t, .kind = SFR__JOB_BLOCK, .extent = extent, .blk = t->sharing.next_blk++
 	};
 	sfr__job_push_locked(job);
+	t->sharing.pushed_nbytes += sfr__image_block_len(&t->plan.img, extent, job->blk);
+	return true;
+}
+
+/* Whether a stream has as much out as a client sends. It counts bytes as written when it has them
+ * back. */
+static bool is_enough_locked(const struct sfr_ticket *t)
+{
+	return t->sharing.pushed_nbytes >= t->facts.written_nbytes + STREAM_BYTES;
+}
+
+void sfr__in_place_next_locked(struct sfr_ticket *t)
+{
+	if ((t->flags & SFR_SAVE_STREAM) == 0)
+		(void)push_next_locked(t); /* there may be none */
+	else
+		while (!is_enough_locked(t) && push_next_locked(t))
+			;
 }
 
 void sfr__in_place_begin_locked(struct sfr_ticket *t)

@@ -66,6 +66,7 @@ struct sfr__save_sharing {
 	bool needs_blocks;         /* the pool counts this save among those that need blocks */
 	uint32_t blocks_back;      /* blocks given back to the pool, written or not */
 	uint32_t next_extent, next_blk; /* a save of parts: the next block to queue */
+	uint64_t pushed_nbytes;         /* and the bytes of those that were queued */
 	uint32_t blocks_leased;         /* from the pool, so far */
 };
 

@@ -51,20 +51,27 @@ class CheckpointPath:
         """
         Raises:
             TypeError: It is not a path.
+            ValueError: It is a `file://` URL of another host.
         """
         if not isinstance(path, (str, bytes, os.PathLike)):
             raise no_path(path)
         text = os.fsdecode(path)
         remote = urls.is_remote(text)
-        return cls(path, text if remote else os.path.abspath(text), remote)
+        name = text if remote else os.path.abspath(urls.local_path(text))
+        return cls(path, name, remote)
 
     def __fspath__(self) -> str:
         return self.name
 
     @property
     def text(self) -> str:
-        """The path as a string, as it was given."""
+        """The path as a string, as it was given. A URL may hold credentials."""
         return os.fsdecode(self.given)
+
+    @property
+    def shown(self) -> str:
+        """The path as a string for messages and reports."""
+        return urls.shown(self.text)
 
     def key(self, *, follow_link: bool = False) -> bytes:
         """Return its name in the log. By default a link is a name of its own.

@@ -101,13 +101,14 @@ def shown(path: Any) -> str:
 
 
 def key(url: Any) -> bytes:
-    """Return the URL's name in the log: the same for all spellings of an object's URL.
+    """Return the URL's name in the log, in which two spellings of one object are the same, and two
+    of a checkpoint of several objects.
 
     Raises:
         ValueError: It is not a URL.
     """
-    parsed = Url.parse(url)
-    return os.fsencode(f"{parsed.root}/{parsed.path}")
+    parsed = Url.parse(os.fsdecode(url))
+    return os.fsencode(f"{parsed.root}/{parsed.path.rstrip('/')}")
 
 
 def refuse_options(path: Any, storage_options: Any) -> None:

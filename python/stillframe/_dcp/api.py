@@ -6,14 +6,14 @@
       Rounds.submit                   plans, writes and commits on the thread `sf-dcp`
 
 To follow one save, read the modules in this order. `api` starts it, `rounds` runs the saves of all
-ranks one after the other, and `joint` makes one of them. `writer` writes this rank's files, and
-`checkpoint` names and commits the files of the directory. `ranks` has the collectives.
+ranks one after the other, and `joint` makes one of them. `writer` writes this rank's files,
+`checkpoint` names and commits the files, and `location` knows whether they are local or in a store.
+`ranks` has the collectives.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 import weakref
@@ -30,20 +30,19 @@ from stillframe._base.arguments import refuse_unclear
 from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
 from stillframe._base.paths import CheckpointPath
+from stillframe._dcp.location import StorageOptions
 from stillframe._dcp.ranks import Groups, refuse_without_cpu
 from stillframe._dcp.rounds import Round, Rounds, SaveRequest, WhenBusy, Worker
 from stillframe._dcp.shards import take_apart
 from stillframe._dcp.staged import Stages, StateDict
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion, ordered
-from stillframe._save.engine import Engine, refuse_no_engine
+from stillframe._save.engine import Engine
 from stillframe._save.handle import SaveHandle, report_of, take_unseen_error, wait_for_end
 from stillframe._save.ordered import Turn
 from stillframe._save.report import SaveReport
 from stillframe._snapshot.save import SnapshotSave
 from stillframe.errors import BusyError, PoolExhaustedError
-
-log = logging.getLogger("stillframe")
 
 
 @dataclass
@@ -73,6 +72,7 @@ def async_save(
     durable: bool = True,
     engine: Engine | None = None,
     when_busy: WhenBusy = "wait",
+    storage_options: StorageOptions = None,
 ) -> SaveResponse:
     """Save a checkpoint of all ranks, as `torch.distributed.checkpoint.async_save` does, with
     stillframe's staging, writing and commit. Every rank must make every call.
@@ -80,8 +80,8 @@ def async_save(
     The call copies the state. With `overlap=True`, data that only the optimizer's step changes is
     copied after the call, during the next forward and backward, and the next step waits for that
     copy. Planning, writing and the commit run while training goes on, with collectives in a process
-    group of their own. For local paths plans are kept, so the second save of a structure sends no
-    plan. PyTorch's `dcp.load` reads the checkpoint, on any number of ranks.
+    group of their own. Plans are kept, so the second save of a structure sends no plan. PyTorch's
+    `dcp.load` reads the checkpoint, on any number of ranks.
 
     One save is under way at a time. The next call waits for it, and raises its error unless the
     future has already given it. A path that is saved to again always holds the complete old
@@ -89,8 +89,8 @@ def async_save(
 
     Args:
         state_dict: As for DCP. `state_dict()` of each `Stateful` value is called.
-        checkpoint_id: A directory, created with its parents if it is missing. For a remote one
-            (`scheme://`), the state is staged here and written by PyTorch's own writer.
+        checkpoint_id: A directory, created with its parents if it is missing, or a URL such as
+            "s3://bucket/step100", below which each rank sends its files.
         process_group: The ranks that save, with a backend for the CPU; all ranks by default. If it
             contains all ranks, only its timeout is used, for a gloo group that the first call
             makes. If it has fewer ranks, nothing else may use it until the save has ended.
@@ -102,6 +102,8 @@ def async_save(
         engine: The engine to use, `stillframe.default_engine()` by default.
         when_busy: While a save is under way, "wait" for it, or "raise" `BusyError` on all ranks if
             any of them is still busy. "raise" needs a group of all ranks.
+        storage_options: For a URL, what fsspec's file system for its scheme takes. By default the
+            credentials are those of the environment.
 
     Returns:
         Two futures, and later a report. An error of one rank reaches all: `CheckpointException` (a
@@ -128,6 +130,7 @@ def async_save(
             engine=engine,
             when_busy=when_busy,
         ),
+        storage_options,
     )
     return SaveResponse(begun.staging_completion, cast(Any, begun.upload_completion), begun)
 
@@ -141,6 +144,7 @@ def save(
     no_dist: bool = False,
     durable: bool = True,
     engine: Engine | None = None,
+    storage_options: StorageOptions = None,
 ) -> SaveReport:
     """Save a checkpoint of all ranks and return when it is durable.
 
@@ -152,12 +156,13 @@ def save(
         no_dist: As for `async_save`.
         durable: As for `async_save`.
         engine: As for `async_save`.
+        storage_options: As for `async_save`.
 
     Returns:
         What this rank did and what it cost.
 
     Raises:
-        CheckpointException: A rank failed. The directory holds what it held before.
+        CheckpointException: A rank failed. The path holds the checkpoint that it held before.
         TypeError, ValueError, StillframeError, Exception: As in `async_save`.
     """
     response = async_save(
@@ -169,6 +174,7 @@ def save(
         overlap=False,
         durable=durable,
         engine=engine,
+        storage_options=storage_options,
     )
     response.upload_completion.result()
     assert response.report is not None
@@ -204,12 +210,21 @@ class Saver:
         return self._groups.of_saves(process_group)
 
     def save(
-        self, state_dict: StateDict, target: CheckpointPath, request: SaveRequest
+        self,
+        state_dict: StateDict,
+        target: CheckpointPath,
+        request: SaveRequest,
+        storage_options: StorageOptions = None,
     ) -> SnapshotSave:
         """Start a save: wait for the previous one, copy the state, and submit the rest to the
         thread `sf-dcp`. See `async_save`."""
         entered = time.perf_counter()
-        writer = _writer(target, request.durable, request.engine)
+        writer = FileSystemWriter(
+            target.given,
+            durable=request.durable,
+            engine=request.engine,
+            storage_options=storage_options,
+        )
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
         if request.when_busy not in get_args(WhenBusy):
@@ -217,9 +232,8 @@ class Saver:
         refuse_unclear(overlap=request.overlap, durable=request.durable)
         if request.when_busy == "raise":
             self._refuse_busy(request.group)
-        if writer is not None:
-            writer.side_file = request.side_file
-        path = target.text
+        writer.side_file = request.side_file
+        path = target.shown
         save = SnapshotSave(path, target.given, request.on_durable, entered=entered, known_as=path)
         rounds = self._rounds_of(request.group)
         work = rounds.next(target, request, save, writer)
@@ -303,18 +317,6 @@ class Saver:
         if error is not None:
             work.raised = True
             raise error
-
-
-def _writer(
-    target: CheckpointPath, durable: bool, engine: Engine | None
-) -> FileSystemWriter | None:
-    """Return a writer, or None for a remote target, which PyTorch's own writer writes."""
-    if engine is not None:
-        refuse_no_engine(engine)
-    if target.remote:
-        log.info("stillframe: %s is written by PyTorch's own writer", target.text)
-        return None
-    return FileSystemWriter(target.given, durable=durable, engine=engine)
 
 
 def _of_stateful(state_dict: StateDict) -> StateDict:

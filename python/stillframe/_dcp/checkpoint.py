@@ -1,4 +1,4 @@
-"""The directory of a checkpoint: its data files, their names, and the rename that commits it.
+"""The files of a checkpoint: its data files, their names, and the metadata that commits it.
 
     __0_0.3fa9c2d1.distcp   data of rank 0; 3fa9c2d1 identifies its part of one save
     __1_0.77b0e41a.distcp   each rank chooses an id of its own
@@ -11,21 +11,20 @@ with torch.save first. Files are laid out first, so that every item's offset is 
 when all ranks have agreed.
 
 No data file replaces another. So none is missing while the old .metadata is in place, and all new
-ones exist and are synced before the new .metadata replaces it. That rename is the only commit.
-Files that the new .metadata does not name are removed afterwards: those of the old checkpoint and
-of saves that died.
+ones exist and are synced before the new .metadata replaces it. That is the only commit. Files that
+the new .metadata does not name are removed afterwards: those of the old checkpoint and of saves
+that died. `location.py` has what differs between a directory and a store.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 
 import torch
@@ -34,11 +33,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stillframe._base import steps
-from stillframe._save.api import engine_or_default
+from stillframe._dcp.location import Location, Submit
+from stillframe._dcp.sending import Sending
 from stillframe._save.engine import Engine
 from stillframe._save.handle import SaveHandle
-from stillframe._save.parts import Parts, Row, row_of, submit_parts
+from stillframe._save.parts import Parts, Row, row_of
 from stillframe._save.report import SaveReport
 
 log = logging.getLogger("stillframe")
@@ -73,9 +72,13 @@ def renamed(name: str, ids: dict[str, str]) -> str:
     return f"{prefix}.{ids[old]}.{suffix}"
 
 
+def metadata_name(rank: int | None) -> str:
+    """Return the name of the metadata: the checkpoint's, or that of a rank that saves alone."""
+    return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
 def metadata_path(directory: str, rank: int | None) -> str:
-    """Return the metadata's path: the checkpoint's, or that of a rank that saves alone."""
-    return os.path.join(directory, ".metadata" if rank is None else f"__{rank}.metadata")
+    return os.path.join(directory, metadata_name(rank))
 
 
 # ---- data files ----
@@ -135,50 +138,38 @@ class DataFile:
     """A file that is first laid out and then written.
 
     Args:
-        path: Its target. An existing file is replaced once the new one is complete.
+        name: Its name, which no file has yet.
         items: Their bytes must not change until the file is written.
 
     Attributes:
         ranges: Offset and length of each item, in bytes.
     """
 
-    def __init__(self, path: str, items: Sequence[Item]) -> None:
-        self.path = path
+    def __init__(self, name: str, items: Sequence[Item]) -> None:
+        self.name = name
         self._parts = Parts()
         self.ranges = self._parts.append([item.row for item in items])
         self._owners = [item.owner for item in items if item.owner is not None]
-        self._save: SaveHandle | None = None
+        self._save: SaveHandle | Sending | None = None
 
-    def start(self, *, durable: bool, engine: Engine | None) -> None:
-        """Start writing.
-
-        Args:
-            durable: Sync the file and its directory.
-            engine: The engine whose threads write the file.
-        """
-        self._save = submit_parts(
-            engine_or_default(engine),
-            self._parts,
-            self.path,
-            owners=self._owners,
-            durable=durable,
-        )
+    def start(self, submit: Submit) -> None:
+        """Start writing."""
+        self._save = submit(self._parts, self.name, self._owners)
         self._owners = []
 
     def failure(self) -> BaseException | None:
         """Wait until the file is written; return the error, if any."""
         return None if self._save is None else self._save.exception()
 
+    def is_written(self) -> bool:
+        """Wait until the file is written; return whether it is."""
+        return self._save is not None and self.failure() is None
+
     def report(self) -> SaveReport:
         assert self._save is not None
         report = self._save.result()
         assert report is not None
         return report
-
-    def discard(self) -> None:
-        """Remove the file if it was written."""
-        if self._save is not None and self.failure() is None and os.path.exists(self.path):
-            os.unlink(self.path)
 
 
 class RankFiles:
@@ -187,6 +178,7 @@ class RankFiles:
     Args:
         buckets: The items of each file.
         resolve: Returns the tensor or the bytes of an item.
+        location: Where the files go.
         name: Returns the name of the file with a given number.
         wait: Waits until the tensors' bytes are copied. Called before bytes are read here.
     """
@@ -195,40 +187,46 @@ class RankFiles:
         self,
         buckets: Sequence[Sequence[WriteItem]],
         resolve: Resolve,
-        directory: str,
+        location: Location,
         name: Callable[[int], str],
         wait: Callable[[], object] = int,
     ) -> None:
         self._buckets = buckets
+        self._location = location
         self._files = []
         with torch.no_grad():  # then a DTensor's local tensor needs no autograd node
             for number, bucket in enumerate(buckets):
                 items = [Item(resolve(item), item.index.fqn, wait) for item in bucket]
-                self._files.append(DataFile(os.path.join(directory, name(number)), items))
+                self._files.append(DataFile(name(number), items))
         self.ranges = [file.ranges for file in self._files]
 
     def start(self, *, durable: bool, engine: Engine | None) -> None:
         """Start writing all files.
 
+        Args:
+            durable: Sync the files and their directory.
+            engine: The engine whose threads write them.
+
         Raises:
             SaveError: A file could not be started. No file is left.
         """
+        submit = self._location.submitter(durable=durable, engine=engine)
         try:
             for file in self._files:
-                file.start(durable=durable, engine=engine)
+                file.start(submit)
         except BaseException:
-            self._discard()
+            self.discard()
             raise
 
     def wait(self) -> None:
         """Wait until all files are written, and durable if that was asked for.
 
         Raises:
-            SaveError: The operating system refused a step. No file is left.
+            SaveError: The operating system or the store refused a step. No file is left.
         """
         failure = self.settle()
         if failure is not None:
-            self._discard()
+            self.discard()
             raise failure
 
     def settle(self) -> BaseException | None:
@@ -236,12 +234,14 @@ class RankFiles:
         failures = [file.failure() for file in self._files]
         return next((each for each in failures if each is not None), None)
 
-    def _discard(self) -> None:
-        for file in self._files:
-            file.discard()
+    def discard(self) -> None:
+        """Remove the files that were written."""
+        self._location.remove(self.names())
+        self._files = []
 
-    def paths(self) -> list[str]:
-        return [file.path for file in self._files]
+    def names(self) -> list[str]:
+        """Wait until all files have ended; return the names of those that were written."""
+        return [file.name for file in self._files if file.is_written()]
 
     def reports(self) -> list[SaveReport]:
         return [file.report() for file in self._files]
@@ -251,7 +251,7 @@ class RankFiles:
             WriteResult(
                 index=item.index,
                 size_in_bytes=length,
-                storage_data=_StorageInfo(os.path.basename(file.path), at, length),
+                storage_data=_StorageInfo(file.name, at, length),
             )
             for file, bucket in zip(self._files, self._buckets, strict=True)
             for item, (at, length) in zip(bucket, file.ranges, strict=True)
@@ -291,17 +291,18 @@ def _nbytes(item: WriteItem) -> int:
 
 @dataclasses.dataclass
 class ReadyCheckpoint:
-    """A checkpoint that is ready to be committed. Its metadata has a temporary name."""
+    """A checkpoint that is ready to be committed."""
 
     metadata: Metadata
-    path: str
+    location: Location
+    name: str
     temporary: str
 
 
 def write(
-    metadata: Metadata, directory: str, rank: int | None, files_id: int, *, durable: bool
+    metadata: Metadata, location: Location, rank: int | None, files_id: int, *, durable: bool
 ) -> ReadyCheckpoint:
-    """Write the metadata under a temporary name. The data files need not exist yet.
+    """Prepare the metadata for the commit. The data files need not exist yet.
 
     Args:
         files_id: The id in the names of the coordinator's data files.
@@ -309,13 +310,10 @@ def write(
     Raises:
         OSError: The metadata could not be written. No file is left.
     """
-    path = metadata_path(directory, rank)
-    new = ReadyCheckpoint(metadata, path, f"{path}.{id_text(files_id)}.tmp")
-    wanted = [steps.write(new.temporary, pickle.dumps(metadata), durable=durable)]
-    if durable:  # the parent holds the directory's own entry
-        wanted.append(steps.sync(os.path.dirname(os.path.abspath(directory))))
+    name = metadata_name(rank)
+    new = ReadyCheckpoint(metadata, location, name, f"{name}.{id_text(files_id)}.tmp")
     try:
-        steps.take(wanted)
+        location.prepare(new.temporary, pickle.dumps(metadata), durable=durable)
     except BaseException:
         discard(new)
         raise
@@ -323,40 +321,35 @@ def write(
 
 
 def discard(new: ReadyCheckpoint) -> None:
-    """Remove the temporary metadata of a checkpoint that will not be committed."""
-    _remove([new.temporary])
+    """Drop the metadata of a checkpoint that will not be committed."""
+    new.location.discard(new.temporary)
 
 
 def commit_metadata(new: ReadyCheckpoint, *, durable: bool) -> None:
-    """Commit the checkpoint: give its metadata the final name.
+    """Commit the checkpoint: its metadata replaces the old one.
 
     Raises:
-        OSError: The directory holds what it held before. If only its sync failed, it holds the new
-            checkpoint, which is then not known to be durable.
+        OSError: The checkpoint is the one before. If only the sync of its directory failed, it is
+            the new one, which is then not known to be durable.
     """
-    named = steps.rename(new.temporary, new.path)
-    synced = steps.sync(os.path.dirname(new.path))
-    # The first sync is for the data files' entries, those of all ranks.
-    steps.take([synced, named, synced] if durable else [named])
+    new.location.commit(new.temporary, new.name, durable=durable)
 
 
 def named_files(metadata: Metadata) -> set[str]:
-    """Return the names of a checkpoint's data files, relative to its directory."""
+    """Return the names of a checkpoint's data files."""
     return {info.relative_path for info in (metadata.storage_data or {}).values()}
 
 
-def remove_unnamed(metadata: Metadata, directory: str, rank: int | None) -> None:
+def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> None:
     """Remove data files that the checkpoint does not name; for a rank that saves alone, only its
     own. An extra file does no harm, so failures are only logged."""
     wanted = named_files(metadata)
     try:
-        names = steps.names(directory)
+        names = location.names()
     except OSError as error:
-        log.warning("stillframe: what %s does not need was not removed: %s", directory, error)
+        log.warning("stillframe: what %s does not need was not removed: %s", location.shown, error)
         return
-    _remove(
-        os.path.join(directory, name) for name in names if name not in wanted and _is_of(name, rank)
-    )
+    location.remove([name for name in names if name not in wanted and _is_of(name, rank)])
 
 
 def _is_of(name: str, rank: int | None) -> bool:
@@ -367,28 +360,16 @@ def _is_of(name: str, rank: int | None) -> bool:
     return data is not None or _TEMPORARY.fullmatch(name) is not None
 
 
-def remove_files(paths: Iterable[str], directory: str) -> None:
-    """Remove the data files of a failed save, except those that the directory's checkpoint names:
-    the save may have failed after its rename."""
+def remove_files(names: Sequence[str], location: Location) -> None:
+    """Remove the data files of a failed save, except those that the checkpoint names: the save may
+    have failed after its rename."""
+    if not names:
+        return
     try:
-        with open(metadata_path(directory, None), "rb") as file:
-            wanted = named_files(pickle.load(file))
+        wanted = named_files(pickle.loads(location.read(metadata_name(None))))
     except FileNotFoundError:
         wanted = set()
     except Exception as error:  # without the metadata it is unknown which files are needed
-        log.warning("stillframe: files of a failed save stay in %s: %s", directory, error)
+        log.warning("stillframe: files of a failed save stay in %s: %s", location.shown, error)
         return
-    _remove(path for path in paths if os.path.basename(path) not in wanted)
-
-
-def remove_if_empty(directory: str) -> None:
-    """Remove the directory of a failed save unless it has files."""
-    with contextlib.suppress(OSError):
-        os.rmdir(directory)
-
-
-def _remove(paths: Iterable[str]) -> None:
-    for error in steps.take_each([steps.unlink(path) for path in paths]):
-        log.warning(
-            "stillframe: %s is not needed and could not be removed: %s", error.filename, error
-        )
+    location.remove([name for name in names if name not in wanted])

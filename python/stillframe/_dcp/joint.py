@@ -130,6 +130,7 @@ class JointSave:
         except BaseException as error:
             failure = error
         self._agree_on("write", failure)
+        self._writer.will_commit()
         assert self._files is not None
         results = None if is_same else self._ranks.gather(self._files.results())
         try:

@@ -2,52 +2,150 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import os
+from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from stillframe._base import urls
+from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.check import refuse_damaged_items
+from stillframe._dcp.fetch import Fetched, Item
+from stillframe._dcp.location import Prefix, StorageOptions, is_location
+
+Path = str | os.PathLike[str]
 
 
 class Reader(FileSystemReader):
-    """PyTorch's `FileSystemReader`, for `storage_reader=` of `dcp.load`. With `verify=True` it
-    compares the CRCs of everything that a rank is about to read, before any state is changed.
+    """PyTorch's `FileSystemReader`, for `storage_reader=` of `dcp.load`, also for URLs. With
+    `verify=True` it compares the CRCs of everything that a rank is about to read, before any state
+    is changed.
 
-    So every item is read twice, the second time mostly from the page cache. Checkpoints of any
-    writer can be read. Of items without CRCs only the structure is checked.
+    So every item is read twice, the second time mostly from the page cache. Below a URL, a quarter
+    of the free memory keeps items from the check to the load, and only what does not fit is fetched
+    twice. Checkpoints of any writer can be read. Of items without CRCs only the structure is
+    checked.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory or URL.
         verify: Compare the CRCs.
+        storage_options: For a URL, what fsspec's file system for its scheme takes. By default the
+            credentials are those of the environment.
 
     If anything is damaged, the load raises DCP's `CheckpointException` on every rank, with a
     `CorruptCheckpointError` that names the item and the file for each rank that found damage.
+
+    Raises:
+        TypeError, ValueError: `path` or `storage_options` cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, verify: bool = True, storage_options: StorageOptions = None
+    ) -> None:
         super().__init__(path)
         self._verify = verify
+        self._storage_options = storage_options
+        self._go_to(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Tell whether it is a path or a URL."""
+        return is_location(checkpoint_id)
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        """Begin a load."""
+        super().reset()
+        if checkpoint_id:
+            self._go_to(checkpoint_id)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items.
 
         Raises:
             CorruptCheckpointError: An item is damaged. No state was changed.
+            OSError: The disk or the store does not give an item's bytes.
         """
+        stored = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        items = [
+            Item(
+                info.relative_path,
+                info.offset,
+                info.length,
+                str(index.fqn),
+                not getattr(info, "transform_descriptors", None),
+            )
+            for index, info in stored.items()
+        ]
+        if isinstance(self.fs, _Objects):
+            return self._read_objects(self.fs, items, plan, planner)
         if self._verify:
-            infos = {
-                item.storage_index: self.storage_data[item.storage_index] for item in plan.items
-            }
             refuse_damaged_items(
                 os.fspath(self.path),
                 [
-                    (str(index.fqn), info.relative_path, info.offset, info.length)
-                    for index, info in infos.items()
-                    if not getattr(info, "transform_descriptors", None)
+                    (each.name, each.file, each.offset, each.length)
+                    for each in items
+                    if each.is_checkable
                 ],
             )
+        return self._read_now(plan, planner)
+
+    def _read_objects(
+        self, objects: _Objects, items: list[Item], plan: LoadPlan, planner: LoadPlanner
+    ) -> Future[None]:
+        def offset(item: Any) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
+        with objects.fetched(items, verify=self._verify) as fetched:
+            if self._verify:
+                fetched.check()
+            plan = dataclasses.replace(plan, items=sorted(plan.items, key=offset, reverse=True))
+            return self._read_now(plan, planner)
+
+    def _read_now(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         done: Future[Any] = super().read_data(plan, planner)
         return done
+
+    def _go_to(self, path: Path) -> None:
+        target = CheckpointPath.of(path)
+        if target.remote:
+            self.fs: Any = _Objects(Prefix(target.text, self._storage_options))
+            self.path: Any = target.shown  # DCP logs it
+            return
+        urls.refuse_options(path, self._storage_options)
+        self.fs = FileSystem()
+        self.path = self.fs.init_path(urls.local_path(target.text))
+
+
+class _Objects:
+    """The files of a checkpoint below a URL: what PyTorch's reader uses of its `FileSystem`."""
+
+    def __init__(self, location: Prefix) -> None:
+        self._location = location
+        self._fetched: Fetched | None = None
+
+    @contextlib.contextmanager
+    def fetched(self, items: list[Item], *, verify: bool) -> Iterator[Fetched]:
+        """Read data files from these items until the block ends."""
+        with Fetched(self._location, items, verify=verify) as self._fetched:
+            try:
+                yield self._fetched
+            finally:
+                self._fetched = None
+
+    def concat_path(self, path: Path, suffix: str) -> str:
+        return suffix
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str, mode: str) -> Iterator[io.IOBase]:
+        if self._fetched is None:  # the metadata
+            yield io.BytesIO(self._location.read(path))
+            return
+        with self._fetched.open(path) as data:
+            yield data

@@ -7,8 +7,7 @@ other ranks have raised that error too or have seen it. So no rank waits for one
 and no checkpoint mixes the states of different calls. The first collective exchanges the number of
 the call; if the numbers differ, all ranks fail.
 
-One thread runs the rounds. It uses only public interfaces of DCP. DCP's own `save` makes saves to
-remote targets.
+One thread runs the rounds. It uses only public interfaces of DCP.
 
     called ─▶ staging ─▶ its turn to write ─▶ agreed ─▶ planned, copied, written (`JointSave`)
        │                                                      its turn to commit ─▶ ended
@@ -31,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from stillframe._base import urls
 from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.joint import JointSave, Plans
 from stillframe._dcp.ranks import Ranks, group_exists
@@ -55,10 +54,6 @@ WhenBusy = Literal["wait", "raise"]
 
 class _NotSavedError(StillframeError):
     """A rank's call raised the error of the save before."""
-
-
-class _GroupIsGoneError(Exception):
-    """The user has destroyed the process group."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,6 @@ class Round:
 
     Attributes:
         save: The save's handle.
-        writer: None if DCP chooses a writer by the path.
         tree: The copies of the state dict and of the second file's content; their bytes may not be
             there yet. Or the exception because of which there is no copy.
         staged: The memory of the copy; None without one.
@@ -110,7 +104,7 @@ class Round:
     target: CheckpointPath
     request: SaveRequest
     save: SnapshotSave
-    writer: FileSystemWriter | None
+    writer: FileSystemWriter
     group: dist.ProcessGroup | None
     tree: tuple[StateDict, Any] | BaseException | None = None
     staged: Staged | None = None
@@ -145,13 +139,10 @@ class Round:
             os.unlink(path)
 
     def report(self) -> SaveReport:
-        if self.writer is None:
-            nbytes = 0 if self.staged is None else self.staged.nbytes
-            return self.save.report(nbytes, "fsspec")
         files = self.writer.reports()
         return self.save.report(
             sum(file.nbytes for file in files),
-            files[0].io_mode if files else "buffered",
+            files[0].io_mode if files else self.writer.location.io_mode,
             fallbacks=[line for file in files for line in file.fallbacks],
             more_pool_bytes=max((file.peak_pool_bytes for file in files), default=0),
         )
@@ -205,7 +196,7 @@ class Rounds:
         target: CheckpointPath,
         request: SaveRequest,
         save: SnapshotSave,
-        writer: FileSystemWriter | None,
+        writer: FileSystemWriter,
     ) -> Round:
         """Begin a round. The caller must submit it, even after an error."""
         self._calls += 1
@@ -238,7 +229,7 @@ class Rounds:
         if failure is not None:
             metadata = report = None
             if work.request.error_of is not None:
-                failure = work.request.error_of(failure, work.target.text)
+                failure = work.request.error_of(failure, work.target.shown)
         work.save.end(report, failure, value=metadata, turn=work.turn)
 
     def _try_clean_up(self, work: Round, failure: BaseException) -> BaseException:
@@ -248,23 +239,22 @@ class Rounds:
             return self._clean_up(work, failure)
         except Exception:
             log.exception(
-                "stillframe: something is left of the failed save of %s", work.target.text
+                "stillframe: something is left of the failed save of %s", work.target.shown
             )
             return failure
 
     def _clean_up(self, work: Round, failure: BaseException) -> BaseException:
         """Remove the failed save's files, give up a broken group, and return the user's error."""
-        if isinstance(failure, CheckpointException) and work.writer is not None:
+        if isinstance(failure, CheckpointException):
             work.writer.abandon()  # all ranks know that there was no commit
         group, work.group, self._ranks = work.group, None, None
         self._discarded.clear()
         # All ranks get these errors; any other may be known to this rank alone.
         known = isinstance(failure, (CheckpointException, StillframeError))
-        of_dcp = work.writer is None and isinstance(failure, CheckpointException)
-        if group is not None and (of_dcp or not known) and not group_exists(group):
+        if group is not None and not known and not group_exists(group):
             why = failure
             failure = StillframeError(
-                f"the process group was destroyed while the save of {work.target.text} was under"
+                f"the process group was destroyed while the save of {work.target.shown} was under"
                 " way: wait for its upload_completion before destroy_process_group()"
             )
             failure.__cause__ = why
@@ -275,62 +265,39 @@ class Rounds:
                 True  # otherwise its error would stop the next round too, and so on
             )
             if not work.raised:
-                log.error("stillframe: %s: %s", work.target.text, failure)
+                log.error("stillframe: %s: %s", work.target.shown, failure)
         return failure
 
     def _save(self, work: Round) -> Metadata:
         ranks, writer = self._ranks or Ranks(work.group, self._discarded), work.writer
         self._ranks = ranks
         ranks.use_group(work.group)
-        joint: JointSave | None = None
-        if writer is not None:
-            planner = work.request.planner
-            joint = JointSave(ranks, self._plans, work.number, writer, planner, work.wait)
-        tree: StateDict = {}
+        planner = work.request.planner
+        joint = JointSave(ranks, self._plans, work.number, writer, planner, work.wait)
         failure: BaseException | None = None
         kept, is_same = 0, False
         try:
-            tree = _copy_of(work)
-            if joint is None:
-                work.wait()
-            else:
-                kept, is_same = joint.prepare(tree)
+            kept, is_same = joint.prepare(_copy_of(work))
         except BaseException as error:
             failure = error
         try:
             work.wait_for_turn()  # before the ranks agree, so all of them have had their turn
         except BaseException as error:
             failure = failure or error
-        if work.turn is not None and writer is not None:
+        if work.turn is not None:
             writer.before_commit = work.turn.wait_to_commit
-        files_id = 0 if writer is None else writer.files_id
         failed, target = failure is not None, _path_number(work.target.name)
-        rows = ranks.exchange(work.number, work.raised, failed, kept, is_same, files_id, target)
-        _refuse_to_save(rows, work.target.name, target)
+        rows = ranks.exchange(
+            work.number, work.raised, failed, kept, is_same, writer.files_id, target
+        )
+        _refuse_to_save(rows, urls.shown(work.target.name), target)
         if any(row[2] for row in rows):
             ranks.raise_all("plan", failure)
-        if joint is None:
-            return _save_remotely(tree, work)
         return joint.save(
             is_planned=all(row[3] == kept != 0 for row in rows),
             is_same=all(row[3] == kept != 0 and row[4] for row in rows),
             files_ids=[row[5] for row in rows],
         )
-
-
-def _save_remotely(tree: StateDict, work: Round) -> Metadata:
-    """Save with DCP's own `save`. If the group was destroyed, DCP would take this rank for the only
-    one and save its part as the whole checkpoint, so check the group before and after."""
-    _check_group(work.group)
-    saved: Metadata = save(
-        tree,
-        checkpoint_id=work.target.text,
-        planner=work.request.planner,
-        process_group=work.group,
-        no_dist=work.group is None,
-    )
-    _check_group(work.group)
-    return saved
 
 
 def _copy_of(work: Round) -> StateDict:
@@ -343,11 +310,6 @@ def _copy_of(work: Round) -> StateDict:
         work.request.side_file.content = content
     together: StateDict = put_together(tree) if work.is_apart else tree
     return together
-
-
-def _check_group(group: dist.ProcessGroup | None) -> None:
-    if group is not None and not group_exists(group):
-        raise _GroupIsGoneError
 
 
 def _path_number(target: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import logging
 import os
 import uuid
 from collections.abc import Callable
@@ -22,14 +23,18 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from stillframe._base import paths
+from stillframe._base import urls
+from stillframe._base.paths import CheckpointPath
 from stillframe._dcp import checkpoint
 from stillframe._dcp.checkpoint import RankFiles, Resolve, buckets
+from stillframe._dcp.location import Directory, Location, StorageOptions, is_location, location_of
 from stillframe._dcp.side_file import SideFile
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
 from stillframe._save.engine import Engine, refuse_no_engine
 from stillframe._save.report import SaveReport
+
+log = logging.getLogger("stillframe")
 
 Path = str | os.PathLike[str]
 
@@ -38,9 +43,9 @@ _VERSION = "1.0.0"  # of the metadata's format
 
 
 class FileSystemWriter(StorageWriter, AsyncStager):
-    """Writes DCP checkpoints into a directory, for `storage_writer=` of `dcp.save` and
-    `dcp.async_save`. PyTorch's `FileSystemReader` reads them on any number of ranks, and
-    `dcp_to_torch_save` converts them.
+    """Writes DCP checkpoints into a directory or below a URL, for `storage_writer=` of `dcp.save`
+    and `dcp.async_save`. PyTorch's `FileSystemReader` and `FsspecReader` read them on any number of
+    ranks, and `dcp_to_torch_save` converts them.
 
     The engine's threads write each rank's data, with CRCs and O_DIRECT. The names of data files
     contain an id of the save, and each file is synced before it gets its name. `.metadata` comes
@@ -48,11 +53,14 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     path that is saved to again always holds the old checkpoint or the new one, and if any rank
     fails, the old one. Files that the new checkpoint does not need are removed afterwards.
 
+    Below a URL (`s3://bucket/step100`) each file is an object. It is sent from the memory of the
+    state, several parts at a time, and counts when the store has acknowledged it.
+
     If you give it to `dcp.async_save` without `async_stager=`, it stages as `PinnedStager` does.
 
     Args:
-        path: The directory, created with its parents if it is missing. `checkpoint_id=` overrides
-            it. For remote directories (`scheme://`) use PyTorch's `FsspecWriter`.
+        path: The directory, created with its parents if it is missing, or a URL. `checkpoint_id=`
+            overrides it.
         overwrite: Allow a checkpoint to be replaced. With False, all ranks refuse that.
         durable: Sync files and directories. With False, a power failure may lose or damage the new
             checkpoint, and the old one with it.
@@ -66,6 +74,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         _extensions: An argument of PyTorch's writer; any other value than the default is refused.
         serialization_format: Likewise.
         engine: The engine to use, `stillframe.default_engine()` by default.
+        storage_options: For a URL, what fsspec's file system for its scheme takes. By default the
+            credentials are those of the environment.
 
     Attributes:
         save_id: The id of the save in the metadata, new for each save, as in PyTorch's writer.
@@ -90,6 +100,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         *,
         durable: bool = True,
         engine: Engine | None = None,
+        storage_options: StorageOptions = None,
     ) -> None:
         if _extensions:
             raise ValueError(f"_extensions are not supported: use {_STOCK}")
@@ -100,7 +111,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         if engine is not None:
             refuse_no_engine(engine)
         self._path: str | None = None
-        self._absolute = ""
+        self._location: Location | None = None
+        self._storage_options = storage_options
         if path is not None:
             self._go_to(path)
         self._single_file_per_rank = single_file_per_rank
@@ -115,6 +127,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._is_begun = False
         self._files: RankFiles | None = None
         self._new: checkpoint.ReadyCheckpoint | None = None
+        self._is_committing = False
         self.side_file: SideFile | None = None
         self.before_commit: Callable[[], object] = int
 
@@ -141,29 +154,26 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Tell whether it is a local path."""
-        try:
-            paths.as_text(checkpoint_id)
-        except (TypeError, ValueError):
-            return False
-        return True
+        """Tell whether it is a path or a URL."""
+        return is_location(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str | None:
-        return self._path
+        """The path or URL, which DCP logs; without credentials."""
+        return None if self._path is None else urls.shown(self._path)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """Begin a save.
 
         Raises:
-            TypeError, ValueError: `checkpoint_id` is not a path, or is remote.
+            TypeError, ValueError: `checkpoint_id` is neither a path nor a URL.
         """
         if checkpoint_id:
             self._go_to(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self._path, save_id=self.save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         alone = not kwargs.get("use_collectives", True)
@@ -177,15 +187,14 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
         Raises:
             FileExistsError: A checkpoint exists and `overwrite` is False.
-            OSError: The directory cannot be made.
+            OSError: The directory cannot be made, or the store does not answer.
         """
-        directory = self.directory
-        paths.make_directories(directory, self._durable)
+        location = self.location
+        location.begin(durable=self._durable)
         self._is_begun = True
-        existing = checkpoint.metadata_path(directory, self._rank)
-        if not self._overwrite and os.path.exists(existing):
+        if not self._overwrite and location.exists(checkpoint.metadata_name(self._rank)):
             raise FileExistsError(
-                errno.EEXIST, "Checkpoint already exists, and overwrite=False", directory
+                errno.EEXIST, "Checkpoint already exists, and overwrite=False", location.shown
             )
         if self._rank is not None:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self._rank}_"))
@@ -204,7 +213,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """Write this rank's items and wait until their files are durable.
 
         Raises:
-            SaveError: A system call failed. No file of this rank is left.
+            SaveError: A system call failed, or the store. No file of this rank is left.
         """
         files = self.lay_out(plan, planner.resolve_data)
         self.start()
@@ -245,7 +254,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._files = RankFiles(
             buckets(plan.items, self._nr_files, one_item_a_file=not self._single_file_per_rank),
             resolve,
-            self.directory,
+            self.location,
             lambda number: checkpoint.data_name(prefix, number, self.files_id),
             wait,
         )
@@ -278,9 +287,13 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         )
         metadata.version = _VERSION
         self._new = checkpoint.write(
-            metadata, self.directory, self._rank, self.files_id, durable=self._durable
+            metadata, self.location, self._rank, self.files_id, durable=self._durable
         )
         return self._new
+
+    def will_commit(self) -> None:
+        """Note that all ranks have written their files, and that the commit may come."""
+        self._is_committing = True
 
     def commit(self, new: checkpoint.ReadyCheckpoint) -> None:
         """Wait for the commit's turn and commit; on an error, discard the new checkpoint.
@@ -296,9 +309,9 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             if self.side_file is None:
                 commit_metadata()
             else:
-                directory = self.directory
+                assert isinstance(new.location, Directory)  # a link is made in it
                 self.side_file.commit(
-                    directory, self.save_id, commit_metadata, durable=self._durable
+                    new.location.path, self.save_id, commit_metadata, durable=self._durable
                 )
         except BaseException:
             checkpoint.discard(new)
@@ -307,28 +320,36 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def tidy(self) -> None:
         """Remove files that the committed checkpoint does not need."""
         assert self._new is not None
-        checkpoint.remove_unnamed(self._new.metadata, self.directory, self._rank)
+        checkpoint.remove_unnamed(self._new.metadata, self.location, self._rank)
 
     def abandon(self) -> None:
         """Remove the files of this rank after a save that failed on all ranks. The last rank also
         removes the directory if it is empty then."""
         if self._new is not None:
             checkpoint.discard(self._new)
+        if self._is_committing and not self.location.failed_commit_is_over:
+            log.warning(
+                "stillframe: files of a failed save stay in %s until the next save: the store may"
+                " still make the checkpoint that names them",
+                self.location.shown,
+            )
+            return
         if self._files is not None:
-            checkpoint.remove_files(self._files.paths(), self.directory)
+            checkpoint.remove_files(self._files.names(), self.location)
         if self._is_begun:
-            checkpoint.remove_if_empty(self.directory)
+            self.location.remove_if_empty()
 
     # ---- the rest ----
 
     @property
-    def directory(self) -> str:
-        """Return the absolute path; a later change of the working directory does not matter."""
-        if self._path is None:
+    def location(self) -> Location:
+        """Return where the files go; a later change of the working directory does not matter."""
+        if self._location is None:
             raise ValueError("no path to save to: give checkpoint_id=")
-        return self._absolute
+        return self._location
 
     def _go_to(self, path: Path) -> None:
-        text = paths.as_text(path)
-        if text != self._path:  # DCP calls `reset` again, later and on its own thread
-            self._path, self._absolute = text, os.path.abspath(text)
+        target = CheckpointPath.of(path)
+        if target.text != self._path:  # DCP calls `reset` again, later and on its own thread
+            self._location = location_of(target, self._storage_options)
+            self._path = target.text

@@ -24,8 +24,8 @@ from stillframe._base.calls import inside
 from stillframe._save import completion
 from stillframe._save.core_save import CoreSave
 from stillframe._save.engine import Engine, Path, core_of, note_use
-from stillframe._save.handle import SaveHandle
 from stillframe._save.options import SaveOptions
+from stillframe._save.remote import Upload
 from stillframe._tree.skeleton import Skeleton
 from stillframe._watch import gate
 
@@ -94,7 +94,8 @@ def submit_parts(
     *,
     owners: Sequence[Any],
     durable: bool = True,
-) -> SaveHandle:
+    upload: Upload | None = None,
+) -> PartsSave:
     """Start the save of a file whose name nobody else writes, removes or reads.
 
     It has no entry in the log: it waits neither for other saves' slots nor for their ends, and
@@ -106,6 +107,7 @@ def submit_parts(
         path: Where it goes, as for `async_save`; a link there is replaced.
         owners: Objects that keep the sources' memory alive; dropped when the save has ended.
         durable: As for `async_save`.
+        upload: What sends the file to a store: call its `run`. `path` is only shown then.
 
     Raises:
         As `async_save`, but for errors about an object: something wrong with the parts is an
@@ -113,11 +115,19 @@ def submit_parts(
     """
     entered = time.perf_counter()
     options = SaveOptions(
-        overlap=False, durable=durable, follow_link=False, wait_for_slot=True, ordered=False
+        overlap=False,
+        durable=durable,
+        follow_link=False,
+        wait_for_slot=True,
+        ordered=False,
+        stream=upload is not None,
     )
     with inside() as nested:
         core = core_of(engine)
-        target = paths.target(path, follow_link=False, create_parents=False, durable=durable)
+        if upload is None:
+            target = paths.target(path, follow_link=False, create_parents=False, durable=durable)
+        else:
+            target = paths.object_target(path)
         flags = options.flags(nested=nested, when_busy="wait")
         completion.completion.start(under_way=True)
         ticket = _core.Ticket.of_parts(
@@ -134,6 +144,8 @@ def submit_parts(
             entered=entered,
             ordered=False,
         )
+        if upload is not None:
+            upload.file = save
         save.launch()
         note_use(engine)
         return save

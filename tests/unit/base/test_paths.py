@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from stillframe import _core
-from stillframe._base import paths
+from stillframe._base import paths, urls
 from stillframe.testing import fault
 
 
@@ -93,7 +93,21 @@ def test_unreadable_name_is_not_taken_for_a_free_one(tree):
 def test_remote_checkpoint_path_keeps_its_name(path):
     checkpoint = paths.CheckpointPath.of(path)
     assert checkpoint.remote and checkpoint.name == checkpoint.text == path
-    assert checkpoint.key() == path.encode()
+    assert checkpoint.key() == urls.key(path)
+
+
+def test_checkpoint_path_is_shown_without_credentials():
+    checkpoint = paths.CheckpointPath.of("memory://user:secret@c/a/?sig=secret")
+    assert checkpoint.shown == "memory://c/a/"
+    assert checkpoint.key() == paths.CheckpointPath.of("memory://c/a").key()
+
+
+def test_file_url_is_the_local_path_that_it_names(tree):
+    checkpoint = paths.CheckpointPath.of(f"file://{tree}/dir/../file.pt")
+    assert not checkpoint.remote and checkpoint == paths.CheckpointPath.of(tree / "file.pt")
+    assert checkpoint.key() == paths.CheckpointPath.of(tree / "file.pt").key()
+    with pytest.raises(ValueError, match="no host"):
+        paths.CheckpointPath.of("file://host/a")
 
 
 def test_local_checkpoint_path_has_one_absolute_name(tree):

@@ -22,6 +22,7 @@ from fix_graphs import SubTensor
 from stillframe import _core
 from stillframe._save.engine import is_used
 from stillframe._save.parts import Parts, row_of, submit_parts
+from stillframe._save.remote import Upload
 from stillframe.testing import fault, held, slow
 from torch import Tensor
 
@@ -254,6 +255,69 @@ def test_a_field_holds_the_crc_of_an_earlier_source(engine, tmp_path):
     assert data == b"".join(source.numpy().tobytes() for source in sources) + b"." + b"".join(
         crcs[number].to_bytes(4, "little") for number in (1, 0, 3, 2, 1)
     )
+
+
+# ---- parts that are sent to a store ----
+
+
+def streamed(engine: stillframe.Engine, made: list[Tensor]) -> tuple[Any, int]:
+    """Begin to send the tensors; return the save and its length."""
+    parts = Parts()
+    parts.append([row_of(each) for each in made])
+    length = parts.nbytes
+    upload: Any = Upload(None, "", "")  # the test takes the pieces in its place
+    return submit_parts(engine, parts, "s3://bkt/a", owners=made, upload=upload), length
+
+
+def test_parts_are_sent_in_the_order_of_the_file(engine, tmp_path):
+    made = tensors()
+    handle, length = streamed(engine, made)
+    data = bytearray()
+    while len(piece := handle._ticket.next_piece(60)):
+        assert piece.offset == len(data)
+        data += memoryview(piece)
+    del piece
+    report = handle.result()
+    assert len(data) == report.nbytes == length
+    written(engine, made, tmp_path / "a")
+    assert data == (tmp_path / "a").read_bytes()
+
+
+def test_as_much_is_out_as_a_client_sends_and_no_more(engine):
+    """A client keeps parts of 16 MiB, and waits for more of them before it gives one back."""
+    most, blocks = 96 << 20, 4 * BLOCK
+    handle, length = streamed(engine, [torch.zeros(120 << 20, dtype=torch.uint8)])
+    pieces = []
+    while sum(map(len, pieces)) < most - blocks:
+        pieces.append(handle._ticket.next_piece(60))
+    while (piece := handle._ticket.next_piece(0.05)) is not None:
+        pieces.append(piece)
+    taken = sum(map(len, pieces))
+    assert most - blocks <= taken <= most + blocks < length
+    while len(pieces[-1]):
+        del pieces[:2]  # the first one is short
+        pieces.append(handle._ticket.next_piece(60))
+        taken += len(pieces[-1])
+    assert taken == length
+    pieces.clear()
+    handle.result()
+
+
+def test_sending_that_is_given_up_keeps_sources_while_a_piece_is_out(engine):
+    tensor = torch.randn(BLOCK)
+    gone = weakref.ref(tensor)
+    handle, _ = streamed(engine, [tensor])
+    del tensor
+    piece = handle._ticket.next_piece(60)
+    assert handle.cancel()
+    with pytest.raises(TimeoutError):
+        handle.result(0.05)
+    gc.collect()
+    assert gone() is not None
+    del piece
+    with pytest.raises(CancelledError):
+        handle.result()
+    assert gone() is None
 
 
 def test_field_of_a_missing_source_is_refused():

@@ -1,0 +1,294 @@
+"""Where the files of a checkpoint are: in a local directory, or below a URL in a store.
+
+A save uses both in the same way. `Directory` writes the metadata under a temporary name, and its
+commit is a rename. An object in a store appears whole, so `Prefix` keeps the metadata in memory
+until the commit, which sends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from stillframe._base import paths, steps, urls
+from stillframe._base.paths import CheckpointPath
+from stillframe._dcp.sending import Sending, Uploads
+from stillframe._remote.store import Buffer, part_bytes
+from stillframe._remote.stores import open_store
+from stillframe._save.api import engine_or_default
+from stillframe._save.engine import Engine
+from stillframe._save.handle import SaveHandle
+from stillframe._save.parts import Parts, submit_parts
+from stillframe._save.report import IoMode
+
+log = logging.getLogger("stillframe")
+
+StorageOptions = Mapping[str, Any] | None
+# Starts writing a file of the given name; the objects keep the memory of its parts alive.
+Submit = Callable[[Parts, str, Sequence[object]], SaveHandle | Sending]
+
+
+class Location(ABC):
+    """The files of one checkpoint, each with a name of its own.
+
+    Attributes:
+        shown: The path or URL for messages and reports.
+        io_mode: What a report says of a rank that has written no file.
+        failed_commit_is_over: A commit that has failed cannot take effect later.
+    """
+
+    shown: str
+    io_mode: IoMode
+    failed_commit_is_over: bool
+
+    @abstractmethod
+    def begin(self, *, durable: bool) -> None:
+        """Make the directory, if there are directories."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file.
+
+        Raises:
+            OSError: They cannot be read.
+        """
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all files.
+
+        Raises:
+            OSError: They cannot be listed.
+        """
+
+    @abstractmethod
+    def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
+        """Return the function that starts writing one of a rank's files."""
+
+    @abstractmethod
+    def prepare(self, temporary: str, content: bytes, *, durable: bool) -> None:
+        """Keep a file's content, for `commit`.
+
+        Raises:
+            OSError: It could not be written.
+        """
+
+    @abstractmethod
+    def commit(self, temporary: str, name: str, *, durable: bool) -> None:
+        """Make the prepared file appear, in place of an old one.
+
+        Raises:
+            OSError: The old file is still there, if `failed_commit_is_over`. If only the sync of a
+                directory failed, the new one is there.
+        """
+
+    @abstractmethod
+    def discard(self, temporary: str) -> None:
+        """Drop a prepared file."""
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files. A missing one is no error, and errors are only logged."""
+
+    @abstractmethod
+    def remove_if_empty(self) -> None:
+        """Remove the directory of a failed save unless it has files."""
+
+
+def location_of(path: CheckpointPath, storage_options: StorageOptions = None) -> Location:
+    """Return the location that a path or a URL names.
+
+    Raises:
+        TypeError, ValueError: It is neither, or the options are invalid; see `open_store`.
+        StillframeError: No client for the URL's scheme is installed.
+    """
+    if path.remote:
+        return Prefix(path.text, storage_options)
+    urls.refuse_options(path.given, storage_options)
+    return Directory(os.path.abspath(paths.as_text(path.given)))
+
+
+def is_location(path: object) -> bool:
+    """Return whether a checkpoint could be there: whether it is a path or a URL."""
+    try:
+        if not CheckpointPath.of(path).remote:
+            paths.as_text(path)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class Directory(Location):
+    """A local directory.
+
+    Args:
+        path: Its absolute path; a later change of the working directory does not matter.
+    """
+
+    io_mode: IoMode = "buffered"
+    failed_commit_is_over = True
+
+    def __init__(self, path: str) -> None:
+        self.path = self.shown = path
+
+    def _join(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def begin(self, *, durable: bool) -> None:
+        paths.make_directories(self.path, durable)
+
+    def exists(self, name: str) -> bool:
+        return os.path.exists(self._join(name))
+
+    def read(self, name: str) -> bytes:
+        with open(self._join(name), "rb") as file:
+            return file.read()
+
+    def names(self) -> list[str]:
+        return steps.names(self.path)
+
+    def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
+        def submit(parts: Parts, name: str, owners: Sequence[object]) -> SaveHandle:
+            path, users = self._join(name), engine_or_default(engine)
+            return submit_parts(users, parts, path, owners=owners, durable=durable)
+
+        return submit
+
+    def prepare(self, temporary: str, content: bytes, *, durable: bool) -> None:
+        wanted = [steps.write(self._join(temporary), content, durable=durable)]
+        if durable:  # the parent holds the directory's own entry
+            wanted.append(steps.sync(os.path.dirname(os.path.abspath(self.path))))
+        steps.take(wanted)
+
+    def commit(self, temporary: str, name: str, *, durable: bool) -> None:
+        named = steps.rename(self._join(temporary), self._join(name))
+        synced = steps.sync(self.path)
+        # The first sync is for the data files' entries, those of all ranks.
+        steps.take([synced, named, synced] if durable else [named])
+
+    def discard(self, temporary: str) -> None:
+        self.remove([temporary])
+
+    def remove(self, names: Iterable[str]) -> None:
+        for error in steps.take_each([steps.unlink(self._join(name)) for name in names]):
+            _log_left(error.filename, error)
+
+    def remove_if_empty(self) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
+
+
+class Prefix(Location):
+    """The objects directly below a URL.
+
+    Raises:
+        ValueError, StillframeError: See `open_store`.
+    """
+
+    # The store may take effect after the client has given up: an answer was lost, or came too late.
+    failed_commit_is_over = False
+
+    def __init__(self, url: str, storage_options: StorageOptions) -> None:
+        self._opened_with = url, storage_options
+        self._store, key = open_store(url, storage_options)
+        self._key = key.rstrip("/")
+        self.shown = urls.shown(url)
+        self.io_mode: IoMode = self._store.client
+        self._prepared: dict[str, bytes] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self._opened_with  # another process opens the store again
+
+    def _join(self, name: str) -> str:
+        return f"{self._key}/{name}" if self._key else name
+
+    def shown_of(self, name: str) -> str:
+        """Return an object's URL for messages."""
+        return self._store.shown(self._join(name))
+
+    def find(self, name: str) -> Found:
+        """Return what the store tells of an object.
+
+        Raises:
+            OSError: See `Store`.
+        """
+        return self._store.find(self._join(name))
+
+    def get(self, name: str, start: int, end: int, version: str) -> Buffer:
+        """Return bytes of an object.
+
+        Args:
+            version: The version that `find` has returned.
+
+        Raises:
+            OSError: See `Store`.
+        """
+        return self._store.get(self._join(name), start, end, version)
+
+    def begin(self, *, durable: bool) -> None:
+        """Do nothing: a store has no directories."""
+
+    def exists(self, name: str) -> bool:
+        try:
+            self.find(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, name: str) -> bytes:
+        found = self.find(name)
+        part = part_bytes(found.nbytes)
+        return b"".join(
+            self.get(name, at, min(at + part, found.nbytes), found.version)
+            for at in range(0, found.nbytes, part)
+        )
+
+    def names(self) -> list[str]:
+        below = self._join("")
+        found = (each.key.removeprefix(below) for each in self._store.list(self._key))
+        return [name for name in found if "/" not in name]
+
+    def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
+        uploads = Uploads()
+
+        def submit(parts: Parts, name: str, owners: Sequence[object]) -> Sending:
+            key, users = self._join(name), engine_or_default(engine)
+            return uploads.add(Sending(uploads, users, parts, self._store, key, owners))
+
+        return submit
+
+    def prepare(self, temporary: str, content: bytes, *, durable: bool) -> None:
+        self._prepared[temporary] = content
+
+    def commit(self, temporary: str, name: str, *, durable: bool) -> None:
+        content = self._prepared.pop(temporary)
+        self._store.put(self._join(name), _parts_of(content), len(content))
+
+    def discard(self, temporary: str) -> None:
+        self._prepared.pop(temporary, None)
+
+    def remove(self, names: Iterable[str]) -> None:
+        try:
+            self._store.delete([self._join(name) for name in names])
+        except OSError as error:
+            _log_left(self.shown, error)
+
+    def remove_if_empty(self) -> None:
+        """Do nothing: a store has no directories."""
+
+
+def _parts_of(content: bytes) -> Iterator[Buffer]:
+    part = part_bytes(len(content))
+    for at in range(0, len(content), part):
+        yield memoryview(content)[at : at + part]
+
+
+def _log_left(what: object, error: OSError) -> None:
+    log.warning("stillframe: %s is not needed and could not be removed: %s", what, error)

@@ -1,0 +1,156 @@
+"""The data files of a rank on their way to a store.
+
+A few are sent at a time. Threads send them, and so does a thread that waits for one which nobody
+has begun: no thread can be started at the interpreter's exit, or where the system refuses one.
+
+    waiting ──a thread takes it──▶ being sent ──acknowledged──▶ over
+       └────────another file has failed────────────────────────▶ over, with that file's error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+from stillframe._base import threads
+from stillframe._base.event import Event
+from stillframe._remote.stores import Store
+from stillframe._save.engine import Engine
+from stillframe._save.parts import Parts, submit_parts
+from stillframe._save.remote import Upload
+from stillframe._save.report import SaveReport
+
+_AT_A_TIME = 4  # threads; the client sends several parts of each file at a time
+
+
+class Uploads:
+    """The files that a rank sends in one save.
+
+    Attributes:
+        error: The first error. No other file is begun then, and those being sent are given up.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiting: list[Sending] = []
+        self._sent_now: list[Upload] = []
+        self._nr_threads = 0
+
+    def add(self, sending: Sending) -> Sending:
+        """Send a file as soon as a thread is free."""
+        with self._lock:
+            self._waiting.append(sending)
+            starts = self._nr_threads < _AT_A_TIME
+            self._nr_threads += starts
+        if starts:
+            thread = threading.Thread(target=self._send_all, name="sf-upload", daemon=True)
+            with contextlib.suppress(
+                OSError, RuntimeError
+            ):  # the thread that waits for it sends it
+                threads.start(thread)
+        return sending
+
+    def _send_all(self) -> None:
+        while (sending := self._next()) is not None:
+            sending.send()
+
+    def _next(self) -> Sending | None:
+        """Return the next file; without one, the thread ends."""
+        with self._lock:
+            if self._waiting:
+                return self._waiting.pop(0)
+            self._nr_threads -= 1
+            return None
+
+    def take(self, sending: Sending) -> bool:
+        """Return whether nobody has begun to send this file; then the caller does."""
+        with self._lock:
+            is_waiting = sending in self._waiting
+            if is_waiting:
+                self._waiting.remove(sending)
+            return is_waiting
+
+    def begin(self, upload: Upload) -> None:
+        """Note an upload, to give it up if another one fails.
+
+        Raises:
+            BaseException: One has failed already.
+        """
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._sent_now.append(upload)
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Give up all uploads; return the first error."""
+        with self._lock:
+            self.error = first = self.error or error
+            given_up, self._sent_now = self._sent_now, []
+        for upload in given_up:
+            upload.give_up()
+        return first
+
+
+class Sending:
+    """One file: what `submit_parts` returns for a local one, as far as a rank needs it.
+
+    Args:
+        owners: Objects that keep the memory of the parts alive.
+    """
+
+    def __init__(
+        self,
+        uploads: Uploads,
+        engine: Engine,
+        parts: Parts,
+        store: Store,
+        key: str,
+        owners: Sequence[object],
+    ) -> None:
+        self._uploads = uploads
+        self._engine = engine
+        self._parts = parts
+        self._store = store
+        self._key = key
+        self._owners = owners
+        self._over = Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+
+    def exception(self) -> BaseException | None:
+        """Wait until the file is sent; return the error, if any."""
+        if self._uploads.take(self):
+            self.send()
+        self._over.wait()
+        return self._error
+
+    def result(self) -> SaveReport | None:
+        self._over.wait()
+        return self._report
+
+    def send(self) -> None:
+        """Send the file. One thread calls this, once."""
+        try:
+            self._report = self._send()
+        except BaseException as error:
+            self._error = self._uploads.fail(error.with_traceback(None))
+        finally:
+            self._owners = ()
+            self._over.set()
+
+    def _send(self) -> SaveReport:
+        shown = self._store.shown(self._key)
+        upload = Upload(self._store, self._key, shown)
+        self._uploads.begin(upload)
+        save = submit_parts(self._engine, self._parts, shown, owners=self._owners, upload=upload)
+        try:
+            # Its name is new, and only the metadata makes it part of a checkpoint.
+            upload.run(before_end=int)
+        except BaseException as error:
+            # It ends when nothing reads the file's memory; frames of the traceback may hold some.
+            raise upload.failure(error.with_traceback(None)) from None
+        report: SaveReport = save.result()
+        return dataclasses.replace(report, io_mode=self._store.client)
