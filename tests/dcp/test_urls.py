@@ -257,6 +257,7 @@ def test_failed_upload_is_over_before_its_memory_is_used_again(memory, monkeypat
         raise OSError(errno.EIO, "no answer", key)
 
     monkeypatch.setattr(stores.Store, "put", failing)
+    monkeypatch.setattr("stillframe._save.remote._PAUSE_S", 60.0)  # later it gives copies
     more_than_a_part = {"a": torch.ones(5 << 20)}
     call = dcp.async_save(more_than_a_part, URL, no_dist=True)
     assert eventually(lambda: bool(read))

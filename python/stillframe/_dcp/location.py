@@ -17,7 +17,7 @@ from typing import Any
 from stillframe._base import paths, steps, urls
 from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.sending import Sending, Uploads
-from stillframe._remote.store import Buffer, part_bytes
+from stillframe._remote.store import Buffer, Found, part_bytes
 from stillframe._remote.stores import open_store
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine

@@ -105,7 +105,7 @@ class Reader(FileSystemReader):
         with objects.fetched(items, verify=self._verify) as fetched:
             if self._verify:
                 fetched.check()
-            plan = dataclasses.replace(plan, items=sorted(plan.items, key=offset, reverse=True))
+            plan = dataclasses.replace(plan, items=sorted(plan.items, key=offset))
             return self._read_now(plan, planner)
 
     def _read_now(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
