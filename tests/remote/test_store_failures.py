@@ -246,6 +246,26 @@ def test_errors_have_no_credentials(server, caplog, monkeypatch):
     assert server.requests[0].headers["x-amz-security-token"] == "tokenOfASession"
 
 
+def test_error_has_no_credentials_of_a_profile(server, monkeypatch, tmp_path):
+    lines = (
+        "[mine]",
+        "aws_access_key_id = keyOfAFile",
+        "aws_secret_access_key = x",
+        f"endpoint_url = {server.endpoint}",
+    )
+    (tmp_path / "credentials").write_text("\n".join(lines))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    server.fail(
+        403,
+        answer=lambda request: f"<Error><Message>{request.headers['authorization']}</Message>",
+    )
+    opened, key = stores.open_store("s3://bkt/a.pt", {"profile": "mine"})
+    with pytest.raises(PermissionError) as raised:
+        opened.get(key, 0, 3)
+    assert "keyOfAFile" in server.requests[0].headers["authorization"]
+    assert "keyOfAFile" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("url", "options"),
     [

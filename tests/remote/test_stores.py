@@ -146,6 +146,33 @@ def test_temporary_objects_are_not_listed(run):
     assert content(opened, f"{base}/a.pt") == b"new"
 
 
+def test_pieces_may_look_into_the_store(run):
+    opened, key = stores.open_store(f"{run}/a.pt")
+    opened.put(key, [b"old"])
+
+    def pieces():
+        yield b"new"
+        yield content(opened, key)
+
+    upload = threading.Thread(target=opened.put, args=(key, pieces()))
+    upload.start()
+    upload.join()
+    assert content(opened, key) == b"newold"
+
+
+def test_panic_of_a_client_is_an_error(run, monkeypatch):
+    class PanicException(BaseException):
+        """The name of the exception that PyO3 makes of a panic."""
+
+    def panic(*_):
+        raise PanicException("called on a None value")
+
+    opened, key = stores.open_store(f"{run}/a.pt")
+    monkeypatch.setattr(opened, "_find", panic)
+    with pytest.raises(OSError, match="looking it up failed: called on a None"):
+        opened.size(key)
+
+
 def test_whole_bucket_is_listed(server):
     opened, _ = stores.open_store("s3://bkt")
     server.fill({"a.pt": b"a", "b/c.pt": b"c"})

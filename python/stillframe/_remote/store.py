@@ -76,8 +76,8 @@ class Store(ABC):
     def put(self, key: str, pieces: Iterable[Buffer], nbytes: int | None = None) -> None:
         """Upload an object: all of `pieces`, or nothing.
 
-        This thread reads the pieces. With obstore a piece is not copied: it is held until the store
-        has acknowledged it. These are at most five parts.
+        This thread reads the pieces, and `pieces` starts no other upload. With obstore a piece is
+        not copied: it is held until the store has acknowledged it. These are at most five parts.
 
         Args:
             pieces: Contiguous buffers of bytes.
@@ -89,12 +89,14 @@ class Store(ABC):
                 answer to the last request was lost and the store cannot be asked again.
         """
         feed = Feed(pieces, self.shown(key))
+        _this_thread.uploads += 1
         try:
             self._do("the upload", key, lambda: self._put(key, feed, nbytes))
         except BaseException:
             if feed.error is None:
                 raise
         finally:
+            _this_thread.uploads -= 1
             feed.close()
         if feed.error is not None:
             raise feed.error
@@ -219,9 +221,20 @@ class Feed:
             close()
 
 
+class _ThisThread(threading.local):
+    uploads = 0  # which this thread is in
+
+
+_this_thread = _ThisThread()
+
+
 def apart(call: Callable[[], T]) -> T:
-    """Call on another thread if this is the main thread, so that Ctrl-C ends the wait at once."""
-    if threading.current_thread() is not threading.main_thread():
+    """Call on another thread where that is needed.
+
+    In the main thread Ctrl-C then ends the wait at once. A client such as obstore cannot be called
+    on a thread that it has called itself, for a piece of an upload.
+    """
+    if threading.current_thread() is not threading.main_thread() and not _this_thread.uploads:
         return call()
     over = Event()
     results: list[T] = []
