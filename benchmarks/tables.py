@@ -106,8 +106,7 @@ def lost_time(document: dict[str, Any]) -> list[str]:
     found = document["figures"]["loop"]
     cells, ways = [], sorted(found, key=[*WAYS, *found].index)
     for way in ways:
-        lost = found[way]["lost_s"]
-        cells.append(f"{lost['median'] * 1e3:.0f} ± {lost['error'] * 1e3:.0f} ms")
+        cells.append(lost(found[way]["lost_s"]))
     titles = [WAYS.get(way, way) for way in ways]
     return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), f"| {' | '.join(cells)} |"]
 
@@ -129,6 +128,11 @@ def fits(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def lost(figure: dict[str, Any]) -> str:
+    """Return a lost time with its median's standard error."""
+    return f"{figure['median'] * 1e3:.0f} ± {figure['error'] * 1e3:.0f} ms"
+
+
 def remote(document: dict[str, Any]) -> list[str]:
     """Return the cost of saves to an object store, for each size and latency."""
     facts = document["facts"]
@@ -148,7 +152,7 @@ def remote(document: dict[str, Any]) -> list[str]:
             for metric, title, text in (
                 ("call_s", "the call blocks", time_of(False)),
                 ("finished_s", "acknowledged after", time_of(False)),
-                ("loop_lost_s", "lost time of a training", time_of(False)),
+                ("loop_lost_s", "lost time of a training", lost),
                 ("extra_rss", "extra memory", memory),
             ):
                 cells = [text(figures[metric]) for figures in ways.values()]
