@@ -137,7 +137,7 @@ def test_lost_time_is_shown_with_its_error_or_left_out():
     from runs import Figures
 
     def shown(lost_s: float | None, error_s: float | None) -> str:
-        return story._lost(Figures(0.1, 0.1, 0.0, lost_s, error_s, None, None))
+        return story._lost_time(Figures(0.1, 0.1, 0.0, lost_s, error_s, None, None))
 
     assert shown(0.05, 0.012) == "50 ms ± 12 ms"
     assert shown(0.05, 0.06) == "within the noise, ± 60 ms"
