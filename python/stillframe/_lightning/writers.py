@@ -255,7 +255,7 @@ def read(reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: 
     how = _arguments(reader, target, args, kwargs)
     if how is None:
         return reader(path, *args, **kwargs)
-    if not os.path.exists(path):
+    if not target.remote and not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     return load(path, **how, shared=may_have_other_ranks())
 
@@ -265,7 +265,7 @@ def _arguments(
 ) -> dict[str, Any] | None:
     """Return the arguments for `load`; None if the reader must be called."""
     path = target.given
-    if not isinstance(path, (str, os.PathLike)) or target.remote or str(path).startswith("~"):
+    if not isinstance(path, (str, os.PathLike)) or str(path).startswith("~"):
         return None
     # Code that has replaced torch.load, to decrypt or to count, expects that to be called.
     if torch.load not in (torch.serialization.load, load):
