@@ -32,7 +32,7 @@ struct arriving {
 static void make_content(void)
 {
 	for (size_t i = 0; i < LEN; i++)
-		content[i] = (unsigned char)(rng() >> 24);
+		content[i] = (unsigned char)check_random();
 }
 
 static struct arriving arriving_of(const unsigned char *bytes, size_t len)
