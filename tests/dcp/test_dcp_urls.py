@@ -445,9 +445,49 @@ def test_items_without_room_are_fetched_again(server, monkeypatch):
     assert len(server.lines("GET .*distcp")) == 2
 
 
+def test_no_more_is_fetched_ahead_than_is_allowed(memory, monkeypatch):
+    asked, asked_at_checks = [], []
+    submit, check = fetch.ThreadPoolExecutor.submit, fetch.damage_of_item
+
+    def noted(pool: Any, function: Any, *given: Any) -> Any:
+        if function is fetch._copy:
+            asked.append(given)
+        return submit(pool, function, *given)
+
+    def checked(*given: Any) -> Any:
+        asked_at_checks.append(len(asked))
+        return check(*given)
+
+    monkeypatch.setattr(fetch.ThreadPoolExecutor, "submit", noted)
+    monkeypatch.setattr(fetch, "damage_of_item", checked)
+    monkeypatch.setattr(fetch, "_STRETCH_BYTES", 1)
+    monkeypatch.setattr(fetch, "_AHEAD_BYTES", 10_000)  # more than two items
+    save(state(1, 6))
+    assert equal(found(state(0, 6)), state(1, 6))
+    assert asked_at_checks == [3, 4, 5, 6, 6, 6]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_file_that_is_replaced_during_the_load_is_an_error(memory, monkeypatch, verify):
+    """PyTorch's writer uses the same names again; fsspec's store in memory knows no versions."""
+    stock.save(state(1), storage_writer=FsspecWriter(URL), no_dist=True)
+    copy = fetch._copy
+
+    def replaced(*given: Any) -> None:
+        copy(*given)
+        memory.pipe("/bkt/c/__0_0.distcp", b"of another save")
+
+    monkeypatch.setattr(fetch, "_copy", replaced)
+    new = state(0)
+    with pytest.raises(CheckpointException, match=r"replaced while it was read.*__0_0\.distcp"):
+        stock.load(new, storage_reader=Reader(URL, verify=verify), no_dist=True)
+    assert equal(new, state(0)) == verify
+
+
 @pytest.mark.parametrize("room", [1 << 30, 0])
 def test_damaged_item_changes_no_state(memory, room, monkeypatch):
     monkeypatch.setattr(fetch.budget, "look", lambda held: Budget(room, room))
+    monkeypatch.setattr(fetch, "_STRETCH_BYTES", 1)
     save(state(1, 3))
     (name,) = memory.glob("/bkt/c/*.distcp")
     data = bytearray(memory.cat(name))

@@ -20,8 +20,7 @@
 #include "trace/trace.h"
 
 enum {
-	AHEAD = 2,        /* blocks in the queue beyond one for each writer */
-	STREAM_AHEAD = 8, /* more in a stream: a store takes parts of several blocks */
+	AHEAD = 2, /* blocks in the queue beyond one for each writer */
 	/* of a block: buffers need memory beside the snapshot's, and larger writes are not
 	 * faster */
 	MOST_BYTES = 4u << 20,
@@ -74,11 +73,7 @@ void sfr__in_place_next_locked(struct sfr_ticket *t)
 
 void sfr__in_place_begin_locked(struct sfr_ticket *t)
 {
-	uint32_t nr = t->engine->opts.nr_writers + AHEAD;
-
-	if ((t->flags & SFR_SAVE_STREAM) != 0)
-		nr += STREAM_AHEAD;
-	for (uint32_t i = 0; i < nr; i++)
+	for (uint32_t i = 0; i < t->engine->opts.nr_writers + AHEAD; i++)
 		sfr__in_place_next_locked(t);
 }
 

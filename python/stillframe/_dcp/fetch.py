@@ -22,7 +22,7 @@ from typing import Any
 from stillframe._base import budget
 from stillframe._dcp.check import damage_of_item
 from stillframe._dcp.location import Prefix
-from stillframe._remote.stores import Found
+from stillframe._remote.file import Object
 from stillframe.errors import CorruptCheckpointError
 
 _THREADS = 8
@@ -102,14 +102,17 @@ class Fetched:
         self._stretches = stretches_of(items)
         self._verify = verify
         self._kept: dict[int, int] = {}  # descriptors, by the number of the stretch
+        self._objects: dict[str, Future[Object]] = {}  # by file
 
     def __enter__(self) -> Fetched:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         for fd in self._kept.values():
             os.close(fd)
         self._kept.clear()
+        if kind is None:
+            self._refuse_changed()
 
     def check(self) -> None:
         """Check every item, and keep as many as there is memory for.
@@ -123,6 +126,7 @@ class Fetched:
             room -= self._stretches[number].nbytes
             if room >= 0:
                 self._kept[number] = os.dup(fd)
+        self._refuse_changed()
 
     def open(self, file: str) -> io.RawIOBase:
         """Return a data file, to be read from its beginning to its end, and only at its items."""
@@ -151,19 +155,20 @@ class Fetched:
         nbytes = 0
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sf-fetch")
         try:
-            files = {self._stretches[number].file for number in numbers}
-            found = {file: pool.submit(self._location.find, file) for file in files}
+            for file in {self._stretches[number].file for number in numbers}:
+                if file not in self._objects:
+                    self._objects[file] = pool.submit(self._location.object, file)
             while waiting or ahead:
                 while waiting and (not ahead or nbytes < _AHEAD_BYTES):
                     number = waiting.popleft()
                     stretch = self._stretches[number]
-                    _refuse_short(self._location, stretch, found[stretch.file])
+                    _refuse_short(self._location, stretch, self._objects[stretch.file])
                     fd = os.memfd_create("stillframe", os.MFD_CLOEXEC)
                     ahead.append((number, fd, []))
-                    version = found[stretch.file].result().version
                     for at in range(stretch.start, stretch.end, _PIECE_BYTES):
                         end = min(at + _PIECE_BYTES, stretch.end)
-                        piece = pool.submit(self._copy, fd, stretch, at, end, version)
+                        data = self._objects[stretch.file].result()
+                        piece = pool.submit(_copy, data, at, end, fd, at - stretch.start)
                         ahead[-1][2].append(piece)
                     nbytes += stretch.nbytes
                 number, fd, pieces = ahead[0]
@@ -180,17 +185,23 @@ class Fetched:
             for _, fd, _ in ahead:
                 os.close(fd)
 
-    def _copy(self, fd: int, stretch: Stretch, start: int, end: int, version: str) -> None:
-        data = memoryview(self._location.get(stretch.file, start, end, version)).cast("B")
-        while data:
-            written = os.pwrite(fd, data, end - len(data) - stretch.start)
-            data = data[written:]
+    def _refuse_changed(self) -> None:
+        for data in self._objects.values():
+            data.result().refuse_changed()
 
 
-def _refuse_short(location: Prefix, stretch: Stretch, found: Future[Found]) -> None:
+def _copy(data: Object, start: int, end: int, fd: int, offset: int) -> None:
+    """Fetch bytes of an object, and write them to memory at `offset`."""
+    view = memoryview(data.get(start, end)).cast("B")
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _refuse_short(location: Prefix, stretch: Stretch, data: Future[Object]) -> None:
     path, first = location.shown_of(stretch.file), stretch.items[0].name
     try:
-        nbytes = found.result().nbytes
+        nbytes = data.result().found.nbytes
     except FileNotFoundError:
         others = len(stretch.items) - 1
         raise CorruptCheckpointError(

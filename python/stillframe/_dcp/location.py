@@ -17,7 +17,8 @@ from typing import Any
 from stillframe._base import paths, steps, urls
 from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.sending import Sending, Uploads
-from stillframe._remote.store import Buffer, Found, part_bytes
+from stillframe._remote.file import Object
+from stillframe._remote.store import Buffer, part_bytes
 from stillframe._remote.stores import open_store
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine
@@ -62,7 +63,7 @@ class Location(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the names of all files.
+        """Return the names of all files, and of other things that are there.
 
         Raises:
             OSError: They cannot be listed.
@@ -213,47 +214,35 @@ class Prefix(Location):
         """Return an object's URL for messages."""
         return self._store.shown(self._join(name))
 
-    def find(self, name: str) -> Found:
-        """Return what the store tells of an object.
+    def object(self, name: str) -> Object:
+        """Return an object, to read it.
 
         Raises:
             OSError: See `Store`.
         """
-        return self._store.find(self._join(name))
-
-    def get(self, name: str, start: int, end: int, version: str) -> Buffer:
-        """Return bytes of an object.
-
-        Args:
-            version: The version that `find` has returned.
-
-        Raises:
-            OSError: See `Store`.
-        """
-        return self._store.get(self._join(name), start, end, version)
+        return Object(self._store, self._store.find(self._join(name)))
 
     def begin(self, *, durable: bool) -> None:
         """Do nothing: a store has no directories."""
 
     def exists(self, name: str) -> bool:
         try:
-            self.find(name)
+            self._store.find(self._join(name))
         except FileNotFoundError:
             return False
         return True
 
     def read(self, name: str) -> bytes:
-        found = self.find(name)
-        part = part_bytes(found.nbytes)
-        return b"".join(
-            self.get(name, at, min(at + part, found.nbytes), found.version)
-            for at in range(0, found.nbytes, part)
-        )
+        whole = self.object(name)
+        nbytes = whole.found.nbytes
+        part = part_bytes(nbytes)
+        read = b"".join(whole.get(at, min(at + part, nbytes)) for at in range(0, nbytes, part))
+        whole.refuse_changed()
+        return read
 
     def names(self) -> list[str]:
         below = self._join("")
-        found = (each.key.removeprefix(below) for each in self._store.list(self._key))
-        return [name for name in found if "/" not in name]
+        return [each.key.removeprefix(below) for each in self._store.list(self._key)]
 
     def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
         uploads = Uploads()
