@@ -181,6 +181,15 @@ class AtLine:
             sys.settrace(before)
 
 
+@pytest.fixture(autouse=True)
+def small_heap():
+    """Leave the objects of earlier tests out of collections, which these tests make hundreds of."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
