@@ -123,6 +123,8 @@ class Copy:
         failed = self.core.error()
         if torn < 0 and not failed:
             torn = self.verdict.judge()
+        if self.is_settled():  # by a signal handler, or another thread
+            return
         error: StillframeError | None = None
         if failed:
             error = StillframeError(f"the snapshot could not be copied: {failed}")

@@ -21,19 +21,20 @@ def nothing_left() -> Iterator[None]:
     take_failures(first_only=False)
 
 
-class Watched(Outcome):
-    """Records what other threads can see when the save starts to count as ended."""
+def test_ended_save_has_its_outcome(monkeypatch):
+    """Other threads may look as soon as the save counts as ended."""
+    outcome, error = Outcome("a.pt", None), RuntimeError("no")
+    seen: list[Any] = []
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "settled" and value:
-            self.seen = (self.report, self.error)
+    class Watched(list[Any]):
+        def append(self, end: Any) -> None:
+            assert not outcome.settled
+            super().append(end)
+            seen.append((outcome.settled, outcome.report, outcome.error, outcome.take_unseen()))
 
-
-def test_ended_save_has_its_outcome():
-    outcome, error = Watched("a.pt", None), RuntimeError("no")
+    monkeypatch.setattr(outcome, "_ends", Watched())
     outcome.settle(None, error)
-    assert outcome.seen == (None, error)
+    assert seen == [(True, None, error, error)]
 
 
 def test_collected_error_is_not_reported_again():

@@ -326,7 +326,7 @@ def test_a_copy_that_was_torn_before_the_call_returned_is_not_handed_out(engine,
 
     def torn(copy: Copy) -> None:
         start(copy)
-        copy.error = stillframe.TornSnapshotError("too late", [])
+        copy._ends.insert(0, stillframe.TornSnapshotError("too late", []))
 
     monkeypatch.setattr(Copy, "start", torn)
     with pytest.raises(stillframe.TornSnapshotError, match="too late") as refused:
