@@ -30,8 +30,11 @@ class Core:
     def reach(self, number: int) -> int:
         return number + 1
 
+    def until(self, number: int) -> None:
+        self.limit = number
+
     def go(self, reach: int) -> None:
-        pass
+        assert reach == self.limit + 1  # nothing behind the record is read
 
     def wait(self, number: int) -> bool:
         if self._error is not None:
