@@ -107,7 +107,7 @@ class Checkpoints:
             if storage_options is not None and is_ours and not target.remote:
                 raise TypeError(
                     "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
-                    f" is not supported for local paths by `{self.name}`. Please implement your"
+                    f" is not supported for `{self.name}`. Please implement your"
                     " custom `CheckpointIO` to define how you'd like to use `storage_options`."
                 )
             return self.writers.submit(work, checkpoint, target, storage_options, overlap)
