@@ -10,6 +10,7 @@ import pytest
 import stillframe
 from fix_processes import run_python
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 PACKAGE = Path(stillframe.__file__).parent
 
@@ -52,6 +53,21 @@ def test_versions_of_lightning_that_were_malware_are_excluded():
     versions = ["2.6.1", "2.6.2", "2.6.3", "2.6.4"]
     for each in ours:
         assert list(each.specifier.filter(versions)) == ["2.6.1", "2.6.4"]
+
+
+@pytest.mark.parametrize("of", ["docs", "benchmarks"])
+def test_pinned_versions_agree_with_their_constraint(of):
+    root = Path(__file__).parents[2]
+    constraint = _pinned(root / "requirements.txt")
+    other = _pinned(root / of / "requirements.txt")
+    common = constraint.keys() & other.keys()
+    assert {name: other[name] for name in common} == {name: constraint[name] for name in common}
+
+
+def _pinned(path):
+    wanted = [line.strip() for line in path.read_text().splitlines()]
+    requirements = [Requirement(line) for line in wanted if line and line[0].isalnum()]
+    return {canonicalize_name(each.name): str(each.specifier) for each in requirements}
 
 
 def test_one_binary_serves_every_python_from_3_11_on():
