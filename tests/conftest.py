@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,12 @@ MIB = 1 << 20
 # A forked child must not collect garbage of its parent. For example, a gloo process group of an
 # earlier test joins threads that do not exist in the child, which hangs or crashes.
 os.register_at_fork(after_in_child=gc.freeze)
+
+
+# A shell starts background commands with SIGINT ignored, and their children inherit that. Tests and
+# the programs that they start need the signal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
