@@ -269,6 +269,22 @@ def test_store_that_is_down_is_an_error_and_gives_no_older_checkpoint(match, ser
         stillframe.latest(server.url("trainer" if match == "trainer_state" else "run"))
 
 
+def test_checkpoint_that_is_replaced_meanwhile_is_looked_at_again(server, tmp_path, monkeypatch):
+    fix_kinds.torch_file(tmp_path / "x.pt")
+    big(tmp_path / "y.pt")
+    data = (tmp_path / "y.pt").read_bytes()
+    server.put("run/last.ckpt", (tmp_path / "x.pt").read_bytes())
+    get = Store.get
+
+    def replacing(self, *arguments):
+        monkeypatch.setattr(Store, "get", get)
+        self.put("run/last.ckpt", [data], len(data))
+        return get(self, *arguments)
+
+    monkeypatch.setattr(Store, "get", replacing)
+    assert stillframe.latest(server.url("run")) == server.url("run/last.ckpt")
+
+
 def test_options_reach_the_store(server, tmp_path, monkeypatch):
     fix_kinds.torch_file(tmp_path / "x.pt")
     server.put("run/x1.pt", (tmp_path / "x.pt").read_bytes())

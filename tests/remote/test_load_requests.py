@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import sys
 import threading
 from collections import Counter
 
@@ -12,10 +14,12 @@ import pytest
 import stillframe
 import torch
 from fix_buckets import fetchers
-from fix_checkpoints import by_path, small_state
+from fix_checkpoints import by_path, legacy, small_state
 from fix_waits import eventually
+from safetensors.torch import save_file
 from stillframe import _core
 from stillframe._base import urls
+from stillframe._base.calls import stack
 from stillframe._remote import file as remote_file
 from stillframe._remote.store import Store
 from stillframe._save import ordered
@@ -46,6 +50,7 @@ class Watched:
 
     Attributes:
         starts: The first byte of each request.
+        sizes: The bytes that requests asked for.
         most: The most requests at a time.
         memory: The most bytes of the file in memory, as its requests see it.
         stop: Requests that begin in this range wait until `go` is set.
@@ -53,6 +58,7 @@ class Watched:
 
     def __init__(self, monkeypatch):
         self.starts = []
+        self.sizes = set()
         self.most = self.memory = 0
         self.stop = range(0)
         self.go = threading.Event()
@@ -63,6 +69,7 @@ class Watched:
 
     def _watch(self, store, key, start, end, version=""):
         self.starts.append(start)
+        self.sizes.add(end - start)
         self._now += 1
         self.most = max(self.most, self._now)
         self.memory = max(self.memory, held_bytes())
@@ -108,6 +115,24 @@ def test_each_range_is_fetched_once_and_memory_stays_a_window(into, bucket, tmp_
     assert watched.memory <= 24 * CHUNK
 
 
+@pytest.mark.parametrize("into", [False, True])
+def test_files_of_an_index_take_one_window_together(into, memory, tmp_path, watched, monkeypatch):
+    monkeypatch.setattr(remote_file, "PEEK_BYTES", 4 << 10)
+    names, state = {}, {}
+    for i in range(12):
+        part = {f"w{i}": torch.arange(i, i + 12 * CHUNK // 8)}
+        save_file(part, tmp_path / f"{i}.safetensors")
+        memory.upload(tmp_path / f"{i}.safetensors", f"hf/{i}.safetensors")
+        names[f"w{i}"] = f"{i}.safetensors"
+        state |= part
+    text = json.dumps({"weight_map": names}).encode()
+    url = memory.put("hf/model.safetensors.index.json", text)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    assert equal(stillframe.load(url, into=target if into else None), state)
+    assert watched.memory <= 24 * CHUNK
+    assert CHUNK in watched.sizes and 4 << 10 in watched.sizes  # the headers
+
+
 def test_several_ranges_are_on_their_way_at_a_time(memory, tmp_path, watched):
     url = memory.made_by(by_path, numbers(), tmp_path)
     watched.stop = range(20 * CHUNK, 40 * CHUNK)
@@ -119,9 +144,11 @@ def test_several_ranges_are_on_their_way_at_a_time(memory, tmp_path, watched):
     assert watched.most == 8
 
 
-def test_mapped_file_is_fetched_once(bucket, tmp_path, watched):
-    url = bucket.made_by(by_path, numbers(), tmp_path)
-    assert equal(stillframe.load(url, mmap=True), numbers())
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(("write", "mmap"), [(by_path, True), (legacy, False)])
+def test_file_that_torch_reads_is_fetched_once(write, mmap, verify, memory, tmp_path, watched):
+    url = memory.made_by(write, numbers(), tmp_path)
+    assert equal(stillframe.load(url, mmap=mmap, verify=verify), numbers())
     assert len(watched.starts) == len({*watched.starts})
 
 
@@ -240,29 +267,35 @@ def test_forked_child_of_a_process_with_a_client_is_told(server, tmp_path):
 # ---- order -----------------------------------------------------------------------------------
 
 
+def submit_save(memory, path, key):
+    """Submit a save of an object that ends only when this thread waits for it."""
+    caller, name = threading.get_ident(), urls.key(memory.url(key))
+
+    def waits():
+        frames = stack(sys._current_frames()[caller])
+        calls = [each for each in frames if each.f_code is ordered.wait_for_key.__code__]
+        return any(name.startswith(each.f_locals["key"]) for each in calls)
+
+    def save(after_good):
+        eventually(waits, timeout_s=10)  # or the caller has given up
+        memory.upload(path, key)
+        return True
+
+    ordered.submit(name, _core.WORK_SAVE, save)
+
+
 @pytest.mark.parametrize("call", ["load", "latest"])
 def test_saves_of_the_url_that_were_submitted_before_are_waited_for(call, memory, tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
-    url = memory.url("run/x.pt")
-    begun, go = threading.Event(), threading.Event()
+    submit_save(memory, tmp_path / "x.pt", "run/x.pt")
+    url = memory.url("run/x.pt") if call == "load" else stillframe.latest(memory.url("run"))
+    assert torch.equal(stillframe.load(url)["weight"], small_state()["weight"])
 
-    def save(after_good):
-        begun.set()
-        assert go.wait(60)
-        memory.upload(tmp_path / "x.pt", "run/x.pt")
-        return True
 
-    results = []
-
-    def read():
-        found = stillframe.load(url) if call == "load" else stillframe.latest(memory.url("run"))
-        results.append(found)
-
-    ordered.submit(urls.key(url), _core.WORK_SAVE, save)
-    assert begun.wait(60)
-    thread = threading.Thread(target=read)
-    thread.start()
-    go.set()
-    thread.join()
-    found = results[0] if call == "load" else stillframe.load(results[0])
-    assert torch.equal(found["weight"], small_state()["weight"])
+def test_saves_beside_an_index_are_waited_for(memory, tmp_path):
+    state = {"w": torch.arange(5)}
+    save_file(state, tmp_path / "1.safetensors")
+    text = b'{"weight_map": {"w": "1.safetensors"}}'
+    url = memory.put("hf/model.safetensors.index.json", text)
+    submit_save(memory, tmp_path / "1.safetensors", "hf/1.safetensors")
+    assert equal(stillframe.load(url), state)

@@ -24,7 +24,7 @@ enum sfr__lock_rank {
 	SFR__LOCK_POOL,     /* a pool's free blocks, waiters, statistics */
 	SFR__LOCK_PIN,      /* the regions of a pool that the driver knows */
 	SFR__LOCK_READER,   /* reader/reader.c: records between its threads and the waiting one */
-	SFR__LOCK_ARRIVALS, /* reader/arrivals.c: files whose bytes are on their way */
+	SFR__LOCK_ARRIVALS, /* reader/arriving.c: files whose bytes are on their way */
 	SFR__LOCK_DRIVER,   /* cuda/driver.c: whether it is loaded and initialised */
 	SFR__LOCK_TMP,      /* file/tmp.c: this process's live temporaries */
 	SFR__LOCK_NOTICES,  /* base/notice.c: posted notices */

@@ -83,6 +83,9 @@ class Disk:
         """
         return open(path, "rb", buffering=0, opener=_open_at_once)
 
+    def forget(self, path: str) -> None:
+        """Look a file up again when it is opened the next time."""
+
     def rest(self, file: Opened) -> None:
         """Give back the memory of a file that stays open and is not read for a while."""
 

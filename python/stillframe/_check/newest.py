@@ -20,6 +20,7 @@ some kind itself is the only candidate.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import logging
 import os
@@ -181,6 +182,9 @@ def _wrong_file(path: str, thorough: bool, bound: Bound, disk: Disk) -> str | No
 
 def _check(path: str, thorough: bool, bound: Bound, disk: Disk) -> files.Finding:
     found = files.check(path, disk, thorough=thorough, bound=bound)
+    if getattr(found.cause, "errno", 0) == errno.ESTALE:  # a save has replaced it meanwhile
+        disk.forget(path)
+        found = files.check(path, disk, thorough=thorough, bound=bound)
     is_gone = isinstance(found.cause, FileNotFoundError)
     if disk.is_remote and found.cause is not None and not is_gone:
         raise found.cause

@@ -61,6 +61,9 @@ class RemoteDisk(Disk):
         item = Object(self._store, self._find(self._key(path)))
         return RemoteFile(self._fetcher, item, peek=peek)
 
+    def forget(self, path: str) -> None:
+        self._found.pop(self._key(path), None)
+
     def rest(self, file: Opened) -> None:
         cast("RemoteFile", file).rest()
 

@@ -35,15 +35,20 @@ static void make_content(void)
 		content[i] = (unsigned char)check_random();
 }
 
-static struct arriving arriving_of(const unsigned char *bytes, size_t len)
+static struct arriving in_chunks(const unsigned char *bytes, size_t len, uint64_t chunk)
 {
 	struct arriving a = { .bytes = bytes };
 
 	CHECK_EQ(sfr_arrivals_new(&a.group), 0);
-	a.fd = sfr_arrivals_open(a.group, len, SFR_PAGE, &a.number);
+	a.fd = sfr_arrivals_open(a.group, len, chunk, &a.number);
 	if (!CHECK(a.fd >= 0))
 		exit(1);
 	return a;
+}
+
+static struct arriving arriving_of(const unsigned char *bytes, size_t len)
+{
+	return in_chunks(bytes, len, SFR_PAGE);
 }
 
 /* Fetches what is wanted longest. False: nothing is. */
@@ -284,6 +289,8 @@ TEST(chunks_that_were_read_once_are_given_back_beyond_a_window)
 	CHECK(read_once(&a, &s, true) <= (WINDOW + 1) * SFR_PAGE);
 	CHECK_EQ(a.nr_fetched, NR);
 	CHECK_EQ(memory_of(a.fd), WINDOW * SFR_PAGE);
+	sfr__source_ahead(&s, 0, LEN); /* as a thread that is late may say */
+	CHECK_EQ(fetch_all(&a), 0);
 	/* A reader with counts of its own fetches again what is gone. */
 	sfr__source_open(&again, a.fd, 0, SFR__WAY_CACHE);
 	CHECK(read_once(&a, &again, true) <= 2 * WINDOW * SFR_PAGE);
@@ -392,9 +399,38 @@ TEST(failure_reaches_everybody_who_waits)
 	CHECK_EQ(sfr__source_some(&s, buf, SFR_PAGE, SFR_PAGE), -EIO);
 	CHECK_EQ(sfr_arrivals_fill(a.fd, SFR_FOREVER), -EIO);
 	CHECK_EQ(fetch_all(&a), 0); /* nobody needs the rest */
-	sfr__source_ahead(&s, 0, LEN);
+	sfr__source_ahead(&s, 30 * SFR_PAGE, LEN);
 	CHECK_EQ(fetch_all(&a), 0);
 	sfr__source_close(&s);
+	sfr_arrivals_free(a.group);
+}
+
+struct waiting {
+	int fd, rc;
+};
+
+static void *read_first(void *arg)
+{
+	struct waiting *waiting = arg;
+	struct sfr__arriving *f = sfr__arriving_get(waiting->fd);
+
+	waiting->rc = sfr__arriving_pin(f, NULL, 0, 1, SFR_FOREVER);
+	sfr__arriving_put(f);
+	return NULL;
+}
+
+TEST(failure_wakes_who_waits)
+{
+	struct arriving a = arriving_of(content, LEN);
+	struct waiting waiting = { .fd = a.fd };
+	struct sfr_wanted w;
+	pthread_t reader;
+
+	CHECK_EQ(pthread_create(&reader, NULL, read_first, &waiting), 0);
+	CHECK_EQ(sfr_arrivals_next(a.group, SFR_FOREVER, &w), 0); /* it waits */
+	sfr_arrivals_fail(a.group, a.number);
+	CHECK_EQ(pthread_join(reader, NULL), 0);
+	CHECK_EQ(waiting.rc, -EIO);
 	sfr_arrivals_free(a.group);
 }
 
@@ -467,27 +503,20 @@ TEST(closed_file_stays_open_for_its_sources_and_gives_them_no_bytes)
 	sfr_arrivals_free(a.group);
 }
 
-static void *read_first(void *arg)
-{
-	struct sfr__arriving *f = sfr__arriving_get(*(int *)arg);
-
-	CHECK_EQ(sfr__arriving_pin(f, NULL, 0, 1, SFR_FOREVER), -EBADF);
-	sfr__arriving_put(f);
-	return NULL;
-}
-
 TEST(end_of_a_group_ends_all_waits)
 {
 	struct arriving a = arriving_of(content, LEN);
+	struct waiting waiting = { .fd = a.fd };
 	struct sfr_wanted w;
 	pthread_t reader;
 	uint64_t number;
 
-	CHECK_EQ(pthread_create(&reader, NULL, read_first, &a.fd), 0);
+	CHECK_EQ(pthread_create(&reader, NULL, read_first, &waiting), 0);
 	CHECK_EQ(sfr_arrivals_next(a.group, SFR_FOREVER, &w), 0); /* it waits */
 	start_fetchers(&a);
 	end_fetchers(&a);
 	CHECK_EQ(pthread_join(reader, NULL), 0);
+	CHECK_EQ(waiting.rc, -EBADF);
 	CHECK(!is_open(a.fd));
 	a = arriving_of(content, LEN);
 	sfr_arrivals_end(a.group);
@@ -588,7 +617,7 @@ static struct archive an_archive(void)
 	archive_add(&a, "archive/data/0", content, 100);
 	archive_add(&a, "archive/data/1", content, 8 * SFR_PAGE + 77);
 	archive_add(&a, "archive/data/2", content + 9, SFR_PAGE);
-	archive_add(&a, "archive/data/3", content, 20 * SFR_PAGE + 5);
+	archive_add(&a, "archive/data/3", content, 50 * SFR_PAGE + 5);
 	archive_finish(&a);
 	return a;
 }
@@ -597,7 +626,7 @@ static struct archive an_archive(void)
  * is tried again. */
 static void check_slowly(const struct archive *archive, unsigned flags, bool in_a_row)
 {
-	struct arriving a = arriving_of(archive->buf, archive->len);
+	struct arriving a = in_chunks(archive->buf, archive->len, 2 * SFR_PAGE);
 	const struct verdict plain = check_archive(archive, flags);
 	const struct sfr_check_result *r;
 	struct sfr_check *check;
@@ -616,6 +645,8 @@ static void check_slowly(const struct archive *archive, unsigned flags, bool in_
 	CHECK_EQ(r->nr_unchecked, plain.nr_unchecked);
 	CHECK_EQ(r->nr_bad, plain.nr_bad);
 	CHECK(strcmp(r->error, plain.error) == 0);
+	if (in_a_row && (flags & SFR_CHECK_BYTES) != 0) /* chunks behind the walk are gone */
+		CHECK(memory_of(a.fd) <= (WINDOW + 2) * 2 * SFR_PAGE);
 	sfr_check_free(check);
 	sfr_arrivals_free(a.group);
 }

@@ -1,0 +1,231 @@
+/* Lets sources read files whose bytes are still on their way. arrivals.c says what they are.
+ *
+ * A chunk is pinned while it is read. A reader that goes through the file once says what it has
+ * read (sfr__arriving_done). Chunks that it has read completely are given back to the system once
+ * more than a window of chunks is here. */
+#include <errno.h>
+#include <fcntl.h>
+
+#include "reader/arrivals_int.h"
+
+struct sfr__arrivals_table sfr__arrivals = { .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
+
+static void forget(void)
+{
+	/* They are the parent's; sources of them still find the generation there. */
+	sfr__arrivals = (struct sfr__arrivals_table){ .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
+}
+SFR__AT_FORK(forget)
+
+void sfr__arriving_drop(struct sfr__arriving *f)
+{
+	if (sfr__under(&sfr__arrivals.mu, --f->refs) != 0)
+		return;
+	(void)sfr__fd_close(f->fd); /* memory only */
+	sfr_sys.free(f);
+}
+
+struct sfr__arriving *sfr__arriving_get(int fd)
+{
+	struct sfr__arriving *f;
+
+	sfr__lock(&sfr__arrivals.mu);
+	f = sfr__arrivals.files;
+	while (f != NULL && f->fd != fd)
+		f = f->next;
+	if (f != NULL)
+		f->refs++;
+	sfr__unlock(&sfr__arrivals.mu);
+	return f;
+}
+
+void sfr__arriving_put(struct sfr__arriving *f)
+{
+	if (f != NULL && !sfr__arrivals_parents(f->fork_generation))
+		sfr__arriving_drop(f);
+}
+
+static void want_locked(struct sfr__arriving *f, uint64_t index)
+{
+	struct sfr__chunk *c = &f->chunks[index];
+
+	if (c->state != SFR__ABSENT || f->failed)
+		return;
+	c->state = SFR__WANTED;
+	c->next = SFR__NO_CHUNK;
+	if (f->first == SFR__NO_CHUNK)
+		f->first = (uint32_t)index;
+	else
+		f->chunks[f->last].next = (uint32_t)index;
+	f->last = (uint32_t)index;
+	/* Threads of several groups wait on it. */
+	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
+}
+
+/* Returns the index after the last chunk of a range, or `first` if it is behind the file. */
+static uint64_t end_of(const struct sfr__arriving *f, uint64_t off, uint64_t len, uint64_t *first)
+{
+	const uint64_t end = len < f->len - off ? off + len : f->len;
+
+	*first = off / f->chunk;
+	return off >= f->len || len == 0 ? *first : (end - 1) / f->chunk + 1;
+}
+
+static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t first,
+		       uint64_t end)
+{
+	for (uint64_t i = first; i < end; i++) {
+		f->chunks[i].pins++;
+		if (counts != NULL && counts[i] != sfr__chunk_len(f, i))
+			f->chunks[i].done = false;
+	}
+}
+
+/* Whether all of them are here. Wants those that are not. */
+static bool are_here_locked(struct sfr__arriving *f, uint64_t first, uint64_t end)
+{
+	bool here = true;
+
+	for (uint64_t i = first; i < end; i++) {
+		want_locked(f, i);
+		here = here && f->chunks[i].state == SFR__HERE;
+	}
+	return here;
+}
+
+int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t off, uint64_t len,
+		      uint64_t slice_ns)
+{
+	const uint64_t deadline = sfr__deadline(slice_ns);
+	uint64_t first, end;
+	int rc = 0;
+
+	if (sfr__arrivals_parents(f->fork_generation))
+		return SFR_EFORK;
+	end = end_of(f, off, len, &first);
+	sfr__lock(&sfr__arrivals.mu);
+	for (;;) {
+		if (f->group == NULL) {
+			rc = -EBADF;
+		} else if (f->failed) {
+			rc = -EIO;
+		} else if (are_here_locked(f, first, end)) {
+			pin_locked(f, counts, first, end);
+			rc = 0;
+		} else if (rc == 0) {
+			rc = sfr__cond_wait(&sfr__arrivals.news, &sfr__arrivals.mu, deadline);
+			continue;
+		}
+		break;
+	}
+	sfr__unlock(&sfr__arrivals.mu);
+	return rc;
+}
+
+void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len)
+{
+	uint64_t first, end = end_of(f, off, len, &first);
+
+	sfr__lock(&sfr__arrivals.mu);
+	for (uint64_t i = first; i < end; i++)
+		f->chunks[i].pins--;
+	sfr__unlock(&sfr__arrivals.mu);
+}
+
+void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64_t off,
+			 uint64_t end)
+{
+	uint64_t i, last;
+
+	if (sfr__arrivals_parents(f->fork_generation) || end <= off)
+		return;
+	last = end_of(f, off, end - off, &i);
+	if (last > i + SFR_ARRIVALS_WINDOW)
+		last = i + SFR_ARRIVALS_WINDOW;
+	sfr__lock(&sfr__arrivals.mu);
+	for (; f->group != NULL && i < last; i++)
+		if (counts == NULL ||
+		    counts[i] != sfr__chunk_len(f, i)) /* another thread may be further */
+			want_locked(f, i);
+	sfr__unlock(&sfr__arrivals.mu);
+}
+
+uint32_t *sfr__arriving_counts(const struct sfr__arriving *f)
+{
+	return sfr_sys.calloc(f->nr, sizeof(uint32_t));
+}
+
+/* Counts bytes that were read. */
+static void count_locked(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len)
+{
+	uint64_t first, end = end_of(f, off, len, &first);
+
+	for (uint64_t i = first; i < end; i++) {
+		const uint64_t from = i * f->chunk, to = from + sfr__chunk_len(f, i);
+		const uint64_t a = off > from ? off : from;
+		const uint64_t b = off + len < to ? off + len : to;
+
+		counts[i] += (uint32_t)(b - a);
+		f->chunks[i].done = counts[i] == to - from && f->chunks[i].state == SFR__HERE;
+	}
+}
+
+/* Takes a chunk that may go, if there is one. */
+static bool take_done_locked(struct sfr__arriving *f, uint64_t *index)
+{
+	if (f->nr_here <= SFR_ARRIVALS_WINDOW || f->keep)
+		return false;
+	while (f->behind < f->nr && f->chunks[f->behind].state != SFR__HERE)
+		f->behind++;
+	for (uint64_t i = f->behind, left = f->nr_here; left != 0; i++) {
+		left -= f->chunks[i].state == SFR__HERE;
+		if (f->chunks[i].done && f->chunks[i].pins == 0) {
+			f->chunks[i].state = SFR__LEAVING;
+			f->chunks[i].done = false;
+			f->nr_here--;
+			*index = i;
+			return true;
+		}
+	}
+	return false;
+}
+
+void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len)
+{
+	uint64_t index;
+
+	if (sfr__arrivals_parents(f->fork_generation) || counts == NULL)
+		return;
+	sfr__lock(&sfr__arrivals.mu);
+	count_locked(f, counts, off, len);
+	while (take_done_locked(f, &index)) {
+		sfr__unlock(&sfr__arrivals.mu);
+		/* Whole pages, also at the end of the file. If the system refuses, its bytes are
+		 * written over when they come again. */
+		(void)sfr_sys.fallocate(f->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+					(off_t)(index * f->chunk), (off_t)f->chunk);
+		sfr__lock(&sfr__arrivals.mu);
+		f->chunks[index].state = SFR__ABSENT;
+		(void)pthread_cond_broadcast(&sfr__arrivals.news); /* somebody may want it again */
+	}
+	sfr__unlock(&sfr__arrivals.mu);
+}
+
+int sfr_arrivals_fill(int fd, uint64_t slice_ns)
+{
+	const uint64_t deadline = sfr__deadline(slice_ns);
+	struct sfr__arriving *f = sfr__arriving_get(fd);
+	int rc = 0;
+
+	if (f == NULL)
+		return 0;
+	(void)sfr__under(&sfr__arrivals.mu, f->keep = true);
+	for (uint64_t off = 0; off < f->len && rc == 0; off += f->chunk) {
+		sfr__arriving_ahead(f, NULL, off, f->len);
+		rc = sfr__arriving_pin(f, NULL, off, 1, sfr__time_left(deadline));
+		if (rc == 0)
+			sfr__arriving_unpin(f, off, 1);
+	}
+	sfr__arriving_put(f);
+	return rc;
+}
