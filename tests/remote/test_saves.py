@@ -350,9 +350,10 @@ def test_no_credential_is_in_a_report_or_error(server):
 def test_nothing_is_left_of_ended_saves(server):
     for n in range(3):
         stillframe.save({"n": n}, server.url("a.pt"))
-    eventually(lambda: not [t for t in threading.enumerate() if t.name == "sf-upload"])
+    assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "sf-upload"])
     gc.collect()
-    assert stillframe.default_engine().stats()["leased_bytes"] == 0
+    # The client's own threads may still have to give back the last piece.
+    assert eventually(lambda: stillframe.default_engine().stats()["leased_bytes"] == 0)
 
 
 # ---- processes ----

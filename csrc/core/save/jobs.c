@@ -71,6 +71,20 @@ void sfr__unpark_locked(struct sfr_ticket *t)
 	}
 }
 
+void sfr__requeue_held_locked(struct sfr_ticket *t)
+{
+	struct sfr__job *const tail = sfr__ticket_job(t, SFR__JOB_TAIL);
+
+	if ((t->flags & SFR_SAVE_STREAM) == 0)
+		return;
+	for (struct sfr__job *job = t->plan.jobs; job <= tail; job++) {
+		if (!job->held)
+			continue;
+		job->held = false;
+		sfr__task_push_locked(t->engine, &job->task);
+	}
+}
+
 /* The CRC of a stretch is combined with the length after it in the entry, so stretches can be added
  * in any order. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)

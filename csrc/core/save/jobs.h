@@ -45,5 +45,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *exte
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);
 /* Queues again the blocks that wait for a CRC. */
 void sfr__unpark_locked(struct sfr_ticket *t);
+/* Queues again the jobs in a stream that nobody has taken, so that writers release them. */
+void sfr__requeue_held_locked(struct sfr_ticket *t);
 
 #endif

@@ -40,6 +40,8 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	atomic_init(&t->refs, 1);
 	t->fork_generation = engine->fork_generation;
 	t->engine = engine;
+	/* Another thread may wait before the copy begins. */
+	t->staging.deferred.copy.engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
 	if ((t->flags & SFR_SAVE_STREAM) != 0)

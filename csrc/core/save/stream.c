@@ -16,76 +16,15 @@
  *
  * A block that was put stays a job that is out, so the save does not end while the caller has it.
  * Nor does it end well before the caller has taken the end, an empty piece, and given it back. If
- * the save fails, blocks that were not taken go back to the writers, who release them. */
+ * the save fails, blocks that were not taken go back to the writers, who release them.
+ *
+ * This file is the caller's side; stream_put.c is that of lanes and writers. */
 #include "save/stream.h"
 #include "save/write.h"
-
-bool sfr__stream_can(const struct sfr__image *img)
-{
-	for (uint32_t i = 1; i < img->nr_extents; i++)
-		if (img->extents[i].off < img->extents[i - 1].off)
-			return false;
-	return true;
-}
 
 static bool is_stream(const struct sfr_ticket *t)
 {
 	return (t->flags & SFR_SAVE_STREAM) != 0;
-}
-
-bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
-				  uint32_t blk)
-{
-	return !is_stream(t) || t->sharing.blocks_leased == extent->first_block + blk;
-}
-
-int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
-			    uint64_t slice_ns)
-{
-	uint64_t deadline = sfr__deadline(slice_ns);
-	int rc = 0;
-
-	if (!is_stream(t))
-		return 0;
-	sfr__lock(&t->engine->mu);
-	while (!sfr__stream_may_lease_locked(t, extent, blk) && rc == 0)
-		rc = sfr__ticket_failing_locked(t) ?
-			     SFR_EAGAIN :
-			     sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
-	sfr__unlock(&t->engine->mu);
-	return rc;
-}
-
-/* Returns in [*from, *to) the bytes of a job that are its own, in the file. */
-static void own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
-		      uint64_t *to)
-{
-	sfr__image_block_own(&t->plan.img, job->extent, job->blk, from, to);
-	if (*to > t->plan.img.len)
-		*to = t->plan.img.len; /* the last page is padded */
-}
-
-bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
-{
-	uint64_t from = 0, to;
-	bool kept;
-
-	if (job->kind == SFR__JOB_BLOCK)
-		own_bytes(t, job, &from, &to);
-	else
-		to = t->plan.img.tail_len;
-	sfr__lock(&t->engine->mu);
-	kept = !sfr__ticket_failing_locked(t);
-	if (kept) {
-		job->put = true;
-		job->held = from < to;
-		if (job->kind == SFR__JOB_BLOCK)
-			t->facts.blocks_written++;
-		pthread_cond_broadcast(&t->engine->cv_state);
-		sfr__ticket_step_locked(t);
-	}
-	sfr__unlock(&t->engine->mu);
-	return kept && from < to; /* the job may be gone */
 }
 
 /* Takes the edge page that the stream has come to. */
@@ -136,7 +75,7 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 		job = &t->plan.jobs[t->stream.next_blk];
 		if (!job->put)
 			return false;
-		own_bytes(t, job, &from, &to);
+		sfr__stream_own_bytes(t, job, &from, &to);
 		if (from >= to)
 			continue; /* all of it is in edge pages */
 		if (t->stream.sent < from) {
@@ -202,16 +141,4 @@ void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&t->engine->mu);
 	piece->owner = NULL;
-}
-
-void sfr__stream_drop_locked(struct sfr_ticket *t)
-{
-	struct sfr__job *const tail = sfr__ticket_job(t, SFR__JOB_TAIL);
-
-	for (struct sfr__job *job = t->plan.jobs; is_stream(t) && job <= tail; job++) {
-		if (!job->held)
-			continue;
-		job->held = false;
-		sfr__task_push_locked(t->engine, &job->task);
-	}
 }

@@ -1,4 +1,5 @@
-/* The stream of a save that is not written to a file. stream.c implements it. */
+/* The stream of a save that is not written to a file. stream_put.c implements what lanes and writers
+ * call, and stream.c what the caller does. */
 #ifndef SFR_SAVE_STREAM_H
 #define SFR_SAVE_STREAM_H
 
@@ -17,7 +18,8 @@ bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__
  * failing, or if the job has no bytes of its own (a block in edge pages, an empty tail): the caller
  * has it still. */
 bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job);
-/* The save begins to fail: queues the jobs that nobody has taken, so that writers release them. */
-void sfr__stream_drop_locked(struct sfr_ticket *t);
+/* Returns in [*from, *to) the bytes of a job that are its own, in the file. */
+void sfr__stream_own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
+			   uint64_t *to);
 
 #endif

@@ -35,7 +35,7 @@
  *      is kept for its report costs little. */
 #include <string.h>
 
-#include "save/stream.h"
+#include "save/jobs.h"
 #include "trace/trace.h"
 
 /* How often each arrow was taken, so that a test can check all of them. */
@@ -113,7 +113,7 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 {
 	if (t->err.code == 0) {
 		t->err = *err;
-		sfr__stream_drop_locked(t); /* once: a failing save puts nothing more */
+		sfr__requeue_held_locked(t); /* once: a failing save puts nothing more */
 	}
 	sfr__unpark_locked(t);
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)

@@ -40,6 +40,35 @@ TEST(save_unmaps_its_own_memory)
 	saving_end(engine);
 }
 
+static struct sfr_ticket *awaited;
+
+static void *wait_until_copied(void *arg)
+{
+	int *rc = arg;
+
+	*rc = sfr_save_wait(awaited, SFR_WAIT_COPIED, SFR_FOREVER);
+	return NULL;
+}
+
+TEST(wait_for_the_copies_may_begin_before_the_save_does)
+{
+	struct sfr_engine *engine = saving_engine(1, 2, 2);
+	pthread_t thread;
+	int rc = -1;
+
+	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_DURABLE, &awaited), 0);
+	CHECK_EQ(sfr_save_wait(awaited, SFR_WAIT_COPIED, 1), SFR_EAGAIN);
+	CHECK_EQ(pthread_create(&thread, NULL, wait_until_copied, &rc), 0);
+	CHECK_EQ(saving_submit(awaited), 0);
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+	CHECK_EQ(rc, 0);
+	CHECK_EQ(sfr_save_confirm(awaited, -1), 0);
+	saving_finish(awaited);
+	CHECK_EQ(saving_content(dir, "a"), 1);
+	sfr_ticket_put(awaited);
+	saving_end(engine);
+}
+
 TEST(two_saves_at_a_time_share_a_pool_of_one_block)
 {
 	struct sfr_engine *engine = saving_engine(1, 2, 2);

@@ -1,0 +1,70 @@
+/* The side of a stream (stream.c) that fills it: when a lane may lease a block, and how a writer puts
+ * final bytes into it. */
+#include "save/stream.h"
+
+bool sfr__stream_can(const struct sfr__image *img)
+{
+	for (uint32_t i = 1; i < img->nr_extents; i++)
+		if (img->extents[i].off < img->extents[i - 1].off)
+			return false;
+	return true;
+}
+
+static bool is_stream(const struct sfr_ticket *t)
+{
+	return (t->flags & SFR_SAVE_STREAM) != 0;
+}
+
+bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
+				  uint32_t blk)
+{
+	return !is_stream(t) || t->sharing.blocks_leased == extent->first_block + blk;
+}
+
+int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
+			    uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	if (!is_stream(t))
+		return 0;
+	sfr__lock(&t->engine->mu);
+	while (!sfr__stream_may_lease_locked(t, extent, blk) && rc == 0)
+		rc = sfr__ticket_failing_locked(t) ?
+			     SFR_EAGAIN :
+			     sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
+	sfr__unlock(&t->engine->mu);
+	return rc;
+}
+
+void sfr__stream_own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
+			   uint64_t *to)
+{
+	sfr__image_block_own(&t->plan.img, job->extent, job->blk, from, to);
+	if (*to > t->plan.img.len)
+		*to = t->plan.img.len; /* the last page is padded */
+}
+
+bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
+{
+	uint64_t from = 0, to;
+	bool kept;
+
+	if (job->kind == SFR__JOB_BLOCK)
+		sfr__stream_own_bytes(t, job, &from, &to);
+	else
+		to = t->plan.img.tail_len;
+	sfr__lock(&t->engine->mu);
+	kept = !sfr__ticket_failing_locked(t);
+	if (kept) {
+		job->put = true;
+		job->held = from < to;
+		if (job->kind == SFR__JOB_BLOCK)
+			t->facts.blocks_written++;
+		pthread_cond_broadcast(&t->engine->cv_state);
+		sfr__ticket_step_locked(t);
+	}
+	sfr__unlock(&t->engine->mu);
+	return kept && from < to; /* the job may be gone */
+}
