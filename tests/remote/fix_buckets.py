@@ -20,7 +20,6 @@ class Bucket:
     def __init__(self, server: Server | None) -> None:
         self.server = server
         self._root = f"t{uuid.uuid4().hex}"
-        self._keys: set[str] = set()
         self.fs: Any = fsspec.filesystem("memory")
 
     def url(self, key: str) -> str:
@@ -30,13 +29,14 @@ class Bucket:
         """Make an object; return its URL."""
         if self.server is None:
             self.fs.pipe(f"/{self._root}/{key}", data)
-        elif key not in self._keys:
-            self.server.put(key, data)
-        else:  # moto lets nobody else replace it
-            store, key = open_store(self.url(key), self.server.options)
-            store.put(key, [data], len(data))
-        self._keys.add(key)
+        else:
+            store, name = open_store(self.url(key), self.server.options)
+            store.put(name, [data], len(data))
         return self.url(key)
+
+    def delete(self, key: str) -> None:
+        store, name = open_store(self.url(key), self.server and self.server.options)
+        store.delete([name])
 
     def upload(self, path: Path, key: str = "") -> str:
         """Copy a file, or all files of a directory; return the URL."""

@@ -227,6 +227,49 @@ def test_damaged_and_unfinished_ones_are_passed_over(bucket, tmp_path, caplog):
     assert "checkpoint-2 is passed over: model.safetensors: it is truncated" in said
 
 
+@pytest.fixture
+def two_of_several(bucket):
+    """Save two checkpoints of several objects; return the bucket."""
+    for step in (4, 5):
+        with stillframe.checkpoint(bucket.url(f"run/step{step}")) as files:
+            files.save({"a": torch.ones(3)}, "model.pt")
+            files.save({"a": torch.ones(3)}, "sub/optimizer.pt")
+        files.handle.result(60)
+    return bucket
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("sub/optimizer.pt", None, "no sub/optimizer.pt, which .stillframe.json names"),
+        ("model.pt", b"short", "model.pt has 5 bytes, and .stillframe.json says"),
+        (".stillframe.json", b'{"files": ', ".stillframe.json is truncated or damaged"),
+        (".stillframe.json", b'{"files": [1]}', ".stillframe.json is truncated or damaged"),
+    ],
+)
+def test_objects_must_be_what_their_marker_says(name, data, reason, two_of_several, caplog, capsys):
+    run_dir = two_of_several.url("run")
+    assert stillframe.latest(run_dir) == f"{run_dir}/step5"
+    if data is None:
+        two_of_several.delete(f"run/step5/{name}")
+    else:
+        two_of_several.put(f"run/step5/{name}", data)
+    with caplog.at_level(logging.WARNING, "stillframe"):
+        assert stillframe.latest(run_dir) == f"{run_dir}/step4"
+    assert reason in caplog.text
+    status, out, err = run(capsys, "verify", f"{run_dir}/step5")
+    assert status != 0 and reason in out + err
+
+
+def test_objects_without_their_marker_are_no_checkpoint(two_of_several, caplog):
+    run_dir = two_of_several.url("run")
+    two_of_several.delete("run/step5/.stillframe.json")
+    with caplog.at_level(logging.WARNING, "stillframe"):
+        assert stillframe.latest(run_dir) == f"{run_dir}/step4"
+    assert "it has no .stillframe.json, which is written last" in caplog.text
+    assert not stillframe.exists(f"{run_dir}/step5")
+
+
 def test_time_of_change_decides_between_series(memory, tmp_path):
     fix_kinds.torch_file(tmp_path / "x.pt")
     memory.upload(tmp_path / "x.pt", "run/epoch=1-step=200.ckpt")

@@ -15,6 +15,9 @@ from stillframe import _core
 from stillframe._base import safetensors
 from stillframe._base.disk import LOCAL, Disk
 
+# The object that makes several one checkpoint: JSON with their names and sizes, written last.
+MARKER = ".stillframe.json"
+
 # The metadata of all ranks together, or of a rank that saved alone.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _HEAD = 4096  # bytes that are read

@@ -12,6 +12,9 @@
                    optimizer.bin and no trainer's    up to the highest; no gap in numbered files
                    files, or the name checkpoint_N
 
+A directory of any kind, or of none, may have the marker of `stillframe.checkpoint(url)`: then it
+must have all files that the marker names, with their sizes.
+
 A model is safetensors or .bin files (with their index if they are several), an adapter with its
 adapter_config.json, or the directory of a sharded model. Read in transformers 5.23.0 and accelerate
 1.15.0.
@@ -37,6 +40,7 @@ from typing import Any
 from stillframe import _core
 from stillframe._base import file_kinds, records, safetensors
 from stillframe._base.disk import LOCAL, Disk
+from stillframe._base.file_kinds import MARKER
 from stillframe._check import pickles
 
 # The names of checkpoints. Other programs have .bin and .pkl files too: these are listed in full.
@@ -111,6 +115,8 @@ def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | Non
     Raises:
         OSError: A file of it cannot be read.
     """
+    if MARKER in names and (wrong := _without_listed(path, disk)):
+        return wrong
     kind = kind_of(path, names)
     if kind == "sharded" and _name(path).endswith(".ckpt") and "meta.pt" not in names:
         return "it has no meta.pt, which Lightning writes last"
@@ -120,6 +126,23 @@ def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | Non
         return _of_trainer(path, names, disk)
     if kind == "accelerate":
         return _of_accelerate(path, names, disk)
+    return None
+
+
+def _without_listed(path: str, disk: Disk) -> str | None:
+    """Return which file a directory lacks that its marker names."""
+    try:
+        sizes = _json(os.path.join(path, MARKER), disk)["files"]
+        listed = [(os.fsdecode(name), int(nbytes)) for name, nbytes in sizes.items()]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return f"{MARKER} is truncated or damaged"
+    for name, nbytes in listed:
+        try:
+            found = disk.nbytes(os.path.join(path, name))
+        except FileNotFoundError:
+            return f"it has no {name}, which {MARKER} names"
+        if found != nbytes:
+            return f"{name} has {found} bytes, and {MARKER} says {nbytes}"
     return None
 
 

@@ -42,7 +42,8 @@ def latest(
     It finds files of `torch.save`, `save`, `async_save` and Lightning, and `.safetensors` files. It
     finds directories of `torch.distributed.checkpoint`, Lightning's sharded ones, and those of the
     Hugging Face Trainer (`checkpoint-500`) and Accelerate. A directory of other files, such as
-    `step-500`, counts if it has a number in its name. A checkpoint that is truncated, unfinished or
+    `step-500`, counts if it has a number in its name; in a store it must also have the marker that
+    `checkpoint` writes last. A checkpoint that is truncated, unfinished or
     damaged is passed over, and logged as a warning with the reason.
 
     This waits for the saves and removes in the directory that were submitted before, as `load` does

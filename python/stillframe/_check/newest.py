@@ -11,7 +11,8 @@ Candidates are looked at from the newest on, until one is whole, so usually only
 A candidate is a file or directory directly in the directory:
 
     file         with a checkpoint's name, or that begins like one
-    directory    of a kind of kinds.py; or with a number in its name and checkpoints in it
+    directory    of a kind of kinds.py; or with a number in its name and checkpoints in it. In a
+                 store only the marker tells whether such a directory is whole
 
 Hidden names (temporaries are among them) and parts of Hugging Face checkpoints are no candidates.
 Links to a neighbour are none either, since that is one itself. A directory that is a checkpoint of
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterator
 
 from stillframe._base.bar import printable
 from stillframe._base.disk import LOCAL, Disk
+from stillframe._base.file_kinds import MARKER
 from stillframe._check import files, kinds
 from stillframe._check.pickles import Bound, unbounded
 
@@ -150,8 +152,11 @@ def _wrong(
         if not disk.is_directory(path):
             return _wrong_file(path, thorough, bound, disk)
         names = disk.names(path)
-        if kinds.kind_of(path, names) is None and not _is_checkpoint(path, names, disk):
-            raise _NoCheckpointError
+        if kinds.kind_of(path, names) is None:
+            if not _is_checkpoint(path, names, disk):
+                raise _NoCheckpointError
+            if disk.is_remote and MARKER not in names:
+                return f"it has no {MARKER}, which is written last"
         if (wrong := incomplete(path, names, disk)) is not None:
             return wrong
         parts = list(kinds.checkpoints_in(path, failures, disk, looked_at=True))

@@ -26,17 +26,17 @@ from typing import Any
 
 from stillframe._base import threads, urls
 from stillframe._base.event import Event
+from stillframe._base.file_kinds import MARKER
 from stillframe._remote.store import Store
 from stillframe._remote.stores import open_store
 from stillframe._save.core_save import CoreSave
 from stillframe._save.directory import DirectorySave, note_open
 from stillframe._save.engine import Engine, submit
 from stillframe._save.options import OnDurable, SaveOptions
-from stillframe._save.remote import MARKERS, StorageOptions, Upload
+from stillframe._save.remote import StorageOptions, Upload
 from stillframe._save.report import SaveReport
 from stillframe.errors import SaveError
 
-_MARKER = MARKERS[0]
 _READ = 16 << 20
 
 
@@ -100,7 +100,7 @@ class ObjectsSave(DirectorySave):
     # ---- for the block ----
 
     def open(self) -> None:
-        self._replaces = self._is_there(_MARKER)
+        self._replaces = self._is_there(MARKER)
         self.directory = tempfile.mkdtemp(prefix="stillframe-")
         note_open(self)
         self._call.end()
@@ -153,7 +153,7 @@ class ObjectsSave(DirectorySave):
                 sizes = self._send_files()
                 self._decide_to_commit()
                 if self._replaces:
-                    self._store.delete([self._key_of(_MARKER)])
+                    self._store.delete([self._key_of(MARKER)])
         except BaseException:
             self._cancel_files()
             for each in self._sending:
@@ -170,7 +170,7 @@ class ObjectsSave(DirectorySave):
             start = len(self._key_of(""))
             files = {key[start:]: nbytes for key, nbytes in sorted(sizes.items())}
             marker = json.dumps({"files": files}).encode()
-            self._store.put(self._key_of(_MARKER), [marker], len(marker))
+            self._store.put(self._key_of(MARKER), [marker], len(marker))
         self._is_whole = True
         return sum(sizes.values())
 

@@ -23,7 +23,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
 from stillframe import _core
-from stillframe._base import threads, urls
+from stillframe._base import file_kinds, threads, urls
 from stillframe._base.calls import inside
 from stillframe._base.event import Event
 from stillframe._remote.store import Buffer, Store, part_bytes
@@ -411,7 +411,7 @@ def start_save(
 
 
 # The objects that mark a whole checkpoint: written last and removed first.
-MARKERS = (".stillframe.json", ".metadata")
+MARKERS = (file_kinds.MARKER, ".metadata")
 
 
 def remove_object(url: Any, storage_options: StorageOptions) -> None:
