@@ -280,8 +280,8 @@ def _set_limits(
     *,
     zip64_bytes: int = ...,
     zip64_records: int = ...,
-    reader_piece_bytes: int = ...,
-    check_piece_bytes: int = ...,
+    reader_chunk_bytes: int = ...,
+    check_chunk_bytes: int = ...,
     ahead_bytes: int = ...,
 ) -> None: ...
 

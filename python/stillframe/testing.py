@@ -170,7 +170,7 @@ def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
 # ---- the CUDA path without a GPU ----
 
 _VARIABLE = "STILLFRAME_LIBCUDA"
-_REAL_PLACE_OF = _device.place_of
+_REAL_NUMBER_OF = _device.number_of
 _shown_depth = 0
 _capturing = False
 
@@ -274,8 +274,8 @@ _DEVICE = 1 << 54  # FAKE_CUDA_DEVICE: above the address space of any process
 _real_address_of = torch.UntypedStorage.data_ptr
 
 
-def _place_on_device(device: torch.device) -> int:
-    return 1 if device.type == "cpu" else _REAL_PLACE_OF(device)
+def _number_on_device(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else _REAL_NUMBER_OF(device)
 
 
 def _device_address(storage: torch.UntypedStorage) -> int:
@@ -332,9 +332,9 @@ def _show_on_device() -> None:
     shown: list[tuple[Any, str, Any]] = [
         (skeleton, "_types", skeleton._make_types(**answers)),
         (skeleton, "_tree_types", skeleton._make_types(dtypes=skeleton._whole_dtypes(), **answers)),
-        (_device, "place_of", _place_on_device),
+        (_device, "number_of", _number_on_device),
         (_device, "on_host", lambda tensor: False),
-        (_device, "place_of_tensor", lambda tensor: _place_on_device(tensor.device)),
+        (_device, "number_of_tensor", lambda tensor: _number_on_device(tensor.device)),
         (_device, "address_of", _device_address),
         (_device, "current_stream", lambda device: 0),
         (_device, "in_use", lambda: [0]),

@@ -111,7 +111,7 @@ def test_item_of_negative_length_is_refused(tmp_path):
 def test_every_byte_of_a_record_is_compared_with_and_without_threads(wrong):
     item = bytearray(archive(torch.arange(3000)))
     for threads in (False, True):
-        _core._set_limits(reader_piece_bytes=4096, ahead_bytes=1 if threads else 1 << 40)
+        _core._set_limits(reader_chunk_bytes=4096, ahead_bytes=1 if threads else 1 << 40)
         try:
             assert wrong(bytes(item)) is None
             for number in (0, 1500, 2999):

@@ -227,5 +227,5 @@ def copies_in_memory(way: str) -> int:
 
 
 def quiet() -> None:
-    """Turn off expected warnings of torch and Lightning."""
+    """LogEntry off expected warnings of torch and Lightning."""
     warnings.simplefilter("ignore")

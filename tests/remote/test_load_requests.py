@@ -31,7 +31,7 @@ CHUNK = 64 << 10
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(remote_file, "CHUNK_BYTES", CHUNK)
-    _core._set_limits(reader_piece_bytes=16 << 10)
+    _core._set_limits(reader_chunk_bytes=16 << 10)
     yield
     assert eventually(lambda: not fetchers())
     _core._set_limits()

@@ -15,8 +15,8 @@ PAGE = 4 * KIB
 CORE = {
     "zip64_bytes": 12 * KIB,
     "zip64_records": 5,
-    "reader_piece_bytes": PAGE,
-    "check_piece_bytes": PAGE,
+    "reader_chunk_bytes": PAGE,
+    "check_chunk_bytes": PAGE,
     "ahead_bytes": 1,
 }
 # Of modules. A load allocates memory ahead in the same proportions as without limits.

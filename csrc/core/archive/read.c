@@ -68,7 +68,7 @@ static uint64_t le64(const unsigned char *p)
 
 /* ---- end of the file ------------------------------------------------------- */
 
-size_t sfr__unzip_behind(const unsigned char *tail, size_t len)
+size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len)
 {
 	const size_t reach = len < SFR__UNZIP_END_REACH ? len : SFR__UNZIP_END_REACH;
 
@@ -111,18 +111,18 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 			   struct sfr__unzip_end *end)
 {
 	static const char damaged[] = "its end record is damaged";
-	const size_t behind = sfr__unzip_behind(tail, len);
+	const size_t trailing = sfr__unzip_trailing_bytes(tail, len);
 	const unsigned char *last;
 	uint64_t dir_end;
 
-	if (behind == SIZE_MAX)
+	if (trailing == SIZE_MAX)
 		return "it is truncated: it does not end in a zip end record";
-	len -= behind;
+	len -= trailing;
 	last = tail + len - END_LEN;
-	end->len = file_len - behind;
+	end->len = file_len - trailing;
 	/* torch's reader does not check the comment. If the comment is cut off, the file is
 	 * truncated. */
-	if (le16(last + 20) > behind || le16(last + 4) != 0 || le16(last + 6) != 0)
+	if (le16(last + 20) > trailing || le16(last + 4) != 0 || le16(last + 6) != 0)
 		return damaged;
 	if (le16(last + 8) != le16(last + 10))
 		return damaged;

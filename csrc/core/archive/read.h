@@ -45,7 +45,7 @@ struct sfr__unzip_record {
 
 /* Returns how many bytes follow the last end record in a file's last `len` bytes: a comment or
  * padding. SIZE_MAX if there is no end record where torch's reader searches. */
-size_t sfr__unzip_behind(const unsigned char *tail, size_t len);
+size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len);
 /* Checks the end of a file. `tail` has its last `len` bytes: at least SFR__UNZIP_TAIL and the bytes
  * after the end record, or the whole file if that is shorter. */
 const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,

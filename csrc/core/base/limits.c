@@ -12,8 +12,8 @@
 	{                                                                                          \
 		.zip64_bytes = ZIP_MAX32,                                                          \
 		.zip64_records = ZIP_MAX16,                                                        \
-		.reader_piece_bytes = MIB,                                                         \
-		.check_piece_bytes = MIB,                                                          \
+		.reader_chunk_bytes = MIB,                                                         \
+		.check_chunk_bytes = MIB,                                                          \
 		.ahead_bytes = 8 * MIB,                                                            \
 	}
 
@@ -30,8 +30,8 @@ int sfr_limits_set(const struct sfr_limits *limits)
 
 	if (!is_in_range(l->zip64_bytes, SFR_PAGE, ZIP_MAX32, 1) ||
 	    !is_in_range(l->zip64_records, 1, ZIP_MAX16, 1) ||
-	    !is_in_range(l->reader_piece_bytes, SFR_PAGE, MIB, SFR_PAGE) ||
-	    !is_in_range(l->check_piece_bytes, SFR_PAGE, MIB, SFR_PAGE) ||
+	    !is_in_range(l->reader_chunk_bytes, SFR_PAGE, MIB, SFR_PAGE) ||
+	    !is_in_range(l->check_chunk_bytes, SFR_PAGE, MIB, SFR_PAGE) ||
 	    !is_in_range(l->ahead_bytes, 1, UINT64_MAX, 1))
 		return -EINVAL;
 	sfr_limits = *limits;

@@ -99,7 +99,8 @@ static int make_windows(struct sfr_check *c)
 {
 	const bool bytes = (c->flags & SFR_CHECK_BYTES) != 0;
 	const uint64_t len = c->result.nbytes;
-	const size_t piece = bytes ? (size_t)sfr_limits.check_piece_bytes : HEADER_PIECE;
+	const size_t piece = bytes ? (size_t)sfr_limits.check_chunk_bytes : HEADER_PIECE;
+	enum sfr__way way = SFR__WAY_CACHE;
 	size_t cap;
 	int rc;
 
@@ -110,10 +111,10 @@ static int make_windows(struct sfr_check *c)
 	if (rc != 0)
 		return rc;
 	cap = piece > WINDOW ? piece : WINDOW;
-	return sfr__window_init(&c->body, c->fd, c->base,
-				is_long(c) && (c->flags & SFR_CHECK_DIRECT) != 0 ? SFR__WAY_DISK :
-										   SFR__WAY_CACHE,
-				len < cap ? (size_t)len : cap, piece);
+	if (is_long(c) && (c->flags & SFR_CHECK_DIRECT) != 0)
+		way = SFR__WAY_DISK;
+	return sfr__window_init(&c->body, c->fd, c->base, way, len < cap ? (size_t)len : cap,
+				piece);
 }
 
 /* Finds the end of the archive. Few bytes may follow its end record. */
@@ -132,11 +133,11 @@ static int find_end(struct sfr_check *c, const char **wrong)
 		rc = sfr__window_get(&c->dir, r->nbytes - len, len, r->nbytes, &bytes, NULL);
 		if (rc != 0)
 			return sfr__check_unreadable(c, rc);
-		if (sfr__unzip_behind(bytes, len) == 0)
+		if (sfr__unzip_trailing_bytes(bytes, len) == 0)
 			break;
 	}
 	*wrong = sfr__unzip_end(bytes, len, r->nbytes, &c->end);
-	r->nr_behind = *wrong == NULL ? r->nbytes - c->end.len : 0;
+	r->nr_trailing = *wrong == NULL ? r->nbytes - c->end.len : 0;
 	return 0;
 }
 

@@ -47,7 +47,7 @@ struct sfr_check_result {
 		/* written without a CRC, or deflated: only their structure was checked */
 		nr_unchecked;
 	uint64_t nr_compressed; /* deflated ones among these; their CRC is not compared */
-	uint64_t nr_behind;     /* bytes after the archive's end record, which are not checked */
+	uint64_t nr_trailing;   /* bytes after the archive's end record, which are not checked */
 	uint64_t nr_bad;        /* records with damage of their own; the first are listed */
 	bool headers;           /* the records' own headers were checked too */
 	uint32_t nr_listed;     /* at most SFR_CHECK_MAX_LISTED */

@@ -33,11 +33,11 @@ struct sfr_check {
 	uint64_t body_pos; /* the file is checked up to this offset */
 	uint64_t done_pos; /* the source was told so, up to this one */
 	bool has_pickle, has_version;
-	struct sfr__names names;   /* a place is the offset of the directory record */
-	struct sfr__places places; /* filled with SFR_CHECK_KEEP */
-	uint64_t names_at;         /* how far the names were compared */
-	unsigned nr_alike;         /* pairs of different names with the same hash */
-	bool os_error;             /* `code` is an error of the operating system about the file */
+	struct sfr__names names;    /* a place is the offset of the directory record */
+	struct sfr__listing places; /* filled with SFR_CHECK_KEEP */
+	uint64_t names_at;          /* how far the names were compared */
+	unsigned nr_alike;          /* pairs of different names with the same hash */
+	bool os_error;              /* `code` is an error of the operating system about the file */
 	/* sums.c; NULL before and after */
 	struct sfr_check *directory;
 	struct sfr_reader *reader;

@@ -35,19 +35,20 @@ int sfr__check_start_sums(struct sfr_check *c)
 /* Takes the verdict on every record from the reader. */
 static int conclude(struct sfr_check *c)
 {
-	const struct sfr__places *places = &c->directory->places;
+	const struct sfr__listing *places = &c->directory->places;
 	struct sfr_check_result *r = &c->result;
 
 	*r = c->directory->result;
 	r->headers = true;
 	r->nr_unchecked = 0;
 	for (uint64_t i = 0; i < places->nr; i++) {
-		const struct sfr__place *place = &places->v[i];
+		const struct sfr__listed *place = &places->v[i];
 		bool unchecked;
 		const char *wrong = sfr__reader_damage(c->reader, i, &unchecked);
 		int rc = 0;
 
-		r->nr_unchecked += unchecked;
+		if (unchecked)
+			r->nr_unchecked++;
 		if (wrong == NULL)
 			continue;
 		c->rec.name_len = place->name_len;

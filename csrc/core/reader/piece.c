@@ -56,7 +56,7 @@ static const unsigned char *bytes_at(const struct piece *p, uint64_t off, size_t
 }
 
 /* Returns a record as the directory describes it. */
-static struct sfr__unzip_record as_unzipped(const struct sfr__place *place)
+static struct sfr__unzip_record as_unzipped(const struct sfr__listed *place)
 {
 	return (struct sfr__unzip_record){
 		.hdr_off = place->hdr_off,
@@ -74,7 +74,7 @@ static struct sfr__unzip_record as_unzipped(const struct sfr__place *place)
  * right; 1: it is not, and the reading goes on; -1: a failure was recorded. */
 static int check_header(const struct piece *p, uint64_t i)
 {
-	const struct sfr__place *place = &p->r->places[i];
+	const struct sfr__listed *place = &p->r->places[i];
 	const struct sfr__unzip_record rec = as_unzipped(place);
 	const size_t len = (size_t)(p->r->records[i].data_off - place->hdr_off);
 	const char *name = p->r->list->names + place->name_at, *wrong;
@@ -176,8 +176,8 @@ static bool look_at_record(const struct piece *p, uint64_t i)
 	return rc >= 0;
 }
 
-void sfr__reader_piece(struct sfr__reader_thread *thread, struct sfr__buffer *buffer, uint64_t off,
-		       size_t len, uint64_t first, uint64_t last)
+void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
+			    uint64_t off, size_t len, uint64_t first, uint64_t last)
 {
 	const struct piece p = { thread->r, buffer, off, off + len, thread->scratch };
 

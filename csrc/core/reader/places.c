@@ -30,7 +30,7 @@ static int make_room(void **v, size_t unit, uint64_t *cap, uint64_t need)
 	return 0;
 }
 
-int sfr__places_add(struct sfr__places *p, const struct sfr__unzip_record *rec, const char *name,
+int sfr__places_add(struct sfr__listing *p, const struct sfr__unzip_record *rec, const char *name,
 		    uint64_t central)
 {
 	uint64_t names_cap = p->names_cap;
@@ -52,7 +52,7 @@ int sfr__places_add(struct sfr__places *p, const struct sfr__unzip_record *rec, 
 	if (rc != 0)
 		return rc;
 	memcpy(p->names + p->names_len, name, rec->name_len);
-	p->v[p->nr++] = (struct sfr__place){
+	p->v[p->nr++] = (struct sfr__listed){
 		.hdr_off = rec->hdr_off,
 		.len = rec->clen,
 		.central = central,
@@ -66,16 +66,16 @@ int sfr__places_add(struct sfr__places *p, const struct sfr__unzip_record *rec, 
 	return 0;
 }
 
-uint64_t sfr__places_at(const struct sfr__places *p, uint64_t central)
+uint64_t sfr__places_at(const struct sfr__listing *p, uint64_t central)
 {
 	uint64_t at = sfr__lower_bound(i, 0, p->nr, p->v[i].central < central);
 
 	return at < p->nr && p->v[at].central == central ? at : p->nr;
 }
 
-void sfr__places_fini(struct sfr__places *p)
+void sfr__places_fini(struct sfr__listing *p)
 {
 	sfr_sys.free(p->v);
 	sfr_sys.free(p->names);
-	*p = (struct sfr__places){ 0 };
+	*p = (struct sfr__listing){ 0 };
 }

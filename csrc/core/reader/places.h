@@ -9,7 +9,7 @@
 
 #include "archive/read.h"
 
-struct sfr__place {
+struct sfr__listed {
 	uint64_t hdr_off, len; /* offset of the local header; bytes of data */
 	uint64_t central;      /* offset of its record in the directory */
 	uint32_t crc, stamp;
@@ -17,8 +17,8 @@ struct sfr__place {
 	uint16_t name_len, flags;
 };
 
-struct sfr__places { /* a zeroed one is an empty list; in the order of the file */
-	struct sfr__place *v;
+struct sfr__listing { /* a zeroed one is an empty list; in the order of the file */
+	struct sfr__listed *v;
 	char *names; /* complete names, one after the other */
 	uint64_t nr, cap;
 	size_t names_len, names_cap;
@@ -27,10 +27,10 @@ struct sfr__places { /* a zeroed one is an empty list; in the order of the file 
 };
 
 /* Adds a record. -ENOMEM. */
-int sfr__places_add(struct sfr__places *p, const struct sfr__unzip_record *rec, const char *name,
+int sfr__places_add(struct sfr__listing *p, const struct sfr__unzip_record *rec, const char *name,
 		    uint64_t central);
 /* Returns the index of the record that the directory has at `central`; p->nr if there is none. */
-uint64_t sfr__places_at(const struct sfr__places *p, uint64_t central);
-void sfr__places_fini(struct sfr__places *p);
+uint64_t sfr__places_at(const struct sfr__listing *p, uint64_t central);
+void sfr__places_fini(struct sfr__listing *p);
 
 #endif

@@ -12,7 +12,7 @@
  * archive that another program has packed again fails there at the first record, and is then read
  * by torch.load, and checked front to back.
  *
- * The last record of stillframe's files, their identification, is not aligned. Its header is beside
+ * The last record of stillframe's files, their identification, is not aligned. Its header is by
  * the directory, which has just been read. Headers may be hostile: their lengths are compared with
  * the directory's before they are used in sums.
  *
@@ -34,7 +34,7 @@
 enum writer { STILLFRAME, TORCH };
 
 /* Length of a local header as torch writes it, without the bytes that align its data. */
-static uint64_t torch_local_len(const struct sfr__place *p)
+static uint64_t torch_local_len(const struct sfr__listed *p)
 {
 	const bool is_long = p->len >= TORCH_LONG, is_far = p->hdr_off >= TORCH_LONG;
 	const unsigned zip64_len =
@@ -44,7 +44,7 @@ static uint64_t torch_local_len(const struct sfr__place *p)
 }
 
 /* Returns where a writer of this kind puts a record's data. */
-static uint64_t data_off(const struct sfr__place *p, uint64_t align, enum writer writer)
+static uint64_t data_off(const struct sfr__listed *p, uint64_t align, enum writer writer)
 {
 	const uint64_t len = writer == TORCH ? torch_local_len(p) :
 					       sfr__zip_local_len(p->name_len, p->len, p->hdr_off);
@@ -53,7 +53,7 @@ static uint64_t data_off(const struct sfr__place *p, uint64_t align, enum writer
 }
 
 /* Returns the offset of a record's data according to its header, or -errno, -EOPNOTSUPP. */
-static int64_t look(const struct sfr_reader *r, const struct sfr__place *p)
+static int64_t header_at(const struct sfr_reader *r, const struct sfr__listed *p)
 {
 	unsigned char header[SFR__UNZIP_LOCAL];
 	int64_t got = sfr__source_some(&r->source, header, sizeof(header), p->hdr_off);
@@ -82,7 +82,7 @@ static uint64_t find(const struct sfr_reader *r, const char *bare)
 static int64_t find_align(const struct sfr_reader *r)
 {
 	const uint64_t index = find(r, ".storage_alignment");
-	const struct sfr__place *p = &r->places[index];
+	const struct sfr__listed *p = &r->places[index];
 	char digits[8] = "";
 	long align;
 	int64_t at;
@@ -91,7 +91,7 @@ static int64_t find_align(const struct sfr_reader *r)
 		return SFR_ALIGN;
 	if (p->len >= sizeof(digits))
 		return -EOPNOTSUPP;
-	at = look(r, p);
+	at = header_at(r, p);
 	if (at >= 0)
 		at = sfr__source_some(&r->source, digits, (size_t)p->len, (uint64_t)at);
 	if (at < 0)
@@ -106,12 +106,12 @@ static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *
 {
 	*writer = TORCH;
 	for (uint64_t i = 0; i < r->nr; i++) {
-		const struct sfr__place *p = &r->places[i];
+		const struct sfr__listed *p = &r->places[i];
 		int64_t at;
 
 		if (data_off(p, align, TORCH) == data_off(p, align, STILLFRAME))
 			continue;
-		at = look(r, p);
+		at = header_at(r, p);
 		if (at < 0)
 			return (int)at;
 		if ((uint64_t)at == data_off(p, align, STILLFRAME))
@@ -126,7 +126,7 @@ static int plan_bare(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {
 		struct sfr__reader_record *t = &r->records[i];
-		const struct sfr__place *p = &r->places[i];
+		const struct sfr__listed *p = &r->places[i];
 		const uint64_t limit = sfr__reader_limit(r, i);
 
 		if (p->hdr_off > limit || p->len > limit - p->hdr_off)
@@ -143,7 +143,7 @@ static int plan_bare(struct sfr_reader *r)
 
 static int plan_archive(struct sfr_reader *r)
 {
-	const int64_t align = find_align(r), last = look(r, &r->places[r->nr - 1]);
+	const int64_t align = find_align(r), last = header_at(r, &r->places[r->nr - 1]);
 	enum writer writer;
 	int rc;
 
@@ -154,7 +154,7 @@ static int plan_archive(struct sfr_reader *r)
 		return rc;
 	for (uint64_t i = 0; i < r->nr; i++) {
 		struct sfr__reader_record *t = &r->records[i];
-		const struct sfr__place *p = &r->places[i];
+		const struct sfr__listed *p = &r->places[i];
 		const uint64_t limit = sfr__reader_limit(r, i);
 
 		t->data_off = i + 1 < r->nr ? data_off(p, (uint64_t)align, writer) : (uint64_t)last;

@@ -160,7 +160,7 @@ static bool read_piece(struct sfr__reader_thread *thread, const struct piece *pi
 				 rc == SFR_ECORRUPT ? SFR__READER_SHORTER : NULL);
 		return false;
 	}
-	sfr__reader_piece(thread, buffer, piece->off, piece->len, piece->first, piece->last);
+	sfr__reader_read_chunk(thread, buffer, piece->off, piece->len, piece->first, piece->last);
 	if (r->nr_buffers > 1 && r->client->sent(r->self, buffer) < 0)
 		buffer->nr_parts = 0;
 	sfr__lock(&r->mu);
@@ -260,7 +260,7 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	r->self = spec->self;
 	r->nr_buffers = 1;
 	r->until = UINT64_MAX;
-	r->piece = (size_t)sfr_limits.reader_piece_bytes;
+	r->piece = (size_t)sfr_limits.reader_chunk_bytes;
 	r->fork_generation = sfr_fork_generation();
 	sfr__mutex_init(&r->mu, SFR__LOCK_READER);
 	(void)sfr__cond_init(&r->work);

@@ -18,7 +18,7 @@
 #include "reader/places.h"
 #include "reader/source.h"
 
-#define SFR__READER_PIECE_MAX (1u << 20) /* fits a core's own cache; sfr_limits may ask for less */
+#define SFR__READER_CHUNK_MAX (1u << 20) /* fits a core's own cache; sfr_limits may ask for less */
 #define SFR__READER_THREADS 4u
 /* buffers of a thread whose client lends memory: one is read into while the other is being sent */
 #define SFR__READER_BUFFERS 2u
@@ -65,9 +65,9 @@ struct sfr__reader_client {
 };
 
 struct sfr__reader_spec {
-	const struct sfr__places *places; /* stay the caller's, and constant */
-	int fd;                           /* stays the caller's and must stay open */
-	uint64_t base, end;               /* as for a source; end of the records' bytes */
+	const struct sfr__listing *places; /* stay the caller's, and constant */
+	int fd;                            /* stays the caller's and must stay open */
+	uint64_t base, end;                /* as for a source; end of the records' bytes */
 	enum sfr__way way;
 	unsigned flags;
 	const struct sfr__reader_client *client; /* NULL: the bytes are only checked */

@@ -33,8 +33,8 @@ struct sfr__reader_thread {
 
 struct sfr_reader {
 	/* constant */
-	const struct sfr__place *places;
-	const struct sfr__places *list;
+	const struct sfr__listed *places;
+	const struct sfr__listing *list;
 	uint64_t nr, end;           /* number of records; end of their bytes */
 	unsigned flags, nr_buffers; /* buffers of a thread */
 	size_t piece;               /* bytes read at a time */
@@ -83,8 +83,8 @@ int sfr__reader_plan(struct sfr_reader *r);
 
 /* piece.c: checks [off, off + len) of the file, which is in the buffer, and hands out records
  * [first, last). */
-void sfr__reader_piece(struct sfr__reader_thread *thread, struct sfr__buffer *buffer, uint64_t off,
-		       size_t len, uint64_t first, uint64_t last);
+void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
+			    uint64_t off, size_t len, uint64_t first, uint64_t last);
 /* ---- verdict.c, with sfr__reader_fail ---- */
 
 /* Deals with damage to a record. False: a failure was recorded. */

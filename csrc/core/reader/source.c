@@ -31,7 +31,7 @@
 #include "reader/source.h"
 #include "base/base.h"
 
-#define NR_PAGES (SFR__READER_PIECE_MAX / SFR_PAGE)
+#define NR_PAGES (SFR__READER_CHUNK_MAX / SFR_PAGE)
 #define SLICE_NS UINT64_C(50000000) /* of a wait for bytes */
 #define WORTH_CACHE 16u /* pages; fewer cached pages in a row are not worth a call of their own */
 

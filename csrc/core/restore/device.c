@@ -121,7 +121,8 @@ static int finish(void *self, struct sfr__buffer *buffer)
 		(void)sfr__transfer_wait(tr, SFR_FOREVER); /* always 0 */
 		if (tr->lost)
 			device_failed(r, tr->lane->why, 0); /* constant once the lane is dead */
-		lost |= tr->lost;
+		if (tr->lost)
+			lost = true;
 	}
 	if (lost)
 		buffer->mem = NULL;

@@ -57,18 +57,21 @@ static struct sfr_restore *new_restore(void)
 /* Makes the reader, and the targets. */
 static int start(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
 {
-	const struct sfr__reader_spec spec = {
+	struct sfr__reader_spec spec = {
 		.places = r->places,
 		.fd = fd,
 		.end = end,
 		.way = (flags & SFR_RESTORE_SHARED) != 0 ? SFR__WAY_CACHE : SFR__WAY_EITHER,
-		.flags = r->check == NULL                  ? SFR__READER_BARE :
-			 (flags & SFR_RESTORE_VERIFY) != 0 ? SFR__READER_SUMS :
-							     0,
 		.client = &r->client,
 		.self = r,
 	};
-	int rc = sfr__reader_new(&spec, &r->reader);
+	int rc;
+
+	if (r->check == NULL)
+		spec.flags = SFR__READER_BARE;
+	else if ((flags & SFR_RESTORE_VERIFY) != 0)
+		spec.flags = SFR__READER_SUMS;
+	rc = sfr__reader_new(&spec, &r->reader);
 
 	if (rc < 0)
 		return rc;

@@ -22,9 +22,9 @@ struct sfr__restore_flight {
 };
 
 struct sfr_restore {
-	struct sfr_check *check;          /* NULL for bare records */
-	const struct sfr__places *places; /* the check's, or `bare` */
-	struct sfr__places bare;
+	struct sfr_check *check;           /* NULL for bare records */
+	const struct sfr__listing *places; /* the check's, or `bare` */
+	struct sfr__listing bare;
 	struct sfr_reader *reader;
 	struct sfr__reader_client client;
 	struct sfr__target *targets;

@@ -21,7 +21,7 @@
 
 enum {
 	AHEAD = 2, /* blocks in the queue beyond one for each writer */
-	/* of a block: buffers need memory beside the snapshot's, and larger writes are not
+	/* of a block: buffers need memory besides the snapshot's, and larger writes are not
 	 * faster */
 	MOST_BYTES = 4u << 20,
 	STREAM_BYTES = 96u << 20, /* parts of 16 MiB: four sent at a time, two put together */

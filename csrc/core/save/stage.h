@@ -18,8 +18,8 @@ int sfr__take_samples(struct sfr_ticket *t);
 struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
 					 const struct sfr__extent *extent);
 /* Compares staged bytes of an entry with the samples. Returns the index of a torn source, or -1. */
-int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples,
-			 uint32_t entry, uint64_t off, const char *staged, size_t len);
+int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples *samples,
+			  uint32_t entry, uint64_t off, const char *staged, size_t len);
 /* The same with checksums (SFR_SAVE_CHECK_BYTES); an entry's bytes must come in ascending order. */
 int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
 		       size_t len);

@@ -56,8 +56,8 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__extent *exte
 
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
-		torn = sfr__check_piece(t, &part->transfer.samples, seg.entry, seg.off, staged,
-					seg.len);
+		torn = sfr__check_copied(t, &part->transfer.samples, seg.entry, seg.off, staged,
+					 seg.len);
 		if (torn < 0 && t->staging.sums)
 			torn = sfr__check_sum(t, seg.entry, seg.off, staged, seg.len);
 	}
@@ -262,7 +262,8 @@ int sfr__cuda_parts_new(struct sfr_ticket *t)
 	uint32_t nr = 0;
 
 	for (uint32_t r = 0; r < t->plan.img.nr_extents; r++)
-		nr += t->plan.img.extents[r].device != 0;
+		if (t->plan.img.extents[r].device != 0)
+			nr++;
 	if (nr == 0)
 		return 0;
 	t->staging.parts = sfr_sys.calloc(nr, sizeof(*t->staging.parts));
@@ -314,7 +315,8 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 		sfr__transfer_leave(tr);
 		if (!err.code)
 			err = tr->err;
-		nr += tr->lane != NULL;
+		if (tr->lane != NULL)
+			nr++;
 	}
 	sfr__lock(&t->engine->mu);
 	t->sharing.cuda_out = t->sharing.cuda_unsubmitted = nr;

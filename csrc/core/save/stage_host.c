@@ -60,8 +60,8 @@ int sfr__take_samples(struct sfr_ticket *t)
 	return 0;
 }
 
-int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples, uint32_t i,
-			 uint64_t off, const char *staged, size_t len)
+int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples *samples,
+			  uint32_t i, uint64_t off, const char *staged, size_t len)
 {
 	return sfr__samples_agree(samples, i, off, staged, len) ? -1 :
 								  t->plan.img.entries[i].source;
@@ -114,8 +114,8 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	SFR__TRACE(SFR_TRACE_PIECE, 0, seg->len);
 	if (!summed) {
 		sfr_sys.capture_copy(dst, src, seg->len);
-		return sfr__check_piece(t, &t->staging.samples, seg->entry, seg->off, dst,
-					seg->len);
+		return sfr__check_copied(t, &t->staging.samples, seg->entry, seg->off, dst,
+					 seg->len);
 	}
 	crc = sfr_sys.lane_copy(0, dst, src, seg->len);
 	if (own) {
@@ -126,7 +126,7 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	}
 	if (whole && t->staging.sums && entry->crc != t->staging.sums[seg->entry])
 		return entry->source;
-	return sfr__check_piece(t, &t->staging.samples, seg->entry, seg->off, dst, seg->len);
+	return sfr__check_copied(t, &t->staging.samples, seg->entry, seg->off, dst, seg->len);
 }
 
 /* ---- an extent, for stage/host.c ---- */
@@ -172,7 +172,7 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 	job->summed = copy->open && (t->engine->nr_awaiting == 0 || t->staging.sums);
 }
 
-static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
+static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			  bool hurried)
 {
 	struct sfr__extent_copy *extent_copy = extent_copy_of(copy);
@@ -245,7 +245,7 @@ static const struct sfr__host_ops ops = {
 	.block_len = block_len,
 	.may_lease_locked = may_lease_locked,
 	.leased_locked = leased_locked,
-	.copy = copy_piece,
+	.copy = copy_chunk,
 	.is_failing_locked = is_failing_locked,
 	.fail_locked = fail_locked,
 	.filled_locked = filled_locked,

@@ -210,6 +210,7 @@ bool sfr__ticket_begin_commit(struct sfr_ticket *t)
 void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
+	enum sfr_state state = SFR_DURABLE;
 	bool ok;
 
 	free_tools(t);
@@ -224,9 +225,9 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__engine_leave_locked(engine, &t->flight);
 	/* Before the log reports the end, so that a waiter for the log finds the save ended without
 	 * a lock. */
-	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
-					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
-									SFR_FAILED);
+	if (!ok)
+		state = t->err.code == SFR_ECANCELLED ? SFR_CANCELLED : SFR_FAILED;
+	sfr__ticket_set_state_locked(t, state);
 	if (t->facts.launched && sfr__ticket_is_ordered(t))
 		sfr__log_ended(&t->log, ok);
 	sfr__trace_save(t->number, t->report.created_ns, t->report.ended_ns, t->plan.img.len,

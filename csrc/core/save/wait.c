@@ -15,10 +15,11 @@ int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 		return 0;
 	if (atomic_load_explicit(&t->over, memory_order_acquire))
 		return 1;
-	return what == SFR_WAIT_COPIED ? t->facts.copied :
-	       what == SFR_WAIT_STAGED ? state >= SFR_STAGED && state < SFR_DURABLE &&
-						 state != SFR_ENDING :
-					 0;
+	if (what == SFR_WAIT_COPIED)
+		return t->facts.copied;
+	if (what == SFR_WAIT_STAGED)
+		return state >= SFR_STAGED && state < SFR_DURABLE && state != SFR_ENDING;
+	return 0;
 }
 
 int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t deadline_ns)

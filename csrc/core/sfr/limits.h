@@ -15,9 +15,9 @@ struct sfr_limits {
 	/* The least number of records for which it writes a zip64 end record; at least 1. */
 	uint64_t zip64_records;
 	/* Bytes that a reading thread reads with one call; whole pages, 4096 to 1 MiB. */
-	uint64_t reader_piece_bytes;
+	uint64_t reader_chunk_bytes;
 	/* The same for a check without threads. */
-	uint64_t check_piece_bytes;
+	uint64_t check_chunk_bytes;
 	/* The least length of a file whose bytes are checked on threads. */
 	uint64_t ahead_bytes;
 };

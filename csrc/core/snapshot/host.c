@@ -41,7 +41,7 @@ static int64_t copy_range(struct sfr_snapshot *s, uint32_t i, uint64_t off, size
 	return sfr__samples_agree(&s->samples, i, off, dst, len) ? -1 : (int64_t)i;
 }
 
-static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
+static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			  bool hurried)
 {
 	const struct sfr__snapshot_run *run = run_of(copy);
@@ -97,7 +97,7 @@ static void over(struct sfr__host_copy *copy)
 static const struct sfr__host_ops ops = {
 	.block = block,
 	.block_len = block_len,
-	.copy = copy_piece,
+	.copy = copy_chunk,
 	.is_failing_locked = is_failing_locked,
 	.fail_locked = fail_locked,
 	.filled_locked = filled_locked,

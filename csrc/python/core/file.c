@@ -141,14 +141,17 @@ shorter:
 static PyObject *file_seek(PyObject *object, PyObject *args)
 {
 	struct sfr_py_file *self = (struct sfr_py_file *)object;
-	long long off, from;
+	long long off, from = 0;
 	int whence = 0;
 
 	if (!PyArg_ParseTuple(args, "L|i:seek", &off, &whence))
 		return NULL;
-	from = whence == 0 ? 0 : whence == 1 ? (long long)self->at : (long long)self->len;
+	if (whence == 1)
+		from = (long long)self->at;
+	else if (whence == 2)
+		from = (long long)self->len;
 	if (whence < 0 || whence > 2 || off < -from || off > INT64_MAX - from) {
-		PyErr_SetString(PyExc_ValueError, "there is no such place in a file");
+		PyErr_SetString(PyExc_ValueError, "a file has no such offset");
 		return NULL;
 	}
 	self->at = (uint64_t)(from + off);

@@ -124,23 +124,23 @@ static PyObject *tune_log(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(limits_doc,
-"_set_limits(*, zip64_bytes, zip64_records, reader_piece_bytes, check_piece_bytes, ahead_bytes)\n--\n\n"
+"_set_limits(*, zip64_bytes, zip64_records, reader_chunk_bytes, check_chunk_bytes, ahead_bytes)\n--\n\n"
 "Lower size thresholds for tests (sfr/limits.h says what each means); one that is left out gets the\n"
 "product's value, so a call without arguments restores all. Only while no save, check or load is\n"
 "under way. ValueError: a value outside its range.");
 
 static PyObject *set_limits(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "zip64_bytes",       "zip64_records", "reader_piece_bytes",
-				 "check_piece_bytes", "ahead_bytes",   NULL };
+	static char *names[] = { "zip64_bytes",       "zip64_records", "reader_chunk_bytes",
+				 "check_chunk_bytes", "ahead_bytes",   NULL };
 	unsigned long long values[5];
 	struct sfr_limits limits;
 
 	sfr_limits_reset();
 	values[0] = sfr_limits.zip64_bytes;
 	values[1] = sfr_limits.zip64_records;
-	values[2] = sfr_limits.reader_piece_bytes;
-	values[3] = sfr_limits.check_piece_bytes;
+	values[2] = sfr_limits.reader_chunk_bytes;
+	values[3] = sfr_limits.check_chunk_bytes;
 	values[4] = sfr_limits.ahead_bytes;
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$KKKKK:_set_limits", names, &values[0],
 					 &values[1], &values[2], &values[3], &values[4]))

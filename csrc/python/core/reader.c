@@ -42,8 +42,8 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 			     formats[result->format], "nbytes", (unsigned long long)result->nbytes,
 			     "num_records", (unsigned long long)result->nr_records, "num_unchecked",
 			     (unsigned long long)result->nr_unchecked, "num_compressed",
-			     (unsigned long long)result->nr_compressed, "num_behind",
-			     (unsigned long long)result->nr_behind, "num_bad",
+			     (unsigned long long)result->nr_compressed, "num_trailing",
+			     (unsigned long long)result->nr_trailing, "num_bad",
 			     (unsigned long long)result->nr_bad, "bad_records",
 			     records_as_list(result));
 }
@@ -96,7 +96,7 @@ PyDoc_STRVAR(check_doc,
 "then. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
 "\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `nbytes`;\n"
 "`num_records`; `num_unchecked`, records without a CRC or compressed; `num_compressed`, those that\n"
-"are compressed; `num_behind`, bytes after the archive's end; `num_bad`; `bad_records`, pairs of\n"
+"are compressed; `num_trailing`, bytes after the archive's end; `num_bad`; `bad_records`, pairs of\n"
 "name and reason, at most 1000. Raises OSError if the file cannot be read.");
 
 static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)

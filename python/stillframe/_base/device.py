@@ -25,7 +25,7 @@ index_of: Callable[[torch.Tensor], int] = (
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def place_of(device: torch.device) -> int:
+def number_of(device: torch.device) -> int:
     """Return 0 for host memory, n for CUDA device n - 1, -1 for any other device."""
     if device.type == "cpu":
         return 0
@@ -38,9 +38,9 @@ on_host: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_cpu.__get__  # 
 """Whether a tensor lives in host memory."""
 
 
-def place_of_tensor(tensor: torch.Tensor) -> int:
-    """Return `place_of` for a tensor's device."""
-    return 0 if on_host(tensor) else place_of(tensor.device)
+def number_of_tensor(tensor: torch.Tensor) -> int:
+    """Return `number_of` for a tensor's device."""
+    return 0 if on_host(tensor) else number_of(tensor.device)
 
 
 def address_of(storage: torch.UntypedStorage) -> int:

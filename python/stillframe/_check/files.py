@@ -45,7 +45,7 @@ class Finding:
     num_records: int = 0
     num_unchecked: int = 0
     num_compressed: int = 0  # among the unchecked
-    num_behind: int = 0  # bytes after the archive's end
+    num_trailing: int = 0  # bytes after the archive's end
     num_bad: int = 0
     format: str = "archive"
     bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, error
@@ -132,16 +132,20 @@ def _check_file(
     lacking = pickles.lacking(fd, bound) if found["ok"] and thorough else []
     cut = pickles.truncated(fd, bound) if found["format"] == "legacy" else None
     bad = lacking or found["bad_records"]
-    well = found["ok"] and not bad and cut is None
+    status = DAMAGED
+    if found["ok"] and not bad and cut is None:
+        status = GOOD
+    elif reason is not None:
+        status = UNUSABLE
     return Finding(
         path,
-        GOOD if well else DAMAGED if reason is None else UNUSABLE,
+        status,
         cut or reason or found["error"],
         found["nbytes"],
         found["num_records"],
         found["num_unchecked"],
         num_compressed=found["num_compressed"],
-        num_behind=found["num_behind"],
+        num_trailing=found["num_trailing"],
         num_bad=len(lacking) or found["num_bad"],
         format=found["format"],
         bad_records=bad,

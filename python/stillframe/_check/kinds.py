@@ -1,6 +1,6 @@
 """The kinds of directories that are checkpoints, and the files that each must have.
 
-    kind           known by                          must have, beside whole files
+    kind           known by                          must have, besides whole files
     sharded        .metadata                         the files that .metadata names; in NAME.ckpt
                                                      meta.pt too, which Lightning writes last
     shards         *.distcp without .metadata,       never whole: .metadata is written last
@@ -21,7 +21,7 @@ adapter_config.json, or the directory of a sharded model. Read in transformers 5
 
 Whether only the model was saved, training_args.bin says (`save_only_model`). Where that is missing,
 a directory without any of optimizer, scheduler and RNG state counts as such: trainer_state.json is
-written behind them.
+written after them.
 
 Accelerate writes a scheduler only where one was prepared, and nothing says whether it was. So a
 missing scheduler.bin goes unnoticed here; load_state reports it.
@@ -221,7 +221,7 @@ def _without_model(
     for name in names:
         below = os.path.join(path, name)
         if not name.startswith(".") and disk.is_directory(below):
-            inside = disk.names(below)  # adapters beside the default one, the models of a pipeline
+            inside = disk.names(below)  # adapters besides the default one, the models of a pipeline
             if any(_MODEL.fullmatch(each) or each.endswith(safetensors.SUFFIX) for each in inside):
                 return None
     return "it has no model"

@@ -50,7 +50,7 @@ def latest(
     for its path. Subdirectories that are no checkpoints are not searched.
 
     Names that differ only in a step, an epoch or their one number are a series. In a series the
-    highest number is the newest. Between series, such as `last.ckpt` beside
+    highest number is the newest. Between series, such as `last.ckpt` and
     `epoch=1-step=200.ckpt`, the modification time decides about the newest of each.
 
     Args:

@@ -5,7 +5,7 @@ Candidates are looked at from the newest on, until one is whole, so usually only
 
     1. Names that differ only in a step, an epoch or their one number are one series. In a series
        the highest number is the newest (the step before the epoch), whatever the times are.
-    2. Between series, such as last.ckpt beside epoch=1-step=200.ckpt, the modification time
+    2. Between series, such as last.ckpt and epoch=1-step=200.ckpt, the modification time
        decides about the newest of each.
 
 A candidate is a file or directory directly in the directory:

@@ -39,7 +39,7 @@ from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine
 from stillframe._save.handle import SaveHandle, report_of, take_unseen_error, wait_for_end
-from stillframe._save.ordered import Turn
+from stillframe._save.ordered import LogEntry
 from stillframe._save.report import SaveReport
 from stillframe._snapshot.save import SnapshotSave
 from stillframe.errors import BusyError, PoolExhaustedError
@@ -245,7 +245,7 @@ class Saver:
             completion.completion.start()
             if not completion.completion.over:
                 # A save of one file joins the log at the end of its call, and so does this one.
-                work.turn = Turn(target.key(follow_link=request.follow_link))
+                work.turn = LogEntry(target.key(follow_link=request.follow_link))
                 work.turn.submit()
         except BaseException as error:
             work.tree = error

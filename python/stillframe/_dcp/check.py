@@ -40,8 +40,8 @@ def damage_of_item(fd: int, offset: int, length: int) -> str | None:
         return str(found["error"])
     if found["num_compressed"]:
         return "it has compressed records, whose bytes cannot be checked"
-    if found["num_behind"]:
-        return f"{found['num_behind']} bytes follow its end"
+    if found["num_trailing"]:
+        return f"{found['num_trailing']} bytes follow its end"
     return None
 
 

@@ -42,7 +42,7 @@ from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion
 from stillframe._save.engine import Engine
 from stillframe._save.options import OnDurable
-from stillframe._save.ordered import Turn
+from stillframe._save.ordered import LogEntry
 from stillframe._save.report import SaveReport
 from stillframe._snapshot.save import SnapshotSave
 from stillframe.errors import StillframeError
@@ -108,7 +108,7 @@ class Round:
     group: dist.ProcessGroup | None
     tree: tuple[StateDict, Any] | BaseException | None = None
     staged: Staged | None = None
-    turn: Turn | None = None
+    turn: LogEntry | None = None
     is_apart: bool = False
     raised: bool = False
 

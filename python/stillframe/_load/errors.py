@@ -86,7 +86,7 @@ def half_written() -> Iterator[None]:
 
 @contextmanager
 def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
-    """Turn what a restore raises inside into the error of the load.
+    """LogEntry what a restore raises inside into the error of the load.
 
     Args:
         more: A clause with anything else the user has to know.
@@ -114,7 +114,7 @@ def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
 
 
 def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
-    """Raise the error for a restore's failure, with `more` behind it."""
+    """Raise the error for a restore's failure, with `more` at its end."""
     if failure.code == _core.ECORRUPT:
         more = f" (at byte {failure.offset}{_tensors_in(fd, how, failure.record)}){more}"
         try:

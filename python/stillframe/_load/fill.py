@@ -49,7 +49,7 @@ class Fill:
             for target, found in pairs[:1]
             if index not in self._kept and _is_all_of_it(target, found, self._sizes[index])
         }
-        places = {i: _device.place_of_tensor(target) for i, target in self._straight.items()}
+        places = {i: _device.number_of_tensor(target) for i, target in self._straight.items()}
         self._devices = {index: place for index, place in places.items() if place > 0}
         self._temporary: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, torch.UntypedStorage] = {}  # by record: memory of the new tensors
@@ -140,7 +140,7 @@ def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
     """Return whether the record's bytes are exactly the target's memory."""
     return (
         type(target) in _PLAIN
-        and _device.place_of_tensor(target) >= 0
+        and _device.number_of_tensor(target) >= 0
         and target.data_ptr() != 0
         and target.is_contiguous()
         and found.is_contiguous()

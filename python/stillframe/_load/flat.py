@@ -259,7 +259,7 @@ def _place(map_location: MapLocation) -> Any:
 
 @contextlib.contextmanager
 def _explained(file: _File, more: str = "") -> Iterator[None]:
-    """Turn what a restore raises inside into the error of the load; `more` is behind it."""
+    """LogEntry what a restore raises inside into the error of the load, with `more` at its end."""
     try:
         yield
     except RestoreFailed as failed:

@@ -1,6 +1,6 @@
 """`load`: reading a checkpoint back, after a check that it is whole.
 
-The bytes go one of three roads:
+The bytes go one of three ways:
 
     new memory   restore.py   The usual one: torch unpickles, and threads read ahead of it.
     in place     fill.py      With into=: the pickle is read first, with tensors that have no
@@ -10,12 +10,12 @@ The bytes go one of three roads:
 
 A safetensors file has no pickle: flat.py takes its tensors to new memory or in place.
 
-Each road reads data.pkl once, with two exceptions. torch.load accepts no tree that other code has
+Each way reads data.pkl once, with two exceptions. torch.load accepts no tree that other code has
 unpickled, so it reads the pickle of a file left to it again. And a load that leaves
 storages on the devices where they were saved first looks in the pickle for these (placement.py).
 
 Where the pickle does not tell which bytes go where, into= is filled by a copy of a tree that one of
-the other roads has loaded.
+the other ways has loaded.
 """
 
 from __future__ import annotations
@@ -271,10 +271,10 @@ def _fill(plan: Plan, new: list[Tensor], fd: int, how: How, nbytes: int) -> Plan
     return plan
 
 
-def _copy_into(fd: int, into: Any, how: How, why: str, road: Callable[[int, How], Any]) -> Plan:
-    """Load the file into memory on the CPU by another road, and copy it to the targets."""
+def _copy_into(fd: int, into: Any, how: How, why: str, other: Callable[[int, How], Any]) -> Plan:
+    """Load the file into memory on the CPU in another way, and copy it to the targets."""
     _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
-    plan = match(into, road(fd, replace(how, map_location="cpu")))
+    plan = match(into, other(fd, replace(how, map_location="cpu")))
     plan.refuse_problems()
     gate.wait()  # as above
     with half_written():
@@ -287,7 +287,7 @@ def _plan_ahead(core: _core.Restore, into: Any, how: How) -> tuple[Plan, list[Te
 
     Returns:
         The plan and its `new_tensors`. None where the pickle cannot be read ahead, or does not tell
-        where the bytes are. The general road reports what is wrong with such a pickle.
+        where the bytes are. The general way reports what is wrong with such a pickle.
 
     Raises:
         ValueError: Something does not fit.

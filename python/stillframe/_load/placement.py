@@ -37,7 +37,7 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
         devices = _devices(peek, map_location)
         numbers = {key: peek.find(f"data/{key}") for key in devices}
     except Exception as error:  # of any kind: the load itself reports a bad pickle
-        _logger.debug("by way of host memory: no places were found ahead: %r", error)
+        _logger.debug("by way of host memory: no devices were found ahead: %r", error)
         return {}
     finally:
         peek.close()
@@ -70,7 +70,7 @@ def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device |
 
 def may_find(map_location: Any) -> bool:
     """Return whether `find` may find any, judging by this process and map_location alone."""
-    if callable(map_location) or not (_device.may_be_loaded_to() and _torch_places_as_known()):
+    if callable(map_location) or not (_device.may_be_loaded_to() and _is_torchs_rule_known()):
         return False
     if isinstance(map_location, (str, torch.device)):
         return _device.of_location(str(map_location)) is not None
@@ -78,7 +78,7 @@ def may_find(map_location: Any) -> bool:
 
 
 @functools.cache
-def _torch_places_as_known() -> bool:
+def _is_torchs_rule_known() -> bool:
     """Return whether "cuda" means the same to this torch's loads as here.
 
     It does not if somebody has registered a rule of their own before torch's.

@@ -270,12 +270,12 @@ def give_memory(
     open_devices(core, numbers_of(device for _, device in on_devices))
     for index, device in on_devices:
         address = _device.address_of(storages[index - first])
-        core.into_device(index, _device.place_of(device) - 1, address)
+        core.into_device(index, _device.number_of(device) - 1, address)
     return storages
 
 
 def numbers_of(devices: Iterable[torch.device]) -> set[int]:
-    return {_device.place_of(device) - 1 for device in devices}
+    return {_device.number_of(device) - 1 for device in devices}
 
 
 def open_devices(core: _core.Restore, numbers: set[int]) -> None:

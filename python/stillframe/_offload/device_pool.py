@@ -90,7 +90,7 @@ class DevicePool:
         self.device = _device_of(device)
         self.engine = engine
         self.core = core_of(engine)
-        self.number = _device.place_of(self.device)  # 0 means the host
+        self.number = _device.number_of(self.device)  # 0 means the host
         if self.number < 0:
             raise ValueError(f"an Offloader serves CUDA devices and the CPU, not {self.device}")
         if self.number:

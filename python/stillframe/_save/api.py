@@ -294,7 +294,7 @@ def wait_all(timeout: float | None = None) -> None:
     process's exit status does not show them.
 
     Args:
-        timeout: Seconds; None waits for ever.
+        timeout: Seconds; None waits forever.
 
     Raises:
         StillframeError, Exception: What a save failed with.

@@ -1,6 +1,6 @@
 """`checkpoint`: several files that become visible as one directory.
 
-    with checkpoint(path) as files:     a slot of the engine, a temporary directory beside `path`
+    with checkpoint(path) as files:     a slot of the engine, a temporary directory next to `path`
         files.save(obj, name)           a save of its own, staged in the call
         files.save_safetensors(...)     likewise; `shards.py` splits large ones
         write(files.path)               whatever anyone writes there
@@ -52,7 +52,7 @@ def checkpoint(
                 json.dump(config, file)
         files.handle.result()   # optional: durable; raises what went wrong
 
-    Inside the block, `files.path` is a temporary directory beside `path`. `files.save` stages an
+    Inside the block, `files.path` is a temporary directory next to `path`. `files.save` stages an
     object as `async_save` does. Anyone may write other files into `files.path`, and into new
     directories below it, until the block ends. The end of the block submits the save and returns.
     In the background the rest is written and all of it is synced; then the directory gets its name,
@@ -130,7 +130,7 @@ class Checkpoint:
 
     @property
     def handle(self) -> SaveHandle:
-        """The handle of the whole checkpoint. Wait for it behind the block."""
+        """The handle of the whole checkpoint. Wait for it after the block."""
         save = self._begun()
         return save if self._skipped is None else self._skipped
 
@@ -161,7 +161,7 @@ class Checkpoint:
         Args:
             tensors: What `safetensors.torch.save_file` takes.
             name: A path relative to the checkpoint that ends in ".safetensors".
-            metadata: Strings that the file's header holds beside the tensors.
+            metadata: Strings that the file's header holds besides the tensors.
             max_shard_size: The most bytes of tensors in one file: an int, or a string such as
                 "5GB". More are split as `save_pretrained` does, into files such as
                 "model-00001-of-00003.safetensors", which "model.safetensors.index.json" names.

@@ -5,7 +5,7 @@ and the sentences of a report or an error.
 
 If Ctrl-C interrupts the call after the launch, the save goes on and its handle owns it. Before the
 launch, the save is abandoned at once, and not when the traceback is freed: the code that handles
-the interrupt may save, and its save would be behind this one in the log.
+the interrupt may save, and its save would come after this one in the log.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class CoreSave(SaveHandle):
             self._wait(_core.WAIT_COPIED, deadline, "durable")
             self._confirm()
             if self._ordered and not self._has_ended():
-                ordered.refuse_inside()  # the save is behind this thread's own work in the log
+                ordered.refuse_inside()  # the save comes after this thread's own work in the log
             self._wait(_core.WAIT_ENDED, deadline, "durable")
         self._settle()
 

@@ -1,11 +1,11 @@
 """Implements `DirectorySave`: the save of several files that become visible as one directory.
 
 Each file is a save without an entry in the log (`SaveOptions.ordered`), renamed within the
-temporary directory as soon as it is synced. The directory has the one entry. At its turn, the
-log's thread waits for the files, syncs what others wrote, puts the directory in place and removes
-the old one (csrc/core/file/folder.c).
+temporary directory as soon as it is synced. The directory has the one entry. Once that is at the
+head of the log, the log's thread waits for the files and syncs what others wrote. Then it puts the
+directory in place and removes the old one (csrc/core/file/folder.c).
 
-    open ──the block ends──▶ in the log ──its turn──▶ committing ──▶ durable, failed
+    open ──the block ends──▶ in the log ──its head──▶ committing ──▶ durable, failed
       │                          ╲─ cancel ─▶ cancelled
       ╰── the block raises ──▶ cancelled
 
@@ -118,7 +118,7 @@ class DirectorySave(ExternalSave):
         if self._opened_by == threading.get_ident():
             raise StillframeError(
                 f"the checkpoint {self._path} begins when its `with` block ends: wait for its"
-                " handle behind the block"
+                " handle after the block"
             )
         if not self._closed.wait(deadline.left()):
             raise self._timeout_error(deadline, wanted)
@@ -189,7 +189,7 @@ class DirectorySave(ExternalSave):
             StillframeError: It was given up, because the interpreter is exiting.
         """
         self._birth.refuse_child()
-        if not self._unclaimed:
+        if not self._not_started:
             raise StillframeError(f"{self._path} was not saved: the interpreter is exiting")
         self._leaving = Interval(time.perf_counter())
         self._closed_s = time.perf_counter() - self._entered
@@ -204,7 +204,7 @@ class DirectorySave(ExternalSave):
 
     def give_up(self, why: str) -> None:
         """End the save, and leave nothing of it, unless it was launched or has ended."""
-        if not self._birth.foreign() and self.claim():
+        if not self._birth.foreign() and self.may_start():
             self._give_up(why)
 
     def was_not_launched(self) -> None:
@@ -248,7 +248,7 @@ class DirectorySave(ExternalSave):
         ]
         self._outcome.notify_staged(next((each for each in failures if each is not None), None))
 
-    # ---- at its turn in the log ----
+    # ---- at the head of the log ----
 
     def _work(self) -> bool:
         report: SaveReport | None = None
@@ -333,7 +333,7 @@ class DirectorySave(ExternalSave):
         _, code, _, _ = self._folder.clear()
         if code:
             log.warning(
-                "stillframe: %s: something hidden is left beside it, which the next save there"
+                "stillframe: %s: something hidden is left next to it, which the next save there"
                 " removes: %s",
                 self._path,
                 os.strerror(-code),

@@ -19,7 +19,7 @@ from stillframe._base.event import Event
 from stillframe._save import completion, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
-from stillframe._save.ordered import Turn
+from stillframe._save.ordered import LogEntry
 from stillframe._save.report import Interval, SaveReport
 
 _CANCELLED, _COMMITTED = "cancelled", "committed"
@@ -58,7 +58,7 @@ class ExternalSave(SaveHandle):
         self._waited_s = 0.0
         self._call = Interval(entered)
         self._over = Event()
-        self._unclaimed = [True]
+        self._not_started = [True]
         self._decisions: list[str] = []  # the first one counts
 
     # ---- for users ----
@@ -99,7 +99,7 @@ class ExternalSave(SaveHandle):
         self._waited_s = time.perf_counter() - self._entered
 
     def submit(self, key: bytes, kind: int, work: Callable[[], bool]) -> None:
-        """Put the save into the log; `work()` runs at its turn, calls `end`, and returns whether
+        """Put the save into the log. At its head, `work()` runs, calls `end`, and returns whether
         the save succeeded.
 
         If this raises, the save was not made and nobody calls `work`; or Ctrl-C came just after
@@ -111,18 +111,18 @@ class ExternalSave(SaveHandle):
         """
         try:
             self.begin()
-            ordered.submit(key, kind, lambda after_good: self.claim() and work())
+            ordered.submit(key, kind, lambda after_good: self.may_start() and work())
             self.launched()
         except BaseException:
-            if self.claim():
+            if self.may_start():
                 self.was_not_launched()
             raise
 
-    def claim(self) -> bool:
+    def may_start(self) -> bool:
         """Return whether the caller is to end the save. Exactly one is: the thread that works on
         it, or the code that gives it up. Ctrl-C may come at any moment."""
         try:
-            return self._unclaimed.pop()
+            return self._not_started.pop()
         except IndexError:
             return False
 
@@ -174,7 +174,7 @@ class ExternalSave(SaveHandle):
         error: BaseException | None,
         *,
         value: object = None,
-        turn: Turn | None = None,
+        turn: LogEntry | None = None,
     ) -> None:
         """Settle the save.
 

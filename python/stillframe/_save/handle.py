@@ -222,7 +222,7 @@ class SaveHandle:
                 try:
                     await ended.wait()
                 finally:
-                    self._outcome.wake_no_more(wake)
+                    self._outcome.stop_waking(wake)
         return self.result()
 
 

@@ -161,7 +161,7 @@ class SaveOptions:
         create_parents: Make missing parent directories.
         ordered: It has an entry in the log. A save without one is renamed as soon as it is synced.
         format: The format of the file; `format_of` finds the one that its name asks for.
-        metadata: For safetensors, the strings that the header holds beside the tensors.
+        metadata: For safetensors, the strings that the header holds besides the tensors.
         wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
         stream: Its bytes are sent to a store (`remote.py`); there is no file.
         shown: The path in messages and the report; None for the given one.

@@ -1,7 +1,7 @@
 """External work: Python code that runs in the order of the log.
 
-It is used for links, wrapped CheckpointIOs, and saves of many ranks (`Turn`). Each piece of work
-has an entry among the saves and removes (csrc/core/commit/work.c). When its entry is at the head of
+It is used for links, wrapped CheckpointIOs, and saves of many ranks (`LogEntry`). Each has an
+entry among the saves and removes (csrc/core/commit/work.c). When its entry is at the head of
 the log, everything submitted before has ended. Nothing submitted after takes effect until the work
 has ended.
 
@@ -128,7 +128,7 @@ def end(entry: _core.LogWork, good: bool) -> None:
     _worker.end(entry, good)
 
 
-class Turn:
+class LogEntry:
     """The log entry of a save that others write, while the saves and removes before it go on.
 
     Writing waits for earlier removes and saves of the same name, because such a remove would delete

@@ -279,7 +279,7 @@ class Outcome:
             return True
         return False
 
-    def wake_no_more(self, function: Callable[[], object]) -> None:
+    def stop_waking(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(ValueError):  # the callback was called already
             self._wakers.remove(function)
 

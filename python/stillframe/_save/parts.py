@@ -38,7 +38,7 @@ _STORAGES: dict[torch.dtype, str] = {
     if not name.startswith("Q")
 }
 
-# Returns what torch.save records beside a tensor: its conjugate and negative bits.
+# Returns what torch.save records of a tensor besides its bytes: its conjugate and negative bits.
 _metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 

@@ -212,7 +212,7 @@ class RemoteSave(ExternalSave):
         self._store = store
         self._key = key
         self._upload = Upload(store, object_key, url)
-        self._turn: ordered.Turn | None = None
+        self._turn: ordered.LogEntry | None = None
         self._launched = Event()
         self._thread: threading.Thread | None = None
 
@@ -267,7 +267,7 @@ class RemoteSave(ExternalSave):
 
     def launch(self) -> None:
         """Put the save into the log, behind all that was submitted before."""
-        self._turn = ordered.Turn(self._key)
+        self._turn = ordered.LogEntry(self._key)
         self._turn.submit()
         self.launched()
         self._launched.set()

@@ -1,4 +1,4 @@
-"""`stillframe bench DIR`: the speed of memory and disk, and of saves and loads beside it.
+"""`stillframe bench DIR`: the speed of memory and disk, and of saves and loads compared with them.
 
 A few rounds measure in turn a memcpy, a write of as many bytes with a sync, `async_save` of a model
 with AdamW, a read, and `load`. The shares compare medians of the same run. A first short write

@@ -279,9 +279,8 @@ def _table(found: Found, width: int | None) -> Iterator[str]:
 def _tree(found: Found) -> Iterator[str]:
     """Iterate over lines: one for each prefix and each tensor, indented by its depth."""
     totals = found.totals(_DEEPEST)
-    under: dict[str, list[tuple[str, str | None]]] = {
-        "": []
-    }  # lines, and the prefix each stands for
+    # By prefix, the lines directly below it; a line for another prefix comes with that prefix.
+    under: dict[str, list[tuple[str, str | None]]] = {"": []}
     for each in found.tensors:
         *above, last = each.path.split(".", _DEEPEST)
         here = ""
@@ -293,15 +292,14 @@ def _tree(found: Found) -> Iterator[str]:
             here = prefix
         under[here].append((f"{last}  {_shape(each.shape)} {each.dtype} {each.device}", None))
     yield printable(found.path)
-    open_ones = [iter(under[""])]
-    while open_ones:
-        for words, branch in open_ones[-1]:
-            yield _INDENT * len(open_ones) + printable(words)
-            if branch is not None:
-                open_ones.append(iter(under[branch]))
-                break
-        else:
-            open_ones.pop()
+    # Lines still to show, the next one last, each with its depth. A path may be deeper than Python
+    # can recurse.
+    left = [(1, line) for line in reversed(under[""])]
+    while left:
+        depth, (words, prefix) = left.pop()
+        yield _INDENT * depth + printable(words)
+        if prefix is not None:
+            left += [(depth + 1, line) for line in reversed(under[prefix])]
 
 
 def run(options: argparse.Namespace) -> int:

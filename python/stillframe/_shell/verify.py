@@ -137,8 +137,8 @@ def _left_unchecked(finding: Finding) -> list[str]:
         notes.append("safetensors has none: the structure is good, the bytes are unchecked")
     if finding.num_compressed:
         notes.append(f"{_records(finding.num_compressed)} compressed, bytes not checked")
-    if finding.num_behind:
-        notes.append(f"{finding.num_behind} bytes behind the archive, not checked")
+    if finding.num_trailing:
+        notes.append(f"{finding.num_trailing} bytes after the archive, not checked")
     if finding.format == "legacy":
         notes.append("torch's legacy format, which has no checksums")
     return notes

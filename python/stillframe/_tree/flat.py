@@ -261,11 +261,11 @@ class _Builder:
                 f"`{name}` has the dtype {tensor.dtype}, which safetensors does not support"
             )
         word, rank, itemsize = known
-        device = _device.place_of_tensor(tensor)
+        device = _device.number_of_tensor(tensor)
         if device < 0:
             origin = str(tensor.device)
             tensor = tensor.to("cpu")
-            device = _device.place_of_tensor(tensor)
+            device = _device.number_of_tensor(tensor)
             self.copied[origin] = self.copied.get(origin, 0) + 1
         if _bits(tensor):
             tensor = tensor.resolve_conj().resolve_neg()

@@ -121,7 +121,7 @@ def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str,
         numel = storage.nbytes()
     device = storage.device
     addr = 0 if str(device) == "meta" else _device.address_of(storage)
-    number = collector.add_storage(storage, storage._cdata, _device.place_of(device), addr, dtype)
+    number = collector.add_storage(storage, storage._cdata, _device.number_of(device), addr, dtype)
     fake_device = getattr(obj, "_fake_device", None)
     location = str(fake_device) if fake_device is not None else _location(storage)
     return ("storage", storage_type, str(number), location, numel)

@@ -152,7 +152,7 @@ class Tree:
             return list(node)
         if isinstance(node, (UntypedStorage, TypedStorage)):
             storage = node if isinstance(node, UntypedStorage) else node._untyped_storage
-            self._enter(storage, _device.place_of(storage.device), collector)
+            self._enter(storage, _device.number_of(storage.device), collector)
         elif not (is_array(node) or is_atom(node) or kind is bytearray):
             self.left_whole.append(node)
         return []
@@ -171,7 +171,7 @@ class Tree:
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_nested)
         ):
-            device = _device.place_of_tensor(tensor)
+            device = _device.number_of_tensor(tensor)
             self._others[key] = self._enter(tensor.untyped_storage(), device, collector)
             return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
@@ -201,7 +201,7 @@ class Tree:
         )
 
     def _enter(self, storage: UntypedStorage, device: int, collector: _core.Collector) -> int:
-        """Return the number of a storage, new or known; `device` is as in `_device.place_of`."""
+        """Return the number of a storage, new or known; `device` is as in `_device.number_of`."""
         if device > 0 and not self._lanes:
             device = -1
         return collector.add_storage(storage, storage._cdata, device, 0, torch.uint8)

@@ -102,7 +102,7 @@ TEST(bytes_after_the_archive_are_counted)
 			for (size_t k = 0; k < lens[i]; k++)
 				archive_put(&a, &"PK\5\6"[k % 3], 1, 'g');
 			accept(&a, 9);
-			CHECK_EQ(check_archive(&a, 0).nr_behind, lens[i]);
+			CHECK_EQ(check_archive(&a, 0).nr_trailing, lens[i]);
 			archive_num(&a, 0, 1, 'g');
 			if (lens[i] == 69562)
 				refuse(&a, "it is truncated");

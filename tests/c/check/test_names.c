@@ -110,7 +110,7 @@ TEST(a_name_is_found_if_it_is_there)
 
 TEST(every_added_record_is_found_by_its_offset)
 {
-	struct sfr__places places = { 0 };
+	struct sfr__listing places = { 0 };
 
 	for (unsigned i = 0; i < MAX; i++) {
 		const struct sfr__unzip_record rec = { .hdr_off = i, .name_len = 3 };

@@ -11,7 +11,7 @@
 #include "sfr/limits.h"
 #include "verdict.h"
 
-#define PIECE SFR__READER_PIECE_MAX
+#define PIECE SFR__READER_CHUNK_MAX
 #define NR_WHOLE 12u /* chunks: more than there are threads */
 #define LEN (NR_WHOLE * PIECE + 12345u)
 
@@ -57,7 +57,7 @@ static void use_threads(bool yes)
 
 	sfr_limits_reset();
 	limits = sfr_limits;
-	limits.reader_piece_bytes = SFR_PAGE;
+	limits.reader_chunk_bytes = SFR_PAGE;
 	limits.ahead_bytes = yes ? 1 : UINT64_MAX;
 	CHECK_EQ(sfr_limits_set(&limits), 0);
 }

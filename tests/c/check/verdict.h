@@ -26,7 +26,7 @@ struct verdict {
 	int rc;
 	bool ok, headers;
 	enum sfr_format format;
-	uint64_t nbytes, nr_records, nr_unchecked, nr_compressed, nr_behind, nr_bad;
+	uint64_t nbytes, nr_records, nr_unchecked, nr_compressed, nr_trailing, nr_bad;
 	uint32_t nr_listed;
 	char error[512], bad[1100];
 	const char *reason;
@@ -51,7 +51,7 @@ static inline struct verdict check_fd(int fd, unsigned flags)
 		v.nr_records = r->nr_records;
 		v.nr_unchecked = r->nr_unchecked;
 		v.nr_compressed = r->nr_compressed;
-		v.nr_behind = r->nr_behind;
+		v.nr_trailing = r->nr_trailing;
 		v.nr_bad = r->nr_bad;
 		v.nr_listed = r->nr_listed;
 		memcpy(v.error, r->error, sizeof(v.error));

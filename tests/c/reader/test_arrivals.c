@@ -656,7 +656,7 @@ TEST(each_step_of_a_check_waits_for_its_bytes)
 	struct archive a = an_archive();
 	struct sfr_limits limits = sfr_limits;
 
-	limits.check_piece_bytes = SFR_PAGE;
+	limits.check_chunk_bytes = SFR_PAGE;
 	CHECK_EQ(sfr_limits_set(&limits), 0);
 	check_slowly(&a, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, false);
 	check_slowly(&a, 0, false);
@@ -676,7 +676,7 @@ TEST(threads_of_a_check_wait_for_their_bytes)
 	struct archive archive = an_archive();
 	struct sfr_limits limits = sfr_limits;
 
-	limits.reader_piece_bytes = SFR_PAGE;
+	limits.reader_chunk_bytes = SFR_PAGE;
 	limits.ahead_bytes = 1;
 	CHECK_EQ(sfr_limits_set(&limits), 0);
 	for (int damaged = 0; damaged < 2; damaged++) {
@@ -707,7 +707,7 @@ TEST(restore_gets_the_bytes_as_they_arrive)
 	struct sfr_wanted w;
 	int rc;
 
-	limits.reader_piece_bytes = SFR_PAGE;
+	limits.reader_chunk_bytes = SFR_PAGE;
 	CHECK_EQ(sfr_limits_set(&limits), 0);
 	CHECK_EQ(sfr_check_new(a.fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &check), 0);
 	while ((rc = sfr_check_run(check, MOMENT)) == SFR_EAGAIN)

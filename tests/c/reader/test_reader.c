@@ -8,7 +8,7 @@
 #include "restore/restore.h"
 #include "restore/restore_int.h"
 
-#define PIECE SFR__READER_PIECE_MAX
+#define PIECE SFR__READER_CHUNK_MAX
 
 static struct archive a;
 static int fd;

@@ -29,7 +29,7 @@ static void use_small_pieces(void)
 {
 	struct sfr_limits limits = sfr_limits;
 
-	limits.reader_piece_bytes = SMALL_PIECE;
+	limits.reader_chunk_bytes = SMALL_PIECE;
 	CHECK_EQ(sfr_limits_set(&limits), 0);
 }
 
@@ -128,7 +128,7 @@ TEST(header_whose_name_is_longer_than_in_the_directory_is_refused)
 	int fd, rc;
 
 	archive_add(&a, "archive/data/0", padding, 0);
-	archive_gap(&a, SFR__READER_PIECE_MAX - 10 - a.len); /* it crosses the end of a chunk */
+	archive_gap(&a, SFR__READER_CHUNK_MAX - 10 - a.len); /* it crosses the end of a chunk */
 	archive_add(&a, "archive/data/1", "x", 1);
 	archive_gap(&a, 3 * 0xffffu);
 	archive_finish(&a);
@@ -159,7 +159,7 @@ TEST(longest_header_is_read_across_two_chunks)
 	int fd, rc;
 
 	memset(name + 8, 'n', MOST - 8);
-	archive_gap(&a, SFR__READER_PIECE_MAX - 10 - a.len);
+	archive_gap(&a, SFR__READER_CHUNK_MAX - 10 - a.len);
 	a.align = 0;
 	at = a.len;
 	archive_add(&a, name, "", 0);

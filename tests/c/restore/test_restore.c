@@ -3,7 +3,7 @@
 
 #include "restore/open.h"
 
-#define PIECE SFR__READER_PIECE_MAX
+#define PIECE SFR__READER_CHUNK_MAX
 
 /* The result of a restore of a file: the code that ended it, and the records. */
 struct restored {

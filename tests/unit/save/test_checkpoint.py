@@ -303,7 +303,7 @@ def test_handle_is_not_waited_for_inside_its_block(tmp_path):
         handle = files.handle
         assert not handle.done() and handle.state == "staging"
         for wait in (handle.result, handle.exception, handle.wait_staged):
-            with pytest.raises(StillframeError, match="behind the block"):
+            with pytest.raises(StillframeError, match="after the block"):
                 wait()
         other = threading.Thread(target=lambda: ended.append(handle.result(LONG_S)))
         other.start()

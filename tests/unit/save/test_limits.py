@@ -57,9 +57,9 @@ def test_every_reader_accepts_an_archive_with_low_zip64_thresholds(
         {"zip64_bytes": 4095},
         {"zip64_bytes": 1 << 32},
         {"zip64_records": 0},
-        {"reader_piece_bytes": 2 << 20},
-        {"reader_piece_bytes": 5000},
-        {"check_piece_bytes": 0},
+        {"reader_chunk_bytes": 2 << 20},
+        {"reader_chunk_bytes": 5000},
+        {"check_chunk_bytes": 0},
         {"ahead_bytes": 0},
     ],
 )

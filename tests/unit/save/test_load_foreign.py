@@ -16,7 +16,7 @@ from stillframe import CorruptCheckpointError
 from stillframe._shell import inspect, verify
 
 WRITERS = [by_path, by_stillframe]
-MOST_BEHIND = 69_562  # bytes; see SFR__UNZIP_END_REACH
+MOST_TRAILING = 69_562  # bytes; see SFR__UNZIP_END_REACH
 
 
 def state() -> dict[str, Any]:
@@ -45,18 +45,18 @@ def printed(path: Path) -> str:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize("nr_behind", [1, 22, 4096, 65_535, MOST_BEHIND])
-def test_bytes_after_the_archive_are_reported_by_verify(write, nr_behind, tmp_path):
+@pytest.mark.parametrize("nr_trailing", [1, 22, 4096, 65_535, MOST_TRAILING])
+def test_bytes_after_the_archive_are_reported_by_verify(write, nr_trailing, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
     content = path.read_bytes()
     for filling in (b"\0", b"x"):
-        path.write_bytes(content + filling * nr_behind)
+        path.write_bytes(content + filling * nr_trailing)
         assert torch_reads(path.read_bytes())
         assert_whole(path)
         assert torch.equal(stillframe.load(path, mmap=True)["a"], state()["a"])
         assert verify.verify_file(str(path)).status == verify.GOOD
-        assert f"{nr_behind} bytes behind the archive, not checked" in printed(path)
+        assert f"{nr_trailing} bytes after the archive, not checked" in printed(path)
         assert inspect.examine(str(path)).status == inspect.GOOD
 
 
@@ -64,7 +64,7 @@ def test_bytes_after_the_archive_are_reported_by_verify(write, nr_behind, tmp_pa
 def test_too_many_bytes_after_the_archive_are_refused(write, tmp_path):
     path = tmp_path / "x.pt"
     write(state(), path)
-    path.write_bytes(path.read_bytes() + b"\0" * (MOST_BEHIND + 1))
+    path.write_bytes(path.read_bytes() + b"\0" * (MOST_TRAILING + 1))
     assert not torch_reads(path.read_bytes())
     with pytest.raises(CorruptCheckpointError, match="truncated"):
         stillframe.load(path)
@@ -79,7 +79,7 @@ def test_archive_with_a_comment_is_loaded(write, tmp_path):
         archive.comment = b"made on a Monday"
     assert torch_reads(path.read_bytes())
     assert_whole(path)
-    assert "16 bytes behind the archive, not checked" in printed(path)
+    assert "16 bytes after the archive, not checked" in printed(path)
     for cut in range(1, 17):  # a truncated file, although torch does not notice
         path.write_bytes(path.read_bytes()[:-1])
         assert verify.verify_file(str(path)).status == verify.DAMAGED, cut

@@ -83,7 +83,7 @@ def test_thread_that_stopped_waiting_is_not_woken():
         woken.append(outcome)
 
     assert outcome.wake_at_end(wake)
-    outcome.wake_no_more(wake)
+    outcome.stop_waking(wake)
     outcome.settle(None, None)
     outcome.notify()
     assert woken == []
