@@ -1,5 +1,5 @@
-/* The stream of a save that is not written to a file. stream_put.c implements what lanes and writers
- * call, and stream.c what the caller does. */
+/* The stream of a save that is not written to a file. stream_put.c implements what lanes and
+ * writers call, and stream.c what the caller does. */
 #ifndef SFR_SAVE_STREAM_H
 #define SFR_SAVE_STREAM_H
 

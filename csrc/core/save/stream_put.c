@@ -1,5 +1,5 @@
-/* The side of a stream (stream.c) that fills it: when a lane may lease a block, and how a writer puts
- * final bytes into it. */
+/* The side of a stream (stream.c) that fills it: when a lane may lease a block, and how a writer
+ * puts final bytes into it. */
 #include "save/stream.h"
 
 bool sfr__stream_can(const struct sfr__image *img)
