@@ -52,6 +52,25 @@ def test_save_works_with_a_small_pool(pool_blocks, tmp_path):
             same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
+@pytest.mark.parametrize("pool_blocks", [1, 2, 64])
+def test_object_in_a_store_holds_the_state_at_the_call(pool_blocks):
+    files = pytest.importorskip("fsspec").filesystem("memory")
+    training = Training(FUSED)
+    with stillframe.Engine(pool_bytes=pool_blocks * MIB, block_bytes=MIB) as small:
+        for _ in range(5):
+            wanted = training.now()
+            handle = stillframe.async_save(training.state(), "memory://gpu/a.pt", engine=small)
+            training.step()
+            training.step()
+            report = handle.result()
+            with files.open("gpu/a.pt") as file:
+                same(torch.load(file, map_location="cpu"), wanted)
+            assert report.deferred_nbytes > 0
+            loaded = stillframe.load("memory://gpu/a.pt", map_location="cuda")
+            same(loaded, wanted)
+    files.rm("gpu/a.pt")
+
+
 def test_safetensors_file_holds_the_state_at_the_call(tmp_path, engine):
     library = pytest.importorskip("safetensors.torch")
     training = Training(FUSED)

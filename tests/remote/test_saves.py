@@ -86,11 +86,20 @@ def test_pool_of_an_eighth_of_the_state_is_enough(memory_files, small):
     assert small.stats()["leased_bytes"] == 0
 
 
-def test_pool_of_one_block_is_enough(memory_files):
-    with stillframe.Engine(pool_bytes=4096, block_bytes=4096) as engine:
-        stillframe.save({"a": torch.arange(100_000)}, "memory://run/a.pt", engine=engine)
-    loaded = torch.load(io.BytesIO(memory_files.cat("run/a.pt")))
-    assert torch.equal(loaded["a"], torch.arange(100_000))
+@pytest.mark.parametrize("part", [MIB, MIB + 1000])
+def test_pool_of_one_block_is_enough(part, bucket, monkeypatch):
+    """Whether or not a part ends where a block does."""
+    monkeypatch.setattr(store, "PART_BYTES", part)
+    monkeypatch.setattr(obstore_client, "ONE_REQUEST_BYTES", 1 << 10)
+    model, optimizer = trained()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "other": torch.ones(99)}
+    with stillframe.Engine(pool_bytes=MIB // 4, block_bytes=MIB // 4) as engine:
+        handle = stillframe.async_save(state, bucket.url("a.pt"), engine=engine)
+        step(model, optimizer)
+        assert handle.result(60).deferred_nbytes > 0
+    got = stillframe.load(bucket.url("a.pt"))["model"]
+    assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 def test_client_gets_the_blocks_themselves_in_whole_parts(monkeypatch):

@@ -75,6 +75,7 @@ class FsspecStore(Store):
             try:
                 for piece in feed:
                     self._call(file.write, piece)
+                    del piece  # the next one may need its memory
             finally:
                 self._call(file.close)
             self._move(temporary, path)

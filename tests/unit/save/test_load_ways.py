@@ -330,4 +330,4 @@ def test_missing_placement_is_logged_with_the_reason(path, monkeypatch, caplog, 
     monkeypatch.setattr(placement, "_devices", lambda peek, map_location: 1 / 0)
     with caplog.at_level("DEBUG", "stillframe"):
         assert same(stillframe.load(path), small_state())
-    assert "by way of host memory: no places were found ahead: ZeroDivisionError" in caplog.text
+    assert "by way of host memory: no devices were found ahead: ZeroDivisionError" in caplog.text
