@@ -13,7 +13,7 @@ from stillframe._base.urls import Url
 from stillframe._remote.fsspec_client import FsspecStore
 from stillframe._remote.obstore_client import ObstoreStore
 from stillframe._remote.store import Found, Store
-from stillframe.errors import StillframeError
+from stillframe.errors import ForkError, StillframeError
 
 __all__ = ["Found", "Store", "open_store"]
 
@@ -51,6 +51,23 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     _kept.insert(0, (wanted, store))
     del _kept[STORES_KEPT:]
     return store, key
+
+
+def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Raise now what `open_store` would always raise. Make no connection.
+
+    Raises:
+        ValueError, StillframeError: See `open_store`.
+    """
+    scheme = Url.parse(url).scheme
+    if scheme not in _OBSTORE or importlib.util.find_spec("obstore") is None:
+        import fsspec
+
+        with contextlib.suppress(ImportError, ValueError):
+            fsspec.get_filesystem_class(scheme)
+            return
+    with contextlib.suppress(ForkError):
+        open_store(url, storage_options)
 
 
 def _check(url: Url, key: str) -> None:

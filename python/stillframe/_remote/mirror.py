@@ -1,0 +1,392 @@
+"""The mirror: a thread uploads local files once their saves are durable.
+
+    the call         writes an entry into the journal of the file's directory (journal.py)
+    the save's end   syncs the entry and makes it due
+    sf-mirror        uploads what is due (sending.py), one entry at a time
+
+The oldest entry goes first. If an upload fails, the later ones of its prefix wait, and other
+prefixes go on. The upload is tried again after a pause, as long as the process lives. While another
+process uploads from a directory, all entries there wait. Entries that other processes have left are
+uploaded as well.
+
+An entry is dropped when a later one of the same file is due. An upload reads an open descriptor, so
+a save that replaces the file meanwhile does not disturb it, and has an entry of its own.
+
+The journal holds no credentials. The thread uses the URL and the options that this process has
+given for the prefix, or else for its bucket, or else the credentials of the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from stillframe._base import threads, urls
+from stillframe._base.event import Event
+from stillframe._base.sizes import decimal
+from stillframe._remote import journal, sending
+from stillframe._remote.backlog import Backlog
+from stillframe._remote.journal import Entry
+from stillframe._remote.stores import check_store, open_store
+
+log = logging.getLogger("stillframe")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_POLL_S = 1.0  # for what other processes do
+_GIVEN_UP_S = 5.0
+
+Options = Mapping[str, Any]
+
+
+class MirrorUpload:
+    """The upload that follows one save.
+
+    Args:
+        local: The path of the file or directory. Its parent is a real path.
+        mirror: The URL of a directory in a store.
+        storage_options: See `open_store`.
+        durable: The entry is on the disk when `end` returns.
+
+    Raises:
+        ValueError: The URL or an option makes no sense, or the file's name is not UTF-8.
+        StillframeError: No client for the store is installed.
+    """
+
+    def __init__(
+        self, local: str, mirror: str, storage_options: Options | None, *, durable: bool
+    ) -> None:
+        path, mark, query = mirror.partition("?")
+        url = f"{path if path.endswith('/') else f'{path}/'}{mark}{query}"
+        check_store(url, storage_options)
+        directory, name = os.path.split(local)
+        name.encode()
+        self.entry = Entry(directory, name, urls.shown(url), name)
+        self._durable = durable
+        self._pending: list[journal.Pending] = []
+        uploader.learn(url, dict(storage_options or {}))
+
+    def begin(self) -> None:
+        """Write the entry, without a sync. The save begins behind this call."""
+        try:
+            journal.add(self.entry, self._pending)
+        except OSError as error:
+            self._log(error)
+        uploader.look_at(self.entry.directory)
+
+    def end(self, good: bool) -> None:
+        """Make the entry due; remove it if the save is not `good`. May be called again."""
+        for pending in self._pending:
+            try:
+                if good:
+                    pending.make_due(durable=self._durable)
+                else:
+                    pending.remove()
+            except OSError as error:
+                self._log(error)
+            uploader.look_at(self.entry.directory)
+
+    def _log(self, error: OSError) -> None:
+        log.error("stillframe: %s will not be uploaded: %s", self.entry.local, error)
+
+
+# ---- the thread ----
+
+
+class _GivenUpError(Exception):
+    """The exit does not wait for the upload any longer."""
+
+
+class _Uploader:
+    """Uploads what is in the journals that this process has used.
+
+    It has no lock: a signal handler may save in the middle of any call.
+
+    Attributes:
+        until: When the exit gives up, by time.monotonic(); None waits as long as it takes.
+    """
+
+    until: float | None = None
+
+    def __init__(self) -> None:
+        self._directories: dict[str, None] = {}  # those whose journals are looked at
+        self._targets: dict[bytes, tuple[str, Options]] = {}
+        # By prefix: how often its oldest upload has failed, and when it is tried again.
+        self._failures: dict[str, tuple[int, float]] = {}
+        self._unreadable: set[Entry] = set()
+        self._followers: list[tuple[str, Callable[[], object]]] = []
+        self._ending = self._given_up = self._told = False
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sf-mirror", daemon=True)
+
+    def is_used(self) -> bool:
+        """Return whether this process has saved with a mirror."""
+        return bool(self._targets)
+
+    def learn(self, prefix: str, options: Options) -> None:
+        """Keep the URL and the options of a mirror."""
+        name = urls.key(prefix.partition("?")[0])
+        self._targets.pop(name, None)
+        self._targets[name] = prefix, options  # the latest is the last
+
+    def look_at(self, directory: str) -> None:
+        """Look at the journal of a directory, which has changed."""
+        self._directories[directory] = None
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake the thread up, or start it."""
+        self._news.put(None)
+        if self._thread.ident is None:
+            try:
+                threads.start(self._thread)
+            except RuntimeError:
+                pass  # a signal handler has started it, or the interpreter is exiting
+            except OSError as error:
+                log.warning("stillframe: uploads wait for a thread: %s", error)
+
+    # ---- for removes, waits and the exit ----
+
+    def has(self, path: str) -> bool:
+        """Return whether `path`, or anything below it, is still to be uploaded."""
+        below = [each for each in list(self._directories) if each.startswith(f"{path}/")]
+        found = _entries_of([os.path.dirname(path), path, *below])
+        return any(_is_at(each, path) for each in found)
+
+    def follow(self, path: str, function: Callable[[], object]) -> None:
+        """Call `function` on the thread when nothing of `path` is to be uploaded any more."""
+        self._followers.append((path, function))
+        for directory in (os.path.dirname(path), path):
+            self.look_at(directory)
+
+    def wait(self, timeout: float | None) -> Backlog | None:
+        """Wait until nothing is to be uploaded. Return what is left after the timeout, or if no
+        thread uploads it: the interpreter is exiting, or the system starts none."""
+        if not self._directories:
+            return None
+        over = Event()
+        self._followers.append(("", over.set))
+        self._tell()
+        end_s = float("inf") if timeout is None else time.monotonic() + timeout
+        while not over.wait(min(_POLL_S, end_s - time.monotonic())):
+            if time.monotonic() >= end_s or not self._thread.is_alive():
+                return None if over.is_set() else self.left()
+        return None
+
+    def left(self) -> Backlog | None:
+        """Return what is to be uploaded."""
+        return Backlog.of(_entries_of(list(self._directories)))
+
+    def finish(self, quiet_s: float, say: Callable[[str], object]) -> None:
+        """Upload what is due, end the thread, and say what is left. May be called again.
+
+        A prefix whose upload fails is not waited for.
+
+        Args:
+            quiet_s: A shorter wait is not announced.
+        """
+        if self._thread.ident is None:
+            return
+        self._ending = True
+        self._news.put(None)
+        if not self._given_up:
+            self._join(quiet_s)
+            left = self.left() if self._thread.is_alive() and not self._is_late() else None
+            if left is not None:
+                say(f"stillframe: waiting for {left}; Ctrl-C twice leaves it to the next process")
+            self._join(None)
+        if not self._told and (left := self.left()) is not None:
+            self._told = True
+            say(f"stillframe: left to the next process that saves there with a mirror: {left}")
+
+    def _is_late(self) -> bool:
+        return self.until is not None and time.monotonic() >= self.until
+
+    def _join(self, most_s: float | None) -> None:
+        left_s = None if self.until is None else max(0.0, self.until - time.monotonic())
+        self._thread.join(
+            min([each for each in (most_s, left_s) if each is not None], default=None)
+        )
+
+    def give_up(self) -> None:
+        """Break off the upload under way; its entry stays."""
+        self._given_up = True
+        self._news.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(_GIVEN_UP_S)
+
+    # ---- on the thread ----
+
+    def _run(self) -> None:
+        pause: float | None = 0.0
+        while not self._given_up:
+            with contextlib.suppress(queue.Empty):
+                self._news.get(timeout=pause)
+                while True:
+                    self._news.get_nowait()
+            try:
+                pause = self._next()
+            except Exception:
+                log.exception("stillframe: the mirror failed")
+                pause = _LONGEST_PAUSE_S
+            if self._ending and pause != 0.0:
+                return
+
+    def _next(self) -> float | None:
+        """Upload one entry. Return the seconds to wait before the next one: None if there is no
+        more, so that only news matters."""
+        entries = _entries_of(list(self._directories))
+        now_s = time.monotonic()
+        again_s = {prefix: at_s for prefix, (_, at_s) in self._failures.items()}
+        paused = {prefix for prefix, at_s in again_s.items() if self._ending or now_s < at_s}
+        for directory in dict.fromkeys(each.directory for each in entries):
+            if self._upload_from(directory, entries, paused):
+                return 0.0
+        for directory in self._directories.keys() - {each.directory for each in entries}:
+            self._forget(directory)
+        left = [each for each in entries if each not in self._unreadable]
+        for follower in list(self._followers):
+            path, function = follower
+            if not any(_is_at(each, path) for each in left):
+                self._followers.remove(follower)
+                function()
+        # Other processes have the rest, or saves of this one that have not ended.
+        pauses = [
+            again_s[each.prefix] - now_s if each.prefix in paused else _POLL_S for each in left
+        ]
+        return min(pauses, default=None)
+
+    def _forget(self, directory: str) -> None:
+        """Forget a journal without entries, and remove what is left of it."""
+        right = journal.lock(directory)
+        if right is not None:
+            journal.unlock(directory, right)
+        del self._directories[directory]
+        if os.path.exists(os.path.join(directory, journal.NAME)):  # there may be a new entry
+            self._directories[directory] = None
+
+    def _upload_from(self, directory: str, entries: list[Entry], paused: set[str]) -> bool:
+        """Upload the oldest entry of a directory. Return False if there is none, or another process
+        uploads from there.
+
+        Args:
+            entries: What was in the journal, to avoid needless locks.
+            paused: Prefixes to leave out.
+        """
+
+        def is_next(entry: Entry) -> bool:
+            return entry.prefix not in paused and entry not in self._unreadable and entry.is_due()
+
+        if not any(each.directory == directory and is_next(each) for each in entries):
+            return False
+        right = journal.lock(directory)
+        if right is None:
+            return False
+        try:
+            now = _entries_of([directory])  # another process may have uploaded some
+            latest = {(each.local, each.url): each for each in now if each.is_due()}
+            for entry in filter(is_next, now):
+                if latest[entry.local, entry.url] == entry:
+                    self._upload(entry)
+                    return True
+                entry.remove()
+            return False
+        finally:
+            journal.unlock(directory, right)
+
+    def _upload(self, entry: Entry) -> None:
+        began_s = time.monotonic()
+        try:
+            store, base = open_store(*self._target(entry.prefix))
+            key = f"{base}/{entry.name}" if base else entry.name
+            nbytes = sending.send(store, key, entry.local, self._check)
+        except _GivenUpError:
+            pass
+        except sending.LocalError as error:
+            self._could_not_read(entry, error.__cause__)
+        except Exception as error:
+            self._failed(entry, error)
+        else:
+            entry.remove()
+            if self._failures.pop(entry.prefix, None) is not None:
+                log.info("stillframe: uploads to %s go on", entry.prefix)
+            took = f"{decimal(nbytes)} in {time.monotonic() - began_s:.1f} s"
+            log.info("stillframe: %s was uploaded to %s: %s", entry.local, entry.url, took)
+
+    def _check(self) -> None:
+        if self._given_up:
+            raise _GivenUpError
+
+    def _target(self, prefix: str) -> tuple[str, Options]:
+        """Return the URL and the options for a prefix of a journal."""
+        known = self._targets.get(urls.key(prefix))
+        if known is not None:
+            return known
+        root = urls.Url.parse(prefix).root
+        same = [
+            each for url, each in list(self._targets.values()) if urls.Url.parse(url).root == root
+        ]
+        return prefix, same[-1] if same else {}
+
+    def _could_not_read(self, entry: Entry, cause: BaseException | None) -> None:
+        if not isinstance(cause, FileNotFoundError):
+            self._unreadable.add(entry)
+            log.error("stillframe: %s cannot be read to upload it: %s", entry.local, cause)
+        elif not os.path.lexists(entry.local):
+            entry.remove()
+            if not entry.is_left():
+                log.warning("stillframe: %s is gone, and was not uploaded", entry.local)
+        elif not any(
+            each.local == entry.local and each.file > entry.file
+            for each in _entries_of([entry.directory])
+        ):
+            self._failed(entry, cause)
+        # Otherwise a save has replaced the directory meanwhile, and that one is uploaded.
+
+    def _failed(self, entry: Entry, error: BaseException) -> None:
+        before = self._failures.get(entry.prefix, (0, 0.0))[0]
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(before, 16))
+        again_s = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
+        self._failures[entry.prefix] = before + 1, again_s
+        if before:
+            log.info("stillframe: try %d to upload %s: %s", before + 1, entry.local, error)
+            return
+        log.warning(
+            "stillframe: %s waits to be uploaded: %s. It is tried again until it succeeds;"
+            " `stillframe info %s` shows what waits",
+            entry.local,
+            error,
+            entry.directory,
+        )
+
+
+def _entries_of(directories: Iterable[str]) -> list[Entry]:
+    """Return the entries of these directories' journals, the oldest first."""
+    found: list[Entry] = []
+    for directory in {*directories}:
+        with contextlib.suppress(OSError):  # it is looked at again
+            found += journal.entries(directory)
+    return sorted(found, key=lambda each: each.file)
+
+
+def _is_at(entry: Entry, path: str) -> bool:
+    """Return whether an entry's file is this path, or below it."""
+    return entry.local == path or entry.local.startswith(f"{path}/")
+
+
+uploader = _Uploader()
+
+
+def _forked() -> None:
+    """Leave the parent's uploads to the parent in a forked child."""
+    global uploader
+    uploader = _Uploader()
+
+
+os.register_at_fork(after_in_child=_forked)

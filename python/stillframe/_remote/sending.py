@@ -1,0 +1,132 @@
+"""Uploads one local file, or the files of a directory with a marker behind them.
+
+The marker is an object in the directory: JSON with the names of its files and their sizes. It is
+written last and deleted first, so where it is, all files are there and belong together. Before it
+is written, objects that the directory does not have are deleted: an older one of its name had them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from io import FileIO
+
+from stillframe._base.file_kinds import MARKER
+from stillframe._remote.store import Store
+
+_OURS = ".stillframe"  # temporaries, journals and markers are no part of a directory
+_LAST = ".metadata"  # torch.distributed.checkpoint takes a directory with it for complete
+_PIECE = 4 << 20
+
+
+class LocalError(Exception):
+    """The local file cannot be read; the cause is the error."""
+
+
+def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
+    """Upload a file to the key, or a directory to keys below it; return the bytes.
+
+    Args:
+        check: Called again and again; what it raises breaks the upload off.
+
+    Raises:
+        LocalError: The file or directory cannot be read.
+        OSError: The store's errors, see `Store`.
+    """
+    with _reading():
+        is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
+    return (_send_directory if is_directory else _send_file)(store, key, path, check)
+
+
+def _send_file(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
+    with _reading():
+        file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+    with file:
+        nbytes = os.fstat(file.fileno()).st_size
+        store.put(key, _pieces(file, nbytes, check), nbytes)
+    return nbytes
+
+
+def _pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[memoryview]:
+    left = nbytes
+    while left:
+        check()
+        piece = bytearray(min(left, _PIECE))
+        with _reading():
+            length = file.readinto(piece)
+            if not length:
+                raise OSError(f"it became shorter while it was read: {left} bytes are missing")
+        left -= length
+        yield memoryview(piece)[:length]
+
+
+def _send_directory(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
+    files = files_of(path)
+    marker = f"{key}/{MARKER}"
+    last = [f"{key}/{name}" for name in files if os.path.basename(name) == _LAST]
+    store.delete([marker])
+    store.delete(last)
+    for name in files:
+        where = f"{key}/{name}"
+        if where in last:
+            _refuse_changed(path, files)
+        _send_file(store, where, os.path.join(path, name), check)
+    _refuse_changed(path, files)
+    sizes = {name: info.st_size for name, info in files.items()}
+    there = [each.key for each in store.list(key)]
+    store.delete(each for each in there if each.removeprefix(f"{key}/") not in sizes)
+    content = json.dumps({"files": sizes}).encode()
+    store.put(marker, [content], len(content))
+    return sum(sizes.values())
+
+
+def _refuse_changed(path: str, files: dict[str, os.stat_result]) -> None:
+    """
+    Raises:
+        LocalError: Other files are in the directory now.
+    """
+    versions = [
+        {name: (info.st_ino, info.st_size, info.st_mtime_ns) for name, info in each.items()}
+        for each in (files, files_of(path))
+    ]
+    if versions[0] != versions[1]:
+        raise LocalError from FileNotFoundError("the directory changed while it was uploaded")
+
+
+def files_of(path: str) -> dict[str, os.stat_result]:
+    """Return the files of a directory by their relative names, in the order in which they go up.
+    Symbolic links are left out.
+
+    Raises:
+        LocalError: The directory cannot be read, or a name is not UTF-8.
+    """
+    found: dict[str, os.stat_result] = {}
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    with _reading():
+        for above, directories, names in os.walk(path, onerror=refuse):
+            directories[:] = [each for each in directories if not each.startswith(_OURS)]
+            for name in names:
+                full = os.path.join(above, name)
+                info = os.lstat(full)
+                if stat.S_ISREG(info.st_mode) and not name.startswith(_OURS):
+                    full.encode()
+                    found[os.path.relpath(full, path)] = info
+    return {
+        name: found[name]
+        for name in sorted(found, key=lambda each: (os.path.basename(each) == _LAST, each))
+    }
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Tell errors of the local file from those of the store."""
+    try:
+        yield
+    except (OSError, UnicodeError) as error:
+        raise LocalError(str(error)) from error
