@@ -3,9 +3,10 @@
 import fsspec
 import pytest
 from fix_buckets import bucket, memory
+from fix_mirror import store
 from fix_store import s3_server, server, small_parts
 
-__all__ = ["bucket", "memory", "memory_files", "s3_server", "server", "small_parts"]
+__all__ = ["bucket", "memory", "memory_files", "s3_server", "server", "small_parts", "store"]
 
 
 @pytest.fixture

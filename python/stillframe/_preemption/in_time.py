@@ -23,7 +23,7 @@ from concurrent.futures import CancelledError
 from stillframe import _core
 from stillframe._base import sizes
 from stillframe._base.calls import inside
-from stillframe._save import completion
+from stillframe._save import completion, uploads
 from stillframe._save.api import engine_or_default, settle_all
 from stillframe._save.completion import InFlight
 from stillframe._save.engine import Path, submit
@@ -68,7 +68,9 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
 
 
 def finish(until: float) -> None:
-    """Wait for all saves and removes under way; at `until`, give up those that have not ended."""
+    """Wait for all saves and removes under way; at `until`, give up those that have not ended. The
+    exit of the process will wait for uploads until then only."""
+    uploads.finish_by(until)
     with inside():
         _choose(_under_way(), until)
         if not _core.log_drain(max(0.0, until - time.monotonic())):

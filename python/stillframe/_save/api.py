@@ -10,11 +10,11 @@ from typing import Unpack
 
 from stillframe import _core
 from stillframe._base import file_kinds, paths, urls
-from stillframe._base.arguments import seconds
+from stillframe._base.arguments import refuse_unclear
 from stillframe._base.calls import inside
-from stillframe._save import completion, directory, ordered
+from stillframe._save import completion, directory, ordered, uploads
 from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine
-from stillframe._save.handle import SaveHandle
+from stillframe._save.handle import Deadline, SaveHandle
 from stillframe._save.options import (
     EngineOptions,
     Format,
@@ -129,6 +129,7 @@ def async_save(
     on_durable: OnDurable | None = None,
     format: Format | None = None,
     metadata: Mapping[str, str] | None = None,
+    mirror: str | None = None,
     storage_options: StorageOptions = None,
     engine: Engine | None = None,
 ) -> SaveHandle:
@@ -155,8 +156,11 @@ def async_save(
             durable.
         format: "torch" or "safetensors", whatever the path's ending.
         metadata: For safetensors: names and strings that the file's header holds as `__metadata__`.
-        storage_options: For URLs: credentials and other options of the store, as fsspec takes them.
-            Without them the environment's are used.
+        mirror: For local paths: the URL of a directory in a store, such as "s3://bucket/run/". When
+            the file is durable it is uploaded there in the background, under its own name; see
+            docs/remote.md.
+        storage_options: For URLs, the mirror's too: credentials and other options of the store, as
+            fsspec takes them. Without them the environment's are used.
         engine: The engine to use, `default_engine()` by default.
 
     Raises:
@@ -174,8 +178,10 @@ def async_save(
         on_durable=on_durable,
         format=format_of(path) if format is None else format,
         metadata=metadata,
+        mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
     )
-    return start_save(engine_or_default(engine), obj, path, options, storage_options)
+    own_options = storage_options if mirror is None else None
+    return start_save(engine_or_default(engine), obj, path, options, own_options)
 
 
 def save(
@@ -185,6 +191,7 @@ def save(
     durable: bool = True,
     format: Format | None = None,
     metadata: Mapping[str, str] | None = None,
+    mirror: str | None = None,
     storage_options: StorageOptions = None,
     engine: Engine | None = None,
 ) -> SaveReport:
@@ -199,6 +206,7 @@ def save(
         durable: Sync the file and its directory; see `async_save`.
         format: See `async_save`.
         metadata: See `async_save`.
+        mirror: See `async_save`. The call does not wait for the upload.
         storage_options: See `async_save`.
         engine: The engine to use, `default_engine()` by default.
 
@@ -216,30 +224,40 @@ def save(
         wait_for_slot=True,
         format=format_of(path) if format is None else format,
         metadata=metadata,
+        mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
     )
-    handle = start_save(engine_or_default(engine), obj, path, options, storage_options)
+    own_options = storage_options if mirror is None else None
+    handle = start_save(engine_or_default(engine), obj, path, options, own_options)
     report: SaveReport = handle.result()
     return report
 
 
-def remove(path: Path, *, storage_options: StorageOptions = None) -> None:
+def remove(
+    path: Path, *, wait_for_mirror: bool = True, storage_options: StorageOptions = None
+) -> None:
     """Remove a file, link or directory tree, in the order of submission; return at once.
 
     The remove runs when every save submitted before it has ended, and only if the last of them
     became durable. Otherwise the name stays and a warning is logged. So removing an old checkpoint
     after saving a new one always leaves at least one. An error of the operating system is logged.
 
+    In a process that saves with a mirror, what still has to be uploaded is removed only after its
+    upload. Until then it counts as removed for `exists`. A later save of the path keeps it, and so
+    does the end of the process; a line says so.
+
     Args:
         path: A local path, or the URL of an object or of all objects below it. A missing path is
             not an error. A link is removed itself, not its
             target. A directory is removed with everything in it; if it is a checkpoint of
             torch.distributed.checkpoint, its `.metadata` goes first.
+        wait_for_mirror: False does not wait for the upload, which then does not take place.
         storage_options: See `async_save`.
 
     Raises:
         TypeError, ValueError: `path` is not a path, or the options are not the store's.
         StillframeError: The interpreter is exiting.
     """
+    refuse_unclear(wait_for_mirror=wait_for_mirror)
     if urls.is_remote(path):
         remove_object(path, storage_options)
         return
@@ -247,9 +265,16 @@ def remove(path: Path, *, storage_options: StorageOptions = None) -> None:
     key = paths.key(path, follow_link=False)
     _tell_of_home(path, _core.log_exists(key))
     completion.completion.start()
+    if uploads.hold(key, lambda: _remove_held(key), wait=wait_for_mirror):
+        return
     _core.log_remove(key)
     if completion.completion.over and not ordered.is_inside():
         _core.log_drain(None)
+
+
+def _remove_held(key: bytes) -> None:
+    completion.completion.start(under_way=True)
+    _core.log_remove(key)
 
 
 def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
@@ -269,12 +294,15 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     if urls.is_remote(path):
         return will_be_there(path, storage_options)
     urls.refuse_options(path, storage_options)
-    known = _core.log_exists(paths.key(path, follow_link=False))
+    key = paths.key(path, follow_link=False)
+    if uploads.is_held(key):
+        return False
+    known = _core.log_exists(key)
     if known < 0 and os.path.islink(path):
         known = _core.log_exists(paths.key(path, follow_link=True))
     _tell_of_home(path, known)
     if known == 2:
-        return directory.will_hold(paths.key(path, follow_link=False))
+        return directory.will_hold(key)
     if known < 0 and not os.path.lexists(path):
         paths.put_back(paths.as_text(path))
     return file_kinds.exists(path) if known < 0 else bool(known)
@@ -287,7 +315,7 @@ def _tell_of_home(path: Path, known: int) -> None:
         _logger.warning("stillframe: nothing is at %s%s", text, paths.hint(text))
 
 
-def wait_all(timeout: float | None = None) -> None:
+def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
     """Wait until every save and remove of the process has ended; raise the first uncollected error.
 
     Call it at the end of a training. Without it, saves still finish and errors are printed, but the
@@ -295,19 +323,30 @@ def wait_all(timeout: float | None = None) -> None:
 
     Args:
         timeout: Seconds; None waits forever.
+        mirrors: Wait for uploads to mirrors too, and for the removes that wait for them. While a
+            store cannot be reached, that may be forever.
 
     Raises:
         StillframeError, Exception: What a save failed with.
         TimeoutError: `timeout` seconds passed.
     """
     ordered.refuse_inside()
-    most_s = seconds(timeout)
+    refuse_unclear(mirrors=mirrors)
+    deadline = Deadline(timeout)
     with inside():
-        if not _core.log_drain(most_s):
-            raise TimeoutError(f"after {most_s:g} s: {under_way()}")
-        settle_all()
+        _wait_for_log(deadline)
+        if mirrors:
+            if (left := uploads.wait(deadline.left())) is not None:
+                raise TimeoutError(f"not uploaded yet: {left}")
+            _wait_for_log(deadline)
     for failure in take_failures(first_only=True):
         raise failure.error
+
+
+def _wait_for_log(deadline: Deadline) -> None:
+    if not _core.log_drain(deadline.left()):
+        raise TimeoutError(f"after {deadline.timeout:g} s: {under_way()}")
+    settle_all()
 
 
 def under_way() -> str:

@@ -21,12 +21,12 @@ from torch import Tensor
 from stillframe import _core
 from stillframe._base import paths, urls
 from stillframe._base.calls import inside
-from stillframe._save import completion, ordered
+from stillframe._save import completion, ordered, uploads
 from stillframe._save.api import engine_or_default
 from stillframe._save.core_save import CoreSave
 from stillframe._save.directory import DirectorySave
 from stillframe._save.engine import Engine, Path, limits_of, note_use
-from stillframe._save.handle import SaveHandle, SkippedSave, wait_for_end
+from stillframe._save.handle import SaveHandle, SkippedSave, follow_with, wait_for_end
 from stillframe._save.objects import objects_save
 from stillframe._save.options import Format, OnDurable, SaveOptions, Size, format_of
 from stillframe._save.remote import StorageOptions
@@ -40,6 +40,7 @@ def checkpoint(
     durable: bool = True,
     overlap: bool = True,
     on_durable: OnDurable | None = None,
+    mirror: str | None = None,
     storage_options: StorageOptions = None,
     engine: Engine | None = None,
 ) -> Checkpoint:
@@ -79,6 +80,9 @@ def checkpoint(
         overlap: False copies everything during the calls.
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the directory
             is durable.
+        mirror: For local paths: the URL of a directory in a store. When the checkpoint is durable,
+            its files are uploaded to a directory of its name there, and behind them the object
+            `.stillframe.json`; see docs/remote.md.
         storage_options: See `async_save`.
         engine: The engine to use, `default_engine()` by default. The whole takes one of its
             `max_in_flight` slots, when the block begins.
@@ -93,10 +97,16 @@ def checkpoint(
         BusyError, ForkError, StillframeError: (when the block begins) See `Engine`. With
             `when_busy="skip"` the block runs, nothing of it is kept, and the handle is "skipped".
     """
+    own_options = storage_options if mirror is None else None
     if not urls.is_remote(path):
-        urls.refuse_options(path, storage_options)
-    options = SaveOptions(overlap=overlap, durable=durable, on_durable=on_durable)
-    return Checkpoint(path, options, engine_or_default(engine), storage_options)
+        urls.refuse_options(path, own_options)
+    options = SaveOptions(
+        overlap=overlap,
+        durable=durable,
+        on_durable=on_durable,
+        mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
+    )
+    return Checkpoint(path, options, engine_or_default(engine), own_options)
 
 
 class Checkpoint:
@@ -226,6 +236,7 @@ class Checkpoint:
             save = self._directory_save(entered)
         self._save = save
         try:
+            follow_with(save, self._options.mirror)
             save.take_slot(self._engine, nested=nested)
         except BusyError:
             if limits_of(self._engine).when_busy != "skip":

@@ -86,6 +86,8 @@ class CoreSave(SaveHandle):
         number = self._ticket.number
         completion.in_flight[number] = self
         try:
+            if self._mirror is not None:
+                self._mirror.begin()
             self._ticket.submit(device.streams(self._devices))
         except BaseException:
             if self._ticket.report()["launched_after_ns"] >= 0:
@@ -95,6 +97,7 @@ class CoreSave(SaveHandle):
             else:
                 completion.in_flight.pop(number, None)
                 self._verdict.end(self)
+                self._end_mirror(False)
             raise
         self._go_on()
 
@@ -212,6 +215,7 @@ class CoreSave(SaveHandle):
             facts = self._ticket.report()
             # The caller has waited for the end. Before it, the report has no result.
             assert facts["state"] in ("durable", "failed", "cancelled"), facts["state"]
+            self._end_mirror(not facts["code"])
             if facts["code"]:
                 self._outcome.settle(None, self._error_of(facts))
             else:

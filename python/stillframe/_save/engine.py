@@ -24,7 +24,7 @@ from stillframe._base.birth import Birth
 from stillframe._base.calls import inside, no_collection
 from stillframe._save import completion, ordered
 from stillframe._save.core_save import CoreSave
-from stillframe._save.handle import SaveHandle, SkippedSave, wait_for_end
+from stillframe._save.handle import SaveHandle, SkippedSave, follow_with, wait_for_end
 from stillframe._save.options import (
     DEFAULT_BLOCK,
     DEFAULT_IN_FLIGHT,
@@ -349,6 +349,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             entered=entered,
             ordered=options.ordered,
         )
+        follow_with(save, options.mirror)
         if options.before_launch is not None:
             options.before_launch(save)
         _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)

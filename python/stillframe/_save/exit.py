@@ -20,7 +20,7 @@ from multiprocessing import process, util
 
 from stillframe import _core
 from stillframe._base.trace import end_at_exit
-from stillframe._save import completion
+from stillframe._save import completion, uploads
 from stillframe._save.api import close_default, settle_all, under_way
 from stillframe._save.directory import give_up_open
 from stillframe._save.outcome import take_failures
@@ -54,13 +54,17 @@ def _wait_for_log() -> None:
 
 
 def _warn_once() -> None:
-    _print_line("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
+    if _core.log_pending() or uploads.left() is None:
+        _print_line("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
+    else:
+        _print_line("stillframe: still uploading; Ctrl-C again leaves the rest to the next run")
 
 
 def _give_up() -> bool:
     """Cancel all saves; return False if something does not end nevertheless."""
     for handle in list(completion.in_flight.values()):
         handle.cancel()
+    uploads.give_up()
     _print_line("stillframe: given up")
     if _core.log_drain(_GIVEN_UP_S):
         return True
@@ -85,6 +89,8 @@ def _drain(*, threads_go_on: bool = False) -> None:
         settle_all,
         completion.callbacks.finish,
         _wait_for_log,  # saves made by callbacks
+        lambda: uploads.finish(_QUIET_S, _print_line),
+        _wait_for_log,  # removes that waited for uploads
         *([] if threads_go_on else [give_up_open, close_default]),
         _core.log_stop,
         completion.completion.stop,

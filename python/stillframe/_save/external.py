@@ -128,6 +128,8 @@ class ExternalSave(SaveHandle):
 
     def begin(self) -> None:
         """Keep the save alive from here on, until it ends."""
+        if self._mirror is not None:
+            self._mirror.begin()
         completion.in_flight[self._number] = self
 
     def launched(self) -> None:
@@ -137,6 +139,7 @@ class ExternalSave(SaveHandle):
 
     def was_not_launched(self) -> None:
         """Undo `begin`: the save was not made."""
+        self._end_mirror(False)
         self._give_back_slot()
         completion.in_flight.pop(self._number, None)
 
@@ -183,6 +186,7 @@ class ExternalSave(SaveHandle):
             turn: The save's entry in the log. Later entries learn of the end before the save's
                 users do, but not before its error can be read.
         """
+        self._end_mirror(error is None)
         self._outcome.settle(report, error, value=value, is_known=self.error_is_known)
         self._give_back_slot()
         if turn is not None:

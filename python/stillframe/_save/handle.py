@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeAlias
 from stillframe._base.arguments import seconds
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
+from stillframe._remote.mirror import MirrorUpload
+from stillframe._save import uploads
 from stillframe._save.options import OnDurable
 from stillframe._save.outcome import Outcome
 from stillframe._save.report import SaveReport
@@ -44,7 +46,9 @@ class SaveHandle:
         *,
         known_as: str = "a save",
     ) -> None:
+        uploads.drop_held(path)
         self._path = path
+        self._mirror: MirrorUpload | None = None
         self._birth = Birth(f"the save of {path}")
         self._outcome = Outcome(given, on_durable, known_as)
 
@@ -192,6 +196,11 @@ class SaveHandle:
 
     # ---- inside ----
 
+    def _end_mirror(self, good: bool) -> None:
+        """Tell the mirror how the save ended, before anybody else learns of it."""
+        if self._mirror is not None:
+            self._mirror.end(good)
+
     def _raise(self) -> None:
         self._outcome.collect()
         if self._outcome.error is not None:
@@ -255,6 +264,11 @@ class SkippedSave(SaveHandle):
 
 
 # ---- for the rest of the package ----
+
+
+def follow_with(handle: SaveHandle, mirror: MirrorUpload | None) -> None:
+    """Have an upload follow a save that has not begun."""
+    handle._mirror = mirror
 
 
 def report_of(handle: SaveHandle) -> SaveReport | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 from stillframe import _core
 from stillframe._base import cpus, safetensors, sizes
 from stillframe._base.arguments import refuse_unclear
+from stillframe._remote.mirror import MirrorUpload
 from stillframe._save.report import SaveReport
 
 WhenBusy = Literal["wait", "skip", "raise"]
@@ -166,6 +167,7 @@ class SaveOptions:
         stream: Its bytes are sent to a store (`remote.py`); there is no file.
         shown: The path in messages and the report; None for the given one.
         before_launch: Called with the handle before the save can begin.
+        mirror: The upload that follows the save.
     """
 
     overlap: bool = True
@@ -181,6 +183,7 @@ class SaveOptions:
     stream: bool = False
     shown: str | None = None
     before_launch: Callable[[Any], object] | None = None
+    mirror: MirrorUpload | None = None
 
     def __post_init__(self) -> None:
         refuse_unclear(

@@ -1,0 +1,135 @@
+"""The questions of saves, removes, waits and the exit to the mirror (`_remote/mirror.py`).
+
+This module also keeps the removes that wait for an upload. They are not in the log yet, because the
+saves behind them must not wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stillframe._base import paths, urls
+from stillframe._remote import mirror as mirrors
+from stillframe._remote.backlog import Backlog
+from stillframe._remote.mirror import MirrorUpload
+
+log = logging.getLogger("stillframe")
+
+_URL = "'s3://bucket/run/'"
+
+# Removes that wait, by the name in the log: what submits each.
+_held: dict[bytes, Callable[[], object]] = {}
+
+
+def upload_of(
+    path: object,
+    mirror: object,
+    storage_options: Mapping[str, Any] | None,
+    *,
+    durable: bool = True,
+    follow_link: bool = True,
+) -> MirrorUpload | None:
+    """Return the upload that is to follow a save; None without a mirror.
+
+    Raises:
+        TypeError, ValueError: An argument makes no sense.
+        StillframeError: No client for the store is installed.
+    """
+    if mirror is None:
+        return None
+    if not isinstance(mirror, str):
+        raise TypeError(f"mirror has to be a URL such as {_URL}, not {type(mirror).__name__}")
+    if "://" not in mirror:
+        raise ValueError(f"mirror has to be a URL such as {_URL}, not {mirror!r}")
+    if urls.is_remote(path):
+        raise ValueError(f"{urls.shown(path)}: mirror= is for local paths")
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise TypeError(f"storage_options has to be a dict, not {type(storage_options).__name__}")
+    local = os.fsdecode(paths.key(path, follow_link=follow_link))
+    return MirrorUpload(local, mirror, storage_options, durable=durable)
+
+
+# ---- removes ----
+
+
+def hold(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> bool:
+    """Have `submit` called when nothing of a name is to be uploaded any more.
+
+    Return False, and do nothing, if there is nothing now or nobody wants to `wait`.
+    """
+    _held.pop(key, None)
+    if not wait or not mirrors.uploader.is_used() or not mirrors.uploader.has(os.fsdecode(key)):
+        return False
+    log.info("stillframe: %s is removed when it is uploaded", os.fsdecode(key))
+    _held[key] = submit
+    mirrors.uploader.follow(os.fsdecode(key), functools.partial(_release, key))
+    return True
+
+
+def _release(key: bytes) -> None:
+    submit = _held.pop(key, None)
+    if submit is not None:
+        try:
+            submit()
+        except Exception as error:
+            log.warning("stillframe: %s could not be removed: %s", os.fsdecode(key), error)
+
+
+def is_held(key: bytes) -> bool:
+    """Return whether a remove of this name, or of a directory above it, is held."""
+    return any(key == each or key.startswith(each + b"/") for each in list(_held))
+
+
+def drop_held(path: str) -> None:
+    """Drop the removes that are held of a path that is saved now, and of directories above it: they
+    must not remove the new file."""
+    if not _held:
+        return
+    parent, name = os.path.split(path)
+    for text in (os.path.realpath(path), os.path.join(os.path.realpath(parent or "."), name)):
+        while len(text) > 1:
+            _held.pop(os.fsencode(text), None)
+            text = os.path.dirname(text)
+
+
+# ---- waits and the exit ----
+
+
+def wait(timeout: float | None) -> Backlog | None:
+    """Wait until nothing is to be uploaded; return what is left after the timeout."""
+    return mirrors.uploader.wait(timeout)
+
+
+def left() -> Backlog | None:
+    """Return what is to be uploaded."""
+    return mirrors.uploader.left()
+
+
+def finish(quiet_s: float, say: Callable[[str], object]) -> None:
+    """Upload what is due, as long as the stores answer; see `finish` of the mirror's thread."""
+    mirrors.uploader.finish(quiet_s, say)
+    for key in list(_held):
+        _held.pop(key, None)
+        say(f"stillframe: {os.fsdecode(key)} was not removed: it is not uploaded yet")
+
+
+def finish_by(until: float) -> None:
+    """Have the exit wait for uploads until this moment only, by time.monotonic()."""
+    mirrors.uploader.until = until
+
+
+def give_up() -> None:
+    """Break off the upload under way."""
+    mirrors.uploader.give_up()
+
+
+def _forked() -> None:
+    """Forget the parent's removes in a forked child."""
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
