@@ -35,6 +35,8 @@ def test_plugin_has_the_documented_options(pkg):
         "on_error": "raise",
         "log_metrics": False,
         "deadline": None,
+        "mirror": None,
+        "storage_options": None,
     }
     positional = [each.name for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
     assert positional == ["checkpoint_io"]

@@ -38,7 +38,13 @@ from stillframe._dcp.staged import Stages, StateDict
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine
-from stillframe._save.handle import SaveHandle, report_of, take_unseen_error, wait_for_end
+from stillframe._save.handle import (
+    SaveHandle,
+    follow_with,
+    report_of,
+    take_unseen_error,
+    wait_for_end,
+)
 from stillframe._save.ordered import LogEntry
 from stillframe._save.report import SaveReport
 from stillframe._snapshot.save import SnapshotSave
@@ -235,6 +241,7 @@ class Saver:
         writer.side_file = request.side_file
         path = target.shown
         save = SnapshotSave(path, target.given, request.on_durable, entered=entered, known_as=path)
+        follow_with(save, request.mirror)
         rounds = self._rounds_of(request.group)
         work = rounds.next(target, request, save, writer)
         try:

@@ -39,6 +39,7 @@ from stillframe._dcp.shards import put_together
 from stillframe._dcp.side_file import SideFile
 from stillframe._dcp.staged import Staged, StateDict
 from stillframe._dcp.writer import FileSystemWriter
+from stillframe._remote.mirror import MirrorUpload
 from stillframe._save import completion
 from stillframe._save.engine import Engine
 from stillframe._save.options import OnDurable
@@ -67,6 +68,7 @@ class SaveRequest:
         uncopied_if_full: If the pool is too small for a copy, write the state itself. The caller
             must then wait for the end of the save.
         on_durable: As for `stillframe.async_save`.
+        mirror: The upload that follows.
         error_of: Converts an error and the path to the error for the user. If it is given, the
             caller raises the save's error, and the next save does not.
     """
@@ -82,6 +84,7 @@ class SaveRequest:
     removes_file: bool = False
     uncopied_if_full: bool = False
     on_durable: OnDurable | None = None
+    mirror: MirrorUpload | None = None
     error_of: Callable[[BaseException, str], BaseException] | None = None
 
 

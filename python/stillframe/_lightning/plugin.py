@@ -51,13 +51,18 @@ class CheckpointPlugin:
         deadline: Seconds that saves may still take after a signal that ends the training: SIGTERM,
             counted from Lightning's `SIGTERMException`, and SLURM's requeue signal. What cannot be
             durable by then is given up, and a line in the log says why. None waits.
+        mirror: The URL of a directory in a store, to which each checkpoint is uploaded in the
+            background once it is durable; see docs/remote.md. Links are not uploaded. A checkpoint
+            is removed when it has been uploaded.
+        storage_options: For the mirror's store; see `stillframe.async_save`.
         log_metrics: Log `checkpoint/call_ms`, `checkpoint/gate_ms`, `checkpoint/durable_s` and
             `checkpoint/bytes` of each checkpoint to the Trainer's loggers, once it is durable
             (`gate_ms` is the wait before `optimizer.step()`).
 
     Raises:
         TypeError, ValueError: What `Engine` refuses, an engine that skips saves, `engine=` together
-            with an option of the engine, or a stillframe plugin as `checkpoint_io`.
+            with an option of the engine, a mirror that is no URL, or a stillframe plugin as
+            `checkpoint_io`.
     """
 
     _reader: ClassVar[type[Any]]  # TorchCheckpointIO of the package
@@ -77,6 +82,8 @@ class CheckpointPlugin:
         on_error: OnError = "raise",
         log_metrics: bool = False,
         deadline: float | None = None,
+        mirror: str | None = None,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
         refuse_ours(checkpoint_io, CheckpointPlugin, name)
@@ -92,6 +99,8 @@ class CheckpointPlugin:
             on_error=on_error,
             log_metrics=log_metrics,
             deadline=deadline,
+            mirror=mirror,
+            storage_options=storage_options,
         )
         writers = Writers(self._reader, checkpoint_io, options)
         self._checkpoints = Checkpoints(name, writers)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.paths import CheckpointPath
-from stillframe._save import ordered
+from stillframe._save import ordered, uploads
 from stillframe._save.api import exists, remove
 from stillframe.errors import SaveError
 
@@ -182,12 +182,14 @@ class Rotation:
         link = self._linked_by.pop(file, None)
         needed = None if link is None else functools.partial(names, link.name, file.name)
         inner = self._remover_of(file)
-        if inner is not None:
-            inner.remove(file.name, key, needed)
-        elif needed is not None:
-            ordered.submit_remove(file.name, key, remove_tree, needed)
-        else:
+        if inner is None and needed is None:
             remove(file.name)
+        else:
+            submit = functools.partial(ordered.submit_remove, file.name, key, remove_tree, needed)
+            if inner is not None:
+                submit = functools.partial(inner.remove, file.name, key, needed)
+            if not uploads.hold(key, submit):
+                submit()
         self._newest_key = key
 
     def _deliver(self, publication: Publication) -> None:

@@ -170,7 +170,7 @@ def _save_together(
 ) -> None:
     def submit_parts(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
         writers = checkpoints.writers
-        options = writers.options.save_options(overlap=overlap)
+        options = writers.options.save_options(target.name, overlap=overlap)
         return submit(parts, target, options, engine=writers.engine_of(work))
 
     with checkpoints.together(strategy):
@@ -208,6 +208,7 @@ def submit(
             removes_file=first,
             uncopied_if_full=True,
             on_durable=options.on_durable if first else None,
+            mirror=options.mirror if first else None,
             error_of=of_save,
         )
         save: SnapshotSave = _saved(saver, parts.state, target, request)

@@ -23,7 +23,7 @@ from stillframe._base.calls import inside
 from stillframe._base.paths import CheckpointPath
 from stillframe._save import ordered as _ordered
 from stillframe._save.engine import Engine, take_slot
-from stillframe._save.handle import SaveHandle, wait_for_end
+from stillframe._save.handle import SaveHandle, follow_with, wait_for_end
 from stillframe._save.options import SaveOptions
 from stillframe._snapshot.save import SnapshotSave
 from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
@@ -75,6 +75,7 @@ class Inner:
                 save = SnapshotSave(
                     target.text, target.given, options.on_durable, entered=entered, slot=slot
                 )
+                follow_with(save, options.mirror)
                 save.waited()
                 taken = _take(checkpoint, options.overlap, engine, pending)
             except BaseException:

@@ -31,6 +31,7 @@ from stillframe._lightning.work import Work
 from stillframe._lightning.wrapped import Inner
 from stillframe._load.load import load
 from stillframe._preemption import in_time
+from stillframe._save import uploads
 from stillframe._save.api import async_save, engine_or_default, save
 from stillframe._save.engine import Engine, limits_of, refuse_no_engine
 from stillframe._save.handle import SaveHandle
@@ -75,6 +76,8 @@ class PluginOptions:
     on_error: OnError = "raise"
     log_metrics: bool = False
     deadline: float | None = None
+    mirror: str | None = None
+    storage_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.on_error not in get_args(OnError):
@@ -107,7 +110,10 @@ class PluginOptions:
             "when_busy": self.when_busy,
         }
 
-    def save_options(self, *, overlap: bool) -> SaveOptions:
+    def save_options(self, path: str = "checkpoint", *, overlap: bool) -> SaveOptions:
+        mirror = uploads.upload_of(
+            path, self.mirror, self.storage_options, durable=self.durable, follow_link=False
+        )
         return SaveOptions(
             overlap=overlap,
             durable=self.durable,
@@ -115,6 +121,7 @@ class PluginOptions:
             on_durable=self.on_durable,
             follow_link=False,
             create_parents=True,
+            mirror=mirror,
         )
 
 
@@ -169,7 +176,7 @@ class Writers:
         """Start the save of `checkpoint`."""
         engine = self.engine_of(work)
         inner = self._writer_of(target)
-        options = self.options.save_options(overlap=overlap)
+        options = self.options.save_options(target.name, overlap=overlap)
         if inner is None:
             return start_save(engine, checkpoint, target.given, options, storage_options)
         return inner.save(
