@@ -134,7 +134,10 @@ class Checkpoints:
                 nonlocal files
                 self._raise_failed()
                 os.makedirs(made.run_dir, exist_ok=True)
-                files = stack.enter_context(checkpoint(made.path))
+                options = self._trainer.storage_options
+                files = stack.enter_context(
+                    checkpoint(made.path, mirror=self._trainer.mirror, storage_options=options)
+                )
                 return self._make_run(files.path, made)
 
             led = lead(self._ranks, made.number, open_it)

@@ -48,11 +48,22 @@ class AsyncCheckpointMixin:
     once, at the next checkpoint or at the end of the training. `resume_from_checkpoint=True`
     resumes from the newest checkpoint that is whole.
 
+    With `mirror`, each checkpoint is uploaded to a store in the background once it is durable, and
+    removed only then; see docs/remote.md. Set it in the class, or on the Trainer before `train`:
+
+        trainer.mirror = "s3://bucket/run/"
+
+    Attributes:
+        mirror: The URL of a directory in a store.
+        storage_options: For the mirror's store; see `stillframe.async_save`.
+
     Raises:
         ValueError: The Trainer uses something whose checkpoints stillframe does not write:
             DeepSpeed, FSDP, XLA, SageMaker's model parallelism.
     """
 
+    mirror: str | None = None
+    storage_options: dict[str, Any] | None = None
     _stillframe: Checkpoints
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

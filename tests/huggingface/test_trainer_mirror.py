@@ -1,0 +1,34 @@
+"""`Trainer.mirror`: checkpoints are uploaded, and removed only then."""
+
+import os
+from pathlib import Path
+
+import stillframe
+from fix_mirror import options_used
+from fix_trainer import OurTrainer, checkpoints, differences, trainer
+
+
+def test_checkpoints_are_uploaded_with_a_marker_and_removed_only_then(tmp_path):
+    run = trainer(save_total_limit=1, max_steps=4)
+    run.mirror = f"file://{tmp_path}/store/run"
+    run.train()
+    stillframe.wait_all(timeout=60, mirrors=True)
+    there = Path("store/run")
+    assert sorted(os.listdir(there)) == ["checkpoint-2", "checkpoint-4"]
+    for each in there.iterdir():
+        (each / ".stillframe.json").unlink()
+    assert checkpoints() == ["checkpoint-4"]
+    assert differences("out/checkpoint-4", there / "checkpoint-4") == []
+    assert ".stillframe-mirror" not in os.listdir("out")
+
+
+def test_mirror_and_its_options_may_be_attributes_of_the_class(tmp_path, monkeypatch):
+    used = options_used(monkeypatch)
+
+    class Mirrored(OurTrainer):
+        mirror = f"file://{tmp_path}/store/"
+        storage_options = {"auto_mkdir": True}  # noqa: RUF012
+
+    trainer(Mirrored, max_steps=2).train()
+    stillframe.wait_all(timeout=60, mirrors=True)
+    assert os.listdir("store") == ["checkpoint-2"] and used == [Mirrored.storage_options]
