@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
 import itertools
 import json
@@ -104,7 +105,22 @@ def collect(directory: str) -> dict[str, Any]:
         "machine": _machine(),
         "engine": _engine(),
         "disk": _disk(directory),
+        "mirror": _mirror(directory),
     }
+
+
+def _mirror(directory: str) -> dict[str, Any] | None:
+    """Return what is still to be uploaded from the directory, or None."""
+    from stillframe._remote.backlog import backlog
+
+    try:
+        left = backlog(os.path.realpath(directory))
+    except OSError:
+        return None  # the disk's error says it
+    if left is None:
+        return None
+    oldest = datetime.datetime.fromtimestamp(left.oldest_s).astimezone()
+    return {**left._asdict(), "oldest": oldest.isoformat(timespec="seconds")}
 
 
 def _threads(machine: dict[str, Any]) -> str:
@@ -145,6 +161,11 @@ def lines(found: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"a save there: {disk['io_mode']} I/O")
         lines += [f"fallback: {each}" for each in disk["fallbacks"]] or ["fallbacks: none"]
+    if (left := found["mirror"]) is not None:
+        lines.append(
+            f"to be uploaded: {left['uploads']} ({decimal(left['nbytes'])}), the oldest of"
+            f" {left['oldest']}, to {', '.join(left['prefixes'])}"
+        )
     return lines
 
 

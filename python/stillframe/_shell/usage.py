@@ -106,7 +106,8 @@ _COMMANDS = {
     "info": (
         "show versions, machine and disk, for a bug report",
         "Shows versions, machine, memory, disk, driver and pool, and the fallbacks of a save into"
-        " DIR: a megabyte, which is removed again.",
+        " DIR: a megabyte, which is removed again. Shows what is still to be uploaded from DIR to a"
+        " mirror.",
         "Exit status: 0 shown; 2 a save into DIR fails; the reason is shown.",
         _info,
     ),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import warnings
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import torch.distributed.checkpoint
 from _stillframe_command import INTERRUPTED, NO_READER, UNUSABLE, main
 from fix_processes import run_python
 from stillframe._base import bar
+from stillframe._remote import journal
 from stillframe._shell import info, verify
 
 COMMANDS = ["verify", "inspect", "latest", "bench", "info", "completion"]
@@ -266,6 +269,29 @@ def test_info_of_a_directory_that_cannot_be_written_to_says_why(tmp_path, capsys
     output = capsys.readouterr().out
     assert "a save there fails: FileNotFoundError" in output
     assert "torch: " in output
+
+
+def test_info_shows_what_is_still_to_be_uploaded(tmp_path, capsys):
+    (tmp_path / "a.pt").write_bytes(bytes(1500))
+    for name, url in (("a.pt", "s3://bucket/run/"), ("gone.pt", "gs://other/")):
+        journal.add_due(journal.Entry(str(tmp_path), name, url, name), durable=False)
+    assert main(["info", str(tmp_path)]) == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if "uploaded" in each]
+    assert re.fullmatch(
+        r"to be uploaded: 2 \(1\.5 kB\), the oldest of \d{4}-\d\d-\d\dT[\d:+-]+,"
+        r" to gs://other/, s3://bucket/run/",
+        line,
+    )
+    assert main(["info", "--json", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)["mirror"]
+    assert (found["uploads"], found["nbytes"]) == (2, 1500)
+    assert found["prefixes"] == ["gs://other/", "s3://bucket/run/"]
+    assert datetime.fromisoformat(found["oldest"]).timestamp() == int(found["oldest_s"])
+
+
+def test_info_of_a_directory_without_a_mirror_shows_none(tmp_path, capsys):
+    assert main(["info", "--json", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["mirror"] is None
 
 
 def test_info_shows_the_fallbacks_of_a_save():
