@@ -437,7 +437,7 @@ def test_only_the_wanted_items_are_fetched(server):
 
 
 def test_items_without_room_are_fetched_again(server, monkeypatch):
-    monkeypatch.setattr(fetch.budget, "look", lambda held: Budget(0, 0))
+    monkeypatch.setattr(fetch.budget, "measure", lambda held: Budget(0, 0))
     wanted = state(1, 50)
     save(wanted, server.url("c"))
     server.requests.clear()
@@ -486,7 +486,7 @@ def test_file_that_is_replaced_during_the_load_is_an_error(memory, monkeypatch, 
 
 @pytest.mark.parametrize("room", [1 << 30, 0])
 def test_damaged_item_changes_no_state(memory, room, monkeypatch):
-    monkeypatch.setattr(fetch.budget, "look", lambda held: Budget(room, room))
+    monkeypatch.setattr(fetch.budget, "measure", lambda held: Budget(room, room))
     monkeypatch.setattr(fetch, "_STRETCH_BYTES", 1)
     save(state(1, 3))
     (name,) = memory.glob("/bkt/c/*.distcp")

@@ -227,5 +227,5 @@ def copies_in_memory(way: str) -> int:
 
 
 def quiet() -> None:
-    """LogEntry off expected warnings of torch and Lightning."""
+    """Turn off expected warnings of torch and Lightning."""
     warnings.simplefilter("ignore")

@@ -48,7 +48,7 @@
 #include "sfr/limits.h"
 #include "base/base.h"
 
-#define HEADER_PIECE (1u << 14) /* bytes read at a time without SFR_CHECK_BYTES */
+#define HEADER_CHUNK (1u << 14) /* bytes read at a time without SFR_CHECK_BYTES */
 #define DIR_PIECE (1u << 16)
 /* Average bytes a record from which on headers are far apart: twice the initial readahead. */
 #define SPARSE (1u << 16)
@@ -99,7 +99,7 @@ static int make_windows(struct sfr_check *c)
 {
 	const bool bytes = (c->flags & SFR_CHECK_BYTES) != 0;
 	const uint64_t len = c->result.nbytes;
-	const size_t piece = bytes ? (size_t)sfr_limits.check_chunk_bytes : HEADER_PIECE;
+	const size_t chunk_bytes = bytes ? (size_t)sfr_limits.check_chunk_bytes : HEADER_CHUNK;
 	enum sfr__way way = SFR__WAY_CACHE;
 	size_t cap;
 	int rc;
@@ -110,11 +110,11 @@ static int make_windows(struct sfr_check *c)
 			      len < WINDOW ? (size_t)len : WINDOW, DIR_PIECE);
 	if (rc != 0)
 		return rc;
-	cap = piece > WINDOW ? piece : WINDOW;
+	cap = chunk_bytes > WINDOW ? chunk_bytes : WINDOW;
 	if (is_long(c) && (c->flags & SFR_CHECK_DIRECT) != 0)
 		way = SFR__WAY_DISK;
 	return sfr__window_init(&c->body, c->fd, c->base, way, len < cap ? (size_t)len : cap,
-				piece);
+				chunk_bytes);
 }
 
 /* Finds the end of the archive. Few bytes may follow its end record. */
@@ -333,18 +333,18 @@ uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len
 	uint64_t it = 0, central;
 
 	if (len > sizeof(name) - c->prefix_len)
-		return c->places.nr;
+		return c->listing.nr;
 	memcpy(name, c->prefix, c->prefix_len);
 	memcpy(name + c->prefix_len, bare, len);
 	len += c->prefix_len;
 	while (sfr__names_find(&c->names, name, len, &it, &central)) {
-		uint64_t index = sfr__places_at(&c->places, central);
+		uint64_t index = sfr__listing_at(&c->listing, central);
 
-		if (index < c->places.nr && c->places.v[index].name_len == len &&
-		    memcmp(c->places.names + c->places.v[index].name_at, name, len) == 0)
+		if (index < c->listing.nr && c->listing.v[index].name_len == len &&
+		    memcmp(c->listing.names + c->listing.v[index].name_at, name, len) == 0)
 			return index;
 	}
-	return c->places.nr;
+	return c->listing.nr;
 }
 
 /* ---- public ------------------------------------------------------------------ */
@@ -423,7 +423,7 @@ void sfr_check_free(struct sfr_check *check)
 	sfr_sys.free(check->bad);
 	end_sums(check);
 	sfr__names_fini(&check->names);
-	sfr__places_fini(&check->places);
+	sfr__listing_fini(&check->listing);
 	sfr__window_fini(&check->dir);
 	sfr__window_fini(&check->body);
 	sfr_sys.free(check);

@@ -23,7 +23,7 @@ static uint64_t hash_name(const unsigned char *name, size_t len)
 	return hash;
 }
 
-int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t len, uint64_t place)
+int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t len, uint64_t offset)
 {
 	if (names->nr == names->cap) {
 		uint64_t cap = names->cap == 0 ? 256 : 2 * names->cap;
@@ -35,13 +35,13 @@ int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t l
 		names->cap = cap;
 	}
 	names->v[names->nr].hash = hash_name(name, len);
-	names->v[names->nr++].place = place;
+	names->v[names->nr++].offset = offset;
 	return 0;
 }
 
 static bool less(const struct sfr__named *a, const struct sfr__named *b)
 {
-	return a->hash != b->hash ? a->hash < b->hash : a->place < b->place;
+	return a->hash != b->hash ? a->hash < b->hash : a->offset < b->offset;
 }
 
 /* Moves one element down from a hole at `at` to its position in the heap [0, end). */
@@ -90,22 +90,22 @@ bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *
 	while (++*it < names->nr) {
 		if (names->v[*it].hash != names->v[*it - 1].hash)
 			continue;
-		*first = names->v[*it - 1].place;
-		*second = names->v[*it].place;
+		*first = names->v[*it - 1].offset;
+		*second = names->v[*it].offset;
 		return true;
 	}
 	return false;
 }
 
 bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *it,
-		     uint64_t *place)
+		     uint64_t *offset)
 {
 	const uint64_t hash = hash_name((const unsigned char *)name, len);
 	uint64_t from = sfr__lower_bound(i, *it, names->nr, names->v[i].hash < hash);
 
 	if (from == names->nr || names->v[from].hash != hash)
 		return false;
-	*place = names->v[from].place;
+	*offset = names->v[from].offset;
 	*it = from + 1;
 	return true;
 }

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 struct sfr__named {
-	uint64_t hash, place;
+	uint64_t hash, offset;
 };
 
 struct sfr__names { /* a zeroed one is an empty list */
@@ -17,8 +17,9 @@ struct sfr__names { /* a zeroed one is an empty list */
 	bool sorting;
 };
 
-/* `place` is the offset at which the caller finds the name again. -ENOMEM. */
-int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t len, uint64_t place);
+/* `offset` is the offset at which the caller finds the name again. -ENOMEM. */
+int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t len,
+		   uint64_t offset);
 /* Sorts by at most `moves` short moves, once all names are added. Returns whether the sort is done;
  * then sfr__names_suspect may be called. */
 bool sfr__names_sort(struct sfr__names *names, uint64_t moves);
@@ -29,7 +30,7 @@ bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *
 /* Returns the offset of the first name with the hash of `name`, at or after *it, which starts as 0
  * and moves on. False if there is none. Only after the sort. */
 bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *it,
-		     uint64_t *place);
+		     uint64_t *offset);
 void sfr__names_fini(struct sfr__names *names);
 
 #endif

@@ -3,7 +3,7 @@
  *
  *     directory record --> local header --> [data, chunk by chunk] --> descriptor --> next
  *       read_central        read_local         record_bytes            read_desc
- *                      or  place_by_directory, and nothing else, with SFR_CHECK_DIRECTORY
+ *                      or  find_end_by_directory, and nothing else, with SFR_CHECK_DIRECTORY
  *
  * The directory is read through one window, the data part of the file through another. `wrong`
  * receives the first damage found in this record, which ends its check and puts it on the list of
@@ -97,7 +97,7 @@ static bool is_out_of_order(const struct sfr_check *c)
 
 /* Checks that the record has room where the directory says it is. Its local header may be longer
  * than the directory shows. Room for all but the name is certain (sfr__unzip_central_extra). */
-static void place_by_directory(struct sfr_check *c, const char **wrong)
+static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 {
 	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL + c->rec.clen;
 
@@ -176,7 +176,7 @@ static int read_record(struct sfr_check *c)
 	int rc = read_central(c, &wrong);
 
 	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && !headers)
-		place_by_directory(c, &wrong);
+		find_end_by_directory(c, &wrong);
 	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && headers)
 		rc = read_local(c, &wrong);
 	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL &&
@@ -194,8 +194,8 @@ static int read_record(struct sfr_check *c)
 	if (wrong != NULL)
 		return sfr__check_bad_record(c, wrong);
 	if ((c->flags & SFR_CHECK_KEEP) != 0) {
-		c->places.prefix_len = c->prefix_len;
-		rc = sfr__places_add(&c->places, &c->rec, c->name, central);
+		c->listing.prefix_len = c->prefix_len;
+		rc = sfr__listing_add(&c->listing, &c->rec, c->name, central);
 		if (rc != 0)
 			return rc;
 	}

@@ -33,11 +33,11 @@ struct sfr_check {
 	uint64_t body_pos; /* the file is checked up to this offset */
 	uint64_t done_pos; /* the source was told so, up to this one */
 	bool has_pickle, has_version;
-	struct sfr__names names;    /* a place is the offset of the directory record */
-	struct sfr__listing places; /* filled with SFR_CHECK_KEEP */
-	uint64_t names_at;          /* how far the names were compared */
-	unsigned nr_alike;          /* pairs of different names with the same hash */
-	bool os_error;              /* `code` is an error of the operating system about the file */
+	struct sfr__names names;     /* each offset is that of a directory record */
+	struct sfr__listing listing; /* filled with SFR_CHECK_KEEP */
+	uint64_t names_at;           /* how far the names were compared */
+	unsigned nr_alike;           /* pairs of different names with the same hash */
+	bool os_error;               /* `code` is an error of the operating system about the file */
 	/* sums.c; NULL before and after */
 	struct sfr_check *directory;
 	struct sfr_reader *reader;
@@ -66,7 +66,7 @@ int sfr__check_unreadable(struct sfr_check *c, int rc);
 int sfr__check_bad_record(struct sfr_check *c, const char *reason);
 
 /* Returns the index of the kept record of this name, given without the archive's directory, or
- * places.nr. Only when the check is done. */
+ * listing.nr. Only when the check is done. */
 uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len);
 
 /* ---- records.c: two of the steps ---- */

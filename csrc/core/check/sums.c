@@ -20,7 +20,7 @@
 int sfr__check_start_sums(struct sfr_check *c)
 {
 	const struct sfr__reader_spec spec = {
-		.places = &c->directory->places,
+		.listing = &c->directory->listing,
 		.fd = c->fd,
 		.base = c->base,
 		.end = c->end.dir_off,
@@ -29,20 +29,20 @@ int sfr__check_start_sums(struct sfr_check *c)
 	};
 	int rc = sfr__reader_new(&spec, &c->reader);
 
-	return rc == 0 ? sfr_reader_go(c->reader, spec.places->nr) : rc;
+	return rc == 0 ? sfr_reader_go(c->reader, spec.listing->nr) : rc;
 }
 
 /* Takes the verdict on every record from the reader. */
 static int conclude(struct sfr_check *c)
 {
-	const struct sfr__listing *places = &c->directory->places;
+	const struct sfr__listing *listing = &c->directory->listing;
 	struct sfr_check_result *r = &c->result;
 
 	*r = c->directory->result;
 	r->headers = true;
 	r->nr_unchecked = 0;
-	for (uint64_t i = 0; i < places->nr; i++) {
-		const struct sfr__listed *place = &places->v[i];
+	for (uint64_t i = 0; i < listing->nr; i++) {
+		const struct sfr__listed *listed = &listing->v[i];
 		bool unchecked;
 		const char *wrong = sfr__reader_damage(c->reader, i, &unchecked);
 		int rc = 0;
@@ -51,8 +51,8 @@ static int conclude(struct sfr_check *c)
 			r->nr_unchecked++;
 		if (wrong == NULL)
 			continue;
-		c->rec.name_len = place->name_len;
-		memcpy(c->name, places->names + place->name_at, place->name_len);
+		c->rec.name_len = listed->name_len;
+		memcpy(c->name, listing->names + listed->name_at, listed->name_len);
 		rc = sfr__check_bad_record(c, wrong);
 		if (rc != 0)
 			return rc;
@@ -65,8 +65,8 @@ static int conclude(struct sfr_check *c)
 
 int sfr__check_sums(struct sfr_check *c)
 {
-	int rc =
-		sfr_reader_wait(c->reader, c->directory->places.nr, sfr__time_left(c->deadline_ns));
+	int rc = sfr_reader_wait(c->reader, c->directory->listing.nr,
+				 sfr__time_left(c->deadline_ns));
 
 	if (rc == 0)
 		return conclude(c);

@@ -18,7 +18,7 @@
  * any time: a chunk that is read again is fetched again. A pinned chunk stays.
  *
  * A check or a restore knows only the descriptor, by which a source finds the file here. One lock
- * guards all files of the process: there are few, and it is taken once or twice a piece. Bytes are
+ * guards all files of the process: there are few, and it is taken once or twice a chunk. Bytes are
  * copied and given back without it. arriving.c is the side of those who read, this file that of
  * those who fetch. */
 #include <errno.h>

@@ -8,7 +8,7 @@
  *     header   30 bytes, name, a zip64 field if there must be one, at least 4 bytes of padding
  *
  * and the archive names that alignment (64 if it does not: an older torch). So the offset is
- * computed, and compared with the header when that has been read with the rest (piece.c). An
+ * computed, and compared with the header when that has been read with the rest (chunk.c). An
  * archive that another program has packed again fails there at the first record, and is then read
  * by torch.load, and checked front to back.
  *
@@ -69,11 +69,11 @@ static int64_t header_at(const struct sfr_reader *r, const struct sfr__listed *p
 /* Returns the record of this name, without the archive's directory; r->nr if there is none. */
 static uint64_t find(const struct sfr_reader *r, const char *bare)
 {
-	const size_t len = strlen(bare), prefix_len = r->list->prefix_len;
+	const size_t len = strlen(bare), prefix_len = r->listing->prefix_len;
 
 	for (uint64_t i = 0; i < r->nr; i++)
-		if (r->places[i].name_len == prefix_len + len &&
-		    memcmp(r->list->names + r->places[i].name_at + prefix_len, bare, len) == 0)
+		if (r->listed[i].name_len == prefix_len + len &&
+		    memcmp(r->listing->names + r->listed[i].name_at + prefix_len, bare, len) == 0)
 			return i;
 	return r->nr;
 }
@@ -82,7 +82,7 @@ static uint64_t find(const struct sfr_reader *r, const char *bare)
 static int64_t find_align(const struct sfr_reader *r)
 {
 	const uint64_t index = find(r, ".storage_alignment");
-	const struct sfr__listed *p = &r->places[index];
+	const struct sfr__listed *p = &r->listed[index];
 	char digits[8] = "";
 	long align;
 	int64_t at;
@@ -106,7 +106,7 @@ static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *
 {
 	*writer = TORCH;
 	for (uint64_t i = 0; i < r->nr; i++) {
-		const struct sfr__listed *p = &r->places[i];
+		const struct sfr__listed *p = &r->listed[i];
 		int64_t at;
 
 		if (data_off(p, align, TORCH) == data_off(p, align, STILLFRAME))
@@ -126,7 +126,7 @@ static int plan_bare(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {
 		struct sfr__reader_record *t = &r->records[i];
-		const struct sfr__listed *p = &r->places[i];
+		const struct sfr__listed *p = &r->listed[i];
 		const uint64_t limit = sfr__reader_limit(r, i);
 
 		if (p->hdr_off > limit || p->len > limit - p->hdr_off)
@@ -143,7 +143,7 @@ static int plan_bare(struct sfr_reader *r)
 
 static int plan_archive(struct sfr_reader *r)
 {
-	const int64_t align = find_align(r), last = header_at(r, &r->places[r->nr - 1]);
+	const int64_t align = find_align(r), last = header_at(r, &r->listed[r->nr - 1]);
 	enum writer writer;
 	int rc;
 
@@ -154,7 +154,7 @@ static int plan_archive(struct sfr_reader *r)
 		return rc;
 	for (uint64_t i = 0; i < r->nr; i++) {
 		struct sfr__reader_record *t = &r->records[i];
-		const struct sfr__listed *p = &r->places[i];
+		const struct sfr__listed *p = &r->listed[i];
 		const uint64_t limit = sfr__reader_limit(r, i);
 
 		t->data_off = i + 1 < r->nr ? data_off(p, (uint64_t)align, writer) : (uint64_t)last;

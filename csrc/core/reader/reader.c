@@ -1,25 +1,25 @@
-/* Reads the records of an archive on threads, in pieces, and hands the bytes to a client.
+/* Reads the records of an archive on threads, in chunks, and hands the bytes to a client.
  *
- * A disk is fastest when read front to back, in large pieces, several at a time. A loader needs its
+ * A disk is fastest when read front to back, in large chunks, several at a time. A loader needs its
  * tensors in the order of the pickle, one by one. So threads read the file in its own order, ahead
  * of the loader:
  *
- *   the file    | piece | piece | piece | piece | piece | ...   1 MiB each; a thread takes the next
+ *   the file    | chunk | chunk | chunk | chunk | chunk | ...   1 MiB each; a thread takes the next
  *                   |       |
  *                   v       v              into the thread's buffer, in a core's own cache, and
  *   the client  | record 0 | record 1 | record 2 | ...            from there to the client
  *
  * There are two clients. A check keeps nothing: the reader only computes CRCs. A restore copies the
- * bytes to tensors, or has a device copy them. The pieces are not read directly into a tensor's
+ * bytes to tensors, or has a device copy them. The chunks are not read directly into a tensor's
  * memory. That comes from torch, so that it can be resized and freed like any other, and is not
  * aligned to the file's sectors. The copy costs a twentieth of the disk's time, and is made while
  * other threads wait for the disk.
  *
  * A thread:
  *
- *     WAIT --a piece may be read--> READ --all of it--> PUT --> WAIT      reader.c, source.c,
- *       |                            |                   |                piece.c
- *       +--stop, or no piece left----+--failure----------+--> END
+ *     WAIT --a chunk may be read--> READ --all of it--> PUT --> WAIT      reader.c, source.c,
+ *       |                            |                   |                chunk.c
+ *       +--stop, or no chunk left----+--failure----------+--> END
  *
  * Who owns a buffer, when the client lends them (a device reads from it after the put):
  *
@@ -34,8 +34,8 @@
  * With SFR__READER_LIST damage to one record is kept with it, the record is GOOD, and the reading
  * goes on.
  *
- * The caller says up to which record the client is ready (`upto`); threads stop at the first piece
- * that has bytes of a later record. A piece belongs to all records in it, so the client must be
+ * The caller says up to which record the client is ready (`upto`); threads stop at the first chunk
+ * that has bytes of a later record. A chunk belongs to all records in it, so the client must be
  * ready for more than the record that is wanted (sfr_reader_reach). A wait that only the caller
  * could end is refused. The caller waits for single records and uses none before it is GOOD, so no
  * code ever sees unchecked bytes. */
@@ -46,14 +46,14 @@
 
 /* ---- the threads ------------------------------------------------------------ */
 
-struct piece {
+struct chunk {
 	uint64_t off, first, last;
-	uint64_t ready; /* the bytes before it may be read, after this piece */
+	uint64_t ready; /* the bytes before it may be read, after this chunk */
 	size_t len;
 };
 
-/* Finds the next piece with records in it. False at the end. */
-static bool find_piece_locked(struct sfr_reader *r, struct piece *piece)
+/* Finds the next chunk with records in it. False at the end. */
+static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 {
 	for (;;) {
 		uint64_t to;
@@ -62,23 +62,24 @@ static bool find_piece_locked(struct sfr_reader *r, struct piece *piece)
 			r->next_rec++;
 		if (r->next_rec == r->nr)
 			return false;
-		to = r->next_off + r->piece;
+		to = r->next_off + r->chunk_bytes;
 		if (to > r->end)
 			to = r->end;
 		/* Only a gap follows the record here. It may be made long by a hostile file, so it
 		 * is skipped. */
 		if (sfr__reader_data_end(r, r->next_rec) + SFR__UNZIP_DESC <= r->next_off &&
 		    sfr__reader_limit(r, r->next_rec) >= to) {
-			r->next_off = sfr__reader_limit(r, r->next_rec) / r->piece * r->piece;
+			r->next_off =
+				sfr__reader_limit(r, r->next_rec) / r->chunk_bytes * r->chunk_bytes;
 			if (r->next_off < to)
 				r->next_off = to;
 			continue;
 		}
-		piece->off = r->next_off;
-		piece->len = (size_t)(to - r->next_off);
-		piece->first = piece->last = r->next_rec;
-		while (piece->last < r->nr && r->places[piece->last].hdr_off < to)
-			piece->last++;
+		chunk->off = r->next_off;
+		chunk->len = (size_t)(to - r->next_off);
+		chunk->first = chunk->last = r->next_rec;
+		while (chunk->last < r->nr && r->listed[chunk->last].hdr_off < to)
+			chunk->last++;
 		return true;
 	}
 }
@@ -100,16 +101,16 @@ static void finish_all(struct sfr__reader_thread *thread)
 		finish(thread->r, &thread->buffers[(thread->turn + i) % thread->r->nr_buffers]);
 }
 
-/* Waits until the next piece may be read, and takes it. Before a wait that may be long, counts what
+/* Waits until the next chunk may be read, and takes it. Before a wait that may be long, counts what
  * the client has finished with. */
-static bool take_piece(struct sfr__reader_thread *thread, struct piece *piece)
+static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
 	bool found, counted = false;
 
 	sfr__lock(&r->mu);
-	while ((found = !r->stop && find_piece_locked(r, piece)) &&
-	       (piece->last > r->upto || piece->off >= r->until)) {
+	while ((found = !r->stop && find_chunk_locked(r, chunk)) &&
+	       (chunk->last > r->upto || chunk->off >= r->until)) {
 		if (counted) {
 			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* always 0 */
 			continue;
@@ -120,26 +121,26 @@ static bool take_piece(struct sfr__reader_thread *thread, struct piece *piece)
 		sfr__lock(&r->mu);
 	}
 	if (found) {
-		r->next_off = piece->off + piece->len;
-		piece->ready = r->upto < r->nr ? r->places[r->upto].hdr_off : r->end;
-		if (piece->ready > r->until)
-			piece->ready = r->until;
+		r->next_off = chunk->off + chunk->len;
+		chunk->ready = r->upto < r->nr ? r->listed[r->upto].hdr_off : r->end;
+		if (chunk->ready > r->until)
+			chunk->ready = r->until;
 	}
 	sfr__unlock(&r->mu);
 	return found;
 }
 
-/* Returns the record whose bytes are at the beginning of the piece. */
-static uint64_t whose(const struct sfr_reader *r, const struct piece *piece)
+/* Returns the record whose bytes are at the beginning of the chunk. */
+static uint64_t whose(const struct sfr_reader *r, const struct chunk *chunk)
 {
-	uint64_t i = piece->first;
+	uint64_t i = chunk->first;
 
-	while (i + 1 < piece->last && sfr__reader_limit(r, i) <= piece->off)
+	while (i + 1 < chunk->last && sfr__reader_limit(r, i) <= chunk->off)
 		i++;
 	return i;
 }
 
-static bool read_piece(struct sfr__reader_thread *thread, const struct piece *piece)
+static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
 	struct sfr__buffer *buffer = &thread->buffers[thread->turn];
@@ -149,33 +150,33 @@ static bool read_piece(struct sfr__reader_thread *thread, const struct piece *pi
 	thread->turn = (thread->turn + 1) % r->nr_buffers;
 	if (buffer->mem == NULL)
 		return false; /* the client has failed */
-	sfr__source_ahead(&r->source, piece->off, piece->ready);
+	sfr__source_ahead(&r->source, chunk->off, chunk->ready);
 	do
-		rc = sfr__source_read(&r->source, buffer->mem, piece->len, piece->off);
+		rc = sfr__source_read(&r->source, buffer->mem, chunk->len, chunk->off);
 	while (sfr__reader_again(r, rc));
 	if (rc == SFR_EAGAIN)
 		return false;
 	if (rc != 0) {
-		sfr__reader_fail(r, rc, whose(r, piece), piece->off,
+		sfr__reader_fail(r, rc, whose(r, chunk), chunk->off,
 				 rc == SFR_ECORRUPT ? SFR__READER_SHORTER : NULL);
 		return false;
 	}
-	sfr__reader_read_chunk(thread, buffer, piece->off, piece->len, piece->first, piece->last);
+	sfr__reader_read_chunk(thread, buffer, chunk->off, chunk->len, chunk->first, chunk->last);
 	if (r->nr_buffers > 1 && r->client->sent(r->self, buffer) < 0)
 		buffer->nr_parts = 0;
 	sfr__lock(&r->mu);
-	r->done += piece->len;
+	r->done += chunk->len;
 	sfr__unlock(&r->mu);
-	sfr__source_done(&r->source, piece->off, piece->len);
+	sfr__source_done(&r->source, chunk->off, chunk->len);
 	return true;
 }
 
 static void *reader_main(void *arg)
 {
 	struct sfr__reader_thread *thread = arg;
-	struct piece piece;
+	struct chunk chunk;
 
-	while (take_piece(thread, &piece) && read_piece(thread, &piece))
+	while (take_chunk(thread, &chunk) && read_chunk(thread, &chunk))
 		;
 	finish_all(thread);
 	return NULL;
@@ -201,7 +202,7 @@ static int give_memory(struct sfr__reader_thread *thread)
 {
 	const struct sfr_reader *r = thread->r;
 	const bool lent = r->nr_buffers > 1;
-	const size_t own = lent ? 0 : r->piece;
+	const size_t own = lent ? 0 : r->chunk_bytes;
 	char *mem = sfr_sys.malloc(own + SFR__READER_HEADER_MAX + SFR_PAGE);
 
 	thread->mem = mem;
@@ -210,7 +211,7 @@ static int give_memory(struct sfr__reader_thread *thread)
 	mem += (SFR_PAGE - (uintptr_t)mem % SFR_PAGE) % SFR_PAGE;
 	thread->scratch = mem + own;
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
-		thread->buffers[i].mem = lent ? r->client->lend(r->self, r->piece) : mem;
+		thread->buffers[i].mem = lent ? r->client->lend(r->self, r->chunk_bytes) : mem;
 		if (thread->buffers[i].mem == NULL)
 			return -ENOMEM;
 	}
@@ -244,23 +245,23 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	int rc = sfr_fork_init();
 
 	*out = NULL;
-	if (rc == 0 && (spec->places->incomplete || spec->places->nr == 0))
+	if (rc == 0 && (spec->listing->incomplete || spec->listing->nr == 0))
 		rc = -EOPNOTSUPP;
 	if (rc < 0)
 		return rc;
 	r = sfr_sys.calloc(1, sizeof(*r));
 	if (r == NULL)
 		return -ENOMEM;
-	r->list = spec->places;
-	r->places = spec->places->v;
-	r->nr = r->awaited = spec->places->nr;
+	r->listing = spec->listing;
+	r->listed = spec->listing->v;
+	r->nr = r->awaited = spec->listing->nr;
 	r->end = spec->end;
 	r->flags = spec->flags;
 	r->client = spec->client;
 	r->self = spec->self;
 	r->nr_buffers = 1;
 	r->until = UINT64_MAX;
-	r->piece = (size_t)sfr_limits.reader_chunk_bytes;
+	r->chunk_bytes = (size_t)sfr_limits.reader_chunk_bytes;
 	r->fork_generation = sfr_fork_generation();
 	sfr__mutex_init(&r->mu, SFR__LOCK_READER);
 	(void)sfr__cond_init(&r->work);
@@ -275,30 +276,30 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	return rc;
 }
 
-/* Returns the end of the last piece that a record needs. Its descriptor's first byte is there. */
-static uint64_t end_of_pieces(const struct sfr_reader *r, uint64_t index)
+/* Returns the end of the last chunk that a record needs. Its descriptor's first byte is there. */
+static uint64_t end_of_chunks(const struct sfr_reader *r, uint64_t index)
 {
-	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->piece);
+	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->chunk_bytes);
 }
 
 uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index)
 {
-	const uint64_t to = end_of_pieces(r, index);
+	const uint64_t to = end_of_chunks(r, index);
 
-	return sfr__lower_bound(i, index + 1, r->nr, r->places[i].hdr_off < to);
+	return sfr__lower_bound(i, index + 1, r->nr, r->listed[i].hdr_off < to);
 }
 
 void sfr_reader_until(struct sfr_reader *r, uint64_t index)
 {
 	sfr__lock(&r->mu);
-	r->until = end_of_pieces(r, index);
+	r->until = end_of_chunks(r, index);
 	(void)pthread_cond_broadcast(&r->work);
 	sfr__unlock(&r->mu);
 }
 
 int sfr_reader_go(struct sfr_reader *r, uint64_t upto)
 {
-	const uint64_t nr_pieces = r->end / r->piece + 1;
+	const uint64_t nr_chunks = r->end / r->chunk_bytes + 1;
 	int rc = 0;
 
 	if (r->fork_generation != sfr_fork_generation())
@@ -312,7 +313,7 @@ int sfr_reader_go(struct sfr_reader *r, uint64_t upto)
 		return 0;
 	if (r->client != NULL && r->client->lend != NULL)
 		r->nr_buffers = SFR__READER_BUFFERS;
-	while (r->nr_threads < SFR__READER_THREADS && r->nr_threads < nr_pieces && rc == 0)
+	while (r->nr_threads < SFR__READER_THREADS && r->nr_threads < nr_chunks && rc == 0)
 		rc = start_thread(r);
 	return r->nr_threads == 0 ? rc : 0; /* fewer threads are only slower */
 }
@@ -328,7 +329,7 @@ static bool is_within_reach_locked(const struct sfr_reader *r, uint64_t index)
 {
 	if (index == r->nr)
 		return r->upto == r->nr && r->until >= r->end;
-	return sfr_reader_reach(r, index) <= r->upto && end_of_pieces(r, index) <= r->until;
+	return sfr_reader_reach(r, index) <= r->upto && end_of_chunks(r, index) <= r->until;
 }
 
 int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
@@ -368,7 +369,7 @@ const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool 
 {
 	const struct sfr__reader_record *record = &r->records[index];
 
-	*unchecked = record->wrong == NULL && record->crc != r->places[index].crc;
+	*unchecked = record->wrong == NULL && record->crc != r->listed[index].crc;
 	return record->wrong;
 }
 

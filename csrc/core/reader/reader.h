@@ -15,7 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "reader/places.h"
+#include "reader/listing.h"
 #include "reader/source.h"
 
 #define SFR__READER_CHUNK_MAX (1u << 20) /* fits a core's own cache; sfr_limits may ask for less */
@@ -36,7 +36,7 @@ struct sfr__part {
 	uint32_t crc;
 };
 
-/* Memory that one piece is read into. */
+/* Memory that one chunk is read into. */
 struct sfr__buffer {
 	char *mem;       /* page aligned; NULL: the client could not give it back */
 	unsigned number; /* below SFR__READER_THREADS * SFR__READER_BUFFERS */
@@ -58,16 +58,16 @@ struct sfr__reader_client {
 	 * SFR__READER_LATER. They must be set before the first sfr_reader_go. */
 	char *(*lend)(void *self, size_t len);
 	void (*take_back)(void *self, struct sfr__buffer *buffer);
-	/* All bytes of a piece have been put. 0 or -1. */
+	/* All bytes of a chunk have been put. 0 or -1. */
 	int (*sent)(void *self, struct sfr__buffer *buffer);
 	/* Waits until the client needs the buffer no longer. 0 or -1. */
 	int (*finish)(void *self, struct sfr__buffer *buffer);
 };
 
 struct sfr__reader_spec {
-	const struct sfr__listing *places; /* stay the caller's, and constant */
-	int fd;                            /* stays the caller's and must stay open */
-	uint64_t base, end;                /* as for a source; end of the records' bytes */
+	const struct sfr__listing *listing; /* stay the caller's, and constant */
+	int fd;                             /* stays the caller's and must stay open */
+	uint64_t base, end;                 /* as for a source; end of the records' bytes */
 	enum sfr__way way;
 	unsigned flags;
 	const struct sfr__reader_client *client; /* NULL: the bytes are only checked */
@@ -90,7 +90,7 @@ struct sfr_reader_failure {
  * needs are still on their way, so call again. */
 int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out);
 /* Returns how many records may have to be read before this one is read completely: all up to it,
- * and those that share the piece with its last bytes. */
+ * and those that share the chunk with its last bytes. */
 uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index);
 /* Allows the first `upto` records to be read. A lower number than before has no effect. The first
  * call starts the threads. -ENOMEM, -errno: none could be started. SFR_EFORK. */

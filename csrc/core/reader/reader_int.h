@@ -1,4 +1,4 @@
-/* The state of a reader, shared by reader.c, plan.c and piece.c. */
+/* The state of a reader, shared by reader.c, plan.c and chunk.c. */
 #ifndef SFR_READER_INT_H
 #define SFR_READER_INT_H
 
@@ -25,7 +25,7 @@ struct sfr__reader_thread {
 	struct sfr_reader *r;
 	pthread_t id;
 	char *mem; /* the only buffer, unless the client lends them, and the scratch memory */
-	/* SFR__READER_HEADER_MAX bytes, for headers that cross the end of a piece */
+	/* SFR__READER_HEADER_MAX bytes, for headers that cross the end of a chunk */
 	char *scratch;
 	struct sfr__buffer buffers[SFR__READER_BUFFERS];
 	unsigned turn; /* index of the next buffer */
@@ -33,11 +33,11 @@ struct sfr__reader_thread {
 
 struct sfr_reader {
 	/* constant */
-	const struct sfr__listed *places;
-	const struct sfr__listing *list;
+	const struct sfr__listed *listed; /* the records of the listing */
+	const struct sfr__listing *listing;
 	uint64_t nr, end;           /* number of records; end of their bytes */
 	unsigned flags, nr_buffers; /* buffers of a thread */
-	size_t piece;               /* bytes read at a time */
+	size_t chunk_bytes;         /* bytes read at a time */
 	const struct sfr__reader_client *client;
 	void *self;
 	struct sfr__source source;
@@ -47,9 +47,9 @@ struct sfr_reader {
 	struct sfr__mutex mu; /* a leaf: no other lock is taken under it */
 	pthread_cond_t work, news;
 	/* guarded by mu */
-	uint64_t next_off, next_rec; /* the next piece, and a record at or before its first */
+	uint64_t next_off, next_rec; /* the next chunk, and a record at or before its first */
 	uint64_t upto;               /* records before it may be read */
-	uint64_t until;              /* and no piece from this offset on */
+	uint64_t until;              /* and no chunk from this offset on */
 	uint64_t nr_good, awaited;
 	uint64_t done; /* bytes read */
 	bool stop;
@@ -69,19 +69,19 @@ static inline bool sfr__reader_again(struct sfr_reader *r, int64_t rc)
 /* Returns the offset where record `i` must have ended: at the next one, or at the directory. */
 static inline uint64_t sfr__reader_limit(const struct sfr_reader *r, uint64_t i)
 {
-	return i + 1 < r->nr ? r->places[i + 1].hdr_off : r->end;
+	return i + 1 < r->nr ? r->listed[i + 1].hdr_off : r->end;
 }
 
 static inline uint64_t sfr__reader_data_end(const struct sfr_reader *r, uint64_t i)
 {
-	return r->records[i].data_off + r->places[i].len;
+	return r->records[i].data_off + r->listed[i].len;
 }
 
 /* plan.c: sets records[].data_off. 0, -EOPNOTSUPP, -EINVAL for bare records that overlap, or
  * -errno. */
 int sfr__reader_plan(struct sfr_reader *r);
 
-/* piece.c: checks [off, off + len) of the file, which is in the buffer, and hands out records
+/* chunk.c: checks [off, off + len) of the file, which is in the buffer, and hands out records
  * [first, last). */
 void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
 			    uint64_t off, size_t len, uint64_t first, uint64_t last);

@@ -36,7 +36,7 @@ void sfr__reader_got(struct sfr_reader *r, const struct sfr__part *part)
 {
 	static const char other_bytes[] = "its bytes do not match their CRC";
 	struct sfr__reader_record *record = &r->records[part->index];
-	const uint32_t crc = r->places[part->index].crc;
+	const uint32_t crc = r->listed[part->index].crc;
 	bool wrong;
 
 	sfr__lock(&r->mu);

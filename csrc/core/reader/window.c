@@ -15,9 +15,9 @@
 #include "base/base.h"
 
 int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
-		     size_t piece)
+		     size_t chunk_bytes)
 {
-	*w = (struct sfr__window){ .cap = cap, .piece = piece };
+	*w = (struct sfr__window){ .cap = cap, .chunk_bytes = chunk_bytes };
 	/* A read past the page cache may write to the rest of the last page. */
 	w->mem = sfr_sys.malloc((size_t)sfr__round_up(cap, SFR_PAGE) + SFR_PAGE);
 	if (w->mem == NULL)
@@ -40,7 +40,7 @@ int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t li
 {
 	if (off < w->off || off - w->off > w->len || len > w->len - (size_t)(off - w->off)) {
 		size_t lead = (size_t)(off % SFR_PAGE);
-		size_t want = lead + len > w->piece ? lead + len : w->piece;
+		size_t want = lead + len > w->chunk_bytes ? lead + len : w->chunk_bytes;
 		int rc;
 
 		if (off > limit || len > limit - off)

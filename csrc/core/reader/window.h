@@ -6,18 +6,18 @@
 
 struct sfr__window {
 	struct sfr__source source;
-	char *mem;         /* as allocated */
-	char *buf;         /* page-aligned address inside mem */
-	size_t cap, piece; /* `piece`: bytes to read if fewer are asked for */
-	uint64_t off;      /* offset of buf in the file, a multiple of SFR_PAGE */
+	char *mem;               /* as allocated */
+	char *buf;               /* page-aligned address inside mem */
+	size_t cap, chunk_bytes; /* `chunk_bytes`: bytes to read if fewer are asked for */
+	uint64_t off;            /* offset of buf in the file, a multiple of SFR_PAGE */
 	size_t len;
 };
 
 /* `fd`, `base` and `way` as for sfr__source_open. `cap` is the most that can be asked for plus a
- * page, or the file's length if that is less; it also bounds `piece`, the bytes read at a time.
+ * page, or the file's length if that is less; it also bounds `chunk_bytes`.
  * -ENOMEM. */
 int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
-		     size_t piece);
+		     size_t chunk_bytes);
 void sfr__window_fini(struct sfr__window *w); /* a zeroed one is allowed */
 /* Makes [off, off + len) of the file available, and points *out at it until the next call. *got, if
  * wanted, receives how much is available from off on, at least len. Nothing at or after `limit` is

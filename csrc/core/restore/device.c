@@ -4,12 +4,12 @@
  *   reader 1        read into C | send C | read into D | ...
  *   stream     E    copies from A   copies from C   copies from B ...
  *
- * A piece is read into memory that the driver has pinned, its CRCs are computed there, and its data
+ * A chunk is read into memory that the driver has pinned, its CRCs are computed there, and its data
  * are sent from there to their destinations. The processor copies nothing. The only host memory
  * needed is the readers' buffers (two of a MiB for each thread), however large the model is. A
  * reader continues with its other buffer meanwhile.
  *
- * Each buffer has a transfer (stage/transfer.h) to each device, for one piece at a time. The lanes
+ * Each buffer has a transfer (stage/transfer.h) to each device, for one chunk at a time. The lanes
  * are the restore's own, so it needs no engine and waits for no save. They wait for the caller's
  * stream (E), because torch may hand out memory that work on that stream still uses. Nothing waits
  * in the other direction: bytes of a record count only when their copies have completed, so a
@@ -74,7 +74,7 @@ bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64
 	const unsigned k = r->targets[index].device - 1;
 	struct sfr__transfer *tr = &r->flights[buffer->number].to[k];
 
-	if (sfr__transfer_is_over(tr)) { /* of the piece before */
+	if (sfr__transfer_is_over(tr)) { /* of the chunk before */
 		*tr = (struct sfr__transfer){ .ops = &ops };
 		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k],
 					 SFR__CUDA_IN); /* the lane exists, so this cannot fail */
@@ -132,7 +132,7 @@ static int finish(void *self, struct sfr__buffer *buffer)
 /* ---- for the caller ----------------------------------------------------------- */
 
 /* Returns the device's index, or nr_devices. */
-static unsigned find(const struct sfr_restore *r, uint32_t device)
+static unsigned find_device(const struct sfr_restore *r, uint32_t device)
 {
 	unsigned k = 0;
 
@@ -145,7 +145,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 		       size_t why_len)
 {
 	struct sfr__transfer tr = { .ops = &ops };
-	const unsigned k = find(r, number);
+	const unsigned k = find_device(r, number);
 	int rc;
 
 	if (r->fork_generation != sfr_fork_generation())
@@ -174,5 +174,5 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem)
 {
 	r->targets[index].mem = (char *)(uintptr_t)mem;
-	r->targets[index].device = find(r, device) + 1;
+	r->targets[index].device = find_device(r, device) + 1;
 }

@@ -58,7 +58,7 @@ static struct sfr_restore *new_restore(void)
 static int start(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
 {
 	struct sfr__reader_spec spec = {
-		.places = r->places,
+		.listing = r->listing,
 		.fd = fd,
 		.end = end,
 		.way = (flags & SFR_RESTORE_SHARED) != 0 ? SFR__WAY_CACHE : SFR__WAY_EITHER,
@@ -75,7 +75,7 @@ static int start(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
 
 	if (rc < 0)
 		return rc;
-	r->targets = sfr_sys.calloc(r->places->nr, sizeof(*r->targets));
+	r->targets = sfr_sys.calloc(r->listing->nr, sizeof(*r->targets));
 	return r->targets == NULL ? -ENOMEM : 0;
 }
 
@@ -91,7 +91,7 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 		return rc < 0 ? rc : -ENOMEM;
 	}
 	r->check = check;
-	r->places = &check->places;
+	r->listing = &check->listing;
 	rc = start(r, fd, check->end.dir_off, flags);
 	if (rc == SFR_EAGAIN)
 		r->check = NULL; /* it stays the caller's */
@@ -114,7 +114,7 @@ int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end,
 	r = new_restore();
 	if (r == NULL)
 		return -ENOMEM;
-	r->places = &r->bare;
+	r->listing = &r->bare;
 	r->bare.v = sfr_sys.calloc(nr, sizeof(*r->bare.v));
 	if (r->bare.v != NULL) {
 		r->bare.nr = nr;
@@ -133,25 +133,25 @@ int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end,
 
 uint64_t sfr_restore_nr(const struct sfr_restore *r)
 {
-	return r->places->nr;
+	return r->listing->nr;
 }
 
 uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index)
 {
-	return r->places->v[index].len;
+	return r->listing->v[index].len;
 }
 
 const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len)
 {
-	*len = r->places->v[index].name_len - r->places->prefix_len;
+	*len = r->listing->v[index].name_len - r->listing->prefix_len;
 	if (r->check == NULL)
 		return "";
-	return r->places->names + r->places->v[index].name_at + r->places->prefix_len;
+	return r->listing->names + r->listing->v[index].name_at + r->listing->prefix_len;
 }
 
 uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len)
 {
-	return r->check == NULL ? r->places->nr : sfr__check_find(r->check, name, len);
+	return r->check == NULL ? r->listing->nr : sfr__check_find(r->check, name, len);
 }
 
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem)
@@ -175,7 +175,7 @@ void sfr_restore_free(struct sfr_restore *r)
 		sfr__cuda_lanes_free(&r->lanes);
 	}
 	sfr_sys.free(r->targets);
-	sfr__places_fini(&r->bare);
+	sfr__listing_fini(&r->bare);
 	sfr_check_free(r->check);
 	sfr_sys.free(r);
 }

@@ -22,8 +22,8 @@ struct sfr__restore_flight {
 };
 
 struct sfr_restore {
-	struct sfr_check *check;           /* NULL for bare records */
-	const struct sfr__listing *places; /* the check's, or `bare` */
+	struct sfr_check *check;            /* NULL for bare records */
+	const struct sfr__listing *listing; /* the check's, or `bare` */
 	struct sfr__listing bare;
 	struct sfr_reader *reader;
 	struct sfr__reader_client client;

@@ -4,7 +4,7 @@
  * Waiting for an event that was never recorded silently does nothing. So the gate makes the lane
  * queue all remaining copies, waits on the host until S is recorded, and only then inserts the
  * wait. If no stream can wait for S, the host waits until the copies have completed. */
-#include "save/parts.h"
+#include "save/device_state.h"
 
 static bool is_open(const void *ticket)
 {
@@ -21,26 +21,26 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	if (t->staging.nr_parts == 0)
+	if (t->staging.nr_devices == 0)
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
 	if (sfr__under(&engine->mu, sfr__ticket_is_open_locked(t) &&
 					    (t->facts.copied || sfr__ticket_failing_locked(t))))
 		return 0; /* copied, or the save is failing */
-	for (uint32_t i = 0; i < t->staging.nr_parts; i++)
-		if (t->staging.parts[i].transfer.lane)
-			sfr__cuda_rush(t->staging.parts[i].transfer.lane, t->seq);
+	for (uint32_t i = 0; i < t->staging.nr_devices; i++)
+		if (t->staging.devices[i].transfer.lane)
+			sfr__cuda_rush(t->staging.devices[i].transfer.lane, t->seq);
 	sfr__lock(&engine->mu);
 	rc = sfr__host_wait_locked(&t->staging.deferred.copy, deadline, is_open, t);
 	failing = sfr__ticket_failing_locked(t);
 	sfr__unlock(&engine->mu);
 	if (rc < 0 || failing)
 		return rc;
-	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
-		struct sfr__cuda_part *part = &t->staging.parts[i];
+	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
+		struct sfr__device_state *dev = &t->staging.devices[i];
 
-		if (part->deferred &&
-		    !sfr__transfer_gate(&part->transfer,
-					sfr__stream_of(streams, nr_streams, part->device)))
+		if (dev->deferred &&
+		    !sfr__transfer_gate(&dev->transfer,
+					sfr__stream_of(streams, nr_streams, dev->device)))
 			on_host = true;
 	}
 	return on_host ? sfr__ticket_wait(t, SFR_WAIT_COPIED, deadline) : 0;

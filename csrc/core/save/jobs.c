@@ -31,11 +31,11 @@ int sfr__jobs_new(struct sfr_ticket *t)
 
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 {
-	static const uint32_t places[] = {
+	static const uint32_t numbers[] = {
 		[SFR__JOB_OPEN] = 0, [SFR__JOB_TAIL] = 1, [SFR__JOB_PLACE] = 2, [SFR__JOB_CLEAN] = 3
 	};
 
-	return &t->plan.jobs[t->plan.nr_blocks + places[kind]];
+	return &t->plan.jobs[t->plan.nr_blocks + numbers[kind]];
 }
 
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *extent,

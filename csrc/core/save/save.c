@@ -121,7 +121,7 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 	if (rc == 0)
 		rc = edges_new(t);
 	if (rc == 0)
-		rc = sfr__cuda_parts_new(t);
+		rc = sfr__device_states_new(t);
 	if (rc == 0 && (desc->flags & SFR_SAVE_CHECK_BYTES)) {
 		t->staging.sums = sfr_sys.calloc((size_t)t->plan.img.nr_entries * 2,
 						 sizeof(*t->staging.sums));
@@ -277,7 +277,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 		if (t->plan.img.extents[t->plan.img.nr_extents - 1].lane == SFR_CAPTURED) {
 			/* Nothing is deferred, so there is no verdict to wait for. */
 			t->facts.confirmed = true;
-			t->facts.copied = t->staging.nr_parts == 0 && !t->plan.in_place;
+			t->facts.copied = t->staging.nr_devices == 0 && !t->plan.in_place;
 		}
 		if (t->plan.in_place)
 			sfr__in_place_begin_locked(t);
@@ -292,15 +292,15 @@ int sfr_save_launch(struct sfr_ticket *t)
 void sfr_save_abandon(struct sfr_ticket *t)
 {
 	struct sfr_err err = { .index = -1 };
-	bool yes;
+	bool may_abandon;
 
 	if (sfr__ticket_foreign(t))
 		return;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
 	sfr__lock(&t->engine->mu);
-	yes = !t->facts.launched && !t->facts.abandoned &&
-	      (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
-	if (yes) {
+	may_abandon = !t->facts.launched && !t->facts.abandoned &&
+		      (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
+	if (may_abandon) {
 		t->facts.abandoned = true;
 		t->flight.in_call = false;
 		if (sfr__ticket_is_ordered(t))
@@ -309,6 +309,6 @@ void sfr_save_abandon(struct sfr_ticket *t)
 		sfr__ticket_step_locked(t);
 	}
 	sfr__unlock(&t->engine->mu);
-	if (yes)
+	if (may_abandon)
 		sfr__cuda_launch(t);
 }

@@ -25,13 +25,13 @@ int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const
 		       size_t len);
 
 /* ---- stage_device.c ---- */
-/* Makes a new ticket's device parts from its image. -ENOMEM. */
-int sfr__cuda_parts_new(struct sfr_ticket *t);
+/* Makes the device states of a new ticket from its image. -ENOMEM. */
+int sfr__device_states_new(struct sfr_ticket *t);
 /* Queues the copies of captured sources on devices, takes samples there, and makes the caller's
  * streams wait for both. SFR_EAGAIN and SFR_EEXHAUSTED as sfr_save_capture; other failures become
  * the ticket's. */
 int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns);
-/* Hands the device parts to their lanes, or releases them if the save was abandoned or is
+/* Hands the device states to their lanes, or releases them if the save was abandoned or is
  * failing. */
 void sfr__cuda_launch(struct sfr_ticket *t);
 

@@ -21,31 +21,31 @@
 
 #include "sfr/crc.h"
 #include "memory/pin.h"
-#include "save/parts.h"
+#include "save/device_state.h"
 #include "save/stream.h"
 
 enum { BLOCKS_A_PORTION = 4 };
 
-static struct sfr__cuda_part *part_of(struct sfr__transfer *tr)
+static struct sfr__device_state *state_of(struct sfr__transfer *tr)
 {
-	return sfr__container(tr, struct sfr__cuda_part, transfer);
+	return sfr__container(tr, struct sfr__device_state, transfer);
 }
 
 /* Passes an error of the transfer to the ticket. */
-static void report(struct sfr__cuda_part *part)
+static void report(struct sfr__device_state *dev)
 {
-	if (part->transfer.err.code)
-		sfr__ticket_fail(part->ticket, &part->transfer.err);
+	if (dev->transfer.err.code)
+		sfr__ticket_fail(dev->ticket, &dev->transfer.err);
 }
 
 /* ---- copies that have completed ------------------------------------------------------ */
 
 /* Compares one block with the samples, and with the checksums if there are any. Returns the index
  * of a torn source, or -1. */
-static int64_t check(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t blk,
+static int64_t check(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
 		     const struct sfr__block *block)
 {
-	struct sfr_ticket *t = part->ticket;
+	struct sfr_ticket *t = dev->ticket;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 	int64_t torn = -1;
@@ -56,7 +56,7 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__extent *exte
 
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
-		torn = sfr__check_copied(t, &part->transfer.samples, seg.entry, seg.off, staged,
+		torn = sfr__check_copied(t, &dev->transfer.samples, seg.entry, seg.off, staged,
 					 seg.len);
 		if (torn < 0 && t->staging.sums)
 			torn = sfr__check_sum(t, seg.entry, seg.off, staged, seg.len);
@@ -65,12 +65,12 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__extent *exte
 }
 
 /* Checks a copied block and hands it to the writers. On a dead device, retires it. */
-static void end_block(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t blk,
+static void end_block(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
 		      struct sfr__block *block, bool ok)
 {
-	struct sfr_ticket *t = part->ticket;
+	struct sfr_ticket *t = dev->ticket;
 	struct sfr_err err = { .index = -1 };
-	int64_t torn = ok && extent == part->deferred ? check(part, extent, blk, block) : -1;
+	int64_t torn = ok && extent == dev->deferred ? check(dev, extent, blk, block) : -1;
 
 	if (torn >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
@@ -91,7 +91,7 @@ static void end_block(struct sfr__cuda_part *part, const struct sfr__extent *ext
 
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
-	struct sfr__cuda_part *part = part_of(tr);
+	struct sfr__device_state *dev = state_of(tr);
 	struct sfr__block *block = portion->memory, *next;
 	struct sfr_err err = { .index = -1 };
 	uint32_t blk = portion->first_blk;
@@ -99,11 +99,11 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 	if (!ok) {
 		/* constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
-		sfr__ticket_fail(part->ticket, &err);
+		sfr__ticket_fail(dev->ticket, &err);
 	}
 	for (; block; block = next, blk++) {
 		next = block->next;
-		end_block(part, portion->extent, blk, block, ok);
+		end_block(dev, portion->extent, blk, block, ok);
 	}
 }
 
@@ -113,13 +113,13 @@ static void unused(struct sfr__transfer *tr, struct sfr__cuda_portion *portion)
 
 	for (; block; block = next) {
 		next = block->next;
-		sfr__ticket_put_block(part_of(tr)->ticket, block);
+		sfr__ticket_put_block(state_of(tr)->ticket, block);
 	}
 }
 
 static void over(struct sfr__transfer *tr)
 {
-	struct sfr_ticket *t = part_of(tr)->ticket;
+	struct sfr_ticket *t = state_of(tr)->ticket;
 	char note[sizeof(t->report.fallback[0])] = "";
 
 	sfr__cuda_copies_note(tr->lane, note, sizeof(note));
@@ -144,10 +144,10 @@ static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
  * registers it block by block, for captured bytes inside the call. That is paid once. Copies to
  * pageable memory would delay the call as long at every save: the driver stages them, and returns
  * when they have run. warm_up() takes the registration out of the call. */
-static int lease(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t blk,
+static int lease(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
 		 uint64_t slice_ns, struct sfr__block **block)
 {
-	struct sfr_ticket *t = part->ticket;
+	struct sfr_ticket *t = dev->ticket;
 	struct sfr_engine *engine = t->engine;
 	int rc = sfr__stream_await_lease(t, extent, blk, slice_ns);
 
@@ -155,7 +155,7 @@ static int lease(struct sfr__cuda_part *part, const struct sfr__extent *extent, 
 		rc = sfr__pool_get(engine->pool, t->seq, engine->opts.block_bytes, slice_ns, block);
 	if (rc < 0)
 		return rc;
-	if (sfr__transfer_pin(&part->transfer, engine->pool) && (*block)->region == NULL)
+	if (sfr__transfer_pin(&dev->transfer, engine->pool) && (*block)->region == NULL)
 		sfr__pool_pin_blocks(engine->pool, block, 1);
 	sfr__lock(&engine->mu);
 	sfr__ticket_take_block_locked(t);
@@ -165,12 +165,12 @@ static int lease(struct sfr__cuda_part *part, const struct sfr__extent *extent, 
 
 /* Adds one leased block: headers and padding at once, tensor bytes as copies. The portion with the
  * last of them owns the block. */
-static void fill(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t blk,
+static void fill(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
 		 struct sfr__block *block)
 {
-	struct sfr__transfer *tr = &part->transfer;
+	struct sfr__transfer *tr = &dev->transfer;
 	const bool pinned = sfr__pin_is_pinned(block);
-	struct sfr_ticket *t = part->ticket;
+	struct sfr_ticket *t = dev->ticket;
 	struct sfr__block **end;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
@@ -204,36 +204,36 @@ static void fill(struct sfr__cuda_part *part, const struct sfr__extent *extent, 
 /* Leases and fills the next block of an extent. Before waiting for a block it sends everything
  * filled so far, because those blocks may be the ones to wait for. SFR_EAGAIN if there was none
  * within the slice. */
-static int fill_next(struct sfr__cuda_part *part, const struct sfr__extent *extent, uint32_t *blk,
+static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t *blk,
 		     uint64_t slice_ns)
 {
-	struct sfr_ticket *t = part->ticket;
+	struct sfr_ticket *t = dev->ticket;
 	struct sfr__block *block;
 	uint64_t start;
-	int rc = lease(part, extent, *blk, 0, &block);
+	int rc = lease(dev, extent, *blk, 0, &block);
 
 	if (rc == SFR_EAGAIN) {
-		sfr__transfer_send(&part->transfer);
+		sfr__transfer_send(&dev->transfer);
 		start = sfr__now_ns();
-		rc = lease(part, extent, *blk, slice_ns, &block);
+		rc = lease(dev, extent, *blk, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
-		if (extent == part->captured) /* a lane's wait is part of the gate's */
+		if (extent == dev->captured) /* a lane's wait is part of the gate's */
 			t->report.block_wait_ns += sfr__now_ns() - start;
 		sfr__unlock(&t->engine->mu);
 	}
 	if (rc == 0)
-		fill(part, extent, (*blk)++, block);
+		fill(dev, extent, (*blk)++, block);
 	else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
-		sfr__err_set(&part->transfer.err, rc, SFR_PHASE_STAGE, NULL);
+		sfr__err_set(&dev->transfer.err, rc, SFR_PHASE_STAGE, NULL);
 	return rc;
 }
 
 /* Computes checksums of the deferred sources, for SFR_SAVE_CHECK_BYTES. Waits for each byte. */
-static void sum(struct sfr__cuda_part *part)
+static void sum(struct sfr__device_state *dev)
 {
-	const struct sfr__extent *extent = part->deferred;
-	struct sfr__transfer *tr = &part->transfer;
-	struct sfr_ticket *t = part->ticket;
+	const struct sfr__extent *extent = dev->deferred;
+	struct sfr__transfer *tr = &dev->transfer;
+	struct sfr_ticket *t = dev->ticket;
 	struct sfr__sampled *sources = sfr__extent_sources(t, extent);
 	bool ok = sfr__transfer_store(tr, sources, extent->all_entries);
 
@@ -257,7 +257,7 @@ static void sum(struct sfr__cuda_part *part)
 
 static void stage(struct sfr__task *task);
 
-int sfr__cuda_parts_new(struct sfr_ticket *t)
+int sfr__device_states_new(struct sfr_ticket *t)
 {
 	uint32_t nr = 0;
 
@@ -266,29 +266,29 @@ int sfr__cuda_parts_new(struct sfr_ticket *t)
 			nr++;
 	if (nr == 0)
 		return 0;
-	t->staging.parts = sfr_sys.calloc(nr, sizeof(*t->staging.parts));
-	if (!t->staging.parts)
+	t->staging.devices = sfr_sys.calloc(nr, sizeof(*t->staging.devices));
+	if (!t->staging.devices)
 		return -ENOMEM;
 	for (uint32_t r = 0; r < t->plan.img.nr_extents; r++) {
 		const struct sfr__extent *extent = &t->plan.img.extents[r];
-		struct sfr__cuda_part *part = t->staging.parts;
+		struct sfr__device_state *dev = t->staging.devices;
 
 		if (extent->device == 0)
 			continue;
-		while (part < t->staging.parts + t->staging.nr_parts &&
-		       part->device != extent->device - 1)
-			part++;
-		if (part == t->staging.parts + t->staging.nr_parts)
-			t->staging.nr_parts++;
-		part->transfer.ops = &ops;
-		part->staging.run = stage;
-		part->ticket = t;
-		part->device = extent->device - 1;
+		while (dev < t->staging.devices + t->staging.nr_devices &&
+		       dev->device != extent->device - 1)
+			dev++;
+		if (dev == t->staging.devices + t->staging.nr_devices)
+			t->staging.nr_devices++;
+		dev->transfer.ops = &ops;
+		dev->staging.run = stage;
+		dev->ticket = t;
+		dev->device = extent->device - 1;
 		/* the first extent stands for those that follow it */
-		if (extent->lane == SFR_CAPTURED && !part->captured)
-			part->captured = extent;
-		if (extent->lane != SFR_CAPTURED && !part->deferred)
-			part->deferred = extent;
+		if (extent->lane == SFR_CAPTURED && !dev->captured)
+			dev->captured = extent;
+		if (extent->lane != SFR_CAPTURED && !dev->deferred)
+			dev->deferred = extent;
 	}
 	return 0;
 }
@@ -300,15 +300,15 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
-		struct sfr__transfer *tr = &t->staging.parts[i].transfer;
+	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
+		struct sfr__transfer *tr = &t->staging.devices[i].transfer;
 		const struct sfr_stream *stream =
-			sfr__stream_of(streams, nr_streams, t->staging.parts[i].device);
+			sfr__stream_of(streams, nr_streams, t->staging.devices[i].device);
 		int rc;
 
 		if (!stream)
 			return SFR_ESTATE;
-		rc = sfr__transfer_begin(tr, &t->engine->cuda_lanes, t->staging.parts[i].device,
+		rc = sfr__transfer_begin(tr, &t->engine->cuda_lanes, t->staging.devices[i].device,
 					 SFR__CUDA_OUT, (CUstream)(uintptr_t)stream->handle);
 		if (rc < 0)
 			return rc;
@@ -326,31 +326,31 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 	return 0;
 }
 
-static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
+static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 {
-	struct sfr__transfer *tr = &part->transfer;
-	const struct sfr__extent *extent = part->captured;
-	struct sfr_ticket *t = part->ticket;
+	struct sfr__transfer *tr = &dev->transfer;
+	const struct sfr__extent *extent = dev->captured;
+	struct sfr_ticket *t = dev->ticket;
 	int rc = 0;
 
-	while (extent && part->capture_blk < extent->all_blocks && rc == 0 && !tr->err.code &&
+	while (extent && dev->capture_blk < extent->all_blocks && rc == 0 && !tr->err.code &&
 	       !sfr__ticket_failing(t))
-		rc = fill_next(part, extent, &part->capture_blk, sfr__time_left(deadline));
+		rc = fill_next(dev, extent, &dev->capture_blk, sfr__time_left(deadline));
 	sfr__transfer_send(tr);
-	report(part);
+	report(dev);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 		return rc;
-	if (part->samples_taken || sfr__ticket_failing(t))
+	if (dev->samples_taken || sfr__ticket_failing(t))
 		return 0;
-	part->samples_taken = true;
-	if (part->deferred && t->staging.sums)
-		sum(part);
-	if (part->deferred && !tr->err.code)
-		sfr__transfer_sample(tr, sfr__extent_sources(t, part->deferred),
-				     part->deferred->all_entries, t->seq + t->report.created_ns);
+	dev->samples_taken = true;
+	if (dev->deferred && t->staging.sums)
+		sum(dev);
+	if (dev->deferred && !tr->err.code)
+		sfr__transfer_sample(tr, sfr__extent_sources(t, dev->deferred),
+				     dev->deferred->all_entries, t->seq + t->report.created_ns);
 	sfr__transfer_captured(tr);
 	sfr__transfer_send(tr); /* the samples */
-	report(part);
+	report(dev);
 	return 0;
 }
 
@@ -358,21 +358,21 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 
-	if (t->staging.nr_parts && sfr__ticket_failing(t)) {
+	if (t->staging.nr_devices && sfr__ticket_failing(t)) {
 		/* An error of begin: only now has the save a state in which it can fail. */
 		sfr__lock(&t->engine->mu);
 		sfr__ticket_fail_locked(t, &t->err);
 		sfr__unlock(&t->engine->mu);
 	}
-	for (uint32_t i = 0; i < t->staging.nr_parts && !sfr__ticket_failing(t); i++) {
-		struct sfr__cuda_part *part = &t->staging.parts[i];
+	for (uint32_t i = 0; i < t->staging.nr_devices && !sfr__ticket_failing(t); i++) {
+		struct sfr__device_state *dev = &t->staging.devices[i];
 		int rc = 0;
 
-		if (sfr__transfer_enter(&part->transfer)) {
-			rc = capture_part(part, deadline);
-			sfr__transfer_leave(&part->transfer);
+		if (sfr__transfer_enter(&dev->transfer)) {
+			rc = capture_on_device(dev, deadline);
+			sfr__transfer_leave(&dev->transfer);
 		}
-		report(part);
+		report(dev);
 		if (rc < 0)
 			return rc;
 	}
@@ -382,45 +382,45 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 /* ---- after the call ----------------------------------------------------------------------- */
 
 /* Nothing more will be queued. The ticket may be freed afterwards. */
-static void end(struct sfr__cuda_part *part)
+static void end(struct sfr__device_state *dev)
 {
-	struct sfr_engine *engine = part->ticket->engine;
+	struct sfr_engine *engine = dev->ticket->engine;
 
 	sfr__lock(&engine->mu);
-	part->ticket->sharing.cuda_unsubmitted--;
+	dev->ticket->sharing.cuda_unsubmitted--;
 	pthread_cond_broadcast(&engine->cv_state); /* the gate may now use S */
 	sfr__unlock(&engine->mu);
-	sfr__transfer_end(&part->transfer);
+	sfr__transfer_end(&dev->transfer);
 }
 
 void sfr__cuda_launch(struct sfr_ticket *t)
 {
 	bool go = !sfr__ticket_failing(t);
 
-	for (uint32_t i = 0; i < t->staging.nr_parts; i++) {
-		struct sfr__cuda_part *part = &t->staging.parts[i];
+	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
+		struct sfr__device_state *dev = &t->staging.devices[i];
 
-		if (!part->transfer.lane)
+		if (!dev->transfer.lane)
 			continue;
-		if (go && part->deferred && !sfr__cuda_is_dead(part->transfer.lane))
-			sfr__cuda_push(part->transfer.lane, &part->staging);
+		if (go && dev->deferred && !sfr__cuda_is_dead(dev->transfer.lane))
+			sfr__cuda_push(dev->transfer.lane, &dev->staging);
 		else
-			end(part);
+			end(dev);
 	}
 }
 
 /* On the lane's thread: queues the deferred blocks, few at a time until a thread waits for them. */
 static void stage(struct sfr__task *task)
 {
-	struct sfr__cuda_part *part = sfr__container(task, struct sfr__cuda_part, staging);
-	struct sfr__transfer *tr = &part->transfer;
+	struct sfr__device_state *dev = sfr__container(task, struct sfr__device_state, staging);
+	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr__cuda_lane *lane = tr->lane;
-	struct sfr_ticket *t = part->ticket;
+	struct sfr_ticket *t = dev->ticket;
 	uint32_t blk = 0;
 	int rc = 0;
 
 	tr->seq = t->seq;
-	while (blk < part->deferred->all_blocks && (rc == 0 || rc == SFR_EAGAIN) &&
+	while (blk < dev->deferred->all_blocks && (rc == 0 || rc == SFR_EAGAIN) &&
 	       !sfr__ticket_failing(t) && !tr->err.code) {
 		tr->slowly = !sfr__cuda_is_rushed(lane, t->seq);
 		if (tr->slowly)
@@ -430,11 +430,11 @@ static void stage(struct sfr__task *task)
 		/* A block of this save in flight may be the one to wait for, so the wait is short
 		 * and the loop polls. */
 		if (!sfr__transfer_died(tr))
-			rc = fill_next(part, part->deferred, &blk, 100 * 1000);
+			rc = fill_next(dev, dev->deferred, &blk, 100 * 1000);
 	}
 	if (rc == SFR_EEXHAUSTED)
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
 	sfr__transfer_staged(tr); /* before the gate may use it */
-	report(part);
-	end(part);
+	report(dev);
+	end(dev);
 }

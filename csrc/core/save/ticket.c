@@ -82,7 +82,7 @@ void sfr__ticket_free(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 
 	sfr__file_fini(&t->file);
-	sfr_sys.free(t->staging.parts); /* each part has released everything when it was over */
+	sfr_sys.free(t->staging.devices); /* each has released everything when it was over */
 	free_tools(t);
 	sfr_sys.free(t->log.key);
 	sfr_sys.free(t);

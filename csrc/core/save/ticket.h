@@ -48,8 +48,8 @@ struct sfr__extent_copy {
  * sets it up, then lanes use it. */
 struct sfr__save_staging {
 	struct sfr__extent_copy captured, deferred; /* host memory */
-	struct sfr__cuda_part *parts;               /* one for each device */
-	uint32_t nr_parts;
+	struct sfr__device_state *devices;          /* one for each device */
+	uint32_t nr_devices;
 	bool capture_done;           /* used only by the capturing thread */
 	struct sfr__samples samples; /* of host memory */
 	/* SFR_SAVE_CHECK_BYTES: CRC of each deferred entry at the call, then of its copy */

@@ -59,7 +59,7 @@ PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_s
 }
 
 /* Waits for the reads in flight. */
-static void end(struct sfr_py_restore *self)
+static void end_reads(struct sfr_py_restore *self)
 {
 	struct sfr_restore *restore = self->restore;
 
@@ -69,7 +69,7 @@ static void end(struct sfr_py_restore *self)
 
 static void restore_dealloc(PyObject *object)
 {
-	end((struct sfr_py_restore *)object);
+	end_reads((struct sfr_py_restore *)object);
 	sfr_py_free(object);
 }
 
@@ -95,7 +95,7 @@ static int is_record(const struct sfr_restore *restore, uint64_t index, int all)
 
 static PyObject *restore_close(PyObject *object, PyObject *unused)
 {
-	end((struct sfr_py_restore *)object);
+	end_reads((struct sfr_py_restore *)object);
 	Py_RETURN_NONE;
 }
 

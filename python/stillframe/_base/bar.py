@@ -77,15 +77,15 @@ def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
         thread.join()
 
 
-def folded(text: str, width: int, indent: str = "    ", behind: str = " /") -> list[str]:
+def folded(text: str, width: int, indent: str = "    ", break_after: str = " /") -> list[str]:
     """Break `text` into lines of at most `width` letters.
 
-    Lines break only after spaces and slashes (the letters of `behind`), so that a path's parts stay
-    whole. A part that is wider than a line gets its own line.
+    Lines break only after the letters of `break_after`, spaces and slashes, so the parts of a path
+    stay whole. A part that is wider than a line gets its own line.
     """
     lines: list[str] = []
     line = ""
-    for part in re.findall(rf"[^{behind}]*(?:[{behind}]\s*|$)", text):
+    for part in re.findall(rf"[^{break_after}]*(?:[{break_after}]\s*|$)", text):
         if line.strip() and len(line) + len(part.rstrip()) > width:
             lines.append(line.rstrip())
             line = indent

@@ -54,8 +54,8 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
-def look(held: int, root: Path = Path("/")) -> Budget:
-    """Look at what the system leaves now.
+def measure(held: int, root: Path = Path("/")) -> Budget:
+    """Return how much memory the system leaves now.
 
     Args:
         held: Bytes that the pools of this process hold.

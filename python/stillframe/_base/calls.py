@@ -66,7 +66,7 @@ class inside:  # a context manager that reads as a verb
 
 
 class no_collection:  # likewise
-    """LogEntry garbage collection off inside the block.
+    """Turn garbage collection off inside the block.
 
     Planning a save, loading and rebuilding a tree make many thousand objects that all stay alive.
     Collections would find nothing and scan much of the process, which takes longer than the rest.

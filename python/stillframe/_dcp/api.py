@@ -252,8 +252,8 @@ class Saver:
             completion.completion.start()
             if not completion.completion.over:
                 # A save of one file joins the log at the end of its call, and so does this one.
-                work.turn = LogEntry(target.key(follow_link=request.follow_link))
-                work.turn.submit()
+                work.entry = LogEntry(target.key(follow_link=request.follow_link))
+                work.entry.submit()
         except BaseException as error:
             work.tree = error
             save.error_is_known = True  # the caller gets the error from this call

@@ -121,7 +121,7 @@ class Fetched:
             CorruptCheckpointError: An item is damaged, or its file is missing.
             OSError: The store does not answer.
         """
-        room = budget.look(0).shared // 2
+        room = budget.measure(0).shared // 2
         for number, fd in self._fetch([*range(len(self._stretches))]):
             room -= self._stretches[number].nbytes
             if room >= 0:

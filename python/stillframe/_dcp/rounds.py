@@ -98,7 +98,7 @@ class Round:
             there yet. Or the exception because of which there is no copy.
         staged: The memory of the copy; None without one.
         group: None if this process saves alone.
-        turn: The save's entry in the order of commits; None when the interpreter exits.
+        entry: The save's entry in the order of commits; None when the interpreter exits.
         is_apart: The ShardedTensors of the state dict were taken apart for the copy.
         raised: The call raises the error of the previous save.
     """
@@ -111,7 +111,7 @@ class Round:
     group: dist.ProcessGroup | None
     tree: tuple[StateDict, Any] | BaseException | None = None
     staged: Staged | None = None
-    turn: LogEntry | None = None
+    entry: LogEntry | None = None
     is_apart: bool = False
     raised: bool = False
 
@@ -133,12 +133,12 @@ class Round:
         Raises:
             OSError: A file or link at the directory's path could not be removed.
         """
-        if self.turn is not None:
-            self.turn.wait_to_write()
+        if self.entry is not None:
+            self.entry.wait_to_write()
         path = self.target.name
         if self.request.removes_file and (os.path.islink(path) or os.path.isfile(path)):
-            if self.turn is not None:
-                self.turn.wait_to_commit()  # until then it may be the only checkpoint
+            if self.entry is not None:
+                self.entry.wait_to_commit()  # until then it may be the only checkpoint
             os.unlink(path)
 
     def report(self) -> SaveReport:
@@ -233,7 +233,7 @@ class Rounds:
             metadata = report = None
             if work.request.error_of is not None:
                 failure = work.request.error_of(failure, work.target.shown)
-        work.save.end(report, failure, value=metadata, turn=work.turn)
+        work.save.end(report, failure, value=metadata, entry=work.entry)
 
     def _try_clean_up(self, work: Round, failure: BaseException) -> BaseException:
         """Clean up and return the error for the user. The save must end even if this fails,
@@ -287,8 +287,8 @@ class Rounds:
             work.wait_for_turn()  # before the ranks agree, so all of them have had their turn
         except BaseException as error:
             failure = failure or error
-        if work.turn is not None:
-            writer.before_commit = work.turn.wait_to_commit
+        if work.entry is not None:
+            writer.before_commit = work.entry.wait_to_commit
         failed, target = failure is not None, _path_number(work.target.name)
         rows = ranks.exchange(
             work.number, work.raised, failed, kept, is_same, writer.files_id, target

@@ -86,7 +86,7 @@ def half_written() -> Iterator[None]:
 
 @contextmanager
 def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
-    """LogEntry what a restore raises inside into the error of the load.
+    """Turn what a restore raises inside into the error of the load.
 
     Args:
         more: A clause with anything else the user has to know.

@@ -49,8 +49,8 @@ class Fill:
             for target, found in pairs[:1]
             if index not in self._kept and _is_all_of_it(target, found, self._sizes[index])
         }
-        places = {i: _device.number_of_tensor(target) for i, target in self._straight.items()}
-        self._devices = {index: place for index, place in places.items() if place > 0}
+        numbers = {i: _device.number_of_tensor(target) for i, target in self._straight.items()}
+        self._devices = {index: number for index, number in numbers.items() if number > 0}
         self._temporary: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, torch.UntypedStorage] = {}  # by record: memory of the new tensors
         self._placed = 0
@@ -70,7 +70,7 @@ class Fill:
                 other exception the targets may be half written.
         """
         try:
-            restore.open_devices(self._core, {place - 1 for place in self._devices.values()})
+            restore.open_devices(self._core, {number - 1 for number in self._devices.values()})
             for index in sorted(self._wanted):
                 self._assign_memory(self._core.reach(index))
                 records.wait(self._core, index)

@@ -117,7 +117,7 @@ class Files:
         if map_location is not None and placement.may_find(map_location):
             device = _device.of_location(str(map_location))
             devices = {} if device is None else dict.fromkeys(range(len(entries)), device)
-        place = _place(None if devices else map_location)
+        restore_location = _location_rule(None if devices else map_location)
         core = self._restore(file)
         memory = restore.Ahead(core, restore.ahead_bytes(map_location, devices), devices)
         with bar.watched(core.done, file.path, file.header.nbytes), _explained(file):
@@ -126,7 +126,7 @@ class Files:
                 for index, entry in enumerate(entries):
                     storage = memory.take(index)
                     assert storage is not None  # nobody has asked for it before
-                    storage = storage if devices else place(storage, "cpu")
+                    storage = storage if devices else restore_location(storage, "cpu")
                     yield entry.name, _over(storage, entry)
                 memory.finish()
             finally:
@@ -139,7 +139,7 @@ class Files:
         if restore.reads_no_bytes() or str(map_location) == "meta":
             return self.load(map_location)
         tensors: dict[str, Tensor] = {}
-        place = _place(map_location)
+        restore_location = _location_rule(map_location)
         for file in self._files:
             # This names the open file; the path may name another one by now.
             fd, nbytes = file.opened.fileno(), file.header.nbytes
@@ -150,7 +150,7 @@ class Files:
                 storage = whole[entry.begin : entry.end]
                 if entry.begin % _dtype(entry).itemsize:
                     storage = storage.clone()
-                tensors[entry.name] = _over(place(storage, "cpu"), entry)
+                tensors[entry.name] = _over(restore_location(storage, "cpu"), entry)
         return tensors
 
     # ---- in place ----
@@ -252,14 +252,14 @@ def _without_bytes(entries: list[Entry], map_location: MapLocation) -> Iterator[
         yield entry.name, torch.empty(_shape(entry), dtype=_dtype(entry), device=device)
 
 
-def _place(map_location: MapLocation) -> Any:
+def _location_rule(map_location: MapLocation) -> Any:
     """Return the function that brings a storage to its device, as torch.load has it."""
     return serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def _explained(file: _File, more: str = "") -> Iterator[None]:
-    """LogEntry what a restore raises inside into the error of the load, with `more` at its end."""
+    """Turn what a restore raises inside into the error of the load, with `more` at its end."""
     try:
         yield
     except RestoreFailed as failed:

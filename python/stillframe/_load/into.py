@@ -104,8 +104,8 @@ class Plan:
             try:
                 call.function(call.argument)
             except Exception as error:
-                place = f" ({call.path})" if call.path else ""
-                error.add_note(f"What into= names is partly filled: this object{place} refused it.")
+                where = f" ({call.path})" if call.path else ""
+                error.add_note(f"What into= names is partly filled: this object{where} refused it.")
                 raise
 
 
@@ -147,10 +147,10 @@ def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
     spans.sort(key=lambda span: span[:3])
     where, end = "", 0  # the device and the end of the spans before
     last: object = None
-    for device, first, behind, source in spans:
+    for device, first, span_end, source in spans:
         if device == where and first < end and source != last:
             return True
-        end = max(end, behind) if device == where else behind
+        end = max(end, span_end) if device == where else span_end
         where, last = device, source
     return False
 
@@ -185,16 +185,16 @@ def match(target: Any, found: Any) -> Plan:
             _match_stateful(plan, path, here, there)
             continue
         for name, value in reversed(list(_items(here))):
-            place = f"{path}.{name}" if path else str(name)
+            item_path = f"{path}.{name}" if path else str(name)
             try:
                 its = _item(there, name)
             except (KeyError, IndexError, TypeError):
-                plan.problems.append(f"{place} is not in the file")
+                plan.problems.append(f"{item_path} is not in the file")
                 continue
             if _is_walked(value):
-                stack.append((place, value, its))
+                stack.append((item_path, value, its))
             elif why := _why_not_replaced(value, its):
-                plan.problems.append(f"{place} {why}")
+                plan.problems.append(f"{item_path} {why}")
             elif not isinstance(here, tuple):
                 plan.values.append((here, name, its))
     return plan
@@ -249,8 +249,8 @@ def _match_stateful(plan: Plan, path: str, node: Any, found: Any) -> None:
     filling = stateful.filling(path, node, found)
     plan.problems += filling.problems
     plan.calls += filling.calls
-    for place, target, its in filling.pairs:
-        _match_tensor(plan, place, target, its)
+    for item_path, target, its in filling.pairs:
+        _match_tensor(plan, item_path, target, its)
 
 
 def _match_tensor(plan: Plan, path: str, target: Tensor, found: Any) -> None:

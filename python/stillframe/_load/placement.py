@@ -63,8 +63,8 @@ def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device |
         return {}
     moved = map_location or {}
     return {
-        key: _device.of_location(str(moved.get(place, place)))
-        for key, place in _Locations(pickle).found.items()
+        key: _device.of_location(str(moved.get(location, location)))
+        for key, location in _Locations(pickle).found.items()
     }
 
 

@@ -153,8 +153,8 @@ class Archive:
         """
         unpickler: Any = _weights_only_unpickler if weights_only else pickle
         quick = _cpu_storages_stay_as_they_are() and (map_location is None or _is_cpu(map_location))
-        places = _own_places(map_location is not None) if quick else None
-        unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, places))
+        is_ours = _is_ours(map_location is not None) if quick else None
+        unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, is_ours))
         try:
             self._records.begin()
             if self.get_record("version") not in _KNOWN_VERSIONS:
@@ -289,12 +289,12 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
             raise StillframeError(f"nothing can be loaded to a device: {why}")
 
 
-def _own_places(everything: bool) -> Callable[[str], bool]:
+def _is_ours(everything: bool) -> Callable[[str], bool]:
     """Return a test for locations on the CPU; with `everything`, all of them are."""
     return (lambda _: True) if everything else "cpu".__eq__
 
 
-def _unpickler(base: Any, archive: Archive, own: Callable[[str], bool] | None) -> Any:
+def _unpickler(base: Any, archive: Archive, is_ours: Callable[[str], bool] | None) -> Any:
     """Return torch's unpickler, with a short cut for storages on the CPU where it may be taken.
 
     For every storage `_load` asks three times whether tensors are to be fake, and where it belongs.
@@ -309,9 +309,9 @@ def _unpickler(base: Any, archive: Archive, own: Callable[[str], bool] | None) -
         def load(self) -> Any:
             archive = alive()
             assert archive is not None
-            if own is not None:
+            if is_ours is not None:
                 theirs: Callable[[Any], Any] = super().__getattribute__("persistent_load")
-                self.persistent_load = _short_cut(archive, own, theirs)
+                self.persistent_load = _short_cut(archive, is_ours, theirs)
             loaded = super().load()
             archive.refuse_short()
             return loaded
@@ -320,7 +320,7 @@ def _unpickler(base: Any, archive: Archive, own: Callable[[str], bool] | None) -
 
 
 def _short_cut(
-    archive: Archive, own: Callable[[str], bool], theirs: Callable[[Any], Any]
+    archive: Archive, is_ours: Callable[[str], bool], theirs: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     """Return a `persistent_load` that handles plain storages itself and others as torch does."""
     made: dict[str, Any] = {}
@@ -330,7 +330,7 @@ def _short_cut(
             _, kind, key, location, numel = saved
             if key in made:
                 return made[key]
-            if own(location) and archive.is_native:
+            if is_ours(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
                     if storage._data_ptr():  # torch makes an empty one again

@@ -90,7 +90,7 @@ class Engine:
         self._closed = False
         self._used = False
         cpus.spread()
-        shares = budget.look(_core.pools_hold()) if limits.pool_bytes == 0 else (0, 0)
+        shares = budget.measure(_core.pools_hold()) if limits.pool_bytes == 0 else (0, 0)
         try:
             self._core = _core.Engine(
                 limits.pool_bytes,

@@ -177,20 +177,20 @@ class ExternalSave(SaveHandle):
         error: BaseException | None,
         *,
         value: object = None,
-        turn: LogEntry | None = None,
+        entry: LogEntry | None = None,
     ) -> None:
         """Settle the save.
 
         Args:
             value: The result of `upload_completion`, if that is not the report.
-            turn: The save's entry in the log. Later entries learn of the end before the save's
+            entry: The save's entry in the log. Later entries learn of the end before the save's
                 users do, but not before its error can be read.
         """
         self._end_mirror(error is None)
         self._outcome.settle(report, error, value=value, is_known=self.error_is_known)
         self._give_back_slot()
-        if turn is not None:
-            turn.end(error is None)
+        if entry is not None:
+            entry.end(error is None)
         self._release()
         completion.in_flight.pop(self._number, None)
         self._over.set()

@@ -5,8 +5,8 @@ entry among the saves and removes (csrc/core/commit/work.c). When its entry is a
 the log, everything submitted before has ended. Nothing submitted after takes effect until the work
 has ended.
 
-One thread does all of it; it starts with the first piece. The core decides which entry is next, so
-a signal handler may submit work in the middle of another submission.
+One thread does all of it; it starts when the first work is submitted. The core decides which entry
+is next, so a signal handler may submit work in the middle of another submission.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class _Worker:
 
     def _do_next(self) -> bool:
         """Do the work at the head of the log; return False when the log is being stopped."""
-        turn = _core.log_work_next()
-        if turn is None:
+        found = _core.log_work_next()
+        if found is None:
             return False
-        number, after_good = turn
+        number, after_good = found
         waiting = self._waiting.pop(number, None)
         if waiting is None:
             return True  # the submission of this work was interrupted
@@ -141,7 +141,7 @@ class LogEntry:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._come, self._over = Event(), Event()
+        self._at_head, self._over = Event(), Event()
         self._before = _core.LogLoad(key)
         self._entry: _core.LogWork | None = None
 
@@ -155,7 +155,7 @@ class LogEntry:
 
     def _hold_the_log(self, after_good: bool) -> bool:
         """Hold the head of the log until the save has ended."""
-        self._come.set()
+        self._at_head.set()
         self._over.wait()
         return False  # ignored: `end` has already recorded the result
 
@@ -167,7 +167,7 @@ class LogEntry:
 
     def wait_to_commit(self) -> None:
         """Wait until everything that was submitted before has ended."""
-        self._come.wait()
+        self._at_head.wait()
 
     def end(self, well: bool) -> None:
         """End the save's entry, so that later ones go on.
@@ -177,7 +177,7 @@ class LogEntry:
         """
         if self._entry is not None:
             end(self._entry, well)
-        self._come.set()
+        self._at_head.set()
         self._over.set()
 
 

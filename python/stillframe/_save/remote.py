@@ -212,7 +212,7 @@ class RemoteSave(ExternalSave):
         self._store = store
         self._key = key
         self._upload = Upload(store, object_key, url)
-        self._turn: ordered.LogEntry | None = None
+        self._entry: ordered.LogEntry | None = None
         self._launched = Event()
         self._thread: threading.Thread | None = None
 
@@ -266,9 +266,9 @@ class RemoteSave(ExternalSave):
             ) from error
 
     def launch(self) -> None:
-        """Put the save into the log, behind all that was submitted before."""
-        self._turn = ordered.LogEntry(self._key)
-        self._turn.submit()
+        """Append the save to the log, after everything that was submitted before."""
+        self._entry = ordered.LogEntry(self._key)
+        self._entry.submit()
         self.launched()
         self._launched.set()
         file = self._upload.file
@@ -300,8 +300,8 @@ class RemoteSave(ExternalSave):
         except BaseException as error:  # whatever it is, the save must end
             failure = self._failure(error.with_traceback(None))
         self._launched.wait()
-        self.error_is_known = self._turn is None  # the call has raised it
-        self.end(report, failure, turn=self._turn)
+        self.error_is_known = self._entry is None  # the call has raised it
+        self.end(report, failure, entry=self._entry)
 
     def _wait_for_turn(self) -> None:
         """Wait until the object may become visible.
@@ -310,9 +310,9 @@ class RemoteSave(ExternalSave):
             CancelledError: The save was cancelled, or its call raised.
         """
         self._launched.wait()
-        if self._turn is None:
+        if self._entry is None:
             raise CancelledError
-        self._turn.wait_to_commit()
+        self._entry.wait_to_commit()
         self._decide_to_commit()  # too late for `cancel` from here on
 
     def _report(self) -> SaveReport:

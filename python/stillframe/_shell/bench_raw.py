@@ -59,13 +59,13 @@ def mount_of(path: Path) -> tuple[str, str, str]:
     best = -1
     for line in lines:
         left, _, right = line.partition(" - ")
-        fields, behind = left.split(), right.split()
+        fields, fields_after = left.split(), right.split()
         point = fields[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
         score = len(point) + (1 << 20 if same else 0)
         if inside and score >= best:  # a later mount hides an earlier one on the same point
-            best, found = score, (behind[0], behind[1], fields[5])
+            best, found = score, (fields_after[0], fields_after[1], fields[5])
     return found
 
 

@@ -249,7 +249,7 @@ def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]
 def _folded(line: str, width: int) -> Iterator[str]:
     """Break a line; further lines are indented, and a part wider than a line is cut."""
     indent = len(line) - len(line.lstrip()) + 4
-    for part in folded(line, width, " " * min(indent, width // 2), behind=" /."):
+    for part in folded(line, width, " " * min(indent, width // 2), break_after=" /."):
         yield from (part[at : at + width] for at in range(0, len(part), width))
 
 

@@ -4,17 +4,17 @@
 #include <string.h>
 
 #include "check/names.h"
-#include "reader/places.h"
+#include "reader/listing.h"
 #include "check.h"
 
 #define MAX 700 /* past two doublings of the list */
 
-static int add(struct sfr__names *names, unsigned number, uint64_t place)
+static int add(struct sfr__names *names, unsigned number, uint64_t offset)
 {
 	char name[32];
 
 	(void)snprintf(name, sizeof(name), "archive/data/%u", number);
-	return sfr__names_add(names, (unsigned char *)name, strlen(name), place);
+	return sfr__names_add(names, (unsigned char *)name, strlen(name), offset);
 }
 
 /* Tests every length, so that the list is also exactly full; ASAN detects a read beyond its end. */
@@ -96,13 +96,13 @@ TEST(a_name_is_found_if_it_is_there)
 			CHECK_EQ(add(&names, i, i), 0);
 		CHECK(sfr__names_sort(&names, UINT64_MAX));
 		for (unsigned i = 0; i < nr + 20; i++) {
-			uint64_t it = 0, place = UINT64_MAX;
+			uint64_t it = 0, offset = UINT64_MAX;
 			int len = snprintf(name, sizeof(name), "archive/data/%u", i);
 
-			CHECK_EQ(sfr__names_find(&names, name, (size_t)len, &it, &place), i < nr);
+			CHECK_EQ(sfr__names_find(&names, name, (size_t)len, &it, &offset), i < nr);
 			if (i < nr)
-				CHECK_EQ(place, i);
-			CHECK(!sfr__names_find(&names, name, (size_t)len, &it, &place) || i < nr);
+				CHECK_EQ(offset, i);
+			CHECK(!sfr__names_find(&names, name, (size_t)len, &it, &offset) || i < nr);
 		}
 		sfr__names_fini(&names);
 	}
@@ -110,18 +110,18 @@ TEST(a_name_is_found_if_it_is_there)
 
 TEST(every_added_record_is_found_by_its_offset)
 {
-	struct sfr__listing places = { 0 };
+	struct sfr__listing listing = { 0 };
 
 	for (unsigned i = 0; i < MAX; i++) {
 		const struct sfr__unzip_record rec = { .hdr_off = i, .name_len = 3 };
 
-		CHECK_EQ(sfr__places_add(&places, &rec, "abc", 10 * i), 0);
+		CHECK_EQ(sfr__listing_add(&listing, &rec, "abc", 10 * i), 0);
 	}
 	for (unsigned i = 0; i < MAX; i++) {
-		CHECK_EQ(sfr__places_at(&places, 10 * i), i);
-		CHECK_EQ(places.v[i].hdr_off, i);
-		CHECK_EQ(sfr__places_at(&places, 10 * i + 1), MAX);
+		CHECK_EQ(sfr__listing_at(&listing, 10 * i), i);
+		CHECK_EQ(listing.v[i].hdr_off, i);
+		CHECK_EQ(sfr__listing_at(&listing, 10 * i + 1), MAX);
 	}
-	sfr__places_fini(&places);
-	CHECK(places.v == NULL && places.names == NULL && places.nr == 0);
+	sfr__listing_fini(&listing);
+	CHECK(listing.v == NULL && listing.names == NULL && listing.nr == 0);
 }

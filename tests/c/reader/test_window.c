@@ -28,10 +28,11 @@ TEST(window_returns_the_files_bytes_for_any_request)
 	int fd = file_of_content();
 
 	for (int round = 0; round < 40; round++) {
-		size_t cap = SFR_PAGE * (2 + check_random() % 8), piece = 1 + check_random() % cap;
+		size_t cap = SFR_PAGE * (2 + check_random() % 8),
+		       chunk_bytes = 1 + check_random() % cap;
 		struct sfr__window w;
 
-		if (!CHECK_EQ(sfr__window_init(&w, fd, 0, SFR__WAY_CACHE, cap, piece), 0))
+		if (!CHECK_EQ(sfr__window_init(&w, fd, 0, SFR__WAY_CACHE, cap, chunk_bytes), 0))
 			continue;
 		CHECK((uintptr_t)w.buf % SFR_PAGE == 0);
 		for (int i = 0; i < 500; i++) {

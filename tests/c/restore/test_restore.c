@@ -443,7 +443,7 @@ TEST(longest_possible_name_is_found)
 
 #define NR_BARE 9u
 
-/* Stretches of a file of random bytes: empty ones, one of several pieces, gaps between some. */
+/* Stretches of a file of random bytes: empty ones, one of several chunks, gaps between some. */
 static size_t bare_stretches(struct sfr_stretch v[NR_BARE])
 {
 	static const uint64_t lens[NR_BARE] = { 0, 1, 4096, 0, 3 * PIECE + 7, 5, PIECE, 12345, 0 };

@@ -32,7 +32,7 @@ class System:
             self.write(f"sys/fs/cgroup/{folder}/{dotted}", f"{value}\n")
 
     def shared(self, held: int = 0) -> int:
-        return budget.look(held, self.root).shared
+        return budget.measure(held, self.root).shared
 
 
 @pytest.fixture
@@ -131,11 +131,11 @@ def test_limit_of_address_space_leaves_half_of_itself_to_each_process(system, mo
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit[0], limit[0]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     system.write("proc/self/statm", f"{GIB // 2 // resource.getpagesize()} 1000 1000 1 0 1000 0\n")
-    assert budget.look(0, system.root) == (2 * GIB, 768 * MIB)
+    assert budget.measure(0, system.root) == (2 * GIB, 768 * MIB)
     system.write("proc/self/statm", "9999999999 1000 1000 1 0 1000 0\n")
-    assert budget.look(0, system.root).most == 0
+    assert budget.measure(0, system.root).most == 0
     limit[0] = resource.RLIM_INFINITY
-    assert budget.look(0, system.root).most > 1 << 50
+    assert budget.measure(0, system.root).most > 1 << 50
 
 
 def test_unreadable_files_are_no_limit(system):
@@ -150,7 +150,7 @@ def test_unreadable_files_are_no_limit(system):
 
 def test_only_an_engine_without_pool_bytes_uses_the_budget(monkeypatch):
     monkeypatch.delenv("STILLFRAME_POOL_BYTES", raising=False)
-    monkeypatch.setattr(budget, "look", lambda held: budget.Budget(1 << 50, 64 * MIB))
+    monkeypatch.setattr(budget, "measure", lambda held: budget.Budget(1 << 50, 64 * MIB))
     with stillframe.Engine() as found, stillframe.Engine(pool_bytes="48MiB") as given:
         assert found.stats()["pool_bytes"] == 64 * MIB
         assert given.stats()["pool_bytes"] == 48 * MIB
@@ -160,11 +160,11 @@ def test_budget_knows_the_memory_of_all_pools(monkeypatch):
     monkeypatch.delenv("STILLFRAME_POOL_BYTES", raising=False)
     shares: list[int] = []
 
-    def look(held: int) -> budget.Budget:
+    def measured(held: int) -> budget.Budget:
         shares.append(held)
         return budget.Budget(1 << 50, 64 * MIB)
 
-    monkeypatch.setattr(budget, "look", look)
+    monkeypatch.setattr(budget, "measure", measured)
     with stillframe.Engine() as first:
         first.warm_up("32MiB")
         with stillframe.Engine():

@@ -1,13 +1,13 @@
 /* A save's state on one device, shared by stage_device.c and gate.c. */
-#ifndef SFR_PARTS_H
-#define SFR_PARTS_H
+#ifndef SFR_DEVICE_STATE_H
+#define SFR_DEVICE_STATE_H
 
 #include "save/jobs.h"
 #include "save/stage.h"
 #include "stage/transfer.h"
 
 /* It belongs to the ticket. */
-struct sfr__cuda_part {
+struct sfr__device_state {
 	struct sfr__transfer transfer;
 	struct sfr__task staging;                      /* the task for the lane's thread */
 	struct sfr_ticket *ticket;                     /* constant, like the next two */

@@ -1,7 +1,7 @@
 /* Keeps the records of an archive as its directory lists them; a reader reads by this list. See
- * places.c. */
-#ifndef SFR_PLACES_H
-#define SFR_PLACES_H
+ * listing.c. */
+#ifndef SFR_LISTING_H
+#define SFR_LISTING_H
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -27,10 +27,10 @@ struct sfr__listing { /* a zeroed one is an empty list; in the order of the file
 };
 
 /* Adds a record. -ENOMEM. */
-int sfr__places_add(struct sfr__listing *p, const struct sfr__unzip_record *rec, const char *name,
-		    uint64_t central);
+int sfr__listing_add(struct sfr__listing *p, const struct sfr__unzip_record *rec, const char *name,
+		     uint64_t central);
 /* Returns the index of the record that the directory has at `central`; p->nr if there is none. */
-uint64_t sfr__places_at(const struct sfr__listing *p, uint64_t central);
-void sfr__places_fini(struct sfr__listing *p);
+uint64_t sfr__listing_at(const struct sfr__listing *p, uint64_t central);
+void sfr__listing_fini(struct sfr__listing *p);
 
 #endif

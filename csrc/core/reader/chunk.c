@@ -1,14 +1,14 @@
-/* Checks one piece of the file, and hands it out.
+/* Checks one chunk of the file, and hands it out.
  *
- *   the piece   |..data of 3 | desc | header of 4 | data of 4 | desc | gap | header of 5 | data..|
+ *   the chunk   |..data of 3 | desc | header of 4 | data of 4 | desc | gap | header of 5 | data..|
  *                 |                                 |                                      |
  *                 v put, CRC computed on the way                                           v
  *   client      record 3's                        record 4's                             record 5's
  *
- * A record may begin and end in pieces that different threads handle, in any order. CRCs allow
+ * A record may begin and end in chunks that different threads handle, in any order. CRCs allow
  * that: the CRC of a whole is the sum of the CRCs of its stretches, each shifted by the length
  * after it (sfr_crc32_combine with nothing). A header or descriptor that crosses the end of the
- * piece is read once more from its beginning, which is rare and costs few bytes.
+ * chunk is read once more from its beginning, which is rare and costs few bytes.
  *
  * The offsets of data and descriptors are computed (plan.c), and valid only if the record's header
  * confirms them. So a descriptor is called wrong only after its header was checked. Otherwise the
@@ -19,7 +19,7 @@
 #include "sfr/crc.h"
 #include "reader/reader_int.h"
 
-struct piece {
+struct chunk {
 	struct sfr_reader *r;
 	struct sfr__buffer *buffer;
 	uint64_t off, end;
@@ -28,15 +28,15 @@ struct piece {
 
 /* ---- headers and descriptors ---------------------------------------------------- */
 
-/* Whether the piece contains this byte of the file. */
-static bool covers(const struct piece *p, uint64_t off)
+/* Whether the chunk contains this byte of the file. */
+static bool covers(const struct chunk *p, uint64_t off)
 {
 	return off >= p->off && off < p->end;
 }
 
-/* Returns [off, off + len) of the file, len at most SFR__READER_HEADER_MAX: from the piece if all
+/* Returns [off, off + len) of the file, len at most SFR__READER_HEADER_MAX: from the chunk if all
  * of it is there. NULL if it could not be read. */
-static const unsigned char *bytes_at(const struct piece *p, uint64_t off, size_t len,
+static const unsigned char *bytes_at(const struct chunk *p, uint64_t off, size_t len,
 				     uint64_t index)
 {
 	int64_t read;
@@ -56,51 +56,51 @@ static const unsigned char *bytes_at(const struct piece *p, uint64_t off, size_t
 }
 
 /* Returns a record as the directory describes it. */
-static struct sfr__unzip_record as_unzipped(const struct sfr__listed *place)
+static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
 {
 	return (struct sfr__unzip_record){
-		.hdr_off = place->hdr_off,
-		.clen = place->len,
-		.ulen = place->len,
-		.crc = place->crc,
-		.stamp = place->stamp,
-		.flags = place->flags,
+		.hdr_off = listed->hdr_off,
+		.clen = listed->len,
+		.ulen = listed->len,
+		.crc = listed->crc,
+		.stamp = listed->stamp,
+		.flags = listed->flags,
 		.method = SFR__UNZIP_STORED,
-		.name_len = place->name_len,
+		.name_len = listed->name_len,
 	};
 }
 
 /* Compares the local header with the directory, and with the computed offset of the data. 0: it is
  * right; 1: it is not, and the reading goes on; -1: a failure was recorded. */
-static int check_header(const struct piece *p, uint64_t i)
+static int check_header(const struct chunk *p, uint64_t i)
 {
-	const struct sfr__listed *place = &p->r->places[i];
-	const struct sfr__unzip_record rec = as_unzipped(place);
-	const size_t len = (size_t)(p->r->records[i].data_off - place->hdr_off);
-	const char *name = p->r->list->names + place->name_at, *wrong;
-	const unsigned char *header = bytes_at(p, place->hdr_off, len, i);
-	size_t extra_len, at = SFR__UNZIP_LOCAL + (size_t)place->name_len;
+	const struct sfr__listed *listed = &p->r->listed[i];
+	const struct sfr__unzip_record rec = as_unzipped(listed);
+	const size_t len = (size_t)(p->r->records[i].data_off - listed->hdr_off);
+	const char *name = p->r->listing->names + listed->name_at, *wrong;
+	const unsigned char *header = bytes_at(p, listed->hdr_off, len, i);
+	size_t extra_len, at = SFR__UNZIP_LOCAL + (size_t)listed->name_len;
 
 	if (header == NULL)
 		return -1;
 	wrong = sfr__unzip_local(header, &rec, &extra_len);
 	if (wrong == NULL && at + extra_len != len) {
-		sfr__reader_fail(p->r, -EOPNOTSUPP, i, place->hdr_off, NULL);
+		sfr__reader_fail(p->r, -EOPNOTSUPP, i, listed->hdr_off, NULL);
 		return -1;
 	}
-	if (wrong == NULL && memcmp(header + SFR__UNZIP_LOCAL, name, place->name_len) != 0)
+	if (wrong == NULL && memcmp(header + SFR__UNZIP_LOCAL, name, listed->name_len) != 0)
 		wrong = "its name in the local header is another one";
 	if (wrong == NULL)
 		wrong = sfr__unzip_local_extra(header, header + at, extra_len, &rec);
 	if (wrong == NULL)
 		return 0;
-	return sfr__reader_damaged(p->r, i, place->hdr_off, wrong) ? 1 : -1;
+	return sfr__reader_damaged(p->r, i, listed->hdr_off, wrong) ? 1 : -1;
 }
 
 /* Checks the descriptor. False: a failure was recorded. */
-static bool check_descriptor(const struct piece *p, uint64_t i)
+static bool check_descriptor(const struct chunk *p, uint64_t i)
 {
-	const struct sfr__unzip_record rec = as_unzipped(&p->r->places[i]);
+	const struct sfr__unzip_record rec = as_unzipped(&p->r->listed[i]);
 	const uint64_t off = sfr__reader_data_end(p->r, i);
 	const uint64_t left = sfr__reader_limit(p->r, i) - off;
 	size_t len = left < SFR__UNZIP_DESC ? (size_t)left : SFR__UNZIP_DESC;
@@ -121,9 +121,9 @@ static bool check_descriptor(const struct piece *p, uint64_t i)
 
 /* ---- the bytes ------------------------------------------------------------------ */
 
-/* Hands the record's bytes in the piece to the client; adds their number and CRC to `part`. Returns
+/* Hands the record's bytes in the chunk to the client; adds their number and CRC to `part`. Returns
  * what put does. */
-static int hand_out(const struct piece *p, struct sfr__part *part)
+static int hand_out(const struct chunk *p, struct sfr__part *part)
 {
 	const struct sfr_reader *r = p->r;
 	const uint64_t data_off = r->records[part->index].data_off;
@@ -146,14 +146,14 @@ static int hand_out(const struct piece *p, struct sfr__part *part)
 	return rc;
 }
 
-static bool look_at_record(const struct piece *p, uint64_t i)
+static bool check_and_hand_out(const struct chunk *p, uint64_t i)
 {
-	const bool described = (p->r->places[i].flags & SFR__UNZIP_DESCRIBED) != 0;
+	const bool described = (p->r->listed[i].flags & SFR__UNZIP_DESCRIBED) != 0;
 	const bool bare = (p->r->flags & SFR__READER_BARE) != 0;
 	struct sfr__part part = { .index = i };
 	int rc;
 
-	if (!bare && covers(p, p->r->places[i].hdr_off)) {
+	if (!bare && covers(p, p->r->listed[i].hdr_off)) {
 		if (check_header(p, i) < 0)
 			return false;
 		part.units++;
@@ -179,9 +179,9 @@ static bool look_at_record(const struct piece *p, uint64_t i)
 void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
 			    uint64_t off, size_t len, uint64_t first, uint64_t last)
 {
-	const struct piece p = { thread->r, buffer, off, off + len, thread->scratch };
+	const struct chunk p = { thread->r, buffer, off, off + len, thread->scratch };
 
 	for (uint64_t i = first; i < last; i++)
-		if (!look_at_record(&p, i))
+		if (!check_and_hand_out(&p, i))
 			return;
 }

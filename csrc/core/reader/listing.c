@@ -7,7 +7,7 @@
 #include <errno.h>
 #include <string.h>
 
-#include "reader/places.h"
+#include "reader/listing.h"
 #include "base/base.h"
 
 #define MOST (1u << 20)        /* records that are kept */
@@ -30,8 +30,8 @@ static int make_room(void **v, size_t unit, uint64_t *cap, uint64_t need)
 	return 0;
 }
 
-int sfr__places_add(struct sfr__listing *p, const struct sfr__unzip_record *rec, const char *name,
-		    uint64_t central)
+int sfr__listing_add(struct sfr__listing *p, const struct sfr__unzip_record *rec, const char *name,
+		     uint64_t central)
 {
 	uint64_t names_cap = p->names_cap;
 	void *v = p->v, *names = p->names;
@@ -66,14 +66,14 @@ int sfr__places_add(struct sfr__listing *p, const struct sfr__unzip_record *rec,
 	return 0;
 }
 
-uint64_t sfr__places_at(const struct sfr__listing *p, uint64_t central)
+uint64_t sfr__listing_at(const struct sfr__listing *p, uint64_t central)
 {
 	uint64_t at = sfr__lower_bound(i, 0, p->nr, p->v[i].central < central);
 
 	return at < p->nr && p->v[at].central == central ? at : p->nr;
 }
 
-void sfr__places_fini(struct sfr__listing *p)
+void sfr__listing_fini(struct sfr__listing *p)
 {
 	sfr_sys.free(p->v);
 	sfr_sys.free(p->names);

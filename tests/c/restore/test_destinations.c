@@ -5,11 +5,11 @@
 #include "restore/open.h"
 #include "sfr/limits.h"
 
-#define SMALL_PIECE 4096u
+#define SMALL_CHUNK 4096u
 #define NR_DATA 12u
 
 /* Makes records that begin and end anywhere in chunks of one page. */
-static struct archive with_shared_pieces(void)
+static struct archive with_shared_chunks(void)
 {
 	static char names[NR_DATA][24];
 	static unsigned char data[NR_DATA * 1777];
@@ -25,21 +25,21 @@ static struct archive with_shared_pieces(void)
 	return a;
 }
 
-static void use_small_pieces(void)
+static void use_small_chunks(void)
 {
 	struct sfr_limits limits = sfr_limits;
 
-	limits.reader_chunk_bytes = SMALL_PIECE;
+	limits.reader_chunk_bytes = SMALL_CHUNK;
 	CHECK_EQ(sfr_limits_set(&limits), 0);
 }
 
 TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 {
-	struct archive a = with_shared_pieces();
+	struct archive a = with_shared_chunks();
 	int fd = file_of(a.buf, a.len), rc;
 	unsigned nr_refused = 0;
 
-	use_small_pieces();
+	use_small_chunks();
 	for (uint64_t upto = 0; upto < a.nr; upto++) {
 		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
@@ -92,11 +92,11 @@ static void ask_in_order(const struct archive *a, int fd, const uint64_t *order)
 
 TEST(records_can_be_requested_in_any_order)
 {
-	struct archive a = with_shared_pieces();
+	struct archive a = with_shared_chunks();
 	uint64_t *order = calloc(a.nr, sizeof(*order));
 	int fd = file_of(a.buf, a.len);
 
-	use_small_pieces();
+	use_small_chunks();
 	for (uint64_t i = 0; i < a.nr; i++)
 		order[i] = i;
 	ask_in_order(&a, fd, order);
@@ -183,14 +183,14 @@ TEST(longest_header_is_read_across_two_chunks)
 /* One thread may reach a long record's end before another has read its header. */
 TEST(archive_of_another_program_is_never_called_damaged)
 {
-	static const char data[20 * SMALL_PIECE];
+	static const char data[20 * SMALL_CHUNK];
 	struct archive a = { .zip64 = true, .described = true };
 	int fd, rc;
 
 	archive_add(&a, "archive/data.pkl", "\x80\x02}q\x00.", 6);
 	archive_gap(&a, 100);
 	archive_add(&a, "archive/version", "3\n", 2);
-	archive_gap(&a, SMALL_PIECE - a.len);
+	archive_gap(&a, SMALL_CHUNK - a.len);
 	/* with an alignment of 64 the data would begin later */
 	archive_add(&a, "archive/data/0", data, sizeof(data));
 	archive_gap(&a, 100);
@@ -199,7 +199,7 @@ TEST(archive_of_another_program_is_never_called_damaged)
 	accept(&a, 4);
 	fd = file_of(a.buf, a.len);
 	CHECK_EQ(sfr_inject_install(), 0);
-	use_small_pieces();
+	use_small_chunks();
 	for (uint64_t nth = 1; nth <= 4; nth++) {
 		const struct sfr_fault late = {
 			.call = "pread", .nth = nth, .limit = -1, .delay_ns = 50000000
@@ -209,7 +209,7 @@ TEST(archive_of_another_program_is_never_called_damaged)
 		CHECK(r != NULL);
 		/* The records before it are as torch writes them; their headers are not the late
 		 * ones. */
-		r->reader->next_off = SMALL_PIECE;
+		r->reader->next_off = SMALL_CHUNK;
 		r->reader->next_rec = 2;
 		sfr_inject_clear();
 		CHECK_EQ(sfr_inject_set(&late), 0);
