@@ -36,7 +36,7 @@ BEFORE = 3  # steps that are drawn before the save
 AFTER = 8  # least steps that are drawn after it
 PLAIN = 8  # steps on each side that measure a plain step
 BACKGROUND = {  # spans of our threads, and their names in the picture
-    "copy piece": "copy",
+    "copy storage": "copy",
     "copy": "copy",
     "checksum": "write",
     "write": "write",

@@ -6,7 +6,7 @@
 #include "fix_dir.h"
 
 #define SAVE_LEN (5u * SFR_PAGE)
-#define SAVE_PIECE (2u * SFR_PAGE) /* bytes of one write; the last one is shorter */
+#define SAVE_WRITE_BYTES (2u * SFR_PAGE) /* bytes of one write; the last one is shorter */
 
 static _Alignas(SFR_PAGE) char save_new[SAVE_LEN];
 static char save_old[] = "the old file";
@@ -60,8 +60,9 @@ static inline int save_write_all(struct sfr__file *f, struct sfr_err *err)
 {
 	int rc = 0;
 
-	for (uint32_t off = 0; off < SAVE_LEN && rc == 0; off += SAVE_PIECE) {
-		uint32_t len = SAVE_LEN - off < SAVE_PIECE ? SAVE_LEN - off : SAVE_PIECE;
+	for (uint32_t off = 0; off < SAVE_LEN && rc == 0; off += SAVE_WRITE_BYTES) {
+		uint32_t len =
+			SAVE_LEN - off < SAVE_WRITE_BYTES ? SAVE_LEN - off : SAVE_WRITE_BYTES;
 
 		rc = SAVE_STEP(f, sfr__file_write(f, save_new + off, len, off, err));
 	}

@@ -133,7 +133,8 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 
 	extent->off = first->data_off / SFR_PAGE * SFR_PAGE;
 	extent->len = sfr__round_up(last->data_off + last->nbytes, SFR_PAGE) - extent->off;
-	first->hdr_off = extent->off; /* bytes of another extent in the page count as a header */
+	/* bytes of another extent in this page are treated like a header */
+	first->hdr_off = extent->off;
 	extent->first_block =
 		extent == img->extents ? 0 : extent[-1].first_block + extent[-1].nr_blocks;
 	nr_blocks = sfr__round_up(extent->len, img->block_bytes) / img->block_bytes;

@@ -274,7 +274,7 @@ bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off)
 	return false;
 }
 
-void sfr__image_block_own(const struct sfr__image *img, const struct sfr__extent *extent,
+void sfr__image_own_pages(const struct sfr__image *img, const struct sfr__extent *extent,
 			  uint32_t blk, uint64_t *from, uint64_t *to)
 {
 	*from = sfr__image_block_off(img, extent, blk);

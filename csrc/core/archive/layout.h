@@ -29,12 +29,12 @@ struct sfr__entry {
 	uint32_t desc_len; /* 16, or 24 with zip64 */
 	uint64_t crc_len;
 	char name[32];    /* "archive/data/4294967295" at the longest */
-	uint64_t glue_at; /* parts: offset in the glue of the bytes before the data */
+	uint64_t glue_at; /* for parts: offset, in the glue, of the bytes before the data */
 };
 
 struct sfr__extent {
 	uint64_t off, len;
-	uint32_t lane, device; /* of struct sfr_source */
+	uint32_t lane, device; /* as in struct sfr_source */
 	uint32_t first_entry, nr_entries;
 	uint32_t first_block, nr_blocks; /* index among the blocks of the image */
 	/* The entries and blocks of this extent and of later ones with the same lane and
@@ -101,7 +101,7 @@ uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__ex
 bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off);
 /* Sets [*from, *to) to the pages of a block in which no other extent has bytes: all of them, or all
  * but the first or the last. Those are edge pages, which are put together and written apart. */
-void sfr__image_block_own(const struct sfr__image *img, const struct sfr__extent *extent,
+void sfr__image_own_pages(const struct sfr__image *img, const struct sfr__extent *extent,
 			  uint32_t blk, uint64_t *from, uint64_t *to);
 
 /* Returns how many of the bytes [from, to) are in the file: the last page may extend beyond its

@@ -13,7 +13,7 @@
 #include "base/sys.h"
 
 #define SFR_PAGE 4096u
-#define SFR_ALIGN 64u /* of every storage in the file */
+#define SFR_ALIGN 64u /* alignment of every storage in the file */
 
 static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 {
@@ -57,7 +57,8 @@ int sfr__cond_init(pthread_cond_t *cond);
 /* Waits on `cond` until woken or until `deadline_ns` (SFR_FOREVER: no bound). 0 or SFR_EAGAIN. A
  * deadline in the past returns SFR_EAGAIN at once and never releases the mutex. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns);
-/* Convert a slice to a deadline and back. SFR_FOREVER stays; a deadline in the past leaves 0. */
+/* Convert a slice to a deadline and back. SFR_FOREVER stays SFR_FOREVER; a deadline in the past
+ * gives 0. */
 uint64_t sfr__deadline(uint64_t slice_ns);
 uint64_t sfr__time_left(uint64_t deadline_ns);
 /* Writes all bytes, retrying short writes and EINTR. *done counts those written. 0 or -errno. */

@@ -57,13 +57,13 @@
 #define NR_FDS 4096
 #define OPEN_WAIT_S 1       /* how long a fork waits for an open */
 #define OPENING INT_MIN     /* the descriptor's number is not known yet */
-#define CLOSING_MARK SIGURG /* any signal would do: nobody asks for one, and it is never sent */
+#define CLOSING_MARK SIGURG /* any signal would do: it is never sent, because nobody asks for it */
 
 static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
 static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* signals changes of both counts */
 static unsigned nr_opening, nr_forking;                   /* under fork_mu */
 static struct {
-	/* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING or OVER, 0 = FREE, or OPENING */
+	/* descriptor + 1: OPEN; -(descriptor + 1): CLOSING or OVER; 0: FREE; or OPENING */
 	atomic_int fd;
 	atomic_bool over; /* its close has returned */
 } fds[NR_FDS];
@@ -120,7 +120,7 @@ static void after_in_child(void)
 		int entry = atomic_load(&fds[i].fd);
 
 		if (entry == OPENING)
-			entry = 0; /* its number is unknown: see the top */
+			entry = 0; /* its number is not known yet: see the head of this file */
 		/* Not through the table: a test's wrapper may wait, and nothing here may. The
 		 * result of close does not matter, because the parent writes these files. */
 		if (entry > 0 || (entry < 0 && fcntl(-entry - 1, F_GETSIG) == CLOSING_MARK))
@@ -239,12 +239,13 @@ int sfr__fd_memory(const char *name)
 }
 
 /* The descriptor is closed whatever is returned (Linux), so nobody closes it twice. No lock is
- * held, so forks go on; see the top. */
+ * held, so forks need not wait; see the head of this file. */
 int sfr__fd_close(int fd)
 {
 	int slot = find_slot(fd), rc;
 
-	(void)fcntl(fd, F_SETSIG, CLOSING_MARK); /* the top says what happens if this fails */
+	/* the head of this file says what happens if this fails */
+	(void)fcntl(fd, F_SETSIG, CLOSING_MARK);
 	if (slot >= 0)
 		atomic_store(&fds[slot].fd, -(fd + 1));
 	rc = sfr_sys.close(fd) < 0 ? -errno : 0;

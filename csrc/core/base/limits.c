@@ -4,7 +4,7 @@
 #include "base/base.h"
 #include "sfr/limits.h"
 
-#define ZIP_MAX16 0xffffu /* a zip file marks a number that is elsewhere by these */
+#define ZIP_MAX16 0xffffu /* in a zip file, marks a number that is in another field */
 #define ZIP_MAX32 UINT32_C(0xffffffff)
 #define MIB (UINT64_C(1) << 20)
 

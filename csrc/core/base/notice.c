@@ -17,7 +17,7 @@ static struct {
 	pthread_cond_t cv;
 	bool cv_ready;
 	SFR__QUEUE(struct sfr__notice) queue;
-	struct sfr_notice again; /* taken first; .what 0: none */
+	struct sfr_notice again; /* returned before the others; none if .what is 0 */
 	unsigned stops;
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 

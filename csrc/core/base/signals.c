@@ -35,8 +35,8 @@ static bool leave(const siginfo_t *info)
 
 	if (info->si_pid == mine || getppid() != mine)
 		return false;
-	(void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* only a bad number could fail */
-	return getppid() == mine;               /* it may have died before the call */
+	(void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* fails only for an invalid signal */
+	return getppid() == mine;               /* the parent may have died before the call */
 }
 
 static void handle(int signum, siginfo_t *info, void *context)
@@ -51,7 +51,7 @@ static void handle(int signum, siginfo_t *info, void *context)
 	if (old->sa_flags & SA_SIGINFO) {
 		old->sa_sigaction(signum, info, context);
 	} else if (old->sa_handler == SIG_DFL) {
-		/* delivered once this handler has returned, which unblocks it */
+		/* delivered when this handler returns, because the signal is blocked until then */
 		(void)sigaction(signum, old, NULL);
 		(void)raise(signum);
 	} else if (old->sa_handler != SIG_IGN) {

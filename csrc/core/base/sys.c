@@ -161,7 +161,7 @@ int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *
 
 	for (*done = 0; *done < len;) {
 		ssize_t put = sfr_sys.pwrite(fd, bytes + *done, len - *done, (off_t)(off + *done));
-		/* no byte and no reason: retrying would not help */
+		/* nothing was written and no error given: retrying would not help */
 		int code = put < 0 ? -errno : -EIO;
 
 		if (put == 0 || (put < 0 && code != -EINTR))

@@ -30,7 +30,8 @@ static void *thread_main(void *arg)
 	if (start.kind == SFR__BACKGROUND)
 		(void)sfr_sys.set_nice(WORKER_NICE);
 	if (start.kind == SFR__PROMPT)
-		(void)sfr_sys.set_slack(PROMPT_SLACK_NS); /* on failure it wakes a little late */
+		/* on failure the thread wakes a little later */
+		(void)sfr_sys.set_slack(PROMPT_SLACK_NS);
 	return start.main(start.arg);
 }
 

@@ -49,12 +49,14 @@
 #include "base/base.h"
 
 #define HEADER_CHUNK (1u << 14) /* bytes read at a time without SFR_CHECK_BYTES */
-#define DIR_PIECE (1u << 16)
+#define DIR_CHUNK (1u << 16)
 /* Average bytes a record from which on headers are far apart: twice the initial readahead. */
 #define SPARSE (1u << 16)
-#define MOVES 512u     /* moves of the sort in a step: a tenth of a millisecond */
-#define MOST_ALIKE 64u /* different names with the same 64-bit hash; by chance there is none */
-/* Fits a whole local header or directory record, at any offset in a page. */
+#define MOVES 512u /* moves of the sort in one step, which take a tenth of a millisecond */
+/* pairs of different names with the same 64-bit hash; in a file that is not hostile there is
+ * none */
+#define MOST_ALIKE 64u
+/* Large enough for a whole local header or directory record at any offset in a page. */
 #define WINDOW (3u << 16)
 _Static_assert(SFR__UNZIP_TAIL_MAX + SFR_PAGE <= WINDOW, "the file's tail fits the window");
 _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE <= WINDOW,
@@ -107,7 +109,7 @@ static int make_windows(struct sfr_check *c)
 	if (c->body.mem != NULL)
 		return 0; /* the step is tried again */
 	rc = sfr__window_init(&c->dir, c->fd, c->base, SFR__WAY_CACHE,
-			      len < WINDOW ? (size_t)len : WINDOW, DIR_PIECE);
+			      len < WINDOW ? (size_t)len : WINDOW, DIR_CHUNK);
 	if (rc != 0)
 		return rc;
 	cap = chunk_bytes > WINDOW ? chunk_bytes : WINDOW;

@@ -31,7 +31,7 @@
 enum sfr_format { SFR_FORMAT_FOREIGN, SFR_FORMAT_ARCHIVE, SFR_FORMAT_LEGACY };
 
 #define SFR_CHECK_MAX_LISTED 1000u
-#define SFR_CHECK_WHOLE UINT64_MAX /* as `len` of a part: to the end of the file */
+#define SFR_CHECK_WHOLE UINT64_MAX /* as the `len` of a part: up to the end of the file */
 
 struct sfr_bad_record {
 	char *name;         /* as in the archive, with '?' for control characters */
@@ -66,10 +66,10 @@ int sfr_check_new_part(int fd, uint64_t off, uint64_t len, unsigned flags, struc
 /* 0: the verdict exists. SFR_EAGAIN: call again. -errno: the file could not be read (-EISDIR for a
  * directory) or there was no memory; there is no verdict then, and later calls return the same. */
 int sfr_check_run(struct sfr_check *check, uint64_t slice_ns);
-/* Whether a run failed because the operating system refused to read the file, and not for lack of
- * memory. */
+/* Whether a run failed because the operating system refused to read the file, rather than for lack
+ * of memory. */
 bool sfr_check_os_error(const struct sfr_check *check);
-/* Returns how many bytes of the file are done, of `nbytes` in the result. */
+/* Returns how many of the result's `nbytes` are checked. */
 uint64_t sfr_check_done(const struct sfr_check *check);
 /* Valid until the check is freed; final once run has returned 0. */
 const struct sfr_check_result *sfr_check_result(const struct sfr_check *check);

@@ -40,7 +40,7 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 	if (len < c->prefix_len || memcmp(name, c->prefix, c->prefix_len) != 0)
 		return "it is not in the same directory of the archive as the first record";
 
-	/* The name contains no zero byte, so it is a string from here on. */
+	/* The name contains no zero byte, so from here on it can be used as a string. */
 	bare = c->name + c->prefix_len;
 	if (strcmp(bare, "data.pkl") == 0)
 		c->has_pickle = true;
@@ -125,7 +125,8 @@ static int read_local(struct sfr_check *c, const char **wrong)
 	rc = sfr__window_get(&c->body, rec->hdr_off, SFR__UNZIP_LOCAL, limit, &fixed, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	/* Even if the rest is wrong: the next record begins after this header. */
+	/* Set even if the rest is wrong: the next record cannot begin before the end of this
+	 * header. */
 	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL;
 	*wrong = sfr__unzip_local(fixed, rec, &extra_len);
 	if (*wrong != NULL)

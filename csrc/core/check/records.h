@@ -31,14 +31,14 @@ struct sfr_check {
 	struct sfr__unzip_end end;
 	uint64_t dir_pos;  /* offset of the next directory record */
 	uint64_t body_pos; /* the file is checked up to this offset */
-	uint64_t done_pos; /* the source was told so, up to this one */
+	uint64_t done_pos; /* the source was told that it is done up to here */
 	bool has_pickle, has_version;
 	struct sfr__names names;     /* each offset is that of a directory record */
 	struct sfr__listing listing; /* filled with SFR_CHECK_KEEP */
-	uint64_t names_at;           /* how far the names were compared */
+	uint64_t names_at;           /* position up to which the names are compared */
 	unsigned nr_alike;           /* pairs of different names with the same hash */
 	bool os_error;               /* `code` is an error of the operating system about the file */
-	/* sums.c; NULL before and after */
+	/* the check of the directory alone, while sums.c uses it; else NULL */
 	struct sfr_check *directory;
 	struct sfr_reader *reader;
 	/* the current record */

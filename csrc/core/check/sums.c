@@ -8,9 +8,9 @@
  *        +--anything is wrong------+--the archive is laid out in another way--> the walk (RECORD)
  *                                     no memory, no thread, a forked child
  *
- * So the walk alone describes damage to the directory, and reads what other programs packed. It
- * begins from the front, and its words are the verdict. Damage to headers, bytes and descriptors of
- * records is the reader's to find. Both say it in the same words. */
+ * So the walk alone describes damage to the directory, and reads what other programs packed. The
+ * reader finds damage to headers, bytes and descriptors of records. Both describe damage in the
+ * same words. */
 #include <errno.h>
 #include <string.h>
 

@@ -77,7 +77,7 @@ bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
 			continue;
 		if (sfr__log_touches(b, e->key))
 			return false;
-		/* An entry that has not begun waits for the same as this one. */
+		/* An entry that has not begun waits for those in front of it, as this one does. */
 		if (is_under_way(b) && !hanging_on_locked(b->fs, now))
 			return false;
 	}

@@ -32,7 +32,7 @@ bool sfr__log_touches(const struct sfr__log_entry *e, const char *key)
 
 	if (strcmp(e->key, key) == 0)
 		return true;
-	/* a directory and everything in it */
+	/* the key names a directory: everything in it counts */
 	if (key_len > 0 && key[key_len - 1] == '/' &&
 	    strncmp(e->key, key, len < key_len ? key_len - 1 : key_len) == 0)
 		return true;

@@ -73,7 +73,8 @@ int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 		load->attached = true;
 		load->next = e->loads;
 		e->loads = load;
-		pthread_cond_signal(&sfr__log.cv_work); /* the entry may have ended already */
+		/* the entry may have ended already, and then a thread has to open the load */
+		pthread_cond_signal(&sfr__log.cv_work);
 	}
 	sfr__unlock(&sfr__log.mu);
 	if (rc < 0) {

@@ -32,7 +32,7 @@ static void *log_main(void *unused);
 /* Returns 0 or -errno. */
 static int start_thread_locked(void)
 {
-	pthread_t thread; /* known to nobody until it ends */
+	pthread_t thread; /* no other thread needs it until the thread ends */
 	int rc = sfr__thread_start(&thread, "sfr-log", SFR__BACKGROUND, log_main, NULL);
 
 	if (rc == 0)
@@ -47,7 +47,8 @@ static void start_spare_locked(void)
 		return;
 	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
 		if (sfr__log_might_pass_locked(e)) {
-			(void)start_thread_locked(); /* without it the entry waits */
+			/* without a second thread the entry waits longer */
+			(void)start_thread_locked();
 			return;
 		}
 }

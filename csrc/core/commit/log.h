@@ -47,8 +47,8 @@ struct sfr__log_entry {
 	uint64_t seq;
 	enum sfr__log_state state;
 	struct sfr_log_load *loads; /* opened when this entry has ended */
-	/* Since when a thread of the log has been waiting for the file system of this entry; 0:
-	 * none is. Only that thread writes it, without the lock after each answer. */
+	/* When a thread of the log began to wait for the file system of this entry; 0: no thread
+	 * waits. Only that thread writes it, and after each answer it does so without the lock. */
 	_Atomic uint64_t asked_ns;
 	bool notified; /* a notice said that its file system was set aside */
 };

@@ -162,7 +162,8 @@ static void init_locked(void)
 	if (driver.init_rc != CUDA_SUCCESS) {
 		const char *name = NULL;
 
-		(void)driver.table.error_name(driver.init_rc, &name); /* leaves NULL if it fails */
+		/* if this fails, `name` stays NULL */
+		(void)driver.table.error_name(driver.init_rc, &name);
 		(void)snprintf(driver.why, sizeof(driver.why),
 			       "the CUDA driver %s cannot be initialised: %s (%d)", driver.name,
 			       name ? name : "error", (int)driver.init_rc);

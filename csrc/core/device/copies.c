@@ -86,7 +86,7 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 	 * destination. */
 	if (was_batch_refused(lane, rc, &lane->no_batches))
 		return false;
-	(void)sfr__cuda_failed(lane, "cuMemcpyBatchAsync", rc, err);
+	(void)sfr__cuda_note_failure(lane, "cuMemcpyBatchAsync", rc, err);
 	return true;
 }
 
@@ -104,10 +104,10 @@ static void copy_alike(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 			     lane->cu->copy_to(dst[i], (const void *)(uintptr_t)src[i], len[i],
 					       lane->stream);
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_failed(lane,
-				       lane->way == SFR__CUDA_OUT ? "cuMemcpyDtoHAsync" :
-								    "cuMemcpyHtoDAsync",
-				       rc, err);
+		(void)sfr__cuda_note_failure(lane,
+					     lane->way == SFR__CUDA_OUT ? "cuMemcpyDtoHAsync" :
+									  "cuMemcpyHtoDAsync",
+					     rc, err);
 }
 
 /* Sorts small copies before large ones and returns how many are small. */
@@ -250,6 +250,7 @@ void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_row
 		rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, false);
 	}
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_failed(lane, batched ? "cuMemcpy3DBatchAsync" : "cuMemcpy2DAsync",
-				       rc, err);
+		(void)sfr__cuda_note_failure(lane,
+					     batched ? "cuMemcpy3DBatchAsync" : "cuMemcpy2DAsync",
+					     rc, err);
 }

@@ -93,8 +93,8 @@ bool sfr__cuda_is_over(struct sfr__cuda_lane *lane, const char *call, CUresult r
 	return true;
 }
 
-bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-		      struct sfr_err *err)
+bool sfr__cuda_note_failure(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+			    struct sfr_err *err)
 {
 	char text[160];
 	bool dead;
@@ -139,7 +139,7 @@ CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sf
 
 	if (rc == CUDA_SUCCESS)
 		return event;
-	(void)sfr__cuda_failed(lane, event ? "cuEventRecord" : "cuEventCreate", rc, err);
+	(void)sfr__cuda_note_failure(lane, event ? "cuEventRecord" : "cuEventCreate", rc, err);
 	sfr__cuda_event_put(lane, event);
 	return NULL;
 }

@@ -17,11 +17,11 @@
  * On a dead device nobody can know whether a copy still runs. Its transfers fail, later copies fail
  * with the reason, and the engine goes on serving the host and other devices.
  *
- * Order. A thread that queues copies has the turn, and before it ends the turn it appends a
- * portion to the list. So the list has the stream's order, and every copy is followed by an event
- * that somebody watches. The turn is not a lock: only threads that want it too wait for its end,
- * neither the gate nor the watching thread. A stream holds about a thousand operations, and a call
- * beyond that blocks until earlier ones have run. */
+ * Order. A thread that queues copies has the turn, and before it ends the turn it appends a portion
+ * to the list. So the list has the stream's order, and every copy is followed by an event that
+ * somebody watches. The turn is not a lock: only threads that want to queue copies wait for its
+ * end. The gate and the lane's thread do not. A stream holds about a thousand operations, and a
+ * call beyond that blocks until earlier ones have run. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>

@@ -35,16 +35,18 @@ struct sfr__transfer;
 struct sfr__cuda_portion {
 	struct sfr__cuda_portion *next;
 	/* Called on the lane's thread when the copies have completed; the portion is the lane's
-	 * again when it returns. `ok` is false when the device died, and nobody can know what
-	 * became of them. */
+	 * again when it returns. `ok` is false if the device died: then it is unknown whether they
+	 * were made. */
 	void (*done)(struct sfr__cuda_portion *portion, bool ok);
 	struct sfr__transfer *of;
-	/* the client's, like the next two: memory that is complete with this portion, or NULL */
+	/* for the client, like the next two: the memory that is complete when this portion is, or
+	 * NULL */
 	void *memory;
 	const struct sfr__extent *extent;
 	uint32_t first_blk; /* index of the first block in its extent; the others follow */
-	CUevent event;      /* NULL: could not be recorded, and the whole stream is queried */
-	uint32_t failed;    /* queries that failed in a row */
+	/* NULL: it could not be recorded, so the whole stream is queried instead */
+	CUevent event;
+	uint32_t failed; /* queries that failed in a row */
 };
 
 /* Memory for samples, kept from save to save because pinning takes longer than the rest of a
@@ -55,7 +57,7 @@ struct sfr__cuda_store {
 	bool pinned;
 };
 
-/* Measures how long a stream spent on something; all zero before. See timer.c. */
+/* Measures how long a stream spent on something; all zero until it begins. See timer.c. */
 struct sfr__cuda_timer {
 	CUevent begin, end; /* NULL: not measured, or already read */
 	uint64_t ns;
@@ -82,7 +84,7 @@ struct sfr__cuda_lane {
 	struct sfr__cuda_portion *free_portions;        /* to be reused */
 	SFR__QUEUE(struct sfr__task) tasks;
 	uint64_t nr_in_flight;
-	uint64_t rush_seq; /* a gate waits for saves up to this one: queue without bound */
+	uint64_t rush_seq; /* a gate waits for saves up to this number: queue without bound */
 	CUevent events[SFR__CUDA_EVENTS_KEPT];
 	uint32_t nr_events;
 	struct sfr__cuda_store stores[SFR__CUDA_STORES_KEPT]; /* unused ones */
@@ -116,9 +118,9 @@ void sfr__cuda_lanes_report_dead(struct sfr__cuda_lanes *lanes, char *text, size
 CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event);
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
-/* Notes a failed call. Returns true when the device is dead. */
-bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-		      struct sfr_err *err);
+/* Records a failed call of the driver. Returns true when the device is dead. */
+bool sfr__cuda_note_failure(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+			    struct sfr_err *err);
 /* Returns whether waiting is over: the query `call` says so, or it failed so often in a row
  * (*failed) that the device is given up. */
 bool sfr__cuda_is_over(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
@@ -150,7 +152,7 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane);
 /* On the lane's thread, before queueing more: waits until few portions are in flight, unless a
  * gate waits for this save. */
 void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq);
-/* Return whether a gate waits for the save; and say that one does. */
+/* is_rushed returns whether a gate waits for the save; rush records that one does. */
 bool sfr__cuda_is_rushed(struct sfr__cuda_lane *lane, uint64_t seq);
 void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq);
 /* Gives the lane's thread a task, which may block. */

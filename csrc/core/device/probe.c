@@ -44,8 +44,8 @@ struct prober {
 struct sfr_probe {
 	struct sfr_probe *next; /* in the list of tombstones */
 	struct prober *prober;
-	CUevent ready, done; /* E, and the event after the last lines */
-	/* LINES lines of each storage, of the first probe and of the second */
+	CUevent ready, done; /* E, and the event after the last copy */
+	/* for each storage, LINES lines of the first probe and then of the second */
 	struct sfr__cuda_store store;
 	struct sfr__cuda_rows *rows;
 	uint32_t room, nr;
@@ -129,7 +129,7 @@ static int get_prober(uint32_t device, struct prober **out)
 		made = NULL;
 	}
 	sfr__unlock(&probers.mu);
-	if (made) { /* another thread was first; this stream has no work */
+	if (made) { /* another thread has made one meanwhile; this one's stream has no work */
 		(void)made->cu->stream_free(made->stream);
 		sfr__cuda_release(made->cu, device);
 		sfr_sys.free(made);
@@ -165,7 +165,7 @@ static void destroy(struct sfr_probe *probe)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
 
-	/* Nothing can be done about a failure. */
+	/* If this fails, nothing can be done. */
 	if (probe->ready)
 		(void)cu->event_free(probe->ready);
 	if (probe->done)
@@ -251,7 +251,7 @@ void sfr_probe_free(struct sfr_probe *probe)
 }
 
 /* Makes memory and events for `nr` storages. Needs the context; nothing may be in flight. */
-static CUresult make_room(struct sfr_probe *probe, uint32_t nr)
+static CUresult allocate(struct sfr_probe *probe, uint32_t nr)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
 	CUresult rc = CUDA_SUCCESS;
@@ -346,7 +346,7 @@ static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr
 	if (!again && !is_done(probe))
 		return SFR_EBUSY;
 	if (!again)
-		rc = make_room(probe, nr);
+		rc = allocate(probe, nr);
 	if (rc == CUDA_SUCCESS) {
 		probe->nr = nr;
 		nr_rows = set_up_rows(probe, at, nr, again);

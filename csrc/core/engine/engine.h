@@ -31,9 +31,10 @@ struct sfr__shared {
 struct sfr__flight {
 	struct sfr__flight *next, *prev;
 	pthread_t caller;
-	bool in_call; /* the caller has neither launched nor abandoned it */
-	bool apart;   /* unordered: it uses a slot of its own kind; constant, like the next two */
-	bool within;  /* a file of a save that has a slot itself, and is counted there */
+	bool in_call; /* the caller has not launched or abandoned it yet */
+	/* an unordered save, which uses a slot of another kind; constant, like the next two */
+	bool apart;
+	bool within;  /* a file of a larger save, which has a slot and is counted instead */
 	bool in_pool; /* the pool counts it among the saves that need blocks */
 	uint32_t blocks_held;
 };
@@ -70,9 +71,9 @@ struct sfr_engine {
 	struct sfr__shared *shared;         /* by rank */
 	uint32_t nr_awaiting;               /* threads that wait for shared work */
 	struct sfr__flight *flights;
-	/* snapshots that have, or wait for, pool memory, which keeps the pool */
+	/* snapshots that have pool memory or wait for it; the pool is kept while there are any */
 	uint32_t nr_snapshots;
-	uint32_t nr_copying;             /* of those, being copied by the lane */
+	uint32_t nr_copying;             /* how many of them the lane is copying */
 	struct sfr__lot *common_lot;     /* the lot that small snapshots share; NULL: none in use */
 	uint32_t nr_in_flight, nr_apart; /* nr_apart is part of nr_in_flight */
 	uint32_t nr_pool_users;          /* threads in warm_up or trim */
@@ -97,8 +98,8 @@ void sfr__shared_wake_locked(struct sfr_engine *engine);
 
 /* ---- engine.c ---- */
 void sfr__engine_get(struct sfr_engine *engine);
-/* Notes that a snapshot has returned its memory, or got none. The last one of a closed engine frees
- * the pool. */
+/* Records that a snapshot has returned its memory, or got none. The last one of a closed engine
+ * frees the pool. */
 void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 /* ---- slots.c ---- */

@@ -1,12 +1,12 @@
-/* Slots: how many saves of an engine are in flight, and who may be one more.
+/* Slots bound how many saves of an engine are in flight.
  *
  *   wanted ──a slot is free, or the save is nested──▶ in the call ──launched──▶ in flight ──▶ left
  *
  * A ticket embeds its slot. A save without a ticket (by another CheckpointIO, on a Python thread)
  * takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and close waits for both.
  *
- * Unordered saves have slots of their own, so that they never wait behind saves in the log that may
- * be waiting for them. They are the files of a larger save, which has one of the other slots or is
+ * Unordered saves have slots of their own, so that they never wait for saves in the log that may be
+ * waiting for them. They are the files of a larger save, which has one of the other slots or is
  * bounded by its maker. So max_in_flight does not count them, and SFR__MOST_APART bounds their
  * descriptors. The statistics count the larger save once: by its slot, or by its file of parts.
  * They end without their caller, so the caller may always wait for one to end.

@@ -137,7 +137,7 @@ static int write_page(int fd)
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
 		ssize_t put = sfr_sys.pwrite(fd, zero_page, sizeof(zero_page), 0);
 
-		if (put >= 0) /* a file that accepts nothing fails at its first block */
+		if (put >= 0) /* a file that accepts no byte fails at its first block */
 			return 0;
 		if (errno != EINTR)
 			return -errno;
@@ -170,7 +170,7 @@ static int probe_direct(struct sfr__file *f)
 	if (!means_no_direct(rc))
 		return rc;
 	if (sfr_sys.set_flags(f->fd, 0) < 0)
-		return -errno; /* the flag cannot be reset, so no write would work */
+		return -errno; /* O_DIRECT cannot be turned off, so no write would work */
 	(void)snprintf(why, sizeof(why), "the file system refuses a write with O_DIRECT (%s)",
 		       sfr_code_name(rc));
 	go_buffered(f, why);
@@ -311,7 +311,7 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 	rc = f->durable && sfr_sys.fdatasync(f->fd) < 0 ? -errno : 0;
 	end_call(f);
 	if (rc < 0) {
-		f->state = SFR__FILE_BROKEN; /* for good: see the top */
+		f->state = SFR__FILE_BROKEN; /* final: see the head of this file */
 		return fail(err, rc, SFR_PHASE_SYNC, NULL);
 	}
 	f->state = SFR__FILE_SYNCED;
@@ -333,14 +333,15 @@ static int check_destination(const struct sfr__file *f)
 }
 
 /* Refuses a directory that another one has replaced since the open, as a save of a whole directory
- * does: the file would become durable in the old one, which goes. A directory that was moved is
- * followed. An exchange stays on one file system, so the inode tells. 0 or -ESTALE. */
+ * does: the file would become durable in the old one, which is about to be removed. A directory
+ * that was moved is followed. An exchange stays on one file system, so the inode tells. 0 or
+ * -ESTALE. */
 static int check_directory(const struct sfr__file *f)
 {
 	struct stat held, there;
 
 	if (sfr_sys.lstat(AT_FDCWD, f->dir, &there) < 0 || sfr_sys.fstat(f->dir_fd, &held) < 0)
-		return 0; /* it was moved, or nothing can be said */
+		return 0; /* the directory was moved, or it is unknown */
 	return held.st_ino == there.st_ino ? 0 : -ESTALE;
 }
 

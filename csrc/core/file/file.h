@@ -73,7 +73,9 @@ struct sfr__file {
 	 * returned */
 	atomic_uint nr_asked;
 	_Atomic uint64_t asked_ns;
-	char why_buffered[160], why_unsynced[160]; /* of the directory; "": not the case */
+	/* why the file was written through the page cache, and why the directory was not synced;
+	 * "": it was not so */
+	char why_buffered[160], why_unsynced[160];
 	enum sfr__file_state state;
 	uint64_t fork_generation;
 	/* the list points here, so the file must not move between open and fini */
@@ -97,7 +99,8 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err);
 /* Renames the file, then syncs the directory unless not durable. If only the sync fails, f->renamed
  * is true: the new file exists but may not be durable. Refuses to replace anything but a regular
  * file or a link (-EISDIR, -EINVAL); the log's order decides what is there. Refuses too if the
- * directory's path leads to another directory by now (-ESTALE), which the path would not name. */
+ * directory's path leads to another directory by now (-ESTALE): the file would not appear at its
+ * path. */
 int sfr__file_commit(struct sfr__file *f, struct sfr_err *err);
 /* Returns since when (sfr__now_ns) calls of open, write, sync or fini have been waiting for the
  * file system without any answer; 0: none waits. Callable from any thread. */

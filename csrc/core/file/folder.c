@@ -143,7 +143,7 @@ int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
 	/* Like any directory that mkdir() makes, subject to the umask. */
 	if (sfr_sys.mkdir(f->dir_fd, f->temporary, 0777) < 0)
 		return fail(f, err, -errno, SFR_PHASE_OPEN,
-			    "the temporary directory beside the destination");
+			    "the temporary directory next to the destination");
 	f->state = OPEN;
 	return 0;
 }
@@ -389,8 +389,8 @@ int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
 		rc = rc < 0 ? rc : other;
 	}
 	if (f->lock_fd >= 0)
-		(void)sfr_sys.unlink(f->dir_fd, f->tmp.name); /* if it stays, the next save
-								 removes it */
+		/* if this fails, the next save removes it */
+		(void)sfr_sys.unlink(f->dir_fd, f->tmp.name);
 	sfr__tmp_forget(&f->tmp);
 	if (f->lock_fd >= 0)
 		(void)sfr__fd_close(f->lock_fd); /* nothing was written to it */
@@ -407,7 +407,7 @@ void sfr_folder_free(struct sfr_folder *f)
 
 	if (!f)
 		return;
-	(void)sfr_folder_clear(f, &err); /* what stays is removed by the next save */
+	(void)sfr_folder_clear(f, &err); /* the next save removes what is left */
 	sfr_sys.free(f->aside);
 	sfr_sys.free(f->path);
 	sfr_sys.free(f->name);

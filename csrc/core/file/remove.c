@@ -199,14 +199,14 @@ static void step(struct walk *w)
 			if (node->nr_scans++ < NR_SCANS) {
 				scan(w, node->path);
 				if (w->todo != node)
-					return; /* it has found a subdirectory */
+					return; /* the scan has found a subdirectory */
 				continue;
 			}
 		}
 		failed(w, code);
 		break;
 	}
-	w->todo = node->next; /* still the head: scan added nothing, or this was not reached */
+	w->todo = node->next; /* the node is still the head: otherwise this line is not reached */
 	sfr_sys.free(node);
 }
 

@@ -1,7 +1,7 @@
 /* Temporaries: their names, their locks, and telling dead from live ones.
  *
- * A save writes to a temporary beside its destination. If its process dies, the temporary stays, as
- * large as a checkpoint, so the next save into the directory removes it (clean.c). It must never
+ * A save writes to a temporary next to its destination. If its process dies, the temporary stays,
+ * as large as a checkpoint, so the next save into the directory removes it (clean.c). It must never
  * remove one whose writer is alive. Three things together tell:
  *
  *   the name   .stillframe-<boot id>-<pid>-<serial>.tmp
@@ -211,7 +211,8 @@ static bool has_no_locks(int code)
 	return code == -ENOLCK || code == -ENOTSUP || code == -ENOSYS;
 }
 
-/* Once locked: checks that the name still leads to this file. 0, -ENOENT if not, or -errno. */
+/* Checks, once the lock is taken, that the name still leads to this file. 0, -ENOENT if not, or
+ * -errno. */
 static int check_name(int fd, int dir, const char *name)
 {
 	struct stat held, there;
@@ -306,7 +307,7 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 		return true;
 	len = strlen(path) - strlen(name) + parsed.len;
 	if (len >= sizeof(lock_path))
-		return true; /* nothing could have been made there */
+		return true; /* no temporary could have been made there */
 	memcpy(lock_path, path, len);
 	lock_path[len] = '\0';
 	life = sfr__tmp_examine(AT_FDCWD, lock_path, &fd, &code);
@@ -362,6 +363,6 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 	if (rc == SFR_EAGAIN)
 		rc = phase == SFR_PHASE_OPEN ? -EEXIST : -EWOULDBLOCK;
 	if (rc < 0)
-		sfr__err_set(err, rc, phase, "the temporary file beside the destination");
+		sfr__err_set(err, rc, phase, "the temporary file next to the destination");
 	return rc;
 }

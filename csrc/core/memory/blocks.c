@@ -90,7 +90,7 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 	if (to == SFR__BLOCK_RETIRED) {
 		pool->nr_retired++;
 		pool->retired_bytes += block->committed;
-		/* A waiter may find that no block can return. */
+		/* A waiting thread may have to give up, because no block can return any more. */
 		(void)pthread_cond_broadcast(&pool->cv);
 		return;
 	}

@@ -93,7 +93,7 @@ static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint6
 
 static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
-	(void)rc; /* some memory may exist despite an error */
+	(void)rc; /* after an error some of the memory may exist */
 	pool->nr_returned++;
 	sfr__pool_move_locked(pool, block,
 			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
@@ -174,7 +174,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	int rc = 0;
 
 	sfr__lock(&pool->mu);
-	pool->nr_wanted = 0; /* nothing is made for the next save */
+	pool->nr_wanted = 0; /* so no memory is made for the next save */
 	while ((block = sfr__pool_pop(&pool->whole)) != NULL ||
 	       (block = sfr__pool_pop(&pool->partial)) != NULL) {
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);

@@ -7,7 +7,7 @@
  *
  * place.c decides where the items go.
  *
- * Order. A request for a run waits behind every request for a block. A save's blocks return by
+ * Order. A request for a run waits until no request for a block is left. A save's blocks return by
  * themselves once written, and nothing is held while waiting, so a wait for saves ends. A
  * snapshot's memory returns when its users release it, and the thread that would wait may be that
  * user. So the blocks of a lease are `held` until sfr__pool_hold says otherwise, and a request that
@@ -131,7 +131,7 @@ static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *blo
 	sfr__pin_drop(&pool->pin, block);
 	if (sfr__pin_is_foreign(block)) {
 		sfr__lock(&pool->mu);
-		return -EIO; /* the driver keeps it, and so does the block */
+		return -EIO; /* the driver does not release the memory, so the block keeps it */
 	}
 	rc = sfr__pool_commit(pool, block, 0, block->committed);
 	sfr__lock(&pool->mu);
@@ -174,7 +174,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	}
 	if (rc == 0)
 		return 0;
-	/* These blocks gained nothing, so they do not count as returned. */
+	/* The lease got no memory, so its blocks do not count as returned. */
 	hold_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
@@ -336,7 +336,7 @@ size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len,
 	uint64_t end = (i + 1) * pool->block_bytes;
 
 	*pinned = sfr__pin_is_pinned(first);
-	/* Pageable memory is one span, whatever its blocks are. */
+	/* Unpinned memory is one span, however many blocks it has. */
 	while (end < off + len &&
 	       (*pinned ? pool->blocks[end / pool->block_bytes].region == first->region :
 			  !sfr__pin_is_pinned(&pool->blocks[end / pool->block_bytes])))

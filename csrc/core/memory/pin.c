@@ -41,7 +41,7 @@ struct sfr__region {
 	uint32_t nr_blocks;
 	uint32_t nr_in_trim; /* guarded by pin->mu, like keep */
 	bool keep;           /* a block of it is retired */
-	bool gone;           /* in a trim: the driver has released it */
+	bool gone;           /* during a trim: the driver has released it */
 };
 
 void sfr__pin_init(struct sfr__pin *pin)
@@ -107,7 +107,7 @@ void sfr__pin_failed(struct sfr__pin *pin, const char *why)
 static void note(struct sfr__pin *pin, enum way way, CUresult rc, const char *call)
 {
 	static const char *const resorts[] = {
-		[REGISTERED] = "it is registered in smaller pieces",
+		[REGISTERED] = "it is registered in smaller regions",
 		[ALONE] = "it is registered block by block",
 		[ALLOCATED] = "it is taken from cuMemHostAlloc",
 		[PAGEABLE] = "it stays pageable, and copies are slow",
@@ -300,7 +300,7 @@ static struct sfr__region *take_whole_locked(struct sfr__pin *pin, struct sfr__b
 		unlink_locked(pin, region);
 		region->next = taken;
 		taken = region;
-		region->nr_in_trim = 0; /* so that it is taken once */
+		region->nr_in_trim = 0; /* so that it is not taken twice */
 	}
 	for (struct sfr__block *b = list; b; b = b->next)
 		if (b->region)

@@ -23,7 +23,7 @@ struct sfr__pin {
 void sfr__pin_init(struct sfr__pin *pin);
 /* Releases all regions and the context; no block is in use. False when the driver may still know
  * some of the memory (a retired block, or a refusal). That memory must stay mapped, or the driver
- * would take whatever is mapped there next for it. */
+ * would treat whatever is mapped there next as registered. */
 bool sfr__pin_fini(struct sfr__pin *pin);
 
 /* Makes blocks pinnable through the context of `device`, for all devices. The first device wins;

@@ -10,7 +10,7 @@
  *
  *     nr_wanted   whole blocks that saves could use; a trim sets it to zero until the next save
  *     nr_full     blocks that have all their memory, are not held by snapshots and not retired
- *     nr_filling  owned blocks that will be
+ *     nr_filling  blocks that threads are giving the rest of their memory
  *
  * The writer owns the block meanwhile, like a thread that makes memory for a lease. A block that a
  * driver is to know is pinned by its first user, which is faster when the memory exists.

@@ -23,7 +23,7 @@
 #include "stage/transfer.h"
 
 struct sfr_onload {
-	/* without a lane: nothing was queued, because the device had failed */
+	/* has no lane if the device had failed before: then nothing was queued */
 	struct sfr__transfer transfer;
 	struct sfr_engine *engine; /* a reference; constant, like the next */
 	uint64_t fork_generation;

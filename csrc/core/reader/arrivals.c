@@ -1,8 +1,8 @@
 /* Keeps files whose bytes are still on their way, such as objects of a store.
  *
- * All that reads checkpoints reads an open file. So a remote object becomes one: a file in memory,
- * of the object's length, that consists of holes. A reader waits until the bytes that it needs are
- * there. Other threads fetch what is waited for, and what will be read next.
+ * All code that reads checkpoints reads open files. So a remote object is made one: a file in
+ * memory, as long as the object and empty at first. A reader waits until the bytes that it needs
+ * are there. Other threads fetch what is waited for, and what will be read next.
  *
  *     readers --pin, ahead--> wanted --next--> threads that fetch (Python's, with a store's client)
  *        ^                                        |
@@ -14,13 +14,13 @@
  *
  * A reader that goes through the file once says what it has read (sfr__arriving_done). Chunks that
  * it has read completely are given back to the system once more than a window of chunks is here. So
- * a load takes the memory of its tensors and a window, not that of the file. Giving back is safe at
- * any time: a chunk that is read again is fetched again. A pinned chunk stays.
+ * a load needs memory for its tensors and a window, not for the file. Giving back is safe at any
+ * time: a chunk that is read again is fetched again. A pinned chunk stays.
  *
  * A check or a restore knows only the descriptor, by which a source finds the file here. One lock
  * guards all files of the process: there are few, and it is taken once or twice a chunk. Bytes are
- * copied and given back without it. arriving.c is the side of those who read, this file that of
- * those who fetch. */
+ * copied and given back without it. arriving.c has the functions for readers, this file those for
+ * the threads that fetch. */
 #include <errno.h>
 #include <sys/resource.h>
 
@@ -62,7 +62,7 @@ static int open_file(struct sfr__arriving *f)
 	struct rlimit limit;
 
 	f->fd = -1;
-	/* The system would send a signal. */
+	/* A longer file would raise SIGXFSZ. */
 	if (sfr_sys.get_limit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < f->len)
 		return -EFBIG;
 	f->fd = sfr__fd_memory("stillframe-remote");
@@ -111,7 +111,7 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 	return rc;
 }
 
-/* Takes the chunk of the group that is wanted longest. */
+/* Takes the group's chunk that was wanted first. */
 static bool take_wanted_locked(const struct sfr_arrivals *group, struct sfr_wanted *out)
 {
 	struct sfr__arriving *f = sfr__arrivals.files;
@@ -170,8 +170,8 @@ static void arrived_locked(struct sfr__arriving *f, uint64_t index)
 {
 	f->chunks[index].state = SFR__HERE;
 	f->nr_here++;
-	if (index < f->behind)
-		f->behind = index;
+	if (index < f->first_here)
+		f->first_here = index;
 	(void)pthread_cond_broadcast(&sfr__arrivals.news);
 }
 
@@ -212,7 +212,7 @@ void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number)
 	f = get_locked(group, number);
 	if (f != NULL) {
 		fail_locked(f);
-		f->refs--; /* the group has one */
+		f->refs--; /* the group's */
 	}
 	sfr__unlock(&sfr__arrivals.mu);
 }

@@ -9,19 +9,20 @@ struct sfr__arriving;
 /* Returns the file with this descriptor, or NULL for any other. It stays open until the put. */
 struct sfr__arriving *sfr__arriving_get(int fd);
 void sfr__arriving_put(struct sfr__arriving *f); /* NULL is allowed */
-/* Returns a zero for each chunk, in memory that is the caller's; or NULL. */
+/* Allocates counts, a zero for each chunk, which the caller frees; or NULL. */
 uint32_t *sfr__arriving_counts(const struct sfr__arriving *f);
 /* Waits until the bytes are there, and keeps them until the unpin. `counts` are the reader's, or
- * NULL. Bytes behind the end of the file count as there. 0, SFR_EAGAIN, SFR_EFORK, -EIO: they
- * cannot be fetched; -EBADF: the file was closed. */
+ * NULL. Bytes after the end of the file count as there. 0, SFR_EAGAIN, SFR_EFORK, -EIO: they cannot
+ * be fetched; -EBADF: the file was closed. */
 int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t off, uint64_t len,
 		      uint64_t slice_ns);
 void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len);
-/* Bytes from `off` on, and before `end`, will be read soon. */
+/* Announces that bytes from `off` on, and before `end`, will be read soon. */
 void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64_t off,
 			 uint64_t end);
-/* The reader with these counts has read bytes for the only time. Chunks that it has read completely
- * may be given back to the system. If they are read again, they are fetched again. */
+/* Records that the reader with these counts has read bytes, and will not read them again. Chunks
+ * that it has read completely may be given back to the system. If they are read again, they are
+ * fetched again. */
 void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len);
 
 #endif

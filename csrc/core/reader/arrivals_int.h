@@ -26,10 +26,10 @@ struct sfr__arriving {
 	uint64_t fork_generation;
 	/* guarded by mu */
 	struct sfr__arriving *next;
-	struct sfr_arrivals *group; /* NULL: it is closed */
-	unsigned refs;              /* of the group, of sources, and of calls in progress */
-	uint64_t nr_here, behind;   /* no chunk before `behind` is HERE */
-	uint32_t first, last;       /* WANTED chunks, the oldest first */
+	struct sfr_arrivals *group;   /* NULL: it is closed */
+	unsigned refs;                /* of the group, of sources, and of calls in progress */
+	uint64_t nr_here, first_here; /* a chunk before it is not HERE */
+	uint32_t first, last;         /* WANTED chunks, the oldest first */
 	bool failed, keep;
 	struct sfr__chunk chunks[];
 };

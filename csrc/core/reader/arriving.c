@@ -12,7 +12,8 @@ struct sfr__arrivals_table sfr__arrivals = { .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS
 
 static void forget(void)
 {
-	/* They are the parent's; sources of them still find the generation there. */
+	/* The files are the parent's. A source that has one still finds the fork generation in
+	 * it. */
 	sfr__arrivals = (struct sfr__arrivals_table){ .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
 }
 SFR__AT_FORK(forget)
@@ -62,7 +63,8 @@ static void want_locked(struct sfr__arriving *f, uint64_t index)
 	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
 }
 
-/* Returns the index after the last chunk of a range, or `first` if it is behind the file. */
+/* Returns the index after the last chunk of a range, or `first` if the range is after the end of
+ * the file. */
 static uint64_t end_of(const struct sfr__arriving *f, uint64_t off, uint64_t len, uint64_t *first)
 {
 	const uint64_t end = len < f->len - off ? off + len : f->len;
@@ -81,7 +83,7 @@ static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t
 	}
 }
 
-/* Whether all of them are here. Wants those that are not. */
+/* Whether all chunks of a range are here. Marks the others as wanted. */
 static bool are_here_locked(struct sfr__arriving *f, uint64_t first, uint64_t end)
 {
 	bool here = true;
@@ -145,7 +147,7 @@ void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64
 	sfr__lock(&sfr__arrivals.mu);
 	for (; f->group != NULL && i < last; i++)
 		if (counts == NULL ||
-		    counts[i] != sfr__chunk_len(f, i)) /* another thread may be further */
+		    counts[i] != sfr__chunk_len(f, i)) /* another thread may have read more */
 			want_locked(f, i);
 	sfr__unlock(&sfr__arrivals.mu);
 }
@@ -170,14 +172,14 @@ static void count_locked(struct sfr__arriving *f, uint32_t *counts, uint64_t off
 	}
 }
 
-/* Takes a chunk that may go, if there is one. */
+/* Takes a chunk whose memory may be given back, if there is one. */
 static bool take_done_locked(struct sfr__arriving *f, uint64_t *index)
 {
 	if (f->nr_here <= SFR_ARRIVALS_WINDOW || f->keep)
 		return false;
-	while (f->behind < f->nr && f->chunks[f->behind].state != SFR__HERE)
-		f->behind++;
-	for (uint64_t i = f->behind, left = f->nr_here; left != 0; i++) {
+	while (f->first_here < f->nr && f->chunks[f->first_here].state != SFR__HERE)
+		f->first_here++;
+	for (uint64_t i = f->first_here, left = f->nr_here; left != 0; i++) {
 		left -= f->chunks[i].state == SFR__HERE;
 		if (f->chunks[i].done && f->chunks[i].pins == 0) {
 			f->chunks[i].state = SFR__LEAVING;
@@ -200,8 +202,8 @@ void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off,
 	count_locked(f, counts, off, len);
 	while (take_done_locked(f, &index)) {
 		sfr__unlock(&sfr__arrivals.mu);
-		/* Whole pages, also at the end of the file. If the system refuses, its bytes are
-		 * written over when they come again. */
+		/* Whole pages, also at the end of the file. If the system refuses, the bytes stay
+		 * until they are fetched again. */
 		(void)sfr_sys.fallocate(f->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
 					(off_t)(index * f->chunk), (off_t)f->chunk);
 		sfr__lock(&sfr__arrivals.mu);

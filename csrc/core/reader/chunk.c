@@ -7,8 +7,8 @@
  *
  * A record may begin and end in chunks that different threads handle, in any order. CRCs allow
  * that: the CRC of a whole is the sum of the CRCs of its stretches, each shifted by the length
- * after it (sfr_crc32_combine with nothing). A header or descriptor that crosses the end of the
- * chunk is read once more from its beginning, which is rare and costs few bytes.
+ * after it (sfr_crc32_combine with a second CRC of 0). A header or descriptor that crosses the end
+ * of the chunk is read once more from its beginning, which is rare and costs few bytes.
  *
  * The offsets of data and descriptors are computed (plan.c), and valid only if the record's header
  * confirms them. So a descriptor is called wrong only after its header was checked. Otherwise the

@@ -7,8 +7,8 @@
  *
  * No huge pages. Faults of the heap cannot use them, because the allocator's headers have touched
  * every one before. With MADV_COLLAPSE they cost a sixth if the kernel has them ready (0.03 s of
- * CPU time for half a gigabyte instead of 0.19). But nobody can know whether it has, or compacts
- * memory first. The host of a virtual machine also takes free ones back, and then each costs the
+ * CPU time for half a gigabyte instead of 0.19). But whether it has them, or compacts memory first,
+ * cannot be known. The host of a virtual machine also takes free ones back, and then each costs the
  * guest several times as much as its 512 small ones (0.93 s). If the kernel does not know the
  * advice, the read takes the faults as usual. */
 #include <errno.h>
@@ -21,10 +21,10 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-#define PIECE (1u << 20)
+#define CHUNK_BYTES (1u << 20)
 #define WORTH_ADVICE (256u << 10) /* smaller memory is mostly not new */
 
-/* Leaves out the page shared with the chunk before, which was written to already. */
+/* Skips a first page that is only partly in the range: it was written to with the chunk before. */
 void sfr__populate(char *buf, size_t len)
 {
 	char *from = buf + (SFR_PAGE - (uintptr_t)buf % SFR_PAGE) % SFR_PAGE;
@@ -40,7 +40,7 @@ int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off)
 	size_t done = 0, prepared = len < WORTH_ADVICE ? len : 0;
 
 	while (done < len) {
-		size_t want = len - done < PIECE ? len - done : PIECE;
+		size_t want = len - done < CHUNK_BYTES ? len - done : CHUNK_BYTES;
 		ssize_t n;
 
 		if (done + want > prepared) {

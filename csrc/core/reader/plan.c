@@ -12,9 +12,9 @@
  * archive that another program has packed again fails there at the first record, and is then read
  * by torch.load, and checked front to back.
  *
- * The last record of stillframe's files, their identification, is not aligned. Its header is by
- * the directory, which has just been read. Headers may be hostile: their lengths are compared with
- * the directory's before they are used in sums.
+ * The last record of stillframe's files, their identification, is not aligned. Its header is next
+ * to the directory, which was just read, so reading it costs nothing. Headers may be hostile: their
+ * lengths are compared with the directory's before they are used in sums.
  *
  * The two writers differ in the zip64 field. Past 4 GiB stillframe writes both sizes in it
  * (archive/write.h), torch the sizes of a long record and the offset of a far one. The first header
@@ -121,7 +121,7 @@ static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *
 	return 0;
 }
 
-/* Bare records are where the list has them. Empty ones are complete at once. */
+/* Bare records are where the listing says. Empty ones are complete at once. */
 static int plan_bare(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {

@@ -131,7 +131,7 @@ static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 }
 
 /* Returns the record whose bytes are at the beginning of the chunk. */
-static uint64_t whose(const struct sfr_reader *r, const struct chunk *chunk)
+static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *chunk)
 {
 	uint64_t i = chunk->first;
 
@@ -157,7 +157,7 @@ static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *ch
 	if (rc == SFR_EAGAIN)
 		return false;
 	if (rc != 0) {
-		sfr__reader_fail(r, rc, whose(r, chunk), chunk->off,
+		sfr__reader_fail(r, rc, first_record_of(r, chunk), chunk->off,
 				 rc == SFR_ECORRUPT ? SFR__READER_SHORTER : NULL);
 		return false;
 	}
@@ -276,7 +276,8 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	return rc;
 }
 
-/* Returns the end of the last chunk that a record needs. Its descriptor's first byte is there. */
+/* Returns the end of the last chunk that a record needs: the one with the first byte of its
+ * descriptor. */
 static uint64_t end_of_chunks(const struct sfr_reader *r, uint64_t index)
 {
 	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->chunk_bytes);

@@ -47,7 +47,7 @@ struct sfr__buffer {
 /* The result of `put` for bytes that its client still needs in the buffer. */
 #define SFR__READER_LATER 1
 
-/* Keeps what the reader reads. Its functions run on the reader's threads. A function that fails
+/* Receives what the reader reads. Its functions run on the reader's threads. A function that fails
  * has called sfr__reader_fail. */
 struct sfr__reader_client {
 	/* Takes `len` bytes that begin `at` bytes into record `index`. Sets *crc to their CRC
@@ -77,7 +77,7 @@ struct sfr__reader_spec {
 /* The first failure. */
 struct sfr_reader_failure {
 	/* 0; SFR_ECORRUPT; -EOPNOTSUPP: the archive cannot be read in this way; -errno of the file;
-	 * -EIO with a reason: of the client */
+	 * -EIO with a reason: the client failed */
 	int code;
 	uint64_t index; /* index of the record */
 	uint64_t off;   /* offset in the file */
@@ -105,16 +105,16 @@ bool sfr__reader_runs(const struct sfr_reader *r);
  * SFR_EFORK; else the code of the failure. With SFR__READER_LIST a record with damage counts as
  * good. */
 int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns);
-/* Ends the reading. Only the first failure is kept. */
+/* Records a failure, which ends the reading. Only the first is kept. */
 void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t off,
 		      const char *reason);
 const struct sfr_reader_failure *sfr_reader_failure(const struct sfr_reader *r);
-/* Returns the damage of a record, or NULL; once all records were waited for. *unchecked: its bytes
- * have a CRC, and the archive does not say which. */
+/* Returns the damage of a record, or NULL; once all records were waited for. *unchecked: the
+ * archive does not state the CRC of its bytes. */
 const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool *unchecked);
 /* Returns the offset of a record's data. */
 uint64_t sfr__reader_data_off(const struct sfr_reader *r, uint64_t index);
-/* Returns the bytes of the file that are done. */
+/* Returns how many bytes of the file were read. */
 uint64_t sfr_reader_done(struct sfr_reader *r);
 /* Ends the threads, after the reads in flight, at most one a thread. The reader no longer
  * uses memory of the client. NULL is allowed. */

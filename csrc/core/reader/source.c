@@ -43,8 +43,8 @@ static int open_direct(int fd)
 	return sfr__fd_open(path, O_RDONLY | O_NONBLOCK | O_DIRECT, 0);
 }
 
-/* The mapping for mincore covers the whole file. To map or unmap takes the process's address space
- * exclusively, and would wait for every reader that fills new memory. */
+/* The mapping for mincore covers the whole file. Mapping or unmapping a part at a time would lock
+ * the process's address space often, and wait for every reader that fills new memory. */
 static void map(struct sfr__source *s)
 {
 	struct stat st;

@@ -63,7 +63,7 @@ static void take_back(void *self, struct sfr__buffer *buffer)
 
 	enter(r, &scope);
 	if (buffer->mem != NULL)
-		(void)r->lane->cu->host_free(buffer->mem); /* is leaked at worst */
+		(void)r->lane->cu->host_free(buffer->mem); /* at worst the memory is leaked */
 	buffer->mem = NULL;
 	sfr__cuda_leave(&scope);
 }
@@ -74,7 +74,7 @@ bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64
 	const unsigned k = r->targets[index].device - 1;
 	struct sfr__transfer *tr = &r->flights[buffer->number].to[k];
 
-	if (sfr__transfer_is_over(tr)) { /* of the chunk before */
+	if (sfr__transfer_is_over(tr)) { /* the transfer of the chunk before */
 		*tr = (struct sfr__transfer){ .ops = &ops };
 		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k],
 					 SFR__CUDA_IN); /* the lane exists, so this cannot fail */
@@ -152,7 +152,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 		return SFR_EFORK;
 	if (k == SFR__RESTORE_DEVICES || (k == r->nr_devices && sfr__reader_runs(r->reader)))
 		return -EOPNOTSUPP;
-	/* Only orders the streams: E. */
+	/* This transfer copies nothing: it only orders the streams (E). */
 	rc = sfr__transfer_begin(&tr, &r->lanes, number, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
 	if (tr.lane)
 		sfr__transfer_end(&tr);

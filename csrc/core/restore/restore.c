@@ -94,7 +94,7 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	r->listing = &check->listing;
 	rc = start(r, fd, check->end.dir_off, flags);
 	if (rc == SFR_EAGAIN)
-		r->check = NULL; /* it stays the caller's */
+		r->check = NULL; /* on failure the check stays the caller's */
 	if (rc < 0)
 		sfr_restore_free(r);
 	else
@@ -169,7 +169,7 @@ void sfr_restore_free(struct sfr_restore *r)
 	if (r == NULL)
 		return;
 	sfr__reader_free(r->reader);
-	/* A child has no such threads. */
+	/* A forked child has no threads to wait for. */
 	if (r->fork_generation == sfr_fork_generation()) {
 		sfr__cuda_lanes_stop(&r->lanes);
 		sfr__cuda_lanes_free(&r->lanes);

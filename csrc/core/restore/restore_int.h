@@ -13,7 +13,7 @@
 /* Where a record's bytes go; constant once the record may be read. */
 struct sfr__target {
 	char *mem;       /* or NULL */
-	unsigned device; /* the device of `mem`: its index and one; 0: host memory */
+	unsigned device; /* the device of `mem`: its index plus one; 0: host memory */
 };
 
 /* The copies that read from one buffer of the reader, by device. */

@@ -11,7 +11,8 @@ static struct sfr_ticket *ticket_of(struct sfr__log_entry *entry)
 	return sfr__container(entry, struct sfr_ticket, log);
 }
 
-/* Has a span of its own, which ends before the save's end is reported. */
+/* A function of its own, so that its span in the timeline ends before the save's end is
+ * reported. */
 static void rename_file(struct sfr_ticket *t, struct sfr_err *err)
 {
 	SFR__TRACE(SFR_TRACE_COMMIT, t->number, 0);

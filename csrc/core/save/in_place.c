@@ -3,11 +3,11 @@
  *   direct extent   source and file are aligned alike: the source itself is written
  *   other extents   glue and sources are copied to a buffer, and the CRC is computed in that pass
  *
- * Only a few blocks of such a save are in the writers' queue at a time, so that other saves come
- * between, and so that a few buffers are enough. A buffer is a block of the pool if one is free at
- * once, else memory of its own: the sources are often a snapshot, which may fill the pool itself.
- * A stream has as many blocks out as a client sends at a time: it keeps each until the store has
- * acknowledged it.
+ * Only a few blocks of such a save are in the writers' queue at a time. So blocks of other saves
+ * are written between them, and a few buffers are enough. A buffer is a block of the pool if one is
+ * free at once, else memory of its own: the sources are often a snapshot, which may fill the pool
+ * itself. A stream has as many blocks in use as a client sends at a time, because the client keeps
+ * each until the store has acknowledged it.
  *
  * As in any save, a block with the CRC of a source is parked until the source's other blocks are
  * summed. Those are queued before it, so at least one block that the writers have can always
@@ -21,10 +21,10 @@
 
 enum {
 	AHEAD = 2, /* blocks in the queue beyond one for each writer */
-	/* of a block: buffers need memory besides the snapshot's, and larger writes are not
+	/* the largest block: buffers need memory besides the snapshot's, and larger writes are not
 	 * faster */
 	MOST_BYTES = 4u << 20,
-	STREAM_BYTES = 96u << 20, /* parts of 16 MiB: four sent at a time, two put together */
+	STREAM_BYTES = 96u << 20, /* requests of 16 MiB: four on their way, two being filled */
 };
 
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
@@ -55,8 +55,8 @@ static bool push_next_locked(struct sfr_ticket *t)
 	return true;
 }
 
-/* Whether a stream has as much out as a client sends. It counts bytes as written when it has them
- * back. */
+/* Whether a stream has queued as many bytes as a client sends at a time. Its bytes count as written
+ * once the client has given them back. */
 static bool is_enough_locked(const struct sfr_ticket *t)
 {
 	return t->sharing.pushed_nbytes >= t->facts.written_nbytes + STREAM_BYTES;

@@ -20,12 +20,12 @@ struct sfr__job {
 	/* only for SFR__JOB_BLOCK */
 	char *mem;                /* the bytes to write */
 	struct sfr__block *block; /* the pool's block that contains them, */
-	/* or the length of memory of its own; with neither, mem is inside a source */
+	/* or the length of the job's own memory; with neither, mem is inside a source */
 	size_t own_len;
 	const struct sfr__extent *extent;
 	uint32_t blk;
 	bool summed;                   /* the entries' CRCs include, or will include, its bytes */
-	bool put, held;                /* its bytes are in the stream; the stream has the job */
+	bool put, held;                /* its bytes are in the stream; the stream still has it */
 	struct sfr__job *parked;       /* next parked job */
 	struct sfr__host_block staged; /* while the block is filled from host memory */
 };

@@ -40,7 +40,7 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	atomic_init(&t->refs, 1);
 	t->fork_generation = engine->fork_generation;
 	t->engine = engine;
-	/* Another thread may wait before the copy begins. */
+	/* Set here, because another thread may wait for the copy before it begins. */
 	t->staging.deferred.copy.engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
@@ -63,7 +63,7 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 }
 
 /* Allocates what writing a laid-out image to dir/name needs. */
-static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
+static int ticket_set_target(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 {
 	const char *dir = desc->dir, *name = desc->name;
 	size_t dir_len = strlen(dir), key_len = dir_len + 1 + strlen(name) + 1;
@@ -142,7 +142,7 @@ int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *de
 		return rc;
 	rc = ticket_lay_out(t, desc, parts);
 	if (rc == 0)
-		rc = ticket_aim(t, desc);
+		rc = ticket_set_target(t, desc);
 	if (rc < 0)
 		sfr__ticket_free(t);
 	else

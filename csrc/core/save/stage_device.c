@@ -284,7 +284,8 @@ int sfr__device_states_new(struct sfr_ticket *t)
 		dev->staging.run = stage;
 		dev->ticket = t;
 		dev->device = extent->device - 1;
-		/* the first extent stands for those that follow it */
+		/* later extents of the same kind follow this one in the image, and are counted in
+		 * it */
 		if (extent->lane == SFR_CAPTURED && !dev->captured)
 			dev->captured = extent;
 		if (extent->lane != SFR_CAPTURED && !dev->deferred)

@@ -111,7 +111,7 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	bool whole = own;
 	uint32_t crc;
 
-	SFR__TRACE(SFR_TRACE_PIECE, 0, seg->len);
+	SFR__TRACE(SFR_TRACE_STORAGE, 0, seg->len);
 	if (!summed) {
 		sfr_sys.capture_copy(dst, src, seg->len);
 		return sfr__check_copied(t, &t->staging.samples, seg->entry, seg->off, dst,

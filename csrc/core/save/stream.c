@@ -1,4 +1,4 @@
-/* A stream hands the bytes of a save to a caller, in the order of the file, who sends them to an
+/* A stream hands the bytes of a save, in the order of the file, to a caller that sends them to an
  * object store. There is no temporary, no sync and no rename: the caller makes the object visible.
  *
  *   writers   make a block final (checksums, descriptors), and put it into the stream in place of
@@ -12,11 +12,12 @@
  * Blocks are leased in the order of the file. So the blocks that a save has are adjacent, and the
  * first of them can always be filled and taken. A pool of one block is enough, if the caller gives
  * back what it has before it waits for more. Without that rule two lanes could fill the pool with
- * blocks behind one that has no memory.
+ * later blocks, while an earlier one has no memory.
  *
- * A block that was put stays a job that is out, so the save does not end while the caller has it.
- * Nor does it end well before the caller has taken the end, an empty piece, and given it back. If
- * the save fails, blocks that were not taken go back to the writers, who release them.
+ * A block in the stream still counts as a job of the save, so the save does not end while the
+ * caller has it. It succeeds only after the caller has taken and given back the end, which is an
+ * empty piece. If the save fails, blocks that were not taken go back to the writers, who release
+ * them.
  *
  * This file is the caller's side; stream_put.c is that of lanes and writers. */
 #include "save/stream.h"
@@ -27,7 +28,7 @@ static bool is_stream(const struct sfr_ticket *t)
 	return (t->flags & SFR_SAVE_STREAM) != 0;
 }
 
-/* Takes the edge page that the stream has come to. */
+/* Takes the edge page that the stream has reached. */
 static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;

@@ -14,11 +14,11 @@ int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *exte
 			    uint64_t slice_ns);
 bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
 				  uint32_t blk);
-/* Puts a job with final bytes into the stream, which has it from then on. False if the save is
- * failing, or if the job has no bytes of its own (a block in edge pages, an empty tail): the caller
- * has it still. */
+/* Puts a job with final bytes into the stream, which owns it from then on. False if the save is
+ * failing, or if the job has no bytes of its own (a block in edge pages, an empty tail): then the
+ * caller still owns it. */
 bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job);
-/* Returns in [*from, *to) the bytes of a job that are its own, in the file. */
+/* Sets [*from, *to) to the range of the file that this job alone provides. */
 void sfr__stream_own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
 			   uint64_t *to);
 

@@ -41,7 +41,7 @@ int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *exte
 void sfr__stream_own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
 			   uint64_t *to)
 {
-	sfr__image_block_own(&t->plan.img, job->extent, job->blk, from, to);
+	sfr__image_own_pages(&t->plan.img, job->extent, job->blk, from, to);
 	if (*to > t->plan.img.len)
 		*to = t->plan.img.len; /* the last page is padded */
 }
@@ -66,5 +66,5 @@ bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
 		sfr__ticket_step_locked(t);
 	}
 	sfr__unlock(&t->engine->mu);
-	return kept && from < to; /* the job may be gone */
+	return kept && from < to; /* the job may be freed */
 }

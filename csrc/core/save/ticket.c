@@ -113,7 +113,8 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 {
 	if (t->err.code == 0) {
 		t->err = *err;
-		sfr__requeue_held_locked(t); /* once: a failing save puts nothing more */
+		/* happens once, because a failing save puts nothing into its stream any more */
+		sfr__requeue_held_locked(t);
 	}
 	sfr__unpark_locked(t);
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)
@@ -134,7 +135,7 @@ bool sfr__ticket_failing(struct sfr_ticket *t)
 
 void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block)
 {
-	/* No longer counted before it can be leased again. */
+	/* The save's count must drop before another save can lease the block. */
 	sfr__lock(&t->engine->mu);
 	t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
@@ -317,7 +318,7 @@ int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	*written_nbytes = t->facts.written_nbytes;
-	*nbytes = t->plan.img.len; /* constant, like the image's other figures */
+	*nbytes = t->plan.img.len; /* constant, like all sizes of the image */
 	return 0;
 }
 

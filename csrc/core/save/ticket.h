@@ -17,8 +17,8 @@ struct sfr__job;
 
 /* The plan: the bytes to be written. Constant once the save is admitted. */
 struct sfr__save_plan {
-	/* an entry's crc and crc_len change: they belong to the copying thread if all its bytes do,
-	 * else the engine's mutex guards them */
+	/* only crc and crc_len of an entry change: the thread that copies all its bytes owns them;
+	 * if several do, the engine's mutex guards them */
 	struct sfr__image img;
 	bool in_place; /* a file of parts: nothing is staged, writers read the sources */
 	/* memory of the image's edge pages: writers put them together, the tail writes them */
@@ -56,11 +56,11 @@ struct sfr__save_staging {
 	uint32_t *sums;
 };
 
-/* The parts of the save that other threads have. Nothing of it is left when the save ends. */
+/* The work that other threads have. Nothing of it is left when the save ends. */
 struct sfr__save_sharing {
 	bool lane_owns;            /* deferred bytes of the host are being handed out or copied */
-	uint32_t cuda_out;         /* device parts that are not over */
-	uint32_t cuda_unsubmitted; /* device parts that still have copies to queue */
+	uint32_t cuda_out;         /* device states that are not over */
+	uint32_t cuda_unsubmitted; /* device states that still have copies to queue */
 	uint32_t jobs_out;         /* jobs that are queued or running */
 	struct sfr__job *parked;   /* blocks that wait for the CRC of an entry's earlier bytes */
 	bool needs_blocks;         /* the pool counts this save among those that need blocks */

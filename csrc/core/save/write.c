@@ -1,10 +1,10 @@
 /* Writer threads take jobs from the engine's queue in the order of arrival.
  *
  *   OPEN    make the temporary, probe, preallocate                 (once a save, first)
- *   BLOCK   CRC of its pieces if the lane has not made them,
+ *   BLOCK   CRC of its bytes if the lane has not made them,
  *           descriptors, one aligned pwrite                        (any order of completion)
  *   TAIL    central directory or edge pages, fdatasync             (when every block is written)
- *   PLACE   rename, sync the directory                         (of what is not in the log)
+ *   PLACE   rename, sync the directory                         (a save without an entry in the log)
  *   CLEAN   remove the temporary of a failed save, end it          (last)
  *
  * A data descriptor contains the CRC of a whole entry. Earlier bytes of the entry may still be with
@@ -179,7 +179,7 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 }
 
 /* Puts the block's bytes of an edge page, at `page` of the file, into the ticket's memory. Other
- * writers may add theirs at the same time, which are others. */
+ * writers may add other bytes of that page at the same time. */
 static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t page, char *edge)
 {
 	uint64_t off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
@@ -206,7 +206,7 @@ static void put_edges(struct sfr_ticket *t, const struct sfr__job *job)
 			put_edge(t, job, img->edges[i], t->plan.edges + (size_t)i * SFR_PAGE);
 }
 
-/* Writes what no other block has bytes of. Adds what is written to *nbytes. 0, or -1 with the
+/* Writes the block without its edge pages. Adds what is written to *nbytes. 0, or -1 with the
  * reason in err. */
 static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_t *nbytes,
 		       struct sfr_err *err)
@@ -214,7 +214,7 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 	const struct sfr__image *img = &t->plan.img;
 	uint64_t off = sfr__image_block_off(img, job->extent, job->blk), from, to;
 
-	sfr__image_block_own(img, job->extent, job->blk, &from, &to);
+	sfr__image_own_pages(img, job->extent, job->blk, &from, &to);
 	if (from < to &&
 	    sfr__file_write(&t->file, job->mem + (from - off), (size_t)(to - from), from, err) != 0)
 		return -1;
@@ -233,10 +233,11 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	bool written;
 
 	if (!prepare_block(t, job, err)) {
-		span.number = 0; /* no span: its bytes are counted when it is resumed */
+		span.number = 0; /* gives no span: the bytes count when the block is resumed */
 		return false;
 	}
-	written = err->code == 0 && wait_opened(t); /* and the save is not failing */
+	/* true also means that the save is not failing */
+	written = err->code == 0 && wait_opened(t);
 	if (written) {
 		describe_block(t, job);
 		put_edges(t, job);
@@ -316,7 +317,7 @@ static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct 
 /* Writes the tail. False if it is in the stream. */
 static bool do_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
-	/* A save without blocks has not waited for it yet. */
+	/* No block has waited for the file to be opened if the save has no blocks. */
 	if (wait_opened(t)) {
 		SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
 		if (make_tail(t, job, err) == 0) {

@@ -18,7 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SFR_ARRIVALS_WINDOW 8u /* chunks that are fetched ahead, and that are kept at most behind */
+#define SFR_ARRIVALS_WINDOW 8u /* chunks fetched ahead of a reader, and at most kept after it */
 
 struct sfr_arrivals; /* files that the same threads fetch */
 
@@ -34,11 +34,12 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 /* Waits until bytes are wanted that nobody fetches yet; they are the caller's to fetch. 0,
  * SFR_EAGAIN, SFR_EFORK; SFR_ECLOSED: the group has ended. */
 int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out);
-/* Brings the bytes that sfr_arrivals_next has asked for. SFR_ECLOSED: nobody needs them any more.
- * -EINVAL: they are others. -errno of writing to memory. */
+/* Hands over the bytes that sfr_arrivals_next has asked for. SFR_ECLOSED: nobody needs them any
+ * more. -EINVAL: other bytes were asked for. -errno of writing to memory. */
 int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, const void *bytes,
 		     size_t len);
-/* Bytes of the file cannot be fetched: all who wait for some, now or later, get -EIO. */
+/* Records that bytes of the file cannot be fetched: every wait for its bytes, now or later, ends
+ * with -EIO. */
 void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number);
 /* Closes a file, once nothing in the core reads it any more. */
 void sfr_arrivals_close(struct sfr_arrivals *group, uint64_t number);

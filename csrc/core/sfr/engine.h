@@ -15,9 +15,9 @@ struct sfr_engine_opts {
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
 	uint32_t nr_copiers;    /* threads that help those who wait for large copies; 0: none */
-	/* A default pool gets what budget_bytes leaves besides the caps of the process's other
-	 * default pools, at most most_bytes and at least one block. If the system refuses it so
-	 * much address space, it gets half, and so on. */
+	/* A default pool gets budget_bytes less the caps of the process's other default pools; at
+	 * most most_bytes, and at least one block. If the system refuses it so much address space,
+	 * it gets half, and so on. */
 	uint64_t budget_bytes, most_bytes;
 };
 
@@ -27,8 +27,8 @@ struct sfr_stats {
 	uint64_t leased_bytes;    /* part of committed_bytes that is handed out now */
 	uint64_t save_bytes;      /* part of leased_bytes that saves have; the rest is snapshots' */
 	uint64_t retired_bytes;   /* part of committed_bytes that is never used again */
-	/* A save of several files, or to a store, is one: unordered saves without parts do not
-	 * count beside the slot of the save that they belong to. */
+	/* A save of several files, or to a store, counts once: the unordered saves of its files
+	 * share its slot. */
 	uint64_t saves_in_flight, saves_total;
 };
 

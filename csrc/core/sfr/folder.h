@@ -10,7 +10,7 @@ struct sfr_folder;
 /* Makes an object for the directory `dir`/`name`; nothing is on the disk yet. One thread at a time
  * may use it. -ENOMEM. */
 int sfr_folder_new(const char *dir, const char *name, int durable, struct sfr_folder **out);
-/* Opens `dir`, removes what dead writers left in it, and makes a temporary directory beside
+/* Opens `dir`, removes what dead writers left in it, and makes a temporary directory next to
  * `name`. The directory is locked as long as this process lives. Every failure below is in `err`,
  * with its phase. */
 int sfr_folder_open(struct sfr_folder *folder, struct sfr_err *err);

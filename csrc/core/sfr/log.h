@@ -18,8 +18,9 @@ int sfr_log_remove(const char *key, uint64_t *seq_out);
  *  -1   no entry concerns it: ask the file system */
 int sfr_log_exists(const char *key);
 /* Waits until no save or remove of `key` submitted before this load is pending, then opens the file
- * for reading at its turn in the log. Sets *fd_out >= 0, or returns -errno of open. With a slash
- * at its end the key is a directory, and the load waits for everything in it as well. */
+ * for reading when the load is at the head of the log. Sets *fd_out >= 0, or returns -errno of
+ * open. With a slash at its end the key is a directory, and the load waits for everything in it as
+ * well. */
 struct sfr_log_load;
 int sfr_log_load_new(const char *key, struct sfr_log_load **out);
 int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out);

@@ -9,8 +9,9 @@
  * Returns 0, or -errno: -EINVAL if `signum` is no signal or cannot be handled. May be called again
  * after other code has replaced the handler; one thread at a time may call it.
  *
- * The process is killed when the thread that forked it ends: from the first signal on that it has
- * ignored, or from now on if `at_once`. That is the end of the parent if its main thread forked. */
+ * The kernel kills the process when the thread that forked it ends; if the main thread forked, that
+ * is the end of the parent. This holds from the first ignored signal on, or from now on with
+ * `at_once`. */
 int sfr_signals_leave(int signum, bool at_once);
 
 #endif

@@ -19,8 +19,8 @@ struct sfr_snapshot;
  * shared memory, where they would see later bytes too. */
 #define SFR_SNAPSHOT_SHARED 1u
 /* For tensors that leave a device: callers' streams do not wait, so sources on devices must not
- * change until the wait is over or a stream has passed the gate. Copies start at multiples of
- * SFR_APART bytes. Small ones share blocks. */
+ * change until sfr_snapshot_wait has returned 0 or a stream has passed the gate. Copies start at
+ * multiples of SFR_APART bytes. Small ones share blocks. */
 #define SFR_SNAPSHOT_LEAVES 2u
 #define SFR_APART 512u
 

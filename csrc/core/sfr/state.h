@@ -9,7 +9,7 @@
 	X(SFR_STAGING, "staging")    /* in the log; a lane copies deferred bytes */                \
 	X(SFR_STAGED, "staged")      /* every byte copied, both detectors passed */                \
 	X(SFR_WRITING, "writing")    /* every block written; tail and sync */                      \
-	X(SFR_READY, "writing")      /* synced; waits for its turn in the log */                   \
+	X(SFR_READY, "writing")      /* synced; waits for the head of the log */                   \
 	X(SFR_COMMITTING, "writing") /* being renamed: can no longer be cancelled */               \
 	X(SFR_ENDING, "writing")     /* failed or cancelled; copies and writes run out */          \
 	X(SFR_DURABLE, "durable")                                                                  \

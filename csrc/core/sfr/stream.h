@@ -16,7 +16,7 @@ struct sfr_piece {
 };
 
 /* Takes the next piece of a save with SFR_SAVE_STREAM. One thread at a time calls it, from
- * sfr_save_new on. Behind the end come more ends, which need not be given back. SFR_EAGAIN: there
+ * sfr_save_new on. After the end come more ends, which need not be given back. SFR_EAGAIN: there
  * was none within the slice, or the save is not admitted. SFR_ESTATE: the save has failed or was
  * cancelled. SFR_EFORK. */
 int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *piece);

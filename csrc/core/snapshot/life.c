@@ -90,7 +90,7 @@ static int use(struct sfr_snapshot *s, uint32_t *count)
 	return rc;
 }
 
-/* Counts a user less. After the last one, the memory is given back. */
+/* Counts one user less. After the last one, the memory is given back. */
 static void unuse(struct sfr_snapshot *s, uint32_t *count)
 {
 	if (sfr__snapshot_is_foreign(s))

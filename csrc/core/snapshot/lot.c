@@ -84,7 +84,7 @@ static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint3
 {
 	struct sfr__pool *pool = s->engine->pool;
 	const uint64_t block_bytes = s->engine->opts.block_bytes;
-	/* small snapshots are of SFR_SNAPSHOT_LEAVES too */
+	/* true for every small snapshot: these have SFR_SNAPSHOT_LEAVES */
 	const bool whole = s->nr_devices || s->leaves;
 	struct sfr__lot *lot = sfr_sys.calloc(1, sizeof(*lot));
 	int rc;
@@ -101,7 +101,7 @@ static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint3
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(pool, &lot->lease, true);
 		if (rc < 0) {
-			/* undoes what was shared; a failure is harmless */
+			/* undoes the sharing; a failure is harmless */
 			(void)sfr__pool_share(pool, &lot->lease, false);
 			sfr__pool_unlease(pool, &lot->lease);
 		}

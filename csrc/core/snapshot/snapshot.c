@@ -219,7 +219,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		queued = rc == 0;
 	}
 	if (queued) {
-		sfr_snapshot_get(s); /* for those that copy */
+		sfr_snapshot_get(s); /* the reference that all copying threads share */
 		s->nr_copying = 1;   /* this call */
 		engine->nr_copying++;
 		sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPYING);

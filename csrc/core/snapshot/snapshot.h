@@ -14,7 +14,7 @@ enum sfr__snapshot_state {
 	SFR__SNAPSHOT_NEW,
 	SFR__SNAPSHOT_LEASED,
 	SFR__SNAPSHOT_COPYING, /* copies are queued or running */
-	/* or failed, or abandoned: nothing writes into the memory any more */
+	/* also if the copy failed or was abandoned: nothing writes to the memory any more */
 	SFR__SNAPSHOT_COPIED,
 	SFR__NR_SNAPSHOT_STATES
 };
@@ -25,7 +25,9 @@ struct sfr__snapshot_run {
 	struct sfr__host_copy copy;
 	struct sfr__host_block block;
 	struct sfr_snapshot *snapshot; /* constant, like the next */
-	uint64_t *starts; /* for each source, the bytes of the run before it; then all of them */
+	/* for each source, the bytes before it in the run; the last number is the length of the
+	 * run */
+	uint64_t *starts;
 };
 
 struct sfr_snapshot {

@@ -11,7 +11,7 @@
 /* Constant except in tests. */
 static struct {
 	size_t chunk;
-	uint64_t help_from; /* bytes; a smaller copy ends before a helper is awake */
+	uint64_t help_from; /* bytes; a smaller copy would end before a helper has woken up */
 } tuned = { 1 << 20, 4 << 20 };
 
 void sfr__host_tune(size_t chunk, uint64_t help_from)
@@ -152,7 +152,7 @@ static bool make_memory_locked(struct sfr_engine *engine)
 
 /* ---- deferred ---------------------------------------------------------------------------- */
 
-/* Does one thing for a copy: copies a chunk, gets memory for a block, or ends the copy. False if
+/* Does one step of a copy: copies a chunk, gets memory for a block, or ends the copy. False if
  * there is nothing to do. */
 static bool step_locked(struct sfr__shared *work, bool may_wait)
 {

@@ -30,8 +30,8 @@ static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *ran
 	return from + (*random >> 33) % (to > from ? to - from : 1);
 }
 
-/* Half of the samples are shared out evenly, so that a small source gets some next to a large one.
- * Half go by bytes, so that the samples of a large one are not far apart. */
+/* Half of the samples are divided equally among the sources, so that small ones get some too. The
+ * other half are divided by bytes, so that the samples of a large source are not far apart. */
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most)
 {
 	uint64_t even = nr_sources ? most / 2 / nr_sources : 0, by_bytes = 0;

@@ -8,10 +8,10 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-/* The most samples of one list of sources. In host memory that many take a call 0.20 ms with huge
- * pages and 0.35 ms with small ones (AMD EPYC, 1 GB, each a cache miss; 4,096 of them take 0.12 and
- * 0.20 ms). On a device each costs up to 2 us on the engine that copies everything else.
- * benchmarks/odds.py shows which writes they detect. */
+/* The most samples of one list of sources. Taking that many in host memory lasts 0.20 ms with huge
+ * pages and 0.35 ms with small ones; 4,096 last 0.12 and 0.20 ms (AMD EPYC, 1 GB, each sample a
+ * cache miss). On a device each sample takes up to 2 us of the copy engine. benchmarks/odds.py
+ * shows which writes they detect. */
 #define SFR__MAX_SAMPLES 8192
 #define SFR__MAX_ROWS 4096
 #define SFR__SAMPLE_LEN 64 /* bytes of a sample: a cache line */

@@ -88,7 +88,7 @@ bool sfr__transfer_enter(struct sfr__transfer *tr)
 	CUresult rc = sfr__cuda_enter(&tr->scope, tr->lane->cu, tr->lane->context);
 
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_failed(tr->lane, "cuCtxPushCurrent", rc, &tr->err);
+		(void)sfr__cuda_note_failure(tr->lane, "cuCtxPushCurrent", rc, &tr->err);
 	return rc == CUDA_SUCCESS;
 }
 
@@ -107,7 +107,7 @@ static void order(struct sfr__transfer *tr, CUstream stream, CUevent after)
 		return;
 	rc = tr->lane->cu->stream_wait(stream, after, 0);
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_failed(tr->lane, "cuStreamWaitEvent", rc, &tr->err);
+		(void)sfr__cuda_note_failure(tr->lane, "cuStreamWaitEvent", rc, &tr->err);
 	sfr__cuda_event_put(tr->lane, after);
 }
 

@@ -54,7 +54,7 @@ struct sfr__transfer_ops {
 	void (*over)(struct sfr__transfer *tr);
 };
 
-/* Embedded in its client; all but ops zero before begin. */
+/* Embedded in its client; all fields but `ops` are zero before begin. */
 struct sfr__transfer {
 	const struct sfr__transfer_ops *ops; /* constant, like the next */
 	struct sfr__cuda_lane *lane;         /* NULL: not begun */
@@ -70,10 +70,10 @@ struct sfr__transfer {
 	bool touched;                          /* copies were queued since the client's last send */
 	bool slowly;  /* small portions, and few in flight; only on the lane's thread */
 	bool timed;   /* the copies that are queued next are measured */
-	uint64_t seq; /* a gate that waits for it ends slowness */
+	uint64_t seq; /* the save's number: `slowly` ends when a gate waits for it */
 
 	/* used by the thread that queues, then in `portion_done` and by the last user */
-	struct sfr__samples samples; /* items are in the store */
+	struct sfr__samples samples; /* its items are in the store's memory */
 	struct sfr__cuda_store store;
 	struct sfr__cuda_timer copying;
 

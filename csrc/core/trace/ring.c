@@ -16,7 +16,7 @@
 
 #include "trace/ring.h"
 
-#define SMALL_PIECE (64u << 10) /* bytes; smaller copies appear only in their block's span */
+#define SMALL_COPY (64u << 10) /* bytes; smaller copies appear only in their block's span */
 
 _Atomic uint32_t sfr__trace_on;
 
@@ -125,7 +125,7 @@ struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64
 	struct sfr__span span = { .save = save, .number = number, .kind = kind };
 	struct sfr__ring *ring;
 
-	if (kind == SFR_TRACE_PIECE && number < SMALL_PIECE)
+	if (kind == SFR_TRACE_STORAGE && number < SMALL_COPY)
 		return span;
 	ring = get_ring();
 	if (ring) {

@@ -28,8 +28,9 @@
 	X(SFR_TRACE_SAMPLES, "samples", "call", NULL)      /* lines of the deferred ones */        \
 	X(SFR_TRACE_GATE, "gate", "gate", NULL)            /* a step waits for the copies */       \
 	X(SFR_TRACE_POOL_WAIT, "wait for block", "copy", NULL)                                     \
-	X(SFR_TRACE_COPY, "copy", "copy", "bytes")        /* one block is filled */                \
-	X(SFR_TRACE_PIECE, "copy piece", "copy", "bytes") /* of a storage; not the small ones */   \
+	X(SFR_TRACE_COPY, "copy", "copy", "bytes") /* one block is filled */                       \
+	X(SFR_TRACE_STORAGE, "copy storage", "copy",                                               \
+	  "bytes") /* of a storage; not the small ones */                                          \
 	X(SFR_TRACE_OPEN, "open", "write", NULL)                                                   \
 	X(SFR_TRACE_BLOCK, "block", "write", "bytes") /* checksum and writes of one */             \
 	X(SFR_TRACE_CHECKSUM, "checksum", "write", "bytes")                                        \

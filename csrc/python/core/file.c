@@ -92,7 +92,7 @@ static int fill_window(struct sfr_py_file *self)
 	size_t want = clip(self, WINDOW);
 	int64_t got;
 
-	self->win_len = 0; /* empty for another thread that reads meanwhile */
+	self->win_len = 0; /* so that another thread that reads meanwhile finds an empty window */
 	got = read_here(self, self->win, want);
 	if (got < 0)
 		return -1;

@@ -89,7 +89,7 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 		result = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
 				       sentence);
 	if (!result) {
-		/* Somebody waits for this notice, even if it is only the exit of the process. */
+		/* The notice must not be lost: at least the exit of the process waits for it. */
 		notice.ticket = NULL;
 		notice.snapshot = NULL;
 		sfr_notice_again(&notice);

@@ -38,8 +38,8 @@ static PyObject *read_text(PyObject *module, PyObject *path)
 
 static PyMethodDef functions[] = {
 	{ "resolve", resolve_path, METH_VARARGS,
-	  "resolve(path, follow_link) -> (parent, name, mode or 0, readable, st_dev), or None: examine "
-	  "the rest in Python." },
+	  "resolve(path, follow_link) -> (parent, name, mode or 0, readable, st_dev), or None if a "
+	  "component is missing or cannot be examined." },
 	{ "read_text", read_text, METH_O,
 	  "read_text(path) -> the first 8 KiB of a file of the kernel's, b\"\" if it cannot be read." },
 	{ NULL, NULL, 0, NULL },

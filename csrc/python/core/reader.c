@@ -131,9 +131,9 @@ static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 PyDoc_STRVAR(restore_doc,
 "restore(fd, verify, shared=False)\n--\n\n"
 "Reads an open archive's directory, and prepares reading its records.\n\n"
-"Returns the dict that `check` returns, and a Restore. It is None if the file is not complete, is no\n"
-"archive, or is an archive whose records must be found one by one. `shared`: other processes read\n"
-"the file too, so it is read through the page cache.");
+"Returns the dict that `check` returns, and a Restore. Instead of the Restore it returns None if the\n"
+"file is not complete, is no archive, or is an archive whose records must be found one by one.\n"
+"`shared`: other processes read the file too, so it is read through the page cache.");
 
 static PyObject *restore(PyObject *module, PyObject *args)
 {

@@ -178,13 +178,13 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 		return NULL;
 	}
 	w = sfr_py_wait(timeout);
-	/* Mostly the answer is known, and needs no release of the interpreter lock. */
+	/* Usually the answer is known already, and needs no release of the interpreter lock. */
 	if (w.rc != SFR_PY_RAISED && (sfr_save_reached(t, (enum sfr_wait_for)what) ||
 				      (what == SFR_WAIT_ENDED && w.left_ns == 0)))
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns));
-	/* the core no longer reads it, and users keep handles */
+	/* the core no longer reads the skeleton, and users may keep handles for long */
 	if (w.rc == 0 && what == SFR_WAIT_ENDED)
 		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
 	return sfr_py_unless(object, w.rc, SFR_EAGAIN);

@@ -15,9 +15,10 @@
 #define BUDGET_EACH 16  /* storages between two checks of the clock */
 /* CPU time that a step may spend on observing, on average: 0.2 ms, or 1 % of the time since the
  * step before if that is more. After a step an observation has 0.6 to 1 us of cache and page-table
- * misses (measured; 0.2 us with everything warm), and a storage needs four. So an enrolment adds an
- * allowance, once, for the observations that follow it: 1,200 storages are decided by the second
- * gate after it. The first save that defers them gains more than all observations cost. */
+ * misses (measured; 0.2 us with everything warm), and a storage needs four observations. So an
+ * enrolment adds an allowance, once, for the observations that follow it: 1,200 storages are
+ * decided by the second gate after it. The first save that defers them gains more than all
+ * observations cost. */
 #define STEP_MIN_NS 200000u
 #define STEP_MAX_NS 2000000u
 #define STEP_SHARE 100
@@ -93,8 +94,8 @@ static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 	return (const unsigned char *)(uintptr_t)at; /* NOLINT: an address that torch gave */
 }
 
-/* Prefetches what an observation of this storage will read; without that it is a dozen cache misses
- * long. Prefetching cannot fault, so the addresses may be stale. */
+/* Prefetches what an observation of this storage will read; without that an observation has a dozen
+ * cache misses. Prefetching cannot fault, so the addresses may be stale. */
 static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 {
 	const struct sfr_py_watch *watch = &self->table.watches[number];

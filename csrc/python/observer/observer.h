@@ -170,13 +170,15 @@ struct sfr_py_observer {
 			      [SFR_PY_LINE]; /* for each watch, the recorded lines */
 	uint32_t *armed; /* indices of watches that are recorded and not yet compared */
 	uint32_t nr_armed, nr_undecided, cursor, epoch;
-	size_t nr_passed_over;     /* tensors of the last enrolment that can never be deferred */
+	/* tensors that the last enrolment found, and that can never be deferred */
+	size_t nr_passed_over;
 	uint64_t size;             /* sfr_py_walk_size at the last enrolment */
 	uint64_t credit_ns;        /* CPU time that may be spent on observing now */
 	uint64_t device_credit_ns; /* the same in time of devices */
 	struct sfr_py_probe probes[SFR_PY_MAX_PROBES];
 	uint32_t nr_probes;
-	uint64_t stepped_ns; /* when a step last ended; at first when this object was made */
+	/* when the last step ended; before the first, when this object was made */
+	uint64_t stepped_ns;
 	int busy, wanted, forget, gc_was_on;
 };
 
@@ -220,7 +222,7 @@ void sfr_py_probes_fini(struct sfr_py_observer *self);
 struct sfr_py_marks {
 	struct sfr_py_numbers *numbers;                  /* numbers of the storages */
 	PyObject *rows;                                  /* rows by number */
-	PyObject *indices, *owners, *tensors, *versions; /* lists that are appended to */
+	PyObject *indices, *owners, *tensors, *versions; /* lists to which the marks are appended */
 };
 
 /* defer.c; the first one between enter() and leave(). Marks what of a save may be deferred: of the

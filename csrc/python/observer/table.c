@@ -213,7 +213,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	int ret = 0;
 
 	if (sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor))
-		return 0; /* state of two parameters */
+		return 0; /* it is state of two parameters, and entered already */
 	if (stateless && !known) {
 		/* Without state, a gradient at a step shows that a parameter is trained. */
 		grad = sfr_py_read(&torch->grad, tensor);

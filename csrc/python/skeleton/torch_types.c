@@ -166,8 +166,8 @@ static int types_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
-/* For an unreachable object only: the items of a live one are never NULL, so a cycle through
- * torch's own types is broken on torch's side. */
+/* There is no tp_clear, because the items of a live object must never be NULL: torch's own types
+ * break a cycle. */
 static void types_dealloc(PyObject *self)
 {
 	struct sfr_py_torch_types *torch = (struct sfr_py_torch_types *)self;

@@ -8,8 +8,8 @@
  *
  * These functions are not torch operators. The dispatcher releases the interpreter lock around an
  * operator, and a tensor that loses its last reference outside Python meanwhile takes the lock back
- * to tell Python (torch 2.13: c10/util/intrusive_ptr.h, "PyObject preservation"). Beside a Python
- * thread that computes, each release may cost a switch interval. A direct call keeps the lock. It
+ * to tell Python (torch 2.13: c10/util/intrusive_ptr.h, "PyObject preservation"). While another
+ * Python thread computes, each release may cost a switch interval. A direct call keeps the lock. It
  * also does not materialise conjugated or negated tensors. */
 #include <Python.h>
 #include <dlfcn.h>

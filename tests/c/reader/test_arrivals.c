@@ -166,7 +166,7 @@ TEST(read_waits_for_the_chunks_that_it_needs_and_no_others)
 	sfr_arrivals_free(a.group);
 }
 
-TEST(end_of_the_file_is_fetched_and_bytes_behind_it_are_not)
+TEST(end_of_the_file_is_fetched_and_bytes_after_it_are_not)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct sfr__source s;
@@ -645,7 +645,8 @@ static void check_slowly(const struct archive *archive, unsigned flags, bool in_
 	CHECK_EQ(r->nr_unchecked, plain.nr_unchecked);
 	CHECK_EQ(r->nr_bad, plain.nr_bad);
 	CHECK(strcmp(r->error, plain.error) == 0);
-	if (in_a_row && (flags & SFR_CHECK_BYTES) != 0) /* chunks behind the walk are gone */
+	if (in_a_row &&
+	    (flags & SFR_CHECK_BYTES) != 0) /* chunks that the walk has passed are gone */
 		CHECK(memory_of(a.fd) <= (WINDOW + 2) * 2 * SFR_PAGE);
 	sfr_check_free(check);
 	sfr_arrivals_free(a.group);

@@ -494,7 +494,7 @@ TEST(save_ends_when_the_end_is_given_back)
 		{ 100, 0, 0, 0 },              /* without an edge page */
 		{ 100, 1, 50, 1 },             /* nothing but an edge page */
 		{ SFR_PAGE + 100, 2, 100, 1 }, /* at the very end */
-		{ 100, 2, 3 * SFR_PAGE, 1 },   /* behind the header */
+		{ 100, 2, 3 * SFR_PAGE, 1 },   /* after the header */
 	};
 	struct sfr_engine *engine = saving_engine_of(8192, 4, 2, 2);
 	struct list l = { 0 };

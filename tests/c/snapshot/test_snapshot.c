@@ -135,7 +135,7 @@ TEST(write_between_call_and_copy_is_detected)
 
 /* ---- a copy of several chunks, of which the lane takes the first ---- */
 
-enum { NR_PIECES = 5, LARGE = NR_PIECES << 20 };
+enum { NR_CHUNKS = 5, LARGE = NR_CHUNKS << 20 };
 
 static unsigned char large[LARGE];
 static _Atomic int nr_by_lane, nr_by_waiter;
@@ -185,9 +185,9 @@ TEST(thread_at_the_gate_copies_all_but_the_lanes_chunk)
 
 	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 0), SFR_EAGAIN);
 	CHECK_EQ(nr_by_waiter, 0); /* the call did not wait */
-	for (int i = 0; i < NR_PIECES; i++)
+	for (int i = 0; i < NR_CHUNKS; i++)
 		CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 20 * 1000 * 1000), SFR_EAGAIN);
-	CHECK_EQ(nr_by_waiter, NR_PIECES - 1);
+	CHECK_EQ(nr_by_waiter, NR_CHUNKS - 1);
 	CHECK_EQ(nr_by_lane, 1);
 	CHECK_EQ(sem_post(&lane_may_go), 0);
 	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, SFR_FOREVER), 0);

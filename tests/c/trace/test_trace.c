@@ -344,7 +344,7 @@ TEST(trace_shows_every_phase_of_a_save)
 		CHECK(count(text, what) > 0);
 	}
 	CHECK_EQ(count(text, "\"file\":\"a \\\"b\\\"\\u000a?.pt\",\"state\":\"durable\""), 1);
-	CHECK_EQ(count(text, "\"name\":\"copy piece\""), 0); /* all of them are small */
+	CHECK_EQ(count(text, "\"name\":\"copy storage\""), 0); /* all of them are small */
 }
 
 BEGIN

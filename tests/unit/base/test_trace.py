@@ -243,7 +243,7 @@ def test_a_pool_of_one_block_shows_the_waits_for_it(tmp_path):
         stillframe.save(state, tmp_path / "a.pt", engine=engine)
     timeline = Timeline(tmp_path / "t.json")
     assert timeline.named("wait for block")
-    assert timeline.named("copy piece")
+    assert timeline.named("copy storage")
     assert timeline.row_of("wait for block") == {"main thread"}
 
 
