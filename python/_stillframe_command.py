@@ -30,7 +30,7 @@ def module_without_front(name: str) -> ModuleType:
     """Import a module of the package that needs no torch, such as `_base.sizes`.
 
     The package's own `__init__`, which imports torch, does not run, and nothing of the package
-    stays in `sys.modules`. Where the package is loaded already, the module is its own.
+    stays in `sys.modules`. If the package is loaded already, its module is returned.
     """
     if "stillframe" in sys.modules:
         return importlib.import_module(f"stillframe.{name}")

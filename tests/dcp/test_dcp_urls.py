@@ -405,7 +405,7 @@ def test_save_under_way_at_exit_is_finished(server):
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("writer", ["ours", "one item a file", "pytorchs"])
 def test_reader_loads_what_any_writer_has_saved(memory, writer, verify, monkeypatch):
-    monkeypatch.setattr(fetch, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(fetch, "_RANGE_BYTES", 1000)
     monkeypatch.setattr(fetch, "_STRETCH_BYTES", 3000)
     wanted = {**kinds(), **state(1, 20)}
     if writer == "pytorchs":

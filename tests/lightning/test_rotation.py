@@ -45,7 +45,7 @@ def files():
 def work():
     work = Work(lambda file: None, durable=True)
     yield work
-    work.newest_is_early = False
+    work.newest_returns_early = False
     work.take_error()  # otherwise wait_all of a later test would raise the errors that are left
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.api import saver_of_this_process
 from stillframe._lightning import sharded
-from stillframe._lightning.sharded import Parts, of_save, submit
+from stillframe._lightning.sharded import Parts, as_exception, submit
 from stillframe._save import ordered
 from stillframe._save.options import SaveOptions
 from stillframe._snapshot.save import SnapshotSave
@@ -202,7 +202,7 @@ def test_error_of_several_ranks_lists_ranks_and_has_the_first_ranks_type():
             full = stillframe.SaveError(errno.ENOSPC, "full", "x", "rename")
             self.failures = {10: (KeyError("b"), None), 2: (full, None)}
 
-    error = of_save(Failed(), "c")
+    error = as_exception(Failed(), "c")
     assert type(error) is stillframe.SaveError
     assert (error.errno, error.filename, error.phase) == (errno.ENOSPC, "c", "rename")
     assert error.strerror == "rank 2: full; rank 10: KeyError('b')"

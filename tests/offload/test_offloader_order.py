@@ -214,7 +214,7 @@ def test_device_failure_during_an_offload_is_raised(fake, engine):
         fake.fail_copy(1, 700)
         ticket = offloader.offload(group(1))
         fake.hold(False)
-        with pytest.raises(stillframe.StillframeError, match="could not be brought away"):
+        with pytest.raises(stillframe.StillframeError, match="could not be copied off the device"):
             ticket.tensors()
 
 

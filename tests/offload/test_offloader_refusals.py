@@ -121,7 +121,7 @@ def test_failed_copy_from_the_device_is_raised_and_the_next_one_works(fake, engi
         fake.fail("cuMemcpyDtoHAsync_v2", code=2)
         fake.reset()
         fake.fail("cuStreamWaitEvent", code=2)
-        with pytest.raises(stillframe.StillframeError, match="could not be brought away"):
+        with pytest.raises(stillframe.StillframeError, match="could not be copied off the device"):
             offloader.offload(group(1))
         assert same(offloader.offload(group(1)).tensors(), group(1))
 

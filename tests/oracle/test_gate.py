@@ -485,7 +485,7 @@ def test_forked_child_waits_for_nothing_and_keeps_observing(pending):
 # ---- cost -------------------------------------------------------------------------------------
 
 
-def test_decided_optimizer_costs_microseconds_per_step():
+def test_optimizer_whose_storages_are_decided_costs_microseconds_a_step():
     gate.wait()
     p = param()
     opt = SGD([p], lr=0.1, momentum=0.9)

@@ -161,7 +161,7 @@ def test_requests_name_the_version_that_the_first_one_found(server, tmp_path):
     assert headers["if-match"] and re.fullmatch(r"bytes=0-\d+", headers["range"])
 
 
-def test_bytes_behind_the_last_record_are_not_asked_for_ahead(memory, tmp_path, watched):
+def test_bytes_after_the_last_record_are_not_fetched_ahead(memory, tmp_path, watched):
     """Only what the records up to the wanted one need is read ahead."""
     from stillframe._base import records
     from stillframe._remote import disk as disks
@@ -249,7 +249,7 @@ def test_forked_child_loads(memory, tmp_path):
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_forked_child_of_a_process_with_a_client_is_told(server, tmp_path):
+def test_forked_child_of_a_process_with_a_client_gets_a_fork_error(server, tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
     server.put("x.pt", (tmp_path / "x.pt").read_bytes())
     stillframe.load(server.url("x.pt"))
@@ -292,7 +292,7 @@ def test_saves_of_the_url_that_were_submitted_before_are_waited_for(call, memory
     assert torch.equal(stillframe.load(url)["weight"], small_state()["weight"])
 
 
-def test_saves_beside_an_index_are_waited_for(memory, tmp_path):
+def test_load_of_an_index_waits_for_saves_next_to_it(memory, tmp_path):
     state = {"w": torch.arange(5)}
     save_file(state, tmp_path / "1.safetensors")
     text = b'{"weight_map": {"w": "1.safetensors"}}'

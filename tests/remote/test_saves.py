@@ -200,7 +200,7 @@ def test_object_becomes_visible_only_at_its_turn(server, tmp_path):
     assert first.done() and same(server.objects()["b.pt"])
 
 
-def test_remove_behind_a_failed_save_keeps_the_old_checkpoint(server, caplog):
+def test_remove_after_a_failed_save_keeps_the_old_checkpoint(server, caplog):
     stillframe.save({"n": 1}, server.url("old.pt"))
     server.fail(403, match="new")
     handle = stillframe.async_save({"n": 2}, server.url("new.pt"))
@@ -214,7 +214,7 @@ def test_remove_behind_a_failed_save_keeps_the_old_checkpoint(server, caplog):
 def test_remove_takes_all_objects_below_a_url_and_the_marker_first(server, memory_files):
     for name in ("run/.metadata", "run/__0_0.distcp", "run/x/y", "runner"):
         server.put(name, b"a")
-    stillframe.save({}, "memory://good/a")  # a remove runs behind a good save
+    stillframe.save({}, "memory://good/a")  # a remove runs after a good save
     stillframe.remove(server.url("run"))
     stillframe.wait_all()
     assert list(server.objects()) == ["runner"]

@@ -101,7 +101,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("mode", sorted(MODES))
 @pytest.mark.parametrize("sample", sorted(SAMPLES))
-def test_a_sample_loads_in_a_mode_as_from_torch_save(sample, mode):
+def test_sample_loads_in_each_mode_as_a_file_of_torch_save(sample, mode):
     with files(SAMPLES[sample]()) as (ours, stock):
         assert_same_outcome(outcome(MODES[mode], ours), outcome(MODES[mode], stock))
 

@@ -49,7 +49,7 @@ def bar(path: str, nbytes: int) -> Iterator[Update]:
 
 @contextmanager
 def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
-    """Show a bar of the progress `done()` once the block has lasted a second.
+    """Show a bar of the progress that `done()` returns, once the block has lasted a second.
 
     Another thread calls `done`, which ends the bar by raising ValueError.
     """

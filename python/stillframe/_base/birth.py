@@ -7,7 +7,7 @@ from stillframe.errors import ForkError
 
 
 class Birth:
-    """The origin of an object with threads or memory that a forked child does not have.
+    """The process that made an object whose threads or memory a forked child does not have.
 
     Args:
         what: The object's name in the error, as in "this Engine".

@@ -43,7 +43,7 @@ class Budget(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """The same three values in one version of the cgroup interface."""
+    """The names of three files, in one version of the cgroup interface."""
 
     limit: str
     usage: str

@@ -43,11 +43,11 @@ def _drop_ended(frames: list[FrameType]) -> bool:
 
 
 def _leave(frames: list[FrameType], frame: FrameType) -> None:
-    if frame in frames:  # not if an interrupt came before it was added
+    if frame in frames:  # absent if an interrupt came before it was added
         frames.remove(frame)
 
 
-class inside:  # a context manager that reads as a verb
+class inside:  # lower case, because it is used as a verb: `with inside():`
     """Mark the thread as inside a call: `with inside() as nested:`, where `nested` is True if it
     already was."""
 
@@ -86,3 +86,7 @@ class no_collection:  # likewise
         if self._enabled:
             gc.enable()
             _leave(_frames.no_collection, sys._getframe(1))
+
+
+def do_nothing() -> None:
+    """Do nothing: the default of an optional callback."""

@@ -64,20 +64,21 @@ def before_binding(
     """Return the CPUs the process had before a runtime bound its main thread.
 
     Args:
-        main: Those of the main thread now.
-        first: Those it had when the package was imported.
-        runtimes: All that are loaded.
-        granted: Asks the system for those of a thread that wants all.
+        main: The CPUs of the main thread now.
+        first: The CPUs that it had when the package was imported.
+        runtimes: All OpenMP runtimes that are loaded.
+        granted: Returns the CPUs that the system gives to a thread that asks for all.
 
     Returns:
-        None where no runtime bound it, or where the CPUs cannot be known.
+        None if no runtime bound it, or if the CPUs cannot be found out.
     """
     binding = [each for each in runtimes if main in each.places]
     if not binding:
         return None
     if main != first:
         return first if main < first else None  # the program set another mask
-    # A runtime that was loaded later counted the one place that it found.
+    # A runtime that was loaded later has counted only the place that an earlier one had bound us
+    # to.
     runtime = max(binding, key=lambda each: each.number)
     listed = set().union(*runtime.places)
     if runtime.number <= len(main):
@@ -90,7 +91,7 @@ def before_binding(
 
 
 def inspect() -> Cpus:
-    """Look at the process as it is now."""
+    """Return where threads may run, judging by the process as it is now."""
     main = _of_main_thread()
     wide = None
     if len(main) < os.sysconf("SC_NPROCESSORS_ONLN"):

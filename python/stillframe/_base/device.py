@@ -1,7 +1,7 @@
 """Questions to torch about CUDA: where a tensor lives, and the current stream.
 
-Only `begin` initialises CUDA in a process that has not used it, because its forked children can
-then never use it.
+Only `begin` initialises CUDA in a process that has not used it. The forked children of such a
+process could never use CUDA.
 
 The stream comes from Python, where the handle of `torch.cuda.current_stream` costs 0.2 us; the
 function in torch's ABI is missing from CPU builds.

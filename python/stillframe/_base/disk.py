@@ -24,7 +24,8 @@ class Disk:
     """The local file system. Its methods raise OSError.
 
     Attributes:
-        is_remote: It is a store. Its errors say nothing about the checkpoint.
+        is_remote: Whether it is a store. An error of a store does not mean that a checkpoint is
+            damaged.
     """
 
     is_remote = False
@@ -57,7 +58,7 @@ class Disk:
         return os.walk(path, onerror=on_error)
 
     def modified_s(self, path: str) -> float:
-        """Return the time of the last change, or 0.0 if nobody knows it."""
+        """Return the time of the last change, or 0.0 if it is unknown."""
         try:
             return os.stat(path).st_mtime
         except OSError:
@@ -79,12 +80,12 @@ class Disk:
         """Open a file to read. A pipe without a writer keeps nobody waiting.
 
         Args:
-            peek: Little of it will be read, for now.
+            peek: Only a small part of the file will be read for now.
         """
         return open(path, "rb", buffering=0, opener=_open_at_once)
 
     def forget(self, path: str) -> None:
-        """Look a file up again when it is opened the next time."""
+        """Forget what is known of a file, so that the next `open` looks it up again."""
 
     def rest(self, file: Opened) -> None:
         """Give back the memory of a file that stays open and is not read for a while."""

@@ -1,5 +1,5 @@
-"""Questions to torch.distributed: whether there are other processes, what their store has, and
-DTensor's class.
+"""Questions to torch.distributed: whether there are other processes, how to wait for their store,
+and DTensor's class.
 
 DTensor's class is found without importing it: code that has a DTensor has imported it.
 """
@@ -35,8 +35,8 @@ def may_have_other_ranks() -> bool:
 def poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
     """Wait until `is_there()`, and return False if that takes longer than `longest_s`.
 
-    For questions to a process group's store, whose own waits answer no signal: Ctrl-C is answered
-    between two queries. The pauses grow to 10 ms.
+    It is for queries to a process group's store, whose own waits ignore signals: here Ctrl-C is
+    handled between two queries. The pauses grow to 10 ms.
     """
     end, pause_s = time.monotonic() + longest_s, _SHORTEST_S
     while not is_there():

@@ -22,7 +22,8 @@ class Event:
 
     def set(self) -> None:
         self._is_set = True
-        with contextlib.suppress(IndexError):  # two threads may set it at the same time
+        # another thread that sets it may have taken the last one
+        with contextlib.suppress(IndexError):
             while True:
                 self._waiting.pop().release()
 
@@ -39,6 +40,6 @@ class Event:
             if not self._is_set:
                 mine.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
-            with contextlib.suppress(ValueError):  # `set` has taken it
+            with contextlib.suppress(ValueError):  # `set` has removed it meanwhile
                 self._waiting.remove(mine)
         return self._is_set

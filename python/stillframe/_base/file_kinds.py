@@ -129,7 +129,7 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
 def is_safetensors(fd: int, path: str) -> bool:
     """Return whether an open file is in the safetensors format.
 
-    Its bytes decide. Where they are nobody's, as in an empty file, its name does.
+    Its bytes decide. Where they fit no format, as in an empty file, its name decides.
 
     Raises:
         OSError: It cannot be read.
@@ -144,8 +144,8 @@ def is_safetensors(fd: int, path: str) -> bool:
 
 
 def is_another_zip(fd: int) -> bool:
-    """Return whether an archive's first record is in no directory, which is true for an .npz and
-    most zips but for no file of torch. A file of torch whose first name was damaged still contains
+    """Return whether the name of an archive's first record has no directory, as in an .npz and most
+    zips, but in no file of torch. A file of torch whose first name was damaged still contains
     ``data.pkl`` there."""
     head = _core.read_at(fd, _HEAD, 0)
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]

@@ -162,7 +162,7 @@ def target(
     last = os.path.basename(text)
     if last in (".", "..") and directory:  # a user names a directory to be replaced
         raise SaveError(errno.EINVAL, "give the directory's own name", text, "open")
-    if last in ("", ".", "..") and not create_parents:  # no file's name
+    if last in ("", ".", "..") and not create_parents:  # the path names no file
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
     # One call for everything, with one release of the interpreter lock; it is usually enough.
     resolved = _core.resolve(os.fsencode(text), follow_link)
@@ -223,7 +223,7 @@ def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> N
     if _may_replace(mode, follow_link, directory):
         return
     if _core.log_exists(os.fsencode(full)) == 0:
-        return  # a remove of it is in the log before this save
+        return  # something has the name, and a remove in the log will remove it before this save
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if directory and not stat.S_ISLNK(mode):

@@ -37,7 +37,7 @@ def wait(core: _core.Restore, index: int) -> None:
 
 
 def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
-    """Read single records with a restore that has not begun; a missing record gives b"".
+    """Read single records with a restore that has not started; a missing record gives b"".
 
     An exception closes the restore.
 

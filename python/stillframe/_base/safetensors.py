@@ -141,7 +141,7 @@ def _entry(name: str, tensor: Any, begin: int) -> Entry:
 
 
 def _numel(shape: list[int]) -> int:
-    """Return the product of a shape. A hostile one cannot make it long."""
+    """Return the product of a shape. It stops early, so a hostile shape cannot make it slow."""
     numel = 0 if 0 in shape else 1
     for size in shape if numel else []:
         numel *= size
@@ -170,8 +170,8 @@ def read_index(disk: Disk, path: str) -> dict[str, list[str]]:
             files.setdefault(name, []).append(tensor)
     except _ERRORS as error:
         raise Damaged(f"the index is damaged: {error}") from None
-    beside = os.path.dirname(path)
-    if missing := [name for name in files if not disk.exists(os.path.join(beside, name))]:
+    directory = os.path.dirname(path)
+    if missing := [name for name in files if not disk.exists(os.path.join(directory, name))]:
         raise Damaged(f"missing next to it: {', '.join(sorted(missing))}")
     return files
 

@@ -30,7 +30,7 @@ def parse(value: object, name: str, *, least: int = 1) -> int:
     return bounded(nbytes, name, least, MOST_BYTES, shown=value)
 
 
-def argument(*, least: int = 1) -> Callable[[str], int]:
+def argparse_type(*, least: int = 1) -> Callable[[str], int]:
     """Return a parser for the `type=` of argparse."""
 
     def size(text: str) -> int:

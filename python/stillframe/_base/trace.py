@@ -123,7 +123,7 @@ _current: trace | None = None
 
 
 def end_at_exit() -> None:
-    """Ends the trace of a block that the interpreter leaves behind, in a daemon thread say."""
+    """Ends the trace of a block that is still running at exit, for instance in a daemon thread."""
     if _current is not None:
         _current._end()
 

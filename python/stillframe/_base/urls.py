@@ -96,7 +96,8 @@ def shown(path: Any) -> str:
         return text
     url = Url.parse(text)
     if url.account:
-        return text.partition("?")[0]  # what looks like user info is the container
+        # in this URL the part before @ is the container, not user info
+        return text.partition("?")[0]
     return f"{text.partition('://')[0]}://{url.bucket}/{url.path}"
 
 

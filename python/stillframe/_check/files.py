@@ -1,6 +1,6 @@
 """Whether a file, or a directory of torch.distributed.checkpoint, is whole.
 
-A file is what its bytes say, and its name decides only where they say nothing:
+The bytes of a file tell its kind, and its name decides only where they do not:
 
     torch.save     its end record and directory; thorough: every CRC, every record its pickle names
     torch's old    (the legacy format) the file's length, by the pickles at its beginning
@@ -49,7 +49,7 @@ class Finding:
     num_bad: int = 0
     format: str = "archive"
     bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, error
-    cause: Exception | None = None  # of an unusable one, if it could not be read
+    cause: Exception | None = None  # the error, if the path could not be read
 
     @property
     def ok(self) -> bool:
@@ -82,7 +82,7 @@ def check(
     progress: Progress | None = None,
     bound: Bound = unbounded,
 ) -> Finding:
-    """Check one path. Raise nothing but KeyboardInterrupt.
+    """Check one path. Of all exceptions only KeyboardInterrupt is raised.
 
     Args:
         thorough: Compare every CRC.
@@ -153,7 +153,7 @@ def _check_file(
 
 
 def _check_directory(path: str, disk: Disk, thorough: bool, bound: Bound) -> Finding:
-    """Check what belongs to the directory as a whole; its files are checked by themselves."""
+    """Check what concerns the directory as a whole; its files are checked separately."""
     names = disk.names(path)
     if (wrong := kinds.incomplete(path, names, disk)) is not None:
         return Finding(path, DAMAGED, wrong)

@@ -16,12 +16,12 @@ A directory of any kind, or of none, may have the marker of `stillframe.checkpoi
 must have all files that the marker names, with their sizes.
 
 A model is safetensors or .bin files (with their index if they are several), an adapter with its
-adapter_config.json, or the directory of a sharded model. Read in transformers 5.23.0 and accelerate
-1.15.0.
+adapter_config.json, or the directory of a sharded model. These rules come from the source of
+transformers 5.23.0 and accelerate 1.15.0.
 
-Whether only the model was saved, training_args.bin says (`save_only_model`). Where that is missing,
-a directory without any of optimizer, scheduler and RNG state counts as such: trainer_state.json is
-written after them.
+training_args.bin says whether only the model was saved (`save_only_model`). Where that file is
+missing, a directory with trainer_state.json and none of optimizer, scheduler and RNG state counts
+as a saved model: trainer_state.json is written after them.
 
 Accelerate writes a scheduler only where one was prepared, and nothing says whether it was. So a
 missing scheduler.bin goes unnoticed here; load_state reports it.
@@ -109,8 +109,8 @@ def _is_part(name: str) -> bool:
 
 
 def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | None:
-    """Return what a directory lacks, or None. Whether its files are whole is not looked at, except
-    for those in JSON.
+    """Return which file a directory lacks, or None. Of the files that are there, only JSON files
+    are checked.
 
     Raises:
         OSError: A file of it cannot be read.
@@ -201,7 +201,7 @@ def _of_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
 def _without_model(
     path: str, names: Sequence[str], disk: Disk, *, by_hooks: bool = False
 ) -> str | None:
-    """Return what a model lacks.
+    """Return which file of a model is missing.
 
     Args:
         by_hooks: Hooks of the user may have written the weights, under any name, or in
@@ -241,10 +241,13 @@ def _without_ranks(names: Sequence[str], of_rank: re.Pattern[str], least: int) -
     """Return which rank's file is missing.
 
     Args:
-        least: How many ranks saved at least; 0: only those of this node.
+        least: How many ranks saved at least; 0 if each node has a directory of its own, so nothing
+            is checked.
     """
+    if least == 0:
+        return None
     ranks = {int(match[1] or 0) for match in filter(None, map(of_rank.fullmatch, names))}
-    for rank in range(max(least, max(ranks) + 1) if least else 0):
+    for rank in range(max(least, max(ranks) + 1)):
         if rank not in ranks:
             return f"it has no RNG state of rank {rank}"
     return None
@@ -306,7 +309,7 @@ def checkpoints_in(
 
     Args:
         failures: Gets an error for each directory that cannot be listed.
-        looked_at: `incomplete` has been asked about `directory` itself.
+        looked_at: The caller has already called `incomplete` for `directory` itself.
     """
     for root, directories, names in disk.walk(directory, failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))

@@ -50,8 +50,8 @@ def latest(
     for its path. Subdirectories that are no checkpoints are not searched.
 
     Names that differ only in a step, an epoch or their one number are a series. In a series the
-    highest number is the newest. Between series, such as `last.ckpt` and
-    `epoch=1-step=200.ckpt`, the modification time decides about the newest of each.
+    highest number is the newest. Between series, such as `last.ckpt` and `epoch=1-step=200.ckpt`,
+    the modification time of the newest of each decides.
 
     Args:
         directory: A directory, or the URL of one (`s3://bucket/run`). If it is a checkpoint itself,

@@ -6,7 +6,7 @@ Candidates are looked at from the newest on, until one is whole, so usually only
     1. Names that differ only in a step, an epoch or their one number are one series. In a series
        the highest number is the newest (the step before the epoch), whatever the times are.
     2. Between series, such as last.ckpt and epoch=1-step=200.ckpt, the modification time
-       decides about the newest of each.
+       of the newest of each decides.
 
 A candidate is a file or directory directly in the directory:
 
@@ -83,7 +83,7 @@ def find(
 def series_of(name: str) -> tuple[str, int]:
     """Return a name without its number, and the number: names of one series differ only in it.
 
-    A name without one, or with several that nothing tells apart, is a series of its own.
+    A name without a number, or with several numbers that have no labels, is a series of its own.
     """
     labelled: dict[str, int] = {}
 
@@ -111,7 +111,8 @@ def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
     waiting: list[tuple[float, str, list[tuple[int, str]]]] = []
 
     def enter(series: list[tuple[int, str]]) -> None:
-        """Enter a series with the time of its newest, which nobody asks for if it is alone."""
+        """Enter a series with the time of its newest. If there is one series only, the time is not
+        needed and not looked up."""
         path = os.path.join(directory, series[-1][1])
         time = disk.modified_s(path) if len(by_series) > 1 else 0.0
         heapq.heappush(waiting, (-time, path, series))
@@ -131,7 +132,7 @@ def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
 
 
 class _NoCheckpointError(Exception):
-    """The error of something that was never meant to be a checkpoint."""
+    """The error for a file or directory that was never meant to be a checkpoint."""
 
 
 def _wrong(
@@ -144,7 +145,7 @@ def _wrong(
     """Return why a candidate is not whole, or None.
 
     Raises:
-        _NoCheckpointError: It is no checkpoint, or it is gone.
+        _NoCheckpointError: It is no checkpoint, or it does not exist any more.
         OSError: The store does not answer. An older checkpoint must not be taken for that.
     """
     failures: list[OSError] = []

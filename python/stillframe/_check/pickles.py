@@ -22,9 +22,9 @@ from stillframe._base import records
 from stillframe._tree import keypaths
 from stillframe._tree.keypaths import Storage
 
-# Limits the process's new memory to what a pickle of so many bytes needs. A flipped bit in an index
-# of the unpickler's list of objects makes CPython fill a list of any length: 64 GB. The limit is
-# for the whole process, so only commands have one.
+# A function that limits the process's new memory to what a pickle of so many bytes needs. A flipped
+# bit in an index of the unpickler's list of objects makes CPython fill a list of any length: 64 GB.
+# The limit is for the whole process, so only commands have one.
 Bound: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
 MOST_BYTES = 1 << 63
@@ -118,7 +118,8 @@ def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, S
 def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
     """Return the records that an archive's pickle names and that are missing or too short.
 
-    Each comes with what is wrong. A pickle with other references than torch's gives nothing.
+    Each comes with a description of what is wrong. If the pickle has other references than torch's,
+    nothing is returned.
 
     Raises:
         MemoryError: As `read`.

@@ -102,7 +102,8 @@ def async_save(
             makes. If it has fewer ranks, nothing else may use it until the save has ended.
         planner: PyTorch's planner by default, with plans kept.
         no_dist: This process saves alone, even if there are others. Give each process a path of its
-            own: if two save to one path, the state of the last one stays, as with PyTorch's writer.
+            own: if two save to one path, the state of the process that ends last stays, as with
+            PyTorch's writer.
         overlap: Copy after the call what only the optimizer's step changes.
         durable: Sync files and directories.
         engine: The engine to use, `stillframe.default_engine()` by default.
@@ -260,9 +261,11 @@ class Saver:
             raise
         finally:
             self._last, self._raises_last = save, request.error_of is None
-            if work.staged is not None:  # without a copy, the call lasts until the save has ended
+            # without a copy, the call waits for the end of the save instead
+            if work.staged is not None:
                 save.call_is_over()
-            rounds.submit(work)  # always: the other ranks expect this rank to take part
+            # always, even after an error: the other ranks wait for this rank to take part
+            rounds.submit(work)
         return save
 
     def _stage(self, work: Round, state_dict: StateDict) -> None:
@@ -280,7 +283,7 @@ class Saver:
                 tree = take_apart(state_dict), content
                 if tree[0] is state_dict:
                     raise
-                work.is_apart = True
+                work.is_taken_apart = True
                 work.staged = stage(tree)
         except PoolExhaustedError:
             if not request.uncopied_if_full:

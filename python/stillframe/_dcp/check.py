@@ -23,8 +23,8 @@ from stillframe.errors import CorruptCheckpointError
 def damage_of_item(fd: int, offset: int, length: int) -> str | None:
     """Return what is wrong with an item of a data file, or None if its bytes are those saved.
 
-    The CRC of every record is compared. Records without a CRC, as torch writes them if asked to,
-    are only looked for.
+    The CRC of every record is compared. Records without a CRC, which torch writes on request, only
+    have to be there.
 
     Raises:
         OSError: The file cannot be read.
@@ -61,7 +61,7 @@ class Checked:
 
     Attributes:
         nr_items: The number of items that its metadata names.
-        nr_unchecked: The number of those that only an extension could read.
+        nr_unchecked: The number of items that only an extension could read.
         nbytes: The bytes of the files that hold them.
         bad: Pairs of an item or a file, and a description of its damage.
     """

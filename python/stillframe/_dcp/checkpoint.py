@@ -5,10 +5,10 @@
     .metadata               names the data files of the current checkpoint
 
 A data file is a sequence of items, each a complete torch.save archive. For most tensors the core
-writes the archive and takes the tensor's bytes from where they are. Anything it cannot describe
-(quantized and sparse tensors, types without a storage class, Python objects) is saved to memory
-with torch.save first. Files are laid out first, so that every item's offset is known, and written
-when all ranks have agreed.
+writes the archive straight from the tensor's memory. Anything it cannot describe (quantized and
+sparse tensors, types without a storage class, Python objects) is saved to memory with torch.save
+first. Files are laid out first, so that every item's offset is known, and written when all ranks
+have agreed.
 
 No data file replaces another. So none is missing while the old .metadata is in place, and all new
 ones exist and are synced before the new .metadata replaces it. That is the only commit. Files that
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from stillframe._base.calls import do_nothing
 from stillframe._dcp.location import Location, Submit
 from stillframe._dcp.sending import Sending
 from stillframe._save.engine import Engine
@@ -101,7 +102,7 @@ class Item:
         self,
         data: torch.Tensor | BytesIO,
         name: str = "a tensor",
-        wait: Callable[[], object] = int,
+        wait: Callable[[], object] = do_nothing,
     ) -> None:
         self.owner: object = None
         self.row: Row | memoryview
@@ -138,7 +139,7 @@ class DataFile:
     """A file that is first laid out and then written.
 
     Args:
-        name: Its name, which no file has yet.
+        name: The name of the file, which does not exist yet.
         items: Their bytes must not change until the file is written.
 
     Attributes:
@@ -189,12 +190,13 @@ class RankFiles:
         resolve: Resolve,
         location: Location,
         name: Callable[[int], str],
-        wait: Callable[[], object] = int,
+        wait: Callable[[], object] = do_nothing,
     ) -> None:
         self._buckets = buckets
         self._location = location
         self._files = []
-        with torch.no_grad():  # then a DTensor's local tensor needs no autograd node
+        # otherwise reading a DTensor's local tensor would make an autograd node
+        with torch.no_grad():
             for number, bucket in enumerate(buckets):
                 items = [Item(resolve(item), item.index.fqn, wait) for item in bucket]
                 self._files.append(DataFile(name(number), items))

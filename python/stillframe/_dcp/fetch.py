@@ -1,8 +1,8 @@
 """Items of a checkpoint in a store, fetched before they are needed.
 
 Items that are close to each other in one object are fetched together, as a *stretch* of it. Several
-threads fetch, long stretches in pieces, and put the bytes into memory that is a file as well: both
-the check of CRCs and torch.load read it as they read a file on a disk.
+threads fetch, and share long stretches. They write the bytes to a file in memory, which the check
+of CRCs and torch.load read like any other file.
 
     fetched ──checked──▶ kept ──read──▶ freed          while there is memory for all items
                └──▶ freed ··· fetched again ──checked, read──▶ freed
@@ -26,7 +26,7 @@ from stillframe._remote.file import Object
 from stillframe.errors import CorruptCheckpointError
 
 _THREADS = 8
-_PIECE_BYTES = 16 << 20
+_RANGE_BYTES = 16 << 20
 _STRETCH_BYTES = 16 << 20  # of several items
 _GAP_BYTES = 64 << 10  # fetched although nobody needs them: it is faster than another request
 _AHEAD_BYTES = 256 << 20
@@ -37,7 +37,7 @@ class Item:
     """An item of a data file.
 
     Attributes:
-        is_checkable: It is an archive, not what an extension has made of one.
+        is_checkable: It is a plain archive, which no extension has transformed.
     """
 
     file: str
@@ -70,8 +70,8 @@ class Stretch:
     def nbytes(self) -> int:
         return self.end - self.start
 
-    def takes(self, item: Item) -> bool:
-        """Add an item, unless it is too far away; return whether it was added."""
+    def try_to_add(self, item: Item) -> bool:
+        """Add an item unless it is too far away. Return whether it was added."""
         end = max(self.end, item.end)
         near = item.file == self.file and item.offset - self.end <= _GAP_BYTES
         if not near or end - self.start > _STRETCH_BYTES:
@@ -85,7 +85,7 @@ def stretches_of(items: Iterable[Item]) -> list[Stretch]:
     """Return the stretches of all items, in the order of the files."""
     made: list[Stretch] = []
     for item in sorted(items):
-        if not (made and made[-1].takes(item)):
+        if not (made and made[-1].try_to_add(item)):
             made.append(Stretch([item]))
     return made
 
@@ -129,7 +129,7 @@ class Fetched:
         self._refuse_changed()
 
     def open(self, file: str) -> io.RawIOBase:
-        """Return a data file, to be read from its beginning to its end, and only at its items."""
+        """Return a data file that can be read at its items only, in their order."""
         numbers = [n for n, stretch in enumerate(self._stretches) if stretch.file == file]
         return _Stream(self._read(numbers))
 
@@ -165,15 +165,15 @@ class Fetched:
                     _refuse_short(self._location, stretch, self._objects[stretch.file])
                     fd = os.memfd_create("stillframe", os.MFD_CLOEXEC)
                     ahead.append((number, fd, []))
-                    for at in range(stretch.start, stretch.end, _PIECE_BYTES):
-                        end = min(at + _PIECE_BYTES, stretch.end)
+                    for at in range(stretch.start, stretch.end, _RANGE_BYTES):
+                        end = min(at + _RANGE_BYTES, stretch.end)
                         data = self._objects[stretch.file].result()
-                        piece = pool.submit(_copy, data, at, end, fd, at - stretch.start)
-                        ahead[-1][2].append(piece)
+                        each = pool.submit(_copy, data, at, end, fd, at - stretch.start)
+                        ahead[-1][2].append(each)
                     nbytes += stretch.nbytes
-                number, fd, pieces = ahead[0]
-                for piece in pieces:
-                    piece.result()
+                number, fd, copies = ahead[0]
+                for each in copies:
+                    each.result()
                 if self._verify:
                     _refuse_damaged(self._location, self._stretches[number], fd)
                 yield number, fd
@@ -223,7 +223,7 @@ def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
 
 
 class _Stream(io.RawIOBase):
-    """A data file of which only the bytes of stretches can be read, in their order."""
+    """A data file of which only the stretches can be read, in their order."""
 
     def __init__(self, stretches: Iterator[tuple[Stretch, int]]) -> None:
         super().__init__()

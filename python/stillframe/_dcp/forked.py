@@ -22,9 +22,9 @@ def forked(caller_class: type[Caller], *, engine: Engine | None = None) -> type[
 
     Args:
         caller_class: `TemporalAsyncCaller` of Megatron-LM or of nvidia-resiliency-ext, or a class
-            with the same two things: `schedule_async_call(request)`, with a named tuple that has
-            `async_fn`, `async_fn_args` (the second of which `preload_fn()` makes) and `preload_fn`;
-            and `process`, the forked process.
+            with the same interface. Its `schedule_async_call(request)` takes a named tuple with
+            `async_fn`, `async_fn_args` and `preload_fn`, where `preload_fn()` returns the second of
+            the arguments. Its `process` is the forked process.
         engine: The engine whose pool is used, `stillframe.default_engine()` by default.
 
     Returns:

@@ -80,14 +80,14 @@ class JointSave:
         self._metadata: Metadata | None = None  # on the coordinator, as planned
 
     def prepare(self, state_dict: StateDict) -> tuple[int, bool]:
-        """Do this rank's work that needs no other rank. Nothing is written.
+        """Do the part of this rank's work that needs no other rank. Nothing is written.
 
         Returns:
             The number of the save whose plan this rank still has, or 0; and whether every item will
             have the offset and length that it had in the last save with that plan.
         """
         if self._own is None:
-            self._wait()  # a user's planner may look at anything
+            self._wait()  # a user's planner may read the bytes
         first = self._ranks.is_coordinator
         meta = self._writer.storage_meta()
         self._planner.set_up_planner(state_dict=state_dict, storage_meta=meta, is_coordinator=first)
@@ -104,7 +104,8 @@ class JointSave:
         return kept.number, self._files.ranges == kept.ranges
 
     def save(self, is_planned: bool, is_same: bool, files_ids: list[int]) -> Metadata:
-        """Plan if need be, write and commit, after all ranks have agreed to.
+        """Plan if there is no plan to use again, then write and commit. Called once all ranks have
+        agreed to save.
 
         Args:
             is_planned: All ranks have their parts of the same plan.
@@ -187,8 +188,8 @@ class JointSave:
             self._ranks.raise_all(step, failure)
 
     def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.ReadyCheckpoint | None:
-        """Write the files. On the coordinator, if the layout is known, also write the metadata
-        meanwhile, and return what is to be committed."""
+        """Write the files. On the coordinator, if the layout is known already, also write the
+        metadata at the same time, and return the checkpoint to commit."""
         assert self._files is not None
         self._writer.start()
         try:
@@ -199,7 +200,8 @@ class JointSave:
                 return self._writer.describe(old, _renamed(old, self._kept.files_ids, files_ids))
             return None
         finally:
-            self._files.wait()  # also after an error: the threads read the memory until then
+            # even after an error, because the threads read the memory until they have ended
+            self._files.wait()
 
     def _describe(self, results: Any) -> checkpoint.ReadyCheckpoint:
         metadata = self._metadata

@@ -38,7 +38,7 @@ class Location(ABC):
 
     Attributes:
         shown: The path or URL for messages and reports.
-        io_mode: What a report says of a rank that has written no file.
+        io_mode: The io_mode in the report of a rank that has written no file.
         failed_commit_is_over: A commit that has failed cannot take effect later.
     """
 
@@ -48,7 +48,7 @@ class Location(ABC):
 
     @abstractmethod
     def begin(self, *, durable: bool) -> None:
-        """Make the directory, if there are directories."""
+        """Make the directory, where the location has directories."""
 
     @abstractmethod
     def exists(self, name: str) -> bool: ...
@@ -157,8 +157,8 @@ class Directory(Location):
 
     def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
         def submit(parts: Parts, name: str, owners: Sequence[object]) -> SaveHandle:
-            path, users = self._join(name), engine_or_default(engine)
-            return submit_parts(users, parts, path, owners=owners, durable=durable)
+            path, chosen_engine = self._join(name), engine_or_default(engine)
+            return submit_parts(chosen_engine, parts, path, owners=owners, durable=durable)
 
         return submit
 
@@ -193,7 +193,7 @@ class Prefix(Location):
         ValueError, StillframeError: See `open_store`.
     """
 
-    # The store may take effect after the client has given up: an answer was lost, or came too late.
+    # A request may take effect after the client has given up, because its answer was lost or late.
     failed_commit_is_over = False
 
     def __init__(self, url: str, storage_options: StorageOptions) -> None:
@@ -248,8 +248,8 @@ class Prefix(Location):
         uploads = Uploads()
 
         def submit(parts: Parts, name: str, owners: Sequence[object]) -> Sending:
-            key, users = self._join(name), engine_or_default(engine)
-            return uploads.add(Sending(uploads, users, parts, self._store, key, owners))
+            key, chosen_engine = self._join(name), engine_or_default(engine)
+            return uploads.add(Sending(uploads, chosen_engine, parts, self._store, key, owners))
 
         return submit
 

@@ -1,10 +1,11 @@
 """The collectives of a save.
 
-A save without errors exchanges a few numbers per rank in one collective. Beside a main thread that
+A save without errors exchanges a few numbers per rank in one collective. While the main thread
 computes in Python, each release of the interpreter lock may cost 5 ms. A collective of Python
 objects releases it dozens of times, a function of `torch.distributed` for tensors 12 times, and the
 group's own method over reused memory 3 times. Freeing the method's result releases the lock twice
-more, so that is left to the next call. Plans, results and errors are sent as pickles when needed.
+more, so the result is freed in the next call. Plans, results and errors are sent as pickles when
+needed.
 
 A save's collectives run on a thread of their own, and two threads must not use one group, so saves
 have their own groups. Only methods of a group are called: after the user's
@@ -196,8 +197,9 @@ class Groups:
         return self._saving[timeout]
 
     def give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
-        """Destroy our group after a collective has failed. Closing its connections wakes the ranks
-        that wait for this one; otherwise they would wait for the timeout. A user's group stays."""
+        """Destroy our group after a collective has failed. That closes its connections and so wakes
+        the ranks that wait for this one, which would otherwise wait for the timeout. A user's group
+        is not destroyed."""
         for timeout, ours in list(self._saving.items()):
             if ours is group:
                 self._lost[timeout] = str(why)

@@ -9,8 +9,8 @@ the call; if the numbers differ, all ranks fail.
 
 One thread runs the rounds. It uses only public interfaces of DCP.
 
-    called ─▶ staging ─▶ its turn to write ─▶ agreed ─▶ planned, copied, written (`JointSave`)
-       │                                                      its turn to commit ─▶ ended
+    called ─▶ staging ─▶ may write ─▶ agreed ─▶ planned, copied, written (`JointSave`)
+       │                                                      head of the log ─▶ ended
        └──── an error is sent along in the next exchange ───────────┘
 """
 
@@ -24,7 +24,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -90,16 +90,16 @@ class SaveRequest:
 
 @dataclass
 class Round:
-    """This rank's side of one round.
+    """One round, as this rank sees it.
 
     Attributes:
         save: The save's handle.
         tree: The copies of the state dict and of the second file's content; their bytes may not be
-            there yet. Or the exception because of which there is no copy.
+            there yet. Or the exception that has prevented the copy.
         staged: The memory of the copy; None without one.
         group: None if this process saves alone.
-        entry: The save's entry in the order of commits; None when the interpreter exits.
-        is_apart: The ShardedTensors of the state dict were taken apart for the copy.
+        entry: The save's entry in the log; None when the interpreter exits.
+        is_taken_apart: The ShardedTensors of the state dict were taken apart for the copy.
         raised: The call raises the error of the previous save.
     """
 
@@ -112,7 +112,7 @@ class Round:
     tree: tuple[StateDict, Any] | BaseException | None = None
     staged: Staged | None = None
     entry: LogEntry | None = None
-    is_apart: bool = False
+    is_taken_apart: bool = False
     raised: bool = False
 
     def wait(self) -> None:
@@ -127,7 +127,7 @@ class Round:
             finally:
                 self.save.copied()  # a thread that waits for the copy gets the copy's own error
 
-    def wait_for_turn(self) -> None:
+    def wait_to_write(self) -> None:
         """Wait until no earlier entry of the log concerns the directory.
 
         Raises:
@@ -138,7 +138,8 @@ class Round:
         path = self.target.name
         if self.request.removes_file and (os.path.islink(path) or os.path.isfile(path)):
             if self.entry is not None:
-                self.entry.wait_to_commit()  # until then it may be the only checkpoint
+                # the file or link may be the only checkpoint until then
+                self.entry.wait_to_commit()
             os.unlink(path)
 
     def report(self) -> SaveReport:
@@ -151,9 +152,31 @@ class Round:
         )
 
 
+class _Numbers(NamedTuple):
+    """The numbers that each rank sends to the others before a save.
+
+    Attributes:
+        number: The number of the rank's call.
+        raised: The call raises the error of the previous save.
+        failed: The rank cannot save.
+        plan: The plan that it still has, 0 if none.
+        is_same: Every item has the offset and length that it had in the last save.
+        files_id: The id in the names of its files.
+        target: A number that identifies the path.
+    """
+
+    number: int
+    raised: bool
+    failed: bool
+    plan: int
+    is_same: bool
+    files_id: int
+    target: int
+
+
 class Worker:
     """The thread that runs the rounds of all groups, one at a time. It is a daemon thread; the
-    interpreter's exit waits for saves that have a turn in the order of commits."""
+    interpreter's exit waits for saves that have an entry in the log."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -249,7 +272,7 @@ class Rounds:
     def _clean_up(self, work: Round, failure: BaseException) -> BaseException:
         """Remove the failed save's files, give up a broken group, and return the user's error."""
         if isinstance(failure, CheckpointException):
-            work.writer.abandon()  # all ranks know that there was no commit
+            work.writer.abandon()  # every rank knows that there was no commit
         group, work.group, self._ranks = work.group, None, None
         self._discarded.clear()
         # All ranks get these errors; any other may be known to this rank alone.
@@ -264,9 +287,8 @@ class Rounds:
         if group is not None and not known:
             self._give_up(group, failure)
         if isinstance(failure, _NotSavedError):
-            work.save.error_is_known = (
-                True  # otherwise its error would stop the next round too, and so on
-            )
+            # Otherwise the next call would raise this error, and that would stop its round as well.
+            work.save.error_is_known = True
             if not work.raised:
                 log.error("stillframe: %s: %s", work.target.shown, failure)
         return failure
@@ -284,22 +306,22 @@ class Rounds:
         except BaseException as error:
             failure = error
         try:
-            work.wait_for_turn()  # before the ranks agree, so all of them have had their turn
+            work.wait_to_write()  # before the ranks agree, so that all of them have waited
         except BaseException as error:
             failure = failure or error
         if work.entry is not None:
             writer.before_commit = work.entry.wait_to_commit
         failed, target = failure is not None, _path_number(work.target.name)
-        rows = ranks.exchange(
-            work.number, work.raised, failed, kept, is_same, writer.files_id, target
-        )
-        _refuse_to_save(rows, urls.shown(work.target.name), target)
-        if any(row[2] for row in rows):
+        ours = _Numbers(work.number, work.raised, failed, kept, is_same, writer.files_id, target)
+        all_ranks = [_Numbers._make(row) for row in ranks.exchange(*ours)]
+        _refuse_to_save(all_ranks, urls.shown(work.target.name), target)
+        if any(each.failed for each in all_ranks):
             ranks.raise_all("plan", failure)
+        is_planned = kept != 0 and all(each.plan == kept for each in all_ranks)
         return joint.save(
-            is_planned=all(row[3] == kept != 0 for row in rows),
-            is_same=all(row[3] == kept != 0 and row[4] for row in rows),
-            files_ids=[row[5] for row in rows],
+            is_planned=is_planned,
+            is_same=is_planned and all(each.is_same for each in all_ranks),
+            files_ids=[each.files_id for each in all_ranks],
         )
 
 
@@ -311,7 +333,7 @@ def _copy_of(work: Round) -> StateDict:
     tree, content = work.tree
     if work.request.side_file is not None:
         work.request.side_file.content = content
-    together: StateDict = put_together(tree) if work.is_apart else tree
+    together: StateDict = put_together(tree) if work.is_taken_apart else tree
     return together
 
 
@@ -320,25 +342,25 @@ def _path_number(target: str) -> int:
     return int.from_bytes(hashlib.blake2b(os.fsencode(target), digest_size=7).digest(), "little")
 
 
-def _refuse_to_save(rows: list[list[int]], path: str, target: int) -> None:
+def _refuse_to_save(all_ranks: list[_Numbers], path: str, target: int) -> None:
     """Refuse a round in which the ranks do not make the same save.
 
     Raises:
         StillframeError: The ranks are at different calls or save to different paths, or a rank's
             call has raised. All ranks raise it.
     """
-    numbers = [row[0] for row in rows]
+    numbers = [each.number for each in all_ranks]
     if len({*numbers}) > 1:
         raise StillframeError(
             "not all ranks are at the same call of stillframe.dcp.async_save and save: they"
             f" are at {numbers}, in the order of their ranks. Every rank has to make every call"
         )
-    if any(row[1] for row in rows):
+    if any(each.raised for each in all_ranks):
         raise _NotSavedError(
             f"nothing was saved: the error of the save before was raised on the ranks"
-            f" {[rank for rank, row in enumerate(rows) if row[1]]} first"
+            f" {[rank for rank, each in enumerate(all_ranks) if each.raised]} first"
         )
-    others = [rank for rank, row in enumerate(rows) if row[6] != target]
+    others = [rank for rank, each in enumerate(all_ranks) if each.target != target]
     if others:
         raise StillframeError(
             f"not all ranks save to the same path: this one to {path}, and the ranks {others}"

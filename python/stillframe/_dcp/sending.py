@@ -1,7 +1,7 @@
 """The data files of a rank on their way to a store.
 
-A few are sent at a time. Threads send them, and so does a thread that waits for one which nobody
-has begun: no thread can be started at the interpreter's exit, or where the system refuses one.
+A few threads send them. A thread that waits for a file sends it itself if no other thread has begun
+to: at the interpreter's exit no thread can be started, and the system may refuse one.
 
     waiting ──a thread takes it──▶ being sent ──acknowledged──▶ over
        └────────another file has failed────────────────────────▶ over, with that file's error
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 
 from stillframe._base import threads
+from stillframe._base.calls import do_nothing
 from stillframe._base.event import Event
 from stillframe._remote.stores import Store
 from stillframe._save.engine import Engine
@@ -29,7 +30,7 @@ class Uploads:
     """The files that a rank sends in one save.
 
     Attributes:
-        error: The first error. No other file is begun then, and those being sent are given up.
+        error: The first error. After it no file is begun, and those being sent are given up.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Uploads:
             return None
 
     def take(self, sending: Sending) -> bool:
-        """Return whether nobody has begun to send this file; then the caller does."""
+        """Return whether nobody has begun to send this file. Then the caller has to send it."""
         with self._lock:
             is_waiting = sending in self._waiting
             if is_waiting:
@@ -74,7 +75,7 @@ class Uploads:
             return is_waiting
 
     def begin(self, upload: Upload) -> None:
-        """Note an upload, to give it up if another one fails.
+        """Register an upload, so that it is given up if another one fails.
 
         Raises:
             BaseException: One has failed already.
@@ -95,7 +96,7 @@ class Uploads:
 
 
 class Sending:
-    """One file: what `submit_parts` returns for a local one, as far as a rank needs it.
+    """One file, with the methods of a local file's handle (`submit_parts`) that a rank needs.
 
     Args:
         owners: Objects that keep the memory of the parts alive.
@@ -148,9 +149,10 @@ class Sending:
         save = submit_parts(self._engine, self._parts, shown, owners=self._owners, upload=upload)
         try:
             # Its name is new, and only the metadata makes it part of a checkpoint.
-            upload.run(before_end=int)
+            upload.run(before_end=do_nothing)
         except BaseException as error:
-            # It ends when nothing reads the file's memory; frames of the traceback may hold some.
+            # The frames of a traceback may hold memory of the file, and the save ends only when
+            # nothing does.
             raise upload.failure(error.with_traceback(None)) from None
         report: SaveReport = save.result()
         return dataclasses.replace(report, io_mode=self._store.client)

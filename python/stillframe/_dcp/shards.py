@@ -1,7 +1,7 @@
 """ShardedTensors in a state dict, which FSDP makes when it has no device mesh.
 
-A snapshot refuses them, because they are pickled as objects that contain tensors. So each is
-replaced by its local tensors for the copy, and made again over the copied tensors.
+A snapshot refuses them, because they are pickled as objects that contain tensors. So each one is
+replaced by its local tensors for the copy, and rebuilt over the copies.
 """
 
 from __future__ import annotations

@@ -124,13 +124,14 @@ def _saved_id(directory: str) -> str | None:
     try:
         with open(metadata_path(directory, None), "rb") as file:
             save_id = pickle.load(file).storage_meta.save_id
-    except Exception:  # no checkpoint, a damaged one, one of another version
+    except Exception:  # there is no checkpoint, or it is damaged or of another version
         return None
     return None if save_id is None else str(save_id)
 
 
 def _remove_link(directory: str, name: str) -> None:
-    """Remove the link, but keep its file under the name that contains the save's id."""
+    """Remove the link, but make sure that its file exists under the name that contains the save's
+    id."""
     link = os.path.join(directory, name)
     if not os.path.exists(link):
         return

@@ -10,7 +10,7 @@ longer than the upload lasts: a planner keeps those of its last save, and so do 
 exception. So the end of an upload empties all tensors, and they no longer hold memory.
 
 Tensors are emptied by assigning `tensor.data`. An operator such as `set_` releases the interpreter
-lock, and so does freeing a tensor. Beside a main thread that computes, thousands of releases take
+lock, and so does freeing a tensor. While the main thread computes, thousands of releases take
 seconds.
 """
 
@@ -35,7 +35,7 @@ from stillframe._snapshot.snapshot import (
     is_leased,
     recall,
     snapshot_to_write,
-    tree_to_be,
+    unfinished_tree,
     will_return,
 )
 from stillframe._tree.walk import paths
@@ -96,11 +96,12 @@ class Staged:
         taken.release()  # the tensors keep the memory
 
     def uploads_at_once(self, save: SnapshotSave) -> Any:
-        """Begin an upload while the tree may still be being copied, and return the tree. The upload
-        calls `wait_until_copied` before it reads bytes. The save is notified when the copy ends."""
+        """Begin an upload, and return the tree, which may not be copied completely yet. The upload
+        calls `wait_until_copied` before it reads bytes. The save is notified when the copy
+        ends."""
         taken = self._taken
         assert taken is not None
-        self._tree = tree_to_be(taken)
+        self._tree = unfinished_tree(taken)
         self.upload_begins()
         save.copies(taken)
         if is_copied(taken):
@@ -110,8 +111,8 @@ class Staged:
         return self._tree
 
     def upload_begins(self) -> None:
-        """Note that an upload has taken the tree and will report its end. A stage that needs memory
-        waits for that end."""
+        """Record that an upload has taken the tree and will report its end. Until then a new copy
+        that needs memory waits."""
         taken = self._taken
         if taken is not None:
             will_return(taken)
@@ -136,8 +137,9 @@ class Staged:
         if taken is not None and is_leased(taken):
             _empty(tensors)
         if taken is not None:
-            recall(taken)  # the process of DCP's executor keeps the last state dict that it wrote
-            will_return(taken, False)  # only users' references can still hold its memory
+            # otherwise the process of DCP's executor would keep the last state dict that it wrote
+            recall(taken)
+            will_return(taken, False)  # from now on only references of users hold its memory
         self._taken = None
         return [*tensors, taken]
 
@@ -191,7 +193,8 @@ class Stages:
         new = self._without_upload()
 
         def wait_for_an_upload() -> bool:
-            """Wait for copies whose upload has not begun; the core waits for all others itself."""
+            """Wait for an upload to take one of the copies. The core itself waits for memory of
+            copies that are being uploaded."""
             nonlocal new
             if not new:
                 return False

@@ -26,7 +26,8 @@ _thread = threading.local()
 
 
 class _End:
-    """A thread-local object; its finalizer runs when the thread exits."""
+    """An object that only a thread-local variable refers to, so that its finalizer runs when the
+    thread exits."""
 
 
 class _Staging(Future[StateDict]):

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stillframe._base import urls
+from stillframe._base.calls import do_nothing
 from stillframe._base.paths import CheckpointPath
 from stillframe._dcp import checkpoint
 from stillframe._dcp.checkpoint import RankFiles, Resolve, buckets
@@ -123,18 +124,23 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._stager: PinnedStager | None = None
         self.save_id = str(uuid.uuid4())
         self.files_id = checkpoint.new_id()
-        self._rank: int | None = None  # set if each rank saves for itself
+        self._rank: int | None = None  # this rank's number if each rank saves for itself
         self._is_begun = False
         self._files: RankFiles | None = None
         self._new: checkpoint.ReadyCheckpoint | None = None
         self._is_committing = False
         self.side_file: SideFile | None = None
-        self.before_commit: Callable[[], object] = int
+        self.before_commit: Callable[[], object] = do_nothing
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the writer for DCP's upload process, which has its own engine and file names."""
         none = dict.fromkeys(("_engine", "_stager", "_files", "_new"))
-        return {**self.__dict__, **none, "files_id": checkpoint.new_id(), "before_commit": int}
+        return {
+            **self.__dict__,
+            **none,
+            "files_id": checkpoint.new_id(),
+            "before_commit": do_nothing,
+        }
 
     # ---- staging ----
 
@@ -178,7 +184,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         alone = not kwargs.get("use_collectives", True)
         self._rank = kwargs.get("rank") if alone else None
-        # Not every caller calls `reset`, but no file name may be used twice.
+        # A new id here, because not every caller calls `reset`, and no file name may be used twice.
         if self._files is not None:
             self.files_id = checkpoint.new_id()
 
@@ -243,7 +249,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     # ---- the steps of these two, for `JointSave` ----
 
     def lay_out(
-        self, plan: SavePlan, resolve: Resolve, wait: Callable[[], object] = int
+        self, plan: SavePlan, resolve: Resolve, wait: Callable[[], object] = do_nothing
     ) -> RankFiles:
         """Lay out this rank's items in files. Nothing is written.
 
@@ -292,11 +298,11 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return self._new
 
     def will_commit(self) -> None:
-        """Note that all ranks have written their files, and that the commit may come."""
+        """Record that all ranks have written their files, so that the commit may follow."""
         self._is_committing = True
 
     def commit(self, new: checkpoint.ReadyCheckpoint) -> None:
-        """Wait for the commit's turn and commit; on an error, discard the new checkpoint.
+        """Wait for the head of the log and commit; on an error, discard the new checkpoint.
 
         Raises:
             OSError: See `checkpoint.commit_metadata`.
@@ -309,7 +315,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             if self.side_file is None:
                 commit_metadata()
             else:
-                assert isinstance(new.location, Directory)  # a link is made in it
+                assert isinstance(new.location, Directory)  # only a local directory has side files
                 self.side_file.commit(
                     new.location.path, self.save_id, commit_metadata, durable=self._durable
                 )

@@ -33,7 +33,7 @@ from stillframe._save.handle import SaveHandle
 from stillframe._save.options import OnDurable
 from stillframe.errors import SaveError, StillframeError
 
-# Those of the class: a subclass may call ours instead.
+# The methods of the class itself, because a subclass may override them by methods that call ours.
 _accelerates_save = Accelerator.save_state
 _accelerates_load = Accelerator.load_state
 
@@ -186,7 +186,7 @@ def _directory(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
 
 @contextlib.contextmanager
 def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Checkpoint]:
-    """Open the checkpoint, and refuse to replace what is none."""
+    """Open the checkpoint, and refuse to replace a directory that is no checkpoint."""
     if is_automatic and api.exists(path):
         raise ValueError(
             f"{path} exists already: set ProjectConfiguration(iteration=...) to the number of the"
@@ -207,7 +207,8 @@ def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Chec
 
 
 def _lost(path: str, save: DirectorySave) -> list[str]:
-    """Return what is in the old directory, and neither in the new one nor Accelerate's."""
+    """Return the files of the old directory that are neither in the new one nor Accelerate's
+    own."""
     old = set(os.listdir(path)) if os.path.isdir(path) else set()
     new = {name.split("/")[0] for name in save.names}.union(os.listdir(save.directory))
     return sorted(name for name in old - new if not _OWN.fullmatch(name))
@@ -225,8 +226,9 @@ def _newest(accelerator: Accelerator) -> str:
 
 
 def _lacks(accelerator: Accelerator, path: str, names: list[str], disk: Disk) -> str | None:
-    """Return what a checkpoint lacks that the accelerator loads."""
-    if accelerator.distributed_type not in _UNSUPPORTED:  # those have other names
+    """Return which file a checkpoint lacks that the accelerator would load."""
+    # the unsupported ones name their files differently
+    if accelerator.distributed_type not in _UNSUPPORTED:
         for stem, parts in (
             ("optimizer", accelerator._optimizers),
             ("scheduler", accelerator._schedulers),

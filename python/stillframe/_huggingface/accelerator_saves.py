@@ -49,12 +49,12 @@ class Saves:
             arguments.save_on_each_node = True
             self._ranks = ranks_of(arguments)
         self._is_elsewhere = arguments.process_index != arguments.local_process_index
-        self._number = 0  # of a call, the same on all ranks
+        self._number = 0  # the number of the call, the same on all ranks
         self._in_flight: list[SaveHandle] = []
         self.is_leader = self._ranks is None or self._ranks.is_leader
 
     def share(self, wait: Callable[[], str], find: Callable[[], str]) -> str:
-        """Return what `find()` returns on rank 0, after `wait()` on the leader of this rank."""
+        """Return what `find()` returns on rank 0; the leader of this rank calls `wait()` first."""
         self._number += 1
         key = f"load/{self._number}"
         if self._ranks is None or self._all is None:
@@ -148,7 +148,7 @@ def saves_of(accelerator: Accelerator) -> Saves:
 
 
 class _AccelerateDirectory(LeaderDirectory):
-    """The leader's directory, as another rank sees it."""
+    """The leader's directory, for a rank that is not the leader."""
 
     def save(self, obj: object, name: str) -> None:
         if not _LEADERS.fullmatch(name):
@@ -194,7 +194,7 @@ class Followed(SaveHandle):
         return "durable" if self._outcome.error is None else "failed"
 
     def _is_staged(self) -> bool:
-        return True  # this rank's files were written in the call
+        return True  # because this rank's files were written in the call
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
         self._birth.refuse_child()
@@ -213,6 +213,6 @@ class Followed(SaveHandle):
             error = StillframeError(
                 f"the rank that saves {self._path} did not tell how the save ended: {lost}"
             )
-        self._outcome.settle(None, error, is_known=True)  # the leader's process reports it
+        self._outcome.settle(None, error, is_known=True)  # because the leader's process reports it
         self._outcome.notify()
         self._over.set()

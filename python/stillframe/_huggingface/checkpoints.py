@@ -95,7 +95,7 @@ class Checkpoints:
 
         Args:
             run_dir: The output directory; with several trials, that of this one.
-            write: Writes the files, to the directory that `_get_output_dir` returns.
+            write: Writes the files to the directory that `_get_output_dir` returns.
 
         Raises:
             Exception: An earlier checkpoint failed, or what `write` raises.
@@ -167,8 +167,8 @@ class Checkpoints:
             self.staging = None
 
     def _make_run(self, directory: str | os.PathLike[str], made: Checkpoint) -> str:
-        """Make the directory with links: to the temporary directory, and to the best checkpoint,
-        which the Trainer looks for."""
+        """Make the directory with two links: one to the temporary directory, and one to the best
+        checkpoint, which the Trainer looks up there."""
         run = os.path.join(directory, _RUN)
         os.mkdir(run)
         name = os.path.basename(made.path)
@@ -179,7 +179,8 @@ class Checkpoints:
         return run
 
     def _name_best(self, run_dir: str) -> None:
-        """Give the best checkpoint the name that it will have, in the state's file too."""
+        """Set the best checkpoint's path to the one that it will have, also in the file of the
+        state."""
         state, staging = self._trainer.state, self.staging
         assert staging is not None
         best = state.best_model_checkpoint
@@ -192,8 +193,8 @@ class Checkpoints:
     # ---- afterwards ----
 
     def follow(self) -> None:
-        """Do what follows the checkpoints that have become durable, in their order: push them,
-        call `on_save`, remove old ones."""
+        """Handle the checkpoints that have become durable, in their order: push them, call
+        `on_save`, remove old ones."""
         while self._waiting and self._has_ended(self._waiting[0]):
             made = self._waiting.popleft()
             if self._note_failure(made):
@@ -208,7 +209,8 @@ class Checkpoints:
                 self._rotate(made)
 
     def finish(self) -> None:
-        """Wait for every save and remove, do what follows, and raise the first error.
+        """Wait for every save and remove, handle the checkpoints that have ended, and raise the
+        first error.
 
         Raises:
             Exception: A checkpoint failed.
@@ -284,7 +286,7 @@ class Checkpoints:
             raise unseen[0]
 
     def _tell(self, made: Checkpoint) -> None:
-        """Push a durable checkpoint and call `on_save`, with the state at its step."""
+        """Push a durable checkpoint to the Hub and call `on_save`, with the state at its step."""
         trainer = self._trainer
         live, trainer.state = trainer.state, made.state
         try:
@@ -304,7 +306,7 @@ class Checkpoints:
 
     def _on_save(self, theirs: Any, args: Any, state: Any, control: Any) -> Any:
         made, self._submitted = self._submitted, None
-        if made is None:  # a subclass has saved in a way of its own
+        if made is None:  # a subclass has saved by itself, without this module
             return theirs(args, state, control)
         control.should_save = False
         trainer = self._trainer
@@ -346,7 +348,7 @@ def remove_sentinel(path: str) -> None:
     """
     with contextlib.suppress(OSError):
         os.remove(os.path.join(path, _SENTINEL))
-        os.rmdir(path)  # unless an older checkpoint is there
+        os.rmdir(path)  # fails if an older checkpoint is there, which stays
 
 
 def drain() -> None:

@@ -12,8 +12,9 @@ are in the same call, so they use the key-value store of the process group and n
     later: it is durable ──"ended"────▶  ask at the end of each step until they have the answer
     may remove it      ◀──"heard"─────   have called `on_save`
 
-An error travels in place of an answer, so a rank that fails does not leave the others waiting. One
-that never comes to the call is named in the log; after the process group's timeout the call fails.
+An error travels in place of an answer, so a rank that fails does not leave the others waiting. If a
+rank never makes the call, the log names it, and after the process group's timeout the call fails on
+the others.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def follow(self, number: int, path: str) -> Iterator[str]:
-        """Give the leader's open directory of checkpoint `number`, and tell the leader at the end
-        of the block that this rank's files are in it.
+        """Yield the directory of checkpoint `number` that the leader has opened. At the end of the
+        block, tell the leader that this rank's files are in it.
 
         Args:
             path: The checkpoint, for the error.
@@ -115,7 +116,7 @@ class Ranks:
                 self._answer(key, of=rank)
                 self._store.delete_key(key)
         except BaseException as error:
-            self._store.set(opened, "-" + _words(error))  # before the directory goes
+            self._store.set(opened, "-" + _words(error))  # before the directory is removed
             raise
         self._store.delete_key(opened)
 
@@ -160,7 +161,7 @@ class Ranks:
         return None if words is None else self._error(self._leader, words)
 
     def was_skipped(self, number: int) -> bool:
-        """Return whether the engine was busy, and nothing of the checkpoint was kept."""
+        """Return whether the checkpoint was skipped, because the engine was busy."""
         return number in self._skipped
 
     def _answer(self, key: str, of: int | None = None) -> str:
@@ -181,8 +182,8 @@ class Ranks:
 
 @contextlib.contextmanager
 def lead(ranks: Ranks | None, number: int, open_it: Callable[[], str]) -> Iterator[str]:
-    """Open the directory of checkpoint `number` on the leader, and wait at the end of the block
-    until the other ranks have written their files.
+    """Open the directory of checkpoint `number` on the leader. At the end of the block, wait until
+    the other ranks have written their files.
 
     Args:
         ranks: The ranks, or None for a process alone.

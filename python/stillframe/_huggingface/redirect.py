@@ -30,9 +30,7 @@ _NAMES = (
     ("peft.utils.save_and_load", "safe_save_file"),
 )
 
-_SAFETENSORS = (
-    ".safetensors"  # the name's ending decides which of the two formats stillframe writes
-)
+_SAFETENSORS = ".safetensors"  # stillframe chooses the format by the name's ending
 
 
 class Files(Protocol):
@@ -94,7 +92,8 @@ class _Redirection:
     def _restore(self) -> None:
         while self.replaced:
             module, name, original, ours = self.replaced.pop()
-            # Somebody may have wrapped ours meanwhile. It finds no open block, so it may stay.
+            # If somebody has wrapped our function meanwhile, it stays: without an open block it
+            # calls the original.
             if getattr(module, name) is ours:
                 setattr(module, name, original)
 

@@ -45,7 +45,7 @@ _warned: set[str] = set()
 
 
 class Fabric:
-    """Represents a caller that is Fabric, which has no Trainer."""
+    """Stands for a call by Fabric, which has no Trainer."""
 
 
 def io_chain(holder: object) -> Iterator[Any]:
@@ -163,7 +163,7 @@ def warn_if_bypassed(strategy: Any, plugin: str) -> None:
 def sharded_as(strategy: Any) -> str | None:
     """Return the model's key in the checkpoints of `strategy` if each rank saves a part of them.
 
-    None if the strategy does not save so, or has a `save_checkpoint` that is not Lightning's.
+    None if it saves in another way, or has a `save_checkpoint` that is not Lightning's.
     """
     kind = _sharded(strategy)
     if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):

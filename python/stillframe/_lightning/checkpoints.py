@@ -115,21 +115,23 @@ class Checkpoints:
         self.save_with(submit, trainer, path)
 
     def save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
-        """Make a save, and raise the error that is due, unless `together` will raise it."""
+        """Make a save, and raise the oldest error that was not reported, unless `together` will
+        raise it."""
         # Asked first, because a failure of ours below would also count as an exception that is
         # being handled.
         quiet = self.trainers.failed(trainer)
         work = self._current_work()
         in_handler = inside_signal_handler()
-        interrupted = work.newest, work.newest_is_early
-        work.newest, work.newest_is_early = Failed(repr(path)), False  # until it is made
+        interrupted = work.newest, work.newest_returns_early
+        # replaced when the save is made
+        work.newest, work.newest_returns_early = Failed(repr(path)), False
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
             self._save_and_report(work, save, path, quiet)
             error = None if self._together else work.next_error()
         finally:
-            if in_handler:  # the call that it interrupted goes on with its own
-                work.newest, work.newest_is_early = interrupted
+            if in_handler:  # the interrupted call continues with its own save
+                work.newest, work.newest_returns_early = interrupted
         if error is None:
             return
         if is_trainer(trainer) and ranks.several(trainer) and ends_in_barrier(trainer):
@@ -139,7 +141,7 @@ class Checkpoints:
     def _save_and_report(
         self, work: Work, save: Callable[[], None], path: Any, quiet: bool
     ) -> None:
-        """Make a save; log or warn of the errors that are not to be raised."""
+        """Make a save; log or warn of errors that are not raised."""
         error: BaseException | None = None
         try:
             save()
@@ -213,11 +215,12 @@ class Checkpoints:
             _core.log_drain(None)
 
     def notify(self) -> None:
-        """Tell loggers what is due, and submit the removes that waited for it."""
+        """Notify loggers of the checkpoints that are durable by now, and submit the removes that
+        waited for that."""
         self._current_work().rotation.notify()
 
     def finish(self, trainer: Any) -> None:
-        """Do as `tear_down`, which some strategies never call."""
+        """Do the same as `tear_down`, which some strategies never call."""
         self._finish(trainer, self.trainers.failed(trainer))
 
     def settle(self) -> None:
@@ -314,7 +317,7 @@ class Checkpoints:
             raise error
 
     def _finish_in_time(self, work: Work) -> None:
-        """Where a signal ends the training, wait for saves until the deadline and no longer."""
+        """If a signal ends the training, wait for saves, but at most until the deadline."""
         deadline_s = self.writers.options.deadline
         if deadline_s is None:
             return

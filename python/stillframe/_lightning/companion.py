@@ -210,7 +210,7 @@ def _link(
 
 
 def _finalize(checkpoints: Checkpoints, original: Method, *args: Any, **kwargs: Any) -> Any:
-    """Call the logger's `finalize` after it was called for all checkpoints."""
+    """Call the logger's `finalize` once the logger was notified of all checkpoints."""
     checkpoints.settle()
     return original(*args, **kwargs)
 

@@ -35,7 +35,7 @@ log = logging.getLogger("stillframe")
 _DEFAULT_KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
 _SHOWN = 10  # skipped objects that are shown at either end of the list
 
-# Checked before the compatible ones, because some of these subclass a compatible strategy.
+# These are checked first, because some of them are subclasses of a compatible strategy.
 _INCOMPATIBLE = (
     ("FSDPStrategy", "FSDP saves a sharded state, in which every rank has a part"),
     ("ModelParallelStrategy", "ModelParallel saves DTensors, in which every rank has a part"),
@@ -324,7 +324,7 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     alone = [_offload({key: value}) for key, value in wanted.items()]
     good = {key: wanted[key] for moved, _, _ in alone for key in moved}
     if len(good) < len(wanted):
-        del alone  # frees its memory before the others are copied together
+        del alone  # frees the memory of this copy before all keys are copied together
         return _offload(good)
     moved = {key: value for each, _, _ in alone for key, value in each.items()}
     return moved, sum(each[1] for each in alone), sum(each[2] for each in alone)

@@ -29,7 +29,7 @@ def several(trainer: Any) -> bool:
 def agree(
     strategy: Any, error: BaseException | None, call_failed: bool = False
 ) -> tuple[BaseException | None, bool]:
-    """Agree on the error that every rank raises. A collective: call it on all ranks.
+    """Agree on the error that every rank raises. This is a collective: all ranks have to call it.
 
     Args:
         error: This rank's error.

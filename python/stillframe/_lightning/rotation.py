@@ -8,8 +8,8 @@
 
 A link replaces an older one with one rename. At no moment is the name missing, or names a file that
 does not exist. If Ctrl-C came before a link is made again, the link still names its old target. The
-remove of that file finds this at its turn in the log, and is dropped. (`save_last=True` writes a
-second file, because it contains its own `last_model_path` and so differs from the first.)
+remove of that file finds this when it is at the head of the log, and is dropped. (`save_last=True`
+writes a second file, because it contains its own `last_model_path` and so differs from the first.)
 
 A signal handler may save, remove and notify in the middle of any method here. So every method takes
 an item from a collection in one step, and only the caller that got the item handles it.
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stillframe")
 
-# File systems without symbolic links, and systems that reserve them.
+# The errors of file systems without symbolic links, and of systems where only some users may make
+# them.
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -80,7 +81,8 @@ class Rotation:
         return bool(self.publications or self.held or self._newest_key)
 
     def make_room(self, file: CheckpointPath) -> None:
-        """Submit a remove of this file that is held back, because the file is about to be made."""
+        """Submit the remove of this file that was held back, if any, because a save is about to
+        make the file again."""
         self.links.pop(file, None)
         self._submit_remove(file)
 
@@ -91,7 +93,7 @@ class Rotation:
         self.release()
 
     def release(self, *, all_of_them: bool = False) -> None:
-        """Submit the removes that nothing holds back."""
+        """Submit the removes that nothing holds back any more."""
         for file in list(self.held):
             if all_of_them or not self._needed(file):
                 self._submit_remove(file)
@@ -109,7 +111,7 @@ class Rotation:
 
     def link(self, target: CheckpointPath, link: CheckpointPath) -> None:
         """Make `link` a link to `target` when all saves submitted before have ended."""
-        # An exception may come before any line, so the former target is released last.
+        # Ctrl-C may come before any line, so the former target is released last.
         former = self.links.get(link)
         if former is not None:
             self._linked_by[former] = link
@@ -142,7 +144,8 @@ class Rotation:
             self.release()
 
     def finish(self) -> None:
-        """Make every call, and wait for links and removes, after all saves have ended."""
+        """Notify loggers of every checkpoint, and wait for links and removes. Called after all
+        saves have ended."""
         raised: list[Exception] = []
         for publication in list(self.publications):
             try:

@@ -73,7 +73,7 @@ def _save(
     filepath: Any,
     storage_options: Any | None = None,
 ) -> None:
-    """Save in place of the strategy's `save_checkpoint`."""
+    """Save a checkpoint: the replacement of the strategy's `save_checkpoint`."""
     strategy = trainer.strategy
     if storage_options is not None:
         original(checkpoint, filepath, storage_options)  # raises that they are not supported
@@ -95,7 +95,7 @@ def _save(
 def _load(
     checkpoints: Checkpoints, strategy: Any, original: Original, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load by the strategy after the saves of all ranks to that path have ended."""
+    """Load with the strategy's own method, once the saves of all ranks to that path have ended."""
     given = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
     target = CheckpointPath.of(strategy.broadcast(given))
     if not target.remote:
@@ -209,7 +209,7 @@ def submit(
             uncopied_if_full=True,
             on_durable=options.on_durable if first else None,
             mirror=options.mirror if first else None,
-            error_of=of_save,
+            error_of=as_exception,
         )
         save: SnapshotSave = _saved(saver, parts.state, target, request)
         if save.snapshot() is None:
@@ -223,10 +223,10 @@ def _saved(saver: Any, state: dict[str, Any], target: CheckpointPath, request: A
     try:
         return saver.save(state, target, request)
     except CheckpointException as error:  # raised by the user's own DCP save
-        raise of_save(error, target.text) from None
+        raise as_exception(error, target.text) from None
 
 
-def of_save(error: BaseException, path: str) -> Exception:
+def as_exception(error: BaseException, path: str) -> Exception:
     """Convert an error to one that `except Exception` catches, which DCP's own is not."""
     failures: dict[int, Any] = getattr(error, "failures", {})
     if not failures:

@@ -75,7 +75,7 @@ class Wraps:
                 over.active = False
             attributes = vars(owner)
             if attributes.get(name) is not over:
-                continue  # somebody else has replaced or deleted it
+                continue  # other code has replaced or deleted the attribute meanwhile
             if before is _MISSING:
                 del attributes[name]
             else:
@@ -99,7 +99,8 @@ class Trainers:
         self._known.add(trainer)
 
     def set_up(self, trainer: Any) -> Wraps:
-        """Register a Trainer at `setup`: it does not train yet, even after a fit that broke off."""
+        """Register a Trainer at `setup`. It counts as not training, even if an earlier fit broke
+        off."""
         self._known.add(trainer)
         self._training.discard(trainer)
         return self._wraps.setdefault(trainer, Wraps())

@@ -67,7 +67,8 @@ class Work:
         newest: The last save; None before the first, `Failed` if its call made none.
         ending: What ends the training (an exception, a signal handler's frame, by id), and when its
             saves have to be durable.
-        newest_is_early: Its call does not wait for its end, so that a later call reports its error.
+        newest_returns_early: The newest save's call returns before the save has ended, so a later
+            call reports its error.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Work:
         self.engine: Engine | None = None
         self.saves: list[SaveHandle] = []
         self.newest: SaveHandle | None = None
-        self.newest_is_early = False
+        self.newest_returns_early = False
         self.ending: tuple[int, float] = 0, 0.0
 
     def under_way(self) -> bool:
@@ -93,16 +94,17 @@ class Work:
         return self.engine
 
     def add(self, handle: SaveHandle, *, early: bool) -> None:
-        """Add the newest save. If its call waits for its end, its error is the next one."""
+        """Add the newest save. Its error is the next to be raised, unless its call returns early,
+        before the save has ended."""
         self.saves.insert(len(self.saves) if early else 0, handle)
-        self.newest, self.newest_is_early = handle, early
+        self.newest, self.newest_returns_early = handle, early
 
     def add_failed(self, what: str, error: BaseException, *, first: bool = False) -> None:
         """Add an error without a save, as the last one, or as the next one if `first`."""
         self.saves.insert(0 if first else len(self.saves), Failed(what, error))
 
     def is_newest_made(self) -> bool:
-        """Return whether the last save got beyond its call."""
+        """Return whether the newest save was made: its call did not fail."""
         return not isinstance(self.newest, Failed)
 
     def forget_newest(self) -> None:
@@ -118,7 +120,7 @@ class Work:
         however fast the save failed.
         """
         for handle in list(self.saves):
-            if handle is self.newest and self.newest_is_early:
+            if handle is self.newest and self.newest_returns_early:
                 continue
             if handle.done() and self._discard(handle):
                 error = _error_of(handle)
@@ -135,7 +137,8 @@ class Work:
         return first
 
     def drain(self, *, close: bool) -> None:
-        """Wait for everything. Errors stay; an interrupted wait leaves the rest for the next.
+        """Wait for everything. Errors are kept, and if the wait is interrupted, the next call waits
+        for the rest.
 
         Args:
             close: Close the plugin's own engine, too.
@@ -146,7 +149,7 @@ class Work:
             for handle in list(self.saves):
                 if report_of(handle) is not None:
                     self._discard(handle)
-            self.newest_is_early = False
+            self.newest_returns_early = False
             self.rotation.finish()
             if close:
                 engine, self.engine = self.engine, None
@@ -160,7 +163,8 @@ class Work:
             ending: See above; the deadline is that of the first call for it.
         """
         now, (known, until) = time.monotonic(), self.ending
-        if known != id(ending) or now > until + deadline_s:  # ids are used again
+        # an id may belong to another object by now
+        if known != id(ending) or now > until + deadline_s:
             until = now + deadline_s
             self.ending = id(ending), until
         in_time.finish(until)
@@ -169,7 +173,8 @@ class Work:
         return next((handle for handle in list(self.saves) if not handle.done()), None)
 
     def _discard(self, handle: SaveHandle) -> bool:
-        """Return False if a save made by a signal handler in the meantime took `handle`."""
+        """Remove `handle` from the list. Return False if a save made by a signal handler has
+        removed it meanwhile."""
         try:
             self.saves.remove(handle)
         except ValueError:
@@ -200,7 +205,7 @@ def warn(error: BaseException) -> None:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether a save failed, and was not asked for in a wrong way."""
+    """Return whether an error means that a save failed, rather than that the call was wrong."""
     return isinstance(error, (StillframeError, OSError, CancelledError))
 
 
@@ -219,7 +224,8 @@ class WaitingLine:
         self._thread = threading.Thread(target=self._run, name="sf-waiting", daemon=True)
 
     def __enter__(self) -> WaitingLine:
-        with contextlib.suppress(OSError):  # without a thread, or at exit, there is no line
+        # if no thread can be started, or at exit, no line is shown
+        with contextlib.suppress(OSError):
             self._runs = start_once(self._thread)
         return self
 

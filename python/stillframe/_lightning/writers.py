@@ -203,7 +203,7 @@ class Writers:
 
     def _writer_of(self, target: CheckpointPath) -> Inner | None:
         writer = self.remover_of(target)
-        # A layer that encrypts, a test that counts: they expect that theirs is called.
+        # A layer that encrypts, or a test that counts, expects its own method to be called.
         if writer is None and torch.save not in (torch.serialization.save, save, async_save):
             writer = Inner(self._reader(), self._reader, _REPLACED)
             if not self._has_warned:

@@ -55,7 +55,7 @@ class How:
         if not self.disk.is_remote:
             return closing(ordered.open_in_order(path))
         ordered.wait_for_key(urls.key(path))
-        if path.endswith(safetensors.INDEX_SUFFIX):  # the files beside it are looked up together
+        if path.endswith(safetensors.INDEX_SUFFIX):  # the files next to it are looked up together
             ordered.wait_for_key(urls.key(os.path.dirname(path)) + b"/")
         return self.disk.open(path, peek=peek)
 
@@ -128,7 +128,7 @@ def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
             f" again, it is right: {medium} or the memory is not to be trusted"
         )
     if how.disk.is_remote:
-        more = ""  # another error takes the place of this one, and gets a note
+        more = ""  # another error replaces this one, and gets a note
     if failure.reason is not None:
         raise StillframeError(f"{how.path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"

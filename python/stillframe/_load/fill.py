@@ -49,8 +49,8 @@ class Fill:
             for target, found in pairs[:1]
             if index not in self._kept and _is_all_of_it(target, found, self._sizes[index])
         }
-        numbers = {i: _device.number_of_tensor(target) for i, target in self._straight.items()}
-        self._devices = {index: number for index, number in numbers.items() if number > 0}
+        devices = {i: _device.number_of_tensor(target) for i, target in self._straight.items()}
+        self._devices = {index: device for index, device in devices.items() if device > 0}
         self._temporary: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, torch.UntypedStorage] = {}  # by record: memory of the new tensors
         self._placed = 0
@@ -63,7 +63,7 @@ class Fill:
         return index - first
 
     def run(self) -> None:
-        """Read every record into its targets. The plan is then to be finished.
+        """Read every record into its targets. The caller then finishes the plan.
 
         Raises:
             records.RestoreFailed: A record is damaged or could not be read. After this and every
@@ -89,7 +89,7 @@ class Fill:
         ahead = sum(storage.nbytes() for storage in self._temporary.values())
         while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD_BYTES):
             index = self._placed
-            address = 0  # a record that nobody wants is only checked
+            address = 0  # 0: the record is not wanted, and only checked
             if index in self._straight and index not in self._devices:
                 address = self._straight[index].data_ptr()
             elif index in self._kept:
@@ -109,7 +109,8 @@ class Fill:
         self._core.go(self._placed)
 
     def _hand_over(self, index: int) -> None:
-        """Copy a record that has been read to those targets that it was not read into."""
+        """Copy a record that has been read to its other targets, into which it was not read
+        directly."""
         pairs = self._wanted[index]
         if index in self._straight:
             target = pairs[0][0]
@@ -123,7 +124,8 @@ class Fill:
             copy_tensor(target, _view_of(storage, start, found))
 
     def _adopt_memory(self) -> None:
-        """Put the new tensors over the bytes that were read; they stay the same objects."""
+        """Give the new tensors the memory with the bytes that were read; they stay the same
+        objects."""
         none = restore.new_storage(0)
         for index, found in self._new:
             storage = self._made.get(index, none)
@@ -163,7 +165,7 @@ def _start(target: Tensor) -> int:
 def _view_of(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
     """Return the tensor as the file has it, over its record's bytes, which begin at `start`."""
     if start % found.element_size():
-        # Its elements are larger than the target's and not aligned here.
+        # The record's dtype has larger elements than the target's, and they are not aligned here.
         record = torch.empty(0, dtype=torch.uint8, device=storage.device)
         record.set_(storage, start, (storage.nbytes() - start,), (1,))
         storage, start = record.clone().untyped_storage(), 0

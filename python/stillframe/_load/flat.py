@@ -33,7 +33,7 @@ from stillframe._load.into import Plan
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
 
-def is_one(fd: int, path: str) -> bool:
+def is_safetensors_or_index(fd: int, path: str) -> bool:
     """Return whether an open file is a safetensors file, or an index of some.
 
     Raises:
@@ -89,7 +89,7 @@ class Files:
             shard = os.path.join(os.path.dirname(path), name)
             opened = self._stack.enter_context(self._how.open_file(shard, peek=True))
             header = _header(opened.fileno(), shard)
-            self._how.disk.rest(opened)  # there may be many
+            self._how.disk.rest(opened)  # an index may name many files
             safetensors.refuse_other_tensors(name, header.entries, tensors)
             first = files[-1].first + len(files[-1].header.entries) if files else 0
             files.append(_File(opened, shard, header, first))
@@ -107,7 +107,8 @@ class Files:
     def _load(self, file: _File, map_location: MapLocation) -> Iterator[tuple[str, Tensor]]:
         entries = file.header.entries
         if isinstance(map_location, dict):
-            map_location = map_location.get("cpu", "cpu")  # where all of them were saved
+            # safetensors files have no devices: all tensors count as saved on the CPU
+            map_location = map_location.get("cpu", "cpu")
         if str(map_location) == "meta" or restore.reads_no_bytes():
             yield from _without_bytes(entries, map_location)
             return
@@ -125,7 +126,7 @@ class Files:
                 memory.begin()
                 for index, entry in enumerate(entries):
                     storage = memory.take(index)
-                    assert storage is not None  # nobody has asked for it before
+                    assert storage is not None  # this is the first request for the record
                     storage = storage if devices else restore_location(storage, "cpu")
                     yield entry.name, _over(storage, entry)
                 memory.finish()
@@ -156,8 +157,8 @@ class Files:
     # ---- in place ----
 
     def shapes(self) -> tuple[dict[str, Tensor], list[int]]:
-        """Return tensors without memory, which know their records, and the lengths of these. As
-        those of `restore.Shapes`, they are for `into.match` and `fill`."""
+        """Return tensors without memory that know their records, and the lengths of the records.
+        Like those of `restore.Shapes`, they are for `into.match` and `fill`."""
         entries = [entry for file in self._files for entry in file.header.entries]
         sizes = [entry.end - entry.begin for entry in entries]
         tensors: dict[str, Tensor] = {}
@@ -168,7 +169,7 @@ class Files:
         return tensors, sizes
 
     def fill(self, plan: Plan, new: list[Tensor]) -> None:
-        """Read the bytes straight to the targets. The plan is then to be finished."""
+        """Read the bytes straight to the targets. The caller then finishes the plan."""
         for file in self._files:
             if file.header.entries:
                 core = self._restore(file)

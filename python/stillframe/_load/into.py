@@ -209,7 +209,7 @@ def _item(found: Any, name: Any) -> Any:
     if isinstance(found, (Tensor, str, bytes)) or is_array(found):
         raise TypeError
     if isinstance(found, dict) and name not in found:
-        raise KeyError(name)  # a defaultdict would make one
+        raise KeyError(name)  # a defaultdict would make an item
     return found[name]
 
 
@@ -275,7 +275,7 @@ def _why_not_written_to(target: Tensor) -> str:
     if target.is_meta:
         return "has no memory"
     if type(target) not in _PLAIN:
-        return ""  # a subclass: its copy_ decides
+        return ""  # a subclass: its `copy_` raises if it cannot be written to
     if reach(target) > target.untyped_storage().nbytes():
         return "reaches beyond its memory: somebody has freed or shrunk that"
     if torch._debug_has_internal_overlap(target) == _OVERLAPS:
@@ -288,7 +288,7 @@ def _words(tensor: Tensor) -> str:
 
 
 def copy(plan: Plan) -> None:
-    """Fill the targets from tensors that were loaded. The plan is then to be finished."""
+    """Fill the targets from tensors that were loaded. The caller then finishes the plan."""
     for _, target, found in plan.tensors:
         copy_tensor(target, found)
 

@@ -165,7 +165,7 @@ def load(
         fd = opened.fileno()
         # Garbage collection takes an eighth of a load of many thousand tensors.
         with no_collection():
-            if flat.is_one(fd, text):
+            if flat.is_safetensors_or_index(fd, text):
                 return _load_safetensors(opened, into, how, mmap=mmap)
             if into is not None:
                 return _load_into(fd, into, how)
@@ -186,7 +186,7 @@ def _open_records(fd: int, how: How) -> tuple[int, _core.Restore | None, str]:
         found["error"] = f"it is not a torch.save file; it looks like {words}"
     refuse_damaged(found, how.path)
     why = PACKED if found["format"] == "archive" else "it is in the legacy format"
-    if core is not None and (reason := restore.can(core, how.map_location)) is not None:
+    if core is not None and (reason := restore.why_not(core, how.map_location)) is not None:
         core.close()
         core, why = None, reason
     return found["nbytes"], core, why
@@ -283,7 +283,8 @@ def _copy_into(fd: int, into: Any, how: How, why: str, other: Callable[[int, How
 
 
 def _plan_ahead(core: _core.Restore, into: Any, how: How) -> tuple[Plan, list[Tensor]] | None:
-    """Find what goes where by the shapes in the file, without reading any tensor's bytes.
+    """Find which record goes to which target from the file's pickle alone, without reading any
+    tensor's bytes.
 
     Returns:
         The plan and its `new_tensors`. None where the pickle cannot be read ahead, or does not tell
@@ -305,7 +306,8 @@ def _plan_ahead(core: _core.Restore, into: Any, how: How) -> tuple[Plan, list[Te
 
 
 def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
-    """Load by torch.load, after a check that reads the file once more if CRCs are to be compared.
+    """Load with torch.load, after a check. If CRCs are compared, the check reads the whole file, so
+    it is read twice.
 
     Reading headers that are far apart would disable the readahead of a cold file. So a check
     without CRCs reads the headers after the load.
@@ -344,7 +346,8 @@ def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
 
 
 def _torch_load(file: Any, how: How, *, mmap: bool = False) -> Any:
-    # torch's configuration may make mmap the default, and such tensors depend on the file.
+    # torch's configuration may make mmap the default, but then the tensors would depend on the
+    # file.
     try:
         return torch.load(file, how.map_location, weights_only=how.weights_only, mmap=mmap)
     except RuntimeError as error:

@@ -36,7 +36,7 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
     try:
         devices = _devices(peek, map_location)
         numbers = {key: peek.find(f"data/{key}") for key in devices}
-    except Exception as error:  # of any kind: the load itself reports a bad pickle
+    except Exception as error:  # whatever it is: the load itself reports a bad pickle
         _logger.debug("by way of host memory: no devices were found ahead: %r", error)
         return {}
     finally:
@@ -69,7 +69,8 @@ def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device |
 
 
 def may_find(map_location: Any) -> bool:
-    """Return whether `find` may find any, judging by this process and map_location alone."""
+    """Return False if `find` cannot find any device, judging by this process and map_location
+    alone."""
     if callable(map_location) or not (_device.may_be_loaded_to() and _is_torchs_rule_known()):
         return False
     if isinstance(map_location, (str, torch.device)):
@@ -79,9 +80,9 @@ def may_find(map_location: Any) -> bool:
 
 @functools.cache
 def _is_torchs_rule_known() -> bool:
-    """Return whether "cuda" means the same to this torch's loads as here.
+    """Return whether this torch restores the location "cuda" as this module does.
 
-    It does not if somebody has registered a rule of their own before torch's.
+    It does not if other code has registered a rule of its own before torch's.
     """
     registry = serialization._package_registry
     device_of = getattr(registry[1][2], "func", None) if len(registry) > 1 else None
@@ -93,7 +94,7 @@ def _is_torchs_rule_known() -> bool:
 
 
 class _Locations(keypaths.Reader):
-    """The locations of a pickle's storages when it was made."""
+    """The locations that a pickle records for its storages."""
 
     def __init__(self, pickle: bytes) -> None:
         super().__init__(io.BytesIO(pickle))

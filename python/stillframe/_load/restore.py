@@ -11,7 +11,7 @@ was not compared.
     the core's threads   record 0 | record 1 | record 2 | record 3 | ...
     the unpickler             asks for 0 ....... for 1 ... for 2 ...
 
-Anything that the two halves do beyond this is left to torch.load itself: see `can`.
+Anything that the two halves do beyond this is left to torch.load itself: see `why_not`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ EVERYTHING = 1 << 62  # bytes
 _BATCH_BYTES = 64 << 20  # bytes of memory that are allocated at a time
 _AHEAD_BYTES = 1 << 30  # bytes of memory that are allocated ahead of the unpickler
 _Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
-_DEVICE_AHEAD_BYTES = 256 << 20  # the same if torch copies to a device afterwards
+# the limit of _AHEAD_BYTES if torch copies the storages to a device afterwards
+_DEVICE_AHEAD_BYTES = 256 << 20
 _BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
 
 
 class _Loaded:
-    """A storage in the form in which torch's reader of archives returns one."""
+    """A storage, as torch's reader of archives returns it."""
 
     __slots__ = ("_untyped_storage",)
 
@@ -134,7 +135,7 @@ class Archive:
     def __init__(
         self, core: _core.Restore, fd: int, nbytes: int, ahead: int, devices: _Devices
     ) -> None:
-        self.is_native = False  # the file says that it has this machine's byte order
+        self.is_native = False  # the file has this machine's byte order
         self._core = core
         self._fd = fd
         self._nbytes = nbytes
@@ -189,7 +190,7 @@ class Archive:
 
     def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> Any:
         storage = self._take(name)
-        if storage.nbytes() != nbytes:  # torch decides how to treat it
+        if storage.nbytes() != nbytes:  # leave it to torch how to treat this
             return self._torch.get_storage_from_record(name, nbytes, kind)
         self._note_given(name, storage)
         return _Loaded(storage)
@@ -199,7 +200,8 @@ class Archive:
         return self.get_record(name).decode() if self.has_record(name) else ""
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes of torch's own reader, which another version of torch may ask for."""
+        """Return an attribute of torch's own reader, in case another version of torch asks for one
+        that is not here."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._torch, name)
@@ -333,7 +335,7 @@ def _short_cut(
             if is_ours(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
-                    if storage._data_ptr():  # torch makes an empty one again
+                    if storage._data_ptr():  # torch makes a new object for each empty storage
                         made[key] = storage
                     return storage
         return theirs(saved)
@@ -402,8 +404,8 @@ def record_of(tensor: torch.Tensor) -> int | None:
     return tensor.untyped_storage()._checkpoint_offset
 
 
-def can(core: _core.Restore, map_location: Any) -> str | None:
-    """Return None if an archive can be read this way, or why torch.load has to read it."""
+def why_not(core: _core.Restore, map_location: Any) -> str | None:
+    """Return why torch.load has to read an archive; None if this module can read it."""
     if not _load_is_as_known():
         return "this torch loads in another way"
     if core.find("constants.pkl") >= 0:

@@ -166,7 +166,8 @@ def _takes_other_keys(module: Module) -> bool:
 
 
 def _is_copied(target: Any, found: Any) -> bool:
-    """Return whether the bytes can be copied unchanged, or do not fit and are refused by shape."""
+    """Return whether the bytes can be copied unchanged. A tensor of another shape counts too: it is
+    refused later."""
     if not isinstance(target, Tensor) or not isinstance(found, Tensor):
         return isinstance(target, Tensor)  # no tensor in the file: refused later
     if target.shape != found.shape:

@@ -58,7 +58,7 @@ class _Saved:
             check_version(self.tensor, self._version, what)
 
     def count(self) -> None:
-        """Count that backward has asked for one of the views."""
+        """Record that backward has asked for one of the views."""
         self._asked = (self._asked + 1) % self.nr_views
         if self._asked == 0 and self.ticket is not None:
             self.tensor = None
@@ -91,7 +91,8 @@ class _Traffic:
         self._next = 0
 
     def save(self, tensor: Tensor) -> tuple[_Saved, View]:
-        """Register the bytes of a tensor unless they are registered; return them and the view."""
+        """Register the bytes of a tensor, unless they are registered already; return their `_Saved`
+        and the view."""
         whole, begin = _whole_storage(tensor)
         storage = tensor.untyped_storage()
         key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
@@ -126,7 +127,7 @@ class _Traffic:
         if saved.tensor is None:
             assert saved.ticket is not None
             [saved.tensor] = self.offloader.onload(saved.ticket)
-            # The slot is freed now; the memory stays for as long as its users keep tensors over it.
+            # This frees the slot now. Its memory stays for as long as tensors over it exist.
             self.offloader.release([saved.tensor])
         sent = 0
         for number in range(saved.number - 1, max(saved.number - 4 * _AHEAD, -1), -1):
@@ -213,7 +214,8 @@ class OffloadedActivations:
 
 
 def _whole_storage(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return what to copy out for a tensor, and the tensor's offset in it in bytes.
+    """Return the tensor to copy out for a saved tensor, and the offset of the saved one in it, in
+    bytes.
 
     That is the tensor's whole storage or, if the tensor spans less than half of it, the range
     that it spans.

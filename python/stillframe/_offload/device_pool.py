@@ -107,7 +107,8 @@ class DevicePool:
         return number, _device.current_stream(number) if self.number else 0
 
     def lease(self, core: _core.Snapshot, nbytes: int) -> _core.SnapshotMemory:
-        """Take memory from the pool, waiting for memory that is given back without a call.
+        """Take memory from the pool. Wait for memory that comes back by itself, such as that of
+        saves.
 
         Raises:
             PoolExhaustedError: The rest of the pool is held by tickets and snapshots.
@@ -128,8 +129,8 @@ class DevicePool:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time that the calling thread spends inside as one wait; nested uses count
-        once."""
+        """Add the time that the calling thread spends in the block to the waits of the host; nested
+        blocks count once."""
         outermost = not getattr(self._waits, "inside", False)
         self._waits.inside = True
         began = time.perf_counter()

@@ -100,7 +100,7 @@ class Gradients:
             self._end(task, succeeded and whole)
 
     def finish(self, task: int, succeeded: bool) -> None:
-        """End a backward that ran inside another one, after everything it has sent.
+        """End a backward that ran inside another one, once everything that it has sent is added.
 
         Does not wait: `join` of the outer backward does.
         """

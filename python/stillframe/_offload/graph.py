@@ -52,7 +52,8 @@ class Pass:
     """One call of the engine.
 
     Attributes:
-        around: The pass in one of whose nodes this one was called, as a reentrant checkpoint does.
+        around: The outer pass, if this one was called inside a node of another, as a reentrant
+            checkpoint does.
         number: The engine's number of it, once a listener has joined.
         listeners: The listeners that joined, which are called at its end; in the order of joining.
         is_over: It has ended. Threads may still have it, with other thread-local objects.
@@ -246,8 +247,8 @@ class EndListener:
             self._joined.pop(ended.number, None)
 
 
-def comes(node: torch.autograd.graph.Node | None) -> bool:
-    """Return whether the current backward runs a node, or has run it."""
+def runs_node(node: torch.autograd.graph.Node | None) -> bool:
+    """Return whether the current backward will run a node, or has run it."""
     return node is not None and torch._C._will_engine_execute_node(node)
 
 

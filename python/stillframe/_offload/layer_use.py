@@ -42,10 +42,10 @@ class LayerUse:
         self.node: Callable[[], Any] = lambda: None  # the autograd node that backward runs for it
         self.tensors = layer.tensors  # the layer's list may be replaced later
         self.group: Group | None = None  # while the forward runs
-        self.left: list[int] = []  # versions on the device at the end of the forward
+        self.left: list[int] = []  # versions of the tensors on the device at the end of the forward
         self.versions: list[int] = []  # versions on the CPU at the same time
         self.values: Sequence[Tensor] = ()  # what replaces the layer's tensors in the module
-        self.former: Former = []  # what it replaced
+        self.former: Former = []  # the tensors that were replaced
         self.hooks: SavedHooks | None = None
 
     def end(self, group: Group) -> None:
@@ -67,7 +67,7 @@ class LayerUse:
         group, tensor = self.enter(self), self.tensors[number]
         if self.layer.tensors[number] is tensor:
             return group.tensors[number]
-        # The layer has another tensor there by now, so this one is copied alone.
+        # The layer has another tensor at this index by now, so the old one is copied by itself.
         return self.layer.lowered(number, tensor).to(group.tensors[0].device, copy=True)
 
     def put(self, values: Sequence[Tensor]) -> None:
@@ -80,7 +80,7 @@ class LayerUse:
 
 
 class LayerOrder:
-    """Follows a training through the order of its layers."""
+    """Follows the order in which a training uses its layers."""
 
     def __init__(self, order: list[Layer]) -> None:
         self._order = order

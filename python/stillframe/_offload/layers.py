@@ -145,14 +145,16 @@ class OffloadedLayers:
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
         """Bring a layer to the device before its forward."""
         arguments.refuse_reduction(layer)
-        if any(use.layer is layer for use in self._open):  # the module calls itself
+        # the layer's module is called inside its own forward
+        if any(use.layer is layer for use in self._open):
             self._open.append(next(use for use in self._open if use.layer is layer))
             return
         is_repeated = graph.task() != graph.NO_TASK  # by a checkpoint, in a backward
         before = self._layer_order.preceder(layer) if is_repeated else self._last
         use = LayerUse(self._enter, layer, before)
         if is_repeated:
-            self._end_listener.join()  # the outer one: the forward may call a backward of its own
+            # joins the outer backward: the forward may call a backward of its own
+            self._end_listener.join()
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
         else:
@@ -176,7 +178,7 @@ class OffloadedLayers:
         self._prefetch(following, fresh=not is_repeated)
 
     def _on_device(self, use: LayerUse, group: Group) -> list[Tensor]:
-        """Return what replaces a layer's tensors during a forward."""
+        """Return the device tensors that replace a layer's tensors during a forward."""
         layer = use.layer
         values = [tensor.detach() for tensor in group.tensors]
         indices = [i for i, each in enumerate(layer.tensors) if each.requires_grad]
@@ -204,7 +206,8 @@ class OffloadedLayers:
             self._end_use(use, output, stays)
         except BaseException as error:
             run_all(self._failing(layer), error)
-        if output is None and not is_repeated:  # it failed; a checkpoint's forward may end early
+        # the forward failed; one that a checkpoint repeats may end early
+        if output is None and not is_repeated:
             run_all(self._failing(layer))
         elif not stays:
             self._residents.give_up(layer)
@@ -234,7 +237,8 @@ class OffloadedLayers:
         return [give_up, self._residents.end_pass, self.wait, *settle]
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
-        """Take over buffers that a forward has replaced; refuse replaced parameters."""
+        """Adopt buffers that a forward has replaced by other tensors; refuse replaced
+        parameters."""
         for reference, found in moved:
             if reference.entries is reference.module._parameters or not isinstance(found, Tensor):
                 raise StillframeError(
@@ -280,7 +284,7 @@ class OffloadedLayers:
         return group
 
     def _go_back(self, use: LayerUse, leave: bool) -> Layer | None:
-        """Note that backward reaches a layer, or that a checkpoint repeats it.
+        """Record that backward reaches a layer, or that a checkpoint repeats its forward.
 
         Returns the predicted next layer.
         """
@@ -338,7 +342,7 @@ class OffloadedLayers:
         """Return whether no other use that this backward reaches adds to the parameter's
         gradient."""
         return not any(
-            other is not use and other.task != use.task and graph.comes(other.node())
+            other is not use and other.task != use.task and graph.runs_node(other.node())
             for layer in self._users.get(parameter, ())
             for other in tuple(layer.uses)
         )

@@ -135,7 +135,7 @@ def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
 def sources_in(
     memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout
 ) -> list[Source]:
-    """Return the copies of the sources in the pool, each as a storage of its own."""
+    """Return the pool's copies of the sources, each as a storage of its own."""
     return [
         Source(
             torch.frombuffer(memory, dtype=torch.uint8, offset=at, count=nbytes).untyped_storage(),
@@ -206,7 +206,7 @@ class _Span:
         self.tensor = tensor
 
     def apart(self) -> None:
-        """Move the tensor to memory of its own."""
+        """Copy the tensor to memory of its own."""
         self.tensor = self.tensor.clone(memory_format=torch.preserve_format)
         self.storage, self.begin = self.tensor.untyped_storage(), 0
         self.end = self.tensor.numel() * self.tensor.itemsize

@@ -81,10 +81,11 @@ class Offloader:
         # Re-entrant: a signal handler may come in the middle of another call.
         self._lock = threading.RLock()
         self._slots: list[Slot] = []
-        self._released: list[Slot] = []  # until nothing refers to their memory
-        self._coming: list[Slot] = []  # copies still run, whatever became of the slot
+        # slots that were released, until nothing refers to their memory
+        self._released: list[Slot] = []
+        self._coming: list[Slot] = []  # slots whose copies still run, even if they were released
         self._leaving: deque[Leaving] = deque()
-        self._sent: list[Leaving] = []  # time not counted yet
+        self._sent: list[Leaving] = []  # copies out whose time is not in the statistics yet
         self._warned: set[str] = set()
 
     def __enter__(self) -> Offloader:
@@ -125,7 +126,7 @@ class Offloader:
         with inside(), self._lock:
             self._refuse()
             layout = Layout(_layout.check(tensors, self.device, "offload"))
-            ticket = self._leave(layout, self._pool.number)
+            ticket = self._start_to_offload(layout, self._pool.number)
             leaving = ticket._leaving
             self._sent.append(leaving)
             if not leaving.over:
@@ -133,7 +134,7 @@ class Offloader:
                     leaving.order()
                 else:
                     self._leaving.append(leaving)
-            self._bound()
+            self._release_oldest()
             self._stats["groups_offloaded"] += 1
             self._stats["bytes_offloaded"] += layout.nbytes
             return ticket
@@ -152,20 +153,20 @@ class Offloader:
         """
         with inside(), self._lock:
             self._refuse()
-            return self._leave(Layout(_layout.check(tensors, HOST, "adopt")), 0)
+            return self._start_to_offload(Layout(_layout.check(tensors, HOST, "adopt")), 0)
 
-    def _leave(self, layout: Layout, number: int) -> Ticket:
-        """Start to copy a group into the pool."""
+    def _start_to_offload(self, layout: Layout, number: int) -> Ticket:
+        """Start to copy a group from the device into the pool."""
         core = _core.Snapshot(self._pool.core, layout.rows(number), _core.SNAPSHOT_LEAVES)
         memory = self._pool.lease(core, layout.nbytes)
         leaving = Leaving(core, layout, self._pool.stream() if number else None)
         leaving.start()
         failed = core.error()
         if failed:
-            raise StillframeError(f"the tensors could not be brought away: {failed}")
+            raise StillframeError(f"the tensors could not be copied off the device: {failed}")
         return Ticket(layout, leaving, memory, self.device)
 
-    def _bound(self) -> None:
+    def _release_oldest(self) -> None:
         """Release the sources of the oldest groups, so that at most `slots` keep theirs."""
         while self._leaving and self._leaving[0].over:
             self._leaving.popleft()
@@ -233,7 +234,7 @@ class Offloader:
             self._refuse()
             if self._prefetched(what) is not None:
                 return True
-            self._reap()
+            self._forget_finished()
             if len(self._slots) >= self._most:
                 return False
             try:
@@ -257,7 +258,7 @@ class Offloader:
         """
         with inside(), self._lock:
             self._refuse()
-            self._reap()
+            self._forget_finished()
             found = [slot for slot in self._slots if slot.is_of(what)]
             if not found:
                 raise StillframeError(
@@ -280,14 +281,14 @@ class Offloader:
         self._slots.remove(slot)
         self._released.append(slot)
 
-    def _reap(self) -> None:
-        """Forget groups whose tensors or tickets are gone, and sources that are copied."""
+    def _forget_finished(self) -> None:
+        """Forget groups whose tensors or tickets are gone, and groups whose sources are copied."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
             self._give_up(slot)
         self._coming = [slot for slot in self._coming if not slot.is_copied()]
         self._slots = [slot for slot in self._slots if not slot.is_gone()]
         self._released = [slot for slot in self._released if not slot.is_gone()]
-        self._bound()
+        self._release_oldest()
 
     def _prefetched(self, what: Ticket | Sequence[torch.Tensor]) -> Slot | None:
         """Return the slot that holds a prefetch of the group, if its sources have not changed."""
@@ -323,10 +324,10 @@ class Offloader:
 
     def _make_room(self) -> None:
         """Free a slot if all are taken: prefetched groups give way, the latest first."""
-        self._reap()
+        self._forget_finished()
         if len(self._slots) >= self._most and all(slot.taken for slot in self._slots):
             gc.collect()  # tensors may be kept by reference cycles only
-            self._reap()
+            self._forget_finished()
         if len(self._released) > self._most:
             self._warn(
                 f"{len(self._released)} groups on {self.device} were released while something"
@@ -378,7 +379,7 @@ class Offloader:
         """Return what the offloader has done so far."""
         with self._lock:
             self._birth.refuse_child()
-            self._reap()
+            self._forget_finished()
             stats = summed(self._stats)
             stats["slots_in_use"] = len(self._slots)
             stats["bytes_lingering"] = sum(slot.nbytes for slot in self._released)

@@ -61,9 +61,9 @@ class _State(defaultdict[Any, Any]):
 class _StateOwner:
     """Lets saves defer the state in the pool if it changes only in steps; see `MemoryOwner`.
 
-    That is learned by observation, as for state that is not offloaded (`_watch/ownership.py`): no
-    version may change in two intervals from the end of a step to the next one. One change ends it
-    for good.
+    Whether it does is learned by observation, as for state that is not offloaded
+    (`_watch/ownership.py`). No version may change in two intervals between steps. After one change
+    the state is never deferred again.
     """
 
     def __init__(self) -> None:

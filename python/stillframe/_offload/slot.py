@@ -134,7 +134,7 @@ class Slot:
         return not self.taken and self._ticket is not None and self._ticket() is None
 
     def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
-        """Return what identifies the present contents of the sources."""
+        """Return a value that changes whenever the sources are written to."""
         if isinstance(what, Ticket):
             return what._writes()
         return [
@@ -195,9 +195,8 @@ class Slot:
         return self._count()
 
     def _count(self) -> bool:
-        """Add the times to the statistics once no stream will wait for the copies any more.
-
-        Returns False if that is still to come.
+        """Add the times to the statistics, once no stream will wait for the copies any more. Return
+        False if one still may.
         """
         core = self._core
         if core is None:

@@ -98,7 +98,9 @@ class Leaving:
             self.over = True
             failed = self.core.error()
             if failed:
-                self.error = StillframeError(f"the tensors could not be brought away: {failed}")
+                self.error = StillframeError(
+                    f"the tensors could not be copied off the device: {failed}"
+                )
             self._let_go()
 
     def poll(self) -> None:
@@ -221,8 +223,8 @@ class Ticket:
             raise error
 
     def _sources(self) -> list[Source]:
-        """Return where the bytes are in the pool, for a copy to a device; they may not all be there
-        yet.
+        """Return the addresses of the bytes in the pool, for a copy to a device. Some bytes may not
+        be there yet.
 
         Raises:
             StillframeError: The ticket was released, or its copies failed.

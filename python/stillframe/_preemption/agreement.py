@@ -123,7 +123,7 @@ class Agreement:
         self._asked.put((signum, moment))
 
     def leave(self, until: float | None) -> None:
-        """Leave the block: with the other ranks, or at once if `until` is None.
+        """Leave the block together with the other ranks, or at once if `until` is None.
 
         A rank's end may end all the others: torchrun sees to that, and the store lives in one.
         """
@@ -178,10 +178,10 @@ class Agreement:
         decide: Callable[[Mapping[int, str]], str],
         wait_s: float,
     ) -> str:
-        """Post a value, and return what was decided from those of all ranks.
+        """Post a value, and return the decision that is made from the values of all ranks.
 
         Rank 0 decides, when all have answered or `wait_s` has passed. Another rank does so if rank
-        0 does not. Nobody waits again for a rank that has not answered once.
+        0 does not. A rank that has once failed to answer is not waited for again.
         """
         name = f"{self._prefix}/{name}"
         self._store.set(f"{name}/{self._rank}", mine)

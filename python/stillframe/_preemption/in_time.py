@@ -33,7 +33,8 @@ from stillframe._tree import skeleton
 
 log = logging.getLogger("stillframe")
 
-_given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()  # they may take a while to end
+# saves that were given up, and may take a while to end
+_given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()
 _SIMILAR = 4  # a measured save says nothing about one that is so many times as large
 
 

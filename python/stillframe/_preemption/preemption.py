@@ -102,9 +102,11 @@ class Preemption:
     def __init__(self, signals: Iterable[int], deadline: float) -> None:
         self.signals = _numbers(signals)
         self._deadline_s = in_time.refuse_deadline(deadline)
-        self._reserve_s = min(1.0, self._deadline_s / 5)  # for the way out
+        # reserved for leaving the block before the deadline
+        self._reserve_s = min(1.0, self._deadline_s / 5)
         self._birth = Birth("this preemption")
-        self._handler = self._on_signal  # one object, to compare with
+        # one bound method, so that it can be compared with the installed handler
+        self._handler = self._on_signal
         self._previous: dict[int, Any] = {}
         self._entered = self._inside = self._leaving = False
         # Signals.
@@ -114,7 +116,7 @@ class Preemption:
         self._asked: tuple[int, float] | None = None  # the signal of any rank, and when it came
         self._raise = False  # the next run of the handler raises SystemExit
         # Boundaries.
-        self._look = True  # the next one must look closer
+        self._look = True  # the next boundary must check whether to stop
         self._joined = False
         self._ranks: agreement.Agreement | None = None
         self._stops = self._steps = self._saves = 0
@@ -144,7 +146,7 @@ class Preemption:
         Before a signal it registers that, once for all: the save is made by the call of
         `should_stop` that returns True, or at the end of the block. In a loop that never calls
         `should_stop`, the end of an optimizer's step is the boundary, and the process ends there.
-        Behind a signal it saves at once (with several ranks: at the boundary that all stop at).
+        After a signal it saves at once (with several ranks: at the boundary that all stop at).
 
         Args:
             make_state: Called without arguments on the main thread.
@@ -200,7 +202,7 @@ class Preemption:
                 self._previous[number] = signal.signal(number, self._handler)
             before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             self._wakes = before < 0
-            if not self._wakes:  # somebody else's event loop
+            if not self._wakes:  # an event loop has set its own wake-up descriptor
                 signal.set_wakeup_fd(before)
         except BaseException:
             self._restore()
@@ -333,7 +335,7 @@ class Preemption:
                 end = self._asked[1] + self._deadline_s if given_up else self._last_moment()
                 left_s = max(0.0, end - time.monotonic())
             elif self._ranks is not None or not self._joined:
-                left_s = _LOOK_S  # another rank may be asked
+                left_s = _LOOK_S  # another rank may have been asked to stop
             if not poll.poll(None if left_s is None else 1000 * left_s):
                 return None
             (number,) = os.read(self._pipe[0], 1)

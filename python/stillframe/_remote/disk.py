@@ -1,6 +1,6 @@
 """A store that is read as if it were a disk, with directories; and the choice between the two.
 
-Below a directory everything is listed at once, the first time that something of it is asked for.
+The first question about a directory lists everything below it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class RemoteDisk(Disk):
         return True
 
     def names(self, path: str) -> list[str]:
-        """Return the names in a directory. A store knows no empty ones: no names are no error."""
+        """Return the names in a directory. A store has no empty directories, so an empty result is
+        no error."""
         return [*self._directory(self._key(path))]
 
     def names_without_links(self, path: str) -> Iterator[str]:
@@ -129,7 +130,7 @@ class RemoteDisk(Disk):
         return path.removeprefix(self._root).strip("/")
 
     def _known(self, key: str) -> _Directory | None:
-        """Return a directory that was listed, itself or with one above it."""
+        """Return a directory that was listed already, by itself or with one above it."""
         if key in self._listed:
             return self._listed[key]
         if not key:
@@ -139,13 +140,13 @@ class RemoteDisk(Disk):
         return inside if isinstance(inside, dict) else None
 
     def _directory(self, key: str) -> _Directory:
-        """Return a directory, which is listed if it was not."""
+        """Return a directory; list it if that was not done yet."""
         directory = self._known(key)
         if directory is None:
             directory = self._listed[key] = {}
             for found in self._store.list(key):
                 _add(directory, found.key[len(key) :].strip("/").split("/"), found)
-                if found.version:  # else it may differ from that of `find`
+                if found.version:  # without one, `find` may return something else
                     self._found[found.key] = found
         return directory
 

@@ -1,14 +1,14 @@
 """A remote object as an open file for the code that reads checkpoints.
 
-The core makes a file in memory, of the object's length and without its bytes (`_core.Arrivals`).
-A reader waits for the bytes that it needs. Threads here ask which bytes are waited for, or will be
-soon, fetch them, and bring them.
+The core makes a file in memory, of the object's length and without its bytes (`_core.Arrivals`). A
+reader waits for the bytes that it needs. Threads of this module ask which bytes a reader waits for
+or will need soon, and fetch them.
 
     the core's readers --> Arrivals.next --> Store.get, on a few threads --> Arrivals.put
 
-An object that is replaced meanwhile is an error, never a mixture: each request names the version
-that the first one found. For a client that knows no versions, the object is looked up once more at
-the end.
+If an object is replaced meanwhile, the load raises an error and never mixes two versions: each
+request names the version that was found first. For a client that knows no versions, the object is
+looked up once more at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stillframe._remote.store import Buffer, Found, Store
 log = logging.getLogger("stillframe")
 
 CHUNK_BYTES = 8 << 20
-PEEK_BYTES = 1 << 20  # where little is read
+PEEK_BYTES = 1 << 20  # fetched at a time where little is read
 THREADS = 8
 SLOW_S = 10.0  # longer requests are logged
 PATIENCE_S = 1.0  # for requests that nobody needs any more
@@ -52,7 +52,7 @@ class Object:
         """
         begun = time.monotonic()
         data = self._store.get(self.found.key, start, end, self.found.version)
-        if (took_s := time.monotonic() - begun) > SLOW_S:  # no client tells of its own tries
+        if (took_s := time.monotonic() - begun) > SLOW_S:  # no client reports its own retries
             log.info(
                 "stillframe: %s: bytes %d to %d took %.0f s; failed requests are tried again",
                 *(self._store.shown(self.found.key), start, end, took_s),
@@ -60,7 +60,8 @@ class Object:
         return data
 
     def refuse_changed(self) -> None:
-        """Raise OSError if it was replaced since it was found, where requests do not notice."""
+        """Raise OSError if it was replaced since it was found, for clients whose requests do not
+        notice that."""
         if not self.found.version and self._store.find(self.found.key) != self.found:
             words = "the object was replaced while it was read: read it again"
             raise OSError(errno.ESTALE, words, self._store.shown(self.found.key))
@@ -95,7 +96,7 @@ class Fetcher:
     def end(self) -> None:
         """Close all files and end the threads.
 
-        A thread whose request is not answered at once ends when it is.
+        A thread in a request ends when the request is answered.
         """
         self._arrivals.end()
         deadline = time.monotonic() + PATIENCE_S
@@ -104,7 +105,7 @@ class Fetcher:
 
     def _start(self, number: int) -> None:
         while len(self._threads) < number:
-            # It must not refer to this object, whose end ends it.
+            # The thread must not keep this object alive, because the object's end is its own end.
             arguments = self._arrivals, self._objects
             thread = threading.Thread(target=_fetch, args=arguments, name="sf-fetch", daemon=True)
             try:
@@ -112,7 +113,7 @@ class Fetcher:
             except OSError:
                 if not self._threads:
                     raise
-                return  # fewer are only slower
+                return  # fewer threads are only slower
             self._threads.append(thread)
 
 
@@ -134,7 +135,7 @@ def _fetch(arrivals: _core.Arrivals, objects: dict[int, Object]) -> None:
 class RemoteFile:
     """A remote object that is open to read; a context manager.
 
-    Its end raises the error of a request that failed, in place of the errors that followed from it.
+    Its end raises the error of a failed request instead of the errors that follow from it.
     """
 
     def __init__(self, fetcher: Fetcher, item: Object, *, peek: bool) -> None:

@@ -24,7 +24,8 @@ _TEMPORARY = ".stillframe-tmp"
 class FsspecStore(Store):
     """A store behind fsspec.
 
-    An object is written beside its place and then moved there, by a rename or a copy in the store.
+    An object is written under a temporary name next to its own and then moved, by a rename or a
+    copy in the store.
     """
 
     client = "fsspec"

@@ -1,8 +1,8 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
-obstore tries a failed request again with growing pauses, `RETRIES` times within `RETRY_S`. It says
-in the last error how often it tried, but it has no log or hook, so single tries cannot be logged:
-`Feed` logs long waits instead.
+obstore retries a failed request with growing pauses, `RETRIES` times within `RETRY_S`. Its last
+error says how often it tried, but it has no log or hook for single retries. So `Feed` logs long
+waits instead.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ObstoreStore(Store):
         _used_in = self._generation
 
     def _client(self, part: int = 0) -> Any:
-        """Return the client whose limit of time is for requests of up to `part` bytes."""
+        """Return the client whose timeout suits requests of up to `part` bytes."""
         seconds = round(REQUEST_S * max(1.0, part / PART_BYTES))
         if seconds not in self._clients:  # two threads may make it twice
             self._clients[seconds] = self._open(seconds)
@@ -114,7 +114,7 @@ class ObstoreStore(Store):
         except Exception:
             if not feed.ended or not self._has_mark(key, mark):
                 raise
-            # The store had done the last request, and its answer was lost.
+            # The store has carried out the last request, and only its answer was lost.
             log.info("stillframe: %s is there, although the upload failed", self.shown(key))
 
     def _has_mark(self, key: str, mark: str) -> bool:

@@ -1,4 +1,4 @@
-"""The configuration of an obstore client, made of `storage_options` with fsspec's meaning."""
+"""The configuration of an obstore client, made from `storage_options` that have fsspec's names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AZURE_CONNECTION = {
     "sharedaccesssignature": "sas_key",
     "blobendpoint": "endpoint",
 }
-# They come before AWS's files.
+# These variables take precedence over AWS's files.
 _OTHER_CREDENTIALS = (
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
@@ -136,7 +136,7 @@ def _section(variable: str, default: str, *names: str) -> dict[str, str]:
     try:
         parser.read(file)
     except configparser.Error:
-        pass  # its text quotes the line, which may be a secret
+        pass  # the error quotes the line, which may be a secret
     else:
         return next((dict(parser[each]) for each in names if parser.has_section(each)), {})
     raise ValueError(f"storage_options: {file} is not a file of AWS's settings")

@@ -19,7 +19,7 @@ _SHORTEST = 4  # a shorter text is no secret, and would be hidden everywhere
 _SECRET = re.compile(r"key|secret|token|sas|sig$|passw|credential|connection_string", re.IGNORECASE)
 _VARIABLES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|HF)_.*(?<!_FILE)(?<!_CREDENTIALS)(?<!_UR[IL])$")
 _WORDS = ("anon", "cloud", "google_default")  # tokens of gcsfs that are no secrets
-# Credentials that no option has: in a URL, in a header, and in a signed request that is quoted.
+# Credentials that are not options: in a URL, in a header, and in a quoted signed request.
 _PATTERNS = (
     (re.compile(r"(?<=://)[^/@\s]+@"), f"{HIDDEN}@"),
     (re.compile(r"(?<=\S)\?[\w.-]+=\S*"), f"?{HIDDEN}"),
@@ -38,8 +38,8 @@ _PART = re.compile(r"[?&]partNumber=(\d+)")
 
 
 def secrets_of(options: Mapping[str, Any], user: str) -> frozenset[str]:
-    """Return what no message may hold: secret options, secrets of the environment, and the user
-    info of a URL."""
+    """Return the texts that no message may contain: secret options, secrets of the environment, and
+    the user info of a URL."""
     variables = {name: os.environ[name] for name in os.environ if _VARIABLES.match(name)}
     found = {user, *user.split(":"), *_secrets(options), *_secrets(variables)}
     return frozenset(each for each in found if len(each) >= _SHORTEST and each not in _WORDS)
@@ -79,8 +79,8 @@ def redact(text: str, secrets: Iterable[str]) -> str:
 
 
 def _without_quotes(text: str) -> str:
-    """Return a store's answer in XML as its code and its sentence. The rest may quote the request,
-    with its signature."""
+    """Return the code and the sentence of a store's answer in XML. Its other parts may quote the
+    request with its signature."""
     found = dict(_ANSWER.findall(text))
     if not found:
         return text.partition("<?xml")[0].partition("<Error>")[0].rstrip(" :")

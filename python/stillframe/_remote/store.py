@@ -60,7 +60,7 @@ class Store(ABC):
 
     An error of the store is a FileNotFoundError, a PermissionError or another OSError. It names the
     URL, the operation and the reason, without credentials. In the main thread Ctrl-C ends the wait
-    for every operation except `put`, which returns to Python only between pieces.
+    for every operation except `put`, which returns to Python only when it takes a piece.
 
     Attributes:
         client: The library behind it: "obstore" or "fsspec".
@@ -77,7 +77,7 @@ class Store(ABC):
         """Upload an object: all of `pieces`, or nothing.
 
         This thread reads the pieces, and `pieces` starts no other upload. With obstore a piece is
-        not copied: it is held until the store has acknowledged it. These are at most five parts.
+        not copied: it is held until the store has acknowledged it. At most five parts are held.
 
         Args:
             pieces: Contiguous buffers of bytes.
@@ -196,7 +196,7 @@ class Feed:
     def __next__(self) -> Buffer:
         waited_s = time.monotonic() - self._given_at
         if waited_s > SLOW_S:
-            # No client tells of the requests that it tries again.
+            # No client reports the requests that it retries.
             log.info(
                 "stillframe: %s: the store acknowledged no part for %.0f s; failed requests are"
                 " tried again",
@@ -222,14 +222,14 @@ class Feed:
 
 
 class _ThisThread(threading.local):
-    uploads = 0  # which this thread is in
+    uploads = 0  # that this thread is running
 
 
 _this_thread = _ThisThread()
 
 
 def apart(call: Callable[[], T]) -> T:
-    """Call on another thread where that is needed.
+    """Call `function` on another thread where that is needed.
 
     In the main thread Ctrl-C then ends the wait at once. A client such as obstore cannot be called
     on a thread that it has called itself, for a piece of an upload.

@@ -71,7 +71,7 @@ def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> N
 
 
 def _check(url: Url, key: str) -> None:
-    """Refuse what obstore takes for another object, or ignores."""
+    """Refuse URLs that obstore would read in another way, or of which it would ignore a part."""
     reason = ""
     if url.user:
         reason = "give credentials as storage_options or in the environment, not in the URL"

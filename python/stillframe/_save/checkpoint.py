@@ -260,7 +260,7 @@ class Checkpoint:
         )
 
     def _leave(self, why: str) -> None:
-        """Give the save up if it is still open, unless a forked child calls this."""
+        """Give the save up if its block is still open, unless a forked child calls this."""
         save = self._save
         if save is not None and save.is_open():
             save.give_up(why)
@@ -272,7 +272,7 @@ class Checkpoint:
         return self._save
 
     def _add_name(self, name: str) -> None:
-        """Note a file, and make the directories above it."""
+        """Record the name of a file, and make the directories above it."""
         save = self._begun()
         save.refuse_closed()
         if name in save.names:

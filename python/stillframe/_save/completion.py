@@ -45,7 +45,7 @@ _DRAIN_POLL_S = 0.01
 
 
 class InFlight(Protocol):
-    """A handle, as code sees it that looks at all saves that have not ended."""
+    """The interface of a handle for code that goes through all saves that have not ended."""
 
     @property
     def path(self) -> str: ...
@@ -129,7 +129,7 @@ class _Callbacks:
             self._call(function, caught)
 
     def _run_rest(self) -> None:
-        """Run here what was put too late for the thread."""
+        """Run, on this thread, functions that were put after the thread had ended."""
         with contextlib.suppress(queue.Empty):
             while True:
                 function = self._queue.get_nowait()
@@ -261,7 +261,7 @@ def _take_notice() -> bool:
     else:  # the other kinds come from tickets
         handle = cast(Noticed | None, in_flight.get(number))
         if handle is None:
-            pass  # the call gave the save up
+            pass  # no handle is left, because the call has given the save up
         elif what == _core.NOTICE_COPIED:
             handle.after_copy()
         else:

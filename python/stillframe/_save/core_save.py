@@ -104,7 +104,7 @@ class CoreSave(SaveHandle):
     def _go_on(self) -> None:
         """End the call: make steps wait for deferred sources, and drop the others."""
         self._verdict.launched(self)
-        if not self._verdict.is_needed and not self._devices:  # devices still copy theirs
+        if not self._verdict.is_needed and not self._devices:  # copies from devices may still run
             self._release_sources()
         self._call.end()
 

@@ -70,7 +70,7 @@ class DirectorySave(ExternalSave):
         self._folder = folder
         self._key = key
         self._files: list[CoreSave] = []
-        self._copies: list[Future[None]] = []  # one of each file
+        self._copies: list[Future[None]] = []  # the staging future of each file
         self._opened_by: int | None = threading.get_ident()
         self._closed = Event()
         self._closed_s = self._copied_s = 0.0
@@ -222,14 +222,14 @@ class DirectorySave(ExternalSave):
             self.end(None, CancelledError(f"{self._path} was not saved: {why}"))
 
     def drop(self, file: CoreSave) -> None:
-        """Remove a file's save that was not launched; one that was stays."""
+        """Remove the save of a file unless it was launched."""
         if not file.done() and file not in completion.in_flight.values():
-            with contextlib.suppress(ValueError):  # Ctrl-C came before `add`
+            with contextlib.suppress(ValueError):  # it is not there if Ctrl-C came before `add`
                 self._files.remove(file)
 
     def close(self) -> None:
-        """Let others wait for the end: the block is over. A signal handler that interrupts its end
-        is refused to wait, because the end would never come."""
+        """Record that the block is over, so that others may wait for the save's end. Until then
+        such a wait is refused, because a signal handler inside the block would wait forever."""
         _open_ones.discard(self)
         self._closed.set()
         self._opened_by = None
@@ -260,7 +260,7 @@ class DirectorySave(ExternalSave):
             self._clear()
         self.end(report, failure)
         if failure is None:
-            self._clear()  # the old directory, for which the new one's users need not wait
+            self._clear()  # removes the old directory; nobody needs to wait for that
         return failure is None
 
     def _commit(self) -> int:
@@ -341,7 +341,7 @@ class DirectorySave(ExternalSave):
 
 
 def _error_of(file: CoreSave) -> BaseException | None:
-    """Wait for the end of a file's save and return its error, which counts as seen."""
+    """Wait for the end of a file's save. Return its error, which then counts as seen."""
     try:
         error = file.exception()
     except CancelledError as cancelled:
@@ -368,7 +368,8 @@ def give_up_open() -> None:
 
 
 def will_hold(key: bytes) -> bool:
-    """Return whether a name below a directory under way will be there when that save has ended.
+    """Return whether a name inside a directory that is being saved will exist when that save has
+    ended.
 
     Args:
         key: The name in the log.

@@ -2,12 +2,11 @@
 
 `submit(engine, obj, path, options)` calls, in this order:
 
-    paths.target     where the file goes; refuses paths that cannot be saved to
-    skeleton.build   the pickle, and the storages it refers to; or flat.build for safetensors
-    gate.defer       which of them may be copied later
-    lay_out          for safetensors: the header, which depends on that
-    core Ticket      slot, capture, launch
-    gate.track       the next optimizer step waits for the rest
+    paths.target     where the file goes; refuses paths that cannot be saved to skeleton.build   the
+    pickle, and the storages it refers to; or flat.build for safetensors gate.defer       which of
+    them may be copied later lay_out          for safetensors: the header, which depends on that
+    core Ticket      slot, capture, launch gate.track       the next optimizer step waits for the
+    rest
 """
 
 from __future__ import annotations
@@ -201,7 +200,7 @@ class Engine:
 
 
 def core_of(engine: Engine) -> _core.Engine:
-    """Return the core's engine, for a call that needs it open.
+    """Return the core's engine; refuse one that is closed.
 
     Raises:
         ForkError: In a child of the process that made it.

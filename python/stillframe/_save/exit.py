@@ -118,7 +118,7 @@ def _drain(*, threads_go_on: bool = False) -> None:
 
 
 def _interrupted() -> bool:
-    """Return whether Ctrl-C ends the program."""
+    """Return whether the program is ending because of Ctrl-C."""
     return isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) or isinstance(
         sys.exc_info()[1], KeyboardInterrupt
     )

@@ -119,8 +119,8 @@ class ExternalSave(SaveHandle):
             raise
 
     def may_start(self) -> bool:
-        """Return whether the caller is to end the save. Exactly one is: the thread that works on
-        it, or the code that gives it up. Ctrl-C may come at any moment."""
+        """Return True to the first caller only, which then has to end the save. It is the thread
+        that works on the save, or the code that gives it up."""
         try:
             return self._not_started.pop()
         except IndexError:

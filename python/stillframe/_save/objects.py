@@ -45,7 +45,7 @@ class _Sending:
 
     Attributes:
         upload: The object.
-        ready: All its bytes are sent and good, or it has failed.
+        ready: All its bytes are sent and its save has succeeded so far, or it has failed.
         over: The object is in the store, or it has failed.
         error: Why it has failed.
     """

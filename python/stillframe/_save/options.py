@@ -215,7 +215,8 @@ class SaveOptions:
         """Return the options of the save of an object's bytes, which has no entry in the log."""
         return replace(
             self,
-            # the format leaves no room for tensors of one element size between others
+            # a stream needs deferred tensors to be adjacent, and the alignment of safetensors may
+            # forbid that
             overlap=self.overlap and self.format == "torch",
             on_durable=None,
             wait_for_slot=True,

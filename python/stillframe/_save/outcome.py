@@ -78,7 +78,7 @@ class CallingLater(Future[Any]):
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         if self.done():
-            super().add_done_callback(fn)  # here and now
+            super().add_done_callback(fn)  # the save has ended: the callback is called at once
         else:
             super().add_done_callback(functools.partial(_call_later, fn))
 
@@ -122,7 +122,8 @@ class _Futures:
         self._references: list[weakref.ref[SaveFuture]] = []
 
     def alive(self) -> list[SaveFuture]:
-        """Return the futures that somebody holds: one, or more if threads made them together."""
+        """Return the futures that somebody still holds: usually one, but more if several threads
+        made one at the same time."""
         futures = [reference() for reference in list(self._references)]
         return [future for future in futures if future is not None]
 
@@ -220,10 +221,10 @@ class Outcome:
         """
         if self.settled:
             return
-        is_known = is_known or isinstance(error, CancelledError)  # the canceller knows
+        is_known = is_known or isinstance(error, CancelledError)  # the code that cancelled it knows
         if error is not None and not is_known and not self._failures:
             self._failures.append(Failure(error))
-            for other in self._failures[1:]:  # another thread was first
+            for other in self._failures[1:]:  # another thread has settled it before
                 other.collect()
             if completion.completion.over:  # the exit has already printed failures
                 self._failures[0].dropped("a save")
@@ -233,7 +234,8 @@ class Outcome:
             measured.append((report.nbytes, report.durable_after_s))
 
     def notify(self) -> None:
-        """Wake, resolve and call everybody who waits for the end. May be called again."""
+        """Wake the threads that wait for the end, resolve the futures and run the callbacks. May be
+        called again."""
         if self._notified:
             return
         end = self._end

@@ -107,7 +107,8 @@ def submit_parts(
         path: Where it goes, as for `async_save`; a link there is replaced.
         owners: Objects that keep the sources' memory alive; dropped when the save has ended.
         durable: As for `async_save`.
-        upload: What sends the file to a store: call its `run`. `path` is only shown then.
+        upload: The upload that sends the file to a store; the caller then calls its `run`. `path`
+            is only used in messages.
 
     Raises:
         As `async_save`, but for errors about an object: something wrong with the parts is an

@@ -82,13 +82,13 @@ class Upload:
             before_end: Called when all bytes are sent; the object becomes visible when it returns.
 
         Raises:
-            BaseException: What `before_end` raises, or the client. The old object is untouched.
+            BaseException: As `before_end` or the client. The old object is untouched.
         """
         nbytes = self.nbytes
         self._store.put(self.key, self._pieces(part_bytes(nbytes), before_end), nbytes)
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return the error of the object: what the save of its bytes failed with, or the store.
+        """Return the error of the object: that of the save of its bytes, or that of the store.
 
         Args:
             error: What `run` has raised.
@@ -106,11 +106,11 @@ class Upload:
         return error
 
     def _pieces(self, part: int, before_end: Callable[[], object]) -> Iterator[Buffer]:
-        """Yield the bytes of the file so that the client has only whole parts, except at the end.
+        """Yield the bytes of the file in whole parts, except for the last one.
 
         A client keeps a piece until the part that it belongs to is full. So blocks of a part that
-        is not full are kept here, where they can be copied if the next block takes time: it may be
-        the memory of these blocks that it waits for.
+        is not full are kept here. If the next block is late, it may be waiting for their memory, so
+        they are copied and given back.
         """
         kept: list[_Bytes] = []
         nbytes = 0
@@ -125,14 +125,15 @@ class Upload:
                 while nbytes >= part:
                     yield from _take(kept, part)
                     nbytes -= part
-            # The client sends the last bytes when it is told that there are no more. That may wait
-            # for saves that need the memory of these blocks.
+            # The client sends the last part only when this generator ends, which may wait for saves
+            # that need the memory of these blocks. So they are copied.
             kept = [each.copied() for each in kept]
             yield from _take(kept, nbytes)
             self._wait_until_good()
             before_end()
         finally:
-            # An exception keeps this frame, and a save ends when it has its blocks and the end.
+            # An exception keeps this frame alive, and the save ends only when all blocks and the
+            # end are given back.
             kept.clear()
             piece = None
 
@@ -161,7 +162,7 @@ class Upload:
 
 
 class _Bytes(NamedTuple):
-    """Bytes of a block of the save, or of a copy."""
+    """Bytes of a block of the save, or a copy of them."""
 
     owner: _core.Piece | bytes
     start: int
@@ -295,7 +296,7 @@ class RemoteSave(ExternalSave):
         report: SaveReport | None = None
         failure: BaseException | None = None
         try:
-            self._upload.run(self._wait_for_turn)
+            self._upload.run(self._wait_to_become_visible)
             report = self._report()
         except BaseException as error:  # whatever it is, the save must end
             failure = self._failure(error.with_traceback(None))
@@ -303,7 +304,7 @@ class RemoteSave(ExternalSave):
         self.error_is_known = self._entry is None  # the call has raised it
         self.end(report, failure, entry=self._entry)
 
-    def _wait_for_turn(self) -> None:
+    def _wait_to_become_visible(self) -> None:
         """Wait until the object may become visible.
 
         Raises:
@@ -410,7 +411,7 @@ def start_save(
     return submit(engine, obj, path, options)
 
 
-# The objects that mark a whole checkpoint: written last and removed first.
+# The objects that mark a checkpoint as complete: written last and removed first.
 MARKERS = (file_kinds.MARKER, ".metadata")
 
 

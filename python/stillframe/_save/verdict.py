@@ -3,9 +3,9 @@
     made ──launched──▶ steps wait for the copy ──over──▶ no step waits ──▶ ended
                           │ judge: compares versions, once
 
-The core compares samples of the copied bytes; this module compares torch's version counters. The
-first to need the answer asks: an optimizer's step, a waiting caller, the completion thread, or a
-fork. Every later question gets the same answer, because a step may write in between.
+The core compares samples of the copied bytes; this module compares torch's version counters. It is
+given for the first caller that needs it: an optimizer's step, a waiting caller, the completion
+thread, or a fork. Every later question gets the same answer, because a step may write in between.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Verdict:
         self._deferral.release()
 
     def blame(self, index: int, names: Sequence[str]) -> str:
-        """Capture everything of the storage's owner from now on.
+        """From now on, capture everything that belongs to the storage's owner.
 
         Returns:
             What an error calls the storage: the names of its tensors, or else its number.

@@ -1,8 +1,8 @@
 """Measurements without stillframe: what memory and a disk can do at best.
 
-Beside these are tools of every measurement: the load of other processes, a directory of its own,
-and a line that shows progress. The scripts in benchmarks/ use this module in processes without
-torch, so it imports nothing of the package.
+It also has what every measurement needs: the load of other processes, a scratch directory, and a
+line that shows progress. The scripts in benchmarks/ use this module in processes without torch, so
+it imports nothing of the package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint's pickle: its tensors and the other values, by key path.
+"""The contents of a checkpoint's pickle: its tensors and its other values, by key path.
 
 The pickle is read by `keypaths`' stubs: nothing that it names is imported or called. So this is
 safe on any file and works without the classes. torch is not needed either, because the names of its
@@ -21,7 +21,8 @@ from stillframe._tree.keypaths import Storage, Stub
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-# Bytes of memory a pickle may always take, and for each of its bytes; a tensor takes a fifth of it.
+# Bytes of memory that any pickle may take, and that it may take for each of its bytes. Pickles of
+# tensors take a fifth of that.
 _ALWAYS, _FOR_A_BYTE = 256 << 20, 64
 
 

@@ -296,10 +296,10 @@ def _tree(found: Found) -> Iterator[str]:
     # can recurse.
     left = [(1, line) for line in reversed(under[""])]
     while left:
-        depth, (words, prefix) = left.pop()
+        depth, (words, below) = left.pop()
         yield _INDENT * depth + printable(words)
-        if prefix is not None:
-            left += [(depth + 1, line) for line in reversed(under[prefix])]
+        if below is not None:
+            left += [(depth + 1, line) for line in reversed(under[below])]
 
 
 def run(options: argparse.Namespace) -> int:

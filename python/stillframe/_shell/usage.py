@@ -50,7 +50,7 @@ def _bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
     bench.add_argument(
         "--size",
-        type=sizes.argument(),
+        type=sizes.argparse_type(),
         help="size of the state, such as 500MB (default: what the disk writes in a second, 33.6 to"
         " 537 MB)",
     )
@@ -133,7 +133,7 @@ def completion(top: argparse.ArgumentParser, shell: str) -> str:
 def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the words that may follow each command, and each command's help.
 
-    The command "" stands for none yet.
+    The key "" has the words where no command was typed yet.
     """
     (commands,) = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
     words = {name: _options(each) for name, each in commands.choices.items()}

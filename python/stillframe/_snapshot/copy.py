@@ -58,14 +58,15 @@ class Copy:
         self.verdict = Verdict(deferral)
         self.devices = tree.devices
         self.shared = shared
-        self.seen = False  # the error was raised to a caller
+        self.seen = False  # whether the error was raised to a caller
         self.gate_wait_s = 0.0
         self.owner: Callable[[], Owner | None] | None = None
         self._when_settled: list[Callable[[], object]] = []  # functions to call once it is settled
         self._ends: list[StillframeError | None] = []  # the first is the error, once it is settled
 
     def start(self) -> None:
-        """Copy what must be copied now, and make the lane and the devices copy the rest."""
+        """Copy the captured storages, and start the copies of the others by the lane and the
+        devices."""
         later = bool(self.verdict.is_needed or self.devices)
         if later:
             completion.completion.start()
@@ -151,7 +152,7 @@ class Copy:
 
     @property
     def error(self) -> StillframeError | None:
-        """Why the copy is of no use; None as long as nothing is known against it."""
+        """The error that makes the copy unusable; None if none is known."""
         return self._ends[0] if self._ends else None
 
     def _torn_error(self, index: int) -> TornSnapshotError:

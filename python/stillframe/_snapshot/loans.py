@@ -95,7 +95,7 @@ class Lender:
         return channel
 
     def reader(self) -> Callable[[], None]:
-        """Register a reader of memory on loan; return the function to call at its end.
+        """Register a process that will read memory on loan; return the function to call at its end.
 
         When the last reader ends, offers that no process has taken are withdrawn.
         """
@@ -153,7 +153,7 @@ class Loan:
         return self._asked
 
     def _count_as_used(self) -> None:
-        """Stop others from waiting for this memory."""
+        """Let other threads no longer wait for this memory: it counts as held by its user."""
         core = self.lender.core
         core.view()
         core.will_return(False)

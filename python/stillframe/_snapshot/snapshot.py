@@ -99,7 +99,7 @@ class Snapshot(Generic[T]):
 
     @property
     def tree(self) -> T:
-        """The same tree of CPU tensors, with the contents of the call.
+        """The same tree over CPU tensors, with the values that it had at the call.
 
         With `overlap=True`, and if tensors are on a CUDA device, this waits for the copy, as
         `wait()` does.
@@ -340,7 +340,8 @@ def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> No
 
 
 def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
-    """Let others wait for this snapshot's memory, because it ends by itself; False undoes that."""
+    """Let other threads wait for this snapshot's memory, because it comes back by itself; False
+    undoes that."""
     taken._copy.core.will_return(yes)
 
 
@@ -358,7 +359,7 @@ def _most_s() -> float | None:
     return _INSIDE_S if ordered.is_inside() else None
 
 
-def tree_to_be(taken: Snapshot[T]) -> T | None:
+def unfinished_tree(taken: Snapshot[T]) -> T | None:
     """Return the tree without waiting; None after a failure or `release()`.
 
     The contents of its tensors are undefined until `taken.wait()` has returned.

@@ -94,7 +94,7 @@ class Flat(Skeleton):
             UnicodeEncodeError: A name is not valid Unicode.
         """
         lanes = [(lane, device) for _, _, lane, device in SOURCE.iter_unpack(self.rows)]
-        lanes.append((0, 0))  # of storage -1
+        lanes.append((0, 0))  # the lane of storage -1, which stands for tensors without bytes
         order = sorted(
             self.members,
             key=lambda each: (

@@ -108,7 +108,8 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _flat(arg: Any) -> Iterator[Any]:
-    """Yield a call's argument, or the items of a tuple, whose indices would tell nothing."""
+    """Yield the argument of a call. Of a tuple yield the items, because their indices would mean
+    nothing to users."""
     stack = [arg]
     while stack:
         part = stack.pop()

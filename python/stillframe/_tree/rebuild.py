@@ -30,7 +30,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from stillframe import _core
 
-# Immutable objects, and common ones that need no log line when they are left whole.
+# Immutable objects and other common ones; that they are left whole needs no log line.
 ATOMS: frozenset[type[Any]] = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...)),
@@ -77,8 +77,8 @@ def _slots_of(node: object) -> list[Any]:
 
 
 def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
-    """Return an object among `parts`, or in containers there, that the walk leaves whole although
-    it has tensors in its attributes, at any depth; None if there is none.
+    """Find an object with tensors in its attributes, at any depth, that the walk would leave whole.
+    Search `parts` and the containers in them; return None if there is none.
 
     Args:
         parts: The parts of a tensor.
@@ -174,7 +174,7 @@ class Builder:
         first = self._firsts[number]
         if first is None:
             count, dtype = self._nbytes[number], torch.uint8
-            if count == 0:  # a buffer without bytes is refused
+            if count == 0:  # torch refuses a buffer without bytes
                 first = torch.empty(0, dtype=dtype, device="cpu")
             else:
                 offset = self._offsets[number]

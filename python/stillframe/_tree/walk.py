@@ -76,7 +76,7 @@ class Tree:
     """
 
     def __init__(self, root: object, *, lanes: bool = True) -> None:
-        """With `lanes` False, storages on CUDA devices are "elsewhere" too."""
+        """If `lanes` is False, storages on CUDA devices count as elsewhere too."""
         self._root = root
         self._lanes = lanes
         self.reads_bytes = False
@@ -123,8 +123,8 @@ class Tree:
         return rest
 
     def _see_through(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
-        """Enter the DTensors among the nodes. Return the other nodes, and the objects that DTensors
-        lead to, except plain local tensors."""
+        """Enter the DTensors among the nodes. Return the other nodes, and the objects to which
+        DTensors refer, except plain local tensors."""
         kind, known = self._dtensor, self._wrapped
         inner, locals_ = [], []
         for node in nodes:
@@ -158,7 +158,7 @@ class Tree:
         return []
 
     def _meet_other(self, tensor: Tensor, collector: _core.Collector) -> list[Any]:
-        """Enter a tensor that is not plain, and return the objects it leads to."""
+        """Enter a tensor that is not plain, and return the objects to which it refers."""
         key = id(tensor)
         if key in self._others:
             return []

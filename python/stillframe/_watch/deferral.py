@@ -33,7 +33,7 @@ class Deferral:
     Attributes:
         indices: The storages' numbers in the save; their rows have lane ``SFR_LANE_HOST``.
         fallbacks: Sentences for the report: whose storages are captured instead, and why.
-        overtaken: A step went on before the save was launched, so its copy may be torn.
+        overtaken: A step has written before the save was launched, so its copy may be torn.
     """
 
     __slots__ = (
@@ -52,7 +52,7 @@ class Deferral:
     def __init__(self) -> None:
         self.indices: list[int] = []
         self.fallbacks: list[str] = []
-        self._storages: _core.Numbers | None = None  # all of the save's
+        self._storages: _core.Numbers | None = None  # the numbers of all storages of the save
         self._late: set[int] | None = None  # `indices` as a set; made by the first `holds`
         self._numbers: list[int] = []  # the storage's number of each of `_tensors`
         self._tensors: list[torch.Tensor] = []
@@ -79,7 +79,7 @@ class Deferral:
         position = self.indices.index(index) if index in self.indices else len(self.indices)
         for end, owner in self._parts:
             if position < end:
-                owner.distrust("something beside its step changed it while it was copied")
+                owner.distrust("something other than its step changed it while it was copied")
                 return
 
     def holds(self, identity: int) -> bool:

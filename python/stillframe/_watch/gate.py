@@ -59,7 +59,7 @@ class Readers(Protocol):
         """Wait until none of them reads what the optimizer's step is about to write."""
 
     def stepped(self, optimizer: Optimizer) -> object:
-        """Note that the optimizer's step has written."""
+        """Record that the optimizer's step has written."""
 
     def concerns(self, optimizer: Optimizer) -> bool:
         """Return whether a step of the optimizer may ever have to wait for them."""
@@ -88,7 +88,8 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
         return deferral
     key = id(deferral)
     calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: calls.pop(key, None)))
-    # After the entry above is visible: an earlier step is active, a later one sees the call.
+    # Checked after the entry above is visible: a step that began earlier is active, and a later one
+    # finds the call.
     try:
         if not ownership.active():
             with torch._C.DisableTorchFunction():

@@ -43,7 +43,7 @@ def guarded(
                     raise
                 try:
                     give_up(subject, error)
-                except Exception as second:  # not even enough memory for that
+                except Exception as second:  # there may not be enough memory for that either
                     if _is_of_a_handler(second):
                         raise
                 return None

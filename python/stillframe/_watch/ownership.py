@@ -42,7 +42,8 @@ from stillframe._watch.memory_owners import Marks
 log = logging.getLogger("stillframe")
 
 _MIN_NBYTES = 4096  # smaller storages are always captured
-_MOST_EXAMINED = 64  # parameters looked at to see whether a save contains an optimizer's
+# how many parameters are examined to see whether a save has any of an optimizer
+_MOST_EXAMINED = 64
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
 # The thread of each running step, by id(optimizer). The entry of a step that raised stays.
@@ -85,12 +86,13 @@ class Owner:
 
     Attributes:
         closure_index: The index of the closure among a step's positional arguments, if it has one.
-        ungated: A step did not call the closure it was given, so the gate never waits after the
-            closure again.
-        gated: The closure passed on in the present step has been called.
+        ungated: A step has not called the closure that it was given. From then on the gate is
+            before the step, never after the closure.
+        gated: In the present step, the closure with the gate in it has been called.
         kind: The optimizer's class.
-        serial: Its number, which no other owner gets.
-        unseen: Its steps may run without hooks, so they wait for no copy.
+        serial: A number that no other owner has.
+        unseen: Its steps may run without hooks and then wait for no copy, so nothing that they
+            write is deferred.
     """
 
     __slots__ = (
@@ -137,14 +139,14 @@ class Owner:
         self._why = self._why or why
 
     def run_unseen(self, why: str) -> None:
-        """Note that its steps may run without hooks; have all that they write captured."""
+        """Record that its steps may run without hooks, and have all that they write captured."""
         self.distrust(why)
         self.unseen = True
         self.capture_for_others()
 
     @bookkeeping
     def capture_for_others(self) -> None:
-        """Have its parameters captured where other optimizers own them too."""
+        """Have its parameters captured in saves of other optimizers that own them too."""
         optimizer = self.ref()
         rivals = [each for each in living() if each is not self]
         if optimizer is None or not rivals:
@@ -235,7 +237,7 @@ class Owner:
             self._probe()
 
     def _probe(self) -> None:
-        """Have devices copy down the probes that are not decided yet, on the current streams."""
+        """Have devices take the probes that are due, on the current streams."""
         devices = self.observer.due()
         if devices:
             self.observer.probe(device.streams(devices))
@@ -247,7 +249,7 @@ class Owner:
         if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
             return
         if id(optimizer) in _active:
-            return  # the owner's last step raised, and may be half done
+            return  # the last step of the owner has raised, so the tensors may be half updated
         self.observer.defer(optimizer.param_groups, optimizer.state, marks)
 
     @bookkeeping
@@ -270,7 +272,7 @@ class Owner:
         return (
             f"what belongs to a {name} was copied during the call, since its step is not known: if"
             " it calls the closure first, and nothing but the step writes parameters and state, say"
-            f" stillframe.register_optimizer({self.kind.__name__}) and it is copied beside training"
+            f" stillframe.register_optimizer({self.kind.__name__}) and it is copied during training"
         )
 
     def _is_in(self, optimizer: Optimizer, marks: Marks) -> bool:
@@ -284,7 +286,8 @@ class Owner:
         return False
 
     def release_rivals(self) -> None:
-        """Forget the storages that it shared with other owners: the optimizer is gone.
+        """Forget the storages that it shared with other owners, because the optimizer no longer
+        exists.
 
         Each of them may now belong to one optimizer alone.
         """
@@ -372,10 +375,11 @@ def active() -> bool:
     """Return whether any optimizer's step is running."""
     if not _active:
         return False
-    # torch runs no post-hook after a step that raised. So a mark of this thread counts only while
-    # a step is on its stack, and another thread's as long as that thread lives. Asking for another
-    # thread's stack is not safe: in CPython 3.11 sys._current_frames may release the interpreter
-    # lock while it holds another lock, and two callers then deadlock.
+    # torch runs no post-hook after a step that raised, so a mark may be left over. A mark of this
+    # thread counts only while a step is on its stack. A mark of another thread counts as long as
+    # that thread lives, because its stack cannot be examined safely: in CPython 3.11
+    # sys._current_frames may release the interpreter lock while it holds another lock, and two
+    # callers then deadlock.
     own = threading.current_thread()
     return any(
         any(map(_may_step, stack(sys._getframe()))) if thread is own else thread.is_alive()

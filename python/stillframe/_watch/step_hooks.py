@@ -14,7 +14,7 @@ A step that is compiled as one graph (fullgraph=True) has no point where Python 
 hooks do nothing in it. They run once, while it is traced. From then on every save captures what
 that optimizer writes, even if others own it too. A step must wait for the copies of offloaded
 layers. So if the optimizer's weights belong to such layers, the step is not compiled: torch reports
-a graph break. A graph that may break breaks at each hook.
+a graph break. Without fullgraph=True, the graph breaks at each hook.
 """
 
 from __future__ import annotations
@@ -77,10 +77,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @bookkeeping
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Begin a step; return its arguments with a closure that gates, where the gate may be after
-    it.
-
-    Return None where the caller has to gate now.
+    """Begin a step. Return its arguments with a closure that gates at its end; None if the caller
+    has to gate now.
     """
     owner = ownership.find(optimizer)
     if owner is None:
@@ -88,7 +86,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         _gate_writers(type(optimizer))
     owner.begin(optimizer)
     if _device.capturing():
-        # Replays of the graph will change everything without running a hook.
+        # A captured graph can be replayed, and then changes everything without running a hook.
         owner.run_unseen("its step was captured in a CUDA graph")
     known = owner.qualifies(optimizer) and not owner.ungated
     if known and (len(args) > 1 or kwargs):
@@ -102,7 +100,8 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _passed_on(
     optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return the arguments with a closure that waits at its end; None to wait at once."""
+    """Return the arguments with a closure that gates at its end; None if the gate has to be
+    now."""
     # Another pre-hook may write, and it runs before the closure.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None

@@ -34,7 +34,7 @@ class Core:
         self.limit = number
 
     def go(self, reach: int) -> None:
-        assert reach == self.limit + 1  # nothing behind the record is read
+        assert reach == self.limit + 1  # nothing after the record is read
 
     def wait(self, number: int) -> bool:
         if self._error is not None:

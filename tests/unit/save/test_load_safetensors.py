@@ -455,7 +455,7 @@ def test_file_that_becomes_shorter_is_damaged(tmp_path):
     target = torch.zeros(1 << 20)
     for arguments, words in (({}, "became shorter"), ({"into": {"w": target}}, "half written")):
         with (
-            testing.fault("pread", nth=5, sticky=True, limit=0),  # behind the header
+            testing.fault("pread", nth=5, sticky=True, limit=0),  # after the header
             pytest.raises(CorruptCheckpointError, match=words),
         ):
             stillframe.load(path, **arguments)

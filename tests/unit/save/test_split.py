@@ -63,7 +63,7 @@ def test_no_limit_makes_one_file():
     assert split.files == {"x.safetensors": tensors} and split.index_name == ""
 
 
-def test_no_tensors_make_one_file():
+def test_state_without_tensors_becomes_one_file():
     split = shards.split({}, "x.safetensors", 10)
     assert split.files == {"x.safetensors": {}} and split.index_name == ""
 
