@@ -116,7 +116,7 @@ class Series:
 def rotated(ways: Sequence[T], round_number: int) -> list[T]:
     """Return the ways in the order of a round: each round begins with another one.
 
-    So a way that follows a heavy one does not follow it in every round.
+    So no way follows a heavy one in every round.
     """
     first = round_number % len(ways) if ways else 0
     return [*ways[first:], *ways[:first]]
@@ -163,9 +163,9 @@ IDLE_TICK_S = 0.001  # an idle main thread sleeps this long between two ticks
 def tick(stop: Stamp, start_ns: int, until_ns: int, *, busy: bool) -> Ticks:
     """Tick from `start_ns` until `stop` is stamped, or until the clock passes `until_ns`.
 
-    busy: pure Python without a pause, which wants the interpreter lock all the time; the loop's own
-    work is what is counted, and the interpreter's switch interval stays as it is. Otherwise the
-    thread sleeps 1 ms a tick, and a gap is the time that it overslept.
+    With `busy` the thread runs pure Python without a pause, so it always wants the interpreter
+    lock, and each turn of its loop is a tick. Otherwise it sleeps 1 ms for each tick, and a gap is
+    the time that it overslept.
     """
     clock, sleep, pause_ns = time.perf_counter_ns, time.sleep, int(IDLE_TICK_S * 1e9)
     count = worst = 0

@@ -19,10 +19,11 @@ from dcp_ways import ALL
 from machine import keep_memory, reset_peak_rss, status_bytes
 from peers import OURS
 
-SAVES = 2  # in a turn, with an idle main thread and with a busy one each, if there is time
-LOOP_SAVES = 3  # in a turn's training loop, if there is time
-MANY = 1200  # DTensors of 256 bytes each: a larger one of an optimizer is not copied in the call
-LOOP_STEPS = 4  # plain steps before and after, and at least so many during a save
+# saves in a turn, if there is time: so many with an idle main thread, and as many with a busy one
+SAVES = 2
+LOOP_SAVES = 3  # saves in a turn's training loop, if there is time
+MANY = 1200  # DTensors of 256 bytes: larger ones of an optimizer would be copied after the call
+LOOP_STEPS = 4  # plain steps before a save and after it, and the least number of steps during it
 UNITS = 4  # FSDP units; their collectives, not the layers, take a step's time
 GIVE_UP_NS = 100 * 10**9
 
@@ -57,12 +58,12 @@ class Rank:
         self.batch = torch.ones(4, self.width)
         self.is_first, self.is_ours = rank == 0, way == OURS
         self.many = directory / f"many{rank}"
-        # ends: the time when the turn has taken long enough
+        # `ends` is the time at which the turn has taken long enough
         self.turn_s, self.ends = options.turn_s, 0.0
         self.path = directory / "checkpoint"
         self.save = ALL[way]()
         self.started = 0.0  # the time of the last save's call
-        self.rss = 0  # the process's resident bytes then
+        self.rss = 0  # resident bytes of the process at that time
         self.state_s = 0.0  # seconds of get_state_dict before that
         for _ in range(4):
             self.step()

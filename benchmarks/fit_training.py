@@ -17,7 +17,7 @@ from machine import reset_peak_rss, status_bytes
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-SKIPPED = 3  # steps, as in lightning_fit.py: Lightning fills caches in them
+SKIPPED = 3  # steps that are not counted, as in lightning_fit.py: Lightning fills caches in them
 LAYERS = 8
 
 

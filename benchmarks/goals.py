@@ -54,7 +54,7 @@ class Goal:
         return ours.median / least.median if least.median > 0 else None
 
     def judge(self, figures: Figures) -> str:
-        """Return MET, MISSED, UNCLEAR or ABSENT."""
+        """Return whether the goal is MET, MISSED, UNCLEAR or ABSENT."""
         sides = self._sides(figures)
         if sides is None:
             return ABSENT

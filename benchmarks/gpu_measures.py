@@ -18,7 +18,8 @@ from machine import reset_peak_rss, status_bytes
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
-RAW_BYTES = 2 << 30  # bytes that measure the disk's own speed; a slow disk takes long enough
+# bytes written to measure the disk's own speed; more would take too long on a slow disk
+RAW_BYTES = 2 << 30
 
 
 @contextlib.contextmanager
@@ -34,7 +35,8 @@ def _device(options: argparse.Namespace) -> Iterator[str]:
 
 def _training(options: argparse.Namespace, size: str, device: str) -> Train:
     train = Train("rehearsal" if options.rehearse else size, device)
-    for _ in range(5):  # the optimizer's state exists, and is known to change only in steps
+    # after these steps the optimizer's state exists, and is known to change only in steps
+    for _ in range(5):
         train.step()
     train.synchronize()
     return train
@@ -140,7 +142,7 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
         idle_item = probe.for_a_while(options.probe_s)
         rounds = []
         start = time.perf_counter()
-        for _ in range(options.rounds + 1):  # the first is apart
+        for _ in range(options.rounds + 1):  # the first one is counted separately
             rounds.append(one_round(train, way, path, options.steps, alone))
             if time.perf_counter() - start > options.cap_s:
                 break

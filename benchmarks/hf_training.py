@@ -45,7 +45,7 @@ class Times(transformers.TrainerCallback):
         self.at.append(time.perf_counter())
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ended = time.perf_counter()  # before this step's checkpoint
+        self.ended = time.perf_counter()  # taken before this step's checkpoint
 
     def on_save_submitted(self, *args: Any, handle: Any = None, **kwargs: Any) -> None:
         self.handles.append(handle)

@@ -45,7 +45,7 @@ class Fits:
 
 
 def find_batch(worker: Worker) -> int:
-    """Return the rows in a batch with which a step takes STEP_S."""
+    """Return how many rows a batch needs for a step to take STEP_S."""
     batch = 4
     while True:
         step = worker.call("fit", batch, SKIPPED + 4, 0)["step_s"]

@@ -40,7 +40,8 @@ class Fits:
         from fit_training import Training
 
         self._fit = Training(way, nbytes, directory).fit
-        for name in ("lightning.pytorch", "lightning.fabric"):  # they set their levels on import
+        # these loggers set their levels on import
+        for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.ERROR)
         keep_memory()
 
@@ -50,7 +51,7 @@ class Fits:
 
 
 def find_batch(none: Worker) -> int:
-    """Return the rows in a batch with which a step takes STEP_S."""
+    """Return how many rows a batch needs for a step to take STEP_S."""
     batch = 16
     while True:
         step = none.call("fit", batch, SKIPPED + 5, 0)["step_s"]
@@ -83,7 +84,7 @@ def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, director
 def judge(shares: dict[str, Series], goal: float | None) -> str:
     """Return met or missed where the errors leave no doubt."""
     ours = shares["stillframe"]
-    least_lead = min(  # in errors: how far the nearest other way is behind ours
+    least_lead = min(  # the lead over the best other way, in standard errors
         (shares[way].median - ours.median) / (shares[way].error + ours.error or 1e-9)
         for way in ("synchronous", "lightning")
     )

@@ -63,7 +63,8 @@ def _user_ticks(pid: int | None) -> int:
 
 
 class Others(raw.Others):  # type: ignore[misc,name-defined]
-    """The same, where processes that this one has started count as ours."""
+    """The share of other processes, where processes that this one has started do not count as
+    others."""
 
     def _own_seconds(self) -> float:
         children = multiprocessing.active_children()

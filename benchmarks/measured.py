@@ -46,7 +46,7 @@ class Figures:
                 self._values[scenario, who, metric].append(value)
 
     def keep(self, scenario: str, who: str, metric: str, series: Series) -> None:
-        """Add the statistics that an earlier run has kept of its values."""
+        """Add statistics of values that were measured in an earlier run."""
         self._kept[scenario, who, metric] = series
 
     def series(self, scenario: str, who: str, metric: str) -> Series | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 HEADER = Path(__file__).parents[1] / "csrc/core/stage/samples.h"
 LINE = 64  # bytes of a sample
 KIB, MB, GB = 1 << 10, 10**6, 10**9
-STATES = ((100 * MB, 1), (GB, 1), (GB, 1200), (10 * GB, 1200))  # bytes, in so many equal tensors
+STATES = ((100 * MB, 1), (GB, 1), (GB, 1200), (10 * GB, 1200))  # (bytes, number of equal tensors)
 WRITES = ((1, 256), (1, 4 * KIB), (1, 16 * KIB), (1, 100_000), (1, 300_000), (100, 4 * KIB))
 
 
@@ -47,7 +47,7 @@ def miss_probability(written: float, stratum: float) -> float:
 
 
 def noticed(miss: float) -> str:
-    """Return the opposite probability with two digits: "3.2 %"."""
+    """Return the probability that the write is noticed, with two digits: "3.2 %"."""
     if miss < 0.0001:
         return "> 99.99 %" if miss > 0 else "always"
     return f"{100 * (1 - miss):.2g} %"

@@ -172,7 +172,7 @@ def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
                 figures[name]["seconds"].append(took)
             others = 0 if name == "resident" else sum(weight.nbytes for weight in here)
             figures[name]["peak_device_bytes"] = torch.cuda.max_memory_allocated(device) - others
-            if name != "save_on_cpu":  # it has other gradients
+            if name != "save_on_cpu":  # its gradients differ
                 assert all(map(torch.equal, (each.cpu() for each in got), wanted)), name
             del got
         alone.append(copy_speeds(pinned, device))

@@ -18,9 +18,9 @@ from offload_ways import (
     Streams,
     Weights,
     forward,
+    leaving_result,
     ours,
     resident,
-    reverse,
     saved_on_cpu,
     three_streams,
     weights,
@@ -90,7 +90,9 @@ class FakeStreams(Streams):
                 time.sleep(1e-4)
         self.used.clear()
 
-    def in_line(self, copy: Callable[..., None], to: torch.Tensor, source: torch.Tensor) -> None:
+    def in_stream_order(
+        self, copy: Callable[..., None], to: torch.Tensor, source: torch.Tensor
+    ) -> None:
         """Copy in order with the computation, as on one stream.
 
         This driver copies nothing on its default stream, so events establish the order that one
@@ -139,43 +141,44 @@ CALLS = (*COPIES, "cuEventRecord", "cuStreamWaitEvent", "cuMemHostRegister_v2")
 
 
 def by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned: bool) -> Results:
-    """Run `plain` with the driver calls that torch makes for it."""
+    """Run the way `plain` with the driver calls that torch would make for it."""
     out = []
     streams.driver.allow_pageable(not pinned)
 
     def come(weight: torch.Tensor) -> torch.Tensor:
         to = torch.empty_like(weight)
-        streams.in_line(streams.bring, to, weight)
+        streams.in_stream_order(streams.bring, to, weight)
         return to
 
     for weight in host:
         x = forward(x, come(weight))
     for weight in reversed(host):
-        result = reverse(x, come(weight))
+        result = leaving_result(x, come(weight))
         out.append(streams.host(result.shape) if pinned else torch.empty_like(result))
-        streams.in_line(streams.send, out[-1], result)
+        streams.in_stream_order(streams.send, out[-1], result)
     streams.finish()
     return out
 
 
 def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Results:
-    """Run `saved_on_cpu` with the driver calls that torch makes for it; copies to the host wait."""
+    """Run the way `saved_on_cpu` with the driver calls that torch would make for it; copies to the
+    host wait."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach().contiguous()
         left = streams.host(source.shape)
-        streams.in_line(streams.send, left, source)
+        streams.in_stream_order(streams.send, left, source)
         streams.synchronize()
         return left.view_as(source) if tensor.is_contiguous() else left.t().contiguous().t()
 
     def unpack(left: torch.Tensor) -> torch.Tensor:
         to = torch.empty_like(left)
-        streams.in_line(streams.bring, to, left)
+        streams.in_stream_order(streams.bring, to, left)
         return to
 
     given = [torch.empty_like(weight) for weight in host]
     for to, weight in zip(given, host, strict=True):
-        streams.in_line(streams.bring, to, weight)
+        streams.in_stream_order(streams.bring, to, weight)
         to.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         for weight in given:

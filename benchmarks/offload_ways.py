@@ -22,8 +22,8 @@ def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ weight)
 
 
-def reverse(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that leaves: made from the weight, and as large."""
+def leaving_result(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that leaves the device: computed from the weight, and as large."""
     return x.t() @ (x @ weight)
 
 
@@ -31,7 +31,7 @@ def resident(here: Weights, x: torch.Tensor) -> Results:
     """Compute everything; move nothing."""
     for weight in here:
         x = forward(x, weight)
-    return [reverse(x, weight) for weight in reversed(here)]
+    return [leaving_result(x, weight) for weight in reversed(here)]
 
 
 def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
@@ -41,7 +41,7 @@ def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
     out = []
     for weight in reversed(host):
         left = torch.empty(weight.shape, pin_memory=weight.is_pinned())
-        left.copy_(reverse(x, weight.to(device, non_blocking=True)), non_blocking=True)
+        left.copy_(leaving_result(x, weight.to(device, non_blocking=True)), non_blocking=True)
         out.append(left)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -117,7 +117,7 @@ def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
         if turn < len(host):
             x = forward(x, weight)
         else:
-            result = reverse(x, weight)
+            result = leaving_result(x, weight)
             made = streams.event()
             streams.record(made, compute)
             streams.wait(outward, made)
@@ -138,7 +138,7 @@ def ours(offloader: Offloader, tickets: list[Any], x: torch.Tensor) -> Results:
         if index < len(tickets):
             x = forward(x, weight)
         else:
-            sent.append(offloader.offload([reverse(x, weight)]))
+            sent.append(offloader.offload([leaving_result(x, weight)]))
         offloader.release([weight])
         del weight
     return [each.tensors()[0] for each in sent]

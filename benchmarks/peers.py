@@ -152,8 +152,8 @@ class Dcp(Peer):
 class DcpStager(Dcp):
     """DCP with a DefaultStager that copies on a thread, into memory that is not pinned.
 
-    The next optimizer step has to wait for it, and users must see to that. Here a step hook waits,
-    and the wait is counted as the gate.
+    The next optimizer step has to wait for that copy, and it is up to the user to make it wait.
+    Here a step hook does, and the wait is counted as the gate.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ def plan_ms(nr_tensors: int, rounds: int) -> list[float]:
         began = time.thread_time_ns()
         skeleton.build(tree)
         found.append((time.thread_time_ns() - began) / 1e6)
-    return found[1:]  # the first has no save before it
+    return found[1:]  # the first planning has no save before it
 
 
 def main() -> int:

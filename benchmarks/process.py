@@ -21,7 +21,8 @@ GIVE_UP_S = 660.0  # a request that takes longer has hung
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Call methods of the object that `make` made until the parent ends: the main of the child."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, and removes the files
+    # on Ctrl-C the parent ends this process and removes the files
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         measured = make(*arguments)
         connection.send((True, None))
@@ -44,7 +45,7 @@ class Worker:
         self, name: str, make: Callable[..., Any], *arguments: Any, limit_s: float = GIVE_UP_S
     ) -> None:
         self.name = name
-        self._limit_s = limit_s  # for one request
+        self._limit_s = limit_s  # the longest that one request may take
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)

@@ -180,7 +180,8 @@ def _stretches(
         if found:
             found[-1] = (found[-1][0], found[-1][1], now)
         found.append((line, now, None))
-    return [each for each in found if each[1] != each[2]]  # the last line of a frame counts
+    # of several screens in a frame, the last one counts
+    return [each for each in found if each[1] != each[2]]
 
 
 def _text(row: int, line: Line, look: str) -> str:

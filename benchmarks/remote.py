@@ -40,13 +40,13 @@ from remote_process import BUCKET, WAYS, Saves
 from s3_server import Server
 
 LATENCIES_S = (0.0, 0.02)
-STEPS = 8  # of a pair without a save
+STEPS = 8  # without a save, measured for each save
 STEP_S = 0.1  # a step takes about so long
 PACKAGES = ("obstore", "s3fs", "aiobotocore", "botocore")
 
 
 def find_batch(worker: Worker) -> int:
-    """Return the rows in a batch with which a step takes about STEP_S."""
+    """Return how many rows a batch needs for a step to take about STEP_S."""
     batch = 8
     while (step_s := worker.call("step_s", batch)) < STEP_S * 0.8 and batch < 4096:
         batch = max(batch + 8, int(batch * min(4.0, STEP_S / step_s)))
@@ -54,7 +54,7 @@ def find_batch(worker: Worker) -> int:
 
 
 def send_raw(endpoint: str, nbytes: int) -> float:
-    """Return the seconds in which one connection sends so many bytes: what the server can take."""
+    """Return the seconds that one connection needs to send `nbytes`: the limit of the server."""
     connection = http.client.HTTPConnection(endpoint.removeprefix("http://"))
     data = bytes(nbytes)
     start = time.perf_counter()

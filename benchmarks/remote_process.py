@@ -136,7 +136,7 @@ class Saves:
         }
 
     def pair(self, steps: int, batch: int) -> tuple[str, dict[str, float]]:
-        """Time training steps with one save before the first, between as many without a save.
+        """Time training steps after a save, and as many steps without a save.
 
         Half of the plain steps come before and half after. The steps with a save go on until the
         store has acknowledged it.

@@ -43,7 +43,7 @@ WAYS = (LIGHTNING, OURS)
 WARM, COLD = "file in memory", "file on the disk"
 WIDTH = 1024
 MAKE, QUICK_NBYTES = "make", 60_000_000
-SECONDS = 600  # for one process
+SECONDS = 600  # the longest that one process may take
 
 
 # ---- in the measured process -----------------------------------------------------------------

@@ -48,8 +48,9 @@ SITUATIONS = {
 VERIFY, RAW_ONE, RAW_TWO = "verify", "O_DIRECT reads, one thread", "O_DIRECT reads, two threads"
 MEMCPY = "memcpy"
 READS = (VERIFY, RAW_ONE, RAW_TWO)
-LARGE = 1_000_000_000  # bytes; below, the number of tensors takes the time, not their bytes
-SMALL_GOAL = 1.3  # times as fast as torch.load, in every situation
+# bytes; in smaller states the number of tensors decides the time, not their bytes
+LARGE = 1_000_000_000
+SMALL_GOAL = 1.3  # a load has to be this many times as fast as torch.load, in every situation
 GOALS = {  # for a large state; (situation, other way): how many times as fast
     (COLD, RAW): 0.9,
     (COLD, TORCH): 2.0,
@@ -170,7 +171,8 @@ def _verify_round(
         RAW_ONE: lambda: raw_seconds(path, 1),
         RAW_TWO: lambda: raw_seconds(path, 2),
     }
-    for name in READS[number % 3 :] + READS[: number % 3]:  # the first may find the disk faster
+    # rotated, because the first read may find the disk faster
+    for name in READS[number % 3 :] + READS[: number % 3]:
         raw.forget(path)
         values[name].append(calls[name]())
 

@@ -42,7 +42,8 @@ def prepare() -> None:
 def make(path: str, spec: Spec, saved_by: str) -> None:
     """Make and sync the files.
 
-    One is in torch's format by one writer; DCP's and safetensors' have the same tensors.
+    The first is in torch's format, saved by torch or stillframe (`saved_by`). The others have the
+    same tensors in the formats of DCP and safetensors.
     """
     import states
     import stillframe

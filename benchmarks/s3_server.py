@@ -47,7 +47,7 @@ class Server:
         self.latency_s = seconds
 
     def take(self, key: str) -> dict[str, int]:
-        """Forget an object; return its length, and the requests since the last call.
+        """Forget an object; return its length, and the number of requests since the last call.
 
         Raises:
             KeyError: There is no such object.
@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.key:
             self._answer(404)
-        else:  # a list of nothing
+        else:  # an empty listing
             inside = "<KeyCount>0</KeyCount><IsTruncated>false</IsTruncated>"
             self._answer_xml("ListBucketResult", inside)
 

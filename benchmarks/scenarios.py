@@ -8,7 +8,7 @@ from common import TENSOR_BYTES, Spec, format_size
 from measured import Settings
 from peers import OURS
 
-LEAST_POOL_BYTES = 16 << 20  # one block of an engine's defaults
+LEAST_POOL_BYTES = 16 << 20  # one block of an engine with default options
 FEW_TENSORS = 24
 MANY_TENSORS = 20_000
 LAYERS = 6  # in the transformer
@@ -19,8 +19,8 @@ class Scenario:
     """One block of the table.
 
     state: which state; scenarios of one state share its processes. kind: "save" (with `busy`),
-    "loop", "gate", "watch" or "growth": see session.py. only_ours: no peer is measured in it.
-    computing: so many Python threads compute at the same time as the main thread.
+    "loop", "gate", "watch" or "growth": see session.py. only_ours: only stillframe is measured in
+    it. computing: so many Python threads compute at the same time as the main thread.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Scenario:
 
     @property
     def cold(self) -> str:
-        """Return the name of its first round, which is in no median."""
+        """Return the name of its first round, which no median includes."""
         return f"{self.name}_cold" if self.kind == "save" else f"{self.name}_first"
 
 
@@ -66,7 +66,7 @@ ONE_AFTER_ANOTHER = ("large", "large_small_pool")
 def spec_of(state: str, s: Settings) -> Spec:
     """Return the state of that name, as its processes make it."""
 
-    def mlp(nbytes: int, pool_bytes: int = 0) -> Spec:
+    def mlp_spec(nbytes: int, pool_bytes: int = 0) -> Spec:
         nr_params = max(1, round(nbytes / (3 * TENSOR_BYTES)))
         return Spec(nbytes, "mlp", nr_params, s.threads, pool_bytes)
 
@@ -76,15 +76,15 @@ def spec_of(state: str, s: Settings) -> Spec:
     # Smaller runs keep the size of a tensor.
     many = max(1, round(MANY_TENSORS / 3 * s.many / 64e6))
     return {
-        "main": mlp(s.state),
+        "main": mlp_spec(s.state),
         "many": Spec(s.many, "mlp", many, s.threads),
         "large": Spec(s.large, "few", FEW_TENSORS, s.threads),
         "lightning": Spec(s.transformer, "lightning", LAYERS, s.threads),
-        "unowned": Spec(s.state, "plain", 3 * mlp(s.state).nr_params, s.threads),
-        "loop": mlp(s.loop_state),
-        "small_pool": mlp(s.state, eighth(s.state)),
+        "unowned": Spec(s.state, "plain", 3 * mlp_spec(s.state).nr_params, s.threads),
+        "loop": mlp_spec(s.loop_state),
+        "small_pool": mlp_spec(s.state, eighth(s.state)),
         "large_small_pool": Spec(s.large, "few", FEW_TENSORS, s.threads, eighth(s.large)),
-        "growth": mlp(s.growth_state),
+        "growth": mlp_spec(s.growth_state),
     }[state]
 
 

@@ -17,15 +17,16 @@ from common import BenchError, Spec, Stamp, tick
 from machine import Others, keep_memory, reset_peak_rss, status_bytes
 from peers import PEERS, Peer
 
-CALIBRATE_NS = 400_000_000  # the main thread's own speed is measured so long before each save
-TAIL_NS = 50_000_000  # stalls are watched so long after the end, when memory is given back
+CALIBRATE_NS = 400_000_000  # for this long the main thread's own speed is measured before each save
+TAIL_NS = 50_000_000  # stalls are watched for this long after the end, while memory is given back
 WARM_STEPS = 5  # real steps before the first save
 SAVE_BATCH = 8  # rows a step between the saves of the idle and busy scenarios
 GIVE_UP_NS = 600 * 10**9  # a save that takes longer has hung
-LATE_STEP_S = 1.0  # pause after which the copy is made, unless it takes longer than a second
+# pause before the late step: the copy has been made by then, unless it takes longer
+LATE_STEP_S = 1.0
 SAMPLE_S = 0.002  # pause between two readings of the bytes written
 
-# An answer: numbers, and for pictures lists of them.
+# The result of a measurement: numbers, and lists of numbers for the pictures.
 Answer = dict[str, float]
 
 
@@ -123,7 +124,7 @@ class Session:
                 raise BenchError(f"{path.name}: tensor {i} differs from what was saved")
 
     def pair(self, steps: int, batch: int) -> Answer:
-        """Time training steps with one save before the first, between as many without a save.
+        """Time training steps after a save, and as many steps without a save.
 
         Half of the plain steps come before and half after, so a machine that grows slower or faster
         does not count as lost time. The steps with a save go on until it has finished, so that none
@@ -229,7 +230,8 @@ class Session:
 
 @contextlib.contextmanager
 def _computing(nr_threads: int) -> Iterator[None]:
-    """Run threads that compute in pure Python: like a tokenizing loader, a logger, an evaluator."""
+    """Run threads that compute in pure Python: like a tokenizing loader, a logger, an
+    evaluator."""
     stop = threading.Event()
 
     def compute() -> None:

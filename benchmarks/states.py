@@ -26,7 +26,7 @@ class State(Protocol):
         """Train one step on `batch` rows."""
 
     def update(self) -> None:
-        """Make the optimizer's step alone, with the present gradients."""
+        """Make only the optimizer's step, with the present gradients."""
 
     def tree(self) -> Any:
         """Return what a training would save now."""

@@ -44,7 +44,7 @@ LOADS = {
 ENDS = {TORCH: ", not synced", LIGHTNING: ", not synced", OURS: ", durable"}
 
 
-def time_of(spread: bool) -> Callable[[dict[str, Any]], str]:
+def time_format(*, spread: bool) -> Callable[[dict[str, Any]], str]:
     def text(figure: dict[str, Any]) -> str:
         more = [figure["min"], figure["max"]] if spread else []
         return format_times([figure["median"], *more])
@@ -58,7 +58,7 @@ def memory(figure: dict[str, Any]) -> str:
 
 def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
     """Return the cost of a save: main thread busy or idle, or other threads that compute."""
-    facts, settings, time = document["facts"], document["settings"], time_of(spread)
+    facts, settings, time = document["facts"], document["settings"], time_format(spread=spread)
     rows = [
         ("busy", "call_s", "main thread busy: the call blocks", time),
         ("busy", "finished_s", "finished after", time),
@@ -92,17 +92,19 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
 
 def loads(document: dict[str, Any]) -> list[str]:
     """Return the seconds until every byte of a load has been used."""
+    as_time = time_format(spread=True)
     lines = [f"| | {' | '.join(LOADS.values())} |", "|---|" + "---|" * len(LOADS)]
     for state, figures in document["states"].items():
         for situation, title in SITUATIONS.items():
             found = figures["loads"][situation]
-            cells = [time_of(True)(found[way]) if way in found else "-" for way in LOADS]
+            cells = [as_time(found[way]) if way in found else "-" for way in LOADS]
             lines.append(f"| {state}: {title} | " + " | ".join(cells) + " |")
     return lines
 
 
 def lost_time(document: dict[str, Any]) -> list[str]:
-    """Return the lost time for each save in a training loop, with its median's standard error."""
+    """Return the median of the time that a training loop loses by a save, with its standard
+    error."""
     found = document["figures"]["loop"]
     cells, ways = [], sorted(found, key=[*WAYS, *found].index)
     for way in ways:
@@ -150,8 +152,8 @@ def remote(document: dict[str, Any]) -> list[str]:
                 "|---|" + "---|" * len(ways),
             ]
             for metric, title, text in (
-                ("call_s", "the call blocks", time_of(False)),
-                ("finished_s", "acknowledged after", time_of(False)),
+                ("call_s", "the call blocks", time_format(spread=False)),
+                ("finished_s", "acknowledged after", time_format(spread=False)),
                 ("loop_lost_s", "lost time of a training", lost),
                 ("extra_rss", "extra memory", memory),
             ):

@@ -189,8 +189,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(option, type=parse_size, default=default, help=text, metavar="SIZE")
     parser.add_argument("--quick", action="store_true", help="a fifth of each state, few rounds")
     parser.add_argument("--rounds", type=int, default=5, help="warm saves a scenario")
-    parser.add_argument("--pairs", type=int, default=10, help="block pairs of the small loops")
-    parser.add_argument("--pairs-large", type=int, default=3, help="those of scenario loop_large")
+    parser.add_argument(
+        "--pairs", type=int, default=10, help="measured pairs (with a save, without) of small loops"
+    )
+    parser.add_argument(
+        "--pairs-large", type=int, default=3, help="the same for scenario loop_large"
+    )
     parser.add_argument("--growth-saves", type=int, default=200, help="saves of scenario growth")
     parser.add_argument(
         "--threads",

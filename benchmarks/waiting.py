@@ -4,16 +4,15 @@
 
 Four questions, each with its ways taking turns in one process:
 
-* gate: a model and AdamW of so many megabytes; ``async_save`` and at once ``optimizer.step``'s gate
-  (deferred), against copying all of it in the call (``overlap=False``). The ratio is to stay
-  at most 1.05.
-* growth: the same bytes with no optimizer, in a new engine: calls 1 to 4, compared with one
-  plain copy of them into existing memory; the bytes that the pool took and the minor faults in each
-  call.
-* unowned: the calls of ``async_save`` and ``snapshot`` for the same bytes with no optimizer, a warm
-  pool, as a ratio to torch's own copy into existing memory. It is to stay at most 1.3.
-* snapshot: an optimizer step right after a deferred snapshot, with ``--busy`` processes that
-  compute, against the same step alone.
+* gate: a model and AdamW of so many megabytes. The time of a deferred ``async_save`` and the wait
+of the ``optimizer.step`` right after it, divided by that of a call that copies everything
+(``overlap=False``). The goal is at most 1.05. * growth: as many bytes that no optimizer owns, saved
+with a new engine. Calls 1 to 4 are compared with one plain copy into existing memory. The bytes
+that the pool took and the minor page faults of each call are shown too. * unowned: as many bytes
+that no optimizer owns, with a warm pool. The times of the calls of ``async_save`` and ``snapshot``,
+divided by that of torch's own copy into existing memory. The goal is at most 1.3. * snapshot: an
+optimizer step right after a deferred snapshot, while ``--busy`` processes compute, compared with
+the same step alone.
 """
 
 from __future__ import annotations
