@@ -103,7 +103,7 @@ def one_round(
     train.optimizer.zero_grad(set_to_none=False)
     second = train.mark()
     times = train.timed_steps(steps)
-    times.insert(0, train.between(first, second))
+    times.insert(0, train.seconds_between(first, second))
     in_steps = train.memory()
     more = way.finish()
     ended = time.perf_counter()
@@ -281,7 +281,7 @@ def measure_ahead(options: argparse.Namespace, size: str, directory: Path) -> An
             reports = [handle.result() for handle in handles]
             train.synchronize()
             return {
-                "device_s": train.between(first, last) / count,
+                "device_s": train.seconds_between(first, last) / count,
                 "host_s": host,
                 "call_s": calls,
                 "gate_s": [report.gate_wait_s for report in reports],

@@ -108,7 +108,7 @@ class Train:
         event.record()
         return event
 
-    def between(self, one: Any, two: Any) -> float:
+    def seconds_between(self, one: Any, two: Any) -> float:
         """Return the seconds between two moments that are over."""
         return float(two - one if self.device != "cuda" else one.elapsed_time(two) / 1e3)
 
@@ -119,4 +119,4 @@ class Train:
             self.step()
             marks.append(self.mark())
         self.synchronize()
-        return [self.between(one, two) for one, two in itertools.pairwise(marks)]
+        return [self.seconds_between(one, two) for one, two in itertools.pairwise(marks)]

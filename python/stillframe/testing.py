@@ -319,7 +319,8 @@ def host_as_device() -> Iterator[FakeDriver]:
 
 
 def _answers() -> dict[str, Any]:
-    """Return the answers to a skeleton's questions to torch."""
+    """Return functions that replace those of torch which a skeleton calls, and that answer for a
+    device."""
     return {
         "where": lambda tensor: 1 if skeleton._where(tensor) == 0 else -1,
         "device_index": lambda tensor: 0,

@@ -125,7 +125,7 @@ def test_any_tree_loads_in_each_mode_as_from_torch_save(tree):
 
 
 @pytest.mark.parametrize("sample", sorted(SAMPLES))
-def test_a_file_contents_unzip_and_zipfile(sample):
+def test_unzip_and_zipfile_accept_a_file(sample):
     with files(SAMPLES[sample]()) as (ours, _stock):
         with zipfile.ZipFile(ours) as archive:
             assert archive.testzip() is None

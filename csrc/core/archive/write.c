@@ -147,7 +147,8 @@ static void put64(struct out *out, uint64_t value)
 	put(out, &value, sizeof(value));
 }
 
-/* Stores 32 bits of a value that zip64 repeats in full. */
+/* Stores a value in 32 bits; one that is too large becomes the maximum, because a zip64 field has
+ * it in full. */
 static void put32_max(struct out *out, uint64_t value)
 {
 	put32(out, is_long(value) ? MAX32 : value);

@@ -29,7 +29,7 @@ int sfr__check_start_sums(struct sfr_check *c)
 	};
 	int rc = sfr__reader_new(&spec, &c->reader);
 
-	return rc == 0 ? sfr_reader_go(c->reader, spec.listing->nr) : rc;
+	return rc == 0 ? sfr_reader_allow(c->reader, spec.listing->nr) : rc;
 }
 
 /* Takes the verdict on every record from the reader. */

@@ -359,7 +359,7 @@ static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr
 	return -EIO;
 }
 
-int sfr_probe_take(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *at,
+int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *at,
 		   uint32_t nr, int again)
 {
 	struct prober *prober = probe->prober;

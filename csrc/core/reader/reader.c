@@ -298,7 +298,7 @@ void sfr_reader_until(struct sfr_reader *r, uint64_t index)
 	sfr__unlock(&r->mu);
 }
 
-int sfr_reader_go(struct sfr_reader *r, uint64_t upto)
+int sfr_reader_allow(struct sfr_reader *r, uint64_t upto)
 {
 	const uint64_t nr_chunks = r->end / r->chunk_bytes + 1;
 	int rc = 0;

@@ -2,7 +2,7 @@
  * See reader.c.
  *
  *     sfr__reader_new(&spec, &reader);
- *     sfr_reader_go(reader, i);                     the first i records may be read
+ *     sfr_reader_allow(reader, i);                     the first i records may be read
  *     while ((rc = sfr_reader_wait(reader, index, slice_ns)) == SFR_EAGAIN)
  *             ...;
  *     sfr__reader_free(reader);
@@ -55,7 +55,7 @@ struct sfr__reader_client {
 	int (*put)(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
 		   const char *bytes, size_t len, uint32_t *crc);
 	/* Lends memory to read into, and takes it back. NULL, like the rest, if no put returns
-	 * SFR__READER_LATER. They must be set before the first sfr_reader_go. */
+	 * SFR__READER_LATER. They must be set before the first sfr_reader_allow. */
 	char *(*lend)(void *self, size_t len);
 	void (*take_back)(void *self, struct sfr__buffer *buffer);
 	/* All bytes of a chunk have been put. 0 or -1. */
@@ -94,13 +94,13 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index);
 /* Allows the first `upto` records to be read. A lower number than before has no effect. The first
  * call starts the threads. -ENOMEM, -errno: none could be started. SFR_EFORK. */
-int sfr_reader_go(struct sfr_reader *r, uint64_t upto);
+int sfr_reader_allow(struct sfr_reader *r, uint64_t upto);
 /* Limits the reading to what this record needs, until the next call. */
 void sfr_reader_until(struct sfr_reader *r, uint64_t index);
-/* Whether sfr_reader_go has started threads. */
+/* Whether sfr_reader_allow has started threads. */
 bool sfr__reader_runs(const struct sfr_reader *r);
 /* 0: the record is there and good (the number of records: all of them). SFR_EAGAIN: call again.
- * SFR_EUNPLACED, at once: the threads cannot get there, because sfr_reader_go has allowed fewer
+ * SFR_EUNPLACED, at once: the threads cannot get there, because sfr_reader_allow has allowed fewer
  * records than sfr_reader_reach returns (or fewer than all), or sfr_reader_until ends before.
  * SFR_EFORK; else the code of the failure. With SFR__READER_LIST a record with damage counts as
  * good. */

@@ -14,7 +14,8 @@
 
 struct sfr__reader_record {
 	uint64_t data_off; /* constant */
-	uint64_t left; /* units that did not count yet: bytes, header, descriptor; guarded by mu */
+	/* unread bytes, and one each for an unread header and descriptor; guarded by mu */
+	uint64_t left;
 	/* of the bytes so far, each stretch shifted to its position; guarded by mu */
 	uint32_t crc;
 	atomic_bool good;  /* complete, and correct without SFR__READER_LIST */

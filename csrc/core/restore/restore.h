@@ -5,7 +5,7 @@
  *     sfr_restore_new(check, fd, SFR_RESTORE_VERIFY, &restore);
  *     for (i = 0; i < sfr_restore_nr(restore); i++)
  *             sfr_restore_into(restore, i, memory of sfr_restore_nbytes(restore, i) bytes);
- *     sfr_reader_go(sfr_restore_reader(restore), i);
+ *     sfr_reader_allow(sfr_restore_reader(restore), i);
  *     while ((rc = sfr_reader_wait(sfr_restore_reader(restore), index, slice_ns)) == SFR_EAGAIN)
  *             ...;
  *     sfr_restore_free(restore);
@@ -54,13 +54,13 @@ uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t 
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
 /* The same for memory of a device. `stream` is the caller's on it. Work that is on it now comes
  * before all writes to memory given from here on, until the next call that names the device. The
- * call of sfr_restore_device must come before the first sfr_reader_go, and before the record may
+ * call of sfr_restore_device must come before the first sfr_reader_allow, and before the record may
  * be read. Too many devices give -EOPNOTSUPP; else -ENODEV or -EIO with `why`. */
 int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
 		       size_t why_len);
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem);
 /* Returns the reader of the records, which lives as long as the restore. A record may be read when
- * it has its destination: sfr_reader_go says how many have. */
+ * it has its destination: sfr_reader_allow says how many have. */
 struct sfr_reader *sfr_restore_reader(struct sfr_restore *r);
 /* Waits for the reads in flight, at most one a thread. NULL is allowed. */
 void sfr_restore_free(struct sfr_restore *r);

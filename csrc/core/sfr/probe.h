@@ -20,7 +20,7 @@ void sfr_probe_free(struct sfr_probe *probe);
  * nbytes = 0 for those no longer wanted. SFR_EBUSY: nothing was queued, because another thread is
  * probing or the previous copies have not completed. SFR_ECAPTURING, SFR_EFORK; -EIO: the probe
  * never works again. */
-int sfr_probe_take(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *at,
+int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *at,
 		   uint32_t nr, int again);
 /* Returns 1 when the copies have completed, 0 when they have not, and -EIO or SFR_EFORK when they
  * never will. */

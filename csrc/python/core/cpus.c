@@ -44,7 +44,8 @@ static PyObject *set_cpus(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "set_cpus", set_cpus, METH_VARARGS,
-	  "set_cpus(numbers): threads start there from now on; () starts them where their maker is." },
+	  "set_cpus(numbers): sets the CPUs of threads that start from now on; with () a thread "
+	  "inherits those of the thread that starts it." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -144,16 +144,20 @@ static PyMethodDef functions[] = {
 
 static PyMethodDef methods[] = {
 	{ "close", engine_close, METH_VARARGS,
-	  "close(timeout=None) -> bool: False when the timeout passed." },
+	  "close(timeout=None) -> bool: False if the timeout passed." },
 	{ "warm_up", engine_warm_up, METH_O,
-	  "warm_up(nbytes): gives memory to that much of the pool." },
-	{ "trim", engine_trim, METH_NOARGS, "trim(): gives the memory of free blocks back." },
+	  "warm_up(nbytes): gives memory to the first `nbytes` bytes of the pool." },
+	{ "trim", engine_trim, METH_NOARGS,
+	  "trim(): returns the memory of free blocks to the system." },
 	{ "stats", engine_stats, METH_NOARGS, "stats() -> dict of int." },
 	{ "use_device", engine_use_device, METH_O,
-	  "use_device(number) -> str: makes its lane, has warm_up pin; why not, or ''." },
+	  "use_device(number) -> str: makes the device's lane, and lets warm_up pin memory for "
+	  "it. Returns why that is impossible, or ''." },
 	{ "has_pinned", engine_has_pinned, METH_O,
-	  "has_pinned(address) -> bool: it is in the pool, in memory that is registered with a driver." },
-	{ "driver", engine_driver, METH_NOARGS, "driver() -> str: a sentence on CUDA." },
+	  "has_pinned(address) -> bool: whether the address is in memory of the pool that is "
+	  "registered with the driver." },
+	{ "driver", engine_driver, METH_NOARGS,
+	  "driver() -> str: a sentence about the CUDA driver." },
 	{ NULL, NULL, 0, NULL },
 };
 

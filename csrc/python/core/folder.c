@@ -93,11 +93,13 @@ static PyMethodDef methods[] = {
 	{ "open", folder_open, METH_NOARGS,
 	  "open() -> (path of the temporary directory, code, phase, note)." },
 	{ "sync", folder_sync, METH_NOARGS,
-	  "sync() -> (bytes of all files, code, phase, note): syncs everything in it." },
+	  "sync() -> (bytes of all files, code, phase, note): syncs all files and directories." },
 	{ "commit", folder_commit, METH_NOARGS,
-	  "commit() -> (None, code, phase, note): puts it in place and syncs the parent." },
+	  "commit() -> (None, code, phase, note): gives the directory its name and syncs the "
+	  "parent." },
 	{ "clear", folder_clear, METH_NOARGS,
-	  "clear() -> (None, code, phase, note): removes what is not needed any more." },
+	  "clear() -> (None, code, phase, note): removes the new directory before a commit, the "
+	  "old one after it." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -123,7 +125,7 @@ static PyObject *tidy(PyObject *module, PyObject *path)
 
 static PyMethodDef functions[] = {
 	{ "tidy", tidy, METH_O,
-	  "tidy(directory): removes what dead writers left, as each save does." },
+	  "tidy(directory): removes what dead writers have left there, as each save does." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -182,10 +182,10 @@ static PyObject *load_open(PyObject *object, PyObject *unused)
 
 static PyMethodDef load_methods[] = {
 	{ "open", load_open, METH_NOARGS,
-	  "open(): waits for the saves and removes of the name that were submitted before, then opens "
-	  "what the name is at that point of the log. May be called once." },
+	  "open(): waits for the saves and removes of the name that were submitted before, then "
+	  "opens the file that has the name at that point of the log. May be called once." },
 	{ "fileno", load_fileno, METH_NOARGS,
-	  "fileno() -> int: the descriptor, which is closed with the object." },
+	  "fileno() -> int: the descriptor, which is closed when the object is freed." },
 	{ "close", load_close, METH_NOARGS,
 	  "close(): closes the descriptor before the object is freed." },
 	{ NULL, NULL, 0, NULL },
@@ -204,19 +204,20 @@ SFR_PY_TYPE(load_spec, "LogLoad", struct sfr_py_load, 0, load_slots);
 static PyMethodDef functions[] = {
 	{ "log_remove", log_remove, METH_O, "log_remove(key): appends a remove to the log." },
 	{ "log_exists", log_exists, METH_O,
-	  "log_exists(key) -> 1 (will be there), 0 (will be gone), 2 (a directory above it is being "
-	  "saved), -1 (ask the file system)." },
+	  "log_exists(key) -> 1: it will exist; 0: it will not; 2: a directory above it is "
+	  "being saved; -1: ask the file system." },
 	{ "log_drain", log_drain, METH_O,
-	  "log_drain(timeout) -> bool: False when the timeout passed before all submitted had ended." },
+	  "log_drain(timeout) -> bool: whether everything that was submitted before has ended." },
 	{ "log_pending", log_pending, METH_NOARGS,
-	  "log_pending() -> saves and removes not ended." },
+	  "log_pending() -> how many saves and removes have not ended." },
 	{ "log_unanswered", log_unanswered, METH_NOARGS,
-	  "log_unanswered() -> a sentence on a file system that does not answer, or ''." },
+	  "log_unanswered() -> a sentence about a file system that does not answer, or ''." },
 	{ "log_stop", log_stop, METH_NOARGS,
-	  "log_stop(): ends the log's thread when it has run out." },
+	  "log_stop(): ends the log's threads when the log is empty." },
 	{ "notice_wait", notice_wait, METH_NOARGS,
 	  "notice_wait() -> (what, number of the save or snapshot, sentence)." },
-	{ "notice_stop", notice_stop, METH_NOARGS, "notice_stop(): wakes one waiter for good." },
+	{ "notice_stop", notice_stop, METH_NOARGS,
+	  "notice_stop(): makes the thread in notice_wait return for the last time." },
 	{ "fork_generation", fork_generation, METH_NOARGS, "fork_generation() -> int." },
 	{ NULL, NULL, 0, NULL },
 };

@@ -123,12 +123,14 @@ static PyObject *onload_times(PyObject *object, PyObject *unused)
 
 static PyMethodDef methods[] = {
 	{ "order", onload_order, METH_O,
-	  "order(stream) -> bool: that stream waits for the copies; False when the host has to." },
+	  "order(stream) -> bool: makes the stream wait for the copies; False if the host has "
+	  "to wait instead." },
 	{ "wait", onload_wait, METH_VARARGS,
-	  "wait(timeout=None) -> bool: False when the timeout passed." },
+	  "wait(timeout=None) -> bool: False if the timeout passed." },
 	{ "times", onload_times, METH_NOARGS,
-	  "times() -> (seconds of the copies, seconds that a stream waited), or None: not yet." },
-	{ "error", onload_error, METH_NOARGS, "error() -> str: what a device failed with, or ''." },
+	  "times() -> (seconds of the copies, seconds that a stream waited), or None if they "
+	  "are not known yet." },
+	{ "error", onload_error, METH_NOARGS, "error() -> str: the error of the device, or ''." },
 	{ NULL, NULL, 0, NULL },
 };
 

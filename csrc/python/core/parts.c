@@ -146,9 +146,10 @@ static PyMethodDef methods[] = {
 	  "append(items) -> [(offset, length)]: adds bytes-like objects as they are, and tuples"
 	  " (storage, numel, sizes, strides, address, nbytes) as archives of a tensor." },
 	{ "source", parts_source, METH_VARARGS,
-	  "source(address, nbytes): adds memory, which stays as it is until the save has ended." },
+	  "source(address, nbytes): appends memory, which must not change until the save has "
+	  "ended." },
 	{ "crc", parts_crc, METH_O,
-	  "crc(source): adds four bytes, the CRC-32 of an earlier source." },
+	  "crc(source): appends four bytes, which will hold the CRC-32 of an earlier source." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -41,7 +41,8 @@ static PyMethodDef functions[] = {
 	  "resolve(path, follow_link) -> (parent, name, mode or 0, readable, st_dev), or None if a "
 	  "component is missing or cannot be examined." },
 	{ "read_text", read_text, METH_O,
-	  "read_text(path) -> the first 8 KiB of a file of the kernel's, b\"\" if it cannot be read." },
+	  "read_text(path) -> bytes: the first 8 KiB of a file such as those of /proc; b'' if "
+	  "it cannot be read." },
 	{ NULL, NULL, 0, NULL },
 };
 

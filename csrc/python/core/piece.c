@@ -69,7 +69,8 @@ static PyObject *piece_copy(PyObject *object, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-	{ "copy", piece_copy, METH_VARARGS, "copy(from, to) -> bytes." },
+	{ "copy", piece_copy, METH_VARARGS,
+	  "copy(from, to) -> bytes: a copy of a range of the piece." },
 	{ NULL, NULL, 0, NULL },
 };
 

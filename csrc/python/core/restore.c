@@ -178,7 +178,7 @@ static PyObject *restore_go(PyObject *object, PyObject *upto)
 
 	if (restore == NULL || PyErr_Occurred())
 		return NULL;
-	rc = sfr_py_unlocked(sfr_reader_go(sfr_restore_reader(restore), nr));
+	rc = sfr_py_unlocked(sfr_reader_allow(sfr_restore_reader(restore), nr));
 	if (rc == -ENOMEM)
 		return PyErr_NoMemory();
 	return rc < 0 ? sfr_py_raise_os(sfr_py_state_of(object), rc) : Py_NewRef(Py_None);
@@ -274,27 +274,31 @@ static PyObject *restore_nr(PyObject *object, void *unused)
 
 static PyMethodDef methods[] = {
 	{ "sizes", restore_sizes, METH_VARARGS,
-	  "sizes(first, least) -> list: the lengths of the records from `first` on, until they make up "
-	  "about `least` bytes." },
+	  "sizes(first, least) -> list: lengths of the records from `first` on, as many as make "
+	  "up `least` bytes." },
 	{ "into", restore_into, METH_VARARGS,
-	  "into(first, addresses): where the records from `first` on go; 0: nowhere." },
+	  "into(first, addresses): sets the destinations of the records from `first` on; 0: "
+	  "none." },
 	{ "device", restore_device, METH_VARARGS,
-	  "device(number, stream) -> None, or why it cannot be had: memory of that device follows, which "
-	  "work on the caller's stream has used." },
+	  "device(number, stream) -> None, or why the device cannot be used. Call it before "
+	  "into_device: later writes come after the work on the caller's stream." },
 	{ "into_device", restore_into_device, METH_VARARGS,
-	  "into_device(index, device, address): as into, of one record." },
-	{ "go", restore_go, METH_O, "go(upto): so many records have their places." },
+	  "into_device(index, device, address): sets the destination of one record in a "
+	  "device's memory." },
+	{ "go", restore_go, METH_O,
+	  "go(upto): the first `upto` records have their destinations, so they may be read." },
 	{ "find", restore_find, METH_O, "find(name) -> index, or -1." },
 	{ "reach", restore_reach, METH_O,
-	  "reach(index) -> how many records need their places before this one can be read." },
+	  "reach(index) -> how many records need destinations before this one can be read." },
 	{ "until", restore_until, METH_O,
-	  "until(index): read nothing beyond what this record needs." },
+	  "until(index): reads nothing beyond what this record needs." },
 	{ "wait", restore_wait, METH_O,
-	  "wait(index) -> bool: whether the record, for `nr` each, is there and good; see failure. Raises "
-	  "StillframeError for one that go has not been called for, with reach(index)." },
+	  "wait(index) -> bool: waits until the record is read and good (`nr`: all of them); "
+	  "False if the restore has failed. Raises StillframeError if go has not been called "
+	  "for reach(index) records." },
 	{ "failure", restore_failure, METH_NOARGS,
-	  "failure() -> (code, record's name, offset in the file, reason or None): what went wrong "
-	  "first; the code is 0, -errno or ECORRUPT." },
+	  "failure() -> (code, record's name, offset in the file, reason or None) of the first "
+	  "failure; the code is 0, -errno or ECORRUPT." },
 	{ "done", restore_done, METH_NOARGS, "done() -> bytes of the file that were read." },
 	{ "close", restore_close, METH_NOARGS, "close(): ends the reading." },
 	{ NULL, NULL, 0, NULL },

@@ -17,8 +17,9 @@ static PyObject *leave_signal(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "leave_signal", leave_signal, METH_VARARGS,
-	  "leave_signal(signum, at_once): ignore it while the parent lives, unless the parent sends it"
-	  "; die with the parent, once it was ignored or at once." },
+	  "leave_signal(signum, at_once): ignores a signal that the parent has not sent, while "
+	  "the parent lives. The process then dies with its parent: from the first ignored "
+	  "signal on, or at once." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -59,9 +59,9 @@ static PyObject *work_number(PyObject *object, void *unused)
 
 static PyMethodDef work_methods[] = {
 	{ "append", work_append, METH_NOARGS,
-	  "append(): submits the work to the log. May be called once." },
+	  "append(): appends the work to the log. May be called once." },
 	{ "end", work_end, METH_O,
-	  "end(ok): says that the work has ended, and whether well. Later calls do nothing." },
+	  "end(ok): ends the work, successfully or not. Later calls do nothing." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -98,8 +98,8 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 
 static PyMethodDef functions[] = {
 	{ "log_work_next", log_work_next, METH_NOARGS,
-	  "log_work_next() -> (number, after_good): waits for the next work whose turn it is; None when the "
-	  "log is being stopped." },
+	  "log_work_next() -> (number, after_good): waits until external work is at the head of "
+	  "the log; None if the log is being stopped." },
 	{ NULL, NULL, 0, NULL },
 };
 

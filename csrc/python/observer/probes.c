@@ -180,7 +180,7 @@ static void take(struct sfr_py_probe *probe, uint64_t stream)
 {
 	int again = probe->state == SFR_PY_DUE_AGAIN, rc;
 
-	rc = sfr_py_unlocked(sfr_probe_take(probe->core, stream, probe->at, probe->nr_asked,
+	rc = sfr_py_unlocked(sfr_probe_copy(probe->core, stream, probe->at, probe->nr_asked,
 					    again));
 	if (rc == 0)
 		probe->state = again ? SFR_PY_IN_FLIGHT : SFR_PY_TAKEN;

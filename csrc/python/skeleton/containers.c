@@ -173,8 +173,8 @@ static PyObject *rebuild(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "rebuilt", rebuild, METH_VARARGS,
-	  "rebuilt(node, memo, other) -> its replacement: memo[id(node)], a plain dict or list that is "
-	  "rebuilt here, or else other(node)" },
+	  "rebuilt(node, memo, other) -> the replacement of a node: memo[id(node)], or a new "
+	  "plain dict or list, or else other(node)." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -344,19 +344,21 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 
 static PyMethodDef collector_methods[] = {
 	{ "persistent_id", collector_persistent_id, METH_O,
-	  "The pickler's question: a number, a tuple or None." },
+	  "persistent_id(object) -> a number, a tuple or None: the pickler's persistent_id." },
 	{ "add_storage", collector_add_storage, METH_VARARGS,
-	  "add_storage(storage, identity, device, addr, dtype) -> its number." },
+	  "add_storage(storage, identity, device, addr, dtype) -> the storage's number." },
 	{ "finish", collector_finish, METH_NOARGS,
 	  "finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices)." },
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
 	{ "collect", sfr_py_collector_collect, METH_O,
-	  "collect(nodes) -> those that are neither plain tensors, which are entered, nor atoms." },
+	  "collect(nodes) -> the nodes that are neither plain tensors nor atoms. Enters the "
+	  "plain tensors." },
 	{ "walk", sfr_py_collector_walk, METH_VARARGS,
-	  "walk(nodes, seen) -> those that are no plain tensors, also in plain dicts, lists and tuples "
-	  "among them, each of which is walked into once." },
+	  "walk(nodes, seen) -> the nodes that are not plain tensors. Also walks into plain "
+	  "dicts, lists and tuples among them, each once." },
 	{ "copies", sfr_py_collector_copies, METH_VARARGS,
-	  "copies(memory, offsets, make) -> (new tensors by id, first ones by storage, left out)." },
+	  "copies(memory, offsets, make) -> (new tensors by id of the old ones, the first "
+	  "tensor of each storage, tensors left to Python)." },
 	{ NULL, NULL, 0, NULL },
 };
 

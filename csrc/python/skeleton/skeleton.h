@@ -114,14 +114,14 @@ struct sfr_py_found {
  * can write it, except for its dtype and storage, which sfr_py_describe checks. 0, or -1 with an
  * exception that must propagate. */
 int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found);
-/* Clears the exception of a failed question, because the tensor's __reduce_ex__ will raise its own.
- * 0, or -1 if the exception must propagate. */
+/* Clears the exception of a failed sfr_py_ask: the tensor's __reduce_ex__ will raise its own. 0, or
+ * -1 if the exception must propagate. */
 int sfr_py_refused(void);
-/* Asks an object: the attribute behind a getset descriptor, or the result of a method without
+/* Returns the value of a getset descriptor for an object, or the result of a method without
  * arguments or of a function, without an attribute search. A new reference. */
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object);
-/* Does the same for a number. 0 or -1. */
+/* Does the same for an item whose value is a number. 0 or -1. */
 int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
 		   uint64_t *out);
 /* Adds the type TorchTypes. 0 or -1. */

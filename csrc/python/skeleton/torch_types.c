@@ -346,7 +346,8 @@ static PyObject *learn_words(PyObject *module, PyObject *samples)
 
 static PyMethodDef functions[] = {
 	{ "learn_words", learn_words, METH_O,
-	  "learn_words(samples) -> bool: where torch keeps what is asked of every tensor." },
+	  "learn_words(samples) -> bool: whether it was found out where torch keeps the words "
+	  "that are read from every tensor." },
 	{ NULL, NULL, 0, NULL },
 };
 

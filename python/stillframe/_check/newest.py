@@ -87,12 +87,12 @@ def series_of(name: str) -> tuple[str, int]:
     """
     labelled: dict[str, int] = {}
 
-    def hide(match: re.Match[str]) -> str:
+    def replace_number(match: re.Match[str]) -> str:
         if match["label"] is not None:
             labelled.setdefault(match["label"][0].lower(), int(match["number"]))
         return "#"
 
-    series = _LABELLED.sub(hide, name)
+    series = _LABELLED.sub(replace_number, name)
     for label in "sie":  # step, iteration, epoch
         if label in labelled:
             return series, labelled[label]

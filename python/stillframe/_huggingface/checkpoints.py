@@ -179,8 +179,8 @@ class Checkpoints:
         return run
 
     def _name_best(self, run_dir: str) -> None:
-        """Set the best checkpoint's path to the one that it will have, also in the file of the
-        state."""
+        """Set the best checkpoint's path to its final one, in memory and in the trainer's state
+        file."""
         state, staging = self._trainer.state, self.staging
         assert staging is not None
         best = state.best_model_checkpoint

@@ -259,7 +259,7 @@ class Offloader:
         with inside(), self._lock:
             self._refuse()
             self._forget_finished()
-            found = [slot for slot in self._slots if slot.is_of(what)]
+            found = [slot for slot in self._slots if slot.is_for_or_returned(what)]
             if not found:
                 raise StillframeError(
                     "what was given to release() is not on the device: it was released before, or"

@@ -152,7 +152,7 @@ class Residents:
         """Return the layer on the device; the current stream waits for copies that still run.
 
         Args:
-            fresh: Ask for its tensors fresh, unless they are on their way already.
+            fresh: Copy the CPU's tensors as they are now, unless the layer is on its way already.
         """
         group = self._groups.get(layer)
         if group is None:

@@ -111,7 +111,7 @@ class Slot:
             and all(one is other for one, other in zip(given, self._given, strict=True))
         )
 
-    def is_of(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
+    def is_for_or_returned(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
         """Return whether this slot was made from a ticket or tensors, or whether the tensors are
         the ones it returned."""
         if isinstance(what, Ticket) or (not self.taken and self.is_for(what)):

@@ -247,7 +247,7 @@ class Preemption:
         if self._wakes:
             self._wakes = False
             other = signal.set_wakeup_fd(-1)
-            if other not in (-1, self._pipe[1]):  # somebody's who came later
+            if other not in (-1, self._pipe[1]):  # other code has set its own descriptor since
                 signal.set_wakeup_fd(other)
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handler:

@@ -37,10 +37,10 @@ TEST(change_between_two_probes_is_detected)
 {
 	struct sfr_probe *probe = begin_probe();
 
-	CHECK_EQ(sfr_probe_take(probe, stream, at, 3, 0), 0);
+	CHECK_EQ(sfr_probe_copy(probe, stream, at, 3, 0), 0);
 	wait_for(probe);
 	memory[NBYTES + NBYTES - 1] ^= 1;
-	CHECK_EQ(sfr_probe_take(probe, stream, at, 3, 1), 0);
+	CHECK_EQ(sfr_probe_copy(probe, stream, at, 3, 1), 0);
 	wait_for(probe);
 	CHECK_EQ(sfr_probe_same(probe, 0), 1);
 	CHECK_EQ(sfr_probe_same(probe, 1), 0);
@@ -62,7 +62,7 @@ TEST(work_queued_after_a_probe_waits_for_it)
 
 	fake.fake_cuda_first(1); /* the caller's stream runs first where both may */
 	for (int again = 0; again < 2; again++) {
-		CHECK_EQ(sfr_probe_take(probe, stream, at, 2, again), 0);
+		CHECK_EQ(sfr_probe_copy(probe, stream, at, 2, again), 0);
 		fake.fake_cuda_launch((void *)(uintptr_t)stream, write_byte, memory);
 	}
 	fake.fake_cuda_drain((void *)(uintptr_t)stream);
@@ -77,8 +77,8 @@ static void *probe_twice(void *arg)
 {
 	struct sfr_probe *probe = arg;
 
-	CHECK_EQ(sfr_probe_take(probe, stream, at, 1, 0), 0);
-	CHECK_EQ(sfr_probe_take(probe, stream, at, NR, 0), SFR_EBUSY);
+	CHECK_EQ(sfr_probe_copy(probe, stream, at, 1, 0), 0);
+	CHECK_EQ(sfr_probe_copy(probe, stream, at, NR, 0), SFR_EBUSY);
 	CHECK_EQ(sfr_probe_done(probe), 0);
 	return NULL;
 }
@@ -95,7 +95,7 @@ TEST(probe_in_flight_is_not_started_again)
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	fake.fake_cuda_hold(0);
 	wait_for(probe);
-	CHECK_EQ(sfr_probe_take(probe, stream, at, NR, 0), 0);
+	CHECK_EQ(sfr_probe_copy(probe, stream, at, NR, 0), 0);
 	wait_for(probe);
 	sfr_probe_free(probe);
 	fake_check();

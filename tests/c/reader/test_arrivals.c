@@ -722,7 +722,7 @@ TEST(restore_gets_the_bytes_as_they_arrive)
 		memory[i] = malloc(archive.records[i].len + 1);
 		sfr_restore_into(r, i, memory[i]);
 	}
-	CHECK_EQ(sfr_reader_go(sfr_restore_reader(r), archive.nr), 0);
+	CHECK_EQ(sfr_reader_allow(sfr_restore_reader(r), archive.nr), 0);
 	CHECK_EQ(sfr_reader_wait(sfr_restore_reader(r), archive.nr, SFR_FOREVER), 0);
 	sfr_restore_free(r);
 	end_fetchers(&a);
@@ -744,12 +744,12 @@ TEST(restore_ends_while_bytes_are_on_their_way)
 	struct sfr_wanted w;
 
 	CHECK_EQ(sfr_restore_new_bare(&all, 1, archive.len, a.fd, 0, &r), 0);
-	CHECK_EQ(sfr_reader_go(sfr_restore_reader(r), 1), 0);
+	CHECK_EQ(sfr_reader_allow(sfr_restore_reader(r), 1), 0);
 	CHECK_EQ(sfr_arrivals_next(a.group, SFR_FOREVER, &w), 0); /* its threads wait */
 	CHECK_EQ(sfr_reader_wait(sfr_restore_reader(r), 0, MOMENT), SFR_EAGAIN);
 	sfr_restore_free(r);
 	CHECK_EQ(sfr_restore_new_bare(&all, 1, archive.len, a.fd, 0, &r), 0);
-	CHECK_EQ(sfr_reader_go(sfr_restore_reader(r), 1), 0);
+	CHECK_EQ(sfr_reader_allow(sfr_restore_reader(r), 1), 0);
 	sfr_arrivals_fail(a.group, a.number);
 	CHECK_EQ(sfr_reader_wait(sfr_restore_reader(r), 0, SFR_FOREVER), -EIO);
 	CHECK_EQ(sfr_reader_failure(sfr_restore_reader(r))->code, -EIO);

@@ -60,7 +60,7 @@ TEST(nothing_is_read_beyond_the_record_that_a_limit_names)
 	struct sfr_restore *r = open_restore();
 
 	sfr_reader_until(r->reader, 0);
-	CHECK_EQ(sfr_reader_go(r->reader, a.nr), 0);
+	CHECK_EQ(sfr_reader_allow(r->reader, a.nr), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, 0, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, ENDING, SFR_FOREVER), SFR_EUNPLACED);
 	CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), SFR_EUNPLACED);
@@ -82,7 +82,7 @@ TEST(one_reader_thread_is_enough_and_reports_progress)
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	CHECK_EQ(sfr_reader_done(r->reader), 0);
-	CHECK_EQ(sfr_reader_go(r->reader, a.nr), 0);
+	CHECK_EQ(sfr_reader_allow(r->reader, a.nr), 0);
 	CHECK_EQ(sfr_inject_hits(), 1);
 	CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
 	for (int i = 0; i < 2000 && sfr_reader_done(r->reader) != a.dir_off; i++)
@@ -100,7 +100,7 @@ TEST(first_failure_is_reported_and_ends_the_reading)
 	sfr__reader_fail(r->reader, SFR_ECORRUPT, BEHIND, 99, SFR__READER_SHORTER);
 	CHECK_EQ(sfr_reader_failure(r->reader)->code, -EIO);
 	CHECK_EQ(sfr_reader_failure(r->reader)->index, ENDING);
-	CHECK_EQ(sfr_reader_go(r->reader, a.nr), 0);
+	CHECK_EQ(sfr_reader_allow(r->reader, a.nr), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, 0, SFR_FOREVER), -EIO);
 	CHECK(r->reader->stop);
 	sfr_restore_free(r);
@@ -124,7 +124,7 @@ TEST(records_without_checksums_are_read)
 	fd = file_of(without.buf, without.len);
 	r = open_restore();
 	sfr_restore_into(r, ENDING, got);
-	CHECK_EQ(sfr_reader_go(r->reader, without.nr), 0);
+	CHECK_EQ(sfr_reader_allow(r->reader, without.nr), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, without.nr, SFR_FOREVER), 0);
 	CHECK(strcmp(got, "abcdefgh") == 0);
 	sfr_restore_free(r);
@@ -141,7 +141,7 @@ TEST(a_forked_child_is_refused)
 	pid_t child = fork();
 
 	if (child == 0) {
-		CHECK_EQ(sfr_reader_go(r->reader, a.nr), SFR_EFORK);
+		CHECK_EQ(sfr_reader_allow(r->reader, a.nr), SFR_EFORK);
 		CHECK_EQ(sfr_reader_wait(r->reader, 0, 1000), SFR_EFORK);
 		sfr_restore_free(r);
 		_exit(check__nr_failed == 0 ? 0 : 1);

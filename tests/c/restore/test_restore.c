@@ -36,7 +36,7 @@ static void read_all(struct sfr_restore *r, struct restored *found, uint64_t ste
 			need = need + step < found->nr ? need + step : found->nr;
 			for (; upto < need; upto++)
 				sfr_restore_into(r, upto, found->mem[upto]);
-			found->rc = sfr_reader_go(r->reader, upto);
+			found->rc = sfr_reader_allow(r->reader, upto);
 		}
 		if (found->rc == 0)
 			found->rc = sfr_reader_wait(r->reader, i, SFR_FOREVER);
@@ -297,7 +297,7 @@ TEST(file_that_shrinks_during_a_load_is_detected)
 	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
 	CHECK_EQ(ftruncate(fd, (off_t)a.records[10].data_off + 5), 0);
-	CHECK_EQ(sfr_reader_go(r->reader, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_reader_allow(r->reader, sfr_restore_nr(r)), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), SFR_ECORRUPT);
 	CHECK(strstr(sfr_reader_failure(r->reader)->reason, "shorter") != NULL);
 	sfr_restore_free(r);
@@ -353,7 +353,7 @@ TEST(no_reader_maps_anything)
 	r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	nr_maps = sfr_inject_calls("mmap");
 	CHECK(nr_maps <= 1);
-	CHECK_EQ(sfr_reader_go(r->reader, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_reader_allow(r->reader, sfr_restore_nr(r)), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), 0);
 	CHECK_EQ(sfr_inject_calls("mmap"), nr_maps);
 	CHECK_EQ(sfr_inject_calls("munmap"), 0);
@@ -371,7 +371,7 @@ TEST(readers_stop_when_everything_is_read)
 	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	bool over = false;
 
-	CHECK_EQ(sfr_reader_go(r->reader, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_reader_allow(r->reader, sfr_restore_nr(r)), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), 0);
 	for (int ms = 0; !over && ms < 10000; ms++) {
 		(void)usleep(1000);
@@ -393,7 +393,7 @@ TEST(restore_can_be_freed_at_any_moment)
 	for (uint64_t upto = 0; upto <= a.nr; upto++) {
 		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
-		CHECK_EQ(sfr_reader_go(r->reader, upto), 0);
+		CHECK_EQ(sfr_reader_allow(r->reader, upto), 0);
 		if (upto % 2 == 0)
 			(void)sfr_reader_wait(r->reader, upto / 2, upto * 1000);
 		sfr_restore_free(r);
@@ -519,7 +519,7 @@ TEST(bare_records_of_a_file_that_became_shorter_are_damaged)
 	size_t len;
 
 	CHECK_EQ(sfr_restore_new_bare(&v, 1, 108, fd, 0, &r), 0);
-	CHECK_EQ(sfr_reader_go(r->reader, 1), 0);
+	CHECK_EQ(sfr_reader_allow(r->reader, 1), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, 0, SFR_FOREVER), SFR_ECORRUPT);
 	CHECK(sfr_restore_name(r, 0, &len) != NULL);
 	CHECK_EQ(len, 0);
