@@ -49,19 +49,19 @@ def plain_copy(train: Train) -> float:
     way: a large source and a large pinned target, and nothing else.
     """
     torch, nbytes = train.torch, train.nbytes()
-    piece = min(nbytes, 512 * MIB)
+    length = min(nbytes, 512 * MIB)
     cuda = train.device == "cuda"
-    source = torch.empty(piece, dtype=torch.uint8, device=train.device)
-    target = torch.empty(piece, dtype=torch.uint8, pin_memory=cuda)
+    source = torch.empty(length, dtype=torch.uint8, device=train.device)
+    target = torch.empty(length, dtype=torch.uint8, pin_memory=cuda)
     best = float("inf")
     for _ in range(3):
         train.synchronize()
         start = time.perf_counter()
-        for _ in range(max(nbytes // piece, 1)):
+        for _ in range(max(nbytes // length, 1)):
             target.copy_(source, non_blocking=True)
         train.synchronize()
         best = min(best, time.perf_counter() - start)
-    return best * nbytes / (max(nbytes // piece, 1) * piece)
+    return best * nbytes / (max(nbytes // length, 1) * length)
 
 
 def highest_alone(train: Train, steps: int) -> tuple[int, int]:
@@ -187,9 +187,9 @@ def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> An
         engine.warm_up(nbytes)
         idle = Series.of(probe.for_a_while(options.probe_s))
         copy_s = plain_copy(train)
-        for piece in (1, 4, 16):
+        for portion in (1, 4, 16):
             for in_flight in (2, 4, 8):
-                _core.cuda_tune(piece * MIB, in_flight)
+                _core.cuda_tune(portion * MIB, in_flight)
                 speeds, items = [], []
                 for _ in range(2):
                     handle = stillframe.async_save(train.tree(), directory / "sweep", engine=engine)
@@ -201,7 +201,7 @@ def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> An
                     train.step()
                 found.append(
                     {
-                        "piece_mib": piece,
+                        "portion_mib": portion,
                         "in_flight": in_flight,
                         "bytes_per_s": max(speeds),
                         "item_s": items or [float("nan")],

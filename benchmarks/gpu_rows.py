@@ -85,7 +85,7 @@ def sweep_rows(result: dict[str, Any], blank: list[str]) -> Rows:
     idle = result["idle_item_s"]["median"]
     return [
         [
-            f"  {point['piece_mib']} MiB x {point['in_flight']}",
+            f"  {point['portion_mib']} MiB x {point['in_flight']}",
             *blank[:4],
             f"{point['bytes_per_s'] / 1e9:.1f} of {plain:.1f}",
             f"+{(max(point['item_s']) - idle) * 1e3:.2f} ms",

@@ -163,7 +163,7 @@ def test_memory_owners_storages_are_marked_once_and_only_if_large():
     marks = marks_of(small, large)
     _core.Observer.defer_memory_owner([small, large, large], marks)
     assert (marks.indices, marks.owners) == ([1], [1])
-    assert [marks.is_late(number) for number in range(2)] == [False, True]
+    assert [marks.is_deferred(number) for number in range(2)] == [False, True]
 
 
 def test_memory_owners_inference_tensor_is_refused_and_leaves_no_marks():
@@ -173,7 +173,7 @@ def test_memory_owners_inference_tensor_is_refused_and_leaves_no_marks():
     with pytest.raises(RuntimeError, match="Inference tensors"):
         _core.Observer.defer_memory_owner([kept], marks)
     assert (marks.indices, marks.owners, marks.tensors, marks.versions) == ([], [], [], [])
-    assert not marks.is_late(0)
+    assert not marks.is_deferred(0)
 
 
 # ---- what is left -----------------------------------------------------------------------------

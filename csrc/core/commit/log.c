@@ -150,7 +150,7 @@ static bool step_locked(void)
 }
 
 /* Each thread that ends joins the one that ended before, so at most one waits to be joined. */
-static void leave_threads_locked(void)
+static void end_thread_locked(void)
 {
 	bool joins = sfr__log.has_gone;
 	pthread_t other = sfr__log.gone;
@@ -182,7 +182,7 @@ static void *log_main(void *unused)
 		(void)sfr__cond_wait(&sfr__log.cv_work, &sfr__log.mu, sfr__deadline(patience_ns));
 		sfr__log.nr_idle--;
 	}
-	leave_threads_locked();
+	end_thread_locked();
 	return NULL;
 }
 

@@ -224,7 +224,8 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
 	struct sfr__placement placement = { .lens = lens, .nr = nr, .addrs = addrs };
-	const uint32_t most = pool->nr_blocks / 2 + 1; /* the most runs that can be apart */
+	/* the most runs of blocks that the pool can have with gaps between them */
+	const uint32_t most = pool->nr_blocks / 2 + 1;
 	const uint64_t *starved = NULL;
 	struct sfr__lease lease = { .whole = whole };
 	int rc;

@@ -104,7 +104,7 @@ void sfr__pin_failed(struct sfr__pin *pin, const char *why)
 	note_text(pin, PAGEABLE, text);
 }
 
-static void note(struct sfr__pin *pin, enum way way, CUresult rc, const char *call)
+static void note_failure(struct sfr__pin *pin, enum way way, CUresult rc, const char *call)
 {
 	static const char *const resorts[] = {
 		[REGISTERED] = "it is registered in smaller regions",
@@ -195,10 +195,10 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	if (rc == CUDA_SUCCESS)
 		return;
 	if (in_place) { /* no region, so that a later attempt can do better */
-		note(pin, PAGEABLE, rc, "cuMemHostRegister");
+		note_failure(pin, PAGEABLE, rc, "cuMemHostRegister");
 		return;
 	}
-	note(pin, ALLOCATED, rc, "cuMemHostRegister");
+	note_failure(pin, ALLOCATED, rc, "cuMemHostRegister");
 	rc = pin->cu->host_alloc(&mem, (size_t)block_bytes, CU_MEMHOSTALLOC_PORTABLE);
 	if (rc == CUDA_SUCCESS) {
 		block->region = add_region(pin, ALLOCATED, mem, block->mem, 1);
@@ -210,7 +210,7 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 		(void)give_back(pin, ALLOCATED, mem);
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
-	note(pin, PAGEABLE, rc, "cuMemHostAlloc");
+	note_failure(pin, PAGEABLE, rc, "cuMemHostAlloc");
 	/* This region keeps later leases from trying again; a trim removes it. */
 	block->region = add_region(pin, PAGEABLE, block->mem, block->mem, 1);
 }
@@ -239,7 +239,7 @@ static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 			continue;
 		}
 		step = len / 2;
-		note(pin, step > 1 ? REGISTERED : ALONE, rc, "cuMemHostRegister");
+		note_failure(pin, step > 1 ? REGISTERED : ALONE, rc, "cuMemHostRegister");
 	}
 }
 

@@ -18,7 +18,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SFR_ARRIVALS_WINDOW 8u /* chunks fetched ahead of a reader, and at most kept after it */
+/* how many chunks are fetched ahead of a reader, and how many of those it has read are kept */
+#define SFR_ARRIVALS_WINDOW 8u
 
 struct sfr_arrivals; /* files that the same threads fetch */
 

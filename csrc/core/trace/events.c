@@ -21,18 +21,18 @@ static const struct {
 #undef X
 };
 
-struct moment {
+struct json_time {
 	uint64_t us;
 	unsigned ns; /* the rest, below a microsecond */
 };
 
-static struct moment moment(uint64_t ns)
+static struct json_time json_time(uint64_t ns)
 {
-	return (struct moment){ .us = ns / 1000, .ns = (unsigned)(ns % 1000) };
+	return (struct json_time){ .us = ns / 1000, .ns = (unsigned)(ns % 1000) };
 }
 
-#define MOMENT "%" PRIu64 ".%03u"
-#define MOMENT_ARGS(m) (m).us, (m).ns
+#define JSON_TIME "%" PRIu64 ".%03u"
+#define JSON_TIME_ARGS(m) (m).us, (m).ns
 
 void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, int order)
 {
@@ -105,17 +105,17 @@ static void add_save(const struct sfr__timeline *tl, uint64_t tid,
 	sfr__document_escape(event->name, sizeof(event->name), name);
 	sfr__document_add(tl->doc,
 			  ",\n{\"name\":\"save\",\"cat\":\"save\",\"ph\":\"b\",\"id\":%" PRIu64
-			  ",\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" MOMENT,
+			  ",\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" JSON_TIME,
 			  event->save, (int)getpid(), tid,
-			  MOMENT_ARGS(moment(start - tl->start_ns)));
+			  JSON_TIME_ARGS(json_time(start - tl->start_ns)));
 	add_args(tl->doc, event);
 	sfr__document_add(tl->doc, ",\"file\":\"%s\",\"state\":\"%s\"}}", name,
 			  sfr_state_name((enum sfr_state)event->state));
 	sfr__document_add(tl->doc,
 			  ",\n{\"name\":\"save\",\"cat\":\"save\",\"ph\":\"e\",\"id\":%" PRIu64
-			  ",\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" MOMENT "}",
+			  ",\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" JSON_TIME "}",
 			  event->save, (int)getpid(), tid,
-			  MOMENT_ARGS(moment(event->end_ns - tl->start_ns)));
+			  JSON_TIME_ARGS(json_time(event->end_ns - tl->start_ns)));
 }
 
 static void add_event(const struct sfr__timeline *tl, const struct sfr__ring *ring,
@@ -132,10 +132,10 @@ static void add_event(const struct sfr__timeline *tl, const struct sfr__ring *ri
 	sfr__document_add(
 		tl->doc,
 		",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":%d,\"tid\":%" PRIu64
-		",\"ts\":" MOMENT ",\"dur\":" MOMENT,
+		",\"ts\":" JSON_TIME ",\"dur\":" JSON_TIME,
 		kinds[event->kind].name, kinds[event->kind].category, (int)getpid(), tid,
-		MOMENT_ARGS(moment(event->start_ns - tl->start_ns)),
-		MOMENT_ARGS(moment(event->end_ns - event->start_ns)));
+		JSON_TIME_ARGS(json_time(event->start_ns - tl->start_ns)),
+		JSON_TIME_ARGS(json_time(event->end_ns - event->start_ns)));
 	add_args(tl->doc, event);
 	sfr__document_add(tl->doc, "}}");
 }
@@ -171,9 +171,9 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 	sfr__document_add(tl->doc,
 			  ",\n{\"name\":\"%" PRIu64
 			  " events dropped\",\"cat\":\"trace\",\"ph\":\"i\",\"s\":\"t\","
-			  "\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" MOMENT "}",
+			  "\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" JSON_TIME "}",
 			  dropped - ring->dropped_seen, (int)getpid(), ring->tid,
-			  MOMENT_ARGS(moment(sfr__now_ns() - tl->start_ns)));
+			  JSON_TIME_ARGS(json_time(sfr__now_ns() - tl->start_ns)));
 	tl->doc->nr_dropped += dropped - ring->dropped_seen;
 	ring->dropped_seen = dropped;
 }

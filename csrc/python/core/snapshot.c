@@ -255,8 +255,10 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-	{ "copying_s", snapshot_copying_s, NULL, "what devices took for what leaves", NULL },
-	{ "number", snapshot_number, NULL, "what notice_wait() names the snapshot by", NULL },
+	{ "copying_s", snapshot_copying_s, NULL,
+	  "device time, in seconds, of the copies that leave a device", NULL },
+	{ "number", snapshot_number, NULL,
+	  "the number under which notice_wait() reports the snapshot", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

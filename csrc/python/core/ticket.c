@@ -307,8 +307,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-	{ "number", ticket_number, NULL, "what notice_wait() and a timeline name the save by",
-	  NULL },
+	{ "number", ticket_number, NULL,
+	  "the number of the save in notice_wait() and in a timeline", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

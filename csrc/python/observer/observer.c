@@ -161,8 +161,9 @@ static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 
 PyDoc_STRVAR(observer_probe_doc,
 "probe(streams, /)\n--\n\n"
-"Queues copies of lines of the watched device storages, after the work on the streams. The streams\n"
-"wait for the copies, the host does not. `streams`: a tuple of (device, handle).");
+"Queues copies of a few cache lines of the watched device storages, after the work on the\n"
+"streams. The streams wait for the copies, the host does not. `streams`: a tuple of\n"
+"(device, handle).");
 
 static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 {

@@ -151,7 +151,7 @@ def _wrong(
     failures: list[OSError] = []
     try:
         if not disk.is_directory(path):
-            return _wrong_file(path, thorough, bound, disk)
+            return _why_file_is_bad(path, thorough, bound, disk)
         names = disk.names(path)
         if kinds.kind_of(path, names) is None:
             if not _is_checkpoint(path, names, disk):
@@ -179,7 +179,7 @@ def _wrong(
     return None
 
 
-def _wrong_file(path: str, thorough: bool, bound: Bound, disk: Disk) -> str | None:
+def _why_file_is_bad(path: str, thorough: bool, bound: Bound, disk: Disk) -> str | None:
     if not (disk.exists(path) or os.path.islink(path)) or not kinds.is_checkpoint(path, disk):
         raise _NoCheckpointError
     found = _check(path, thorough, bound, disk)

@@ -69,8 +69,8 @@ class How:
         return cast("_core.Restore", self.open(fd)[1])
 
 
-class ForTorchError(Exception):
-    """The error of an archive that turns out to be for torch.load to read; it says why."""
+class TorchMustReadError(Exception):
+    """Only torch.load can read the archive; the message says why."""
 
 
 @contextmanager
@@ -92,13 +92,13 @@ def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
         more: A clause with anything else the user has to know.
 
     Raises:
-        ForTorchError: torch has to read the archive.
+        TorchMustReadError: torch has to read the archive.
     """
     try:
         yield
     except RestoreFailed as failed:
         if failed.failure.code == -errno.EOPNOTSUPP:
-            raise ForTorchError(PACKED) from None
+            raise TorchMustReadError(PACKED) from None
         _raise_failure(failed.failure, fd, how, more)
     except restore.Missing as missing:
         names = _tensors_in(fd, how, str(missing))

@@ -40,10 +40,10 @@ from stillframe._load import flat, placement, restore
 from stillframe._load.errors import (
     HALF_WRITTEN,
     PACKED,
-    ForTorchError,
     How,
     MapLocation,
     Path,
+    TorchMustReadError,
     check_fd,
     explained,
     half_written,
@@ -203,7 +203,7 @@ def _load_fd(fd: int, how: How) -> Any:
         try:
             with bar.watched(core.done, how.path, nbytes), explained(fd, how):
                 return archive.load(how.map_location, not how.runs_code)
-        except ForTorchError as error:
+        except TorchMustReadError as error:
             why = str(error)
         except pickle.UnpicklingError:
             if how.runs_code:
@@ -226,7 +226,7 @@ def _load_into(fd: int, into: Any, how: How) -> Any:
         with half_written():
             try:
                 plan = _fill(*ahead, fd, how, nbytes)
-            except ForTorchError as error:
+            except TorchMustReadError as error:
                 plan = _copy_into(fd, into, how, str(error), _load_by_torch)
     plan.finish()
     return into

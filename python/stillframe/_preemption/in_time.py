@@ -122,7 +122,7 @@ def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
 
 
 def estimate_s(nbytes: int) -> float | None:
-    """Return how long a save of so many bytes takes, after this process's last saves.
+    """Return how long a save of so many bytes takes, judging by this process's last saves.
 
     None if none of them was of a similar size.
     """

@@ -116,7 +116,7 @@ class Preemption:
         self._asked: tuple[int, float] | None = None  # the signal of any rank, and when it came
         self._raise = False  # the next run of the handler raises SystemExit
         # Boundaries.
-        self._look = True  # the next boundary must check whether to stop
+        self._must_check = True  # the next boundary must check whether to stop
         self._joined = False
         self._ranks: agreement.Agreement | None = None
         self._stops = self._steps = self._saves = 0
@@ -138,7 +138,7 @@ class Preemption:
         all get True at the same call, so each must call it equally often.
         """
         self._stops += 1
-        return self._look and self._ends_at("stop")
+        return self._must_check and self._ends_at("stop")
 
     def save(self, make_state: MakeState, path: Path) -> SaveReport | None:
         """Save what `make_state()` returns to `path`, at the step boundary where training stops.
@@ -164,11 +164,11 @@ class Preemption:
             raise TypeError(f"make_state has to be callable, not {type(make_state).__name__}")
         name = paths.as_text(path)
         self._saves, self._saved_at = self._saves + 1, self._steps
-        if not (self._look and self._ends_at("save")):
+        if not (self._must_check and self._ends_at("save")):
             self._registered[name] = make_state
             return None
         if name in self._saved and not self._stopping and self._stops == 0:
-            raise _End(self._status())  # the loop goes on, and has no other boundary
+            raise _End(self._status())  # such a loop saves again and again, and can end only here
         self._registered[name] = make_state
         self._save_registered("save")
         return self._saved[name][0]
@@ -259,7 +259,7 @@ class Preemption:
 
     def forget(self) -> None:
         """Restore the handlers in a forked child, which has no part in the block."""
-        self._inside = self._look = self._raise = False
+        self._inside = self._must_check = self._raise = False
         if self._wakes:
             signal.set_wakeup_fd(-1)
         for number, previous in self._previous.items():
@@ -296,10 +296,10 @@ class Preemption:
 
     def _ask(self, number: int, moment: float) -> None:
         self._asked = self._asked or (number, moment)
-        self._look = True
+        self._must_check = True
 
     def _watch(self) -> None:
-        """Keep the time after a signal: the thread of the block."""
+        """Measure the time since the first signal. Runs in the block's own thread."""
         repeated_s = _PASSED_ON_S if "TORCHELASTIC_RUN_ID" in os.environ else _REPEATED_S
         first: float | None = None
         given_up = False
@@ -376,10 +376,10 @@ class Preemption:
             return True
         if not self._joined:
             self._join()
-        self._look = False
+        self._must_check = False
         if self._asked is None:
             return False
-        self._look = True  # after the flag was read: a signal in between sets it too
+        self._must_check = True  # after the flag was read: a signal in between sets it too
         if not self._is_last(event):
             return False
         # A loop that has called `save` after the signal may still call `should_stop`.
@@ -406,7 +406,7 @@ class Preemption:
         if not self._inside or threading.current_thread() is not threading.main_thread():
             return
         self._steps += 1
-        if self._look and not self._stopping and self._ends_at("step"):
+        if self._must_check and not self._stopping and self._ends_at("step"):
             raise _End(self._status() if self._received is not None else 0)
 
     def _save_registered(self, event: Event | None) -> None:

@@ -361,7 +361,7 @@ def note_open(save: DirectorySave) -> None:
     _open_ones.add(save)
 
 
-def give_up_open() -> None:
+def give_up_open_directories() -> None:
     """Give up directories whose block has not ended: the interpreter is exiting."""
     for save in list(_open_ones):
         save.give_up("the interpreter exited inside its block")

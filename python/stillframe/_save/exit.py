@@ -22,7 +22,7 @@ from stillframe import _core
 from stillframe._base.trace import end_at_exit
 from stillframe._save import completion, uploads
 from stillframe._save.api import close_default, settle_all, under_way
-from stillframe._save.directory import give_up_open
+from stillframe._save.directory import give_up_open_directories
 from stillframe._save.outcome import take_failures
 
 log = logging.getLogger("stillframe")
@@ -91,7 +91,7 @@ def _drain(*, threads_go_on: bool = False) -> None:
         _wait_for_log,  # saves made by callbacks
         lambda: uploads.finish(_QUIET_S, _print_line),
         _wait_for_log,  # removes that waited for uploads
-        *([] if threads_go_on else [give_up_open, close_default]),
+        *([] if threads_go_on else [give_up_open_directories, close_default]),
         _core.log_stop,
         completion.completion.stop,
         _wait_for_log,  # saves a thread submitted just before; later ones wait in their call

@@ -97,7 +97,7 @@ class Copy:
             self.gate_wait_s += time.perf_counter() - entered
             if copied:
                 self.settle()
-            else:  # a step that waits on the device changes versions before the end
+            else:  # judge now: the step that follows changes the versions before the copy has ended
                 self.verdict.judge()
         return copied
 

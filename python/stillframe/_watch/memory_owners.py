@@ -34,8 +34,8 @@ class Marks(NamedTuple):
     tensors: list[torch.Tensor]
     versions: list[int]
 
-    def is_late(self, number: int) -> bool:
-        """Return whether the storage with this number is marked."""
+    def is_deferred(self, number: int) -> bool:
+        """Return whether the storage with this number may be copied late."""
         _, _, lane, _ = SOURCE.unpack_from(self.rows, number * SOURCE.size)
         return bool(lane)
 

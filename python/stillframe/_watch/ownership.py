@@ -282,7 +282,7 @@ class Owner:
                 storage = p.untyped_storage()
                 number = marks.numbers.get(storage._cdata)
                 if number is not None and storage.nbytes() > _MIN_NBYTES:
-                    return not marks.is_late(number)
+                    return not marks.is_deferred(number)
         return False
 
     def release_rivals(self) -> None:

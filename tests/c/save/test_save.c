@@ -89,7 +89,7 @@ TEST(two_saves_at_a_time_share_a_pool_of_one_block)
 	saving_end(engine);
 }
 
-TEST(the_rename_waits_for_the_verdict_and_a_second_one_is_ignored)
+TEST(the_rename_waits_for_the_verdict_and_later_verdicts_are_ignored)
 {
 	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_report report;

@@ -392,7 +392,7 @@ def test_names_neither_import_nor_run_anything():
 
 @unhurried
 @given(fix_graphs.trees())
-def test_every_tree_can_be_named(tree):
+def test_every_storage_of_a_tree_has_a_name(tree):
     made = build(tree)
     for index in range(len(made.storages)):
         assert made.names(index)
