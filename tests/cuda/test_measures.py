@@ -43,7 +43,7 @@ class Device:
     def nothing(self, *_: Any, **__: Any) -> float:
         return 0.0
 
-    synchronize = tree = mark = between = step = zero_grad = nothing
+    synchronize = tree = mark = seconds_between = step = zero_grad = nothing
 
 
 class Way:
