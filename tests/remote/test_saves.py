@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
-from fix_waits import eventually
+from fix_waits import eventually, leased
 from stillframe._remote import obstore_client, store
 from stillframe.testing import held
 
@@ -357,12 +357,13 @@ def test_no_credential_is_in_a_report_or_error(server):
 
 
 def test_nothing_is_left_of_ended_saves(server):
-    for n in range(3):
-        stillframe.save({"n": n}, server.url("a.pt"))
-    assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "sf-upload"])
-    gc.collect()
-    # The client's own threads may still have to give back the last piece.
-    assert eventually(lambda: stillframe.default_engine().stats()["leased_bytes"] == 0)
+    with stillframe.Engine(pool_bytes="64MiB") as engine:  # earlier tests use the default one
+        for n in range(3):
+            stillframe.save({"n": n}, server.url("a.pt"), engine=engine)
+        assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "sf-upload"])
+        gc.collect()
+        # The client's own threads may still have to give back the last piece.
+        assert eventually(lambda: leased(engine) == 0)
 
 
 # ---- processes ----
