@@ -174,6 +174,10 @@ def as_rank_of_five(rank, directory):
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=5
     )
+    # A rank that dies earlier fails the connections of the others.
+    (directory / f"connected{rank}").touch()
+    while len([*directory.glob("connected*")]) < 5:
+        time.sleep(0.01)
     path = directory / f"{rank}.pt"
     if rank == 1:
         restore.Archive.storage = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
