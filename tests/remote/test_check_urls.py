@@ -243,6 +243,7 @@ def two_of_several(bucket):
     [
         ("sub/optimizer.pt", None, "no sub/optimizer.pt, which .stillframe.json names"),
         ("model.pt", b"short", "model.pt has 5 bytes, and .stillframe.json says"),
+        ("model.pt", bytes(99_999), "model.pt has 99999 bytes, and .stillframe.json says"),
         (".stillframe.json", b'{"files": ', ".stillframe.json is truncated or damaged"),
         (".stillframe.json", b'{"files": [1]}', ".stillframe.json is truncated or damaged"),
     ],

@@ -113,7 +113,7 @@ def test_store_that_refuses_connections_fails_every_call(server, opened):
     for call in (
         partial(opened.put, "a.pt", pieces()),
         partial(opened.get, "a.pt", 0, 3),
-        partial(opened.size, "a.pt"),
+        partial(opened.find, "a.pt"),
         partial(opened.delete, ["a.pt"]),
         lambda: [*opened.list("")],
     ):
@@ -177,7 +177,7 @@ import atexit, sys, threading
 from stillframe._remote import store, stores
 store.PART_BYTES = 1 << 16
 opened, key = stores.open_store("s3://bkt/a.pt")
-atexit.register(lambda: print(opened.size("old"), flush=True))
+atexit.register(lambda: print(opened.find("old").nbytes, flush=True))
 started = threading.Event()
 def pieces():
     for number in range(100):
@@ -232,7 +232,7 @@ def test_errors_have_no_credentials(server, caplog, monkeypatch):
             partial(opened.put, key, pieces()),
             partial(opened.put, key, [b"abc"], 3),
             partial(opened.get, key, 0, 3),
-            partial(opened.size, key),
+            partial(opened.find, key),
             partial(opened.delete, [key]),
             lambda: [*opened.list("")],
         ):

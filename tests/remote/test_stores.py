@@ -44,7 +44,7 @@ def pieces_of(data, size=50_000):
 
 
 def content(opened, key):
-    return bytes(opened.get(key, 0, opened.size(key)))
+    return bytes(opened.get(key, 0, opened.find(key).nbytes))
 
 
 def is_exported(piece):
@@ -66,7 +66,7 @@ def test_object_has_the_bytes_of_the_pieces(run, nbytes, told):
     opened, key = stores.open_store(f"{run}/a.pt")
     data = os.urandom(nbytes)
     opened.put(key, pieces_of(data), nbytes if told else None)
-    assert opened.size(key) == nbytes
+    assert opened.find(key).nbytes == nbytes
     assert content(opened, key) == data
     assert opened.client == ("obstore" if run.startswith("s3") else "fsspec")
 
@@ -115,7 +115,7 @@ def test_pieces_are_closed_when_the_upload_ends(run):
         opened.put(key, pieces())
     assert closed
     with pytest.raises(FileNotFoundError):
-        opened.size(key)
+        opened.find(key)
 
 
 def test_list_has_what_is_below_a_directory(run):
@@ -170,7 +170,7 @@ def test_panic_of_a_client_is_an_error(run, monkeypatch):
     opened, key = stores.open_store(f"{run}/a.pt")
     monkeypatch.setattr(opened, "_find", panic)
     with pytest.raises(OSError, match="looking it up failed: called on a None"):
-        opened.size(key)
+        opened.find(key)
 
 
 def test_whole_bucket_is_listed(server):
@@ -191,7 +191,7 @@ def test_delete_of_a_missing_object_is_no_error(run):
 def test_missing_object_is_named(run):
     opened, key = stores.open_store(f"{run}/a.pt")
     for call in (
-        lambda: opened.size(key),
+        lambda: opened.find(key).nbytes,
         lambda: opened.get(key, 0, 1),
     ):
         with pytest.raises(FileNotFoundError) as raised:
@@ -204,7 +204,7 @@ def test_directory_is_no_object(run):
     opened, key = stores.open_store(f"{run}/a.pt")
     opened.put(f"{key}/b.pt", [b"abc"])
     with pytest.raises(FileNotFoundError):
-        opened.size(key)
+        opened.find(key)
 
 
 def test_threads_share_a_store(run):
@@ -354,10 +354,10 @@ def raises_fork_error(*calls):
 def test_forked_child_is_refused(server):
     opened, key = stores.open_store("s3://bkt/a.pt")
     server.put(key, b"abc")
-    opened.size(key)
+    opened.find(key)
     status = in_a_fork(
         lambda: raises_fork_error(
-            lambda: opened.size(key),
+            lambda: opened.find(key).nbytes,
             lambda: opened.put(key, [b"abc"]),
             lambda: next(opened.list("")),
             lambda: stores.open_store("s3://bkt/a.pt"),
@@ -372,7 +372,7 @@ def test_forked_child_opens_a_store_of_fsspec_again():
 
     def check():
         again, _ = stores.open_store("memory://bkt/a.pt")
-        return raises_fork_error(lambda: opened.size(key)) and again.size(key) == 3
+        return raises_fork_error(lambda: opened.find(key).nbytes) and again.find(key).nbytes == 3
 
     assert in_a_fork(check) == 0
 

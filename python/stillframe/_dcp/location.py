@@ -226,11 +226,7 @@ class Prefix(Location):
         """Do nothing: a store has no directories."""
 
     def exists(self, name: str) -> bool:
-        try:
-            self._store.find(self._join(name))
-        except FileNotFoundError:
-            return False
-        return True
+        return self._store.exists(self._join(name))
 
     def read(self, name: str) -> bytes:
         whole = self.object(name)

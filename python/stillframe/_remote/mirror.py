@@ -73,7 +73,7 @@ class MirrorUpload:
         uploader.learn(url, dict(storage_options or {}))
 
     def begin(self) -> None:
-        """Write the entry, without a sync. The save begins behind this call."""
+        """Write the entry, without a sync. The save begins after this call."""
         try:
             journal.add(self.entry, self._pending)
         except OSError as error:

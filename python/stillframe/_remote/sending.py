@@ -1,4 +1,4 @@
-"""Uploads one local file, or the files of a directory with a marker behind them.
+"""Uploads one local file, or the files of a directory and a marker after them.
 
 The marker is an object in the directory: JSON with the names of its files and their sizes. It is
 written last and deleted first, so where it is, all files are there and belong together. Before it
@@ -78,9 +78,19 @@ def _send_directory(store: Store, key: str, path: str, check: Callable[[], objec
     sizes = {name: info.st_size for name, info in files.items()}
     there = [each.key for each in store.list(key)]
     store.delete(each for each in there if each.removeprefix(f"{key}/") not in sizes)
-    content = json.dumps({"files": sizes}).encode()
-    store.put(marker, [content], len(content))
+    put_marker(store, marker, sizes)
     return sum(sizes.values())
+
+
+def put_marker(store: Store, key: str, sizes: dict[str, int]) -> None:
+    """Make several objects one checkpoint: write the object with their names and sizes.
+
+    Args:
+        key: The marker's own.
+        sizes: By the name below the checkpoint's prefix, in bytes.
+    """
+    content = json.dumps({"files": sizes}).encode()
+    store.put(key, [content], len(content))
 
 
 def _refuse_changed(path: str, files: dict[str, os.stat_result]) -> None:

@@ -120,9 +120,13 @@ class Store(ABC):
         """Return what the store knows of an object."""
         return self._do("looking it up", key, lambda: apart(partial(self._find, key)))
 
-    def size(self, key: str) -> int:
-        """Return the number of bytes of an object."""
-        return self.find(key).nbytes
+    def exists(self, key: str) -> bool:
+        """Return whether there is an object."""
+        try:
+            self.find(key)
+        except FileNotFoundError:
+            return False
+        return True
 
     def list(self, prefix: str) -> Iterator[Found]:
         """Yield the objects below a prefix, which is a directory: "a" has "a/b", but not "ab"."""
@@ -229,7 +233,7 @@ _this_thread = _ThisThread()
 
 
 def apart(call: Callable[[], T]) -> T:
-    """Call `function` on another thread where that is needed.
+    """Make a call on another thread where that is needed.
 
     In the main thread Ctrl-C then ends the wait at once. A client such as obstore cannot be called
     on a thread that it has called itself, for a piece of an upload.

@@ -81,7 +81,7 @@ def checkpoint(
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the directory
             is durable.
         mirror: For local paths: the URL of a directory in a store. When the checkpoint is durable,
-            its files are uploaded to a directory of its name there, and behind them the object
+            its files are uploaded to a directory of its name there, and after them the object
             `.stillframe.json`; see docs/remote.md.
         storage_options: See `async_save`.
         engine: The engine to use, `default_engine()` by default. The whole takes one of its

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import shutil
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 from stillframe._base import threads, urls
 from stillframe._base.event import Event
 from stillframe._base.file_kinds import MARKER
+from stillframe._remote.sending import put_marker
 from stillframe._remote.store import Store
 from stillframe._remote.stores import open_store
 from stillframe._save.core_save import CoreSave
@@ -100,7 +100,7 @@ class ObjectsSave(DirectorySave):
     # ---- for the block ----
 
     def open(self) -> None:
-        self._replaces = self._is_there(MARKER)
+        self._replaces = self._store.exists(self._key_of(MARKER))
         self.directory = tempfile.mkdtemp(prefix="stillframe-")
         note_open(self)
         self._call.end()
@@ -169,8 +169,7 @@ class ObjectsSave(DirectorySave):
             self._store.delete(old)
             start = len(self._key_of(""))
             files = {key[start:]: nbytes for key, nbytes in sorted(sizes.items())}
-            marker = json.dumps({"files": files}).encode()
-            self._store.put(self._key_of(MARKER), [marker], len(marker))
+            put_marker(self._store, self._key_of(MARKER), files)
         self._is_whole = True
         return sum(sizes.values())
 
@@ -214,13 +213,6 @@ class ObjectsSave(DirectorySave):
         there = [each for each in self._sending if each.over.is_set() and each.error is None]
         with contextlib.suppress(OSError):  # without a marker nobody takes them for a checkpoint
             self._store.delete([each.upload.key for each in there])
-
-    def _is_there(self, name: str) -> bool:
-        try:
-            self._store.find(self._key_of(name))
-        except FileNotFoundError:
-            return False
-        return True
 
     def _key_of(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

@@ -441,8 +441,4 @@ def will_be_there(url: Any, storage_options: StorageOptions) -> bool:
     names = [each.key.removeprefix(object_key.rstrip("/") + "/") for each in store.list(object_key)]
     if any(marker in names for marker in MARKERS):
         return True
-    try:
-        store.find(object_key)
-    except FileNotFoundError:
-        return False
-    return True
+    return store.exists(object_key)

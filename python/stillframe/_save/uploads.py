@@ -1,7 +1,7 @@
 """The questions of saves, removes, waits and the exit to the mirror (`_remote/mirror.py`).
 
 This module also keeps the removes that wait for an upload. They are not in the log yet, because the
-saves behind them must not wait.
+saves after them must not wait.
 """
 
 from __future__ import annotations
