@@ -20,6 +20,7 @@ import stillframe
 import torch
 import torch.distributed as dist
 from fix_accelerate import content, files, same, training
+from stillframe._base.distributed import poll
 from stillframe.accelerate import load_state, save_state
 from stillframe.testing import fault, held, slow
 
@@ -135,22 +136,35 @@ def hook_of_one_rank_fails(directory, rank):
     return {"raised": told, "left": left, "names": files(directory / "c")}
 
 
-def hook_of_the_leader_fails(directory, rank):
+def hook_of_the_leader_fails(directory, rank, is_made_anew=False):
+    """The leader fails and removes the directory while rank 1 is in the call.
+
+    `is_made_anew`: rank 1 then makes the directory again, as Accelerate does when it comes late.
+    """
     run = training(directory)
 
     def fails(models, weights, output_dir):
         if rank == 0:
+            poll((directory / "entered").exists, 60)
             raise RuntimeError("the hook fails")
-        while os.path.exists(output_dir):  # until the leader has removed it
-            time.sleep(0.01)
+        (directory / "entered").touch()
+        assert poll(lambda: not os.path.exists(output_dir), 60)
+        if is_made_anew:
+            os.makedirs(output_dir)
 
     hook = run.accelerator.register_save_state_pre_hook(fails)
     told = raised(save_state, run.accelerator)
     hook.remove()
     dist.barrier()
+    left = os.listdir(directory / "checkpoints")
+    dist.barrier()
     handle = save_state(run.accelerator)
     handle.result(timeout=120)
-    return {"raised": told, "name": os.path.basename(handle.path)}
+    return {"raised": told, "left": left, "name": os.path.basename(handle.path)}
+
+
+def directory_is_made_anew(directory, rank):
+    return hook_of_the_leader_fails(directory, rank, is_made_anew=True)
 
 
 def busy_engine_skips(directory, rank):
@@ -198,6 +212,7 @@ SCENARIOS = (
     full_disk,
     hook_of_one_rank_fails,
     hook_of_the_leader_fails,
+    directory_is_made_anew,
     busy_engine_skips,
     name_is_taken,
     saves_on_each_node,

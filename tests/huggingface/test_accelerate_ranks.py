@@ -78,8 +78,10 @@ def test_error_of_one_rank_leaves_nothing_and_is_raised_by_the_leader(ran):
     assert first["left"] == []
 
 
-def test_error_of_the_leader_is_raised_on_all_ranks_and_the_name_is_used_again(ran):
-    first, other = ran("hook_of_the_leader_fails")
+@pytest.mark.parametrize("scenario", ["hook_of_the_leader_fails", "directory_is_made_anew"])
+def test_error_of_the_leader_is_raised_on_all_ranks_and_the_name_is_used_again(ran, scenario):
+    first, other = ran(scenario)
+    assert first["left"] == other["left"] == []
     assert first["raised"] == ["RuntimeError", "the hook fails"]
     assert other["raised"][0] == "StillframeError"
     assert "rank 0: RuntimeError: the hook fails" in other["raised"][1]

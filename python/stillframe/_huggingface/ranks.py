@@ -25,6 +25,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,10 +100,20 @@ class Ranks:
             yield directory
         except BaseException as error:
             if isinstance(error, Exception):
-                self._answer(opened)  # raises the leader's error: the directory is gone then
+                self._raise_if_leader_failed(opened, directory)
             self._store.set(f"{number}/written/{self._rank}", "-" + _words(error))
             raise
+        self._raise_if_leader_failed(opened, directory)
         self._store.set(f"{number}/written/{self._rank}", "+")
+
+    def _raise_if_leader_failed(self, opened: str, directory: str) -> None:
+        """Raise the error of the leader, which has removed the directory before this rank wrote its
+        files. Trainer and Accelerate make a missing directory, so remove it here as well."""
+        try:
+            self._answer(opened)
+        except StillframeError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
 
     @contextlib.contextmanager
     def lead(self, number: int, open_it: Callable[[], str]) -> Iterator[str]:
