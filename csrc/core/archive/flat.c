@@ -1,14 +1,16 @@
 /* The image of a flat file: a header, then the bytes of tensors, without a gap. That is the format
- * safetensors. Python makes the header, which names each tensor's offset, and the order of members.
+ * safetensors. Python makes the header, which names each tensor's offset, and decides the order of
+ * the members, which are the tensors' bytes (struct sfr_member).
  *
  *     0            4096           8192           12288          16384
  *     |--------------|--------------|--------------|--------------|--
  *      header, captured   | deferred                   | captured ...      extents
  *                    |~~~~~~~~~~~~~~|              |~~~~~~~~~~~~~~|        edge pages
  *
- * Members follow each other in the given order. A new extent begins where a member is not copied
- * at the same time and from the same device as the member before it. So a producer may have
- * several extents. They are adjacent in img->extents, and their blocks are numbered consecutively.
+ * Members follow each other in the given order. A new extent begins where a member is not copied at
+ * the same time and from the same device as the member before it. So a producer (the caller or one
+ * lane) may have several extents. They are adjacent in img->extents, and their blocks are numbered
+ * consecutively.
  *
  * An extent begins at the page that contains its first byte, because blocks are written in whole
  * pages. So two extents may share a page, which is called an edge page. No block writes it. Writers
@@ -61,7 +63,7 @@ static uint32_t count_extents(const struct sfr_save_desc *desc)
 	return nr;
 }
 
-/* Returns the lowest key above `key` that has a member, or `key` itself. */
+/* Returns the lowest key above `key` that has a member, or `key` itself if there is none. */
 static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 {
 	uint64_t next = key;
@@ -83,8 +85,8 @@ static void open_extent(struct sfr__image *img, uint64_t key)
 }
 
 /* Adds an entry to the last extent. */
-static void add(struct sfr__image *img, const char *src, uint64_t nbytes, uint64_t off,
-		int64_t source)
+static void add_entry(struct sfr__image *img, const char *src, uint64_t nbytes, uint64_t off,
+		      int64_t source)
 {
 	img->entries[img->nr_entries++] = (struct sfr__entry){
 		.src = src, .nbytes = nbytes, .hdr_off = off, .data_off = off, .source = source
@@ -92,7 +94,7 @@ static void add(struct sfr__image *img, const char *src, uint64_t nbytes, uint64
 	img->extents[img->nr_extents - 1].nr_entries++;
 }
 
-/* Adds the extents of one key. */
+/* Adds the extents of one key: one for each row of adjacent members that have it. */
 static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
 	uint64_t *nbytes =
@@ -101,7 +103,7 @@ static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc
 
 	if (key == 0) {
 		open_extent(img, 0);
-		add(img, desc->skeleton, desc->skeleton_len, 0, -1);
+		add_entry(img, desc->skeleton, desc->skeleton_len, 0, -1);
 		*nbytes = desc->skeleton_len;
 	}
 	for (uint32_t i = 0; i < desc->nr_members; i++, last = its) {
@@ -113,8 +115,8 @@ static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc
 		if (its == key) {
 			const struct sfr_source *source = &desc->sources[member->source];
 
-			add(img, (const char *)(uintptr_t)(source->addr + member->off),
-			    member->nbytes, off, member->source);
+			add_entry(img, (const char *)(uintptr_t)(source->addr + member->off),
+				  member->nbytes, off, member->source);
 			*nbytes += member->nbytes;
 		}
 		off += member->nbytes;
@@ -133,7 +135,8 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 
 	extent->off = first->data_off / SFR_PAGE * SFR_PAGE;
 	extent->len = sfr__round_up(last->data_off + last->nbytes, SFR_PAGE) - extent->off;
-	/* bytes of another extent in this page are treated like a header */
+	/* The bytes before the first member belong to another extent. In this one they take the
+	 * place of a header (img->glue, zeros). */
 	first->hdr_off = extent->off;
 	extent->first_block =
 		extent == img->extents ? 0 : extent[-1].first_block + extent[-1].nr_blocks;
@@ -182,6 +185,7 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 		goto fail;
 	}
 	img->len = desc->skeleton_len;
+	/* all keys in ascending order; next_key returns the last one again */
 	for (uint64_t key = 0, last = UINT64_MAX; key != last; key = next_key(desc, key)) {
 		add_extents(img, desc, key);
 		last = key;

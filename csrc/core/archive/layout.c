@@ -1,4 +1,4 @@
-/* The layout of a file, made before a byte of it moves.
+/* The layout of a file, made before any byte of the file is copied.
  *
  * A file is a zip archive as written by torch.save: stored entries, each with
  *
@@ -16,9 +16,9 @@
  *      captured storages
  *     |------|------|------|------|------|--|   blocks: each extent has its own
  *
- * Sources are grouped into extents (struct sfr__extent) by when they are copied and where they are:
- * captured ones of the host, those of each device, then deferred ones of the host and of each
- * device.
+ * Sources are grouped into extents (struct sfr__extent) by when they are copied and which memory
+ * they are in: captured sources of the host, those of each device, then deferred sources of the
+ * host and of each device.
  *
  * Extents start and end at multiples of 4096, padded with zeros, and so does the file. The tail's
  * zeros come before its entry, because the records after the directory must end the file.
@@ -32,8 +32,8 @@
  * Threads: one thread calls init and fini. In between everything but entry->crc and entry->crc_len
  * is constant.
  *
- * The zip64 end record is always written, as torch does; the last record's 40 bytes are the only
- * ones that are not 64-aligned. */
+ * The zip64 end record is always written, as torch does. The data of every record start at a
+ * multiple of 64, except those of the last, .data/serialization_id. */
 #include <errno.h>
 #include <string.h>
 
@@ -82,8 +82,8 @@ static void name_storage(char *name, uint32_t index)
 	*name = '\0';
 }
 
-static void add(struct sfr__image *img, const char *name, const char *src, uint64_t nbytes,
-		int64_t source)
+static void add_entry(struct sfr__image *img, const char *name, const char *src, uint64_t nbytes,
+		      int64_t source)
 {
 	struct sfr__entry *e = &img->entries[img->nr_entries++];
 
@@ -102,13 +102,15 @@ static void add_storages(struct sfr__image *img, const struct sfr_save_desc *des
 		if (sfr__extent_key(source) != key)
 			continue;
 		name_storage(name, i);
-		add(img, name, (const char *)(uintptr_t)source->addr, source->nbytes, i);
-		*(source->lane == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes) +=
-			source->nbytes;
+		add_entry(img, name, (const char *)(uintptr_t)source->addr, source->nbytes, i);
+		if (source->lane == SFR_CAPTURED)
+			img->captured_nbytes += source->nbytes;
+		else
+			img->deferred_nbytes += source->nbytes;
 	}
 }
 
-/* Returns the lowest key above `key` that has a source, or `key` itself. */
+/* Returns the lowest key above `key` that has a source, or `key` itself if there is none. */
 static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 {
 	uint64_t next = key;
@@ -122,7 +124,8 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 	return next;
 }
 
-/* Closes the extent whose entries are those from first_entry to the last one added. */
+/* Lays out an extent with the entries from first_entry to the last one added, and counts it.
+ * Returns 0 or -EFBIG. */
 static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 {
 	uint64_t off = extent->off, nr_blocks;
@@ -186,10 +189,10 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 		goto fail;
 	}
 
-	add(img, "archive/data.pkl", desc->skeleton, desc->skeleton_len, -1);
+	add_entry(img, "archive/data.pkl", desc->skeleton, desc->skeleton_len, -1);
 	img->captured_nbytes = desc->skeleton_len;
 	for (size_t i = 0; i < NR_RECORDS; i++)
-		add(img, records[i].name, records[i].data, strlen(records[i].data), -1);
+		add_entry(img, records[i].name, records[i].data, strlen(records[i].data), -1);
 	for (uint64_t key = 0; img->nr_extents < nr_extents; key = next_key(desc, key)) {
 		struct sfr__extent *extent = &img->extents[img->nr_extents];
 
@@ -238,8 +241,8 @@ const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32
 
 /* ---- blocks and segments ------------------------------------------------- */
 
-/* Returns the extent that contains block `blk` of a producer, given the producer's first extent.
- * *blk becomes the block's number in that extent. */
+/* Returns the extent that contains block *blk of a producer, whose first extent is `first`. *blk
+ * becomes the block's number in the returned extent. */
 static const struct sfr__extent *extent_of(const struct sfr__extent *first, uint32_t *blk)
 {
 	while (*blk >= first->nr_blocks) {
@@ -286,7 +289,7 @@ void sfr__image_own_pages(const struct sfr__image *img, const struct sfr__extent
 }
 
 /* Returns the extent's last entry that begins at or before `off`. Entries follow each other without
- * a gap, so `off` is in it, or in the zeros at the extent's end. */
+ * a gap, so `off` is in that entry, or in the zeros at the extent's end. */
 static uint32_t entry_at(const struct sfr__image *img, const struct sfr__extent *extent,
 			 uint64_t off)
 {
@@ -311,7 +314,7 @@ void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
 {
 	const struct sfr__extent *extent = it->extent;
-	uint64_t begin, end;
+	uint64_t begin, end; /* of the whole header, data, descriptor or padding, in the file */
 
 	if (it->off >= it->end)
 		return false;

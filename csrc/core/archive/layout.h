@@ -9,38 +9,44 @@
 
 /* The layout of one file: torch's zip format, stored entries with data descriptors.
  *
- *   extent 0 (captured): data.pkl, .format_version "0", .storage_alignment "64", byteorder,
- *                     version "3\n", then captured storages
- *   extent 1.. (one a device, then one a lane): captured storages of the device, deferred
- *                     storages of the lane
+ *   extent 0:         data.pkl, .format_version "0", .storage_alignment "64", byteorder,
+ *                     version "3\n", then the captured storages of host memory
+ *   one extent for each device:  its captured storages
+ *   one extent for each lane:    its deferred storages
  *   tail: padding, .data/serialization_id, central directory, zip64 end record and its
  *         locator, end record; the file's length is a multiple of 4096
  *
  * Every extent (struct sfr__extent) starts at a multiple of 4096, in a block of its own, and its
- * length is a multiple of 4096. So no block has two producers, and every block is one aligned
- * write. Sizes are known before a byte moves; only descriptors and the tail need CRCs. */
+ * length is a multiple of 4096. So each block is filled by one producer (the caller or one lane)
+ * and written with one aligned call. Sizes are known before a byte moves; only descriptors and the
+ * tail need CRCs. */
+
+/* One record of the file: a local header, data, a descriptor. In a file of parts it is glue and
+ * data (parts.c), in a flat file data alone. */
 struct sfr__entry {
 	const char *src; /* the source's bytes */
 	uint64_t nbytes;
-	uint64_t hdr_off;  /* of its local header, in the file */
+	uint64_t hdr_off;  /* offset of the local header in the file */
 	uint64_t data_off; /* a multiple of SFR_ALIGN */
 	int64_t source;    /* index in sfr_save_desc.sources, or -1 */
 	uint32_t crc;      /* of the first crc_len bytes; guarded by the engine's mutex */
 	uint32_t desc_len; /* 16, or 24 with zip64 */
 	uint64_t crc_len;
 	char name[32];    /* "archive/data/4294967295" at the longest */
-	uint64_t glue_at; /* for parts: offset, in the glue, of the bytes before the data */
+	uint64_t glue_at; /* for parts: offset in image.glue of the bytes before the data */
 };
 
+/* A range of the file that one producer fills. */
 struct sfr__extent {
 	uint64_t off, len;
 	uint32_t lane, device; /* as in struct sfr_source */
 	uint32_t first_entry, nr_entries;
 	uint32_t first_block, nr_blocks; /* index among the blocks of the image */
-	/* The entries and blocks of this extent and of later ones with the same lane and
-	 * device, which only a flat file has. Their blocks are numbered consecutively. */
+	/* Numbers of entries and blocks of this extent together with later extents of the same lane
+	 * and device, which only a flat file has. Their blocks are numbered consecutively. */
 	uint32_t all_entries, all_blocks;
-	/* parts: memory that equals this extent, written in place */
+	/* for parts: the source's memory that holds this extent's bytes and is written without a
+	 * copy; else NULL */
 	const char *direct;
 };
 
@@ -63,13 +69,14 @@ struct sfr__image {
 	/* for flat files, see flat.c: offsets of the pages that two extents share */
 	uint64_t *edges;
 	uint32_t nr_edges;
-	bool has_crcs;                             /* the file contains the CRCs of its entries */
-	uint64_t captured_nbytes, deferred_nbytes; /* storages and skeleton; storages */
+	bool has_crcs;            /* the file contains the CRCs of its entries */
+	uint64_t captured_nbytes; /* of captured storages and the skeleton */
+	uint64_t deferred_nbytes; /* of deferred storages */
 };
 
-/* Lays the image out. -ENOMEM; -EINVAL: a null source with bytes, or a bad block size; -EFBIG: more
- * than any file can hold (2^62 bytes, 2^32 blocks an extent). Extents without entries are left out,
- * except extent 0. */
+/* Lays the image out. Returns 0; -ENOMEM; -EINVAL: a null source with bytes, or a bad block size;
+ * -EFBIG: more than any file can hold (2^62 bytes, 2^32 blocks an extent). Extents without entries
+ * are left out, except extent 0. */
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes);
 /* Makes the image of parts, which are empty afterwards. Returns an error that the parts keep; or
  * -ENOMEM, -EFBIG, and the parts are unchanged. */
@@ -80,27 +87,29 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 			 uint64_t block_bytes);
 /* Checks block size, skeleton and sources, as sfr__image_init does. */
 int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes);
-/* Returns what distinguishes sources of different extents, in the order of the extents. */
+/* Returns the key by which sources are sorted into extents: sources of one extent have the same
+ * key, and the extents are in ascending order of their keys. */
 static inline uint64_t sfr__extent_key(const struct sfr_source *source)
 {
 	return (uint64_t)source->lane << 32 | source->device;
 }
 /* Frees the tables and keeps the sizes. Idempotent. */
 void sfr__image_fini(struct sfr__image *img);
-/* Returns the first extent of these sources, or NULL. */
+/* Returns the first extent of this lane and device, or NULL. */
 const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32_t lane,
 					    uint32_t device);
-/* Returns the bytes of block `blk` of an extent that belong to the file: block_bytes, or less for
- * the last. */
+/* Return the length in bytes of block `blk` of an extent (block_bytes, or less for the last block),
+ * and its offset in the file. `blk` counts up to extent->all_blocks. */
 size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__extent *extent,
 			    uint32_t blk);
 uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__extent *extent,
 			      uint32_t blk);
 
-/* Returns whether the page at `off` is an edge page. */
+/* Returns whether the page at `off` is an edge page, which two extents share (flat.c). */
 bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off);
-/* Sets [*from, *to) to the pages of a block in which no other extent has bytes: all of them, or all
- * but the first or the last. Those are edge pages, which are put together and written apart. */
+/* Sets [*from, *to) to the pages of a block in which no other extent has bytes. The first and the
+ * last page may be left out: they are edge pages if another extent has bytes in them, and are
+ * written separately. */
 void sfr__image_own_pages(const struct sfr__image *img, const struct sfr__extent *extent,
 			  uint32_t blk, uint64_t *from, uint64_t *to);
 

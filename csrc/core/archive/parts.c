@@ -5,18 +5,19 @@
  *     |------|----------|------|-----------|------|      between two sources are one piece of glue
  *     entry 0            entry 1             entry 2
  *
- * So it is an image like torch's file, with glue as the header and no descriptor; the last entry
- * has no data. Sources are not copied before they are written, because they do not change until the
- * save has ended. So they can be written in place.
+ * The image is therefore like that of torch's file: each entry is glue, which takes the place of a
+ * header, and a source, without a descriptor. The last entry has only glue. Sources are not copied
+ * before they are written, because they do not change until the save has ended. So they can be
+ * written in place (directly from their memory).
  *
  *     extent 0 extent 1        extent 2 extent 3         buffered, direct, ...
  *     |-------|-----------------|-------|-----------|
  *             ^ 4096 in the file and in memory
  *
- * If a source has the same offset modulo 4096 in the file and in memory, it becomes an extent of
- * its own, without its first and last bytes. A shorter one than DIRECT_MIN is not worth a write of
- * its own. Extents start and end at multiples of 4096; the last one is padded with zeros, which are
- * cut off the file. */
+ * If a source has the same offset modulo 4096 in the file and in memory, its whole pages become an
+ * extent of their own, which is written in place. For less than DIRECT_MIN bytes an extra write
+ * would not pay. Extents start and end at multiples of 4096; the last one is padded with zeros,
+ * which are cut off the file. */
 #include <errno.h>
 #include <string.h>
 
@@ -27,7 +28,7 @@
 #define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE)
 
 struct sfr_parts {
-	struct sfr__entry *entries; /* the last one is open: its data are added later */
+	struct sfr__entry *entries; /* the last one is open: it has no source yet */
 	struct sfr__crc_field *fields;
 	char *glue;
 	size_t nr_entries, room_entries, nr_fields, room_fields, glue_len, glue_room;
@@ -35,7 +36,8 @@ struct sfr_parts {
 	int rc; /* the first error */
 };
 
-/* Makes room for `more` items. */
+/* Returns `items`, possibly moved, with room for `more` items of `size` bytes after the first `nr`.
+ * *room is the capacity in items. Returns NULL without memory; `items` then remains valid. */
 static void *grown(void *items, size_t nr, size_t *room, size_t more, size_t size)
 {
 	size_t want = *room == 0 ? 64 : *room;
@@ -108,7 +110,8 @@ uint32_t sfr__parts_nr_sources(const struct sfr_parts *p)
 	return (uint32_t)p->nr_entries - 1;
 }
 
-/* Adds `len` bytes of glue, which the caller fills; NULL if the parts have failed. */
+/* Adds `len` bytes of glue and returns their address, for the caller to fill them. NULL if the
+ * parts have failed. */
 static char *add_glue(struct sfr_parts *p, size_t len)
 {
 	char *glue, *at;
@@ -189,7 +192,8 @@ int sfr_parts_crc(struct sfr_parts *p, uint32_t source)
 
 /* ---- the image ------------------------------------------------------------ */
 
-/* Finds the portion of an entry's data that can be written in place: [*from, *to) of the file. */
+/* Returns whether an entry's data can be written in place. Sets [*from, *to) to the whole pages of
+ * the data in the file. */
 static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 {
 	uint64_t end = e->data_off + e->nbytes;
@@ -200,7 +204,8 @@ static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 	       *to - *from >= DIRECT_MIN;
 }
 
-/* Adds the extent [off, end), which contains portions of the entries from `first` to `last`. */
+/* Adds the extent from the end of the previous one to `end`. It contains bytes of the entries from
+ * `first` to `last`. `direct`: the memory to write it from, or NULL. Returns 0 or -EFBIG. */
 static int add_extent(struct sfr__image *img, uint64_t end, uint32_t first, uint32_t last,
 		      const char *direct)
 {
@@ -244,7 +249,7 @@ static int add_extents(struct sfr__image *img)
 		off = to;
 		first = i;
 	}
-	/* There is always an extent. */
+	/* An empty file has an extent, too. */
 	if (rc == 0 && (off < img->len || img->nr_extents == 0))
 		rc = add_extent(img, sfr__round_up(img->len, SFR_PAGE), first, img->nr_entries - 1,
 				NULL);
@@ -258,15 +263,19 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	int rc = p->rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
-	if (rc == 0 && add_glue(p, 1) == NULL) /* so that there is always a glue entry */
+	/* img->glue must not be NULL, even if the parts have no bytes: allocate one, which does not
+	 * count. */
+	if (rc == 0 && add_glue(p, 1) == NULL)
 		rc = p->rc;
 	if (rc != 0)
 		return rc;
 	p->glue_len--;
 	p->len--;
 	p->entries[p->nr_entries - 1].data_off = p->len;
+	/* each extent written in place may have a buffered one before it */
 	for (size_t i = 0; i < p->nr_entries; i++)
-		nr_extents += is_direct(&p->entries[i], &from, &to) ? 2 : 0;
+		if (is_direct(&p->entries[i], &from, &to))
+			nr_extents += 2;
 	img->extents = sfr_sys.calloc(nr_extents, sizeof(*img->extents));
 	if (img->extents == NULL)
 		return -ENOMEM;

@@ -7,12 +7,13 @@
 
 #define SFR__FIELD_LEN 4u
 
-/* Keeps the first error, and returns it. */
+/* Makes `rc` the error of the parts, unless they already have one. Returns their error. */
 int sfr__parts_fail(struct sfr_parts *parts, int rc);
 /* Returns the number of sources so far, which is the next one's number. */
 uint32_t sfr__parts_nr_sources(const struct sfr_parts *parts);
-/* Adds a field for a source's CRC over bytes of glue at offset `off` of the file; offsets ascend.
- * 0, or the kept error. */
+/* Declares the SFR__FIELD_LEN bytes of glue at offset `off` of the file to be a field, into which
+ * the CRC of source number `source` is written. Offsets ascend. Returns 0, or the parts' first
+ * error. */
 int sfr__parts_field(struct sfr_parts *parts, uint64_t off, uint32_t source);
 
 #endif

@@ -6,7 +6,7 @@
  *
  * A zip file stores most facts twice. A record's name, sizes and CRC are in the directory, in the
  * local header before its data, and in the descriptor after its data. Damage shows as disagreement,
- * so everything stored twice is compared, including time stamps. Different writers do this:
+ * so everything stored twice is compared, including timestamps. Different programs write:
  *
  *   torch     flag bit 3 (sizes and CRC are zero in the local header, true in the descriptor),
  *             but no descriptor and no bit 3 for an empty record. Zip64 end records always; their
@@ -19,12 +19,12 @@
  *             field with {size, size} where it is 0xffffffff, no zip64 end records.
  *
  * After the end record there may be a comment, or padding of any bytes. torch's reader takes the
- * last end record that begins within SFR__UNZIP_END_REACH of the file's end. This one does the
- * same, and knows only the length of the rest.
+ * last end record that begins within SFR__UNZIP_END_REACH of the file's end. This code does the
+ * same; it reports the length of what follows, but does not check its contents.
  *
- * All of these are accepted. Fields without a second copy that steer no reader are not checked:
- * versions needed and made by, attributes except for the directory bit, contents of extra fields
- * other than zip64's, comments of records, bytes in the gaps. */
+ * All of these are accepted. Fields that have no second copy and that no reader uses are not
+ * checked: versions needed and made by, attributes except for the directory bit, contents of extra
+ * fields other than zip64's, comments of records, bytes in the gaps. */
 #include <stdbool.h>
 #include <string.h>
 
@@ -78,13 +78,14 @@ size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len)
 	return SIZE_MAX;
 }
 
-/* Whether a short field has the value of the long one, or refers to it. */
-static bool says16(uint16_t shorter, uint64_t value)
+/* Return whether a field of the old end record agrees with the zip64 one: it has the same value, or
+ * the maximum, which refers to the zip64 field. */
+static bool agrees16(uint16_t shorter, uint64_t value)
 {
 	return shorter == value || shorter == MAX16;
 }
 
-static bool says32(uint32_t shorter, uint64_t value)
+static bool agrees32(uint32_t shorter, uint64_t value)
 {
 	return shorter == value || shorter == MAX32;
 }
@@ -132,9 +133,9 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 
 		if (wrong != NULL)
 			return wrong;
-		if (!says16(le16(last + 10), end->nr_records) ||
-		    !says32(le32(last + 12), end->dir_len) ||
-		    !says32(le32(last + 16), end->dir_off))
+		if (!agrees16(le16(last + 10), end->nr_records) ||
+		    !agrees32(le32(last + 12), end->dir_len) ||
+		    !agrees32(le32(last + 16), end->dir_off))
 			return "its two end records disagree";
 		dir_end = end->len - SFR__UNZIP_TAIL;
 	} else {
@@ -176,7 +177,9 @@ const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_rec
 	return NULL;
 }
 
-/* Finds a zip64 field: *field and *field_len, or NULL. False if the fields do not fill `len`. */
+/* Finds the zip64 field among `len` bytes of extra fields. Sets *field to its contents, or to NULL
+ * if there is none. Returns false if there are two, or if the fields do not fill `len` bytes
+ * exactly. */
 static bool find_zip64(const unsigned char *extra, size_t len, const unsigned char **field,
 		       size_t *field_len)
 {
@@ -199,7 +202,8 @@ static bool find_zip64(const unsigned char *extra, size_t len, const unsigned ch
 	return true;
 }
 
-/* Takes the next 64-bit number of a zip64 field, if `value` was too large for its own field. */
+/* If *value is 0xffffffff, replaces it by the next 64-bit number of the zip64 field, of which *left
+ * bytes are left. Returns false if there is no number left. */
 static bool widen(uint64_t *value, const unsigned char **field, size_t *left)
 {
 	if (*value != MAX32)
@@ -248,8 +252,8 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 
 /* ---- local header and descriptor --------------------------------------------- */
 
-/* Whether a local header's number agrees with the directory's. It may be 0 if a descriptor follows,
- * and 0xffffffff if its zip64 field has the number. */
+/* Returns whether a local header's size agrees with the directory's. It may be 0 if a descriptor
+ * follows, and 0xffffffff if the header's zip64 field has the size. */
 static bool sizes_agree(uint32_t recorded, uint64_t value, const struct sfr__unzip_record *rec)
 {
 	return recorded == value || recorded == MAX32 ||
@@ -281,7 +285,7 @@ const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned ch
 	static const char wrong[] = "its zip64 sizes in the local header are not the directory's";
 	const bool described = (rec->flags & SFR__UNZIP_DESCRIBED) != 0;
 	const uint64_t all[3] = { rec->ulen, rec->clen, rec->hdr_off };
-	/* torch omits sizes that need no zip64; then the offset is the only number. */
+	/* torch leaves out sizes below 4 GiB; then the offset is the field's only number. */
 	const uint64_t *want = all;
 	const unsigned char *field;
 	size_t len;

@@ -1,4 +1,5 @@
-/* Checks zip records: bytes in, a verdict out. See archive/read.c; check.c does the I/O. */
+/* Functions that check the records of a zip file in memory. See archive/read.c; the callers in
+ * check/ and reader/ read the bytes. */
 #ifndef SFR_READ_H
 #define SFR_READ_H
 
@@ -7,8 +8,9 @@
 #include <stdint.h>
 
 #define SFR__UNZIP_TAIL 98u /* zip64 end record, its locator, end record */
-/* torch's reader (miniz) searches that far from the file's end for the end record: in buffers of
- * 4096 bytes, each 4093 before the last, until it has gone back 65,557. */
+/* How far from the file's end torch's reader (miniz) searches for the end record. It reads buffers
+ * of 4096 bytes, each beginning 4093 bytes before the previous one, until it has gone back by
+ * 65,557 bytes. */
 #define SFR__UNZIP_END_REACH (4096u + 16u * 4093u)
 #define SFR__UNZIP_TAIL_MAX (SFR__UNZIP_END_REACH + SFR__UNZIP_TAIL)
 #define SFR__UNZIP_CENTRAL 46u /* fixed part of a directory record */
@@ -20,13 +22,12 @@
 #define SFR__UNZIP_STORED 0u
 #define SFR__UNZIP_DEFLATED 8u
 
-/* The functions return NULL, or the damage in words that follow a subject ("its end record is
- * damaged", said of the file; "its local header is missing", said of a record). The words are
- * constants. */
+/* The functions that return text return NULL if they find no damage, else a constant that describes
+ * the damage. It is worded to follow a name: of the file ("its end record is damaged") or of a
+ * record ("its local header is missing"). */
 
 struct sfr__unzip_end {
-	uint64_t
-		len; /* length of the archive: the file's, without the bytes after the end record */
+	uint64_t len; /* of the archive: the file without the bytes after the end record */
 	uint64_t nr_records;
 	uint64_t dir_off, dir_len; /* the directory: inside the file, up to its end records */
 };
@@ -38,9 +39,9 @@ struct sfr__unzip_record {
 	uint32_t crc;
 	uint32_t stamp; /* time and date, only to be compared */
 	uint16_t flags, method;
-	bool is_dir;
-	uint16_t name_len, extra_len,
-		comment_len; /* lengths of what follows in the directory, in this order */
+	bool is_dir; /* marked as a directory */
+	/* lengths of the fields that follow in the directory, in this order */
+	uint16_t name_len, extra_len, comment_len;
 };
 
 /* Returns how many bytes follow the last end record in a file's last `len` bytes: a comment or
@@ -50,18 +51,19 @@ size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len);
  * after the end record, or the whole file if that is shorter. */
 const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,
 			   struct sfr__unzip_end *end);
-/* Checks a directory record's fixed part. Sizes and offset are final only after
- * sfr__unzip_central_extra, which must be called with its extra fields. */
+/* Checks the SFR__UNZIP_CENTRAL bytes of a directory record's fixed part and fills *rec. Sizes and
+ * offset are final only after sfr__unzip_central_extra, which takes the record's extra fields. */
 const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
 const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
 				     const struct sfr__unzip_end *end);
-/* Checks a name of rec->name_len bytes, when rec->ulen is final: only for what a name must not
- * be. */
+/* Checks a record's name, of rec->name_len bytes. rec->ulen must be final, because the name of a
+ * record with data must not be that of a directory. */
 const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec);
 /* Compares a local header's fixed part with the directory. *extra_len receives the length of the
- * fields after its name, which is as long as rec's. */
+ * header's extra fields, which follow its name (of rec->name_len bytes). */
 const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
 			     size_t *extra_len);
+/* Compares the zip64 sizes in those extra fields with the directory. */
 const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
 				   size_t extra_len, const struct sfr__unzip_record *rec);
 /* Checks the descriptor in `len` bytes after the data, of which at most SFR__UNZIP_DESC are needed.

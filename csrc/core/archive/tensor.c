@@ -4,11 +4,13 @@
  *     ---------------------- glue ----------------------  --- source ---  -------- glue --------
  *
  * torch.distributed.checkpoint stores tensors this way, and loads each with torch.load from a
- * section of the file. Offsets in the directory count from the archive's start. The pickle equals,
- * byte for byte, what torch's own pickler writes for such a tensor at protocol 2.
+ * section of the file. Offsets in the archive's directory count from the archive's start. The
+ * pickle equals, byte for byte, what torch's own pickler writes for such a tensor at protocol 2.
+ * "Glue" is what parts.c calls the bytes between sources.
  *
- * The data have the same offset modulo 4096 in the file and in memory, so that they can be written
- * in place. Small data, which are not, start at a multiple of 64 in the file. */
+ * Data of at least ALIGN_MIN bytes get the same offset modulo 4096 in the file as in memory, so
+ * that they can be written in place. Shorter data go through a buffer, and start at a multiple of
+ * 64. */
 #include <errno.h>
 #include <string.h>
 
@@ -16,7 +18,7 @@
 #include "archive/parts.h"
 #include "archive/write.h"
 
-#define ALIGN_MIN (UINT64_C(1) << 20) /* shorter data go through a buffer anyway */
+#define ALIGN_MIN (UINT64_C(1) << 20) /* bytes */
 #define MAX_DIMS 64u                  /* more than torch supports */
 #define STORAGE_MAX 64u               /* length of the name of a storage type */
 #define PICKLE_MAX (512u + 24u * MAX_DIMS)
@@ -34,8 +36,8 @@ static const struct {
 /* ---- the pickle ------------------------------------------------------------- */
 
 struct pickle {
-	char *at;
-	unsigned char nr_memo;
+	char *at;              /* where the next byte goes */
+	unsigned char nr_memo; /* objects in the pickler's memo so far */
 };
 
 static void put(struct pickle *p, const void *bytes, size_t len)
@@ -44,22 +46,22 @@ static void put(struct pickle *p, const void *bytes, size_t len)
 	p->at += len;
 }
 
-static void op(struct pickle *p, char code)
+static void put_op(struct pickle *p, char code)
 {
 	*p->at++ = code;
 }
 
 static void memoize(struct pickle *p)
 {
-	op(p, 'q');
-	op(p, (char)p->nr_memo++);
+	put_op(p, 'q');
+	put_op(p, (char)p->nr_memo++);
 }
 
 static void put_text(struct pickle *p, const char *text)
 {
 	uint32_t len = (uint32_t)strlen(text);
 
-	op(p, 'X');
+	put_op(p, 'X');
 	put(p, &len, sizeof(len));
 	put(p, text, len);
 	memoize(p);
@@ -67,11 +69,11 @@ static void put_text(struct pickle *p, const char *text)
 
 static void put_global(struct pickle *p, const char *module, const char *name)
 {
-	op(p, 'c');
+	put_op(p, 'c');
 	put(p, module, strlen(module));
-	op(p, '\n');
+	put_op(p, '\n');
 	put(p, name, strlen(name));
-	op(p, '\n');
+	put_op(p, '\n');
 	memoize(p);
 }
 
@@ -82,21 +84,21 @@ static void put_int(struct pickle *p, int64_t value)
 	char len = 8;
 
 	if (value >= 0 && value < 256) {
-		op(p, 'K');
+		put_op(p, 'K');
 		put(p, &bits, 1);
 	} else if (value >= 0 && value < 65536) {
-		op(p, 'M');
+		put_op(p, 'M');
 		put(p, &bits, 2);
 	} else if (value >= INT32_MIN && value <= INT32_MAX) {
-		op(p, 'J');
+		put_op(p, 'J');
 		put(p, &bits, 4);
 	} else {
 		/* The fewest bytes that keep the sign. */
 		while (len > 1 && ((value >> (8 * (len - 1) - 1)) == 0 ||
 				   (value >> (8 * (len - 1) - 1)) == -1))
 			len--;
-		op(p, '\x8a');
-		op(p, len);
+		put_op(p, '\x8a');
+		put_op(p, len);
 		put(p, &bits, (size_t)len);
 	}
 }
@@ -106,16 +108,16 @@ static void put_ints(struct pickle *p, const int64_t *values, uint32_t nr)
 	static const char tuples[] = { ')', '\x85', '\x86', '\x87' };
 
 	if (nr > 3)
-		op(p, '(');
+		put_op(p, '(');
 	for (uint32_t i = 0; i < nr; i++)
 		put_int(p, values[i]);
-	op(p, nr > 3 ? 't' : tuples[nr]);
+	put_op(p, nr > 3 ? 't' : tuples[nr]);
 	if (nr > 0)
 		memoize(p);
 }
 
-/* Writes _rebuild_tensor_v2(storage, 0, sizes, strides, False, OrderedDict()). Returns its
- * length. */
+/* Writes the pickle of _rebuild_tensor_v2(storage, 0, sizes, strides, False, OrderedDict()), and
+ * returns its length. */
 static size_t make_pickle(char *dst, const struct sfr_tensor *tensor)
 {
 	struct pickle p = { .at = dst };
@@ -128,26 +130,27 @@ static size_t make_pickle(char *dst, const struct sfr_tensor *tensor)
 	put_text(&p, "0");
 	put_text(&p, "cpu");
 	put_int(&p, (int64_t)tensor->numel);
-	op(&p, 't');
+	put_op(&p, 't');
 	memoize(&p);
-	op(&p, 'Q');
+	put_op(&p, 'Q');
 	put_int(&p, 0);
 	put_ints(&p, tensor->sizes, tensor->ndim);
 	put_ints(&p, tensor->strides, tensor->ndim);
-	op(&p, '\x89');
+	put_op(&p, '\x89');
 	put_global(&p, "collections", "OrderedDict");
 	put(&p, ")R", 2);
 	memoize(&p);
-	op(&p, 't');
+	put_op(&p, 't');
 	memoize(&p);
-	op(&p, 'R');
+	put_op(&p, 'R');
 	memoize(&p);
-	op(&p, '.');
+	put_op(&p, '.');
 	return (size_t)(p.at - dst);
 }
 
 /* ---- the archive ------------------------------------------------------------ */
 
+/* The records of the archive while it is written. The last index, NR_RECORDS, is the tensor's. */
 struct archive {
 	char pickle[PICKLE_MAX];
 	const char *data[NR_RECORDS + 1];
@@ -155,7 +158,8 @@ struct archive {
 	uint32_t crc[NR_RECORDS + 1];
 };
 
-/* Writes a record after the first `used` bytes of the archive. */
+/* Writes record `i` after the first `used` bytes of the archive at `dst`. Returns how many bytes
+ * are used then. */
 static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 {
 	char *at = dst + used;
@@ -169,7 +173,7 @@ static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 	return (size_t)(at - dst);
 }
 
-/* Returns how much longer the data's header must be to align them. */
+/* Returns by how many bytes the header must be longer so that data at `off` become aligned. */
 static size_t padding(uint64_t off, const struct sfr_tensor *tensor)
 {
 	if (tensor->nbytes >= ALIGN_MIN)
@@ -177,7 +181,8 @@ static size_t padding(uint64_t off, const struct sfr_tensor *tensor)
 	return (size_t)(sfr__round_up(off, SFR_ALIGN) - off);
 }
 
-/* Writes everything before the data. Returns its length. */
+/* Writes everything before the data to `dst`, and returns its length. `off` is the offset of the
+ * archive in the file. */
 static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct sfr_tensor *tensor)
 {
 	char probe[SFR__ZIP_LOCAL_MAX];
@@ -191,6 +196,8 @@ static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct
 					 padding(off + used + len, tensor));
 }
 
+/* Adds everything after the data. `begin` is the offset of the archive in the file, `source` the
+ * number of the tensor's source. */
 static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t begin,
 		    uint32_t source)
 {

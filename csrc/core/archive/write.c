@@ -1,18 +1,18 @@
 /* Writes the bytes of a zip file that are not data: headers, descriptors, the tail.
  *
- * layout.c decides the offset of each entry; this file knows torch's dialect of zip. It has the
- * length of each record (needed before a byte moves) and its bytes (needed when the CRCs are known)
- * side by side, because the two must agree. How entries are written, and why:
+ * layout.c decides the offset of each entry; this file knows torch's dialect of zip. It computes
+ * the length of each record, before anything is copied, and writes its bytes, when the CRCs are
+ * known. Both are here because they must agree. How entries are written, and why:
  *
  *   - CRC and sizes in the local header are zero, and flag bit 3 means that a descriptor follows
- *     the data (torch does the same). A CRC in the header would keep an entry's first block
- *     from the disk until its last byte is copied, and a small pool would hang.
+ *     the data (torch does the same). If the CRC were in the header, an entry's first block could
+ *     be written only after the entry's last byte was copied, and a small pool would hang.
  *   - Sizes and offsets of 0xffffffff and more (sfr_limits.zip64_bytes) go to a zip64 extra
  *     field. The descriptor is long, as torch's, if size or header offset needs zip64: 24 bytes.
  *     The local extra field always has both sizes then, as the zip format requires.
  *   - An extra field "FB", filled with 'Z', aligns the data (torch's own trick).
- *   - The zip64 end records are always there, as in torch's files; the old end record saturates
- *     where they are needed.
+ *   - The zip64 end records are always there, as in torch's files. A number that does not fit into
+ *     the old end record is 0xffff or 0xffffffff there.
  *   - .data/serialization_id is made from all names and CRCs, so it is the last entry and a part
  *     of the tail, which is written when everything else is known:
  *
@@ -51,7 +51,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "zip's integers are st
 
 /* ---- sizes --------------------------------------------------------------- */
 
-/* Whether a size or an offset goes to a zip64 field. */
+/* Returns whether a size or an offset goes to a zip64 field. */
 static bool is_long(uint64_t value)
 {
 	return value >= sfr_limits.zip64_bytes;
@@ -79,7 +79,7 @@ uint32_t sfr__zip_desc_len(const struct sfr__entry *e)
 	return is_zip64(e) ? DESC64_LEN : DESC_LEN;
 }
 
-/* Length of an entry's record in the central directory. */
+/* Returns the length of an entry's record in the central directory. */
 static uint64_t central_len(const struct sfr__entry *e)
 {
 	uint64_t extra = (is_long(e->nbytes) ? 16u : 0) + (is_long(e->hdr_off) ? 8u : 0);
@@ -87,9 +87,9 @@ static uint64_t central_len(const struct sfr__entry *e)
 	return CENTRAL_LEN + strlen(e->name) + (extra != 0 ? 4 + extra : 0);
 }
 
-/* Whether the tail's own entry has the long form. This depends on the end of the last page in which
- * its header can begin, so that the lengths do not depend on the exact offset. The long form is
- * valid for smaller offsets too. */
+/* Returns whether the tail's own entry, .data/serialization_id, has the long (zip64) form. The
+ * exact offset of that entry depends on the lengths of the records after it, so the decision takes
+ * the highest offset that it can have. The long form is valid for smaller offsets too. */
 static bool tail_is_zip64(const struct sfr__image *img)
 {
 	return img->tail_off + SFR_PAGE > sfr_limits.zip64_bytes;
@@ -117,7 +117,7 @@ uint64_t sfr__zip_tail_len(const struct sfr__image *img)
 
 /* ---- records ------------------------------------------------------------- */
 
-/* Little-endian stores at a moving address. */
+/* The address of the next byte to be written. The put functions write there, and advance it. */
 struct out {
 	unsigned char *at;
 };
@@ -336,9 +336,9 @@ static uint64_t fnv1a(uint64_t hash, const void *src, size_t len)
 	return hash;
 }
 
-/* Makes forty digits: twenty from the names and twenty from sizes and CRCs. The same content has
- * the same id, and a changed bit changes it. It identifies a file in logs and is not
- * cryptographic. */
+/* Makes forty digits: twenty from the names and twenty from sizes and CRCs. Files with the same
+ * content have the same id, and a changed bit changes it. The id identifies a file in logs and is
+ * not cryptographic. */
 static void make_id(const struct sfr__image *img, char id[ID_LEN])
 {
 	uint64_t half[2] = { UINT64_C(0xcbf29ce484222325), UINT64_C(0xcbf29ce484222325) };
