@@ -42,26 +42,29 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 
 /* memcpy with stores that bypass the caches, for bytes that only a disk will read. */
 void sfr__copy(void *dst, const void *src, size_t len);
-/* Orders those stores before later ones; called before another thread may see the copy. */
+/* Orders the stores of sfr__copy before all later stores of the thread. A thread calls it after its
+ * copies, before another thread may read them. */
 void sfr__copy_fence(void);
 
 /* ---- sys.c: helpers over the system-call table ---- */
 
-/* How often an interrupted call is retried without progress. No signal handler runs on our threads,
- * so a call interrupted that often is broken, and retrying forever would hide it. */
+/* How often an interrupted call is retried without progress. No signal handler runs on the core's
+ * threads, so a call interrupted that often is broken, and retrying forever would hide it. */
 #define SFR__EINTR_TRIES 64
 
-uint64_t sfr__now_ns(void);
-/* pthread_cond_init with CLOCK_MONOTONIC. 0 or -errno. */
+uint64_t sfr__now_ns(void); /* of CLOCK_MONOTONIC */
+/* pthread_cond_init with CLOCK_MONOTONIC. Returns 0 or -errno. */
 int sfr__cond_init(pthread_cond_t *cond);
-/* Waits on `cond` until woken or until `deadline_ns` (SFR_FOREVER: no bound). 0 or SFR_EAGAIN. A
- * deadline in the past returns SFR_EAGAIN at once and never releases the mutex. */
+/* Waits on `cond` until woken or until `deadline_ns` (SFR_FOREVER: no bound). The caller holds `mu`
+ * and no other lock. Returns 0, also without a wake-up, or SFR_EAGAIN after the deadline. With a
+ * deadline in the past it returns SFR_EAGAIN at once and never releases the mutex. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns);
-/* Convert a slice to a deadline and back. SFR_FOREVER stays SFR_FOREVER; a deadline in the past
- * gives 0. */
+/* Convert a slice (nanoseconds from now) to a deadline (a time of sfr__now_ns) and back.
+ * SFR_FOREVER stays SFR_FOREVER; a deadline in the past gives 0. */
 uint64_t sfr__deadline(uint64_t slice_ns);
 uint64_t sfr__time_left(uint64_t deadline_ns);
-/* Writes all bytes, retrying short writes and EINTR. *done counts those written. 0 or -errno. */
+/* Writes `len` bytes at offset `off` of the file, retrying short writes and EINTR. *done receives
+ * the number of bytes written, also after an error. Returns 0 or -errno. */
 int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *done);
 
 /* ---- thread.c ---- */
@@ -71,8 +74,8 @@ enum sfr__thread_kind {
 	SFR__AWAITED,    /* a call waits for the thread and does nothing else */
 	SFR__PROMPT,     /* a step may wait for it: short sleeps end on time */
 };
-/* Starts a named thread with every signal blocked except those that a thread raises itself. 0 or
- * -errno. */
+/* Starts a named thread with every signal blocked except those that a thread raises itself, such as
+ * SIGSEGV. Returns 0 or -errno. */
 int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
 		      void *(*main)(void *), void *arg);
 
@@ -88,9 +91,9 @@ void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const cha
 
 /* ---- fork.c ---- */
 
-/* open() that registers the descriptor, so that a forked child closes it. The child closes and
- * never unlocks: flock belongs to the open file, which the parent keeps. Adds O_CLOEXEC. Returns
- * the descriptor or -errno. */
+/* open() with O_CLOEXEC that also registers the descriptor, so that a forked child closes it. The
+ * child never unlocks the file, because the lock of flock belongs to the open file, which the
+ * parent keeps. Returns the descriptor or -errno. */
 int sfr__fd_open(const char *path, int flags, mode_t mode);
 /* Does the same for a name in an open directory. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
@@ -98,10 +101,10 @@ int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
 int sfr__fd_memory(const char *name);
 /* Unregisters and closes the descriptor. 0 or -errno of close. */
 int sfr__fd_close(int fd);
-/* A function that makes a file forget its state in a forked child, where threads, waiters and lock
- * holders of the parent do not exist. The child calls the functions in no particular order; they
- * allocate nothing and take no lock. SFR__AT_FORK registers one before main, so no fork comes too
- * early. */
+/* A function that resets the static variables of one source file in a forked child, where threads,
+ * waiters and lock holders of the parent do not exist. The child calls the functions in no
+ * particular order; they allocate nothing and take no lock. SFR__AT_FORK registers a function when
+ * the library is loaded, so no fork comes too early. */
 struct sfr__fork_hook {
 	struct sfr__fork_hook *next;
 	void (*forget)(void);
@@ -116,15 +119,15 @@ void sfr__fork_watch(struct sfr__fork_hook *hook);
 
 /* ---- notice.c ---- */
 
-/* A ticket embeds its two notices and a snapshot its one, so posting one cannot fail. Each posted
- * notice holds a reference on its owner. */
+/* A ticket embeds the two notices that it ever posts and a snapshot its only one, so posting cannot
+ * fail. Each posted notice holds a reference on its ticket or snapshot. */
 struct sfr__notice {
 	struct sfr__notice *next;
 	uint64_t number; /* of the ticket or snapshot */
 	struct sfr_ticket *ticket;
 	struct sfr_snapshot *snapshot; /* for SFR_NOTICE_SNAPSHOT */
-	unsigned what;
-	char *text; /* TEXT only; the taker frees it */
+	unsigned what;                 /* SFR_NOTICE_* */
+	char *text; /* for SFR_NOTICE_TEXT; sfr_notice_wait copies and frees it */
 };
 void sfr__notice_post(struct sfr__notice *notice);
 /* Formats and posts a TEXT notice; drops it silently when memory is short. */

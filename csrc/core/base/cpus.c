@@ -5,8 +5,8 @@
  * share that core with the training. Python finds the CPUs of the process (_base/cpus.py) and sets
  * them here.
  *
- * Each word is atomic, but not the set: a thread that starts during a change may get CPUs of both
- * sets. The process may use all of them.
+ * Each word is atomic, but not the whole set. A thread that starts during a change may get CPUs of
+ * the old set and of the new one, which is harmless: the process may use all of them.
  */
 #include <errno.h>
 #include <stdatomic.h>
@@ -18,7 +18,8 @@
 #define WORD_BITS 64
 #define NR_WORDS (CPU_SETSIZE / WORD_BITS)
 
-static _Atomic uint64_t words[NR_WORDS]; /* all zero: threads inherit their CPUs */
+/* A bit for each CPU; all zero: threads inherit their CPUs. */
+static _Atomic uint64_t words[NR_WORDS];
 
 int sfr_cpus_set(const int *cpus, size_t nr)
 {
@@ -34,7 +35,7 @@ int sfr_cpus_set(const int *cpus, size_t nr)
 	return 0;
 }
 
-/* If the system refuses, the thread stays where it is, which only costs time. */
+/* If the system refuses, the thread keeps the CPUs that it inherited, which only costs time. */
 void sfr__cpus_take(void)
 {
 	cpu_set_t cpus;

@@ -7,8 +7,8 @@
  *
  * zlib's CRC is "reflected": the lowest bit of the first byte is the highest power of x. So P is
  * written 0xedb88320, and the 32-bit value v is the polynomial whose x^31 is bit 0. The register
- * starts as ones and the result is inverted. Below, `state` is that register without either
- * inversion.
+ * starts as ones and the result is inverted. In this file, `state` is that register without either
+ * inversion: a CRC before or after `~`.
  *
  * There are three ways to advance a state, with the same signature:
  *
@@ -22,11 +22,12 @@
  *                   next. The last 128 bits go through the table: no Barrett step.
  *   state_vpclmul   the same with 512-bit registers, sixteen words in flight.
  *
- * Each way also exists as a copy that computes the CRC of what it copies. It reads its source once,
- * so the CRC is that of the stored bytes even if somebody writes to the source meanwhile. On
- * 512-bit registers the stores bypass the caches, because the next reader of a staged byte is the
- * disk. Measured over 160 MB (AMD EPYC, one core): memcpy 10.5 GB/s; memcpy and then the CRC 7.4;
- * the CRC of each chunk right after its memcpy 12.7; one pass with streaming stores 15.
+ * Each way also exists as a copy that computes the CRC of what it copies. The CRC is that of the
+ * bytes that were stored, even if another thread writes to the source meanwhile: the source is read
+ * only once. With 512-bit registers the stores bypass the caches, because the next reader of a
+ * staged byte is the disk. Measured over 160 MB (AMD EPYC, one core): memcpy alone 10.5 GB/s;
+ * memcpy and then the CRC 7.4 GB/s; the CRC of each chunk right after its memcpy 12.7 GB/s; one
+ * pass with streaming stores 15 GB/s.
  *
  * Why the powers are distance + 32 and distance - 32: bit i of a 64-bit operand is x^(63-i), so a
  * 32-bit remainder r, shifted left by one, is r * x^31; and the product of two operands comes out
@@ -34,7 +35,7 @@
  * which has to be x^(distance + 64) for the half that comes first in the message and x^distance for
  * the other.
  *
- * The way is chosen once, when the library is loaded. Tables and choice never change again, so
+ * The way is chosen once, when the library is loaded. Tables and choice never change afterwards, so
  * there is no lock. */
 #include <string.h>
 
@@ -53,7 +54,8 @@ enum { STREAM_FROM = 2048 }; /* bytes; below, starting and fencing cost more tha
 
 /* slices[k][b]: the state after byte b and then k zero bytes. */
 static uint32_t slices[8][256];
-/* powers[n] = x^(2^n) mod P. The order of x is 2^32 - 1, so x^(2^32) is x again: 32 are all. */
+/* powers[n] = x^(2^n) mod P. The order of x is 2^32 - 1, so x^(2^32) is x again, and 32 entries
+ * suffice. */
 static uint32_t powers[32];
 
 /* ---- portable ------------------------------------------------------------- */
@@ -106,7 +108,7 @@ PCLMUL static inline __m128i load(const unsigned char *p)
 	return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
-/* Moves `part` towards the end by the distance of `k` and adds it to `later`. */
+/* Returns `part` moved towards the end by the distance for which `k` was made, plus `later`. */
 PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i later)
 {
 	__m128i early = _mm_clmulepi64_si128(part, k, 0x00);
@@ -115,7 +117,8 @@ PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i later)
 	return _mm_xor_si128(_mm_xor_si128(early, late), later);
 }
 
-/* Returns the state after 128 bits from state 0, followed by the fewer than 64 bytes at `p`. */
+/* Returns the state, starting from 0, after the 128 bits of `part` and the `len` bytes at `p`,
+ * fewer than 64. */
 PCLMUL static uint32_t finish(__m128i part, const unsigned char *p, size_t len)
 {
 	__m128i k = constant(FOLD_128);
@@ -172,8 +175,8 @@ VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i later)
 	return _mm512_ternarylogic_epi64(early, late, later, 0x96); /* xor of all three */
 }
 
-/* Loads the 64 bytes at `p`, and stores them at `to` unless that is NULL. Inlined with a constant,
- * it becomes two functions. */
+/* Returns the 64 bytes at `p`, and stores them at `to` unless that is NULL. It is always inlined,
+ * so that a caller which passes NULL has no test and no store. */
 VPCLMUL __attribute__((always_inline)) static inline __m512i take_wide(const unsigned char *p,
 								       unsigned char *to)
 {
@@ -184,7 +187,8 @@ VPCLMUL __attribute__((always_inline)) static inline __m512i take_wide(const uns
 	return parts;
 }
 
-/* Takes at least 512 bytes. With `to`, which is aligned to 64, also copies them there. */
+/* Returns the state after the `len` bytes at `p`, at least 512. Unless `to` is NULL, it also copies
+ * them there; `to` is aligned to 64. */
 VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32_t state,
 									  const unsigned char *p,
 									  size_t len,
@@ -302,9 +306,11 @@ static const struct sfr__crc_way ways[] = {
 #endif
 };
 
-static size_t best; /* index of the last way this CPU supports; each way implies the earlier ones */
+/* Index of the last way that this CPU supports. A CPU that supports one supports all before it. */
+static size_t best;
 
-/* Returns a * b mod P: goes through a's coefficients from x^0 (bit 31) on, keeping b * x^i. */
+/* Returns a * b mod P. The loop visits a's coefficients from x^0 (bit 31) on; at x^i, `b` has been
+ * multiplied by x^i. */
 static uint32_t multiply(uint32_t a, uint32_t b)
 {
 	uint32_t product = 0;
@@ -358,13 +364,14 @@ uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len)
 	return ways[best].copy(crc, dst, src, len);
 }
 
-/* Appending B's len_b bytes multiplies A's share of the remainder by x^(8 * len_b). Both inversions
- * cancel out. */
+/* Returns the CRC of A followed by B: the len_b bytes of B multiply A's share of the remainder by
+ * x^(8 * len_b). The inversions of both CRCs cancel out. */
 uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 {
 	uint32_t shift = X0;
 
-	/* Starting at powers[3] is the factor 8; the exponents of powers wrap at 32. */
+	/* Bit 0 of len_b is one byte, which is x^8 = powers[3]. powers[n + 32] would be
+	 * powers[n]. */
 	for (unsigned n = 3; len_b != 0; len_b >>= 1, n++)
 		if ((len_b & 1) != 0)
 			shift = multiply(powers[n % 32], shift);

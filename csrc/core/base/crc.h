@@ -1,19 +1,20 @@
-/* The ways in which crc.c computes a CRC, for its test, which also covers those that a faster one
- * hides on this machine. Everyone else calls sfr_crc32 (sfr/crc.h). */
+/* The implementations of CRC-32 in crc.c. Only the test of crc.c includes this header: it compares
+ * all that the CPU supports, while sfr_crc32 (sfr/crc.h) uses just the fastest of them. */
 #ifndef SFR_CRC_H
 #define SFR_CRC_H
 
 #include <stddef.h>
 #include <stdint.h>
 
+/* One implementation. Both functions return `crc` extended by the CRC of `len` bytes. */
 struct sfr__crc_way {
 	const char *name;
 	uint32_t (*crc32)(uint32_t crc, const void *buf, size_t len);
-	uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t len);
+	uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t len); /* copies, too */
 };
 
-/* Returns the n-th way this CPU supports, slowest first, or NULL after the last. 0 is the portable
- * one, and the last one serves sfr_crc32. */
+/* Returns the n-th implementation that this CPU supports, slowest first, or NULL after the last.
+ * Number 0 is the portable one; sfr_crc32 uses the last one. */
 const struct sfr__crc_way *sfr__crc_way(size_t n);
 
 #endif

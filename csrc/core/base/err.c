@@ -38,7 +38,8 @@ static const char *const states[] = {
 #undef X
 };
 
-static const struct code_text *find(int code)
+/* Returns the entry of a code that the core defines itself, or NULL, as for -errno. */
+static const struct code_text *find_own_code(int code)
 {
 	for (size_t i = 0; i < sizeof(codes) / sizeof(codes[0]); i++)
 		if (codes[i].code == code)
@@ -46,10 +47,11 @@ static const struct code_text *find(int code)
 	return NULL;
 }
 
-/* Returns "SFR_ETORN", "EIO" or, for no error, "0". Static storage, never NULL, any thread. */
+/* Returns a name such as "SFR_ETORN" or "EIO", or "0" for no error: static storage, never NULL. Any
+ * thread may call it. */
 const char *sfr_code_name(int code)
 {
-	const struct code_text *own = find(code);
+	const struct code_text *own = find_own_code(code);
 	const char *name;
 
 	if (own != NULL)
@@ -59,11 +61,11 @@ const char *sfr_code_name(int code)
 	return name != NULL ? name : "unknown";
 }
 
-/* Returns one sentence, in static storage, never NULL, from any thread. strerrordesc_np, unlike
- * strerror, neither translates nor writes into a buffer. */
+/* Returns one sentence, in static storage, never NULL. Any thread may call it, because
+ * strerrordesc_np, unlike strerror, neither translates nor writes into a buffer. */
 const char *sfr_code_message(int code)
 {
-	const struct code_text *own = find(code);
+	const struct code_text *own = find_own_code(code);
 	const char *text;
 
 	if (own != NULL)

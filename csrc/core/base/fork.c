@@ -2,8 +2,9 @@
  *
  * A child has the parent's memory and descriptors, but only the thread that forked. The core's
  * other threads do not exist there, and any of its locks may have been held. So the child starts
- * again: it increments the generation counter, by which every older object is recognised
- * (SFR_EFORK), and calls the fork hooks, with which files forget their process-wide state.
+ * again. It increments the generation counter; objects that were made under an older generation
+ * refuse to work (SFR_EFORK). And it calls the fork hooks (base.h), which reset the core's static
+ * variables.
  *
  * Descriptors cannot just be forgotten. A temporary is locked by flock for as long as any
  * descriptor of the same open file exists. A child that kept one would make a dead parent's
@@ -15,7 +16,7 @@
  *           is being opened
  *   after:  gives it back                     closes what is in the table
  *                                             generation + 1, hooks run
- *                                             makes fork_mu new
+ *                                             initialises fork_mu again
  *
  * No system call is made under fork_mu: open(2) may hang on one file system while others are to be
  * opened on another, and close(2) may flush or upload for seconds. Instead, each table entry has a
@@ -57,10 +58,10 @@
 #define NR_FDS 4096
 #define OPEN_WAIT_S 1       /* how long a fork waits for an open */
 #define OPENING INT_MIN     /* the descriptor's number is not known yet */
-#define CLOSING_MARK SIGURG /* any signal would do: it is never sent, because nobody asks for it */
+#define CLOSING_MARK SIGURG /* any signal would do: none is sent unless a program asks for it */
 
 static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
-static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* signals changes of both counts */
+static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* signals that a count became 0 */
 static unsigned nr_opening, nr_forking;                   /* under fork_mu */
 static struct {
 	/* descriptor + 1: OPEN; -(descriptor + 1): CLOSING or OVER; 0: FREE; or OPENING */
@@ -68,7 +69,7 @@ static struct {
 	atomic_bool over; /* its close has returned */
 } fds[NR_FDS];
 static _Atomic uint64_t generation;
-static struct sfr__fork_hook *hooks; /* constant once main runs */
+static struct sfr__fork_hook *hooks; /* constant once the library is loaded */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int once_rc; /* 0 or -errno of pthread_atfork */
@@ -79,17 +80,17 @@ void sfr__fork_watch(struct sfr__fork_hook *hook)
 	hooks = hook;
 }
 
-/* Waits while *nr is not 0, until a moment of CLOCK_REALTIME (the clock of a static condition). It
- * waits a second at most, so it may run under the lock of the timeline, whose file is opened under
- * that lock. */
+/* Waits while *nr is not 0, until the time `until` of CLOCK_REALTIME (the clock of a static
+ * condition). The timeline opens its file under its own lock, so that lock may be held here; the
+ * wait is short enough for that, a second at most. */
 static void wait_locked(const unsigned *nr, const struct timespec *until)
 {
 	while (*nr != 0 && pthread_cond_timedwait(&fork_cv, &fork_mu.mu, until) != ETIMEDOUT)
 		;
 }
 
-/* Returns the latest time until which a fork waits for files that are being opened. */
-static struct timespec soon(void)
+/* Returns the end of a wait that begins now: of a fork for opens, or of an open for forks. */
+static struct timespec wait_end(void)
 {
 	struct timespec until = { 0, 0 };
 
@@ -98,9 +99,9 @@ static struct timespec soon(void)
 	return until;
 }
 
-static void before(void)
+static void before_fork(void)
 {
-	struct timespec until = soon();
+	struct timespec until = wait_end();
 
 	sfr__lock(&fork_mu);
 	nr_forking++;
@@ -121,8 +122,8 @@ static void after_in_child(void)
 
 		if (entry == OPENING)
 			entry = 0; /* its number is not known yet: see the head of this file */
-		/* Not through the table: a test's wrapper may wait, and nothing here may. The
-		 * result of close does not matter, because the parent writes these files. */
+		/* This is not sfr_sys.close, because a test's wrapper may wait and a fork handler
+		 * must not. The result does not matter: the parent writes these files. */
 		if (entry > 0 || (entry < 0 && fcntl(-entry - 1, F_GETSIG) == CLOSING_MARK))
 			(void)close(abs(entry) - 1);
 		atomic_store(&fds[i].fd, 0);
@@ -137,16 +138,17 @@ static void after_in_child(void)
 	nr_opening = nr_forking = 0;
 }
 
-static void install(void)
+static void install_handlers(void)
 {
-	once_rc = -pthread_atfork(before, after_in_parent, after_in_child);
+	once_rc = -pthread_atfork(before_fork, after_in_parent, after_in_child);
 }
 
-/* Callable from any thread, any number of times. Once it has returned -ENOMEM it always does:
- * without the handlers a child could do damage, so no engine may start. */
+/* Installs the fork handlers, once. Any thread may call it, any number of times. After a failure
+ * (-ENOMEM) every call fails: without the handlers a child could do damage, so no engine may
+ * start. */
 int sfr_fork_init(void)
 {
-	int rc = pthread_once(&once, install);
+	int rc = pthread_once(&once, install_handlers);
 
 	return rc ? -rc : once_rc;
 }
@@ -177,10 +179,11 @@ static int free_slot_locked(void)
 	return -1;
 }
 
-/* Takes an entry and makes it OPENING, or returns -EMFILE. A waiting fork goes first. */
+/* Makes a free entry of the table OPENING and returns its index, or returns -EMFILE. It first lets
+ * forks that wait for opens go ahead. */
 static int begin_open(void)
 {
-	struct timespec until = soon();
+	struct timespec until = wait_end();
 	int slot;
 
 	sfr__lock(&fork_mu);
@@ -195,6 +198,7 @@ static int begin_open(void)
 	return slot < 0 ? -EMFILE : slot;
 }
 
+/* Makes an OPENING entry OPEN, or FREE if `fd` is negative. */
 static void end_open(int slot, int fd)
 {
 	sfr__lock(&fork_mu);
@@ -204,8 +208,8 @@ static void end_open(int slot, int fd)
 	sfr__unlock(&fork_mu);
 }
 
-/* Retries an interrupted open. -EMFILE also when the table is full; then nothing was opened. Blocks
- * as long as open(2) does. */
+/* Retries an interrupted open, and blocks as long as open(2) does. Returns -EMFILE also when the
+ * table is full; then nothing was opened. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 {
 	int slot = begin_open(), fd = -1, rc = slot;
@@ -238,13 +242,13 @@ int sfr__fd_memory(const char *name)
 	return rc;
 }
 
-/* The descriptor is closed whatever is returned (Linux), so nobody closes it twice. No lock is
- * held, so forks need not wait; see the head of this file. */
+/* On Linux the descriptor is closed even if close returns an error, so no caller closes it again.
+ * No lock is held, so forks need not wait; see the head of this file. */
 int sfr__fd_close(int fd)
 {
 	int slot = find_slot(fd), rc;
 
-	/* the head of this file says what happens if this fails */
+	/* if this fails, a forked child keeps the descriptor, which is harmless */
 	(void)fcntl(fd, F_SETSIG, CLOSING_MARK);
 	if (slot >= 0)
 		atomic_store(&fds[slot].fd, -(fd + 1));

@@ -1,8 +1,8 @@
 /* Fault injection for tests: wrappers around the system-call table.
  *
- * Installing replaces every entry of sfr_sys by a wrapper. The wrapper counts the call, asks the
- * list of faults what is to happen (fate_of), and then fails, falls short, waits or calls the
- * former entry. The product never installs it.
+ * sfr_inject_install replaces every entry of sfr_sys by a wrapper. The wrapper counts the call,
+ * looks up in the list of faults what is to happen (fate_of), and then fails, falls short, waits or
+ * calls the former entry. The product never installs the wrappers.
  *
  * A fault fails a call as the kernel would, so that the code under test meets only states that
  * exist:
@@ -13,10 +13,10 @@
  *   - calls that cannot fail (free, closedir, joining one's own thread, reading
  *     the clock) are counted and can be slow, but never fail.
  *
- * There is no lock: wrappers run in any thread and in forked children, where a lock might have
- * been left taken. Entries are claimed by compare-and-swap and published by their `call` field.
- * A wrapper may miss a fault or apply one too many while a test changes the list; tests avoid
- * that. */
+ * There is no lock, because wrappers also run in forked children, where a lock that another thread
+ * of the parent held would stay taken. A test reserves an entry of the list by compare-and-swap on
+ * its `call` field, and stores the real value there when the other fields are set. While a test
+ * changes the list, a wrapper may miss a fault or apply one too many; tests avoid that. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -26,7 +26,7 @@
 
 #define NR_SLOTS 16
 #define HOLD_STEP_NS 1000000u /* how late a held call notices that it may continue */
-#define DIRECT_BLOCK 4096u
+#define DIRECT_BLOCK 4096u    /* bytes; O_DIRECT accepts multiples of it */
 
 /* clang-format would mangle the lists' entries. */
 /* clang-format off */
@@ -117,7 +117,8 @@ static const struct {
 
 /* clang-format on */
 
-/* One fault. Its fields are atomic because wrappers read them while a test writes. */
+/* One fault (struct sfr_fault), and how many calls it has counted (`seen`). Its fields are atomic,
+ * because wrappers read them while a test writes. */
 struct slot {
 	atomic_uint call;                             /* enum call */
 	_Atomic uint64_t nth, seen, delay_ns, number; /* number: unique to this fault */
@@ -144,15 +145,16 @@ static void nap(uint64_t delay_ns)
 		;
 }
 
-/* Sleeps until the fault is removed or another one has its entry. */
+/* Sleeps until fault `number`, for call `which`, is no longer in the list. */
 static void hold_call(const struct slot *s, unsigned which, uint64_t number)
 {
 	while (atomic_load(&s->call) == which && atomic_load(&s->number) == number)
 		nap(HOLD_STEP_NS);
 }
 
-/* Counts a call, decides what happens to it, and sleeps if a fault says so. Every fault counts
- * every call it applies to, due or not, so that two faults do not shift each other. */
+/* Counts a call, decides what happens to it, and sleeps if a fault says so. The first fault that is
+ * due acts. All faults for this call count it, so that one fault does not change which call is the
+ * nth of another fault. */
 static struct fate fate_of(enum call call)
 {
 	struct fate fate = { 0, -1 };
@@ -221,7 +223,7 @@ SAFE_LIST(X)
 
 /* clang-format on */
 
-/* Linux frees the descriptor whatever close returns. */
+/* Closes the descriptor even when it reports a failure, like Linux. */
 static int inject_close(int fd)
 {
 	struct fate fate = fate_of(CALL_close);
@@ -233,6 +235,7 @@ static int inject_close(int fd)
 	return -1;
 }
 
+/* Returns how many of `len` bytes a call transfers under sfr_fault.limit. */
 static size_t shorten(size_t len, int64_t limit)
 {
 	if (limit == -1)

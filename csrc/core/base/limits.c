@@ -1,10 +1,12 @@
-/* The thresholds of sfr/limits.h: what they are in the product, and which values a test may set. */
+/* The thresholds of sfr/limits.h: their values in the product, and the values a test may set. */
 #include <errno.h>
 
 #include "base/base.h"
 #include "sfr/limits.h"
 
-#define ZIP_MAX16 0xffffu /* in a zip file, marks a number that is in another field */
+/* The largest values of a zip file's short fields. They mean that the number is in another
+ * field. */
+#define ZIP_MAX16 0xffffu
 #define ZIP_MAX32 UINT32_C(0xffffffff)
 #define MIB (UINT64_C(1) << 20)
 

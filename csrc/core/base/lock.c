@@ -1,4 +1,5 @@
-/* Checks the order of locks: each thread keeps a set of those it holds. See lock.h. */
+/* Checks the order of locks, in the C tests only: each thread keeps the set of locks that it holds.
+ * See lock.h. */
 #include "base/lock.h"
 
 #ifdef SFR_CHECK_LOCKS
@@ -7,7 +8,7 @@
 
 static _Thread_local unsigned held; /* a bit for each rank */
 
-static void broken(const char *what, enum sfr__lock_rank rank)
+static void abort_test(const char *what, enum sfr__lock_rank rank)
 {
 	(void)fprintf(stderr, "locks: rank %d is %s while 0x%x are held (base/lock.h)\n", (int)rank,
 		      what, held);
@@ -21,21 +22,21 @@ unsigned sfr__locks_held(void)
 
 void sfr__lock_taken(enum sfr__lock_rank rank)
 {
-	if (held >> rank)
-		broken("taken", rank);
+	if (held >> rank) /* this lock or one further down the list */
+		abort_test("taken", rank);
 	held |= 1u << rank;
 }
 
 void sfr__lock_given(enum sfr__lock_rank rank)
 {
 	if (!(held >> rank & 1))
-		broken("given up", rank);
+		abort_test("given up", rank);
 	held &= ~(1u << rank);
 }
 
 void sfr__lock_alone(enum sfr__lock_rank rank)
 {
 	if (held != 1u << rank)
-		broken("waited under", rank);
+		abort_test("waited under", rank);
 }
 #endif

@@ -2,12 +2,12 @@
  *
  * A thread that holds a lock takes only locks further down the list, so no two threads can wait for
  * each other. Builds of the C tests define SFR_CHECK_LOCKS: each thread then records what it holds
- * and aborts the test when it breaks the order, even if nothing was contended this time.
+ * and aborts the test when it breaks the order, even if no other thread held the lock this time.
  *
- * Under a lock, a thread waits only for that lock's own condition and makes no system call on a
+ * Under a lock, a thread waits only for a condition of that lock and makes no system call on a
  * file. Two exceptions return as soon as the kernel answers: threads are started under SESSION,
- * ENGINE, LANE and LOG, so that there is at most one of each; and the timeline's file is opened
- * under SESSION, which may wait a second for a fork. */
+ * ENGINE, LANE and LOG, so that no thread is started twice; and the timeline's file is opened under
+ * SESSION, which may wait a second for a fork. */
 #ifndef SFR_LOCK_H
 #define SFR_LOCK_H
 
@@ -42,10 +42,10 @@ struct sfr__mutex {
 #ifdef SFR_CHECK_LOCKS
 /* Returns how many locks the calling thread holds. */
 unsigned sfr__locks_held(void);
-/* Called before a lock is taken, and after it is released. */
+/* Called just before a lock is taken, and just before it is released. */
 void sfr__lock_taken(enum sfr__lock_rank rank);
 void sfr__lock_given(enum sfr__lock_rank rank);
-/* Called before a wait on a condition, when this must be the only lock held. */
+/* Called before a wait on a condition, when the thread must hold this lock and no other. */
 void sfr__lock_alone(enum sfr__lock_rank rank);
 #else
 static inline void sfr__lock_taken(enum sfr__lock_rank rank)
@@ -62,8 +62,8 @@ static inline void sfr__lock_alone(enum sfr__lock_rank rank)
 }
 #endif
 
-/* The pthread results are dropped: on a default mutex used by these rules none of these can
- * fail. */
+/* The results of the pthread functions are dropped: none can fail on a default mutex that is
+ * initialised once and unlocked by its holder. */
 static inline void sfr__mutex_init(struct sfr__mutex *mutex, enum sfr__lock_rank rank)
 {
 	mutex->rank = rank;

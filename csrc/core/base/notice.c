@@ -3,8 +3,8 @@
  * Lane, writer and log threads never run the caller's code. They post notices to this queue, and
  * one thread of the caller takes them (sfr_notice_wait). That thread gives the verdict on version
  * counters, releases sources, settles futures and runs callbacks. A ticket embeds its two notices,
- * so posting them needs no memory and cannot fail. A sentence (TEXT) is only worth a log line and
- * is dropped when memory is short. */
+ * so posting them needs no memory and cannot fail. A notice of text (SFR_NOTICE_TEXT) only becomes
+ * a line in a log, and is dropped when memory is short. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -17,8 +17,8 @@ static struct {
 	pthread_cond_t cv;
 	bool cv_ready;
 	SFR__QUEUE(struct sfr__notice) queue;
-	struct sfr_notice again; /* returned before the others; none if .what is 0 */
-	unsigned stops;
+	struct sfr_notice again; /* given back (sfr_notice_again), returned first; .what 0: none */
+	unsigned stops;          /* calls of sfr_notice_stop that no waiter has seen */
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
 void sfr__notice_post(struct sfr__notice *notice)
@@ -48,7 +48,8 @@ void sfr__notice_text(const char *format, ...)
 	sfr__notice_post(notice);
 }
 
-/* Hands the notice's references to the caller, and frees a TEXT. */
+/* Fills *out, and with it hands the notice's reference to the caller. Frees a notice of text; other
+ * notices are embedded in their owners. */
 static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 {
 	out->what = notice->what;
@@ -71,8 +72,8 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 	sfr__lock(&notices.mu);
 	*out = notices.again;
 	notices.again.what = 0;
-	/* A static initializer cannot give CLOCK_MONOTONIC. Posting before the first wait wakes
-	 * nobody. */
+	/* A static initializer cannot choose CLOCK_MONOTONIC, so the first wait initialises the
+	 * condition. No thread waits before that, so a post then need not wake any. */
 	if (!notices.cv_ready)
 		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
 	while (!out->what && !notices.queue.head && !notices.stops && rc == 0)

@@ -36,9 +36,8 @@
 		sfr__first;                                                                        \
 	})
 
-/* Something for one of our threads to do, embedded in the object it concerns, so that queueing it
- * cannot fail. `run` is called once with no lock held; the task may no longer exist when it
- * returns. */
+/* Work for one of the core's threads, embedded in the object that it concerns, so that queueing it
+ * cannot fail. `run` is called once, with no lock held, and may free the object with the task. */
 struct sfr__task {
 	struct sfr__task *next;
 	void (*run)(struct sfr__task *task);

@@ -1,17 +1,18 @@
 /* Signals that a forked worker leaves to its parent.
  *
- * A scheduler sends SIGTERM to every process of a job. A worker that dies of it takes the data away
- * that its parent needs to reach the next step boundary. The parent then cannot save. But a worker
- * must still end when its parent terminates it, with the same signal. The sender tells the two
- * apart:
+ * A scheduler sends SIGTERM to every process of a job. A worker, such as one of a data loader, must
+ * not die of that signal: its parent needs more data to reach the next step boundary and save. But
+ * the worker must still end when its parent terminates it, with the same signal. The handler
+ * distinguishes the two cases by the sender:
  *
  *     the parent sent it         the action that was in place before
- *     the parent is dead         likewise
- *     anyone else sent it        ignored, and from now on the worker is killed when its parent dies
+ *     the parent is dead         the same
+ *     another process sent it    ignored, and from now on the worker is killed when its parent dies
  *
- * The kernel kills it then (PR_SET_PDEATHSIG), because the signal that would have ended it is gone.
- * By "parent" the kernel means the thread that forked. A worker of the main thread is bound to it
- * from the beginning, so none outlives a parent that is killed before any signal.
+ * The last is done by the kernel (PR_SET_PDEATHSIG): the signal that would have ended the worker
+ * was ignored and will not come again. By "parent" the kernel means the thread that forked. With
+ * `at_once` the worker is bound to that thread from the beginning, so that it does not outlive a
+ * parent that is killed before any signal came.
  */
 #include <errno.h>
 #include <signal.h>
@@ -25,18 +26,19 @@
 
 #define NR_SIGNALS 65 /* Linux has 1 to 64 */
 
-static struct sigaction before[NR_SIGNALS];
+static struct sigaction before[NR_SIGNALS]; /* the actions that were in place before */
 static _Atomic pid_t parent;
 
-/* Returns true if the signal is to be ignored. */
-static bool leave(const siginfo_t *info)
+/* Decides whether to leave a signal to the parent. Returns true if it is to be ignored; then the
+ * kernel kills this process when its parent dies. */
+static bool leave_to_parent(const siginfo_t *info)
 {
 	pid_t mine = atomic_load(&parent);
 
 	if (info->si_pid == mine || getppid() != mine)
 		return false;
 	(void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* fails only for an invalid signal */
-	return getppid() == mine;               /* the parent may have died before the call */
+	return getppid() == mine;               /* false if the parent died before the call above */
 }
 
 static void handle(int signum, siginfo_t *info, void *context)
@@ -44,7 +46,7 @@ static void handle(int signum, siginfo_t *info, void *context)
 	const struct sigaction *old = &before[signum];
 	int saved = errno;
 
-	if (leave(info)) {
+	if (leave_to_parent(info)) {
 		errno = saved;
 		return;
 	}

@@ -26,7 +26,9 @@
 #ifndef RENAME_EXCHANGE
 #define RENAME_EXCHANGE (1 << 1)
 #endif
-#ifndef SFR_WAKE_UP_NS /* tests of wake-ups set it to an hour */
+/* The longest wait on a condition before the caller checks again; see sfr__cond_wait. Tests that
+ * look for missing wake-ups set it to an hour. */
+#ifndef SFR_WAKE_UP_NS
 #define SFR_WAKE_UP_NS NS_PER_S
 #endif
 
@@ -45,7 +47,7 @@ static int plain_rename(int dir, const char *from, const char *to)
 	return renameat(dir, from, dir, to);
 }
 
-/* Not the C library's renameat2, which it has only since 2.28. */
+/* The system call, because the C library has renameat2 only since 2.28. */
 static int plain_exchange(int dir, const char *one, const char *other)
 {
 	return (int)syscall(SYS_renameat2, dir, one, dir, other, RENAME_EXCHANGE);
@@ -125,12 +127,11 @@ struct sfr_sys sfr_sys = {
 	.lane_copy = sfr_crc32_copy,
 };
 
-/* Returns nanoseconds of CLOCK_MONOTONIC. Cannot fail on Linux: the clock always exists. */
 uint64_t sfr__now_ns(void)
 {
 	struct timespec ts = { 0, 0 };
 
-	(void)sfr_sys.clock_gettime(CLOCK_MONOTONIC, &ts); /* see above */
+	(void)sfr_sys.clock_gettime(CLOCK_MONOTONIC, &ts); /* this clock always exists on Linux */
 	return (uint64_t)ts.tv_sec * NS_PER_S + (uint64_t)ts.tv_nsec;
 }
 
@@ -141,7 +142,7 @@ uint64_t sfr__deadline(uint64_t slice_ns)
 	if (slice_ns == SFR_FOREVER)
 		return SFR_FOREVER;
 	now = sfr__now_ns();
-	/* A slice so long that the sum would wrap counts as no bound. */
+	/* if the sum would overflow, there is no bound */
 	return slice_ns >= SFR_FOREVER - now ? SFR_FOREVER : now + slice_ns;
 }
 
@@ -161,7 +162,7 @@ int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *
 
 	for (*done = 0; *done < len;) {
 		ssize_t put = sfr_sys.pwrite(fd, bytes + *done, len - *done, (off_t)(off + *done));
-		/* nothing was written and no error given: retrying would not help */
+		/* If pwrite writes nothing and gives no error, retrying would not help: -EIO. */
 		int code = put < 0 ? -errno : -EIO;
 
 		if (put == 0 || (put < 0 && code != -EINTR))
@@ -188,9 +189,9 @@ int sfr__cond_init(pthread_cond_t *cond)
 	return -rc;
 }
 
-/* May return 0 without a wake-up, and does so after SFR_WAKE_UP_NS: glibc can lose a wake-up
- * that comes while another thread is being woken (bug 25847). So every caller checks its condition
- * again. */
+/* Returns 0 without a wake-up after SFR_WAKE_UP_NS, and possibly earlier. The reason is that glibc
+ * can lose a wake-up that comes while another thread is being woken (bug 25847). So every caller
+ * checks in a loop for what it waits for. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns)
 {
 	uint64_t now = sfr__now_ns(), until = now + SFR_WAKE_UP_NS;

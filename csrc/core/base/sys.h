@@ -60,8 +60,8 @@ struct sfr_sys {
 	int (*set_slack)(unsigned long ns); /* how late the kernel may wake it */
 	int (*set_affinity)(const cpu_set_t *cpus);
 	int (*clock_gettime)(clockid_t clock, struct timespec *ts);
-	/* copies of tensor bytes: by the caller (captured), and by a lane (deferred), which returns
-	 * `crc` extended by the copied bytes */
+	/* copies of tensor bytes: captured ones, by the caller; deferred ones, by a lane. lane_copy
+	 * returns `crc` extended by the copied bytes. */
 	void (*capture_copy)(void *dst, const void *src, size_t len);
 	uint32_t (*lane_copy)(uint32_t crc, void *dst, const void *src, size_t len);
 };
@@ -73,7 +73,7 @@ extern struct sfr_sys sfr_sys;
 struct sfr_fault {
 	const char *call; /* a member's name, e.g. "pwrite"; "*": any call that can fail */
 	uint64_t nth;     /* acts on the nth call from now on, counted from 1 */
-	int sticky;       /* acts on every later one too */
+	int sticky;       /* acts on every later call too */
 	int err;          /* errno to give; 0: do not fail */
 	/* pread, pwrite: transfer at most that many bytes; -1: all, -2: half, -3: all but one */
 	int64_t limit;
@@ -91,9 +91,10 @@ int sfr_inject_set(const struct sfr_fault *fault);
 int sfr_inject_drop(const struct sfr_fault *fault);
 /* Removes all faults and resets the counters. */
 void sfr_inject_clear(void);
-/* Returns the calls since the last clear; "*": all that can fail; an unknown name: 0. */
+/* Returns the number of calls since the last clear; "*": of all that can fail; an unknown name:
+ * 0. */
 uint64_t sfr_inject_calls(const char *call);
-/* Returns how many faults acted since the last clear. */
+/* Returns how often a fault acted on a call since the last clear. */
 uint64_t sfr_inject_hits(void);
 /* Restores the plain table. */
 void sfr_inject_remove(void);
