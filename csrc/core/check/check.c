@@ -17,7 +17,7 @@
  *             +---- not readable in this way --> RECORD
  *
  *     START   start_check    the kind of file; its end records
- *     SUMS    check_sums     a long file's bytes, read on threads (sums.c)
+ *     SUMS    check_sums     a long file's bytes and headers, read on threads (sums.c)
  *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
  *     BYTES   record_bytes   one chunk of the record's data (records.c)
  *     SORT    sort_names     sorts the names by their hashes, a bounded number of moves
@@ -25,20 +25,20 @@
  *     DONE                   the result is final
  *
  * With SFR_CHECK_DIRECTORY the data part of the file is not read at all. Reading each record's
- * header would leave scattered pages of a cold file in the page cache, and a later front-to-back
- * read gets no readahead across them: a load after that took half as long again. With
- * SFR_CHECK_LATER headers are left for later if records are long; many short records are read in
- * one pass.
+ * header would leave scattered pages in the page cache, and the kernel does no readahead across
+ * them: a load after such a check took half as long again. With SFR_CHECK_LATER headers are left
+ * for a later check if records are long. Headers of short records are read at once, because one
+ * pass over the file is then cheap.
  *
  * Two kinds of damage. Damage that makes the rest unreadable (in the end records, or in the
  * directory's own structure) ends the check with a message. Damage of one record puts that record
  * on the list of bad ones, and the walk continues, so that the user learns which tensors are lost.
  * archive/read.c has the rules.
  *
- * A step whose bytes are still on their way (reader/arrivals.c) returns SFR_EAGAIN, leaves the
- * check as it was before, and is tried again.
+ * If the bytes for a step have not arrived yet (reader/arrivals.c), the step returns SFR_EAGAIN,
+ * leaves the check as it was before, and is tried again.
  *
- * An error of reading is not a verdict: sfr_check_run returns it as -errno, then and in every later
+ * A read error is not a verdict: sfr_check_run returns it as -errno, then and in every later
  * call. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
@@ -50,11 +50,12 @@
 
 #define HEADER_CHUNK (1u << 14) /* bytes read at a time without SFR_CHECK_BYTES */
 #define DIR_CHUNK (1u << 16)
-/* Average bytes a record from which on headers are far apart: twice the initial readahead. */
+/* If records have on average at least so many bytes, twice the kernel's initial readahead, their
+ * headers are far apart. */
 #define SPARSE (1u << 16)
 #define MOVES 512u /* moves of the sort in one step, which take a tenth of a millisecond */
-/* pairs of different names with the same 64-bit hash; in a file that is not hostile there is
- * none */
+/* How many pairs of different names with the same 64-bit hash are accepted. A file that is not
+ * hostile has none. */
 #define MOST_ALIKE 64u
 /* Large enough for a whole local header or directory record at any offset in a page. */
 #define WINDOW (3u << 16)
@@ -82,7 +83,7 @@ static bool is_legacy(const unsigned char *head, size_t len)
 }
 
 /* Returns what is wrong with a file that is neither an archive nor in the legacy format. */
-static const char *foreign(const unsigned char *head, size_t len)
+static const char *foreign_damage(const unsigned char *head, size_t len)
 {
 	for (size_t i = 0; i < len; i++)
 		if (head[i] != 0)
@@ -90,13 +91,14 @@ static const char *foreign(const unsigned char *head, size_t len)
 	return "it begins with zeros, like a file whose bytes never reached the disk";
 }
 
-/* Whether threads read the bytes. Starting them costs more than reading a short file. */
+/* Returns whether threads read the file. For a short one, starting them would cost more. */
 static bool is_long(const struct sfr_check *c)
 {
 	return (c->flags & SFR_CHECK_BYTES) != 0 && c->result.nbytes >= sfr_limits.ahead_bytes;
 }
 
-/* Windows are no longer than the file, because many files are short. */
+/* Makes the buffers through which directory and data are read. They are no longer than the file,
+ * because many files are short. */
 static int make_windows(struct sfr_check *c)
 {
 	const bool bytes = (c->flags & SFR_CHECK_BYTES) != 0;
@@ -107,7 +109,7 @@ static int make_windows(struct sfr_check *c)
 	int rc;
 
 	if (c->body.mem != NULL)
-		return 0; /* the step is tried again */
+		return 0; /* they exist: the step START is tried again */
 	rc = sfr__window_init(&c->dir, c->fd, c->base, SFR__WAY_CACHE,
 			      len < WINDOW ? (size_t)len : WINDOW, DIR_CHUNK);
 	if (rc != 0)
@@ -119,7 +121,8 @@ static int make_windows(struct sfr_check *c)
 				chunk_bytes);
 }
 
-/* Finds the end of the archive. Few bytes may follow its end record. */
+/* Finds the end of the archive. The first try assumes that nothing follows the end record, the
+ * second reads as far back as torch does. *wrong receives damage of the end records. */
 static int find_end(struct sfr_check *c, const char **wrong)
 {
 	static const uint32_t tails[] = { SFR__UNZIP_TAIL, SFR__UNZIP_TAIL_MAX };
@@ -179,7 +182,7 @@ static int start_check(struct sfr_check *c)
 	}
 	/* torch.load also recognises an archive by these four bytes. */
 	if (memcmp(bytes, "PK\3\4", len < 4 ? len : 4) != 0)
-		return sfr__check_fatal(c, foreign(bytes, len));
+		return sfr__check_fatal(c, foreign_damage(bytes, len));
 	r->format = SFR_FORMAT_ARCHIVE;
 
 	rc = find_end(c, &wrong);
@@ -206,8 +209,8 @@ static void end_sums(struct sfr_check *c)
 	c->directory = NULL;
 }
 
-/* Checks the directory, and starts the reader when that is done. 0, SFR_EAGAIN, or a reason for the
- * walk. */
+/* Checks the directory, and starts the reader when that is done. Returns 0; SFR_EAGAIN; or an
+ * error, after which the walk checks the file. */
 static int start_sums(struct sfr_check *c)
 {
 	int rc = 0;
@@ -233,6 +236,7 @@ static int check_sums(struct sfr_check *c)
 		return rc;
 	if (!runs && rc == 0)
 		return 0;
+	/* the reader could not be started, or cannot read this file: the walk does it */
 	end_sums(c);
 	c->body_pos = c->done_pos = 0;
 	c->state = SFR__CHECK_RECORD;
@@ -263,7 +267,8 @@ static int reread_name(struct sfr_check *c, uint64_t off)
 	return 0;
 }
 
-/* Compares one pair with equal hashes. If the names are equal too, the record is bad. */
+/* Compares two names with equal hashes, given their offsets. If the names are equal too, the record
+ * is bad. */
 static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 {
 	char name[sizeof(c->name)];
@@ -289,7 +294,7 @@ static int sort_names(struct sfr_check *c)
 	return 0;
 }
 
-/* Decides, after every record was checked by itself. */
+/* Gives the verdict, after every record was checked by itself. */
 static int conclude(struct sfr_check *c)
 {
 	/* If a record is damaged, it may be the missing one, and its damage is the better
@@ -306,8 +311,8 @@ static int conclude(struct sfr_check *c)
 	return 0;
 }
 
-/* Checks one pair. The first name that occurs twice ends the check, because a hostile file may have
- * a million of them. */
+/* Compares one pair of names with equal hashes. The first name that occurs twice ends the check,
+ * because a hostile file may have a million of them. */
 static int check_names(struct sfr_check *c)
 {
 	const uint64_t nr_bad = c->result.nr_bad;

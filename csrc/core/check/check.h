@@ -21,13 +21,14 @@
 #include <stdint.h>
 
 #define SFR_CHECK_BYTES 1u     /* read every record and compare its CRC */
-#define SFR_CHECK_DIRECT 2u    /* read them past the page cache, where the file system can */
+#define SFR_CHECK_DIRECT 2u    /* with BYTES: read past the page cache, if the file system can */
 #define SFR_CHECK_DIRECTORY 4u /* without BYTES: read only the directory, no record's own header */
 #define SFR_CHECK_KEEP 16u     /* with DIRECTORY: keep the records, for sfr_restore_new */
-#define SFR_CHECK_LATER 8u     /* without BYTES: as DIRECTORY if records are long; see `headers` */
+#define SFR_CHECK_LATER 8u     /* without BYTES: like DIRECTORY, but only if records are long */
 
 /* The kinds of file. Only an archive has records to check: torch's legacy format (before 1.6, or
- * _use_new_zipfile_serialization=False) has neither sizes nor checksums, so it is `ok` as it is. */
+ * _use_new_zipfile_serialization=False) has neither sizes nor checksums, so it is `ok`
+ * unchecked. */
 enum sfr_format { SFR_FORMAT_FOREIGN, SFR_FORMAT_ARCHIVE, SFR_FORMAT_LEGACY };
 
 #define SFR_CHECK_MAX_LISTED 1000u
@@ -43,35 +44,37 @@ struct sfr_check_result {
 	enum sfr_format format;
 	uint64_t nbytes;     /* length of the file, or of the part of it */
 	uint64_t nr_records; /* records in the directory; 0 if it cannot be found */
-	uint64_t
-		/* written without a CRC, or deflated: only their structure was checked */
-		nr_unchecked;
-	uint64_t nr_compressed; /* deflated ones among these; their CRC is not compared */
+	/* records written without a CRC, or deflated: only their structure was checked */
+	uint64_t nr_unchecked;
+	uint64_t nr_compressed; /* deflated records, which nr_unchecked includes */
 	uint64_t nr_trailing;   /* bytes after the archive's end record, which are not checked */
-	uint64_t nr_bad;        /* records with damage of their own; the first are listed */
+	uint64_t nr_bad;        /* damaged records, of which the first are listed in `bad` */
 	bool headers;           /* the records' own headers were checked too */
 	uint32_t nr_listed;     /* at most SFR_CHECK_MAX_LISTED */
 	const struct sfr_bad_record *bad;
-	/* "" if ok; otherwise the damage, as said of the file ("it is truncated: ..."), or of its
-	 * first bad record */
+	/* "" if ok; otherwise the damage of the file ("it is truncated: ...") or of its first bad
+	 * record */
 	char error[512];
 };
 
 struct sfr_check;
 
-/* `fd` stays the caller's and must stay open. -ENOMEM. */
+/* Makes a check of the file `fd`, which stays the caller's and must stay open. Returns 0, -ENOMEM,
+ * or -EINVAL for flags that exclude each other. */
 int sfr_check_new(int fd, unsigned flags, struct sfr_check **out);
-/* The same for an archive of `len` bytes that begins at `off` in the file. */
+/* Does the same for an archive of `len` bytes that begins at `off` in the file. */
 int sfr_check_new_part(int fd, uint64_t off, uint64_t len, unsigned flags, struct sfr_check **out);
-/* 0: the verdict exists. SFR_EAGAIN: call again. -errno: the file could not be read (-EISDIR for a
- * directory) or there was no memory; there is no verdict then, and later calls return the same. */
+/* Goes on with the check for about `slice_ns`. Returns 0 when the verdict exists; SFR_EAGAIN: call
+ * again; -errno: the file could not be read (-EISDIR for a directory) or there was no memory. Then
+ * there is no verdict, and later calls return the same error. */
 int sfr_check_run(struct sfr_check *check, uint64_t slice_ns);
-/* Whether a run failed because the operating system refused to read the file, rather than for lack
- * of memory. */
+/* Returns whether a run failed because the operating system refused to read the file, rather than
+ * for lack of memory. */
 bool sfr_check_os_error(const struct sfr_check *check);
 /* Returns how many of the result's `nbytes` are checked. */
 uint64_t sfr_check_done(const struct sfr_check *check);
-/* Valid until the check is freed; final once run has returned 0. */
+/* Returns the result, which is final once sfr_check_run has returned 0 and valid until the check is
+ * freed. */
 const struct sfr_check_result *sfr_check_result(const struct sfr_check *check);
 void sfr_check_free(struct sfr_check *check); /* NULL is allowed */
 

@@ -6,8 +6,9 @@
  *
  * A hostile file may choose the order and the hashes. Heap sort has no slow case, needs no memory,
  * is short, and can be interrupted after any move, so that a list of millions does not block the
- * caller. A hash table would have a slow case. Different names with the same hash cost two small
- * reads and may hide a pair that occurs twice, which harms only the author of such a file. */
+ * caller. A hash table would have a slow case. If different names have the same hash, comparing
+ * them costs two small reads. Such a name between two equal ones would hide them, because only
+ * neighbours are compared; that harms only the author of the file. */
 #include <errno.h>
 
 #include "check/names.h"
@@ -44,7 +45,7 @@ static bool less(const struct sfr__named *a, const struct sfr__named *b)
 	return a->hash != b->hash ? a->hash < b->hash : a->offset < b->offset;
 }
 
-/* Moves one element down from a hole at `at` to its position in the heap [0, end). */
+/* Puts `moved` into the heap [0, end), whose element `at` is unused: at that index or below it. */
 static void sink(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__named moved)
 {
 	uint64_t child;
@@ -59,8 +60,8 @@ static void sink(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__na
 	v[at] = moved;
 }
 
-/* Heap sort. While `heap_from` decreases, the heap is built; then the largest element goes to the
- * end, repeatedly. */
+/* Heap sort. While heap_from decreases to 0, the elements from heap_from on become a heap. Then the
+ * largest element repeatedly goes to the end of the heap, which shrinks: heap_to is its end. */
 bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
 {
 	struct sfr__named *v = names->v;

@@ -5,9 +5,10 @@
  *       read_central        read_local         record_bytes            read_desc
  *                      or  find_end_by_directory, and nothing else, with SFR_CHECK_DIRECTORY
  *
- * The directory is read through one window, the data part of the file through another. `wrong`
- * receives the first damage found in this record, which ends its check and puts it on the list of
- * bad ones. c->body_pos never decreases: a record that begins below it overlaps another.
+ * The directory is read through one window (a buffer), the data part of the file through another.
+ * `wrong` receives the first damage found in this record, after which the record is put on the list
+ * of bad ones and not checked further. c->body_pos never decreases: a record that begins below it
+ * overlaps another.
  *
  * Only sfr__check_record_bytes takes much time. The bytes of a long file are read on threads
  * instead (sums.c). */
@@ -17,7 +18,7 @@
 #include "check/records.h"
 #include "base/base.h"
 
-/* Keeps the name for messages, and checks it. NULL, or the name's damage. */
+/* Copies the record's name to c->name, for messages, and checks it. Returns NULL, or the damage. */
 static const char *take_name(struct sfr_check *c, const unsigned char *name)
 {
 	size_t len = c->rec.name_len;
@@ -95,8 +96,9 @@ static bool is_out_of_order(const struct sfr_check *c)
 	return c->rec.hdr_off < c->body_pos || (c->names.nr == 1 && c->rec.hdr_off != 0);
 }
 
-/* Checks that the record has room where the directory says it is. Its local header may be longer
- * than the directory shows. Room for all but the name is certain (sfr__unzip_central_extra). */
+/* Checks, without reading the local header, that the record ends before the directory.
+ * sfr__unzip_central_extra has checked this for all but the name. c->rec_end receives the lowest
+ * possible end: the local header may be longer than the directory shows. */
 static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 {
 	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL + c->rec.clen;
@@ -149,6 +151,7 @@ static int read_local(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
+/* Checks the descriptor after the data, if there is one. Sets c->rec_end. */
 static int read_desc(struct sfr_check *c, const char **wrong)
 {
 	uint64_t off = c->data_off + c->rec.clen, left = c->end.dir_off - off;
@@ -168,7 +171,8 @@ static int read_desc(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
-/* Reads a record as far as the flags ask for. */
+/* Checks the next record as far as the flags ask for. With SFR_CHECK_BYTES the check of its data is
+ * left to the step BYTES. */
 static int read_record(struct sfr_check *c)
 {
 	const bool headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
@@ -220,7 +224,7 @@ int sfr__check_next_record(struct sfr_check *c)
 		return 0;
 	}
 	rc = read_record(c);
-	if (rc == SFR_EAGAIN) { /* as before */
+	if (rc == SFR_EAGAIN) { /* undo this step, which is tried again */
 		c->names.nr = nr;
 		c->dir_pos = dir_pos;
 		c->body_pos = body_pos;

@@ -23,21 +23,21 @@ struct sfr_check {
 	uint64_t base; /* offset in the file of the archive's first byte */
 	unsigned flags;
 	enum sfr__check_state state;
-	int code;             /* 0, or the error of reading */
-	uint64_t deadline_ns; /* of the slice; read only by waits */
+	int code;             /* 0, or the -errno with which every run returns */
+	uint64_t deadline_ns; /* of the current slice; only for waits */
 	struct sfr_check_result result;
-	struct sfr_bad_record *bad;
-	struct sfr__window dir, body;
+	struct sfr_bad_record *bad;   /* result.bad, or NULL */
+	struct sfr__window dir, body; /* the buffers for the directory and for the rest */
 	struct sfr__unzip_end end;
 	uint64_t dir_pos;  /* offset of the next directory record */
 	uint64_t body_pos; /* the file is checked up to this offset */
-	uint64_t done_pos; /* the source was told that it is done up to here */
+	uint64_t done_pos; /* the check has told body.source that it needs no byte before this */
 	bool has_pickle, has_version;
 	struct sfr__names names;     /* each offset is that of a directory record */
 	struct sfr__listing listing; /* filled with SFR_CHECK_KEEP */
 	uint64_t names_at;           /* position up to which the names are compared */
 	unsigned nr_alike;           /* pairs of different names with the same hash */
-	bool os_error;               /* `code` is an error of the operating system about the file */
+	bool os_error;               /* `code` says why the system refused to read the file */
 	/* the check of the directory alone, while sums.c uses it; else NULL */
 	struct sfr_check *directory;
 	struct sfr_reader *reader;
@@ -59,14 +59,15 @@ static inline uint64_t sfr__check_dir_end(const struct sfr_check *c)
 
 /* Ends the check: the file as a whole is damaged. */
 int sfr__check_fatal(struct sfr_check *c, const char *wrong);
-/* Handles a failed sfr__window_get: a changed file gives a verdict, everything else an error.
- * SFR_EAGAIN stays what it is: the step leaves the check as it was before, and is tried again. */
+/* Handles a failed sfr__window_get, which returned `rc`. A file that was changed gets a verdict,
+ * and the result is 0. SFR_EAGAIN is returned: the step is tried again. Everything else is an error
+ * of the operating system, and is returned. */
 int sfr__check_unreadable(struct sfr_check *c, int rc);
 /* Puts the current record on the list of bad ones. -ENOMEM. */
 int sfr__check_bad_record(struct sfr_check *c, const char *reason);
 
-/* Returns the index of the kept record of this name, given without the archive's directory, or
- * listing.nr. Only when the check is done. */
+/* Returns the index in `listing` of the record with this name, or listing.nr if there is none. The
+ * name, of `len` bytes, is given without the archive's directory. The check must be done. */
 uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len);
 
 /* ---- records.c: two of the steps ---- */
@@ -76,9 +77,10 @@ int sfr__check_record_bytes(struct sfr_check *c);
 
 /* ---- sums.c: the reader's part of the step SUMS ---- */
 
-/* Starts the reader, when the check of the directory has found nothing. */
+/* Starts the reader, once the check of the directory has found no damage. */
 int sfr__check_start_sums(struct sfr_check *c);
-/* Waits for the reader. SFR_EAGAIN; -EOPNOTSUPP or SFR_EFORK: the walk has to read. */
+/* Waits for the reader and takes its verdict. Returns 0; SFR_EAGAIN after the slice; -EOPNOTSUPP or
+ * SFR_EFORK: the walk has to read the file instead; another -errno. */
 int sfr__check_sums(struct sfr_check *c);
 
 #endif

@@ -1,16 +1,16 @@
 /* Checks the bytes of a long file on threads. This is one step of a check (check.c).
  *
- * The check is a client of the reader that keeps nothing. A second check, of the directory alone,
- * tells the reader where the records are:
+ * The reader (reader/reader.c) reads the records and compares their CRCs; the check keeps none of
+ * the bytes. A second check, of the directory alone, tells the reader where the records are:
  *
  *     check of the directory --> reader: headers, bytes and descriptors, on threads --> verdict
  *        |                         |
  *        +--anything is wrong------+--the archive is laid out in another way--> the walk (RECORD)
  *                                     no memory, no thread, a forked child
  *
- * So the walk alone describes damage to the directory, and reads what other programs packed. The
- * reader finds damage to headers, bytes and descriptors of records. Both describe damage in the
- * same words. */
+ * The walk, record by record, describes damage to the directory, and reads archives that other
+ * programs laid out. The reader finds damage to headers, bytes and descriptors of records. Both
+ * describe damage in the same words. */
 #include <errno.h>
 #include <string.h>
 
@@ -32,7 +32,7 @@ int sfr__check_start_sums(struct sfr_check *c)
 	return rc == 0 ? sfr_reader_allow(c->reader, spec.listing->nr) : rc;
 }
 
-/* Takes the verdict on every record from the reader. */
+/* Ends the check with the reader's verdict on every record. */
 static int conclude(struct sfr_check *c)
 {
 	const struct sfr__listing *listing = &c->directory->listing;

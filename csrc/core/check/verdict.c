@@ -1,4 +1,4 @@
-/* Records damage of the file and of its records. */
+/* Stores the damage of a file, or of its records, in the result of the check. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 #include <string.h>

@@ -82,7 +82,7 @@ TEST(every_flipped_bit_that_matters_is_found_in_a_plain_zip)
 	archive_free(&a);
 }
 
-TEST(check_later_skips_headers_of_long_records)
+TEST(flag_later_skips_the_headers_of_long_records)
 {
 	static char bytes[200 << 10];
 	struct archive a = sample();

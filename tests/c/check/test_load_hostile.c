@@ -8,7 +8,7 @@
 
 /* ---- hostile --------------------------------------------------------------- */
 
-TEST(foreign_files_are_refused)
+TEST(files_that_are_no_checkpoints_are_refused)
 {
 	struct archive a = { .zip64 = false };
 

@@ -159,7 +159,7 @@ static ssize_t writing_pread(int fd, void *buf, size_t len, off_t off)
 	return n;
 }
 
-TEST(check_detects_names_that_change_meanwhile)
+TEST(check_detects_names_that_change_while_it_runs)
 {
 	enum { NR = ARCHIVE_MAX - 8 };
 	const struct sfr_sys plain = sfr_sys;

@@ -96,7 +96,7 @@ static struct archive damaged(unsigned kind)
 	return a;
 }
 
-TEST(threads_and_the_walk_agree_on_any_file)
+TEST(check_on_threads_gives_the_verdict_of_a_check_without_threads)
 {
 	unsigned nr_bad = 0, nr_good = 0;
 
