@@ -1,4 +1,4 @@
-/* Which saves overtake a file system that does not answer.
+/* Decides which saves overtake entries whose file system does not answer.
  *
  * A rename, a sync or a remove on a mount that hangs never returns, and in the log's order
  * everything after it would wait: all file systems, all engines. So a file system that has not
@@ -8,9 +8,9 @@
  *                                                                               runs now
  *
  * Only saves overtake, and only those that are ready, on a file system that answers, under a name
- * that no entry in front of them concerns. They end at their position and leave the list in its
- * order. Removes and external work wait: a remove is promised to come after every save before it.
- * So a file too many stays as long as the mount hangs, never one too few.
+ * that no entry in front of them concerns. They keep their position in the list, and leave it in
+ * the order of the list. Removes and external work wait: a remove is promised to come after every
+ * save before it. So while a mount hangs, old checkpoints may remain, but none is missing.
  *
  * A file system that is slow but answers is never overtaken: the promise of order across paths is
  * given up only for one that hangs.
@@ -27,7 +27,7 @@ bool sfr__log_is_over_locked(const struct sfr__log_entry *e)
 	return sfr__log_has_ended(e) && !e->loads && e->asked_ns == 0;
 }
 
-/* Returns since when this entry has been waiting for its file system, or 0. */
+/* Returns the time since which this entry has been waiting for its file system, or 0. */
 static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 {
 	uint64_t own = atomic_load_explicit(&e->asked_ns, memory_order_relaxed);
@@ -37,7 +37,7 @@ static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 	return e->ops->asked_since(e);
 }
 
-/* Whether an entry's file system has not answered for longer than the log's patience. */
+/* Returns whether an entry has waited for its file system for longer than the log's patience. */
 static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 {
 	uint64_t since = asked_since_locked(e);
@@ -45,7 +45,7 @@ static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 	return since && now > since && now - since >= sfr__log.patience_ns;
 }
 
-/* Returns the first entry found hanging on this file system, or NULL. */
+/* Returns the first entry that hangs on this file system, or NULL. */
 static struct sfr__log_entry *hanging_on_locked(uint64_t fs, uint64_t now)
 {
 	for (struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
@@ -54,13 +54,14 @@ static struct sfr__log_entry *hanging_on_locked(uint64_t fs, uint64_t now)
 	return NULL;
 }
 
-/* Returns whether this is one of our own saves, which the log's threads rename. */
+/* Returns whether this is a save of the core, which the log's threads rename, and not external
+ * work. */
 static bool is_own_save(const struct sfr__log_entry *e)
 {
 	return e->ops->is_save && e->ops->run;
 }
 
-/* Returns whether it has begun, or will begin without waiting for the log. */
+/* Returns whether an entry has begun, or will begin without waiting for entries in front of it. */
 static bool is_under_way(const struct sfr__log_entry *e)
 {
 	return is_own_save(e) || e->state == SFR__LOG_RUNNING || e->asked_ns != 0 ||
@@ -77,7 +78,8 @@ bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
 			continue;
 		if (sfr__log_touches(b, e->key))
 			return false;
-		/* An entry that has not begun waits for those in front of it, as this one does. */
+		/* An entry that is not under way waits only for those in front of it, which this
+		 * loop checks as well. One that is under way must hang to be overtaken. */
 		if (is_under_way(b) && !hanging_on_locked(b->fs, now))
 			return false;
 	}
@@ -94,7 +96,7 @@ bool sfr__log_might_pass_locked(const struct sfr__log_entry *e)
 	return false;
 }
 
-/* Whether a notice has said that this file system is set aside. */
+/* Returns whether a notice has said that this file system is set aside. */
 static bool is_notified_locked(uint64_t fs)
 {
 	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)

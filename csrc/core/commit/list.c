@@ -1,4 +1,5 @@
-/* The log's list: what is pending, in the order of submission, and whether a name will exist. */
+/* The log's list: which entries are pending, in the order of submission, and whether a name will
+ * exist when they have ended. */
 #include <errno.h>
 #include <string.h>
 
@@ -73,8 +74,8 @@ int sfr_log_exists(const char *key)
 
 	sfr__lock(&sfr__log.mu);
 	e = sfr__log_last_touching_locked(key, NULL);
-	/* A failed save leaves its name unchanged. The file system knows about it, unless an
-	 * earlier entry may still change it. */
+	/* A failed save leaves its name unchanged, so skip it. If no earlier entry concerns the
+	 * name, the file system has the answer (-1). */
 	while (e && e->ops->creates && e->state == SFR__LOG_BADLY)
 		e = sfr__log_last_touching_locked(key, e);
 	if (e && !e->ops->creates)

@@ -1,26 +1,29 @@
 /* The process's ordered log: renames and removes take effect in the order of submission.
  *
- * It is one list, oldest first (list.c), and a thread (`sfr-log`) that works on its head:
+ * The log is one list, oldest entry first (list.c), and a thread (`sfr-log`) that works on its
+ * head:
  *
  *   WAITING ──▶ READY ──at the head──▶ RUNNING ──▶ WELL, BADLY ──its loads are open──▶ left
  *      └────────────── a save that failed before ──────────▲
  *
- *   a save     ready once it is synced; runs: rename, sync the directory (save/commit.c)
- *   a remove   ready at once; runs: removes, unless the last save before it failed to become
- *              durable (removes.c)
- *   work       external; ready once it is the head; another thread does and ends it (work.c)
+ *   a save     ready once it is synced; its run renames the file and syncs the directory
+ *              (save/commit.c)
+ *   a remove   ready at once; its run removes the name, unless the last save before it failed to
+ *              become durable (removes.c)
+ *   external   ready once it is the head; code outside the core does the work and ends it (work.c)
  *
  * The engine's writers have written and synced a save's data long before; only the commit waits
  * here. A rotation (save the new, remove the old) never leaves fewer durable checkpoints than
  * before, because the remove comes after the save in the same list.
  *
- * Entries may overtake a file system that does not answer (aside.c). The log's own thread may hang:
- * while it works on an entry that another one could overtake, a second thread waits for that. The
- * threads are alike: each does what can be done next, and at most one waits for work. A thread that
- * finds another one waiting ends.
+ * Entries may overtake a file system that does not answer (aside.c). The log's thread then hangs in
+ * a call to that file system. So while a thread works on an entry that a later one might overtake,
+ * a second thread is there for the later one. All threads run the same loop (log_main): each takes
+ * the next possible step. At most one thread waits for work; a thread that has nothing to do while
+ * another one waits ends.
  *
- * Writers do not commit. So they never wait in the log, and no number of commits can deadlock. A
- * rename and a directory's sync are short compared with the data. */
+ * Writers do not commit, so they never wait for the log, whatever the number of commits. A rename
+ * and a directory's sync are short compared with writing the data. */
 #include "commit/log_int.h"
 
 #define MOST_THREADS 4 /* even if three file systems hang, one thread still works */
@@ -40,7 +43,7 @@ static int start_thread_locked(void)
 	return rc;
 }
 
-/* Starts one more thread while all are busy and an entry might overtake. */
+/* Starts one more thread if all are busy and an entry might have to overtake. */
 static void start_spare_locked(void)
 {
 	if (sfr__log.nr_threads == 0 || sfr__log.nr_threads == MOST_THREADS || sfr__log.nr_idle)
@@ -53,8 +56,8 @@ static void start_spare_locked(void)
 		}
 }
 
-/* Surround work on an entry without the lock. No other thread touches or frees the entry
- * meanwhile. */
+/* Release the lock for work on an entry, and take it again afterwards. In between, asked_ns is not
+ * 0, so no other thread works on the entry or frees it. */
 static void begin_locked(struct sfr__log_entry *e)
 {
 	e->asked_ns = sfr__now_ns();
@@ -78,7 +81,7 @@ static void run_locked(struct sfr__log_entry *e)
 	end_locked(e);
 }
 
-/* Opens the loads attached to an entry that has ended. More may come meanwhile. */
+/* Opens the loads attached to an entry that has ended. Others may be attached meanwhile. */
 static void open_loads_locked(struct sfr__log_entry *e)
 {
 	struct sfr_log_load *loads = e->loads;
@@ -89,7 +92,7 @@ static void open_loads_locked(struct sfr__log_entry *e)
 	end_locked(e);
 }
 
-/* Removes a finished head from the list. */
+/* Removes the head, which is over, from the list. */
 static void leave_locked(struct sfr__log_entry *e)
 {
 	if (e->ops->is_save)
@@ -103,7 +106,8 @@ static void leave_locked(struct sfr__log_entry *e)
 	sfr__lock(&sfr__log.mu);
 }
 
-/* An entry's loads may be opened when every entry in front that concerns its name has ended. */
+/* Returns whether an entry that has ended has loads that may be opened now: every entry in front of
+ * it that concerns its name is over. */
 static bool may_open_locked(const struct sfr__log_entry *e)
 {
 	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next)
@@ -112,7 +116,8 @@ static bool may_open_locked(const struct sfr__log_entry *e)
 	return e->loads != NULL;
 }
 
-/* Returns whether an entry that has not ended can run now. */
+/* Returns whether an entry that has not ended can run now. External work is run by other threads;
+ * if it is the head, it becomes ready for them here. */
 static bool can_run_locked(struct sfr__log_entry *e, uint64_t now)
 {
 	if (e != sfr__log.entries.head) {
@@ -128,7 +133,8 @@ static bool can_run_locked(struct sfr__log_entry *e, uint64_t now)
 	return e->state == SFR__LOG_READY && e->ops->run;
 }
 
-/* Does one thing that can be done now. False: there is none. */
+/* Takes the first step that is possible now: removes the head, opens loads, or runs an entry.
+ * Returns false if there is none. */
 static bool step_locked(void)
 {
 	struct sfr__log_entry *head = sfr__log.entries.head;
@@ -141,15 +147,22 @@ static bool step_locked(void)
 	for (struct sfr__log_entry *e = head; e; e = e->next) {
 		if (e->asked_ns != 0)
 			continue; /* a thread is working on it */
-		if (sfr__log_has_ended(e) ? may_open_locked(e) : can_run_locked(e, now)) {
-			(sfr__log_has_ended(e) ? open_loads_locked : run_locked)(e);
-			return true;
+		if (sfr__log_has_ended(e)) {
+			if (!may_open_locked(e))
+				continue;
+			open_loads_locked(e);
+		} else {
+			if (!can_run_locked(e, now))
+				continue;
+			run_locked(e);
 		}
+		return true;
 	}
 	return false;
 }
 
-/* Each thread that ends joins the one that ended before, so at most one waits to be joined. */
+/* Ends the calling thread and releases the lock. Each thread that ends joins the one that ended
+ * before it, so at most one waits to be joined. */
 static void end_thread_locked(void)
 {
 	bool joins = sfr__log.has_gone;
@@ -162,7 +175,7 @@ static void end_thread_locked(void)
 	pthread_cond_broadcast(&sfr__log.cv_done);
 	sfr__unlock(&sfr__log.mu);
 	if (joins)
-		(void)sfr_sys.thread_join(other, NULL); /* cannot fail: our thread, joinable */
+		(void)sfr_sys.thread_join(other, NULL); /* cannot fail: it is joinable */
 }
 
 static void *log_main(void *unused)
@@ -230,7 +243,7 @@ int sfr_log_stop(void)
 	sfr__log.has_gone = false;
 	sfr__unlock(&sfr__log.mu);
 	if (joins)
-		(void)sfr_sys.thread_join(last, NULL); /* cannot fail: our thread, joinable */
+		(void)sfr_sys.thread_join(last, NULL); /* cannot fail: it is joinable */
 	return 0;
 }
 
@@ -289,9 +302,10 @@ int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *after_good)
 			*after_good = !sfr__log.last_save_bad;
 			break;
 		}
-		rc = sfr__log.nr_stops != nr_stops && !e ?
-			     SFR_ECLOSED :
-			     sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, deadline);
+		if (sfr__log.nr_stops != nr_stops && !e)
+			rc = SFR_ECLOSED;
+		else
+			rc = sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, deadline);
 	}
 	sfr__unlock(&sfr__log.mu);
 	return rc;

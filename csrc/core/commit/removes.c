@@ -1,10 +1,10 @@
 /* Removes: entries of the log that remove a file, a link or a directory tree.
  *
  * A remove never leaves fewer durable checkpoints than before: if the last save in front of it did
- * not become durable, the remove is dropped with a notice. A failed remove is also only a notice,
- * because nobody waits for it.
+ * not become durable, the remove is dropped with a notice. A remove that fails is reported by a
+ * notice as well, because no caller waits for it.
  *
- * A remove is not synced: at worst, a power failure leaves one checkpoint too many. */
+ * A remove is not synced: at worst, the checkpoint is there again after a power failure. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>

@@ -1,14 +1,14 @@
 /* External work in the log's order.
  *
- * Not everything that must keep the log's order is a save or a remove of ours. A link may only be
- * made once its target exists, and before an older target is removed. Loads and removes must wait
- * for a checkpoint that other code writes as they wait for ours. Such work has an entry, and the
- * log stops at it until the work is done:
+ * External work is an action of code outside the core that must keep the log's order. For example,
+ * a link may be made only when its target exists, and before an older target is removed. And loads
+ * and removes must wait for a checkpoint that another library writes. Such an action has an entry,
+ * at which the log stops until the action is done:
  *
  *   new ──append──▶ WAITING ──at the head──▶ READY ──next──▶ RUNNING ──end──▶ WELL, BADLY
  *
- * An entry has two owners: its maker, and the log while it contains the entry. The last one frees
- * it. */
+ * An entry has two owners: its maker, and the log while the entry is in it. The owner that drops
+ * its reference last frees the entry. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -22,12 +22,13 @@ struct sfr_log_work {
 	uint64_t fork_generation; /* constant */
 };
 
-static bool foreign(const struct sfr_log_work *work)
+/* Returns whether the entry was made before a fork, by the parent of this process. */
+static bool is_inherited(const struct sfr_log_work *work)
 {
 	return work->fork_generation != sfr_fork_generation();
 }
 
-static void drop(struct sfr_log_work *work)
+static void drop_ref(struct sfr_log_work *work)
 {
 	if (atomic_fetch_sub(&work->refs, 1) > 1)
 		return;
@@ -37,7 +38,7 @@ static void drop(struct sfr_log_work *work)
 
 static void left(struct sfr__log_entry *entry)
 {
-	drop((struct sfr_log_work *)entry);
+	drop_ref((struct sfr_log_work *)entry);
 }
 
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out)
@@ -81,7 +82,7 @@ int sfr_log_work_append(struct sfr_log_work *work)
 {
 	int rc;
 
-	if (foreign(work))
+	if (is_inherited(work))
 		return SFR_EFORK;
 	rc = sfr__log_reserve();
 	if (rc < 0)
@@ -111,14 +112,14 @@ int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good)
 
 void sfr_log_work_end(struct sfr_log_work *work, int ok)
 {
-	if (!foreign(work) && atomic_load(&work->appended))
+	if (!is_inherited(work) && atomic_load(&work->appended))
 		sfr__log_ended(&work->entry, ok != 0);
 }
 
 void sfr_log_work_put(struct sfr_log_work *work)
 {
-	if (!work || foreign(work))
-		return; /* the child leaks its parent's entry, and takes no lock */
+	if (!work || is_inherited(work))
+		return; /* a forked child leaves its parent's entry as it is */
 	sfr_log_work_end(work, 0);
-	drop(work);
+	drop_ref(work);
 }

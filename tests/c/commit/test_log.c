@@ -421,7 +421,7 @@ static void *take_a_turn(void *number)
 	return NULL;
 }
 
-TEST(worker_takes_the_only_entry_of_the_log)
+TEST(external_work_alone_in_the_log_wakes_its_waiting_thread)
 {
 	struct sfr_log_work *work;
 	uint64_t number = 0;
