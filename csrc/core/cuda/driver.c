@@ -4,15 +4,14 @@
  * libcuda.so.1, or the one that STILLFRAME_LIBCUDA names (the tests use a fake driver that way).
  * Loading has two steps, because the second has a price:
  *
- *     absent ──load──▶ loaded ──init──▶ ready        any step may end in: refused, with a sentence
+ *     absent ──load──▶ loaded ──init──▶ ready        either step may fail; `why` then says why
  *
- * Loading is harmless. cuInit is not: children forked after it can never use CUDA. So it is only
- * called when somebody passes device memory, and then torch has called it already.
+ * Loading is harmless. cuInit is not: children forked after it can never use CUDA. So cuInit is
+ * called only when a caller passes device memory, and then torch has called it already.
  *
  * The table is written once under `mu` and read-only afterwards. It lives as long as the process,
  * because drivers cannot be unloaded safely. A failed load is retried only when the variable names
- * another library. The first request for a device without a driver logs the reason once; until then
- * a missing driver concerns nobody.
+ * another library. If a device is needed and there is no driver, the reason is logged once.
  *
  * A primary context is only retained where torch has made it active, because making one takes
  * hundreds of megabytes of device memory. */
@@ -173,7 +172,7 @@ static void init_locked(void)
 	driver.ready = true;
 }
 
-/* Runs in a forked child: another thread of the parent may have held the lock. */
+/* Runs in a forked child, which makes the lock new: a thread of the parent may have held it. */
 static void forget(void)
 {
 	sfr__mutex_init(&driver.mu, SFR__LOCK_DRIVER);
@@ -227,8 +226,9 @@ void sfr__cuda_sentence(char *text, size_t len)
 
 /* ---- contexts ------------------------------------------------------------- */
 
-/* Retaining and releasing a context allocates and frees, which is not known to be legal during a
- * graph capture. So both run in the relaxed capture mode. */
+/* Retaining and releasing a context allocates and frees memory. Whether that is allowed while a
+ * thread captures a graph is not documented, so both run in the relaxed capture mode, which allows
+ * everything. */
 static CUresult retain(const struct sfr__cuda *cu, CUcontext *context, CUdevice dev)
 {
 	CUstreamCaptureMode mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -275,7 +275,7 @@ void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device)
 	CUdevice dev = 0;
 	bool relaxed;
 
-	/* A failure of any of these cannot be handled. */
+	/* if one of these fails, nothing can be done */
 	if (cu->device_get(&dev, (int)device) != CUDA_SUCCESS)
 		return;
 	relaxed = cu->exchange_mode(&mode) == CUDA_SUCCESS;

@@ -6,8 +6,9 @@
 #include "cuda/types.h"
 #include "base/base.h"
 
-/* X(member, header's name, symbol, parameters). The symbols carry the exact version, whatever the
- * installed header maps the plain name to, and are never those for per-thread default streams. */
+/* X(member, name in cuda.h, symbol, parameters). A symbol includes its version ("_v2"), because
+ * cuda.h may map the plain name to another version. None is a variant for per-thread default
+ * streams. */
 /* clang-format off */
 #define SFR__CUDA_CALLS(X)                                                                         \
 	X(init, cuInit, "cuInit", (unsigned int flags))                                            \
@@ -56,17 +57,18 @@ struct sfr__cuda {
 #define X(member, name, symbol, params) CUresult(*member) params;
 	SFR__CUDA_CALLS(X)
 #undef X
-	/* Batched copies; NULL if the driver has none. The two versions differ by `failed`. */
+	/* Many copies in one call; NULL if the driver has no such call. The older version, v1, also
+	 * reports the index of the copy that failed. */
 	CUresult (*batch_v2)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, CUstream stream);
 	CUresult (*batch_v1)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, size_t *failed, CUstream stream);
-	/* Batched copies of rows; NULL if the driver has none. */
+	/* Many copies of rows (strided) in one call; NULL if the driver has no such call. */
 	CUresult (*batch_3d)(size_t nr, struct sfr__cu_copy_3d *copies, unsigned long long flags,
 			     CUstream stream);
-	int version;
+	int version; /* as cuDriverGetVersion gives it: 12080 is CUDA 12.8 */
 };
 
 /* Returns the driver, loading and initialising it at the first call. Returns NULL if none is usable
@@ -77,8 +79,8 @@ const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len);
  * initialise it. */
 void sfr__cuda_sentence(char *text, size_t len);
 
-/* Retains the primary context of a device, if somebody (torch) has made it active. 0, or -ENODEV /
- * -EIO with `why`. */
+/* Retains the primary context of a device, provided that other code, such as torch, has made it
+ * active. Returns 0, or -ENODEV or -EIO with the reason in `why`. */
 int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *context, char *why,
 		     size_t why_len);
 void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device);
@@ -94,7 +96,8 @@ CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *
 			 CUcontext context);
 void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 
-/* Makes one more call unless an earlier one failed. `call` names the last call made. */
+/* Unless an earlier call failed, evaluates `made`, a call to the driver, stores its result in `rc`
+ * and its name in `call`. So after a sequence of these, `call` names the call that failed. */
 #define SFR__CUDA_THEN(rc, call, name, made)                                                       \
 	do {                                                                                       \
 		if ((rc) == CUDA_SUCCESS) {                                                        \
@@ -103,15 +106,15 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 		}                                                                                  \
 	} while (0)
 
-/* Retains a device's context and makes a stream in it. 0, or -ENODEV / -EIO with `why` and both
- * NULL. */
+/* Retains a device's context and makes a stream in it. Returns 0, or -ENODEV or -EIO with the
+ * reason in `why`; *context and *stream are then NULL. */
 int sfr__cuda_open(const struct sfr__cuda *cu, uint32_t device, CUcontext *context,
 		   CUstream *stream, char *why, size_t why_len);
 
-/* "device 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)" */
+/* Writes a text such as "device 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)". */
 void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,
 		       char *text, size_t len);
-/* Returns whether this error makes the context unusable for good. */
+/* Returns whether every later call in the context will fail after this error, too. */
 bool sfr__cuda_is_sticky(CUresult rc);
 
 #endif

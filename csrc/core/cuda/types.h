@@ -1,9 +1,9 @@
 /* Types and values of the CUDA driver's interface.
  *
- * With the toolkit's cuda.h they come from there. A build without that header (a CPU build of
- * torch, no toolkit) declares the few it needs here. They are part of the driver's binary interface
- * and cannot change, so the same library serves both kinds of machines. If the header is there,
- * cuda/driver.c compares the two at compile time. */
+ * They come from the toolkit's cuda.h if the build finds that header. Without it (a CPU build of
+ * torch, no toolkit) the few that are needed are declared here. They are part of the driver's
+ * binary interface and cannot change, so one library serves machines with and without CUDA. If the
+ * header is there, cuda/driver.c compares the declarations with it at compile time. */
 #ifndef SFR_CUDA_TYPES_H
 #define SFR_CUDA_TYPES_H
 
@@ -95,7 +95,7 @@ struct sfr__cu_copy_attributes {
 	unsigned int flags;
 };
 
-/* Values that only newer headers have. */
+/* Errors that only newer headers name, which therefore always get names of our own. */
 #define SFR__CUDA_LATER_VALUES(X)                                                                  \
 	X(CONTAINED, 226)                                                                          \
 	X(TENSOR_MEMORY_LEAK, 721)                                                                 \
@@ -107,7 +107,7 @@ enum {
 #undef X
 };
 
-/* One copy of rows, from pointer to pointer, in a batch of such copies. */
+/* One copy of rows between two addresses, in a batch of such copies. */
 struct sfr__cu_operand {
 	int type; /* 1: a pointer */
 	CUdeviceptr ptr;

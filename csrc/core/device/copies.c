@@ -1,13 +1,14 @@
 /* Queues copies from or to a device in few calls.
  *
- * One call costs about 2 us and a batch hardly more, so copies go in batches. Small and large ones
- * go separately, because some drivers treat a batch like its largest copy. Rows at equal distances
- * (samples) are one copy, and such copies have batches of their own. Copies with unpinned memory
- * are queued one by one: each of those calls returns when its copy has run.
+ * One call costs about 2 us, for a single copy and hardly more for a batch, so copies are queued in
+ * batches. Small and large copies are in separate batches, because some drivers treat a whole batch
+ * like its largest copy. Rows at equal distances (samples) are one copy, and such copies have
+ * batches of their own. Copies with unpinned memory are queued one by one: each of those calls
+ * returns only when its copy has run.
  *
  * If a driver has no batches, it is not asked again. It may also refuse a single batch, for example
- * when memory consists of several segments. Then those copies are made one by one, and the next
- * batch is tried as usual. Reports mention both.
+ * when memory consists of several segments. Then those copies are queued one by one, and the next
+ * batch is tried as usual. Both cases are mentioned in reports.
  *
  * Batches request copy engines (PREFER_OVERLAP_WITH_COMPUTE). */
 #include <errno.h>
@@ -18,8 +19,8 @@
 
 enum { ROWS_AT_A_TIME = 128 };
 
-/* Returns whether a batch failed in a way that single copies may not. Sets *unsupported if the
- * driver has no batches at all. */
+/* Returns whether a batch failed with an error that single copies may not give. Sets *unsupported
+ * (lane->no_batches or no_row_batches) if the driver has no such batches at all. */
 static bool was_batch_refused(struct sfr__cuda_lane *lane, CUresult rc, bool *unsupported)
 {
 	bool first;
@@ -56,7 +57,7 @@ void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len)
 	sfr__unlock(&lane->mu);
 }
 
-/* Returns whether the driver has not refused this kind of batch for good. */
+/* Returns whether the driver may have this kind of batch. `unsupported` as above. */
 static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 {
 	return sfr__under(&lane->mu, !*unsupported);
@@ -64,7 +65,8 @@ static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 
 /* ---- contiguous copies -------------------------------------------------------- */
 
-/* Queues one batch. True: the copies are queued, or failed for good. False: copy one by one. */
+/* Queues one batch. Returns true if the copies are queued, or if they failed and *err is set.
+ * Returns false if they must be queued one by one. */
 static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, struct sfr_err *err)
 {
@@ -82,15 +84,16 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 		return false;
 	if (rc == CUDA_SUCCESS)
 		return true;
-	/* Copies that were queued all the same are repeated, with the same source and
-	 * destination. */
+	/* The driver may have queued some of the copies. Repeating them is harmless: they have the
+	 * same source and destination. */
 	if (was_batch_refused(lane, rc, &lane->no_batches))
 		return false;
 	(void)sfr__cuda_note_failure(lane, "cuMemcpyBatchAsync", rc, err);
 	return true;
 }
 
-static void copy_alike(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
+/* Queues `nr` copies that are all small or all large. */
+static void copy_group(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, bool batched, struct sfr_err *err)
 {
 	CUresult rc = CUDA_SUCCESS;
@@ -110,22 +113,27 @@ static void copy_alike(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 					     rc, err);
 }
 
-/* Sorts small copies before large ones and returns how many are small. */
+static void swap_copies(struct sfr__cuda_batch *batch, size_t i, size_t j)
+{
+	const CUdeviceptr dst = batch->dst[i], src = batch->src[i];
+	const size_t len = batch->len[i];
+
+	batch->dst[i] = batch->dst[j];
+	batch->src[i] = batch->src[j];
+	batch->len[i] = batch->len[j];
+	batch->dst[j] = dst;
+	batch->src[j] = src;
+	batch->len[j] = len;
+}
+
+/* Moves small copies before large ones and returns how many are small. */
 static size_t sort_by_size(struct sfr__cuda_batch *batch)
 {
-	CUdeviceptr *dst = batch->dst, *src = batch->src;
-	size_t *len = batch->len, nr_small = 0;
+	size_t nr_small = 0;
 
-	for (size_t i = 0; i < batch->nr; i++) {
-		const CUdeviceptr d = dst[i], s = src[i];
-		const size_t l = len[i];
-
-		if (l >= SFR__CUDA_SMALL)
-			continue;
-		dst[i] = dst[nr_small], src[i] = src[nr_small], len[i] = len[nr_small];
-		dst[nr_small] = d, src[nr_small] = s, len[nr_small] = l;
-		nr_small++;
-	}
+	for (size_t i = 0; i < batch->nr; i++)
+		if (batch->len[i] < SFR__CUDA_SMALL)
+			swap_copies(batch, i, nr_small++);
 	return nr_small;
 }
 
@@ -171,9 +179,9 @@ void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *b
 
 	if (batch->nr == 0)
 		return;
-	copy_alike(lane, batch->dst, batch->src, batch->len, nr_small, batched, err);
+	copy_group(lane, batch->dst, batch->src, batch->len, nr_small, batched, err);
 	if (!err->code)
-		copy_alike(lane, batch->dst + nr_small, batch->src + nr_small,
+		copy_group(lane, batch->dst + nr_small, batch->src + nr_small,
 			   batch->len + nr_small, batch->nr - nr_small, batched, err);
 	batch->nr = 0;
 }

@@ -1,7 +1,7 @@
 /* A lane's events, its portions, and its errors.
  *
  * After an error that makes the context unusable, the device is dead for good. The error is logged
- * once and given as the reason of every later failure on it. */
+ * once, and is given as the reason of every later failure on that device. */
 #include <errno.h>
 #include <stdio.h>
 

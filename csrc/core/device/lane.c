@@ -7,21 +7,22 @@
  * The thread never waits for the device inside the driver: it queries the oldest portion's event
  * every POLL_NS and sleeps in between. The driver's own waits spin or hold locks that training
  * needs, and host functions on the stream can serialise other streams. The thread's tasks queue
- * more only while few portions are in flight, because one copy engine serves all streams in order:
- * a loss copied on another stream waits for them. Once a gate waits, all that is left is queued
- * at once. A step may wait for this thread, so it has its maker's priority and a small timer slack:
- * at nice 10 with two busy cores, one sleep of 50 us in ten took 2.8 ms.
+ * more only while few portions are in flight. The reason is that one copy engine serves all streams
+ * in order, so when training copies a loss to the host, that copy waits for the portions before it.
+ * Once the gate waits for a save, the rest of its copies is queued at once. A step may wait for
+ * this thread, so it has its maker's priority and a small timer slack: at nice 10 with two busy
+ * cores, one sleep of 50 us in ten took 2.8 ms.
  *
  *     alive ──an error after which nothing of the context works──▶ dead
  *
- * On a dead device nobody can know whether a copy still runs. Its transfers fail, later copies fail
- * with the reason, and the engine goes on serving the host and other devices.
+ * On a dead device it cannot be known whether a copy still runs. Its transfers fail, later copies
+ * fail with the reason, and the engine goes on serving the host and other devices.
  *
  * Order. A thread that queues copies has the turn, and before it ends the turn it appends a portion
- * to the list. So the list has the stream's order, and every copy is followed by an event that
- * somebody watches. The turn is not a lock: only threads that want to queue copies wait for its
- * end. The gate and the lane's thread do not. A stream holds about a thousand operations, and a
- * call beyond that blocks until earlier ones have run. */
+ * to the list. So the list has the stream's order, and every copy is followed by an event that the
+ * lane's thread queries. The turn is not a lock: only threads that want to queue copies wait for
+ * its end, while the gate and the lane's polling go on. A turn may last: a stream holds about a
+ * thousand operations, and a call beyond that blocks until earlier ones have run. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -31,9 +32,9 @@
 
 #define POLL_NS UINT64_C(50000)
 
-/* Bounds on queued copies while nobody waits: the bytes of a portion and the portions in flight.
- * Copies on other streams wait for them, at most 0.3 ms at 55 GB/s with these values. Tests and
- * the benchmark's sweep change them while no save is in flight. */
+/* Bounds on queued copies while no step waits for them: the bytes of a portion and the number of
+ * portions in flight. Copies on other streams wait for the queued ones, at most 0.3 ms at 55 GB/s
+ * with these values. sfr__cuda_tune changes them. */
 uint64_t sfr__cuda_portion_bytes = 4 << 20;
 static uint64_t most_in_flight = 4;
 
@@ -77,8 +78,8 @@ void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portio
 	sfr__unlock(&lane->mu);
 }
 
-/* Returns whether the oldest portion is to be removed: its copies have completed, or never will
- * (the lane is dead). Only this thread removes portions, so it stays on the list meanwhile. */
+/* Returns whether the oldest portion is to be removed: its copies have completed, or never will,
+ * because the device is dead. Only the lane's thread removes portions, so no lock is needed. */
 static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
 {
 	const struct sfr__cuda *cu = lane->cu;
@@ -92,8 +93,8 @@ static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portio
 				 &portion->failed);
 }
 
-/* Removes and returns the oldest portion in flight, if its copies have ended or the device is dead.
- * *copied says which. Returns NULL otherwise. */
+/* Removes and returns the oldest portion in flight if its copies have completed (*copied becomes
+ * true) or the device is dead (false). Returns NULL otherwise. */
 static struct sfr__cuda_portion *take_due(struct sfr__cuda_lane *lane, bool *copied)
 {
 	struct sfr__cuda_portion *portion;
@@ -167,7 +168,7 @@ void *sfr__cuda_lane_main(void *arg)
 	struct sfr__cuda_scope scope;
 	struct sfr__task *task;
 
-	/* A failure shows at the first call that needs the context. */
+	/* If this fails, so does the first call that needs the context, which reports the error. */
 	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
 	sfr__lock(&lane->mu);
 	for (;;) {

@@ -1,14 +1,14 @@
 /* A device's lane: queues copies on its stream and reports their completion. lane.c implements it.
  *
- * A device has two lanes, one for copies from it and one for copies to it.
+ * An engine has two lanes for a device, one for copies from it and one for copies to it.
  *
  * A lane knows neither saves nor snapshots. stage/transfer.c queues their copies in portions, and
- * is called when the copies of one have completed. Code with more to queue than should be in flight
- * gives the lane's thread a task.
+ * the lane calls it back when the copies of a portion have completed. If there is more to copy than
+ * should be in flight at once, a task on the lane's thread queues the rest.
  *
- * Locks: lane->mu ranks below engine->mu; lanes->mu is taken alone. Neither is held over a call
- * that queues work, because a full stream blocks the call. The queueing thread has the lane's turn
- * instead. */
+ * Locks: lane->mu may be taken while engine->mu is held; lanes->mu is taken before lane->mu. None
+ * of them is held during a call that queues work, because such a call blocks when the stream is
+ * full. Instead, a thread that queues has the lane's *turn* (sfr__cuda_turn_begin). */
 #ifndef SFR_LANE_H
 #define SFR_LANE_H
 
@@ -17,54 +17,54 @@
 #include "cuda/driver.h"
 
 enum {
-	SFR__CUDA_EVENTS_KEPT = 64, /* unused events that a lane keeps */
-	SFR__CUDA_STORES_KEPT = 2,
+	SFR__CUDA_EVENTS_KEPT = 64,  /* unused events that a lane keeps */
+	SFR__CUDA_STORES_KEPT = 2,   /* unused memory for samples that a lane keeps */
 	SFR__CUDA_SMALL = 256 << 10, /* copies below this many bytes are small */
 	SFR__CUDA_QUERIES = 64, /* failed queries in a row after which the device is given up */
 };
 
-/* Bytes of a portion while nobody waits; see lane.c. */
+/* Bytes of a portion while no step waits for the copies; see lane.c. */
 extern uint64_t sfr__cuda_portion_bytes;
-/* Sets the bytes of a portion and the portions in flight (0: unchanged), for measurements and
- * tests, while no save is in flight. */
+/* Sets the bytes of a portion and the largest number of portions in flight (0: unchanged). Only for
+ * measurements and tests, while no save is in flight. */
 void sfr__cuda_tune(uint64_t portion_bytes, uint64_t nr_in_flight);
 
 struct sfr__transfer;
 
-/* Copies followed by one event. */
+/* Copies that are queued together, with one event after them. */
 struct sfr__cuda_portion {
 	struct sfr__cuda_portion *next;
-	/* Called on the lane's thread when the copies have completed; the portion is the lane's
-	 * again when it returns. `ok` is false if the device died: then it is unknown whether they
-	 * were made. */
+	/* Called on the lane's thread when the copies have completed. After the call the lane
+	 * reuses the portion. `ok` is false if the device died: then it is unknown whether the
+	 * copies were made. */
 	void (*done)(struct sfr__cuda_portion *portion, bool ok);
 	struct sfr__transfer *of;
-	/* for the client, like the next two: the memory that is complete when this portion is, or
-	 * NULL */
-	void *memory;
+	/* set and used by the transfer's client, not by the lane */
+	void *memory; /* what the copies have filled when they have completed, or NULL */
 	const struct sfr__extent *extent;
 	uint32_t first_blk; /* index of the first block in its extent; the others follow */
-	/* NULL: it could not be recorded, so the whole stream is queried instead */
+	/* recorded after the copies. NULL: that failed, so the whole stream is queried instead */
 	CUevent event;
 	uint32_t failed; /* queries that failed in a row */
 };
 
-/* Memory for samples, kept from save to save because pinning takes longer than the rest of a
- * call. */
+/* Memory for samples. It is kept from save to save, because pinning takes longer than the rest of
+ * the call that asks for a save. */
 struct sfr__cuda_store {
 	void *mem; /* NULL: none */
 	size_t len;
 	bool pinned;
 };
 
-/* Measures how long a stream spent on something; all zero until it begins. See timer.c. */
+/* Measures how long a stream takes for the work between two points; all zero until it begins. See
+ * timer.c. */
 struct sfr__cuda_timer {
 	CUevent begin, end; /* NULL: not measured, or already read */
 	uint64_t ns;
 };
 
-/* The direction of a lane's copies. Each has its own stream, because a device copies both ways at
- * once. */
+/* The direction of a lane's copies: out of the device, or into it. Each direction has a stream of
+ * its own, because a device can copy in both at the same time. */
 enum sfr__cuda_way { SFR__CUDA_OUT, SFR__CUDA_IN };
 
 struct sfr__cuda_lane {
@@ -82,16 +82,18 @@ struct sfr__cuda_lane {
 	bool queueing;          /* a thread has the turn */
 	SFR__QUEUE(struct sfr__cuda_portion) in_flight; /* in stream order */
 	struct sfr__cuda_portion *free_portions;        /* to be reused */
-	SFR__QUEUE(struct sfr__task) tasks;
-	uint64_t nr_in_flight;
-	uint64_t rush_seq; /* a gate waits for saves up to this number: queue without bound */
+	SFR__QUEUE(struct sfr__task) tasks;             /* for the thread, see sfr__cuda_push */
+	uint64_t nr_in_flight;                          /* portions */
+	/* The gate waits for the saves up to this number: the thread queues their copies at once,
+	 * whatever is in flight. */
+	uint64_t rush_seq;
 	CUevent events[SFR__CUDA_EVENTS_KEPT];
 	uint32_t nr_events;
 	struct sfr__cuda_store stores[SFR__CUDA_STORES_KEPT]; /* unused ones */
 	bool no_batches, no_row_batches;                      /* the driver has no such batches */
 	uint32_t nr_refused;                                  /* batches that the driver refused */
 	bool stopping, dead;
-	char why[160]; /* the error it died of; constant afterwards */
+	char why[160]; /* the error because of which the device is dead; constant afterwards */
 };
 
 /* The lanes of an engine. */
@@ -103,7 +105,8 @@ struct sfr__cuda_lanes {
 
 /* ---- lanes.c ---- */
 void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes);
-/* Returns the lane of a device, making it at first use. 0, SFR_ECLOSED, or -errno with `why`. */
+/* Sets *out to the lane of a device, which is made at first use. Returns 0; SFR_ECLOSED after
+ * lanes_stop; or -errno with the reason in `why`. */
 int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
 		       struct sfr__cuda_lane **out, char *why, size_t why_len);
 /* Ends the lanes' threads and frees their device resources. */
@@ -113,70 +116,76 @@ void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
 void sfr__cuda_lanes_report_dead(struct sfr__cuda_lanes *lanes, char *text, size_t len);
 
 /* ---- events.c ---- */
-/* Records an event after the work on the stream, or returns NULL and sets `err`. event_put returns
- * it for reuse. */
+/* Returns an event that is recorded after the work on the stream, or NULL with *err set.
+ * sfr__cuda_event_put gives the event back for reuse, and accepts NULL. */
 CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event);
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
-/* Records a failed call of the driver. Returns true when the device is dead. */
+/* Sets *err to a failed call of the driver, or to the earlier error because of which the device is
+ * dead. Returns whether it is dead. */
 bool sfr__cuda_note_failure(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 			    struct sfr_err *err);
-/* Returns whether waiting is over: the query `call` says so, or it failed so often in a row
- * (*failed) that the device is given up. */
+/* Returns whether a wait is over: the query named `call` returned (in `rc`) that the work is done,
+ * or it has failed so often in a row, counted in *failed, that the device is declared dead. */
 bool sfr__cuda_is_over(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 		       uint32_t *failed);
-/* Marks the device dead: its context is unusable, or nobody can tell. */
+/* Marks the device dead: its context is unusable, or does not even answer queries. `call` and `rc`
+ * are the failed call. */
 void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);
 /* Returns whether the device is dead, and then sets *err to the reason. */
 bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err);
-/* Returns whether work queued on the stream would become part of a graph or break its capture. */
+/* Returns whether a graph is being captured, so that work queued on the stream would become part of
+ * the graph or break the capture. */
 bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
-/* Returns a zeroed portion, new or reused, or NULL without memory. portion_put returns it for
- * reuse. */
+/* Returns a zeroed portion, new or reused, or NULL without memory. sfr__cuda_portion_put gives it
+ * back for reuse. */
 struct sfr__cuda_portion *sfr__cuda_portion_get(struct sfr__cuda_lane *lane);
 void sfr__cuda_portion_put(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion);
 
 /* ---- lane.c ---- */
 /* The main function of a lane's thread. */
 void *sfr__cuda_lane_main(void *lane);
-/* Only the thread that has the turn queues work on a lane's stream. It holds no lock. */
+/* Wait for the lane's turn, and end it. Only the thread that has the turn queues work on the lane's
+ * stream. It holds no lock. */
 void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
 void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
-/* In a turn: records an event after the queued work and appends the portion to those in flight.
- * Never skipped: if no event can be recorded, the whole stream is queried instead. */
+/* In a turn: records an event after the queued work and appends the portion to those in flight. The
+ * portion is appended even if no event can be recorded and *err is set: its copies may run. */
 void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
 			    struct sfr_err *err);
-/* On the lane's thread: removes portions whose copies have completed. */
+/* On the lane's thread: removes the portions whose copies have completed, and calls their
+ * `done`. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
-/* On the lane's thread, before queueing more: waits until few portions are in flight, unless a
- * gate waits for this save. */
+/* On the lane's thread, before it queues more of save number `seq`: waits until few portions are in
+ * flight, unless the gate waits for this save. */
 void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq);
-/* is_rushed returns whether a gate waits for the save; rush records that one does. */
+/* Return whether the gate waits for save number `seq`, and record that it does. */
 bool sfr__cuda_is_rushed(struct sfr__cuda_lane *lane, uint64_t seq);
 void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq);
 /* Gives the lane's thread a task, which may block. */
 void sfr__cuda_push(struct sfr__cuda_lane *lane, struct sfr__task *task);
 
 /* ---- copies.c; in a turn ---- */
-/* A growing list of copies to queue together; all zero: none. add: 0 or -ENOMEM. */
+/* A growing list of copies to queue together; all zero is an empty list. sfr__cuda_batch_add
+ * returns 0 or -ENOMEM. */
 struct sfr__cuda_batch {
 	CUdeviceptr *dst, *src;
 	size_t *len, nr, room;
 };
 int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len);
 void sfr__cuda_batch_free(struct sfr__cuda_batch *batch);
-/* Queues them in the lane's direction, in few calls if the driver has batches and the memory is
- * pinned, and empties the list. */
+/* Queues the copies in the lane's direction and empties the list. It takes few calls if the driver
+ * has batches and the host memory is pinned. */
 void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
 			  struct sfr_err *err);
-/* `nr` rows of `width` bytes, `pitch` bytes apart on the device. */
+/* One copy of `nr` rows of `width` bytes, which begin `pitch` bytes apart on the device. */
 struct sfr__cuda_rows {
 	void *dst;
 	CUdeviceptr src;
 	size_t width, nr, pitch;
 };
-/* Queues copies of rows, which are dst_pitch bytes apart on the host. */
+/* Queues `nr` such copies from the device. On the host, rows begin dst_pitch bytes apart. */
 void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows, size_t nr,
 			 size_t dst_pitch, bool pinned, struct sfr_err *err);
 /* Does the same on any stream of the current context; the caller handles errors. */
@@ -187,12 +196,13 @@ CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
 void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len);
 
 /* ---- store.c ---- */
-/* Gets memory of at least `len` bytes for samples. 0 or -errno. */
+/* Gets memory of at least `len` bytes for samples, unused or new. Returns 0 or -errno. */
 int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store);
-/* Returns memory to the lane for reuse, or to the driver when the lane ends. */
+/* Gives memory back to the lane, which keeps it for reuse or frees it. */
 void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
 void sfr__cuda_store_free(const struct sfr__cuda *cu, struct sfr__cuda_store *store);
-/* Allocates memory: the driver's, which is pinned, or ordinary memory if the driver has none. */
+/* Allocates memory: pinned memory of the driver, or ordinary memory if the driver has none. Returns
+ * 0 or -errno. */
 int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda_store *store);
 
 /* ---- timer.c; with the lane's context ---- */
@@ -200,7 +210,8 @@ void sfr__cuda_timer_begin(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *
 			   CUstream stream);
 void sfr__cuda_timer_end(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer,
 			 CUstream stream);
-/* Reads the time into timer->ns and frees the events. False: it has not ended yet. */
+/* Reads the time into timer->ns and frees the events. Returns false if the work has not ended
+ * yet. */
 bool sfr__cuda_timer_read(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
 void sfr__cuda_timer_drop(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
 

@@ -43,7 +43,7 @@ static void free_lane(struct sfr__cuda_lane *lane)
 	sfr_sys.free(lane);
 }
 
-/* Makes the stream and starts the thread. 0 or -errno with `why`. */
+/* Makes the stream and starts the thread. Returns 0, or -errno with the reason in `why`. */
 static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 {
 	char name[16];
@@ -60,7 +60,7 @@ static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 	return ret;
 }
 
-/* Makes a lane with its thread running. 0 or -errno with `why`. */
+/* Makes a lane with its thread running. Returns 0, or -errno with the reason in `why`. */
 static int make_lane(uint32_t device, enum sfr__cuda_way way, struct sfr__cuda_lane **out,
 		     char *why, size_t why_len)
 {
@@ -100,11 +100,12 @@ static void stop_lane(struct sfr__cuda_lane *lane)
 	lane->stopping = true;
 	pthread_cond_signal(&lane->cv);
 	sfr__unlock(&lane->mu);
-	(void)sfr_sys.thread_join(lane->thread, NULL); /* cannot fail: our thread, joinable */
+	(void)sfr_sys.thread_join(lane->thread, NULL); /* cannot fail: it is joinable */
 	fini_device(lane);
 }
 
-/* Finds the lane: 0 with *out, or NULL if it is to be made; SFR_ECLOSED. */
+/* Sets *out to the lane, or to NULL if there is none yet. Returns 0, or SFR_ECLOSED after
+ * lanes_stop. */
 static int find_locked(const struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
 		       struct sfr__cuda_lane **out)
 {

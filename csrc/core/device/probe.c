@@ -1,22 +1,22 @@
-/* Probes of device memory: is a storage the same before a step as after the previous step?
+/* Probes of device memory, which find out whether a storage changes between two optimizer steps.
  *
- * The observer of an optimizer's storages has to compare their bytes, and the host cannot read
- * them. So three cache lines of each are copied to the host twice, and compared when both copies
- * have completed:
+ * The observer of an optimizer (csrc/python/observer) has to compare a storage's bytes after a step
+ * with those before the next step, and the host cannot read device memory. So three cache lines of
+ * each storage are copied to the host at both times, and compared when both copies have completed:
  *
  *     caller's stream   step | waits  forward, backward  | waits  step ...
  *     prober's stream          \ lines /                   \ lines /   done?  same?
  *
- * The caller's stream waits for each copy, the host for none. Whether the copies have completed is
- * queried later, so a verdict lags as far as the device lags behind the host.
+ * The caller's stream waits for each copy; the host waits for none. It asks later whether the
+ * copies have completed, so it gets the verdict as much later as the device runs behind the host.
  *
  * Each device of the process has one prober: the stream on which its lines are copied. A prober
  * lives as long as the process. One thread at a time uses it. A second thread gets SFR_EBUSY and
  * probes after its next step, because the first one may wait for room on the stream. The lock is
  * not held during calls of the driver.
  *
- * Without a verdict a storage is only captured instead of deferred. So after an error a prober is
- * closed for good, and the error is logged. */
+ * A storage without a verdict is captured instead of deferred, which is only slower. So after an
+ * error a prober is closed for good, and the error is logged. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -37,19 +37,20 @@ struct prober {
 	CUstream stream;
 	/* guarded by probers.mu */
 	bool busy, closed;
-	/* tombstones: freed by their users, and perhaps still written to */
+	/* probes that their users have freed and that a running copy may still write to */
 	struct sfr_probe *tombstones;
 };
 
 struct sfr_probe {
 	struct sfr_probe *next; /* in the list of tombstones */
 	struct prober *prober;
-	CUevent ready, done; /* E, and the event after the last copy */
-	/* for each storage, LINES lines of the first probe and then of the second */
+	/* recorded on the caller's stream before the copies, and on the prober's after them */
+	CUevent ready, done;
+	/* LINES lines of each storage as of the first time, then those as of the second time */
 	struct sfr__cuda_store store;
-	struct sfr__cuda_rows *rows;
-	uint32_t room, nr;
-	bool in_flight;
+	struct sfr__cuda_rows *rows; /* the copies to queue */
+	uint32_t room, nr;           /* storages that fit, and those of the current probe */
+	bool in_flight;              /* copies may not have completed */
 };
 
 static struct {
@@ -81,7 +82,7 @@ static void close_prober(struct prober *prober, const char *call, CUresult rc)
 				 text);
 }
 
-/* Makes the stream. 0 or -errno. */
+/* Makes the prober's stream. Returns 0 or -errno. */
 static int open_prober(struct prober *prober)
 {
 	char why[160];
@@ -137,8 +138,8 @@ static int get_prober(uint32_t device, struct prober **out)
 	return 0;
 }
 
-/* Takes the prober for this thread. False if another thread uses it, or it is closed. */
-static bool take(struct prober *prober)
+/* Takes the prober for this thread. Returns false if another thread uses it, or it is closed. */
+static bool take_prober(struct prober *prober)
 {
 	bool free;
 
@@ -150,8 +151,8 @@ static bool take(struct prober *prober)
 	return free;
 }
 
-/* Ends what `take` began: another thread may use the prober. */
-static void give(struct prober *prober)
+/* Gives the prober back, so that another thread can take it. */
+static void give_prober(struct prober *prober)
 {
 	sfr__lock(&probers.mu);
 	prober->busy = false;
@@ -160,7 +161,7 @@ static void give(struct prober *prober)
 
 /* ---- probes ------------------------------------------------------------------------ */
 
-/* Frees a probe. Needs the prober's context. */
+/* Frees a probe. The prober's context must be current. */
 static void destroy(struct sfr_probe *probe)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
@@ -175,7 +176,7 @@ static void destroy(struct sfr_probe *probe)
 	sfr_sys.free(probe);
 }
 
-/* Whether its copies have completed. Needs the context. */
+/* Returns whether the probe's copies have completed. The prober's context must be current. */
 static bool is_done(struct sfr_probe *probe)
 {
 	CUresult rc = probe->in_flight ? probe->prober->cu->event_query(probe->done) : CUDA_SUCCESS;
@@ -187,7 +188,7 @@ static bool is_done(struct sfr_probe *probe)
 	return rc == CUDA_SUCCESS;
 }
 
-/* Leaves a probe that its user has freed to the next probe of the device, which destroys it. */
+/* Adds a probe that its user has freed to the list from which free_tombstones frees it. */
 static void add_tombstone(struct prober *prober, struct sfr_probe *probe)
 {
 	sfr__lock(&probers.mu);
@@ -196,7 +197,8 @@ static void add_tombstone(struct prober *prober, struct sfr_probe *probe)
 	sfr__unlock(&probers.mu);
 }
 
-/* Frees the tombstones whose copies have completed. Needs the prober and its context. */
+/* Frees the tombstones whose copies have completed. The calling thread must have taken the prober,
+ * and its context must be current. */
 static void free_tombstones(struct prober *prober)
 {
 	struct sfr_probe *probe, *next;
@@ -239,18 +241,19 @@ void sfr_probe_free(struct sfr_probe *probe)
 		return;
 	prober = probe->prober;
 	add_tombstone(prober, probe);
-	/* Otherwise the next probe frees it. With a closed prober the memory stays until the
-	 * process ends, because a copy may still run. */
-	if (!take(prober))
+	/* If another thread has the prober, the next probe of the device frees this one. If the
+	 * prober is closed, a copy may still run, and the memory stays until the process ends. */
+	if (!take_prober(prober))
 		return;
 	if (sfr__cuda_enter(&scope, prober->cu, prober->context) == CUDA_SUCCESS) {
 		free_tombstones(prober);
 		sfr__cuda_leave(&scope);
 	}
-	give(prober);
+	give_prober(prober);
 }
 
-/* Makes memory and events for `nr` storages. Needs the context; nothing may be in flight. */
+/* Makes memory and events for `nr` storages. The context must be current, and no copy of the probe
+ * may be in flight. */
 static CUresult allocate(struct sfr_probe *probe, uint32_t nr)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
@@ -277,13 +280,14 @@ static CUresult allocate(struct sfr_probe *probe, uint32_t nr)
 	return CUDA_SUCCESS;
 }
 
-/* Returns the copied lines of storage i: the first ones, or those of the second time. */
+/* Returns where the lines of storage `i` are copied the first time or, with `again`, the second. */
 static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 {
 	return (char *)probe->store.mem + ((size_t)again * probe->room + i) * LINES * LINE;
 }
 
-/* Sets up the copies of start, middle and end of each wanted storage. Returns their number. */
+/* Sets up the copies of the first, middle and last line of each storage that is long enough.
+ * Returns the number of copies. */
 static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_range *at, uint32_t nr,
 			    bool again)
 {
@@ -303,7 +307,7 @@ static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_rang
 	return nr_rows;
 }
 
-/* Queues the copies in one call, or one by one if the driver cannot. */
+/* Queues the copies in one call, or one by one if the driver has no such call. */
 static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *rows, uint32_t nr)
 {
 	CUresult rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE, true);
@@ -313,9 +317,9 @@ static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *r
 	return rc;
 }
 
-/* Records E on the caller's stream, queues the lines on the prober's, and makes the caller's stream
- * wait for them. */
-static CUresult queue(struct sfr_probe *probe, CUstream stream, uint32_t nr_rows)
+/* Makes the prober's stream wait for the caller's, queues the copies on it, and makes the caller's
+ * stream wait for them. */
+static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t nr_rows)
 {
 	struct prober *prober = probe->prober;
 	CUresult rc = prober->cu->event_record(probe->ready, stream);
@@ -351,7 +355,7 @@ static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr
 		probe->nr = nr;
 		nr_rows = set_up_rows(probe, at, nr, again);
 		if (nr_rows > 0)
-			rc = queue(probe, stream, nr_rows);
+			rc = queue_copies(probe, stream, nr_rows);
 	}
 	if (rc == CUDA_SUCCESS)
 		return 0;
@@ -371,7 +375,7 @@ int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_pr
 		return SFR_EFORK;
 	if (nr == 0 || (again && nr != probe->nr))
 		return -EINVAL;
-	if (!take(prober))
+	if (!take_prober(prober))
 		return is_closed(prober) ? -EIO : SFR_EBUSY;
 	rc = sfr__cuda_enter(&scope, prober->cu, prober->context);
 	if (rc == CUDA_SUCCESS) {
@@ -381,7 +385,7 @@ int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_pr
 		close_prober(prober, "cuCtxPushCurrent", rc);
 		ret = -EIO;
 	}
-	give(prober);
+	give_prober(prober);
 	return ret;
 }
 

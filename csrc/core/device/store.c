@@ -1,8 +1,8 @@
-/* Memory for samples.
+/* Memory for samples of device memory.
  *
- * It is the driver's memory, and so pinned even where the pool's cannot be registered: a copy to
- * unpinned memory returns only when it has run, and so waits for everything before it on the
- * stream. It is kept from save to save, because allocating it can block other streams. */
+ * It must be pinned: a copy to unpinned memory returns only when it has run, and so waits for all
+ * earlier work on the stream. The driver allocates it, because pool memory cannot always be pinned.
+ * It is kept from save to save, because allocating it can block other streams. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -54,7 +54,7 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 	 * process. */
 	if (!store->mem || dead)
 		return;
-	/* a failure shows in the next call */
+	/* if this fails, the memory is lost, because host_free fails as well */
 	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
 	sfr__cuda_store_free(lane->cu, store);
 	sfr__cuda_leave(&scope);

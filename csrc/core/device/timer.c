@@ -1,10 +1,11 @@
-/* Device time between two timed events on one stream.
+/* Measures the device time between two points of one stream, by events with timing.
  *
- * These are separate from the events that order streams, because waiting for a timed event is
- * slower. If timing fails (no event, a failed device), the time is 0 and no error is reported,
- * because only a statistic depends on it. */
+ * The events that order streams have no timing, because waiting for a timed event is slower. If
+ * timing fails (no event, a failed device), the time is 0 and no error is reported, because only a
+ * statistic depends on it. */
 #include "device/lane.h"
 
+/* Makes and records an event; *event becomes NULL if that fails. */
 static void record(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event)
 {
 	if (lane->cu->event_new(event, CU_EVENT_DEFAULT) != CUDA_SUCCESS)

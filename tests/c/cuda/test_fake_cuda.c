@@ -212,7 +212,7 @@ TEST(use_of_a_destroyed_object_is_a_violation)
 	end("a stream that was destroyed");
 }
 
-TEST(touching_a_capture_is_a_violation)
+TEST(work_on_a_capturing_stream_is_a_violation)
 {
 	begin();
 	fake.fake_cuda_capture(caller, 1);

@@ -192,7 +192,7 @@ static void end_starved(struct starved *s, int found)
 	fake_end(s->engine);
 }
 
-TEST(every_gate_goes_on_when_all_is_queued)
+TEST(every_waiting_gate_goes_on_when_all_copies_are_queued)
 {
 	struct starved s;
 
@@ -203,7 +203,7 @@ TEST(every_gate_goes_on_when_all_is_queued)
 }
 
 /* The cancelled save delays no step, although its copies have not ended. */
-TEST(every_gate_goes_on_when_the_save_is_cancelled)
+TEST(every_waiting_gate_goes_on_when_the_save_is_cancelled)
 {
 	struct starved s;
 	int before = saving_content_as(dir, "a", &one);
@@ -305,7 +305,7 @@ TEST(a_save_whose_order_cannot_be_kept_fails)
 /* The numbers are those of cuda.h: an inconsistent state, in which any further work returns the
  * same error, and a context or device that is gone. Over the fake driver any error ends a
  * device, because its later calls fail too. */
-TEST(fatal_errors_of_a_device_are_known)
+TEST(fatal_errors_of_a_device_are_recognised)
 {
 	static const int final[] = { 4,   214, 226, 700, 702, 709, 710, 714,
 				     715, 716, 717, 718, 719, 721, 810, 911 };
