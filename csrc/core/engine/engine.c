@@ -3,9 +3,9 @@
  *   made ──first save──▶ started ──close──▶ closing ──last save has ended──▶ closed
  *
  * Threads start with the first save, so an engine that is only made costs nothing but address
- * space. Tickets and snapshots hold references, and the engine is freed when its maker and all of
- * them have dropped theirs. No thread of the engine ever drops the last one (a ticket's own
- * reference is handed to the notice of its end), so the last one can join the threads. */
+ * space. The maker, tickets and snapshots hold references on the engine. The thread that drops the
+ * last one joins the engine's threads and frees it. So no thread of the engine may drop the last
+ * reference: when a save ends, its reference is handed to the notice of the end. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -14,8 +14,8 @@
 #include "engine/engine.h"
 #include "memory/pin.h"
 
-/* Frees the pool and returns its default cap to the budget, once, and not while a snapshot uses
- * it. */
+/* Frees the pool, unless a snapshot still uses it, and gives the bytes of a default cap back to the
+ * budget. Further calls do nothing. */
 static void free_pool(struct sfr_engine *engine)
 {
 	struct sfr__pool *pool = NULL;
@@ -42,13 +42,14 @@ void sfr__engine_snapshot_gone(struct sfr_engine *engine)
 		free_pool(engine);
 }
 
-static bool foreign(const struct sfr_engine *engine)
+/* Returns whether the engine was made before a fork, by the parent of this process. */
+static bool is_inherited(const struct sfr_engine *engine)
 {
 	return engine->fork_generation != sfr_fork_generation();
 }
 
-/* A default cap is only a preference: if the system cannot give that much address space, or no file
- * of that length, half of it is tried, and so on. */
+/* Makes the pool. A default cap is only a wish: if the system refuses that much address space, or a
+ * file of that length, half of it is tried, and so on. Returns 0 or -errno. */
 static int make_pool(struct sfr_engine *engine)
 {
 	const uint64_t block_bytes = engine->opts.block_bytes;
@@ -123,7 +124,7 @@ void sfr__engine_get(struct sfr_engine *engine)
 
 void sfr_engine_put(struct sfr_engine *engine)
 {
-	if (!engine || foreign(engine))
+	if (!engine || is_inherited(engine))
 		return;
 	if (atomic_fetch_sub_explicit(&engine->refs, 1, memory_order_acq_rel) != 1)
 		return;
@@ -153,7 +154,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	bool stop;
 	int rc = 0;
 
-	if (foreign(engine))
+	if (is_inherited(engine))
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
 	engine->closing = true;
@@ -190,14 +191,15 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	uint64_t nr_save_blocks = 0;
 
 	memset(out, 0, sizeof(*out));
-	if (foreign(engine))
+	if (is_inherited(engine))
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
 	if (engine->pool)
 		sfr__pool_stats(engine->pool, &pool);
 	for (const struct sfr__flight *each = engine->flights; each; each = each->next) {
 		nr_save_blocks += each->blocks_held;
-		out->saves_in_flight += !each->within;
+		if (!each->within)
+			out->saves_in_flight++;
 	}
 	out->saves_total = engine->nr_saves;
 	sfr__unlock(&engine->mu);
@@ -210,12 +212,12 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	return 0;
 }
 
-/* Keeps the pool until end_use. SFR_EFORK, SFR_ECLOSED. */
+/* Makes a close wait, and so keeps the pool, until end_use. Returns 0, SFR_EFORK or SFR_ECLOSED. */
 static int begin_use(struct sfr_engine *engine)
 {
 	int rc;
 
-	if (foreign(engine))
+	if (is_inherited(engine))
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
 	rc = engine->closing ? SFR_ECLOSED : 0;
@@ -272,19 +274,19 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 
 int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 {
-	if (foreign(engine))
+	if (is_inherited(engine))
 		return SFR_EFORK;
 	sfr__cuda_sentence(text, len);
 	sfr__cuda_lanes_report_dead(&engine->cuda_lanes, text, len);
 	return 0;
 }
 
-/* ---- slots of saves that others write ---- */
+/* ---- slots of saves that are written outside the core ---- */
 
 struct sfr_slot {
 	struct sfr_engine *engine;
 	struct sfr__flight flight;
-	bool over;
+	bool over; /* given back */
 };
 
 int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
@@ -296,7 +298,7 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 	int rc;
 
 	*out = NULL;
-	if (foreign(engine))
+	if (is_inherited(engine))
 		return SFR_EFORK;
 	slot = sfr_sys.calloc(1, sizeof(*slot));
 	if (!slot)
@@ -318,7 +320,7 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 
 void sfr_slot_launched(struct sfr_slot *slot)
 {
-	if (foreign(slot->engine))
+	if (is_inherited(slot->engine))
 		return;
 	sfr__lock(&slot->engine->mu);
 	slot->flight.in_call = false;
@@ -329,7 +331,7 @@ void sfr_slot_give_back(struct sfr_slot *slot)
 {
 	struct sfr_engine *engine = slot->engine;
 
-	if (foreign(engine))
+	if (is_inherited(engine))
 		return;
 	sfr__lock(&engine->mu);
 	if (!slot->over)
@@ -343,7 +345,7 @@ bool sfr_slot_is_over(struct sfr_slot *slot)
 {
 	bool over;
 
-	if (foreign(slot->engine))
+	if (is_inherited(slot->engine))
 		return true;
 	sfr__lock(&slot->engine->mu);
 	over = slot->over;

@@ -9,21 +9,21 @@
 #include "device/lane.h"
 #include "memory/pool.h"
 
-/* The order in which shared work is served. */
+/* The order in which shared work is served: lower values first. */
 enum sfr__shared_rank {
-	SFR__IN_CALL, /* a call waits for the work, so no thread of low priority takes part */
-	SFR__AT_ONCE, /* the work never waits for blocks */
-	SFR__IN_TURN, /* the work waits for older work, which may have the blocks */
+	SFR__IN_CALL, /* a call waits for it, so the lane, whose priority is low, takes no part */
+	SFR__AT_ONCE, /* it never waits for blocks */
+	SFR__IN_TURN, /* it may wait for blocks, which work before it on the list may have */
 };
 
-/* Work that several threads do in portions: the lane, the threads that wait for it, and copiers
- * while somebody waits. */
+/* Work that several threads share, step by step: the lane, the threads that wait for the work, and
+ * copiers while a thread waits. */
 struct sfr__shared {
 	struct sfr__shared *next;
 	enum sfr__shared_rank rank;
-	/* Does one step of the work. Called with the mutex, which it releases meanwhile; removes
-	 * the work from the list when none is left. Waits for blocks only with `may_wait`. False:
-	 * this thread has nothing to do right now. */
+	/* Does one step of the work. Called with the engine's mutex, which it releases while it
+	 * copies. After the last step it removes the work from the list. It waits for blocks only
+	 * with `may_wait`. Returns false if the calling thread can do nothing right now. */
 	bool (*step_locked)(struct sfr__shared *work, bool may_wait);
 };
 
@@ -32,11 +32,12 @@ struct sfr__flight {
 	struct sfr__flight *next, *prev;
 	pthread_t caller;
 	bool in_call; /* the caller has not launched or abandoned it yet */
-	/* an unordered save, which uses a slot of another kind; constant, like the next two */
+	/* an unordered save, which takes none of the max_in_flight slots (slots.c); constant, like
+	 * the next two */
 	bool apart;
-	bool within;  /* a file of a larger save, which has a slot and is counted instead */
+	bool within;  /* a file of a larger save, which statistics count instead of its files */
 	bool in_pool; /* the pool counts it among the saves that need blocks */
-	uint32_t blocks_held;
+	uint32_t blocks_held; /* of the pool */
 };
 
 enum {
@@ -44,18 +45,18 @@ enum {
 	SFR__MOST_APART = 64, /* unordered saves in flight; each has two descriptors */
 };
 
-/* `mu` guards all of it unless a comment says otherwise. */
+/* The engine. `mu` guards all fields unless a comment says otherwise. */
 struct sfr_engine {
 	struct sfr__mutex mu;
 	pthread_cond_t cv_lane;   /* signals shared work, or stopping */
 	pthread_cond_t cv_writer; /* signals tasks for the writers, or stopping */
-	pthread_cond_t cv_copier; /* signals shared work that somebody waits for, or stopping */
+	pthread_cond_t cv_copier; /* signals shared work that a thread waits for, or stopping */
 	pthread_cond_t cv_state;  /* signals a change of any ticket's facts, or a free slot */
 	atomic_uint refs;
 	uint64_t fork_generation;
 	struct sfr_engine_opts opts;
-	uint64_t pool_bytes; /* the cap, given or default; constant, like the next */
-	bool default_cap;
+	uint64_t pool_bytes;    /* the most that the pool may take; constant, like the next */
+	bool default_cap;       /* pool_bytes was not given by the user */
 	struct sfr__pool *pool; /* NULL once closed */
 
 	bool closing, closed, started, stopping;
@@ -73,47 +74,49 @@ struct sfr_engine {
 	struct sfr__flight *flights;
 	/* snapshots that have pool memory or wait for it; the pool is kept while there are any */
 	uint32_t nr_snapshots;
-	uint32_t nr_copying;             /* how many of them the lane is copying */
+	uint32_t nr_copying;             /* snapshots that the lane is copying */
 	struct sfr__lot *common_lot;     /* the lot that small snapshots share; NULL: none in use */
 	uint32_t nr_in_flight, nr_apart; /* nr_apart is part of nr_in_flight */
 	uint32_t nr_pool_users;          /* threads in warm_up or trim */
-	uint64_t next_seq, nr_saves;
+	uint64_t next_seq;               /* the number of the next save */
+	uint64_t nr_saves;               /* saves so far, for statistics */
 };
 
 /* ---- workers.c ---- */
-/* Starts the engine's threads unless they run. 0, -ENOMEM or the error of starting a thread. */
+/* Starts the engine's threads unless they run. Returns 0, -ENOMEM or the error of starting a
+ * thread. */
 int sfr__engine_start_locked(struct sfr_engine *engine);
 /* Starts the copiers. If the system refuses a thread, the engine works with fewer: nothing depends
  * on a copier. */
 void sfr__copiers_start_locked(struct sfr_engine *engine);
-/* Joins all threads; nothing is queued any more. */
+/* Ends and joins all threads. The caller guarantees that nothing is queued any more. */
 void sfr__workers_stop(struct sfr_engine *engine);
 /* Gives the writers a task; they serve tasks in the order of their arrival. */
 void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task);
-/* Insert work after all of its rank, and remove it. */
+/* Insert work into the list after all work of its rank, and remove it from the list. */
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
-/* Wakes threads that found nothing to do. */
+/* Wakes the threads that may do shared work, because a step that was not possible may be now. */
 void sfr__shared_wake_locked(struct sfr_engine *engine);
 
 /* ---- engine.c ---- */
-void sfr__engine_get(struct sfr_engine *engine);
+void sfr__engine_get(struct sfr_engine *engine); /* adds a reference; sfr_engine_put drops it */
 /* Records that a snapshot has returned its memory, or got none. The last one of a closed engine
  * frees the pool. */
 void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 /* ---- slots.c ---- */
-/* Waits until a save may take a slot; unordered (`apart`) saves have their own. Flags are those of
- * the save: with SFR_SAVE_NESTED it never waits. A thread that has a slot itself does not either.
- * *beyond tells whether it exceeds max_in_flight. SFR_EAGAIN; SFR_EBUSY with SFR_SAVE_NO_WAIT;
- * SFR_ECLOSED. */
+/* Waits until a save may take a slot; unordered (`apart`) saves have slots of their own. `flags`
+ * are those of the save. There is no wait with SFR_SAVE_NESTED, and none if the calling thread
+ * already has a slot; *beyond says that the save then exceeds max_in_flight. Returns 0; SFR_EAGAIN
+ * after the deadline; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
 int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
 			     uint64_t deadline_ns, bool *beyond);
-/* Gives a save of the calling thread a slot; leave returns it. */
+/* Give a save of the calling thread a slot, and take the slot back when the save has ended. */
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
-/* Counts the saves in flight that this thread is making further up its stack, and so cannot wait
- * for. `in_pool`: of those, the ones that the pool counts. */
+/* Returns the number of saves in flight that the calling thread has not launched yet. It cannot
+ * wait for them to end. `in_pool`: only those that the pool counts among its users. */
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool);
 
 #endif

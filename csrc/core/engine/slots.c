@@ -2,17 +2,20 @@
  *
  *   wanted ──a slot is free, or the save is nested──▶ in the call ──launched──▶ in flight ──▶ left
  *
- * A ticket embeds its slot. A save without a ticket (by another CheckpointIO, on a Python thread)
- * takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and close waits for both.
+ * A ticket embeds its slot (struct sfr__flight). A save without a ticket (by another CheckpointIO,
+ * on a Python thread) takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and
+ * close waits for both.
  *
- * Unordered saves have slots of their own, so that they never wait for saves in the log that may be
- * waiting for them. They are the files of a larger save, which has one of the other slots or is
- * bounded by its maker. So max_in_flight does not count them, and SFR__MOST_APART bounds their
- * descriptors. The statistics count the larger save once: by its slot, or by its file of parts.
- * They end without their caller, so the caller may always wait for one to end.
+ * Unordered saves (`apart`) are the files of a larger save, such as a directory. The larger save
+ * has an ordinary slot or is bounded by its maker, so max_in_flight does not count its files. They
+ * have slots of their own, SFR__MOST_APART, which bound their descriptors. So they never wait for
+ * saves in the log, which may be waiting for them. Statistics count the larger save once: by its
+ * slot, or by its file of parts. An unordered save ends without further calls of its caller, so the
+ * caller may always wait for one to end.
  *
- * A thread may have a slot for a longer time than one call: while it fills a directory. Another
- * save of that thread would wait for this slot forever. So it takes one more, as a nested one does.
+ * A thread may have a slot for longer than one call: while it fills a directory. Another save of
+ * that thread would wait forever for this slot. So it exceeds max_in_flight instead, as a nested
+ * save does.
  */
 #include "engine/engine.h"
 #include "sfr/save.h"
@@ -56,7 +59,7 @@ uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool
 	return nr;
 }
 
-/* Whether a slot is free. Saves that are not in the log's order (`apart`) have their own. */
+/* Returns whether a slot is free for a save of this kind. */
 static bool is_free_locked(const struct sfr_engine *engine, bool apart)
 {
 	if (apart)

@@ -1,7 +1,7 @@
 /* The engine's threads: a lane for shared work, writers for tasks, and copiers that help with
- * shared work while somebody waits. They do not know what any of it does.
+ * shared work while a thread waits for it. They do not know what tasks and shared work do.
  *
- * All run one loop over lists that the engine's mutex guards. */
+ * All of them run the same loop (serve) over lists that the engine's mutex guards. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 
@@ -15,6 +15,7 @@ void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task)
 
 /* ---- shared work -------------------------------------------------------------------- */
 
+/* Returns the first work that the lane may take part in, or NULL. */
 static struct sfr__shared *lanes_work_locked(const struct sfr_engine *engine)
 {
 	struct sfr__shared *work = engine->shared;
@@ -24,11 +25,14 @@ static struct sfr__shared *lanes_work_locked(const struct sfr_engine *engine)
 	return work;
 }
 
+/* Returns the first work if a thread waits for shared work, else NULL. */
 static struct sfr__shared *copiers_work_locked(const struct sfr_engine *engine)
 {
 	struct sfr__shared *first = engine->shared;
 
-	return first && (first->rank == SFR__IN_CALL || engine->nr_awaiting != 0) ? first : NULL;
+	if (first && first->rank != SFR__IN_CALL && engine->nr_awaiting == 0)
+		return NULL;
+	return first;
 }
 
 void sfr__shared_wake_locked(struct sfr_engine *engine)
@@ -67,56 +71,59 @@ void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shar
 enum kind {
 	WRITER, /* serves tasks */
 	LANE,   /* serves shared work, and may wait for blocks */
-	COPIER, /* serves shared work that somebody waits for */
+	COPIER, /* serves shared work that a thread waits for */
 };
 
-struct crew {
+/* One thread of the engine. */
+struct worker {
 	struct sfr_engine *engine;
 	enum kind kind;
-	pthread_cond_t *cv;
+	pthread_cond_t *cv; /* wakes threads of this kind */
 };
 
-/* Returns the shared work for a thread without a task, or NULL. */
-static struct sfr__shared *work_locked(const struct crew *crew)
+/* Returns the shared work for this thread, or NULL. */
+static struct sfr__shared *work_locked(const struct worker *worker)
 {
-	switch (crew->kind) {
+	switch (worker->kind) {
 	case LANE:
-		return lanes_work_locked(crew->engine);
+		return lanes_work_locked(worker->engine);
 	case COPIER:
-		return copiers_work_locked(crew->engine);
+		return copiers_work_locked(worker->engine);
 	default:
 		return NULL;
 	}
 }
 
-static bool is_idle_locked(const struct crew *crew)
+/* Returns whether there is neither a task for this thread nor a reason to end. */
+static bool is_idle_locked(const struct worker *worker)
 {
-	return !(crew->kind == WRITER && crew->engine->tasks.head) && !crew->engine->stopping;
+	return !(worker->kind == WRITER && worker->engine->tasks.head) && !worker->engine->stopping;
 }
 
-static void serve(struct crew *crew)
+/* Does tasks or shared work until the engine stops. */
+static void serve(struct worker *worker)
 {
-	struct sfr_engine *engine = crew->engine;
+	struct sfr_engine *engine = worker->engine;
 
 	sfr__lock(&engine->mu);
 	for (;;) {
 		struct sfr__task *task =
-			crew->kind == WRITER ? sfr__queue_pop(&engine->tasks) : NULL;
-		struct sfr__shared *work = task ? NULL : work_locked(crew);
+			worker->kind == WRITER ? sfr__queue_pop(&engine->tasks) : NULL;
+		struct sfr__shared *work = task ? NULL : work_locked(worker);
 
 		if (task) {
 			sfr__unlock(&engine->mu);
 			task->run(task);
 			sfr__lock(&engine->mu);
-		} else if (work && work->step_locked(work, crew->kind == LANE)) {
+		} else if (work && work->step_locked(work, worker->kind == LANE)) {
 			continue;
-		} else if (engine->stopping && (!work || crew->kind == COPIER)) {
-			/* A call may still copy for a snapshot; it needs no copier. */
+		} else if (engine->stopping && (!work || worker->kind == COPIER)) {
+			/* A call may still be copying for a snapshot, but it needs no copier. */
 			break;
-		} else if (is_idle_locked(crew) && work_locked(crew) == work) {
-			/* Shared work with nothing for this thread was asked under this same
-			 * lock. */
-			(void)sfr__cond_wait(crew->cv, &engine->mu, SFR_FOREVER);
+		} else if (is_idle_locked(worker) && work_locked(worker) == work) {
+			/* There is no work, or its step had nothing for this thread. But the step
+			 * may have released the mutex: if other work is first now, look again. */
+			(void)sfr__cond_wait(worker->cv, &engine->mu, SFR_FOREVER);
 		}
 	}
 	sfr__unlock(&engine->mu);
@@ -126,7 +133,7 @@ static void *lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct crew){ engine, LANE, &engine->cv_lane });
+	serve(&(struct worker){ engine, LANE, &engine->cv_lane });
 	return NULL;
 }
 
@@ -134,7 +141,7 @@ static void *writer_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct crew){ engine, WRITER, &engine->cv_writer });
+	serve(&(struct worker){ engine, WRITER, &engine->cv_writer });
 	return NULL;
 }
 
@@ -142,7 +149,7 @@ static void *copier_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct crew){ engine, COPIER, &engine->cv_copier });
+	serve(&(struct worker){ engine, COPIER, &engine->cv_copier });
 	return NULL;
 }
 
