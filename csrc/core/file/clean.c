@@ -1,13 +1,13 @@
-/* Removing the temporaries of dead writers. Each save cleans the directory that it writes to.
+/* Removes the temporaries of dead writers. Each save cleans the directory that it writes to.
  *
  *   a file                          is removed while its lock is held
- *   a temporary directory           is removed with its contents; after an exchange these are the
- *                                   old ones
+ *   a temporary directory           is removed with its contents; after an exchange it is the old
+ *                                   directory
  *   a directory that was moved aside  is put back if nothing has its name, else removed
  *
- * A writer that died may have put its new directory in place without syncing the parent. Then the
- * disk may still know the old directory by that name, and a power failure would bring it back. So
- * the parent is synced before an old directory is removed.
+ * A writer may have died after it put its new directory in place and before it synced the parent.
+ * Then the old directory may still have that name on the disk, and would be found there after a
+ * power failure. So the parent is synced before an old directory is removed.
  *
  * Temporaries of another boot are only reported; tmp.c says why. */
 #include <errno.h>
@@ -22,7 +22,7 @@ struct cleaning {
 	char boot[SFR__BOOT_LEN + 1];
 };
 
-/* Removes a directory. If this fails, the next save tries again. */
+/* Syncs the parent and removes a directory. If this fails, the next save tries again. */
 static void remove_directory(const struct cleaning *cleaning, const char *path)
 {
 	struct sfr_err err = { .index = -1 };
@@ -46,6 +46,7 @@ static void put_back(const struct cleaning *cleaning, const char *name, const ch
 				 cleaning->path, parsed->target);
 }
 
+/* Reports a temporary of another boot. */
 static void report_foreign(const struct cleaning *cleaning, const char *path,
 			   const struct sfr__tmp_name *parsed)
 {
@@ -61,6 +62,7 @@ static void report_foreign(const struct cleaning *cleaning, const char *path,
 				 path);
 }
 
+/* Handles the temporary `name` of the directory, whose path is `path`. */
 static void clean_one(const struct cleaning *cleaning, const char *name, const char *path,
 		      const struct sfr__tmp_name *parsed)
 {

@@ -59,6 +59,7 @@
 
 static const _Alignas(SFR_PAGE) char zero_page[SFR_PAGE];
 
+/* Sets *err and returns `code`. */
 static int fail(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
 {
 	sfr__err_set(err, code, phase, note);
@@ -95,8 +96,8 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 
 /* ---- unanswered calls ---- */
 
-/* Surround every call that may hang. Several writers use one file, and an answer to one of them
- * shows that its file system works. */
+/* Surround every call that may hang. Several writers may call at a time; an answer to any of them
+ * shows that the file system works. */
 static void begin_call(struct sfr__file *f)
 {
 	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
@@ -145,8 +146,8 @@ static int write_page(int fd)
 	return -EINTR;
 }
 
-/* Decides io_mode. Only a real write can tell: some file systems accept the flag but refuse the
- * write, and tmpfs accepts both with any alignment. 0 or -errno. */
+/* Finds out whether O_DIRECT works for this file, and sets io_mode. This needs a real write,
+ * because some file systems accept the flag but refuse the write. Returns 0 or -errno. */
 static int probe_direct(struct sfr__file *f)
 {
 	char why[96];
@@ -177,9 +178,9 @@ static int probe_direct(struct sfr__file *f)
 	return 0;
 }
 
-/* Reserves space, so that a full disk is noticed before gigabytes are written and the blocks are
- * contiguous. A file system that cannot reserve loses nothing: 0. Not posix_fallocate, which would
- * write. */
+/* Reserves space, so that a full disk is noticed before gigabytes are written, and so that the file
+ * is contiguous on the disk. Returns 0 also if the file system cannot reserve space, which is no
+ * error. posix_fallocate is no alternative: it would write the whole file in that case. */
 static int reserve(struct sfr__file *f)
 {
 	int rc = -EINTR;
@@ -193,7 +194,7 @@ static int reserve(struct sfr__file *f)
 	return 0;
 }
 
-/* A directory that will not be synced need not be readable. 0 or -errno. */
+/* Opens the directory; it need not be readable unless it will be synced. Returns 0 or -errno. */
 static int open_directory(struct sfr__file *f)
 {
 	int fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
@@ -202,6 +203,7 @@ static int open_directory(struct sfr__file *f)
 	return fd < 0 ? fd : 0;
 }
 
+/* The steps of sfr__file_open. Returns 0, or the code in `err`. */
 static int open_steps(struct sfr__file *f, struct sfr_err *err)
 {
 	int rc = open_directory(f);
@@ -281,8 +283,8 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 
 /* ---- sync and commit ---- */
 
-/* Blocks are written in whole pages, so the last one may extend beyond the end. 0 or -errno. */
-static int cut(struct sfr__file *f)
+/* Cuts the file to its length, because the last block is written in whole pages. 0 or -errno. */
+static int cut_to_length(struct sfr__file *f)
 {
 	int rc = -EINTR;
 
@@ -300,7 +302,7 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 	if (f->state != SFR__FILE_OPEN)
 		return fail(err, SFR_ESTATE, SFR_PHASE_SYNC, NULL);
 	begin_call(f);
-	rc = cut(f);
+	rc = cut_to_length(f);
 	end_call(f);
 	if (rc < 0) {
 		f->state = SFR__FILE_BROKEN;
@@ -318,9 +320,9 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 	return 0;
 }
 
-/* Refuses what rename would silently replace: a pipe, a device or a socket. (It refuses a directory
- * itself.) Checked here and not at open, because an earlier entry of the log may remove the name. 0
- * or -errno. */
+/* Refuses to replace a pipe, a device or a socket, which rename would do without an error. This is
+ * checked here and not at open, because an earlier entry of the log may remove the name in between.
+ * Returns 0 or -errno. */
 static int check_destination(const struct sfr__file *f)
 {
 	struct stat st;
@@ -332,16 +334,16 @@ static int check_destination(const struct sfr__file *f)
 	return S_ISDIR(st.st_mode) ? -EISDIR : -EINVAL;
 }
 
-/* Refuses a directory that another one has replaced since the open, as a save of a whole directory
- * does: the file would become durable in the old one, which is about to be removed. A directory
- * that was moved is followed. An exchange stays on one file system, so the inode tells. 0 or
- * -ESTALE. */
+/* Refuses the commit if the directory was replaced by another one since the open, as a save of a
+ * whole directory does: the file would become durable in the old one, which is about to be removed.
+ * If the directory was only moved, the file goes where the directory is now. Both directories are
+ * on one file system, so comparing inodes is enough. Returns 0 or -ESTALE. */
 static int check_directory(const struct sfr__file *f)
 {
 	struct stat held, there;
 
 	if (sfr_sys.lstat(AT_FDCWD, f->dir, &there) < 0 || sfr_sys.fstat(f->dir_fd, &held) < 0)
-		return 0; /* the directory was moved, or it is unknown */
+		return 0; /* the directory was moved, or its state is unknown */
 	return held.st_ino == there.st_ino ? 0 : -ESTALE;
 }
 
@@ -404,8 +406,8 @@ void sfr__file_fini(struct sfr__file *f)
 
 	begin_call(f);
 	if (ours && f->tmp.serial && !f->renamed)
-		(void)sfr_sys.unlink(f->dir_fd,
-				     f->tmp.name); /* on failure the next save removes it */
+		/* if this fails, the next save removes it */
+		(void)sfr_sys.unlink(f->dir_fd, f->tmp.name);
 	if (ours)
 		sfr__tmp_forget(&f->tmp);
 	if (ours && f->fd >= 0)

@@ -10,7 +10,7 @@
 
 /* ---- dir.c ---- */
 
-/* Returns "dir/name", malloc'ed, or NULL. */
+/* Returns "dir/name", which the caller frees with sfr_sys.free, or NULL without memory. */
 char *sfr__path_join(const char *dir, const char *name);
 /* Calls `each` with the names in a directory, except "." and "..", until it returns nonzero.
  * Returns that value, 0, or -errno of the directory. */
@@ -30,11 +30,12 @@ struct sfr__tmp {
 	char name[SFR__TMP_NAME_LEN];
 };
 
-/* Makes and locks a temporary in the open directory `dir`. Returns 0 and *fd_out, and lists `tmp`
- * as live until sfr__tmp_forget; or returns the code in `err`, with its phase. */
+/* Makes and locks a temporary in the open directory `dir`. Returns 0 with its descriptor in
+ * *fd_out, and lists `tmp` as live until sfr__tmp_forget. Or returns the code that it puts into
+ * `err`. */
 int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err);
-/* Removes it from the list, after which others may remove the file. Called when the name is gone
- * and before the descriptor is closed. Idempotent. */
+/* Removes a temporary from the list, after which other saves may remove its file. Called when the
+ * file was renamed or removed, and before its descriptor is closed. Idempotent. */
 void sfr__tmp_forget(struct sfr__tmp *tmp);
 /* Returns whether `path`, with last component `name`, is a temporary whose writer lives (in this
  * process, or with the lock in another) or may live. */
@@ -42,9 +43,10 @@ bool sfr__tmp_may_be_live(const char *path, const char *name);
 
 /* ---- clean.c ---- */
 
-/* Removes what dead writers of this boot left in the open directory `dir`, whose path is `path`.
- * Puts directories back that they had moved aside. A notice names, once per process, temporaries of
- * other boots and those whose writer's state is unknown. Never fails; the next save tries again. */
+/* Removes the temporaries of dead writers of this boot from the open directory `dir`, whose path is
+ * `path`, and puts directories back that those writers had moved aside. A notice names, once per
+ * process, each temporary of another boot or of a writer whose state is unknown. Errors are
+ * ignored, because the next save tries again. */
 void sfr__tmp_clean(int dir, const char *path);
 
 /* ---- file.c, remove.c (folder.c: sfr/folder.h, steps.c: sfr/steps.h) ---- */
@@ -65,7 +67,7 @@ enum sfr__file_state {
  * may come from several threads at a time. */
 struct sfr__file {
 	char *dir, *name; /* path of the directory, and the destination's name in it */
-	int dir_fd, fd;   /* -1: none. The directory is opened once, first */
+	int dir_fd, fd;   /* of the directory, and of the temporary; -1: none */
 	uint64_t len;
 	uint32_t io_mode; /* SFR_IO_* */
 	bool durable, renamed;
@@ -73,47 +75,47 @@ struct sfr__file {
 	 * returned */
 	atomic_uint nr_asked;
 	_Atomic uint64_t asked_ns;
-	/* why the file was written through the page cache, and why the directory was not synced;
-	 * "": it was not so */
+	/* why the file was written through the page cache, or "" if it was not; and why the
+	 * directory was not synced, or "" if it was */
 	char why_buffered[160], why_unsynced[160];
 	enum sfr__file_state state;
 	uint64_t fork_generation;
-	/* the list points here, so the file must not move between open and fini */
+	/* in the list of live temporaries, so the struct must not move between open and fini */
 	struct sfr__tmp tmp;
 };
 
-/* Copies the names. -ENOMEM. */
+/* Initialises a file of `len` bytes, which will be dir/name. Copies both names. 0 or -ENOMEM. */
 int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint64_t len,
 		   bool durable);
-/* Opens the directory first, so that one that cannot be synced is refused before anything is
- * written. Then removes dead temporaries of this boot from it, makes and locks the temporary, tests
- * O_DIRECT with a real write of one page, and reserves space. `err` gets phase and code. */
+/* Opens the directory first, so that a directory that cannot be synced is refused before anything
+ * is written. Then removes dead temporaries of this boot from it, makes and locks the temporary,
+ * tests O_DIRECT with a real write of one page, and reserves space. This function and the next
+ * three return 0, or the code that they put into `err`. */
 int sfr__file_open(struct sfr__file *f, struct sfr_err *err);
 /* Writes all bytes or fails; retries short writes and EINTR. With O_DIRECT buf, len and off are
  * multiples of 4096, so the last page may extend beyond the file's length. */
 int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t off,
 		    struct sfr_err *err);
-/* Cuts the file to its length, then fdatasync unless not durable. A failure is final: never called
- * again on this descriptor. */
+/* Cuts the file to its length and, for a durable save, calls fdatasync. A failure is final:
+ * fdatasync is never called again on this descriptor. */
 int sfr__file_sync(struct sfr__file *f, struct sfr_err *err);
-/* Renames the file, then syncs the directory unless not durable. If only the sync fails, f->renamed
+/* Renames the file and, for a durable save, syncs the directory. If only the sync fails, f->renamed
  * is true: the new file exists but may not be durable. Refuses to replace anything but a regular
- * file or a link (-EISDIR, -EINVAL); the log's order decides what is there. Refuses too if the
- * directory's path leads to another directory by now (-ESTALE): the file would not appear at its
- * path. */
+ * file or a link (-EISDIR, -EINVAL). Refuses also if the directory's path leads to another
+ * directory by now (-ESTALE), because the file would not appear at its path. */
 int sfr__file_commit(struct sfr__file *f, struct sfr_err *err);
-/* Returns since when (sfr__now_ns) calls of open, write, sync or fini have been waiting for the
- * file system without any answer; 0: none waits. Callable from any thread. */
+/* While calls of open, write, sync or fini wait for the file system, returns the time (sfr__now_ns)
+ * when one of them last began or returned; else 0. Any thread may call it. */
 uint64_t sfr__file_asked_since(const struct sfr__file *f);
-/* Removes the temporary unless it was renamed, closes and frees. Any state; idempotent. In a forked
- * child it only frees. */
+/* Removes the temporary unless it was renamed, closes the descriptors and frees the names. Callable
+ * in any state; idempotent. In a forked child it only frees. */
 void sfr__file_fini(struct sfr__file *f);
 /* Removes a file, link or directory tree; a missing name is no error. Keeps temporaries whose
  * writers live on this machine (their saves were submitted later), and the directories above them.
- * A name that cannot be removed does not stop the rest, except what makes a directory a checkpoint,
- * which must go first. Returns the first error. Not synced otherwise: remove.c says why.
- * *answered_ns, if given, gets the time after each name, because a large tree takes long but keeps
- * answering. */
+ * If a name cannot be removed, the remove goes on with the others; but if the metadata of a
+ * distributed checkpoint cannot, its data stay, too. Returns 0, or the first error, which is also
+ * in `err`. *answered_ns, if given, gets the time after each name: a large tree takes long, but its
+ * file system keeps answering. */
 int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err);
 /* Does the same for a directory that only its maker uses, and keeps nothing. */
 int sfr__file_remove_own(const char *path, struct sfr_err *err);

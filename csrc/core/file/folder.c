@@ -1,4 +1,4 @@
-/* A directory that becomes visible in one step: from a temporary name to a durable one.
+/* A directory that becomes visible in one step, or replaces another one in one step.
  *
  *   1  open      the parent, for all later steps
  *                a file next to the destination that carries the lock   (tmp.c)
@@ -28,9 +28,9 @@
  *   4b  the new one is renamed to the destination
  *
  * Between the two a reader finds no directory. If 4b fails, 4a is undone. If the process dies
- * there, the next save into the parent puts the old directory back, and so does a load or `exists`
- * that misses it. After a power failure there, both are whole under hidden names, and a notice
- * names the old one. */
+ * between them, the next save into the parent puts the old directory back, and so does a load or
+ * `exists` that misses it (sfr_tidy). After a power failure between them, both directories are
+ * whole under hidden names, and a notice gives the name of the old one. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -51,18 +51,19 @@ enum state {
 };
 
 struct sfr_folder {
-	char *dir, *name; /* the parent's path, and the destination's name in it */
-	char *path;       /* of the temporary directory */
-	char *aside;      /* the name of an old directory that was moved aside; NULL: none was */
-	int dir_fd, lock_fd;
+	char *dir, *name;    /* the parent's path, and the destination's name in it */
+	char *path;          /* of the temporary directory */
+	char *aside;         /* the name of an old directory that was moved aside; NULL: none was */
+	int dir_fd, lock_fd; /* of the parent, and of the file that carries the lock; -1: none */
 	bool durable;
 	bool keeps_aside; /* the old directory could not be moved back */
 	enum state state;
 	uint64_t fork_generation;
-	struct sfr__tmp tmp; /* the lock; the list points here */
-	char temporary[SFR__TMP_NAME_LEN + 2];
+	struct sfr__tmp tmp;                   /* the lock, in the list of live temporaries */
+	char temporary[SFR__TMP_NAME_LEN + 2]; /* the name of the temporary directory */
 };
 
+/* Records a failed step in the state and in *err, and returns `code`. */
 static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_phase phase,
 		const char *note)
 {
@@ -155,11 +156,13 @@ const char *sfr_folder_path(const struct sfr_folder *f)
 
 /* ---- syncing a tree ---- */
 
+/* A directory of the tree. */
 struct node {
 	struct node *next;
 	char path[];
 };
 
+/* The walk through a tree that syncs its files. */
 struct walk {
 	struct node *todo; /* directories whose entries were not visited yet */
 	struct node *seen; /* visited directories, each before its parent */
@@ -170,6 +173,7 @@ struct walk {
 	struct sfr_err *err;
 };
 
+/* Sets *w->err, with the path inside the tree as its note, and returns `code`. */
 static int fail_walk(struct walk *w, int code, const char *path)
 {
 	const char *rest = path + w->top_len;
@@ -178,7 +182,8 @@ static int fail_walk(struct walk *w, int code, const char *path)
 	return code;
 }
 
-/* Syncs a file. Files that others wrote may be unreadable or gone. Returns 0 or -errno. */
+/* Syncs a file, which may be unreadable or gone, because other programs write into the directory,
+ * too. Returns 0 or -errno. */
 static int sync_file(const char *path)
 {
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
@@ -193,6 +198,7 @@ static int sync_file(const char *path)
 	return rc;
 }
 
+/* Puts a directory on the list of those to be visited. Returns 0 or -ENOMEM. */
 static int push(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;
@@ -321,6 +327,7 @@ static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 	return rc;
 }
 
+/* Puts the new directory in place: step 4 above. Returns 0, or -errno, possibly with *note. */
 static int exchange_or_rename(struct sfr_folder *f, const char **note)
 {
 	struct stat st;
@@ -380,7 +387,7 @@ int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
 
 	if (f->fork_generation != sfr_fork_generation() || f->state == CLEARED)
 		return 0;
-	/* This is the new directory, or the old one after an exchange. */
+	/* Under the temporary name is the new directory or, after an exchange, the old one. */
 	if (f->path && !placed)
 		rc = remove_hidden(f, f->temporary, err);
 	if (f->aside && !placed && !f->keeps_aside && f->state == DONE) {

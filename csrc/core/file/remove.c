@@ -7,21 +7,21 @@
  * PATH_MAX fails with ENAMETOOLONG and stays. The walk is not safe against others replacing
  * directories by links meanwhile; the directories of checkpoints belong to the user who trains.
  *
- * One thing is kept: a temporary, file or directory, whose writer is, or may be, alive. Removes run
- * in the order of submission, so that save was submitted after the remove, and its file must
- * survive. The directories above it are kept without an error. Only the maker of a temporary
- * directory removes what lives in it too.
+ * A temporary (file or directory) is kept if its writer is, or may be, alive. Removes run in the
+ * order of submission, so the writer's save was submitted after the remove, and its file must stay.
+ * The directories above it are kept without an error. sfr__file_remove_own, by which the maker of a
+ * temporary directory removes it, keeps nothing.
  *
- * A directory may be a checkpoint of torch.distributed.checkpoint: `.metadata` names its data files
- * and makes it one. So that file is removed first and the directory synced before the first data
- * file goes. Whatever stops the walk, a whole checkpoint or none is left, never one with holes. If
- * `.metadata` cannot be removed, the directory stays as it is.
+ * A directory may be a checkpoint of torch.distributed.checkpoint (DCP): it is one if it has the
+ * file `.metadata`, which names the data files. So that file is removed first, and the directory is
+ * synced before the first data file is removed. Whatever stops the walk then leaves a whole
+ * checkpoint or none, never one that lacks data files. If `.metadata` cannot be removed, the
+ * directory stays as it is.
  *
- * Otherwise a remove is not synced. It runs when the save that replaces the removed name is
- * durable. So if the machine dies and the name comes back, there is one checkpoint too many, never
- * one too few. A later save into the directory syncs this remove too. Removes in several
- * directories may come back independently, which is harmless for the same reason, and nobody waits
- * for a remove to be durable. */
+ * Otherwise a remove is not synced, and no caller waits for it to be durable. It runs when the save
+ * that replaces the removed name is durable. So if the machine dies and the name is there again,
+ * there is one checkpoint too many, never one too few. A later save into the directory syncs the
+ * remove, too. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -37,6 +37,7 @@ struct node {
 	char path[];
 };
 
+/* The removal of one path. */
 struct walk {
 	struct node *todo;             /* the deepest first */
 	bool kept;                     /* a live temporary was kept somewhere */
@@ -45,7 +46,8 @@ struct walk {
 	struct sfr_err *err;
 };
 
-static void failed(struct walk *w, int code)
+/* Keeps the first error of the walk, which goes on. */
+static void keep_error(struct walk *w, int code)
 {
 	sfr__err_set(w->err, code, SFR_PHASE_REMOVE, NULL);
 }
@@ -57,7 +59,7 @@ static void push(struct walk *w, const char *path)
 	struct node *node = sfr_sys.malloc(sizeof(*node) + len);
 
 	if (!node) {
-		failed(w, -ENOMEM);
+		keep_error(w, -ENOMEM);
 		return;
 	}
 	memcpy(node->path, path, len);
@@ -66,7 +68,8 @@ static void push(struct walk *w, const char *path)
 	w->todo = node;
 }
 
-/* Removes one name, or puts a directory on the list. */
+/* Removes one name, or puts a directory on the list. `name` is the last component of `path`, or
+ * NULL for the path that was given to be removed, which is never kept. */
 static void remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
@@ -76,7 +79,7 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 		atomic_store_explicit(w->answered_ns, sfr__now_ns(), memory_order_relaxed);
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
 		if (errno != ENOENT && errno != ENOTDIR)
-			failed(w, -errno);
+			keep_error(w, -errno);
 		return;
 	}
 	may_stay = name && !w->keeps_none && (S_ISREG(st.st_mode) || S_ISDIR(st.st_mode));
@@ -85,7 +88,7 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 	} else if (S_ISDIR(st.st_mode)) {
 		push(w, path);
 	} else if (sfr_sys.unlink(AT_FDCWD, path) < 0 && errno != ENOENT) {
-		failed(w, -errno);
+		keep_error(w, -errno);
 	}
 }
 
@@ -108,19 +111,20 @@ static int remove_entry(void *arg, const char *name)
 	return 0;
 }
 
-/* Removes the contents of a directory; subdirectories go on the list. */
+/* Removes the contents of a directory, and puts its subdirectories on the list. */
 static void scan(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
 	int rc = sfr__dir_each(dir, remove_entry, &visit);
 
 	if (rc < 0 && rc != -ENOENT)
-		failed(w, rc);
+		keep_error(w, rc);
 }
 
 /* ---- checkpoints of DCP ---- */
 
-/* `.metadata`, or `__3.metadata` if each rank saved for itself. */
+/* Returns whether this is `.metadata`, or a name such as `__3.metadata`, which each rank writes if
+ * it saves alone. */
 static bool is_metadata(const char *name)
 {
 	if (strncmp(name, "__", 2) == 0) {
@@ -137,7 +141,7 @@ static bool is_data(const char *name)
 	return dot && strcmp(dot, ".distcp") == 0;
 }
 
-/* Returns 0 or -errno. */
+/* Removes a file of a directory, if it is there. Returns 0 or -errno. */
 static int unlink_in(const char *dir, const char *name)
 {
 	char *path = sfr__path_join(dir, name);
@@ -159,19 +163,19 @@ static int remove_if_metadata(void *arg, const char *name)
 	return is_metadata(name) ? unlink_in(visit->dir, name) : 0;
 }
 
-/* Removes the metadata of a DCP checkpoint before its data, so that it is no checkpoint any more.
- * Returns false if that failed; then nothing else in the directory may be removed. */
+/* If the directory is a checkpoint of DCP, removes its metadata and syncs, so that it is no
+ * checkpoint any more. Returns false if that failed; then nothing else in it may be removed. */
 static bool remove_metadata(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
 	int rc = sfr__dir_each(dir, remove_if_metadata, &visit);
 
 	if (rc == -ENOENT)
-		rc = 0; /* somebody else removed it */
+		rc = 0; /* another program removed it */
 	if (rc == 0 && visit.is_dcp)
 		rc = sfr__dir_sync(dir);
 	if (rc < 0)
-		failed(w, rc);
+		keep_error(w, rc);
 	return rc == 0;
 }
 
@@ -203,7 +207,7 @@ static void step(struct walk *w)
 				continue;
 			}
 		}
-		failed(w, code);
+		keep_error(w, code);
 		break;
 	}
 	w->todo = node->next; /* the node is still the head: otherwise this line is not reached */

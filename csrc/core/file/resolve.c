@@ -1,9 +1,9 @@
-/* Where a path leads: all the file system calls that a save needs before it begins.
+/* Finds out where a path leads, with all the file system calls that a save needs before it begins.
  *
- * The caller's thread makes these calls inside its own call, and a network file system may take any
- * time for each. So the binding releases the interpreter lock once around all of them. This code
- * only reports what exists. If something is missing or refused, the caller examines the path again
- * itself, because then the message matters more than the time. */
+ * The thread that asks for the save makes these calls, and a network file system may take any time
+ * for each. So the binding releases the interpreter lock once around all of them. This code only
+ * reports what exists. If something is missing or refused, Python examines the path again, to give
+ * a good message; then the time does not matter. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -19,12 +19,13 @@ static const char *last_of(const char *path)
 	return slash ? slash + 1 : path;
 }
 
+/* Returns whether a last component can be the name of a file: "", "." and ".." cannot. */
 static int is_name(const char *last)
 {
 	return last[0] != '\0' && strcmp(last, ".") != 0 && strcmp(last, "..") != 0;
 }
 
-/* Finds the real path of the directory that the first `len` bytes of `path` name. */
+/* Fills in what concerns the directory that the first `len` bytes of `path` name. 0 or -errno. */
 static int resolve_parent(const char *path, size_t len, struct sfr_target *target)
 {
 	char parent[SFR_PATH_MAX] = ".";
@@ -44,7 +45,7 @@ static int resolve_parent(const char *path, size_t len, struct sfr_target *targe
 	return S_ISDIR(st.st_mode) ? 0 : -ENOTDIR;
 }
 
-/* Finds the mode of `parent`/`name`, 0 if there is nothing. */
+/* Sets target->mode to the mode of `parent`/`name`, or to 0 if there is nothing. 0 or -errno. */
 static int stat_name(struct sfr_target *target)
 {
 	char path[SFR_PATH_MAX + sizeof(target->name)];

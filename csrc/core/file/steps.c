@@ -1,9 +1,9 @@
 /* A list of directory changes: files written, synced, renamed, removed.
  *
- * Python decides the commit of a checkpoint of many ranks, because it knows which file names which.
- * But each system call made from Python releases the interpreter lock, and while another thread
- * computes it waits 5 ms to get the lock back; listing a directory does so for each name. So Python
- * makes a list, and the binding releases the lock once for all of it.
+ * Python decides how the checkpoint of many ranks is committed, because it knows which file refers
+ * to which. But each system call made from Python releases the interpreter lock, and while another
+ * thread computes, getting the lock back takes 5 ms; listing a directory does so for each name. So
+ * Python makes a list of changes, and the binding releases the lock once for the whole list.
  *
  * The caller knows which order is safe and what to undo after a failure. The one rule here: no step
  * follows one that failed. */
@@ -61,6 +61,7 @@ int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_don
 
 /* ---- names ---- */
 
+/* Names, each with its final zero byte, one after the other. */
 struct text {
 	char *bytes;
 	size_t len, room;

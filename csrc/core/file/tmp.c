@@ -1,8 +1,8 @@
-/* Temporaries: their names, their locks, and telling dead from live ones.
+/* Temporaries: their names, their locks, and how to tell dead ones from live ones.
  *
  * A save writes to a temporary next to its destination. If its process dies, the temporary stays,
- * as large as a checkpoint, so the next save into the directory removes it (clean.c). It must never
- * remove one whose writer is alive. Three things together tell:
+ * as large as a checkpoint, so the next save into the directory removes it (clean.c). But it must
+ * never remove a temporary whose writer is alive. Three things together show whether the writer is:
  *
  *   the name   .stillframe-<boot id>-<pid>-<serial>.tmp
  *              Hidden, with an ending that no glob for checkpoints finds. The
@@ -38,11 +38,11 @@
  * Only one side can have the lock, and a process never uses a name twice, so the cleaner unlinks
  * exactly what it has locked.
  *
- * A temporary is dead only if its lock was taken here or its name is gone. If its state is unknown
- * it stays, and a notice names it once per process: the file system has no flock (ENOLCK, ENOSYS),
- * no descriptor is left (EMFILE), or opening it is not permitted (EACCES). The lock is taken on a
- * writable descriptor if possible, because NFS turns it into an fcntl lock and answers EBADF on a
- * read-only one. */
+ * A temporary is dead only if this process could take its lock, or if its name is gone. Its state
+ * is unknown if the file system has no flock (ENOLCK, ENOSYS), no descriptor is left (EMFILE), or
+ * opening it is not permitted (EACCES). Then it is kept, and a notice names it once per process.
+ * The lock is taken on a writable descriptor if possible, because NFS turns flock into an fcntl
+ * lock, and refuses that with EBADF on a read-only descriptor. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -62,16 +62,16 @@
 #define BOOT_ID_PATH "/proc/sys/kernel/random/boot_id"
 #define BOOT_LEN SFR__BOOT_LEN
 #define NR_TRIES 64  /* names tried before giving up */
-#define NR_NAMED 256 /* foreign temporaries remembered; beyond that none is named */
+#define NR_NAMED 256 /* paths that sfr__tmp_first_time remembers */
 
 static struct {
 	/* guards everything here; no system call and no other lock under it */
 	struct sfr__mutex mu;
-	struct sfr__tmp *live;
+	struct sfr__tmp *live; /* this process's temporaries that are being written */
 	uint64_t last_serial;
 	char boot[BOOT_LEN + 1];
 	atomic_bool boot_known;   /* set last: a forked child may find `boot` half written */
-	uint64_t named[NR_NAMED]; /* hashes of the paths */
+	uint64_t named[NR_NAMED]; /* hashes of the paths given to sfr__tmp_first_time */
 	unsigned nr_named;
 } temps = { .mu = SFR__MUTEX(SFR__LOCK_TMP) };
 
@@ -84,7 +84,8 @@ SFR__AT_FORK(forget)
 
 /* ---- names ---- */
 
-/* Reads the boot id into `boot`, without dashes or final zero. False if there is none. */
+/* Reads the boot id into `boot`, without dashes or final zero. Returns false if it cannot be
+ * read. */
 static bool read_boot_id(char boot[BOOT_LEN])
 {
 	char text[64];
@@ -125,7 +126,7 @@ bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
 	return true;
 }
 
-/* Sets the kind by what follows the lock's name; false if nothing of ours has such a name. */
+/* Sets the kind by `rest`, which follows the lock's name. Returns false if `rest` is not valid. */
 static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 {
 	if (strncmp(rest, OLD, sizeof(OLD) - 1) == 0) {
@@ -138,7 +139,7 @@ static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 	return *rest == '\0' || strcmp(rest, NEW) == 0;
 }
 
-/* The name is rebuilt from its fields and compared. */
+/* sscanf accepts too much, so the name is made again from the fields, and compared. */
 bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out)
 {
 	char again[SFR__TMP_NAME_LEN];
@@ -155,7 +156,8 @@ bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out)
 
 /* ---- the list of live ones ---- */
 
-static void remember(struct sfr__tmp *tmp)
+/* Gives a temporary a serial number and adds it to the list. */
+static void add_live(struct sfr__tmp *tmp)
 {
 	sfr__lock(&temps.mu);
 	tmp->serial = ++temps.last_serial;
@@ -192,8 +194,8 @@ bool sfr__tmp_is_ours(const struct sfr__tmp_name *parsed)
 
 /* ---- locks ---- */
 
-/* Takes the lock: 0, SFR_EAGAIN if somebody else has it, or -errno. */
-static int lock(int fd)
+/* Takes the lock of a file. Returns 0, SFR_EAGAIN if another process has it, or -errno. */
+static int try_lock(int fd)
 {
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
 		if (sfr_sys.flock(fd, LOCK_EX | LOCK_NB) == 0)
@@ -206,13 +208,14 @@ static int lock(int fd)
 	return -EINTR;
 }
 
+/* Returns whether the error of flock means that the file system has no locks. */
 static bool has_no_locks(int code)
 {
 	return code == -ENOLCK || code == -ENOTSUP || code == -ENOSYS;
 }
 
-/* Checks, once the lock is taken, that the name still leads to this file. 0, -ENOENT if not, or
- * -errno. */
+/* Checks, once the lock is taken, that the name still leads to this file. Returns 0; -ENOENT if it
+ * does not; or another -errno. */
 static int check_name(int fd, int dir, const char *name)
 {
 	struct stat held, there;
@@ -226,6 +229,7 @@ static int check_name(int fd, int dir, const char *name)
 	return held.st_dev == there.st_dev && held.st_ino == there.st_ino ? 0 : -ENOENT;
 }
 
+/* Opens a temporary of another process, for writing if possible. Returns a descriptor or -errno. */
 static int open_other(int dir, const char *name)
 {
 	/* The name could be anything by now: follow no link, and do not wait for a pipe's other
@@ -251,7 +255,7 @@ enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int 
 	else
 		rc = S_ISREG(st.st_mode) ? 0 : -ENOENT;
 	if (rc == 0)
-		rc = lock(fd);
+		rc = try_lock(fd);
 	if (rc == 0)
 		rc = check_name(fd, dir, name);
 	*code = rc;
@@ -318,16 +322,17 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 	return life == SFR__TMP_ALIVE || life == SFR__TMP_UNKNOWN;
 }
 
-/* ---- making one ---- */
+/* ---- making a temporary ---- */
 
-/* Tries one name: 0, SFR_EAGAIN to try another, or -errno with the phase in *phase. */
+/* Makes and locks a temporary of one name. Returns 0, SFR_EAGAIN to try another name, or -errno
+ * with the phase in *phase. */
 static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out,
 		    enum sfr_phase *phase)
 {
 	int fd, rc;
 
 	*phase = SFR_PHASE_OPEN;
-	remember(tmp);
+	add_live(tmp);
 	(void)snprintf(tmp->name, sizeof(tmp->name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, boot,
 		       (intmax_t)getpid(), tmp->serial); /* always fits: see its length */
 	/* Like any file that open() makes, subject to the umask. */
@@ -337,18 +342,18 @@ static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out
 		return fd == -EEXIST ? SFR_EAGAIN : fd;
 	}
 	*phase = SFR_PHASE_LOCK;
-	rc = lock(fd);
+	rc = try_lock(fd);
 	if (rc == 0 || has_no_locks(rc))
 		rc = check_name(fd, dir, tmp->name);
 	if (rc == 0) {
 		*fd_out = fd;
 		return 0;
 	}
-	/* a cleaner may have been faster; the name is ours alone */
+	/* A cleaner may have removed the file already. No other file has this name. */
 	(void)sfr_sys.unlink(dir, tmp->name);
 	sfr__tmp_forget(tmp);
 	(void)sfr__fd_close(fd);                /* nothing was written */
-	return rc == -ENOENT ? SFR_EAGAIN : rc; /* -ENOENT: a cleaner was faster */
+	return rc == -ENOENT ? SFR_EAGAIN : rc; /* -ENOENT: a cleaner removed the file */
 }
 
 int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err)

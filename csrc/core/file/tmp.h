@@ -18,13 +18,13 @@ struct sfr__tmp_name {
 	intmax_t pid;
 	uint64_t serial;
 	enum sfr__tmp_kind kind;
-	size_t len;         /* of the name of the file that carries the lock */
-	const char *target; /* of a directory that was moved aside: its name before; else "" */
+	size_t len;         /* of the first part of the name: that of the file with the lock */
+	const char *target; /* of a directory that was moved aside: its former name; else "" */
 };
 
-/* Returns whether the name has exactly the format of a temporary's. */
+/* Parses a name into *out. Returns whether it is the name of a temporary. */
 bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out);
-/* Gets this boot's id; false and "noboot" if there is none. */
+/* Copies the id of the machine's current boot. Returns false and "noboot" if it cannot be read. */
 bool sfr__tmp_boot(char boot[SFR__BOOT_LEN + 1]);
 /* Returns whether a save of this process is writing the temporary. */
 bool sfr__tmp_is_ours(const struct sfr__tmp_name *name);
@@ -36,10 +36,11 @@ enum sfr__tmp_life {
 	SFR__TMP_ALIVE,   /* another process has its lock */
 	SFR__TMP_UNKNOWN, /* *code says why */
 };
-/* Tries the lock of the file `name` in the open directory `dir`. *fd_out is the locked descriptor
- * if the writer is dead, else -1. */
+/* Finds out whether a writer lives, by trying to lock the file `name` in the open directory `dir`.
+ * *fd_out is the locked descriptor if the writer is dead, else -1. *code is 0 or the error. */
 enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code);
-/* Returns true the first time it is called with a path, as long as there is room to remember. */
+/* Returns true if it was not called with this path before. When the table of paths is full, it
+ * always returns false, so that a process reports a limited number of paths. */
 bool sfr__tmp_first_time(const char *path);
 /* Sends a notice that the temporary was kept, once for each path. */
 void sfr__tmp_report_unknown(const char *path, int code);

@@ -388,7 +388,7 @@ TEST(a_write_without_progress_ends_with_an_error)
 
 /* ---- the diagram ---- */
 
-TEST(every_arrow_of_the_diagram_was_taken)
+TEST(every_state_change_of_the_diagram_was_tested)
 {
 	static const enum sfr__file_state arrows[][2] = {
 		{ SFR__FILE_NONE, SFR__FILE_NAMED },    { SFR__FILE_NAMED, SFR__FILE_OPEN },

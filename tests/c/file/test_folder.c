@@ -341,7 +341,7 @@ static void killed_between_two_renames(const char *dir)
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
 }
 
-TEST(what_a_killed_writer_leaves_is_mended_by_the_next_save)
+TEST(the_next_save_cleans_up_after_a_killed_writer)
 {
 	in_each_base(killed_at_the_exchange);
 	in_each_base(killed_between_two_renames);
@@ -374,7 +374,7 @@ static void living_writer(const char *dir)
 	CHECK_EQ(dir_count(dir, "", NULL), 0);
 }
 
-TEST(nobody_removes_the_directory_of_a_living_writer)
+TEST(the_directory_of_a_living_writer_is_not_removed)
 {
 	in_each_base(living_writer);
 }

@@ -332,7 +332,7 @@ static void replaced(const char *dir)
 	CHECK(nr_states > 300);
 }
 
-TEST(path_leads_to_the_old_directory_or_the_new_one)
+TEST(after_a_crash_the_path_leads_to_the_old_directory_or_the_new_one)
 {
 	in_each_base(replaced);
 }
@@ -396,7 +396,7 @@ static void missing_syncs(const char *dir)
 	}
 }
 
-TEST(a_missing_sync_would_be_noticed)
+TEST(the_crash_model_detects_a_missing_sync)
 {
 	in_each_base(missing_syncs);
 }

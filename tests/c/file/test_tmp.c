@@ -419,7 +419,7 @@ TEST(a_cleaner_unlinks_only_the_file_it_has_locked)
 
 /* ---- names that are not ours to remove ---- */
 
-TEST(only_dead_temporaries_of_this_boot_with_exactly_our_name_go)
+TEST(only_dead_temporaries_of_this_boot_with_exactly_our_name_are_removed)
 {
 	static const char *const impostors[] = {
 		".stillframe-%s-999999999-1.tmp.bak",
@@ -502,7 +502,7 @@ TEST(next_save_removes_a_temporary_whose_unlink_failed)
 	dir_remove(dir);
 }
 
-TEST(failing_clean_up_does_not_fail_the_save)
+TEST(failed_clean_up_does_not_fail_the_save)
 {
 	static const int errors[] = { EIO, EACCES, EINTR, ENOMEM };
 	char boot[64];
