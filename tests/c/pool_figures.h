@@ -16,7 +16,7 @@ static inline uint32_t pool__nr_listed(const struct sfr__list *list, enum sfr__b
 
 static inline void pool_figures_agree(struct sfr__pool *pool)
 {
-	uint32_t nr_full = 0, nr_in_hand = 0, nr_of[SFR__NR_BLOCK_STATES] = { 0 };
+	uint32_t nr_full = 0, nr_owned = 0, nr_of[SFR__NR_BLOCK_STATES] = { 0 };
 	uint64_t committed = 0, leased = 0, retired = 0;
 
 	sfr__lock(&pool->mu);
@@ -24,14 +24,16 @@ static inline void pool_figures_agree(struct sfr__pool *pool)
 		const struct sfr__block *block = &pool->blocks[i];
 
 		nr_of[block->state]++;
-		nr_full += sfr__block_is_full(pool, block);
-		nr_in_hand += sfr__pool_in_hand(block->state);
+		if (sfr__block_is_full(pool, block))
+			nr_full++;
+		if (sfr__block_is_owned(block->state))
+			nr_owned++;
 		committed += block->committed;
 		leased += block->state == SFR__BLOCK_LEASED ? block->committed : 0;
 		retired += block->state == SFR__BLOCK_RETIRED ? block->committed : 0;
 	}
 	CHECK_EQ(pool->nr_full, nr_full);
-	CHECK_EQ(pool->nr_in_hand, nr_in_hand);
+	CHECK_EQ(pool->nr_owned, nr_owned);
 	CHECK_EQ(pool->nr_retired, nr_of[SFR__BLOCK_RETIRED]);
 	CHECK_EQ(pool->committed_bytes, committed);
 	CHECK_EQ(pool->leased_bytes, leased);
@@ -48,7 +50,7 @@ static inline void pool_figures_agree(struct sfr__pool *pool)
 static inline void pool_is_at_rest(struct sfr__pool *pool)
 {
 	pool_figures_agree(pool);
-	CHECK_EQ(pool->nr_in_hand, 0);
+	CHECK_EQ(pool->nr_owned, 0);
 	CHECK_EQ(pool->nr_filling, 0);
 	CHECK_EQ(pool->nr_held, 0);
 	CHECK(pool->waiters == NULL);

@@ -12,8 +12,8 @@ int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, siz
 	if (rc == 0)
 		rc = sfr__memory_populate(&pool->range, mem, to - from);
 	if (rc != 0)
-		/* Some of the memory may exist. If the system refuses to take it back, the next
-		 * commit of these pages uses it. */
+		/* Some of the pages may have memory. If the system refuses to take it back, the
+		 * next commit of these pages finds it there. */
 		(void)sfr__pool_decommit(pool, block, from, to);
 	return rc;
 }
@@ -29,8 +29,8 @@ void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *bloc
 	sfr__pin_blocks(&pool->pin, blocks, nr, pool->block_bytes);
 	for (uint32_t i = 0; i < nr; i++)
 		if (sfr__pin_is_foreign(blocks[i]))
-			/* The block's own pages are unused while it has the driver's. If the system
-			 * does not take them back, they only cost memory. */
+			/* The block now uses memory of the driver instead of its own pages. If the
+			 * system does not take these back, they only cost memory. */
 			(void)sfr__pool_decommit(pool, blocks[i], 0, (size_t)pool->block_bytes);
 }
 
@@ -54,20 +54,19 @@ void sfr__pool_filter(struct sfr__list *list)
 	struct sfr__block **at = &list->head;
 
 	while (*at != NULL)
-		if (sfr__pool_in_hand((*at)->state))
+		if (sfr__block_is_owned((*at)->state))
 			*at = (*at)->next;
 		else
 			at = &(*at)->next;
 }
 
-bool sfr__pool_in_hand(enum sfr__block_state state)
+bool sfr__block_is_owned(enum sfr__block_state state)
 {
 	return state != SFR__BLOCK_RESERVED && state != SFR__BLOCK_FREE &&
 	       state != SFR__BLOCK_RETIRED;
 }
 
-/* Every change of a block's state. A block that a thread or a lease owns is in no list; the others
- * are in one. */
+/* Changes a block's state, and puts the block on a list if no thread or lease owns it then. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to)
 {
@@ -78,14 +77,14 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 		pool->leased_bytes -= block->committed;
 	if (to == SFR__BLOCK_LEASED)
 		pool->leased_bytes += block->committed;
-	if (sfr__pool_in_hand(to))
-		pool->nr_in_hand++;
-	if (sfr__pool_in_hand(from))
-		pool->nr_in_hand--;
+	if (sfr__block_is_owned(to))
+		pool->nr_owned++;
+	if (sfr__block_is_owned(from))
+		pool->nr_owned--;
 	sfr__pool_uncount_locked(pool, block);
 	block->state = to;
 	sfr__pool_count_locked(pool, block);
-	if (sfr__pool_in_hand(to))
+	if (sfr__block_is_owned(to))
 		return;
 	if (to == SFR__BLOCK_RETIRED) {
 		pool->nr_retired++;
@@ -117,7 +116,6 @@ void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, 
 	sfr__pool_count_locked(pool, block);
 }
 
-/* Returns the first block that was never used, or NULL. */
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool)
 {
 	struct sfr__block *block;
@@ -130,8 +128,6 @@ struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool)
 	return block;
 }
 
-/* Returns how much memory a lease of `need` bytes gives a block: whole huge pages, at most the
- * block. */
 size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need)
 {
 	uint64_t want = sfr__round_up(need != 0 ? need : 1, SFR__HUGE_BYTES);

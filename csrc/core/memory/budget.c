@@ -1,11 +1,11 @@
-/* The memory that the pools of this process have together.
+/* Two sums over the pools of this process: their default caps, and the memory they have.
  *
  *     a default pool's cap = budget - the caps of other default pools, at least one block
  *
- * The caller gives the budget: the core does not look at what the system has left. Each sum is a
- * count of pages in one 64-bit word together with its fork generation. So a child, which has none
- * of its parent's pools, starts from zero without a lock that another thread could have held at the
- * fork. */
+ * The user of an engine gives the budget; the core does not find out what the system has left. Each
+ * sum is one 64-bit word: a number of pages, and the fork generation in which they were counted. A
+ * forked child has none of its parent's pools, and a sum of an older generation counts as zero. So
+ * the child needs no lock, which another thread could have held at the fork. */
 #include <stdatomic.h>
 
 #include "sfr/engine.h"
@@ -14,10 +14,10 @@
 #define PAGES_BITS 48 /* pages in the low bits, generation in the high ones */
 #define PAGES_MASK ((UINT64_C(1) << PAGES_BITS) - 1)
 
-static _Atomic uint64_t caps_taken; /* caps that default pools have taken */
-static _Atomic uint64_t held;       /* memory of all pools */
+static _Atomic uint64_t caps_taken; /* sum of the caps of default pools */
+static _Atomic uint64_t held;       /* sum of the memory of all pools */
 
-/* Returns the pages in a counter; none if a process before a fork counted them. */
+/* Returns the pages in a sum; none if they were counted before a fork, by the parent. */
 static uint64_t pages_now(uint64_t word, uint64_t generation)
 {
 	return word >> PAGES_BITS == generation ? word & PAGES_MASK : 0;
@@ -28,8 +28,8 @@ static uint64_t this_generation(void)
 	return sfr_fork_generation() & (UINT64_MAX >> PAGES_BITS);
 }
 
-/* Adds bytes, which may be negative, to a counter of this process. */
-static void add(_Atomic uint64_t *sum, int64_t bytes)
+/* Adds bytes, which may be negative, to a sum. */
+static void add_bytes(_Atomic uint64_t *sum, int64_t bytes)
 {
 	uint64_t generation = this_generation(), old = atomic_load(sum), new;
 	int64_t pages = bytes / (int64_t)SFR_PAGE;
@@ -40,8 +40,9 @@ static void add(_Atomic uint64_t *sum, int64_t bytes)
 	while (!atomic_compare_exchange_weak(sum, &old, new));
 }
 
-/* Returns the cap of a pool: what is left of the budget, in whole blocks, and at least one. */
-static uint64_t cap(const struct sfr_engine_opts *opts, uint64_t taken)
+/* Returns the cap of a pool: what is left of the budget after the `taken` bytes of other pools, in
+ * whole blocks, and at least one block. */
+static uint64_t default_cap(const struct sfr_engine_opts *opts, uint64_t taken)
 {
 	uint64_t left = opts->budget_bytes > taken ? opts->budget_bytes - taken : 0;
 
@@ -57,7 +58,7 @@ uint64_t sfr__budget_take(const struct sfr_engine_opts *opts)
 
 	do {
 		taken = pages_now(old, generation);
-		bytes = cap(opts, taken * SFR_PAGE);
+		bytes = default_cap(opts, taken * SFR_PAGE);
 	} while (!atomic_compare_exchange_weak(&caps_taken, &old,
 					       (taken + bytes / SFR_PAGE) | generation
 										    << PAGES_BITS));
@@ -66,12 +67,12 @@ uint64_t sfr__budget_take(const struct sfr_engine_opts *opts)
 
 void sfr__budget_give(uint64_t bytes)
 {
-	add(&caps_taken, -(int64_t)bytes);
+	add_bytes(&caps_taken, -(int64_t)bytes);
 }
 
 void sfr__budget_hold(int64_t bytes)
 {
-	add(&held, bytes);
+	add_bytes(&held, bytes);
 }
 
 uint64_t sfr_pools_hold(void)

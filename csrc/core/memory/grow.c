@@ -1,8 +1,9 @@
-/* Memory for many blocks at once: made ahead of need (warm_up), made for a run (lease.c), and
- * returned to the system (trim).
+/* Memory for many blocks at once: made before it is needed (warm_up), made for a lease (lease.c),
+ * and returned to the system (trim).
  *
- * Several threads make pages several times as fast as one, and adjacent blocks are pinned faster
- * together. Meanwhile one thread owns each block; pool.c has the diagram. */
+ * Several threads make pages several times as fast as one thread, and adjacent blocks are pinned
+ * faster together. While a block gains or loses memory, one thread owns it; pool.c has the diagram
+ * of the states. */
 #include <stdlib.h>
 
 #include "memory/range.h"
@@ -13,15 +14,16 @@
 
 /* ---- on several threads ---- */
 
+/* The blocks that several threads give memory to, in one call of sfr__pool_grow_all. */
 struct growth {
 	struct sfr__pool *pool;
-	struct sfr__list work; /* blocks this job owns; guarded by pool->mu, like rc */
+	struct sfr__list work; /* blocks still to be handled; guarded by pool->mu, like rc */
 	int rc;                /* the first error */
 	void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block, int rc);
 };
 
-/* Gives memory to blocks from the list until it is empty. After an error the rest stay as they
- * are. */
+/* Gives memory to blocks of the list until it is empty, and calls grown_locked for each. After an
+ * error the remaining blocks get no memory. */
 static void *grow_main(void *arg)
 {
 	struct growth *job = arg;
@@ -64,14 +66,15 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 		nr_threads++;
 	(void)grow_main(&job);
 	while (nr_threads > 0)
-		/* cannot fail: our threads, not detached */
+		/* cannot fail: they are joinable */
 		(void)sfr_sys.thread_join(threads[--nr_threads], NULL);
 	return job.rc;
 }
 
 /* ---- warm up ---- */
 
-/* Takes the blocks that need more memory out of a list. */
+/* Moves the blocks of `list` that must get more memory, so that the first `nbytes` of the pool have
+ * some, to `work`. */
 static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint64_t nbytes,
 			   struct sfr__list *work)
 {
@@ -93,7 +96,7 @@ static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint6
 
 static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
-	(void)rc; /* after an error some of the memory may exist */
+	(void)rc; /* a block keeps the memory that it had or got */
 	pool->nr_returned++;
 	sfr__pool_move_locked(pool, block,
 			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
@@ -104,7 +107,9 @@ static int by_index(const void *a, const void *b)
 	uint32_t i = (*(struct sfr__block *const *)a)->index;
 	uint32_t j = (*(struct sfr__block *const *)b)->index;
 
-	return i < j ? -1 : i > j;
+	if (i == j)
+		return 0;
+	return i < j ? -1 : 1;
 }
 
 /* Pins the free blocks that have all their memory, adjacent ones together. */
@@ -174,7 +179,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	int rc = 0;
 
 	sfr__lock(&pool->mu);
-	pool->nr_wanted = 0; /* so no memory is made for the next save */
+	pool->nr_wanted = 0; /* so that writers make no memory until the next save (supply.c) */
 	while ((block = sfr__pool_pop(&pool->whole)) != NULL ||
 	       (block = sfr__pool_pop(&pool->partial)) != NULL) {
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);
@@ -186,7 +191,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	while ((block = sfr__pool_pop(&work)) != NULL) {
 		int failed;
 
-		/* the driver registered it together with a block in use */
+		/* its memory is registered in one region with a block that is in use */
 		if (block->region != NULL) {
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
 			continue;

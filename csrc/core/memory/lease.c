@@ -1,26 +1,27 @@
 /* Leases: contiguous pool memory for snapshots.
  *
  * A save needs one block at a time and returns it soon. A snapshot needs all its memory at once,
- * each item contiguous even if it is longer than a block, and keeps it as long as its users like.
- * It gets whole blocks of the same pool, which no other object shares. So they count against the
- * same cap, and may already have memory and a driver's registration.
+ * each item contiguous even if it is longer than a block, and keeps it as long as its users like. A
+ * lease consists of whole blocks of the pool that saves use. So it counts against the same cap, and
+ * its blocks may already have memory and be registered with the driver.
  *
- * place.c decides where the items go.
+ * place.c decides where the items go. A *run* is a row of adjacent blocks.
  *
- * Order. A request for a run waits until no request for a block is left. A save's blocks return by
- * themselves once written, and nothing is held while waiting, so a wait for saves ends. A
- * snapshot's memory returns when its users release it, and the thread that would wait may be that
+ * Order. A request for a lease waits until no request for a single block is waiting. A save returns
+ * each block when it is written, and a request owns nothing while it waits, so a wait for saves
+ * ends. A snapshot's memory returns when its users release it, and the waiting thread may be such a
  * user. So the blocks of a lease are `held` until sfr__pool_hold says otherwise, and a request that
  * could only succeed by waiting for held blocks fails at once with SFR_EEXHAUSTED.
  *
- * Saves are protected too: while any save still needs blocks, a run leaves them one, which is
- * enough for progress. This is checked under the pool's lock at every attempt, so a save that
- * begins while a run is waited for counts. A save that the waiting thread itself interrupted does
- * not count, because it only continues afterwards. Nor does one whose blocks are all written: it
- * waits for its entry in the log, which may be the end of the very work that wants the run.
+ * Saves are protected too: while any save still needs blocks, a lease leaves them one block, which
+ * is enough for progress. This is checked under the pool's lock at every attempt, so a save that
+ * begins while a request waits counts. A save that the waiting thread itself has interrupted does
+ * not count, because it goes on only afterwards. A save whose blocks are all written does not count
+ * either: it waits for its entry in the log, before which there may be work that waits for this
+ * lease.
  *
- * Devices. A run is contiguous, so its blocks are pinned at their own address or not at all. Memory
- * that a driver allocated for one of them cannot be used and is freed first. */
+ * Devices. A run must be contiguous, so its blocks are pinned at their own addresses or not at all.
+ * If a block uses memory that the driver allocated (pin.c), that memory is freed first. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -35,19 +36,22 @@ static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *l
 	return left < pool->block_bytes && !lease->whole ? left : pool->block_bytes;
 }
 
+/* Visits every block of a lease: for each run of it, blocks number i from the run's first one
+ * on. */
 #define FOR_EACH_BLOCK(pool, lease, run, i)                                                        \
 	for (const struct sfr__run_of_blocks *run = (lease)->runs;                                 \
 	     run != (lease)->runs + (lease)->nr_runs; run++)                                       \
 		for (uint32_t i = 0; (uint64_t)i * (pool)->block_bytes < run->len; i++)
 
-/* Makes waiting threads check again: there may be room, or nothing left to wait for. */
+/* Makes waiting threads check again whether there is room, or anything left to wait for. */
 static void wake_waiters_locked(struct sfr__pool *pool)
 {
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* cannot fail on our own object */
 }
 
-/* Takes the blocks of the placed items: LEASED, or GROWING where memory is missing. */
+/* Takes the blocks of the placed items for the lease. A block becomes LEASED, or GROWING if it
+ * lacks memory or has the driver's. */
 static void take_locked(struct sfr__pool *pool, const struct sfr__placement *placement,
 			struct sfr__lease *lease)
 {
@@ -63,7 +67,10 @@ static void take_locked(struct sfr__pool *pool, const struct sfr__placement *pla
 			};
 	}
 	FOR_EACH_BLOCK(pool, lease, run, i)
-	last = run->first + i + 1 > last ? run->first + i + 1 : last;
+	{
+		if (run->first + i + 1 > last)
+			last = run->first + i + 1;
+	}
 	while (pool->nr_known < last)
 		sfr__pool_push(&pool->reserved, sfr__pool_fresh_locked(pool));
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -86,15 +93,17 @@ static void take_locked(struct sfr__pool *pool, const struct sfr__placement *pla
 	wake_waiters_locked(pool);
 }
 
-/* Sets whether only a caller can return the lease. */
+/* Sets whether the blocks are held: only a user can return them, so nothing may wait for that. */
 static void hold_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
-		pool->nr_held += held;
-		pool->nr_held -= block->held;
+		if (held && !block->held)
+			pool->nr_held++;
+		if (!held && block->held)
+			pool->nr_held--;
 		sfr__pool_uncount_locked(pool, block);
 		block->held = held;
 		sfr__pool_count_locked(pool, block);
@@ -146,8 +155,8 @@ static void grown_locked(struct sfr__pool *pool, struct sfr__block *block, int r
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 }
 
-/* Makes the missing memory, releasing the lock meanwhile. On failure all blocks become free again
- * and keep the memory they got. */
+/* Makes the missing memory of a lease; releases the lock meanwhile. Returns 0 when all blocks are
+ * LEASED. Or returns -errno; all blocks are then free again, with the memory that they got. */
 static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	struct sfr__list work = { NULL };
@@ -174,7 +183,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	}
 	if (rc == 0)
 		return 0;
-	/* The lease got no memory, so its blocks do not count as returned. */
+	/* They are not counted in nr_returned: other waiting threads would gain nothing. */
 	hold_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
@@ -187,9 +196,10 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	return rc;
 }
 
-/* Waits until it is first in the queue and there is room, then takes the room. `starved` points to
- * nr_returned at a lease that found too little memory, or is NULL. Then another attempt waits until
- * a block has returned since, or none can return. */
+/* Waits until this request is first in the queue and there is room, then takes the room. `starved`
+ * is NULL, or the system had no memory for the last attempt, when nr_returned was *starved. Then a
+ * new attempt waits until a block has returned since, or until none can return. Returns 0,
+ * SFR_EAGAIN or SFR_EEXHAUSTED. */
 static int wait_locked(struct sfr__pool *pool, struct sfr__placement *placement, uint32_t nr_own,
 		       uint64_t deadline_ns, const uint64_t *starved, struct sfr__lease *lease)
 {
@@ -200,7 +210,7 @@ static int wait_locked(struct sfr__pool *pool, struct sfr__placement *placement,
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
 		bool worth_trying = starved == NULL || *starved != pool->nr_returned ||
-				    pool->nr_in_hand == pool->nr_held;
+				    pool->nr_owned == pool->nr_held;
 		bool spare = pool->nr_saves > nr_own;
 
 		if (pool->waiters == &me && worth_trying &&
@@ -250,8 +260,8 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 		rc = grow_lease(pool, &lease);
 		if (rc == 0)
 			break;
-		/* A block may still return, or has just returned, with enough memory. */
-		if (pool->nr_in_hand == pool->nr_held && pool->nr_returned == returned)
+		/* Give up, unless a block may still return or has returned with enough memory. */
+		if (pool->nr_owned == pool->nr_held && pool->nr_returned == returned)
 			break;
 		starved = &returned;
 	}
@@ -279,8 +289,10 @@ void sfr__pool_unlease(struct sfr__pool *pool, struct sfr__lease *lease)
 	if (lease->runs == NULL)
 		return;
 	FOR_EACH_BLOCK(pool, lease, run, i)
-	if (lease->retired)
-		sfr__pin_keep(&pool->pin, &pool->blocks[run->first + i]);
+	{
+		if (lease->retired)
+			sfr__pin_keep(&pool->pin, &pool->blocks[run->first + i]);
+	}
 	sfr__lock(&pool->mu);
 	give_back_locked(pool, lease);
 	sfr__unlock(&pool->mu);
@@ -301,7 +313,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 
 		if (block->region != NULL)
 			continue;
-		if (blocks == NULL)
+		if (blocks == NULL) /* no memory for a list: pin blocks one by one */
 			sfr__pin_in_place(&pool->pin, &block, 1, pool->block_bytes);
 		else
 			blocks[nr++] = block;
@@ -313,7 +325,10 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	}
 	sfr_sys.free(blocks);
 	FOR_EACH_BLOCK(pool, lease, run, i)
-	all = all && pool->blocks[run->first + i].region != NULL;
+	{
+		if (pool->blocks[run->first + i].region == NULL)
+			all = false;
+	}
 	return all;
 }
 

@@ -5,15 +5,15 @@
  *
  *     registered, with its neighbours in one call of at most 128 MiB    (warm_up)
  *     registered alone                                                  (a lane's first lease)
- *     memory of cuMemHostAlloc in its place
- *     left as it is: "pageable", copies to it pass through the driver's staging buffer
+ *     replaced by memory of cuMemHostAlloc
+ *     left as it is: "pageable", copies to it pass through a buffer of the driver
  *
  * Each step down this list is logged once and is in every report, because it costs time. Blocks are
  * pinned whole and never belong to two regions: the driver refuses a copy that touches two
  * registrations. A region is released as a whole, when a trim owns all its blocks.
  *
- * Regions are registered PORTABLE, for the contexts of all devices, so any device's context will
- * do.
+ * Regions are registered PORTABLE, which means for the contexts of all devices. So it does not
+ * matter through which device's context that is done.
  *
  * The owner of a block owns its `region` field. pin->mu guards the list of regions. It is not held
  * during driver calls, because a large region takes milliseconds.
@@ -27,19 +27,20 @@
 #include "memory/pin.h"
 #include "memory/pool.h"
 
-/* A registration holds locks of the driver for 60 to 250 ms a GiB, and nobody can launch kernels
+/* A registration holds locks of the driver for 60 to 250 ms a GiB, and no thread can launch kernels
  * meanwhile. */
 #define REGION_BYTES_MAX ((uint64_t)128 << 20)
 
+/* How a region is pinned, best first: see above. */
 enum way { REGISTERED, ALONE, ALLOCATED, PAGEABLE };
 
 struct sfr__region {
 	struct sfr__region *next;
-	char *mem;       /* as registered with, or allocated by, the driver */
-	char *pool_addr; /* the first block's own address; `mem` differs if the driver allocated */
+	char *mem;       /* the address that the driver knows */
+	char *pool_addr; /* the first block's address in the pool; not `mem` if ALLOCATED */
 	enum way way;
 	uint32_t nr_blocks;
-	uint32_t nr_in_trim; /* guarded by pin->mu, like keep */
+	uint32_t nr_in_trim; /* blocks given to sfr__pin_drop; guarded by pin->mu, like keep */
 	bool keep;           /* a block of it is retired */
 	bool gone;           /* during a trim: the driver has released it */
 };
@@ -80,6 +81,8 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 
 /* ---- notes ---------------------------------------------------------------- */
 
+/* Logs a sentence about a fallback to `way` and keeps it for reports, unless one at least as bad
+ * was noted before. */
 static void note_text(struct sfr__pin *pin, enum way way, const char *text)
 {
 	bool noted;
@@ -104,6 +107,7 @@ void sfr__pin_failed(struct sfr__pin *pin, const char *why)
 	note_text(pin, PAGEABLE, text);
 }
 
+/* Notes that `call` failed with `rc`, and that the blocks are therefore pinned by `way`. */
 static void note_failure(struct sfr__pin *pin, enum way way, CUresult rc, const char *call)
 {
 	static const char *const resorts[] = {
@@ -128,7 +132,7 @@ void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
 
 /* ---- pinning ---------------------------------------------------------------- */
 
-/* Returns a new region in the list; NULL without memory. */
+/* Adds a region to the list and returns it; NULL without memory. */
 static struct sfr__region *add_region(struct sfr__pin *pin, enum way way, char *mem,
 				      char *pool_addr, uint32_t nr_blocks)
 {
@@ -146,7 +150,8 @@ static struct sfr__region *add_region(struct sfr__pin *pin, enum way way, char *
 	return region;
 }
 
-/* Releases a region. False when the driver may still know it; its pages must then stay mapped. */
+/* Releases the memory of a region. Returns false if the driver may still know it; its pages must
+ * then stay mapped. */
 static bool give_back(const struct sfr__pin *pin, enum way way, char *mem)
 {
 	CUresult rc = CUDA_SUCCESS;
@@ -182,7 +187,7 @@ static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *
 	return CUDA_SUCCESS;
 }
 
-/* Pins a block in the best way that works. in_place: its memory must not be replaced. */
+/* Pins a block in the best way that works. `in_place`: its memory must not be replaced. */
 static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes,
 		    bool in_place)
 {
@@ -211,7 +216,7 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	note_failure(pin, PAGEABLE, rc, "cuMemHostAlloc");
-	/* This region keeps later leases from trying again; a trim removes it. */
+	/* With a region, even a pageable one, later leases do not try again. A trim removes it. */
 	block->region = add_region(pin, PAGEABLE, block->mem, block->mem, 1);
 }
 
@@ -284,7 +289,8 @@ static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
 	*at = region->next;
 }
 
-/* Takes regions that lie entirely in the blocks of a trim off the list. */
+/* Takes the regions all of whose blocks are in `list` off the pool's list of regions, and returns
+ * them as a list. */
 static struct sfr__region *take_whole_locked(struct sfr__pin *pin, struct sfr__block *list)
 {
 	struct sfr__region *taken = NULL;
@@ -320,7 +326,7 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 	sfr__unlock(&pin->mu);
 	if (!taken)
 		return;
-	/* A failure shows in the calls that follow. */
+	/* if this fails, the calls that follow fail, too */
 	(void)sfr__cuda_enter(&scope, pin->cu, pin->context);
 	for (region = taken; region; region = region->next)
 		region->gone = give_back(pin, region->way, region->mem);

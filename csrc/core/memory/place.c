@@ -1,33 +1,34 @@
-/* Placing the items of a lease in the pool.
+/* Decides where in the pool the items of a lease go.
  *
- * Between saves every block is free, and the items go one after another into one window of adjacent
- * blocks. The window with the most memory wins, so that little has to be made. If blocks in use
- * leave no such window, each item goes into the first gap that has room. */
+ * Between saves every block is free, and the items go one after another into one window, which is a
+ * row of just enough adjacent blocks. Of all windows, the one whose blocks already have the most
+ * memory is taken. If blocks in use leave no such window, each item goes into the first gap between
+ * them that has room. */
 #include "memory/pool_int.h"
 
-/* Returns whether the block can be taken now or, with `ever`, once every lease that is not held by
- * a user has ended. */
-static bool usable(const struct sfr__block *block, bool ever)
+/* Returns whether the block can be taken now or, with `later`, when all owners have returned their
+ * blocks except users, who hold leases. */
+static bool is_usable(const struct sfr__block *block, bool later)
 {
 	/* A copy into a retired block may run forever. */
 	if (block->state == SFR__BLOCK_RETIRED)
 		return false;
-	return ever ? !block->held : !sfr__pool_in_hand(block->state);
+	return later ? !block->held : !sfr__block_is_owned(block->state);
 }
 
-static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool ever)
+static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool later)
 {
 	uint32_t nr = 0;
 
 	for (uint32_t i = 0; i < pool->nr_blocks; i++)
-		if (usable(&pool->blocks[i], ever))
+		if (is_usable(&pool->blocks[i], later))
 			nr++;
 	return nr;
 }
 
 /* Returns the first block of the window of `nr` usable blocks with the most memory, or nr_blocks if
  * there is none. */
-static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bool ever)
+static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bool later)
 {
 	uint64_t committed = 0, best_committed = 0;
 	uint32_t best = pool->nr_blocks, run = 0;
@@ -35,7 +36,7 @@ static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bo
 	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
 		const struct sfr__block *block = &pool->blocks[i];
 
-		if (!usable(block, ever)) {
+		if (!is_usable(block, later)) {
 			run = 0;
 			committed = 0;
 			continue;
@@ -54,14 +55,14 @@ static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bo
 }
 
 /* Finds the gaps: rows of adjacent usable blocks. */
-static void find_gaps_locked(const struct sfr__pool *pool, bool ever,
+static void find_gaps_locked(const struct sfr__pool *pool, bool later,
 			     struct sfr__placement *placement)
 {
 	placement->nr_gaps = 0;
 	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
 		uint32_t first = i;
 
-		while (i < pool->nr_blocks && usable(&pool->blocks[i], ever))
+		while (i < pool->nr_blocks && is_usable(&pool->blocks[i], later))
 			i++;
 		if (i > first)
 			placement->gaps[placement->nr_gaps++] =
@@ -105,15 +106,15 @@ static uint64_t nr_touched(const struct sfr__pool *pool, const struct sfr__place
 }
 
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
-			    bool ever, bool spare)
+			    bool later, bool spare)
 {
 	uint64_t nr = sfr__round_up(placement->total, pool->block_bytes) / pool->block_bytes;
-	uint64_t left = nr_usable_locked(pool, ever), leave = spare ? 1 : 0;
+	uint64_t left = nr_usable_locked(pool, later), leave = spare ? 1 : 0;
 	uint32_t first;
 
 	if (nr + leave > left)
 		return false;
-	first = nr == 0 ? 0 : find_window_locked(pool, nr, ever);
+	first = nr == 0 ? 0 : find_window_locked(pool, nr, later);
 	if (first < pool->nr_blocks) {
 		uint64_t begin = first * pool->block_bytes;
 
@@ -122,6 +123,6 @@ bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement 
 			(struct sfr__gap){ begin, begin, begin + nr * pool->block_bytes };
 		return fill_gaps(pool, placement);
 	}
-	find_gaps_locked(pool, ever, placement);
+	find_gaps_locked(pool, later, placement);
 	return fill_gaps(pool, placement) && nr_touched(pool, placement) + leave <= left;
 }

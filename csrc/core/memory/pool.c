@@ -5,7 +5,7 @@
  * lease and keeps it between saves, so the cost of first touches is paid once, or before training
  * by warm_up.
  *
- *                  take            got it
+ *                  take         memory made
  *     RESERVED ------------> GROWING ------> LEASED
  *        ^ ^                 |  |  ^         |    ^
  *        | +---- failed -----+  |  |         |    |
@@ -14,7 +14,7 @@
  *        |                      v  |         |    |
  *        |                      FREE <- put -+    |
  *        |                      |  |              |
- *        | gone                 |  +---- take ----+
+ *        | memory taken         |  +---- take ----+
  *        |        trim          |
  *     SHRINKING <---------------+
  *               --- refused -->
@@ -23,23 +23,25 @@
  *     RESERVED   GROWING    take_locked (get), warm_up, supply
  *     FREE       GROWING    the same, when the block has less memory than asked for
  *     FREE       LEASED     take_locked, when it has enough
- *     GROWING    LEASED     get, the memory is there
- *     GROWING    FREE       warm_up, supply, the memory is there; get, when there is none for more
- *     GROWING    RESERVED   each, when the system has none and the block had none
+ *     GROWING    LEASED     get, when the memory is there
+ *     GROWING    FREE       warm_up, supply, when the memory is there; get, when the system has no
+ *                           more memory and the block keeps what it had
+ *     GROWING    RESERVED   all three, when the system has no memory and the block had none
  *     LEASED     FREE       put
  *     FREE       SHRINKING  trim
  *     SHRINKING  RESERVED   trim
- *     SHRINKING  FREE       trim, when the system refuses, or the driver knows it with others
- *     FREE       GROWING    pin, and back; it is in one thread's hand meanwhile
- *     LEASED     RETIRED    retire: a copy into it may be running forever
+ *     SHRINKING  FREE       trim, when the system refuses, or when the block is in one region with
+ *                           blocks in use
+ *     FREE       GROWING    warm_up, which owns the block while it pins it, and back
+ *     LEASED     RETIRED    retire: a copy into the block may never end
  *
  * Leases of contiguous blocks (lease.c) use the same arrows as get and put. warm_up and trim are in
  * grow.c; supply.c makes memory for the next save.
  *
  * pool->mu guards the lists, states and counters. No system call is made under it. A block that is
- * to gain or lose memory first leaves the lists (GROWING, SHRINKING) and belongs to that thread
- * alone. Owned blocks (GROWING, LEASED, SHRINKING) are counted, because a thread that found the
- * system without memory may wait for them.
+ * to gain or lose memory first leaves the lists (GROWING, SHRINKING) and belongs to one thread
+ * alone. Owned blocks (GROWING, LEASED, SHRINKING) are counted, because a thread for which the
+ * system had no memory may wait until one of them is returned.
  *
  * Order: threads wait in a queue sorted by `seq`, and only its head may take a block. So a small
  * pool serves the oldest save until it has all it needs, instead of being divided until no save can
@@ -54,7 +56,7 @@
 
 /* ---- lists and states, with the lock -------------------------------------- */
 
-/* Takes out the first block with memory for `need` bytes. */
+/* Takes the first block with memory for `need` bytes off a list. NULL if there is none. */
 static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 {
 	for (struct sfr__block **at = &list->head; *at != NULL; at = &(*at)->next) {
@@ -68,28 +70,29 @@ static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 	return NULL;
 }
 
-/* Takes a block without memory. */
-static struct sfr__block *pop_cold_locked(struct sfr__pool *pool)
+/* Takes a block without memory, or returns NULL. */
+static struct sfr__block *pop_reserved_locked(struct sfr__pool *pool)
 {
 	struct sfr__block *block = sfr__pool_pop(&pool->reserved);
 
 	return block != NULL ? block : sfr__pool_fresh_locked(pool);
 }
 
-/* Takes a block for `need` bytes: first one that has the memory, smaller ones before larger; then
- * one without. Small blocks stay small while there are others, and a small one is made where whole
- * ones are lacking, so that the pool's memory matches what its saves need. The block is LEASED, or
- * GROWING if it needs more memory. NULL when none is left. */
+/* Takes a block for `need` bytes. The order of preference makes the pool's memory match what its
+ * saves need: a block with memory for part of it, if that is enough; a block with all its memory,
+ * unless whole blocks are lacking and `need` is small; a block without memory; and last one that
+ * has some memory, but too little. The block becomes LEASED, or GROWING if it needs more memory.
+ * Returns NULL if no block is left. */
 static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
 {
 	struct sfr__block *block = pop_fitting(&pool->partial, need);
 
 	if (block == NULL && !sfr__pool_is_whole(pool, need) && sfr__pool_lacks_locked(pool))
-		block = pop_cold_locked(pool);
+		block = pop_reserved_locked(pool);
 	if (block == NULL)
 		block = sfr__pool_pop(&pool->whole);
 	if (block == NULL)
-		block = pop_cold_locked(pool);
+		block = pop_reserved_locked(pool);
 	if (block == NULL)
 		block = sfr__pool_pop(&pool->partial);
 	if (block != NULL)
@@ -123,11 +126,11 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 		(void)pthread_cond_broadcast(&pool->cv); /* the new head checks again */
 }
 
-/* Waits to be first in the queue and takes a block. `starved`, if given, is the value of
- * nr_returned at the last try, for which the system had no memory. It is only worth trying again
- * once a block has returned since, or when nothing is left to wait for. SFR_EAGAIN at the deadline;
- * SFR_EEXHAUSTED when snapshots hold every block, which only their users end; -ENOMEM when every
- * block is retired. */
+/* Waits to be first in the queue and takes a block. `starved` is NULL, or the system had no memory
+ * for the last attempt, when nr_returned was *starved. A new attempt is only worth while if a block
+ * has returned since, or if no block can return. Returns 0; SFR_EAGAIN at the deadline;
+ * SFR_EEXHAUSTED when snapshots hold every block, which only their users can end; -ENOMEM when
+ * every block is retired. */
 static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
 		       const uint64_t *starved, struct sfr__block **out)
 {
@@ -136,10 +139,10 @@ static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64
 
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
-		bool worth = starved == NULL || *starved != pool->nr_returned ||
-			     pool->nr_in_hand == pool->nr_held;
+		bool worth_trying = starved == NULL || *starved != pool->nr_returned ||
+				    pool->nr_owned == pool->nr_held;
 
-		*out = pool->waiters == &me && worth ? take_locked(pool, need) : NULL;
+		*out = pool->waiters == &me && worth_trying ? take_locked(pool, need) : NULL;
 		exhausted = *out == NULL && pool->nr_held > 0 &&
 			    pool->nr_held + pool->nr_retired == pool->nr_blocks;
 		if (*out != NULL || exhausted || pool->nr_retired == pool->nr_blocks || late)
@@ -180,7 +183,8 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		sfr__unlock(&pool->mu);
 		rc = sfr__pool_commit(pool, block, block->committed, want);
 		sfr__lock(&pool->mu);
-		pool->nr_filling -= sfr__pool_is_whole(pool, need);
+		if (sfr__pool_is_whole(pool, need))
+			pool->nr_filling--;
 		if (rc == 0) {
 			sfr__pool_recount_locked(pool, block, want);
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
@@ -189,8 +193,8 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		sfr__pool_move_locked(pool, block,
 				      block->committed != 0 ? SFR__BLOCK_FREE :
 							      SFR__BLOCK_RESERVED);
-		/* A block may still return, or has just returned, with enough memory. */
-		if (pool->nr_in_hand == pool->nr_held && pool->nr_returned == returned)
+		/* Give up, unless a block may still return or has returned with enough memory. */
+		if (pool->nr_owned == pool->nr_held && pool->nr_returned == returned)
 			break;
 		starved = &returned;
 	}
@@ -264,8 +268,9 @@ void sfr__pool_free(struct sfr__pool *pool)
 {
 	if (pool == NULL)
 		return;
-	/* A copy that may still be running must not hit reused memory. So a range with a retired
-	 * block, or one that a driver still knows, stays for the life of the process. */
+	/* A copy that may still be running must not write into memory that is reused. So a range
+	 * with a retired block, or one that the driver still knows, stays until the process
+	 * ends. */
 	if (sfr__pin_fini(&pool->pin) && pool->nr_retired == 0)
 		sfr__memory_release(&pool->range);
 	sfr__budget_hold(-(int64_t)pool->committed_bytes);

@@ -10,15 +10,16 @@
 #include "memory/pin.h"
 #include "memory/pool.h"
 
-/* Linked by block->next; last in, first out, so that the block with warm cache lines comes
- * first. */
+/* A list of blocks, linked by block->next. Last in, first out: the block that was used last may
+ * still be in a cache. */
 struct sfr__list {
 	struct sfr__block *head;
 };
 
+/* A thread that waits for a block or a lease; on its stack. */
 struct sfr__waiter {
 	struct sfr__waiter *next;
-	uint64_t seq;
+	uint64_t seq; /* of the save; UINT64_MAX for a lease */
 };
 
 struct sfr__pool {
@@ -34,13 +35,13 @@ struct sfr__pool {
 	struct sfr__list whole;      /* free, memory for the whole block */
 	struct sfr__list partial;    /* free, memory for part of the block */
 	struct sfr__waiter *waiters; /* lowest seq first */
-	uint32_t nr_in_hand, nr_retired;
-	uint32_t nr_saves; /* saves that still need blocks, one at a time */
-	/* whole blocks that they could use; supply.c explains the next four */
-	uint32_t nr_expected;
-	uint32_t nr_wanted, nr_full, nr_filling;
-	uint32_t nr_held;     /* owned blocks that only a caller can return: see lease.c */
-	uint64_t nr_returned; /* blocks that ever came back with their memory */
+	uint32_t nr_owned; /* blocks that a thread or a lease owns: GROWING, LEASED, SHRINKING */
+	uint32_t nr_retired;
+	uint32_t nr_saves;    /* saves that still need blocks (sfr__pool_join) */
+	uint32_t nr_expected; /* whole blocks that these saves could use together */
+	uint32_t nr_wanted, nr_full, nr_filling; /* supply.c explains these */
+	uint32_t nr_held;     /* owned blocks that only a user can return: see lease.c */
+	uint64_t nr_returned; /* how often a block with memory became free */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
 	struct sfr__pin pin; /* the regions registered with the CUDA driver */
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
@@ -60,11 +61,11 @@ struct sfr__placement {
 	struct sfr__gap *gaps; /* room for as many as there can be */
 	uint32_t nr_gaps;
 };
-/* Sets the address of each item: in free blocks or, with `ever`, in blocks that will be free once
- * every lease that is not held by a user has ended. With `spare`, leaves one block for saves.
- * Returns false when the items do not fit. */
+/* Sets the address of each item: in free blocks or, with `later`, in blocks that will be free when
+ * all owners have returned theirs except users, who hold leases. With `spare`, leaves one block for
+ * saves. Returns false if the items do not fit. */
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
-			    bool ever, bool spare);
+			    bool later, bool spare);
 
 /* ---- blocks.c ---- */
 /* Returns the address of the block's own pages, even while it uses the driver's memory. */
@@ -72,8 +73,9 @@ static inline char *sfr__pool_home(const struct sfr__pool *pool, const struct sf
 {
 	return pool->range.base + block->index * pool->block_bytes;
 }
-/* Give memory to, or take it from, bytes of a block that the caller owns, without the lock; the
- * caller counts it afterwards. -errno: nothing changed. */
+/* Give memory to bytes [from, to) of a block that the caller owns, or take it. Called without the
+ * lock; the caller counts the memory afterwards (sfr__pool_recount_locked). Return 0, or -errno if
+ * nothing changed. */
 int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		     size_t to);
 int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
@@ -81,22 +83,23 @@ int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, s
 /* Returns how much memory a lease of `need` bytes gives a block: whole huge pages, at most the
  * block. */
 size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
-/* Returns whether a block in that state belongs to a thread or a lease, and so is in no list. */
-bool sfr__pool_in_hand(enum sfr__block_state state);
-/* Every change of a block's state goes through here. */
+/* Returns whether a block in this state belongs to a thread or a lease, and so is in no list of the
+ * pool. */
+bool sfr__block_is_owned(enum sfr__block_state state);
+/* Changes a block's state, with the lists and counters that depend on it. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to);
-/* Records that the block has `now` bytes of memory. Other threads read this of any block, so it is
- * only written under the lock. */
+/* Records that the block has `now` bytes of memory. The caller owns the block, but other threads
+ * read its number of bytes, so it is written under the lock. */
 void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now);
-/* Returns the first block that was never used, which is in no list; NULL if there is none. */
+/* Takes the first block that was never used, which is in no list. Returns NULL if there is none. */
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
 struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when the list is empty */
-/* Removes the blocks that are owned by now. */
+/* Removes the blocks from a list that have become owned. */
 void sfr__pool_filter(struct sfr__list *list);
-/* Returns whether the block is full, as supply.c defines it. A change of this is counted:
- * sfr__pool_uncount_locked before, sfr__pool_count_locked after. */
+/* Returns whether the block counts in nr_full (supply.c). Code that may change this calls
+ * sfr__pool_uncount_locked before and sfr__pool_count_locked after the change. */
 static inline bool sfr__block_is_full(const struct sfr__pool *pool, const struct sfr__block *block)
 {
 	return block->committed == pool->block_bytes && !block->held &&
@@ -113,18 +116,20 @@ static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct s
 		pool->nr_full++;
 }
 /* ---- supply.c ---- */
-/* Returns whether saves could use whole blocks that the pool can still make. */
+/* Returns whether saves could use more whole blocks than the pool has, and the pool can make
+ * one. */
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
-/* A save has found no block with memory: raises the number of blocks that should have some. */
+/* Raises the number of blocks that should have memory, because a save has found none that has. */
 void sfr__pool_want_more_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
-/* Gives blocks that the caller owns the memory that each wants, on several threads, and passes each
- * on with its result (0 or the first error of all). Called without the lock. */
+/* Gives each block of a list, which the caller owns, memory for block->want bytes, on several
+ * threads. Then calls grown_locked with the block and 0, or with the first error of all blocks.
+ * Called without the lock. Returns 0 or the first error. */
 int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
 					    int rc));
 
-/* ---- the queue, in pool.c ---- */
+/* ---- the queue, in pool.c: only its head may take blocks ---- */
 void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 

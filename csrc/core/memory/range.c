@@ -4,19 +4,20 @@
  * it again. The address space stays reserved, so an address known to a driver or a running copy is
  * never reused for something else.
  *
- * Memory is populated before use: the first touch of a page costs more than the copy into it, so it
- * happens here, on a thread that nobody waits for. Nothing here has state or a lock; callers ensure
- * that no two threads give and take memory of the same pages.
+ * Memory is populated before use, because the first touch of a page costs more than the copy into
+ * it. This code has no state and no lock; callers ensure that no thread takes memory of pages to
+ * which another thread gives memory.
  *
- * Shared memory is the pages of an unnamed file (memfd_create), mapped at the same address. Any
- * process with the descriptor can map any part of it. It differs in these ways:
+ * Shared memory consists of the pages of an unnamed file (memfd_create), which is mapped over the
+ * range. Any process with the descriptor can map any part of the file. Differences from private
+ * memory:
  *
  *   - memory is freed by punching a hole, because unmapping a page would leave it in the file;
  *   - touching a page for which the system has no memory raises a signal, so only pages that
  *     exist are touched;
  *   - RLIMIT_FSIZE bounds its length, and exceeding it raises a signal too;
- *   - it lives while anybody has it open. A forked child inherits the descriptor, so releasing
- *     the range first frees all memory of the file.
+ *   - the file exists while any process has it open, and a forked child inherits the descriptor.
+ *     So releasing the range first frees all memory of the file.
  *
  * Its memory counts as the process's in its cgroup (as shmem). It is not in a mounted file system,
  * so the size of /dev/shm, which containers keep small, does not bound it. */
@@ -61,8 +62,9 @@ static int map_file(struct sfr__range *range)
 	return 0;
 }
 
-/* The kernel also returns EAGAIN when it has no memory for another mapping (madvise(2)). Elsewhere
- * EAGAIN means that a thread could not start (errors.c). */
+/* Returns -errno of a failed madvise. The kernel also returns EAGAIN when it has no memory for
+ * another mapping; that becomes -ENOMEM, because elsewhere -EAGAIN means that a thread could not be
+ * started (csrc/python/errors.c). */
 static int refused(void)
 {
 	return errno == EAGAIN ? -ENOMEM : -errno;
@@ -91,8 +93,9 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 	range->file = -1;
 	if (shared)
 		rc = map_file(range);
-	/* A child that copied these pages on write would cost their memory again, and a device
-	 * would write past its copy. Shared pages would change under the child. */
+	/* If a forked child inherited private pages, each page would be copied when it is written
+	 * next, and a device might then write into the child's copy. Shared pages would change
+	 * while the child reads them. */
 	if (rc == 0)
 		rc = sfr__memory_inherit(map, map_len, false);
 	if (rc != 0) {
@@ -154,7 +157,8 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 	rc = shared ? allocate(range, mem, len) : 0;
 	if (rc != 0)
 		return rc;
-	/* This write changes nothing, even if another thread wrote there meanwhile. */
+	/* This write touches each page, but changes no byte, even if another thread writes there at
+	 * the same time. */
 	for (size_t off = 0; off < len; off += SFR_PAGE) {
 		zero = 0;
 		(void)__atomic_compare_exchange_n(mem + off, &zero, 0, false, __ATOMIC_RELAXED,
@@ -167,8 +171,8 @@ int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len)
 {
 	if (sfr_sys.madvise(mem, len, range->file >= 0 ? MADV_REMOVE : MADV_DONTNEED) != 0)
 		return refused();
-	/* The memory is already gone. A refusal (mprotect may need another mapping, of which a
-	 * process has a limited number) leaves pages accessible that nobody touches. */
+	/* The memory is already given back. If mprotect is refused (it may need another mapping,
+	 * and their number is limited), the pages stay accessible, but no code touches them. */
 	(void)sfr_sys.mprotect(mem, len, PROT_NONE);
 	return 0;
 }

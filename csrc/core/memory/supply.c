@@ -1,24 +1,26 @@
 /* Memory for the next save, made by the writers of this one.
  *
  * The first touch of memory takes several times as long as a copy into it. A save announces how
- * many whole blocks it could use at a time (sfr__pool_join). While the pool has fewer, it *lacks*
- * some. A writer that has written a block makes one if more are lacking than are still to be
- * written. So writes come first, and with the last one the memory exists that the save could have
- * used: from the second save on, nobody waits for new memory. Saves that overlap may want more than
- * each alone, so a save that finds no block with memory raises the target to what all saves in
- * flight could use. In the first save, copiers with nothing to copy make memory too.
+ * many whole blocks (blocks with all their memory) it could use at a time (sfr__pool_join). While
+ * the pool has fewer, it *lacks* the others. Writers make them: each time a writer has written a
+ * block, it makes a whole block if more are lacking than the save has blocks left to write. So
+ * writes come first. When the last block is written, the pool has all the memory that the save
+ * could have used, and later saves do not wait for new memory. Saves that overlap may need more
+ * than each alone, so a save that finds no block with memory raises the target to what all saves in
+ * flight could use. In the first save, copiers with nothing to copy make memory, too.
  *
  *     nr_wanted   whole blocks that saves could use; a trim sets it to zero until the next save
  *     nr_full     blocks that have all their memory, are not held by snapshots and not retired
  *     nr_filling  blocks that threads are giving the rest of their memory
  *
- * The writer owns the block meanwhile, like a thread that makes memory for a lease. A block that a
- * driver is to know is pinned by its first user, which is faster when the memory exists.
+ * The writer owns the block while it makes its memory. A block for device copies is pinned later,
+ * by its first user; that is faster when the memory exists.
  *
- * Measured with 800 MB that are copied in the call, six engines with and six without in turns, on a
- * busy machine: calls of the second and third save took 41 and 39 ms (medians) with it, 55 and 51
- * without, where the pool still grew; the first save ended as soon. `benchmarks/vs_peers.py --only
- * unowned --state 800MB --peers stillframe` shows these calls. */
+ * Measured with 800 MB that are copied in the call, six engines with this and six without it in
+ * turns, on a busy machine: the calls of the second and third save took 41 and 39 ms (medians) with
+ * it, and 55 and 51 ms without it, because the pool was still growing. The first save took equally
+ * long. `benchmarks/vs_peers.py --only unowned --state 800MB --peers stillframe` shows these
+ * calls. */
 #include "memory/pool_int.h"
 
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool)
@@ -61,8 +63,8 @@ void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole)
 	sfr__unlock(&pool->mu);
 }
 
-/* Takes a block that needs memory. Returns NULL if a thread waits for a block, or if the `nr_left`
- * blocks that are still to be written will make all the memory that the pool lacks. */
+/* Takes a block that needs memory. Returns NULL if a thread waits for a block, or if the pool lacks
+ * no more blocks than `nr_left`, the calls that follow. */
 static struct sfr__block *take_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	struct sfr__block *block;
@@ -78,7 +80,8 @@ static struct sfr__block *take_locked(struct sfr__pool *pool, uint32_t nr_left)
 	return block;
 }
 
-/* Makes the memory of one block, if take_locked has one. Drops the mutex meanwhile. */
+/* Makes the memory of one block, if take_locked returns one. Releases the mutex meanwhile. Returns
+ * whether there was such a block. */
 static bool make_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	const size_t len = (size_t)pool->block_bytes;

@@ -59,7 +59,7 @@ TEST(a_cap_is_whole_blocks_and_at_least_one)
 	CHECK_EQ(next_cap(33 * MIB), 32 * MIB);
 }
 
-TEST(one_pool_gets_at_most_its_share)
+TEST(each_default_pool_is_limited_to_most_bytes)
 {
 	uint64_t first = take(4 * GIB, 768 * MIB), second = take(4 * GIB, 384 * MIB);
 
@@ -69,7 +69,7 @@ TEST(one_pool_gets_at_most_its_share)
 	sfr__budget_give(second);
 }
 
-TEST(the_memory_of_all_pools_is_known)
+TEST(the_memory_of_all_pools_is_summed)
 {
 	uint64_t before = sfr_pools_hold();
 	struct sfr__pool *pool = NULL;

@@ -20,7 +20,7 @@ TEST(a_pool_smaller_than_one_block_is_refused)
 	sfr__pool_free(pool);
 }
 
-TEST(blocks_are_apart_aligned_present_and_writable)
+TEST(blocks_are_disjoint_aligned_present_and_writable)
 {
 	struct sfr__pool *pool = make(4 * 4 * MIB, 4 * MIB);
 	struct sfr__block *blocks[4];
@@ -307,7 +307,7 @@ TEST(warm_up_gives_memory_to_the_first_blocks)
 	sfr__pool_free(pool);
 }
 
-TEST(warm_up_needs_no_threads)
+TEST(warm_up_works_without_threads)
 {
 	struct sfr__pool *pool = make(64 * MIB, 8 * MIB);
 	struct sfr_fault fault = { "thread_create", 1, 1, EAGAIN, -1, 0 };

@@ -252,7 +252,7 @@ TEST(pool_is_intact_after_every_failure)
 	}
 }
 
-TEST(every_arrow_of_the_diagram_is_taken_and_no_other)
+TEST(every_state_change_of_the_diagram_happens_and_no_other)
 {
 	static const bool arrows[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES] = {
 		[SFR__BLOCK_RESERVED] = { [SFR__BLOCK_GROWING] = true },
