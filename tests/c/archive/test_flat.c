@@ -207,7 +207,7 @@ TEST(members_outside_their_sources_are_refused)
 	CHECK_EQ(sfr__image_init_flat(&img, &state.desc, 16 << 20), -EFBIG);
 }
 
-TEST(without_memory_there_is_no_image_and_no_leak)
+TEST(failed_allocation_makes_no_image_and_leaks_nothing)
 {
 	flat_make(&state, 1);
 	FOR_EVERY_FAILURE(run, "*", ENOMEM)

@@ -338,7 +338,7 @@ TEST(impossible_layouts_are_refused)
 	sfr__image_fini(&img); /* allowed after a failure */
 }
 
-TEST(without_memory_there_is_no_image_and_no_leak)
+TEST(failed_allocation_makes_no_image_and_leaks_nothing)
 {
 	struct sfr_source sources[] = { { HOLE, 10, 0, 0 }, { HOLE, 10, 1, 0 } };
 	struct sfr_save_desc desc = describe(sources, 2);

@@ -47,7 +47,7 @@ TEST(known_messages_have_their_known_crc)
 			CHECK_EQ(way->crc32(0, known[i].text, strlen(known[i].text)), known[i].crc);
 }
 
-TEST(the_portable_way_is_the_first)
+TEST(the_portable_implementation_is_the_first)
 {
 	const struct sfr__crc_way *way = sfr__crc_way(0);
 	size_t n = 1;
@@ -61,7 +61,7 @@ TEST(the_portable_way_is_the_first)
 	(void)printf(" (%zu ways, best %s)", n, way->name);
 }
 
-TEST(every_way_gives_the_same_crc_at_every_length_and_alignment)
+TEST(every_implementation_gives_the_same_crc_at_every_length_and_alignment)
 {
 	/* The memory is exactly as long as the data, so that ASAN detects a read beyond it. */
 	for (size_t len = 0; len <= 1400; len += len < 300 ? 1 : 1 + check_random() % 7) {
@@ -86,7 +86,7 @@ TEST(every_way_gives_the_same_crc_at_every_length_and_alignment)
 
 /* The copy has the same bytes and CRC, and nothing is written before or after it; aligned or
  * not. */
-TEST(every_way_copies_the_bytes_it_sums)
+TEST(every_implementation_copies_the_bytes_it_sums)
 {
 	for (size_t len = 0; len <= 6000;
 	     len += len < 700 ? 1 + check_random() % 5 : 1 + check_random() % 97) {
@@ -115,7 +115,7 @@ TEST(every_way_copies_the_bytes_it_sums)
 }
 
 /* Some ways copy in chunks of 256 KiB. */
-TEST(every_way_copies_more_than_one_chunk)
+TEST(every_implementation_copies_more_than_one_chunk)
 {
 	enum { CHUNK = 256 << 10 };
 	static const size_t lens[] = { CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77 };

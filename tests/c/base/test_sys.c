@@ -381,7 +381,7 @@ TEST(wrappers_forward_and_count_every_call)
 	CHECK_EQ(sfr_inject_calls("*"), 0);         /* after the removal nothing is counted */
 }
 
-TEST(every_call_that_can_fail_can_be_made_to)
+TEST(every_call_that_can_fail_can_be_made_to_fail)
 {
 	static const int errors[] = { EIO, EINTR, ENOSPC, ENOMEM };
 	int nr_wrong;
@@ -513,7 +513,7 @@ TEST(short_transfer_moves_exactly_the_given_bytes)
 	sfr_inject_remove();
 }
 
-TEST(a_slow_call_is_slow_and_succeeds)
+TEST(a_delayed_call_is_late_and_succeeds)
 {
 	struct sfr_fault slow = { "lane_copy", 1, 0, 0, -1, 30000000 };
 	uint64_t before;
