@@ -243,7 +243,7 @@ const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32
 
 /* Returns the extent that contains block *blk of a producer, whose first extent is `first`. *blk
  * becomes the block's number in the returned extent. */
-static const struct sfr__extent *extent_of(const struct sfr__extent *first, uint32_t *blk)
+static const struct sfr__extent *extent_of_block(const struct sfr__extent *first, uint32_t *blk)
 {
 	while (*blk >= first->nr_blocks) {
 		*blk -= first->nr_blocks;
@@ -255,7 +255,7 @@ static const struct sfr__extent *extent_of(const struct sfr__extent *first, uint
 uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__extent *extent,
 			      uint32_t blk)
 {
-	extent = extent_of(extent, &blk);
+	extent = extent_of_block(extent, &blk);
 	return extent->off + blk * img->block_bytes;
 }
 
@@ -264,7 +264,7 @@ size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__exte
 {
 	uint64_t left;
 
-	extent = extent_of(extent, &blk);
+	extent = extent_of_block(extent, &blk);
 	left = extent->len - blk * img->block_bytes;
 	return (size_t)(left < img->block_bytes ? left : img->block_bytes);
 }
@@ -303,7 +303,7 @@ static uint32_t entry_at(const struct sfr__image *img, const struct sfr__extent 
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 			const struct sfr__extent *extent, uint32_t blk)
 {
-	extent = extent_of(extent, &blk);
+	extent = extent_of_block(extent, &blk);
 	it->img = img;
 	it->extent = extent;
 	it->off = sfr__image_block_off(img, extent, blk);

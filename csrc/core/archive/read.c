@@ -204,7 +204,7 @@ static bool find_zip64(const unsigned char *extra, size_t len, const unsigned ch
 
 /* If *value is 0xffffffff, replaces it by the next 64-bit number of the zip64 field, of which *left
  * bytes are left. Returns false if there is no number left. */
-static bool widen(uint64_t *value, const unsigned char **field, size_t *left)
+static bool widen_from_zip64(uint64_t *value, const unsigned char **field, size_t *left)
 {
 	if (*value != MAX32)
 		return true;
@@ -224,8 +224,9 @@ const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unz
 
 	if (!find_zip64(extra, rec->extra_len, &field, &left))
 		return "its extra fields in the directory are damaged";
-	if (!widen(&rec->ulen, &field, &left) || !widen(&rec->clen, &field, &left) ||
-	    !widen(&rec->hdr_off, &field, &left) || left != 0)
+	if (!widen_from_zip64(&rec->ulen, &field, &left) ||
+	    !widen_from_zip64(&rec->clen, &field, &left) ||
+	    !widen_from_zip64(&rec->hdr_off, &field, &left) || left != 0)
 		return "its zip64 sizes in the directory are damaged";
 	if ((rec->flags & ~FLAGS_KNOWN) != 0 ||
 	    (rec->method != SFR__UNZIP_STORED && rec->method != SFR__UNZIP_DEFLATED))

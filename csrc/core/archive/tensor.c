@@ -174,7 +174,7 @@ static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 }
 
 /* Returns by how many bytes the header must be longer so that data at `off` become aligned. */
-static size_t padding(uint64_t off, const struct sfr_tensor *tensor)
+static size_t padding_len(uint64_t off, const struct sfr_tensor *tensor)
 {
 	if (tensor->nbytes >= ALIGN_MIN)
 		return (size_t)((tensor->addr - off) % SFR_PAGE);
@@ -193,7 +193,7 @@ static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct
 	a->hdr_off[NR_RECORDS] = used;
 	len = sfr__zip_put_local(probe, DATA_NAME, tensor->nbytes, 0);
 	return used + sfr__zip_put_local(dst + used, DATA_NAME, tensor->nbytes,
-					 padding(off + used + len, tensor));
+					 padding_len(off + used + len, tensor));
 }
 
 /* Adds everything after the data. `begin` is the offset of the archive in the file, `source` the

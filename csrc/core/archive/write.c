@@ -118,44 +118,44 @@ uint64_t sfr__zip_tail_len(const struct sfr__image *img)
 /* ---- records ------------------------------------------------------------- */
 
 /* The address of the next byte to be written. The put functions write there, and advance it. */
-struct out {
+struct cursor {
 	unsigned char *at;
 };
 
-static void put(struct out *out, const void *src, size_t len)
+static void put(struct cursor *out, const void *src, size_t len)
 {
 	memcpy(out->at, src, len);
 	out->at += len;
 }
 
-static void put16(struct out *out, uint64_t value)
+static void put16(struct cursor *out, uint64_t value)
 {
 	uint16_t v = (uint16_t)value;
 
 	put(out, &v, sizeof(v));
 }
 
-static void put32(struct out *out, uint64_t value)
+static void put32(struct cursor *out, uint64_t value)
 {
 	uint32_t v = (uint32_t)value;
 
 	put(out, &v, sizeof(v));
 }
 
-static void put64(struct out *out, uint64_t value)
+static void put64(struct cursor *out, uint64_t value)
 {
 	put(out, &value, sizeof(value));
 }
 
 /* Stores a value in 32 bits; one that is too large becomes the maximum, because a zip64 field has
  * it in full. */
-static void put32_max(struct out *out, uint64_t value)
+static void put32_max(struct cursor *out, uint64_t value)
 {
 	put32(out, is_long(value) ? MAX32 : value);
 }
 
 /* Writes a local header; `pad` counts the bytes of the "FB" field after its tag. */
-static void put_local(struct out *out, const char *name, uint64_t nbytes, bool zip64, size_t pad)
+static void put_local(struct cursor *out, const char *name, uint64_t nbytes, bool zip64, size_t pad)
 {
 	size_t name_len = strlen(name);
 
@@ -182,7 +182,7 @@ static void put_local(struct out *out, const char *name, uint64_t nbytes, bool z
 	out->at += pad;
 }
 
-static void put_descriptor(struct out *out, uint32_t crc, uint64_t nbytes, bool zip64)
+static void put_descriptor(struct cursor *out, uint32_t crc, uint64_t nbytes, bool zip64)
 {
 	put32(out, 0x08074b50);
 	put32(out, crc);
@@ -196,7 +196,7 @@ static void put_descriptor(struct out *out, uint32_t crc, uint64_t nbytes, bool 
 }
 
 /* Writes a directory record; `long_off`: the offset goes to the zip64 field, whatever its value. */
-static void put_central(struct out *out, const char *name, uint32_t crc, uint64_t nbytes,
+static void put_central(struct cursor *out, const char *name, uint32_t crc, uint64_t nbytes,
 			uint64_t hdr_off, bool long_off)
 {
 	bool long_size = is_long(nbytes);
@@ -232,7 +232,7 @@ static void put_central(struct out *out, const char *name, uint32_t crc, uint64_
 }
 
 /* Writes the three records that end the file. */
-static void put_end(struct out *out, uint64_t nr, uint64_t central_off, uint64_t size)
+static void put_end(struct cursor *out, uint64_t nr, uint64_t central_off, uint64_t size)
 {
 	uint64_t end_off = central_off + size;
 
@@ -267,7 +267,7 @@ void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_
 {
 	const struct sfr__entry *e = &img->entries[entry];
 	unsigned char header[HEADER_MAX];
-	struct out out = { header };
+	struct cursor out = { header };
 	size_t pad;
 
 	if (img->glue != NULL) {
@@ -284,7 +284,7 @@ void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t 
 {
 	const struct sfr__entry *e = &img->entries[entry];
 	unsigned char desc[DESC64_LEN];
-	struct out out = { desc };
+	struct cursor out = { desc };
 
 	put_descriptor(&out, e->crc, e->nbytes, is_zip64(e));
 	memcpy(dst, desc + off, len);
@@ -294,7 +294,7 @@ void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t 
 
 size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t pad)
 {
-	struct out out = { dst };
+	struct cursor out = { dst };
 
 	put_local(&out, name, nbytes, is_long(nbytes), pad);
 	return (size_t)(out.at - (unsigned char *)dst);
@@ -302,7 +302,7 @@ size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t p
 
 size_t sfr__zip_put_desc(void *dst, uint32_t crc, uint64_t nbytes)
 {
-	struct out out = { dst };
+	struct cursor out = { dst };
 
 	put_descriptor(&out, crc, nbytes, is_long(nbytes));
 	return (size_t)(out.at - (unsigned char *)dst);
@@ -311,7 +311,7 @@ size_t sfr__zip_put_desc(void *dst, uint32_t crc, uint64_t nbytes)
 size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t nbytes,
 			    uint64_t hdr_off)
 {
-	struct out out = { dst };
+	struct cursor out = { dst };
 
 	put_central(&out, name, crc, nbytes, hdr_off, is_long(hdr_off));
 	return (size_t)(out.at - (unsigned char *)dst);
@@ -319,7 +319,7 @@ size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t 
 
 size_t sfr__zip_put_end(void *dst, uint64_t nr, uint64_t central_off, uint64_t size)
 {
-	struct out out = { dst };
+	struct cursor out = { dst };
 
 	put_end(&out, nr, central_off, size);
 	return (size_t)(out.at - (unsigned char *)dst);
@@ -358,7 +358,7 @@ void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 {
 	uint64_t central, used = tail_used(img, &central), pad = img->tail_len - used;
 	bool zip64 = tail_is_zip64(img);
-	struct out out = { (unsigned char *)dst + pad };
+	struct cursor out = { (unsigned char *)dst + pad };
 	char id[ID_LEN];
 	uint32_t crc;
 

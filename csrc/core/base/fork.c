@@ -83,7 +83,7 @@ void sfr__fork_watch(struct sfr__fork_hook *hook)
 /* Waits while *nr is not 0, until the time `until` of CLOCK_REALTIME (the clock of a static
  * condition). The timeline opens its file under its own lock, so that lock may be held here; the
  * wait is short enough for that, a second at most. */
-static void wait_locked(const unsigned *nr, const struct timespec *until)
+static void wait_for_zero_locked(const unsigned *nr, const struct timespec *until)
 {
 	while (*nr != 0 && pthread_cond_timedwait(&fork_cv, &fork_mu.mu, until) != ETIMEDOUT)
 		;
@@ -105,7 +105,7 @@ static void before_fork(void)
 
 	sfr__lock(&fork_mu);
 	nr_forking++;
-	wait_locked(&nr_opening, &until);
+	wait_for_zero_locked(&nr_opening, &until);
 	nr_forking--;
 }
 
@@ -159,7 +159,7 @@ uint64_t sfr_fork_generation(void)
 }
 
 /* Returns the entry of an OPEN descriptor, or -1. */
-static int find_slot(int fd)
+static int find_open_slot(int fd)
 {
 	for (int i = 0; i < NR_FDS; i++)
 		if (atomic_load(&fds[i].fd) == fd + 1)
@@ -187,7 +187,7 @@ static int begin_open(void)
 	int slot;
 
 	sfr__lock(&fork_mu);
-	wait_locked(&nr_forking, &until);
+	wait_for_zero_locked(&nr_forking, &until);
 	slot = free_slot_locked();
 	if (slot >= 0) {
 		atomic_store(&fds[slot].over, false);
@@ -246,7 +246,7 @@ int sfr__fd_memory(const char *name)
  * No lock is held, so forks need not wait; see the head of this file. */
 int sfr__fd_close(int fd)
 {
-	int slot = find_slot(fd), rc;
+	int slot = find_open_slot(fd), rc;
 
 	/* if this fails, a forked child keeps the descriptor, which is harmless */
 	(void)fcntl(fd, F_SETSIG, CLOSING_MARK);

@@ -137,7 +137,7 @@ struct fate {
 	int64_t limit; /* -1: the whole length */
 };
 
-static void nap(uint64_t delay_ns)
+static void sleep_ns(uint64_t delay_ns)
 {
 	struct timespec left = { (time_t)(delay_ns / 1000000000u), (long)(delay_ns % 1000000000u) };
 
@@ -149,7 +149,7 @@ static void nap(uint64_t delay_ns)
 static void hold_call(const struct slot *s, unsigned which, uint64_t number)
 {
 	while (atomic_load(&s->call) == which && atomic_load(&s->number) == number)
-		nap(HOLD_STEP_NS);
+		sleep_ns(HOLD_STEP_NS);
 }
 
 /* Counts a call, decides what happens to it, and sleeps if a fault says so. The first fault that is
@@ -190,7 +190,7 @@ static struct fate fate_of(enum call call)
 	if (holds)
 		hold_call(holds, held_as, number);
 	else if (acted)
-		nap(delay_ns);
+		sleep_ns(delay_ns);
 	return fate;
 }
 

@@ -41,7 +41,7 @@ static bool leave_to_parent(const siginfo_t *info)
 	return getppid() == mine;               /* false if the parent died before the call above */
 }
 
-static void handle(int signum, siginfo_t *info, void *context)
+static void handle_signal(int signum, siginfo_t *info, void *context)
 {
 	const struct sigaction *old = &before[signum];
 	int saved = errno;
@@ -71,10 +71,10 @@ int sfr_signals_leave(int signum, bool at_once)
 	atomic_store(&parent, getppid());
 	if (at_once)
 		(void)prctl(PR_SET_PDEATHSIG, SIGKILL);
-	if (old.sa_flags & SA_SIGINFO && old.sa_sigaction == handle)
+	if (old.sa_flags & SA_SIGINFO && old.sa_sigaction == handle_signal)
 		return 0;
 	before[signum] = old;
-	action.sa_sigaction = handle;
+	action.sa_sigaction = handle_signal;
 	action.sa_flags = SA_SIGINFO | SA_RESTART;
 	(void)sigemptyset(&action.sa_mask);
 	return sigaction(signum, &action, NULL) < 0 ? -errno : 0;

@@ -10,7 +10,7 @@
 #define WORKER_NICE 10       /* below the training thread, above idle work */
 
 /* The arguments of a new thread, which frees them. */
-struct start {
+struct thread_start {
 	void *(*main)(void *);
 	void *arg;
 	char name[16]; /* the kernel's limit, with the final zero */
@@ -20,7 +20,7 @@ struct start {
 /* The thread sets its own name, CPUs and priority, so that they hold before it does any work. */
 static void *thread_main(void *arg)
 {
-	struct start start = *(struct start *)arg;
+	struct thread_start start = *(struct thread_start *)arg;
 
 	sfr_sys.free(arg);
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
@@ -43,7 +43,7 @@ int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind
 		      void *(*main)(void *), void *arg)
 {
 	static const int own[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
-	struct start *start;
+	struct thread_start *start;
 	sigset_t all, old;
 	int rc;
 

@@ -123,7 +123,7 @@ static int make_windows(struct sfr_check *c)
 
 /* Finds the end of the archive. The first try assumes that nothing follows the end record, the
  * second reads as far back as torch does. *wrong receives damage of the end records. */
-static int find_end(struct sfr_check *c, const char **wrong)
+static int find_archive_end(struct sfr_check *c, const char **wrong)
 {
 	static const uint32_t tails[] = { SFR__UNZIP_TAIL, SFR__UNZIP_TAIL_MAX };
 	struct sfr_check_result *r = &c->result;
@@ -185,7 +185,7 @@ static int start_check(struct sfr_check *c)
 		return sfr__check_fatal(c, foreign_damage(bytes, len));
 	r->format = SFR_FORMAT_ARCHIVE;
 
-	rc = find_end(c, &wrong);
+	rc = find_archive_end(c, &wrong);
 	if (rc != 0 || c->state == SFR__CHECK_DONE)
 		return rc;
 	if (wrong != NULL)
@@ -295,7 +295,7 @@ static int sort_names(struct sfr_check *c)
 }
 
 /* Gives the verdict, after every record was checked by itself. */
-static int conclude(struct sfr_check *c)
+static int give_verdict(struct sfr_check *c)
 {
 	/* If a record is damaged, it may be the missing one, and its damage is the better
 	 * message. */
@@ -320,14 +320,14 @@ static int check_names(struct sfr_check *c)
 	int rc;
 
 	if (!sfr__names_suspect(&c->names, &names_at, &first, &second))
-		return conclude(c);
+		return give_verdict(c);
 	rc = compare_names(c, first, second);
 	if (rc != SFR_EAGAIN)
 		c->names_at = names_at;
 	if (rc != 0 || c->state == SFR__CHECK_DONE)
 		return rc;
 	if (c->result.nr_bad != nr_bad)
-		return conclude(c);
+		return give_verdict(c);
 	if (++c->nr_alike > MOST_ALIKE)
 		return sfr__check_fatal(
 			c, "the names of its records were chosen to be slow to tell apart");

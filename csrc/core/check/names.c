@@ -40,20 +40,20 @@ int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t l
 	return 0;
 }
 
-static bool less(const struct sfr__named *a, const struct sfr__named *b)
+static bool is_before(const struct sfr__named *a, const struct sfr__named *b)
 {
 	return a->hash != b->hash ? a->hash < b->hash : a->offset < b->offset;
 }
 
 /* Puts `moved` into the heap [0, end), whose element `at` is unused: at that index or below it. */
-static void sink(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__named moved)
+static void sift_down(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__named moved)
 {
 	uint64_t child;
 
 	for (; (child = 2 * at + 1) < end; at = child) {
-		if (child + 1 < end && less(&v[child], &v[child + 1]))
+		if (child + 1 < end && is_before(&v[child], &v[child + 1]))
 			child++;
-		if (!less(&moved, &v[child]))
+		if (!is_before(&moved, &v[child]))
 			break;
 		v[at] = v[child];
 	}
@@ -74,12 +74,12 @@ bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
 	for (; names->heap_to > 1 && moves != 0; moves--) {
 		if (names->heap_from > 0) {
 			names->heap_from--;
-			sink(v, names->heap_from, names->heap_to, v[names->heap_from]);
+			sift_down(v, names->heap_from, names->heap_to, v[names->heap_from]);
 		} else {
 			struct sfr__named moved = v[--names->heap_to];
 
 			v[names->heap_to] = v[0];
-			sink(v, 0, names->heap_to, moved);
+			sift_down(v, 0, names->heap_to, moved);
 		}
 	}
 	return names->heap_to <= 1;

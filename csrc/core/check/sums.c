@@ -33,7 +33,7 @@ int sfr__check_start_sums(struct sfr_check *c)
 }
 
 /* Ends the check with the reader's verdict on every record. */
-static int conclude(struct sfr_check *c)
+static int give_verdict(struct sfr_check *c)
 {
 	const struct sfr__listing *listing = &c->directory->listing;
 	struct sfr_check_result *r = &c->result;
@@ -69,7 +69,7 @@ int sfr__check_sums(struct sfr_check *c)
 				 sfr__time_left(c->deadline_ns));
 
 	if (rc == 0)
-		return conclude(c);
+		return give_verdict(c);
 	if (rc == SFR_EAGAIN)
 		c->body_pos = sfr_reader_done(c->reader);
 	if (rc == SFR_EAGAIN || rc == -EOPNOTSUPP || rc == SFR_EFORK)

@@ -58,27 +58,27 @@ static void start_spare_locked(void)
 
 /* Release the lock for work on an entry, and take it again afterwards. In between, asked_ns is not
  * 0, so no other thread works on the entry or frees it. */
-static void begin_locked(struct sfr__log_entry *e)
+static void begin_work_locked(struct sfr__log_entry *e)
 {
 	e->asked_ns = sfr__now_ns();
 	start_spare_locked();
 	sfr__unlock(&sfr__log.mu);
 }
 
-static void end_locked(struct sfr__log_entry *e)
+static void end_work_locked(struct sfr__log_entry *e)
 {
 	sfr__lock(&sfr__log.mu);
 	e->asked_ns = 0;
 }
 
-static void run_locked(struct sfr__log_entry *e)
+static void run_entry_locked(struct sfr__log_entry *e)
 {
 	bool after_good = !sfr__log.last_save_bad;
 
 	e->state = SFR__LOG_RUNNING;
-	begin_locked(e);
+	begin_work_locked(e);
 	e->ops->run(e, after_good);
-	end_locked(e);
+	end_work_locked(e);
 }
 
 /* Opens the loads attached to an entry that has ended. Others may be attached meanwhile. */
@@ -87,13 +87,13 @@ static void open_loads_locked(struct sfr__log_entry *e)
 	struct sfr_log_load *loads = e->loads;
 
 	e->loads = NULL;
-	begin_locked(e);
+	begin_work_locked(e);
 	sfr__log_open_loads(loads);
-	end_locked(e);
+	end_work_locked(e);
 }
 
 /* Removes the head, which is over, from the list. */
-static void leave_locked(struct sfr__log_entry *e)
+static void remove_head_locked(struct sfr__log_entry *e)
 {
 	if (e->ops->is_save)
 		sfr__log.last_save_bad = e->state == SFR__LOG_BADLY;
@@ -141,7 +141,7 @@ static bool step_locked(void)
 	uint64_t now = head ? sfr__now_ns() : 0;
 
 	if (head && sfr__log_is_over_locked(head)) {
-		leave_locked(head);
+		remove_head_locked(head);
 		return true;
 	}
 	for (struct sfr__log_entry *e = head; e; e = e->next) {
@@ -154,7 +154,7 @@ static bool step_locked(void)
 		} else {
 			if (!can_run_locked(e, now))
 				continue;
-			run_locked(e);
+			run_entry_locked(e);
 		}
 		return true;
 	}

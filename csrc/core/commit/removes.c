@@ -29,13 +29,13 @@ static void remove_or_report(struct sfr__log_entry *entry, bool after_good)
 						     strerror(-err.code));
 }
 
-static void run(struct sfr__log_entry *entry, bool after_good)
+static void run_remove(struct sfr__log_entry *entry, bool after_good)
 {
 	remove_or_report(entry, after_good);
 	sfr__log_ended(entry, true); /* a failed remove does not stop later entries */
 }
 
-static void left(struct sfr__log_entry *entry)
+static void free_entry(struct sfr__log_entry *entry)
 {
 	sfr_sys.free(entry->key);
 	sfr_sys.free(entry);
@@ -62,7 +62,9 @@ static uint64_t file_system_of(const char *key)
 
 int sfr_log_remove(const char *key, uint64_t *seq_out)
 {
-	static const struct sfr__log_ops ops = { .close_waits = true, .run = run, .left = left };
+	static const struct sfr__log_ops ops = { .close_waits = true,
+						 .run = run_remove,
+						 .left = free_entry };
 	struct sfr__log_entry *entry;
 	uint64_t seq;
 	int rc = sfr_fork_init();
@@ -78,7 +80,7 @@ int sfr_log_remove(const char *key, uint64_t *seq_out)
 	entry->fs = file_system_of(key);
 	rc = entry->key ? sfr__log_reserve() : -ENOMEM;
 	if (rc < 0) {
-		left(entry);
+		free_entry(entry);
 		return rc;
 	}
 	seq = sfr__log_append(entry);

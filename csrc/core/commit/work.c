@@ -36,7 +36,7 @@ static void drop_ref(struct sfr_log_work *work)
 	sfr_sys.free(work);
 }
 
-static void left(struct sfr__log_entry *entry)
+static void drop_logs_ref(struct sfr__log_entry *entry)
 {
 	drop_ref((struct sfr_log_work *)entry);
 }
@@ -44,13 +44,13 @@ static void left(struct sfr__log_entry *entry)
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out)
 {
 	static const struct sfr__log_ops ops[] = {
-		[SFR_WORK_SAVE] = { .creates = true, .is_save = true, .left = left },
-		[SFR_WORK_REMOVE] = { .left = left },
-		[SFR_WORK_LINK] = { .creates = true, .left = left },
+		[SFR_WORK_SAVE] = { .creates = true, .is_save = true, .left = drop_logs_ref },
+		[SFR_WORK_REMOVE] = { .left = drop_logs_ref },
+		[SFR_WORK_LINK] = { .creates = true, .left = drop_logs_ref },
 		[SFR_WORK_DIRECTORY] = { .creates = true,
 					 .is_save = true,
 					 .has_below = true,
-					 .left = left },
+					 .left = drop_logs_ref },
 	};
 	static _Atomic uint64_t nr_works;
 	struct sfr_log_work *work;

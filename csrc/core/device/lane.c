@@ -80,7 +80,7 @@ void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portio
 
 /* Returns whether the oldest portion is to be removed: its copies have completed, or never will,
  * because the device is dead. Only the lane's thread removes portions, so no lock is needed. */
-static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
+static bool is_portion_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
 {
 	const struct sfr__cuda *cu = lane->cu;
 
@@ -95,14 +95,14 @@ static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portio
 
 /* Removes and returns the oldest portion in flight if its copies have completed (*copied becomes
  * true) or the device is dead (false). Returns NULL otherwise. */
-static struct sfr__cuda_portion *take_due(struct sfr__cuda_lane *lane, bool *copied)
+static struct sfr__cuda_portion *take_due_portion(struct sfr__cuda_lane *lane, bool *copied)
 {
 	struct sfr__cuda_portion *portion;
 
 	sfr__lock(&lane->mu);
 	portion = lane->in_flight.head;
 	sfr__unlock(&lane->mu);
-	if (!portion || !is_due(lane, portion))
+	if (!portion || !is_portion_due(lane, portion))
 		return NULL;
 	sfr__lock(&lane->mu);
 	(void)sfr__queue_pop(&lane->in_flight); /* portion */
@@ -118,7 +118,7 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 	struct sfr__cuda_portion *portion;
 	bool copied;
 
-	while ((portion = take_due(lane, &copied))) {
+	while ((portion = take_due_portion(lane, &copied))) {
 		portion->done(portion, copied);
 		sfr__cuda_portion_put(lane, portion);
 	}

@@ -106,8 +106,8 @@ static void stop_lane(struct sfr__cuda_lane *lane)
 
 /* Sets *out to the lane, or to NULL if there is none yet. Returns 0, or SFR_ECLOSED after
  * lanes_stop. */
-static int find_locked(const struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
-		       struct sfr__cuda_lane **out)
+static int find_lane_locked(const struct sfr__cuda_lanes *lanes, uint32_t device,
+			    enum sfr__cuda_way way, struct sfr__cuda_lane **out)
 {
 	*out = NULL;
 	if (lanes->stopped)
@@ -125,7 +125,7 @@ int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr_
 	int rc;
 
 	sfr__lock(&lanes->mu);
-	rc = find_locked(lanes, device, way, out);
+	rc = find_lane_locked(lanes, device, way, out);
 	sfr__unlock(&lanes->mu);
 	if (rc < 0 || *out)
 		return rc;
@@ -133,7 +133,7 @@ int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr_
 	if (rc < 0)
 		return rc;
 	sfr__lock(&lanes->mu);
-	rc = find_locked(lanes, device, way, out); /* another thread may have been first */
+	rc = find_lane_locked(lanes, device, way, out); /* another thread may have been first */
 	if (rc == 0 && !*out) {
 		made->next = lanes->head;
 		lanes->head = *out = made;

@@ -94,7 +94,7 @@ static int open_prober(struct prober *prober)
 			      sizeof(why));
 }
 
-static struct prober *find_locked(uint32_t device)
+static struct prober *find_prober_locked(uint32_t device)
 {
 	for (struct prober *prober = probers.head; prober; prober = prober->next)
 		if (prober->device == device && prober->fork_generation == sfr_fork_generation())
@@ -108,7 +108,7 @@ static int get_prober(uint32_t device, struct prober **out)
 	int rc;
 
 	sfr__lock(&probers.mu);
-	*out = find_locked(device);
+	*out = find_prober_locked(device);
 	sfr__unlock(&probers.mu);
 	if (*out)
 		return 0;
@@ -123,7 +123,7 @@ static int get_prober(uint32_t device, struct prober **out)
 		return rc;
 	}
 	sfr__lock(&probers.mu);
-	*out = find_locked(device);
+	*out = find_prober_locked(device);
 	if (!*out) {
 		made->next = probers.head;
 		probers.head = *out = made;
@@ -162,7 +162,7 @@ static void give_prober(struct prober *prober)
 /* ---- probes ------------------------------------------------------------------------ */
 
 /* Frees a probe. The prober's context must be current. */
-static void destroy(struct sfr_probe *probe)
+static void destroy_probe(struct sfr_probe *probe)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
 
@@ -177,7 +177,7 @@ static void destroy(struct sfr_probe *probe)
 }
 
 /* Returns whether the probe's copies have completed. The prober's context must be current. */
-static bool is_done(struct sfr_probe *probe)
+static bool is_probe_done(struct sfr_probe *probe)
 {
 	CUresult rc = probe->in_flight ? probe->prober->cu->event_query(probe->done) : CUDA_SUCCESS;
 
@@ -209,8 +209,8 @@ static void free_tombstones(struct prober *prober)
 	sfr__unlock(&probers.mu);
 	for (; probe; probe = next) {
 		next = probe->next;
-		if (is_done(probe))
-			destroy(probe);
+		if (is_probe_done(probe))
+			destroy_probe(probe);
 		else
 			add_tombstone(prober, probe);
 	}
@@ -254,7 +254,7 @@ void sfr_probe_free(struct sfr_probe *probe)
 
 /* Makes memory and events for `nr` storages. The context must be current, and no copy of the probe
  * may be in flight. */
-static CUresult allocate(struct sfr_probe *probe, uint32_t nr)
+static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
 	CUresult rc = CUDA_SUCCESS;
@@ -347,10 +347,10 @@ static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr
 	if (sfr__cuda_is_capturing(prober->cu, stream))
 		return SFR_ECAPTURING;
 	free_tombstones(prober);
-	if (!again && !is_done(probe))
+	if (!again && !is_probe_done(probe))
 		return SFR_EBUSY;
 	if (!again)
-		rc = allocate(probe, nr);
+		rc = allocate_probe(probe, nr);
 	if (rc == CUDA_SUCCESS) {
 		probe->nr = nr;
 		nr_rows = set_up_rows(probe, at, nr, again);
@@ -399,7 +399,7 @@ int sfr_probe_done(struct sfr_probe *probe)
 	if (is_closed(probe->prober) ||
 	    sfr__cuda_enter(&scope, probe->prober->cu, probe->prober->context) != CUDA_SUCCESS)
 		return -EIO;
-	done = is_done(probe);
+	done = is_probe_done(probe);
 	sfr__cuda_leave(&scope);
 	return is_closed(probe->prober) ? -EIO : done;
 }

@@ -6,7 +6,7 @@
 #include "device/lane.h"
 
 /* Makes and records an event; *event becomes NULL if that fails. */
-static void record(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event)
+static void record_timed_event(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event)
 {
 	if (lane->cu->event_new(event, CU_EVENT_DEFAULT) != CUDA_SUCCESS)
 		*event = NULL;
@@ -19,14 +19,14 @@ static void record(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event)
 void sfr__cuda_timer_begin(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer,
 			   CUstream stream)
 {
-	record(lane, stream, &timer->begin);
+	record_timed_event(lane, stream, &timer->begin);
 }
 
 void sfr__cuda_timer_end(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer,
 			 CUstream stream)
 {
 	if (timer->begin)
-		record(lane, stream, &timer->end);
+		record_timed_event(lane, stream, &timer->end);
 }
 
 void sfr__cuda_timer_drop(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer)

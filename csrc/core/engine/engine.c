@@ -142,7 +142,7 @@ void sfr_engine_put(struct sfr_engine *engine)
 
 /* Returns whether the pool has users that close must wait for: saves, the lane's copies for
  * snapshots, warm-ups and trims. */
-static bool is_used_locked(const struct sfr_engine *engine)
+static bool is_pool_used_locked(const struct sfr_engine *engine)
 {
 	return engine->nr_pool_users > 0 || engine->nr_copying > 0 ||
 	       engine->nr_in_flight > sfr__engine_nr_own_locked(engine, false);
@@ -159,9 +159,9 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	sfr__lock(&engine->mu);
 	engine->closing = true;
 	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot now fail */
-	while (is_used_locked(engine) && rc == 0)
+	while (is_pool_used_locked(engine) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
-	if (!is_used_locked(engine))
+	if (!is_pool_used_locked(engine))
 		rc = 0;
 	if (rc == 0 && engine->close_seq == 0)
 		engine->close_seq = sfr__log_close_seq();
@@ -212,8 +212,9 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	return 0;
 }
 
-/* Makes a close wait, and so keeps the pool, until end_use. Returns 0, SFR_EFORK or SFR_ECLOSED. */
-static int begin_use(struct sfr_engine *engine)
+/* Makes a close wait, and so keeps the pool, until end_pool_use. Returns 0, SFR_EFORK or
+ * SFR_ECLOSED. */
+static int begin_pool_use(struct sfr_engine *engine)
 {
 	int rc;
 
@@ -227,7 +228,7 @@ static int begin_use(struct sfr_engine *engine)
 	return rc;
 }
 
-static void end_use(struct sfr_engine *engine)
+static void end_pool_use(struct sfr_engine *engine)
 {
 	sfr__lock(&engine->mu);
 	engine->nr_pool_users--;
@@ -237,30 +238,30 @@ static void end_use(struct sfr_engine *engine)
 
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes)
 {
-	int rc = begin_use(engine);
+	int rc = begin_pool_use(engine);
 
 	if (rc < 0)
 		return rc;
 	rc = sfr__pool_warm_up(engine->pool, nbytes);
-	end_use(engine);
+	end_pool_use(engine);
 	return rc;
 }
 
 int sfr_engine_trim(struct sfr_engine *engine)
 {
-	int rc = begin_use(engine);
+	int rc = begin_pool_use(engine);
 
 	if (rc < 0)
 		return rc;
 	rc = sfr__pool_trim(engine->pool);
-	end_use(engine);
+	end_pool_use(engine);
 	return rc;
 }
 
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len)
 {
 	struct sfr__cuda_lane *lane;
-	int rc = begin_use(engine);
+	int rc = begin_pool_use(engine);
 
 	why[0] = '\0';
 	if (rc < 0)
@@ -268,7 +269,7 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 	rc = sfr__cuda_lane_get(&engine->cuda_lanes, device, SFR__CUDA_OUT, &lane, why, why_len);
 	if (rc == 0)
 		rc = sfr__pin_on(sfr__pool_pin(engine->pool), lane->cu, device, why, why_len);
-	end_use(engine);
+	end_pool_use(engine);
 	return rc;
 }
 

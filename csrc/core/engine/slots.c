@@ -60,7 +60,7 @@ uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool
 }
 
 /* Returns whether a slot is free for a save of this kind. */
-static bool is_free_locked(const struct sfr_engine *engine, bool apart)
+static bool is_slot_free_locked(const struct sfr_engine *engine, bool apart)
 {
 	if (apart)
 		return engine->nr_apart < SFR__MOST_APART;
@@ -76,7 +76,7 @@ int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t fla
 	while (rc == 0) {
 		if (engine->closing)
 			return SFR_ECLOSED;
-		if (is_free_locked(engine, apart))
+		if (is_slot_free_locked(engine, apart))
 			return 0;
 		*beyond = (flags & SFR_SAVE_NESTED) != 0 ||
 			  (!apart && sfr__engine_nr_own_locked(engine, false) > 0);

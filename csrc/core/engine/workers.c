@@ -68,7 +68,7 @@ void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shar
 
 /* ---- threads ------------------------------------------------------------------------ */
 
-enum kind {
+enum thread_kind {
 	WRITER, /* serves tasks */
 	LANE,   /* serves shared work, and may wait for blocks */
 	COPIER, /* serves shared work that a thread waits for */
@@ -77,7 +77,7 @@ enum kind {
 /* One thread of the engine. */
 struct worker {
 	struct sfr_engine *engine;
-	enum kind kind;
+	enum thread_kind kind;
 	pthread_cond_t *cv; /* wakes threads of this kind */
 };
 

@@ -181,7 +181,7 @@ static int probe_direct(struct sfr__file *f)
 /* Reserves space, so that a full disk is noticed before gigabytes are written, and so that the file
  * is contiguous on the disk. Returns 0 also if the file system cannot reserve space, which is no
  * error. posix_fallocate is no alternative: it would write the whole file in that case. */
-static int reserve(struct sfr__file *f)
+static int reserve_space(struct sfr__file *f)
 {
 	int rc = -EINTR;
 
@@ -219,7 +219,7 @@ static int open_steps(struct sfr__file *f, struct sfr_err *err)
 	rc = probe_direct(f);
 	if (rc < 0)
 		return fail(err, rc, SFR_PHASE_WRITE, "the first page");
-	rc = reserve(f);
+	rc = reserve_space(f);
 	if (rc < 0)
 		return fail(err, rc, SFR_PHASE_ALLOCATE, NULL);
 	return 0;

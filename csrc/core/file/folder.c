@@ -199,7 +199,7 @@ static int sync_file(const char *path)
 }
 
 /* Puts a directory on the list of those to be visited. Returns 0 or -ENOMEM. */
-static int push(struct walk *w, const char *path)
+static int push_directory(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;
 	struct node *node = sfr_sys.malloc(sizeof(*node) + len);
@@ -220,7 +220,7 @@ static int visit(struct walk *w, const char *path)
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0)
 		return errno == ENOENT ? 0 : -errno;
 	if (S_ISDIR(st.st_mode))
-		return push(w, path);
+		return push_directory(w, path);
 	if (!S_ISREG(st.st_mode))
 		return 0;
 	w->nbytes += (uint64_t)st.st_size;
@@ -276,7 +276,7 @@ int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
 	if (rc < 0)
 		return rc;
 	w.top_len = strlen(f->path);
-	rc = push(&w, f->path);
+	rc = push_directory(&w, f->path);
 	if (rc == 0)
 		rc = visit_all(&w);
 	for (const struct node *node = w.seen; node && rc == 0 && f->durable; node = node->next) {

@@ -53,7 +53,7 @@ static void keep_error(struct walk *w, int code)
 }
 
 /* Puts a directory on top of the list of those still to be removed. */
-static void push(struct walk *w, const char *path)
+static void push_directory(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;
 	struct node *node = sfr_sys.malloc(sizeof(*node) + len);
@@ -86,7 +86,7 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 	if (may_stay && sfr__tmp_may_be_live(path, name)) {
 		w->kept = true;
 	} else if (S_ISDIR(st.st_mode)) {
-		push(w, path);
+		push_directory(w, path);
 	} else if (sfr_sys.unlink(AT_FDCWD, path) < 0 && errno != ENOENT) {
 		keep_error(w, -errno);
 	}
@@ -112,7 +112,7 @@ static int remove_entry(void *arg, const char *name)
 }
 
 /* Removes the contents of a directory, and puts its subdirectories on the list. */
-static void scan(struct walk *w, const char *dir)
+static void remove_contents(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
 	int rc = sfr__dir_each(dir, remove_entry, &visit);
@@ -125,7 +125,7 @@ static void scan(struct walk *w, const char *dir)
 
 /* Returns whether this is `.metadata`, or a name such as `__3.metadata`, which each rank writes if
  * it saves alone. */
-static bool is_metadata(const char *name)
+static bool is_metadata_file(const char *name)
 {
 	if (strncmp(name, "__", 2) == 0) {
 		name += 2;
@@ -134,7 +134,7 @@ static bool is_metadata(const char *name)
 	return strcmp(name, ".metadata") == 0;
 }
 
-static bool is_data(const char *name)
+static bool is_data_file(const char *name)
 {
 	const char *dot = strrchr(name, '.');
 
@@ -159,8 +159,8 @@ static int remove_if_metadata(void *arg, const char *name)
 	struct visit *visit = arg;
 
 	/* Data files count too: their metadata may be removed but not yet on the disk. */
-	visit->is_dcp = visit->is_dcp || is_metadata(name) || is_data(name);
-	return is_metadata(name) ? unlink_in(visit->dir, name) : 0;
+	visit->is_dcp = visit->is_dcp || is_metadata_file(name) || is_data_file(name);
+	return is_metadata_file(name) ? unlink_in(visit->dir, name) : 0;
 }
 
 /* If the directory is a checkpoint of DCP, removes its metadata and syncs, so that it is no
@@ -182,14 +182,14 @@ static bool remove_metadata(struct walk *w, const char *dir)
 /* Takes one step with the directory at the head of the list: its first visit removes the files in
  * it, a later one the empty directory. If the directory is not empty after all, it is scanned
  * again, up to NR_SCANS times. */
-static void step(struct walk *w)
+static void step_directory(struct walk *w)
 {
 	struct node *node = w->todo;
 	int code;
 
 	if (node->nr_scans++ == 0) {
 		if (remove_metadata(w, node->path))
-			scan(w, node->path);
+			remove_contents(w, node->path);
 		return; /* subdirectories now on the list come first */
 	}
 	while (sfr_sys.rmdir(node->path) < 0) {
@@ -201,7 +201,7 @@ static void step(struct walk *w)
 			if (w->kept || w->err->code)
 				break;
 			if (node->nr_scans++ < NR_SCANS) {
-				scan(w, node->path);
+				remove_contents(w, node->path);
 				if (w->todo != node)
 					return; /* the scan has found a subdirectory */
 				continue;
@@ -221,7 +221,7 @@ static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 	walk->err = &own;
 	remove_one(walk, path, NULL);
 	while (walk->todo)
-		step(walk);
+		step_directory(walk);
 	if (own.code)
 		sfr__err_set(err, own.code, own.phase, own.note);
 	return own.code;

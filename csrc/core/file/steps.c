@@ -32,7 +32,7 @@ static int write_file(const struct sfr_step *step)
 	return rc < 0 ? rc : closed;
 }
 
-static int take(const struct sfr_step *step)
+static int take_step(const struct sfr_step *step)
 {
 	switch (step->kind) {
 	case SFR_STEP_WRITE:
@@ -51,7 +51,7 @@ static int take(const struct sfr_step *step)
 int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done)
 {
 	for (*nr_done = 0; *nr_done < nr_steps; (*nr_done)++) {
-		int rc = take(&steps[*nr_done]);
+		int rc = take_step(&steps[*nr_done]);
 
 		if (rc < 0)
 			return rc;
@@ -62,7 +62,7 @@ int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_don
 /* ---- names ---- */
 
 /* Names, each with its final zero byte, one after the other. */
-struct text {
+struct name_list {
 	char *bytes;
 	size_t len, room;
 };
@@ -70,7 +70,7 @@ struct text {
 /* Returns 0 or -ENOMEM. */
 static int add_name(void *arg, const char *name)
 {
-	struct text *text = arg;
+	struct name_list *text = arg;
 	size_t len = strlen(name) + 1;
 
 	if (text->room - text->len < len) {
@@ -89,7 +89,7 @@ static int add_name(void *arg, const char *name)
 
 int sfr_names(const char *path, char **names, size_t *len)
 {
-	struct text text = { 0 };
+	struct name_list text = { 0 };
 	int rc = sfr__dir_each(path, add_name, &text);
 
 	if (rc < 0)

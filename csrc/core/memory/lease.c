@@ -52,8 +52,8 @@ static void wake_waiters_locked(struct sfr__pool *pool)
 
 /* Takes the blocks of the placed items for the lease. A block becomes LEASED, or GROWING if it
  * lacks memory or has the driver's. */
-static void take_locked(struct sfr__pool *pool, const struct sfr__placement *placement,
-			struct sfr__lease *lease)
+static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placement *placement,
+			       struct sfr__lease *lease)
 {
 	uint32_t last = 0;
 
@@ -94,7 +94,7 @@ static void take_locked(struct sfr__pool *pool, const struct sfr__placement *pla
 }
 
 /* Sets whether the blocks are held: only a user can return them, so nothing may wait for that. */
-static void hold_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
+static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
@@ -111,9 +111,9 @@ static void hold_locked(struct sfr__pool *pool, const struct sfr__lease *lease, 
 	wake_waiters_locked(pool);
 }
 
-static void give_back_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
+static void return_blocks_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
-	hold_locked(pool, lease, false);
+	set_held_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
@@ -184,7 +184,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	if (rc == 0)
 		return 0;
 	/* They are not counted in nr_returned: other waiting threads would gain nothing. */
-	hold_locked(pool, lease, false);
+	set_held_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
@@ -200,8 +200,9 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
  * is NULL, or the system had no memory for the last attempt, when nr_returned was *starved. Then a
  * new attempt waits until a block has returned since, or until none can return. Returns 0,
  * SFR_EAGAIN or SFR_EEXHAUSTED. */
-static int wait_locked(struct sfr__pool *pool, struct sfr__placement *placement, uint32_t nr_own,
-		       uint64_t deadline_ns, const uint64_t *starved, struct sfr__lease *lease)
+static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *placement,
+				uint32_t nr_own, uint64_t deadline_ns, const uint64_t *starved,
+				struct sfr__lease *lease)
 {
 	struct sfr__waiter me = { .seq = UINT64_MAX };
 	bool late = deadline_ns == 0;
@@ -215,7 +216,7 @@ static int wait_locked(struct sfr__pool *pool, struct sfr__placement *placement,
 
 		if (pool->waiters == &me && worth_trying &&
 		    sfr__pool_place_locked(pool, placement, false, spare)) {
-			take_locked(pool, placement, lease);
+			take_placed_locked(pool, placement, lease);
 			rc = 0;
 			break;
 		}
@@ -253,7 +254,7 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 		goto fail;
 	sfr__lock(&pool->mu);
 	for (;;) {
-		rc = wait_locked(pool, &placement, nr_own, deadline_ns, starved, &lease);
+		rc = wait_for_room_locked(pool, &placement, nr_own, deadline_ns, starved, &lease);
 		if (rc != 0)
 			break;
 		returned = pool->nr_returned;
@@ -280,7 +281,7 @@ fail:
 void sfr__pool_hold(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	sfr__lock(&pool->mu);
-	hold_locked(pool, lease, held);
+	set_held_locked(pool, lease, held);
 	sfr__unlock(&pool->mu);
 }
 
@@ -294,7 +295,7 @@ void sfr__pool_unlease(struct sfr__pool *pool, struct sfr__lease *lease)
 			sfr__pin_keep(&pool->pin, &pool->blocks[run->first + i]);
 	}
 	sfr__lock(&pool->mu);
-	give_back_locked(pool, lease);
+	return_blocks_locked(pool, lease);
 	sfr__unlock(&pool->mu);
 	sfr_sys.free(lease->runs);
 	*lease = (struct sfr__lease){ 0 };

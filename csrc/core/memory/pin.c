@@ -32,13 +32,13 @@
 #define REGION_BYTES_MAX ((uint64_t)128 << 20)
 
 /* How a region is pinned, best first: see above. */
-enum way { REGISTERED, ALONE, ALLOCATED, PAGEABLE };
+enum pin_way { REGISTERED, ALONE, ALLOCATED, PAGEABLE };
 
 struct sfr__region {
 	struct sfr__region *next;
 	char *mem;       /* the address that the driver knows */
 	char *pool_addr; /* the first block's address in the pool; not `mem` if ALLOCATED */
-	enum way way;
+	enum pin_way way;
 	uint32_t nr_blocks;
 	uint32_t nr_in_trim; /* blocks given to sfr__pin_drop; guarded by pin->mu, like keep */
 	bool keep;           /* a block of it is retired */
@@ -83,7 +83,7 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 
 /* Logs a sentence about a fallback to `way` and keeps it for reports, unless one at least as bad
  * was noted before. */
-static void note_text(struct sfr__pin *pin, enum way way, const char *text)
+static void note_fallback(struct sfr__pin *pin, enum pin_way way, const char *text)
 {
 	bool noted;
 
@@ -104,11 +104,11 @@ void sfr__pin_failed(struct sfr__pin *pin, const char *why)
 
 	(void)snprintf(text, sizeof(text),
 		       "Staging memory stays pageable, and copies are slow: %.90s.", why);
-	note_text(pin, PAGEABLE, text);
+	note_fallback(pin, PAGEABLE, text);
 }
 
 /* Notes that `call` failed with `rc`, and that the blocks are therefore pinned by `way`. */
-static void note_failure(struct sfr__pin *pin, enum way way, CUresult rc, const char *call)
+static void note_failure(struct sfr__pin *pin, enum pin_way way, CUresult rc, const char *call)
 {
 	static const char *const resorts[] = {
 		[REGISTERED] = "it is registered in smaller regions",
@@ -120,7 +120,7 @@ static void note_failure(struct sfr__pin *pin, enum way way, CUresult rc, const 
 
 	sfr__cuda_explain(pin->cu, pin->device, call, rc, what, sizeof(what));
 	(void)snprintf(text, sizeof(text), "Staging memory: %s; %s.", what, resorts[way]);
-	note_text(pin, way, text);
+	note_fallback(pin, way, text);
 }
 
 void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
@@ -133,7 +133,7 @@ void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
 /* ---- pinning ---------------------------------------------------------------- */
 
 /* Adds a region to the list and returns it; NULL without memory. */
-static struct sfr__region *add_region(struct sfr__pin *pin, enum way way, char *mem,
+static struct sfr__region *add_region(struct sfr__pin *pin, enum pin_way way, char *mem,
 				      char *pool_addr, uint32_t nr_blocks)
 {
 	struct sfr__region *region = sfr_sys.malloc(sizeof(*region));
@@ -152,7 +152,7 @@ static struct sfr__region *add_region(struct sfr__pin *pin, enum way way, char *
 
 /* Releases the memory of a region. Returns false if the driver may still know it; its pages must
  * then stay mapped. */
-static bool give_back(const struct sfr__pin *pin, enum way way, char *mem)
+static bool release_memory(const struct sfr__pin *pin, enum pin_way way, char *mem)
 {
 	CUresult rc = CUDA_SUCCESS;
 
@@ -167,7 +167,7 @@ static bool give_back(const struct sfr__pin *pin, enum way way, char *mem)
 static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 				uint64_t block_bytes)
 {
-	enum way way = nr > 1 ? REGISTERED : ALONE;
+	enum pin_way way = nr > 1 ? REGISTERED : ALONE;
 	char *mem = blocks[0]->mem;
 	struct sfr__region *region;
 	CUresult rc = pin->cu->host_register(mem, (size_t)(nr * block_bytes),
@@ -179,7 +179,7 @@ static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *
 	if (!region) {
 		/* If this fails too, the next registration of this memory is refused as a
 		 * duplicate. */
-		(void)give_back(pin, way, mem);
+		(void)release_memory(pin, way, mem);
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	for (uint32_t i = 0; i < nr; i++)
@@ -212,7 +212,7 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 			return;
 		}
 		/* If the driver does not free it, it is lost until the process ends. */
-		(void)give_back(pin, ALLOCATED, mem);
+		(void)release_memory(pin, ALLOCATED, mem);
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	note_failure(pin, PAGEABLE, rc, "cuMemHostAlloc");
@@ -291,7 +291,7 @@ static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
 
 /* Takes the regions all of whose blocks are in `list` off the pool's list of regions, and returns
  * them as a list. */
-static struct sfr__region *take_whole_locked(struct sfr__pin *pin, struct sfr__block *list)
+static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struct sfr__block *list)
 {
 	struct sfr__region *taken = NULL;
 
@@ -322,14 +322,14 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 	if (!sfr__pin_is_on(pin))
 		return;
 	sfr__lock(&pin->mu);
-	taken = take_whole_locked(pin, list);
+	taken = take_whole_regions_locked(pin, list);
 	sfr__unlock(&pin->mu);
 	if (!taken)
 		return;
 	/* if this fails, the calls that follow fail, too */
 	(void)sfr__cuda_enter(&scope, pin->cu, pin->context);
 	for (region = taken; region; region = region->next)
-		region->gone = give_back(pin, region->way, region->mem);
+		region->gone = release_memory(pin, region->way, region->mem);
 	sfr__cuda_leave(&scope);
 	for (struct sfr__block *b = list; b; b = b->next) {
 		if (!b->region || !b->region->gone)
@@ -361,7 +361,7 @@ bool sfr__pin_fini(struct sfr__pin *pin)
 		(void)sfr__cuda_enter(&scope, pin->cu, pin->context); /* as in sfr__pin_drop */
 		while ((region = pin->regions)) {
 			pin->regions = region->next;
-			if (region->keep || !give_back(pin, region->way, region->mem))
+			if (region->keep || !release_memory(pin, region->way, region->mem))
 				all = false;
 			sfr_sys.free(region);
 		}

@@ -20,9 +20,9 @@
  *               --- refused -->
  *
  *     from       to         by
- *     RESERVED   GROWING    take_locked (get), warm_up, supply
+ *     RESERVED   GROWING    take_block_locked (get), warm_up, supply
  *     FREE       GROWING    the same, when the block has less memory than asked for
- *     FREE       LEASED     take_locked, when it has enough
+ *     FREE       LEASED     take_block_locked, when it has enough
  *     GROWING    LEASED     get, when the memory is there
  *     GROWING    FREE       warm_up, supply, when the memory is there; get, when the system has no
  *                           more memory and the block keeps what it had
@@ -83,7 +83,7 @@ static struct sfr__block *pop_reserved_locked(struct sfr__pool *pool)
  * unless whole blocks are lacking and `need` is small; a block without memory; and last one that
  * has some memory, but too little. The block becomes LEASED, or GROWING if it needs more memory.
  * Returns NULL if no block is left. */
-static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
+static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 {
 	struct sfr__block *block = pop_fitting(&pool->partial, need);
 
@@ -131,8 +131,9 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
  * has returned since, or if no block can return. Returns 0; SFR_EAGAIN at the deadline;
  * SFR_EEXHAUSTED when snapshots hold every block, which only their users can end; -ENOMEM when
  * every block is retired. */
-static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
-		       const uint64_t *starved, struct sfr__block **out)
+static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t need,
+				 uint64_t deadline_ns, const uint64_t *starved,
+				 struct sfr__block **out)
 {
 	struct sfr__waiter me = { .seq = seq };
 	bool late = deadline_ns == 0, exhausted;
@@ -142,7 +143,7 @@ static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64
 		bool worth_trying = starved == NULL || *starved != pool->nr_returned ||
 				    pool->nr_owned == pool->nr_held;
 
-		*out = pool->waiters == &me && worth_trying ? take_locked(pool, need) : NULL;
+		*out = pool->waiters == &me && worth_trying ? take_block_locked(pool, need) : NULL;
 		exhausted = *out == NULL && pool->nr_held > 0 &&
 			    pool->nr_held + pool->nr_retired == pool->nr_blocks;
 		if (*out != NULL || exhausted || pool->nr_retired == pool->nr_blocks || late)
@@ -172,7 +173,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 	for (;;) {
 		size_t want = sfr__pool_memory_for(pool, need);
 
-		rc = wait_locked(pool, seq, need, deadline_ns, starved, &block);
+		rc = wait_for_block_locked(pool, seq, need, deadline_ns, starved, &block);
 		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
 			break;
 		returned = pool->nr_returned;

@@ -65,14 +65,16 @@ static int map_file(struct sfr__range *range)
 /* Returns -errno of a failed madvise. The kernel also returns EAGAIN when it has no memory for
  * another mapping; that becomes -ENOMEM, because elsewhere -EAGAIN means that a thread could not be
  * started (csrc/python/errors.c). */
-static int refused(void)
+static int madvise_error(void)
 {
 	return errno == EAGAIN ? -ENOMEM : -errno;
 }
 
 int sfr__memory_inherit(char *mem, size_t len, bool yes)
 {
-	return sfr_sys.madvise(mem, len, yes ? MADV_DOFORK : MADV_DONTFORK) != 0 ? refused() : 0;
+	if (sfr_sys.madvise(mem, len, yes ? MADV_DOFORK : MADV_DONTFORK) != 0)
+		return madvise_error();
+	return 0;
 }
 
 int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
@@ -124,7 +126,7 @@ void sfr__memory_release(struct sfr__range *range)
 }
 
 /* Allocates pages of the file that are about to be touched. 0 or -errno. */
-static int allocate(const struct sfr__range *range, const char *mem, size_t len)
+static int allocate_pages(const struct sfr__range *range, const char *mem, size_t len)
 {
 	int rc;
 
@@ -153,8 +155,8 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 		return -ENOMEM;
 	/* An older kernel or a sandbox does not know the advice; a signal ends it early. */
 	if (errno != EINVAL && errno != ENOSYS && errno != EPERM && errno != EINTR)
-		return refused();
-	rc = shared ? allocate(range, mem, len) : 0;
+		return madvise_error();
+	rc = shared ? allocate_pages(range, mem, len) : 0;
 	if (rc != 0)
 		return rc;
 	/* This write touches each page, but changes no byte, even if another thread writes there at
@@ -170,7 +172,7 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len)
 {
 	if (sfr_sys.madvise(mem, len, range->file >= 0 ? MADV_REMOVE : MADV_DONTNEED) != 0)
-		return refused();
+		return madvise_error();
 	/* The memory is already given back. If mprotect is refused (it may need another mapping,
 	 * and their number is limited), the pages stay accessible, but no code touches them. */
 	(void)sfr_sys.mprotect(mem, len, PROT_NONE);

@@ -30,7 +30,7 @@ bool sfr__pool_lacks_locked(const struct sfr__pool *pool)
 }
 
 /* Raises the number of blocks that should have memory to `nr`, or to all blocks. */
-static void want_locked(struct sfr__pool *pool, uint32_t nr)
+static void raise_wanted_locked(struct sfr__pool *pool, uint32_t nr)
 {
 	if (nr > pool->nr_blocks)
 		nr = pool->nr_blocks;
@@ -41,7 +41,7 @@ static void want_locked(struct sfr__pool *pool, uint32_t nr)
 void sfr__pool_want_more_locked(struct sfr__pool *pool)
 {
 	if (pool->nr_wanted != 0) /* 0: trimmed while saves are in flight */
-		want_locked(pool, pool->nr_expected);
+		raise_wanted_locked(pool, pool->nr_expected);
 }
 
 void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole)
@@ -49,7 +49,7 @@ void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole)
 	sfr__lock(&pool->mu);
 	pool->nr_saves++;
 	pool->nr_expected += nr_whole;
-	want_locked(pool, nr_whole);
+	raise_wanted_locked(pool, nr_whole);
 	sfr__unlock(&pool->mu);
 }
 
@@ -65,7 +65,7 @@ void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole)
 
 /* Takes a block that needs memory. Returns NULL if a thread waits for a block, or if the pool lacks
  * no more blocks than `nr_left`, the calls that follow. */
-static struct sfr__block *take_locked(struct sfr__pool *pool, uint32_t nr_left)
+static struct sfr__block *take_lacking_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	struct sfr__block *block;
 
@@ -80,12 +80,12 @@ static struct sfr__block *take_locked(struct sfr__pool *pool, uint32_t nr_left)
 	return block;
 }
 
-/* Makes the memory of one block, if take_locked returns one. Releases the mutex meanwhile. Returns
- * whether there was such a block. */
-static bool make_locked(struct sfr__pool *pool, uint32_t nr_left)
+/* Makes the memory of one block, if take_lacking_locked returns one. Releases the mutex meanwhile.
+ * Returns whether there was such a block. */
+static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	const size_t len = (size_t)pool->block_bytes;
-	struct sfr__block *block = take_locked(pool, nr_left);
+	struct sfr__block *block = take_lacking_locked(pool, nr_left);
 	int rc;
 
 	if (block == NULL)
@@ -106,13 +106,13 @@ static bool make_locked(struct sfr__pool *pool, uint32_t nr_left)
 
 bool sfr__pool_make(struct sfr__pool *pool)
 {
-	return sfr__under(&pool->mu, make_locked(pool, 0));
+	return sfr__under(&pool->mu, make_block_locked(pool, 0));
 }
 
 void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left)
 {
 	sfr__lock(&pool->mu);
-	while (make_locked(pool, nr_left))
+	while (make_block_locked(pool, nr_left))
 		;
 	sfr__unlock(&pool->mu);
 }
