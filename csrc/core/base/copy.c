@@ -12,7 +12,7 @@
 #include <immintrin.h>
 
 enum {
-	STREAM_FROM = 512, /* bytes; most of a shorter copy are its unaligned ends */
+	STREAM_FROM = 512, /* bytes; below, the unaligned ends are most of the copy */
 	LINE = 64,         /* bytes of a cache line */
 };
 

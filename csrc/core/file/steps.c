@@ -67,35 +67,35 @@ struct name_list {
 	size_t len, room;
 };
 
-/* Returns 0 or -ENOMEM. */
+/* Appends a name to the list. Returns 0 or -ENOMEM. */
 static int add_name(void *arg, const char *name)
 {
-	struct name_list *text = arg;
+	struct name_list *list = arg;
 	size_t len = strlen(name) + 1;
 
-	if (text->room - text->len < len) {
-		size_t room = 2 * text->room + len + SFR_PAGE;
-		char *bytes = sfr_sys.realloc(text->bytes, room);
+	if (list->room - list->len < len) {
+		size_t room = 2 * list->room + len + SFR_PAGE;
+		char *bytes = sfr_sys.realloc(list->bytes, room);
 
 		if (!bytes)
 			return -ENOMEM;
-		text->bytes = bytes;
-		text->room = room;
+		list->bytes = bytes;
+		list->room = room;
 	}
-	memcpy(text->bytes + text->len, name, len);
-	text->len += len;
+	memcpy(list->bytes + list->len, name, len);
+	list->len += len;
 	return 0;
 }
 
 int sfr_names(const char *path, char **names, size_t *len)
 {
-	struct name_list text = { 0 };
-	int rc = sfr__dir_each(path, add_name, &text);
+	struct name_list list = { 0 };
+	int rc = sfr__dir_each(path, add_name, &list);
 
 	if (rc < 0)
-		sfr_sys.free(text.bytes);
-	*names = rc < 0 ? NULL : text.bytes;
-	*len = rc < 0 ? 0 : text.len;
+		sfr_sys.free(list.bytes);
+	*names = rc < 0 ? NULL : list.bytes;
+	*len = rc < 0 ? 0 : list.len;
 	return rc;
 }
 
