@@ -13,12 +13,13 @@
  * Conventions
  *   - A function returns 0 or a negative code: -errno from the operating system,
  *     SFR_E* from the core itself (err.c).
- *   - sfr_x is public, sfr__x crosses files inside the core, static is local.
+ *   - sfr_x is public, sfr__x crosses files inside the core, static is local. The caller of an
+ *     x_locked holds the mutex of the object.
  *   - `_ns` are nanoseconds of CLOCK_MONOTONIC; `len`, `off`, `nbytes` are bytes;
  *     `nr_x` counts.
  *   - A call that may wait takes `slice_ns`: it waits at most that long and then
- *     returns SFR_EAGAIN; calling it again goes on where it stopped. The binding
- *     uses slices to answer signals. SFR_FOREVER waits without bound.
+ *     returns SFR_EAGAIN; a further call resumes where this one stopped. The
+ *     binding uses slices to answer signals. SFR_FOREVER waits without bound.
  *   - After fork() every object made before belongs to the parent: each call on
  *     one in the child returns SFR_EFORK and touches nothing. */
 #ifndef SFR_H

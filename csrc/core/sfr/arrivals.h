@@ -18,25 +18,28 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* how many chunks are fetched ahead of a reader, and how many of those it has read are kept */
+/* A reader has this many chunks fetched ahead of it; of those it has read, as many are kept. */
 #define SFR_ARRIVALS_WINDOW 8u
 
 struct sfr_arrivals; /* files that the same threads fetch */
 
+/* Bytes of a file that a reader needs. */
 struct sfr_wanted {
-	uint64_t number; /* of the file */
+	uint64_t number; /* of the file, as from sfr_arrivals_open */
 	uint64_t off, len;
 };
 
 int sfr_arrivals_new(struct sfr_arrivals **out); /* -ENOMEM */
-/* Makes a file of `len` bytes that are fetched `chunk` at a time, a multiple of a page. Returns its
- * descriptor, which stays the group's, or -errno, SFR_EFORK, SFR_ECLOSED. */
+/* Makes a file of `len` bytes that are fetched `chunk` at a time, a multiple of a page. *number
+ * names it in the other calls. Returns its descriptor, which the group owns and closes, or -errno,
+ * SFR_EFORK, SFR_ECLOSED. */
 int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, uint64_t *number);
-/* Waits until bytes are wanted that nobody fetches yet; they are the caller's to fetch. 0,
- * SFR_EAGAIN, SFR_EFORK; SFR_ECLOSED: the group has ended. */
+/* Waits until a reader needs bytes that no thread is fetching. The caller must then fetch them, and
+ * call put or fail. 0, SFR_EAGAIN, SFR_EFORK; SFR_ECLOSED: the group has ended. */
 int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out);
 /* Hands over the bytes that sfr_arrivals_next has asked for. SFR_ECLOSED: nobody needs them any
- * more. -EINVAL: other bytes were asked for. -errno of writing to memory. */
+ * more. -EINVAL: other bytes were asked for; -errno of writing to memory: then the file fails, as
+ * with sfr_arrivals_fail. */
 int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, const void *bytes,
 		     size_t len);
 /* Records that bytes of the file cannot be fetched: every wait for its bytes, now or later, ends
@@ -48,8 +51,8 @@ void sfr_arrivals_close(struct sfr_arrivals *group, uint64_t number);
 void sfr_arrivals_end(struct sfr_arrivals *group);
 void sfr_arrivals_free(struct sfr_arrivals *group); /* ends it. NULL is allowed */
 
-/* Waits until all bytes of the file are there, and keeps them. 0, at once for any other file;
- * SFR_EAGAIN: call again; -EIO; SFR_EFORK. */
+/* Waits until all bytes of an arriving file have been fetched, and keeps them in memory. Returns 0
+ * at once for any other descriptor; else 0, SFR_EAGAIN, -EIO, SFR_EFORK. */
 int sfr_arrivals_fill(int fd, uint64_t slice_ns);
 
 #endif

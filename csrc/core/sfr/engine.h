@@ -14,7 +14,7 @@ struct sfr_engine_opts {
 	uint32_t nr_writers;    /* >= 1 */
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
-	uint32_t nr_copiers;    /* threads that help those who wait for large copies; 0: none */
+	uint32_t nr_copiers;    /* threads that help with a copy that is waited for; 0: none */
 	/* A default pool gets budget_bytes less the caps of the process's other default pools; at
 	 * most most_bytes, and at least one block. If the system refuses it so much address space,
 	 * it gets half, and so on. */
@@ -32,7 +32,7 @@ struct sfr_stats {
 	uint64_t saves_in_flight, saves_total;
 };
 
-/* Returns the memory that all pools of this process have from the system. */
+/* Returns how many bytes of memory all pools of this process have from the system. */
 uint64_t sfr_pools_hold(void);
 
 /* Makes an engine without starting a thread. -EINVAL: an option is out of range. With shared
@@ -45,7 +45,10 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out);
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns);
 void sfr_engine_put(struct sfr_engine *engine); /* drops the maker's reference; accepts NULL */
 int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out);
+/* Gets memory for the pool's first `nbytes` bytes (at most its cap), so that no save has to. 0,
+ * -errno, SFR_EFORK, SFR_ECLOSED. */
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes);
+/* Gives memory of blocks that are not leased back to the system. Errors as above. */
 int sfr_engine_trim(struct sfr_engine *engine);
 /* Prepares the engine for CUDA: makes the device's lane, and makes warm_up pin memory for it.
  * Returns 0, or -errno with a sentence in `why`. */
@@ -57,15 +60,16 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 struct sfr_slot;
 int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 		  struct sfr_slot **out);
-/* Notes that the call that took it is over: from now on close waits for it in that thread too. */
+/* Records that the call that took the slot is over: from now on sfr_engine_close waits for the slot
+ * in that thread too. */
 void sfr_slot_launched(struct sfr_slot *slot);
 /* Gives the slot back. May be called again; does nothing in a forked child. */
 void sfr_slot_give_back(struct sfr_slot *slot);
 /* Returns whether it was given back. */
 bool sfr_slot_is_over(struct sfr_slot *slot);
 void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; NULL is fine */
-/* Describes the CUDA driver and dead devices in one sentence. Loads the driver but does not
- * initialise it. */
+/* Describes the CUDA driver and dead devices in one sentence, in `text` of `len` bytes. Loads the
+ * driver but does not initialise it. 0 or SFR_EFORK. */
 int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);
 
 #endif

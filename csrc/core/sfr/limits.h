@@ -1,8 +1,8 @@
-/* Size thresholds that decide which code a file meets.
+/* Size thresholds that decide which code handles a file.
  *
  * The product never changes them. A test lowers them, so that a file of a few kilobytes is handled
- * as one past 4 GiB is, and puts them back with sfr_limits_reset. Change them only while no save,
- * check or restore is under way: each of these reads them more than once.
+ * like one larger than 4 GiB, and restores them with sfr_limits_reset. Change them only while no
+ * save, check or restore is under way: each of these reads them more than once.
  */
 #ifndef SFR_LIMITS_H
 #define SFR_LIMITS_H
@@ -24,7 +24,7 @@ struct sfr_limits {
 
 extern struct sfr_limits sfr_limits;
 
-/* 0, or -EINVAL when a limit is outside its range; then nothing changes. */
+/* Sets all limits. Returns 0, or -EINVAL when one is outside its range; then nothing changes. */
 int sfr_limits_set(const struct sfr_limits *limits);
 void sfr_limits_reset(void);
 

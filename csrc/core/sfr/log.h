@@ -8,7 +8,8 @@
 /* Appends a remove of `key`. A key is the real path of the parent directory, a slash, and the last
  * component. The remove runs when every save submitted before it has ended, and only if the last of
  * them became durable (without SFR_SAVE_DURABLE: was renamed) or there was none. A directory is
- * removed with its contents. `seq_out` may be NULL. */
+ * removed with its contents. Returns 0 or -errno; *seq_out gets the entry's sequence number, unless
+ * seq_out is NULL. */
 int sfr_log_remove(const char *key, uint64_t *seq_out);
 /* Says whether `key` will exist once the log is empty:
  *
@@ -25,8 +26,8 @@ struct sfr_log_load;
 int sfr_log_load_new(const char *key, struct sfr_log_load **out);
 int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out);
 void sfr_log_load_free(struct sfr_log_load *load);
-/* Waits until everything submitted before the first call (the one with *seq == 0) has ended. *seq
- * carries the position from slice to slice. */
+/* Waits until everything submitted before the first call (the one with *seq == 0) has ended. The
+ * first call sets *seq, and further calls with it resume the wait. 0 or SFR_EAGAIN. */
 int sfr_log_drain(uint64_t *seq, uint64_t slice_ns);
 /* Returns how many saves and removes have not ended. */
 uint64_t sfr_log_pending(void);
@@ -36,8 +37,8 @@ int sfr_log_unanswered(char *text, size_t len);
 /* For tests: sets how long a file system may take before it is set aside; 0 restores the
  * default. */
 void sfr_log_tune(uint64_t patience_ns);
-/* Ends the log's threads once the log is empty and no save is between admit and launch. The next
- * save or remove starts one again. */
+/* Waits until the log is empty and no save is between admit and launch, then ends the log's
+ * threads. The next save or remove starts one again. Returns 0. */
 int sfr_log_stop(void);
 
 /* ---- external work in the log's order (commit/work.c) ---- */
@@ -55,10 +56,10 @@ enum sfr_work_kind {
 struct sfr_log_work;
 /* Makes an entry that is not in the log yet; the caller has its one reference. -ENOMEM, -EINVAL. */
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out);
-/* Appends the entry to the log. Called once; never waits. */
+/* Appends the entry to the log. Called once; never waits. 0 or -errno. */
 int sfr_log_work_append(struct sfr_log_work *work);
 uint64_t sfr_log_work_number(const struct sfr_log_work *work); /* from 1, unique in the process */
-/* Waits until an entry of this kind is at the head and gives its number, once for each entry.
+/* Waits until external work is at the head of the log, and gives its number, once for each entry.
  * *after_good is 0 when the last save before it failed. SFR_EAGAIN; SFR_ECLOSED when the log is
  * being stopped. */
 int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good);

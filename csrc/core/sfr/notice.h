@@ -22,7 +22,7 @@ struct sfr_notice {
 	struct sfr_snapshot *snapshot; /* SNAPSHOT: the taker gets a reference */
 	char text[1024];               /* for TEXT, else "" */
 };
-/* Waits for the next notice and takes it. */
+/* Waits for the next notice and takes it. 0 or SFR_EAGAIN. */
 int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns);
 /* Puts back a notice that its taker could not handle; the next wait returns it first. For the one
  * thread that takes notices. */

@@ -40,9 +40,9 @@ int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor);
 
 /* Makes a save of such a file to the target in `desc`, which has no skeleton and no sources. It
  * goes on like any other save (admit, capture, launch), except that nothing is captured.
- * SFR_WAIT_COPIED means that the last source is written, or in the stream, and the sources stay
- * unchanged until the save has ended. The file is exactly as long as the parts. On success the save
- * owns the parts. -ENOMEM, -EINVAL, -EFBIG, SFR_EFORK. */
+ * SFR_WAIT_COPIED is reached when the last source is written, or in the stream; even so the caller
+ * leaves the sources unchanged until the save has ended. The file is exactly as long as the parts.
+ * On success the save owns the parts. -ENOMEM, -EINVAL, -EFBIG, SFR_EFORK. */
 int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		       struct sfr_parts *parts, struct sfr_ticket **out);
 

@@ -11,13 +11,14 @@ struct sfr_ticket;
 
 #define SFR_SAVE_DURABLE 1u /* sync the file and its directory */
 #define SFR_SAVE_NESTED 2u  /* made inside another call of this thread: never waits for a slot */
-/* checksum each deferred byte in the call and compare once staged */
+/* compute a checksum of all deferred bytes in the call, and compare it with that of the copies */
 #define SFR_SAVE_CHECK_BYTES 4u
 #define SFR_SAVE_NO_WAIT 8u /* return SFR_EBUSY instead of waiting for a slot */
-/* rename as soon as synced: not in the log, and not counted in max_in_flight */
+/* rename the file as soon as it is synced: the save is not in the log, nor counted in
+ * max_in_flight */
 #define SFR_SAVE_UNORDERED 16u
-/* hand the bytes to the caller in the order of the file instead of writing one (sfr/stream.h); such
- * a save is unordered, and durable when the caller has given back everything and the end */
+/* write no file, but hand its bytes to the caller in order (sfr/stream.h); such a save is
+ * unordered, and durable when the caller has given back all pieces and the end */
 #define SFR_SAVE_STREAM 32u
 
 struct sfr_save_desc {
@@ -27,7 +28,8 @@ struct sfr_save_desc {
 	/* data.pkl, or the header of a flat file; valid until the save is staged or has ended */
 	const void *skeleton;
 	uint64_t skeleton_len;
-	/* the array is copied; the bytes stay valid until staged or ended */
+	/* the array is copied in the call; the memory that it describes must stay valid until the
+	 * save is staged or has ended */
 	const struct sfr_source *sources;
 	uint32_t nr_sources;
 	uint32_t flags;
@@ -66,8 +68,9 @@ enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
  * staged, or until it has ended. An ended save satisfies all three. Returns 0 or SFR_EAGAIN. A
  * slice of zero never sleeps, and for SFR_WAIT_ENDED takes no lock. */
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
-/* Answers the same question without a lock. Python asks while it holds the interpreter lock, and
- * the engine's lock may be held by a niced thread that is not scheduled. */
+/* Returns 1 if the save has reached that point, else 0, without a lock: Python asks while it holds
+ * the interpreter lock, and the thread that holds the engine's lock may have a low priority and not
+ * be scheduled. For a failing save 0 is possible until it has ended. */
 int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
 /* The gate of the next step. With host sources it waits until they are copied, like
  * SFR_WAIT_COPIED. With device sources it has all their copies queued and makes the given streams
@@ -80,7 +83,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
  * SFR_WAIT_COPIED or sfr_save_gate. torn_index < 0 passes; any other fails the save with SFR_ETORN.
  * Only the first verdict counts; a later one returns SFR_ESTATE. */
 int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index);
-/* Returns 1 if the save will end as cancelled (or has), 0 if it is too late. */
+/* Returns 1 if the save will end as cancelled (or has), 0 if it is too late; SFR_EFORK. */
 int sfr_save_cancel(struct sfr_ticket *t);
 
 /* Fallbacks that a report explains with a sentence each. */
@@ -107,8 +110,8 @@ struct sfr_report {
 	char fallback[SFR_NR_FALLBACKS][160]; /* one sentence each, "" when unused */
 };
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
-/* These two never wait, not even for a lock. 0 or SFR_EFORK. *staged: staged, and not failed
- * since. */
+/* These two never wait, not even for a lock. 0 or SFR_EFORK. *staged: the save has been staged and
+ * has not failed since. */
 int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *staged);
 int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint64_t *nbytes);
 /* from 1, unique in the process; trace.h uses it */

@@ -60,14 +60,14 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source);
  * 4096. The engine owns the descriptor, and the offset holds while the memory is leased.
  * SFR_ESTATE: the engine has no shared memory, or nothing is leased. */
 int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off);
-/* A view or a hold keeps the memory. While there is a view, only the caller can end a wait for the
- * memory. SFR_ESTATE: the memory has been returned. */
+/* A view or a hold keeps the memory leased. The caller ends a view; a hold ends by itself, with the
+ * process or future that reads the memory. SFR_ESTATE: the memory has been returned. */
 int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
-/* With `yes`, declares that the views will end whatever the caller does, so that others may wait
- * for the memory. */
+/* With `yes`, declares that the views will end whatever the caller does. Then a call that needs the
+ * memory waits for it, where it would otherwise return SFR_EEXHAUSTED. */
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
 /* Returns 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);

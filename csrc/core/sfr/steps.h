@@ -6,7 +6,7 @@
 
 enum sfr_step_kind {
 	SFR_STEP_WRITE, /* creates the file `path` with these bytes; -EEXIST if there is one */
-	SFR_STEP_WRITE_SYNCED, /* does the same and syncs it */
+	SFR_STEP_WRITE_SYNCED, /* does the same and syncs the file */
 	SFR_STEP_SYNC,         /* syncs the directory `path`, if its file system can */
 	SFR_STEP_RENAME,       /* renames `path` to the name in `bytes` */
 	SFR_STEP_UNLINK,       /* removes `path`; no error if there is none */

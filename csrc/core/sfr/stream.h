@@ -16,9 +16,9 @@ struct sfr_piece {
 };
 
 /* Takes the next piece of a save with SFR_SAVE_STREAM. One thread at a time calls it, from
- * sfr_save_new on. After the end come more ends, which need not be given back. SFR_EAGAIN: there
- * was none within the slice, or the save is not admitted. SFR_ESTATE: the save has failed or was
- * cancelled. SFR_EFORK. */
+ * sfr_save_new on. After the end each call gives an end again, which need not be given back.
+ * SFR_EAGAIN: there was none within the slice, or the save is not admitted. SFR_ESTATE: the save
+ * has failed or was cancelled. SFR_EFORK. */
 int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *piece);
 /* Gives a piece's memory back; pieces come back in any order, from any thread. The save does not
  * end before it has all of them, and is durable only when it has the end too. Does nothing in a
