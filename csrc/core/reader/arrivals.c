@@ -26,7 +26,7 @@
 
 #include "reader/arrivals_int.h"
 
-/* Returns an open file of the group, with a reference, or NULL. */
+/* Returns an open file of the group, with a reference for sfr__arriving_drop, or NULL. */
 static struct sfr__arriving *get_locked(const struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving *f = sfr__arrivals.files;
@@ -56,7 +56,7 @@ int sfr_arrivals_new(struct sfr_arrivals **out)
 	return 0;
 }
 
-/* Returns the descriptor or -errno. */
+/* Makes the file in memory, f->len bytes long and empty. Returns its descriptor or -errno. */
 static int open_file(struct sfr__arriving *f)
 {
 	struct rlimit limit;
@@ -77,7 +77,7 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 	uint64_t nr;
 	int rc;
 
-	if (sfr__arrivals_parents(group->fork_generation))
+	if (sfr__arrivals_are_foreign(group->fork_generation))
 		return SFR_EFORK;
 	if (chunk == 0 || chunk % SFR_PAGE != 0 || len > INT64_MAX || len / chunk >= SFR__NO_CHUNK)
 		return -EINVAL;
@@ -133,9 +133,10 @@ int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_
 	const uint64_t deadline = sfr__deadline(slice_ns);
 	int rc = 0;
 
-	if (sfr__arrivals_parents(group->fork_generation))
+	if (sfr__arrivals_are_foreign(group->fork_generation))
 		return SFR_EFORK;
 	sfr__lock(&sfr__arrivals.mu);
+	/* When the slice has passed, rc is SFR_EAGAIN, and the list is looked at once more. */
 	for (;;) {
 		if (group->ended)
 			rc = SFR_ECLOSED;
@@ -151,6 +152,7 @@ int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_
 	return rc;
 }
 
+/* Ends every wait for bytes of the file, now or later. */
 static void fail_locked(struct sfr__arriving *f)
 {
 	f->failed = true;
@@ -158,6 +160,7 @@ static void fail_locked(struct sfr__arriving *f)
 	(void)pthread_cond_broadcast(&sfr__arrivals.news);
 }
 
+/* Whether this range is a chunk that a fetching thread was given. */
 static bool was_asked_locked(const struct sfr__arriving *f, uint64_t off, size_t len)
 {
 	const uint64_t index = off / f->chunk;
@@ -166,6 +169,7 @@ static bool was_asked_locked(const struct sfr__arriving *f, uint64_t off, size_t
 	       f->chunks[index].state == SFR__ASKED;
 }
 
+/* Records that a chunk's bytes are in the file. */
 static void arrived_locked(struct sfr__arriving *f, uint64_t index)
 {
 	f->chunks[index].state = SFR__HERE;
@@ -182,11 +186,14 @@ int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, 
 	size_t done;
 	int rc;
 
-	if (sfr__arrivals_parents(group->fork_generation))
+	if (sfr__arrivals_are_foreign(group->fork_generation))
 		return SFR_EFORK;
 	sfr__lock(&sfr__arrivals.mu);
 	f = get_locked(group, number);
-	rc = f == NULL ? SFR_ECLOSED : was_asked_locked(f, off, len) ? 0 : -EINVAL;
+	if (f == NULL)
+		rc = SFR_ECLOSED;
+	else
+		rc = was_asked_locked(f, off, len) ? 0 : -EINVAL;
 	sfr__unlock(&sfr__arrivals.mu);
 	if (f == NULL)
 		return rc;
@@ -206,18 +213,19 @@ void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving *f;
 
-	if (sfr__arrivals_parents(group->fork_generation))
+	if (sfr__arrivals_are_foreign(group->fork_generation))
 		return;
 	sfr__lock(&sfr__arrivals.mu);
 	f = get_locked(group, number);
 	if (f != NULL) {
 		fail_locked(f);
-		f->refs--; /* the group's */
+		f->refs--; /* get_locked's; the group still has one */
 	}
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-/* Takes a file of the group out of the list. Its reference is the caller's then. */
+/* Takes a file of the group out of the list; number 0: any. NULL: there is none. The group's
+ * reference passes to the caller. */
 static struct sfr__arriving *take_out_locked(const struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving **link = &sfr__arrivals.files, *f;
@@ -237,7 +245,7 @@ void sfr_arrivals_close(struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving *f;
 
-	if (sfr__arrivals_parents(group->fork_generation))
+	if (sfr__arrivals_are_foreign(group->fork_generation))
 		return;
 	f = sfr__under(&sfr__arrivals.mu, take_out_locked(group, number));
 	if (f != NULL)
@@ -248,14 +256,14 @@ void sfr_arrivals_end(struct sfr_arrivals *group)
 {
 	struct sfr__arriving *f;
 
-	if (sfr__arrivals_parents(group->fork_generation))
+	if (sfr__arrivals_are_foreign(group->fork_generation))
 		return;
 	sfr__lock(&sfr__arrivals.mu);
 	group->ended = true;
 	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
 	sfr__unlock(&sfr__arrivals.mu);
-	while ((f = sfr__under(&sfr__arrivals.mu, take_out_locked(group, 0))) !=
-	       NULL) /* 0: any file */
+	/* 0 stands for any file */
+	while ((f = sfr__under(&sfr__arrivals.mu, take_out_locked(group, 0))) != NULL)
 		sfr__arriving_drop(f);
 }
 

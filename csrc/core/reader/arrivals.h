@@ -6,13 +6,15 @@
 
 struct sfr__arriving;
 
-/* Returns the file with this descriptor, or NULL for any other. It stays open until the put. */
+/* Returns the arriving file with this descriptor, or NULL if it is another file's. The file stays
+ * open until the put. */
 struct sfr__arriving *sfr__arriving_get(int fd);
 void sfr__arriving_put(struct sfr__arriving *f); /* NULL is allowed */
-/* Allocates counts, a zero for each chunk, which the caller frees; or NULL. */
+/* Allocates a reader's counts: for each chunk, how many bytes of it the reader has read. The caller
+ * frees them. NULL: no memory. */
 uint32_t *sfr__arriving_counts(const struct sfr__arriving *f);
 /* Waits until the bytes are there, and keeps them until the unpin. `counts` are the reader's, or
- * NULL. Bytes after the end of the file count as there. 0, SFR_EAGAIN, SFR_EFORK, -EIO: they cannot
+ * NULL. Bytes after the end of the file count as there. 0, SFR_EAGAIN, SFR_EFORK; -EIO: they cannot
  * be fetched; -EBADF: the file was closed. */
 int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t off, uint64_t len,
 		      uint64_t slice_ns);

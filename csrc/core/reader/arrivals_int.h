@@ -13,7 +13,7 @@
 enum sfr__chunk_state { SFR__ABSENT, SFR__WANTED, SFR__ASKED, SFR__HERE, SFR__LEAVING };
 
 struct sfr__chunk {
-	uint32_t next; /* of those that are WANTED */
+	uint32_t next; /* the index of the next WANTED chunk */
 	uint16_t pins;
 	uint8_t state;
 	bool done; /* HERE, and read completely by all who have begun to */
@@ -28,9 +28,10 @@ struct sfr__arriving {
 	struct sfr__arriving *next;
 	struct sfr_arrivals *group;   /* NULL: it is closed */
 	unsigned refs;                /* of the group, of sources, and of calls in progress */
-	uint64_t nr_here, first_here; /* a chunk before it is not HERE */
+	uint64_t nr_here, first_here; /* HERE chunks; the first of them is at or after first_here */
 	uint32_t first, last;         /* WANTED chunks, the oldest first */
-	bool failed, keep;
+	bool failed;                  /* its bytes cannot be fetched */
+	bool keep;                    /* its chunks are not given back */
 	struct sfr__chunk chunks[];
 };
 
@@ -50,7 +51,8 @@ struct sfr__arrivals_table {
 };
 extern struct sfr__arrivals_table sfr__arrivals;
 
-static inline bool sfr__arrivals_parents(uint64_t fork_generation)
+/* Whether a group or a file was made before a fork that created this process. */
+static inline bool sfr__arrivals_are_foreign(uint64_t fork_generation)
 {
 	return fork_generation != sfr_fork_generation();
 }

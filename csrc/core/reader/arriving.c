@@ -1,8 +1,7 @@
 /* Lets sources read files whose bytes are still on their way. arrivals.c says what they are.
  *
- * A chunk is pinned while it is read. A reader that goes through the file once says what it has
- * read (sfr__arriving_done). Chunks that it has read completely are given back to the system once
- * more than a window of chunks is here. */
+ * A chunk is pinned while it is read. Chunks that a reader has read completely (it says so with
+ * sfr__arriving_done) are given back to the system once more than a window of chunks is here. */
 #include <errno.h>
 #include <fcntl.h>
 
@@ -12,8 +11,8 @@ struct sfr__arrivals_table sfr__arrivals = { .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS
 
 static void forget(void)
 {
-	/* The files are the parent's. A source that has one still finds the fork generation in
-	 * it. */
+	/* The files are the parent's. They are not freed, because a source may refer to one and
+	 * reads its fork generation. */
 	sfr__arrivals = (struct sfr__arrivals_table){ .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
 }
 SFR__AT_FORK(forget)
@@ -42,10 +41,11 @@ struct sfr__arriving *sfr__arriving_get(int fd)
 
 void sfr__arriving_put(struct sfr__arriving *f)
 {
-	if (f != NULL && !sfr__arrivals_parents(f->fork_generation))
+	if (f != NULL && !sfr__arrivals_are_foreign(f->fork_generation))
 		sfr__arriving_drop(f);
 }
 
+/* Has a chunk fetched, unless it is here, on its way, or cannot be fetched. */
 static void want_locked(struct sfr__arriving *f, uint64_t index)
 {
 	struct sfr__chunk *c = &f->chunks[index];
@@ -59,13 +59,14 @@ static void want_locked(struct sfr__arriving *f, uint64_t index)
 	else
 		f->chunks[f->last].next = (uint32_t)index;
 	f->last = (uint32_t)index;
-	/* Threads of several groups wait on it. */
+	/* a broadcast, because threads of several groups wait on this condition */
 	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
 }
 
-/* Returns the index after the last chunk of a range, or `first` if the range is after the end of
- * the file. */
-static uint64_t end_of(const struct sfr__arriving *f, uint64_t off, uint64_t len, uint64_t *first)
+/* Finds the chunks of a range: sets *first to the index of its first, and returns the index after
+ * its last. These are equal if the range is after the end of the file. */
+static uint64_t find_chunks(const struct sfr__arriving *f, uint64_t off, uint64_t len,
+			    uint64_t *first)
 {
 	const uint64_t end = len < f->len - off ? off + len : f->len;
 
@@ -73,6 +74,8 @@ static uint64_t end_of(const struct sfr__arriving *f, uint64_t off, uint64_t len
 	return off >= f->len || len == 0 ? *first : (end - 1) / f->chunk + 1;
 }
 
+/* Pins chunks. One that this reader has not read completely must not be given back after the unpin,
+ * as another reader may have declared it done. */
 static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t first,
 		       uint64_t end)
 {
@@ -102,9 +105,9 @@ int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t 
 	uint64_t first, end;
 	int rc = 0;
 
-	if (sfr__arrivals_parents(f->fork_generation))
+	if (sfr__arrivals_are_foreign(f->fork_generation))
 		return SFR_EFORK;
-	end = end_of(f, off, len, &first);
+	end = find_chunks(f, off, len, &first);
 	sfr__lock(&sfr__arrivals.mu);
 	for (;;) {
 		if (f->group == NULL) {
@@ -126,7 +129,7 @@ int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t 
 
 void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len)
 {
-	uint64_t first, end = end_of(f, off, len, &first);
+	uint64_t first, end = find_chunks(f, off, len, &first);
 
 	sfr__lock(&sfr__arrivals.mu);
 	for (uint64_t i = first; i < end; i++)
@@ -139,15 +142,15 @@ void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64
 {
 	uint64_t i, last;
 
-	if (sfr__arrivals_parents(f->fork_generation) || end <= off)
+	if (sfr__arrivals_are_foreign(f->fork_generation) || end <= off)
 		return;
-	last = end_of(f, off, end - off, &i);
+	last = find_chunks(f, off, end - off, &i);
 	if (last > i + SFR_ARRIVALS_WINDOW)
 		last = i + SFR_ARRIVALS_WINDOW;
 	sfr__lock(&sfr__arrivals.mu);
 	for (; f->group != NULL && i < last; i++)
-		if (counts == NULL ||
-		    counts[i] != sfr__chunk_len(f, i)) /* another thread may have read more */
+		/* not if the reader's threads together have read all of it already */
+		if (counts == NULL || counts[i] != sfr__chunk_len(f, i))
 			want_locked(f, i);
 	sfr__unlock(&sfr__arrivals.mu);
 }
@@ -157,10 +160,10 @@ uint32_t *sfr__arriving_counts(const struct sfr__arriving *f)
 	return sfr_sys.calloc(f->nr, sizeof(uint32_t));
 }
 
-/* Counts bytes that were read. */
+/* Adds the bytes of a range to the counts of its chunks. */
 static void count_locked(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len)
 {
-	uint64_t first, end = end_of(f, off, len, &first);
+	uint64_t first, end = find_chunks(f, off, len, &first);
 
 	for (uint64_t i = first; i < end; i++) {
 		const uint64_t from = i * f->chunk, to = from + sfr__chunk_len(f, i);
@@ -180,7 +183,8 @@ static bool take_done_locked(struct sfr__arriving *f, uint64_t *index)
 	while (f->first_here < f->nr && f->chunks[f->first_here].state != SFR__HERE)
 		f->first_here++;
 	for (uint64_t i = f->first_here, left = f->nr_here; left != 0; i++) {
-		left -= f->chunks[i].state == SFR__HERE;
+		if (f->chunks[i].state == SFR__HERE)
+			left--;
 		if (f->chunks[i].done && f->chunks[i].pins == 0) {
 			f->chunks[i].state = SFR__LEAVING;
 			f->chunks[i].done = false;
@@ -196,7 +200,7 @@ void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off,
 {
 	uint64_t index;
 
-	if (sfr__arrivals_parents(f->fork_generation) || counts == NULL)
+	if (sfr__arrivals_are_foreign(f->fork_generation) || counts == NULL)
 		return;
 	sfr__lock(&sfr__arrivals.mu);
 	count_locked(f, counts, off, len);

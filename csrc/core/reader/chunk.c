@@ -6,7 +6,7 @@
  *   client      record 3's                        record 4's                             record 5's
  *
  * A record may begin and end in chunks that different threads handle, in any order. CRCs allow
- * that: the CRC of a whole is the sum of the CRCs of its stretches, each shifted by the length
+ * that: the CRC of a whole is the XOR of the CRCs of its stretches, each shifted by the length
  * after it (sfr_crc32_combine with a second CRC of 0). A header or descriptor that crosses the end
  * of the chunk is read once more from its beginning, which is rare and costs few bytes.
  *
@@ -21,9 +21,9 @@
 
 struct chunk {
 	struct sfr_reader *r;
-	struct sfr__buffer *buffer;
+	struct sfr__buffer *buffer; /* contains the bytes [off, end) of the file */
 	uint64_t off, end;
-	char *scratch;
+	char *scratch; /* the thread's, for bytes that are not in the chunk */
 };
 
 /* ---- headers and descriptors ---------------------------------------------------- */
@@ -34,8 +34,9 @@ static bool covers(const struct chunk *p, uint64_t off)
 	return off >= p->off && off < p->end;
 }
 
-/* Returns [off, off + len) of the file, len at most SFR__READER_HEADER_MAX: from the chunk if all
- * of it is there. NULL if it could not be read. */
+/* Returns the bytes [off, off + len) of the file, len at most SFR__READER_HEADER_MAX, for record
+ * `index`: in the chunk if it has all of them, else read to the scratch memory. NULL if they cannot
+ * be read; the failure was recorded, or the reading has ended. */
 static const unsigned char *bytes_at(const struct chunk *p, uint64_t off, size_t len,
 				     uint64_t index)
 {
@@ -55,7 +56,7 @@ static const unsigned char *bytes_at(const struct chunk *p, uint64_t off, size_t
 	return NULL;
 }
 
-/* Returns a record as the directory describes it. */
+/* Returns a record's description in the directory, in the form that sfr__unzip_local takes. */
 static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
 {
 	return (struct sfr__unzip_record){
@@ -71,7 +72,7 @@ static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
 }
 
 /* Compares the local header with the directory, and with the computed offset of the data. 0: it is
- * right; 1: it is not, and the reading goes on; -1: a failure was recorded. */
+ * right; 1: it is damaged, and the reading goes on (SFR__READER_LIST); -1: the reading ends. */
 static int check_header(const struct chunk *p, uint64_t i)
 {
 	const struct sfr__listed *listed = &p->r->listed[i];
@@ -97,7 +98,7 @@ static int check_header(const struct chunk *p, uint64_t i)
 	return sfr__reader_damaged(p->r, i, listed->hdr_off, wrong) ? 1 : -1;
 }
 
-/* Checks the descriptor. False: a failure was recorded. */
+/* Checks the descriptor. False: the reading ends. */
 static bool check_descriptor(const struct chunk *p, uint64_t i)
 {
 	const struct sfr__unzip_record rec = as_unzipped(&p->r->listed[i]);
@@ -121,13 +122,13 @@ static bool check_descriptor(const struct chunk *p, uint64_t i)
 
 /* ---- the bytes ------------------------------------------------------------------ */
 
-/* Hands the record's bytes in the chunk to the client; adds their number and CRC to `part`. Returns
- * what put does. */
-static int hand_out(const struct chunk *p, struct sfr__part *part)
+/* Hands the record's bytes in the chunk to the client; adds their number and CRC to `units`.
+ * Returns 0, SFR__READER_LATER or -1, as the client's put. */
+static int hand_out(const struct chunk *p, struct sfr__record_units *units)
 {
 	const struct sfr_reader *r = p->r;
-	const uint64_t data_off = r->records[part->index].data_off;
-	const uint64_t to = sfr__reader_data_end(r, part->index);
+	const uint64_t data_off = r->records[units->index].data_off;
+	const uint64_t to = sfr__reader_data_end(r, units->index);
 	const uint64_t a = data_off > p->off ? data_off : p->off;
 	const uint64_t b = to < p->end ? to : p->end;
 	const bool sums = (r->flags & SFR__READER_SUMS) != 0;
@@ -137,41 +138,43 @@ static int hand_out(const struct chunk *p, struct sfr__part *part)
 	if (a >= b)
 		return 0;
 	if (r->client != NULL)
-		rc = r->client->put(r->self, p->buffer, part->index, a - data_off, bytes,
-				    (size_t)(b - a), sums ? &part->crc : NULL);
+		rc = r->client->put(r->self, p->buffer, units->index, a - data_off, bytes,
+				    (size_t)(b - a), sums ? &units->crc : NULL);
 	else if (sums)
-		part->crc = sfr_crc32(0, bytes, (size_t)(b - a));
-	part->units += b - a;
-	part->crc = sfr_crc32_combine(part->crc, 0, to - b);
+		units->crc = sfr_crc32(0, bytes, (size_t)(b - a));
+	units->nr += b - a;
+	units->crc = sfr_crc32_combine(units->crc, 0, to - b);
 	return rc;
 }
 
+/* Checks the header and the descriptor of a record, if they begin in the chunk, and hands out its
+ * bytes there. Counts all of that, now or when the client has finished. False: the reading ends. */
 static bool check_and_hand_out(const struct chunk *p, uint64_t i)
 {
 	const bool described = (p->r->listed[i].flags & SFR__UNZIP_DESCRIBED) != 0;
 	const bool bare = (p->r->flags & SFR__READER_BARE) != 0;
-	struct sfr__part part = { .index = i };
+	struct sfr__record_units units = { .index = i };
 	int rc;
 
 	if (!bare && covers(p, p->r->listed[i].hdr_off)) {
 		if (check_header(p, i) < 0)
 			return false;
-		part.units++;
+		units.nr++;
 	}
-	rc = hand_out(p, &part);
+	rc = hand_out(p, &units);
 	if (rc < 0)
 		return false;
 	if (described && covers(p, sfr__reader_data_end(p->r, i))) {
 		if (!check_descriptor(p, i))
 			return false;
-		part.units++;
+		units.nr++;
 	}
 	if (rc == SFR__READER_LATER) {
-		rc = sfr__reader_keep(p->buffer, &part);
+		rc = sfr__reader_keep_units(p->buffer, &units);
 		if (rc < 0)
 			sfr__reader_fail(p->r, rc, i, p->off, NULL);
-	} else if (part.units != 0) {
-		sfr__reader_got(p->r, &part);
+	} else if (units.nr != 0) {
+		sfr__reader_count_units(p->r, &units);
 	}
 	return rc >= 0;
 }

@@ -5,12 +5,13 @@
  * each chunk before it is read, which costs less. A chunk is short enough that its new pages,
  * zeroed by the kernel, are still in a core's own cache when they are written.
  *
- * No huge pages. Faults of the heap cannot use them, because the allocator's headers have touched
- * every one before. With MADV_COLLAPSE they cost a sixth if the kernel has them ready (0.03 s of
- * CPU time for half a gigabyte instead of 0.19). But whether it has them, or compacts memory first,
- * cannot be known. The host of a virtual machine also takes free ones back, and then each costs the
- * guest several times as much as its 512 small ones (0.93 s). If the kernel does not know the
- * advice, the read takes the faults as usual. */
+ * Huge pages are not used. Page faults of the heap do not get any, because the allocator's headers
+ * have touched each 2 MiB before. MADV_COLLAPSE takes a sixth of the time if the kernel has huge
+ * pages ready (0.03 s of CPU time for half a gigabyte instead of 0.19). But whether it has them, or
+ * compacts memory first, cannot be known. The host of a virtual machine also takes free huge pages
+ * back, and then each costs the guest several times as much as 512 small pages (0.93 s).
+ *
+ * If the kernel does not know MADV_POPULATE_WRITE, the read takes the faults as usual. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -22,7 +23,7 @@
 #endif
 
 #define CHUNK_BYTES (1u << 20)
-#define WORTH_ADVICE (256u << 10) /* smaller memory is mostly not new */
+#define WORTH_ADVICE (256u << 10) /* bytes; smaller memory is mostly not new, and has pages */
 
 /* Skips a first page that is only partly in the range: it was written to with the chunk before. */
 void sfr__populate(char *buf, size_t len)

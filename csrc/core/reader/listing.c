@@ -13,7 +13,9 @@
 #define MOST (1u << 20)        /* records that are kept */
 #define MOST_NAMES (64u << 20) /* bytes of names that are kept */
 
-static int grow(void **v, size_t unit, uint64_t *cap, uint64_t need)
+/* Makes an array of `unit` bytes an item longer, so that it has room for at least `need` items. 0
+ * or -ENOMEM. */
+static int grow_array(void **v, size_t unit, uint64_t *cap, uint64_t need)
 {
 	uint64_t more = *cap == 0 ? 256 : *cap;
 	void *grown;
@@ -42,11 +44,11 @@ int sfr__listing_add(struct sfr__listing *p, const struct sfr__unzip_record *rec
 		p->incomplete = true;
 		return 0;
 	}
-	rc = grow(&v, sizeof(*p->v), &p->cap, p->nr + 1);
+	rc = grow_array(&v, sizeof(*p->v), &p->cap, p->nr + 1);
 	p->v = v;
 	if (rc != 0)
 		return rc;
-	rc = grow(&names, 1, &names_cap, p->names_len + rec->name_len);
+	rc = grow_array(&names, 1, &names_cap, p->names_len + rec->name_len);
 	p->names = names;
 	p->names_cap = (size_t)names_cap;
 	if (rc != 0)

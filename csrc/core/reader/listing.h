@@ -9,6 +9,7 @@
 
 #include "archive/read.h"
 
+/* A record as the directory lists it. */
 struct sfr__listed {
 	uint64_t hdr_off, len; /* offset of the local header; bytes of data */
 	uint64_t central;      /* offset of its record in the directory */
@@ -17,16 +18,17 @@ struct sfr__listed {
 	uint16_t name_len, flags;
 };
 
-struct sfr__listing { /* a zeroed one is an empty list; in the order of the file */
-	struct sfr__listed *v;
-	char *names; /* complete names, one after the other */
+struct sfr__listing {          /* a zeroed one is an empty list */
+	struct sfr__listed *v; /* in the order of the file */
+	char *names;           /* complete names, one after the other */
 	uint64_t nr, cap;
 	size_t names_len, names_cap;
 	size_t prefix_len; /* of the archive's own directory, in front of every name */
 	bool incomplete;   /* a record was left out: it is compressed, or there are too many */
 };
 
-/* Adds a record. -ENOMEM. */
+/* Adds a record, which the directory has at `central`, or marks the list as incomplete. 0 or
+ * -ENOMEM. */
 int sfr__listing_add(struct sfr__listing *p, const struct sfr__unzip_record *rec, const char *name,
 		     uint64_t central);
 /* Returns the index of the record that the directory has at `central`; p->nr if there is none. */

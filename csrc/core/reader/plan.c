@@ -1,16 +1,16 @@
-/* Computes the offset of each record's data before a byte of it was read.
+/* Computes the offset of each record's data before the record is read.
  *
  * The directory gives the offset of a record's local header. The data follow that header, but only
- * the header itself tells its length. Reading each would cost one disk access a record in a file
- * that is not cached. But both torch and stillframe fill the header so that the data begin at the
- * next multiple of the archive's alignment:
+ * the header itself tells its length. To read each header would cost a disk access for each record
+ * of a file that is not cached. But both torch and stillframe fill the header so that the data
+ * begin at the next multiple of the archive's alignment:
  *
  *     header   30 bytes, name, a zip64 field if there must be one, at least 4 bytes of padding
  *
- * and the archive names that alignment (64 if it does not: an older torch). So the offset is
- * computed, and compared with the header when that has been read with the rest (chunk.c). An
- * archive that another program has packed again fails there at the first record, and is then read
- * by torch.load, and checked front to back.
+ * and the archive states that alignment in a record (older versions of torch do not, and use 64).
+ * So the offset is computed, and compared with the header when that is read with the rest
+ * (chunk.c). An archive that another program has packed again fails there at its first record. It
+ * is then read by torch.load, and checked front to back.
  *
  * The last record of stillframe's files, their identification, is not aligned. Its header is next
  * to the directory, which was just read, so reading it costs nothing. Headers may be hostile: their
@@ -44,7 +44,7 @@ static uint64_t torch_local_len(const struct sfr__listed *p)
 }
 
 /* Returns where a writer of this kind puts a record's data. */
-static uint64_t data_off(const struct sfr__listed *p, uint64_t align, enum writer writer)
+static uint64_t data_off_by(const struct sfr__listed *p, uint64_t align, enum writer writer)
 {
 	const uint64_t len = writer == TORCH ? torch_local_len(p) :
 					       sfr__zip_local_len(p->name_len, p->len, p->hdr_off);
@@ -52,8 +52,8 @@ static uint64_t data_off(const struct sfr__listed *p, uint64_t align, enum write
 	return sfr__round_up(p->hdr_off + len, align);
 }
 
-/* Returns the offset of a record's data according to its header, or -errno, -EOPNOTSUPP. */
-static int64_t header_at(const struct sfr_reader *r, const struct sfr__listed *p)
+/* Reads a record's header, and returns the offset of its data, or -errno, -EOPNOTSUPP. */
+static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__listed *p)
 {
 	unsigned char header[SFR__UNZIP_LOCAL];
 	int64_t got = sfr__source_some(&r->source, header, sizeof(header), p->hdr_off);
@@ -67,7 +67,7 @@ static int64_t header_at(const struct sfr_reader *r, const struct sfr__listed *p
 }
 
 /* Returns the record of this name, without the archive's directory; r->nr if there is none. */
-static uint64_t find(const struct sfr_reader *r, const char *bare)
+static uint64_t find_record(const struct sfr_reader *r, const char *bare)
 {
 	const size_t len = strlen(bare), prefix_len = r->listing->prefix_len;
 
@@ -81,7 +81,7 @@ static uint64_t find(const struct sfr_reader *r, const char *bare)
 /* Returns the alignment of the archive's data, which it may state in a record, or -errno. */
 static int64_t find_align(const struct sfr_reader *r)
 {
-	const uint64_t index = find(r, ".storage_alignment");
+	const uint64_t index = find_record(r, ".storage_alignment");
 	const struct sfr__listed *p = &r->listed[index];
 	char digits[8] = "";
 	long align;
@@ -91,7 +91,7 @@ static int64_t find_align(const struct sfr_reader *r)
 		return SFR_ALIGN;
 	if (p->len >= sizeof(digits))
 		return -EOPNOTSUPP;
-	at = header_at(r, p);
+	at = read_data_off(r, p);
 	if (at >= 0)
 		at = sfr__source_some(&r->source, digits, (size_t)p->len, (uint64_t)at);
 	if (at < 0)
@@ -109,19 +109,20 @@ static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *
 		const struct sfr__listed *p = &r->listed[i];
 		int64_t at;
 
-		if (data_off(p, align, TORCH) == data_off(p, align, STILLFRAME))
+		if (data_off_by(p, align, TORCH) == data_off_by(p, align, STILLFRAME))
 			continue;
-		at = header_at(r, p);
+		at = read_data_off(r, p);
 		if (at < 0)
 			return (int)at;
-		if ((uint64_t)at == data_off(p, align, STILLFRAME))
+		if ((uint64_t)at == data_off_by(p, align, STILLFRAME))
 			*writer = STILLFRAME;
 		return 0;
 	}
 	return 0;
 }
 
-/* Bare records are where the listing says. Empty ones are complete at once. */
+/* Bare records have no headers: their data are where the listing says. Empty ones are complete at
+ * once. */
 static int plan_bare(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {
@@ -141,9 +142,11 @@ static int plan_bare(struct sfr_reader *r)
 	return 0;
 }
 
+/* Computes the offsets of an archive's data, and how many units each record has: its bytes, and one
+ * each for header and descriptor. 0, -EOPNOTSUPP or -errno. */
 static int plan_archive(struct sfr_reader *r)
 {
-	const int64_t align = find_align(r), last = header_at(r, &r->listed[r->nr - 1]);
+	const int64_t align = find_align(r), last = read_data_off(r, &r->listed[r->nr - 1]);
 	enum writer writer;
 	int rc;
 
@@ -157,16 +160,20 @@ static int plan_archive(struct sfr_reader *r)
 		const struct sfr__listed *p = &r->listed[i];
 		const uint64_t limit = sfr__reader_limit(r, i);
 
-		t->data_off = i + 1 < r->nr ? data_off(p, (uint64_t)align, writer) : (uint64_t)last;
+		t->data_off =
+			i + 1 < r->nr ? data_off_by(p, (uint64_t)align, writer) : (uint64_t)last;
 		if (t->data_off < p->hdr_off + SFR__UNZIP_LOCAL + p->name_len)
 			return -EOPNOTSUPP;
 		if (t->data_off > limit || p->len > limit - t->data_off)
 			return -EOPNOTSUPP;
 		if (t->data_off - p->hdr_off > SFR__READER_HEADER_MAX)
 			return -EOPNOTSUPP;
-		t->left = p->len + 1 + ((p->flags & SFR__UNZIP_DESCRIBED) != 0);
-		if ((p->flags & SFR__UNZIP_DESCRIBED) != 0 && sfr__reader_data_end(r, i) == limit)
-			return -EOPNOTSUPP;
+		t->left = p->len + 1;
+		if ((p->flags & SFR__UNZIP_DESCRIBED) == 0)
+			continue;
+		t->left++;
+		if (sfr__reader_data_end(r, i) == limit)
+			return -EOPNOTSUPP; /* there is no room for its descriptor */
 	}
 	return 0;
 }

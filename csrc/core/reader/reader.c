@@ -11,9 +11,9 @@
  *
  * There are two clients. A check keeps nothing: the reader only computes CRCs. A restore copies the
  * bytes to tensors, or has a device copy them. The chunks are not read directly into a tensor's
- * memory. That comes from torch, so that it can be resized and freed like any other, and is not
- * aligned to the file's sectors. The copy costs a twentieth of the disk's time, and is made while
- * other threads wait for the disk.
+ * memory. This memory comes from torch, so that the tensor can be resized and freed like any other,
+ * and is not aligned to the file's sectors. The copy costs a twentieth of the disk's time, and is
+ * made while other threads wait for the disk.
  *
  * A thread:
  *
@@ -47,9 +47,10 @@
 /* ---- the threads ------------------------------------------------------------ */
 
 struct chunk {
-	uint64_t off, first, last;
-	uint64_t ready; /* the bytes before it may be read, after this chunk */
+	uint64_t off;
 	size_t len;
+	uint64_t first, last; /* the records with bytes in it: [first, last) */
+	uint64_t ready;       /* the bytes before this offset may be read soon */
 };
 
 /* Finds the next chunk with records in it. False at the end. */
@@ -65,8 +66,8 @@ static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 		to = r->next_off + r->chunk_bytes;
 		if (to > r->end)
 			to = r->end;
-		/* Only a gap follows the record here. It may be made long by a hostile file, so it
-		 * is skipped. */
+		/* The record has ended, and this chunk has nothing but the gap after it. A hostile
+		 * file may have a very long gap, so all chunks of a gap are skipped. */
 		if (sfr__reader_data_end(r, r->next_rec) + SFR__UNZIP_DESC <= r->next_off &&
 		    sfr__reader_limit(r, r->next_rec) >= to) {
 			r->next_off =
@@ -84,25 +85,28 @@ static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 	}
 }
 
-/* Waits until the client has finished with the buffer, and counts what was in it. */
-static void finish(struct sfr_reader *r, struct sfr__buffer *buffer)
+/* Waits until the client has finished with a buffer, and counts the records' bytes that were in it.
+ * Does nothing for a buffer of the reader's own, which no client keeps. */
+static void finish_buffer(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
 	if (r->nr_buffers == 1)
-		return; /* nothing is left in it */
+		return;
 	if (r->client->finish(r->self, buffer) < 0)
-		buffer->nr_parts = 0;
-	sfr__reader_count(r, buffer);
+		buffer->nr_kept = 0;
+	sfr__reader_count_buffer(r, buffer);
 }
 
-static void finish_all(struct sfr__reader_thread *thread)
+static void finish_buffers(struct sfr__reader_thread *thread)
 {
-	/* The buffer whose turn is next was sent first. */
+	/* The buffer that is to be used next was sent before the others. */
 	for (unsigned i = 0; i < thread->r->nr_buffers; i++)
-		finish(thread->r, &thread->buffers[(thread->turn + i) % thread->r->nr_buffers]);
+		finish_buffer(thread->r,
+			      &thread->buffers[(thread->turn + i) % thread->r->nr_buffers]);
 }
 
-/* Waits until the next chunk may be read, and takes it. Before a wait that may be long, counts what
- * the client has finished with. */
+/* Waits until the next chunk may be read, and takes it. False if there is none. Before a wait that
+ * may be long, counts what the client has finished with: the caller may be waiting for those
+ * records. */
 static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
@@ -116,7 +120,7 @@ static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 			continue;
 		}
 		sfr__unlock(&r->mu);
-		finish_all(thread);
+		finish_buffers(thread);
 		counted = true;
 		sfr__lock(&r->mu);
 	}
@@ -140,16 +144,18 @@ static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *
 	return i;
 }
 
+/* Reads a chunk into the thread's next buffer, checks it and hands it out. False: the reading
+ * ends. */
 static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
 	struct sfr__buffer *buffer = &thread->buffers[thread->turn];
 	int rc;
 
-	finish(r, buffer);
+	finish_buffer(r, buffer);
 	thread->turn = (thread->turn + 1) % r->nr_buffers;
 	if (buffer->mem == NULL)
-		return false; /* the client has failed */
+		return false; /* the client has failed, and kept the memory */
 	sfr__source_ahead(&r->source, chunk->off, chunk->ready);
 	do
 		rc = sfr__source_read(&r->source, buffer->mem, chunk->len, chunk->off);
@@ -163,7 +169,7 @@ static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *ch
 	}
 	sfr__reader_read_chunk(thread, buffer, chunk->off, chunk->len, chunk->first, chunk->last);
 	if (r->nr_buffers > 1 && r->client->sent(r->self, buffer) < 0)
-		buffer->nr_parts = 0;
+		buffer->nr_kept = 0;
 	sfr__lock(&r->mu);
 	r->done += chunk->len;
 	sfr__unlock(&r->mu);
@@ -178,7 +184,7 @@ static void *reader_main(void *arg)
 
 	while (take_chunk(thread, &chunk) && read_chunk(thread, &chunk))
 		;
-	finish_all(thread);
+	finish_buffers(thread);
 	return NULL;
 }
 
@@ -187,17 +193,18 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 	const struct sfr_reader *r = thread->r;
 
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
-		/* In a child, the thread was in the middle of something. */
+		/* In a forked child the thread is gone, and may have been using its buffers. */
 		if (is_child)
 			continue;
 		if (r->nr_buffers > 1)
 			r->client->take_back(r->self, &thread->buffers[i]);
-		sfr_sys.free(thread->buffers[i].parts);
+		sfr_sys.free(thread->buffers[i].kept);
 	}
 	sfr_sys.free(thread->mem);
 }
 
-/* Gets the memory of a thread. -ENOMEM: free_thread frees what there is. */
+/* Gets a thread its scratch memory and buffers, which are the client's if it lends some. On -ENOMEM
+ * the caller calls free_thread, which frees what there is. */
 static int give_memory(struct sfr__reader_thread *thread)
 {
 	const struct sfr_reader *r = thread->r;
@@ -218,6 +225,7 @@ static int give_memory(struct sfr__reader_thread *thread)
 	return 0;
 }
 
+/* Starts one more thread. 0, -ENOMEM or -errno. */
 static int start_thread(struct sfr_reader *r)
 {
 	struct sfr__reader_thread *thread = &r->threads[r->nr_threads];
@@ -276,8 +284,8 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	return rc;
 }
 
-/* Returns the end of the last chunk that a record needs: the one with the first byte of its
- * descriptor. */
+/* Returns the offset after the last chunk that a record needs, which is the one with the first byte
+ * of its descriptor. */
 static uint64_t end_of_chunks(const struct sfr_reader *r, uint64_t index)
 {
 	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->chunk_bytes);
@@ -344,6 +352,7 @@ int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 		return SFR_EFORK;
 	sfr__lock(&r->mu);
 	r->awaited = index;
+	/* When the slice has passed, rc is SFR_EAGAIN, and the record is looked at once more. */
 	for (;;) {
 		if (index < r->nr ? atomic_load(&r->records[index].good) : r->nr_good == r->nr)
 			rc = 0;

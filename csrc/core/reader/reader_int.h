@@ -14,9 +14,9 @@
 
 struct sfr__reader_record {
 	uint64_t data_off; /* constant */
-	/* unread bytes, and one each for an unread header and descriptor; guarded by mu */
+	/* units to come: bytes, and one each for header and descriptor; guarded by mu */
 	uint64_t left;
-	/* of the bytes so far, each stretch shifted to its position; guarded by mu */
+	/* of the bytes so far, each stretch shifted by the length after it; guarded by mu */
 	uint32_t crc;
 	atomic_bool good;  /* complete, and correct without SFR__READER_LIST */
 	const char *wrong; /* the first damage, with SFR__READER_LIST; guarded by mu */
@@ -48,9 +48,10 @@ struct sfr_reader {
 	struct sfr__mutex mu; /* a leaf: no other lock is taken under it */
 	pthread_cond_t work, news;
 	/* guarded by mu */
-	uint64_t next_off, next_rec; /* the next chunk, and a record at or before its first */
-	uint64_t upto;               /* records before it may be read */
-	uint64_t until;              /* and no chunk from this offset on */
+	uint64_t next_off; /* of the next chunk */
+	uint64_t next_rec; /* a record at or before the chunk's first */
+	uint64_t upto;     /* records before it may be read */
+	uint64_t until;    /* and no chunk from this offset on */
 	uint64_t nr_good, awaited;
 	uint64_t done; /* bytes read */
 	bool stop;
@@ -60,8 +61,8 @@ struct sfr_reader {
 	unsigned nr_threads;
 };
 
-/* Whether a read is to be tried again: its bytes are still on their way, and somebody wants
- * them. */
+/* Whether a read that returned rc is to be repeated: the bytes are still on their way, and the
+ * reading has not ended. */
 static inline bool sfr__reader_again(struct sfr_reader *r, int64_t rc)
 {
 	return rc == SFR_EAGAIN && !sfr__under(&r->mu, r->stop);
@@ -78,8 +79,8 @@ static inline uint64_t sfr__reader_data_end(const struct sfr_reader *r, uint64_t
 	return r->records[i].data_off + r->listed[i].len;
 }
 
-/* plan.c: sets records[].data_off. 0, -EOPNOTSUPP, -EINVAL for bare records that overlap, or
- * -errno. */
+/* plan.c: sets data_off and left of all records. 0, -EOPNOTSUPP, -EINVAL for bare records that
+ * overlap, or -errno. */
 int sfr__reader_plan(struct sfr_reader *r);
 
 /* chunk.c: checks [off, off + len) of the file, which is in the buffer, and hands out records
@@ -88,13 +89,15 @@ void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffe
 			    uint64_t off, size_t len, uint64_t first, uint64_t last);
 /* ---- verdict.c, with sfr__reader_fail ---- */
 
-/* Deals with damage to a record. False: a failure was recorded. */
+/* Records damage to a record. True: the reading goes on (SFR__READER_LIST); false: it has
+ * failed. */
 bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong);
 /* Counts more units of a record. */
-void sfr__reader_got(struct sfr_reader *r, const struct sfr__part *part);
-/* Keeps bytes of a record, to count when the client has finished with the buffer. -ENOMEM. */
-int sfr__reader_keep(struct sfr__buffer *buffer, const struct sfr__part *part);
-/* Counts the bytes of a buffer that the client has finished with. */
-void sfr__reader_count(struct sfr_reader *r, struct sfr__buffer *buffer);
+void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_units *units);
+/* Keeps units of a record with the buffer, to count when the client has finished with it.
+ * -ENOMEM. */
+int sfr__reader_keep_units(struct sfr__buffer *buffer, const struct sfr__record_units *units);
+/* Counts the units that were kept with a buffer, and forgets them. */
+void sfr__reader_count_buffer(struct sfr_reader *r, struct sfr__buffer *buffer);
 
 #endif

@@ -43,9 +43,9 @@ static int open_direct(int fd)
 	return sfr__fd_open(path, O_RDONLY | O_NONBLOCK | O_DIRECT, 0);
 }
 
-/* The mapping for mincore covers the whole file. Mapping or unmapping a part at a time would lock
- * the process's address space often, and wait for every reader that fills new memory. */
-static void map(struct sfr__source *s)
+/* Maps the whole file, for mincore; nothing is read through the mapping. To map a part at a time
+ * would lock the process's address space often, and wait for every reader that fills new memory. */
+static void map_file(struct sfr__source *s)
 {
 	struct stat st;
 	void *mem;
@@ -79,9 +79,9 @@ void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__wa
 	s->direct_fd = open_direct(fd);
 	if (way == SFR__WAY_DISK)
 		return;
-	map(s);
+	map_file(s);
 	if (s->map == NULL)
-		close_direct(s); /* nobody knows what is cached */
+		close_direct(s); /* it is not known what is cached */
 }
 
 void sfr__source_close(struct sfr__source *s)
@@ -127,8 +127,8 @@ static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_
 	return 0;
 }
 
-/* Gets the pages that are cached. False if that is not known. */
-static bool ask(const struct sfr__source *s, uint64_t off, size_t len, unsigned char *there)
+/* Sets there[i] to 1 for each cached page of a range (see mincore). False if that is not known. */
+static bool find_cached(const struct sfr__source *s, uint64_t off, size_t len, unsigned char *there)
 {
 	return s->map != NULL && off + len <= s->map_len &&
 	       sfr_sys.mincore((char *)s->map + off, len, there) == 0;
@@ -144,19 +144,23 @@ static size_t cached_run(const unsigned char *there, size_t at, size_t nr)
 	return to - at;
 }
 
-/* Returns how many pages from `at` on are read in the same way, and which way. */
-static size_t alike(const unsigned char *there, size_t at, size_t nr, bool *cached)
+/* Returns how many pages from `at` on are read in the same way, and sets *cached to which: a long
+ * run of cached pages from the page cache, all pages up to the next such run from the disk. */
+static size_t count_alike(const unsigned char *there, size_t at, size_t nr, bool *cached)
 {
 	size_t run = cached_run(there, at, nr), to = at;
 
 	*cached = run >= WORTH_CACHE || run == nr - at;
 	if (*cached)
 		return run;
-	for (; to < nr && run < WORTH_CACHE; run = cached_run(there, to, nr))
-		to += run + 1;
+	while (to < nr && run < WORTH_CACHE) {
+		to += run + 1; /* a short run, and the page after it */
+		run = cached_run(there, to, nr);
+	}
 	return (to < nr ? to : nr) - at;
 }
 
+/* Waits a while until bytes that are on their way are there, and keeps them there. */
 static int pin(const struct sfr__source *s, size_t len, uint64_t off)
 {
 	return s->arriving == NULL ?
@@ -191,11 +195,11 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 
 	if (direct_fd < 0)
 		return read_cached(s, buf, len, off);
-	if (nr > NR_PAGES || !ask(s, s->base + off, len, there))
+	if (nr > NR_PAGES || !find_cached(s, s->base + off, len, there))
 		return read_all(s, direct_fd, buf, len, off);
 	for (size_t at = 0; at < nr && rc == 0;) {
 		bool cached;
-		size_t pages = alike(there, at, nr, &cached), from = at * SFR_PAGE;
+		size_t pages = count_alike(there, at, nr, &cached), from = at * SFR_PAGE;
 		size_t some = at + pages == nr ? len - from : pages * SFR_PAGE;
 
 		rc = read_all(s, cached ? -1 : direct_fd, buf + from, some, off + from);

@@ -16,12 +16,11 @@ enum sfr__way {
 struct sfr__arriving;
 
 struct sfr__source {
-	struct sfr__arriving
-		*arriving; /* the file's bytes are on their way (arrivals.c); or NULL */
-	uint32_t *counts;  /* and how many of each chunk are done */
-	int fd, direct_fd; /* direct_fd is negative if there is none */
-	uint64_t base;     /* offset in the file of the source's first byte */
-	void *map;         /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
+	struct sfr__arriving *arriving; /* NULL unless its bytes are on their way (arrivals.c) */
+	uint32_t *counts;               /* then: how many bytes of each chunk were read */
+	int fd, direct_fd;              /* direct_fd is negative if there is none */
+	uint64_t base;                  /* offset in the file of the source's first byte */
+	void *map; /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
 	size_t map_len;
 	uint64_t fork_generation; /* a child has no direct_fd: the fork handler has closed it */
 };
@@ -37,15 +36,16 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 /* Reads up to `len` bytes at any offset, through the page cache. Returns their number, -errno, or
  * SFR_EAGAIN as above. */
 int64_t sfr__source_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off);
-/* Say that bytes from `off` on, and before `end`, will be read soon, and that bytes were read for
- * the only time. They matter only where bytes are on their way. */
+/* ahead says that the bytes [off, end) will be read soon; done says that bytes were read and will
+ * not be again. They matter only where bytes are on their way. */
 void sfr__source_ahead(const struct sfr__source *s, uint64_t off, uint64_t end);
 void sfr__source_done(const struct sfr__source *s, uint64_t off, uint64_t len);
 
 /* Reads [off, off + len) of a file into memory that is new, and so has mostly no pages yet
  * (fill.c). Returns the bytes read, fewer than `len` only at the end of the file, or -errno. */
 int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off);
-/* Takes the faults of the whole pages of new memory in [buf, buf + len) in one call. */
+/* Has the kernel provide the whole pages of new memory in [buf, buf + len) with one call, so that
+ * writing to them takes no page faults. */
 void sfr__populate(char *buf, size_t len);
 
 #endif

@@ -16,8 +16,8 @@ void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t o
 }
 
 /* Keeps the first damage to a record. False: damage ends the reading. */
-static bool note_locked(const struct sfr_reader *r, struct sfr__reader_record *record,
-			const char *wrong)
+static bool keep_damage_locked(const struct sfr_reader *r, struct sfr__reader_record *record,
+			       const char *wrong)
 {
 	if ((r->flags & SFR__READER_LIST) != 0 && record->wrong == NULL)
 		record->wrong = wrong;
@@ -26,58 +26,58 @@ static bool note_locked(const struct sfr_reader *r, struct sfr__reader_record *r
 
 bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong)
 {
-	if (sfr__under(&r->mu, note_locked(r, &r->records[i], wrong)))
+	if (sfr__under(&r->mu, keep_damage_locked(r, &r->records[i], wrong)))
 		return true;
 	sfr__reader_fail(r, SFR_ECORRUPT, i, off, wrong);
 	return false;
 }
 
-void sfr__reader_got(struct sfr_reader *r, const struct sfr__part *part)
+void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_units *units)
 {
 	static const char other_bytes[] = "its bytes do not match their CRC";
-	struct sfr__reader_record *record = &r->records[part->index];
-	const uint32_t crc = r->listed[part->index].crc;
+	struct sfr__reader_record *record = &r->records[units->index];
+	const uint32_t crc = r->listed[units->index].crc;
 	bool wrong;
 
 	sfr__lock(&r->mu);
-	record->left -= part->units;
-	record->crc ^= part->crc;
+	record->left -= units->nr;
+	record->crc ^= units->crc;
 	/* With torch's compute_crc32=False all CRCs are zero, and the bytes cannot be checked. */
 	wrong = record->left == 0 && (r->flags & SFR__READER_SUMS) != 0 && record->crc != crc &&
 		crc != 0;
-	if (wrong && !note_locked(r, record, other_bytes)) {
+	if (wrong && !keep_damage_locked(r, record, other_bytes)) {
 		sfr__unlock(&r->mu);
-		sfr__reader_fail(r, SFR_ECORRUPT, part->index, record->data_off, other_bytes);
+		sfr__reader_fail(r, SFR_ECORRUPT, units->index, record->data_off, other_bytes);
 		return;
 	}
 	if (record->left == 0) {
 		atomic_store(&record->good, true);
 		r->nr_good++;
-		if (part->index == r->awaited || r->nr_good == r->nr)
+		if (units->index == r->awaited || r->nr_good == r->nr)
 			(void)pthread_cond_broadcast(&r->news);
 	}
 	sfr__unlock(&r->mu);
 }
 
-void sfr__reader_count(struct sfr_reader *r, struct sfr__buffer *buffer)
+void sfr__reader_count_buffer(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
-	for (size_t i = 0; i < buffer->nr_parts; i++)
-		sfr__reader_got(r, &buffer->parts[i]);
-	buffer->nr_parts = 0;
+	for (size_t i = 0; i < buffer->nr_kept; i++)
+		sfr__reader_count_units(r, &buffer->kept[i]);
+	buffer->nr_kept = 0;
 }
 
-int sfr__reader_keep(struct sfr__buffer *buffer, const struct sfr__part *part)
+int sfr__reader_keep_units(struct sfr__buffer *buffer, const struct sfr__record_units *units)
 {
-	if (buffer->nr_parts == buffer->room) {
+	if (buffer->nr_kept == buffer->room) {
 		const size_t room = buffer->room == 0 ? 64 : 2 * buffer->room;
-		struct sfr__part *parts =
-			sfr_sys.realloc(buffer->parts, room * sizeof(*buffer->parts));
+		struct sfr__record_units *kept =
+			sfr_sys.realloc(buffer->kept, room * sizeof(*buffer->kept));
 
-		if (parts == NULL)
+		if (kept == NULL)
 			return -ENOMEM;
-		buffer->parts = parts;
+		buffer->kept = kept;
 		buffer->room = room;
 	}
-	buffer->parts[buffer->nr_parts++] = *part;
+	buffer->kept[buffer->nr_kept++] = *units;
 	return 0;
 }

@@ -8,9 +8,9 @@ struct sfr__window {
 	struct sfr__source source;
 	char *mem;               /* as allocated */
 	char *buf;               /* page-aligned address inside mem */
-	size_t cap, chunk_bytes; /* `chunk_bytes`: bytes to read if fewer are asked for */
+	size_t cap, chunk_bytes; /* the most bytes in buf; the bytes to read if fewer are wanted */
 	uint64_t off;            /* offset of buf in the file, a multiple of SFR_PAGE */
-	size_t len;
+	size_t len;              /* bytes in buf */
 };
 
 /* `fd`, `base` and `way` as for sfr__source_open. `cap` is the most that can be asked for plus a

@@ -25,6 +25,7 @@
 
 static const struct sfr__transfer_ops ops = { .portion_done = NULL };
 
+/* Ends the reading with an error of a device; `why` is copied. `index` is the record to report. */
 static void device_failed(struct sfr_restore *r, const char *why, uint64_t index)
 {
 	if (atomic_exchange(&r->has_why, true))
@@ -35,21 +36,22 @@ static void device_failed(struct sfr_restore *r, const char *why, uint64_t index
 
 /* ---- for the reader ----------------------------------------------------------- */
 
-/* Enters the context of the first device. */
-static void enter(struct sfr_restore *r, struct sfr__cuda_scope *scope)
+/* Enters the context of the first device, in which pinned memory is allocated and freed. */
+static void enter_first_context(struct sfr_restore *r, struct sfr__cuda_scope *scope)
 {
 	*scope = (struct sfr__cuda_scope){ 0 };
 	/* the next call shows an error */
 	(void)sfr__cuda_enter(scope, r->lane->cu, r->lane->context);
 }
 
+/* Lends memory that the drivers of all devices know. */
 static char *lend(void *self, size_t len)
 {
 	struct sfr_restore *r = self;
 	struct sfr__cuda_scope scope;
 	void *mem = NULL;
 
-	enter(r, &scope);
+	enter_first_context(r, &scope);
 	if (r->lane->cu->host_alloc(&mem, len, CU_MEMHOSTALLOC_PORTABLE) != CUDA_SUCCESS)
 		mem = NULL;
 	sfr__cuda_leave(&scope);
@@ -61,7 +63,7 @@ static void take_back(void *self, struct sfr__buffer *buffer)
 	struct sfr_restore *r = self;
 	struct sfr__cuda_scope scope;
 
-	enter(r, &scope);
+	enter_first_context(r, &scope);
 	if (buffer->mem != NULL)
 		(void)r->lane->cu->host_free(buffer->mem); /* at worst the memory is leaked */
 	buffer->mem = NULL;
@@ -87,6 +89,7 @@ bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64
 	return false;
 }
 
+/* Sends the copies that were collected from a chunk, to each device. */
 static int sent(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
@@ -108,6 +111,8 @@ static int sent(void *self, struct sfr__buffer *buffer)
 	return rc;
 }
 
+/* Waits until the copies from a buffer have completed. If a device died under them, it may still
+ * read the buffer, whose memory is never used again. */
 static int finish(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
@@ -121,8 +126,7 @@ static int finish(void *self, struct sfr__buffer *buffer)
 		(void)sfr__transfer_wait(tr, SFR_FOREVER); /* always 0 */
 		if (tr->lost)
 			device_failed(r, tr->lane->why, 0); /* constant once the lane is dead */
-		if (tr->lost)
-			lost = true;
+		lost = lost || tr->lost;
 	}
 	if (lost)
 		buffer->mem = NULL;

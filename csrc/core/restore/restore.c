@@ -19,6 +19,7 @@
 
 #define WORTH_POPULATING (256u << 10) /* bytes; smaller memory is mostly not new */
 
+/* Brings bytes of a record to its destination. For the reader: see struct sfr__reader_client. */
 static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
 	       const char *bytes, size_t len, uint32_t *crc)
 {
@@ -54,8 +55,8 @@ static struct sfr_restore *new_restore(void)
 	return r;
 }
 
-/* Makes the reader, and the targets. */
-static int start(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
+/* Makes the reader, and a target without memory for each record. */
+static int make_reader(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
 {
 	struct sfr__reader_spec spec = {
 		.listing = r->listing,
@@ -92,9 +93,9 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	}
 	r->check = check;
 	r->listing = &check->listing;
-	rc = start(r, fd, check->end.dir_off, flags);
+	rc = make_reader(r, fd, check->end.dir_off, flags);
 	if (rc == SFR_EAGAIN)
-		r->check = NULL; /* on failure the check stays the caller's */
+		r->check = NULL; /* it stays the caller's, who calls again */
 	if (rc < 0)
 		sfr_restore_free(r);
 	else
@@ -122,7 +123,7 @@ int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end,
 			r->bare.v[i].hdr_off = v[i].off;
 			r->bare.v[i].len = v[i].len;
 		}
-		rc = start(r, fd, end, flags);
+		rc = make_reader(r, fd, end, flags);
 	}
 	if (rc < 0)
 		sfr_restore_free(r);

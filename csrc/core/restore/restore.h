@@ -27,18 +27,19 @@ struct sfr_restore;
 /* other processes read the file now: use the page cache, so that the disk reads it once */
 #define SFR_RESTORE_SHARED 2u
 
-/* The restore owns the check from now on, and frees it on failure too, except for SFR_EAGAIN: bytes
- * that it needs are still on their way, so call again. `fd` stays the caller's and must stay open.
- * -EOPNOTSUPP: the records of this archive are not where torch and stillframe put
- * them, or not stored as in memory; the file may be good. -ENOMEM, -errno of reading. */
+/* Makes a restore of a file that was checked with SFR_CHECK_KEEP. The restore owns the check from
+ * now on, and frees it on failure too, except for SFR_EAGAIN: bytes that it needs are still on
+ * their way, so call again. `fd` stays the caller's and must stay open. -EOPNOTSUPP: the records of
+ * this archive are not where torch and stillframe put them, or not stored as in memory; the file
+ * may be good. -ENOMEM, -errno of reading. */
 int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_restore **out);
 /* A stretch of a file. */
 struct sfr_stretch {
 	uint64_t off, len;
 };
-/* The same for a file of another format: its records are these stretches, up to offset `end`. They
- * are in the order of the file, and have no names and no CRCs. -EINVAL: they overlap, or there is
- * none. `v` stays the caller's. */
+/* Makes a restore of a file of another format, whose records are these stretches, up to offset
+ * `end`. They are in the order of the file, and have no names and no CRCs. -EINVAL: they overlap,
+ * or there is none; else as above. `v` stays the caller's. */
 int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end, int fd,
 			 unsigned flags, struct sfr_restore **out);
 /* Records are numbered in the order of the file. */
@@ -52,17 +53,19 @@ uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t 
 /* Sets the destination of a record's bytes; without one they are only checked. The memory stays the
  * caller's, and is written to until the record was waited for or the restore is freed. */
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
-/* The same for memory of a device. `stream` is the caller's on it. Work that is on it now comes
- * before all writes to memory given from here on, until the next call that names the device. The
- * call of sfr_restore_device must come before the first sfr_reader_allow, and before the record may
- * be read. Too many devices give -EOPNOTSUPP; else -ENODEV or -EIO with `why`. */
+/* Prepares a device as a destination; `stream` is the caller's current stream on it. Work that is
+ * on the stream now is done before any write to memory that is given after this call. The first
+ * call for a device comes before the first sfr_reader_allow. -EOPNOTSUPP: too many devices, or too
+ * late; -ENODEV or -EIO, with a sentence in `why`. */
 int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
 		       size_t why_len);
+/* Does the same as sfr_restore_into with memory of that device, after sfr_restore_device. */
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem);
 /* Returns the reader of the records, which lives as long as the restore. A record may be read when
  * it has its destination: sfr_reader_allow says how many have. */
 struct sfr_reader *sfr_restore_reader(struct sfr_restore *r);
-/* Waits for the reads in flight, at most one a thread. NULL is allowed. */
+/* Ends the reading and frees the restore. Waits for the reads in flight, at most one of each
+ * thread. NULL is allowed. */
 void sfr_restore_free(struct sfr_restore *r);
 
 #endif

@@ -16,7 +16,7 @@ struct sfr__target {
 	unsigned device; /* the device of `mem`: its index plus one; 0: host memory */
 };
 
-/* The copies that read from one buffer of the reader, by device. */
+/* The copies from one buffer of the reader: a transfer to each device, by index in `devices`. */
 struct sfr__restore_flight {
 	struct sfr__transfer to[SFR__RESTORE_DEVICES];
 };
