@@ -1,5 +1,3 @@
-#include "sfr/engine.h"
-#include "sfr/snapshot.h"
 /* Copies from host memory to a device, while the caller's stream computes. onload.c implements it.
  *
  *     sfr_onload_start(engine, device, stream, copies, nr, from, &onload)
@@ -11,8 +9,10 @@
 #ifndef SFR_OFFLOAD_H
 #define SFR_OFFLOAD_H
 
-/* Calls on one onload must not overlap. */
+#include "sfr/engine.h"
+#include "sfr/snapshot.h"
 
+/* Copies that were started together. Calls on one onload must not overlap. */
 struct sfr_onload;
 
 /* One range of memory: `src` in host memory, `dst` in device memory. */
@@ -32,8 +32,8 @@ struct sfr_onload_copy {
 int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream,
 		     const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_snapshot *from,
 		     struct sfr_onload **out);
-/* Makes a stream of the onload's device wait for the copies. 0; SFR_EAGAIN: it cannot (a graph
- * capture, no event), so the caller must use sfr_onload_wait. */
+/* Makes a stream of the onload's device wait for the copies. 0; SFR_EAGAIN: the stream cannot wait,
+ * because it captures a graph or there is no event, so the caller must use sfr_onload_wait. */
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream);
 /* Waits until no copy is running. 0, SFR_EAGAIN, SFR_EFORK. A slice of zero takes no lock. */
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns);
@@ -44,8 +44,8 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out);
 /* Drops the one reference, waiting for copies that still run. Accepts NULL. */
 void sfr_onload_put(struct sfr_onload *onload);
-/* Returns whether copies from this host memory avoid the driver's staging buffer: it is in a pinned
- * region of the engine's pool. */
+/* Returns 1 if the host memory at `addr` is in a pinned region of the engine's pool, so that copies
+ * from it avoid the driver's staging buffer; else 0. */
 int sfr_engine_has_pinned(struct sfr_engine *engine, uint64_t addr);
 
 #endif

@@ -8,9 +8,7 @@
  * has already reused. If the sources are still being copied from the device (a snapshot's memory),
  * the lane's stream also waits for those copies. So bytes can come back without a wait of the host.
  *
- * The copies of one group are queued together. Ranges adjacent on both sides become one copy.
- *
- *     QUEUED ──the transfer is over──▶ LANDED
+ * The copies of one onload are queued together. Ranges adjacent on both sides become one copy.
  *
  * The snapshot's memory is held from the start until the lane's thread sees the copies complete.
  * Only the caller drops references, so a thread of the engine never drops the last one of an
@@ -39,8 +37,9 @@ static bool foreign(const struct sfr_onload *onload)
 	return onload->fork_generation != sfr_fork_generation();
 }
 
-/* Merges the copies from index *i on that are adjacent on both sides in one lease. The padding
- * between them belongs to the same group. */
+/* Returns the copy at index *i, merged with those after it that are adjacent on both sides, if all
+ * are in one lease. Sets *i to the next copy. The padding between merged copies is copied along: on
+ * both sides it belongs to the same group of tensors. */
 static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32_t nr, bool leased,
 				    uint32_t *i)
 {
@@ -70,8 +69,8 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done };
 
-/* Makes the lane's stream wait for copies into the sources. False: it cannot. */
-static bool follow(struct sfr_onload *onload)
+/* Makes the lane's stream wait for the copies into the sources that still run. False: it cannot. */
+static bool wait_for_sources(struct sfr_onload *onload)
 {
 	const struct sfr__cuda_lane *lane = onload->transfer.lane;
 	const struct sfr_stream stream = { .handle = (uint64_t)(uintptr_t)lane->stream,
@@ -80,15 +79,17 @@ static bool follow(struct sfr_onload *onload)
 	return !onload->from || sfr_snapshot_gate(onload->from, &stream, 1, 0) == 0;
 }
 
-/* Adds all copies. 0, or a code with which nothing is queued; device errors are in the transfer. */
-static int queue(struct sfr_onload *onload, const struct sfr_onload_copy *copies, uint32_t nr)
+/* Adds all copies to the transfer. 0, or -ENOMEM or SFR_EAGAIN, and then nothing is queued. A
+ * device's error stays in the transfer, and 0 is returned. */
+static int queue_copies(struct sfr_onload *onload, const struct sfr_onload_copy *copies,
+			uint32_t nr)
 {
 	struct sfr__transfer *tr = &onload->transfer;
 	struct sfr__pool *pool = onload->engine->pool;
 
 	if (tr->err.code)
 		return 0;
-	if (!follow(onload))
+	if (!wait_for_sources(onload))
 		return SFR_EAGAIN;
 	if (sfr__transfer_pin(tr, pool) && onload->from)
 		sfr__lot_pin(onload->from); /* the hold keeps the memory in place */
@@ -101,14 +102,15 @@ static int queue(struct sfr_onload *onload, const struct sfr_onload_copy *copies
 	return tr->err.code; /* -ENOMEM or 0 */
 }
 
-static int start(struct sfr_onload *onload, uint32_t device, CUstream stream,
-		 const struct sfr_onload_copy *copies, uint32_t nr)
+/* Queues the copies between the events E and D. Results as sfr_onload_start. */
+static int start_copies(struct sfr_onload *onload, uint32_t device, CUstream stream,
+			const struct sfr_onload_copy *copies, uint32_t nr)
 {
 	struct sfr__transfer *tr = &onload->transfer;
 	int rc = sfr__transfer_begin(tr, &onload->engine->cuda_lanes, device, SFR__CUDA_IN, stream);
 
 	if (tr->lane) {
-		rc = queue(onload, copies, nr);
+		rc = queue_copies(onload, copies, nr);
 		if (!tr->err.code)
 			sfr__transfer_staged(tr);
 		sfr__transfer_end(tr);
@@ -126,7 +128,7 @@ static void free_onload(struct sfr_onload *onload)
 
 	if (onload->waiting.begin && !engine->closed) {
 		(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
-		/* on failure it is only lost */
+		/* on failure only the timer is lost */
 		sfr__cuda_timer_drop(lane, &onload->waiting);
 		sfr__cuda_leave(&scope);
 	}
@@ -138,7 +140,8 @@ static void free_onload(struct sfr_onload *onload)
 }
 
 /* Makes an onload, which keeps the pool and holds the snapshot's memory. */
-static int make(struct sfr_engine *engine, struct sfr_snapshot *from, struct sfr_onload **out)
+static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *from,
+		       struct sfr_onload **out)
 {
 	struct sfr_onload *onload = sfr_sys.calloc(1, sizeof(*onload));
 	int rc;
@@ -180,10 +183,10 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 	*out = NULL;
 	if (engine->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
-	rc = make(engine, from, &onload);
+	rc = make_onload(engine, from, &onload);
 	if (rc < 0)
 		return rc;
-	rc = start(onload, device, (CUstream)(uintptr_t)stream, copies, nr);
+	rc = start_copies(onload, device, (CUstream)(uintptr_t)stream, copies, nr);
 	if (rc < 0)
 		free_onload(onload);
 	else
@@ -193,9 +196,9 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 
 /* ---- waiting --------------------------------------------------------------------------- */
 
-/* Measures the wait as well: nothing else runs on the stream meanwhile. Only the first wait is
- * measured. */
-static bool order(struct sfr_onload *onload, const struct sfr_stream *stream)
+/* Makes a stream wait for the copies. False: it cannot. The first time, also measures the wait with
+ * events before and after it; nothing else runs on the stream meanwhile. */
+static bool order_stream(struct sfr_onload *onload, const struct sfr_stream *stream)
 {
 	struct sfr__cuda_lane *lane = onload->transfer.lane;
 	CUstream of = (CUstream)(uintptr_t)stream->handle;
@@ -222,7 +225,7 @@ int sfr_onload_order(struct sfr_onload *onload, uint64_t stream)
 
 	if (foreign(onload))
 		return SFR_EFORK;
-	return order(onload, &of) ? 0 : SFR_EAGAIN;
+	return order_stream(onload, &of) ? 0 : SFR_EAGAIN;
 }
 
 int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *waited_ns)
@@ -262,7 +265,7 @@ void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 		return;
 	*out = onload->transfer.err;
 	if (sfr__transfer_is_over(&onload->transfer) && onload->transfer.lost)
-		/* constant once the lane is dead */
+		/* `why` is read without a lock: it is constant once the lane is dead */
 		sfr__err_set(out, -EIO, SFR_PHASE_STAGE, onload->transfer.lane->why);
 }
 

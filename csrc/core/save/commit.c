@@ -32,22 +32,25 @@ bool sfr__save_commit(struct sfr_ticket *t)
 	return true;
 }
 
-static void run(struct sfr__log_entry *entry, bool after_good)
+static void run_commit(struct sfr__log_entry *entry, bool after_good)
 {
 	(void)after_good;                         /* a save removes nothing */
 	(void)sfr__save_commit(ticket_of(entry)); /* a failed commit has ended the save already */
 }
 
-static void left(struct sfr__log_entry *entry)
+static void entry_left(struct sfr__log_entry *entry)
 {
 	sfr_ticket_put(ticket_of(entry));
 }
 
+/* While the file is opened and written, its file system may stop answering. */
 static uint64_t asked_since(const struct sfr__log_entry *entry)
 {
 	return sfr__file_asked_since(&sfr__container(entry, const struct sfr_ticket, log)->file);
 }
 
-const struct sfr__log_ops sfr__save_log_ops = {
-	.creates = true, .is_save = true, .run = run, .left = left, .asked_since = asked_since
-};
+const struct sfr__log_ops sfr__save_log_ops = { .creates = true,
+						.is_save = true,
+						.run = run_commit,
+						.left = entry_left,
+						.asked_since = asked_since };

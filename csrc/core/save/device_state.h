@@ -6,7 +6,7 @@
 #include "save/stage.h"
 #include "stage/transfer.h"
 
-/* It belongs to the ticket. */
+/* The ticket owns it. */
 struct sfr__device_state {
 	struct sfr__transfer transfer;
 	struct sfr__task staging;                      /* the task for the lane's thread */
@@ -15,7 +15,7 @@ struct sfr__device_state {
 	const struct sfr__extent *captured, *deferred; /* NULL if there is no such extent */
 
 	/* used only by the capturing thread */
-	uint32_t capture_blk;
+	uint32_t capture_blk; /* the next captured block to fill */
 	bool samples_taken;
 };
 

@@ -3,12 +3,14 @@
  *
  * Waiting for an event that was never recorded silently does nothing. So the gate makes the lane
  * queue all remaining copies, waits on the host until S is recorded, and only then inserts the
- * wait. If no stream can wait for S, the host waits until the copies have completed. */
+ * wait. If no stream can wait for S, the host waits until the copies have completed.
+ *
+ * Sources in host memory have no event: the gate waits until they are copied, and helps. */
 #include "save/device_state.h"
 
-static bool is_open(const void *ticket)
+static bool is_gate_open(const void *ticket)
 {
-	return sfr__ticket_is_open_locked(ticket);
+	return sfr__ticket_gate_is_open_locked(ticket);
 }
 
 int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams,
@@ -23,14 +25,14 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		return SFR_EFORK;
 	if (t->staging.nr_devices == 0)
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
-	if (sfr__under(&engine->mu, sfr__ticket_is_open_locked(t) &&
+	if (sfr__under(&engine->mu, sfr__ticket_gate_is_open_locked(t) &&
 					    (t->facts.copied || sfr__ticket_failing_locked(t))))
 		return 0; /* copied, or the save is failing */
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++)
 		if (t->staging.devices[i].transfer.lane)
 			sfr__cuda_rush(t->staging.devices[i].transfer.lane, t->seq);
 	sfr__lock(&engine->mu);
-	rc = sfr__host_wait_locked(&t->staging.deferred.copy, deadline, is_open, t);
+	rc = sfr__host_wait_locked(&t->staging.deferred.copy, deadline, is_gate_open, t);
 	failing = sfr__ticket_failing_locked(t);
 	sfr__unlock(&engine->mu);
 	if (rc < 0 || failing)

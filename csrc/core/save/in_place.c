@@ -1,7 +1,8 @@
 /* Saves of parts: writers read the sources in place, when they write them.
  *
  *   direct extent   source and file are aligned alike: the source itself is written
- *   other extents   glue and sources are copied to a buffer, and the CRC is computed in that pass
+ *   other extents   sources and the bytes between them are copied to a buffer, and the CRC is
+ *                   computed in that pass
  *
  * Only a few blocks of such a save are in the writers' queue at a time. So blocks of other saves
  * are written between them, and a few buffers are enough. A buffer is a block of the pool if one is
@@ -55,9 +56,9 @@ static bool push_next_locked(struct sfr_ticket *t)
 	return true;
 }
 
-/* Whether a stream has queued as many bytes as a client sends at a time. Its bytes count as written
- * once the client has given them back. */
-static bool is_enough_locked(const struct sfr_ticket *t)
+/* Whether a stream has queued as many bytes as its client sends at a time. Bytes of a stream count
+ * as written once the client has given them back. */
+static bool has_queued_enough_locked(const struct sfr_ticket *t)
 {
 	return t->sharing.pushed_nbytes >= t->facts.written_nbytes + STREAM_BYTES;
 }
@@ -67,7 +68,7 @@ void sfr__in_place_next_locked(struct sfr_ticket *t)
 	if ((t->flags & SFR_SAVE_STREAM) == 0)
 		(void)push_next_locked(t); /* there may be none */
 	else
-		while (!is_enough_locked(t) && push_next_locked(t))
+		while (!has_queued_enough_locked(t) && push_next_locked(t))
 			;
 }
 
@@ -77,7 +78,8 @@ void sfr__in_place_begin_locked(struct sfr_ticket *t)
 		sfr__in_place_next_locked(t);
 }
 
-/* Gets memory for a block that is put together. 0 or -ENOMEM. */
+/* Gets a buffer for a block that cannot be written from a source: from the pool if it has a free
+ * block, else from the system. 0 or -ENOMEM. */
 static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 {
 	struct sfr_engine *engine = t->engine;
@@ -85,7 +87,7 @@ static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 	if (sfr__pool_get(engine->pool, t->seq, len, 0, &job->block) == 0) {
 		job->mem = job->block->mem;
 		sfr__lock(&engine->mu);
-		sfr__ticket_take_block_locked(t);
+		sfr__ticket_count_block_locked(t);
 		sfr__unlock(&engine->mu);
 		return 0;
 	}
@@ -100,7 +102,7 @@ static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 }
 
 /* Copies a block's sources, headers and padding to its memory, and sums up the sources' CRCs. */
-static void fill(struct sfr_ticket *t, const struct sfr__job *job)
+static void fill_buffer(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
@@ -113,10 +115,10 @@ static void fill(struct sfr_ticket *t, const struct sfr__job *job)
 		uint32_t crc;
 
 		if (seg.kind != SFR__SEG_DATA) {
-			sfr__stage_rest(t, &seg, job->mem + seg.pos);
+			sfr__stage_non_data(t, &seg, job->mem + seg.pos);
 			continue;
 		}
-		sfr__prefetch_entry(t, seg.entry + 2);
+		sfr__prefetch_entry(t, seg.entry + 2); /* the next one was prefetched before */
 		crc = sfr_sys.lane_copy(0, job->mem + seg.pos, src, seg.len);
 		(void)sfr__add_crc(t, &seg, crc);
 	}
@@ -139,7 +141,7 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 		sfr__err_set(err, rc, SFR_PHASE_WRITE, "no memory for a buffer");
 		return -1;
 	}
-	fill(t, job);
+	fill_buffer(t, job);
 	job->summed = true;
 	return 0;
 }

@@ -85,8 +85,8 @@ void sfr__requeue_held_locked(struct sfr_ticket *t)
 	}
 }
 
-/* The CRC of a stretch is combined with the length after it in the entry, so stretches can be added
- * in any order. */
+/* The CRC of A followed by B is that of A, shifted by B's length, XOR that of B. So the CRC of each
+ * segment is shifted by the length after it in the entry, and XOR adds segments in any order. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)
 {
 	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];

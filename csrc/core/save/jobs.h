@@ -8,7 +8,7 @@ enum sfr__job_kind {
 	SFR__JOB_OPEN,  /* open the temporary */
 	SFR__JOB_BLOCK, /* CRC and write one staged block */
 	SFR__JOB_TAIL,  /* write the tail, sync the file */
-	SFR__JOB_PLACE, /* commit a save without order */
+	SFR__JOB_PLACE, /* rename the file of a save that is not in the log */
 	SFR__JOB_CLEAN, /* a failed save: remove the temporary, end the ticket */
 };
 
@@ -25,8 +25,9 @@ struct sfr__job {
 	const struct sfr__extent *extent;
 	uint32_t blk;
 	bool summed;                   /* the entries' CRCs include, or will include, its bytes */
-	bool put, held;                /* its bytes are in the stream; the stream still has it */
-	struct sfr__job *parked;       /* next parked job */
+	bool put;                      /* the writer has put its bytes into the stream */
+	bool held;                     /* they are there, and the caller has not taken them */
+	struct sfr__job *parked;       /* the next job on the ticket's list of parked jobs */
 	struct sfr__host_block staged; /* while the block is filled from host memory */
 };
 
@@ -41,11 +42,13 @@ struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *
 /* Queues a staged block for the writers. summed: its bytes are in the CRCs already. */
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
 			    struct sfr__block *block, bool summed);
-/* Adds the CRC of a stretch of an entry, in any order. Returns whether the entry is complete. */
+/* Adds the CRC of a segment's data to that of its entry; segments come in any order. Returns
+ * whether the entry's CRC is complete. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);
-/* Queues again the blocks that wait for a CRC. */
+/* Queues again the jobs of blocks that were parked until a CRC is known. */
 void sfr__unpark_locked(struct sfr_ticket *t);
-/* Queues again the jobs in a stream that nobody has taken, so that writers release them. */
+/* For a stream that fails: queues again the jobs whose bytes the caller has not taken, so that
+ * writers release their memory. */
 void sfr__requeue_held_locked(struct sfr_ticket *t);
 
 #endif

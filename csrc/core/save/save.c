@@ -13,8 +13,8 @@
  *
  * A save enters the log at launch, not when it begins. So a save by a signal handler in the middle
  * of another call can be waited for there, because the interrupted save is not before it in the
- * log. It needs no memory beyond the pool on the host, because an interrupted call holds no block
- * while it waits. It takes a slot beyond max_in_flight, and reports that. */
+ * log. The handler's save gets blocks of the pool like any other, because an interrupted call holds
+ * none while it waits. It may take a slot beyond max_in_flight, which its report says. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -40,7 +40,7 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	atomic_init(&t->refs, 1);
 	t->fork_generation = engine->fork_generation;
 	t->engine = engine;
-	/* Set here, because another thread may wait for the copy before it begins. */
+	/* Set here, because another thread may wait for the deferred copy before it begins. */
 	t->staging.deferred.copy.engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
@@ -62,7 +62,7 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	return 0;
 }
 
-/* Allocates what writing a laid-out image to dir/name needs. */
+/* Allocates what writing the image to its target needs: jobs, the log's key, the file. */
 static int ticket_set_target(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 {
 	const char *dir = desc->dir, *name = desc->name;
@@ -116,7 +116,7 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 		rc = sfr__image_init_flat(&t->plan.img, desc, t->engine->opts.block_bytes);
 	else
 		rc = sfr__image_init(&t->plan.img, desc, t->engine->opts.block_bytes);
-	if (rc == 0 && (t->flags & SFR_SAVE_STREAM) != 0 && !sfr__stream_can(&t->plan.img))
+	if (rc == 0 && (t->flags & SFR_SAVE_STREAM) != 0 && !sfr__stream_is_possible(&t->plan.img))
 		rc = -EINVAL;
 	if (rc == 0)
 		rc = edges_new(t);
@@ -158,17 +158,18 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 
 /* Counts the image's blocks that need a whole block of memory: all but the shorter last blocks of
  * extents. Devices always get whole blocks. */
-static uint32_t nr_whole_blocks(const struct sfr_ticket *t)
+static uint32_t count_whole_blocks(const struct sfr_ticket *t)
 {
 	uint32_t nr = t->plan.nr_blocks;
 
 	for (uint32_t r = 0; r < t->plan.img.nr_extents; r++) {
 		const struct sfr__extent *extent = &t->plan.img.extents[r];
 
-		nr -= extent->device == 0 && extent->nr_blocks != 0 &&
-		      !sfr__pool_is_whole(t->engine->pool,
-					  sfr__image_block_len(&t->plan.img, extent,
-							       extent->nr_blocks - 1));
+		if (extent->device == 0 && extent->nr_blocks != 0 &&
+		    !sfr__pool_is_whole(t->engine->pool,
+					sfr__image_block_len(&t->plan.img, extent,
+							     extent->nr_blocks - 1)))
+			nr--;
 	}
 	return nr;
 }
@@ -194,7 +195,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__log_reserve();
 	if (rc == 0) {
 		if (!t->plan.in_place) {
-			t->plan.nr_whole = nr_whole_blocks(t);
+			t->plan.nr_whole = count_whole_blocks(t);
 			t->sharing.needs_blocks = true;
 			sfr__pool_join(engine->pool, t->plan.nr_whole);
 		}
@@ -233,7 +234,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (is_stream)
 		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == 0 && !t->staging.capture_done)
-		rc = sfr__cuda_capture(t, slice_ns);
+		rc = sfr__device_states_capture(t, slice_ns);
 	if (rc == 0 && !is_stream)
 		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
@@ -285,7 +286,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 	}
 	sfr__unlock(&engine->mu);
 	if (rc == 0)
-		sfr__cuda_launch(t);
+		sfr__device_states_launch(t);
 	return rc;
 }
 
@@ -310,5 +311,5 @@ void sfr_save_abandon(struct sfr_ticket *t)
 	}
 	sfr__unlock(&t->engine->mu);
 	if (may_abandon)
-		sfr__cuda_launch(t);
+		sfr__device_states_launch(t);
 }

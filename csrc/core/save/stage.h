@@ -8,16 +8,20 @@
 /* ---- stage_host.c ---- */
 /* Sets up the copies of host memory, at admission. */
 void sfr__host_copies_init(struct sfr_ticket *t);
-/* Writes the bytes between tensors: headers and padding. */
-void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst);
-/* Prefetches the first bytes of an entry that is copied soon. */
+/* Writes a segment that is not data to `dst`: bytes of a header, or zeros for padding and
+ * descriptors. */
+void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst);
+/* Prefetches the first bytes of an entry that is copied soon. Does nothing if there is no such
+ * entry. */
 void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
 /* Takes samples of every deferred source in host memory. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
-/* Returns the sources of an extent for sampling, from malloc, or NULL. */
+/* Returns an array of all sources of an extent, for sampling. The caller frees it; NULL: no
+ * memory. */
 struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
 					 const struct sfr__extent *extent);
-/* Compares staged bytes of an entry with the samples. Returns the index of a torn source, or -1. */
+/* Compares staged bytes of an entry, from `off` in it on, with the samples. Returns the index of a
+ * torn source, or -1. */
 int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples *samples,
 			  uint32_t entry, uint64_t off, const char *staged, size_t len);
 /* The same with checksums (SFR_SAVE_CHECK_BYTES); an entry's bytes must come in ascending order. */
@@ -30,9 +34,9 @@ int sfr__device_states_new(struct sfr_ticket *t);
 /* Queues the copies of captured sources on devices, takes samples there, and makes the caller's
  * streams wait for both. SFR_EAGAIN and SFR_EEXHAUSTED as sfr_save_capture; other failures become
  * the ticket's. */
-int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns);
+int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* Hands the device states to their lanes, or releases them if the save was abandoned or is
  * failing. */
-void sfr__cuda_launch(struct sfr_ticket *t);
+void sfr__device_states_launch(struct sfr_ticket *t);
 
 #endif

@@ -1,5 +1,5 @@
-/* Stages the part of a save on one device: from the caller's stream to blocks in host memory.
- * stage/transfer.h explains the order of streams and events.
+/* Stages the sources of a save that are on devices: has them copied to blocks in host memory.
+ * stage/transfer.h explains the order of streams and the events E, C and S.
  *
  *   begin     the transfer begins (E), before anything else of the call
  *   capture   captured sources and samples of deferred ones are queued; the caller's stream waits
@@ -8,9 +8,10 @@
  *   gate      everything left is queued, and the stream of the step waits for S (gate.c)
  *
  * Headers and padding of a block are written at once. Its tensor bytes are copied by the device,
- * with one queued copy for each extent of a tensor. In the call, and while a gate waits, a portion
- * holds a few blocks; otherwise a block is several portions. When the copies of a block have
- * completed, deferred bytes are compared with the samples, and the block goes to the writers.
+ * with one queued copy for each tensor, or for its bytes in that block. Copies are sent in
+ * portions, each followed by an event. In the call, and while a gate waits, a portion holds a few
+ * blocks; otherwise a block is several portions. When the copies of a block have completed,
+ * deferred bytes are compared with the samples, and the block goes to the writers.
  *
  * Nothing here waits for the device, except with SFR_SAVE_CHECK_BYTES. The caller holds the sources
  * until the ticket reports that they are copied, which is when the transfers of all devices are
@@ -31,8 +32,8 @@ static struct sfr__device_state *state_of(struct sfr__transfer *tr)
 	return sfr__container(tr, struct sfr__device_state, transfer);
 }
 
-/* Passes an error of the transfer to the ticket. */
-static void report(struct sfr__device_state *dev)
+/* Passes an error of the transfer, if there is one, to the ticket. */
+static void report_error(struct sfr__device_state *dev)
 {
 	if (dev->transfer.err.code)
 		sfr__ticket_fail(dev->ticket, &dev->transfer.err);
@@ -42,8 +43,8 @@ static void report(struct sfr__device_state *dev)
 
 /* Compares one block with the samples, and with the checksums if there are any. Returns the index
  * of a torn source, or -1. */
-static int64_t check(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
-		     const struct sfr__block *block)
+static int64_t check_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
+			   uint32_t blk, const struct sfr__block *block)
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr__seg_iter it;
@@ -70,7 +71,7 @@ static void end_block(struct sfr__device_state *dev, const struct sfr__extent *e
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr_err err = { .index = -1 };
-	int64_t torn = ok && extent == dev->deferred ? check(dev, extent, blk, block) : -1;
+	int64_t torn = ok && extent == dev->deferred ? check_block(dev, extent, blk, block) : -1;
 
 	if (torn >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
@@ -89,6 +90,7 @@ static void end_block(struct sfr__device_state *dev, const struct sfr__extent *e
 		sfr__pool_retire(t->engine->pool, block);
 }
 
+/* The copies of a portion have completed or, if !ok, the device has died under them. */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__device_state *dev = state_of(tr);
@@ -97,7 +99,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 	uint32_t blk = portion->first_blk;
 
 	if (!ok) {
-		/* constant once the lane is dead */
+		/* `why` is read without a lock: it is constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 		sfr__ticket_fail(dev->ticket, &err);
 	}
@@ -107,7 +109,8 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 	}
 }
 
-static void unused(struct sfr__transfer *tr, struct sfr__cuda_portion *portion)
+/* Gives back the blocks of a portion to which nothing was queued. */
+static void put_unused(struct sfr__transfer *tr, struct sfr__cuda_portion *portion)
 {
 	struct sfr__block *block = portion->memory, *next;
 
@@ -117,7 +120,8 @@ static void unused(struct sfr__transfer *tr, struct sfr__cuda_portion *portion)
 	}
 }
 
-static void over(struct sfr__transfer *tr)
+/* Nothing of the save is queued or running on the device any more. */
+static void transfer_over(struct sfr__transfer *tr)
 {
 	struct sfr_ticket *t = state_of(tr)->ticket;
 	char note[sizeof(t->report.fallback[0])] = "";
@@ -135,17 +139,18 @@ static void over(struct sfr__transfer *tr)
 }
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
-					      .unused = unused,
-					      .over = over };
+					      .unused = put_unused,
+					      .over = transfer_over };
 
 /* ---- blocks ------------------------------------------------------------------------------ */
 
-/* Leases a block that the device can write to. If the pool is not registered with the driver, this
- * registers it block by block, for captured bytes inside the call. That is paid once. Copies to
- * pageable memory would delay the call as long at every save: the driver stages them, and returns
- * when they have run. warm_up() takes the registration out of the call. */
-static int lease(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
-		 uint64_t slice_ns, struct sfr__block **block)
+/* Leases a block that the device can write to. A block that is not registered with the driver yet
+ * is registered here, for captured bytes inside the call. That takes time once. Copies to
+ * unregistered memory would delay the call as much at every save, because the driver returns only
+ * when they have run. warm_up() registers blocks outside the call. SFR_EAGAIN and errors as
+ * sfr__pool_get. */
+static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
+		       uint32_t blk, uint64_t slice_ns, struct sfr__block **block)
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr_engine *engine = t->engine;
@@ -158,15 +163,15 @@ static int lease(struct sfr__device_state *dev, const struct sfr__extent *extent
 	if (sfr__transfer_pin(&dev->transfer, engine->pool) && (*block)->region == NULL)
 		sfr__pool_pin_blocks(engine->pool, block, 1);
 	sfr__lock(&engine->mu);
-	sfr__ticket_take_block_locked(t);
+	sfr__ticket_count_block_locked(t);
 	sfr__unlock(&engine->mu);
 	return 0;
 }
 
-/* Adds one leased block: headers and padding at once, tensor bytes as copies. The portion with the
- * last of them owns the block. */
-static void fill(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
-		 struct sfr__block *block)
+/* Fills one leased block: writes headers and padding at once, and adds copies of tensor bytes to
+ * the next portions. The portion with the last of these copies owns the block. */
+static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
+		       uint32_t blk, struct sfr__block *block)
 {
 	struct sfr__transfer *tr = &dev->transfer;
 	const bool pinned = sfr__pin_is_pinned(block);
@@ -188,7 +193,7 @@ static void fill(struct sfr__device_state *dev, const struct sfr__extent *extent
 						  seg.off,
 					  seg.len, pinned);
 		else
-			sfr__stage_rest(t, &seg, block->mem + seg.pos);
+			sfr__stage_non_data(t, &seg, block->mem + seg.pos);
 	if (!tr->portion->memory) {
 		tr->portion->extent = extent;
 		tr->portion->first_blk = blk;
@@ -202,34 +207,35 @@ static void fill(struct sfr__device_state *dev, const struct sfr__extent *extent
 }
 
 /* Leases and fills the next block of an extent. Before waiting for a block it sends everything
- * filled so far, because those blocks may be the ones to wait for. SFR_EAGAIN if there was none
- * within the slice. */
+ * filled so far, because the block it waits for may be one of those. SFR_EAGAIN or SFR_EEXHAUSTED,
+ * as sfr__pool_get; any other error goes to the transfer too. */
 static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t *blk,
 		     uint64_t slice_ns)
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr__block *block;
 	uint64_t start;
-	int rc = lease(dev, extent, *blk, 0, &block);
+	int rc = lease_block(dev, extent, *blk, 0, &block);
 
 	if (rc == SFR_EAGAIN) {
 		sfr__transfer_send(&dev->transfer);
 		start = sfr__now_ns();
-		rc = lease(dev, extent, *blk, slice_ns, &block);
+		rc = lease_block(dev, extent, *blk, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
 		if (extent == dev->captured) /* a lane's wait is part of the gate's */
 			t->report.block_wait_ns += sfr__now_ns() - start;
 		sfr__unlock(&t->engine->mu);
 	}
 	if (rc == 0)
-		fill(dev, extent, (*blk)++, block);
+		fill_block(dev, extent, (*blk)++, block);
 	else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		sfr__err_set(&dev->transfer.err, rc, SFR_PHASE_STAGE, NULL);
 	return rc;
 }
 
-/* Computes checksums of the deferred sources, for SFR_SAVE_CHECK_BYTES. Waits for each byte. */
-static void sum(struct sfr__device_state *dev)
+/* Computes checksums of the deferred sources, for SFR_SAVE_CHECK_BYTES. Fetches all their bytes to
+ * the host, and waits for them. */
+static void sum_deferred(struct sfr__device_state *dev)
 {
 	const struct sfr__extent *extent = dev->deferred;
 	struct sfr__transfer *tr = &dev->transfer;
@@ -255,7 +261,7 @@ static void sum(struct sfr__device_state *dev)
 
 /* ---- in the call --------------------------------------------------------------------------- */
 
-static void stage(struct sfr__task *task);
+static void stage_deferred(struct sfr__task *task);
 
 int sfr__device_states_new(struct sfr_ticket *t)
 {
@@ -275,13 +281,14 @@ int sfr__device_states_new(struct sfr_ticket *t)
 
 		if (extent->device == 0)
 			continue;
+		/* the state of this device, or the next unused one */
 		while (dev < t->staging.devices + t->staging.nr_devices &&
 		       dev->device != extent->device - 1)
 			dev++;
 		if (dev == t->staging.devices + t->staging.nr_devices)
 			t->staging.nr_devices++;
 		dev->transfer.ops = &ops;
-		dev->staging.run = stage;
+		dev->staging.run = stage_deferred;
 		dev->ticket = t;
 		dev->device = extent->device - 1;
 		/* later extents of the same kind follow this one in the image, and are counted in
@@ -327,6 +334,9 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 	return 0;
 }
 
+/* Queues the copies of captured sources on one device, then of the samples, then C. SFR_EAGAIN and
+ * SFR_EEXHAUSTED: call again, and it resumes. Any other failure becomes the ticket's, and 0 is
+ * returned. */
 static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 {
 	struct sfr__transfer *tr = &dev->transfer;
@@ -338,29 +348,30 @@ static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 	       !sfr__ticket_failing(t))
 		rc = fill_next(dev, extent, &dev->capture_blk, sfr__time_left(deadline));
 	sfr__transfer_send(tr);
-	report(dev);
+	report_error(dev);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 		return rc;
 	if (dev->samples_taken || sfr__ticket_failing(t))
 		return 0;
 	dev->samples_taken = true;
 	if (dev->deferred && t->staging.sums)
-		sum(dev);
+		sum_deferred(dev);
 	if (dev->deferred && !tr->err.code)
 		sfr__transfer_sample(tr, sfr__extent_sources(t, dev->deferred),
 				     dev->deferred->all_entries, t->seq + t->report.created_ns);
 	sfr__transfer_captured(tr);
 	sfr__transfer_send(tr); /* the samples */
-	report(dev);
+	report_error(dev);
 	return 0;
 }
 
-int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
+int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 
 	if (t->staging.nr_devices && sfr__ticket_failing(t)) {
-		/* An error of begin: only now has the save a state in which it can fail. */
+		/* sfr_save_begin has left an error. Only now has the save a state in which it can
+		 * fail. */
 		sfr__lock(&t->engine->mu);
 		sfr__ticket_fail_locked(t, &t->err);
 		sfr__unlock(&t->engine->mu);
@@ -373,7 +384,7 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 			rc = capture_on_device(dev, deadline);
 			sfr__transfer_leave(&dev->transfer);
 		}
-		report(dev);
+		report_error(dev);
 		if (rc < 0)
 			return rc;
 	}
@@ -382,8 +393,8 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 
 /* ---- after the call ----------------------------------------------------------------------- */
 
-/* Nothing more will be queued. The ticket may be freed afterwards. */
-static void end(struct sfr__device_state *dev)
+/* Records that nothing more will be queued on the device. The ticket may be freed afterwards. */
+static void end_queueing(struct sfr__device_state *dev)
 {
 	struct sfr_engine *engine = dev->ticket->engine;
 
@@ -394,7 +405,7 @@ static void end(struct sfr__device_state *dev)
 	sfr__transfer_end(&dev->transfer);
 }
 
-void sfr__cuda_launch(struct sfr_ticket *t)
+void sfr__device_states_launch(struct sfr_ticket *t)
 {
 	bool go = !sfr__ticket_failing(t);
 
@@ -406,12 +417,12 @@ void sfr__cuda_launch(struct sfr_ticket *t)
 		if (go && dev->deferred && !sfr__cuda_is_dead(dev->transfer.lane))
 			sfr__cuda_push(dev->transfer.lane, &dev->staging);
 		else
-			end(dev);
+			end_queueing(dev);
 	}
 }
 
 /* On the lane's thread: queues the deferred blocks, few at a time until a thread waits for them. */
-static void stage(struct sfr__task *task)
+static void stage_deferred(struct sfr__task *task)
 {
 	struct sfr__device_state *dev = sfr__container(task, struct sfr__device_state, staging);
 	struct sfr__transfer *tr = &dev->transfer;
@@ -428,14 +439,14 @@ static void stage(struct sfr__task *task)
 			sfr__cuda_throttle(lane, t->seq);
 		else
 			sfr__cuda_poll(lane);
-		/* A block of this save in flight may be the one to wait for, so the wait is short
-		 * and the loop polls. */
+		/* The block that this waits for may be in flight, and only this thread sees that
+		 * its copies have completed. So the wait is short, and the loop polls. */
 		if (!sfr__transfer_died(tr))
 			rc = fill_next(dev, dev->deferred, &blk, 100 * 1000);
 	}
 	if (rc == SFR_EEXHAUSTED)
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
-	sfr__transfer_staged(tr); /* before the gate may use it */
-	report(dev);
-	end(dev);
+	sfr__transfer_staged(tr); /* records S, before the gate may use it */
+	report_error(dev);
+	end_queueing(dev);
 }

@@ -1,16 +1,17 @@
 /* Stages a save's bytes of host memory: copies them from the sources to blocks of the pool.
  *
  * A block is filled front to back. Local headers are generated, tensor bytes copied, padding
- * zeroed. Only data descriptors stay open until a writer knows their CRC. Captured sources are
+ * zeroed. Data descriptors contain a CRC, so a writer fills them in later. Captured sources are
  * copied in the call; deferred ones by the lane and by threads that wait for them (stage/host.c).
  *
  * While no thread waits, the CRC of deferred bytes is computed in the same pass as the copy: a
- * second pass would cost the training half as much again (crc.c). A block that is begun while a
+ * second pass would take half as much CPU time again (crc.c). A block that is begun while a
  * thread waits leaves its CRC to the writers, and so do captured blocks.
  *
- * This file also has the second detector of torn copies. At the call, sfr__take_samples keeps some
- * cache lines of every deferred storage. The thread that has copied bytes compares the staged bytes
- * with them. A difference means a write between the call and the copy, and the save fails. */
+ * This file also detects torn copies. At the call, sfr__take_samples keeps some cache lines of
+ * every deferred storage. The thread that has copied bytes compares the staged bytes with these
+ * samples. A difference means a write between the call and the copy, and the save fails. (Python
+ * has another detector, tensors' version counters.) */
 #include <errno.h>
 #include <string.h>
 
@@ -85,7 +86,7 @@ void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t i)
 		sfr__host_prefetch(t->plan.img.entries[i].src, t->plan.img.entries[i].nbytes);
 }
 
-void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst)
+void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst)
 {
 	if (seg->kind == SFR__SEG_HEADER)
 		sfr__image_put_header(&t->plan.img, seg->entry, seg->off, seg->len, dst);
@@ -97,12 +98,13 @@ void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst
 
 /* Whether the bytes [from, to) of the file contain the entry's data and descriptor. Then no other
  * thread uses the entry. */
-static bool is_own(const struct sfr__entry *entry, uint64_t from, uint64_t to)
+static bool contains_entry(const struct sfr__entry *entry, uint64_t from, uint64_t to)
 {
 	return entry->data_off >= from && entry->data_off + entry->nbytes + entry->desc_len <= to;
 }
 
-/* Copies the bytes of one storage. Returns the torn source, or -1. */
+/* Copies a segment's bytes of one storage. `own`: no other thread uses the entry. `summed`: this
+ * computes the CRC; otherwise a writer does. Returns the torn source, or -1. */
 static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst, bool own,
 			 bool summed)
 {
@@ -143,7 +145,7 @@ static struct sfr__job *job_of(struct sfr__host_copy *copy, uint32_t blk)
 	return sfr__block_job(extent_copy->ticket, extent_copy->extent, blk);
 }
 
-static struct sfr__host_block *block(struct sfr__host_copy *copy, uint32_t blk)
+static struct sfr__host_block *block_state(struct sfr__host_copy *copy, uint32_t blk)
 {
 	return &job_of(copy, blk)->staged;
 }
@@ -167,11 +169,14 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
 	struct sfr__job *job = job_of(copy, blk);
 
-	sfr__ticket_take_block_locked(t);
+	sfr__ticket_count_block_locked(t);
 	job->block = leased;
+	/* deferred bytes for which no thread waits; with `sums`, all deferred bytes */
 	job->summed = copy->open && (t->engine->nr_awaiting == 0 || t->staging.sums);
 }
 
+/* Copies the bytes [off, off + len) of a block, with all headers, data and padding in that range.
+ * Returns the first torn source, or -1. */
 static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			  bool hurried)
 {
@@ -185,18 +190,19 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 
 	(void)hurried; /* whether the CRC is computed here is decided for a whole block */
 	sfr__seg_iter_init(&it, &t->plan.img, extent_copy->extent, blk);
-	from = it.off += off;
+	it.off += off;
+	from = it.off;
 	it.end = from + len;
 	while (sfr__seg_next(&it, &seg)) {
 		char *dst = job->staged.mem + seg.pos;
 
 		if (seg.kind != SFR__SEG_DATA) {
-			sfr__stage_rest(t, &seg, dst);
+			sfr__stage_non_data(t, &seg, dst);
 			continue;
 		}
-		sfr__prefetch_entry(t, seg.entry + 2);
+		sfr__prefetch_entry(t, seg.entry + 2); /* the next one was prefetched before */
 		found = copy_data(t, &seg, dst,
-				  is_own(&t->plan.img.entries[seg.entry], from, it.end),
+				  contains_entry(&t->plan.img.entries[seg.entry], from, it.end),
 				  job->summed);
 		if (torn < 0)
 			torn = found;
@@ -227,8 +233,8 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 			       job->summed);
 }
 
-/* Called at the end of the deferred extent: its sources are free. */
-static void over(struct sfr__host_copy *copy)
+/* Called when the deferred copy is over: no thread of the host reads its sources any more. */
+static void copy_over(struct sfr__host_copy *copy)
 {
 	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
 	struct sfr_engine *engine = t->engine;
@@ -241,7 +247,7 @@ static void over(struct sfr__host_copy *copy)
 }
 
 static const struct sfr__host_ops ops = {
-	.block = block,
+	.block = block_state,
 	.block_len = block_len,
 	.may_lease_locked = may_lease_locked,
 	.leased_locked = leased_locked,
@@ -249,10 +255,10 @@ static const struct sfr__host_ops ops = {
 	.is_failing_locked = is_failing_locked,
 	.fail_locked = fail_locked,
 	.filled_locked = filled_locked,
-	.over = over,
+	.over = copy_over,
 };
 
-/* Sets up the copy of an extent's blocks; NULL: of no blocks. */
+/* Sets up the copy of an extent's blocks, or of no blocks if the extent is NULL. */
 static void copy_init(struct sfr__extent_copy *extent_copy, struct sfr_ticket *t,
 		      const struct sfr__extent *extent)
 {

@@ -10,9 +10,9 @@
  *                          ^ pieces of the caller        ^ next_blk waits here
  *
  * Blocks are leased in the order of the file. So the blocks that a save has are adjacent, and the
- * first of them can always be filled and taken. A pool of one block is enough, if the caller gives
- * back what it has before it waits for more. Without that rule two lanes could fill the pool with
- * later blocks, while an earlier one has no memory.
+ * first of them can always be filled and taken. If blocks were leased in any order, two lanes could
+ * fill the pool with later blocks while an earlier one has no memory. A pool of one block is
+ * enough, if the caller gives back what it has before it waits for more.
  *
  * A block in the stream still counts as a job of the save, so the save does not end while the
  * caller has it. It succeeds only after the caller has taken and given back the end, which is an
@@ -28,7 +28,7 @@ static bool is_stream(const struct sfr_ticket *t)
 	return (t->flags & SFR_SAVE_STREAM) != 0;
 }
 
-/* Takes the edge page that the stream has reached. */
+/* Takes the edge page at `sent`, the offset that the stream has reached. */
 static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;

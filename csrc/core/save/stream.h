@@ -6,8 +6,9 @@
 #include "sfr/stream.h"
 #include "save/jobs.h"
 
-/* Returns whether the image's blocks are numbered in the order of the file. */
-bool sfr__stream_can(const struct sfr__image *img);
+/* Returns whether a save of the image can be a stream: whether its blocks are numbered in the order
+ * of the file. */
+bool sfr__stream_is_possible(const struct sfr__image *img);
 /* Waits until a block may be leased: a stream leases its blocks in the order of the file. 0 or
  * SFR_EAGAIN. */
 int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,

@@ -2,7 +2,7 @@
  * puts final bytes into it. */
 #include "save/stream.h"
 
-bool sfr__stream_can(const struct sfr__image *img)
+bool sfr__stream_is_possible(const struct sfr__image *img)
 {
 	for (uint32_t i = 1; i < img->nr_extents; i++)
 		if (img->extents[i].off < img->extents[i - 1].off)

@@ -38,7 +38,7 @@
 #include "save/jobs.h"
 #include "trace/trace.h"
 
-/* How often each arrow was taken, so that a test can check all of them. */
+/* How often saves went from one state to another. A test checks that every arrow above occurs. */
 static atomic_uint arrows[SFR_NR_STATES][SFR_NR_STATES];
 
 unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to)
@@ -55,16 +55,16 @@ void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state)
 	pthread_cond_broadcast(&t->engine->cv_state);
 }
 
-static bool ended(const struct sfr_ticket *t)
+static bool has_ended(const struct sfr_ticket *t)
 {
 	return t->state >= SFR_DURABLE;
 }
 
 /* ---- life ---- */
 
-/* Frees memory that only the work needs; the image's figures stay. No thread works on it any
- * more. */
-static void free_tools(struct sfr_ticket *t)
+/* Frees memory that only the work on the save needs; the image's sizes stay, for the report. No
+ * thread works on the save any more. */
+static void free_work_memory(struct sfr_ticket *t)
 {
 	if (t->plan.edges) /* cannot fail for our own mapping */
 		(void)sfr_sys.munmap(t->plan.edges, (size_t)t->plan.img.nr_edges * SFR_PAGE);
@@ -83,7 +83,7 @@ void sfr__ticket_free(struct sfr_ticket *t)
 
 	sfr__file_fini(&t->file);
 	sfr_sys.free(t->staging.devices); /* each has released everything when it was over */
-	free_tools(t);
+	free_work_memory(t);
 	sfr_sys.free(t->log.key);
 	sfr_sys.free(t);
 	sfr_engine_put(engine);
@@ -142,7 +142,8 @@ void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block)
 	sfr__pool_put(t->engine->pool, block);
 }
 
-/* The rest of the save may wait in the log for work that itself waits for memory. */
+/* Tells the pool that the save needs no more blocks. It says so before it waits in the log, where
+ * an entry before it may be waiting for memory that the pool keeps for saves. */
 static void leave_pool_locked(struct sfr_ticket *t)
 {
 	if (t->sharing.needs_blocks)
@@ -214,7 +215,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	enum sfr_state state = SFR_DURABLE;
 	bool ok;
 
-	free_tools(t);
+	free_work_memory(t);
 	sfr__lock(&engine->mu);
 	if (err && err->code && t->err.code == 0)
 		t->err = *err;
@@ -224,8 +225,8 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	t->report.ended_ns = sfr__now_ns();
 	leave_pool_locked(t);
 	sfr__engine_leave_locked(engine, &t->flight);
-	/* Before the log reports the end, so that a waiter for the log finds the save ended without
-	 * a lock. */
+	/* The state is set before the log reports the end, so that a thread that has waited for the
+	 * log sees without a lock that the save has ended. */
 	if (!ok)
 		state = t->err.code == SFR_ECANCELLED ? SFR_CANCELLED : SFR_FAILED;
 	sfr__ticket_set_state_locked(t, state);
@@ -234,14 +235,14 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__trace_save(t->number, t->report.created_ns, t->report.ended_ns, t->plan.img.len,
 			t->state, strrchr(t->log.key, '/') + 1);
 	sfr__unlock(&engine->mu);
-	sfr__notice_post(&t->notice_ended); /* passes the engine's reference on */
+	sfr__notice_post(&t->notice_ended); /* which gets the engine's reference */
 }
 
 /* ---- waiting, verdict, cancel, report ---- */
 
-bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
+bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for what)
 {
-	if (ended(t))
+	if (has_ended(t))
 		return true;
 	switch (what) {
 	case SFR_WAIT_COPIED:
@@ -257,9 +258,9 @@ bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 	return false;
 }
 
-bool sfr__ticket_is_open_locked(const struct sfr_ticket *t)
+bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t)
 {
-	return sfr__ticket_reached(t, SFR_WAIT_COPIED) || sfr__ticket_failing_locked(t) ||
+	return sfr__ticket_reached_locked(t, SFR_WAIT_COPIED) || sfr__ticket_failing_locked(t) ||
 	       (t->facts.launched && !t->sharing.lane_owns && t->sharing.cuda_unsubmitted == 0);
 }
 
@@ -271,7 +272,7 @@ int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
-	if (t->facts.confirmed || !sfr__ticket_is_open_locked(t) || t->state != SFR_STAGING) {
+	if (t->facts.confirmed || !sfr__ticket_gate_is_open_locked(t) || t->state != SFR_STAGING) {
 		rc = SFR_ESTATE;
 	} else {
 		t->facts.confirmed = true;

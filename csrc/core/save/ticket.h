@@ -21,17 +21,19 @@ struct sfr__save_plan {
 	 * if several do, the engine's mutex guards them */
 	struct sfr__image img;
 	bool in_place; /* a file of parts: nothing is staged, writers read the sources */
-	/* memory of the image's edge pages: writers put them together, the tail writes them */
+	/* the image's edge pages, which several blocks share: writers fill them in, and the tail
+	 * job writes them */
 	char *edges;
 	uint32_t nr_blocks;
-	uint32_t nr_whole;     /* blocks that need a whole block of memory */
-	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, PLACE, CLEAN */
-	void (*run_job)(struct sfr__task *task);
+	uint32_t nr_whole;                       /* blocks that need a whole block of memory */
+	struct sfr__job *jobs;                   /* nr_blocks, then OPEN, TAIL, PLACE, CLEAN */
+	void (*run_job)(struct sfr__task *task); /* runs one of the jobs, on a writer */
 };
 
 /* The events so far, in any order. sfr__ticket_step_locked derives the state from it. */
 struct sfr__save_facts {
-	bool opened, launched, abandoned, confirmed, tail_queued, synced;
+	bool opened, launched, abandoned, tail_queued, synced;
+	bool confirmed;     /* the caller has given its verdict (sfr_save_confirm), or need not */
 	atomic_bool copied; /* also read without the lock */
 	uint32_t blocks_written;
 	_Atomic uint64_t written_nbytes; /* also read without the lock */
@@ -52,11 +54,12 @@ struct sfr__save_staging {
 	uint32_t nr_devices;
 	bool capture_done;           /* used only by the capturing thread */
 	struct sfr__samples samples; /* of host memory */
-	/* SFR_SAVE_CHECK_BYTES: CRC of each deferred entry at the call, then of its copy */
+	/* SFR_SAVE_CHECK_BYTES: sums[i] is the CRC of deferred entry i at the call, and
+	 * sums[nr_entries + i] that of its copy */
 	uint32_t *sums;
 };
 
-/* The work that other threads have. Nothing of it is left when the save ends. */
+/* The work that other threads do for the save. None of it is left when the save ends. */
 struct sfr__save_sharing {
 	bool lane_owns;            /* deferred bytes of the host are being handed out or copied */
 	uint32_t cuda_out;         /* device states that are not over */
@@ -65,9 +68,10 @@ struct sfr__save_sharing {
 	struct sfr__job *parked;   /* blocks that wait for the CRC of an entry's earlier bytes */
 	bool needs_blocks;         /* the pool counts this save among those that need blocks */
 	uint32_t blocks_back;      /* blocks given back to the pool, written or not */
-	uint32_t next_extent, next_blk; /* a save of parts: the next block to queue */
-	uint64_t pushed_nbytes;         /* and the bytes of those that were queued */
-	uint32_t blocks_leased;         /* from the pool, so far */
+	/* a save of parts: the next block to queue, and the sum of the lengths of those queued */
+	uint32_t next_extent, next_blk;
+	uint64_t pushed_nbytes;
+	uint32_t blocks_leased; /* from the pool, so far */
 };
 
 /* A save with SFR_SAVE_STREAM, see stream.c. */
@@ -106,12 +110,12 @@ struct sfr_ticket {
 /* ---- ticket.c ---- */
 /* Frees a ticket without references, including a half-made one. */
 void sfr__ticket_free(struct sfr_ticket *t);
-/* Returns how often the process took an arrow between states; for tests. */
+/* Returns how often saves of this process went from one state to the other; for tests. */
 unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to);
 /* Sets the state; every change of state goes through here. */
 void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state);
-/* Whether a save has reached a point, or will not get any further. Needs the lock. */
-bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
+/* Whether a save has reached a point, or has ended. */
+bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for what);
 /* Records an error (the first is kept) and lets the save end. */
 void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err);
 void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err);
@@ -119,14 +123,17 @@ void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err);
 bool sfr__ticket_failing(struct sfr_ticket *t);
 /* Derives the state from the facts, and starts what follows from it. */
 void sfr__ticket_step_locked(struct sfr_ticket *t);
-/* READY -> COMMITTING. False if the save was cancelled before. */
+/* Changes the state from READY to COMMITTING. False if the save was cancelled before. */
 bool sfr__ticket_begin_commit(struct sfr_ticket *t);
-/* Takes the last arrow, after all I/O, and settles slot, log and notice. */
+/* Ends the save after all its I/O: sets the final state, gives the slot back, ends the entry in the
+ * log and posts the notice. `err` is the error of the commit, or NULL. The ticket may be freed. */
 void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
-/* Called when a lane has released the ticket. If no lane has it any more, its sources are free. */
+/* Called when a lane has ended its copies of the save. If no lane has any left, the sources are not
+ * read any more: records that and posts the notice. */
 void sfr__ticket_released_locked(struct sfr_ticket *t);
-/* Whether the host lets the next step begin: every copy has ended or is queued on a device. */
-bool sfr__ticket_is_open_locked(const struct sfr_ticket *t);
+/* Whether the gate lets the next step through: every copy has ended or is queued on a device, or
+ * the save is failing. */
+bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t);
 /* Gives back a leased block that is not used. */
 void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block);
 
@@ -147,8 +154,8 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
 	return t->fork_generation != sfr_fork_generation();
 }
 
-/* Counts a block that was leased for the save. */
-static inline void sfr__ticket_take_block_locked(struct sfr_ticket *t)
+/* Counts a block that was just leased for the save. */
+static inline void sfr__ticket_count_block_locked(struct sfr_ticket *t)
 {
 	uint64_t bytes = ++t->flight.blocks_held * t->plan.img.block_bytes;
 
@@ -162,7 +169,8 @@ static inline void sfr__ticket_take_block_locked(struct sfr_ticket *t)
 }
 
 /* ---- wait.c ---- */
-/* Waits, and helps to copy when waiting for copies. Deadline 0 does not wait. 0 or SFR_EAGAIN. */
+/* Waits until a point is reached; helps to copy if that point is SFR_WAIT_COPIED. With deadline 0
+ * it does not wait. 0 or SFR_EAGAIN. */
 int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t deadline_ns);
 
 #endif

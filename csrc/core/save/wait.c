@@ -4,7 +4,7 @@
 
 static bool is_copied(const void *ticket)
 {
-	return sfr__ticket_reached(ticket, SFR_WAIT_COPIED);
+	return sfr__ticket_reached_locked(ticket, SFR_WAIT_COPIED);
 }
 
 int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
@@ -29,9 +29,9 @@ int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t dead
 	sfr__lock(&t->engine->mu);
 	if (what == SFR_WAIT_COPIED && deadline_ns != 0)
 		(void)sfr__host_wait_locked(&t->staging.deferred.copy, deadline_ns, is_copied, t);
-	while (!sfr__ticket_reached(t, what) && rc == 0)
+	while (!sfr__ticket_reached_locked(t, what) && rc == 0)
 		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline_ns);
-	rc = sfr__ticket_reached(t, what) ? 0 : SFR_EAGAIN;
+	rc = sfr__ticket_reached_locked(t, what) ? 0 : SFR_EAGAIN;
 	sfr__unlock(&t->engine->mu);
 	return rc;
 }

@@ -1,6 +1,6 @@
 /* Writer threads take jobs from the engine's queue in the order of arrival.
  *
- *   OPEN    make the temporary, probe, preallocate                 (once a save, first)
+ *   OPEN    make the temporary file, try O_DIRECT, preallocate     (once a save, first)
  *   BLOCK   CRC of its bytes if the lane has not made them,
  *           descriptors, one aligned pwrite                        (any order of completion)
  *   TAIL    central directory or edge pages, fdatasync             (when every block is written)
@@ -13,7 +13,7 @@
  *
  * A save with SFR_SAVE_STREAM has no file: blocks and tail go into its stream (stream.c).
  *
- * The temporary file is opened here and not in the call, because probing and preallocating do I/O.
+ * The temporary file is opened here and not in the call, because that and preallocating do I/O.
  * The call checks only what it can without writing (parent, directory, special file). */
 #include <errno.h>
 #include <string.h>
@@ -77,8 +77,8 @@ static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
 		crc = sfr_crc32(0, job->mem + seg.pos, seg.len);
-		/* In a file of parts a CRC may be anywhere after its source, and that block may be
-		 * parked. */
+		/* In a file of parts the CRC of a source may be in any later block. That block may
+		 * be parked, and sfr__add_crc resumes it. */
 		if (t->plan.in_place || entry->data_off < from ||
 		    entry->data_off + entry->nbytes + entry->desc_len > to) {
 			(void)sfr__add_crc(t, &seg, crc);
@@ -90,9 +90,9 @@ static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 	job->summed = true;
 }
 
-/* Whether all CRCs in a block of torch's format are known. Only the first entry can have bytes in
- * earlier blocks. */
-static bool is_described_locked(const struct sfr_ticket *t, const struct sfr__job *job)
+/* Whether the CRCs of all descriptors in a block of torch's format are known. The block's own bytes
+ * are summed, so only the first entry, which may have begun in an earlier block, is in question. */
+static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__entry *entry;
 	struct sfr__seg_iter it;
@@ -106,8 +106,9 @@ static bool is_described_locked(const struct sfr_ticket *t, const struct sfr__jo
 	return entry->crc_len == entry->nbytes;
 }
 
-/* Whether all CRCs in the block are known; otherwise parks the block. */
-static bool is_known(struct sfr_ticket *t, struct sfr__job *job)
+/* Returns whether all CRCs that the block contains are known, and parks the block if not. A block
+ * of a failing save is never parked. */
+static bool park_unless_known(struct sfr_ticket *t, struct sfr__job *job)
 {
 	size_t len = sfr__image_block_len(&t->plan.img, job->extent, job->blk);
 	uint64_t off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
@@ -116,7 +117,7 @@ static bool is_known(struct sfr_ticket *t, struct sfr__job *job)
 	sfr__lock(&t->engine->mu);
 	known = sfr__ticket_failing_locked(t) ||
 		(t->plan.in_place ? sfr__image_fields_known(&t->plan.img, off, len) :
-				    is_described_locked(t, job));
+				    are_descriptors_known_locked(t, job));
 	if (!known) {
 		job->parked = t->sharing.parked;
 		t->sharing.parked = job;
@@ -125,6 +126,7 @@ static bool is_known(struct sfr_ticket *t, struct sfr__job *job)
 	return known;
 }
 
+/* Writes the CRCs that the block contains: in descriptors or, for a file of parts, in fields. */
 static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;
@@ -154,7 +156,7 @@ static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 		return true;
 	if (!job->summed)
 		sum_block(t, job);
-	return is_known(t, job);
+	return park_unless_known(t, job);
 }
 
 void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
@@ -178,8 +180,9 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 	}
 }
 
-/* Puts the block's bytes of an edge page, at `page` of the file, into the ticket's memory. Other
- * writers may add other bytes of that page at the same time. */
+/* Copies the block's bytes of one edge page (which other extents share) to `edge`, memory for that
+ * page; `page` is its offset in the file. Other writers may copy other bytes of the page at the
+ * same time. */
 static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t page, char *edge)
 {
 	uint64_t off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
@@ -194,7 +197,7 @@ static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t 
 			memcpy(edge + (off + seg.pos - page), job->mem + seg.pos, seg.len);
 }
 
-/* Puts all of the block's bytes that are in edge pages into them. */
+/* Copies all of the block's bytes that are in edge pages to the ticket's memory for these. */
 static void put_edges(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__image *img = &t->plan.img;
@@ -233,7 +236,7 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	bool written;
 
 	if (!prepare_block(t, job, err)) {
-		span.number = 0; /* gives no span: the bytes count when the block is resumed */
+		span.number = 0; /* records no span: the block gets one when it is resumed */
 		return false;
 	}
 	/* true also means that the save is not failing */
@@ -261,7 +264,8 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	return true;
 }
 
-/* Writes the pages that several extents share. 0, or -1 with the reason in err. */
+/* Writes the edge pages, which several extents share, and adds their bytes to *nbytes. 0, or -1
+ * with the reason in err. */
 static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *err)
 {
 	const struct sfr__image *img = &t->plan.img;
@@ -275,7 +279,8 @@ static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *e
 	return 0;
 }
 
-/* Makes the directory of torch's format in memory of the job. 0, or -1 with the reason in err. */
+/* Makes the archive's directory, in memory that the job owns; a file without one has no tail. 0, or
+ * -1 with the reason in err. */
 static int make_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	size_t len = t->plan.img.tail_len;
@@ -317,7 +322,7 @@ static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct 
 /* Writes the tail. False if it is in the stream. */
 static bool do_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
-	/* No block has waited for the file to be opened if the save has no blocks. */
+	/* Blocks wait until the file is open, but a save may have none. */
 	if (wait_opened(t)) {
 		SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
 		if (make_tail(t, job, err) == 0) {

@@ -13,13 +13,14 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job);
 /* ---- in_place.c ---- */
 /* Returns the block size of a save of parts: never more than the pool's. */
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine);
-/* begin queues the first blocks of a save of parts; next queues one more, when one is written. */
+/* begin queues the first blocks of a save of parts; next, when one is written, queues the next. A
+ * stream gets as many as its client sends at a time. */
 void sfr__in_place_begin_locked(struct sfr_ticket *t);
 void sfr__in_place_next_locked(struct sfr_ticket *t);
-/* Prepares such a block on a writer: the memory to write, and the CRCs of its bytes. 0, or -1 with
- * the reason in err. */
+/* Prepares a block of such a save, on a writer: sets the memory to write and, if the bytes had to
+ * be copied, adds their CRCs. 0, or -1 with the reason in err. */
 int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err);
-/* Gives that memory back, whether or not the block was written. */
+/* Frees memory that a job owns (own_len), whether or not it was written. */
 void sfr__in_place_release(struct sfr__job *job);
 
 /* ---- commit.c ---- */

@@ -2,12 +2,13 @@
  * queued in the call. stage/transfer.h explains the events.
  *
  * A save's deferred bytes are queued in small portions, but a snapshot's are not: all of its memory
- * is leased already, and its caller mostly waits for it at once. So each group of copies is one
- * batch, given to the driver in one call. The price is that copies of other streams wait for
- * it.
+ * is leased already, and its caller mostly waits for it at once. So the captured sources are one
+ * batch, and the deferred ones another, each given to the driver in one call. The price is that
+ * copies of other streams wait for the whole batch.
  *
- * For groups of an Offloader (SFR_SNAPSHOT_LEAVES) everything is captured and there is no C.
- * Before the sources are written to again, their writer has to wait for S. */
+ * For tensors of an Offloader (SFR_SNAPSHOT_LEAVES) everything is captured, but the caller's stream
+ * does not wait for the copies (there is no event C). A stream that writes to the sources again has
+ * to wait for S first. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -15,7 +16,7 @@
 #include "snapshot/snapshot.h"
 #include "stage/transfer.h"
 
-/* A snapshot's state on one device. */
+/* A snapshot's copies from one device. */
 struct sfr__snapshot_device {
 	struct sfr__transfer transfer;
 	struct sfr_snapshot *snapshot; /* constant, like the next */
@@ -31,8 +32,8 @@ static struct sfr__snapshot_device *device_of(struct sfr__transfer *tr)
 
 /* ---- start ------------------------------------------------------------------------- */
 
-/* Adds the device's captured or deferred sources. */
-static void add(struct sfr__snapshot_device *dev, bool captured)
+/* Adds the copies of the device's captured sources, or of its deferred ones. */
+static void add_sources(struct sfr__snapshot_device *dev, bool captured)
 {
 	const struct sfr_snapshot *s = dev->snapshot;
 
@@ -46,8 +47,9 @@ static void add(struct sfr__snapshot_device *dev, bool captured)
 	}
 }
 
-/* Queues everything that has to be copied from the device. */
-static void queue(struct sfr__snapshot_device *dev)
+/* Queues all copies from the device: captured sources, samples of deferred ones, deferred
+ * sources. */
+static void queue_copies(struct sfr__snapshot_device *dev)
 {
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr_snapshot *s = dev->snapshot;
@@ -57,15 +59,16 @@ static void queue(struct sfr__snapshot_device *dev)
 	if (sfr__transfer_pin(tr, s->engine->pool))
 		sfr__lot_pin(s);
 	tr->timed = s->leaves;
-	add(dev, true);
+	add_sources(dev, true);
 	sampled = sfr__snapshot_sampled(s, dev->device + 1, &nr);
 	sfr__transfer_sample(tr, sampled, nr, sfr__now_ns());
 	if (!s->leaves)
 		sfr__transfer_captured(tr);
-	add(dev, false);
+	add_sources(dev, false);
 }
 
-/* Starts the copies of one device. Returns 0, or a code if the call is refused. */
+/* Starts the copies of one device. Returns 0, or SFR_ECAPTURING or SFR_ECLOSED if the call is
+ * refused; any other failure is in *err. */
 static int start_device(struct sfr__snapshot_device *dev, struct sfr_err *err)
 {
 	struct sfr__transfer *tr = &dev->transfer;
@@ -76,7 +79,7 @@ static int start_device(struct sfr__snapshot_device *dev, struct sfr_err *err)
 	if (tr->lane) {
 		sfr__snapshot_copy_begins(s);
 		if (!tr->err.code)
-			queue(dev);
+			queue_copies(dev);
 		if (!tr->err.code)
 			sfr__transfer_staged(tr);
 		sfr__transfer_end(tr);
@@ -100,28 +103,28 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 {
 	struct sfr__snapshot_device *dev = device_of(tr);
 
-	(void)portion; /* there is only one */
+	(void)portion; /* the transfer has only one */
 	if (ok)
 		dev->torn = sfr__snapshot_compare(dev->snapshot, dev->device + 1, &tr->samples);
 	else
 		sfr__snapshot_lost(dev->snapshot);
 }
 
-static void over(struct sfr__transfer *tr)
+static void transfer_over(struct sfr__transfer *tr)
 {
 	struct sfr__snapshot_device *dev = device_of(tr);
 	struct sfr_snapshot *s = dev->snapshot;
 	struct sfr_err err = { .index = -1 };
 
 	if (tr->lost)
-		/* constant once the lane is dead */
+		/* `why` is read without a lock: it is constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	atomic_fetch_add_explicit(&s->copying_ns, tr->copying.ns, memory_order_relaxed);
 	/* the snapshot may be freed from here on */
 	sfr__snapshot_copy_ended(s, dev->torn, &err);
 }
 
-static const struct sfr__transfer_ops ops = { .portion_done = portion_done, .over = over };
+static const struct sfr__transfer_ops ops = { .portion_done = portion_done, .over = transfer_over };
 
 bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
 				uint32_t nr)

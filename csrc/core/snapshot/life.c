@@ -1,5 +1,5 @@
-/* A snapshot's states, its copying threads, its users, and the return of its memory. See
- * snapshot.c. */
+/* The life of a snapshot: changes of its state, the end of its copies, users that come and go, and
+ * the return of its memory. snapshot.c has the states. */
 #include "snapshot/snapshot.h"
 
 static atomic_uint arrows[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES];
@@ -16,14 +16,15 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 	pthread_cond_broadcast(&s->engine->cv_state);
 }
 
-/* Checks whether the memory goes back, and releases the engine's lock. */
+/* Returns the memory if it has no users and no copy into it is running. Called with the engine's
+ * lock, which it releases. */
 static void settle_and_unlock(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = NULL;
 	bool goes = false;
 
-	/* Before the memory is known to be free: a thread that waits for memory must see that this
-	 * memory will come back. The pool's lock comes after the engine's in the order of locks. */
+	/* Without a view the memory is no longer held, even while a copy still runs: a thread that
+	 * waits for memory must see that this will come back. */
 	if (s->nr_views == 0 && s->lot)
 		sfr__lot_hold_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
@@ -68,14 +69,14 @@ void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct
 	engine->nr_copying--;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
 	settle_and_unlock(s);
-	sfr__notice_post(&s->notice); /* passes on the reference of the copying threads */
+	sfr__notice_post(&s->notice); /* which gets the reference of the copying threads */
 }
 
 /* ---- users of the memory ---- */
 
 /* Counts a user of the memory in *count, which is nr_views or nr_holds. 0, SFR_EFORK, or SFR_ESTATE
  * if the memory has been given back. */
-static int use(struct sfr_snapshot *s, uint32_t *count)
+static int add_user(struct sfr_snapshot *s, uint32_t *count)
 {
 	int rc = 0;
 
@@ -91,7 +92,7 @@ static int use(struct sfr_snapshot *s, uint32_t *count)
 }
 
 /* Counts one user less. After the last one, the memory is given back. */
-static void unuse(struct sfr_snapshot *s, uint32_t *count)
+static void remove_user(struct sfr_snapshot *s, uint32_t *count)
 {
 	if (sfr__snapshot_is_foreign(s))
 		return;
@@ -102,12 +103,12 @@ static void unuse(struct sfr_snapshot *s, uint32_t *count)
 
 int sfr_snapshot_view(struct sfr_snapshot *s)
 {
-	return use(s, &s->nr_views);
+	return add_user(s, &s->nr_views);
 }
 
 void sfr_snapshot_unview(struct sfr_snapshot *s)
 {
-	unuse(s, &s->nr_views);
+	remove_user(s, &s->nr_views);
 }
 
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
@@ -122,12 +123,12 @@ void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
 
 int sfr_snapshot_hold(struct sfr_snapshot *s)
 {
-	return use(s, &s->nr_holds);
+	return add_user(s, &s->nr_holds);
 }
 
 void sfr_snapshot_unhold(struct sfr_snapshot *s)
 {
-	unuse(s, &s->nr_holds);
+	remove_user(s, &s->nr_holds);
 }
 
 int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off)

@@ -12,8 +12,8 @@
  * nothing is moved or searched. At worst one small snapshot keeps a lot alive, which is the block
  * that it would have had to itself.
  *
- * For the pool a lot is held while any of its users is. It is retired if a copy for any of them may
- * never end; then it gets no more users. */
+ * The pool counts a lot as held (only a caller can free it) while that is so for any of its users.
+ * A lot is retired if a copy for any of them may never end; then it gets no more users. */
 #include <errno.h>
 
 #include "snapshot/snapshot.h"
@@ -24,7 +24,7 @@ struct sfr__lot {
 	struct sfr__lease lease; /* constant, except for `retired` */
 	char *base;              /* only of a common lot; constant, like the next */
 	uint64_t len;            /* 0 if the lot belongs to one snapshot */
-	atomic_bool pinning;     /* a thread is pinning it or has pinned it; atomic */
+	atomic_bool pinning;     /* a thread is pinning it or has pinned it */
 
 	/* guarded by engine->mu */
 	uint64_t used;
@@ -33,7 +33,7 @@ struct sfr__lot {
 };
 
 /* Returns the sum of the lengths, or UINT64_MAX if it would overflow. */
-static uint64_t sum(const uint64_t *lens, uint32_t nr)
+static uint64_t sum_of(const uint64_t *lens, uint32_t nr)
 {
 	uint64_t total = 0;
 
@@ -55,7 +55,7 @@ static bool is_small(const struct sfr_snapshot *s, uint64_t total)
 /* ---- getting a lot ---- */
 
 /* Makes the snapshot a user of the lot. */
-static void use_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
+static void add_user_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 {
 	s->lot = lot;
 	lot->nr_users++;
@@ -73,18 +73,18 @@ static bool take_range_locked(struct sfr_snapshot *s, const uint64_t *lens, uint
 		s->copies[i] = lens[i] ? lot->base + lot->used : NULL;
 		lot->used += lens[i];
 	}
-	use_locked(s, lot);
+	add_user_locked(s, lot);
 	return true;
 }
 
 /* Makes a lot with memory and without users: one block that small snapshots share (`common`), or
- * memory for this snapshot's sources. */
-static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint32_t nr_own,
-		uint64_t slice_ns, struct sfr__lot **out)
+ * memory for this snapshot's sources. Waits and fails as sfr__pool_lease. */
+static int make_lot(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint32_t nr_own,
+		    uint64_t slice_ns, struct sfr__lot **out)
 {
 	struct sfr__pool *pool = s->engine->pool;
 	const uint64_t block_bytes = s->engine->opts.block_bytes;
-	/* true for every small snapshot: these have SFR_SNAPSHOT_LEAVES */
+	/* Blocks need all their memory to be pinned for a device. */
 	const bool whole = s->nr_devices || s->leaves;
 	struct sfr__lot *lot = sfr_sys.calloc(1, sizeof(*lot));
 	int rc;
@@ -118,7 +118,7 @@ static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint3
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = s->engine;
-	const uint64_t total = sum(lens, s->nr_sources);
+	const uint64_t total = sum_of(lens, s->nr_sources);
 	const bool small = is_small(s, total);
 	struct sfr__lot *lot;
 	bool found;
@@ -129,7 +129,7 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, 
 	sfr__unlock(&engine->mu);
 	if (found)
 		return 0;
-	rc = make(s, lens, small, nr_own, slice_ns, &lot);
+	rc = make_lot(s, lens, small, nr_own, slice_ns, &lot);
 	if (rc < 0)
 		return rc;
 	sfr__lock(&engine->mu);
@@ -137,7 +137,7 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, 
 		(void)take_range_locked(s, lens, total, lot); /* always has room */
 		engine->common_lot = lot;
 	} else {
-		use_locked(s, lot);
+		add_user_locked(s, lot);
 	}
 	sfr__unlock(&engine->mu);
 	return 0;
@@ -167,7 +167,8 @@ void sfr__lot_pin(const struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = s->lot;
 
-	/* A second caller does not wait, and copies memory that may not be pinned yet. */
+	/* A second caller does not wait for the first: it copies even if the memory is not pinned
+	 * yet. */
 	if (atomic_exchange_explicit(&lot->pinning, true, memory_order_acq_rel))
 		return;
 	if (!sfr__pool_pin_lease(s->engine->pool, &lot->lease))

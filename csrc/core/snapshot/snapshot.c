@@ -11,22 +11,20 @@
  *     COPYING  COPIED   sfr__snapshot_copy_ended, by the last thread or device that copies
  *
  * lot.c manages the memory: a snapshot has a lot of its own, or a small one has a range of a common
- * lot. Whether the memory goes back is checked after each of these events: the copy has ended, a
- * view is closed, a hold has ended, the last reference is dropped. It goes back when none of the
- * first three is left, or with the last reference.
+ * lot. The memory goes back to the pool when no copy is running and no view and no hold is left, or
+ * with the last reference. The end of the copy, of a view and of a hold each check that.
  *
  *   view   something can read the memory (an object that tensors refer to); while there is one,
  *          only the caller can make this memory free
  *   hold   a process or a future reads the memory, and will end by itself
  *
- * Deferred sources are watched like those of a save: some cache lines of each are kept in the call
- * and compared with the copy.
+ * Writes to deferred sources are detected as in a save: some cache lines of each are kept in the
+ * call and compared with the copy.
  *
  * The call itself, threads of the host (snapshot/host.c) and each device (snapshot/device.c) may
- * copy at the same time. `nr_copying` counts them, and the last one to end settles the snapshot.
- *
- * They share one reference to the snapshot. It passes to the notice of the end, so a thread of the
- * engine never drops the last reference.
+ * copy at the same time. `nr_copying` counts them, and the last one to end sets the state to
+ * COPIED. All of them share one reference to the snapshot. It passes to the notice of the end, so a
+ * thread of the engine never drops the last reference.
  *
  * Shared memory is the same memory with MADV_DOFORK while its lease lasts. A child has a
  * copy-on-write view of it, which later writes of the parent cannot reach. A fork waits until a
@@ -66,7 +64,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 		.snapshot = s,
 		.what = SFR_NOTICE_SNAPSHOT,
 	};
-	/* One more than needed, because an allocation of no bytes may be NULL. */
+	/* One more than needed, because an allocation of no bytes may return NULL. */
 	s->sources = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->sources));
 	s->copies = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->copies));
 	if (!s->sources || !s->copies)
@@ -78,7 +76,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 		if (sources[i].addr == 0 && sources[i].nbytes != 0 &&
 		    (sources[i].lane != SFR_CAPTURED || sources[i].device != 0))
 			goto fail;
-	rc = sfr__snapshot_runs_new(s);
+	rc = sfr__host_sets_new(s);
 	if (rc == 0)
 		rc = sfr__snapshot_devices_new(s);
 	if (rc < 0)
@@ -90,7 +88,7 @@ fail:
 	return rc;
 }
 
-/* Sets the range that contains all copies. */
+/* Sets base and len to the range that contains all copies. */
 static void set_range(struct sfr_snapshot *s)
 {
 	char *end = NULL;
@@ -175,7 +173,8 @@ static int take_samples(struct sfr_snapshot *s)
 	return rc;
 }
 
-/* Copies on the caller's thread alone: the engine is closing, or nothing is deferred. */
+/* Copies all sources in host memory on the caller's thread, unless rc is an error, and sets the
+ * state to COPIED. For when the engine is closing, or nothing is deferred. Returns rc. */
 static int copy_here(struct sfr_snapshot *s, int rc)
 {
 	if (rc == 0)
@@ -225,7 +224,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPYING);
 	}
 	sfr__unlock(&engine->mu);
-	if (!queued) /* the engine may have been closed meanwhile: no thread could do it later */
+	if (!queued) /* nothing to defer, or the engine was closed meanwhile and has no threads */
 		return copy_here(s, rc == 0 && s->nr_devices ? SFR_ECLOSED : rc);
 	/* Devices first: they copy while the host copies. */
 	rc = sfr__snapshot_devices_start(s, &err);
@@ -342,7 +341,7 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 		sfr__engine_snapshot_gone(engine);
 	}
 	sfr_sys.free(s->devices);
-	sfr__snapshot_runs_free(s);
+	sfr__host_sets_free(s);
 	sfr__samples_free(&s->samples);
 	sfr_sys.free(s->copies);
 	sfr_sys.free(s->sources);

@@ -19,14 +19,13 @@ enum sfr__snapshot_state {
 	SFR__NR_SNAPSHOT_STATES
 };
 
-/* Sources in host memory that are copied together. They are one block of stage/host.c, because the
- * memory is leased before. */
-struct sfr__snapshot_run {
+/* The captured or the deferred sources in host memory, which are copied together. They are one
+ * block of stage/host.c, because all memory is leased before. */
+struct sfr__host_set {
 	struct sfr__host_copy copy;
 	struct sfr__host_block block;
 	struct sfr_snapshot *snapshot; /* constant, like the next */
-	/* for each source, the bytes before it in the run; the last number is the length of the
-	 * run */
+	/* for each source of the snapshot, the bytes of the set before it; then the set's length */
 	uint64_t *starts;
 };
 
@@ -36,7 +35,7 @@ struct sfr_snapshot {
 	uint64_t fork_generation;
 	struct sfr_source *sources;
 	uint32_t nr_sources;
-	bool shared; /* other processes can map the memory */
+	bool shared; /* SFR_SNAPSHOT_SHARED: children forked later can read the memory */
 	bool leaves; /* SFR_SNAPSHOT_LEAVES: the tensors leave a device */
 	/* the destination of each source; constant from LEASED on, like the next two */
 	char **copies;
@@ -46,7 +45,7 @@ struct sfr_snapshot {
 	/* the rest is guarded by engine->mu */
 	_Atomic enum sfr__snapshot_state state; /* also read without the lock */
 	struct sfr__lot *lot;                   /* its memory; NULL if not leased, or gone back */
-	bool held;      /* only its callers can end the use of the lot; for lot.c */
+	bool held;      /* counted in the lot's nr_held: only a caller can end this use of it */
 	bool abandoned; /* no reader is left, so the rest is not copied */
 	uint32_t nr_views, nr_holds;
 	uint32_t nr_copying;         /* users that still copy: the call, host threads, devices */
@@ -59,7 +58,7 @@ struct sfr_snapshot {
 	struct sfr__snapshot_device *devices; /* one for each device; the array is constant */
 	uint32_t nr_devices;
 
-	struct sfr__snapshot_run captured, deferred; /* sources in host memory */
+	struct sfr__host_set captured, deferred; /* sources in host memory */
 
 	struct sfr__notice notice;
 };
@@ -70,8 +69,9 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 }
 
 /* ---- lot.c ---- */
-/* Gets memory for copies of `lens` bytes, multiples of SFR_APART with SFR_SNAPSHOT_LEAVES; fills
- * s->copies. The memory is held from then on. Waits and fails as sfr__pool_lease. */
+/* Gets memory for copies of lens[i] bytes each, multiples of SFR_APART with SFR_SNAPSHOT_LEAVES;
+ * fills s->copies. The memory is held from then on. Waits and fails as sfr__pool_lease, which
+ * explains nr_own. */
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
 /* Sets whether the memory is held: it becomes free only if a user releases the snapshot, not when
  * some copy or process ends. Idempotent. */
@@ -81,24 +81,24 @@ void sfr__lot_retire_locked(struct sfr_snapshot *s);
 /* Pins the memory as far as possible. Needs a context. The snapshot must keep its memory
  * meanwhile. */
 void sfr__lot_pin(const struct sfr_snapshot *s);
-/* Takes the memory from the snapshot. Returns the lot of a last user, which must be freed without
- * the lock, or NULL. */
+/* Ends the snapshot's use of its lot. Returns the lot if that was the last use, for sfr__lot_free
+ * without the lock; else NULL. */
 struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s);
 void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is allowed */
 
 /* ---- life.c ---- */
 void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
-/* Count a user that begins to copy, and one that has ended, with its result. The last one to end
- * settles the snapshot. */
+/* begins counts a thread or device that copies; ended records its result: a torn source or -1, and
+ * an error or NULL. The last one to end sets the state to COPIED. */
 void sfr__snapshot_copy_begins(struct sfr_snapshot *s);
 void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
 /* A copy into the memory may never end: retires the memory. */
 void sfr__snapshot_lost(struct sfr_snapshot *s);
 
 /* ---- snapshot/host.c ---- */
-/* Decides which sources in host memory are copied in the call, and which later. -ENOMEM. */
-int sfr__snapshot_runs_new(struct sfr_snapshot *s);
-void sfr__snapshot_runs_free(struct sfr_snapshot *s);
+/* Makes the sets of sources in host memory: copied in the call, and copied later. -ENOMEM. */
+int sfr__host_sets_new(struct sfr_snapshot *s);
+void sfr__host_sets_free(struct sfr_snapshot *s);
 /* Copies the captured sources; `all`: the deferred ones too. */
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all);
 /* Lets threads copy the deferred sources. Their copy must be counted in nr_copying before. */
@@ -107,10 +107,11 @@ void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 /* ---- snapshot/samples.c ---- */
 /* Counts the sources that are copied after the call, in one kind of memory (sfr_source.device). */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
-/* Returns these sources for sampling, from malloc, or NULL. */
+/* Returns an array of these sources, for sampling; *nr gets its length. The caller frees it; NULL:
+ * no memory. */
 struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
 					   uint32_t *nr);
-/* Returns the first of them whose copy differs from its samples, or -1. */
+/* Returns the index of the first of these sources whose copy differs from its samples, or -1. */
 int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, uint32_t device,
 			      const struct sfr__samples *samples);
 
@@ -128,7 +129,7 @@ int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err);
 /* Makes these streams wait for all copies of their devices. False if the host has to wait. */
 bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
 				uint32_t nr);
-/* Returns how often the process took an arrow between states; for tests. */
+/* Returns how often snapshots of this process went from one state to the other; for tests. */
 unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
 
 /* Whether the snapshot was made before a fork that created this process; then nothing may touch

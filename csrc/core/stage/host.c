@@ -1,17 +1,19 @@
 /* Hands out chunks of a copy to threads, and finds when the copy is over. host.h has the rules.
  *
- * A waiting thread should not depend on a niced thread that other processes keep from running, and
- * a thread cannot lower its niceness again without privileges. So chunks are small, and a waiter
- * waits at most for the chunk that the lane is copying. */
+ * A waiting thread should not depend on a thread of low priority, which other processes may keep
+ * from running, and a thread cannot raise its priority again without privileges. So chunks are
+ * small, and a waiter waits at most for the chunk that the lane is copying. */
 #include "stage/host.h"
 #include "trace/trace.h"
 
-#define FETCH_SLICE_NS (UINT64_C(50) * 1000 * 1000) /* the longest time until a cancel is seen */
+#define FETCH_SLICE_NS                                                                             \
+	(UINT64_C(50) * 1000 * 1000) /* of a wait for a block, until a cancel is seen */
 
 /* Constant except in tests. */
 static struct {
-	size_t chunk;
-	uint64_t help_from; /* bytes; a smaller copy would end before a helper has woken up */
+	size_t chunk; /* bytes */
+	/* bytes; copiers do not help with a smaller copy, which would end before they wake up */
+	uint64_t help_from;
 } tuned = { 1 << 20, 4 << 20 };
 
 void sfr__host_tune(size_t chunk, uint64_t help_from)
@@ -45,8 +47,8 @@ static struct sfr__host_block *next_block(struct sfr__host_copy *copy)
 	return copy->ops->block(copy, copy->blk);
 }
 
-/* Leases memory for the next block. SFR_EAGAIN if there was none within the slice. *waited receives
- * the time that took. */
+/* Leases memory for the next block. SFR_EAGAIN if there was none within the slice. *waited gets the
+ * time spent waiting, in ns. */
 static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
 		 struct sfr__block **block, uint64_t *waited)
 {
@@ -84,12 +86,12 @@ static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 		copy->ops->leased_locked(copy, blk, block);
 		*next = (struct sfr__host_block){ .mem = block->mem, .left = need };
 	}
-	/* The memory is there, or another thread has to get it. */
+	/* Threads can copy to the memory now or, if there is none, try to get it themselves. */
 	sfr__shared_wake_locked(copy->engine);
 	return rc;
 }
 
-/* Copies the next chunk of a block that has memory. Releases the mutex meanwhile. */
+/* Copies the next chunk of the current block, which has memory. Releases the mutex meanwhile. */
 static void copy_next_locked(struct sfr__host_copy *copy)
 {
 	const uint32_t blk = copy->blk;
@@ -120,8 +122,10 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 		pthread_cond_broadcast(&copy->engine->cv_state);
 }
 
-/* Whether nothing will be handed out any more and no thread copies: the sources are free. */
-static bool is_over_locked(struct sfr__host_copy *copy)
+/* Returns whether the copy is over: it hands out no more chunks, and no thread is copying one, so
+ * nobody reads the sources. Takes the copy off the list when it hands out no more, and passes on
+ * the block that a failed copy has left unfinished. */
+static bool end_if_over_locked(struct sfr__host_copy *copy)
 {
 	if (has_chunks_locked(copy))
 		return false;
@@ -138,8 +142,9 @@ static bool is_over_locked(struct sfr__host_copy *copy)
 	return true;
 }
 
-/* Makes memory for a later block while another thread gets that of the next one: in a new pool this
- * takes longer than the copy. The copy may be over afterwards. */
+/* Makes memory for a later block, while another thread gets the next block's: in a new pool that
+ * takes longer than the copying. Releases the mutex meanwhile, so the copy may be over
+ * afterwards. */
 static bool make_memory_locked(struct sfr_engine *engine)
 {
 	bool made;
@@ -152,8 +157,8 @@ static bool make_memory_locked(struct sfr_engine *engine)
 
 /* ---- deferred ---------------------------------------------------------------------------- */
 
-/* Does one step of a copy: copies a chunk, gets memory for a block, or ends the copy. False if
- * there is nothing to do. */
+/* Does one step of a copy: copies a chunk, gets memory for a block (which may wait only with
+ * `may_wait`), or ends the copy. False if there is nothing to do. */
 static bool step_locked(struct sfr__shared *work, bool may_wait)
 {
 	struct sfr__host_copy *copy = sfr__container(work, struct sfr__host_copy, shared);
@@ -171,7 +176,7 @@ static bool step_locked(struct sfr__shared *work, bool may_wait)
 		if (rc < 0 && rc != SFR_EAGAIN)
 			copy->ops->fail_locked(copy, rc, -1);
 	}
-	if (copy->open && is_over_locked(copy)) {
+	if (copy->open && end_if_over_locked(copy)) {
 		struct sfr_engine *engine = copy->engine;
 
 		copy->open = false;
@@ -183,8 +188,8 @@ static bool step_locked(struct sfr__shared *work, bool may_wait)
 	return did;
 }
 
-/* Returns whether waking other threads pays for the rest, and starts copiers then. */
-static bool is_large_locked(struct sfr__host_copy *copy)
+/* Starts the copiers if so much is left to copy that waking them pays. Returns whether it does. */
+static bool start_copiers_locked(struct sfr__host_copy *copy)
 {
 	uint64_t left = copy->blk < copy->nr_blocks ? copy->ops->block_len(copy, copy->blk) : 0;
 
@@ -199,7 +204,7 @@ void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
 	copy->open = true;
 	copy->shared.step_locked = step_locked;
 	copy->shared.rank = has_memory ? SFR__AT_ONCE : SFR__IN_TURN;
-	(void)is_large_locked(copy); /* starts copiers, for threads that wait later */
+	(void)start_copiers_locked(copy); /* they help threads that wait later */
 	sfr__shared_push_locked(copy->engine, &copy->shared);
 }
 
@@ -211,9 +216,11 @@ static bool help_locked(struct sfr__host_copy *copy)
 
 	if (!copy->open || copy->blk == copy->nr_blocks)
 		return false;
-	if (has_chunks_locked(copy) && !next_block(copy)->mem)
-		for (work = copy->engine->shared; work && work->rank != SFR__IN_TURN;)
+	if (has_chunks_locked(copy) && !next_block(copy)->mem) {
+		work = copy->engine->shared;
+		while (work && work->rank != SFR__IN_TURN)
 			work = work->next;
+	}
 	return work && work->step_locked(work, true);
 }
 
@@ -236,8 +243,8 @@ int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 
 /* ---- in the call ------------------------------------------------------------------------- */
 
-/* Takes the copy off the list, and waits until no other thread copies a chunk: the caller may
- * change the sources when it returns. */
+/* Takes the copy off the list, and waits until no other thread copies a chunk. Then the caller may
+ * return, and its caller may change the sources. */
 static void drain_locked(struct sfr__host_copy *copy)
 {
 	sfr__shared_remove_locked(copy->engine, &copy->shared);
@@ -252,7 +259,7 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 	int rc = 0;
 
 	sfr__lock(&copy->engine->mu);
-	if (is_large_locked(copy)) {
+	if (start_copiers_locked(copy)) {
 		copy->shared.step_locked = step_locked;
 		copy->shared.rank = SFR__IN_CALL;
 		sfr__shared_push_locked(copy->engine, &copy->shared);
@@ -265,7 +272,7 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 	drain_locked(copy);
 	if (rc < 0 && rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		copy->ops->fail_locked(copy, rc, -1);
-	(void)is_over_locked(copy); /* returns a block that a cancel has left unfinished */
+	(void)end_if_over_locked(copy); /* passes on a block that a cancel has left unfinished */
 	sfr__unlock(&copy->engine->mu);
 	return rc;
 }

@@ -44,22 +44,25 @@ struct sfr__host_copy;
 
 /* Functions of the owner of a copy. Those named _locked are called with engine->mu. */
 struct sfr__host_ops {
+	/* Returns the state of a block, which the owner of the copy stores. */
 	struct sfr__host_block *(*block)(struct sfr__host_copy *copy, uint32_t blk);
+	/* Returns how many bytes a block has. */
 	size_t (*block_len)(struct sfr__host_copy *copy, uint32_t blk);
 	/* Whether memory may be leased for a block now. NULL: always. */
 	bool (*may_lease_locked)(struct sfr__host_copy *copy, uint32_t blk);
 	/* A block of the pool was leased for a block of the copy. NULL if all memory is leased
 	 * before. */
 	void (*leased_locked)(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *block);
-	/* Copies [off, off + len) of a block; `hurried`: a thread waits, or this is in the call.
-	 * Returns the index of a torn source, or -1. */
+	/* Copies the bytes [off, off + len) of a block. `hurried`: a thread waits, or this is in
+	 * the call. Returns the index of a torn source, or -1. Called without the mutex. */
 	int64_t (*copy)(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			bool hurried);
 	/* Whether the rest is not needed. */
 	bool (*is_failing_locked)(struct sfr__host_copy *copy);
 	/* A source was torn (SFR_ETORN), or there is no memory (source is -1). */
 	void (*fail_locked)(struct sfr__host_copy *copy, int code, int64_t source);
-	/* A block is copied completely; or, if the copy fails, as far as it will be. */
+	/* A block is copied completely or, if the copy has failed, as far as it ever will be: the
+	 * owner passes its memory on. */
 	void (*filled_locked)(struct sfr__host_copy *copy, uint32_t blk);
 	/* A deferred copy is over. The owner may be freed when this returns. */
 	void (*over)(struct sfr__host_copy *copy);

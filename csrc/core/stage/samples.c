@@ -4,12 +4,14 @@
 
 #include "stage/samples.h"
 
-enum { PREFETCH_AHEAD = 64 /* each line is a cache miss; prefetching makes them overlap */ };
+/* Each line is a cache miss. Prefetching this many lines ahead makes the misses overlap. */
+enum { PREFETCH_AHEAD = 64 };
 
 /* ---- in host memory ---- */
 
-/* The i-th of n sampled lines of a source with nr_lines lines: the first, the last, and one at a
- * random offset in each stratum between them, so that no stride of writes is missed every time. */
+/* Returns the number of the i-th of n sampled lines, in a source of nr_lines lines. Sampled are the
+ * first, the last and, if n is odd, the middle one. The others are random, one in each n-th of the
+ * source, so that no stride of writes is missed every time. */
 static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
 {
 	uint64_t from, to;
@@ -51,7 +53,7 @@ static uint64_t bytes_of(const struct sfr__sampled *sources, uint32_t nr)
 }
 
 /* Returns the most samples that all sources together can have. */
-static uint64_t most_of(const struct sfr__sampled *sources, uint32_t nr, uint64_t total)
+static uint64_t most_samples_of(const struct sfr__sampled *sources, uint32_t nr, uint64_t total)
 {
 	uint64_t all = 0;
 
@@ -85,9 +87,10 @@ uint32_t sfr__samples_choose(struct sfr__sample *items, const struct sfr__sample
 	return nr;
 }
 
-/* Returns the address of a sample's line. The source is `*source` or a later one of the list, and
- * is kept for the next call. */
-static const char *line_at(const struct sfr__sample *sample, const struct sfr__sampled **source)
+/* Returns the address of a sample's line. Samples are looked up in ascending order: *source is
+ * where the search in the list of sources begins, and is set to the sample's source. */
+static const char *line_address(const struct sfr__sample *sample,
+				const struct sfr__sampled **source)
 {
 	while ((*source)->entry != sample->entry)
 		++*source;
@@ -102,8 +105,8 @@ int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *s
 	const uint64_t total = bytes_of(sources, nr);
 
 	samples->nr = 0;
-	samples->items =
-		sfr_sys.malloc((size_t)most_of(sources, nr, total) * sizeof(*samples->items));
+	samples->items = sfr_sys.malloc((size_t)most_samples_of(sources, nr, total) *
+					sizeof(*samples->items));
 	if (!samples->items)
 		return -ENOMEM;
 	for (uint32_t i = 0; i < nr; i++) {
@@ -116,8 +119,8 @@ int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *s
 		struct sfr__sample *item = &samples->items[k];
 
 		if (k + PREFETCH_AHEAD < samples->nr)
-			__builtin_prefetch(line_at(item + PREFETCH_AHEAD, &ahead));
-		memcpy(item->bytes, line_at(item, &source), item->len);
+			__builtin_prefetch(line_address(item + PREFETCH_AHEAD, &ahead));
+		memcpy(item->bytes, line_address(item, &source), item->len);
 	}
 	return 0;
 }
@@ -149,7 +152,8 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 
 /* ---- on a device ---- */
 
-#define MOST_PITCH ((uint64_t)1 << 30) /* devices allow twice as much */
+/* the largest distance between two rows, in bytes; devices allow twice as much */
+#define MOST_PITCH ((uint64_t)1 << 30)
 
 uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each)
 {
@@ -158,8 +162,9 @@ uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each)
 	return each > least ? each : least;
 }
 
-/* Returns the number of rows: odd, so that one is in the middle; reduced at random, so that their
- * distance changes and no stride of writes is missed every time. */
+/* Returns the number of rows of a source whose share is `each`. It is odd, so that one row is in
+ * the middle, and reduced at random, so that the rows' distance changes and no stride of writes is
+ * missed every time. A source above MOST_PITCH gets as many as that distance needs. */
 static uint64_t rows_of(uint64_t nbytes, uint64_t each, uint64_t *random)
 {
 	uint64_t most = nbytes / SFR__SAMPLE_LEN, n = each < most ? each : most;

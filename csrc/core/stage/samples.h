@@ -63,7 +63,8 @@ uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total
  * number of items. */
 uint32_t sfr__samples_choose(struct sfr__sample *items, const struct sfr__sampled *source,
 			     uint64_t most, uint64_t *random);
-/* The same for rows; *pitch receives the distance between rows. At most sfr__samples_rows_most. */
+/* The same for rows; *pitch gets the distance between rows, in bytes. There are at most as many as
+ * sfr__samples_rows_most returns; `each` is the source's share of all rows. */
 uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled *source,
 			   uint64_t each, uint64_t *random, uint64_t *pitch);
 uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each);

@@ -8,7 +8,7 @@
 
 /* ---- users --------------------------------------------------------------------------- */
 
-/* Gives S back, unless a thread is about to use it. */
+/* Gives the event S back to the lane, unless a thread is about to use it. */
 static void drop_staged_locked(struct sfr__transfer *tr)
 {
 	if (tr->nr_waits != 0)
@@ -17,8 +17,9 @@ static void drop_staged_locked(struct sfr__transfer *tr)
 	tr->staged = NULL;
 }
 
-/* Counts one user less. The last one settles the transfer: then nobody can become a user. */
-static void put(struct sfr__transfer *tr)
+/* Counts one user less. The last one, after which nobody can become a user, ends the transfer:
+ * gives back what it has from the lane, and calls `over`. */
+static void drop_user(struct sfr__transfer *tr)
 {
 	void (*over)(struct sfr__transfer *tr) = tr->ops->over;
 	struct sfr__cuda_lane *lane = tr->lane;
@@ -34,17 +35,18 @@ static void put(struct sfr__transfer *tr)
 	if (!last)
 		return;
 	sfr__cuda_store_put(lane, &tr->store);
-	/* ready: the copies have ended */
+	/* the time can be read, because the copies have ended */
 	(void)sfr__cuda_timer_read(lane, &tr->copying);
 	sfr__lock(&lane->mu);
 	drop_staged_locked(tr);
-	tr->nr_users = 0; /* without `over` it may be freed from here on */
+	tr->nr_users = 0; /* a client without `over` may free the transfer from here on */
 	pthread_cond_broadcast(&lane->cv_wait);
 	sfr__unlock(&lane->mu);
 	if (over)
 		over(tr);
 }
 
+/* On the lane's thread: the copies of a portion have completed or, if !ok, the device has died. */
 static void portion_done(struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__transfer *tr = portion->of;
@@ -53,7 +55,7 @@ static void portion_done(struct sfr__cuda_portion *portion, bool ok)
 		tr->lost = true;
 	if (tr->ops->portion_done)
 		tr->ops->portion_done(tr, portion, ok);
-	put(tr);
+	drop_user(tr);
 }
 
 int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns)
@@ -76,7 +78,7 @@ bool sfr__transfer_died(struct sfr__transfer *tr)
 	bool dead = sfr__cuda_is_dead(tr->lane);
 
 	if (dead)
-		/* constant once the lane is dead */
+		/* `why` is read without a lock: it is constant once the lane is dead */
 		sfr__err_set(&tr->err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	return dead;
 }
@@ -97,9 +99,9 @@ void sfr__transfer_leave(struct sfr__transfer *tr)
 	sfr__cuda_leave(&tr->scope);
 }
 
-/* Makes `stream` wait for what is on `after`. The wait concerns the event as recorded here, so the
- * event can be reused. */
-static void order(struct sfr__transfer *tr, CUstream stream, CUevent after)
+/* Makes `stream` wait for the event `after`, and gives the event back. It can be reused at once,
+ * because the wait is for the work that was recorded last. NULL: it could not be recorded. */
+static void make_stream_wait(struct sfr__transfer *tr, CUstream stream, CUevent after)
 {
 	CUresult rc;
 
@@ -146,7 +148,7 @@ int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes,
 	}
 	if (!sfr__cuda_refuses(lane, &tr->err)) {
 		sfr__cuda_turn_begin(lane);
-		order(tr, lane->stream, sfr__cuda_record(lane, stream, &tr->err));
+		make_stream_wait(tr, lane->stream, sfr__cuda_record(lane, stream, &tr->err));
 		sfr__cuda_turn_end(lane);
 	}
 	return 0;
@@ -163,8 +165,8 @@ struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr)
 	return tr->portion;
 }
 
-/* In a turn: queues the copies that were added. */
-static void queue(struct sfr__transfer *tr)
+/* Queues the copies that were added. Called within a turn of the lane (sfr__cuda_turn_begin). */
+static void queue_added(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 
@@ -182,7 +184,7 @@ static void queue(struct sfr__transfer *tr)
 	tr->pinned.nr = tr->others.nr = 0;
 }
 
-/* In a turn: puts the portion in flight, after what is queued. */
+/* Puts the portion in flight, after what is queued. Called within a turn of the lane. */
 static void launch_portion(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
@@ -206,7 +208,7 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 	if (!portion)
 		return;
 	sfr__cuda_turn_begin(tr->lane);
-	queue(tr);
+	queue_added(tr);
 	unused = !tr->touched && (!portion->memory || sfr__transfer_died(tr));
 	if (!unused)
 		launch_portion(tr);
@@ -221,8 +223,8 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 	tr->bytes = 0;
 }
 
-/* Sends what was added so far, and waits until few portions are in flight. Without memory for
- * another portion, this one becomes larger. */
+/* Sends what was added so far, and waits until few portions are in flight. If there is no memory
+ * for another portion, it sends nothing, and the portion becomes larger. */
 static void send_some(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_portion *next = sfr__cuda_portion_get(tr->lane);
@@ -230,7 +232,7 @@ static void send_some(struct sfr__transfer *tr)
 	if (!next)
 		return;
 	sfr__cuda_turn_begin(tr->lane);
-	queue(tr);
+	queue_added(tr);
 	launch_portion(tr);
 	sfr__cuda_turn_end(tr->lane);
 	tr->portion = next;
@@ -342,10 +344,10 @@ void sfr__transfer_captured(struct sfr__transfer *tr)
 	CUevent captured;
 
 	sfr__cuda_turn_begin(tr->lane);
-	queue(tr);
+	queue_added(tr);
 	captured = sfr__cuda_record(tr->lane, tr->lane->stream, &tr->err);
 	sfr__cuda_turn_end(tr->lane);
-	order(tr, tr->stream, captured);
+	make_stream_wait(tr, tr->stream, captured);
 }
 
 void sfr__transfer_staged(struct sfr__transfer *tr)
@@ -373,14 +375,14 @@ void sfr__transfer_end(struct sfr__transfer *tr)
 	sfr__transfer_send(tr);
 	sfr__cuda_batch_free(&tr->pinned);
 	sfr__cuda_batch_free(&tr->others);
-	put(tr); /* the client may free the transfer from here on */
+	drop_user(tr); /* the client may free the transfer from here on */
 	sfr__cuda_leave(&scope);
 }
 
 /* ---- the gate ----------------------------------------------------------------------------- */
 
-/* Inserts the wait, unless the stream is capturing. */
-static bool put_wait(struct sfr__cuda_lane *lane, CUstream stream, CUevent event)
+/* Makes the stream wait for the event. False if it captures a graph, or if the driver refuses. */
+static bool insert_wait(struct sfr__cuda_lane *lane, CUstream stream, CUevent event)
 {
 	struct sfr__cuda_scope scope;
 	bool done;
@@ -410,7 +412,7 @@ bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *strea
 	sfr__unlock(&lane->mu);
 	if (!event)
 		return done;
-	done = put_wait(lane, (CUstream)(uintptr_t)stream->handle, event);
+	done = insert_wait(lane, (CUstream)(uintptr_t)stream->handle, event);
 	sfr__lock(&lane->mu);
 	tr->nr_waits--;
 	if (tr->nr_users == 0)

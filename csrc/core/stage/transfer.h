@@ -8,15 +8,15 @@
  *
  *   E   begin      is recorded on the caller's stream first; the lane's stream waits for it, so
  *                  the copies see the state at the call
- *   C   captured   is recorded after the copies so far; the caller's stream waits for it
+ *   C   captured   is recorded after the captured copies; the caller's stream waits for it
  *   S   staged     is recorded after all copies; a step's stream waits for it (gate)
  *
  * Waiting for an event that was never recorded silently does nothing. So each event is recorded
  * before anybody can wait for it.
  *
- * Copies are sent in portions. Each is followed by an event, which the lane's thread queries. All
- * bytes of a portion's memory are in it or in earlier ones, and a portion is allocated before its
- * first copy is queued. So every copy is followed by an event that somebody watches.
+ * Copies are sent in portions. Each is followed by an event, which the lane's thread queries. The
+ * copies to a portion's memory are in that portion or in earlier ones, and a portion is allocated
+ * before its first copy is queued. So every copy is followed by an event that the thread queries.
  *
  *              begin                       end                    the last portion
  *     no lane ───────▶ queueing           ─────▶ in flight       ─────────────────▶ over
@@ -24,18 +24,19 @@
  *                           │      end, and nothing was sent or all portions are done    ▲
  *                           └────────────────────────────────────────────────────────────┘
  *
- * `nr_users` counts the thread that queues and the portions in flight. The last one settles the
- * transfer, once, and does not touch it afterwards. A refused begin leaves no lane, and nothing is
- * called.
+ * `nr_users` counts the thread that queues and the portions in flight. The last of them to end
+ * calls `over`, and does not touch the transfer afterwards. A refused begin leaves no lane, and
+ * none of the client's functions is called.
  *
- * An error does not stop the events: copies are skipped from then on, and portions that have some
- * are sent all the same. On a device that died, it is unknown what became of a copy (`ok` is
+ * After an error no more copies are queued, but a portion with queued copies is still sent, so that
+ * its event follows them. On a device that died, it is unknown what became of a copy (`ok` is
  * false). Memory to which nothing was queued is given back (`unused`).
  *
- * One thread at a time queues. Saves queue their captured bytes on the caller's thread, and the
- * rest on the lane's, in small portions (`slowly`) until a gate waits for them: their bytes wait
- * for blocks anyway, and copies of other streams wait for them. Snapshots and onloads have all
- * of their memory, and their callers mostly wait for it, so theirs is one portion. */
+ * One thread at a time queues. A save queues its captured bytes on the caller's thread, and the
+ * rest on the lane's, in small portions (`slowly`) until a gate waits for them. Small portions cost
+ * it little, because it waits for blocks anyway, and they let copies of other streams run between
+ * them. A snapshot or an onload has all of its memory, and its caller mostly waits for it, so it is
+ * sent as one portion. */
 #ifndef SFR_STAGE_TRANSFER_H
 #define SFR_STAGE_TRANSFER_H
 
@@ -47,10 +48,11 @@ struct sfr__transfer_ops {
 	/* The copies of a portion have completed; on the lane's thread. May be NULL. */
 	void (*portion_done)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok);
 	/* Nothing was queued to the portion's memory, because the device was dead. NULL for a
-	 * client whose portions have none. On the thread that queues. */
+	 * client whose portions have no memory. On the thread that queues. */
 	void (*unused)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion);
 	/* Nothing is queued or in flight any more; the client may free the transfer. On the lane's
-	 * thread, or in sfr__transfer_end. NULL for a client that waits before it frees it. */
+	 * thread, or in sfr__transfer_end. NULL for a client that calls sfr__transfer_wait
+	 * before it frees the transfer. */
 	void (*over)(struct sfr__transfer *tr);
 };
 
@@ -85,8 +87,8 @@ struct sfr__transfer {
 	CUevent staged;            /* S; NULL: could not be recorded, or is not needed any more */
 };
 
-/* Gets the device's lane, for a transfer without E. 0: transfer_end must follow if there is a lane,
- * and err says what failed. SFR_ECLOSED. */
+/* Gets the device's lane, for a transfer without E. 0: if tr->lane is set, sfr__transfer_end must
+ * follow; tr->err says what failed. SFR_ECLOSED. */
 int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
 		       enum sfr__cuda_way way);
 /* Does the same, enters the context on this thread, and makes the lane wait for the caller's stream
@@ -100,42 +102,47 @@ static inline bool sfr__transfer_is_over(const struct sfr__transfer *tr)
 }
 /* Waits until the transfer is over. 0 or SFR_EAGAIN. */
 int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns);
-/* Enters and leaves the context, around the functions below. The lane's thread has entered it. */
+/* Enters and leaves the device's context on this thread, around the functions below. The lane's
+ * thread is always in it. enter returns false, with the reason in err, if the driver refuses. */
 bool sfr__transfer_enter(struct sfr__transfer *tr);
 void sfr__transfer_leave(struct sfr__transfer *tr);
 
-/* Makes the pool's blocks pinnable. False: they are not, and the pool has noted why. */
+/* Prepares the pool for pinning with this device's driver. False if that is impossible; the pool
+ * has noted why. */
 bool sfr__transfer_pin(const struct sfr__transfer *tr, struct sfr__pool *pool);
-/* Returns the next portion, which is the client's to label until it is sent; NULL without memory.
- * Adding copies may send it while the transfer goes slowly. */
+/* Returns the portion to which the next copies are added. The client may set its fields until it is
+ * sent, which adding copies does while `slowly` is set. NULL, with the error in err: no memory. */
 struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr);
-/* Adds a copy. */
+/* Adds a copy of `len` bytes between addresses on the device and in host memory. `pinned`: the host
+ * memory is registered with the driver. */
 void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
 		       bool pinned);
 /* Adds a copy from or to memory of the pool, or to pinned memory elsewhere; splits it where regions
  * of the pool meet, because a driver refuses a copy across two registrations. */
 void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
 			      uint64_t src, uint64_t len);
-/* Gets memory for samples of the sources, unless there is some. */
+/* Gets memory for samples of the sources, the store, unless there is one. False, with the error in
+ * err: no memory. */
 bool sfr__transfer_store(struct sfr__transfer *tr, const struct sfr__sampled *sources, uint32_t nr);
 /* Queues copies that gather samples of the sources, which it frees; NULL: there was no memory. */
 void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
 			  uint64_t seed);
-/* Whether the device has died; then err says why. */
+/* Returns whether the device has died; then err says why. */
 bool sfr__transfer_died(struct sfr__transfer *tr);
 /* Sends the portion, if there is one. */
 void sfr__transfer_send(struct sfr__transfer *tr);
 /* Queues the copies, and makes the caller's stream wait for them (C). */
 void sfr__transfer_captured(struct sfr__transfer *tr);
-/* Copies `len` bytes to the store and waits for them, outside the driver. */
+/* Copies `len` bytes at `src` on the device to the store, and waits for them, but not inside the
+ * driver. False if that failed. */
 bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len);
 /* Sends the rest, and records S. */
 void sfr__transfer_staged(struct sfr__transfer *tr);
 /* Sends the rest and leaves the context: this thread does not use the transfer any more. */
 void sfr__transfer_end(struct sfr__transfer *tr);
 
-/* Makes a stream wait for S, if not all copies have completed. False: the host must wait (no
- * stream, no event, a capture). On any thread. */
+/* Makes a stream wait for S, unless all copies have completed. False: the host must wait itself,
+ * because there is no stream or no event, or the stream captures a graph. On any thread. */
 bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *stream);
 /* Returns the caller's stream of a device, or NULL. */
 const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
