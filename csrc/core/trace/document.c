@@ -21,12 +21,13 @@
 #include "trace/document.h"
 
 enum {
-	TEXT_BYTES = 256 << 10,
-	LINE_BYTES = 768,
-	EVENT_LINES = 16, /* no event needs more, including the names of its row */
-	END_BYTES = 256,
+	TEXT_BYTES = 256 << 10, /* of the text buffer */
+	LINE_BYTES = 768,       /* the most that one call of sfr__document_add adds */
+	EVENT_LINES = 16,       /* no event needs more, including the names of its row */
+	END_BYTES = 256,        /* room for the document's end */
 };
 
+/* Writes the document's end to `text`. Returns its length. */
 static size_t put_end(const struct sfr__document *doc, char *text)
 {
 	return (size_t)snprintf(text, END_BYTES,
@@ -39,12 +40,12 @@ static size_t put_end(const struct sfr__document *doc, char *text)
 void sfr__document_flush(struct sfr__document *doc)
 {
 	size_t end_len, done, all;
-	uint64_t old_end = doc->off + doc->end_len;
+	uint64_t file_end = doc->off + doc->end_len;
 	int rc;
 
 	if (doc->error)
 		goto out;
-	/* The text buffer keeps room for the end. */
+	/* The text buffer always has room for the end. */
 	end_len = put_end(doc, doc->text + doc->len);
 	all = doc->len + end_len;
 	rc = sfr__write_all(doc->fd, doc->text, all, doc->off, &done);
@@ -60,11 +61,12 @@ void sfr__document_flush(struct sfr__document *doc)
 		goto out; /* not even the head was written: the file is empty */
 	/* This only overwrites bytes that exist, so a full disk does not matter. */
 	end_len = put_end(doc, doc->text);
-	while (doc->off + end_len < (doc->off + done > old_end ? doc->off + done : old_end) &&
-	       end_len < TEXT_BYTES)
+	if (doc->off + done > file_end)
+		file_end = doc->off + done;
+	while (doc->off + end_len < file_end && end_len < TEXT_BYTES)
 		doc->text[end_len++] = ' ';
-	(void)sfr__write_all(doc->fd, doc->text, end_len, doc->off,
-			     &done); /* the first error is kept */
+	/* the first error is kept */
+	(void)sfr__write_all(doc->fd, doc->text, end_len, doc->off, &done);
 out:
 	doc->len = 0;
 	doc->nr_unwritten = 0;
@@ -111,7 +113,7 @@ void sfr__document_escape(const char *in, size_t max, char *out)
 
 		for (size_t i = 1; whole && i <= more; i++)
 			whole = (s[i] & 0xc0) == 0x80;
-		/* Overlong forms, surrogates, and code points above U+10FFFF. */
+		/* Not valid: overlong forms, surrogates, and code points above U+10FFFF. */
 		if (whole && more == 2)
 			whole = !(*s == 0xe0 && s[1] < 0xa0) && !(*s == 0xed && s[1] >= 0xa0);
 		if (whole && more == 3)

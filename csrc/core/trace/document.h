@@ -6,8 +6,9 @@
 
 struct sfr__document {
 	int fd;
-	uint64_t off; /* offset of the document's end */
-	uint64_t end_len, started_unix_ns;
+	uint64_t off;     /* offset of the document's end, which the next write replaces */
+	uint64_t end_len; /* bytes of that end */
+	uint64_t started_unix_ns;
 	uint64_t nr_events, nr_dropped;
 	uint64_t nr_unwritten; /* events in the text buffer */
 	int error;             /* the first error of the file; later events are dropped */
@@ -15,8 +16,8 @@ struct sfr__document {
 	size_t len; /* bytes in the text buffer */
 };
 
-/* Creates or truncates the file and writes a document without events. 0 or -errno;
- * sfr__document_close is due in either case. */
+/* Creates or truncates the file and writes a document without events. 0 or -errno; the caller must
+ * call sfr__document_close in either case. */
 int sfr__document_open(struct sfr__document *doc, const char *path);
 void sfr__document_close(struct sfr__document *doc);
 /* Called before a group of at most 16 calls of sfr__document_add that belong together: the

@@ -51,8 +51,8 @@ void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, i
 			(int)getpid(), tid, order);
 }
 
-/* From top to bottom: steps, the main thread, the program's other threads, then ours in the order
- * in which bytes pass through them. */
+/* Returns the position of a thread's row. From top to bottom: training steps (0), the main thread,
+ * the program's other threads, then ours in the order in which bytes pass through them. */
 static int order_of(const struct sfr__ring *ring)
 {
 	static const char *const prefixes[] = { "sfr-copier", "sfr-lane", "sfr-writer", "sfr-log" };
@@ -63,6 +63,7 @@ static int order_of(const struct sfr__ring *ring)
 	return ring->tid == (uint64_t)getpid() ? 1 : 2;
 }
 
+/* Names the row of a thread and, if asked, that of its steps, unless this trace has named them. */
 static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bool steps)
 {
 	char name[64];
@@ -146,8 +147,8 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 	const struct sfr__trace_event *event;
 	uint64_t dropped = atomic_load_explicit(&ring->dropped, memory_order_relaxed);
 
-	/* At most one ring's worth, so that a thread that records without end cannot keep us
-	 * here. */
+	/* At most as many events as a ring holds, so that a thread that keeps recording cannot keep
+	 * this thread here. */
 	for (int i = 0; i < SFR__RING_EVENTS && (event = sfr__ring_peek(ring)); i++) {
 		bool steps = event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER;
 		bool early = event->kind == SFR_TRACE_SAVE ? event->end_ns < tl->start_ns :

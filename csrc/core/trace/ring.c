@@ -5,8 +5,8 @@
  *
  * A ring is made at a thread's first event, and freed once the thread has ended and its events are
  * read. So it is never freed while its thread could still write to it, even after the end of a
- * trace. Such a late event stays in the ring until the next trace begins, which skips it because it
- * started before that trace.
+ * trace. An event that is recorded after the end stays in the ring until the next trace begins,
+ * which skips it because it started before that trace.
  *
  * A mutex guards the registry, a list of rings. A thread takes it when its ring is made and when
  * the thread ends. It may be taken under any other lock of the core; none is taken under it. */
@@ -22,10 +22,11 @@ _Atomic uint32_t sfr__trace_on;
 
 static struct {
 	struct sfr__mutex mu;
-	struct sfr__ring *rings, *of_parent;
+	struct sfr__ring *rings;
+	struct sfr__ring *of_parent; /* in a forked child: rings that nothing uses any more */
 	bool reading; /* a trace is being written: its reader frees the rings of ended threads */
 } registry = { .mu = SFR__MUTEX(SFR__LOCK_REGISTRY) };
-static _Atomic uint64_t lost;
+static _Atomic uint64_t lost; /* events for which there was no ring */
 
 static _Thread_local struct sfr__ring *mine;
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
@@ -44,7 +45,8 @@ static void unlink_locked(struct sfr__ring *ring)
 		*link = ring->next;
 }
 
-/* Runs when a thread ends. */
+/* Runs when a thread ends: frees its ring or, if a trace is being written, leaves that to the
+ * reader. */
 static void thread_ends(void *arg)
 {
 	struct sfr__ring *ring = arg;
@@ -95,7 +97,7 @@ static struct sfr__ring *get_ring(void)
 }
 
 /* Appends an event, or counts it as dropped. NULL: the thread has no ring for lack of memory. */
-static void put(struct sfr__ring *ring, const struct sfr__trace_event *event)
+static void put_event(struct sfr__ring *ring, const struct sfr__trace_event *event)
 {
 	uint64_t head, tail;
 
@@ -113,7 +115,7 @@ static void put(struct sfr__ring *ring, const struct sfr__trace_event *event)
 	atomic_store_explicit(&ring->head, head + 1, memory_order_release);
 }
 
-static bool on(void)
+static bool is_tracing(void)
 {
 	return atomic_load_explicit(&sfr__trace_on, memory_order_relaxed) != 0;
 }
@@ -150,12 +152,12 @@ void sfr__span_record(struct sfr__span *span)
 
 	if (ring)
 		ring->save = span->outer_save;
-	put(ring, &event);
+	put_event(ring, &event);
 }
 
 uint64_t sfr_trace_begin(void)
 {
-	return on() ? sfr__now_ns() : 0;
+	return is_tracing() ? sfr__now_ns() : 0;
 }
 
 void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, uint64_t number)
@@ -166,8 +168,8 @@ void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, u
 						.number = number,
 						.kind = (uint16_t)kind };
 
-	if (start_ns && on())
-		put(get_ring(), &event);
+	if (start_ns && is_tracing())
+		put_event(get_ring(), &event);
 }
 
 void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t nbytes,
@@ -180,10 +182,10 @@ void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t
 					  .kind = SFR_TRACE_SAVE,
 					  .state = (uint16_t)state };
 
-	if (!on())
+	if (!is_tracing())
 		return;
 	strncpy(event.name, name ? name : "", sizeof(event.name) - 1);
-	put(get_ring(), &event);
+	put_event(get_ring(), &event);
 }
 
 /* ---- steps ---- */
@@ -208,7 +210,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 		return;
 	ring = get_ring();
 	if (!ring) {
-		put(NULL, &event);
+		put_event(NULL, &event);
 		return;
 	}
 	if (ring->steps_in != trace) {
@@ -233,12 +235,12 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 	if (at == 0) {
 		event.start_ns = ring->last_step_ns ? ring->last_step_ns : ring->steps[0].start_ns;
 		event.number = ++ring->step_number;
-		put(ring, &event);
+		put_event(ring, &event);
 		ring->last_step_ns = event.end_ns;
 	}
 	event.kind = SFR_TRACE_OPTIMIZER;
 	event.start_ns = ring->steps[at].start_ns;
-	put(ring, &event);
+	put_event(ring, &event);
 }
 
 /* ---- reading ---- */

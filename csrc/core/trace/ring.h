@@ -28,15 +28,16 @@ struct sfr__ring {
 	uint64_t dropped_seen;
 	/* the thread's own */
 	uint64_t save; /* of the innermost span that gave one */
-	uint32_t steps_in, nr_steps;
-	uint64_t step_number, last_step_ns;
+	/* optimizers' steps in progress, the outermost first, in the trace with number steps_in */
 	struct {
 		uint64_t optimizer, start_ns;
 	} steps[8];
+	uint32_t steps_in, nr_steps;
+	uint64_t step_number, last_step_ns; /* steps that have ended; when the last one did */
 	struct sfr__trace_event events[SFR__RING_EVENTS];
 };
 
-/* Begins trace `number`, dropping what earlier traces left. */
+/* Begins trace `number`: drops events that are left of earlier traces, and turns recording on. */
 void sfr__rings_begin(uint32_t number);
 /* Calls `read` for every ring. One reader at a time. */
 void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg);

@@ -9,7 +9,7 @@
 
 #include "trace/events.h"
 
-#define FLUSH_NS (100u * 1000 * 1000)
+#define FLUSH_NS (100u * 1000 * 1000) /* between two writes */
 
 enum session_state { IDLE, RUNNING, STOPPING };
 
@@ -26,7 +26,9 @@ static struct {
 	char *of_parent;
 } session = { .mu = SFR__MUTEX(SFR__LOCK_SESSION), .doc = { .fd = -1 } };
 
-static void flush(bool last)
+/* Moves the rings' events to the document, writes it, and frees rings of ended threads. `last`: no
+ * call follows. */
+static void write_events(bool last)
 {
 	struct sfr__timeline timeline = { &session.doc, session.number, session.start_ns };
 	uint64_t lost;
@@ -53,7 +55,7 @@ static void *trace_main(void *unused)
 		running = session.state == RUNNING;
 		/* The mutex is held during the write, so starting, stopping and naming a row can
 		 * wait for it. */
-		flush(!running);
+		write_events(!running);
 	} while (running);
 	sfr__unlock(&session.mu);
 	return NULL;

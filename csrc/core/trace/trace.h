@@ -25,14 +25,13 @@
 	X(SFR_TRACE_PLAN, "plan", "call", "tensors")       /* path, pickle, owners, layout */      \
 	X(SFR_TRACE_ADMIT, "admit", "call", NULL)          /* the wait for a slot */               \
 	X(SFR_TRACE_CAPTURE, "capture", "call", "bytes")   /* what is copied in the call */        \
-	X(SFR_TRACE_SAMPLES, "samples", "call", NULL)      /* lines of the deferred ones */        \
+	X(SFR_TRACE_SAMPLES, "samples", "call", NULL)      /* of what is copied later */           \
 	X(SFR_TRACE_GATE, "gate", "gate", NULL)            /* a step waits for the copies */       \
 	X(SFR_TRACE_POOL_WAIT, "wait for block", "copy", NULL)                                     \
-	X(SFR_TRACE_COPY, "copy", "copy", "bytes") /* one block is filled */                       \
-	X(SFR_TRACE_STORAGE, "copy storage", "copy",                                               \
-	  "bytes") /* of a storage; not the small ones */                                          \
+	X(SFR_TRACE_COPY, "copy", "copy", "bytes")            /* one block is filled */            \
+	X(SFR_TRACE_STORAGE, "copy storage", "copy", "bytes") /* if at least 64 KiB */             \
 	X(SFR_TRACE_OPEN, "open", "write", NULL)                                                   \
-	X(SFR_TRACE_BLOCK, "block", "write", "bytes") /* checksum and writes of one */             \
+	X(SFR_TRACE_BLOCK, "block", "write", "bytes") /* its checksum and writes */                \
 	X(SFR_TRACE_CHECKSUM, "checksum", "write", "bytes")                                        \
 	X(SFR_TRACE_WRITE, "write", "write", "bytes") /* one system call */                        \
 	X(SFR_TRACE_TAIL, "tail", "write", "bytes")   /* directory of the file, sync */            \
@@ -52,9 +51,9 @@ enum sfr_trace_kind {
 
 struct sfr_trace_result {
 	uint64_t nr_events; /* events written, without those that name rows */
-	uint64_t
-		nr_dropped; /* events lost: a ring was full, memory was short, or the file failed */
-	int error;          /* the file's first error: 0 or -errno */
+	/* events lost because a ring was full, memory was short, or the file failed */
+	uint64_t nr_dropped;
+	int error; /* the file's first error: 0 or -errno */
 };
 
 /* Creates or truncates the file and starts recording. `path` is opened here, so a later change of
@@ -73,8 +72,9 @@ void sfr_trace_name_thread(uint64_t tid, const char *name);
 uint64_t sfr_trace_begin(void);
 /* Records a span of the calling thread from `start_ns` until now, or nothing if that is 0. */
 void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, uint64_t number);
-/* An optimizer's step begins, or has ended, on the calling thread. Steps may be nested. A step that
- * raised is dropped when the same optimizer's next step begins or an enclosing step ends. */
+/* Records that a step of an optimizer (any number that identifies it) begins, or has ended, on the
+ * calling thread. Steps may be nested. A step that raised an exception is dropped when the same
+ * optimizer's next step begins or an enclosing step ends. */
 void sfr_trace_step(uint64_t optimizer, bool ended);
 /* Records that a save ended in `state`; the file's `name` is shortened to fit an event. */
 void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t nbytes,
@@ -83,9 +83,11 @@ void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t
 /* 0, or the number of the trace that is being written. */
 extern _Atomic uint32_t sfr__trace_on;
 
+/* A stretch of time on one thread. */
 struct sfr__span {
-	uint64_t start_ns; /* 0: not recorded */
-	uint64_t save, outer_save, number;
+	uint64_t start_ns;         /* 0: not recorded */
+	uint64_t save, outer_save; /* the number of its save, and of the enclosing span's */
+	uint64_t number;           /* see SFR_TRACE_LIST */
 	enum sfr_trace_kind kind;
 };
 struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64_t number);
