@@ -34,13 +34,13 @@ PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 		return PyErr_NoMemory();
 	if (code == -EINVAL)
 		type = PyExc_ValueError;
-	else if (code > -1000)
+	else if (code > -1000) /* -errno; the core's own codes are below */
 		return sfr_py_raise_os(state, code);
 	PyErr_SetString(type, sfr_code_message(code));
 	return NULL;
 }
 
-PyObject *sfr_py_sentence(const struct sfr_err *err)
+PyObject *sfr_py_error_text(const struct sfr_err *err)
 {
 	if (err->code == 0)
 		return PyUnicode_FromString("");
@@ -84,14 +84,14 @@ struct sfr_py_state *sfr_py_state_of(PyObject *object)
 	return PyType_GetModuleState(Py_TYPE(object));
 }
 
-PyObject *sfr_py_none(PyObject *object, int rc)
+PyObject *sfr_py_none_or_raise(PyObject *object, int rc)
 {
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state_of(object), rc);
 	Py_RETURN_NONE;
 }
 
-PyObject *sfr_py_unless(PyObject *object, int rc, int no)
+PyObject *sfr_py_true_unless(PyObject *object, int rc, int no)
 {
 	if (rc == SFR_PY_RAISED)
 		return NULL;
@@ -111,7 +111,7 @@ int sfr_py_u64(PyObject *number, uint64_t *out)
 	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-#define SLICE_NS UINT64_C(50000000)
+#define SLICE_NS UINT64_C(50000000) /* the longest time until a signal is answered */
 
 struct sfr_py_wait sfr_py_wait(PyObject *timeout)
 {

@@ -45,7 +45,7 @@ struct sfr_py_state *sfr_py_state_of(PyObject *object);
 /* Raises the exception for `code` (negative); always returns NULL. */
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
 /* Returns the error's message as a str; "" if nothing failed. */
-PyObject *sfr_py_sentence(const struct sfr_err *err);
+PyObject *sfr_py_error_text(const struct sfr_err *err);
 /* Raises an error of the operating system: OSError, also for -EINVAL and -ENOMEM. */
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 
@@ -91,12 +91,12 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		PyEval_RestoreThread(sfr_py_thread);                                               \
 	} while (0)
 
-/* Converts a code to a method's result: None, or raises. */
-PyObject *sfr_py_none(PyObject *object, int rc);
+/* Returns None, or raises the exception for a negative code. `object` is the method's own. */
+PyObject *sfr_py_none_or_raise(PyObject *object, int rc);
 /* Returns True, or False for the code `no`; raises for other negative codes. SFR_PY_RAISED: an
  * exception is set already. */
-PyObject *sfr_py_unless(PyObject *object, int rc, int no);
-/* Makes a str of the core's text, whatever its bytes are. */
+PyObject *sfr_py_true_unless(PyObject *object, int rc, int no);
+/* Makes a str of the core's text. Bytes that are not UTF-8 are replaced. */
 PyObject *sfr_py_text(const char *text);
 /* Reads a 64-bit number. 0, or -1 with an exception set. */
 int sfr_py_u64(PyObject *number, uint64_t *out);
@@ -115,6 +115,7 @@ struct sfr_py_wait {
 	int rc; /* a code of the core, or one of the above */
 };
 struct sfr_py_wait sfr_py_wait(PyObject *timeout);
+/* Returns whether another slice follows, and sets its length. Answers signals before it. */
 int sfr_py_goes_on(struct sfr_py_wait *wait);
 
 /* Starts loading the cache line at `address`, which may be stale: prefetching cannot fault. GCC

@@ -25,7 +25,7 @@ static PyObject *arrivals_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 	return sfr_py_raise(PyType_GetModuleState(type), rc);
 }
 
-static struct sfr_arrivals *get(PyObject *object)
+static struct sfr_arrivals *group_of(PyObject *object)
 {
 	return ((struct sfr_py_arrivals *)object)->group;
 }
@@ -33,7 +33,7 @@ static struct sfr_arrivals *get(PyObject *object)
 static void arrivals_dealloc(PyObject *object)
 {
 	Py_BEGIN_ALLOW_THREADS
-	sfr_arrivals_free(get(object));
+	sfr_arrivals_free(group_of(object));
 	Py_END_ALLOW_THREADS
 	sfr_py_free(object);
 }
@@ -46,7 +46,7 @@ static PyObject *arrivals_open(PyObject *object, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "KK:open", &len, &chunk))
 		return NULL;
-	fd = sfr_py_unlocked(sfr_arrivals_open(get(object), len, chunk, &number));
+	fd = sfr_py_unlocked(sfr_arrivals_open(group_of(object), len, chunk, &number));
 	if (fd < 0)
 		return sfr_py_raise_os(sfr_py_state_of(object), fd);
 	return Py_BuildValue("(Ki)", (unsigned long long)number, fd);
@@ -55,8 +55,9 @@ static PyObject *arrivals_open(PyObject *object, PyObject *args)
 static PyObject *arrivals_next(PyObject *object, PyObject *unused)
 {
 	struct sfr_wanted wanted;
-	/* Called on threads of the package, which get no signals. */
-	int rc = sfr_py_unlocked(sfr_arrivals_next(get(object), SFR_FOREVER, &wanted));
+	/* Called only on threads of the package, which get no signals, so one long wait is
+	 * enough. */
+	int rc = sfr_py_unlocked(sfr_arrivals_next(group_of(object), SFR_FOREVER, &wanted));
 
 	if (rc == SFR_ECLOSED)
 		Py_RETURN_NONE;
@@ -75,10 +76,10 @@ static PyObject *arrivals_put(PyObject *object, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "KKy*:put", &number, &off, &data))
 		return NULL;
-	rc = sfr_py_unlocked(sfr_arrivals_put(get(object), number, off, data.buf,
+	rc = sfr_py_unlocked(sfr_arrivals_put(group_of(object), number, off, data.buf,
 					      (size_t)data.len));
 	PyBuffer_Release(&data);
-	if (rc < 0 && rc != SFR_ECLOSED) /* nobody needs them any more */
+	if (rc < 0 && rc != SFR_ECLOSED) /* SFR_ECLOSED: nobody needs the bytes any more */
 		return sfr_py_raise(sfr_py_state_of(object), rc);
 	Py_RETURN_NONE;
 }
@@ -89,7 +90,7 @@ static PyObject *arrivals_fail(PyObject *object, PyObject *number)
 
 	if (sfr_py_u64(number, &value) < 0)
 		return NULL;
-	sfr_arrivals_fail(get(object), value);
+	sfr_arrivals_fail(group_of(object), value);
 	Py_RETURN_NONE;
 }
 
@@ -100,7 +101,7 @@ static PyObject *arrivals_close(PyObject *object, PyObject *number)
 	if (sfr_py_u64(number, &value) < 0)
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS
-	sfr_arrivals_close(get(object), value);
+	sfr_arrivals_close(group_of(object), value);
 	Py_END_ALLOW_THREADS
 	Py_RETURN_NONE;
 }
@@ -108,22 +109,22 @@ static PyObject *arrivals_close(PyObject *object, PyObject *number)
 static PyObject *arrivals_end(PyObject *object, PyObject *unused)
 {
 	Py_BEGIN_ALLOW_THREADS
-	sfr_arrivals_end(get(object));
+	sfr_arrivals_end(group_of(object));
 	Py_END_ALLOW_THREADS
 	Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
 	{ "open", arrivals_open, METH_VARARGS,
-	  "open(nbytes, chunk_bytes) -> (number, fd): a file whose bytes `next` asks for; the descriptor "
-	  "stays this object's." },
+	  "open(nbytes, chunk_bytes) -> (number, fd): makes a file whose bytes `next` asks for; this object "
+	  "owns and closes the descriptor." },
 	{ "next", arrivals_next, METH_NOARGS,
 	  "next() -> (number, start, end) of bytes to fetch, as soon as somebody waits for them; None: the "
 	  "files are closed." },
 	{ "put", arrivals_put, METH_VARARGS,
-	  "put(number, start, data): bytes that next has asked for." },
+	  "put(number, start, data): hands over bytes that next has asked for." },
 	{ "fail", arrivals_fail, METH_O,
-	  "fail(number): all who wait for the file get an OSError." },
+	  "fail(number): every read that waits for bytes of the file gets an OSError." },
 	{ "close", arrivals_close, METH_O, "close(number): closes one file." },
 	{ "end", arrivals_end, METH_NOARGS, "end(): closes all files, and next returns." },
 	{ NULL, NULL, 0, NULL },

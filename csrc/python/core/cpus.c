@@ -4,7 +4,8 @@
 
 #include <limits.h>
 
-/* Writes the numbers of a tuple. -1: an exception. */
+/* Reads the numbers of a tuple; one that no CPU can have becomes -1. 0, or -1 with an exception
+ * set. */
 static int read_cpus(PyObject *tuple, int *cpus, Py_ssize_t nr)
 {
 	for (Py_ssize_t i = 0; i < nr; i++) {

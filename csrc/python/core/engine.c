@@ -28,7 +28,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 					      .nr_copiers = copiers,
 					      .budget_bytes = budget_bytes,
 					      .most_bytes = most_bytes };
-	/* With the interpreter lock: this reads only from the kernel, and does not wait. */
+	/* The interpreter lock is kept: the call only asks the kernel, and does not wait. */
 	rc = sfr_engine_new(&opts, &engine);
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
@@ -50,7 +50,7 @@ static void engine_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-static struct sfr_engine *get(PyObject *object)
+static struct sfr_engine *engine_of(PyObject *object)
 {
 	return ((struct sfr_py_engine *)object)->engine;
 }
@@ -64,8 +64,8 @@ static PyObject *engine_close(PyObject *object, PyObject *args)
 		return NULL;
 	w = sfr_py_wait(timeout);
 	while (sfr_py_goes_on(&w))
-		w.rc = sfr_py_unlocked(sfr_engine_close(get(object), w.slice_ns));
-	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
+		w.rc = sfr_py_unlocked(sfr_engine_close(engine_of(object), w.slice_ns));
+	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }
 
 static PyObject *engine_warm_up(PyObject *object, PyObject *number)
@@ -74,21 +74,22 @@ static PyObject *engine_warm_up(PyObject *object, PyObject *number)
 
 	if (sfr_py_u64(number, &nbytes) < 0)
 		return NULL;
-	return sfr_py_none(object, sfr_py_unlocked(sfr_engine_warm_up(get(object), nbytes)));
+	return sfr_py_none_or_raise(object,
+				    sfr_py_unlocked(sfr_engine_warm_up(engine_of(object), nbytes)));
 }
 
 static PyObject *engine_trim(PyObject *object, PyObject *unused)
 {
-	return sfr_py_none(object, sfr_py_unlocked(sfr_engine_trim(get(object))));
+	return sfr_py_none_or_raise(object, sfr_py_unlocked(sfr_engine_trim(engine_of(object))));
 }
 
 static PyObject *engine_stats(PyObject *object, PyObject *unused)
 {
 	struct sfr_stats stats;
-	int rc = sfr_py_unlocked(sfr_engine_stats(get(object), &stats));
+	int rc = sfr_py_unlocked(sfr_engine_stats(engine_of(object), &stats));
 
 	if (rc < 0)
-		return sfr_py_none(object, rc);
+		return sfr_py_none_or_raise(object, rc);
 	return Py_BuildValue("{sK sK sK sK sK sK sK sK}", "pool_bytes",
 			     (unsigned long long)stats.pool_bytes, "block_bytes",
 			     (unsigned long long)stats.block_bytes, "committed_bytes",
@@ -109,9 +110,9 @@ static PyObject *engine_use_device(PyObject *object, PyObject *number)
 	device = PyLong_AsLong(number);
 	if (device == -1 && PyErr_Occurred())
 		return NULL;
-	rc = sfr_py_unlocked(sfr_engine_use_device(get(object), (uint32_t)device, why,
+	rc = sfr_py_unlocked(sfr_engine_use_device(engine_of(object), (uint32_t)device, why,
 						   sizeof(why)));
-	return rc < 0 && !why[0] ? sfr_py_none(object, rc) : PyUnicode_FromString(why);
+	return rc < 0 && !why[0] ? sfr_py_none_or_raise(object, rc) : PyUnicode_FromString(why);
 }
 
 static PyObject *engine_has_pinned(PyObject *object, PyObject *number)
@@ -120,15 +121,15 @@ static PyObject *engine_has_pinned(PyObject *object, PyObject *number)
 
 	if (sfr_py_u64(number, &address) < 0)
 		return NULL;
-	return PyBool_FromLong(sfr_engine_has_pinned(get(object), address));
+	return PyBool_FromLong(sfr_engine_has_pinned(engine_of(object), address));
 }
 
 static PyObject *engine_driver(PyObject *object, PyObject *unused)
 {
 	char text[1024];
-	int rc = sfr_py_unlocked(sfr_engine_driver(get(object), text, sizeof(text)));
+	int rc = sfr_py_unlocked(sfr_engine_driver(engine_of(object), text, sizeof(text)));
 
-	return rc < 0 ? sfr_py_none(object, rc) : sfr_py_text(text);
+	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_text(text);
 }
 
 static PyObject *pools_hold(PyObject *module, PyObject *unused)

@@ -2,9 +2,9 @@
  * of an open file. Both wait for bytes that are on their way.
  *
  * torch reads a record in two or three small reads and a long one, and seeks before each. Python's
- * buffered file turns each seek into a system call and drops its buffer. This one only notes the
+ * buffered file turns each seek into a system call and drops its buffer. A File only notes the
  * position, serves small reads from a window that it keeps, and reads long ones directly into their
- * destination. The descriptor stays its owner's. */
+ * destination. The caller owns the descriptor and keeps it open. */
 #include <errno.h>
 #include <string.h>
 
@@ -18,7 +18,7 @@
 struct sfr_py_file {
 	PyObject_HEAD
 	struct sfr__source source;
-	uint64_t len, at;
+	uint64_t len, at; /* the file's length; the position */
 	uint64_t win_off; /* the window contains [win_off, win_off + win_len) of the file */
 	size_t win_len;
 	char *win;
@@ -72,6 +72,7 @@ static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *s
 	return -1;
 }
 
+/* Does the same at the file's position, which stays where it is. */
 static int64_t read_here(struct sfr_py_file *self, char *to, size_t len)
 {
 	return read_some(sfr_py_state_of((PyObject *)self), &self->source, to, len, self->at);
@@ -102,7 +103,7 @@ static int fill_window(struct sfr_py_file *self)
 }
 
 /* Reads exactly `len` bytes at the position into `to` and advances it. -1: an exception. */
-static int take(struct sfr_py_file *self, char *to, size_t len)
+static int read_exactly(struct sfr_py_file *self, char *to, size_t len)
 {
 	int64_t got;
 
@@ -173,7 +174,7 @@ static PyObject *file_readinto(PyObject *object, PyObject *buffer)
 	if (PyObject_GetBuffer(buffer, &to, PyBUF_WRITABLE) < 0)
 		return NULL;
 	len = clip(self, (size_t)to.len);
-	rc = take(self, to.buf, len);
+	rc = read_exactly(self, to.buf, len);
 	PyBuffer_Release(&to);
 	return rc < 0 ? NULL : PyLong_FromSize_t(len);
 }
@@ -193,7 +194,7 @@ static PyObject *file_read(PyObject *object, PyObject *args)
 		return NULL;
 	len = clip(self, want < 0 ? SIZE_MAX : (size_t)want);
 	bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)len);
-	if (bytes && take(self, PyBytes_AsString(bytes), len) < 0)
+	if (bytes && read_exactly(self, PyBytes_AsString(bytes), len) < 0)
 		Py_CLEAR(bytes);
 	return bytes;
 }

@@ -11,7 +11,7 @@ struct sfr_py_folder {
 	struct sfr_folder *folder;
 };
 
-static struct sfr_folder *get(PyObject *object)
+static struct sfr_folder *folder_of(PyObject *object)
 {
 	return ((struct sfr_py_folder *)object)->folder;
 }
@@ -41,12 +41,12 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 static void folder_dealloc(PyObject *object)
 {
 	/* Removes what the object's user left behind. */
-	sfr_py_unlocked_void(sfr_folder_free(get(object)));
+	sfr_py_unlocked_void(sfr_folder_free(folder_of(object)));
 	sfr_py_free(object);
 }
 
-/* Takes over a reference to `result`. */
-static PyObject *answer(PyObject *result, const struct sfr_err *err)
+/* Returns (result, code, phase, note). Takes over the reference to `result`. */
+static PyObject *result_tuple(PyObject *result, const struct sfr_err *err)
 {
 	return Py_BuildValue("(NisN)", result, err->code, sfr_phase_name(err->phase),
 			     sfr_py_text(err->note)); /* file names need not be UTF-8 */
@@ -55,11 +55,11 @@ static PyObject *answer(PyObject *result, const struct sfr_err *err)
 static PyObject *folder_open(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
-	int rc = sfr_py_unlocked(sfr_folder_open(get(object), &err));
+	int rc = sfr_py_unlocked(sfr_folder_open(folder_of(object), &err));
 	PyObject *path = rc < 0 ? Py_NewRef(Py_None) :
-				  PyUnicode_DecodeFSDefault(sfr_folder_path(get(object)));
+				  PyUnicode_DecodeFSDefault(sfr_folder_path(folder_of(object)));
 
-	return path ? answer(path, &err) : NULL;
+	return path ? result_tuple(path, &err) : NULL;
 }
 
 static PyObject *folder_sync(PyObject *object, PyObject *unused)
@@ -68,25 +68,25 @@ static PyObject *folder_sync(PyObject *object, PyObject *unused)
 	uint64_t nbytes = 0;
 	PyObject *number;
 
-	(void)sfr_py_unlocked(sfr_folder_sync(get(object), &nbytes, &err)); /* err has it */
+	(void)sfr_py_unlocked(sfr_folder_sync(folder_of(object), &nbytes, &err)); /* err holds it */
 	number = PyLong_FromUnsignedLongLong(nbytes);
-	return number ? answer(number, &err) : NULL;
+	return number ? result_tuple(number, &err) : NULL;
 }
 
 static PyObject *folder_commit(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr_py_unlocked(sfr_folder_commit(get(object), &err)); /* err has it */
-	return answer(Py_NewRef(Py_None), &err);
+	(void)sfr_py_unlocked(sfr_folder_commit(folder_of(object), &err)); /* err holds it */
+	return result_tuple(Py_NewRef(Py_None), &err);
 }
 
 static PyObject *folder_clear(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr_py_unlocked(sfr_folder_clear(get(object), &err)); /* err has it */
-	return answer(Py_NewRef(Py_None), &err);
+	(void)sfr_py_unlocked(sfr_folder_clear(folder_of(object), &err)); /* err holds it */
+	return result_tuple(Py_NewRef(Py_None), &err);
 }
 
 static PyMethodDef methods[] = {

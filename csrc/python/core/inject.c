@@ -12,8 +12,8 @@
 #include "sfr/log.h"
 
 PyDoc_STRVAR(install_doc, "inject_install()\n--\n\n"
-			  "Puts counting wrappers into the core's call table. Not while the core "
-			  "is at work in other threads.");
+			  "Puts counting wrappers into the core's call table. Must not be called "
+			  "while the core is at work in other threads.");
 
 static PyObject *install(PyObject *self, PyObject *unused)
 {
@@ -21,8 +21,8 @@ static PyObject *install(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* Reads the six fields of a fault, for inject_set and inject_drop. 0, or -1 with an exception; the
- * arguments own the name. */
+/* Reads the six fields of a fault, for inject_set and inject_drop. 0, or -1 with an exception set.
+ * The name of the call in it is valid as long as `args`. */
 static int get_fault(PyObject *args, struct sfr_fault *fault)
 {
 	unsigned long long nth, delay_ns;
@@ -41,7 +41,7 @@ PyDoc_STRVAR(set_doc, "inject_set(call, nth, sticky, err, limit, delay_ns, /)\n-
 		      "Adds a fault (struct sfr_fault). ValueError: an unknown call, an error for "
 		      "one that cannot fail, nth 0. RuntimeError: too many.");
 
-static PyObject *set(PyObject *self, PyObject *args)
+static PyObject *set_fault(PyObject *self, PyObject *args)
 {
 	struct sfr_fault fault;
 	int rc;
@@ -58,10 +58,10 @@ static PyObject *set(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(drop_doc, "inject_drop(call, nth, sticky, err, limit, delay_ns, /)\n--\n\n"
-		       "Takes one fault away that is equal to this one, if there is one. Counters "
-		       "stay. Returns whether there was one.");
+		       "Removes one fault with these fields, and returns whether there was one. "
+		       "Counters keep their values.");
 
-static PyObject *drop(PyObject *self, PyObject *args)
+static PyObject *drop_fault(PyObject *self, PyObject *args)
 {
 	struct sfr_fault fault;
 
@@ -70,18 +70,18 @@ static PyObject *drop(PyObject *self, PyObject *args)
 	return PyBool_FromLong(sfr_inject_drop(&fault) == 0);
 }
 
-PyDoc_STRVAR(clear_doc, "inject_clear()\n--\n\nNo faults; counters to zero.");
+PyDoc_STRVAR(clear_doc, "inject_clear()\n--\n\nRemoves all faults and sets all counters to zero.");
 
-static PyObject *clear(PyObject *self, PyObject *unused)
+static PyObject *clear_faults(PyObject *self, PyObject *unused)
 {
 	sfr_inject_clear();
 	Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(calls_doc, "inject_calls(call, /)\n--\n\n"
-			"Calls made since the last clear; '*' counts all that can fail.");
+			"Returns how many calls were made since the last clear; '*': of all that can fail.");
 
-static PyObject *calls(PyObject *self, PyObject *args)
+static PyObject *count_calls(PyObject *self, PyObject *args)
 {
 	const char *call;
 
@@ -90,9 +90,9 @@ static PyObject *calls(PyObject *self, PyObject *args)
 	return PyLong_FromUnsignedLongLong(sfr_inject_calls(call));
 }
 
-PyDoc_STRVAR(hits_doc, "inject_hits()\n--\n\nFaults that acted since the last clear.");
+PyDoc_STRVAR(hits_doc, "inject_hits()\n--\n\nReturns how many faults have acted since the last clear.");
 
-static PyObject *hits(PyObject *self, PyObject *unused)
+static PyObject *count_hits(PyObject *self, PyObject *unused)
 {
 	return PyLong_FromUnsignedLongLong(sfr_inject_hits());
 }
@@ -100,7 +100,7 @@ static PyObject *hits(PyObject *self, PyObject *unused)
 PyDoc_STRVAR(tune_doc, "cuda_tune(piece_bytes, nr_in_flight)\n--\n\nBounds of what a lane queues on a "
 		       "device, 0 = as they are; while no save is in flight.");
 
-static PyObject *tune(PyObject *module, PyObject *args)
+static PyObject *tune_cuda(PyObject *module, PyObject *args)
 {
 	unsigned long long piece_bytes, nr_in_flight;
 
@@ -110,8 +110,8 @@ static PyObject *tune(PyObject *module, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(log_tune_doc, "log_tune(patience_ns)\n--\n\nHow long a file system may take before the "
-			   "log sets it aside, 0 = as ever.");
+PyDoc_STRVAR(log_tune_doc, "log_tune(patience_ns)\n--\n\nSets how long a file system may take before "
+			   "the log sets it aside; 0 restores the default.");
 
 static PyObject *tune_log(PyObject *module, PyObject *args)
 {
@@ -157,13 +157,13 @@ static PyMethodDef methods[] = {
 	{ "_set_limits", (PyCFunction)(void (*)(void))set_limits, METH_VARARGS | METH_KEYWORDS,
 	  limits_doc },
 	{ "log_tune", tune_log, METH_VARARGS, log_tune_doc },
-	{ "cuda_tune", tune, METH_VARARGS, tune_doc },
+	{ "cuda_tune", tune_cuda, METH_VARARGS, tune_doc },
 	{ "inject_install", install, METH_NOARGS, install_doc },
-	{ "inject_set", set, METH_VARARGS, set_doc },
-	{ "inject_drop", drop, METH_VARARGS, drop_doc },
-	{ "inject_clear", clear, METH_NOARGS, clear_doc },
-	{ "inject_calls", calls, METH_VARARGS, calls_doc },
-	{ "inject_hits", hits, METH_NOARGS, hits_doc },
+	{ "inject_set", set_fault, METH_VARARGS, set_doc },
+	{ "inject_drop", drop_fault, METH_VARARGS, drop_doc },
+	{ "inject_clear", clear_faults, METH_NOARGS, clear_doc },
+	{ "inject_calls", count_calls, METH_VARARGS, calls_doc },
+	{ "inject_hits", count_hits, METH_NOARGS, hits_doc },
 	{ NULL, NULL, 0, NULL },
 };
 

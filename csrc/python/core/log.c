@@ -61,9 +61,7 @@ static PyObject *log_unanswered(PyObject *module, PyObject *unused)
 
 static PyObject *log_stop(PyObject *module, PyObject *unused)
 {
-	Py_BEGIN_ALLOW_THREADS(void)
-	sfr_log_stop(); /* always 0 */
-	Py_END_ALLOW_THREADS
+	(void)sfr_py_unlocked(sfr_log_stop()); /* always 0 */
 	Py_RETURN_NONE;
 }
 
@@ -75,8 +73,8 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	PyObject *sentence, *result = NULL;
 	int rc;
 
-	/* Called on a daemon thread of the package, which gets no signals. The package finds
-	 * everything in flight by its number, so the notice's references can be dropped here. */
+	/* Called on a daemon thread of the package, which gets no signals. The package finds the
+	 * save or snapshot by its number, so the notice's references can be dropped here. */
 	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_notice_wait(&notice, SFR_FOREVER);
 	sfr_ticket_put(notice.ticket);
@@ -89,7 +87,8 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 		result = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
 				       sentence);
 	if (!result) {
-		/* The notice must not be lost: at least the exit of the process waits for it. */
+		/* No memory for the result. The notice must not be lost: at least the exit of the
+		 * process waits for it. */
 		notice.ticket = NULL;
 		notice.snapshot = NULL;
 		sfr_notice_again(&notice);
@@ -113,7 +112,7 @@ static PyObject *fork_generation(PyObject *module, PyObject *unused)
 struct sfr_py_load {
 	PyObject_HEAD
 	struct sfr_log_load *load;
-	int fd; /* the opened descriptor; -1: none (any more) */
+	int fd; /* of the opened file; -1: not opened yet, or closed */
 };
 
 static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -195,7 +194,7 @@ static PyType_Slot load_slots[] = {
 	{ Py_tp_new, load_new },
 	{ Py_tp_dealloc, load_dealloc },
 	{ Py_tp_methods, load_methods },
-	{ Py_tp_doc, "LogLoad(key): a load's place in the log" },
+	{ Py_tp_doc, "LogLoad(key): a load's entry in the log" },
 	{ 0, NULL },
 };
 
@@ -215,7 +214,7 @@ static PyMethodDef functions[] = {
 	{ "log_stop", log_stop, METH_NOARGS,
 	  "log_stop(): ends the log's threads when the log is empty." },
 	{ "notice_wait", notice_wait, METH_NOARGS,
-	  "notice_wait() -> (what, number of the save or snapshot, sentence)." },
+	  "notice_wait() -> (NOTICE_*, number of the save or snapshot, sentence): waits for the next." },
 	{ "notice_stop", notice_stop, METH_NOARGS,
 	  "notice_stop(): makes the thread in notice_wait return for the last time." },
 	{ "fork_generation", fork_generation, METH_NOARGS, "fork_generation() -> int." },

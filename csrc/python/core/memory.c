@@ -1,8 +1,8 @@
 /* _core.SnapshotMemory: the memory of a snapshot.
  *
- * It exports the memory as a buffer. But torch.frombuffer releases the buffer at once and keeps the
- * object, so the view of the memory ends with the object rather than the buffer. Tensors and
- * anything else that refers to the object keep the memory from returning to the pool. */
+ * The object exports the memory as a buffer. But torch.frombuffer releases the buffer at once and
+ * keeps the object, so the view of the memory ends with the object rather than the buffer. Tensors
+ * and anything else that refers to the object keep the memory from returning to the pool. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/snapshot.h"
@@ -63,7 +63,7 @@ static PyType_Slot memory_slots[] = {
 SFR_PY_TYPE(memory_spec, "SnapshotMemory", struct sfr_py_memory, Py_TPFLAGS_DISALLOW_INSTANTIATION,
 	    memory_slots);
 
-PyObject *sfr_py_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot)
+PyObject *sfr_py_memory_new(struct sfr_py_state *state, struct sfr_snapshot *snapshot)
 {
 	struct sfr_py_memory *self = (struct sfr_py_memory *)sfr_py_alloc(state->memory_type);
 	uint64_t len;

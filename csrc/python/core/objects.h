@@ -24,7 +24,7 @@ struct sfr_py_snapshot {
 
 /* memory.c: makes an object that takes over the caller's view of a snapshot. NULL with an exception
  * set. */
-PyObject *sfr_py_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
+PyObject *sfr_py_memory_new(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
 
 /* piece.c: waits for the next piece of a stream. None when the timeout passed, NULL with an
  * exception set. */
@@ -34,9 +34,9 @@ PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticke
 #define SFR_PY_MAX_STREAMS 64
 
 /* Reads a tuple of (device, handle of its current stream). Returns their number, or -1. */
-int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
+int sfr_py_read_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
 
 /* Makes a dict of a report; NULL with an exception set. */
-PyObject *sfr_py_report(const struct sfr_report *report);
+PyObject *sfr_py_report_dict(const struct sfr_report *report);
 
 #endif

@@ -8,9 +8,10 @@ struct sfr_py_onload {
 	struct sfr_onload *onload;
 };
 
-/* Starts the onload. If the host must wait for the sources first, it waits in slices. */
-static int start(struct sfr_engine *engine, uint32_t device, uint64_t stream, const Py_buffer *rows,
-		 struct sfr_snapshot *from, struct sfr_onload **out)
+/* Starts the onload. If the host must wait for the sources first, it waits in slices. 0, a code of
+ * sfr_onload_start, or SFR_PY_RAISED. */
+static int start_onload(struct sfr_engine *engine, uint32_t device, uint64_t stream,
+			const Py_buffer *rows, struct sfr_snapshot *from, struct sfr_onload **out)
 {
 	const uint32_t nr = (uint32_t)((size_t)rows->len / sizeof(struct sfr_onload_copy));
 	struct sfr_py_wait w = sfr_py_wait(NULL);
@@ -52,8 +53,8 @@ static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	if (self) {
 		if (snapshot != Py_None)
 			from = ((struct sfr_py_snapshot *)snapshot)->snapshot;
-		rc = start(((struct sfr_py_engine *)engine)->engine, device, stream, &rows, from,
-			   &self->onload);
+		rc = start_onload(((struct sfr_py_engine *)engine)->engine, device, stream, &rows,
+				  from, &self->onload);
 		if (rc != 0) {
 			if (rc != SFR_PY_RAISED)
 				(void)sfr_py_raise(state, rc);
@@ -71,7 +72,7 @@ static void onload_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-static struct sfr_onload *get(PyObject *object)
+static struct sfr_onload *onload_of(PyObject *object)
 {
 	return ((struct sfr_py_onload *)object)->onload;
 }
@@ -82,8 +83,9 @@ static PyObject *onload_order(PyObject *object, PyObject *handle)
 
 	if (sfr_py_u64(handle, &stream) < 0)
 		return NULL;
-	return sfr_py_unless(object, sfr_py_unlocked(sfr_onload_order(get(object), stream)),
-			     SFR_EAGAIN);
+	return sfr_py_true_unless(object,
+				  sfr_py_unlocked(sfr_onload_order(onload_of(object), stream)),
+				  SFR_EAGAIN);
 }
 
 static PyObject *onload_wait(PyObject *object, PyObject *args)
@@ -95,29 +97,29 @@ static PyObject *onload_wait(PyObject *object, PyObject *args)
 		return NULL;
 	w = sfr_py_wait(timeout);
 	if (w.rc != SFR_PY_RAISED)
-		w.rc = sfr_onload_wait(get(object), 0);
+		w.rc = sfr_onload_wait(onload_of(object), 0);
 	while (sfr_py_goes_on(&w))
-		w.rc = sfr_py_unlocked(sfr_onload_wait(get(object), w.slice_ns));
-	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
+		w.rc = sfr_py_unlocked(sfr_onload_wait(onload_of(object), w.slice_ns));
+	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }
 
 static PyObject *onload_error(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err;
 
-	sfr_onload_error(get(object), &err);
-	return sfr_py_sentence(&err);
+	sfr_onload_error(onload_of(object), &err);
+	return sfr_py_error_text(&err);
 }
 
 static PyObject *onload_times(PyObject *object, PyObject *unused)
 {
 	uint64_t copying_ns, waited_ns;
-	int rc = sfr_onload_times(get(object), &copying_ns, &waited_ns);
+	int rc = sfr_onload_times(onload_of(object), &copying_ns, &waited_ns);
 
 	if (rc == SFR_EAGAIN)
 		Py_RETURN_NONE;
 	if (rc < 0)
-		return sfr_py_none(object, rc);
+		return sfr_py_none_or_raise(object, rc);
 	return Py_BuildValue("dd", (double)copying_ns / 1e9, (double)waited_ns / 1e9);
 }
 

@@ -48,8 +48,8 @@ static int read_ints(PyObject *tuple, int64_t out[MAX_DIMS])
 	return (int)nr;
 }
 
-/* Adds (storage, numel, sizes, strides, address, nbytes). 0, -1 with an exception set, or another
- * code. */
+/* Adds (storage, numel, sizes, strides, address, nbytes) as the archive of a tensor. 0, -1 with an
+ * exception set, or a code for which none is set. */
 static int add_tensor(struct sfr_parts *parts, PyObject *item)
 {
 	int64_t sizes[MAX_DIMS], strides[MAX_DIMS];
@@ -74,6 +74,7 @@ static int add_tensor(struct sfr_parts *parts, PyObject *item)
 	return sfr_parts_tensor(parts, &tensor);
 }
 
+/* Adds the bytes of a bytes-like object. Results as add_tensor. */
 static int add_bytes(struct sfr_parts *parts, PyObject *item)
 {
 	Py_buffer view;
@@ -120,8 +121,8 @@ static PyObject *parts_source(PyObject *object, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "KK:source", &addr, &nbytes))
 		return NULL;
-	return sfr_py_none(object,
-			   sfr_parts_source(((struct sfr_py_parts *)object)->parts, addr, nbytes));
+	return sfr_py_none_or_raise(object, sfr_parts_source(((struct sfr_py_parts *)object)->parts,
+							     addr, nbytes));
 }
 
 static PyObject *parts_crc(PyObject *object, PyObject *number)
@@ -133,7 +134,7 @@ static PyObject *parts_crc(PyObject *object, PyObject *number)
 		return NULL;
 	if (source <= UINT32_MAX)
 		rc = sfr_parts_crc(((struct sfr_py_parts *)object)->parts, (uint32_t)source);
-	return sfr_py_none(object, rc);
+	return sfr_py_none_or_raise(object, rc);
 }
 
 static PyObject *parts_nbytes(PyObject *object, void *closure)
@@ -163,7 +164,7 @@ static PyType_Slot slots[] = {
 	{ Py_tp_dealloc, parts_dealloc },
 	{ Py_tp_methods, methods },
 	{ Py_tp_getset, getset },
-	{ Py_tp_doc, "Parts(): a file in the making, in the order of the file" },
+	{ Py_tp_doc, "Parts(): the contents of a file to be written, in order" },
 	{ 0, NULL },
 };
 

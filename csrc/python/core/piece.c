@@ -1,7 +1,7 @@
 /* _core.Piece: bytes of a save that are sent to an object store.
  *
- * It exports them as a buffer. The memory goes back to the save when the last user is gone: the
- * object, or a buffer of it that a client still sends from. */
+ * A Piece exports its bytes as a buffer. The memory goes back to the save when the last user is
+ * gone: the object, or a buffer of it that a client still sends from. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/stream.h"
@@ -75,7 +75,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-	{ "offset", piece_offset, NULL, "where its first byte is in the file", NULL },
+	{ "offset", piece_offset, NULL, "the offset of its first byte in the file", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

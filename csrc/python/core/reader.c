@@ -48,7 +48,7 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 			     records_as_list(result));
 }
 
-/* Runs between two slices. 0, or -1 with an exception set. */
+/* Answers signals and reports progress, between two slices. 0, or -1 with an exception set. */
 static int pause_check(const struct sfr_check *check, PyObject *progress)
 {
 	PyObject *answer;
@@ -163,7 +163,7 @@ static PyObject *restore(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(restore_bare_doc,
 "restore_bare(fd, stretches, end, shared=False) -> Restore\n--\n\n"
-"Make ready to read stretches of a file that is no archive. `stretches` is a buffer of uint64: offset\n"
+"Prepares reading stretches of a file that is no archive. `stretches` is a buffer of uint64: offset\n"
 "and length of each, in the order of the file and without overlap, up to offset `end`. There are no\n"
 "names and no CRCs.");
 

@@ -2,7 +2,7 @@
 #include "module.h"
 #include "core/objects.h"
 
-/* Returns the nanoseconds from the ticket's creation to a later time; -1 if that has not come. */
+/* Returns the nanoseconds from the ticket's creation to `then_ns`; -1 if that is 0: not yet. */
 static long long since(const struct sfr_report *report, uint64_t then_ns)
 {
 	return then_ns ? (long long)(then_ns - report->created_ns) : -1;
@@ -25,7 +25,7 @@ static PyObject *fallbacks(const struct sfr_report *report)
 	return list;
 }
 
-PyObject *sfr_py_report(const struct sfr_report *r)
+PyObject *sfr_py_report_dict(const struct sfr_report *r)
 {
 	static const char *const io_modes[] = { "", "direct", "buffered" };
 	PyObject *sentences = fallbacks(r);

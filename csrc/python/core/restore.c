@@ -1,8 +1,8 @@
 /* _core.Restore: reads a file's records into memory.
  *
- * Records are numbered in the order of the file. Their memory is the caller's, who keeps it until a
- * record was waited for or the restore is closed. Waits run in slices, without the interpreter
- * lock, and answer signals. */
+ * Records are numbered in the order of the file. The caller owns the memory that they are read
+ * into, and keeps it until the record was waited for or the restore is closed. Waits run in slices,
+ * without the interpreter lock, and answer signals. */
 #include <errno.h>
 
 #include "check/check.h"
@@ -14,8 +14,9 @@ struct sfr_py_restore {
 	struct sfr_restore *restore; /* NULL if closed */
 };
 
-/* Returns the Restore of a core's restore, or what the code means. */
-static PyObject *wrapped(struct sfr_py_state *state, int rc, struct sfr_restore *restore)
+/* Makes a Restore that owns the core's restore. With a negative code returns None if the file
+ * cannot be read in this way (-EOPNOTSUPP), and raises otherwise. */
+static PyObject *wrap(struct sfr_py_state *state, int rc, struct sfr_restore *restore)
 {
 	struct sfr_py_restore *self;
 
@@ -46,7 +47,7 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 		sfr_check_free(check);
 		return NULL;
 	}
-	return wrapped(state, w.rc, restore);
+	return wrap(state, w.rc, restore);
 }
 
 PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
@@ -55,10 +56,10 @@ PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_s
 	struct sfr_restore *restore;
 	int rc = sfr_restore_new_bare(v, nr, end, fd, flags, &restore);
 
-	return wrapped(state, rc, restore);
+	return wrap(state, rc, restore);
 }
 
-/* Waits for the reads in flight. */
+/* Closes the restore, and waits for the reads in flight. */
 static void end_reads(struct sfr_py_restore *self)
 {
 	struct sfr_restore *restore = self->restore;
@@ -73,8 +74,8 @@ static void restore_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* Returns NULL with an exception set if it is closed. */
-static struct sfr_restore *get(PyObject *object)
+/* Returns the core's restore, or NULL with an exception set if it is closed. */
+static struct sfr_restore *open_restore_of(PyObject *object)
 {
 	struct sfr_restore *restore = ((struct sfr_py_restore *)object)->restore;
 
@@ -83,11 +84,13 @@ static struct sfr_restore *get(PyObject *object)
 	return restore;
 }
 
-/* Returns 0 with an exception set if there is no such record. With `all`, the number after the last
- * one stands for all records and is allowed. */
+/* Returns 1, or 0 with an exception set if there is no such record. With `all`, the number of
+ * records is allowed too: it stands for all of them. */
 static int is_record(const struct sfr_restore *restore, uint64_t index, int all)
 {
-	if (index < sfr_restore_nr(restore) + (all != 0))
+	const uint64_t nr = sfr_restore_nr(restore);
+
+	if (index < nr || (all && index == nr))
 		return 1;
 	PyErr_SetString(PyExc_IndexError, "there are fewer records");
 	return 0;
@@ -101,7 +104,7 @@ static PyObject *restore_close(PyObject *object, PyObject *unused)
 
 static PyObject *restore_sizes(PyObject *object, PyObject *args)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long first, least;
 	uint64_t sum = 0;
 	PyObject *list;
@@ -115,6 +118,7 @@ static PyObject *restore_sizes(PyObject *object, PyObject *args)
 		if (size == NULL || PyList_Append(list, size) < 0)
 			Py_CLEAR(list);
 		Py_XDECREF(size);
+		/* one more, so that empty records end the list too */
 		sum += sfr_restore_nbytes(restore, i) + 1;
 	}
 	return list;
@@ -122,7 +126,7 @@ static PyObject *restore_sizes(PyObject *object, PyObject *args)
 
 static PyObject *restore_into(PyObject *object, PyObject *args)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long first;
 	PyObject *addresses;
 
@@ -143,7 +147,7 @@ static PyObject *restore_into(PyObject *object, PyObject *args)
 
 static PyObject *restore_device(PyObject *object, PyObject *args)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long stream;
 	unsigned int device;
 	char why[160] = "";
@@ -159,7 +163,7 @@ static PyObject *restore_device(PyObject *object, PyObject *args)
 
 static PyObject *restore_into_device(PyObject *object, PyObject *args)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long index, mem;
 	unsigned int device;
 
@@ -172,7 +176,7 @@ static PyObject *restore_into_device(PyObject *object, PyObject *args)
 
 static PyObject *restore_go(PyObject *object, PyObject *upto)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long nr = PyLong_AsUnsignedLongLong(upto);
 	int rc;
 
@@ -186,7 +190,7 @@ static PyObject *restore_go(PyObject *object, PyObject *upto)
 
 static PyObject *restore_find(PyObject *object, PyObject *name)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	const char *text;
 	Py_ssize_t len;
 	uint64_t index;
@@ -204,7 +208,7 @@ static PyObject *restore_find(PyObject *object, PyObject *name)
 
 static PyObject *restore_reach(PyObject *object, PyObject *number)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
 	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 0))
@@ -214,7 +218,7 @@ static PyObject *restore_reach(PyObject *object, PyObject *number)
 
 static PyObject *restore_until(PyObject *object, PyObject *number)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
 	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 0))
@@ -225,7 +229,7 @@ static PyObject *restore_until(PyObject *object, PyObject *number)
 
 static PyObject *restore_wait(PyObject *object, PyObject *number)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 
@@ -242,7 +246,7 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 
 static PyObject *restore_failure(PyObject *object, PyObject *unused)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 	const struct sfr_reader_failure *failure;
 	const char *name;
 	size_t len;
@@ -258,7 +262,7 @@ static PyObject *restore_failure(PyObject *object, PyObject *unused)
 
 static PyObject *restore_done(PyObject *object, PyObject *unused)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 
 	return restore == NULL ?
 		       NULL :
@@ -267,7 +271,7 @@ static PyObject *restore_done(PyObject *object, PyObject *unused)
 
 static PyObject *restore_nr(PyObject *object, void *unused)
 {
-	struct sfr_restore *restore = get(object);
+	struct sfr_restore *restore = open_restore_of(object);
 
 	return restore == NULL ? NULL : PyLong_FromUnsignedLongLong(sfr_restore_nr(restore));
 }
@@ -286,7 +290,7 @@ static PyMethodDef methods[] = {
 	  "into_device(index, device, address): sets the destination of one record in a "
 	  "device's memory." },
 	{ "go", restore_go, METH_O,
-	  "go(upto): the first `upto` records have their destinations, so they may be read." },
+	  "go(upto): lets the first `upto` records be read; each has its destination, or none." },
 	{ "find", restore_find, METH_O, "find(name) -> index, or -1." },
 	{ "reach", restore_reach, METH_O,
 	  "reach(index) -> how many records need destinations before this one can be read." },
@@ -305,7 +309,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-	{ "nr", restore_nr, NULL, "How many records.", NULL },
+	{ "nr", restore_nr, NULL, "the number of records", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

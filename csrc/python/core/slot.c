@@ -7,7 +7,7 @@ struct sfr_py_slot {
 	struct sfr_slot *slot;
 };
 
-/* The object is made first, so that an exception in a signal handler loses no slot. */
+/* The object is made before the slot is taken, so that a failed allocation loses no slot. */
 static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "engine", "flags", NULL };
@@ -32,7 +32,7 @@ static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_raise(state, w.rc);
 }
 
-static struct sfr_slot *get(PyObject *object)
+static struct sfr_slot *slot_of(PyObject *object)
 {
 	return ((struct sfr_py_slot *)object)->slot;
 }
@@ -41,31 +41,33 @@ static void slot_dealloc(PyObject *object)
 {
 	/* Dropping the last reference to an engine joins idle threads, which never take the
 	 * interpreter lock. */
-	sfr_py_unlocked_void(sfr_slot_put(get(object)));
+	sfr_py_unlocked_void(sfr_slot_put(slot_of(object)));
 	sfr_py_free(object);
 }
 
 static PyObject *slot_launched(PyObject *object, PyObject *unused)
 {
-	sfr_py_unlocked_void(sfr_slot_launched(get(object)));
+	sfr_py_unlocked_void(sfr_slot_launched(slot_of(object)));
 	Py_RETURN_NONE;
 }
 
 static PyObject *slot_give_back(PyObject *object, PyObject *unused)
 {
-	sfr_py_unlocked_void(sfr_slot_give_back(get(object)));
+	sfr_py_unlocked_void(sfr_slot_give_back(slot_of(object)));
 	Py_RETURN_NONE;
 }
 
 static PyObject *slot_is_over(PyObject *object, PyObject *unused)
 {
-	return PyBool_FromLong(sfr_py_unlocked(sfr_slot_is_over(get(object))));
+	return PyBool_FromLong(sfr_py_unlocked(sfr_slot_is_over(slot_of(object))));
 }
 
 static PyMethodDef methods[] = {
-	{ "launched", slot_launched, METH_NOARGS, "launched(): the call that took it is over." },
-	{ "give_back", slot_give_back, METH_NOARGS, "give_back(): the save has ended." },
-	{ "is_over", slot_is_over, METH_NOARGS, "is_over() -> bool: it was given back" },
+	{ "launched", slot_launched, METH_NOARGS,
+	  "launched(): records that the call that took it is over." },
+	{ "give_back", slot_give_back, METH_NOARGS,
+	  "give_back(): gives the slot back, because the save has ended." },
+	{ "is_over", slot_is_over, METH_NOARGS, "is_over() -> bool: whether it was given back" },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -73,7 +75,8 @@ static PyType_Slot slots[] = {
 	{ Py_tp_new, slot_new },
 	{ Py_tp_dealloc, slot_dealloc },
 	{ Py_tp_methods, methods },
-	{ Py_tp_doc, "Slot(engine, flags): waits for one, unless a flag says otherwise" },
+	{ Py_tp_doc,
+	  "Slot(engine, flags): a slot of the engine; waits for it, unless a flag says otherwise" },
 	{ 0, NULL },
 };
 

@@ -45,15 +45,16 @@ static void snapshot_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-static struct sfr_snapshot *get(PyObject *object)
+static struct sfr_snapshot *snapshot_of(PyObject *object)
 {
 	return ((struct sfr_py_snapshot *)object)->snapshot;
 }
 
-/* Holds nothing while it waits. Without a wait, a busy pool counts as an exhausted one. */
+/* Leases the memory; has none of it while it waits. When the timeout has passed, the pool counts as
+ * exhausted, even if only saves use it. */
 static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 {
-	struct sfr_snapshot *s = get(object);
+	struct sfr_snapshot *s = snapshot_of(object);
 	PyObject *timeout = NULL;
 	struct sfr_py_wait w;
 
@@ -63,17 +64,17 @@ static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(sfr_snapshot_lease(s, w.slice_ns));
 	if (w.rc == 0)
-		return sfr_py_memory(sfr_py_state_of(object), s);
+		return sfr_py_memory_new(sfr_py_state_of(object), s);
 	if (w.rc == SFR_PY_RAISED)
 		return NULL;
-	return sfr_py_none(object, w.rc == SFR_EAGAIN ? SFR_EEXHAUSTED : w.rc);
+	return sfr_py_none_or_raise(object, w.rc == SFR_EAGAIN ? SFR_EEXHAUSTED : w.rc);
 }
 
-/* error() reports a device's error, which is final only when the copy has ended. So it is not
- * raised here. */
+/* Starts the copies. A device's error is not raised here but reported by error(), because it is
+ * final only when the copy has ended. */
 static PyObject *snapshot_start(PyObject *object, PyObject *args)
 {
-	struct sfr_snapshot *s = get(object);
+	struct sfr_snapshot *s = snapshot_of(object);
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	PyObject *tuple = NULL;
 	struct sfr_err err;
@@ -82,7 +83,7 @@ static PyObject *snapshot_start(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:start", &tuple))
 		return NULL;
 	if (tuple)
-		nr = sfr_py_streams(tuple, streams);
+		nr = sfr_py_read_streams(tuple, streams);
 	if (nr < 0)
 		return NULL;
 	if (nr > 0)
@@ -92,14 +93,14 @@ static PyObject *snapshot_start(PyObject *object, PyObject *args)
 		rc = sfr_snapshot_start(s);
 	sfr_snapshot_error(s, &err);
 	Py_END_ALLOW_THREADS
-	return sfr_py_none(object, err.code == 0 ? rc : 0);
+	return sfr_py_none_or_raise(object, err.code == 0 ? rc : 0);
 }
 
 static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 {
-	struct sfr_snapshot *s = get(object);
+	struct sfr_snapshot *s = snapshot_of(object);
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
-	int nr = sfr_py_streams(tuple, streams), copied = 0;
+	int nr = sfr_py_read_streams(tuple, streams), copied = 0;
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 	int64_t torn;
 
@@ -111,12 +112,13 @@ static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 		copied = w.rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0;
 		Py_END_ALLOW_THREADS
 	}
-	return sfr_py_unless(object, w.rc == 0 && !copied ? SFR_EAGAIN : w.rc, SFR_EAGAIN);
+	/* False if the streams wait, but not everything is copied yet */
+	return sfr_py_true_unless(object, w.rc == 0 && !copied ? SFR_EAGAIN : w.rc, SFR_EAGAIN);
 }
 
 static PyObject *snapshot_error(PyObject *object, PyObject *unused)
 {
-	struct sfr_snapshot *s = get(object);
+	struct sfr_snapshot *s = snapshot_of(object);
 	struct sfr_err err;
 	int64_t torn;
 
@@ -125,7 +127,7 @@ static PyObject *snapshot_error(PyObject *object, PyObject *unused)
 	} else { /* takes the engine's lock */
 		sfr_py_unlocked_void(sfr_snapshot_error(s, &err));
 	}
-	return sfr_py_sentence(&err);
+	return sfr_py_error_text(&err);
 }
 
 static PyObject *snapshot_offsets(PyObject *object, PyObject *unused)
@@ -144,7 +146,7 @@ static PyObject *snapshot_offsets(PyObject *object, PyObject *unused)
 
 static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 {
-	struct sfr_snapshot *s = get(object);
+	struct sfr_snapshot *s = snapshot_of(object);
 	PyObject *timeout = NULL, *copied;
 	struct sfr_py_wait w;
 	int64_t torn = -1;
@@ -156,42 +158,44 @@ static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 		w.rc = sfr_snapshot_wait(s, 0, &torn);
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(sfr_snapshot_wait(s, w.slice_ns, &torn));
-	copied = sfr_py_unless(object, w.rc, SFR_EAGAIN);
+	copied = sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 	return copied ? Py_BuildValue("NL", copied, (long long)torn) : NULL;
 }
 
 static PyObject *snapshot_hold(PyObject *object, PyObject *unused)
 {
-	return sfr_py_unless(object, sfr_py_unlocked(sfr_snapshot_hold(get(object))), SFR_ESTATE);
+	return sfr_py_true_unless(object, sfr_py_unlocked(sfr_snapshot_hold(snapshot_of(object))),
+				  SFR_ESTATE);
 }
 
 static PyObject *snapshot_unhold(PyObject *object, PyObject *unused)
 {
-	sfr_py_unlocked_void(sfr_snapshot_unhold(get(object)));
+	sfr_py_unlocked_void(sfr_snapshot_unhold(snapshot_of(object)));
 	Py_RETURN_NONE;
 }
 
 static PyObject *snapshot_view(PyObject *object, PyObject *unused)
 {
-	return sfr_py_none(object, sfr_py_unlocked(sfr_snapshot_view(get(object))));
+	return sfr_py_none_or_raise(object,
+				    sfr_py_unlocked(sfr_snapshot_view(snapshot_of(object))));
 }
 
 static PyObject *snapshot_unview(PyObject *object, PyObject *unused)
 {
-	sfr_py_unlocked_void(sfr_snapshot_unview(get(object)));
+	sfr_py_unlocked_void(sfr_snapshot_unview(snapshot_of(object)));
 	Py_RETURN_NONE;
 }
 
 static PyObject *snapshot_file(PyObject *object, PyObject *unused)
 {
-	struct sfr_snapshot *s = get(object);
+	struct sfr_snapshot *s = snapshot_of(object);
 	uint64_t off, len;
 	char *base;
 	int rc, fd;
 
 	rc = sfr_py_unlocked(sfr_snapshot_file(s, &fd, &off));
 	if (rc < 0)
-		return sfr_py_none(object, rc == SFR_ESTATE ? 0 : rc);
+		return sfr_py_none_or_raise(object, rc == SFR_ESTATE ? 0 : rc);
 	sfr_snapshot_memory(s, &base, &len);
 	return Py_BuildValue("iKKK", fd, (unsigned long long)off,
 			     (unsigned long long)(uintptr_t)base, (unsigned long long)len);
@@ -203,25 +207,25 @@ static PyObject *snapshot_will_return(PyObject *object, PyObject *truth)
 
 	if (yes < 0)
 		return NULL;
-	sfr_py_unlocked_void(sfr_snapshot_will_return(get(object), yes));
+	sfr_py_unlocked_void(sfr_snapshot_will_return(snapshot_of(object), yes));
 	Py_RETURN_NONE;
 }
 
 static PyObject *snapshot_leased(PyObject *object, PyObject *unused)
 {
-	int rc = sfr_py_unlocked(sfr_snapshot_leased(get(object)));
+	int rc = sfr_py_unlocked(sfr_snapshot_leased(snapshot_of(object)));
 
-	return rc < 0 ? sfr_py_none(object, rc) : PyBool_FromLong(rc);
+	return rc < 0 ? sfr_py_none_or_raise(object, rc) : PyBool_FromLong(rc);
 }
 
 static PyObject *snapshot_number(PyObject *object, void *closure)
 {
-	return PyLong_FromUnsignedLongLong(sfr_snapshot_number(get(object)));
+	return PyLong_FromUnsignedLongLong(sfr_snapshot_number(snapshot_of(object)));
 }
 
 static PyObject *snapshot_copying_s(PyObject *object, void *closure)
 {
-	return PyFloat_FromDouble((double)sfr_snapshot_copying_ns(get(object)) / 1e9);
+	return PyFloat_FromDouble((double)sfr_snapshot_copying_ns(snapshot_of(object)) / 1e9);
 }
 
 static PyMethodDef methods[] = {
@@ -231,8 +235,8 @@ static PyMethodDef methods[] = {
 	{ "start", snapshot_start, METH_VARARGS,
 	  "start(streams=()): copies the captured sources, and starts the copies of the others." },
 	{ "gate", snapshot_gate, METH_O,
-	  "gate(streams) -> bool: returns when the next step may begin; True if everything is "
-	  "copied." },
+	  "gate(streams) -> bool: returns when the next step may begin on these streams; True if "
+	  "everything is copied." },
 	{ "error", snapshot_error, METH_NOARGS, "error() -> str: the error of the device, or ''." },
 	{ "offsets", snapshot_offsets, METH_NOARGS,
 	  "offsets() -> list: the offset of each copy in the memory." },
@@ -243,12 +247,13 @@ static PyMethodDef methods[] = {
 	{ "unhold", snapshot_unhold, METH_NOARGS, "unhold(): ends one hold." },
 	{ "view", snapshot_view, METH_NOARGS,
 	  "view(): counts one more object that refers to the memory." },
-	{ "unview", snapshot_unview, METH_NOARGS, "unview(): counts one less." },
+	{ "unview", snapshot_unview, METH_NOARGS, "unview(): counts one object less." },
 	{ "file", snapshot_file, METH_NOARGS,
 	  "file() -> (descriptor, offset in it, address, length), or None if the memory is "
 	  "private or has been returned." },
 	{ "will_return", snapshot_will_return, METH_O,
-	  "will_return(yes): lets other threads wait for this memory, or no longer." },
+	  "will_return(yes): says whether this memory returns by itself, so that others may wait "
+	  "for it." },
 	{ "leased", snapshot_leased, METH_NOARGS,
 	  "leased() -> bool: whether the memory has not been returned yet." },
 	{ NULL, NULL, 0, NULL },

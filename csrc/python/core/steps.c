@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-/* Reads a step, which refers to data of `item`. -1: an exception. */
+/* Reads a step, whose path and bytes belong to `item`. 0, or -1 with an exception set. */
 static int read_step(PyObject *item, struct sfr_step *step)
 {
 	Py_ssize_t len;

@@ -2,7 +2,7 @@
 #include "module.h"
 #include "core/objects.h"
 
-int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS])
+int sfr_py_read_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS])
 {
 	Py_ssize_t nr = PyTuple_Size(tuple);
 

@@ -61,9 +61,8 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		.sources = rows.buf,
 		.nr_sources = (uint32_t)((size_t)rows.len / sizeof(struct sfr_source)),
 		.flags = flags,
-		.members = members.obj == NULL ? NULL :
-			   members.len != 0    ? members.buf :
-						 &none,
+		/* an empty list, unlike NULL, stands for a flat file */
+		.members = members.obj != NULL && members.len == 0 ? &none : members.buf,
 		.nr_members = (uint32_t)((size_t)members.len / sizeof(struct sfr_member)),
 	};
 	if (is_array(&rows, sizeof(struct sfr_source)) &&
@@ -119,8 +118,9 @@ struct submission {
 	enum stage stage; /* the next one, or the one that waits */
 };
 
-/* Goes as far as possible within `slice`. It runs without the interpreter lock, so a save that
- * waits for nothing releases it once. */
+/* Takes the stages from s->stage on, as far as possible within `slice`. 0: the save is launched;
+ * SFR_EAGAIN: call again; any other code: s->stage has failed. All stages are in one call, so that
+ * a save that waits for nothing releases the interpreter lock only once. */
 static int submit_on(struct submission *s, uint64_t slice)
 {
 	for (;; s->stage++) {
@@ -139,21 +139,21 @@ static int submit_on(struct submission *s, uint64_t slice)
 	}
 }
 
-static struct sfr_ticket *get(PyObject *object)
+static struct sfr_ticket *ticket_of(PyObject *object)
 {
 	return ((struct sfr_py_ticket *)object)->ticket;
 }
 
 static PyObject *ticket_submit(PyObject *object, PyObject *args)
 {
-	struct submission s = { .ticket = get(object) };
+	struct submission s = { .ticket = ticket_of(object) };
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 	PyObject *tuple = NULL;
 
 	if (!PyArg_ParseTuple(args, "|O:submit", &tuple))
 		return NULL;
 	if (tuple)
-		s.nr_streams = sfr_py_streams(tuple, s.streams);
+		s.nr_streams = sfr_py_read_streams(tuple, s.streams);
 	if (s.nr_streams < 0)
 		return NULL;
 	while (sfr_py_goes_on(&w))
@@ -161,12 +161,12 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 	if (s.stage == CAPTURE && (w.rc == SFR_EEXHAUSTED || w.rc == SFR_PY_RAISED)) {
 		sfr_py_unlocked_void(sfr_save_abandon(s.ticket));
 	}
-	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_none(object, w.rc);
+	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_none_or_raise(object, w.rc);
 }
 
 static PyObject *ticket_wait(PyObject *object, PyObject *args)
 {
-	struct sfr_ticket *t = get(object);
+	struct sfr_ticket *t = ticket_of(object);
 	PyObject *timeout = NULL;
 	struct sfr_py_wait w;
 	int what;
@@ -187,14 +187,14 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 	/* the core no longer reads the skeleton, and users may keep handles for long */
 	if (w.rc == 0 && what == SFR_WAIT_ENDED)
 		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
-	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
+	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }
 
 static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 {
-	struct sfr_ticket *t = get(object);
+	struct sfr_ticket *t = ticket_of(object);
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
-	int nr = sfr_py_streams(tuple, streams), copied = 0;
+	int nr = sfr_py_read_streams(tuple, streams), copied = 0;
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 
 	if (nr < 0)
@@ -205,7 +205,8 @@ static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 		copied = w.rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;
 		Py_END_ALLOW_THREADS
 	}
-	return sfr_py_unless(object, w.rc == 0 && !copied ? SFR_EAGAIN : w.rc, SFR_EAGAIN);
+	/* False if the streams wait, but not everything is copied yet */
+	return sfr_py_true_unless(object, w.rc == 0 && !copied ? SFR_EAGAIN : w.rc, SFR_EAGAIN);
 }
 
 static PyObject *ticket_confirm(PyObject *object, PyObject *index)
@@ -214,46 +215,48 @@ static PyObject *ticket_confirm(PyObject *object, PyObject *index)
 
 	if (torn == -1 && PyErr_Occurred())
 		return NULL;
-	return sfr_py_unless(object, sfr_py_unlocked(sfr_save_confirm(get(object), torn)),
-			     SFR_ESTATE);
+	return sfr_py_true_unless(object,
+				  sfr_py_unlocked(sfr_save_confirm(ticket_of(object), torn)),
+				  SFR_ESTATE);
 }
 
 static PyObject *ticket_cancel(PyObject *object, PyObject *unused)
 {
-	int rc = sfr_py_unlocked(sfr_save_cancel(get(object)));
+	int rc = sfr_py_unlocked(sfr_save_cancel(ticket_of(object)));
 
-	return rc < 0 ? sfr_py_none(object, rc) : PyBool_FromLong(rc);
+	return rc < 0 ? sfr_py_none_or_raise(object, rc) : PyBool_FromLong(rc);
 }
 
 static PyObject *ticket_state(PyObject *object, PyObject *unused)
 {
 	enum sfr_state state;
-	int staged, rc = sfr_save_state(get(object), &state, &staged);
+	int staged, rc = sfr_save_state(ticket_of(object), &state, &staged);
 
-	return rc < 0 ? sfr_py_none(object, rc) : PyUnicode_FromString(sfr_state_name(state));
+	return rc < 0 ? sfr_py_none_or_raise(object, rc) :
+			PyUnicode_FromString(sfr_state_name(state));
 }
 
 static PyObject *ticket_is_staged(PyObject *object, PyObject *unused)
 {
 	enum sfr_state state;
-	int staged, rc = sfr_save_state(get(object), &state, &staged);
+	int staged, rc = sfr_save_state(ticket_of(object), &state, &staged);
 
-	return rc < 0 ? sfr_py_none(object, rc) : PyBool_FromLong(staged);
+	return rc < 0 ? sfr_py_none_or_raise(object, rc) : PyBool_FromLong(staged);
 }
 
 static PyObject *ticket_progress(PyObject *object, PyObject *unused)
 {
 	uint64_t written, nbytes;
-	int rc = sfr_save_progress(get(object), &written, &nbytes);
+	int rc = sfr_save_progress(ticket_of(object), &written, &nbytes);
 
 	if (rc < 0)
-		return sfr_py_none(object, rc);
+		return sfr_py_none_or_raise(object, rc);
 	return Py_BuildValue("KK", (unsigned long long)written, (unsigned long long)nbytes);
 }
 
 static PyObject *ticket_report(PyObject *object, PyObject *unused)
 {
-	struct sfr_ticket *t = get(object);
+	struct sfr_ticket *t = ticket_of(object);
 	struct sfr_report r;
 	int rc;
 
@@ -262,7 +265,7 @@ static PyObject *ticket_report(PyObject *object, PyObject *unused)
 	} else { /* takes the engine's lock */
 		rc = sfr_py_unlocked(sfr_save_report(t, &r));
 	}
-	return rc < 0 ? sfr_py_none(object, rc) : sfr_py_report(&r);
+	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_report_dict(&r);
 }
 
 static PyObject *ticket_next_piece(PyObject *object, PyObject *args)
@@ -271,12 +274,13 @@ static PyObject *ticket_next_piece(PyObject *object, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "|O:next_piece", &timeout))
 		return NULL;
-	return sfr_py_next_piece(PyType_GetModuleState(Py_TYPE(object)), get(object), timeout);
+	return sfr_py_next_piece(PyType_GetModuleState(Py_TYPE(object)), ticket_of(object),
+				 timeout);
 }
 
 static PyObject *ticket_number(PyObject *object, void *closure)
 {
-	return PyLong_FromUnsignedLongLong(sfr_ticket_number(get(object)));
+	return PyLong_FromUnsignedLongLong(sfr_ticket_number(ticket_of(object)));
 }
 
 static PyMethodDef methods[] = {
@@ -284,15 +288,18 @@ static PyMethodDef methods[] = {
 	  "submit(streams=()): marks the state on the current stream of each device, takes a"
 	  " slot, captures, launches." },
 	{ "gate", ticket_gate, METH_O,
-	  "gate(streams) -> bool: the step on these streams comes after every copy; True when"
-	  " all have ended." },
+	  "gate(streams) -> bool: makes the step on these streams wait for every copy; True when"
+	  " all copies have ended." },
 	{ "wait", ticket_wait, METH_VARARGS,
 	  "wait(what, timeout=None) -> bool: False when the timeout passed." },
 	{ "confirm", ticket_confirm, METH_O,
-	  "confirm(torn) -> bool: the verdict on versions, given once." },
-	{ "cancel", ticket_cancel, METH_NOARGS, "cancel() -> bool: the save ends as cancelled." },
+	  "confirm(torn) -> bool: gives the verdict on versions (a torn source's index, or -1); False"
+	  " if the save takes none now." },
+	{ "cancel", ticket_cancel, METH_NOARGS,
+	  "cancel() -> bool: whether the save ends as cancelled." },
 	{ "state", ticket_state, METH_NOARGS, "state() -> str." },
-	{ "is_staged", ticket_is_staged, METH_NOARGS, "is_staged() -> bool: and has not failed." },
+	{ "is_staged", ticket_is_staged, METH_NOARGS,
+	  "is_staged() -> bool: whether it is staged and has not failed since." },
 	{ "progress", ticket_progress, METH_NOARGS,
 	  "progress() -> (bytes written, bytes in all)." },
 	{ "report", ticket_report, METH_NOARGS, "report() -> dict." },
@@ -302,7 +309,7 @@ static PyMethodDef methods[] = {
 	  " save has failed." },
 	{ "of_parts", ticket_of_parts, METH_VARARGS | METH_CLASS,
 	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which are empty"
-	  " afterwards. What they refer to stays as it is until the save has ended." },
+	  " afterwards. The memory they refer to must not change until the save has ended." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -61,7 +61,7 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-/* Called twice a step, so it parses nothing: the number of an optimizer is its address. */
+/* Called at each step, so it parses no arguments: the optimizer's address serves as its number. */
 static PyObject *trace_step_begins(PyObject *module, PyObject *optimizer)
 {
 	sfr_trace_step((uint64_t)(uintptr_t)optimizer, false);

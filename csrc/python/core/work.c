@@ -38,7 +38,8 @@ static void work_dealloc(PyObject *object)
 
 static PyObject *work_append(PyObject *object, PyObject *unused)
 {
-	return sfr_py_none(object, sfr_log_work_append(((struct sfr_py_work *)object)->work));
+	return sfr_py_none_or_raise(object,
+				    sfr_log_work_append(((struct sfr_py_work *)object)->work));
 }
 
 static PyObject *work_end(PyObject *object, PyObject *ok)

@@ -1,8 +1,8 @@
 /* Observer: marks the storages of a save that may be deferred.
  *
- * A storage of an optimizer is deferred if its verdict allows it and the optimizer still owns it as
- * at the enrolment: a new walk meets each of the tensors over it, and its memory is at the same
- * address. A memory owner's storages are deferred because it says so. */
+ * A storage of an optimizer is deferred if its verdict is DEFERRABLE and the optimizer still owns
+ * it as at the enrolment: a new walk meets each of the tensors over it, and its memory is at the
+ * same address. The storages of a memory owner are deferred because that owner says so. */
 #include "observer/observer.h"
 #include "sfr/source.h"
 
@@ -27,7 +27,7 @@ static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *
 			continue;
 		entry->epoch = self->epoch;
 		watch = &t->watches[entry->watch];
-		if (sfr_py_identity_of(tensor) != watch->cdata) {
+		if (sfr_py_identity_of(tensor) != watch->cdata) { /* it has another storage now */
 			self->wanted = 1;
 			continue;
 		}
@@ -41,7 +41,8 @@ static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *
 		self->wanted = 1;
 }
 
-/* Appends a tensor to the lists of those whose versions are checked after the copy. 0 or -1. */
+/* Appends a tensor to the lists of those whose versions are checked after the copy. 0, or -1 with
+ * an exception set. */
 static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObject *tensor)
 {
 	PyObject *version;
@@ -78,6 +79,7 @@ static int defer_one(const struct sfr_py_marks *marks, PyObject *index, struct s
 	return -1;
 }
 
+/* Defers a watched storage, with all tensors over it. 0, or -1 with an exception set. */
 static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 		       struct sfr_source *row, PyObject *index, const struct sfr_py_marks *marks)
 {
@@ -119,9 +121,10 @@ static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObjec
 	return *index ? 0 : -1;
 }
 
-/* Returns whether a save with this row may defer the storage: 1, or 0 if its memory has changed. */
-static int is_deferred(struct sfr_py_observer *self, const struct sfr_py_watch *watch,
-		       const struct sfr_source *row)
+/* Returns 1 if the row of a save has the memory that was observed, else 0: then the save captures
+ * the storage, and it must be enrolled again. */
+static int may_defer(struct sfr_py_observer *self, const struct sfr_py_watch *watch,
+		     const struct sfr_source *row)
 {
 	if (row->addr != watch->addr || row->nbytes != watch->nbytes) {
 		self->wanted = 1; /* resized, or moved to shared memory */
@@ -130,6 +133,7 @@ static int is_deferred(struct sfr_py_observer *self, const struct sfr_py_watch *
 	return 1;
 }
 
+/* Defers the storages that a save has and that may be deferred. 0, or -1 with an exception set. */
 static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *marks)
 {
 	struct sfr_py_table *t = &self->table;
@@ -146,7 +150,7 @@ static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *ma
 			continue;
 		if (find_row(marks, watch->cdata, &index, &row))
 			return -1;
-		if (row && is_deferred(self, watch, row))
+		if (row && may_defer(self, watch, row))
 			ret = defer_watch(t, watch, row, index, marks);
 		Py_XDECREF(index);
 		if (ret)

@@ -5,7 +5,7 @@
  * bytes. Before that the storage is asked for its address, because it may have been resized or
  * freed meanwhile. All of that is cheap only in the caches, through which a step has just streamed
  * the whole state. So each observation prefetches what a later one will read, and a step has a
- * budget. */
+ * CPU-time budget. */
 #include "observer/observer.h"
 
 #include <string.h>
@@ -21,10 +21,10 @@
  * observations cost. */
 #define STEP_MIN_NS 200000u
 #define STEP_MAX_NS 2000000u
-#define STEP_SHARE 100
+#define STEP_SHARE 100    /* a hundredth of the time between two steps */
 #define ENROLLED_NS 3000u /* for each undecided storage */
 #define ENROLLED_MAX_NS 4000000u
-/* The same in time of a device, of which a probe takes 2 us: twice two probes. */
+/* The same in time of a device: a storage needs four probes, in two cycles, of 2 us each. */
 #define ENROLLED_DEVICE_NS 8000u
 #define ENROLLED_DEVICE_MAX_NS 10000000u
 
@@ -36,9 +36,9 @@ uint64_t sfr_py_clock_ns(clockid_t id)
 	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* Sets what observing may cost until the next step ends. Unused credit lasts for the next two
- * steps; an enrolment's allowance lasts. */
-static void grant(struct sfr_py_observer *self)
+/* Adds one step's share to the credit, which is what observing may cost until the next step ends.
+ * At most three shares add up; an enrolment's allowance above that is kept until it is spent. */
+static void grant_credit(struct sfr_py_observer *self)
 {
 	uint64_t now = sfr_py_clock_ns(CLOCK_MONOTONIC);
 	uint64_t share = (now - self->stepped_ns) / STEP_SHARE, most;
@@ -55,11 +55,12 @@ static void grant(struct sfr_py_observer *self)
 		self->device_credit_ns + share < most ? self->device_credit_ns + share : most;
 }
 
-/* A span of observing, and its budget. The budget is CPU time, because a thread that is off the
- * CPU does not use the training's time. That clock is a system call of 0.5 us, so it is read only
- * when the cheap clock says that the time is over. */
+/* A span of observing, and its budget. The budget is CPU time, because a thread that is off the CPU
+ * does not use the training's time. Reading CPU time is a system call of 0.5 us, so it is read only
+ * when the wall clock, which is cheap, says that the time is over. */
 struct span {
-	uint64_t wall, cpu, budget;
+	uint64_t wall, cpu; /* both clocks at its start, in ns */
+	uint64_t budget;
 };
 
 static struct span span_start(uint64_t budget_ns)
@@ -82,7 +83,8 @@ static void span_end(const struct span *s, uint64_t *credit_ns)
 	*credit_ns -= spent < *credit_ns ? spent : *credit_ns;
 }
 
-/* Returns one of the three lines that are read; a storage here is larger than 4 KiB. */
+/* Returns the address of one of the three lines that are read: start, middle, end. They are apart,
+ * because every watched storage is larger than 4 KiB. */
 static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 {
 	uint64_t at = watch->addr;
@@ -115,9 +117,9 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 	}
 }
 
-/* Returns 1 if every tensor over the storage is alive and still has this memory, 0 if not or if
- * torch does not tell. Only then may the bytes be read. Whether it is still the same storage is
- * checked in defer(): what was learned of a freed storage is never used. Leaves no exception
+/* Returns 1 if every tensor over the storage is alive and still has this memory, so that its bytes
+ * may be read; 0 if not, or if torch does not tell. It may be another storage at the same address:
+ * defer() checks that, so what was learned of a freed storage is never used. Leaves no exception
  * set. */
 static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watch *watch)
 {
@@ -144,8 +146,8 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	return 1;
 }
 
-/* Reads the version of each tensor over the storage: into the tensors, or (`compare`) to compare
- * with them. Returns 1 if all could be read (and are the same), else 0. */
+/* Reads the version of each tensor over the storage, and stores it. With `compare` it must be the
+ * stored one. Returns 1 if all could be read and were right, else 0. Leaves no exception set. */
 static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *watch, int compare)
 {
 	uint32_t i;
@@ -172,7 +174,8 @@ static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 	return 1;
 }
 
-/* Records the contents of one storage. `fresh`: it was enrolled a moment ago. */
+/* Records the contents of one storage, and arms it. `fresh`: it was enrolled a moment ago, which
+ * has checked its memory. A storage that cannot be recorded gets the verdict CAPTURED. */
 static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 {
 	struct sfr_py_table *t = &self->table;
@@ -201,7 +204,7 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 	uint32_t left = t->nr_watches, nr_seen = 0, i = self->cursor;
 	struct span span;
 
-	grant(self);
+	grant_credit(self);
 	span = span_start(self->credit_ns / 2);
 	self->nr_armed = 0;
 	for (; left; left--, i++) {
@@ -219,6 +222,7 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 	sfr_py_probes_end_step(self);
 }
 
+/* Returns the credit that an enrolment adds for `nr` storages. */
 static uint64_t allowance(uint64_t nr, uint64_t each_ns, uint64_t most_ns)
 {
 	return nr * each_ns < most_ns ? nr * each_ns : most_ns;
@@ -239,12 +243,12 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 	}
 	self->credit_ns = allowance(self->nr_undecided, ENROLLED_NS, ENROLLED_MAX_NS);
 	sfr_py_probes_end_step(self);
-	grant(self);
+	grant_credit(self);
 }
 
-/* Compares what the host can see of a storage. Returns 1 if it is unchanged, else gives the
- * verdict. */
-static int is_same(struct sfr_py_observer *self, uint32_t number)
+/* Compares what the host can see of a storage (its memory's address, its versions) with what was
+ * recorded. Returns 1 if it is unchanged; else 0, and the storage has the verdict CAPTURED. */
+static int check_unchanged(struct sfr_py_observer *self, uint32_t number)
 {
 	struct sfr_py_table *t = &self->table;
 	struct sfr_py_watch *watch = &t->watches[number];
@@ -262,13 +266,14 @@ static int is_same(struct sfr_py_observer *self, uint32_t number)
 	return 0;
 }
 
-/* Compares one storage with its recorded contents. */
+/* Compares one storage in host memory with its recorded contents, and gives the verdict if it
+ * differs or has been the same often enough. */
 static void compare_one(struct sfr_py_observer *self, uint32_t number)
 {
 	struct sfr_py_watch *watch = &self->table.watches[number];
 	int i;
 
-	if (!is_same(self, number))
+	if (!check_unchanged(self, number))
 		return;
 	for (i = 0; i < SFR_PY_NR_LINES; i++) {
 		if (memcmp(self->lines[number][i], line_of(watch, i), SFR_PY_LINE) != 0)
@@ -285,7 +290,7 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 	struct span span = span_start(self->credit_ns);
 	uint32_t n = 0;
 
-	sfr_py_probes_reach_gate(self, is_same);
+	sfr_py_probes_reach_gate(self, check_unchanged);
 	if (self->nr_armed == 0)
 		return;
 	while (n < self->nr_armed) {

@@ -10,19 +10,19 @@
  *                   ^            |  same, once       |  changed, gone, or owned twice
  *                   +------------+                   +---------------> CAPTURED
  *
- * Both end states are final for the storage; only a new storage, or forget() (after
- * load_state_dict), starts again. An observation covers the `_version` of each tensor over the
- * storage, and three cache lines of its bytes, because fused kernels and `.data` do not count
- * versions. A budget of CPU time of the calling thread bounds the work in a step; a cursor
- * continues where it ran out.
+ * A storage is armed from its recording until the comparison. DEFERRABLE and CAPTURED are final for
+ * it; only a new storage, or forget() (after load_state_dict), starts again. An observation covers
+ * the `_version` of each tensor over the storage, and three cache lines of its bytes, because fused
+ * kernels and `.data` do not count versions. A budget of CPU time of the calling thread bounds the
+ * work in a step; a cursor continues where it ran out.
  *
  * Nothing here keeps memory alive. Tensors are held by weak references, and a storage by torch's
  * weak reference, which frees the bytes but keeps the StorageImpl's address from being used again.
  * So equal addresses (`_cdata`) mean the same storage.
  *
  * Everything runs under the interpreter lock, with the garbage collector off. So no Python code
- * runs in between, except for the destructor of an object. If that enters again, `busy` refuses it
- * harmlessly: nothing is deferred or counted, and nothing waits.
+ * runs in between, except for the destructor of an object. If a destructor calls the same observer,
+ * `busy` makes the call do nothing: nothing is deferred or counted, and nothing waits.
  *
  * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c stores it, observe.c
  * observes it, defer.c marks a save's storages; this file has the type.
@@ -34,8 +34,8 @@
  * us. */
 #include "observer/observer.h"
 
-/* Refuses a second entry until leave(), and stops the garbage collector. Then allocations run no
- * Python code, and collections that a thousand small objects would start come later. */
+/* Makes other calls do nothing until leave(), and stops the garbage collector: then allocations run
+ * no Python code, and collections that a thousand small objects would start come later. */
 static void enter(struct sfr_py_observer *self)
 {
 	self->busy = 1;
@@ -84,6 +84,7 @@ static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 	return clashes;
 }
 
+/* Returns whether enrol() must be called before the next observation. */
 static int wants_enrolment(const struct sfr_py_observer *self, PyObject *groups, PyObject *state)
 {
 	return self->wanted || self->forget || self->size != sfr_py_walk_size(groups, state);
@@ -223,6 +224,8 @@ PyDoc_STRVAR(observer_defer_doc,
 "Marks the storages of a save that may be copied late: the optimizer still owns them, and they were\n"
 "found to change in its steps only. `marks`: a `memory_owners.Marks`.");
 
+/* Reads a tuple memory_owners.Marks, which keeps owning what is in it. 0, or -1 with an exception
+ * set. */
 static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
 {
 	PyObject *numbers;
@@ -299,7 +302,7 @@ static PyObject *observer_changed(PyObject *type, PyObject *args)
 		then = wanted ? PyLong_AsUnsignedLongLong(wanted) : 0;
 		if (sfr_py_version_of(PyList_GetItem(tensors, i), &now) || now != then ||
 		    PyErr_Occurred()) {
-			PyErr_Clear(); /* a version that cannot be read proves nothing */
+			PyErr_Clear(); /* without a version the tensor counts as changed */
 			return PyLong_FromSsize_t(i);
 		}
 	}
@@ -310,7 +313,7 @@ static PyObject *observer_changed(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_capture_doc,
 "capture(storage, /)\n--\n\n"
-"Makes saves capture a storage, given by its address, from now on.");
+"Makes saves capture a storage, given by its StorageImpl's address, from now on.");
 
 static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 {

@@ -1,4 +1,4 @@
-/* Private to the files of this folder. */
+/* The observer's types and functions, for the files of this folder. observer.c explains them. */
 #ifndef SFR_PY_OBSERVER_H
 #define SFR_PY_OBSERVER_H
 
@@ -23,9 +23,9 @@ static inline PyObject *sfr_py_referent(PyObject *ref)
  * descriptor is called directly if the type's own table names it (15-30 ns instead of 50-100); else
  * the attribute is read normally. */
 struct sfr_py_access {
-	getter get;
+	getter get; /* of an attribute; NULL: read it by name */
 	void *closure;
-	PyCFunction call;
+	PyCFunction call; /* of a method; NULL: call it by name */
 	PyObject *name;
 	int is_method;
 };
@@ -52,11 +52,12 @@ int sfr_py_torch_init(void);
  * present the host's memory as a device's. 0, or -1 with an exception set if there is no such
  * attribute. */
 int sfr_py_torch_present(PyObject *name, PyObject *function);
-/* Returns a new reference, or NULL with an exception set. */
+/* Reads an attribute of an object, or calls a method of it. Returns a new reference, or NULL with
+ * an exception set. */
 PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
-/* 0, or -1 with an exception set. */
+/* Reads a number in the same way. 0, or -1 with an exception set. */
 int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out);
-/* 1, 0, or -1 with an exception set. */
+/* Reads a truth value in the same way. 1, 0, or -1 with an exception set. */
 int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object);
 /* Makes all observers see through tensors that are exactly of this type: `name` is the attribute
  * with the tensor that has the memory. Reading such a tensor here runs no Python code. 0, or -1
@@ -66,7 +67,8 @@ int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name);
  * Tensor or a Parameter, the inner one if it is seen through. NULL without an exception for others:
  * subclasses may run Python code in any attribute, and nothing is known of what writes to them. */
 PyObject *sfr_py_memory_of(PyObject *tensor);
-int sfr_py_is_seen(PyObject *tensor);
+/* Returns whether sfr_py_memory_of gives a tensor. */
+int sfr_py_has_memory(PyObject *tensor);
 /* Returns a new reference to the storage of that memory, or NULL with an exception set. */
 PyObject *sfr_py_storage_of(PyObject *tensor);
 /* Returns the address of its StorageImpl; 0 if there is none, as for sparse tensors. */
@@ -76,7 +78,7 @@ uint64_t sfr_py_identity_of(PyObject *tensor);
  * which counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
-#define SFR_PY_NONE UINT32_MAX
+#define SFR_PY_NONE UINT32_MAX /* as an index: no tensor */
 
 /* ---- the tensors of an optimizer ------------------------------------------- */
 
@@ -112,7 +114,7 @@ uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
 
 enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
 
-/* One storage. */
+/* One storage that is watched. */
 struct sfr_py_watch {
 	PyObject *ident; /* int: the StorageImpl's address */
 	uint64_t cdata;  /* the same */
@@ -121,9 +123,9 @@ struct sfr_py_watch {
 	uintptr_t wrapper; /* address of Python's storage object; only to prefetch */
 	uint32_t first_tensor; /* index; the others follow in the list of tensor.next */
 	uint32_t nr_tensors;
-	uint32_t epoch, nr_owned; /* tensors that walk number `epoch` has met */
-	uint8_t verdict;
-	uint8_t nr_cycles;
+	uint32_t epoch, nr_owned; /* walk number `epoch` has met nr_owned of its tensors */
+	uint8_t verdict;          /* enum sfr_py_verdict */
+	uint8_t nr_cycles;        /* comparisons so far, all without a change */
 };
 
 /* One tensor over a storage. */
@@ -131,8 +133,8 @@ struct sfr_py_tensor {
 	PyObject *ref;          /* weak reference to the tensor */
 	uintptr_t tensor, impl; /* addresses of the tensor and its TensorImpl; only to prefetch */
 	uint64_t version;       /* as recorded */
-	uint32_t watch, next;
-	uint32_t epoch;
+	uint32_t watch, next;   /* index of its storage; the next tensor over it, or SFR_PY_NONE */
+	uint32_t epoch;         /* the number of the last walk that has met it */
 };
 
 struct sfr_py_table {
@@ -155,9 +157,9 @@ struct sfr_py_probe {
 	uint32_t device; /* as in a watch */
 	enum sfr_py_probe_state state;
 	struct sfr_probe *core;
-	struct sfr_probe_range *at; /* addresses of the storages that are probed */
-	uint32_t *asked;            /* their indices */
-	uint32_t nr_asked, room;
+	struct sfr_probe_range *at; /* the memory of the storages that are probed */
+	uint32_t *asked;            /* their indices in the table */
+	uint32_t nr_asked, room;    /* their number; the length of both arrays */
 };
 #define SFR_PY_MAX_PROBES 16 /* storages on further devices stay undecided */
 
@@ -179,7 +181,10 @@ struct sfr_py_observer {
 	uint32_t nr_probes;
 	/* when the last step ended; before the first, when this object was made */
 	uint64_t stepped_ns;
-	int busy, wanted, forget, gc_was_on;
+	int busy;   /* between enter() and leave(): other calls do nothing */
+	int wanted; /* an enrolment: what the optimizer owns has changed */
+	int forget; /* forget() was called: the table is dropped at the next enrolment */
+	int gc_was_on;
 };
 
 /* Gives a storage its verdict. */
@@ -188,10 +193,11 @@ void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *w
 
 /* table.c: returns the entry of this tensor, or NULL. */
 struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *table, PyObject *tensor);
-/* Stops watching everything. Keeps the exception that is set. */
+/* Stops watching everything. An exception that is set stays set. */
 void sfr_py_observer_drop(struct sfr_py_observer *self);
-/* Finds what the optimizer owns now. (serial, storage) of each storage that another observer
- * watches is appended to `clashes`. 0, or -1 with an exception set and nothing watched. */
+/* Finds what the optimizer owns now, and makes the table of it. For each storage that another
+ * observer watches too, (that one's serial, storage) is appended to `clashes`. 0, or -1 with an
+ * exception set and nothing watched. */
 int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  PyObject *clashes);
 
@@ -201,10 +207,11 @@ int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObje
 void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number);
 /* A step's storages have been added: their devices' first probes are due. */
 void sfr_py_probes_end_step(struct sfr_py_observer *self);
-/* The next step's gate is reached: the second probes are due. Storages for which `is_same`, which
- * compares what the host can see, returns 0 are left out of them. */
+/* The next step's gate is reached: the second probes are due. Storages for which `check_unchanged`,
+ * which compares what the host can see, returns 0 are left out of them. */
 void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
-			      int (*is_same)(struct sfr_py_observer *self, uint32_t number));
+			      int (*check_unchanged)(struct sfr_py_observer *self,
+						     uint32_t number));
 /* Gives verdicts on completed probes. Calls the driver: another thread may have the interpreter
  * lock meanwhile, so `busy` must be set. */
 void sfr_py_probes_harvest(struct sfr_py_observer *self);
@@ -214,7 +221,8 @@ int sfr_py_probes_are_idle(const struct sfr_py_observer *self);
 void sfr_py_probes_reset(struct sfr_py_observer *self);
 /* Returns the devices that wait for a probe: a tuple of torch's numbers. */
 PyObject *sfr_py_probes_due(struct sfr_py_observer *self);
-/* Takes these probes, on (device, stream) of each. 0, or -1 with an exception set. */
+/* Takes the probes that are due, given a tuple of (device, stream). 0, or -1 with an exception
+ * set. */
 int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams);
 void sfr_py_probes_fini(struct sfr_py_observer *self);
 
@@ -225,8 +233,8 @@ struct sfr_py_marks {
 	PyObject *indices, *owners, *tensors, *versions; /* lists to which the marks are appended */
 };
 
-/* defer.c; the first one between enter() and leave(). Marks what of a save may be deferred: of the
- * optimizer's storages, or of a memory owner's. 0, or -1 with an exception set. */
+/* defer.c. Mark the storages of a save that may be deferred: of an optimizer's (called between
+ * enter() and leave()), or of a memory owner's. 0, or -1 with an exception set. */
 int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  const struct sfr_py_marks *marks);
 int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *marks);
@@ -237,6 +245,7 @@ void sfr_py_observer_record(struct sfr_py_observer *self);
 void sfr_py_observer_record_all(struct sfr_py_observer *self);
 /* At the next step's gate: compares recorded storages once, within the budget. */
 void sfr_py_observer_compare(struct sfr_py_observer *self);
+/* Returns a clock's time in nanoseconds. */
 uint64_t sfr_py_clock_ns(clockid_t id);
 
 #endif

@@ -27,7 +27,7 @@
 #define PROBE_NS 2000u /* time of the device for one storage */
 #define NR_PROBES 2u   /* probes in a cycle */
 
-/* Returns the probe of a device, a new one if needed; NULL if there is no room. */
+/* Returns the probe of a device, a new one if needed; NULL if there are too many devices. */
 static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t device)
 {
 	struct sfr_py_probe *probe = self->probes;
@@ -45,6 +45,7 @@ static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t devi
 	return probe;
 }
 
+/* Makes the arrays of a probe long enough for all storages. 0, or -1 without an exception set. */
 static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	uint32_t room = self->table.nr_watches;
@@ -87,7 +88,7 @@ void sfr_py_probes_end_step(struct sfr_py_observer *self)
 }
 
 void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
-			      int (*is_same)(struct sfr_py_observer *self, uint32_t number))
+			      int (*check_unchanged)(struct sfr_py_observer *self, uint32_t number))
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
 		struct sfr_py_probe *probe = &self->probes[k];
@@ -96,7 +97,7 @@ void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
 			continue;
 		probe->state = SFR_PY_DUE_AGAIN;
 		for (uint32_t i = 0; i < probe->nr_asked; i++)
-			if (!is_same(self, probe->asked[i]))
+			if (!check_unchanged(self, probe->asked[i]))
 				probe->at[i].nbytes = 0;
 	}
 }
@@ -107,6 +108,8 @@ static void go_idle(struct sfr_py_probe *probe)
 	probe->nr_asked = 0;
 }
 
+/* Compares the copies of a completed cycle, and gives verdicts on storages that have changed, or
+ * that were the same in enough cycles. */
 static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	for (uint32_t i = 0; i < probe->nr_asked; i++) {
@@ -175,8 +178,9 @@ PyObject *sfr_py_probes_due(struct sfr_py_observer *self)
 	return tuple;
 }
 
-/* Calls the driver: another thread may have the interpreter lock meanwhile. */
-static void take(struct sfr_py_probe *probe, uint64_t stream)
+/* Takes the first or the second probe of a cycle on a stream. Calls the driver, and another thread
+ * may have the interpreter lock meanwhile. */
+static void take_probe(struct sfr_py_probe *probe, uint64_t stream)
 {
 	int again = probe->state == SFR_PY_DUE_AGAIN, rc;
 
@@ -200,7 +204,7 @@ int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams)
 			return -1;
 		for (uint32_t k = 0; k < self->nr_probes; k++)
 			if (self->probes[k].device == device + 1 && is_due(&self->probes[k]))
-				take(&self->probes[k], stream);
+				take_probe(&self->probes[k], stream);
 	}
 	return PyErr_Occurred() ? -1 : 0;
 }

@@ -19,8 +19,8 @@ struct sfr_py_torch sfr_py_torch;
 
 /* ---- reading ------------------------------------------------------------ */
 
-/* Finds `name` in the table of `base`, unless `type` (a subclass) has overridden it. 0, or -1 with
- * an exception set. */
+/* Prepares reading the attribute `name` of objects of `type`: with the function in the table of its
+ * base class if `type` does not override it, else by name. 0, or -1 with an exception set. */
 static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
 		       const char *name, int is_method)
 {
@@ -52,6 +52,7 @@ static PyObject *no_device(PyObject *tensor, void *closure)
 	return PyLong_FromLong(-1);
 }
 
+/* Prepares reading the number of a tensor's CUDA device. 0, or -1 with an exception set. */
 static int device_init(struct sfr_py_access *access, PyObject *torch, PyObject *tensor,
 		       PyObject *base)
 {
@@ -127,6 +128,7 @@ out:
 	return ret;
 }
 
+/* A getter whose closure is the Python function that answers. */
 static PyObject *ask_function(PyObject *object, void *function)
 {
 	return PyObject_CallFunctionObjArgs(function, object, NULL);
@@ -136,8 +138,8 @@ int sfr_py_torch_present(PyObject *name, PyObject *function)
 {
 	static struct {
 		const char *name;
-		struct sfr_py_access *access, was;
-		PyObject *function; /* NULL: torch answers */
+		struct sfr_py_access *access, was; /* `was`: the access to torch itself */
+		PyObject *function;                /* NULL: torch answers */
 	} presented[] = {
 		{ .name = "is_cpu", .access = &sfr_py_torch.is_cpu },
 		{ .name = "is_shared", .access = &sfr_py_torch.is_shared },
@@ -246,7 +248,7 @@ PyObject *sfr_py_memory_of(PyObject *tensor)
 	return local;
 }
 
-int sfr_py_is_seen(PyObject *tensor)
+int sfr_py_has_memory(PyObject *tensor)
 {
 	PyObject *memory = sfr_py_memory_of(tensor);
 

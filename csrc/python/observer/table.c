@@ -82,6 +82,7 @@ struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *t, PyObject 
 	return &t->tensors[*index];
 }
 
+/* Adds a tensor over a watched storage. 0, or -1 with an exception set. */
 static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 {
 	struct sfr_py_tensor *entry = &t->tensors[t->nr_tensors];
@@ -103,8 +104,8 @@ static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 	return 0;
 }
 
-/* Notes the device of the storage's memory. Returns nonzero if the storage can never be deferred:
- * because it is small, shared with other processes, or on a device that is not CUDA's. */
+/* Sets the device of the storage's memory. Returns nonzero if the storage can never be deferred,
+ * because it is small, is shared with other processes, or is on a device that is not CUDA's. */
 static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -127,9 +128,9 @@ static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *st
 	return number < 0 || watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES;
 }
 
-/* Starts to watch a storage that is not in the table. Returns 1 if it was added as the last one, 0
- * if it can never be deferred, -1 with an exception set. A storage that another observer watches
- * must be captured by both: (the other's serial, storage) is appended to `clashes`. */
+/* Starts to watch a storage that is not in the table. Returns 1 if it was added, as the last of the
+ * table, 0 if it can never be deferred, -1 with an exception set. A storage that another observer
+ * watches must be captured by both: (that observer's serial, storage) is appended to `clashes`. */
 static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     PyObject *storage, uint64_t cdata, PyObject *clashes)
 {
@@ -199,7 +200,8 @@ static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
 	return yes;
 }
 
-/* Enrols one tensor. Returns 0, or -1 with an exception set. */
+/* Adds one tensor, and its storage unless it is there, to the new table `t`. `stateless`: the
+ * optimizer has no state. 0, or -1 with an exception set. */
 static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     int stateless, PyObject *clashes)
 {
@@ -235,7 +237,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	index = sfr_py_map_find(&t->by_storage, cdata);
 	if (index) {
 		watch = (uint32_t)*index;
-		/* This tensor did not exist while the storage was observed. */
+		/* The storage was observed without this tensor: it is observed again. */
 		if (!known && t->watches[watch].verdict == SFR_PY_DEFERRABLE)
 			t->watches[watch].verdict = SFR_PY_UNDECIDED;
 		if (!known)
@@ -268,8 +270,9 @@ static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 		t->watches[*index].verdict = SFR_PY_CAPTURED;
 }
 
-/* Allocates what record() needs, and counts undecided storages. */
-static int enrol_arm(struct sfr_py_observer *self, const struct sfr_py_table *t)
+/* Allocates memory for the recordings of all storages, and counts the undecided ones. 0, or -1 with
+ * an exception set. */
+static int prepare_recording(struct sfr_py_observer *self, const struct sfr_py_table *t)
 {
 	uint32_t i;
 
@@ -311,7 +314,7 @@ int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObje
 	}
 	for (i = 0; i < walk.others.nr; i++)
 		enrol_other(&fresh, walk.others.items[i]);
-	ret = enrol_arm(self, &fresh);
+	ret = prepare_recording(self, &fresh);
 out:
 	old = self->table;
 	self->table = fresh;

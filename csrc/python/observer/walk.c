@@ -67,13 +67,14 @@ static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 	return ret;
 }
 
-/* Pushes every tensor of a parameter's state that is plain or seen through. */
+/* Pushes every tensor in a parameter's state that has memory (sfr_py_memory_of). 0, or -1 with an
+ * exception set. */
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 {
 	PyObject *key, *item;
 	Py_ssize_t i, pos = 0;
 
-	if (sfr_py_is_seen(value))
+	if (sfr_py_has_memory(value))
 		return refs_push(found, value);
 	if (depth == WALK_DEPTH)
 		return 0;
@@ -98,7 +99,7 @@ static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 	return 0;
 }
 
-/* Pushes every tensor of the groups, in order. */
+/* Pushes every tensor of the groups, in order. 0, or -1 with an exception set. */
 static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 {
 	Py_ssize_t i, j;
@@ -118,7 +119,7 @@ static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 {
 	struct sfr_py_refs params = { 0 };
-	struct sfr_py_map trained = { 0 }; /* value: whether it has state */
+	struct sfr_py_map trained = { 0 }; /* trained parameters; value: whether it has state */
 	PyObject *key, *value;
 	Py_ssize_t pos = 0;
 	size_t i;
@@ -132,7 +133,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 		goto out;
 	for (i = 0; i < params.nr; i++) {
 		uintptr_t address = (uintptr_t)params.items[i];
-		int flag = sfr_py_is_seen(params.items[i]) ?
+		int flag = sfr_py_has_memory(params.items[i]) ?
 				   sfr_py_read_flag(&sfr_py_torch.requires_grad, params.items[i]) :
 				   0;
 

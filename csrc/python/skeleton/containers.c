@@ -1,9 +1,9 @@
 /* A snapshot's containers: walks into them, and rebuilds them around the copies.
  *
  * Most containers of a checkpoint are plain dicts and lists, and most of their contents are
- * tensors, which copies.c finds and makes. In Python each container costs some microseconds and
- * each entry a tenth of one, while the main thread waits for the call. So plain dicts, lists and
- * (for walking) tuples are handled here, and everything else in Python.
+ * tensors, which copies.c finds and makes. In Python each container takes some microseconds and
+ * each entry a tenth of a microsecond, while the main thread waits for the call. So plain dicts,
+ * lists and (for walking) tuples are handled here, and everything else in Python.
  *
  * Python code called from here may change a container meanwhile, so each loop goes over a list of
  * its own. */
@@ -20,8 +20,9 @@ static PyObject *values_of(PyObject *node)
 	return PyList_CheckExact(node) || PyTuple_CheckExact(node) ? PySequence_List(node) : NULL;
 }
 
-/* Returns whether the container has been met before, and marks it as met. -1: an exception. */
-static int known(PyObject *seen, PyObject *node)
+/* Marks a container as met: adds its id to `seen`. Returns 1 if it had been met before, 0 if not,
+ * -1 with an exception set. */
+static int mark_met(PyObject *seen, PyObject *node)
 {
 	PyObject *key = PyLong_FromVoidPtr(node);
 	int rc = key ? PySet_Contains(seen, key) : -1;
@@ -32,9 +33,11 @@ static int known(PyObject *seen, PyObject *node)
 	return rc;
 }
 
+/* Walks into the nodes: gives the plain tensors to the collector, walks into plain containers, and
+ * appends everything else to `out`. 0, or -1 with an exception set. */
 static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
 
-/* Walks into an object, or appends it to `out`. 0, or -1 with an exception set. */
+/* Does the same for one object that is not a plain tensor. */
 static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
 {
 	PyObject *inner = values_of(node);
@@ -42,7 +45,7 @@ static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObjec
 
 	if (!inner)
 		return PyErr_Occurred() ? -1 : PyList_Append(out, node);
-	rc = known(seen, node);
+	rc = mark_met(seen, node);
 	if (rc == 0)
 		rc = walk(collector, inner, seen, out);
 	Py_DECREF(inner);
@@ -80,14 +83,17 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args)
 
 /* ---- rebuilding -------------------------------------------------------------------- */
 
+/* The arguments of one call from Python. */
 struct job {
 	PyObject *memo;  /* by id: an object's replacement */
 	PyObject *other; /* called for what is not rebuilt here */
 };
 
+/* Returns a new reference to the replacement of a node, or NULL with an exception set. */
 static PyObject *rebuilt(const struct job *job, PyObject *node);
 
-/* Return 0, or -1 with an exception set. */
+/* Fill a new container with the replacements of an old one's contents. 0, or -1 with an exception
+ * set. */
 static int fill_dict(const struct job *job, PyObject *made, PyObject *node)
 {
 	PyObject *items = PyDict_Items(node);

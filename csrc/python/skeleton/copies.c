@@ -1,8 +1,8 @@
 /* Snapshots: finds plain tensors without a pickler, and rebuilds them over copies of their
  * storages.
  *
- * collect() gets the contents of a tree's containers, in order, and enters the plain tensors
- * (torch_types.c) as the pickler's questions would. When the storages have been copied, copies()
+ * collect() gets the contents of a tree's containers, in order, and keeps the plain tensors
+ * (torch_types.c) as persistent_id() does for a save. When the storages have been copied, copies()
  * makes a tensor like each of them through the bridge: same dtype, sizes, strides and offset, over
  * the copy of the same storage. Python makes the remaining ones:
  *
@@ -20,12 +20,13 @@
 
 #include "skeleton/skeleton.h"
 
-/* Keeps a Python object while storages use its memory. */
+/* Holds a Python object while storages use its memory. */
 struct owner_hold {
 	struct sfr_hold hold;
 	PyObject *owner;
 };
 
+/* Drops the object, after the last storage is gone; without the interpreter lock, on any thread. */
 static void drop_owner(struct sfr_hold *hold)
 {
 	struct owner_hold *self = (struct owner_hold *)hold;
@@ -39,6 +40,7 @@ static void drop_owner(struct sfr_hold *hold)
 	PyGILState_Release(gil);
 }
 
+/* Makes a hold of a Python object, with one count for the caller. NULL with an exception set. */
 static struct sfr_hold *hold_owner(PyObject *owner)
 {
 	struct owner_hold *self = PyMem_Malloc(sizeof(*self));
@@ -113,11 +115,11 @@ struct job {
 	struct sfr_py_collector *c;
 	char *base; /* memory of the copies */
 	Py_ssize_t len;
-	PyObject *offsets; /* a list, by storage */
-	int64_t *rows, *end;
-	uint32_t *made; /* indices of the found tensors that have a row, in order */
+	PyObject *offsets;   /* a list, by storage */
+	int64_t *rows, *end; /* rows for the bridge; the end of those so far */
+	uint32_t *made;      /* indices of the found tensors that have a row, in order */
 	size_t nr_made;
-	uint32_t *first; /* by storage: 1 + the row that makes it */
+	uint32_t *first; /* by storage: 1 + the number of the row that makes it; 0: none yet */
 };
 
 static int job_init(struct job *job)
@@ -229,7 +231,7 @@ static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py
 	return found->requires_grad ? PyObject_SetAttrString(tensor, "requires_grad", Py_True) : 0;
 }
 
-/* Enters the new tensors by the address of the old ones. 0 or -1. */
+/* Adds the new tensors to the dict `news`, by the ids of the old ones. 0 or -1. */
 static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 {
 	size_t i;
@@ -249,7 +251,7 @@ static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 	return 0;
 }
 
-/* Lists, by storage, the tensor that made it, or None. A new reference. */
+/* Returns a new list: for each storage the tensor that made it, or None. */
 static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 {
 	PyObject *list = PyList_New((Py_ssize_t)job->c->nr_storages);
@@ -267,8 +269,10 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 	return list;
 }
 
-/* Wraps new handles, which it consumes, as Python tensors. A new reference to the list. */
-static PyObject *wrap(const struct sfr_py_torch_types *torch, void *const *handles, size_t nr)
+/* Makes Python tensors of new handles, which it consumes even on failure. Returns a new list, or
+ * NULL with an exception set. */
+static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *const *handles,
+			      size_t nr)
 {
 	PyObject *capsules = PyList_New((Py_ssize_t)nr), *tensors = NULL;
 	size_t i;
@@ -293,8 +297,9 @@ static PyObject *wrap(const struct sfr_py_torch_types *torch, void *const *handl
 	return tensors;
 }
 
-/* Makes the rows' tensors through the bridge. A new reference to the list. */
-static PyObject *make(const struct job *job, PyObject *owner)
+/* Makes the rows' tensors through the bridge, over memory of `owner`. Returns a new list, or NULL
+ * with an exception set. */
+static PyObject *make_tensors(const struct job *job, PyObject *owner)
 {
 	const struct sfr_py_torch_types *torch = job->c->torch;
 	void **handles = PyMem_Malloc((job->nr_made + 1) * sizeof(*handles));
@@ -306,7 +311,7 @@ static PyObject *make(const struct job *job, PyObject *owner)
 	if (hold == NULL)
 		goto end;
 	if (sfr_py_bridge_make(job->rows, job->nr_made, hold, handles) == 0)
-		tensors = wrap(torch, handles, job->nr_made);
+		tensors = wrap_handles(torch, handles, job->nr_made);
 	else
 		PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor");
 	sfr_hold_put(hold);
@@ -315,25 +320,26 @@ end:
 	return tensors;
 }
 
-/* copies(memory, offsets, make) -> (new tensors by id of the old ones, the first tensor of each
- * storage or None, [(tensor left out, number of its storage)]). Called after finish(). */
+/* copies(memory, offsets, with_bridge) -> (new tensors by id of the old ones, the first tensor of
+ * each storage or None, [(tensor left to Python, number of its storage)]). Called after finish().
+ * Without the bridge all tensors are left to Python. */
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 {
 	struct job job = { .c = (struct sfr_py_collector *)self };
 	PyObject *owner, *tensors = NULL, *news = NULL, *firsts = NULL, *result = NULL;
 	PyObject *left = PyList_New(0);
 	Py_buffer view = { 0 };
-	int together;
+	int with_bridge;
 	uint32_t i;
 
-	if (left == NULL ||
-	    !PyArg_ParseTuple(args, "OO!p:copies", &owner, &PyList_Type, &job.offsets, &together))
+	if (left == NULL || !PyArg_ParseTuple(args, "OO!p:copies", &owner, &PyList_Type,
+					      &job.offsets, &with_bridge))
 		goto end;
 	if (!job.c->finished) {
 		PyErr_SetString(PyExc_ValueError, "copies() comes after finish()");
 		goto end;
 	}
-	together = together && sfr_py_bridge_makes();
+	with_bridge = with_bridge && sfr_py_bridge_can_make();
 	if ((size_t)PyList_Size(job.offsets) != job.c->nr_storages) {
 		PyErr_SetString(PyExc_ValueError, "there is an offset for each storage");
 		goto end;
@@ -350,11 +356,11 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 		int rc = 1;
 
 		if (job.c->found[i].row != NULL)
-			rc = together ? add_row(&job, i) : 0;
+			rc = with_bridge ? add_row(&job, i) : 0;
 		if (rc < 0 || (rc == 0 && leave_to_python(left, &job.c->found[i]) != 0))
 			goto end;
 	}
-	tensors = job.nr_made != 0 ? make(&job, owner) : PyList_New(0);
+	tensors = job.nr_made != 0 ? make_tensors(&job, owner) : PyList_New(0);
 	news = tensors != NULL ? PyDict_New() : NULL;
 	if (news == NULL || enter_new(&job, tensors, news) != 0)
 		goto end;

@@ -27,10 +27,10 @@ enum {
 	OP_LONG1 = 0x8a,
 };
 
-/* The `number BINPERSID` of one plain tensor. */
+/* The opcodes `number BINPERSID` that the pickler has written in place of a plain tensor. */
 struct sfr_py_marker {
-	size_t at, len; /* offset and length in the pickle */
-	uint32_t tensor;
+	size_t at, len;  /* offset and length in the pickle */
+	uint32_t tensor; /* the number: an index among the found tensors */
 };
 
 struct sfr_py_scan {
@@ -39,7 +39,8 @@ struct sfr_py_scan {
 	uint32_t *counts;   /* by tensor: how often it occurs */
 	uint32_t next_slot; /* next free memo slot, after the pickler's; never 0 */
 };
-/* Fills a zeroed scan. 0, or -1 with an exception set; sfr_py_scan_fini is due in both cases. */
+/* Finds all markers. Fills a zeroed scan, which the caller ends with sfr_py_scan_fini in any case.
+ * 0, or -1 with an exception set. */
 int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan);
 void sfr_py_scan_fini(struct sfr_py_scan *scan);
 

@@ -92,6 +92,7 @@ static uint32_t number_of(const unsigned char *p)
 	}
 }
 
+/* Appends a marker and counts its tensor. 0, or -1 with MemoryError set. */
 static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker one)
 {
 	if (scan->nr_markers == scan->room) {

@@ -7,7 +7,7 @@
  * tag) at its first use.
  *
  * Only opcodes of protocol 2 are written, because torch's weights_only unpickler knows no others.
- * Only strings are used of Python's objects, so no foreign code runs. Room is reserved for a whole
+ * Of Python objects only strings are read, so no Python code runs. Room is reserved for a whole
  * tensor at a time, and its opcodes are then written without checks. */
 #include <string.h>
 
@@ -24,8 +24,10 @@ struct text {
 	size_t len;
 };
 
-/* The most bytes of a tensor's opcodes, without its sizes, strides and names. */
-enum { TENSOR_ROOM = 320, INT_ROOM = 10 };
+enum {
+	TENSOR_ROOM = 320, /* the most bytes of a tensor's opcodes, without sizes, strides, names */
+	INT_ROOM = 10,     /* the most bytes of an int's opcodes */
+};
 
 /* Memo slots of constants; 0: not written yet (slot 0 is never ours). */
 struct memo {
@@ -105,6 +107,7 @@ static void put_str(struct out *out, const char *text, size_t len)
 	put_bytes(out, text, len);
 }
 
+/* Writes a tuple of ints. */
 static void put_tuple(struct out *out, const int64_t *values, int64_t len)
 {
 	int64_t i;
@@ -133,7 +136,7 @@ static void put_get(struct out *out, uint32_t slot)
 		put_arg(out, OP_LONG_BINGET, slot, 4);
 }
 
-/* Stores the top of the stack in a new memo slot. */
+/* Stores the object that was written last in a new memo slot, and returns the slot. */
 static uint32_t put_keep(struct out *out, struct memo *memo)
 {
 	uint32_t slot = memo->next++;
@@ -145,7 +148,8 @@ static uint32_t put_keep(struct out *out, struct memo *memo)
 	return slot;
 }
 
-/* Writes a global and keeps it. */
+/* Writes a global, which is an object by its module and name, and stores it in a new slot,
+ * *slot. */
 static void write_global(struct out *out, struct memo *memo, uint32_t *slot, const char *module,
 			 const char *name)
 {
@@ -167,7 +171,7 @@ static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot
 		write_global(out, memo, slot, module, name);
 }
 
-/* Writes an empty OrderedDict: a tensor's hooks. */
+/* Writes an empty OrderedDict, which stands for a tensor's hooks. */
 static void put_hooks(struct out *out, struct memo *memo)
 {
 	put_global(out, memo, &memo->ordered_dict, "collections", "OrderedDict");

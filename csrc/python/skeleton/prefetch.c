@@ -1,5 +1,4 @@
-/* The prefetch order: the addresses of the last save's tensors, in the pickler's
- * order.
+/* The prefetch order: the addresses of the last save's tensors, in the pickler's order.
  *
  * Between two saves a training step streams its whole state through the processor's caches. Each
  * tensor is a dozen cache lines that the call would then wait for one after another, longer than
@@ -7,9 +6,9 @@
  * tensors are prefetched. An address here is never read: prefetching cannot fault, and a stale
  * address only loads a useless line.
  *
- * Measured with `benchmarks/plan.py --tensors 1600`, builds with and without this file in turns,
- * three runs each on a busy machine: at best 1.08 to 1.18 ms of processor time with it, 1.33 to
- * 1.59 without. */
+ * Measured with `benchmarks/plan.py --tensors 1600`, on a busy machine, in three runs each of
+ * builds with and without this file: at best 1.08 to 1.18 ms of CPU time with it, 1.33 to 1.59
+ * without. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 

@@ -61,6 +61,7 @@ static int is_storage(const struct sfr_py_collector *c, PyObject *object)
 	return PySet_Contains(c->torch->item[SFR_PY_STORAGE_CLASSES], (PyObject *)Py_TYPE(object));
 }
 
+/* Answers the pickler about an object: see the head of this file. */
 static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -89,8 +90,8 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 							    object, NULL);
 		}
 	}
-	/* A tensor stays plain or not as at its first occurrence: the pickler's memo or the
-	 * splice's keeps it one tensor. */
+	/* A tensor that was met before gets the same answer again. So it stays one tensor: through
+	 * the splice's memo if it is plain, else through the pickler's. */
 	known = sfr_py_map_find(&c->found_at, (uintptr_t)object);
 	if (known)
 		number = (size_t)*known;
@@ -129,17 +130,18 @@ static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 
 /* ---- after the pickler -------------------------------------------------------- */
 
-/* Counts the tensors that are objects of the tree. If a tensor reduced itself, tensors that only
- * the collector holds were temporary and do not count. */
+/* Counts the tensors that are objects of the tree. If a tensor was pickled by its own
+ * __reduce_ex__, it may have made temporary tensors. Only the collector still holds those, and they
+ * do not count. */
 static size_t count_tensors(const struct sfr_py_collector *c)
 {
 	size_t count = 0, i;
-	bool general = false;
+	bool any_reduced = false;
 
 	for (i = 0; i < c->nr_found; i++)
-		general = general || !c->found[i].plain;
+		any_reduced = any_reduced || !c->found[i].plain;
 	for (i = 0; i < c->nr_found; i++)
-		if (!general || Py_REFCNT(c->found[i].object) > 1)
+		if (!any_reduced || Py_REFCNT(c->found[i].object) > 1)
 			count++;
 	return count;
 }
@@ -288,7 +290,7 @@ static void collector_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Makes room for as much as the previous save found. 0, or -1 with MemoryError set. */
+/* Allocates at once what the previous save needed in the end. 0, or -1 with MemoryError set. */
 static int make_room_as_before(struct sfr_py_collector *c)
 {
 	size_t nr = c->before.nr;
@@ -351,13 +353,13 @@ static PyMethodDef collector_methods[] = {
 	  "finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices)." },
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
 	{ "collect", sfr_py_collector_collect, METH_O,
-	  "collect(nodes) -> the nodes that are neither plain tensors nor atoms. Enters the "
-	  "plain tensors." },
+	  "collect(nodes) -> the nodes that are neither plain tensors, which the collector keeps, "
+	  "nor objects that contain no tensor." },
 	{ "walk", sfr_py_collector_walk, METH_VARARGS,
 	  "walk(nodes, seen) -> the nodes that are not plain tensors. Also walks into plain "
 	  "dicts, lists and tuples among them, each once." },
 	{ "copies", sfr_py_collector_copies, METH_VARARGS,
-	  "copies(memory, offsets, make) -> (new tensors by id of the old ones, the first "
+	  "copies(memory, offsets, with_bridge) -> (new tensors by id of the old ones, the first "
 	  "tensor of each storage, tensors left to Python)." },
 	{ NULL, NULL, 0, NULL },
 };

@@ -93,8 +93,8 @@ struct sfr_py_torch_types {
 	PyCFunction method[SFR_PY_NR_ITEMS];
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
-	uint8_t dtype_at
-		[SFR_PY_MAX_NUMBERS]; /* 1 + the index of the dtype with torch's number; 0: none */
+	/* by torch's number of a dtype: 1 + its index in `dtype`; 0: none */
+	uint8_t dtype_at[SFR_PY_MAX_NUMBERS];
 	struct sfr_py_known_keys known_keys[SFR_PY_MAX_KNOWN_KEYS];
 	uint32_t nr_known_keys;
 	PyObject *cpu;                      /* "cpu" */
@@ -114,9 +114,9 @@ struct sfr_py_found {
  * can write it, except for its dtype and storage, which sfr_py_describe checks. 0, or -1 with an
  * exception that must propagate. */
 int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found);
-/* Clears the exception of a failed sfr_py_ask: the tensor's __reduce_ex__ will raise its own. 0, or
- * -1 if the exception must propagate. */
-int sfr_py_refused(void);
+/* Clears the exception of a failed sfr_py_ask, whose tensor is then not plain: its __reduce_ex__
+ * will raise what there is to raise. 0, or -1 if the exception must propagate. */
+int sfr_py_clear_refusal(void);
 /* Returns the value of a getset descriptor for an object, or the result of a method without
  * arguments or of a function, without an attribute search. A new reference. */
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
@@ -151,9 +151,10 @@ struct sfr_py_rows {
 struct sfr_py_collector {
 	PyObject_HEAD
 	struct sfr_py_torch_types *torch;
-	bool fast_path;  /* false: something is active that only torch's own path handles */
-	bool plain_cpu;  /* true: nobody has changed torch's tags of host storages */
-	bool plain_cuda; /* true: likewise for CUDA; all storages of a device share a tag */
+	bool fast_path; /* false: something is active that only torch's own path handles */
+	/* storages of host memory, or of CUDA devices, have torch's own location tags, because no
+	 * package has registered others: then all storages of a device have the same */
+	bool plain_cpu, plain_cuda;
 	/* bytes may be viewed as several dtypes, because they are not saved as they are */
 	bool any_dtypes;
 	struct sfr_py_found *found;
@@ -165,15 +166,16 @@ struct sfr_py_collector {
 	/* address of bytes -> dtype they are viewed as (borrowed) */
 	struct sfr_py_map dtype_at;
 	PyObject *storage_list;                     /* list of UntypedStorage, by number */
-	size_t tagged;                              /* number of the device storage tagged last */
+	size_t tagged;                              /* the device storage that got a tag last */
 	struct sfr_py_rows *rows;                   /* found[].row points into them */
 	struct sfr_py_prefetch_order before, order; /* of the previous save, and of this one */
 	uintptr_t holder;                           /* the dict met last */
 	bool finished;
 };
 
-/* Returns the number of a storage, new or known, in *number. These functions return 0, or -1 with
- * an exception set. */
+/* These functions return 0, or -1 with an exception set.
+ *
+ * Gives *number the number of a storage; one that is met for the first time is added. */
 int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
 			 bool on_host, size_t *number);
 /* Refuses bytes viewed as two dtypes, with torch's message. */
@@ -183,9 +185,9 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor);
 /* Asks a storage for its address and length. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
-/* Gives an array room for `wanted` items. */
+/* Gives an array room for `wanted` items of `item` bytes; *room gets that number. */
 int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item);
-/* Doubles a full array. */
+/* Does the same for an array with `used` items, only if it is full: doubles it. */
 static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item)
 {
 	if (used < *room)
@@ -193,12 +195,13 @@ static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size
 	return sfr_py_grow(array, *room == 0 ? 64 : 2 * *room, room, item);
 }
 
-/* Enters a tensor met for the first time (`exact`: not a subclass); *number is its index. */
+/* Adds a tensor that is met for the first time to the found ones; *number gets its index. `exact`:
+ * its class is Tensor or Parameter itself. */
 int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number);
 
 /* ---- copies.c ----------------------------------------------------------- */
 
-/* Methods of the collector. */
+/* Methods of the collector, which skeleton.c lists with their docstrings. */
 PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes);
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args);
 

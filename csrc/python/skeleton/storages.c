@@ -4,8 +4,8 @@
  * a persistent id (torch's own path) or under a plain tensor. It is asked for address and length
  * once, either then or, if only torch's own path has met it, when the pickler is done.
  *
- * torch.save refuses bytes viewed as two dtypes, by their address. check_dtype does the same,
- * however the two were met. */
+ * torch.save refuses bytes that are viewed as two dtypes, which it finds by their address. So does
+ * check_dtype, whether a view comes from a persistent id or from a plain tensor. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 
@@ -24,7 +24,6 @@ int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item)
 	return 0;
 }
 
-/* Returns the number of a storage, new or known, in *number. 0 or -1. */
 int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
 			 bool on_host, size_t *number)
 {
@@ -50,7 +49,6 @@ int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t
 	return sfr_py_map_add(&c->numbers->map, identity, *number);
 }
 
-/* Refuses bytes viewed as two dtypes, with torch's message. 0 or -1. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype)
 {
 	const uint64_t *known;
@@ -80,7 +78,6 @@ static int ask_address(const struct sfr_py_collector *c, PyObject *storage, uint
 	return -1;
 }
 
-/* Asks a storage that only torch's own path has met. 0 or -1. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
@@ -194,7 +191,7 @@ static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tens
 	int rc = -1;
 
 	if (storage == NULL || (addr == 0 && ask_address(c, storage, nbytes, &addr) != 0)) {
-		rc = sfr_py_refused();
+		rc = sfr_py_clear_refusal();
 	} else if (sfr_py_enter_storage(c, storage, identity, tensor->on_host, number) == 0) {
 		c->storages[*number].addr = addr;
 		c->storages[*number].nbytes = nbytes;

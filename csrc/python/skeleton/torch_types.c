@@ -74,7 +74,7 @@ int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item
 	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-int sfr_py_refused(void)
+int sfr_py_clear_refusal(void)
 {
 	if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError))
 		return -1;
@@ -93,7 +93,7 @@ static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 	Py_XDECREF(answer);
 	keys->where = SFR_PY_NOT_PLAIN;
 	if (PyErr_Occurred())
-		return sfr_py_refused();
+		return sfr_py_clear_refusal();
 	if (value == SFR_PY_ON_HOST || value == SFR_PY_ON_DEVICE)
 		keys->where = (enum sfr_py_where)value;
 	if (torch->nr_known_keys < SFR_PY_MAX_KNOWN_KEYS)
@@ -106,10 +106,10 @@ static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum s
 {
 	struct sfr_py_known_keys known = { .keys = sfr_py_keys_of(tensor) };
 	int rc = 0;
-	uint32_t i;
+	uint32_t i = 0;
 
-	for (i = 0; i < torch->nr_known_keys && torch->known_keys[i].keys != known.keys; i++)
-		;
+	while (i < torch->nr_known_keys && torch->known_keys[i].keys != known.keys)
+		i++;
 	if (i < torch->nr_known_keys)
 		known = torch->known_keys[i];
 	else
@@ -144,10 +144,10 @@ int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
 	found->on_host = where == SFR_PY_ON_HOST;
 	yes = has_extras(torch, found);
 	if (yes != 0)
-		return yes < 0 ? sfr_py_refused() : 0;
+		return yes < 0 ? sfr_py_clear_refusal() : 0;
 	yes = ask_bool(torch, SFR_PY_REQUIRES_GRAD, found->object);
 	if (yes < 0)
-		return sfr_py_refused();
+		return sfr_py_clear_refusal();
 	found->requires_grad = yes > 0;
 	found->plain = true;
 	return 0;
@@ -166,8 +166,8 @@ static int types_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
-/* There is no tp_clear, because the items of a live object must never be NULL: torch's own types
- * break a cycle. */
+/* There is no tp_clear, because the items of a live object must never be NULL. The garbage
+ * collector breaks a cycle at torch's own types instead. */
 static void types_dealloc(PyObject *self)
 {
 	struct sfr_py_torch_types *torch = (struct sfr_py_torch_types *)self;

@@ -63,7 +63,7 @@ int sfr_py_bridge_load(void)
 	return 0;
 }
 
-bool sfr_py_bridge_makes(void)
+bool sfr_py_bridge_can_make(void)
 {
 	return torch.torch_from_blob != NULL;
 }
@@ -121,8 +121,9 @@ static void put_hold(void *data, void *hold)
 	sfr_hold_put(hold);
 }
 
-/* Makes a tensor with its own storage, or returns NULL. A failure leaks the hold, because torch may
- * or may not have called the deleter, and leaked memory harms less than freed memory in use. */
+/* Makes a tensor with its own storage, which counts in the hold; or returns NULL. A failure leaks
+ * the count, because torch may or may not have called the deleter. Memory that is never freed harms
+ * less than memory that is freed while in use. */
 static struct AtenTensorOpaque *make_storage(const int64_t *row, int64_t ndim, const int64_t *sizes,
 					     const int64_t *strides, int64_t offset,
 					     struct sfr_hold *hold)
@@ -168,6 +169,8 @@ static int64_t reach_of(const int64_t *row)
 	return reach;
 }
 
+/* Makes the tensor of a row that does not share the storage of an earlier one. NULL: torch
+ * refuses. */
 static struct AtenTensorOpaque *make_one(const int64_t *row, struct sfr_hold *hold)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];

@@ -63,7 +63,7 @@ int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, in
 uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead);
 
 /* Returns whether this torch makes tensors over given memory (from 2.11 on). */
-bool sfr_py_bridge_makes(void);
+bool sfr_py_bridge_can_make(void);
 
 /* Makes a tensor in host memory for each row; the new storages keep `hold`. None requires a
  * gradient. 0; or -1, and there are no new tensors. */

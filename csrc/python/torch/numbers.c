@@ -21,7 +21,7 @@ struct sfr_py_numbers *sfr_py_numbers_from(PyObject *object)
 	return NULL;
 }
 
-/* Numbers(identities): storages in this order. */
+/* Numbers(identities): numbers storages in the order of the list, from 0 on. */
 static PyObject *numbers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	struct sfr_py_numbers *self = NULL;
@@ -68,13 +68,14 @@ static Py_ssize_t numbers_len(PyObject *self)
 }
 
 static PyMethodDef numbers_methods[] = {
-	{ "get", numbers_get, METH_O, "get(identity) -> its storage's number, None: it has none." },
+	{ "get", numbers_get, METH_O,
+	  "get(identity) -> the storage's number, or None if it has none." },
 	{ NULL, NULL, 0, NULL },
 };
 
 static PyType_Slot numbers_slots[] = {
 	{ Py_tp_doc,
-	  (void *)"Numbers(identities): of storages, by the address of their StorageImpl" },
+	  (void *)"Numbers(identities): the numbers of storages, by the address of their StorageImpl" },
 	{ Py_tp_new, (void *)numbers_new },
 	{ Py_tp_dealloc, (void *)numbers_dealloc },
 	{ Py_tp_methods, numbers_methods },

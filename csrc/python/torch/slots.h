@@ -4,9 +4,9 @@
 
 #include "module.h"
 
-/* Return the getter or method `name` of the type itself, or NULL if it has no such C function. */
+/* Return the getter, or the method without arguments, that the type itself has under `name`; NULL
+ * if it has no such C function. */
 const PyGetSetDef *sfr_py_getter_of(PyTypeObject *type, const char *name);
-/* only methods without arguments */
 PyCFunction sfr_py_method_of(PyTypeObject *type, const char *name);
 
 #endif

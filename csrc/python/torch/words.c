@@ -25,9 +25,11 @@ struct sample {
 	unsigned long long impl, keys, storage;
 };
 
-/* Returns the offset, after the first word, at which every base has its value; 0: none. Reads
- * nothing beyond the first such offset. */
-static size_t find(const void *const *bases, const uint64_t *values, size_t nr, size_t nr_words)
+/* Returns the offset in bytes, after the first word, at which the memory at every bases[i] has the
+ * word values[i]; 0: there is none in nr_words words. Reads nothing beyond the first such
+ * offset. */
+static size_t find_offset(const void *const *bases, const uint64_t *values, size_t nr,
+			  size_t nr_words)
 {
 	for (size_t at = 1; at < nr_words; at++) {
 		size_t i = 0;
@@ -40,7 +42,8 @@ static size_t find(const void *const *bases, const uint64_t *values, size_t nr, 
 	return 0;
 }
 
-/* Returns whether torch's handle points to the TensorImpl: an at::Tensor is just that pointer. */
+/* Returns whether torch's handle points to a pointer to the TensorImpl, as it should: an at::Tensor
+ * is just that pointer. */
 static bool is_pointer(const struct sample *sample)
 {
 	const void *handle = PyCapsule_GetPointer(sample->capsule, NULL);
@@ -49,6 +52,7 @@ static bool is_pointer(const struct sample *sample)
 	return handle != NULL && sfr_py_word_at(handle, 0) == sample->impl;
 }
 
+/* Sets sfr_py_words if all three words are found. */
 static void learn(const struct sample *samples, size_t nr)
 {
 	struct sfr_py_words words = { 0 };
@@ -62,15 +66,15 @@ static void learn(const struct sample *samples, size_t nr)
 		bases[i] = samples[i].tensor;
 		values[i] = samples[i].impl;
 	}
-	words.tensor = find(bases, values, nr, NR_OBJECT_WORDS);
+	words.tensor = find_offset(bases, values, nr, NR_OBJECT_WORDS);
 	for (i = 0; i < nr; i++) {
 		bases[i] = (const void *)(uintptr_t)samples[i].impl;
 		values[i] = samples[i].keys;
 	}
-	words.keys = find(bases, values, nr, NR_IMPL_WORDS);
+	words.keys = find_offset(bases, values, nr, NR_IMPL_WORDS);
 	for (i = 0; i < nr; i++)
 		values[i] = samples[i].storage;
-	words.storage = find(bases, values, nr, NR_IMPL_WORDS);
+	words.storage = find_offset(bases, values, nr, NR_IMPL_WORDS);
 	words.known = nr != 0 && words.tensor != 0 && words.keys != 0 && words.storage != 0;
 	sfr_py_words = words;
 }

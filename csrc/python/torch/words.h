@@ -36,6 +36,7 @@ static inline uintptr_t sfr_py_impl_of(PyObject *tensor)
 	return (uintptr_t)sfr_py_word_at(tensor, sfr_py_words.tensor);
 }
 
+/* Returns the dispatch keys. */
 static inline uint64_t sfr_py_keys_of(PyObject *tensor)
 {
 	return sfr_py_word_at((const void *)sfr_py_impl_of(tensor), sfr_py_words.keys);
