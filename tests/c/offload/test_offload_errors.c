@@ -419,7 +419,7 @@ TEST(copies_outside_the_pool_are_not_merged)
 	end();
 }
 
-TEST(forked_child_is_refused)
+TEST(onload_calls_are_refused_in_a_forked_child)
 {
 	struct sfr_onload *onload;
 	pid_t child;

@@ -300,7 +300,7 @@ TEST(chunks_that_were_read_once_are_given_back_beyond_a_window)
 	sfr_arrivals_free(a.group);
 }
 
-TEST(chunks_stay_that_nobody_has_read_completely)
+TEST(chunks_that_nobody_has_read_completely_stay)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct sfr__source s;
@@ -383,7 +383,7 @@ TEST(filled_file_is_complete_and_stays_so)
 
 /* ---- failures and ends -------------------------------------------------------------- */
 
-TEST(failure_reaches_everybody_who_waits)
+TEST(failure_ends_every_later_read)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct sfr__source s;
@@ -419,7 +419,7 @@ static void *read_first(void *arg)
 	return NULL;
 }
 
-TEST(failure_wakes_who_waits)
+TEST(failure_wakes_a_waiting_reader)
 {
 	struct arriving a = arriving_of(content, LEN);
 	struct waiting waiting = { .fd = a.fd };
@@ -567,7 +567,7 @@ TEST(limit_on_file_sizes_is_an_error_and_no_signal)
 	sfr_arrivals_free(group);
 }
 
-TEST(forked_child_has_none_of_it)
+TEST(forked_child_cannot_use_its_parents_arriving_files)
 {
 	struct arriving a = arriving_of(content, LEN);
 	const int failed = check__nr_failed;
@@ -735,7 +735,7 @@ TEST(restore_gets_the_bytes_as_they_arrive)
 	archive_free(&archive);
 }
 
-TEST(restore_ends_while_bytes_are_on_their_way)
+TEST(restore_can_be_freed_or_fail_while_it_waits_for_bytes)
 {
 	struct archive archive = an_archive();
 	const struct sfr_stretch all = { 0, archive.len };

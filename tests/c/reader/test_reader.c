@@ -134,7 +134,7 @@ TEST(records_without_checksums_are_read)
 }
 
 /* A child has no threads of the reader. */
-TEST(a_forked_child_is_refused)
+TEST(reader_calls_are_refused_in_a_forked_child)
 {
 	struct sfr_restore *r = open_restore();
 	int status = -1;

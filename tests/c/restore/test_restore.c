@@ -339,7 +339,7 @@ TEST(failing_calls_never_make_a_restore_return_wrong_bytes)
 }
 
 /* mmap and munmap would wait for threads that fill new memory, and delay them. */
-TEST(no_reader_maps_anything)
+TEST(reading_records_makes_no_mapping)
 {
 	struct archive a = large();
 	char path[] = "/tmp/sfr-restore-XXXXXX"; /* possibly a file system with O_DIRECT */

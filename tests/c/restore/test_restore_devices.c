@@ -177,7 +177,7 @@ TEST(error_names_only_the_failed_driver_call)
 	(void)close(fd);
 }
 
-TEST(first_refusal_is_reported)
+TEST(first_refused_driver_call_is_reported)
 {
 	int fd;
 

@@ -140,7 +140,7 @@ TEST(number_of_unordered_saves_is_bounded)
 }
 
 /* A field for a source of many blocks, at every offset around the end of a block. */
-TEST(a_field_may_straddle_two_blocks)
+TEST(a_crc_field_may_cross_two_blocks)
 {
 	struct sfr_engine *engine = saving_engine_of(4096, 2, 2, 2);
 
@@ -159,7 +159,7 @@ TEST(a_field_may_straddle_two_blocks)
 }
 
 /* One writer is slow with the source. The other one has the field before the source is summed. */
-TEST(a_field_waits_for_its_source)
+TEST(a_crc_field_waits_for_its_source)
 {
 	struct sfr_fault slow = {
 		.call = "lane_copy", .nth = 1, .limit = -1, .delay_ns = 20000000
@@ -184,7 +184,7 @@ TEST(a_field_waits_for_its_source)
 }
 
 /* The CRC of four megabytes takes longer than writing the field after them would. */
-TEST(field_waits_for_a_source_written_in_place)
+TEST(a_crc_field_waits_for_a_source_written_in_place)
 {
 	struct sfr_engine *engine = saving_engine_of(MEMORY, 2, 2, 2);
 
@@ -298,7 +298,7 @@ TEST(few_buffers_are_enough_for_any_length)
 	saving_end(engine);
 }
 
-TEST(sources_of_parts_are_free_only_when_written)
+TEST(sources_of_parts_count_as_copied_only_when_written)
 {
 	struct sfr_fault slow = {
 		.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 2000000

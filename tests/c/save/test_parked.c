@@ -72,7 +72,7 @@ TEST(parked_block_is_copied_and_summed_once)
 	sfr_sys = plain;
 }
 
-TEST(parked_field_is_written_when_its_in_place_source_is_summed)
+TEST(parked_crc_field_is_written_when_its_in_place_source_is_summed)
 {
 	const struct sigaction waits = { .sa_handler = read_after_parking };
 	struct sfr_engine *engine = saving_engine_of(MEMORY, 2, 2, 2);

@@ -315,7 +315,7 @@ TEST(slot_of_another_writer_counts_among_the_saves_in_flight)
 }
 
 /* A checkpoint of several files, or of objects in a store, is one save. */
-TEST(unordered_saves_are_not_counted_besides_the_slot_of_the_whole)
+TEST(unordered_saves_of_a_larger_save_use_no_slot_of_their_own)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct sfr_ticket *t[2];

@@ -398,7 +398,7 @@ static struct sfr_piece taken(struct sfr_ticket *t)
 	return piece;
 }
 
-TEST(one_more_block_comes_for_each_that_is_given_back)
+TEST(giving_a_block_back_lets_one_more_be_taken)
 {
 	for (unsigned nr_blocks = 1; nr_blocks <= 3; nr_blocks++) {
 		struct sfr_engine *engine = saving_engine(nr_blocks, 1, 2);
@@ -709,7 +709,7 @@ TEST(torn_sources_fail_the_stream)
 	}
 }
 
-TEST(save_fails_without_blockfor_the_directory)
+TEST(save_fails_without_memory_for_the_directory)
 {
 	const struct sfr_fault none = {
 		.call = "mmap", .nth = 1, .sticky = 1, .err = ENOMEM, .limit = -1
@@ -774,7 +774,7 @@ static struct sfr_engine *small_engine(int *rc)
 	return engine;
 }
 
-TEST(whatever_blockis_missing_the_stream_is_whole_or_fails)
+TEST(stream_is_whole_or_fails_when_any_allocation_fails)
 {
 	for (unsigned format = 0; format < 2; format++)
 		FOR_EVERY_FAILURE(run, "*", ENOMEM)

@@ -84,7 +84,7 @@ TEST(captured_sources_are_not_sampled)
 	sfr_engine_put(engine);
 }
 
-TEST(empty_snapshot_works)
+TEST(empty_snapshot_has_no_memory_and_is_copied_at_once)
 {
 	struct sfr_engine *engine = make_engine(1);
 	struct sfr_snapshot *s;

@@ -180,7 +180,7 @@ static void one_round(uint64_t seed)
 	sfr_engine_put(engine);
 }
 
-TEST(everything_at_once_ends_and_leaves_nothing)
+TEST(concurrent_saves_and_snapshots_end_and_leave_no_temporaries)
 {
 	uint64_t seed = check_number("CHECK_SEED", (uint64_t)time(NULL));
 	uint64_t seconds = check_number("CHECK_STRESS_S", 0);

@@ -246,7 +246,7 @@ static int no_thread(pthread_t *thread, const pthread_attr_t *attr, void *(*star
 	return EAGAIN;
 }
 
-TEST(a_copy_needs_no_copier)
+TEST(copy_is_completed_without_any_copier)
 {
 	const struct sfr_sys before = sfr_sys;
 	struct sfr_engine *engine = begin(2, 2, false);
