@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     document = _document(run, facts)
     write_json(json_path, document)
     if not args.no_pictures:
-        pictures.side_file(json_path, document)
+        pictures.draw_document(json_path, document)
     return 0
 
 

@@ -256,6 +256,51 @@ def test_no_two_modules_of_the_tests_share_a_name():
     assert {name for name in names if names.count(name) > 1} == set()
 
 
+def test_scripts_use_only_names_that_the_modules_beside_them_define():
+    """No type check covers the benchmarks and the demo, so it would not notice a wrong name."""
+    missing = []
+    for folder in (ROOT / "benchmarks", ROOT / "examples" / "demo"):
+        trees = {file.stem: ast.parse(file.read_text()) for file in folder.glob("*.py")}
+        defined = {name: top_level_names(tree) for name, tree in trees.items()}
+        for script, tree in trees.items():
+            nodes = [*ast.walk(tree)]
+            named = {
+                alias.name
+                for node in nodes
+                if isinstance(node, ast.Import)
+                for alias in node.names
+                if alias.name in trees and alias.asname is None
+            }
+            used = [
+                (node.module, alias.name)
+                for node in nodes
+                if isinstance(node, ast.ImportFrom) and node.module in trees
+                for alias in node.names
+            ]
+            used += [
+                (node.value.id, node.attr)
+                for node in nodes
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in named
+            ]
+            missing += [f"{script}: {m}.{name}" for m, name in used if name not in defined[m]]
+    assert missing == []
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines or imports at its top level."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name for alias in node.names}
+        else:
+            found |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return found
+
+
 def test_the_checker_finds_circles_and_calls_upwards():
     graph = {"base/a": {"file/b"}, "file/b": {"file/c"}, "file/c": {"file/b", "base/a"}}
     assert circles(graph) == [["base/a", "file/b", "file/c"]]
