@@ -2,10 +2,11 @@
 
     python benchmarks/callback.py [--rounds N] [--only NAME ...] [--json FILE]
 
-Three callbacks handle the same checkpoint: none; a naive one that calls `.to("cpu", copy=True)` on
-each tensor; stillframe's. Each runs in a process of its own, and the processes take turns, one save
-each. One memcpy of as many bytes takes turns with them, from warm memory to warm memory. Where
-torch sees a GPU, the checkpoint is on it. README.md says how each figure is counted.
+Three ways handle the same checkpoint: no callback, a naive callback that calls `.to("cpu",
+copy=True)` on each tensor, and stillframe's callback. A fourth process makes one memcpy of as many
+bytes between two buffers that are already in memory. Each way runs in a process of its own, and the
+processes take turns, one save each. If torch sees a GPU, the checkpoint is on it. README.md says
+how each figure is counted.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def plain_tensors(nbytes: int, nr_tensors: int) -> dict[str, Any]:
     return {f"tensor{i}": torch.randn(numel) for i in range(nr_tensors)}
 
 
-def _copies(nbytes: int) -> Any:
-    """Return a hook that only copies `nbytes` once, as the bound."""
+def _memcpy_hook(nbytes: int) -> Any:
+    """Return a hook that ignores the checkpoint and copies `nbytes` once: the least possible
+    work."""
     import torch
 
     source = torch.randint(255, (nbytes,), dtype=torch.uint8)
@@ -46,8 +48,8 @@ def _copies(nbytes: int) -> Any:
     return lambda _: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
 
-def _hook(way: str) -> Any:
-    """Return the function `on_save_checkpoint(checkpoint)` of one way."""
+def _callback_hook(way: str) -> Any:
+    """Return the function `on_save_checkpoint(checkpoint)` of a way other than memcpy."""
     if way == "none":
         return lambda checkpoint: None
     if way == "naive":
@@ -67,7 +69,7 @@ def _hook(way: str) -> Any:
 
 
 class Saves:
-    """One way over one state, in a process of its own."""
+    """One way to handle a checkpoint of `nr_tensors` tensors, in the process that is measured."""
 
     def __init__(self, way: str, nbytes: int, nr_tensors: int) -> None:
         import torch
@@ -75,11 +77,11 @@ class Saves:
         self._gpu = torch.cuda if torch.cuda.is_available() else None
         self._state: dict[str, Any] | None = None
         if way == "memcpy":
-            self._hook = _copies(nbytes)
+            self._hook = _memcpy_hook(nbytes)
         else:
             tensors, device = plain_tensors(nbytes, nr_tensors), "cuda" if self._gpu else "cpu"
             self._state = {key: each.to(device) for key, each in tensors.items()}
-            self._hook = _hook(way)
+            self._hook = _callback_hook(way)
         gc.collect()
         self._before = status_bytes("VmRSS")
 
@@ -87,8 +89,8 @@ class Saves:
         """Call the hook once on a checkpoint.
 
         Returns:
-            Seconds in the hook; bytes of resident memory beyond those before the first save, while
-            the checkpoint is held; bytes of GPU memory freed.
+            Seconds in the hook; by how many bytes resident memory exceeds that before the first
+            save, while the checkpoint still exists; bytes of GPU memory that the hook freed.
         """
         gpu = self._gpu
         held = gpu.memory_allocated() if gpu else 0
@@ -103,7 +105,10 @@ class Saves:
 
 
 def run_state(name: str, rounds: int) -> dict[str, Any]:
-    """Return the figures of every way for one state; the first round is kept apart."""
+    """Return the figures of every way for one state.
+
+    The first round fills pools and heaps. It is in "first_s", not in the medians.
+    """
     nbytes, nr_tensors = STATES[name]
     answers: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
     with contextlib.ExitStack() as stack:

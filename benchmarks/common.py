@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from _stillframe_command import module_without_front
 
-# The measurements of `stillframe bench`, loaded without the package's front, which imports torch.
+# The measurements of `stillframe bench`. Importing them through the package would import torch.
 raw: Any = module_without_front("_shell.bench_raw")
 
 
@@ -36,8 +36,11 @@ T = TypeVar("T")
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in `160MB`, `1.07e9` or `4GiB`; raise argparse.ArgumentTypeError
-    otherwise."""
+    """Return the bytes that a text such as `160MB`, `1.07e9` or `4GiB` means.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not a size above zero.
+    """
     units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?b)?\s*", text.lower())
     try:
@@ -85,9 +88,9 @@ def format_times(seconds: Sequence[float]) -> str:
 class Series:
     """The statistics of one figure's values over the rounds of one run.
 
-    error: Standard error of the median, from the median absolute deviation. One disturbed round
-        hardly moves it: 1.4826 x MAD estimates the deviation of a normal distribution, and the
-        median of n values has 1.2533 / sqrt(n) of it.
+    error: Standard error of the median. It is computed from the median absolute deviation (MAD),
+        which one disturbed round hardly changes: 1.4826 x MAD estimates the standard deviation of a
+        normal distribution, and the median of n values has 1.2533 / sqrt(n) times that deviation.
     """
 
     median: float
@@ -114,9 +117,9 @@ class Series:
 
 
 def rotated(ways: Sequence[T], round_number: int) -> list[T]:
-    """Return the ways in the order of a round: each round begins with another one.
+    """Return the ways in the order of one round: round n begins with the n-th way.
 
-    So no way follows a heavy one in every round.
+    So no way always runs right after the way that disturbs the machine most.
     """
     first = round_number % len(ways) if ways else 0
     return [*ways[first:], *ways[:first]]
@@ -126,10 +129,10 @@ def rotated(ways: Sequence[T], round_number: int) -> list[T]:
 
 
 class Stamp:
-    """The moment at which another thread finished: `at_ns` is 0 until then.
+    """The time at which a save finished, in `at_ns` (perf_counter_ns); 0 until then.
 
-    The finishing thread calls it (any arguments), so a main thread that watches it reads one
-    attribute and takes no lock.
+    The thread that finishes the save calls the stamp, which accepts any arguments and so can be a
+    done callback. The main thread polls `at_ns`, which takes no lock.
     """
 
     __slots__ = ("at_ns",)
@@ -143,9 +146,9 @@ class Stamp:
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """The ticks of one measurement: `count` in `elapsed_ns`.
+    """The result of `tick`: `count` ticks in `elapsed_ns`.
 
-    `worst_ns` is the longest gap between two of them.
+    `worst_ns` is the longest gap between two ticks, the longest time that the thread was stopped.
     """
 
     count: int
@@ -161,11 +164,14 @@ IDLE_TICK_S = 0.001  # an idle main thread sleeps this long between two ticks
 
 
 def tick(stop: Stamp, start_ns: int, until_ns: int, *, busy: bool) -> Ticks:
-    """Tick from `start_ns` until `stop` is stamped, or until the clock passes `until_ns`.
+    """Count ticks of the calling thread, to see how a save slows or stops it.
 
-    With `busy` the thread runs pure Python without a pause, so it always wants the interpreter
-    lock, and each turn of its loop is a tick. Otherwise it sleeps 1 ms for each tick, and a gap is
-    the time that it overslept.
+    Ticking begins at `start_ns` and ends when `stop` is called, or when the clock passes
+    `until_ns`.
+
+    busy: The thread runs pure Python without a pause, so it needs the interpreter lock all the
+        time. Each iteration of its loop is a tick. Otherwise each tick is a sleep of 1 ms, and a
+        gap is by how much the thread overslept.
     """
     clock, sleep, pause_ns = time.perf_counter_ns, time.sleep, int(IDLE_TICK_S * 1e9)
     count = worst = 0
@@ -195,11 +201,12 @@ TENSOR_BYTES = 4 * 472 * 472  # 1.07 GB in 3 x 400 tensors
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The state that a measured process holds.
+    """A description of the state that a measured process makes and saves.
 
-    nbytes: parameters and optimizer state together. kind: a key of `KINDS`. nr_params: weights
-    ("mlp": a third of the tensors; "few", "plain": all of them; "lightning": layers). threads:
-    torch.set_num_threads. pool_bytes: STILLFRAME_POOL_BYTES, 0 for the default.
+    nbytes: parameters and optimizer state together. kind: a key of `states.KINDS`. nr_params: the
+    number of weights, which for "mlp" are a third of the tensors and for "few" and "plain" all; for
+    "lightning" the number of layers. threads: for torch.set_num_threads. pool_bytes: for
+    STILLFRAME_POOL_BYTES, 0 for the default.
     """
 
     nbytes: int
@@ -213,9 +220,9 @@ class Spec:
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:
-    """End the process with the status that `main` returns.
+    """Run `main` and end the process with the status that it returns.
 
-    The status is 2, with a sentence on stderr, where it cannot run, and 130 after Ctrl-C.
+    After a BenchError the status is 2, and its text is on stderr. After Ctrl-C it is 130.
     """
     name = Path(sys.argv[0]).name
     try:
@@ -240,9 +247,9 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None]) -> None:
-    """Print one table on stdout; a row of None is left empty.
+    """Print one table on stdout.
 
-    A row whose cells after the first are all empty is a heading.
+    A row of None is an empty line. A row in which only the first cell has text is a heading.
     """
     from rich import box
     from rich.console import Console
@@ -286,9 +293,13 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def _json(value: Any, indent: str = "", column: int = 0) -> str:
-    """JSON in which a container of plain values has one line, wrapped at MOST_COLUMNS.
+    """Return `value` as JSON.
 
-    column: Where it begins, after its key.
+    A list or dict of plain values is on one line, which is wrapped at MOST_COLUMNS.
+
+    Args:
+        indent: The spaces that begin each line of `value`.
+        column: The column at which `value` begins: its key comes before it on the line.
     """
     if not isinstance(value, dict | list | tuple) or not value:
         return json.dumps(value)

@@ -2,19 +2,20 @@
 
     python benchmarks/dcp.py --dir DIR [--state 256MB] [--layers 64] [--ranks 2] [--rounds 2]
 
-Each rank has its part of an FSDP2 model and its AdamW. Each way has rank processes of its own. They
-make a first save that is not counted and are kept until the end; the ways take turns. A turn saves
-with an idle main thread, with one that is busy in Python, and in a training loop.
+Each rank has its part of an FSDP2 model and its AdamW. Each way to save has rank processes of its
+own, which live until the end. They make one save that is not counted, and then the ways take turns.
+In its turn a way saves while the main thread is idle, while it is busy in Python, and in a training
+loop.
 
 When our save has finished, files and directory are synced. PyTorch syncs the files but not the
-directory; torch_checkpointing, Meta's package, syncs nothing. The bound is one file of the same
-bytes for each rank, and then two collectives.
+directory; torch_checkpointing, Meta's package, syncs nothing. The column "bound" is a lower bound
+for any way: each rank saves the same bytes into one file, and then the ranks make two collectives.
 
-The cost of a save to a loop is the time of its call and of the steps until it has ended, less the
-time of as many plain steps. A plain step takes the median of those around the save. The same is
-computed for steps without a save: this is noise, and has a row of its own. get_state_dict, which
-every way needs, is left out. A turn that has taken --turn-s makes no second save of a kind. After
---most-s no turn begins, except each way's first.
+The time that a save costs a loop is the time of its call and of the steps until it has ended, less
+the time of as many plain steps. A plain step takes the median of the plain steps around the save.
+The same is computed for steps without a save, and a row of its own shows this noise.
+get_state_dict, which every way needs, is left out. A turn that has taken --turn-s seconds makes no
+second save of a kind. After --most-s seconds no turn begins, except each way's first.
 
 After an error or an interrupt, the table still shows what was measured until then. A line names
 what was not measured.
@@ -62,11 +63,13 @@ class WayError(BenchError):
     """The error of a way that cannot be measured any further."""
 
 
-class Way:
-    """The processes of one way's ranks.
+class RankProcesses:
+    """The processes of the ranks that save in one way.
+
+    The constructor waits until all have made their first save.
 
     Raises:
-        WayError: They did not reach the first turn.
+        WayError: A process failed, ended or took longer than --limit-s before that.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, directory: Path) -> None:
@@ -92,10 +95,10 @@ class Way:
             raise
 
     def turn(self) -> list[Turn]:
-        """Measure one turn; return the figures of each rank.
+        """Let every rank measure one turn; return the figures of each rank.
 
         Raises:
-            WayError: Some rank did not get through.
+            WayError: A rank failed, ended or took longer than --limit-s.
         """
         began = time.monotonic()
         for pipe in self._pipes:
@@ -143,14 +146,15 @@ class Run:
         self.figures, self.failed = Figures(), dict[str, str]()
         self._options, self._directory = options, directory
         self._began = time.monotonic()
-        self._ways: dict[str, Way] = {}
+        self._ways: dict[str, RankProcesses] = {}
 
     def measure(self) -> None:
         try:
             for number, name in enumerate(self._options.ways):
                 self._print_progress(f"{name} starts")
                 try:
-                    self._ways[name] = Way(name, self._options, self._directory / f"way{number}")
+                    directory = self._directory / f"way{number}"
+                    self._ways[name] = RankProcesses(name, self._options, directory)
                 except WayError as error:
                     self._give_up(name, error)
             for number in range(self._options.rounds):
@@ -222,9 +226,10 @@ def show(run: Run, options: argparse.Namespace, facts: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return 0, or 1 where ours failed.
+    """Run the command line; return the exit status.
 
-    It returns 2, with a sentence on stderr, where it cannot run.
+    0: stillframe was measured. 1: it failed. 2: nothing could be measured, and stderr says why.
+    130: Ctrl-C interrupted the run.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--state", type=parse_size, default=256 * 10**6, help="of all ranks")

@@ -1,5 +1,7 @@
-"""The process of each rank in dcp.py: a training, and one way to save it, kept from turn to
-turn."""
+"""The code of each rank's process in dcp.py: a training, and one way to save it.
+
+The process lives for the whole run and keeps its training and its way to save from turn to turn.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ from dcp_ways import ALL
 from machine import keep_memory, reset_peak_rss, status_bytes
 from peers import OURS
 
-# saves in a turn, if there is time: so many with an idle main thread, and as many with a busy one
+# The most saves of a turn with an idle main thread, and as many with a busy one. A turn that is
+# late makes one of each kind.
 SAVES = 2
-LOOP_SAVES = 3  # saves in a turn's training loop, if there is time
-MANY = 1200  # DTensors of 256 bytes: larger ones of an optimizer would be copied after the call
+LOOP_SAVES = 3  # the most saves in a turn's training loop
+# DTensors of 256 bytes. Storages up to 4 KiB are always copied during the call, so all are.
+NR_DTENSORS = 1200
 LOOP_STEPS = 4  # plain steps before a save and after it, and the least number of steps during it
 UNITS = 4  # FSDP units; their collectives, not the layers, take a step's time
 GIVE_UP_NS = 100 * 10**9
@@ -57,20 +61,20 @@ class Rank:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.batch = torch.ones(4, self.width)
         self.is_first, self.is_ours = rank == 0, way == OURS
-        self.many = directory / f"many{rank}"
-        # `ends` is the time at which the turn has taken long enough
-        self.turn_s, self.ends = options.turn_s, 0.0
+        self.dtensors_path = directory / f"dtensors{rank}"
+        # After `late_at` (time.monotonic) the turn makes no second save of a kind.
+        self.turn_s, self.late_at = options.turn_s, 0.0
         self.path = directory / "checkpoint"
         self.save = ALL[way]()
         self.started = 0.0  # the time of the last save's call
-        self.rss = 0  # resident bytes of the process at that time
-        self.state_s = 0.0  # seconds of get_state_dict before that
+        self.rss = 0  # resident bytes of the process just before that call
+        self.state_s = 0.0  # seconds of get_state_dict before that call
         for _ in range(4):
             self.step()
         self.nbytes = options.state / options.ranks
-        # The first save makes pools, plans and processes. Only its memory is measured, because
-        # later the training's own heap grows as well.
-        self.memory = self.one(busy=False)["memory"]
+        # The first save makes pools, plans and processes, so its times are not counted. Its memory
+        # is the only one that is: later the training's own heap grows as well.
+        self.memory = self.measure_save(busy=False)["memory"]
 
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
         self.model(self.batch).sum().backward()
@@ -78,8 +82,13 @@ class Rank:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def begin(self) -> tuple[Any, dict[str, float], Stamp]:
-        """Begin a save; return the call's result, its times, and a stamp of the save's end."""
+    def begin_save(self) -> tuple[Any, dict[str, float], Stamp]:
+        """Begin a save.
+
+        Returns:
+            The result of the call; its wall time and processor time in seconds; a stamp that is
+            called when the save has ended.
+        """
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         start = time.perf_counter()
@@ -96,17 +105,18 @@ class Rank:
         getattr(response, "upload_completion", response).add_done_callback(stamp)
         return response, took, stamp
 
-    def end(self, response: Any) -> None:
+    def end_save(self, response: Any) -> None:
+        """Wait until all ranks have saved, remove the checkpoint, and make a step."""
         getattr(response, "upload_completion", response).result()
         self.barrier()
         if self.is_first:
             shutil.rmtree(self.path)
         self.step()
 
-    def one(self, busy: bool) -> dict[str, float]:
+    def measure_save(self, busy: bool) -> dict[str, float]:
         """Save once with the main thread busy or idle meanwhile; return the figures."""
         cpu = time.process_time()
-        response, took, stamp = self.begin()
+        response, took, stamp = self.begin_save()
         begun = time.perf_counter_ns()
         ticks = tick(stamp, begun, begun + GIVE_UP_NS, busy=busy)
         if not stamp.at_ns:
@@ -118,11 +128,16 @@ class Rank:
             "stall_s": ticks.worst_ns / 1e9,
             "memory": (status_bytes("VmHWM") - self.rss) / self.nbytes,
         }
-        self.end(response)
+        self.end_save(response)
         return figures
 
-    def loop(self) -> dict[str, list[float]]:
-        """Return the cost of each of several saves, and that of as many steps without one."""
+    def measure_loop(self) -> dict[str, list[float]]:
+        """Save several times in a training loop.
+
+        Returns:
+            For each metric a value of each save. "lost_s" is the time that the save cost the loop.
+            "noise_s" is the same figure of steps without a save.
+        """
         names = ("lost_s", "noise_s", "step_s", "state_s", "finished_s")
         found: dict[str, list[float]] = {name: [] for name in names}
         before = self._steps(LOOP_STEPS)
@@ -139,20 +154,30 @@ class Rank:
         return found
 
     def _steps_during_a_save(self, found: dict[str, list[float]]) -> tuple[float, list[float]]:
-        """Return the call's seconds, and those of each step until all ranks have saved."""
-        response, took, stamp = self.begin()
+        """Save, and train until all ranks have saved.
+
+        It appends to the lists "state_s" and "finished_s" of `found`.
+
+        Returns:
+            Seconds of the call, and of each step.
+        """
+        response, took, stamp = self.begin_save()
         staged = getattr(response, "staging_completion", None)
         steps: list[float] = []
-        while len(steps) < LOOP_STEPS or not self._all(bool(stamp.at_ns)):
+        while len(steps) < LOOP_STEPS or not self._on_all_ranks(bool(stamp.at_ns)):
+            # A way that copies after its call has to wait for that copy before the first update.
             waits = staged is not None and not steps
             steps += self._steps(1, staged.result if waits else lambda: None)
         found["state_s"].append(self.state_s)
         found["finished_s"].append(stamp.at_ns / 1e9 - self.started)
-        self.end(response)
+        self.end_save(response)
         return took["call_s"], steps
 
     def _steps(self, count: int, before_update: Callable[[], object] = lambda: None) -> list[float]:
-        """Return the seconds of each step. Gradients are reduced, so no rank gets ahead."""
+        """Return the seconds of each step.
+
+        The ranks stay together, because each step waits for the gradients of all ranks.
+        """
         times = []
         for _ in range(count):
             start = time.perf_counter()
@@ -160,8 +185,11 @@ class Rank:
             times.append(time.perf_counter() - start)
         return times
 
-    def _all(self, here: bool) -> bool:
-        """Return whether `here` is true on all ranks, which must make equally many steps."""
+    def _on_all_ranks(self, here: bool) -> bool:
+        """Return whether `here` is true on all ranks.
+
+        All ranks get the same answer, so that they make equally many steps.
+        """
         import torch
         import torch.distributed as dist
 
@@ -170,10 +198,10 @@ class Rank:
         return bool(flag)
 
     def _is_late(self) -> bool:
-        """Return whether the turn has taken long enough, on any rank."""
-        return not self._all(time.monotonic() < self.ends)
+        """Return whether the turn has taken `turn_s` on some rank; the same on all ranks."""
+        return not self._on_all_ranks(time.monotonic() < self.late_at)
 
-    def dtensors(self) -> dict[str, list[float]]:
+    def measure_dtensors(self) -> dict[str, list[float]]:
         """Return the processor time of calls with many small DTensors; each rank saves alone."""
         import torch
         from stillframe import dcp
@@ -183,49 +211,50 @@ class Rank:
         shard = [Shard(0)]
         state = {
             f"w{number}": DTensor.from_local(torch.ones(8, 8), mesh, shard, run_check=False)
-            for number in range(MANY)
+            for number in range(NR_DTENSORS)
         }
         found = []
         for _ in range(6):
             cpu = time.thread_time()
-            response = dcp.async_save({"state": state}, self.many, no_dist=True)
+            response = dcp.async_save({"state": state}, self.dtensors_path, no_dist=True)
             found.append(time.thread_time() - cpu)
             response.upload_completion.result()
-        shutil.rmtree(self.many)
+        shutil.rmtree(self.dtensors_path)
         return {"call_cpu_s": found[1:]}
 
     def turn(self) -> Turn:
         """Measure every scenario once; return its figures."""
-        # A step, as there is one before each save in a training. After minutes of the other ways'
-        # turns, the first access to untouched memory is slow.
+        # The other ways' turns took minutes, and after a pause the first access to memory is slow.
+        # In a training a step comes before each save, so here too.
         self.step()
-        self.ends = time.monotonic() + self.turn_s
+        self.late_at = time.monotonic() + self.turn_s
         found: Turn = {"idle": {}, "busy": {}}
         for scenario, figures in found.items():
             for number in range(SAVES):
                 if number and self._is_late():
                     break
-                for metric, value in self.one(busy=scenario == "busy").items():
+                for metric, value in self.measure_save(busy=scenario == "busy").items():
                     figures.setdefault(metric, []).append(value)
             del figures["memory"]
         found["idle"]["memory"] = [self.memory]
-        found["loop"] = self.loop()
+        found["loop"] = self.measure_loop()
         if self.is_ours:
-            found["dtensors"] = self.dtensors()
+            found["dtensors"] = self.measure_dtensors()
         return found
 
 
 def _extra_time(steps: list[float], plain: list[float]) -> float:
-    """Return by how much steps took longer than as many plain ones."""
+    """Return by how many seconds `steps` took longer than as many plain steps."""
     return sum(steps) - len(steps) * statistics.median(plain)
 
 
 def serve(
     connection: Connection, way: str, rank: int, options: argparse.Namespace, directory: Path
 ) -> None:
-    """Send None when ready, then the figures of each turn; on an error send a sentence and end.
+    """Serve the parent over `connection`: the main function of a rank's process.
 
-    Output of this process and its children goes to a file.
+    It sends None when the rank is ready, then the figures of a turn for each request. After an
+    error it sends the error's text and ends. The stderr of this process and its children is a file.
     """
     with open(directory / f"rank{rank}.log", "wb") as log:
         os.dup2(log.fileno(), 2)

@@ -4,9 +4,10 @@
 
 It measures the coordinator's work for each item of a plan: merging plans, making and pickling
 `.metadata`, and unpickling what ranks send. It also measures a small file that is synced and
-renamed, and a directory's sync. From these it computes the coordinator's time at 8 to 10,240 ranks,
-with plans made again and with plans that are kept. Beside that is the time in which a shared file
-system takes the bytes. The ranks' network and slow ranks are not included.
+renamed, and a directory's sync. From these it computes the coordinator's time at 8 to 10,240 ranks:
+for a save that makes its plans, and for one that uses the plans of the save before. For
+comparison it computes how long a shared file system takes to store the bytes. The ranks' network
+and slow ranks are not included.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MEASURED_RANKS, ROUNDS = 32, 5
 
 
 def plans(nr_ranks: int, nr_items: int) -> list[Any]:
-    """Return a plan for each rank: its shard of each of so many tensors."""
+    """Return a save plan for each rank, with its shard of each of `nr_items` tensors."""
     import torch
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -63,8 +64,8 @@ def plans(nr_ranks: int, nr_items: int) -> list[Any]:
     return [SavePlan([item(rank, i) for i in range(nr_items)]) for rank in range(nr_ranks)]
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Return the median seconds of some rounds."""
+def median_seconds(function: Callable[[], object]) -> float:
+    """Return the median of the seconds that ROUNDS calls of `function` take."""
     found = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -74,7 +75,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure_items(nr_items: int) -> dict[str, float]:
-    """Return seconds and bytes for each item, on the coordinator."""
+    """Return what one item of a plan costs the coordinator, in seconds and bytes."""
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
@@ -91,11 +92,11 @@ def measure_items(nr_items: int) -> dict[str, float]:
     sent_plans, sent_results = pickle.dumps(made), pickle.dumps(results)
     written = pickle.dumps(metadata)
     return {
-        "merge_s": seconds(lambda: create_default_global_save_plan(made)) / count,
-        "receive_plan_s": seconds(lambda: pickle.loads(sent_plans)) / count,
-        "receive_result_s": seconds(lambda: pickle.loads(sent_results)) / count,
-        "write_s": seconds(lambda: pickle.dumps(metadata)) / count,
-        "read_s": seconds(lambda: pickle.loads(written)) / count,
+        "merge_s": median_seconds(lambda: create_default_global_save_plan(made)) / count,
+        "receive_plan_s": median_seconds(lambda: pickle.loads(sent_plans)) / count,
+        "receive_result_s": median_seconds(lambda: pickle.loads(sent_results)) / count,
+        "write_s": median_seconds(lambda: pickle.dumps(metadata)) / count,
+        "read_s": median_seconds(lambda: pickle.loads(written)) / count,
         "plan_nbytes": len(sent_plans) / count,
         "result_nbytes": len(sent_results) / count,
         "metadata_nbytes": len(written) / count,
@@ -103,8 +104,7 @@ def measure_items(nr_items: int) -> dict[str, float]:
 
 
 def measure_files(directory: Path) -> dict[str, float]:
-    """Return the seconds of a small file, written, synced and renamed, and of its directory's
-    sync."""
+    """Return the seconds to write, sync and rename a small file, and to sync its directory."""
 
     def file() -> None:
         fd = os.open(directory / "t", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -122,8 +122,8 @@ def measure_files(directory: Path) -> dict[str, float]:
         file()
         sync()
 
-    alone = seconds(file)
-    return {"file_s": alone, "directory_s": max(seconds(entry_and_sync) - alone, 0.0)}
+    alone = median_seconds(file)
+    return {"file_s": alone, "directory_s": max(median_seconds(entry_and_sync) - alone, 0.0)}
 
 
 def estimate(

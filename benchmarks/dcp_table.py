@@ -40,11 +40,11 @@ SHORT = {  # the columns of the docs
 
 
 def goals() -> tuple[Goal, ...]:
-    """Return the goals as they were set before anything was measured."""
+    """Return the goals, which were set before anything was measured."""
     found = []
     for scenario in ("idle", "busy"):
-        place = ((scenario, DEFAULT, "call_s"),)
-        found.append(Goal(scenario, "call_s", 1 / 20, f"{scenario}: call ≤ 1/20 of DCP's", place))
+        theirs = ((scenario, DEFAULT, "call_s"),)
+        found.append(Goal(scenario, "call_s", 1 / 20, f"{scenario}: call ≤ 1/20 of DCP's", theirs))
     for scenario in ("idle", "busy"):
         end, title = ((scenario, BOUND, "finished_s"),), f"{scenario}: finished"
         found.append(Goal(scenario, "finished_s", 1.5, f"{title} ≤ 1.5 x the bound", end))
@@ -57,7 +57,7 @@ def goals() -> tuple[Goal, ...]:
 
 
 def figures_of(document: dict[str, Any]) -> Figures:
-    """Return the figures that a run has written."""
+    """Return the figures of a run from the JSON document that it saved."""
     figures = Figures()
     for scenario, ways in document["figures"].items():
         for way, metrics in ways.items():
@@ -97,7 +97,7 @@ def _compared(goal: Goal, figures: Figures) -> str:
     if goal.judge(figures) == ABSENT:
         return ""
     found = [figures.series(goal.scenario, OURS, goal.metric)]
-    found += [figures.series(*place) for place in goal.others]
+    found += [figures.series(*key) for key in goal.others]
     texts = [_with_error(goal.metric, series) for series in found if series]
     return f"; {' against '.join(texts)}"
 
@@ -110,7 +110,7 @@ def _with_error(metric: str, series: Series) -> str:
 
 
 def page(document: dict[str, Any]) -> list[str]:
-    """Return the section of the docs."""
+    """Return the lines of the table in docs/figures.md, from the JSON document of a run."""
     facts, settings, figures = document["facts"], document["settings"], figures_of(document)
     ways = ways_of(figures)
     lines = [

@@ -1,6 +1,7 @@
 """The ways of saving on many ranks that dcp.py compares.
 
-Each is made once on a rank, and called with a state dict and a path.
+Each rank calls a way's factory once. It returns a function `save(state, path)`, whose result is a
+future of the save's end, or has two: `staging_completion` (copied) and `upload_completion` (ended).
 """
 
 from __future__ import annotations
@@ -36,8 +37,15 @@ def _dcp_stager() -> Callable[..., Any]:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     group = dist.new_group(backend="gloo")
-    # It copies on a thread into reused memory. Pinned or shared memory would need a device.
-    stager = DefaultStager(StagingOptions(False, False, True, False))
+    # It copies on a thread into memory that is used again. Pinned memory would need a device.
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=True,
+            use_non_blocking_copy=False,
+        )
+    )
     return lambda state, path: stock.async_save(
         state, checkpoint_id=path, process_group=group, async_stager=stager
     )
@@ -58,7 +66,7 @@ def _dcp_process() -> Callable[..., Any]:
 
 
 class _Meta:
-    """A save of torch_checkpointing, with the two futures that dcp_rank.py waits for."""
+    """A save of torch_checkpointing, in the form that dcp_rank.py expects: two futures."""
 
     def __init__(self, manager: Any, write: Future[Any]) -> None:
         self.upload_completion, self.staging_completion = write, self
@@ -71,10 +79,11 @@ class _Meta:
 
 
 def _meta() -> Callable[..., Any]:
-    """Return the save of Meta's package, in its configuration without an accelerator.
+    """Return the save of Meta's package, configured for a machine without an accelerator.
 
-    0.1.1 uses CUDA to gather what loading on another number of ranks needs. So a checkpoint made
-    here loads only on the same ranks. With O_DIRECT its writes of this state fail (EINVAL on ext4).
+    Version 0.1.1 gathers through CUDA what a load on another number of ranks needs, so a checkpoint
+    made here loads only on as many ranks. Its O_DIRECT writes of this state fail with EINVAL on
+    ext4, so direct I/O is off.
     """
     import torch_checkpointing as meta
     from torch_checkpointing.staging import CheckpointStagerConfig
@@ -128,6 +137,7 @@ def _bound() -> Callable[..., Any]:
 
 
 def _sharded() -> Callable[..., Any]:
+    """Return the save of Lightning's sharded strategies: DCP's save, which ends in the call."""
     import torch.distributed.checkpoint as stock
 
     def save(state: Any, path: Path) -> Any:
@@ -139,6 +149,7 @@ def _sharded() -> Callable[..., Any]:
 
 
 def _peer() -> Callable[..., Any]:
+    """Return what Lightning's DistributedAsyncCheckpointIO does: see --lightning in dcp.py."""
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 

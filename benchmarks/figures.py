@@ -29,7 +29,7 @@ def _times(values: Sequence[float]) -> str:
 
 
 TIME: Format = format_times
-# The meaning of "finished"; DCP syncs its file but not the directory.
+# How complete a save is when its way says "finished". All other ways sync nothing.
 ENDS = {OURS: "durable", DCP: "file synced", DCP_STAGER: "file synced"}
 
 
@@ -93,7 +93,11 @@ def _cell(series: Series | None, form: Format) -> str:
 
 
 def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[list[str] | None]:
-    """Return a row for each figure and scenario: title, each way to save, raw disk, verdict."""
+    """Return the rows of the table: those of each scenario below a row with its title.
+
+    The cells of a row are the metric's title, a value for each way to save, that of the raw disk,
+    and the verdict on our value.
+    """
     rows: list[list[str] | None] = []
     for scenario, title, metrics in _sections(settings):
         if not any(figures.series(scenario, p, metrics[0][0]) for p in peers):
@@ -122,7 +126,10 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
 def print_results(
     figures: Figures, settings: Settings, peers: list[str], facts: dict[str, Any], small: bool
 ) -> None:
-    """Print the machine, the raw limits, the table and a line that counts the goals."""
+    """Print the machine, the table and a line that counts the goals.
+
+    small: The states are smaller than those that the goals were set for; a line says so.
+    """
     print("\n".join(facts_lines(facts)))
     if small:
         print("A smaller run than the full one: the goals are set for that, on two quiet cores.")

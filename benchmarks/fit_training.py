@@ -78,7 +78,10 @@ class Training:
         return AsyncCheckpointIO() if self.way == "lightning" else TorchCheckpointIO()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
-        """Fit once, with a checkpoint every so many steps (0: none)."""
+        """Fit once, with a checkpoint every `every` steps (0: none); return the figures.
+
+        batch: Rows of a batch. steps: Steps of the fit.
+        """
         torch.manual_seed(1)
         times = Times()
         callbacks: list[Any] = [times]

@@ -1,4 +1,4 @@
-"""The goals for the figures of vs_peers.py."""
+"""The goals for the figures of vs_peers.py, and the class of those for dcp.py."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ from common import Series
 from measured import Figures
 from peers import DCP, DCP_STAGER, LIGHTNING, OURS, RAW, TORCH, TORCH_NO_CRC
 
-Place = tuple[str, str, str]  # scenario, who, metric
-
+FigureKey = tuple[str, str, str]  # scenario, way to save, metric: what `Figures.series` takes
 
 MET, MISSED, UNCLEAR, ABSENT = "met", "missed", "within the error", "not measured"
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A bound on our median, or on its ratio to the least of other medians of the same run.
+    """A bound on stillframe's median, or on the ratio of that median to others of the same run.
 
-    It is met or missed if the distance to the bound is more than its standard error, and unclear
-    otherwise. A peer's figure may be zero or less, since lost times are differences. Such a peer
-    stays the least of all: ours has to be below the figure itself, as no multiple of it is a bound.
+    With `others` the median is compared with the least of theirs, multiplied by `bound`. The goal
+    is met or missed if the distance to the limit exceeds its standard error, and unclear otherwise.
+    Lost times are differences, so the least median may be zero or negative. Then a multiple of it
+    is no sensible limit, and stillframe's median has to be below that median itself.
 
-    row: the metric whose row shows the verdict, if it is another one. at_most: False turns the
-    bound into a lower one.
+    at_most: False makes the bound a lower one. row: the metric whose row of the table shows the
+    verdict, if that is not `metric`.
     """
 
     scenario: str
     metric: str
     bound: float
     text: str
-    others: tuple[Place, ...] = ()
+    others: tuple[FigureKey, ...] = ()
     at_most: bool = True
     row: str = ""
 
     def _sides(self, figures: Figures) -> tuple[Series, Series | None] | None:
         """Return our series, and the least of the others; None if the run has no such figures."""
         ours = figures.series(self.scenario, OURS, self.metric)
-        found = [figures.series(*place) for place in self.others]
+        found = [figures.series(*key) for key in self.others]
         least = min((each for each in found if each), key=lambda each: each.median, default=None)
         return None if ours is None or (self.others and least is None) else (ours, least)
 
     def value(self, figures: Figures) -> float | None:
-        """Return the value that is compared with the bound; None if there is no such figure or
-        ratio."""
+        """Return what is compared with `bound`: our median, or its ratio to the least of the
+        others.
+
+        None if the run has no such figure, or if the least median is not above zero.
+        """
         sides = self._sides(figures)
         if sides is None:
             return None
@@ -61,7 +64,6 @@ class Goal:
         ours, least = sides
         limit, error = self.bound, ours.error
         if least is not None:
-            # No multiple of a negative figure is a bound, so the figure itself is the bound.
             factor = self.bound if least.median > 0 else 1.0
             limit, error = factor * least.median, math.hypot(error, factor * least.error)
         beyond = ours.median - limit if self.at_most else limit - ours.median
@@ -70,12 +72,14 @@ class Goal:
         return MET if beyond <= 0 else MISSED
 
     def is_met(self, figures: Figures) -> bool | None:
-        """Return whether it is met; None if it is not measured, or not clear."""
+        """Return whether the goal is met; None if it is not measured, or unclear."""
         return {MET: True, MISSED: False}.get(self.judge(figures))
 
     def times_the_bound(self, figures: Figures) -> float | None:
-        """Return how many times the bound it is (below 1: within it); None if it is not
-        measured."""
+        """Return by what factor our value exceeds the bound (1 or less: the goal is met).
+
+        None if the value is not measured.
+        """
         value = self.value(figures)
         if value is None:
             return None
@@ -150,7 +154,7 @@ def _goals() -> tuple[Goal, ...]:
     memcpy = (("gate", RAW, "memcpy_s"),)
     goals.append(Goal("gate", "gate_at_once_s", 1.3, "≤ 1.3 x raw memcpy", memcpy))
     goals.append(Goal("gate", "gate_late_s", 0.001, "≤ 1 ms"))
-    # The kernel's own bookkeeping accounts for less than one page a save.
+    # 200 saves. The kernel's own bookkeeping takes less than a page for each.
     goals.append(Goal("growth", "growth_nbytes", 1 << 20, "no growth (≤ 1 MiB)"))
     return tuple(goals)
 

@@ -1,15 +1,17 @@
 """What does saving from a GPU cost, compared with peers? One run: `make gpu`, or parts of it.
 
-    saves      every way: call, GPU memory, steps meanwhile, `.item()` of others, time to the end
-    sweep      size of copies x copies in flight: copy speed and `.item()` of others
+    saves      every way: call, GPU memory, steps meanwhile, delay of `.item()`, time to the end
+    sweep      copies of several sizes and numbers in flight: their speed, and delay of `.item()`
     pinning    how fast memory is pinned, and a first save with nothing warmed up
-    profile    torch.profiler over one save: copies under compute, no synchronise (a Perfetto file)
+    profile    torch.profiler over one save: do copies overlap kernels, does anything synchronise?
     ahead      a training whose host runs ahead of the device: steps with saves and steps without
 
-Each measured way runs in a process of its own. Ours and a plain pinned copy of the same bytes are
-in every table, so that figures can be compared within one run. It writes one JSON and one table.
-Without a GPU it says so and exits with success. `--rehearse` runs everything with a tiny state on
-the CPU over the tests' driver: it shows that the script works, and its figures mean nothing.
+`.item()` is called on a stream that has nothing to do with the save, to see how long the save
+delays other streams. Each way runs in a process of its own. Every table has stillframe and a plain
+pinned copy of the same bytes, so that figures can be compared within one run. The script writes one
+JSON and one table. Without a GPU it says so and exits with status 0. `--rehearse` runs everything
+with a tiny state on the CPU over the tests' fake driver. That shows that the script works; its
+figures mean nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ WAY_TIMEOUT_S = 150  # a way that takes longer is ended, and the table says so
 COLUMNS = ("", "blocked", "GPU memory", "reserved", "steps", "D2H GB/s", ".item()", "end", "RSS")
 
 
-# ---- a process of its own for each -----------------------------------------------------------
+# ---- each measure in a process of its own ----------------------------------------------------
 
 
 def in_process(part: str, limit_s: float, *arguments: Any) -> Any:
-    """Return the result of a measure, or a sentence on why there is none."""
+    """Run a measure in a new process; return its result, or a sentence on why there is none.
+
+    limit_s: Seconds that are left of the run; a measure gets at most WAY_TIMEOUT_S of them.
+    """
     limit_s = min(limit_s, WAY_TIMEOUT_S)
     if limit_s < 1:
         return "not begun: the time was over"
@@ -55,7 +60,7 @@ def in_process(part: str, limit_s: float, *arguments: Any) -> Any:
 
 
 def missing() -> str:
-    """Return why there is nothing to measure, or ""."""
+    """Return why nothing can be measured here, or "" if there is a GPU."""
     try:
         import torch
     except ImportError as error:
@@ -78,7 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="steps timed in each round (6)")
     parser.add_argument("--cap-s", type=float, default=40.0, help="no new round after this (40)")
     parser.add_argument(
-        "--probe-s", type=float, default=0.5, help="seconds of .item() probes (0.5)"
+        "--item-s", type=float, default=0.5, help="seconds of each series of .item() calls (0.5)"
     )
     parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to write to")
     parser.add_argument(
@@ -109,7 +114,7 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
     def keep() -> None:
         write_json(options.json, {"options": str(options), "results": results})
 
-    # Cheap and informative parts come first, since the time may be cut short.
+    # Saves come first: they tell most, and the run may be ended before the other parts.
     for size in options.states if "saves" in options.parts else ():
         ways: dict[str, Any] = {}
         for name in options.ways:
@@ -132,7 +137,7 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
 
 
 def has_failed(results: dict[str, Any]) -> bool:
-    """Return whether one of our parts has failed; peers may fail."""
+    """Return whether stillframe's saves or another part has failed; peers may fail."""
     found = {**results, **results.get("saves small", {}), **results.get("saves large", {})}
     return any(isinstance(found.get(name), str) for name in (OURS, *PARTS))
 

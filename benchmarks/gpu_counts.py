@@ -1,13 +1,13 @@
-"""How many driver calls and bytes does a save from a device need? Counts over the tests' driver.
+"""How many driver calls does a save from a device need? Counts over the tests' fake driver.
 
     python benchmarks/gpu_counts.py [--dir DIR]
 
 It needs no GPU and measures no time. A model of 400 parameters with AdamW's state, 1,200 tensors
-and 576 MiB, trains on the CPU and is shown to stillframe as a device's. It counts the steps until
-its bytes are deferred, the driver calls inside `async_save` and inside the gate of the next step,
-and the calls that take samples. Only calls of the calling thread count.
+and 576 MiB, trains on the CPU, but stillframe takes its tensors for a CUDA device's. The script
+counts the steps until the tensors are deferred, the driver calls inside `async_save` and inside the
+gate of the next step, and the calls that take samples. Only calls of the training thread count.
 
-Exit status 1 when a figure is beyond its bound.
+The exit status is 1 if a figure exceeds its bound.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SAMPLES = ("cuMemcpy3DBatchAsync_v2", "cuMemcpy2DAsync_v2")
 COPIES = ("cuMemcpyBatchAsync_v2", "cuMemcpyDtoHAsync_v2")
 
 
-class Counted:
-    """The driver calls of this thread since the last `take`.
+class CallCounter:
+    """A count of the driver calls that this thread has made since the last `take`.
 
-    Calls of the lane, which copies when it can, are not counted.
+    Calls of the lane's thread are not counted, since their number depends on the timing.
     """
 
     def __init__(self, driver: Any) -> None:
@@ -43,6 +43,7 @@ class Counted:
         return {name: self._driver.calls_here(name) for name in names}
 
     def take(self) -> dict[str, int]:
+        """Return the calls since the last `take`: all but event queries, samples, and copies."""
         now, before = self._now(), self._before
         self._before = now
         found = {name: now[name] - before[name] for name in now}
@@ -56,7 +57,10 @@ class Counted:
 
 @contextmanager
 def stream_of_its_own(driver: Any) -> Iterator[None]:
-    """Give calls a current stream that is not the calling thread, as on a real device."""
+    """Make a new stream of the fake driver the current one, as on a real device.
+
+    The fake driver's default stream is the calling thread, whose work is always done at once.
+    """
     from stillframe._base import device
 
     was, handle = device.current_stream, driver.stream()
@@ -89,7 +93,12 @@ def count(
     nbytes: int = TENSOR_BYTES,
     block_bytes: int = BLOCK_BYTES,
 ) -> dict[str, Any]:
-    """Return the figures of one training, inside `stillframe.testing.host_as_device()`."""
+    """Train and save; return the counts.
+
+    The caller is inside `stillframe.testing.host_as_device()`.
+
+    nbytes: Of each tensor.
+    """
     import stillframe
     from stillframe import testing
     from stillframe._watch import gate
@@ -106,24 +115,24 @@ def count(
         def save(**options: Any) -> Any:
             return stillframe.async_save(tree(), directory / "a", engine=engine, **options)
 
-        counted, counts, shares = Counted(driver), [], []
+        counter, counts, shares = CallCounter(driver), [], []
         for _ in range(4):
             step()
-            counts.append(counted.take())
+            counts.append(counter.take())
             report = save().result()
             shares.append(report.deferred_nbytes / total)
-            counted.take()
+            counter.take()
         with stream_of_its_own(driver):
-            counted.take()
+            counter.take()
             handle = save()
-            call = counted.take()
+            call = counter.take()
             gate.wait()
-            at_gate = counted.take()
+            at_gate = counter.take()
             handle.wait_staged()
             report = handle.result()
-            counted.take()
+            counter.take()
             handle = save(overlap=False)
-            captured = counted.take()
+            captured = counter.take()
             blocks = -(-handle.result().captured_nbytes // block_bytes)
     return {
         "tensors": 3 * NR_PARAMETERS,
@@ -139,7 +148,7 @@ def count(
 
 
 def bounds(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Return (description, figure, upper bound) for each bound."""
+    """Return (description, figure, upper bound) of each figure that has a bound."""
     return [
         ("bytes not deferred after the third step", 1 - found["deferred_after_step"][2], 0.05),
         ("calls in async_save", found["call"]["calls"], 40 + found["call_blocks"]),

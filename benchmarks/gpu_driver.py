@@ -4,10 +4,11 @@
     tensors        1,200 and 20,000 x 4 KiB: batches and single copies
     large          16 MiB copies in batches of 1, 4 and 16: GB/s
     queue          how many operations wait for a sleeping kernel before a call takes 1 ms
-    register       16 MiB, 128 MiB and 1 GiB during a loop of launches: its longest gap
+    register       16 MiB, 128 MiB and 1 GiB during a loop of launches: the loop's longest gap
 
-Each figure is measured on its own; a sentence replaces one that cannot be measured. It needs torch
-with a device (for the context, memory and kernels). `--rehearse` runs it over the tests' driver.
+If a figure cannot be measured, its error takes its place, and the others are still measured. The
+script needs torch with a CUDA device, for the context, memory and kernels. `--rehearse` runs it
+without one, over the tests' fake driver.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Copy2D(ctypes.Structure):
     ]
 
 
-class Machine:
-    """A stream of its own, memory on both sides, and the driver's calls."""
+class Driver:
+    """The CUDA driver, with a stream, pinned host memory and device memory to copy between."""
 
     def __init__(self, rehearse: bool) -> None:
         import torch
@@ -166,96 +167,97 @@ class Machine:
             self.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), self.stream)
 
 
-def timed(machine: Machine, work: Callable[[], None]) -> dict[str, float]:
-    """Return the seconds of the calls, and those until all work has run; the best of five."""
+def timed(driver: Driver, work: Callable[[], None]) -> dict[str, float]:
+    """Return the least of five times: of the calls alone, and until the device has finished."""
     best = {"calls_s": float("inf"), "all_s": float("inf")}
     for _ in range(5):
-        machine.finish()
+        driver.finish()
         start = time.perf_counter()
         work()
         called = time.perf_counter()
-        machine.finish()
+        driver.finish()
         best["calls_s"] = min(best["calls_s"], called - start)
         best["all_s"] = min(best["all_s"], time.perf_counter() - start)
     return best
 
 
-def spans(machine: Machine, nr: int, length: int, apart: int) -> list[tuple[int, int, int]]:
-    nr = min(nr, machine.host_bytes // apart)
-    return [(machine.host + i * length, machine.device + i * apart, length) for i in range(nr)]
+def spans(driver: Driver, nr: int, length: int, apart: int) -> list[tuple[int, int, int]]:
+    """Return `nr` copies (to, from, length) whose sources begin `apart` bytes from each other."""
+    nr = min(nr, driver.host_bytes // apart)
+    return [(driver.host + i * length, driver.device + i * apart, length) for i in range(nr)]
 
 
-def small_spans(machine: Machine) -> dict[str, Any]:
-    lines = spans(machine, 4096, 64, 128)
+def small_spans(driver: Driver) -> dict[str, Any]:
+    lines = spans(driver, 4096, 64, 128)
     return {
-        "batch": timed(machine, lambda: machine.batch(lines)),
-        "rows, 1,200 x 3, one batch": timed(machine, lambda: machine.rows_batch(1200, 3)),
-        "rows, 1,200 x 3, one by one": timed(machine, lambda: machine.rows_single(1200, 3)),
-        "rows, 1 x 4,096": timed(machine, lambda: machine.rows_single(1, 4096)),
-        "one by one": timed(machine, lambda: machine.single(lines)),
+        "batch": timed(driver, lambda: driver.batch(lines)),
+        "rows, 1,200 x 3, one batch": timed(driver, lambda: driver.rows_batch(1200, 3)),
+        "rows, 1,200 x 3, one by one": timed(driver, lambda: driver.rows_single(1200, 3)),
+        "rows, 1 x 4,096": timed(driver, lambda: driver.rows_single(1, 4096)),
+        "one by one": timed(driver, lambda: driver.single(lines)),
     }
 
 
-def tensors(machine: Machine) -> dict[str, Any]:
+def tensors(driver: Driver) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for nr in (1200, 20_000):
-        each = spans(machine, nr, 4096, 4096)
+        each = spans(driver, nr, 4096, 4096)
 
         def in_batches(each: list[tuple[int, int, int]] = each) -> None:
             for at in range(0, len(each), 512):
-                machine.batch(each[at : at + 512])
+                driver.batch(each[at : at + 512])
 
-        found[f"{nr} x 4 KiB, batches of 512"] = timed(machine, in_batches)
-        found[f"{nr} x 4 KiB, one by one"] = timed(machine, lambda each=each: machine.single(each))
+        found[f"{nr} x 4 KiB, batches of 512"] = timed(driver, in_batches)
+        found[f"{nr} x 4 KiB, one by one"] = timed(driver, lambda each=each: driver.single(each))
     return found
 
 
-def large(machine: Machine) -> dict[str, Any]:
+def large(driver: Driver) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    length = min(16 * MIB, machine.host_bytes // 4)
-    each = spans(machine, 64, length, length)
+    length = min(16 * MIB, driver.host_bytes // 4)
+    each = spans(driver, 64, length, length)
     total = sum(span[2] for span in each)
     for size in (1, 4, 16):
 
         def in_batches(size: int = size) -> None:
             for at in range(0, len(each), size):
-                (machine.batch if size > 1 else machine.single)(each[at : at + size])
+                (driver.batch if size > 1 else driver.single)(each[at : at + size])
 
-        took = timed(machine, in_batches)
+        took = timed(driver, in_batches)
         found[f"batches of {size}"] = {**took, "bytes_per_s": total / took["all_s"]}
     return found
 
 
-def queue(machine: Machine) -> dict[str, Any]:
+def queue(driver: Driver) -> dict[str, Any]:
     """Queue copies after a kernel of half a second until one call takes a millisecond."""
-    machine.finish()
-    machine.sleep(0.5)
+    driver.finish()
+    driver.sleep(0.5)
     slowest, taken = 0.0, 0
     while taken < 5000:
         start = time.perf_counter()
-        machine.single([(machine.host, machine.device, 64)])
+        driver.single([(driver.host, driver.device, 64)])
         took = time.perf_counter() - start
         slowest = max(slowest, took)
         taken += 1
         if took > 1e-3:
             break
-    machine.finish()
+    driver.finish()
     return {"operations": taken, "slowest_call_s": slowest}
 
 
-def register(machine: Machine) -> dict[str, Any]:
+def register(driver: Driver) -> dict[str, Any]:
     """Measure the longest gap of a thread that launches kernels while another registers memory."""
     import mmap
 
-    torch = machine.torch
+    torch = driver.torch
     found: dict[str, Any] = {}
-    for size in (16, 128) if machine.rehearse else (16, 128, 1024):
-        nbytes = MIB if machine.rehearse else size * MIB
+    for size in (16, 128) if driver.rehearse else (16, 128, 1024):
+        nbytes = MIB if driver.rehearse else size * MIB
         memory = mmap.mmap(-1, nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         ctypes.memset(address, 1, nbytes)
         gaps, stop = [], threading.Event()
-        value = torch.zeros(16, device="cpu" if machine.rehearse else "cuda")
+        value = torch.zeros(16, device="cpu" if driver.rehearse else "cuda")
 
         def launch(
             gaps: list[float] = gaps, stop: threading.Event = stop, value: Any = value
@@ -273,13 +275,13 @@ def register(machine: Machine) -> dict[str, Any]:
         before = max(gaps, default=0.0)
         start = time.perf_counter()
         flags = ctypes.c_uint(1)
-        machine.call(
+        driver.call(
             "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags
         )
         took = time.perf_counter() - start
         stop.set()
         thread.join()
-        machine.call("cuMemHostUnregister", ctypes.c_void_p(address))
+        driver.call("cuMemHostUnregister", ctypes.c_void_p(address))
         found[f"{size} MiB"] = {
             "register_s": took,
             "longest_gap_s": max(gaps),
@@ -308,12 +310,12 @@ def main() -> int:
         if torch.version.cuda is None or not torch.cuda.is_available():
             print("benchmarks/gpu_driver.py skips: torch finds no CUDA device")
             return 0
-    machine = Machine(options.rehearse)
+    driver = Driver(options.rehearse)
     found: dict[str, Any] = {}
     failed = 0
     for name, measure in MEASURES.items():
         try:
-            found[name] = measure(machine)
+            found[name] = measure(driver)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
             failed += 1

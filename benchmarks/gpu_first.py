@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_first.py --out DIR [--parts facts tests ...] [--dir DIR] [--rehearse]
 
-Each part is a command of its own with at most ten minutes. Its output goes to DIR/NAME.log, its
-figures to DIR/NAME.json. A part that fails or is ended does not affect the others, and the table at
-the end says how each one ended. Together the files stay below 16 MiB: larger logs are cut in the
-middle, and larger traces are left out. `make gpu` runs it; nothing is installed or fetched.
+Each part is a command of its own that may take ten minutes. Its output goes to DIR/NAME.log, its
+figures to DIR/NAME.json. A part that fails or takes longer does not affect the others, and the
+table at the end says how each part ended. All files together stay below 16 MiB: long logs are cut
+in the middle, and the largest files are removed. `make gpu` runs this script, which installs and
+downloads nothing.
 
     facts       driver, topology, memlock, ZONE_MOVABLE, huge pages, disk
     tests       tests/gpu
@@ -102,25 +103,25 @@ def parts(options: argparse.Namespace) -> list[Part]:
 
 
 @contextlib.contextmanager
-def busy_beside(count: int) -> Iterator[None]:
-    """Run processes that only take processor time."""
+def busy_processes(count: int) -> Iterator[None]:
+    """Run `count` processes that only take processor time, until the block ends."""
     spin = [sys.executable, "-c", "while True: pass"]
-    beside = [subprocess.Popen(spin) for _ in range(count)]
+    processes = [subprocess.Popen(spin) for _ in range(count)]
     try:
         yield
     finally:
-        for each in beside:
+        for each in processes:
             each.kill()
             each.wait()
 
 
 def run(part: Part, out: Path) -> str:
-    """Run a part; return how it ended."""
+    """Run a part; return a sentence that says how it ended and how long it took."""
     log = out / f"{part.name}.log"
     paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, **part.env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     start = time.monotonic()
-    with log.open("wb") as output, busy_beside(part.busy):
+    with log.open("wb") as output, busy_processes(part.busy):
         process = subprocess.Popen(
             part.command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
@@ -139,7 +140,7 @@ def run(part: Part, out: Path) -> str:
 
 
 def shorten(log: Path) -> None:
-    """Keep only the beginning and end of a log that is too long."""
+    """Cut the middle out of a log that is longer than LOG_BYTES."""
     text = log.read_bytes()
     if len(text) > LOG_BYTES:
         half = LOG_BYTES // 2
@@ -147,7 +148,7 @@ def shorten(log: Path) -> None:
 
 
 def keep_small(out: Path) -> list[str]:
-    """Remove the largest files until all fit; return their names."""
+    """Remove the largest files until the rest take at most OUT_BYTES; return their names."""
     gone = []
     files = sorted((each for each in out.rglob("*") if each.is_file()), key=size_of)
     while files and sum(map(size_of, files)) > OUT_BYTES:

@@ -1,4 +1,4 @@
-"""The measures of `gpu.py`, each in a process of its own."""
+"""The measures of `gpu.py`. It runs each in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from common import Series
 from gpu_state import Train
-from gpu_ways import OURS, WAYS, Probe
+from gpu_ways import OURS, WAYS, ItemTimer
 from limits import RawDisk
 from machine import reset_peak_rss, status_bytes
 
@@ -43,10 +43,10 @@ def _training(options: argparse.Namespace, size: str, device: str) -> Train:
 
 
 def plain_copy(train: Train) -> float:
-    """Return the seconds to copy the state's bytes into pinned memory, best of three.
+    """Return the seconds to copy as many bytes as the state has into pinned memory, best of three.
 
-    It copies in chunks of at most 512 MiB, one after the other. This is the upper bound for every
-    way: a large source and a large pinned target, and nothing else.
+    It copies one large device tensor into one large pinned tensor, at most 512 MiB at a time. No
+    way to save can copy faster.
     """
     torch, nbytes = train.torch, train.nbytes()
     length = min(nbytes, 512 * MIB)
@@ -64,8 +64,11 @@ def plain_copy(train: Train) -> float:
     return best * nbytes / (max(nbytes // length, 1) * length)
 
 
-def highest_alone(train: Train, steps: int) -> tuple[int, int]:
-    """Return the highest bytes (allocated, reserved) of steps with no save: activations too."""
+def peak_without_save(train: Train, steps: int) -> tuple[int, int]:
+    """Return the peak of device memory (allocated, reserved bytes) in steps with no save.
+
+    It includes the activations, which come and go in each step.
+    """
     train.synchronize()
     train.reset_memory()
     train.timed_steps(steps)
@@ -77,11 +80,11 @@ def one_round(
 ) -> dict[str, Any]:
     """Measure one save, `steps` steps of training after it, and its end.
 
-    The memory of a save is the larger of two figures: what the call takes above the state at rest,
-    and what the steps after it take above the same steps with no save.
+    The device memory of a save is the larger of two figures: the peak in the call less what was
+    allocated before it, and the peak in the steps after the call less that of steps with no save.
 
     Args:
-        alone: The result of `highest_alone`.
+        alone: The result of `peak_without_save`.
     """
     train.synchronize()
     at_rest = train.reset_memory()
@@ -93,7 +96,7 @@ def one_round(
     called = time.perf_counter()
     in_call = train.memory()
     train.reset_memory()
-    # The first step after the save: a way that still copies has to wait at its optimizer step.
+    # In the first step after the call, a way that still copies has to wait before the update.
     first = train.mark()
     train.forward_backward()
     at = time.perf_counter()
@@ -124,11 +127,11 @@ def one_round(
 
 
 def measure_way(options: argparse.Namespace, size: str, name: str, directory: Path) -> Any:
-    """Return the figures of one way for one state."""
+    """Measure the way `name` with a state of `size`; return its figures."""
     with _device(options) as device:
         train = _training(options, size, device)
         nbytes = train.nbytes()
-        probe = Probe(train.torch, device)
+        timer = ItemTimer(train.torch, device)
         if name == OURS:
             import stillframe
 
@@ -138,17 +141,17 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
         path = directory / "state"
         # Steps by themselves, and their memory, are measured before the first save.
         base = train.timed_steps(options.steps)
-        alone = highest_alone(train, options.steps)
-        idle_item = probe.for_a_while(options.probe_s)
+        alone = peak_without_save(train, options.steps)
+        idle_item = timer.times(options.item_s)
         rounds = []
         start = time.perf_counter()
         for _ in range(options.rounds + 1):  # the first one is counted separately
             rounds.append(one_round(train, way, path, options.steps, alone))
             if time.perf_counter() - start > options.cap_s:
                 break
-        # `.item()` on another stream during a copy that no step waits for.
+        # One more save, whose copy no step waits for: how long does it delay `.item()`?
         way.start(train.tree(), path)
-        item = probe.for_a_while(options.probe_s)
+        item = timer.times(options.item_s)
         way.gate()
         way.finish()
         copy_s = plain_copy(train)
@@ -172,20 +175,22 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
 
 
 def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> Any:
-    """Measure copy sizes x copies in flight, without a step that waits.
+    """Measure saves with portions of 1, 4 and 16 MiB, and with 2, 4 and 8 of them in flight.
+
+    No step waits for these saves.
 
     Returns:
-        GB/s of a save, and `.item()` times meanwhile.
+        For each pair the bytes per second of the copy, and the times of `.item()` meanwhile.
     """
     import stillframe
     from stillframe import _core
 
     with _device(options) as device:
         train = _training(options, size, device)
-        probe, nbytes, found = Probe(train.torch, device), train.nbytes(), []
+        timer, nbytes, found = ItemTimer(train.torch, device), train.nbytes(), []
         engine = stillframe.Engine(pool_bytes=nbytes + nbytes // 8 + 64 * MIB)
         engine.warm_up(nbytes)
-        idle = Series.of(probe.for_a_while(options.probe_s))
+        idle = Series.of(timer.times(options.item_s))
         copy_s = plain_copy(train)
         for portion in (1, 4, 16):
             for in_flight in (2, 4, 8):
@@ -193,7 +198,7 @@ def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> An
                 speeds, items = [], []
                 for _ in range(2):
                     handle = stillframe.async_save(train.tree(), directory / "sweep", engine=engine)
-                    items += probe.for_a_while(
+                    items += timer.times(
                         20.0, until=lambda h=handle: h.state != "staging" or h.done()
                     )
                     report = handle.result()
@@ -217,8 +222,10 @@ def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> An
 
 
 def measure_pinning(options: argparse.Namespace, size: str, directory: Path) -> Any:
-    """Return the seconds of warm_up, of as much of torch's pinned memory, and of a cold first
-    save."""
+    """Measure how long pinning takes: in `warm_up`, in torch, and within a first save.
+
+    All pin as many bytes as the state has.
+    """
     import stillframe
 
     with _device(options) as device:
@@ -250,11 +257,13 @@ def measure_pinning(options: argparse.Namespace, size: str, directory: Path) -> 
 
 
 def measure_ahead(options: argparse.Namespace, size: str, directory: Path) -> Any:
-    """Measure steps whose host does not wait for the device, without saves and with one every ten.
+    """Measure steps whose host does not wait for the device, without saves and with saves.
+
+    A save is made every ten steps.
 
     Returns:
-        The device's time of each and the host's, the calls of the saves, and the share of bytes
-        that was deferred.
+        For both series: the device's mean time of a step and the host's times of each; for the
+        saves also the time of each call and gate, and the share of the bytes that was deferred.
     """
     import stillframe
 
@@ -297,9 +306,9 @@ SYNCHRONISES = ("Synchronize",)
 
 
 def measure_profile(options: argparse.Namespace, size: str, directory: Path) -> Any:
-    """Profile one save with torch.profiler: its calls, and the share of copies under compute.
+    """Profile one save with torch.profiler; return what `read_profile` finds.
 
-    Kineto's trace and our own timeline are left in build/.
+    The profiler's trace and stillframe's own timeline are left in build/.
     """
     import stillframe
     from torch.profiler import ProfilerActivity, profile
@@ -328,11 +337,14 @@ def measure_profile(options: argparse.Namespace, size: str, directory: Path) -> 
 
 
 def read_profile(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return copies to pinned memory, the share of their time under kernels, and waits for the
-    device.
+    """Return what a profile says about the copies from the device to the host.
 
-    The profiler itself synchronises when it begins and ends, so events outside the first and last
-    kernel are its own.
+    The profiler itself synchronises when it begins and ends, so calls before the first kernel and
+    after the last are not counted.
+
+    Returns:
+        Their number, their time in microseconds, the share of that time in which a kernel ran, and
+        the names of the calls that waited for the device.
     """
     kernels = sorted(
         (event["ts"], event["ts"] + event["dur"])
@@ -379,5 +391,5 @@ MEASURES: dict[str, Callable[..., Any]] = {
 
 
 def measure(part: str, *arguments: Any) -> Any:
-    """Return the result of one part, in the process that is its own."""
+    """Return the result of one part; the parent calls it in a process of its own."""
     return MEASURES[part](*arguments)

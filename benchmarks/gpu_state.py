@@ -101,7 +101,10 @@ class Train:
         return cuda.memory_allocated(), cuda.memory_reserved()
 
     def mark(self) -> Any:
-        """Return a moment of the device's clock."""
+        """Return the present moment of the device's stream, for `seconds_between`.
+
+        On a CUDA device it is an event, which is complete when the work before it is.
+        """
         if self.device != "cuda":
             return time.perf_counter()
         event = self.torch.cuda.Event(enable_timing=True)
@@ -109,7 +112,7 @@ class Train:
         return event
 
     def seconds_between(self, one: Any, two: Any) -> float:
-        """Return the seconds between two moments that are over."""
+        """Return the seconds between two marks; the caller has synchronised after the second."""
         return float(two - one if self.device != "cuda" else one.elapsed_time(two) / 1e3)
 
     def timed_steps(self, count: int) -> list[float]:

@@ -1,8 +1,9 @@
 """Ways to save from a GPU, each as its users call it, behind one small interface.
 
-The training calls `start(tree, path)`. It calls `gate()` before the next optimizer step; ours does
-this by itself. `finish()` returns when the save is as complete as that way ever reports. Peers are
-used as their documentation shows, with the options that are best here.
+The training calls `start(tree, path)`, then `gate()` before the next optimizer step, and at last
+`finish()`. `finish()` returns when the save is as complete as that way ever reports. stillframe
+needs no `gate()`, because its hook on the step waits. Peers are used as their documentation shows,
+with the options that are best here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CACHED = "DCP + cached pinned writer"
 
 
 class Way:
-    """One way to save; `durable` says whether at its end the bytes are on the disk."""
+    """One way to save; `durable` says whether the bytes are on the disk when `finish` returns."""
 
     durable = False
 
@@ -28,10 +29,10 @@ class Way:
         raise NotImplementedError
 
     def gate(self) -> None:
-        """Do nothing: everything that the call reads is copied when it returns."""
+        """Wait until the next step may change the state. By default `start` has copied it all."""
 
     def finish(self) -> dict[str, Any]:
-        """Wait for the end; return further figures, if the way has any."""
+        """Wait for the end; return the figures that only this way has."""
         return {}
 
     def close(self) -> None:
@@ -171,8 +172,8 @@ WAYS: dict[str, type[Way]] = {
 MOST_TIMES = 1000  # times that are kept of one series
 
 
-class Probe:
-    """A timer of `.item()` on a stream of its own, while something else is going on."""
+class ItemTimer:
+    """A timer of `.item()` calls on a stream of its own, to see how a save delays other streams."""
 
     def __init__(self, torch: Any, device: str) -> None:
         self._torch = torch
@@ -188,10 +189,11 @@ class Probe:
                 self._value[3].item()
         return time.perf_counter() - start
 
-    def for_a_while(self, seconds: float, until: Any = None) -> list[float]:
-        """Probe until the time is over or `until()` returns true.
+    def times(self, seconds: float, until: Any = None) -> list[float]:
+        """Call `.item()` until `seconds` are over or `until()` returns true.
 
-        Returns: Times evenly spaced over all of them in order, the shortest and longest included.
+        Returns: The seconds of the calls, sorted. Of more than MOST_TIMES calls only so many are
+        kept, evenly spaced in that order, with the shortest and the longest.
         """
         found, end = [], time.perf_counter() + seconds
         while time.perf_counter() < end and not (until is not None and until()):

@@ -34,7 +34,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
 
 
 class Times(transformers.TrainerCallback):
-    """The times at which each step began and the last one ended, and the handles of our saves."""
+    """A record of when each step began and the last step ended, and of stillframe's handles."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -52,7 +52,7 @@ class Times(transformers.TrainerCallback):
 
 
 class SaveByHand(transformers.TrainerCallback):
-    """Saves the same tensors with one `async_save`, as a training loop of one's own would."""
+    """A callback that saves model and optimizer with one `async_save`, as a plain loop would."""
 
     def __init__(self, every: int, directory: Path, times: Times) -> None:
         self.every, self.directory, self.times = every, directory, times
@@ -77,10 +77,11 @@ class SaveByHand(transformers.TrainerCallback):
 
 
 class Training:
-    """Trainings of one way; the model and its optimizer's state take `nbytes`."""
+    """A training that saves in one way; its model and optimizer state take `nbytes`."""
 
     def __init__(self, way: str, nbytes: int, directory: Path) -> None:
         self.way = way
+        # A layer of width w has 12 w² weights; each has two moments; four bytes each.
         width = int((nbytes / 4 / 3 / LAYERS / 12) ** 0.5)
         self.width = width - width % HEADS
         self.directory = directory / way
@@ -88,7 +89,10 @@ class Training:
         transformers.logging.disable_progress_bar()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
-        """Train once, with a checkpoint every so many steps (0: none)."""
+        """Train once, with a checkpoint every `every` steps (0: none); return the figures.
+
+        batch: Rows of a batch. steps: Steps of the training.
+        """
         self.directory.mkdir(exist_ok=True)
         times = Times()
         by_hand = SaveByHand(every, self.directory, times)
@@ -117,14 +121,13 @@ class Training:
         gaps = [after - before for before, after in itertools.pairwise(marks)][SKIPPED:]
         waits = [handle.result().gate_wait_s for handle in times.handles]
         # The first save fills the pool, and the last one is not followed by a step.
-        called = [sum(pair) for pair in zip(blocked, waits or [0.0] * len(blocked), strict=True)][
-            1:-1
-        ]
+        pairs = zip(blocked, waits or [0.0] * len(blocked), strict=True)
+        counted = [call_s + wait_s for call_s, wait_s in pairs][1:-1]
         return {
             "counted_s": sum(gaps),
             "step_s": statistics.median(gaps),
             "saves": float(max(len(blocked) - 1, 0)),  # the last one comes after the last step
-            "blocked_s": statistics.median(called) if called else 0.0,
+            "blocked_s": statistics.median(counted) if counted else 0.0,
             "end_s": ended - times.ended,
             "peak_rss": float(status_bytes("VmHWM")),
         }

@@ -2,10 +2,10 @@
 
     python benchmarks/huggingface.py --dir DIR [--state 500MB] [--every 6] [--json FILE]
 
-The same training of a GPT-2 runs without checkpoints, with transformers' Trainer, with ours, and
-with one plain `async_save` of the same tensors in a callback. Each way has a process of its own.
-In its turn a process trains once without checkpoints and once with them, and the time lost by a
-checkpoint is the difference of the two divided by their number. README.md says how each figure is
+The same training of a GPT-2 saves with transformers' Trainer, with stillframe's Trainer, and with
+one plain `async_save` of the same tensors in a callback. Each way has a process of its own. In its
+turn a process trains once without checkpoints and once with them. The time lost by a checkpoint is
+the difference of the two, divided by the number of checkpoints. README.md says how each figure is
 counted.
 """
 
@@ -24,13 +24,14 @@ from machine import Others, add_directory_options, facts_lines, keep_memory, mea
 from process import Worker
 
 WAYS = ("transformers", "async_save", "stillframe")
-STEP_S = 0.15  # a step takes at least so long
-SKIPPED = 3
-BLOCKED_GOAL, LOST_GOAL = 1 / 20, 1.5  # of transformers' time, and of async_save's
+STEP_S = 0.15  # the batch is made so large that a step takes about so long
+SKIPPED = 3  # steps at the start of each training that are not counted
+BLOCKED_GOAL = 1 / 20  # most time that a checkpoint may block, relative to transformers
+LOST_GOAL = 1.5  # most time that it may cost the training, relative to one plain async_save
 
 
 class Fits:
-    """The trainings of one way, in a process of its own."""
+    """The trainings of one way, in the process that is measured."""
 
     def __init__(self, way: str, nbytes: int, directory: Path) -> None:
         warnings.simplefilter("ignore")
@@ -40,7 +41,7 @@ class Fits:
         keep_memory()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
-        os.sync()  # so that earlier writes of others do not slow this training
+        os.sync()  # so that earlier writes of other ways do not slow this training
         return self._fit(batch, steps, every)
 
 
@@ -140,7 +141,7 @@ def main() -> int:
         way: {name: Series.of([fit[name] for fit in of]).to_json() for name in of[0]}
         for way, of in result["fits"].items()
     }
-    pictures.keep(options.json, {"machine": facts, "results": {**result, "fits": kept}})
+    pictures.save_and_draw(options.json, {"machine": facts, "results": {**result, "fits": kept}})
     return 0
 
 

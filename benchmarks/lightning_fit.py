@@ -2,11 +2,12 @@
 
     python benchmarks/lightning_fit.py --dir DIR [--state 160MB ...] [--every 20 5] [--json FILE]
 
-The same `Trainer.fit` runs with no checkpoints, with Lightning's synchronous saving, its
-AsyncCheckpointIO, and ours. ModelCheckpoint saves every N steps (`save_top_k=1`). Each way has a
-process of its own. In its turn a process runs a fit without checkpoints and one with them, and the
-cost of saving is the difference between the two. Processes differ in the memory they got, and the
-machine's speed differs from minute to minute. README.md says how each figure is counted.
+The same `Trainer.fit` runs with no checkpoints, with Lightning's synchronous saving, with its
+AsyncCheckpointIO, and with stillframe's. ModelCheckpoint saves every N steps (`save_top_k=1`). Each
+way has a process of its own. In its turn a process runs a fit without checkpoints and one with
+them, and the cost of saving is the difference between the two. Fits of two processes cannot be
+compared, because their memory differs, and the machine's speed changes from minute to minute.
+README.md says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from machine import Others, add_directory_options, facts_lines, keep_memory, mea
 from process import Worker
 
 WAYS = ("none", "synchronous", "lightning", "stillframe")
-STEP_S = 0.12  # a step takes at least 0.1 s
+STEP_S = 0.12  # the batch is made so large that a step takes about so long
 SKIPPED = 3  # steps at the start of each fit that are not counted
-GOAL = 0.02  # share of the steps per second, with 160 MB and one save every 20 steps
+GOAL = 0.02  # most share of the steps per second to lose, with 160 MB and a save every 20 steps
 GOAL_BYTES, GOAL_EVERY = 160 * 10**6, 20
 
 
 class Fits:
-    """The fits of one way, in a process of its own."""
+    """The fits of one way, in the process that is measured."""
 
     def __init__(self, way: str, nbytes: int, directory: Path) -> None:
         warnings.simplefilter("ignore")
@@ -46,7 +47,7 @@ class Fits:
         keep_memory()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
-        os.sync()  # so that earlier writes of others do not slow this fit
+        os.sync()  # so that earlier writes of other ways do not slow this fit
         return self._fit(batch, steps, every)
 
 
@@ -82,9 +83,16 @@ def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, director
 
 
 def judge(shares: dict[str, Series], goal: float | None) -> str:
-    """Return met or missed where the errors leave no doubt."""
+    """Return the verdicts on the share of speed that stillframe's checkpoints cost.
+
+    A goal is met or missed if the difference exceeds the standard errors.
+
+    Args:
+        shares: The share that is lost with each way to save.
+        goal: The most that stillframe may lose, or None if there is no such goal for this run.
+    """
     ours = shares["stillframe"]
-    least_lead = min(  # the lead over the best other way, in standard errors
+    least_lead = min(  # by how many standard errors the better of the other ways loses more
         (shares[way].median - ours.median) / (shares[way].error + ours.error or 1e-9)
         for way in ("synchronous", "lightning")
     )
@@ -128,7 +136,7 @@ def rows(nbytes: int, result: Any) -> list[list[str] | None]:
 
 
 def kept(result: dict[str, Any]) -> dict[str, Any]:
-    """Return each figure of the fits of a way over its turns."""
+    """Return `result` with the statistics of each figure in place of one value for each fit."""
     every = {
         number: {
             way: {name: Series.of([fit[name] for fit in of]).to_json() for name in of[0]}
@@ -165,7 +173,7 @@ def main() -> int:
             share = f"{result['others']:.0%}"
             print(f"disturbed: other processes took {share} of the machine ({format_size(nbytes)})")
     found = {nbytes: kept(result) for nbytes, result in results.items()}
-    pictures.keep(options.json, {"machine": facts, "results": found})
+    pictures.save_and_draw(options.json, {"machine": facts, "results": found})
     return 0
 
 

@@ -18,11 +18,11 @@ import pictures
 from common import Series, end_with, format_size, format_times, parse_size, print_table, raw
 from machine import add_directory_options, facts_lines, measured_in
 
-LONGEST_SOURCE = 1 << 30  # most bytes of a raw write's source; longer writes repeat it
+LONGEST_SOURCE = 1 << 30  # bytes; a longer write takes its bytes from the same buffer again
 
 
 class RawDisk:
-    """The raw writes of `nbytes`, for scripts that measure them between their own rounds."""
+    """Plain writes of `nbytes` to the measured disk; other scripts make them between rounds."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._directory = directory
@@ -51,7 +51,10 @@ class RawDisk:
 
 
 def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> list[float]:
-    """Return the seconds of each copy of `nbytes`, warm: the first copy is not counted."""
+    """Return the seconds of each of `rounds` copies of `nbytes`.
+
+    One more copy comes first and is not counted: it brings the memory into existence.
+    """
     nbytes = -(-nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
     source, target = raw.make_buffer(nbytes), raw.make_buffer(nbytes)
     values = [raw.copy_seconds(source, target, nr_threads) for _ in range(rounds + 1)]
@@ -91,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         rows,
     )
     figures = {name: values.to_json() for name, values in series.items()}
-    pictures.keep(args.json, {"facts": facts, "nbytes": nbytes, "seconds": figures})
+    pictures.save_and_draw(args.json, {"facts": facts, "nbytes": nbytes, "seconds": figures})
     return 0
 
 

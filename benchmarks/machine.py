@@ -1,6 +1,6 @@
-"""The machine under a benchmark: its hardware, its free resources, and its other users.
+"""The machine under a benchmark: facts about it, its free resources, and other processes' load.
 
-This module also has the directory that is written to, and the memory of the measured process.
+This module also makes the directory that a benchmark writes to, and measures a process's memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from common import BenchError, format_size, raw
 
 
 def status_bytes(key: str) -> int:
-    """Return `VmRSS`, `VmHWM` … of this process, in bytes."""
+    """Return a size in /proc/self/status, such as `VmRSS` or `VmHWM`, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
@@ -36,26 +36,27 @@ def status_bytes(key: str) -> int:
 
 
 def reset_peak_rss() -> None:
-    """Make VmHWM start again from the present RSS (proc(5): clear_refs, 5)."""
+    """Set VmHWM, the peak of resident memory, to the present RSS (proc(5): clear_refs, 5)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def keep_memory() -> None:
-    """Make glibc keep freed memory from now on; elsewhere do nothing.
+    """Make glibc keep freed memory from now on; with another C library do nothing.
 
-    Returning and reallocating gradients changes step times by a third, with saves and without.
+    Otherwise each step returns its gradients to the system and takes them again, which changes step
+    times by up to a third, with saves and without.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, to the largest value that glibc accepts
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD, so that memory is never returned
 
 
 # ---- other processes -----------------------------------------------------------------------
 
 
 def _user_ticks(pid: int | None) -> int:
-    """Return the user time of a child, 0 if it has just ended."""
+    """Return the user time of a process in clock ticks, 0 if it has just ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
     except FileNotFoundError:
@@ -63,8 +64,7 @@ def _user_ticks(pid: int | None) -> int:
 
 
 class Others(raw.Others):  # type: ignore[misc,name-defined]
-    """The share of other processes, where processes that this one has started do not count as
-    others."""
+    """The share of the machine that other processes take; our own children do not count."""
 
     def _own_seconds(self) -> float:
         children = multiprocessing.active_children()
@@ -103,7 +103,10 @@ def _version(package: str) -> str | None:
 
 
 def machine_facts(directory: Path) -> dict[str, Any]:
-    """Return everything a reader needs to judge the figures."""
+    """Return what a reader needs to judge the figures: machine, versions, the command line.
+
+    directory: Where the benchmark writes; its file system and disk are described.
+    """
     filesystem, source, options = raw.mount_of(directory)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -127,7 +130,7 @@ def machine_facts(directory: Path) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """Return the command as another user would type it, with other directories."""
+    """Return the command line, with DIR and FILE in place of this machine's paths."""
     words = [Path(sys.executable).name, *sys.argv]
     for option, name in (("--dir", "DIR"), ("--json", "FILE")):
         if option in words[:-1]:
@@ -197,7 +200,11 @@ def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> It
 def measured_in(
     options: argparse.Namespace, *, memory: int, disk: int
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield (scratch directory, the machine's facts), if there is enough memory and room."""
+    """Yield (scratch directory, the machine's facts).
+
+    Raises:
+        BenchError: There are not `memory` bytes of memory, or not `disk` bytes of disk, free.
+    """
     check_memory(memory)
     with scratch_directory(
         options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=disk

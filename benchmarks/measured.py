@@ -12,7 +12,12 @@ from common import Series
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of a run: sizes in bytes, counts for each way to save."""
+    """The settings of a run of vs_peers.py, most of them from its command line.
+
+    state, many, large, transformer, loop_state, growth_state: bytes of the states that scenarios.py
+    describes. rounds: warm saves of each scenario. pairs: rounds of a training loop, each with
+    steps with a save and steps without. *_steps, *_batch: of such a loop.
+    """
 
     state: int
     many: int
@@ -33,20 +38,20 @@ class Settings:
 
 
 class Figures:
-    """The figures: scenario -> way to save -> metric -> one value a round."""
+    """The figures of a run: a value of each round, by scenario, way to save and metric."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
         self._kept: dict[tuple[str, str, str], Series] = {}
 
     def add(self, scenario: str, who: str, figures: dict[str, float]) -> None:
-        """Add the values of metrics; nan is left out."""
+        """Add one value of each metric; a value of nan is left out."""
         for metric, value in figures.items():
             if not math.isnan(value):
                 self._values[scenario, who, metric].append(value)
 
     def keep(self, scenario: str, who: str, metric: str, series: Series) -> None:
-        """Add statistics of values that were measured in an earlier run."""
+        """Add a metric of which only the statistics are known, from an earlier run."""
         self._kept[scenario, who, metric] = series
 
     def series(self, scenario: str, who: str, metric: str) -> Series | None:
@@ -64,6 +69,6 @@ class Figures:
     def to_json(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for (scenario, who, metric), values in self._values.items():
-            place = tree.setdefault(scenario, {}).setdefault(who, {})
-            place[metric] = Series.of(values).to_json()
+            metrics = tree.setdefault(scenario, {}).setdefault(who, {})
+            metrics[metric] = Series.of(values).to_json()
         return tree

@@ -1,10 +1,11 @@
-"""How likely do samples notice a write after a call? `python benchmarks/odds.py`.
+"""How likely is it that samples notice a write after the call? `python benchmarks/odds.py`.
 
-A deferred storage is cut into as many strata as it has samples. One cache line of each stratum, at
-random, is compared with the copy. A write as long as x strata is missed with the probability 1 - x
-+ x³/6 if x <= 1, and (2 - x)³/6 if x <= 2. It covers parts of one to three neighbouring strata,
-whose lines are drawn independently. A longer write is always noticed.
-`tests/c/stage/test_samples.c` compares this with what the samples of the product notice.
+A deferred storage is cut into strata of equal length, as many as it has samples. In each stratum
+one cache line, chosen at random, is compared with the copy. A contiguous write whose length is x
+strata covers parts of one to three neighbouring strata, whose lines are chosen independently. So no
+line of it is compared with the probability 1 - x + x³/6 if x <= 1, and (2 - x)³/6 if x <= 2. A
+longer write is always noticed. `tests/c/stage/test_samples.c` compares these formulas with what the
+core's samples notice.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ WRITES = ((1, 256), (1, 4 * KIB), (1, 16 * KIB), (1, 100_000), (1, 300_000), (10
 
 
 def most_samples() -> int:
-    """Return how many samples a save takes of host memory, from the header that defines it."""
+    """Return how many samples a save takes of host memory, as the core's header defines it."""
     found = re.search(r"#define SFR__MAX_SAMPLES (\d+)", HEADER.read_text())
     assert found is not None
     return int(found[1])
 
 
 def samples_of(nbytes: float, tensors: int, total: float) -> int:
-    """Return how many samples one of `tensors` storages gets: `sfr__samples_share`."""
+    """Return how many samples one storage of `nbytes` gets, as `sfr__samples_share` computes it.
+
+    tensors, total: The number of storages of the save, and their bytes.
+    """
     half = most_samples() // 2
     by_bytes = int(half * nbytes / total) if tensors < half else 0
     return max(1, half // tensors + by_bytes)
@@ -40,14 +44,15 @@ def miss_probability(written: float, stratum: float) -> float:
         written: Bytes of the write.
         stratum: Bytes for each sample.
     """
-    x = (written + LINE - 1) / stratum  # a line counts as soon as one byte of it is written
+    # A line is noticed if one byte of it differs, so the write counts as up to LINE - 1 longer.
+    x = (written + LINE - 1) / stratum
     if x <= 1:
         return 1 - x + x**3 / 6
     return max(0.0, 2 - x) ** 3 / 6
 
 
 def noticed(miss: float) -> str:
-    """Return the probability that the write is noticed, with two digits: "3.2 %"."""
+    """Return the text "3.2 %" for a write that is missed with the probability `miss`."""
     if miss < 0.0001:
         return "> 99.99 %" if miss > 0 else "always"
     return f"{100 * (1 - miss):.2g} %"

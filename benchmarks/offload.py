@@ -2,30 +2,31 @@
 
     python benchmarks/offload.py [--layers 24] [--mib 64] [--steps 5] [--device cuda] [--out FILE]
 
-A stack of square layers, whose weights are in host memory, runs forward. Then it runs through the
-same weights in reverse, as a backward does. In reverse each layer's result, as large as its
-weights, leaves for the host. The ways take turns, each from the same state:
+A stack of square layers, whose weights are in host memory, runs forward and then through the same
+weights in reverse, as a backward does. On the way back each layer computes a result as large as its
+weights, which is copied to the host. The ways take turns, each from the same state:
 
     resident    everything is on the device: the time of compute alone
     copies      the copies alone: pinned memory, a stream each way, both at once
     pageable    .to(device, non_blocking=True) from ordinary memory, and back
     pinned      the same from memory pinned beforehand
-    save_on_cpu torch.autograd.graph.save_on_cpu(pin_memory=True), for what autograd saves
+    save_on_cpu torch.autograd.graph.save_on_cpu(pin_memory=True) moves the tensors autograd keeps
     streams     three streams and events by hand, two buffers, pinned memory
     ours        stillframe.offload.Offloader
 
-On a GPU each way gets its steps per second, the device memory it needed, and the number of calls in
-its profile that wait for the device. For ours, stats() adds GB/s each way and the share of the
-copies that was hidden. Then the goals are judged:
+On a GPU each way gets its steps per second, the device memory that it needed, and the number of
+calls in its profile that wait for the device. For ours, stats() adds GB/s in both directions and
+the share of the copies' time that computation hid. Then these goals are judged:
 
-    at least 90 % of the copies hidden, where compute takes as long as they do
+    at least 90 % of the copies hidden, if compute takes at least as long as the copies
     at least 95 % of the speed of the copies alone, each way
     a step of at most 1.05 times the longer of compute and copies
     no call that waits
 
-Without a GPU times mean nothing. The ways run over the tests' driver (build/libfake_cuda.so), and
-their results are compared bit for bit with those of plain memory. The driver's calls are counted:
-neither the loop by hand nor ours waits for the device. Every goal is then "not measured".
+Without a GPU times mean nothing. The ways then run over the tests' fake driver
+(build/libfake_cuda.so), and their results must equal those computed in plain memory bit for bit.
+The driver's calls are counted, and the script fails if the loop by hand or ours waits for the
+device. No goal is measured then.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if not os.environ.get("STILLFRAME_LIBCUDA") and "--rehearse" in sys.argv and FAK
 
 import stillframe  # noqa: E402
 import torch  # noqa: E402
-from offload_fake import over_the_fake  # noqa: E402
+from offload_fake import count_driver_calls  # noqa: E402
 from offload_ways import (  # noqa: E402
     Results,
     Streams,
@@ -65,12 +66,13 @@ from stillframe.offload import Offloader  # noqa: E402
 
 
 def synchronised(way: Callable[[], Results], own: dict[str, int]) -> dict[str, int]:
-    """Count each call that waits for the device in the profile of a way.
+    """Return how often a way makes each call that waits for the device, from its profile.
 
-    Ways by hand wait once, at their end, since nothing else tells them of it.
+    The ways by hand wait once, at their end, because they cannot know otherwise that their copies
+    are complete.
 
     Args:
-        own: Such calls of the profiler itself, which are left out.
+        own: The number of such calls that the profiler itself makes; they are subtracted.
     """
     with torch.profiler.profile() as profile:
         way()
@@ -81,7 +83,10 @@ def synchronised(way: Callable[[], Results], own: dict[str, int]) -> dict[str, i
 
 
 def copy_speeds(pinned: Weights, device: torch.device) -> dict[str, float]:
-    """Return the seconds of the copies alone, and their GB/s each way while both run."""
+    """Return the seconds of a step's copies without compute, and the GB/s in each direction.
+
+    Both directions run at the same time.
+    """
     spans = []
     for nr, way in ((2, "in"), (1, "out")):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -107,7 +112,11 @@ def copy_speeds(pinned: Weights, device: torch.device) -> dict[str, float]:
 
 
 def goals(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return for each goal the figure, its bound, and whether it is met; None: not measured."""
+    """Return each goal by its name: what was found, the bound, and whether the goal is met.
+
+    None stands for a figure that was not measured.
+    """
+    # name -> (figure, bound, whether the bound is a lower one)
     found: dict[str, tuple[float | None, float, bool]] = {
         "share hidden": (None, 0.90, True),
         "speed inward, of the copies alone": (None, 0.95, True),
@@ -178,7 +187,7 @@ def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
         alone.append(copy_speeds(pinned, device))
         if step == 0:
             before = offloader.stats()
-    figures["ours"]["stats"] = since(before, offloader.stats())
+    figures["ours"]["stats"] = stats_between(before, offloader.stats())
     own = synchronised(list, {})
     for name, way in ways.items():
         figures[name]["synchronised"] = synchronised(way, own)
@@ -191,8 +200,11 @@ def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def since(before: Any, after: Any) -> dict[str, Any]:
-    """Return the differences of two stats(), for the steps in between."""
+def stats_between(before: Any, after: Any) -> dict[str, Any]:
+    """Return the counters of stats() for the steps between two calls of it.
+
+    Values that are no counters, such as the number of slots, are those of the second call.
+    """
     states = ("slots", "slots_in_use", "bytes_lingering")
     stats = {name: after[name] - (0 if name in states else before[name]) for name in after}
     for way in ("offload", "onload"):
@@ -217,7 +229,7 @@ def main() -> None:
     if not gpu:
         options.layers, options.mib, options.batch = min(options.layers, 8), 0.25, 16
     options.side = int((options.mib * MIB / 4) ** 0.5)
-    figures = on_a_gpu(options) if gpu else over_the_fake(options)
+    figures = on_a_gpu(options) if gpu else count_driver_calls(options)
     figures["goals"] = goals(figures)
     text = json.dumps(figures, indent=2)
     print(text)

@@ -1,6 +1,7 @@
-"""The ways of offload.py over the tests' driver.
+"""The ways of offload.py on a machine without a GPU, over the tests' fake CUDA driver.
 
-It counts the calls that each makes, and checks its results against those of plain memory.
+The driver calls of each way are counted, and its results are compared with those that the same
+computation has in plain memory.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ MIB = 1 << 20
 
 
 class FakeStreams(Streams):
-    """Streams of the tests' driver, whose default stream is the calling thread."""
+    """The streams, events and copies of `Streams`, made with calls of the fake driver.
+
+    The fake driver's default stream, `compute`, is the calling thread: its work is done when the
+    call returns. "Device memory" is host memory, to whose addresses `_copy` adds a bit.
+    """
 
     def __init__(self, driver: Any) -> None:
         self.device, self.compute = torch.device("cpu"), ctypes.c_void_p(None)
         self.driver, self.call = driver, driver._library
-        self.sent: list[torch.Tensor] = []
+        self.sent: list[torch.Tensor] = []  # sources, which must live until they are copied
         self.pinned: list[ctypes.c_void_p] = []
-        self.only: Any = None
+        self.only: Any = None  # the stream of `in_stream_order`
         self.used: set[int] = set()  # streams with copies that were not waited for
         self.context = ctypes.c_void_p()
 
@@ -83,6 +88,7 @@ class FakeStreams(Streams):
         return torch.frombuffer(held, dtype=torch.float32).view(shape)
 
     def finish(self) -> None:
+        """Wait for all copies, by polling events: no call of the driver waits."""
         for handle in self.used:
             done = self.event()
             self.record(done, ctypes.c_void_p(handle))
@@ -93,10 +99,11 @@ class FakeStreams(Streams):
     def in_stream_order(
         self, copy: Callable[..., None], to: torch.Tensor, source: torch.Tensor
     ) -> None:
-        """Copy in order with the computation, as on one stream.
+        """Copy after the computation so far and before the computation to come.
 
-        This driver copies nothing on its default stream, so events establish the order that one
-        stream has by itself.
+        torch copies on the stream that computes, which keeps this order by itself. The fake driver
+        makes no copies on its default stream, so this copy has a stream of its own, and events
+        order the two streams.
         """
         if self.only is None:
             self.only = self.stream()
@@ -121,7 +128,7 @@ class FakeStreams(Streams):
 
 
 def copies(host: Weights, streams: FakeStreams) -> None:
-    """Copy the bytes of a step, each way on a stream of its own, both at once."""
+    """Copy the bytes of a step, both directions at once, each on a stream of its own."""
     inward, outward, begun = streams.stream(), streams.stream(), streams.event()
     streams.record(begun, streams.compute)
     for stream in (inward, outward):
@@ -161,8 +168,10 @@ def by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned: bool
 
 
 def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Results:
-    """Run the way `saved_on_cpu` with the driver calls that torch would make for it; copies to the
-    host wait."""
+    """Run the way `saved_on_cpu` with the driver calls that torch would make for it.
+
+    Like torch, it waits for each copy to the host.
+    """
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach().contiguous()
@@ -190,7 +199,11 @@ def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Res
 def counted(
     driver: Any, way: Callable[[], Any], wanted: Results | None, names: tuple[str, ...] = CALLS
 ) -> dict[str, int]:
-    """Return the driver calls of a way; check that it breaks no rule and its results are right."""
+    """Run a way; return how often it made each driver call in `names`.
+
+    Raises:
+        AssertionError: Its results are not `wanted`, or it broke a rule that the fake driver knows.
+    """
     driver.reset()
     got = way()
     calls = {name: driver.calls(name) for name in names}
@@ -199,8 +212,12 @@ def counted(
     return calls
 
 
-def over_the_fake(options: argparse.Namespace) -> dict[str, Any]:
-    """Count calls and check results, on a machine without a GPU."""
+def count_driver_calls(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all ways but `resident` over the fake driver; return their calls, after checks.
+
+    Raises:
+        AssertionError: A way's results are wrong, or the loop by hand or ours waits for the device.
+    """
     host = weights(options.layers, options.side)
     x = torch.randn(options.batch, options.side, generator=torch.Generator().manual_seed(2))
     wanted = resident(host, x)

@@ -28,14 +28,14 @@ def leaving_result(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def resident(here: Weights, x: torch.Tensor) -> Results:
-    """Compute everything; move nothing."""
+    """Compute with weights that are on the device already; copy nothing."""
     for weight in here:
         x = forward(x, weight)
     return [leaving_result(x, weight) for weight in reversed(here)]
 
 
 def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
-    """Copy each weight on use; `host` is pageable or pinned."""
+    """Copy each weight to the device when it is needed; `host` is pageable or pinned memory."""
     for weight in host:
         x = forward(x, weight.to(device, non_blocking=True))
     out = []
@@ -49,7 +49,7 @@ def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
 
 
 def saved_on_cpu(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
-    """Copy weights as in `plain`; tensors that autograd saves go to the host and come back."""
+    """Copy all weights first; autograd keeps what it saves for the backward on the host."""
     with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
         given = [weight.to(device, non_blocking=True).requires_grad_() for weight in host]
         for weight in given:
@@ -59,7 +59,10 @@ def saved_on_cpu(host: Weights, x: torch.Tensor, device: torch.device) -> Result
 
 
 class Streams:
-    """A device's streams, events and asynchronous copies, as a loop by hand needs them."""
+    """A device's streams, events and asynchronous copies, for loops that overlap by hand.
+
+    `bring` copies from the host to the device, `send` from the device to the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -93,7 +96,7 @@ class Streams:
 
 
 def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
-    """Overlap by hand: one buffer is filled while the other is computed with."""
+    """Overlap by hand with two buffers: one is filled while the computation uses the other."""
     compute, inward, outward = streams.compute, streams.stream(), streams.stream()
     buffers = [torch.empty_like(host[0], device=streams.device) for _ in range(2)]
     come, used = ([streams.event() for _ in range(2)] for _ in range(2))

@@ -1,8 +1,8 @@
-"""The ways to save that are compared.
+"""The ways to save that are compared, stillframe among them: the peers.
 
-A peer hides one way behind `save(tree, path, stamp)`. The method returns when the call returns to
-the training thread, and the thread that finishes the save calls `stamp`. session.py runs one peer
-in a process of its own.
+All have the same method `save(tree, path, stamp)`, which returns when that way's call returns to
+the training. The thread that finishes the save calls `stamp`. session.py runs each peer in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -20,29 +20,34 @@ TORCH_NO_CRC, DCP, DCP_STAGER = "torch.save, no CRC", "DCP", "DCP + DefaultStage
 
 
 class Peer:
-    """One way to save. Subclasses override the methods in which it differs."""
+    """One way to save. Each subclass defines `save`, and the other methods where it differs."""
 
     def save(self, tree: Any, path: str, stamp: Stamp) -> None:
-        """Begin to save `tree`; `stamp` is called when the save has finished."""
+        """Begin to save `tree`; call `stamp` from any thread when the save has finished."""
         raise NotImplementedError
 
     def collect(self) -> dict[str, float]:
-        """Raise the save's error after the stamp; return the peer's own figures of that save."""
+        """Return the peer's own figures of the last save, or raise that save's error.
+
+        Call it once after each save, when its stamp has been called.
+        """
         return {}
 
     def progress(self, directory: Path) -> int:
-        """Return how many bytes of the save in flight are written; by default the files'
-        lengths."""
+        """Return how many bytes of the save in flight are written.
+
+        By default these are the lengths of all files in `directory`.
+        """
         return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
 
     def load(self, path: Path, tree: Any) -> Any:
-        """Return what was saved of `tree`."""
+        """Return the checkpoint at `path`; `tree` is the state that was saved there."""
         import torch
 
         return torch.load(path, mmap=True, weights_only=False)
 
     def close(self) -> None:
-        """End what the peer keeps between saves."""
+        """End threads and process groups that the peer keeps from save to save."""
 
 
 class TorchSave(Peer):
@@ -59,7 +64,7 @@ class TorchSave(Peer):
 
 
 class TorchSaveNoCrc(TorchSave):
-    """torch.save with `compute_crc32=False`: damage to the file is not noticed."""
+    """torch.save without CRCs in the file, so that damage to it goes unnoticed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,9 +74,10 @@ class TorchSaveNoCrc(TorchSave):
 
 
 class _WatchedExecutor(ThreadPoolExecutor):
-    """An executor that stamps the end of each job, since Lightning keeps no future of its saves.
+    """A one-thread executor that calls `stamp` at the end of each job.
 
-    The stamp is a done callback, called by the saving thread itself: nobody polls.
+    Lightning keeps no future of its saves, so this is how the benchmark learns of their end. The
+    saving thread calls the stamp, so nothing has to poll.
     """
 
     def __init__(self) -> None:
@@ -228,7 +234,8 @@ class Stillframe(Peer):
         return facts
 
     def progress(self, directory: Path) -> int:
-        """Return the bytes written; the file's length is reserved beforehand and tells nothing."""
+        """Return the bytes written, from the handle: the file has its full length from the
+        start."""
         return int(self._handle.progress()[0])
 
     def close(self) -> None:

@@ -1,11 +1,13 @@
-"""Draws the figures of a run as a PNG next to its JSON; also on its own:
+"""Draws the figures of a run as a PNG next to its JSON.
+
+Other scripts call it at their end. It can also be run by itself:
 
     python benchmarks/pictures.py vs_peers.json [limits.json ...]
     make pictures            the results in benchmarks/results, which README and docs show
 
-A way to save has the same colour in every picture, and every bar shows its spread. matplotlib is
-needed (benchmarks/requirements.txt). Without it the figures are saved, and a sentence says what to
-install.
+A way to save has the same colour in every picture, and every bar shows its spread. Drawing needs
+matplotlib (benchmarks/requirements.txt). Without it the figures are still saved, and a message says
+what to install.
 """
 
 from __future__ import annotations
@@ -54,11 +56,12 @@ FITS = {
     "stillframe": "stillframe",
 }
 FORWARD, STEP, WAIT = "#e4e7eb", "#b8c0ca", "#3b4754"
-PARTS = (("call_s", "call", 1.0), ("gate_s", "gate", 0.65), ("slowdown_s", "slower steps", 0.35))
+# The parts of the time that a save costs, from left to right in its bar: metric and opacity.
+LOST_PARTS = (("call_s", 1.0), ("gate_s", 0.65), ("slowdown_s", 0.35))
 
 
-def keep(json_path: Path | None, document: dict[str, Any]) -> None:
-    """Save the document of a run, if that is wanted, and its pictures next to it."""
+def save_and_draw(json_path: Path | None, document: dict[str, Any]) -> None:
+    """Save a run's document as `json_path`, and its picture next to it; do nothing for None."""
     if json_path is not None:
         write_json(json_path, document)
         draw_document(json_path, document)
@@ -67,9 +70,11 @@ def keep(json_path: Path | None, document: dict[str, Any]) -> None:
 def draw_document(
     json_path: Path, document: dict[str, Any], out: Path | None = None
 ) -> Path | None:
-    """Draw `document` into a PNG of the same name (in `out`, if given).
+    """Draw `document` into a PNG with the name of `json_path`, next to it or in the directory
+    `out`.
 
-    Return None if there is nothing to draw, or if matplotlib is missing; stderr then says so.
+    Return its path, or None if there is nothing to draw or matplotlib is missing. In the second
+    case stderr says so.
     """
     try:
         import matplotlib
@@ -101,6 +106,7 @@ def _title(document: dict[str, Any]) -> str:
 
 
 def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return a (function, arguments after the axes) for each diagram of a document's picture."""
     panels: list[tuple[Any, tuple[Any, ...]]] = []
     if "seconds" in document:  # limits.json
         return [(_rates, (document["seconds"], document["nbytes"]))]
@@ -141,12 +147,11 @@ def _colour(peer: str) -> str:
 
 
 def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
-    """Draw one bar for each way: its call, its gate, and the time by which its save slowed
-    steps."""
+    """Draw one bar for each way, of three parts: the call, the gate, and the slowdown of steps."""
     peers = _names(figures)
     for row, peer in enumerate(peers):
         left = 0.0
-        for metric, _, strength in PARTS:
+        for metric, strength in LOST_PARTS:
             value = max(figures[peer][metric]["median"] * 1e3, 0.0)
             axes.barh(row, value, left=left, color=_colour(peer), alpha=strength)
             left += value
@@ -169,18 +174,18 @@ def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float)
 
 
 def _bytes_over_time(axes: Any, curves: dict[str, Any], ends: dict[str, Any]) -> None:
-    """Draw a line for each way: bytes written so far, in one round.
+    """Draw a line for each way: the bytes written so far, in one round.
 
-    The dot is the end, and its bar shows all rounds.
+    A dot above the line is the median end of all rounds, and the bar through it their spread.
     """
     for row, peer in enumerate(reversed(_names(curves))):
         points = list(zip(curves[peer]["times_s"], curves[peer]["nbytes"], strict=True))
-        # A way that writes in its call shows nothing before its end; until then the line is dashed.
+        # A way that writes in its call has its first point at the call's end: dashed until then.
         axes.plot((0, points[0][0]), (0, points[0][1] / 1e9), "--", color=_colour(peer), lw=1)
         times, written = zip(*((t, n / 1e9) for t, n in points), strict=True)
         axes.plot(times, written, color=_colour(peer), label=peer, lw=2.4 if peer == OURS else 1.4)
         level = written[-1] * (1.05 + 0.07 * row)
-        _ended(axes, ends[peer]["finished_s"], level, _colour(peer))
+        _draw_end(axes, ends[peer]["finished_s"], level, _colour(peer))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds after the call; dots: the end, all rounds")
@@ -190,7 +195,7 @@ def _bytes_over_time(axes: Any, curves: dict[str, Any], ends: dict[str, Any]) ->
     _plain(axes)
 
 
-def _ended(axes: Any, found: dict[str, Any], level: float, colour: str) -> None:
+def _draw_end(axes: Any, found: dict[str, Any], level: float, colour: str) -> None:
     middle = found["median"]
     spread = ((middle - found["min"],), (found["max"] - middle,))
     axes.errorbar(middle, level, xerr=spread, fmt="o", color=colour, capsize=3, lw=1.4)
@@ -198,7 +203,7 @@ def _ended(axes: Any, found: dict[str, Any], level: float, colour: str) -> None:
 
 
 def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
-    """Draw two bars for each way: the call, and until it has finished; medians and all rounds."""
+    """Draw two bars for each way, to the end of the call and of the save: medians, with spread."""
     peers = _names(figures)
     most = max(figures[peer]["finished_s"]["max"] for peer in peers)
     for row, peer in enumerate(peers):
@@ -221,7 +226,7 @@ def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> 
 
 
 def _draw_fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
-    """Draw the cost of checkpoints in a training's steps a second: medians with standard errors."""
+    """Draw the share of steps per second that checkpoints cost: medians with standard errors."""
     for index, fits in enumerate(result["every"].values()):
         for number, way in enumerate(FITS):
             lost, error = (100 * fits[way]["lost"][name] for name in ("median", "error"))
@@ -241,12 +246,15 @@ def _draw_fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
 
 
 def _timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
-    """Draw two lanes for each way: the training thread, and background work. Zero is the call."""
+    """Draw two rows of bars for each way: the training thread, and the work in the background.
+
+    Time zero is the call.
+    """
     chosen = {way: each["shown"] for way, each in turns.items()}
     step = max(each["step_s"] for each in chosen.values())
     left, right = -1.6 * step, max(9 * step, 1.15 * chosen[OURS]["ended_s"])
     for row, (way, found) in enumerate(chosen.items()):
-        _training(axes, row, way, found)
+        _draw_training(axes, row, way, found)
         _draw_background(axes, row + 0.36, way, found, right)
         style = {"xytext": (6, -4), "textcoords": "offset points", "va": "center"}
         axes.annotate(
@@ -268,7 +276,7 @@ def _timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
 
 
 def _lost_label(lost: dict[str, float]) -> str:
-    """Return a label of the lost time, or none where noise is larger."""
+    """Return the text for a lost time: milliseconds, or that noise hides it."""
     middle, least, most = (lost[name] * 1e3 for name in ("median", "min", "max"))
     if most - least > 2 * abs(middle):
         return "lost time:\nwithin the noise"
@@ -279,7 +287,7 @@ def _bar(axes: Any, row: float, height: float, begin: float, end: float, **style
     axes.barh(row, end - begin, left=begin, height=height, **style)
 
 
-def _training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None:
+def _draw_training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None:
     for name, begin, end in found["spans"]:
         if name == "call":
             _bar(axes, row, 0.34, begin, end, color=_colour(way))
@@ -292,16 +300,19 @@ def _training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None:
 
 
 def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
-    """Return the spans of one kind of background work: begins and ends alternate."""
+    """Return the (begin, end) of each span of one kind of background work."""
     times = found["background"].get(name, [])
     return zip(times[::2], times[1::2], strict=True)
 
 
 def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], right: float) -> None:
-    """Draw background work: copying dark, writing lighter; for others one bar from begin to end.
+    """Draw the work in the background: copying dark, writing lighter.
+
+    Other ways than ours record no spans, and get one bar from the call's return to the end.
 
     Args:
-        right: Where the picture ends; a bar that goes on there is cut, and its label has an arrow.
+        right: The time at which the picture ends. A longer bar is cut there, and its label has an
+            arrow.
     """
     strengths = {"copy": 1.0, "write": 0.5, "sync": 0.25}
     for name, strength in strengths.items():
@@ -363,7 +374,7 @@ def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
 
 
 def _loads(axes: Any, states: dict[str, Any]) -> None:
-    """Draw a bar for each way, in each state and situation."""
+    """Draw the rate of each way to load, for each state and situation of restore.py."""
     labels: list[str] = []
     named: set[str] = set()
     for state, figures in states.items():
@@ -406,8 +417,10 @@ def _plain(axes: Any) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Draw each named JSON, next to it or in the directory of --out; return 2 if one cannot
-    be."""
+    """Draw the picture of each named JSON, next to it or in the directory of --out.
+
+    Return 2 if one of them cannot be drawn.
+    """
     out = None
     if arguments[:1] == ["--out"]:
         out, arguments = Path(arguments[1]), arguments[2:]

@@ -2,8 +2,9 @@
 
     python benchmarks/plan.py --tensors 1600
 
-A training step and a write of 64 MiB come before each planning, so the tensors are in no cache. To
-compare two builds, run it in turns with each (`PYTHONPATH`).
+Planning is what `async_save` does before it copies. A training step and a write to 64 MiB of other
+memory come before each measurement, so the tensors are in no cache. To compare two builds, set
+`PYTHONPATH` to one and the other in turns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ EVICTED_BYTES = 64 << 20
 
 
 def plan_ms(nr_tensors: int, rounds: int) -> list[float]:
-    """Return the milliseconds of processor time that each of `rounds` plannings took."""
+    """Return the milliseconds of processor time of planning a save, for each of `rounds`."""
     nr_params = max(1, nr_tensors // 4)
     state = states.make(Spec(3 * nr_params * WIDTH * WIDTH * 4, "mlp", nr_params, 1))
     other = torch.zeros(EVICTED_BYTES // 4)
@@ -34,7 +35,7 @@ def plan_ms(nr_tensors: int, rounds: int) -> list[float]:
         began = time.thread_time_ns()
         skeleton.build(tree)
         found.append((time.thread_time_ns() - began) / 1e6)
-    return found[1:]  # the first planning has no save before it
+    return found[1:]  # the first one is not counted: nothing is prefetched in it
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """A separate process for each measured way, and the parent's handle on it.
 
-Memory, allocator and thread pools of one way never appear in the figures of another. The process
-answers one request at a time and sleeps in between.
+So the memory, allocator and thread pools of one way cannot affect the figures of another. The
+process answers one request at a time and sleeps in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ GIVE_UP_S = 660.0  # a request that takes longer has hung
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call methods of the object that `make` made until the parent ends: the main of the child."""
+    """Make the object and call the methods that the parent names, until the parent closes the pipe.
+
+    This is the main function of the child.
+    """
     # on Ctrl-C the parent ends this process and removes the files
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -38,8 +41,10 @@ def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[An
 
 
 class Worker:
-    """An object `make(*arguments)` in a fresh process (spawned, never forked); a context
-    manager."""
+    """A new spawned process that has called `make(*arguments)`, and calls methods of the result.
+
+    A context manager, which ends the process. `make` runs while the parent goes on, until `ready`.
+    """
 
     def __init__(
         self, name: str, make: Callable[..., Any], *arguments: Any, limit_s: float = GIVE_UP_S
@@ -58,11 +63,13 @@ class Worker:
         return self
 
     def call(self, method: str, *values: Any, **named: Any) -> Any:
-        """Call a method there and return its result.
+        """Call a method of the object in the process; return its result.
 
-        Raise BenchError with the child's traceback if the method raises.
+        Raises:
+            BenchError: The method raised, and the text has the child's traceback; or the process
+                ended, or took longer than `limit_s`.
         """
-        with contextlib.suppress(BrokenPipeError):  # the answer says why
+        with contextlib.suppress(BrokenPipeError):  # `_answer` says why the process is gone
             self._connection.send((method, values, named))
         return self._answer()
 
@@ -71,13 +78,13 @@ class Worker:
             if not self._connection.poll(self._limit_s):
                 text = f"{self.name}: took more than {self._limit_s:.0f} s and was ended"
                 raise BenchError(text)
-            went, value = self._connection.recv()
+            succeeded, value = self._connection.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(5)
             raise BenchError(
                 f"{self.name}: its process died (exit code {self._process.exitcode})"
             ) from None
-        if not went:
+        if not succeeded:
             raise BenchError(f"{self.name}: {value[0]}\n{value[1]}")
         return value
 

@@ -2,10 +2,10 @@
 
     python benchmarks/recording.py --out docs/assets/demo.svg [--size 300MB] [--steps N]
 
-The demo runs in a pseudo-terminal, as for any user. Its output goes through a terminal emulator
-(pyte), and the resulting screens go into one SVG, shown faster than they came. Without animation,
-or for readers who prefer none, the SVG shows the last screen. Only the time is edited: the words
-and figures are those of the run.
+The demo runs in a pseudo-terminal, as for any user. A terminal emulator (pyte) turns its output
+into screens, and one animated SVG shows them, faster than in reality. Without animation, or for
+readers who prefer none, the SVG shows the last screen. Only the time is edited: the words and
+figures are those of the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 DEMO = Path(__file__).parents[1] / "examples/demo/demo.py"
 COLUMNS, ROWS = 100, 70  # rows that stay empty are cut off
-SHOWN_S = 12.0  # length of the whole recording
-FRAMES_S = 10  # frames a second
+SHOWN_S = 12.0  # length of the animation
+FRAMES_PER_S = 10
 GLYPH, LINE, MARGIN = 8.4, 19, 18  # pixels of a letter, a line, the frame; the font has 14
 BACKGROUND, FOREGROUND, DIM = "#1e2227", "#d5dae0", "#8a929c"
 COLOURS = {
@@ -49,7 +49,7 @@ text{font:14px ui-monospace,Menlo,Consolas,'Liberation Mono',monospace;white-spa
 
 
 class Run(NamedTuple):
-    """Adjacent letters of one style, from a column on."""
+    """A piece of a line: adjacent letters in one style, from `column` on."""
 
     column: int
     text: str
@@ -62,7 +62,10 @@ Screen = dict[int, Line]  # rows that are not empty
 
 
 def record(command: list[str]) -> tuple[list[tuple[float, Screen]], float]:
-    """Run the command; return its screens with their seconds, and how long it took.
+    """Run the command in a pseudo-terminal.
+
+    Returns:
+        Each screen with the seconds after which it appeared, and how long the command took.
 
     Raises:
         SystemExit: The command failed.
@@ -131,8 +134,14 @@ def _colour(name: str) -> str:
 # ---- the picture ---------------------------------------------------------------------------------
 
 
-def drawn(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> str:
-    """Return the SVG. Each line is in it once for each span of time in which it is visible."""
+def svg_of(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> str:
+    """Return the SVG that shows `screens`, the output of a command that took `seconds`.
+
+    A line of text is in it once for each span of time in which it is visible.
+
+    Args:
+        typed: The command line, which is shown above.
+    """
     last = screens[-1][1]
     rows = 2 + max(row for _, each in screens for row in each)
     width, height = COLUMNS * GLYPH + 2 * MARGIN, (rows + 1) * LINE + 2 * MARGIN
@@ -167,20 +176,24 @@ def drawn(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> st
 def _stretches(
     screens: list[tuple[float, Screen]], row: int, speed: float
 ) -> list[tuple[Line, float, float | None]]:
-    """Return what a row shows, from when and until when, at so many frames a second.
+    """Return each content of a row with the time from which and until which it is visible.
 
-    An end of None means the end of the recording.
+    Times are those of the animation, and only FRAMES_PER_S of them in a second are used. None as
+    the end means the end of the animation.
+
+    Args:
+        speed: Seconds of the animation for each second of `screens`.
     """
     found: list[tuple[Line, float, float | None]] = []
     for at, screen in screens:
         line = screen.get(row, ())
-        now = int(at * speed * FRAMES_S) / FRAMES_S
+        now = int(at * speed * FRAMES_PER_S) / FRAMES_PER_S
         if found and found[-1][0] == line:
             continue
         if found:
             found[-1] = (found[-1][0], found[-1][1], now)
         found.append((line, now, None))
-    # of several screens in a frame, the last one counts
+    # If a row changes several times within a frame, only the last content is visible.
     return [each for each in found if each[1] != each[2]]
 
 
@@ -207,7 +220,7 @@ def main() -> int:
     ]
     screens, seconds = record([sys.executable, str(DEMO), *arguments])
     given = f" ARGS='{' '.join(arguments)}'" if arguments else ""
-    options.out.write_text(drawn(screens, seconds, f"make demo{given}"))
+    options.out.write_text(svg_of(screens, seconds, f"make demo{given}"))
     print(f"{options.out}: {len(screens)} screens", file=sys.stderr)
     return 0
 

@@ -2,9 +2,9 @@
 
     python benchmarks/remote.py [--state 200MB 1GB] [--json FILE]
 
-Each way has a process of its own, and all save to one S3 server on loopback (`s3_server.py`), which
-discards what it gets. They take turns, without added latency and with 20 ms for each request.
-README.md in this directory says how each figure is counted.
+Each way has a process of its own. All save to one S3 server on loopback (`s3_server.py`), which
+discards the bytes that it receives. They take turns, first without added latency and then with
+20 ms added to each request. README.md in this directory says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from remote_process import BUCKET, WAYS, Saves
 from s3_server import Server
 
 LATENCIES_S = (0.0, 0.02)
-STEPS = 8  # without a save, measured for each save
+STEPS = 8  # plain steps that are measured around each save
 STEP_S = 0.1  # a step takes about so long
 PACKAGES = ("obstore", "s3fs", "aiobotocore", "botocore")
 
@@ -54,7 +54,7 @@ def find_batch(worker: Worker) -> int:
 
 
 def send_raw(endpoint: str, nbytes: int) -> float:
-    """Return the seconds that one connection needs to send `nbytes`: the limit of the server."""
+    """Return the seconds that one connection needs to send `nbytes`, to show the server's limit."""
     connection = http.client.HTTPConnection(endpoint.removeprefix("http://"))
     data = bytes(nbytes)
     start = time.perf_counter()
@@ -68,10 +68,11 @@ def send_raw(endpoint: str, nbytes: int) -> float:
 def run(
     nbytes: int, options: argparse.Namespace, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure one size of state.
+    """Measure all ways with a state of `nbytes`.
 
-    Return "raw_s", the time of `send_raw`, and "saves": latency -> way -> metric -> one value a
-    round.
+    Returns:
+        "raw_s": the times of `send_raw`. "saves": for each latency, way and metric a list with the
+        value of each round.
     """
     tensors = max(3, nbytes // TENSOR_BYTES // 3)
     spec = Spec(nbytes, "mlp", tensors, options.threads)
@@ -90,6 +91,7 @@ def run(
         batch = find_batch(workers[0])
 
         def measure(worker: Worker, method: str, *values: Any) -> dict[str, float]:
+            """Call a method that saves; return its figures if the store has got the whole state."""
             key, figures = worker.call(method, *values)
             taken = server.call("take", key)
             if taken["nbytes"] < worker.call("nbytes"):
@@ -114,7 +116,7 @@ def run(
 
 
 def rows(latency: str, figures: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
-    """Return the table of one latency."""
+    """Return the rows of the table for one latency."""
     lines = [[f"{latency} for each request", "", "", "", "", "", ""]]
     ours = figures.get("stillframe")
     for way, found in figures.items():

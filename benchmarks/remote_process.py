@@ -19,7 +19,7 @@ GIVE_UP_S = 600.0
 
 
 class TorchSave(Peer):
-    """torch.save into a file of fsspec."""
+    """torch.save into a file that fsspec has opened."""
 
     def save(self, tree: Any, path: str, stamp: Stamp) -> None:
         import fsspec
@@ -72,7 +72,7 @@ WAYS: dict[str, type[Peer]] = {
 
 
 class Saves:
-    """One way over one state."""
+    """A training and one way to save it; the parent calls its methods."""
 
     def __init__(self, way: str, spec: Spec, endpoint: str) -> None:
         os.environ |= {
@@ -101,7 +101,7 @@ class Saves:
         keep_memory()
 
     def step_s(self, batch: int, steps: int = 4) -> float:
-        """Return the seconds of a step."""
+        """Return the mean seconds of a step, after one that is not counted."""
         self._state.step(batch)
         start = time.perf_counter()
         for _ in range(steps):
@@ -136,10 +136,13 @@ class Saves:
         }
 
     def pair(self, steps: int, batch: int) -> tuple[str, dict[str, float]]:
-        """Time training steps after a save, and as many steps without a save.
+        """Measure the time that a save costs a training loop.
 
-        Half of the plain steps come before and half after. The steps with a save go on until the
-        store has acknowledged it.
+        `steps` plain steps are timed, half of them before the save and half after. In between the
+        training makes at least `steps` steps, until the store has acknowledged the save.
+
+        Returns:
+            The object's key and the figures.
         """
         stamp, key, count = Stamp(), self._next_key(), 0
         plain_s = self._timed_steps(steps // 2, batch)

@@ -1,11 +1,11 @@
-"""How long does a training that died take until it has done a step again?
+"""How long does a training that died take until it has made a step again?
 
     python benchmarks/restart.py --dir DIR
 
 It measures from the start of the process to the end of the first step of `Trainer.fit(ckpt_path=)`,
 imports included. It compares Lightning's own CheckpointIO with stillframe's, with the file in the
-page cache and without. It also measures by how much the resident set exceeded the model when
-training began. README.md says more.
+page cache and without. It also measures the peak of resident memory during the resume, beyond what
+the model itself takes. README.md says more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ SECONDS = 600  # the longest that one process may take
 
 
 def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
-    """Run one training that makes `path`, or resumes from it; return when its first step ended."""
+    """Run one training: with MAKE as the way it saves `path`, otherwise it resumes from it.
+
+    Returns:
+        "at": the time (time.monotonic) at which its first step ended. "peak_nbytes": the peak of
+        resident memory when training began, beyond that with the model alone.
+    """
     import lightning as L
     import torch
     from stillframe.lightning import AsyncCheckpointIO
@@ -99,7 +104,11 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
 
 
 def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
-    """Call `run` in a fresh process; "seconds" is from its start to the end of its first step."""
+    """Call `run` in a new process.
+
+    Returns:
+        "seconds" from the start of the process to the end of its first step, and "peak_nbytes".
+    """
     start = time.monotonic()
     child = subprocess.run(
         [sys.executable, __file__, "--run", way, str(path), str(nbytes)],
@@ -115,7 +124,7 @@ def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
 
 
 def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
-    """Return series of seconds and of the peak over the model, by situation and way."""
+    """Return the statistics of both figures of `_in_a_process`, for each situation and way."""
     path = directory / "restart.ckpt"
     _in_a_process(MAKE, path, nbytes)
     runs: dict[str, dict[str, list[dict[str, float]]]] = {

@@ -2,11 +2,11 @@
 
     python benchmarks/restore.py --dir DIR
 
-It compares `stillframe.load` with `torch.load` (with mmap too), DCP's load and, where installed,
-safetensors', for the same tensors. Each is measured as the first load of a process, one more in the
-same process, and one from the disk, until every byte has been used. Beside these are direct reads
-of as many bytes on four threads, a memcpy of as many, processor time and peak memory. `verify` is
-compared with direct reads on two threads. README.md says how each figure is counted.
+It compares `stillframe.load` with `torch.load` (with mmap too), DCP's load and, if it is installed,
+safetensors' load, for the same tensors. Three loads of each are measured until every byte has been
+used: the first one of a process, another one in the same process, and one from the disk. For
+comparison it measures O_DIRECT reads of as many bytes on four threads, and a memcpy of as many.
+`verify` is compared with O_DIRECT reads on two threads. README.md says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -50,16 +50,18 @@ MEMCPY = "memcpy"
 READS = (VERIFY, RAW_ONE, RAW_TWO)
 # bytes; in smaller states the number of tensors decides the time, not their bytes
 LARGE = 1_000_000_000
-SMALL_GOAL = 1.3  # a load has to be this many times as fast as torch.load, in every situation
-GOALS = {  # for a large state; (situation, other way): how many times as fast
+# A load of a smaller state has to be this many times as fast as torch.load, in every situation.
+SMALL_GOAL = 1.3
+# A load of a large state has to be this many times as fast as the other way in that situation.
+GOALS = {
     (COLD, RAW): 0.9,
     (COLD, TORCH): 2.0,
     (COLD, MMAP): 1.0,
     (FIRST, TORCH): 1.5,
     (AGAIN, TORCH): 1.5,
 }
-MEMORY_GOAL = 1.02  # times the bytes of the file
-VERIFY_GOAL = 0.8  # times the rate of RAW_TWO
+MEMORY_GOAL = 1.02  # the most memory that a load may take, relative to the bytes of the file
+VERIFY_GOAL = 0.8  # the least rate of verify, relative to that of RAW_TWO
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ STATES = {
     "1.07 GB in 1,200": File(Spec(1_070_000_000, "mlp", 400, 2)),
     "64 MB in 20,000": File(Spec(64_000_000, "mlp", 6_667, 2)),
     "4 GB in 24": File(Spec(4_000_000_000, "few", 24, 2)),
-    # More than a load reads ahead of the pickle, and a file longer than 4 GiB.
+    # A tensor larger than the memory for reading ahead, and a file longer than 4 GiB.
     "1.2 GiB in one": File(Spec(1_200 << 20, "plain", 1, 2), SAVED_BY_STILLFRAME),
     "4.4 GB in 200": File(Spec(4_400_000_000, "plain", 200, 2), SAVED_BY_STILLFRAME),
 }
@@ -88,18 +90,17 @@ QUICK_STATES = {
 # ---- files and raw reads ----------------------------------------------------------------------
 
 
-def _keep(path: Path) -> None:
-    """Read the file, so that it is in the page cache."""
+def _bring_into_page_cache(path: Path) -> None:
     with open(path, "rb", buffering=0) as file:
         while file.read(raw.CALL_BYTES):
             pass
 
 
 def raw_seconds(path: Path, nr_threads: int) -> float:
-    """Return the seconds to read the file with O_DIRECT, `nr_threads` taking its chunks in turn.
+    """Return the seconds to read the file with O_DIRECT on `nr_threads`; nan if that is refused.
 
-    Each thread has one buffer of raw.CALL_BYTES, already in memory. The result is nan where
-    O_DIRECT is refused.
+    Thread i of n reads the chunks i, i + n, i + 2 n, ..., each of raw.CALL_BYTES, into a buffer
+    that is in memory already.
     """
     buffers = [mmap.mmap(-1, raw.CALL_BYTES) for _ in range(nr_threads)]
     for buffer in buffers:
@@ -132,29 +133,35 @@ def raw_seconds(path: Path, nr_threads: int) -> float:
 
 
 @contextlib.contextmanager
-def worker() -> Iterator[Callable[..., Any]]:
-    """Start a fresh process that has imported everything; call it with a function's name and
-    more."""
+def new_process() -> Iterator[Callable[..., Any]]:
+    """Start a new process that has imported everything, and end it after the block.
+
+    Yield a function that calls another one there: `ask(name, *arguments)` calls the function of
+    that name of restore_process.py and returns its result.
+    """
     with Worker("a measured process", import_module, "restore_process") as process:
         process.ready().call("prepare")
         yield process.call
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files that the ways read."""
+    """Return all files that hold the state at `path`: torch's, DCP's and safetensors'."""
     return [path, *path.parent.glob(f"{path.name}.dcp/*"), *path.parent.glob("*.safetensors")]
 
 
 def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]]) -> None:
-    """Load once by each way in each situation; every other round in the reverse order."""
+    """Load once in each way and situation, and add the figures to `values`.
+
+    Every other round takes the ways in reverse order.
+    """
     ways = WAYS if number % 2 == 0 else WAYS[::-1]
     raw.forget(path)
     values[COLD][RAW].append(Load(raw_seconds(path, 4), math.nan, math.nan))
     for situation in (FIRST, COLD):
         for way in ways:
-            with worker() as ask:
+            with new_process() as ask:
                 for each in files_of(path):
-                    (raw.forget if situation == COLD else _keep)(each)
+                    (raw.forget if situation == COLD else _bring_into_page_cache)(each)
                 values[situation][way].append(ask("load", str(path), way))
                 if situation == FIRST:
                     values[AGAIN][way].append(ask("load", str(path), way))
@@ -171,7 +178,7 @@ def _verify_round(
         RAW_ONE: lambda: raw_seconds(path, 1),
         RAW_TWO: lambda: raw_seconds(path, 2),
     }
-    # rotated, because the first read may find the disk faster
+    # The order changes from round to round, because the disk may answer the first read faster.
     for name in READS[number % 3 :] + READS[: number % 3]:
         raw.forget(path)
         values[name].append(calls[name]())
@@ -182,7 +189,7 @@ def _ratio(ours: list[float], theirs: list[float]) -> Series:
 
 
 def _figures(found: dict[str, list[Load]]) -> dict[str, dict[str, Any]]:
-    """Return for each way its seconds, processor time and memory."""
+    """Return the statistics of each way's loads: seconds, processor seconds, peak of memory."""
     return {
         way: {
             **Series.of([each.seconds for each in loads]).to_json(),
@@ -194,7 +201,10 @@ def _figures(found: dict[str, list[Load]]) -> dict[str, dict[str, Any]]:
 
 
 def _speedups(loads: dict[str, dict[str, list[Load]]]) -> dict[str, dict[str, Any]]:
-    """Return how many times as fast ours was, in each round, by situation and other way."""
+    """Return how many times as fast as each other way ours was, in each situation.
+
+    The two loads of one round are compared, and the statistics are those of the ratios.
+    """
     return {
         situation: {
             way: _ratio(
@@ -210,12 +220,12 @@ def _speedups(loads: dict[str, dict[str, list[Load]]]) -> dict[str, dict[str, An
 def measure(
     directory: Path, chosen: dict[str, File], rounds: int, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return every figure, in seconds, and the ratios of each round, by state."""
+    """Make the file of each chosen state, measure, and remove it; return the figures by state."""
     document: dict[str, Any] = {}
     for state, file in chosen.items():
         path = directory / "state.pt"
         progress(f"{state}: making the file")
-        with worker() as ask:
+        with new_process() as ask:
             ask("make", str(path), file.spec, file.saved_by)
         loads: dict[str, dict[str, list[Load]]] = {
             situation: {way: [] for way in WAYS} for situation in SITUATIONS
@@ -225,7 +235,7 @@ def measure(
         for number in range(rounds):
             progress(f"{state}: loads, round {number + 1} of {rounds}")
             _load_round(path, number, loads)
-        with worker() as ask:
+        with new_process() as ask:
             ask("verify", str(path))
             for number in range(3 * rounds):
                 progress(f"{state}: verify, round {number + 1} of {3 * rounds}")
@@ -326,7 +336,7 @@ def main(argv: list[str] | None = None) -> int:
         found = measure(directory, chosen, rounds, progress)
     print("\n".join(facts_lines(facts)))
     show(found, rounds)
-    pictures.keep(args.json, {"facts": facts, "rounds": rounds, "states": found})
+    pictures.save_and_draw(args.json, {"facts": facts, "rounds": rounds, "states": found})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The measured processes of `restore.py`."""
+"""The functions that `restore.py` calls in the processes that it measures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ MEMCPY_BYTES = 256 << 20  # far more than the caches hold
 
 
 class Load(NamedTuple):
-    """One load: seconds until every byte was used, processor seconds, and bytes at its peak."""
+    """The figures of one load.
+
+    seconds: until every byte was used. cpu_seconds: processor time of the process meanwhile.
+    peak_nbytes: the peak of resident memory, less that before the load.
+    """
 
     seconds: float
     cpu_seconds: float
@@ -40,10 +44,10 @@ def prepare() -> None:
 
 
 def make(path: str, spec: Spec, saved_by: str) -> None:
-    """Make and sync the files.
+    """Save one state in each format, and sync the files.
 
-    The first is in torch's format, saved by torch or stillframe (`saved_by`). The others have the
-    same tensors in the formats of DCP and safetensors.
+    The file at `path` is in torch's format, and the program `saved_by` writes it. `path`.dcp and
+    `path`.safetensors have the same tensors in the formats of DCP and safetensors.
     """
     import states
     import stillframe
@@ -68,7 +72,7 @@ def make(path: str, spec: Spec, saved_by: str) -> None:
 
 
 def load(path: str, way: str) -> Load:
-    """Load once and use every byte; the peak begins before it."""
+    """Load once and sum every tensor, so that every byte is used."""
     import states
 
     gc.collect()
@@ -97,7 +101,7 @@ def verify(path: str) -> float:
 
 
 def memcpy(path: str) -> float:
-    """Copy as many bytes as the file has."""
+    """Return the seconds to copy as many bytes as the file has, at most MEMCPY_BYTES at a time."""
     import torch
 
     left = nbytes = os.stat(path).st_size

@@ -1,8 +1,8 @@
 """A small S3 server on loopback for `remote.py`. It counts the bytes of objects and keeps none.
 
-The kernel discards the bytes (MSG_TRUNC), so the server takes little of the processors. It knows
-the requests that a client makes to upload an object, in one request or in parts, and answers each
-after `latency_s`. It checks no signature.
+The kernel discards the bytes (MSG_TRUNC), so the server takes little processor time. It knows the
+requests with which a client uploads an object, whole or in parts, and waits `latency_s` before it
+answers one. It checks no signature.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-_DISCARD = 1 << 20
-_NOTHING = bytearray(_DISCARD)  # nothing is written to it
+_DISCARD = 1 << 20  # the most bytes to discard with one call
+_UNUSED = bytearray(_DISCARD)  # recv_into needs a buffer, but with MSG_TRUNC writes nothing to it
 _XML = '<?xml version="1.0" encoding="UTF-8"?>'
 
 
 class Server:
-    """The server, in the process that makes it; a key may hold anything but a question mark.
+    """The server, on threads of the process that makes it.
+
+    It has the length of each object, and of the parts of each upload under way.
 
     Attributes:
-        latency_s: Added to each request.
+        latency_s: How long each request waits before it is handled, in seconds.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class Server:
             self._requests += 1
 
     def add(self, key: str, upload: str | None, nbytes: int) -> None:
-        """Add a part, or an object that came in one request."""
+        """Note the length of a part of `upload`, or, if that is None, of a whole object."""
         with self._lock:
             if upload is None:
                 self._objects[key] = nbytes
@@ -121,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif "uploadId" in self.query:
             self.store.complete(self.key, self.query["uploadId"])
             self._answer_xml("CompleteMultipartUploadResult", f"<ETag>{'0' * 32}</ETag>")
-        else:  # delete several
+        else:  # a request to delete several objects
             for key in re.findall(r"<Key>([^<]*)</Key>", body.decode()):
                 self.store.remove(key)
             self._answer_xml("DeleteResult", "")
@@ -151,7 +153,10 @@ class _Handler(BaseHTTPRequestHandler):
     # ---- bodies ----
 
     def _discard_body(self) -> int:
-        """Read the body without a copy of its bytes; return how many of them are the object's."""
+        """Read and discard the body; return how many of its bytes belong to the object.
+
+        The others belong to the encoding (aws-chunked).
+        """
         if "aws-chunked" in self.headers.get("Content-Encoding", ""):
             nbytes = int(self.headers["X-Amz-Decoded-Content-Length"])
         else:
@@ -163,11 +168,11 @@ class _Handler(BaseHTTPRequestHandler):
         return nbytes
 
     def _discard(self, left: int) -> None:
-        if left:  # what came with the headers
+        if left:  # the file object has read some of the body together with the headers
             left -= len(self.rfile.read1(min(left, _DISCARD)))  # type: ignore[attr-defined]
         while left:
             most = min(left, _DISCARD)
-            taken = self.connection.recv_into(_NOTHING, most, socket.MSG_TRUNC)
+            taken = self.connection.recv_into(_UNUSED, most, socket.MSG_TRUNC)
             if not taken:
                 raise ConnectionResetError
             left -= taken

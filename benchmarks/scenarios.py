@@ -16,11 +16,12 @@ LAYERS = 6  # in the transformer
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """One block of the table.
+    """A state and what goes on during its saves: one block of rows in the table.
 
-    state: which state; scenarios of one state share its processes. kind: "save" (with `busy`),
-    "loop", "gate", "watch" or "growth": see session.py. only_ours: only stillframe is measured in
-    it. computing: so many Python threads compute at the same time as the main thread.
+    state: a name for `spec_of`; scenarios of one state share its processes. kind: the method of
+    `Session` that measures it ("save", "gate", "watch", "growth"; "loop" is `pair`). busy: the main
+    thread computes during a save instead of sleeping. only_ours: peers are left out. computing: the
+    number of further Python threads that compute during a save.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Scenario:
 
     @property
     def cold(self) -> str:
-        """Return the name of its first round, which no median includes."""
+        """Return the name under which its first round is kept, since no median includes that."""
         return f"{self.name}_cold" if self.kind == "save" else f"{self.name}_first"
 
 
@@ -59,12 +60,12 @@ SCENARIOS = (
     Scenario("large_small_pool", "large_small_pool", "save", "main thread idle", only_ours=True),
     Scenario("growth", "growth", "growth", "saves one after another", only_ours=True),
 )
-# Two copies of this state exceed the memory that the goals assume, so one process runs at a time.
+# These states are so large that only one process at a time holds one.
 ONE_AFTER_ANOTHER = ("large", "large_small_pool")
 
 
 def spec_of(state: str, s: Settings) -> Spec:
-    """Return the state of that name, as its processes make it."""
+    """Return the description of the state with the name `Scenario.state`."""
 
     def mlp_spec(nbytes: int, pool_bytes: int = 0) -> Spec:
         nr_params = max(1, round(nbytes / (3 * TENSOR_BYTES)))
@@ -73,7 +74,7 @@ def spec_of(state: str, s: Settings) -> Spec:
     def eighth(nbytes: int) -> int:
         return max(nbytes // 8, LEAST_POOL_BYTES)
 
-    # Smaller runs keep the size of a tensor.
+    # With fewer bytes than the default 64 MB there are fewer tensors, not smaller ones.
     many = max(1, round(MANY_TENSORS / 3 * s.many / 64e6))
     return {
         "main": mlp_spec(s.state),
@@ -89,7 +90,7 @@ def spec_of(state: str, s: Settings) -> Spec:
 
 
 def title_of(scenario: Scenario, s: Settings) -> str:
-    """Return the heading of its block: the state, and what goes on during the saves."""
+    """Return the heading of a scenario's rows: the state, and what goes on during its saves."""
     spec = spec_of(scenario.state, s)
     size = format_size(spec.nbytes)
     states = {

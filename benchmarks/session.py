@@ -18,11 +18,11 @@ from machine import Others, keep_memory, reset_peak_rss, status_bytes
 from peers import PEERS, Peer
 
 CALIBRATE_NS = 400_000_000  # for this long the main thread's own speed is measured before each save
-TAIL_NS = 50_000_000  # stalls are watched for this long after the end, while memory is given back
+TAIL_NS = 50_000_000  # stalls are counted for this long after the end, while memory is freed
 WARM_STEPS = 5  # real steps before the first save
 SAVE_BATCH = 8  # rows a step between the saves of the idle and busy scenarios
 GIVE_UP_NS = 600 * 10**9  # a save that takes longer has hung
-# pause before the late step: the copy has been made by then, unless it takes longer
+# The pause before the late step of scenario gate. It should suffice for the copy.
 LATE_STEP_S = 1.0
 SAMPLE_S = 0.002  # pause between two readings of the bytes written
 
@@ -31,7 +31,8 @@ Answer = dict[str, float]
 
 
 class Session:
-    """One peer, one state, files in a directory of its own."""
+    """A state, the peer that saves it, and a directory for the files; the parent calls its
+    methods."""
 
     def __init__(self, peer: str, spec: Spec, directory: Path) -> None:
         import states
@@ -42,7 +43,7 @@ class Session:
 
         self._state = states.make(spec)
         self._tensors_of = states.tensors_of
-        # After the state, which sets environment variables and makes Lightning's Trainer.
+        # The state comes first: it sets STILLFRAME_POOL_BYTES and may make Lightning's Trainer.
         self._peer: Peer = PEERS[peer][0]()
         self._number = 0
         for _ in range(WARM_STEPS):
@@ -61,10 +62,10 @@ class Session:
         return self._directory / f"save{self._number}.pt"
 
     def save(self, busy: bool, check: bool, computing: int = 0) -> Answer:
-        """Save once with the main thread busy or idle meanwhile.
+        """Save once with the main thread busy or idle meanwhile; return the figures.
 
-        check: load the file afterwards and compare the first, middle and last tensors. computing:
-        so many threads want the interpreter lock all the time, until the save has ended.
+        check: load the file afterwards and compare its first, middle and last tensor. computing:
+        the number of threads that need the interpreter lock all the time until the save has ended.
         """
         self._state.step(SAVE_BATCH)  # before the threads start: with them it takes half a minute
         tree = self._state.tree()
@@ -124,15 +125,15 @@ class Session:
                 raise BenchError(f"{path.name}: tensor {i} differs from what was saved")
 
     def pair(self, steps: int, batch: int) -> Answer:
-        """Time training steps after a save, and as many steps without a save.
+        """Measure the time that a save costs a training loop; return the figures.
 
-        Half of the plain steps come before and half after, so a machine that grows slower or faster
-        does not count as lost time. The steps with a save go on until it has finished, so that none
-        of its work is left out.
+        `steps` plain steps are timed, half of them before the save and half after, so that a slow
+        change of the machine's speed does not count as lost time. In between the training makes at
+        least `steps` steps, until the save has finished, so that none of its work is left out.
         """
         state = self._state
         keep_memory()
-        os.sync()  # so that earlier writes of others do not slow these steps
+        os.sync()  # so that earlier writes of other ways do not slow these steps
         others = Others()
         plain_s = self._timed_steps(steps // 2, batch)
         path, stamp, count = self._next_path(), Stamp(), 0
@@ -173,7 +174,10 @@ class Session:
         return (time.perf_counter_ns() - start) / 1e9
 
     def gate(self) -> Answer:
-        """Save with the optimizer's step at once, then with a step that comes late."""
+        """Save with the optimizer's step right after the call, then with a step that comes later.
+
+        Return how long each step waited for the copy.
+        """
         answer: Answer = {}
         for name, pause_s in (("gate_at_once_s", 0.0), ("gate_late_s", LATE_STEP_S)):
             self._state.step(SAVE_BATCH)
@@ -190,7 +194,10 @@ class Session:
         return answer
 
     def growth(self, saves: int) -> dict[str, Any]:
-        """Return the process's memory after each of `saves` saves with a step before each."""
+        """Make `saves` saves, with a step before each; return the process's memory after each.
+
+        "growth_nbytes" is its growth from the end of the first tenth to the last save.
+        """
         resident = []
         for _ in range(saves):
             self._state.step(SAVE_BATCH)
@@ -205,7 +212,7 @@ class Session:
         return {"growth_nbytes": float(resident[-1] - warm), "resident_nbytes": resident}
 
     def watch(self) -> dict[str, Any]:
-        """Save once; the idle main thread only reads how many bytes are written."""
+        """Save once, and read every SAMPLE_S how many bytes are written; return these curves."""
         self._state.step(SAVE_BATCH)
         tree, path, stamp = self._state.tree(), self._next_path(), Stamp()
         time.sleep(0.2)
@@ -230,8 +237,8 @@ class Session:
 
 @contextlib.contextmanager
 def _computing(nr_threads: int) -> Iterator[None]:
-    """Run threads that compute in pure Python: like a tokenizing loader, a logger, an
-    evaluator."""
+    """Run threads that compute in pure Python, as a tokenizing data loader does, until the end of
+    the block."""
     stop = threading.Event()
 
     def compute() -> None:

@@ -1,7 +1,7 @@
 """The states that are saved: a model in training, and the tree that a training would save.
 
-Each is made in the measured process. `step(batch)` is one real training step, `tree()` is passed to
-the peers, `nbytes` is the size of its tensors and `num_tensors` their number.
+Each is made in the measured process. Peers save what `tree()` returns. `nbytes` is the size of the
+tensors in it and `num_tensors` their number.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class State(Protocol):
         """Train one step on `batch` rows."""
 
     def update(self) -> None:
-        """Make only the optimizer's step, with the present gradients."""
+        """Make the optimizer's step alone, with the gradients of the last step."""
 
     def tree(self) -> Any:
         """Return what a training would save now."""
 
 
 class Mlp:
-    """A residual MLP under AdamW whose parameters, exp_avg and exp_avg_sq total `nbytes`.
+    """A residual MLP under AdamW; its parameters, exp_avg and exp_avg_sq have `nbytes` together.
 
-    nr_params weights of equal shape (width, width), one a layer, float32; the optimizer's step
-    scalars come on top (4 bytes a parameter).
+    Each of the `nr_params` layers has one float32 weight of shape (width, width). AdamW's step
+    counters, 4 bytes for each weight, come on top of `nbytes`.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -68,7 +68,7 @@ class Mlp:
 
 
 class _Residual(torch.nn.Module):
-    """A residual layer. With `scale` one over their number, thousands in a row stay finite."""
+    """A residual layer. Thousands in a row stay finite if `scale` is 1 / (number of layers)."""
 
     def __init__(self, width: int, scale: float) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class _Residual(torch.nn.Module):
 
 
 class Few:
-    """Weights under plain SGD: `nr_params` of them, the first one with 0.55 of `nbytes` (2.2 of 4
-    GB).
+    """`nr_params` weights under plain SGD; the first has 0.55 of `nbytes` (2.2 of 4 GB).
 
-    With moments a tensor of more than 2 GB would need three times the memory, so this optimizer
-    keeps none. Its gradients take no memory (one number, expanded), and it runs no forward.
+    The state is to have a tensor of more than 2 GB without taking three times its memory, so the
+    optimizer keeps no moments. The gradients take no memory (one number each, expanded), and a step
+    has no forward.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -110,7 +110,7 @@ class Few:
 
 
 class Plain:
-    """A dict of float32 tensors that no optimizer owns."""
+    """A dict of float32 tensors that no optimizer owns, so a save copies all of it in the call."""
 
     def __init__(self, spec: Spec) -> None:
         numel = max(1, spec.nbytes // (4 * spec.nr_params))
@@ -129,10 +129,10 @@ class Plain:
 
 
 class LightningTransformer:
-    """A transformer with AdamW after a Trainer's fit; the tree is the Trainer's whole checkpoint.
+    """A transformer with AdamW that a Trainer has fitted; the tree is the Trainer's checkpoint.
 
-    Loops, callbacks, hyperparameters and the scheduler are in it, as `trainer.save_checkpoint`
-    would dump them. `nr_params` is the number of encoder layers; their width follows from `nbytes`.
+    It is what `trainer.save_checkpoint` would save, with loops, callbacks, hyperparameters and the
+    scheduler. `nr_params` is the number of encoder layers; their width follows from `nbytes`.
     """
 
     LENGTH = 32  # tokens a row
@@ -205,7 +205,7 @@ def _module(pl: Any, width: int, layers: int) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Lightning's messages about devices and workers, which would break our progress
+    """Silence Lightning's messages about devices and workers, which would disturb the progress
     line."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -233,7 +233,7 @@ KINDS: dict[str, type[Mlp] | type[Few] | type[Plain] | type[LightningTransformer
 
 
 def make(spec: Spec) -> State:
-    """Make the state of `spec` in this process."""
+    """Make the state that `spec` describes, and set this process's threads and pool for it."""
     if spec.pool_bytes:
         os.environ["STILLFRAME_POOL_BYTES"] = str(spec.pool_bytes)
     torch.set_num_threads(spec.threads)

@@ -1,10 +1,10 @@
 """Writes the tables of README and docs from the figures in benchmarks/results: `make tables`.
 
     python benchmarks/tables.py           writes them into the pages
-    python benchmarks/tables.py --check   exit status 1 where one differs from the figures
+    python benchmarks/tables.py --check   writes nothing; exit status 1 if a page is out of date
 
-A table is between two comments, `<!-- table NAME -->` and `<!-- end of table -->`. So are the
-pictures that `make pictures` has drawn: each is shown once its figures are in the tree.
+In a page each table is between the comments `<!-- table NAME -->` and `<!-- end of table -->`. The
+links to pictures are written in the same way, for each picture whose figures are in the tree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from restore import SITUATIONS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PLACES = (
+PAGES = (
     "README.md",
     "docs/figures.md",
     "docs/guarantees.md",
@@ -45,6 +45,8 @@ ENDS = {TORCH: ", not synced", LIGHTNING: ", not synced", OURS: ", durable"}
 
 
 def time_format(*, spread: bool) -> Callable[[dict[str, Any]], str]:
+    """Return a function that formats a figure's median, with smallest and largest if `spread`."""
+
     def text(figure: dict[str, Any]) -> str:
         more = [figure["min"], figure["max"]] if spread else []
         return format_times([figure["median"], *more])
@@ -57,7 +59,10 @@ def memory(figure: dict[str, Any]) -> str:
 
 
 def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
-    """Return the cost of a save: main thread busy or idle, or other threads that compute."""
+    """Return the table of what a save costs, from the document of a run of vs_peers.py.
+
+    spread: Show the smallest and largest value too.
+    """
     facts, settings, time = document["facts"], document["settings"], time_format(spread=spread)
     rows = [
         ("busy", "call_s", "main thread busy: the call blocks", time),
@@ -91,7 +96,7 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
 
 
 def loads(document: dict[str, Any]) -> list[str]:
-    """Return the seconds until every byte of a load has been used."""
+    """Return the table of the seconds until every byte of a load has been used."""
     as_time = time_format(spread=True)
     lines = [f"| | {' | '.join(LOADS.values())} |", "|---|" + "---|" * len(LOADS)]
     for state, figures in document["states"].items():
@@ -103,8 +108,7 @@ def loads(document: dict[str, Any]) -> list[str]:
 
 
 def lost_time(document: dict[str, Any]) -> list[str]:
-    """Return the median of the time that a training loop loses by a save, with its standard
-    error."""
+    """Return the table of the time that a training loop loses by a save."""
     found = document["figures"]["loop"]
     cells, ways = [], sorted(found, key=[*WAYS, *found].index)
     for way in ways:
@@ -114,8 +118,7 @@ def lost_time(document: dict[str, Any]) -> list[str]:
 
 
 def fits(document: dict[str, Any]) -> list[str]:
-    """Return the share of a Lightning training's speed that checkpoints cost, with standard
-    error."""
+    """Return the table of the share of a Lightning training's speed that checkpoints cost."""
     titles = {**FITS, "none": "none against none"}
     (result,) = document["results"].values()
     lines = [f"| | {' | '.join(titles.values())} |", "|---|" + "---|" * len(titles)]
@@ -131,12 +134,12 @@ def fits(document: dict[str, Any]) -> list[str]:
 
 
 def lost(figure: dict[str, Any]) -> str:
-    """Return a lost time with its median's standard error."""
+    """Format the median of a lost time with its standard error."""
     return f"{figure['median'] * 1e3:.0f} ± {figure['error'] * 1e3:.0f} ms"
 
 
 def remote(document: dict[str, Any]) -> list[str]:
-    """Return the cost of saves to an object store, for each size and latency."""
+    """Return the tables of what saves to an object store cost, for each size and latency."""
     facts = document["facts"]
     lines = [
         f"{facts['cores']} cores ({facts['cpu']}), no GPU; torch {facts['torch'].split('+')[0]},"
@@ -163,7 +166,7 @@ def remote(document: dict[str, Any]) -> list[str]:
     return lines[:-1]
 
 
-PICTURES = {  # a file of results, and its picture's caption
+PICTURES = {  # name of the file of results and of the picture -> caption
     "saves": "Saves with a busy main thread and an idle one: the call, and until it has finished",
     "bytes_over_time": "Bytes written over time, with an idle main thread",
     "lost_time": "Lost time a save, in a training loop",
@@ -173,19 +176,20 @@ PICTURES = {  # a file of results, and its picture's caption
 
 
 def pictures() -> list[str]:
-    """Return links to what `make pictures` draws from figures in the tree."""
+    """Return links to the pictures that `make pictures` draws from the figures in the tree."""
     there = [name for name in PICTURES if (RESULTS / f"{name}.json").exists()]
     return [line for name in there for line in (f"![{PICTURES[name]}](assets/{name}.png)", "")][:-1]
 
 
 def recording() -> list[str]:
-    """Return a link to what `make recording` has recorded."""
+    """Return a link to the recording that `make recording` makes, if it is in the tree."""
     if not (ROOT / "docs/assets/demo.svg").exists():
         return []
     return ["![`make demo`, recorded in a terminal](assets/demo.svg)"]
 
 
-MADE = {"pictures": pictures, "recording": recording, "odds": odds.table}
+# Tables that need no file of results.
+COMPUTED = {"pictures": pictures, "recording": recording, "odds": odds.table}
 
 
 def not_measured(source: str) -> list[str]:
@@ -206,12 +210,12 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
 }
 
 
-def written(text: str) -> str:
-    """Return the text with its tables as the figures have them."""
+def with_tables(text: str) -> str:
+    """Return the text of a page with its tables made from the present figures."""
 
     def table(found: re.Match[str]) -> str:
-        if found[1] in MADE:
-            lines = MADE[found[1]]()
+        if found[1] in COMPUTED:
+            lines = COMPUTED[found[1]]()
         else:
             source, make = TABLES[found[1]]
             path = RESULTS / source
@@ -226,12 +230,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
     check = parser.parse_args(argv).check
     different = []
-    for name in PLACES:
+    for name in PAGES:
         text = (ROOT / name).read_text()
-        if written(text) != text:
+        if with_tables(text) != text:
             different.append(name)
             if not check:
-                (ROOT / name).write_text(written(text))
+                (ROOT / name).write_text(with_tables(text))
     if check and different:
         print(f"make tables would change {', '.join(different)}", file=sys.stderr)
     return 1 if check and different else 0

@@ -2,14 +2,14 @@
 
     python benchmarks/timeline.py --dir DIR --json benchmarks/results/timeline.json
 
-The same training is saved in four ways that take turns, each turn in a process of its own. A turn
-has a warm-up save, plain steps, one save with steps until it has ended, and plain steps again. Time
-stamps around forward and backward, the call and the optimizer's step give the training's parts.
-`stillframe.trace` gives the work of our threads meanwhile.
+The same training is saved in four ways that take turns, each turn in a process of its own. In a
+turn the process makes a warm-up save, plain steps, one save with steps until it has ended, and
+plain steps again. It notes when each call, each forward and backward, and each optimizer step
+begins and ends. `stillframe.trace` records what our threads do meanwhile.
 
-For each way the turn with the fastest plain steps is drawn, since that was disturbed least. Beside
-it is the lost time: the median of all turns, with the smallest and largest. Where it cannot be told
-from noise, the picture says so.
+For each way the turn with the fastest plain steps is drawn, since it was disturbed least. Next to
+it is the lost time: the median of all turns, with the smallest and largest. If the lost time cannot
+be distinguished from noise, the picture says so.
 """
 
 from __future__ import annotations
@@ -81,8 +81,12 @@ class _Training:
 
 
 def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dict[str, Any]:
-    """Run one turn of one way in this process; return its spans from the call on, and its lost
-    time."""
+    """Run one turn of one way in this process.
+
+    Returns:
+        The figures, and for the picture "spans" of the training and "background" work of our
+        threads, in seconds from the call.
+    """
     keep_memory()
     training = _Training(Spec(nbytes, "mlp", 120, threads), batch)
     peer = PEERS[way][0]()
@@ -129,7 +133,9 @@ def _measured(training: _Training, peer: Any, path: str) -> tuple[Any, float, fl
     """Make a save, with steps until it has ended.
 
     Returns:
-        Steps and their time with the save; start, return and end of the save; wait for staging.
+        The number of steps, with the seconds of the save and these steps; the times at which the
+        call began, the call returned and the save ended (perf_counter); the seconds that a step
+        waited for the copy.
     """
     stamp = Stamp()
     begun = time.perf_counter()
@@ -158,9 +164,9 @@ def _traced(way: str, path: Path) -> Any:
 
 
 def _background(path: Path) -> dict[str, list[float]]:
-    """Return what our threads did, from the call on, and when the training waited for it.
+    """Return the spans of a trace that the picture shows, by the kinds in BACKGROUND.
 
-    Of each kind, begins and ends alternate.
+    Each is a list in which the begins and ends of spans alternate, in seconds from the call.
     """
     events = json.loads(path.read_text())["traceEvents"]
     (call,) = [each["ts"] for each in events if each["name"] == "async_save"]
@@ -181,9 +187,8 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, list[dict[str
     for number in range(options.rounds):
         for way in WAYS if number % 2 == 0 else reversed(WAYS):
             with tempfile.TemporaryDirectory(dir=directory) as scratch:
-                subprocess.run(
-                    ["sync", "-f", scratch], check=True
-                )  # so that earlier writes do not slow this turn
+                # Earlier writes must not slow this turn.
+                subprocess.run(["sync", "-f", scratch], check=True)
                 sizes = (options.state, options.batch, options.threads)
                 with Worker(way, import_module, "timeline") as worker:
                     turns[way].append(worker.ready().call("turn", way, *sizes, scratch))
@@ -205,7 +210,7 @@ def show(turns: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def kept(turns: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the lost time of each way, and its turn that was disturbed least, which is shown."""
+    """Return the lost time of each way over its turns, and the turn that the picture shows."""
     return {
         way: {
             "lost_s": Series.of([turn["lost_s"] for turn in each]).to_json(),
@@ -230,7 +235,7 @@ def main() -> int:
     print(f"{format_size(options.state)} of state, batches of {options.batch}")
     show(turns)
     document = {"facts": facts, "state": options.state, "turns": kept(turns)}
-    pictures.keep(options.json, document)
+    pictures.save_and_draw(options.json, document)
     return 0
 
 

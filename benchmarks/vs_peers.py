@@ -2,8 +2,8 @@
 
     python benchmarks/vs_peers.py --dir DIR --json vs_peers.json
 
-All ways to save, and the raw disk, take turns in one run (A B C raw, A B C raw, ...),
-each in a process of its own. README.md in this directory says how each figure is counted.
+In each round every way saves once, in a process of its own, and then as many bytes are written to
+the disk by a plain loop ("raw"). README.md in this directory says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from process import Worker
 from scenarios import ONE_AFTER_ANOTHER, SCENARIOS, Scenario, peers_of, spec_of
 from session import Session
 
-SLOW_S = 10.0  # a way whose save takes longer
-FEW_ROUNDS = 2  # gets only so many warm rounds
+SLOW_S = 10.0  # a way is slow if one of its saves takes longer
+FEW_ROUNDS = 2  # warm rounds of a slow way
 
 # ---- the run -------------------------------------------------------------------------------
 
@@ -40,8 +40,9 @@ class Run:
     """One run of the scenarios with the given ways to save; it fills `figures`.
 
     Attributes:
-        curves: way to save -> {"times_s", "nbytes"}: bytes written over time, of scenario watch.
-        resident: bytes of memory after each save, of scenario growth.
+        curves: The bytes written over time in scenario watch, for each way to save: "times_s" and
+            "nbytes", two lists of equal length.
+        resident: The process's memory after each save of scenario growth, in bytes.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Run:
         self._disk: RawDisk | None = None
 
     def all(self, names: list[str]) -> None:
-        """Run the scenarios of those names; those of one state share its processes."""
+        """Run the scenarios of these names. Scenarios of one state share its processes."""
         wanted = [s for s in SCENARIOS if s.name in names and peers_of(s, self._peers)]
         for state in dict.fromkeys(s.state for s in wanted):
             here = [s for s in wanted if s.state == state]
@@ -91,7 +92,8 @@ class Run:
 
     @contextlib.contextmanager
     def _fleet(self, state: str, peers: list[str]) -> Iterator[list[Worker]]:
-        """Start a process for each way to save, all over the same state; end them afterwards."""
+        """Start a process for each way to save, all with the same state; end them after the
+        block."""
         spec = spec_of(state, self.settings)
         self._progress(f"{state}: building {format_size(spec.nbytes)} in {len(peers)} processes")
         with contextlib.ExitStack() as stack:
@@ -106,7 +108,10 @@ class Run:
                 worker.call("close")
 
     def _saves(self, fleet: list[Worker], scenario: Scenario, *, cold: bool) -> None:
-        """Run rounds of one save each; the first is cold unless the processes saved before."""
+        """Run the rounds of a scenario of kind "save".
+
+        cold: The processes have not saved yet, so the first round is kept under another name.
+        """
         names = ([scenario.cold] if cold else []) + [scenario.name] * self.settings.rounds
         slow: set[str] = set()
         for number, name in enumerate(names):
@@ -129,7 +134,10 @@ class Run:
             self.figures.add(name, RAW, raw)
 
     def _loop(self, fleet: list[Worker], scenario: Scenario) -> None:
-        """Run rounds of a pair each; the first is a warm-up kept apart."""
+        """Run the rounds of a scenario of kind "loop": steps with a save, and steps without.
+
+        The first round warms up and is kept under another name.
+        """
         s = self.settings
         pairs, steps, batch = {
             "loop": (s.pairs, s.loop_steps, s.loop_batch),
@@ -221,10 +229,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _need_memory(settings: Settings, names: list[str], nr_peers: int) -> int:
-    """Return the bytes that the largest fleet needs.
+    """Return the bytes of memory that the processes of the largest scenario need together.
 
-    Each process has weights, state, gradients and torch. On top come the largest clone, pool and
-    file, and the source of raw writes.
+    Each process has weights, optimizer state, gradients and torch. On top come the largest clone,
+    pool and file in the page cache, and the source of the raw writes.
     """
     most = 0
     for scenario in SCENARIOS:
@@ -256,7 +264,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _document(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a run that is kept for tables and pictures."""
+    """Return the JSON document of a run, from which tables and pictures are made."""
     return {
         "facts": facts,
         "settings": dataclasses.asdict(run.settings),

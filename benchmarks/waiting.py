@@ -2,17 +2,22 @@
 
     python benchmarks/waiting.py [--dir DIR] [--megabytes 400] [--rounds 9] [--only QUESTION ...]
 
-Four questions, each with its ways taking turns in one process:
+It answers four questions. For each the ways that are compared take turns in this process:
 
-* gate: a model and AdamW of so many megabytes. The time of a deferred ``async_save`` and the wait
-of the ``optimizer.step`` right after it, divided by that of a call that copies everything
-(``overlap=False``). The goal is at most 1.05. * growth: as many bytes that no optimizer owns, saved
-with a new engine. Calls 1 to 4 are compared with one plain copy into existing memory. The bytes
-that the pool took and the minor page faults of each call are shown too. * unowned: as many bytes
-that no optimizer owns, with a warm pool. The times of the calls of ``async_save`` and ``snapshot``,
-divided by that of torch's own copy into existing memory. The goal is at most 1.3. * snapshot: an
-optimizer step right after a deferred snapshot, while ``--busy`` processes compute, compared with
-the same step alone.
+gate: Is a save with a step right after it as fast as a call that copies everything? A model and its
+AdamW are saved. The time of a deferred `async_save` and of the wait before the step is divided by
+the time of a call with `overlap=False`. The goal is at most 1.05.
+
+growth: What do calls 1 to 4 of a new engine cost, whose pool has no memory yet? The state has no
+optimizer, so each call copies it. Each call is compared with one plain copy into existing memory.
+The bytes that the pool took from the system and the minor page faults of the call are shown too.
+
+unowned: How fast does a call copy a state without an optimizer if the pool is warm? The times of
+`async_save` and `snapshot` are divided by that of torch's own copy into existing memory. The goal
+is at most 1.3.
+
+snapshot: How long does an optimizer step right after a deferred snapshot take, while `--busy`
+processes compute? It is compared with the same step without a snapshot.
 """
 
 from __future__ import annotations
@@ -67,7 +72,7 @@ def growth(nbytes: int, directory: Path) -> None:
 
 
 def unowned(nbytes: int, directory: Path, rounds: int) -> None:
-    """Print the medians and least times of the three ways, and the ratios."""
+    """Print the median and least times of `async_save`, `snapshot` and torch's copy."""
     state = {f"t{i}": torch.ones(nbytes // 64 // 4) for i in range(64)}
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     took: dict[str, list[float]] = {"torch's copy": [], "async_save": [], "snapshot": []}
@@ -110,7 +115,7 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
         parameter.grad = torch.ones_like(parameter)
     for _ in range(4):
         optimizer.step()
-    torch.set_num_threads(1)  # else torch's threads wait for each other when processes are busy
+    torch.set_num_threads(1)  # with busy processes, torch's threads would wait for each other
     took: dict[bool, list[float]] = {True: [], False: []}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(nr_busy)]
     try:
@@ -142,7 +147,8 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
 
 
 def gate(nbytes: int, directory: Path, rounds: int) -> None:
-    """Print the medians of both ways and their ratio."""
+    """Print the median times of a deferred save with its gate and of a captured one, and the
+    ratio."""
     size = nbytes // 12 // 16
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for _ in range(16)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -174,7 +180,7 @@ def gate(nbytes: int, directory: Path, rounds: int) -> None:
 
 
 def main() -> None:
-    """Answer all questions, or those that are asked for."""
+    """Answer the questions that `--only` names, or all."""
     questions = ("gate", "growth", "unowned", "snapshot")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", default=None)

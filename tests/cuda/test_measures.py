@@ -72,6 +72,6 @@ class Way:
 @pytest.mark.parametrize("nbytes", [0, 30, 80])
 def test_memory_of_a_save_counts_no_activations(nbytes, until, tmp_path):
     device: Any = Device()
-    alone = gpu_measures.highest_alone(device, 2)
+    alone = gpu_measures.peak_without_save(device, 2)
     found = gpu_measures.one_round(device, Way(device, nbytes, until), tmp_path, 2, alone)
     assert found["allocated"] == nbytes

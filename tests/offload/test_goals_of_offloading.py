@@ -25,7 +25,7 @@ def scripts(monkeypatch, fake):
 
 def test_rehearsal_without_a_gpu_counts_and_claims_no_goal(scripts):
     offload, over = scripts
-    figures = over.over_the_fake(argparse.Namespace(layers=3, side=32, batch=4))
+    figures = over.count_driver_calls(argparse.Namespace(layers=3, side=32, batch=4))
     ways = ["copies", "pageable", "pinned", "save_on_cpu", "streams", "ours"]
     assert list(figures["calls"]) == ways
     inward, outward = over.COPIES[:2]
@@ -76,6 +76,6 @@ def test_figures_count_only_the_measured_steps(scripts):
         "onload_copy_s": 9.0,
     }
     after = {**before, "bytes_onloaded": 3 * 10**9, "onload_copy_s": 9.5, "stream_waited_s": 5.1}
-    stats = scripts[0].since(before, after)
+    stats = scripts[0].stats_between(before, after)
     assert (stats["slots"], stats["onload_gb_per_s"], stats["offload_gb_per_s"]) == (2, 4.0, 0.0)
     assert torch.tensor(stats["share_hidden"]).isclose(torch.tensor(0.8))

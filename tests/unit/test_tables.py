@@ -39,12 +39,12 @@ def test_the_tables_are_what_the_figures_say():
 
 
 def test_each_page_has_a_table(tables):
-    for name in tables.PLACES:
+    for name in tables.PAGES:
         assert "<!-- table " in (ROOT / name).read_text(), name
 
 
 def test_another_figure_makes_another_table(tables, tmp_path, monkeypatch):
-    text = (ROOT / tables.PLACES[0]).read_text()
+    text = (ROOT / tables.PAGES[0]).read_text()
     name = next(source for source, _ in tables.TABLES.values())
     document = json.loads((tables.RESULTS / name).read_text())
     for way in document["figures"]["busy"].values():
@@ -52,8 +52,8 @@ def test_another_figure_makes_another_table(tables, tmp_path, monkeypatch):
             figure["median"] += 7
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     (tmp_path / name).write_text(json.dumps(document))
-    assert tables.written(text) != text
-    assert tables.written(tables.written(text)) == tables.written(text)
+    assert tables.with_tables(text) != text
+    assert tables.with_tables(tables.with_tables(text)) == tables.with_tables(text)
 
 
 def test_a_figure_is_kept_without_its_samples(tables):
