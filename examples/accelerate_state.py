@@ -22,7 +22,7 @@ for step in range(1, 61):
     optimizer.step()  # waits, if a save still has to copy what the step changes
     scheduler.step()
     if step % 20 == 0:
-        handle = save_state(accelerator)  # removes the checkpoint before it, once it is durable
+        handle = save_state(accelerator)  # the old checkpoint is removed when this is durable
 
 print(f"{handle.path}: {handle.result().nbytes / 1e6:.1f} MB, durable")
 stillframe.wait_all()  # the removes too
