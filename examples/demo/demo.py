@@ -33,8 +33,9 @@ from stillframe._shell import bench_raw as raw
 if TYPE_CHECKING:
     from story import Story
 
-# Memory needed, as a multiple of the checkpoint, measured with Lightning 2.6: its clone, its
-# writer's buffer and a copy of that, besides weights, gradients, AdamW's moments and the step.
+# Memory needed, as a multiple of the checkpoint, measured with Lightning 2.6: the clone that
+# Lightning makes, its writer's buffer and a copy of that; weights, gradients, AdamW's moments and a
+# step.
 MEMORY_FACTOR = 6
 MEMORY_BASE = 700 << 20  # torch, Lightning and scikit-learn
 
@@ -122,9 +123,8 @@ def _file_system(path: Path) -> str:
 
 def _check_room(nbytes: int, directory: Path) -> None:
     """Raise CannotRun if disk or memory are too small for checkpoints of `nbytes`."""
-    need = int(
-        nbytes * (options.SAVES + 0.5)
-    )  # one run's files at a time, and the one being written
+    # The files of one run are there at the same time, and one more is being written.
+    need = int(nbytes * (options.SAVES + 0.5))
     free = shutil.disk_usage(directory).free
     if free < need:
         raise CannotRun(
@@ -142,7 +142,7 @@ def _check_room(nbytes: int, directory: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Lightning's notices, which are about other uses and would cut the display."""
+    """Silence Lightning's notices, which do not concern the demo and would break its display."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:

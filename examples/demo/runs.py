@@ -8,11 +8,11 @@ within one run. The figures are
     slowdown             = lost time - call - wait before the step
 
 so every effect of a save on the training is in one of them. If a save has not finished when its
-window ends, the next window counts as its own too, not as a window without a save.
+window ends, the next window counts as part of that save's window, not as one without a save.
 
-Without care, runs differ in the training's own page faults: depending on earlier allocations, glibc
-returns freed gradients to the system or keeps them. So every run starts with an allocator that
-keeps freed memory, and after a sync of what earlier runs have written.
+Depending on earlier allocations, glibc returns freed gradients to the system or keeps them, so two
+runs may differ in page faults alone. To prevent that, the allocator always keeps freed memory. Each
+run begins after a sync, so that it does not wait for the writes of an earlier one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Run:
 
 
 class _Clock(Callback):
-    """Records when steps start, after a call of `tick`, which is part of the step in every run."""
+    """A callback that records when steps start. It calls `tick` first, within the step before."""
 
     def __init__(self, run: Run, tick: Tick) -> None:
         self._run = run
@@ -202,7 +202,7 @@ def with_lightnings(width: int, steps: int, tick: Tick, directory: Path, every: 
 
 
 def with_ours(width: int, steps: int, tick: Tick, directory: Path, every: int) -> Run:
-    """Run with an engine of its own, whose pool is as cold at first as in a new process."""
+    """Run with a new engine, so that the first save finds an empty pool, as in a new process."""
     run = Run()
     reports: dict[str, SaveReport] = {}
     reported = threading.Condition()
