@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("batches", [True, False], ids=["batches", "single copies of rows"])
-def test_few_calls_and_nearly_all_bytes_are_deferred(batches, tmp_path, fake):
+def test_save_makes_few_driver_calls_and_defers_nearly_all_bytes(batches, tmp_path, fake):
     if not batches:  # a driver that has batches of spans, and no batches of rows
         fake.fail("cuMemcpy3DBatchAsync_v2", sticky=True, code=801)
     found = count(tmp_path, nbytes=72 << 10, block_bytes=4 * MIB)

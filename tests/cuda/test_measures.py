@@ -70,7 +70,7 @@ class Way:
 
 @pytest.mark.parametrize("until", ["call", "gate", "end"])
 @pytest.mark.parametrize("nbytes", [0, 30, 80])
-def test_memory_of_a_save_counts_no_activations(nbytes, until, tmp_path):
+def test_measured_memory_of_a_save_excludes_activations(nbytes, until, tmp_path):
     device: Any = Device()
     alone = gpu_measures.peak_without_save(device, 2)
     found = gpu_measures.one_round(device, Way(device, nbytes, until), tmp_path, 2, alone)

@@ -27,7 +27,7 @@ def counts(training: Training) -> tuple[int, int, int]:
     return owner.observer.counts()
 
 
-def test_storages_changed_only_by_steps_are_known_at_the_third_gate(fake):
+def test_storages_changed_only_by_steps_are_deferrable_from_the_third_gate_on(fake):
     training = adamw()
     seen = []
     for _ in range(4):
@@ -37,7 +37,7 @@ def test_storages_changed_only_by_steps_are_known_at_the_third_gate(fake):
     assert seen == [(6, 0, 0), (6, 0, 0), (0, 6, 0), (0, 6, 0)]
 
 
-def test_probe_is_asynchronous_and_its_verdict_comes_later(fake, monkeypatch):
+def test_probe_does_not_wait_for_the_device_and_its_verdict_comes_later(fake, monkeypatch):
     training = adamw()
     training.advance()
     handle = fake.stream()
@@ -95,7 +95,7 @@ def test_step_inside_a_graph_capture_is_not_probed(fake):
     assert counts(training)[1] == 0
 
 
-def test_segmented_memory_is_probed_line_by_line(tmp_path, fake, engine):
+def test_memory_in_several_segments_is_probed_line_by_line(tmp_path, fake, engine):
     fake.segments(1 << 16)
     training = warmed_up(adamw, steps=4)
     assert counts(training) == (0, 6, 0)
@@ -204,7 +204,7 @@ with testing.host_as_device():
 """
 
 
-def test_added_group_is_probed_too(tmp_path):
+def test_parameter_group_added_later_is_probed(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", GROWN, str(Path(__file__).parents[1] / "oracle"), tmp_path / "a"],
         capture_output=True,

@@ -11,7 +11,7 @@ import torch
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_save_is_one_batch_of_copies_and_no_synchronise(fake):
+def test_callback_copies_in_one_batch_and_never_synchronises(fake):
     from stillframe.lightning import CPUOffloadCallback
 
     state = {f"{number}": torch.full((100,), float(number)) for number in range(300)}

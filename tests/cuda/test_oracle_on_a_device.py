@@ -64,7 +64,7 @@ def test_small_pools_and_overlapping_saves_are_correct(make, pool_blocks, tmp_pa
     assert [fake.live(kind) for kind in kinds] == before
 
 
-def test_host_waits_only_if_the_pool_is_too_small(tmp_path, fake):
+def test_host_waits_for_the_device_only_if_the_pool_is_too_small(tmp_path, fake):
     training = warmed_up(adamw, steps=12)
     with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as large:
         large.warm_up(64 * MIB)

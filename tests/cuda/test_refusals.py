@@ -57,7 +57,7 @@ def test_memory_that_cannot_be_registered_comes_from_the_driver(tmp_path, fake, 
     assert fake.live("allocated") == before[0]
 
 
-def test_memory_that_cannot_be_pinned_still_works(tmp_path, fake, engine):
+def test_save_works_if_memory_cannot_be_pinned(tmp_path, fake, engine):
     fake.allow_pageable(True)
     fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
     fake.fail("cuMemHostAlloc", sticky=True, code=OUT_OF_MEMORY)
@@ -74,7 +74,7 @@ def test_refused_large_regions_are_registered_in_smaller_ones(fake, engine):
     assert fake.live("registered") == before + 2
 
 
-def test_pool_above_128_mib_is_registered_in_regions(fake):
+def test_pool_above_128_mib_is_registered_in_several_regions(fake):
     """The fake driver reports a longer registration as a violation."""
     before = fake.live("registered")
     with stillframe.Engine(pool_bytes=260 * MIB, block_bytes=MIB) as engine:
@@ -164,7 +164,7 @@ stillframe.save({{"a": [1, 2]}}, {str(tmp_path / "a")!r})
     ],
 )
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS])
-def test_failure_of_any_driver_call_is_survived(call, code, tmp_path, fake):
+def test_save_survives_the_failure_of_any_driver_call(call, code, tmp_path, fake):
     """The path holds the old or the new file, nothing hangs, and the next engine works."""
     old, new = state(1.0), state(2.0)
     path = tmp_path / "a"

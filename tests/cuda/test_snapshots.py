@@ -122,7 +122,7 @@ def test_a_snapshot_while_a_graph_is_captured_is_refused(fake, engine):
     stillframe.snapshot(tree(), engine=engine).wait()
 
 
-def test_unregistered_memory_stays_pageable_and_works(fake, engine):
+def test_snapshot_works_in_pageable_memory_if_registration_fails(fake, engine):
     before = fake.live("registered")
     fake.allow_pageable(True)
     fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
@@ -148,7 +148,7 @@ def test_memory_allocated_by_the_driver_is_not_used_for_snapshots(tmp_path, fake
         stillframe.save(tree(), tmp_path / "a", engine=engine)
 
 
-def test_shared_file_memory_can_be_registered(tmp_path, fake):
+def test_memory_shared_with_spawned_processes_can_be_registered(tmp_path, fake):
 
     def tensors() -> dict[str, Any]:  # torch warns when a sparse tensor arrives
         return {name: each for name, each in tree().items() if name != "sparse"}
@@ -236,7 +236,7 @@ def held(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cop
     fake.hold(False)
 
 
-def test_failure_in_the_call_is_raised_and_keeps_no_memory(fake, held):
+def test_failure_in_a_snapshot_call_is_raised_and_keeps_no_memory(fake, held):
     with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
         fake.fail("cuMemcpyBatchAsync_v2", code=ILLEGAL_ADDRESS)
         with pytest.raises(stillframe.StillframeError, match="ILLEGAL_ADDRESS") as refused:
@@ -245,7 +245,7 @@ def test_failure_in_the_call_is_raised_and_keeps_no_memory(fake, held):
         assert refused.tb is not None and gives_back(engine)
 
 
-def test_tensors_that_read_their_bytes_are_made_after_the_copy(engine, held):
+def test_tensors_whose_making_reads_their_bytes_are_made_after_the_copy(engine, held):
     snap = stillframe.snapshot({"sparse": torch.eye(4).to_sparse()}, engine=engine)
     assert len(held) == 1
     assert torch.equal(snap.tree["sparse"].to_dense(), torch.eye(4))
@@ -267,7 +267,7 @@ def test_tensors_that_read_their_bytes_are_made_after_the_copy(engine, held):
     ],
 )
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS])
-def test_failure_of_any_driver_call_is_survived(call, code, fake):
+def test_snapshot_survives_the_failure_of_any_driver_call(call, code, fake):
     """The copy is right or missing, nothing hangs, and only a dead device's memory is lost."""
     for nth in range(1, 40):
         with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB) as engine:
@@ -287,7 +287,7 @@ def test_failure_of_any_driver_call_is_survived(call, code, fake):
             break
 
 
-def test_torch_makes_copies_in_ordinary_memory(fake):
+def test_copies_to_ordinary_memory_make_no_batched_driver_call(fake):
     built, _, _ = ordinary_copy(tree())
     check(built)
     assert fake.calls("cuMemcpyBatchAsync_v2") == 0

@@ -98,7 +98,7 @@ def test_report_names_the_client_and_the_url(memory):
     assert save({}, "memory://bkt/empty").io_mode == "fsspec"
 
 
-def test_structure_is_planned_once(memory, monkeypatch):
+def test_saves_of_one_structure_are_planned_once(memory, monkeypatch):
     planned = []
     create = stock.DefaultSavePlanner.create_local_plan
 
@@ -108,13 +108,13 @@ def test_structure_is_planned_once(memory, monkeypatch):
 
     monkeypatch.setattr(stock.DefaultSavePlanner, "create_local_plan", noted)
     for value in range(3):
-        save({"of test_structure_is_planned_once": torch.full((9,), value)})
+        save({"of test_saves_of_one_structure_are_planned_once": torch.full((9,), value)})
         assert len(planned) == 1
         (info,) = pickle.loads(memory.cat("/bkt/c/.metadata")).storage_data.values()
         assert memory.exists(f"/bkt/c/{info.relative_path}")
 
 
-def test_state_is_that_of_the_call(memory, engine):
+def test_objects_hold_the_state_at_the_call(memory, engine):
     trained = Trained()
     for number in range(3):
         wanted = copied(trained.state())
@@ -147,7 +147,7 @@ def test_overwrite_false_refuses_an_existing_checkpoint(memory):
     assert memory.find("/bkt/c") == before
 
 
-def test_rank_without_collectives_has_metadata_of_its_own(memory):
+def test_rank_that_saves_alone_writes_metadata_of_its_own(memory):
     stock.save(state(3), storage_writer=FileSystemWriter(URL), no_dist=True, use_collectives=False)
     assert names(memory) == ["__0.metadata", "__0_0.ID.distcp"]
     new = state(0)
@@ -172,7 +172,7 @@ def test_credentials_in_a_url_are_in_no_object_and_no_report(memory, caplog):
     assert writer.checkpoint_id == Reader("memory://user:hushhush@bkt/c").checkpoint_id == URL
 
 
-def test_options_of_the_store_are_used(server, monkeypatch):
+def test_storage_options_reach_the_store(server, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     url, options = server.url("c"), {"storage_options": server.options}
@@ -436,7 +436,7 @@ def test_only_the_wanted_items_are_fetched(server):
     assert int(last) - int(first) < 10_000
 
 
-def test_items_without_room_are_fetched_again(server, monkeypatch):
+def test_items_that_do_not_fit_into_memory_are_fetched_again(server, monkeypatch):
     monkeypatch.setattr(fetch.budget, "measure", lambda held: Budget(0, 0))
     wanted = state(1, 50)
     save(wanted, server.url("c"))
@@ -524,7 +524,7 @@ def test_store_that_is_down_fails_a_load_with_its_reason(server):
         found(state(0), server.url("nothing"))
 
 
-def test_reader_goes_to_another_checkpoint(memory, tmp_path):
+def test_one_reader_loads_checkpoints_at_several_paths_and_urls(memory, tmp_path):
     save(state(1))
     save(state(2), str(tmp_path / "c"))
     reader, new = Reader(URL), state(0)

@@ -60,7 +60,7 @@ def test_tensor_without_a_storage_of_its_own_is_saved_by_torch(kind):
     assert torch.equal(*values)
 
 
-def test_file_drops_its_owners_after_writing(tmp_path):
+def test_written_file_releases_the_memory_owners_of_its_items(tmp_path):
     item = Item(torch.ones(1000))
     alive = weakref.ref(item.owner)
     file = DataFile("data", [item])
@@ -155,7 +155,7 @@ class _Frame(traceback.FrameSummary):
     __slots__ = ("_code",)
 
 
-def test_error_with_code_in_its_frames_is_sent_to_all_ranks(monkeypatch):
+def test_error_whose_traceback_cannot_be_pickled_is_sent_to_all_ranks(monkeypatch):
     def extracted(_):
         frame = _Frame("a.py", 1, "f")
         frame._code = extracted.__code__

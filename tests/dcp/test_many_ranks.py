@@ -87,7 +87,7 @@ def test_stager_and_writer_work_with_pytorchs_counterparts(notes):
         assert len(rank) == 8 and all(rank.values()), rank
 
 
-def test_saves_without_a_wait_are_correct(notes):
+def test_back_to_back_saves_without_a_wait_hold_their_own_states(notes):
     for rank in notes("back_to_back"):
         assert rank["good"] == [True] * 4
 

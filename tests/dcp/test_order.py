@@ -233,7 +233,7 @@ def test_commit_keeps_the_order_of_saves(tmp_path, monkeypatch):
         last.result()
 
 
-def test_later_saves_may_use_all_slots(tmp_path, monkeypatch):
+def test_save_of_dcp_completes_while_a_later_save_holds_the_only_slot(tmp_path, monkeypatch):
     write, go = dcp.FileSystemWriter.write_data, threading.Event()
     monkeypatch.setattr(
         dcp.FileSystemWriter, "write_data", lambda *given: go.wait(60) and write(*given)

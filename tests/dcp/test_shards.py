@@ -45,7 +45,7 @@ def test_a_state_with_sharded_tensors_is_saved_as_it_was_at_the_call(tmp_path):
     assert values(found["a"]) == [1, 2] and values(found["deep"]["b"]) == [3, 4]
 
 
-def test_put_together_restores_what_was_taken_apart(tmp_path):
+def test_sharded_tensors_taken_apart_for_a_copy_are_put_together_again(tmp_path):
     one, other = sharded(1, requires_grad=True), torch.ones(2)  # its metadata says so
     tree = {"in": [{"a": one}, (one, "b")], "beside": [other]}
     apart = take_apart(tree)

@@ -164,7 +164,7 @@ def test_stage_is_refused_at_once_if_nothing_will_free_the_pool(engine, monkeypa
     assert (stager.stage(state).result()["w"] == 1).all()
 
 
-def test_a_stage_waits_for_one_that_an_upload_is_about_to_take(engine, monkeypatch):
+def test_stage_waits_for_an_earlier_stage_whose_upload_is_about_to_begin(engine, monkeypatch):
     monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 60.0)
     stager, state = PinnedStager(engine), filling(engine)
     future = stager.stage(state)

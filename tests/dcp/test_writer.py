@@ -283,7 +283,7 @@ for value in (0, 1):
 """
 
 
-def test_kill_between_any_two_commit_steps_leaves_old_or_new(tmp_path):
+def test_kill_between_any_two_commit_steps_leaves_the_old_or_the_new_checkpoint(tmp_path):
     fixtures = os.path.dirname(fix_entries.__file__)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([fixtures, *sys.path])}
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c")], check=True, env=environment)

@@ -29,7 +29,7 @@ def test_too_few_steps_are_refused(text):
         options.steps(text)
 
 
-def test_bad_usage_ends_with_status_2(capsys):
+def test_demo_with_bad_arguments_ends_with_status_2(capsys):
     with pytest.raises(SystemExit) as ended:
         demo.main(["--size", "huge"])
     assert ended.value.code == 2

@@ -61,7 +61,7 @@ def test_a_full_disk_fails_the_save_and_keeps_the_old_file(tmp_path):
     assert done.stdout.startswith("ok")
 
 
-def test_every_disk_size_below_the_need_is_survived(tmp_path):
+def test_disk_with_any_too_small_room_fails_the_save_and_leaves_no_file(tmp_path):
     done = in_small_tmpfs(
         512 << 10,
         """

@@ -21,7 +21,7 @@ def engine() -> Any:
         yield engine
 
 
-def test_a_call_inside_a_capture_is_refused_and_does_not_break_it(tmp_path, engine):
+def test_save_inside_a_graph_capture_is_refused_and_does_not_break_it(tmp_path, engine):
     value = torch.ones(MIB, device="cuda")
     stillframe.save([value], tmp_path / "a.pt", engine=engine)
     graph = torch.cuda.CUDAGraph()
@@ -35,7 +35,7 @@ def test_a_call_inside_a_capture_is_refused_and_does_not_break_it(tmp_path, engi
     assert value.eq(2.0).all()
 
 
-def test_a_lane_at_work_does_not_break_a_capture(tmp_path, engine):
+def test_copies_of_a_save_do_not_break_a_graph_capture(tmp_path, engine):
     """In torch's default capture mode, a query of an event by any thread breaks the capture."""
     training = Training(CAPTURABLE)
     extra = torch.zeros(MIB, device="cuda")
@@ -73,7 +73,7 @@ def test_captured_step_is_detected_and_its_replays_tear_no_save(tmp_path, engine
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_compiled_step_is_waited_for(tmp_path, engine):
+def test_compiled_step_waits_for_the_copy(tmp_path, engine):
     training = Training(CAPTURABLE)
     try:
         step = torch.compile(training.optimizer.step)

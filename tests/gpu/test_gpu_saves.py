@@ -218,7 +218,7 @@ def test_many_small_tensors_are_saved(tmp_path, engine):
     assert not any("batched" in sentence for sentence in report.fallbacks), report.fallbacks
 
 
-def test_driver_is_named_and_memory_is_pinned(tmp_path, engine):
+def test_stats_name_the_driver_and_pool_memory_is_pinned(tmp_path, engine):
     report = stillframe.save([torch.ones(MIB, device="cuda")], tmp_path / "a.pt", engine=engine)
     print(engine.stats()["driver"], report.fallbacks)
     assert "CUDA driver" in engine.stats()["driver"]

@@ -61,7 +61,7 @@ def test_a_spawned_process_reads_pinned_memory_that_a_device_wrote():
 
 
 @pytest.mark.parametrize("rounds", [3])
-def test_pinned_blocks_are_right_after_a_fork_that_shared_them(rounds):
+def test_pinned_blocks_can_be_used_again_after_a_fork_that_shared_them(rounds):
     training = Training()
     context = multiprocessing.get_context("fork")
     with stillframe.Engine(pool_bytes=256 * MIB, block_bytes=4 * MIB) as engine:

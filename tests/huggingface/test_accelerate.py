@@ -93,7 +93,7 @@ def test_training_goes_on_and_the_directory_appears_whole(tmp_path):
     assert equal_directories(tmp_path / "ours", tmp_path / "stock")
 
 
-def test_a_hook_writes_into_the_checkpoint(tmp_path):
+def test_files_that_a_hook_writes_are_in_the_checkpoint(tmp_path):
     run = training()
 
     def hook(models, weights, output_dir):
@@ -169,7 +169,7 @@ def test_unsupported_training_is_refused_by_name(tmp_path, monkeypatch, kind, na
     assert os.listdir(tmp_path) == []
 
 
-def test_files_of_others_are_not_lost_with_the_old_directory(tmp_path):
+def test_directory_with_foreign_files_is_not_replaced(tmp_path):
     run = training()
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "events.log").write_text("hours of it")

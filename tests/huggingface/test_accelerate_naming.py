@@ -28,7 +28,7 @@ def test_names_and_iterations_are_those_of_accelerate(tmp_path):
     assert run.accelerator.project_configuration.automatic_checkpoint_naming
 
 
-def test_a_name_that_is_taken_is_refused(tmp_path):
+def test_automatic_name_that_is_taken_is_refused(tmp_path):
     run = training(tmp_path)
     with held("fdatasync"):
         save_state(run.accelerator)  # in flight only

@@ -31,7 +31,7 @@ def files(tmp_path):
     return Files(tmp_path / "open")
 
 
-def test_files_in_the_directory_go_to_the_checkpoint(files, tmp_path):
+def test_saves_into_the_checkpoints_directory_go_to_the_checkpoint(files, tmp_path):
     os.mkdir(tmp_path / "open/sub")
     os.symlink("open", tmp_path / "link")
     tensors = {"a": torch.ones(2)}
@@ -51,7 +51,7 @@ def test_files_in_the_directory_go_to_the_checkpoint(files, tmp_path):
     assert sorted(os.listdir(tmp_path / "open")) == ["sub"]
 
 
-def test_other_files_are_written_as_always(files, tmp_path):
+def test_saves_outside_the_directory_are_written_by_their_library(files, tmp_path):
     with redirected(files), open(tmp_path / "open/file.pt", "wb") as file:
         torch.save(1, tmp_path / "one.pt")
         torch.save(2, file)
@@ -64,7 +64,7 @@ def test_other_files_are_written_as_always(files, tmp_path):
     assert safetensors.torch.load_file(tmp_path / "open/other.bin") == {}
 
 
-def test_functions_are_the_libraries_own_outside_a_block(files):
+def test_save_functions_are_the_libraries_own_outside_a_block(files):
     before = torch.save, safetensors.torch.save_file, transformers.modeling_utils.safe_save_file
     with pytest.raises(RuntimeError, match="boom"), redirected(files):
         assert torch.save is not before[0]
@@ -73,7 +73,7 @@ def test_functions_are_the_libraries_own_outside_a_block(files):
     assert before == after
 
 
-def test_two_checkpoints_are_open_at_a_time_in_two_threads(tmp_path):
+def test_two_threads_may_have_a_checkpoint_open_at_the_same_time(tmp_path):
     first, second = Files(tmp_path / "first"), Files(tmp_path / "second")
     entered, leave = threading.Event(), threading.Event()
 
@@ -95,7 +95,7 @@ def test_two_checkpoints_are_open_at_a_time_in_two_threads(tmp_path):
     assert torch.save is before
 
 
-def test_wrapper_of_somebody_else_stays(files, tmp_path, monkeypatch):
+def test_foreign_wrapper_around_torch_save_is_left_in_place(files, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", torch.save)  # restores it after the test
     calls = []
     with redirected(files):

@@ -163,14 +163,14 @@ def test_files_that_a_subclass_adds_are_in_the_same_directory():
         assert {"base.txt", "subclass.txt"} <= set(os.listdir(f"out/checkpoint-{step}"))
 
 
-def test_final_model_is_written_as_always():
+def test_final_model_is_written_as_by_transformers():
     made = trainer(save_strategy="no")
     made.train()
     made.save_model("final")
     assert {"config.json", "model.safetensors"} <= set(files_of("final"))
 
 
-def test_second_trainer_of_a_process_saves_too():
+def test_second_trainer_of_a_process_saves_its_checkpoints():
     for name in ("one", "two"):
         trainer(output_dir=name, save_total_limit=1).train()
     assert checkpoints("one") == checkpoints("two") == ["checkpoint-6"]
@@ -194,7 +194,7 @@ def test_workers_of_the_data_loader_fork_while_checkpoints_are_written():
     assert is_whole("out/checkpoint-40")
 
 
-def test_signature_is_that_of_transformers():
+def test_trainer_has_the_signature_of_transformers():
     import inspect
 
     assert inspect.signature(OurTrainer) == inspect.signature(transformers.Trainer)

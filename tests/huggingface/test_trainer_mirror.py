@@ -8,7 +8,7 @@ from fix_mirror import options_used
 from fix_trainer import OurTrainer, checkpoints, differences, trainer
 
 
-def test_checkpoints_are_uploaded_with_a_marker_and_removed_only_then(tmp_path):
+def test_checkpoints_are_uploaded_with_a_marker_and_removed_only_afterwards(tmp_path):
     run = trainer(save_total_limit=1, max_steps=4)
     run.mirror = f"file://{tmp_path}/store/run"
     run.train()

@@ -35,7 +35,7 @@ def test_every_rank_learns_when_the_checkpoint_is_durable(ran):
         assert note["saved"] == [[step, True] for step in (2, 4, 6, 8)]
 
 
-def test_checkpoint_stays_until_every_rank_has_heard_of_it(ran):
+def test_checkpoint_is_not_rotated_until_every_rank_knows_that_it_is_durable(ran):
     for note in notes(ran, "hears_late"):
         assert note["saved"] == [[step, True] for step in (2, 4, 6, 8)]
         assert note["left"] == ["checkpoint-8"]

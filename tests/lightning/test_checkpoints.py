@@ -133,7 +133,7 @@ def test_at_most_max_in_flight_saves_wait_for_the_disk(lit, tmp_path, disk):
     assert len(files(tmp_path / "c")) == 8
 
 
-def test_versions_count_files_in_flight(lit, tmp_path, disk):
+def test_version_numbers_count_checkpoints_in_flight(lit, tmp_path, disk):
     stock, ours = fit_both(
         lit,
         tmp_path,

@@ -20,7 +20,7 @@ def shown_output(name):
     return block[1], [re.sub(r"\d+\\\.\d{3}\\ s", r"\\d+\\.\\d{3}\\ s", line) for line in lines]
 
 
-def test_every_example_is_known():
+def test_every_example_has_a_test():
     assert [each.name for each in EXAMPLES] == [
         "accelerate_state.py",
         "huggingface_trainer.py",

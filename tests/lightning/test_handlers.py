@@ -155,7 +155,7 @@ def test_hpc_checkpoint_is_durable_on_return_from_any_caller(lit, tmp_path):
     assert seen == [True]
 
 
-def test_decorator_shared_with_a_handler_does_not_count_as_one(lit, tmp_path, sigusr2):
+def test_decorator_shared_with_a_signal_handler_does_not_count_as_a_handler(lit, tmp_path, sigusr2):
     seen = []
 
     def logged(function):

@@ -21,7 +21,7 @@ def objects(tmp_path):
     return sorted(os.listdir(tmp_path / "store/run"))
 
 
-def test_checkpoints_are_uploaded_and_removed_only_then(pkg, tmp_path):
+def test_checkpoints_are_removed_only_after_their_upload(pkg, tmp_path):
     plugin = pkg.AsyncCheckpointIO(mirror=f"file://{tmp_path}/store/run")
     keep_two = pkg.ModelCheckpoint(
         dirpath=tmp_path / "ckpt",
@@ -40,7 +40,7 @@ def test_checkpoints_are_uploaded_and_removed_only_then(pkg, tmp_path):
         ).read_bytes()
 
 
-def test_checkpoint_of_another_writer_is_uploaded_and_removed_only_then(lit, tmp_path, monkeypatch):
+def test_checkpoint_of_another_writer_is_removed_only_after_its_upload(lit, tmp_path, monkeypatch):
     def send(*args, send=sending.send):
         assert goes_on.wait(60)
         return send(*args)

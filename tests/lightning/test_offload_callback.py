@@ -158,7 +158,7 @@ def test_an_unknown_strategy_disables_the_callback(offload, caplog):
     assert callback.state_dict()["checkpoint_count"] == 0
 
 
-def test_other_ranks_do_nothing(offload):
+def test_callback_does_nothing_on_other_ranks(offload):
     callback, tensor = offload(), torch.ones(3)
     assert save(callback, {"state_dict": {"x": tensor}}, rank=1)["state_dict"]["x"] is tensor
     assert callback.state_dict()["checkpoint_count"] == 0
@@ -237,7 +237,7 @@ def test_the_modules_own_tensors_are_untouched(offload):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.complex64]
 )
-def test_every_dtype_comes_out_byte_for_byte(offload, dtype):
+def test_callback_copies_every_dtype_byte_for_byte(offload, dtype):
     tensor = torch.randint(0, 100, (5, 7)).to(dtype)
     new = save(offload(), {"state_dict": {"x": tensor}})["state_dict"]["x"]
     assert (new.dtype, new.shape, new.stride()) == (dtype, tensor.shape, tensor.stride())

@@ -205,7 +205,7 @@ def test_checkpoint_of_weights_alone_is_complete(pkg, offload, tmp_path):
     assert callback.state_dict()["checkpoint_count"] == 0
 
 
-def test_training_itself_is_not_changed(pkg, offload, tmp_path):
+def test_callback_does_not_change_the_training(pkg, offload, tmp_path):
     losses = []
     for callbacks in ([], [offload()]):
         model = pkg.Model()

@@ -55,7 +55,7 @@ def test_skipping_saves_is_refused_with_the_reason(pkg):
         pkg.AsyncCheckpointIO(when_busy="skip")
 
 
-def test_an_engine_that_skips_is_refused_too(lit, tmp_path, monkeypatch):
+def test_engine_that_skips_saves_is_refused_with_the_same_reason(lit, tmp_path, monkeypatch):
     import stillframe._lightning.writers
 
     with stillframe.Engine(when_busy="skip") as engine:

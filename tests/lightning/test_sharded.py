@@ -108,7 +108,7 @@ def test_a_full_disk_of_one_rank_is_raised_by_all_at_the_end_once(notes):
         assert note["files"] == {"step=4.ckpt": WHOLE}
 
 
-def test_with_warnings_training_goes_on_and_nothing_is_removed(notes):
+def test_with_on_error_warn_training_goes_on_and_the_old_checkpoint_stays(notes):
     for note in notes("warns"):
         assert note["raised"] == "NoneType", note["text"]
         assert note["warned"] == 2

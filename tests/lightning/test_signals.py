@@ -109,7 +109,7 @@ def test_signal_handler_may_save_before_any_line(lit, tmp_path, sigusr2, kind):
 
 
 @pytest.mark.parametrize("name", ["a.ckpt", "fail.ckpt"])
-def test_signal_handler_may_wait_for_the_thread_that_ends_a_save_before_any_line_of_its_handle(
+def test_signal_handler_may_wait_at_any_line_of_a_handle_for_the_thread_that_ends_its_save(
     lit, tmp_path, sigusr2, name
 ):
     """The interrupted call must not hold anything that the other thread needs."""

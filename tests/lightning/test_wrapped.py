@@ -225,7 +225,7 @@ def test_save_that_cannot_be_submitted_is_not_under_way(lit, tmp_path, monkeypat
     plugin.teardown()
 
 
-def test_saves_removes_and_loads_are_in_order(lit, tmp_path):
+def test_wrapped_saves_removes_and_loads_take_effect_in_order(lit, tmp_path):
     gate = Gate(opened=False)
     io = other(lit, gate)
     plugin = lit.AsyncCheckpointIO(checkpoint_io=io)
@@ -305,7 +305,7 @@ def test_at_most_max_in_flight_wrapped_saves_wait(lit, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt", "d.ckpt"]
 
 
-def test_a_third_save_waits_for_the_first(lit, tmp_path):
+def test_third_wrapped_save_waits_for_the_first(lit, tmp_path):
     gate = Gate(opened=False)
     plugin = lit.AsyncCheckpointIO(other(lit, gate), pool_bytes=64 << 20)
     for name in "ab":

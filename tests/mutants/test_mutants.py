@@ -109,7 +109,7 @@ def test_a_mistake_that_makes_a_test_hang_is_killed(tree, capsys, monkeypatch):
         "\n".join(entry(C_FILE, "n / 2", f"n / {n}", C_TEST) for n in range(3, 154)),
     ],
 )
-def test_a_wrong_list_is_refused(tree, text):
+def test_list_with_an_invalid_entry_is_refused(tree, text):
     (tree / "entries/all.toml").write_text(text)
     with pytest.raises(mistakes.ListError):
         mistakes.load(tree / "entries")

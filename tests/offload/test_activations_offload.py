@@ -59,7 +59,7 @@ class First(nn.Module):
 
 @pytest.mark.parametrize("keep_last", [0, 3, 1000])
 @pytest.mark.parametrize("name", MODELS)
-def test_training_equals_that_of_the_plain_model(either, name, keep_last):
+def test_training_with_offloaded_activations_equals_the_plain_one(either, name, keep_last):
     make, how = MODELS[name]
     model = make()
     context = away(keep_last=keep_last)
@@ -115,7 +115,7 @@ def test_activations_and_layers_can_be_offloaded_together(either):
         assert agree(plain, train(model, around=away, parts=2, **TEXT))
 
 
-def test_parameters_stay_and_each_storage_leaves_once(either):
+def test_parameters_stay_on_the_device_and_each_storage_leaves_once(either):
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     frozen = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
     x = torch.randn(8, 3 * WIDTH, requires_grad=True).tanh().detach().requires_grad_()
@@ -146,7 +146,7 @@ def test_small_view_does_not_offload_its_large_storage(either):
     loss.backward()
 
 
-def test_predicate_and_min_bytes_decide_what_leaves(either):
+def test_predicate_and_min_bytes_decide_which_tensors_leave(either):
     x = torch.randn(4, WIDTH, requires_grad=True) * 1
     with away(min_bytes=x.nbytes + 1) as context:
         (x**2).sum()
@@ -175,7 +175,7 @@ def test_backward_prefetches_earlier_activations(either):
 
 
 @pytest.mark.parametrize("keep_last", [0, 1, 3])
-def test_keep_last_activations_stay(either, keep_last):
+def test_keep_last_activations_stay_on_the_device(either, keep_last):
     y = torch.rand(64, requires_grad=True)
     with away(keep_last=keep_last) as context:
         for _ in range(5):

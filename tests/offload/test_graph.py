@@ -120,7 +120,7 @@ def test_engine_put_back_by_other_code_reports_no_ends(monkeypatch):
     assert x.grad is not None
 
 
-def test_engine_takes_its_arguments_by_name(either):
+def test_autograds_engine_takes_arguments_by_name_while_layers_are_offloaded(either):
     model = mlp(depth=2)
     with offload_layers(model, device="cpu"):
         loss = squares(model, numbers(0))

@@ -86,7 +86,7 @@ def test_backward_in_a_new_order_is_still_correct(either):
         assert handle.stats()["bytes_lingering"] == 0
 
 
-def test_rerun_layer_is_on_the_device_once(fake):
+def test_layer_rerun_by_a_checkpoint_is_on_the_device_once(fake):
     """That includes checkpoints that stop as soon as backward has what it needs."""
     model = mlp(nn.BatchNorm1d(WIDTH), depth=DEPTH)
     other = copy.deepcopy(model)

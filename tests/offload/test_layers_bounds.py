@@ -127,7 +127,7 @@ def test_gradients_in_flight_never_exceed_the_slots(either, monkeypatch):
         assert seen == [1, 2, 3, 3, 3, 3]
 
 
-def test_all_reads_are_complete_when_a_pass_ends(either, monkeypatch):
+def test_all_reads_of_weights_are_complete_when_a_pass_ends(either, monkeypatch):
     """The caller may write to the weights afterwards, and only a wait of the host prevents a
     race."""
     model = mlp()

@@ -114,7 +114,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_equals_that_of_the_plain_model(either, name):
+def test_training_with_offloaded_layers_equals_the_plain_one(either, name):
     keep = int(either == "fake")
     make, layers, how = MODELS[name]
     torch.manual_seed(1)

@@ -86,7 +86,7 @@ def test_released_group_keeps_its_bytes_while_referenced(either, engine):
             offloader.release(ticket)
 
 
-def test_host_never_waits(fake, engine):
+def test_host_never_waits_for_the_device(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         sources = group(1)
         fake.hold(True)
@@ -108,7 +108,7 @@ def test_sources_are_kept_alive_until_their_copies_complete(fake, engine):
         assert same(offloader.onload(pooled), group(2))
 
 
-def test_copies_and_waits_are_timed(fake, engine):
+def test_stats_have_the_times_of_copies_and_waits(fake, engine):
     events = fake.live("events")  # lanes of earlier engines keep some events
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))

@@ -130,7 +130,7 @@ def test_unused_prefetches_are_dropped_at_close(fake, engine):
         assert fake.calls("cuStreamWaitEvent") == before + 1
 
 
-def test_latest_prefetch_gives_way_first(either, engine):
+def test_latest_prefetch_is_the_first_to_give_up_its_slot(either, engine):
     with Offloader("cpu", slots=2, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(3)]
         assert offloader.prefetch(tickets[0]) and offloader.prefetch(tickets[1])
@@ -139,7 +139,7 @@ def test_latest_prefetch_gives_way_first(either, engine):
         assert offloader.stats()["groups_prefetched"] == 1
 
 
-def test_giving_up_a_dropped_or_used_prefetch_does_nothing(either, engine):
+def test_dropped_or_used_prefetch_gives_up_no_slot(either, engine):
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(2)]
         assert offloader.prefetch(tickets[0])
@@ -160,7 +160,7 @@ def test_storage_replaced_after_its_prefetch_is_onloaded_again(either, engine):
         assert bool((offloader.onload(given)[0] == 1).all())
 
 
-def test_prefetched_groups_give_way_on_a_full_device(either, engine, monkeypatch):
+def test_prefetched_groups_are_dropped_if_the_device_is_full(either, engine, monkeypatch):
     from stillframe._offload import slot
 
     real = slot._room

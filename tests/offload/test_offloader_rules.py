@@ -221,7 +221,7 @@ def test_offload_waits_for_memory_that_will_return_and_counts_it(fake):
         assert same(kept.tensors(), group(1, LARGE))
 
 
-def test_prefetch_gives_way_to_an_onload(either, engine):
+def test_prefetched_group_gives_its_slot_to_an_onload(either, engine):
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         one, two = offloader.offload(group(1)), offloader.offload(group(2))
         assert offloader.prefetch(one)

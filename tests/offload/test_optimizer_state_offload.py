@@ -57,7 +57,7 @@ def test_step_equals_that_of_a_resident_state(either, name):
     assert same(steps(model, opt), steps(other, away))
 
 
-def test_existing_state_is_taken_over(either):
+def test_existing_optimizer_state_is_taken_over(either):
     model = network()
     opt = KINDS["AdamW"](groups(model))
     steps(model, opt)
@@ -195,7 +195,7 @@ def test_two_groups_at_most_are_on_the_device(either):
     assert all(each["slots_in_use"] <= 2 and each["bytes_lingering"] == 0 for each in seen)
 
 
-def test_small_state_stays_where_it_is(either):
+def test_small_state_is_not_offloaded(either):
     model = network(2)
     opt = KINDS["Adam"](groups(model))
     with offload_optimizer_state(opt):

@@ -53,7 +53,7 @@ def marks_of(*tensors: torch.Tensor) -> Marks:
 # ---- what is still there ----------------------------------------------------------------------
 
 
-def test_exchanged_memory_is_not_read():
+def test_observer_does_not_read_memory_that_was_exchanged():
     p = param(LARGE)
     observer = enrolled(groups_of(p))
     p.share_memory_()  # the same StorageImpl, of the same length
@@ -61,7 +61,7 @@ def test_exchanged_memory_is_not_read():
     assert observer.counts() == (0, 0, 1)
 
 
-def test_shrunk_memory_is_not_read(present):
+def test_observer_does_not_read_memory_that_has_shrunk(present):
     elsewhere = torch.zeros(NUMEL)
     present("data_ptr", lambda storage: elsewhere.data_ptr())
     p = param()
@@ -71,7 +71,7 @@ def test_shrunk_memory_is_not_read(present):
     assert observer.counts() == (0, 0, 1)
 
 
-def test_memory_that_torch_refuses_is_not_read(present):
+def test_observer_does_not_read_memory_whose_address_torch_refuses(present):
     p = param()
     groups = groups_of(p)
     observer = enrolled(groups)
@@ -105,7 +105,7 @@ def test_storage_captured_between_two_probes_stays_captured():
     assert observer.counts() == (0, 0, 1)
 
 
-def test_successor_of_a_vanished_storage_is_enrolled():
+def test_storage_in_place_of_a_vanished_one_is_observed():
     p = param()
     groups = groups_of(p)
     observer = enrolled(groups)

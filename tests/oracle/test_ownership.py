@@ -455,7 +455,7 @@ def test_a_registered_class_is_deferred_and_its_subclass_with_another_step_is_no
     ]
 
 
-def test_nested_steps_count_no_cycles():
+def test_step_inside_another_step_does_not_count_as_a_clean_cycle():
     class Twice(SGD):
         def step(self, closure: Any = None) -> Any:
             super().step()
@@ -676,7 +676,7 @@ def test_dead_optimizer_whose_step_raised_is_forgotten():
     assert not ownership._active
 
 
-def test_distrusted_optimizer_stays_captured():
+def test_state_of_an_optimizer_that_tore_a_copy_stays_captured():
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -941,7 +941,7 @@ def test_unknown_optimizers_are_not_searched_for_deferrable_storages():
     assert owner.captured(marks) is None
 
 
-def test_index_beyond_the_rows_is_refused():
+def test_row_index_out_of_range_or_table_of_a_wrong_type_is_refused():
     tensor = torch.zeros(1 << 16)
     numbers = _core.Numbers([tensor.untyped_storage()._cdata])
     with pytest.raises(IndexError, match="beyond the rows"):

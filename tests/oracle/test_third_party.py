@@ -32,7 +32,7 @@ ENTRIES = [
 ]
 
 
-def test_the_list_is_well_formed():
+def test_list_of_known_optimizers_is_well_formed():
     assert len(set(ENTRIES)) == len(ENTRIES) > 100
     for top, module, name in ENTRIES:
         assert module.partition(".")[0] == top

@@ -93,7 +93,7 @@ def test_class_that_cannot_be_observed_is_logged_once(caplog):
 
 
 @pytest.mark.parametrize("name", ["stepped", "enrol", "compare"])
-def test_observer_without_memory_costs_only_overlap(name, monkeypatch):
+def test_observer_that_runs_out_of_memory_makes_its_state_captured(name, monkeypatch):
     class Poor:
         def __init__(self, observer: Any) -> None:
             self.observer = observer
@@ -115,7 +115,7 @@ def test_observer_without_memory_costs_only_overlap(name, monkeypatch):
     assert not ownership.active()
 
 
-def test_failure_to_make_an_owner_keeps_the_gate(monkeypatch):
+def test_step_waits_for_saves_even_if_its_optimizer_cannot_be_observed(monkeypatch):
     def none(*_: Any) -> Any:
         raise MemoryError
 
@@ -129,7 +129,7 @@ def test_failure_to_make_an_owner_keeps_the_gate(monkeypatch):
     assert ownership.find(opt) is None and not ownership.active()
 
 
-def test_failure_of_an_owner_does_not_fail_the_save():
+def test_failure_in_an_observer_does_not_fail_the_save():
     p, q = param(), param()
     failing, opt = SGD([p], lr=0.1), SGD([q], lr=0.1)
     run_steps(failing, 4)

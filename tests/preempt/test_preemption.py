@@ -62,7 +62,7 @@ def test_registered_state_is_durable_when_should_stop_is_true(ended):
     assert "True" in ended("registered").output
 
 
-def test_latest_finds_what_was_saved(directory, ended):
+def test_latest_finds_the_checkpoint_of_a_preempted_process(directory, ended):
     assert ended("registered").status == 143
     assert stillframe.latest(directory / "registered") == directory / "registered/last.pt"
 
@@ -115,7 +115,7 @@ def test_second_signal_ends_the_process_at_once(directory, ended):
     assert steps_in(directory / "second_signal/last.pt") == 1
 
 
-def test_signal_that_a_launcher_repeats_is_no_second_one(directory, ended):
+def test_signal_that_a_launcher_repeats_does_not_count_as_a_second_one(directory, ended):
     end = ended("signal_that_is_passed_on")
     assert (end.status, end.output) == (143, "")
     assert steps_in(directory / "signal_that_is_passed_on/last.pt") > 1
@@ -222,7 +222,7 @@ def test_nested_blocks_restore_the_handlers_in_order():
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_only_the_main_thread_may_enter():
+def test_only_the_main_thread_may_enter_the_block():
     errors = []
 
     def enter():
@@ -289,7 +289,7 @@ def test_failed_save_is_logged_and_the_process_ends_as_planned(tmp_path, caplog)
 # ---- what is made in time ----
 
 
-def test_newest_save_comes_first_and_then_what_fits():
+def test_newest_save_gets_the_time_first_and_older_ones_what_is_left():
     assert in_time.chosen([2, 2, 2], 10) == [True, True, True]
     assert in_time.chosen([2, 2, 2], 5) == [True, True, False]
     assert in_time.chosen([9, 2, 2], 5) == [False, True, True]
@@ -308,7 +308,7 @@ def measured():
     report.measured.extend(before)
 
 
-def test_estimate_is_that_of_saves_of_a_similar_size(measured):
+def test_duration_is_estimated_from_saves_of_a_similar_size(measured):
     assert in_time.estimate_s(1000) is None
     measured.append((10, 1.0))
     assert in_time.estimate_s(1000) is None
@@ -334,7 +334,7 @@ def test_older_saves_are_given_up_for_the_newest_state(measured, tmp_path, caplo
     assert "0.pt is given up, and the old file stays: " in caplog.text
 
 
-def test_new_save_that_cannot_fit_leaves_the_others_alone(measured, tmp_path, caplog):
+def test_new_save_that_would_take_too_long_gives_up_no_older_save(measured, tmp_path, caplog):
     small, large = {"w": torch.zeros(50_000)}, {"w": torch.zeros(150_000)}
     with slow("fdatasync", 1):
         older = stillframe.async_save(small, tmp_path / "old.pt")

@@ -58,7 +58,7 @@ def big(path):
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_whole_object_of_every_writer_is_ok(write, bucket, tmp_path, capsys):
+def test_verify_accepts_whole_objects_of_every_writer(write, bucket, tmp_path, capsys):
     url = bucket.made_by(write, small_state(), tmp_path)
     status, (found,) = verified(capsys, url)
     assert (status, found["ok"], found["path"]) == (0, True, url)
@@ -85,7 +85,7 @@ def test_verify_reads_each_byte_once(memory, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "record"])
-def test_damage_is_status_1_and_said_as_of_files(damage, bucket, tmp_path, capsys):
+def test_verify_of_a_damaged_object_says_what_it_says_of_a_file(damage, bucket, tmp_path, capsys):
     path = tmp_path / "x.pt"
     by_path(small_state(), path)
     if damage == "flipped":
@@ -100,7 +100,7 @@ def test_damage_is_status_1_and_said_as_of_files(damage, bucket, tmp_path, capsy
     assert {**of_file[1][0], "path": url} == of_url[1][0]
 
 
-def test_other_files_and_missing_ones_are_status_2(bucket, capsys):
+def test_verify_of_foreign_or_missing_objects_ends_with_status_2(bucket, capsys):
     text = bucket.put("x.txt", b"some words")
     status, (found,) = verified(capsys, text)
     assert (status, found["ok"]) == (2, False)
@@ -109,7 +109,7 @@ def test_other_files_and_missing_ones_are_status_2(bucket, capsys):
     assert (status, found["error"]) == (2, "there is no such file")
 
 
-def test_directory_is_searched(bucket, tmp_path, capsys):
+def test_verify_searches_a_directory_of_objects(bucket, tmp_path, capsys):
     fix_kinds.torch_file(tmp_path / "a.pt")
     for name in ("run/a.pt", "run/b/c.pt", "run/.hidden.pt", "runner/d.pt"):
         bucket.upload(tmp_path / "a.pt", name)
@@ -125,14 +125,14 @@ def test_directory_is_searched(bucket, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoint_directory_of_every_kind_is_whole(kind, memory, tmp_path, capsys):
+def test_verify_accepts_checkpoint_directories_of_every_kind(kind, memory, tmp_path, capsys):
     write, name, _ = KINDS[kind]
     write(tmp_path / name)
     status, found = verified(capsys, memory.upload(tmp_path / name, f"run/{name}"))
     assert status == 0, found
 
 
-def test_store_that_is_down_is_no_damage(server, tmp_path, capsys):
+def test_verify_does_not_report_a_store_that_is_down_as_damage(server, tmp_path, capsys):
     fix_kinds.sharded(tmp_path / "dcp")
     for file in (tmp_path / "dcp").iterdir():
         server.put(f"dcp/{file.name}", file.read_bytes())
@@ -145,7 +145,7 @@ def test_store_that_is_down_is_no_damage(server, tmp_path, capsys):
         assert "reading bytes 0 to" in found["error"] and "500" in found["error"]
 
 
-def test_client_that_is_missing_and_bad_urls_are_status_2(capsys):
+def test_missing_client_and_bad_urls_end_with_status_2(capsys):
     for url in ("nowhere://x/y.pt", "s3:///x.pt"):
         status, out, _ = run(capsys, "verify", url)
         assert status == 2 and out.startswith(url)
@@ -155,14 +155,14 @@ def test_client_that_is_missing_and_bad_urls_are_status_2(capsys):
 
 
 @pytest.mark.parametrize("write", [*WRITERS, legacy])
-def test_inspect_shows_what_it_shows_of_the_file(write, bucket, tmp_path, capsys):
+def test_inspect_of_a_url_shows_what_it_shows_of_the_file(write, bucket, tmp_path, capsys):
     url = bucket.made_by(write, small_state(), tmp_path)
     of_file = json.loads(run(capsys, "inspect", "--json", tmp_path / "made.pt")[1])
     status, out, _ = run(capsys, "inspect", "--json", url)
     assert (status, json.loads(out)) == (0, {**of_file, "path": url})
 
 
-def test_inspect_asks_for_the_directory_and_the_pickle_alone(server, tmp_path, capsys):
+def test_inspect_fetches_only_the_archives_directory_and_the_pickle(server, tmp_path, capsys):
     path = big(tmp_path / "x.pt")
     server.put("x.pt", path.read_bytes())
     status, out, _ = run(capsys, "inspect", server.url("x.pt"))
@@ -188,7 +188,7 @@ def test_inspect_shows_safetensors_and_an_index(bucket, tmp_path, capsys):
     assert [each["path"] for each in shown["tensors"]] == [*state]
 
 
-def test_inspect_of_a_missing_object_a_directory_and_a_store_that_is_down(server, tmp_path, capsys):
+def test_inspect_says_why_it_cannot_show_an_object_or_directory(server, tmp_path, capsys):
     status, out, _ = run(capsys, "inspect", server.url("none.pt"))
     assert (status, out) == (2, f"{server.url('none.pt')}: no such object\n")
     server.put("run/x.pt", b"PK\3\4")
@@ -203,7 +203,7 @@ def test_inspect_of_a_missing_object_a_directory_and_a_store_that_is_down(server
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_newest_of_a_series_of_every_kind_is_found(kind, memory, tmp_path):
+def test_latest_finds_the_newest_checkpoint_of_every_kind(kind, memory, tmp_path):
     write, *names = KINDS[kind]
     for name in names:
         write(tmp_path / name)
@@ -212,7 +212,7 @@ def test_newest_of_a_series_of_every_kind_is_found(kind, memory, tmp_path):
     assert stillframe.latest(memory.url("run/"), check="bytes") == memory.url(f"run/{names[1]}")
 
 
-def test_damaged_and_unfinished_ones_are_passed_over(bucket, tmp_path, caplog):
+def test_latest_passes_over_damaged_and_unfinished_checkpoints(bucket, tmp_path, caplog):
     for step in (1, 2, 3):
         fix_kinds.trainer(tmp_path / f"checkpoint-{step}", step)
     (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
@@ -248,7 +248,9 @@ def two_of_several(bucket):
         (".stillframe.json", b'{"files": [1]}', ".stillframe.json is truncated or damaged"),
     ],
 )
-def test_objects_must_be_what_their_marker_says(name, data, reason, two_of_several, caplog, capsys):
+def test_latest_passes_over_objects_that_differ_from_their_marker(
+    name, data, reason, two_of_several, caplog, capsys
+):
     run_dir = two_of_several.url("run")
     assert stillframe.latest(run_dir) == f"{run_dir}/step5"
     if data is None:
@@ -262,7 +264,7 @@ def test_objects_must_be_what_their_marker_says(name, data, reason, two_of_sever
     assert status != 0 and reason in out + err
 
 
-def test_objects_without_their_marker_are_no_checkpoint(two_of_several, caplog):
+def test_latest_finds_no_checkpoint_in_objects_without_a_marker(two_of_several, caplog):
     run_dir = two_of_several.url("run")
     two_of_several.delete("run/step5/.stillframe.json")
     with caplog.at_level(logging.WARNING, "stillframe"):
@@ -294,14 +296,14 @@ def test_latest_lists_once_and_opens_the_newest_alone(server, tmp_path, capsys):
     ]
 
 
-def test_nothing_there_is_none(bucket, capsys):
+def test_latest_of_an_empty_url_is_none(bucket, capsys):
     assert stillframe.latest(bucket.url("run")) is None
     status, out, err = run(capsys, "latest", bucket.url("run"))
     assert (status, out) == (2, "") and "no whole checkpoint is in it" in err
 
 
 @pytest.mark.parametrize("match", [r"GET /bkt\?", "step%3D3", "trainer_state"])
-def test_store_that_is_down_is_an_error_and_gives_no_older_checkpoint(match, server, tmp_path):
+def test_latest_raises_if_the_store_is_down_and_gives_no_older_checkpoint(match, server, tmp_path):
     fix_kinds.torch_file(tmp_path / "x.pt")
     fix_kinds.trainer(tmp_path / "checkpoint-5", 5)
     for step in (1, 2, 3):
@@ -313,7 +315,7 @@ def test_store_that_is_down_is_an_error_and_gives_no_older_checkpoint(match, ser
         stillframe.latest(server.url("trainer" if match == "trainer_state" else "run"))
 
 
-def test_checkpoint_that_is_replaced_meanwhile_is_looked_at_again(server, tmp_path, monkeypatch):
+def test_checkpoint_replaced_while_latest_checks_it_is_checked_again(server, tmp_path, monkeypatch):
     fix_kinds.torch_file(tmp_path / "x.pt")
     big(tmp_path / "y.pt")
     data = (tmp_path / "y.pt").read_bytes()
@@ -329,7 +331,7 @@ def test_checkpoint_that_is_replaced_meanwhile_is_looked_at_again(server, tmp_pa
     assert stillframe.latest(server.url("run")) == server.url("run/last.ckpt")
 
 
-def test_options_reach_the_store(server, tmp_path, monkeypatch):
+def test_storage_options_of_latest_reach_the_store(server, tmp_path, monkeypatch):
     fix_kinds.torch_file(tmp_path / "x.pt")
     server.put("run/x1.pt", (tmp_path / "x.pt").read_bytes())
     monkeypatch.delenv("AWS_ENDPOINT_URL")

@@ -86,7 +86,7 @@ def test_failed_replacement_leaves_the_old_checkpoint(server):
     assert "c/.stillframe.json" in server.objects()
 
 
-def test_block_that_raises_leaves_nothing(server):
+def test_checkpoint_block_that_raises_leaves_no_object(server):
     with pytest.raises(KeyError), stillframe.checkpoint(server.url("c")) as files:
         files.save(BIG, "a.pt")
         directory = files.path
@@ -96,7 +96,7 @@ def test_block_that_raises_leaves_nothing(server):
     assert "c/.stillframe.json" not in server.objects()
 
 
-def test_pool_smaller_than_the_checkpoint_is_enough(memory_files):
+def test_checkpoint_may_be_larger_than_the_pool(memory_files):
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 18) as engine:
         for n in (1, 2):
             with stillframe.checkpoint("memory://run/c", engine=engine) as files:
@@ -106,7 +106,7 @@ def test_pool_smaller_than_the_checkpoint_is_enough(memory_files):
     assert loaded(memory_files.cat("run/c/c.pt"))["n"] == 2
 
 
-def test_names_below_a_checkpoint_under_way_are_known(memory_files, tmp_path):
+def test_exists_knows_the_names_below_a_checkpoint_under_way(memory_files, tmp_path):
     with held("fdatasync"):
         first = stillframe.async_save({}, tmp_path / "a.pt")
         handle = write("memory://run/c", 1, "a.pt")

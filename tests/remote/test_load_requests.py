@@ -103,7 +103,9 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("into", [False, True])
-def test_each_range_is_fetched_once_and_memory_stays_a_window(into, bucket, tmp_path, watched):
+def test_each_range_is_fetched_once_and_memory_stays_within_a_window(
+    into, bucket, tmp_path, watched
+):
     url = bucket.made_by(by_path, numbers(), tmp_path)
     target = {name: torch.zeros_like(tensor) for name, tensor in numbers().items()}
     assert equal(stillframe.load(url, into=target if into else None), numbers())
@@ -116,7 +118,7 @@ def test_each_range_is_fetched_once_and_memory_stays_a_window(into, bucket, tmp_
 
 
 @pytest.mark.parametrize("into", [False, True])
-def test_files_of_an_index_take_one_window_together(into, memory, tmp_path, watched, monkeypatch):
+def test_files_of_an_index_share_one_window_of_memory(into, memory, tmp_path, watched, monkeypatch):
     monkeypatch.setattr(remote_file, "PEEK_BYTES", 4 << 10)
     names, state = {}, {}
     for i in range(12):
@@ -133,7 +135,7 @@ def test_files_of_an_index_take_one_window_together(into, memory, tmp_path, watc
     assert CHUNK in watched.sizes and 4 << 10 in watched.sizes  # the headers
 
 
-def test_several_ranges_are_on_their_way_at_a_time(memory, tmp_path, watched):
+def test_load_fetches_several_ranges_at_the_same_time(memory, tmp_path, watched):
     url = memory.made_by(by_path, numbers(), tmp_path)
     watched.stop = range(20 * CHUNK, 40 * CHUNK)
     loads = threading.Thread(target=lambda: stillframe.load(url))
@@ -179,7 +181,7 @@ def test_bytes_after_the_last_record_are_not_fetched_ahead(memory, tmp_path, wat
 # ---- threads, signals, forks -----------------------------------------------------------------
 
 
-def test_no_thread_or_file_is_left(bucket, tmp_path):
+def test_load_leaves_no_thread_and_no_open_file(bucket, tmp_path):
     url = bucket.made_by(by_path, numbers(), tmp_path)
     stillframe.load(url)
     assert not fetchers() and not held_bytes()
@@ -237,7 +239,7 @@ def bytes_are_gone():
         return 2
 
 
-def test_forked_child_loads(memory, tmp_path):
+def test_forked_child_can_load_from_fsspecs_memory(memory, tmp_path):
     url = memory.made_by(by_path, small_state(), tmp_path)
     stillframe.load(url)
     pid = os.fork()
@@ -285,7 +287,7 @@ def submit_save(memory, path, key):
 
 
 @pytest.mark.parametrize("call", ["load", "latest"])
-def test_saves_of_the_url_that_were_submitted_before_are_waited_for(call, memory, tmp_path):
+def test_load_waits_for_saves_of_its_url_submitted_before_it(call, memory, tmp_path):
     by_path(small_state(), tmp_path / "x.pt")
     submit_save(memory, tmp_path / "x.pt", "run/x.pt")
     url = memory.url("run/x.pt") if call == "load" else stillframe.latest(memory.url("run"))

@@ -53,7 +53,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_file_of_every_writer_loads(write, bucket, tmp_path):
+def test_object_of_every_writer_loads(write, bucket, tmp_path):
     url = bucket.made_by(write, small_state(), tmp_path)
     assert same(stillframe.load(url), small_state())
     assert same(stillframe.load(url, "cpu", verify=False, shared=True), small_state())
@@ -72,7 +72,7 @@ def test_map_location_may_be_a_function(bucket, tmp_path):
     assert set(asked) == {"cpu"}
 
 
-def test_pickle_that_runs_code_needs_the_switch(bucket, tmp_path):
+def test_pickle_that_runs_code_needs_weights_only_false(bucket, tmp_path):
     url = bucket.made_by(by_path, {"x": tmp_path}, tmp_path)
     with pytest.raises(Exception, match="weights_only"):
         stillframe.load(url)
@@ -89,7 +89,7 @@ def test_mapped_tensors_outlive_the_load(verify, bucket, tmp_path):
     assert loaded["tied"][0, 0] == 7
 
 
-def test_module_and_optimizer_are_filled(bucket, tmp_path):
+def test_load_of_a_url_fills_module_and_optimizer(bucket, tmp_path):
     def training(seed):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20))
@@ -188,12 +188,12 @@ def test_truncated_object_is_damaged(write, bucket, tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"not a checkpoint"])
-def test_object_of_something_else_is_refused(data, bucket):
+def test_object_that_is_no_checkpoint_is_refused(data, bucket):
     with pytest.raises(CorruptCheckpointError, match=bucket.url("x.pt")):
         stillframe.load(bucket.put("x.pt", data))
 
 
-def test_missing_object_is_a_missing_file(bucket):
+def test_missing_object_raises_file_not_found_error(bucket):
     with pytest.raises(FileNotFoundError) as error:
         stillframe.load(bucket.url("run/none.pt"))
     assert error.value.filename == bucket.url("run/none.pt")
@@ -279,7 +279,7 @@ def test_credentials_are_in_no_message(server):
     assert "dont/Show" not in repr(error.value) + str(error.value)
 
 
-def test_options_reach_the_store(server, tmp_path, monkeypatch):
+def test_storage_options_of_a_load_reach_the_store(server, tmp_path, monkeypatch):
     by_path(small_state(), tmp_path / "x.pt")
     server.put("x.pt", (tmp_path / "x.pt").read_bytes())
     monkeypatch.delenv("AWS_ENDPOINT_URL")

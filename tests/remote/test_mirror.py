@@ -117,7 +117,7 @@ def test_save_without_success_is_not_uploaded(store, run, end):
 
 
 @pytest.mark.parametrize("when_busy", ["skip", "raise"])
-def test_save_that_is_not_made_leaves_no_entry(store, run, when_busy):
+def test_skipped_or_refused_save_leaves_no_journal_entry(store, run, when_busy):
     with stillframe.Engine(max_in_flight=1, when_busy=when_busy) as engine, held("fdatasync"):
         stillframe.async_save(state(1), run / "a.pt", engine=engine)
         if when_busy == "skip":
@@ -129,7 +129,7 @@ def test_save_that_is_not_made_leaves_no_entry(store, run, when_busy):
         assert entries(run) == []
 
 
-def test_interrupted_call_leaves_no_entry(store, run, monkeypatch):
+def test_interrupted_call_leaves_no_journal_entry(store, run, monkeypatch):
     def add(*args, add=journal.add):
         add(*args)
         raise KeyboardInterrupt
@@ -158,7 +158,7 @@ def test_uploads_keep_the_order_of_the_saves(store, run):
     assert store.puts("begin") == store.puts() == names
 
 
-def test_only_the_newest_of_replaced_files_goes_up(store, run):
+def test_only_the_newest_of_replaced_files_is_uploaded(store, run):
     with store.held():
         stillframe.save(state(0), run / "first.pt", mirror=store.url)
         store.wait_for("begin", "first.pt")
@@ -170,7 +170,7 @@ def test_only_the_newest_of_replaced_files_goes_up(store, run):
     assert store.read("last.pt") == (run / "last.pt").read_bytes()
 
 
-def test_file_replaced_during_its_upload_goes_up_whole_and_then_the_new_one(store, run):
+def test_file_replaced_during_its_upload_is_uploaded_whole_before_the_new_one(store, run):
     large = state(1, 3 * sending._PIECE // 4)  # in three pieces
     versions = []
     with store.held():
@@ -197,7 +197,7 @@ def test_prefix_that_fails_does_not_delay_another(store, run):
 # ---- a store that is down ----
 
 
-def test_store_that_is_down_costs_one_warning_and_a_backlog(store, run, caplog):
+def test_store_that_is_down_gives_one_warning_and_its_uploads_wait(store, run, caplog):
     caplog.set_level(logging.INFO, logger="stillframe")
     with store.down():
         for n in range(3):
@@ -218,7 +218,7 @@ def test_store_that_is_down_costs_one_warning_and_a_backlog(store, run, caplog):
         assert eventually(lambda: len(warnings_in(caplog)) == 2)  # the next time that it is down
 
 
-def test_store_that_cannot_be_opened_costs_no_save(store, run, caplog, monkeypatch):
+def test_save_succeeds_although_its_mirror_cannot_be_opened(store, run, caplog, monkeypatch):
     def connect(self, *args, **options):
         assert threading.current_thread().name == "sf-mirror"
         if (store.control / "down").exists():
@@ -356,7 +356,7 @@ def test_remove_waits_for_a_save_under_way_and_its_upload(store, run):
     assert os.listdir(run) == [] and store.names() == {"a.pt"}
 
 
-def test_remove_that_is_told_not_to_wait_does_not(store, run, caplog):
+def test_remove_with_wait_for_mirror_false_does_not_wait(store, run, caplog):
     with store.held():
         stillframe.save(state(1), run / "first.pt", mirror=store.url)
         store.wait_for("begin", "first.pt")
@@ -384,7 +384,7 @@ def test_remove_of_a_directory_waits_for_uploads_from_it(store, run):
 
 
 @pytest.mark.parametrize("removed", ["dir/a.pt", "dir"])
-def test_remove_that_waits_spares_what_is_saved_after_it(store, run, removed):
+def test_remove_that_waits_leaves_a_later_save_to_its_path(store, run, removed):
     (run / "dir").mkdir()
     with store.held():
         stillframe.save(state(1), run / "dir/a.pt", mirror=store.url)
@@ -396,7 +396,7 @@ def test_remove_that_waits_spares_what_is_saved_after_it(store, run, removed):
     assert stillframe.load(run / "dir/a.pt")["w"][0] == 2
 
 
-def test_remove_of_something_else_does_not_wait(store, run):
+def test_remove_of_a_path_without_an_upload_does_not_wait(store, run):
     with store.held():
         stillframe.save(state(1), run / "a.pt", mirror=store.url)
         stillframe.save(state(1), run / "a.pt.old")
@@ -408,7 +408,7 @@ def test_remove_of_something_else_does_not_wait(store, run):
 # ---- directories ----
 
 
-def test_checkpoint_goes_up_file_by_file_and_its_marker_last(store, run):
+def test_checkpoint_is_uploaded_file_by_file_and_its_marker_last(store, run):
     with stillframe.checkpoint(run / "step-1", mirror=store.url) as files:
         files.save(state(1), "model.pt")
         for name in (".metadata", "zzz.json"):
@@ -479,7 +479,7 @@ def test_replaced_checkpoint_has_no_marker_until_it_is_complete(store, run):
     assert store.read("last/b.pt") == (run / "last/b.pt").read_bytes()
 
 
-def test_directory_that_is_replaced_during_its_upload_goes_up_again(store, run):
+def test_directory_replaced_during_its_upload_is_uploaded_again(store, run):
     def write(value: str) -> None:
         with stillframe.checkpoint(run / "last", mirror=store.url) as files:
             for name in ("a", "b"):
@@ -552,7 +552,7 @@ class Calls:
             monkeypatch.setattr(module, name, call)
 
 
-def test_call_makes_few_system_calls_and_syncs_nothing(store, run, monkeypatch):
+def test_call_with_a_mirror_makes_few_system_calls_and_no_sync(store, run, monkeypatch):
     stillframe.save(state(1), run / "first.pt", mirror=store.url)
     uploaded()
     with held("fdatasync"), monkeypatch.context() as patches:
@@ -564,7 +564,7 @@ def test_call_makes_few_system_calls_and_syncs_nothing(store, run, monkeypatch):
     uploaded()
 
 
-def test_entry_is_on_the_disk_before_the_save_counts_as_durable(store, run, monkeypatch):
+def test_journal_entry_is_on_the_disk_before_the_save_counts_as_durable(store, run, monkeypatch):
     synced = []
 
     def sync(path, sync=paths.sync_file):
@@ -579,7 +579,7 @@ def test_entry_is_on_the_disk_before_the_save_counts_as_durable(store, run, monk
         assert synced[0] == (journal.NAME, True, False)
 
 
-def test_save_that_is_not_durable_syncs_no_entry(store, run, monkeypatch):
+def test_save_with_durable_false_syncs_no_journal_entry(store, run, monkeypatch):
     monkeypatch.setattr(paths, "sync_file", lambda path: pytest.fail("synced"))
     stillframe.save(state(1), run / "a.pt", durable=False, mirror=store.url)
     uploaded()
@@ -605,7 +605,7 @@ def test_credentials_are_not_in_the_journal(store, run, caplog):
         assert "hunter2" not in caplog.text
 
 
-def test_options_of_the_process_serve_what_another_left(store, run, monkeypatch):
+def test_uploads_left_by_another_process_use_this_ones_storage_options(store, run, monkeypatch):
     other = store.url.replace("run/", "other/")
     leave(run, store.url, "a.pt", b"left")
     leave(run, other, "b.pt", b"left")
@@ -642,7 +642,7 @@ def test_torn_entries_and_foreign_files_in_a_journal_are_ignored(store, run):
     assert os.listdir(there) == ["README"] and store.names() == {"b.pt"}
 
 
-def test_entry_of_a_live_save_is_not_taken_for_a_dead_one(store, run):
+def test_journal_entry_of_a_save_under_way_is_not_taken_for_a_dead_ones(store, run):
     """Should it be nevertheless, as on a file system without locks, it is written again."""
     with held("fdatasync"):
         handle = stillframe.async_save(state(1), run / "a.pt", mirror=store.url)
@@ -653,7 +653,7 @@ def test_entry_of_a_live_save_is_not_taken_for_a_dead_one(store, run):
     assert eventually(lambda: store.names() == {"a.pt"})
 
 
-def test_entry_that_is_renamed_while_the_journal_is_read_is_found(run, monkeypatch):
+def test_journal_entry_renamed_while_the_journal_is_read_is_found(run, monkeypatch):
     def read(directory, file):
         if not journal_is_read:
             journal_is_read.append(True)
@@ -666,7 +666,7 @@ def test_entry_that_is_renamed_while_the_journal_is_read_is_found(run, monkeypat
     assert entries(run) == ["due"]
 
 
-def test_lock_of_a_journal_that_another_process_has_removed_counts_for_nothing(run, monkeypatch):
+def test_lock_of_a_journal_that_was_removed_does_not_count(run, monkeypatch):
     def flock(fd):
         os.rename(run / journal.NAME, run / "removed")  # between the open and the lock
         return inner(fd)
@@ -677,7 +677,7 @@ def test_lock_of_a_journal_that_another_process_has_removed_counts_for_nothing(r
     assert journal.lock(str(run)) is None and not journal._locked
 
 
-def test_entry_that_is_being_written_is_not_torn(run):
+def test_journal_entry_that_a_process_is_writing_is_not_removed_as_torn(run):
     (run / journal.NAME).mkdir()
     new = run / journal.NAME / "01234567890123456789-1.new"
     with open(new, "w") as writer:
@@ -688,7 +688,7 @@ def test_entry_that_is_being_written_is_not_torn(run):
     assert os.listdir(run) == []
 
 
-def test_added_entry_and_its_journal_are_on_the_disk(run, monkeypatch):
+def test_added_journal_entry_and_its_directory_are_synced(run, monkeypatch):
     synced = []
     monkeypatch.setattr(paths, "sync_directory", lambda path: synced.append(Path(path)))
     journal.add_due(journal.Entry(str(run), "a.pt", "stub://disk/", "a.pt"), durable=True)
@@ -702,7 +702,7 @@ def test_journal_that_cannot_be_written_does_not_fail_the_save(store, run, caplo
     assert stillframe.load(run / "a.pt")["w"][0] == 1
 
 
-def test_system_without_locks_does(store, run, monkeypatch):
+def test_mirror_works_on_a_file_system_without_locks(store, run, monkeypatch):
     def flock(fd, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -715,7 +715,7 @@ def test_system_without_locks_does(store, run, monkeypatch):
     assert store.puts() == ["a.pt"]
 
 
-def test_wait_that_is_not_true_or_false_is_refused(run):
+def test_mirrors_option_that_is_not_a_bool_is_refused(run):
     with pytest.raises(TypeError):
         stillframe.wait_all(mirrors=None)
     with pytest.raises(TypeError):
@@ -749,7 +749,7 @@ def test_mirror_in_s3_keeps_the_old_object_until_the_new_one_is_whole(
     assert len(server.lines("POST")) >= 4 and server.unfinished_uploads() == []
 
 
-def test_checkpoint_in_a_mirror_is_one_for_latest_and_load(server, run):
+def test_latest_and_load_accept_the_checkpoint_in_a_mirror(server, run):
     with stillframe.checkpoint(run / "step-1", mirror=server.url("run/")) as files:
         files.save(state(1), "model.pt")
     uploaded()

@@ -46,7 +46,7 @@ def go_on(store: StubStore) -> None:
 # ---- the exit ----
 
 
-def test_exit_uploads_what_is_due_and_says_nothing_of_a_short_wait(store, run):
+def test_exit_finishes_uploads_and_prints_nothing_about_a_short_wait(store, run):
     code = """
 import sys, torch, stillframe
 for n in range(3):
@@ -91,7 +91,7 @@ def test_exit_does_not_wait_for_a_store_that_is_down(store, run, tmp_path):
     assert store.puts() == ["a.pt", "b.pt", "next.pt"]
 
 
-def test_ctrl_c_at_exit_speaks_of_uploads_only_if_there_are_some(store, run, capsys):
+def test_ctrl_c_at_exit_mentions_uploads_only_if_some_are_waiting(store, run, capsys):
     at_exit._warn_once()
     assert "still writing; Ctrl-C again" in capsys.readouterr().err
     with store.held():
@@ -100,7 +100,7 @@ def test_ctrl_c_at_exit_speaks_of_uploads_only_if_there_are_some(store, run, cap
     assert "still uploading; Ctrl-C again" in capsys.readouterr().err
 
 
-def test_second_interrupt_gives_up_and_the_next_process_goes_on(store, run, tmp_path):
+def test_uploads_given_up_by_a_second_ctrl_c_are_made_by_the_next_process(store, run, tmp_path):
     def work() -> None:
         store.switch("held", True)
         stillframe.save(state(1, sending._PIECE), "a.pt", mirror=store.url)
@@ -139,7 +139,7 @@ def test_exit_after_a_preemption_does_not_wait_beyond_its_deadline(store, run, t
     assert store.puts() == ["a.pt", "next.pt"]
 
 
-def test_child_of_multiprocessing_uploads_as_it_ends(store, run):
+def test_child_of_multiprocessing_finishes_its_uploads_before_it_ends(store, run):
     def work() -> None:
         torch.set_num_threads(1)
         stillframe.async_save(state(1), "a.pt", mirror=store.url)
@@ -171,7 +171,7 @@ def test_forked_child_uploads_nothing_of_its_parent(store, run, tmp_path):
     assert {line.split(" ")[2] for line in store.lines()} == {str(os.getpid())}
 
 
-def test_forked_child_saves_where_it_cannot_use_the_client_of_its_parent(server, run, tmp_path):
+def test_forked_child_that_cannot_use_the_client_still_saves_to_the_disk(server, run, tmp_path):
     def work() -> None:
         stillframe.save(state(1), "a.pt", mirror=server.url("run/"))
 
@@ -185,7 +185,7 @@ def test_forked_child_saves_where_it_cannot_use_the_client_of_its_parent(server,
     assert server.objects().keys() == {"run/first.pt", "run/a.pt", "run/next.pt"}
 
 
-def test_lock_does_not_outlive_its_process_in_a_forked_child(store, run, tmp_path):
+def test_forked_child_does_not_keep_the_journals_lock_of_its_parent(store, run, tmp_path):
     def work() -> None:
         save(store, "a.pt")
         store.wait_for("begin", "a.pt")
@@ -210,7 +210,7 @@ def test_lock_does_not_outlive_its_process_in_a_forked_child(store, run, tmp_pat
 
 
 @pytest.mark.leaves_temporaries
-def test_next_process_goes_on_after_a_kill_at_any_moment(store, run, tmp_path):
+def test_next_process_makes_the_uploads_that_a_killed_process_left(store, run, tmp_path):
     def work() -> None:
         for n in range(1000):
             stillframe.async_save(state(n), f"step-{n}.pt", mirror=store.url)
@@ -258,7 +258,7 @@ def test_two_processes_share_a_directory_and_upload_each_file_once(store, run, t
     assert sorted(store.names()) == sorted(os.listdir(run))
 
 
-def test_process_goes_on_when_another_one_is_killed(store, run, tmp_path):
+def test_other_process_takes_over_the_uploads_of_a_killed_one(store, run, tmp_path):
     def work() -> None:
         save(store, "a.pt")
         time.sleep(600)

@@ -102,7 +102,7 @@ def test_pool_of_one_block_is_enough(part, bucket, monkeypatch):
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def test_client_gets_the_blocks_themselves_in_whole_parts(monkeypatch):
+def test_client_gets_the_pools_blocks_without_a_copy_in_whole_parts(monkeypatch):
     """A copy of each block would take the memory and the time that the pool is to save."""
     kinds, sizes = [], []
     monkeypatch.setattr(store, "PART_BYTES", 2 * MIB)
@@ -178,7 +178,7 @@ def test_safetensors_file_goes_up_as_the_library_writes_it(server, memory_files,
 # ---- order ----
 
 
-def test_saves_of_one_url_land_in_turn_and_removes_follow_them(server):
+def test_saves_and_removes_of_one_url_take_effect_in_order(server):
     for n in range(4):
         stillframe.async_save({"n": n}, server.url("a.pt"))
     stillframe.async_save({"n": 9}, server.url("b.pt"))
@@ -189,7 +189,7 @@ def test_saves_of_one_url_land_in_turn_and_removes_follow_them(server):
     assert list(server.objects()) == ["b.pt"]
 
 
-def test_object_becomes_visible_only_at_its_turn(server, tmp_path):
+def test_object_becomes_visible_only_after_the_saves_before_it(server, tmp_path):
     with held("fdatasync"):
         first = stillframe.async_save({"n": 1}, tmp_path / "a.pt")
         second = stillframe.async_save(STATE, server.url("b.pt"))
@@ -257,7 +257,7 @@ def test_cancelled_save_aborts_the_upload(server):
     assert not server.unfinished_uploads()
 
 
-def test_call_that_raises_leaves_nothing(server):
+def test_call_that_raises_leaves_no_object_and_no_upload(server):
     class Unpicklable:
         def __reduce__(self):
             raise RuntimeError("not me")
@@ -269,7 +269,7 @@ def test_call_that_raises_leaves_nothing(server):
     assert stillframe.default_engine().stats()["saves_in_flight"] == 0
 
 
-def test_save_counts_once(server):
+def test_save_to_a_url_counts_as_one_save_in_stats(server):
     with stillframe.Engine(pool_bytes="64MiB") as engine:
         with server.held("a.pt") as hold:
             handle = stillframe.async_save(STATE, server.url("a.pt"), engine=engine)
@@ -280,7 +280,7 @@ def test_save_counts_once(server):
         assert stats["saves_total"] == 1 and stats["saves_in_flight"] == 0
 
 
-def test_full_engine_skips_or_refuses(server):
+def test_full_engine_skips_or_refuses_a_save_to_a_url(server):
     with stillframe.Engine(pool_bytes="64MiB", max_in_flight=1, when_busy="skip") as engine:
         with server.held("b.pt") as hold:
             handle = stillframe.async_save(STATE, server.url("b.pt"), engine=engine)
@@ -324,7 +324,7 @@ def test_file_url_is_a_local_path(tmp_path):
 # ---- handles ----
 
 
-def test_callbacks_and_futures_hear_of_the_end(server):
+def test_callbacks_and_futures_get_the_end_of_a_save_to_a_url(server):
     heard = queue.SimpleQueue()
     handle = stillframe.async_save(
         {"n": 1}, server.url("a.pt"), on_durable=lambda *each: heard.put(each)
@@ -356,7 +356,7 @@ def test_no_credential_is_in_a_report_or_error(server):
         assert secret not in text
 
 
-def test_nothing_is_left_of_ended_saves(server):
+def test_ended_saves_to_urls_leave_no_thread_and_no_memory(server):
     with stillframe.Engine(pool_bytes="64MiB") as engine:  # earlier tests use the default one
         for n in range(3):
             stillframe.save({"n": n}, server.url("a.pt"), engine=engine)

@@ -100,7 +100,7 @@ def test_store_that_stays_down_fails_the_upload(server, opened, match, part):
     assert server.unfinished_uploads() == []
 
 
-def test_upload_of_another_is_not_taken_for_ours(server, opened):
+def test_failed_upload_is_an_error_although_the_object_exists(server, opened):
     """A failed end of an upload is a failure, though the object exists."""
     server.fail(404, match="POST .*uploadId")
     with pytest.raises(FileNotFoundError, match="the upload failed"):

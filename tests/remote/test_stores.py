@@ -71,7 +71,7 @@ def test_object_has_the_bytes_of_the_pieces(run, nbytes, told):
     assert opened.client == ("obstore" if run.startswith("s3") else "fsspec")
 
 
-def test_range_is_exact(run):
+def test_read_of_a_range_returns_exactly_its_bytes(run):
     opened, key = stores.open_store(f"{run}/a.pt")
     opened.put(key, [b"0123456789"])
     assert bytes(opened.get(key, 3, 7)) == b"3456"
@@ -118,7 +118,7 @@ def test_pieces_are_closed_when_the_upload_ends(run):
         opened.find(key)
 
 
-def test_list_has_what_is_below_a_directory(run):
+def test_list_returns_the_objects_below_a_directory_only(run):
     opened, base = stores.open_store(run)
     before = time.time() - 3600
     for name in ("step1/a b[1].pt", "step1/deep/ü.pt", "step10/d.pt", "step1.pt"):
@@ -146,7 +146,7 @@ def test_temporary_objects_are_not_listed(run):
     assert content(opened, f"{base}/a.pt") == b"new"
 
 
-def test_pieces_may_look_into_the_store(run):
+def test_upload_whose_pieces_read_from_the_store_does_not_hang(run):
     opened, key = stores.open_store(f"{run}/a.pt")
     opened.put(key, [b"old"])
 
@@ -160,7 +160,7 @@ def test_pieces_may_look_into_the_store(run):
     assert content(opened, key) == b"newold"
 
 
-def test_panic_of_a_client_is_an_error(run, monkeypatch):
+def test_panic_in_a_client_raises_an_error(run, monkeypatch):
     class PanicException(BaseException):
         """The name of the exception that PyO3 makes of a panic."""
 
@@ -200,7 +200,7 @@ def test_missing_object_is_named(run):
         assert raised.value.filename == f"{run}/a.pt"
 
 
-def test_directory_is_no_object(run):
+def test_directory_does_not_count_as_an_object(run):
     opened, key = stores.open_store(f"{run}/a.pt")
     opened.put(f"{key}/b.pt", [b"abc"])
     with pytest.raises(FileNotFoundError):
@@ -273,7 +273,7 @@ def test_large_object_has_larger_parts():
         assert part * 9_000 < nbytes <= part * 9_500
 
 
-def test_longer_requests_have_more_time(server):
+def test_timeout_of_a_request_grows_with_its_length(server):
     opened, _ = stores.open_store("s3://bkt/a.pt")
     small, large = opened._client(MIB), opened._client(64 * MIB)
     assert small is opened._client()
@@ -380,7 +380,7 @@ def test_forked_child_opens_a_store_of_fsspec_again():
 # ---- opening ----
 
 
-def test_store_is_kept_while_nothing_changes(server, monkeypatch):
+def test_opened_store_is_used_again_while_its_options_are_unchanged(server, monkeypatch):
     opened, key = stores.open_store("s3://bkt/a/b.pt")
     assert key == "a/b.pt"
     assert stores.open_store("s3a://bkt/c.pt") == (opened, "c.pt")

@@ -31,7 +31,7 @@ def test_skipped_and_failed_programs_are_printed(tmp_path, output, status, end, 
     assert any("skipped" in line for line in lines[1:-1]) == ("skipped" in output)
 
 
-def test_programs_of_each_day_differ_and_all_have_their_day():
+def test_daily_choices_of_programs_differ_and_together_cover_nearly_all():
     daily = runpy.run_path(str(RUN))["daily"]
     programs = [f"test_{number}" for number in range(40)]
     days = [daily(5, programs, f"2026-11-{day:02}") for day in range(1, 31)]

@@ -16,7 +16,7 @@ ROUNDS = int(os.environ.get("STILLFRAME_SOAK", "200"))
 NOISE = {"malloc": 16384, "mappings": 20, "committed": 1 << 16}
 
 
-def test_nothing_is_left_of_what_was_done_many_times(tmp_path):
+def test_repeated_operations_leak_nothing(tmp_path):
     script = Path(__file__).with_name("leaks.py")
     done = subprocess.run(
         [sys.executable, str(script), str(ROUNDS), str(tmp_path)],

@@ -82,7 +82,7 @@ def test_lightning_finds_a_callback_factory(group):
     assert isinstance(entry.load()(), list)
 
 
-def test_the_command_is_the_modules_main():
+def test_shell_command_runs_the_main_function_of_the_package():
     (entry,) = importlib.metadata.entry_points(group="console_scripts", name="stillframe")
     assert entry.load() is importlib.import_module("stillframe.__main__").main
 

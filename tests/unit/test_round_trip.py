@@ -160,7 +160,7 @@ def test_a_load_into_fake_tensors_is_as_from_torch_save():
         assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
-def test_loaded_parameters_train_on():
+def test_loaded_parameters_can_be_trained_further():
     module = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.ones(1, 3)).sum().backward()

@@ -56,7 +56,7 @@ def test_another_figure_makes_another_table(tables, tmp_path, monkeypatch):
     assert tables.with_tables(tables.with_tables(text)) == tables.with_tables(text)
 
 
-def test_a_figure_is_kept_without_its_samples(tables):
+def test_kept_figures_have_statistics_and_no_single_values(tables):
     from common import Series
 
     kept = Series.of([1.0, 2.0, 3.0, 4.0, 100.0]).to_json()

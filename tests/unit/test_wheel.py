@@ -70,7 +70,7 @@ def test_links_of_the_readme_lead_somewhere_in_a_checkout():
                 assert (ROOT / link.partition("#")[0]).exists(), f"{page}: {link}"
 
 
-def test_there_is_one_address_of_the_repository():
+def test_all_files_give_the_same_address_of_the_repository():
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     pages = "".join((ROOT / page).read_text() for page in ("README.md", "CHANGELOG.md"))
     repository = r"https://[\w.]+/[\w-]+/stillframe(?=[/)\s])"
@@ -78,7 +78,7 @@ def test_there_is_one_address_of_the_repository():
     assert found == {urls["Source"]}
 
 
-def test_there_is_one_version():
+def test_all_files_give_the_same_version():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()

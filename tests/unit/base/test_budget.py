@@ -41,7 +41,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     return System(tmp_path)
 
 
-def test_half_of_what_is_available_is_shared(system):
+def test_pool_budget_is_half_of_the_available_memory(system):
     assert system.shared() == 4 * GIB
 
 
@@ -112,7 +112,7 @@ def test_cgroup_v1_limits_the_budget(system):
     assert system.shared() == 4 * GIB
 
 
-def test_mount_is_the_group_inside_a_container(system):
+def test_cgroup_mount_counts_as_the_own_group_inside_a_container(system):
     system.write("proc/self/cgroup", "4:memory:/docker/name-on-the-host\n")
     system.group("memory", memory_limit_in_bytes=2 * GIB, memory_usage_in_bytes=0)
     assert system.shared() == GIB
@@ -138,7 +138,7 @@ def test_limit_of_address_space_leaves_half_of_itself_to_each_process(system, mo
     assert budget.measure(0, system.root).most > 1 << 50
 
 
-def test_unreadable_files_are_no_limit(system):
+def test_unreadable_system_files_set_no_limit(system):
     system.write("proc/self/cgroup", "0::/a\n")
     system.group("a", memory_max=GIB, memory_current=0)
     assert system.shared() == GIB // 2

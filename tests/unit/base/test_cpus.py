@@ -35,7 +35,9 @@ CORES = Runtime([ONE, OTHER], 2)
         (ONE, {0, 2}, [CORES], {0, 1, 2}, {0, 2}),
     ],
 )
-def test_mask_before_binding_is_found_or_left_alone(main, first, runtimes, granted, expected):
+def test_cpu_mask_from_before_openmp_bound_the_thread_is_found(
+    main, first, runtimes, granted, expected
+):
     assert before_binding(main, first, runtimes, lambda: granted) == expected
 
 

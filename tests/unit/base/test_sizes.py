@@ -47,7 +47,7 @@ def test_size_of_another_type_is_refused(value):
         sizes.parse(value, "it")
 
 
-def test_bounds_are_named_as_they_were_given():
+def test_size_out_of_bounds_is_refused_with_the_bounds_as_given():
     with pytest.raises(ValueError, match="it has to be at least 1000, not 1B"):
         sizes.parse("1B", "it", least=1000)
     with pytest.raises(ValueError, match="it has to be at most"):

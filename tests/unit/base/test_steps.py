@@ -8,7 +8,7 @@ import pytest
 from stillframe._base import steps
 
 
-def test_take_stops_at_the_first_failed_step_and_names_it(tmp_path):
+def test_take_stops_at_the_first_step_that_fails_and_names_it(tmp_path):
     missing, new = str(tmp_path / "missing"), str(tmp_path / "new")
     with pytest.raises(FileNotFoundError) as caught:
         steps.take(

@@ -10,11 +10,11 @@ from stillframe._base import arguments
 
 
 @pytest.mark.parametrize("timeout", [0, 1.5, -1, math.inf, fractions.Fraction(1, 2)])
-def test_a_number_of_seconds_is_accepted(timeout):
+def test_timeout_in_seconds_is_accepted(timeout):
     assert arguments.seconds(timeout) == timeout
 
 
-def test_none_waits_forever():
+def test_timeout_of_none_waits_forever():
     assert arguments.seconds(None) is None
 
 
@@ -24,6 +24,6 @@ def test_timeout_that_is_no_number_is_refused(timeout):
         arguments.seconds(timeout)
 
 
-def test_nan_is_refused():
+def test_timeout_of_nan_is_refused():
     with pytest.raises(ValueError, match="nan"):
         arguments.seconds(math.nan)

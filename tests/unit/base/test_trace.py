@@ -130,7 +130,7 @@ def traced(tmp_path: Path) -> tuple[Timeline, list[stillframe.SaveReport], still
     return Timeline(tmp_path / "t.json"), reports, trace
 
 
-def test_every_row_is_named_and_steps_are_above_the_threads(traced):
+def test_rows_of_a_trace_have_names_and_the_steps_are_above_the_threads(traced):
     timeline, _, _ = traced
     assert {span["tid"] for span in timeline.spans} <= set(timeline.rows)
     assert timeline.row_of("step") == timeline.row_of("optimizer") == {"training steps"}
@@ -148,7 +148,7 @@ def test_every_row_is_named_and_steps_are_above_the_threads(traced):
     assert all(timeline.order[tid] < min(others) for tid in above)
 
 
-def test_spans_of_a_row_are_nested(traced):
+def test_spans_in_one_row_of_a_trace_are_nested(traced):
     timeline, _, _ = traced
     expected = {
         "plan": "async_save",

@@ -313,7 +313,7 @@ def test_link_to_a_checkpoint_elsewhere_is_a_candidate(tmp_path):
 # ---- what is no checkpoint ------------------------------------------------------------------
 
 
-def test_other_files_and_directories_are_not_named(tmp_path, logged):
+def test_latest_does_not_warn_of_other_files_and_directories(tmp_path, logged):
     for name in ("notes.txt", "hparams.yaml", "events.out.tfevents.17"):
         (tmp_path / name).write_text("x" * 100)
     (tmp_path / "version_0" / "logs").mkdir(parents=True)
@@ -467,7 +467,7 @@ def test_failed_save_leaves_the_older_checkpoint_the_newest(tmp_path, logged):
     assert logged() == []
 
 
-def test_call_inside_ordered_work_is_refused(tmp_path):
+def test_latest_inside_external_work_of_the_log_is_refused(tmp_path):
     from stillframe._save import ordered
 
     errors: list[BaseException] = []

@@ -116,7 +116,7 @@ def test_every_file_and_directory_is_synced(tmp_path):
         assert injected.calls("fdatasync") == 3
 
 
-def test_names_are_relative_and_used_once(tmp_path):
+def test_name_outside_the_checkpoint_or_used_before_is_refused(tmp_path):
     with stillframe.checkpoint(tmp_path / "c") as files:
         for name in ("", "/a", "..", "../a", "a/../../b", "a/..", "a/", ".", "s3://a", "a\0b"):
             with pytest.raises(ValueError, match=r"."):

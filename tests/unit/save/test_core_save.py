@@ -115,7 +115,7 @@ def test_running_save_is_not_reported_as_ended(state):
         ),
     ],
 )
-def test_error_after_the_call_is_named(facts, kind, words):
+def test_failure_with_a_cause_of_its_own_raises_its_own_error_class(facts, kind, words):
     error = save_of(Ticket())._error_of({**FACTS, **facts})
     assert type(error) is kind and str(error) == words
 

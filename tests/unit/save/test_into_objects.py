@@ -248,7 +248,7 @@ class Renaming(nn.Linear):
                 state[prefix + name] = state.pop(prefix + "old_" + name)
 
 
-def test_hooks_of_a_module_run(tmp_path):
+def test_load_into_a_module_runs_the_load_hooks_of_its_parts(tmp_path):
     saved = nn.Linear(4, 4)
     by_stillframe(
         {"m": {f"0.old_{name}": value for name, value in saved.state_dict().items()}},

@@ -602,7 +602,7 @@ def test_garbage_collection_is_off_during_a_load_and_restored(tmp_path, monkeypa
     assert seen == [False, False]
 
 
-def test_check_answers_signals(tmp_path):
+def test_signal_interrupts_a_check_within_a_second(tmp_path):
     sparse(tmp_path / "x.pt", 8 << 30)
 
     def interrupt(*_):

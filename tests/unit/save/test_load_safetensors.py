@@ -101,7 +101,7 @@ def test_every_dtype_of_torch_comes_back(dtype, mmap, tmp_path):
         max_size=8,
     )
 )
-def test_any_dict_comes_back(tmp_path_factory, described):
+def test_load_gives_the_tensors_that_load_file_of_safetensors_gives(tmp_path_factory, described):
     path = tmp_path_factory.mktemp("any") / "m.safetensors"
     tensors = {n: (torch.rand(shape) * 9).to(dtype) for n, (dtype, shape) in described.items()}
     save_file(tensors, path)
@@ -175,7 +175,7 @@ def test_load_waits_for_an_earlier_save_of_its_path(file):
     ids=["str", "device", "dict", "other dict", "function"],
 )
 @pytest.mark.parametrize("mmap", [False, True])
-def test_map_location_on_the_cpu(location, mmap, file):
+def test_map_location_that_means_the_cpu_leaves_the_tensors_unchanged(location, mmap, file):
     assert same(stillframe.load(file, location, mmap=mmap), load_file(file))
 
 
@@ -191,7 +191,7 @@ def test_map_location_gets_storages_that_were_saved_on_the_cpu(file):
 
 @pytest.mark.parametrize("location", ["meta", {"cpu": "meta"}, torch.device("meta")], ids=str)
 @pytest.mark.parametrize("mmap", [False, True])
-def test_meta_needs_no_bytes(location, mmap, file, monkeypatch):
+def test_load_to_the_meta_device_reads_no_bytes(location, mmap, file, monkeypatch):
     monkeypatch.delattr(flat.Files, "_restore")
     loaded = stillframe.load(file, location, mmap=mmap)
     assert {t.device.type for t in loaded.values()} == {"meta"}

@@ -283,7 +283,7 @@ def test_parts_are_sent_in_the_order_of_the_file(engine, tmp_path):
     assert data == (tmp_path / "a").read_bytes()
 
 
-def test_as_much_is_out_as_a_client_sends_and_no_more(engine):
+def test_client_never_has_more_pieces_than_it_sends_at_the_same_time(engine):
     """A client keeps parts of 16 MiB, and waits for more of them before it gives one back."""
     most, blocks = 96 << 20, 4 * BLOCK
     handle, length = streamed(engine, [torch.zeros(120 << 20, dtype=torch.uint8)])
@@ -303,7 +303,7 @@ def test_as_much_is_out_as_a_client_sends_and_no_more(engine):
     handle.result()
 
 
-def test_sending_that_is_given_up_keeps_sources_while_a_piece_is_out(engine):
+def test_cancelled_upload_keeps_its_sources_until_every_piece_is_returned(engine):
     tensor = torch.randn(BLOCK)
     gone = weakref.ref(tensor)
     handle, _ = streamed(engine, [tensor])

@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_the_library_refuses_is_refused_with_the_same_error(what, tmp_path):
+def test_state_that_the_library_refuses_is_refused_with_the_same_error(what, tmp_path):
     obj, words = REFUSED[what]
     with pytest.raises(Exception, match=words) as theirs:
         safetensors.torch.save_file(obj, tmp_path / "theirs")
@@ -224,7 +224,7 @@ def test_quantized_tensor_is_refused_with_the_same_error(tmp_path):
             save(tensors, tmp_path / "a.safetensors")
 
 
-def test_name_of_the_metadata_is_refused(tmp_path):
+def test_tensor_named_like_the_metadata_is_refused(tmp_path):
     with pytest.raises(ValueError, match="__metadata__"):
         stillframe.save({"__metadata__": BASE}, tmp_path / "a.safetensors")
 
@@ -375,7 +375,7 @@ def test_saves_of_both_formats_keep_their_order(tmp_path):
     assert_holds(path, {"y": BASE})
 
 
-def test_unsynced_save_is_whole(tmp_path):
+def test_save_with_durable_false_writes_the_whole_file(tmp_path):
     path = tmp_path / "a.safetensors"
     with slow("fdatasync", 0) as injected:
         stillframe.save({"x": BASE}, path, durable=False)

@@ -48,16 +48,16 @@ def random_tensors(seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_split_is_that_of_the_library(seed):
+def test_large_state_is_split_into_the_files_of_huggingface_hub(seed):
     assert_split_alike(random_tensors(seed), random.Random(seed).choice((1, 50, 100, 300, 2000)))
 
 
 @pytest.mark.parametrize("size", ["1KB", "2KB", "1.5KB", "1MB", "5GB"])
-def test_units_are_those_of_the_library(size):
+def test_size_units_are_those_of_huggingface_hub(size):
     assert_split_alike({f"{i}": torch.zeros(100) for i in range(9)}, size)
 
 
-def test_no_limit_makes_one_file():
+def test_split_without_a_size_limit_makes_one_file():
     tensors = {"a": torch.zeros(3), "b": torch.zeros(4)}
     split = shards.split(tensors, "x.safetensors", None)
     assert split.files == {"x.safetensors": tensors} and split.index_name == ""
@@ -68,7 +68,7 @@ def test_state_without_tensors_becomes_one_file():
     assert split.files == {"x.safetensors": {}} and split.index_name == ""
 
 
-def test_what_no_file_could_hold_is_refused_before_the_split():
+def test_state_that_no_safetensors_file_can_hold_is_not_split():
     base = torch.zeros(10)
     with pytest.raises(RuntimeError, match="share memory"):
         shards.split({"a": base, "b": base}, "x.safetensors", 1)
@@ -82,6 +82,6 @@ def test_invalid_sizes_are_refused(size):
         shards.split({"a": torch.zeros(10)}, "x.safetensors", size)
 
 
-def test_name_has_to_end_as_the_files_do():
+def test_name_of_a_split_state_must_end_in_safetensors():
     with pytest.raises(ValueError, match=r"\.safetensors"):
         shards.split({}, "model.bin", 1)

@@ -149,6 +149,6 @@ def test_save_to_a_file_has_no_pieces(engine, tmp_path):
     save.result(LONG_S)
 
 
-def test_piece_is_made_by_its_save_alone():
+def test_piece_cannot_be_constructed_by_users():
     with pytest.raises(TypeError):
         _core.Piece()

@@ -260,7 +260,7 @@ sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
     assert list(disk_path.iterdir()) == []
 
 
-def test_chosen_size_takes_a_second_and_fits_memory_and_disk(tmp_path, monkeypatch):
+def test_bench_chooses_a_size_that_takes_a_second_and_fits(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_raw, "free_memory", lambda: 7 * 1000 * MIB)
     for seconds, expected in ((0.1, 320 * MIB), (100.0, 32 * MIB), (1e-6, 512 * MIB)):
 

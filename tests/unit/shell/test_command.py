@@ -90,7 +90,7 @@ def test_no_module_is_loaded_by_its_path():
         assert "spec_from_file_location" not in text and "runpy" not in text, path
 
 
-def test_the_version_is_the_packages(capsys):
+def test_command_prints_the_version_of_the_package(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
@@ -134,7 +134,7 @@ def test_bash_completes_commands_and_options(capsys):
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
-def test_zsh_accepts_its_script(capsys):
+def test_zsh_accepts_the_completion_script(capsys):
     assert main(["completion", "zsh"]) == 0
     code = "autoload -Uz compinit; compinit -u -D\n" + capsys.readouterr().out
     code += "\n(( $+functions[_stillframe] )) && print ${_comps[stillframe]}"
@@ -154,7 +154,7 @@ def test_zsh_completion_has_every_command(capsys):
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
-def test_lines_fit_and_no_part_of_a_path_is_broken(width):
+def test_verify_lines_fit_the_terminal_and_break_no_part_of_a_path(width):
     parts = ["/data", "experiments", "run-2026-11-22", "checkpoints", "step=100.ckpt"]
     text = "/".join(parts) + ": damaged: 2 records (1.2 GB, 30 records)"
     lines = bar.folded(text, width)
@@ -165,7 +165,7 @@ def test_lines_fit_and_no_part_of_a_path_is_broken(width):
     assert bar.folded("short: ok", width) == ["short: ok"]
 
 
-def test_part_wider_than_the_terminal_is_not_split():
+def test_part_of_a_path_wider_than_the_terminal_is_not_split():
     assert bar.folded("a/" + "b" * 50 + ": ok", 20) == ["a/", "    " + "b" * 50 + ":", "    ok"]
 
 
@@ -225,7 +225,7 @@ def test_output_that_cannot_be_written_is_an_error_in_a_line(arguments, monkeypa
     assert capsys.readouterr().err == output
 
 
-def test_without_a_standard_output_the_status_is_the_same(arguments, monkeypatch):
+def test_exit_status_is_the_same_without_a_standard_output(arguments, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(arguments) == 0
     sys.stdout.close()

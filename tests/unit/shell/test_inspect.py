@@ -234,7 +234,7 @@ def test_lines_fit_the_terminal_and_names_stay_whole(how, tmp_path, monkeypatch)
         assert "    4x5  float32  cpu  80 B  tensor\n" in shown[40]
 
 
-def test_missing_and_foreign_files_are_status_2(tmp_path, capsys):
+def test_missing_and_foreign_files_end_with_status_2(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("hello")
     assert inspect(tmp_path / "x.txt") == 2
     assert "looks like text" in capsys.readouterr().out
@@ -251,7 +251,7 @@ def test_inspect_refuses_a_directory_by_its_kind(tmp_path, capsys):
     assert "a torch.distributed.checkpoint directory: `stillframe verify` checks it" in shown
 
 
-def test_the_tree_has_each_branchs_bytes(tmp_path, capsys):
+def test_inspect_tree_shows_the_bytes_of_each_branch(tmp_path, capsys):
     stillframe.save({"model": {"a": torch.ones(250), "b": torch.ones(250)}}, tmp_path / "x.pt")
     assert inspect("--tree", tmp_path / "x.pt") == 0
     printed = capsys.readouterr().out

@@ -101,24 +101,24 @@ def test_lines_are_coloured_on_terminals_that_want_it(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_is_status_1(kind, tmp_path, capsys):
+def test_verify_of_a_damaged_file_ends_with_status_1(kind, tmp_path, capsys):
     damaged(kind, tmp_path / "x.ckpt")
     assert verify(tmp_path / "x.ckpt") == 1
     assert "damaged" in capsys.readouterr().out
 
 
-def test_a_missing_file_is_status_2(tmp_path, capsys):
+def test_a_missing_file_ends_with_status_2(tmp_path, capsys):
     assert verify(tmp_path / "x.ckpt") == 2
     assert "no such file" in capsys.readouterr().out
 
 
-def test_a_directory_without_checkpoints_is_status_2(tmp_path, capsys):
+def test_a_directory_without_checkpoints_ends_with_status_2(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("PK")
     assert verify(tmp_path) == 2
     assert "no checkpoint" in capsys.readouterr().out
 
 
-def test_a_file_that_may_not_be_read_is_status_2(tmp_path):
+def test_a_file_that_may_not_be_read_ends_with_status_2(tmp_path):
     by_path(small_state(), tmp_path / "x.ckpt")
     os.chmod(tmp_path / "x.ckpt", 0)
     with unprivileged():
@@ -127,7 +127,7 @@ def test_a_file_that_may_not_be_read_is_status_2(tmp_path):
     assert "permission" in found.error
 
 
-def test_a_directory_that_may_not_be_listed_is_status_2(tmp_path, capsys):
+def test_a_directory_that_may_not_be_listed_ends_with_status_2(tmp_path, capsys):
     closed = tmp_path / "a" / "closed"
     closed.mkdir(parents=True)
     by_path(small_state(), tmp_path / "a" / "x.ckpt")
@@ -143,7 +143,7 @@ def test_a_directory_that_may_not_be_listed_is_status_2(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["verify"], ["verify", "--no-such"], ["nonsense"]])
-def test_bad_usage_is_status_2(arguments, capsys):
+def test_verify_with_bad_arguments_ends_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         command(arguments)
     assert end.value.code == 2
@@ -191,7 +191,7 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
-def test_other_file_is_status_2_and_named_by_its_kind(name, tmp_path, capsys):
+def test_file_of_another_kind_is_named_and_ends_with_status_2(name, tmp_path, capsys):
     path = tmp_path / "x.pt"
     OTHER_FILES[name](path)
     assert verify(path) == 2
@@ -237,7 +237,9 @@ def test_intact_shard_is_recognised_and_its_directory_checked(sharded, capsys):
         ("metadata", None, "cannot be read"),
     ],
 )
-def test_damaged_sharded_checkpoint_is_status_1_and_located(sharded, capsys, damage, name, says):
+def test_damage_in_a_sharded_checkpoint_is_located_and_ends_with_status_1(
+    sharded, capsys, damage, name, says
+):
     (shard,) = sharded.glob("*.distcp")
     data = bytearray(shard.read_bytes())
     if damage == "bit":
@@ -269,7 +271,7 @@ def test_nothing_in_sharded_metadata_is_executed(sharded, capsys):
     assert not (sharded / "evil").exists()
 
 
-def test_a_disk_that_cannot_read_the_bytes_is_status_1(tmp_path, capsys):
+def test_a_disk_that_cannot_read_the_bytes_ends_with_status_1(tmp_path, capsys):
     by_path(small_state(), tmp_path / "x.ckpt")
     with testing.fault("pread", sticky=True, err=errno.EIO):
         status, (entry,) = verify_json(capsys, tmp_path / "x.ckpt")
@@ -279,7 +281,7 @@ def test_a_disk_that_cannot_read_the_bytes_is_status_1(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("call", ["malloc", "pread"])
-def test_a_machine_without_memory_is_status_2(tmp_path, capsys, call):
+def test_a_machine_without_memory_ends_with_status_2(tmp_path, capsys, call):
     by_path(small_state(), tmp_path / "x.ckpt")
     with testing.fault(call, sticky=True, err=errno.ENOMEM):
         status, (entry,) = verify_json(capsys, tmp_path / "x.ckpt")
@@ -330,7 +332,7 @@ def test_every_checkpoint_under_a_directory_is_checked_and_nothing_else(tmp_path
     assert sorted(found) == sorted([*names, "old"])
 
 
-def test_a_directory_with_one_bad_checkpoint_is_status_1(tmp_path, capsys):
+def test_a_directory_with_one_bad_checkpoint_ends_with_status_1(tmp_path, capsys):
     for name in ("a.ckpt", "b.ckpt", "c.ckpt"):
         by_path(small_state(), tmp_path / name)
     damaged("flipped", tmp_path / "b.ckpt")
@@ -339,7 +341,7 @@ def test_a_directory_with_one_bad_checkpoint_is_status_1(tmp_path, capsys):
     assert [entry["ok"] for entry in entries] == [True, False, True]
 
 
-def test_a_dangling_link_is_status_2(tmp_path, capsys):
+def test_a_dangling_link_ends_with_status_2(tmp_path, capsys):
     by_path(small_state(), tmp_path / "a.ckpt")
     os.symlink("gone.ckpt", tmp_path / "last.ckpt")
     assert verify(tmp_path) == 2
@@ -348,7 +350,7 @@ def test_a_dangling_link_is_status_2(tmp_path, capsys):
 # ---- output --------------------------------------------------------------------------------
 
 
-def test_json_has_exactly_what_is_promised(tmp_path, capsys):
+def test_verify_json_has_exactly_the_promised_keys(tmp_path, capsys):
     good, bad = tmp_path / "good.ckpt", tmp_path / "bad.ckpt"
     by_stillframe(small_state(), good)
     by_stillframe(small_state(), bad)
@@ -455,7 +457,7 @@ def test_progress_is_shown_only_on_a_terminal(tmp_path, capsys, monkeypatch):
     assert "1.07 GB" in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_quietly(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_ends_verify_with_status_130_and_no_error_text(tmp_path, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 

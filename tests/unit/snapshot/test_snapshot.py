@@ -349,14 +349,14 @@ def test_the_snapshot_of_inference_mode_can_be_used_outside(engine):
     new.requires_grad_(True).sum().backward()
 
 
-def test_a_default_device_changes_nothing(engine):
+def test_default_device_does_not_affect_a_snapshot(engine):
     with torch.device("meta"):
         new = stillframe.snapshot([torch.ones(2, 2, device="cpu")], engine=engine).tree[0]
     assert new.device.type == "cpu"
     assert new.equal(torch.ones(2, 2))
 
 
-def test_modes_that_watch_tensors_change_nothing(engine):
+def test_torch_modes_do_not_affect_a_snapshot(engine):
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 

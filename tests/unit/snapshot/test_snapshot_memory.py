@@ -101,7 +101,7 @@ def test_a_tensor_alone_keeps_its_bytes(engine):
     assert leased(engine) == 0
 
 
-def test_leaving_the_with_block_releases(engine):
+def test_leaving_the_with_block_releases_the_memory_of_the_snapshot(engine):
     with stillframe.snapshot([torch.ones(5)], engine=engine) as snap:
         assert snap.tree[0].equal(torch.ones(5))
         assert leased(engine) > 0

@@ -308,7 +308,7 @@ def test_momentary_tensors_stay_alive_until_they_are_described():
     assert [one.copy[0].item() for one in loaded] == [float(i) for i in range(50)]
 
 
-def test_tensors_are_counted_as_objects():
+def test_num_tensors_counts_tensor_objects_and_not_storages():
     tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
     assert build([tensor, tensor, tensor[:1], parameter, {"p": parameter}]).num_tensors == 3
     assert build(["none"]).num_tensors == 0
@@ -513,7 +513,7 @@ def test_torch_s_warnings_are_given():
 # ---- parts that other code may have replaced --------------------------------------------
 
 
-def test_replaced_reduce_is_respected(monkeypatch):
+def test_reduce_replaced_by_other_code_is_called(monkeypatch):
     for cls in (torch.Tensor, torch.nn.Parameter):
         with monkeypatch.context() as patch:
             patch.setattr(cls, "__reduce_ex__", lambda self, _proto: (str, ("taken over",)))
@@ -521,7 +521,7 @@ def test_replaced_reduce_is_respected(monkeypatch):
             assert check(tree) == ["taken over"]
 
 
-def test_replaced_part_of_a_reduce_is_respected(monkeypatch):
+def test_part_of_a_reduce_replaced_by_other_code_is_called(monkeypatch):
     def without_bytes(tensor, _protocol):
         return str, ("taken over",)
 
@@ -617,7 +617,7 @@ def test_a_subclass_with_torch_dispatch_is_as_with_torch_save():
 # ---- memory ----------------------------------------------------------------------------
 
 
-def test_nothing_is_left_of_a_save(no_collections):
+def test_ended_save_keeps_no_tensor_or_storage_alive(no_collections):
     tree = [torch.ones(3), torch.nn.Parameter(torch.ones(2)), fix_graphs.Momentary(1.0)]
     tree += [torch.eye(2).to_sparse(), fix_graphs.Config("node", torch.ones(1))]
     dying = [weakref.ref(tree[i]) for i in (0, 1, 2, 4)]
@@ -627,7 +627,7 @@ def test_nothing_is_left_of_a_save(no_collections):
     assert [ref() for ref in dying] == [None] * len(dying)
 
 
-def test_nothing_is_left_of_a_refused_save(no_collections):
+def test_refused_save_keeps_no_tensor_or_storage_alive(no_collections):
     tree = [torch.ones(3), fix_graphs.Momentary(1.0), fix_graphs.Config("n", Failing())]
     dying = [weakref.ref(one) for one in tree]
     assert outcome(build, tree) == (ValueError, "no state today")
@@ -635,7 +635,7 @@ def test_nothing_is_left_of_a_refused_save(no_collections):
     assert [ref() for ref in dying] == [None] * len(dying)
 
 
-def test_reference_counts_come_back():
+def test_save_leaves_reference_counts_unchanged():
     tensor, parameter = torch.ones(3), torch.nn.Parameter(torch.ones(3))
     tree = [tensor, parameter, tensor, torch.float32]
     build(tree)

@@ -207,7 +207,7 @@ class RefusingToo(TorchDispatchMode):
         raise RuntimeError("nor here")
 
 
-def test_words_are_learned_wherever_the_package_is_imported_first():
+def test_words_of_tensors_are_found_wherever_the_package_is_imported_first():
     spec = importlib.util.spec_from_file_location("again", skeleton.__file__)
     assert spec is not None
     assert spec.loader is not None
