@@ -71,7 +71,7 @@ def engine() -> Iterator[stillframe.Engine]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Use one torch thread: small models train faster so, above all beside other tests."""
+    """Use one torch thread, with which small models train faster while other tests run."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -80,7 +80,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def no_descriptor_is_left() -> Iterator[None]:
-    """Fail a test that leaves a descriptor open. Those of earlier tests' saves may be closed."""
+    """Fail a test that leaves a file descriptor open.
+
+    Descriptors of earlier tests' saves may be closed during the test.
+    """
     before = set(open_descriptors())
     yield
     left = set(open_descriptors()) - before
@@ -105,7 +108,8 @@ def disk_path(tmp_path: Path) -> Iterator[Path]:
 def no_temporary_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves an unfinished save's temporary in its tmp_path.
 
-    Saves in flight are waited for. The mark `leaves_temporaries` is for tests that kill a writer.
+    It waits for saves in flight first. The mark `leaves_temporaries` exempts a test, for example
+    one that kills a writer.
     """
     path: Path | None = None
     if "tmp_path" in request.fixturenames:

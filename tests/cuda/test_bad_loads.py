@@ -33,7 +33,13 @@ def state() -> dict[str, torch.Tensor]:
 
 
 class Way:
-    """One of the two ways to a device."""
+    """One of the two ways to load to a device: into new tensors, and into given ones (`into=`).
+
+    Args:
+        runner, method: The method that loads after the file was checked.
+        more: A text that every error during the load must contain too; "" for new tensors.
+        lengths: Elements of each tensor.
+    """
 
     def __init__(
         self,
@@ -44,15 +50,14 @@ class Way:
         lengths: tuple[int, ...] = (NUMEL,) * NR,
     ) -> None:
         self.name, self._lengths = name, lengths
-        self.runner, self.method = runner, method  # the method that runs after the file was checked
-        self.more = more  # a text that every error during the load must contain too
+        self.runner, self.method, self.more = runner, method, more
 
     def __call__(self, path: Path) -> Any:
         target = {f"w{i}": torch.zeros(n) for i, n in enumerate(self._lengths)}
         return stillframe.load(path, into=target if self.more else None)
 
-    def first(self, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
-        """Call `call` after the file was checked and before its tensors are read."""
+    def after_check(self, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+        """Have `call` called after the file was checked and before its tensors are read."""
         real = getattr(self.runner, self.method)
 
         def run(*args: Any) -> Any:
@@ -91,7 +96,7 @@ def test_bytes_changed_during_a_load_are_reported_by_record_offset_and_tensor(
 ):
     start = file.read_bytes().index(state["w3"].numpy().tobytes())
     with monkeypatch.context() as patch, pytest.raises(stillframe.CorruptCheckpointError) as error:
-        way.first(patch, lambda: change(file, start + 1000))
+        way.after_check(patch, lambda: change(file, start + 1000))
         way(file)
     text = str(error.value)
     assert "data/3" in text and f"at byte {start}: w3)" in text
@@ -103,7 +108,7 @@ def test_bytes_changed_during_a_load_are_reported_by_record_offset_and_tensor(
 def test_file_truncated_during_a_load_is_corrupt(way, file, state, monkeypatch):
     whole = file.read_bytes()
     with monkeypatch.context() as patch, pytest.raises(stillframe.CorruptCheckpointError) as error:
-        way.first(patch, lambda: os.truncate(file, len(whole) // 2))
+        way.after_check(patch, lambda: os.truncate(file, len(whole) // 2))
         way(file)
     assert str(file) in str(error.value) and "at byte " in str(error.value)
     assert way.more in str(error.value)
@@ -116,7 +121,7 @@ def test_disk_error_during_a_load_names_file_record_and_offset(nth, way, file, s
     bad = testing.fault("pread", nth=nth, sticky=True, err=errno.EIO)
     try:
         with monkeypatch.context() as patch, pytest.raises(OSError) as error:
-            way.first(patch, bad.__enter__)
+            way.after_check(patch, bad.__enter__)
             way(file)
     finally:
         bad.__exit__(None, None, None)
@@ -148,12 +153,12 @@ def test_device_failure_in_a_load_reports_partly_written_targets(file, state, fa
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the nth line of the product that runs."""
+    """A context manager that raises KeyboardInterrupt at the nth line of the package that runs."""
 
     def __init__(self, nth: int) -> None:
         self._nth = nth
         self._nr = 0
-        # The times when each line ran first and last; a `with` line runs again at its end.
+        # For each line the count of lines at its first and its last run.
         self.first: dict[tuple[str, int], int] = {}
         self.last: dict[tuple[str, int], int] = {}
 

@@ -58,7 +58,7 @@ def _stat(task: Path) -> list[str]:
 
 
 class Tags(pickle.Unpickler):
-    """Reads a skeleton for the location tags of its storages, in order."""
+    """An unpickler that collects the location tags of a skeleton's storages, in order."""
 
     def __init__(self, made: skeleton.Skeleton) -> None:
         super().__init__(io.BytesIO(made.data))

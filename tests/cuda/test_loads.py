@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from stillframe._load import restore
 
 COPY, BATCH = "cuMemcpyHtoDAsync_v2", "cuMemcpyBatchAsync_v2"
-# float32 elements: parts of a piece, and several pieces
+# Elements of float32, of tensors shorter than a chunk of a read (1 MiB) and of several chunks.
 LENGTHS = (0, 1, 1023, 1 << 18, (3 << 18) + 5, 64)
 
 

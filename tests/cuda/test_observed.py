@@ -21,7 +21,7 @@ __all__ = ["few_threads"]  # a fixture
 
 
 def counts(training: Training) -> tuple[int, int, int]:
-    """(undecided, deferrable, captured) storages of the first optimizer."""
+    """Return how many storages of the first optimizer are (undecided, deferrable, captured)."""
     owner = ownership.find(training.optimizers[0])
     assert owner is not None
     return owner.observer.counts()

@@ -19,7 +19,9 @@ __all__ = ["few_threads"]  # a fixture
 
 MIB = 1 << 20
 ROUNDS = int(os.environ.get("STILLFRAME_ORACLE_ROUNDS", "3"))
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch.compile's imports give it
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -67,9 +67,10 @@ def fsdp2(path: Path, rank: int) -> Notes:
 
 
 def structures(path: Path, rank: int) -> Notes:
-    """Change the structure of states; note exchanges and whether saves are right."""
+    """Change the structure of states; note the collectives of each save and whether it is right."""
     exchanges: list[str] = []
-    within: list[str] = []  # the bytes of an object begin with words that say how many follow
+    # The calls under way. One collective may call another, and only the outer one is noted.
+    within: list[str] = []
 
     def noting(name: str) -> Any:
         call = getattr(Ranks, name)
@@ -535,12 +536,12 @@ WORLDS = {
     ],
     3: [other_world, from_four],
 }
-# scenarios of five ranks, which mostly wait, so they run at the same time as others
-BESIDE = [few_killed]
+# Scenarios of five ranks. They mostly wait, so they run at the same time as the others.
+MOSTLY_WAITING = [few_killed]
 
 
 def main(directory: Path) -> None:
-    others = forked(directory, "beside", 5, BESIDE)
+    others = forked(directory, "beside", 5, MOSTLY_WAITING)
     for name in KILLS:
         others += forked(directory, name, 2, [killed_at])
     for size, scenarios in WORLDS.items():

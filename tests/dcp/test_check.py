@@ -124,7 +124,7 @@ def test_every_byte_of_a_record_is_compared_with_and_without_threads(wrong):
 
 
 class Turned(StreamTransformExtension):
-    """Inverts every bit."""
+    """An extension of DCP that inverts every bit of an item."""
 
     @staticmethod
     def registry_name() -> str:

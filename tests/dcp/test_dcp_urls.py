@@ -217,7 +217,7 @@ def test_metadata_is_sent_last_and_old_objects_are_removed_after_it(server):
 
 
 def test_files_are_sent_without_threads_of_their_own(memory, monkeypatch):
-    """As at the interpreter's exit."""
+    """At the interpreter's exit no thread can be started."""
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -248,7 +248,7 @@ def test_failed_part_leaves_no_upload(server, small_parts):
 
 
 def test_failed_upload_is_over_before_its_memory_is_used_again(memory, monkeypatch):
-    """A client may still read what it was given."""
+    """After an error the client may still read the memory that it was given for a while."""
     read: list[Any] = []
 
     def failing(store: Any, key: str, pieces: Any, nbytes: int) -> None:
@@ -257,7 +257,8 @@ def test_failed_upload_is_over_before_its_memory_is_used_again(memory, monkeypat
         raise OSError(errno.EIO, "no answer", key)
 
     monkeypatch.setattr(stores.Store, "put", failing)
-    monkeypatch.setattr("stillframe._save.remote._PAUSE_S", 60.0)  # later it gives copies
+    # After this pause the client would get copies, and the save would not wait for it any longer.
+    monkeypatch.setattr("stillframe._save.remote._PAUSE_S", 60.0)
     more_than_a_part = {"a": torch.ones(5 << 20)}
     call = dcp.async_save(more_than_a_part, URL, no_dist=True)
     assert eventually(lambda: bool(read))
@@ -314,7 +315,7 @@ def test_upload_under_way_is_given_up_when_another_fails(memory, monkeypatch):
 
 
 def test_file_without_memory_for_buffers_fails_with_that_reason(memory, engine):
-    """Not with the error of its upload, which ends with it."""
+    """The upload ends as a consequence, and its own error is not the one that is raised."""
     with stillframe.snapshot([torch.zeros(15 << 20)], engine=engine) as snap:
         while engine.stats()["leased_bytes"] < engine.stats()["pool_bytes"]:
             snap.tree.append(stillframe.snapshot([torch.zeros(10)], engine=engine).tree[0])

@@ -45,7 +45,7 @@ def test_view_is_laid_out_without_the_rest_of_its_storage(tensor):
 
 
 @pytest.mark.parametrize("kind", ["sparse", "compressed", "quantized"])
-@pytest.mark.filterwarnings("ignore")  # torch's, of each of these kinds
+@pytest.mark.filterwarnings("ignore")  # torch warns about each of these kinds
 def test_tensor_without_a_storage_of_its_own_is_saved_by_torch(kind):
     tensor = {
         "sparse": torch.Tensor.to_sparse,

@@ -42,7 +42,10 @@ class TemporalAsyncCaller:
 
 
 def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> None:
-    """Exit with 0 if the state is the one at the time of the request."""
+    """Exit with status 0 if every element is `wanted`, its value when the save was requested.
+
+    orphan: Fork a process that outlives this one for a moment and keeps the memory mapped.
+    """
     go.wait(60)
     if orphan and os.fork() == 0:
         time.sleep(0.05)
@@ -53,7 +56,7 @@ def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> 
 
 
 class Reused:
-    """Buffers that each preload reuses, as in the original."""
+    """A preload function like the original's: it copies the state into buffers that it reuses."""
 
     def __init__(self, state: list[torch.Tensor]) -> None:
         self.state = state
@@ -84,7 +87,7 @@ def run(make: type[TemporalAsyncCaller], count: int) -> list[int]:
 
 
 def test_slow_forked_writer_writes_the_state_it_was_given(engine):
-    # the children read later bytes, as with the original
+    # Without `forked` the first two children read bytes of a later request and fail.
     assert run(TemporalAsyncCaller, 3) == [1, 1, 0]
     assert run(forked(TemporalAsyncCaller, engine=engine), 3) == [0, 0, 0]
     assert eventually(lambda: leased(engine) == 0)

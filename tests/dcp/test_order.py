@@ -135,7 +135,7 @@ def test_error_raised_by_a_call_is_not_raised_by_a_later_one(tmp_path):
             dcp.async_save(large, path, no_dist=True, engine=engine)
         _ended, under_way = wait(
             [saver_of_this_process()._last.upload_completion], 60
-        )  # it finds no error
+        )  # the call finds no error yet
         assert not under_way
         assert path.is_dir()  # the save has not begun
         begin(2, path, engine=engine).result()
@@ -206,7 +206,7 @@ def test_remove_does_not_touch_a_later_save_to_its_path(tmp_path):
         stillframe.remove(path)
         upload = begin(2, path)
         assert stillframe.exists(path)
-        # it waits before it writes
+        # The save waits for the remove before it writes.
         assert not eventually(lambda: len(list(path.iterdir())) != 2, 0.1)
     upload.result()
     stillframe.wait_all()

@@ -69,8 +69,8 @@ def test_ranks_plan_during_the_copy_and_write_after_it(tmp_path, engine, monkeyp
 def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, monkeypatch):
     """The second save has a kept plan, so it is laid out at once.
 
-    A waiting thread copies what the lane has not begun. So the test waits when the lane is stopped
-    inside the only piece.
+    A waiting thread copies chunks that the lane has not begun. So the test begins to wait when the
+    lane is stopped inside the only chunk.
     """
     prepare = JointSave.prepare
 

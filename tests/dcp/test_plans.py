@@ -13,7 +13,7 @@ def of(value: Any, name: str = "w") -> Any:
     return structure({name: value}, {name: (name,)})
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of sparse tensors
+@pytest.mark.filterwarnings("ignore")  # torch warns about sparse tensors
 def test_plan_is_reused_only_for_equal_names_shapes_and_types():
     one = torch.ones(3, 3)
     assert of(one) == of(torch.zeros(3, 3)) == of(torch.nn.Parameter(one, requires_grad=False))

@@ -14,7 +14,7 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, Shard
 from torch.distributed.checkpoint import load
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's, of every ShardedTensor
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch warns about every ShardedTensor
     pytest.mark.usefixtures("one_rank"),
 ]
 
@@ -46,7 +46,7 @@ def test_a_state_with_sharded_tensors_is_saved_as_it_was_at_the_call(tmp_path):
 
 
 def test_sharded_tensors_taken_apart_for_a_copy_are_put_together_again(tmp_path):
-    one, other = sharded(1, requires_grad=True), torch.ones(2)  # its metadata says so
+    one, other = sharded(1, requires_grad=True), torch.ones(2)  # requires_grad is in the metadata
     tree = {"in": [{"a": one}, (one, "b")], "beside": [other]}
     apart = take_apart(tree)
     assert [each.tolist() for each in apart["in"][0]["a"]] == [[[1] * 3] * 2, [[2] * 3] * 2]

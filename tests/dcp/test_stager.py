@@ -212,7 +212,7 @@ def test_state_larger_than_the_pool_is_refused_at_once_during_uploads(
 
 
 @pytest.mark.parametrize("kind", ["sparse", "quantized"])
-@pytest.mark.filterwarnings("ignore")  # torch's, of each of these kinds
+@pytest.mark.filterwarnings("ignore")  # torch warns about each of these kinds
 def test_tensor_that_cannot_be_emptied_stays_intact_for_its_holder(engine, kind):
     dense = torch.arange(8.0)
     value = (

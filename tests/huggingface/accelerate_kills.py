@@ -1,12 +1,10 @@
-"""Kills a training with Accelerate at random moments, and counts what it cannot resume from.
+"""Kills a training with Accelerate at random moments, and counts the failed resumes.
 
     python tests/huggingface/accelerate_kills.py DIRECTORY [--kills 200] [--with ours stock]
 
 The training saves after every step, with `total_limit=1`. Each time it is killed it starts again,
-resumes, and compares the steps that model, optimizer, scheduler, random states and a registered
-object are of. Exit status 1 if ours fails once.
-
-RESULT
+resumes, and checks that model, optimizer, scheduler, random states and a registered object are all
+of one step. The exit status is 1 if a resume from our checkpoints fails once.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ def train(kind: str, directory: Path, ready: int) -> int:
 
 
 def steps_of(run) -> dict[str, int]:
-    """Return the step that each part of the state is of."""
+    """Return for each part of the state the step after which it was saved."""
     optimizer = next(iter(run.optimizer.state_dict()["state"].values()))
     return {
         "model": int(run.model.norm.num_batches_tracked),

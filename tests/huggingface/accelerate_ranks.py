@@ -26,7 +26,7 @@ from stillframe.testing import fault, held, slow
 
 
 def raised(function, *args):
-    """Return the type and the words of what `function` raises."""
+    """Return the type and the text of the exception that `function` raises."""
     try:
         function(*args)
     except Exception as error:

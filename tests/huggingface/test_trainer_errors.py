@@ -11,7 +11,7 @@ from stillframe.testing import fault, held
 
 
 class Fail(transformers.TrainerCallback):
-    """Makes the disk full from the end of one step on, to the end of another."""
+    """A callback that makes the disk full from the end of step `first` to the end of `last`."""
 
     def __init__(self, first, last=10**9):
         self.first, self.last = first, last
@@ -32,7 +32,7 @@ class Fail(transformers.TrainerCallback):
 
 
 class Wait(transformers.TrainerCallback):
-    """Waits for each save, and takes no notice of its error."""
+    """A callback that waits for each save and ignores its error."""
 
     def on_save_submitted(self, args, state, control, handle=None, **kwargs):
         from stillframe._save.handle import wait_for_end
@@ -61,7 +61,7 @@ def test_failed_save_raises_at_the_next_save_and_keeps_the_old_checkpoint(full):
     assert made.state.global_step == 6
     assert checkpoints() == ["checkpoint-2"]
     assert is_whole("out/checkpoint-2")
-    stillframe.wait_all()  # the error has been told
+    stillframe.wait_all()  # the error was raised already
 
 
 def test_failed_last_save_raises_at_the_end_of_the_training(full):
@@ -161,14 +161,16 @@ class Terminate(transformers.TrainerCallback):
 def test_checkpoint_at_sigterm_appears_whole_and_is_durable_at_the_end(steps):
     seen = []
 
-    class Looks(OurTrainer):
+    class ChecksDirectories(OurTrainer):
         def _save_checkpoint(self, *args, **kwargs):
             with held("fdatasync"):  # nothing new appears meanwhile
                 super()._save_checkpoint(*args, **kwargs)
                 seen.append([name for name in checkpoints() if not is_whole(f"out/{name}")])
 
     terminate = Terminate()
-    made = trainer(Looks, enable_jit_checkpoint=True, save_steps=steps, callbacks=[terminate])
+    made = trainer(
+        ChecksDirectories, enable_jit_checkpoint=True, save_steps=steps, callbacks=[terminate]
+    )
     callbacks = made.callback_handler.callbacks
     terminate.manager = next(each for each in callbacks if hasattr(each, "jit_manager")).jit_manager
     made.train()

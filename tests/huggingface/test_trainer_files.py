@@ -22,7 +22,7 @@ from fix_trainer import (
 from stillframe.transformers import AsyncCheckpointMixin
 from torch import nn
 
-# The evaluation losses fall, so the last checkpoint is the best one, unless the metric is turned.
+# The losses fall, so the last checkpoint is the best, or the first with `greater_is_better`.
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
 OPTIONS = {
     "plain": {},

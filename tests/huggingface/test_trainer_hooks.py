@@ -118,7 +118,7 @@ def test_rotation_leaves_a_durable_checkpoint_at_every_moment():
 
         def one_is_whole(self):
             names = None
-            while names != checkpoints():  # one may go while it is looked at
+            while names != checkpoints():  # one may be removed meanwhile
                 names = checkpoints()
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):

@@ -1,11 +1,11 @@
-"""Kills trainings at random moments, and looks whether a resume finds one step in all files.
+"""Kills trainings at random moments, and checks that a resume finds files of one step.
 
     python trainer_kills.py DIRECTORY [--kills 200] [--seed 0] [--only stillframe]
 
 A training saves after every step with `save_total_limit=1`. SIGKILL ends its process, and its
-directory is checked. The next process resumes from what is there. transformers' own Trainer
-takes its turn with ours, for comparison. It is made to write into a fresh directory when the resume
-would have failed.
+directory is checked. The next process resumes from the checkpoint in it. For comparison,
+transformers' own Trainer takes turns with ours. After a checkpoint that cannot be resumed, the
+training begins again in an empty directory.
 
 Each step leaves its number in the model (a buffer), in the scheduler, in the optimizer, and as the
 seed of the random number generators.
@@ -34,7 +34,7 @@ CLASSES = {"stillframe": OurTrainer, "transformers": transformers.Trainer}
 
 
 class Stamp(transformers.TrainerCallback):
-    """Writes each step's number where the checkpoint has to keep it."""
+    """A callback that writes each step's number to state that the checkpoint has to hold."""
 
     def __init__(self, began):
         self.began = began
@@ -99,7 +99,10 @@ def kill_one(cls, directory, after_s):
 
 
 def fault_of(directory, had_one):
-    """Return what is wrong with the checkpoint that a resume takes, or None."""
+    """Return what is wrong with the checkpoint from which a resume begins; None if it is whole.
+
+    had_one: An earlier checkpoint was there, so one must be there now.
+    """
     newest = get_last_checkpoint(directory / "out") if (directory / "out").is_dir() else None
     if newest is None:
         return "no checkpoint is left" if had_one else None
@@ -125,9 +128,9 @@ class Campaign:
     """The kills of one Trainer class.
 
     Attributes:
-        kills: How many were made while the training ran.
-        faults: What was wrong after them.
-        steps: How far the training has come.
+        kills: The number of trainings that were killed.
+        faults: What was wrong afterwards, a sentence for each fault.
+        steps: The highest step of a checkpoint.
     """
 
     def __init__(self, cls, directory, seed=0):

@@ -17,7 +17,7 @@ from stillframe._huggingface.ranks import Ranks
 from stillframe.testing import fault
 
 NOTES = {}
-FAULTS = []  # that last to the end of the process
+FAULTS = []  # injected faults that stay active until the process ends
 
 
 class Notes(transformers.TrainerCallback):
@@ -44,7 +44,7 @@ def trains(cls=OurTrainer):
 
 
 def hears_late():
-    """The other rank learns only at the end that its checkpoints are durable."""
+    """Let rank 1 learn only after the last step that its checkpoints are durable."""
     if dist.get_rank() == 1:
         own, Ranks.has_ended = Ranks.has_ended, lambda ranks, number: False
 

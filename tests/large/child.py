@@ -2,9 +2,10 @@
 
     python child.py SAVING STATE DIVISOR LIMIT PATH [LOADING ...]
 
-Without LOADING it saves. Prints a line of JSON for each case: `wrong` (a sentence, "" when all is
-right) or `error`, `seconds` and `peak_nbytes`. A case that takes LIMIT seconds ends the process,
-which prints where each thread stood. A DIVISOR of the sizes above one lowers the thresholds too.
+Without LOADING it saves. It prints a line of JSON for each case: `wrong` (a sentence, "" if the
+result is right) or `error`, `seconds` and `peak_nbytes`. If a case takes LIMIT seconds, the process
+prints the stack of each thread and ends. DIVISOR divides the sizes of all tensors; above one it
+also lowers the size thresholds.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python tests/large/large.py [--dir DIR] [--states NAME ...] [--saves WAY ...] [--loads WAY ...]
 
-Saves and loads are in processes with a time limit for each case, so a hang is one failure and not
-the end. The contents are compared with a pattern, 4 MiB at a time (states.py). States that do not
-fit the free disk or memory are skipped by name. Prints a table at the end. The exit status is 1
-unless every case that ran is ok, and 2 if none ran.
+Saves and loads run in processes with a time limit for each case, so a hang fails one case and does
+not end the run. The contents are compared with a pattern, 4 MiB at a time (states.py). A state that
+does not fit the free disk or memory is skipped, and a line names it. A table follows at the end.
+The exit status is 1 unless every case that ran is ok, and 2 if none ran.
 """
 
 from __future__ import annotations

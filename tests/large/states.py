@@ -18,7 +18,8 @@ _PIECE = 4 * MIB  # bytes of the pattern
 _DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float64)
 _PIECES_PER_TENSOR = 1 << 16  # more than any tensor has
 _VALUES = {"epoch": 3, "global_step": 7, "optimizer_states": [], "lr_schedulers": []}
-_VERSION = "2.4.0"  # of Lightning: so old that no version has to migrate the checkpoint
+# The version of Lightning that the checkpoint claims to be of, the oldest that the tests support.
+_VERSION = "2.4.0"
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class State:
 
 
 def _uneven(size: int, number: int) -> int:
-    """Return about as many bytes; the remainder modulo 64 determines where the next header
-    begins."""
+    """Return `size` or a little more, so that the records' headers are at different offsets
+    modulo 64."""
     return size + 8 * (number % 8)
 
 

@@ -200,8 +200,8 @@ DCP_LOADS = {
 }
 FLAT_LOADS = {"safetensors.torch.load_file": safetensors_load}
 EVERY_LOAD = (*LOADS, *DCP_LOADS, *FLAT_LOADS)
-# Each of these writers makes a file like that of the first or the second of SAVES.
-_OF_A_LIKE_FILE = ("load", "load(into=)", "torch.load", "verify", "Lightning resume")
+# The loads of files by writers other than async_save and torch.save, whose layout is the same.
+_FEW_LOADS = ("load", "load(into=)", "torch.load", "verify", "Lightning resume")
 _TWO_COPIES = ("snapshot, torch.save", "dcp.async_save")
 
 
@@ -213,12 +213,12 @@ def table_of(saving: str) -> dict[str, Callable[[str, states.State], str]]:
 
 
 def loads_of(saving: str, *, every: bool) -> tuple[str, ...]:
-    """Return the ways in which what `saving` wrote is loaded; with `every`, none is left out."""
+    """Return the ways to try on a file that `saving` wrote: a choice, or with `every` all."""
     if table_of(saving) is not LOADS:
         return tuple(table_of(saving))
     if every or saving in ("async_save", "torch.save"):
         return tuple(LOADS)
-    return _OF_A_LIKE_FILE
+    return _FEW_LOADS
 
 
 def copies_in_memory(way: str) -> int:

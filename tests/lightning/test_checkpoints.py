@@ -129,7 +129,7 @@ def test_at_most_max_in_flight_saves_wait_for_the_disk(lit, tmp_path, disk):
     callbacks = [Observer(), every_steps(lit, tmp_path / "c", 1, save_top_k=-1)]
     trainer(lit, tmp_path, plugin=plugin, callbacks=callbacks).fit(lit.Model(), loader())
     assert max(under_way) <= 2
-    assert not disk or max(under_way) >= 1  # otherwise the test would prove nothing
+    assert not disk or max(under_way) >= 1  # otherwise the test shows nothing
     assert len(files(tmp_path / "c")) == 8
 
 
@@ -318,8 +318,7 @@ def test_weights_swapped_for_validation_never_tear_a_rare_save(lit, tmp_path):
             assert torch.equal(state[f"layer.{name}"], value), (step, name)
 
 
-# -- links -------------------------------------------------------------------------------------
-# ------------------------
+# ---- links -----------------------------------------------------------------------------------
 
 
 def test_last_link_is_relative_and_points_to_the_newest_checkpoint(lit, tmp_path, disk):

@@ -271,7 +271,7 @@ def test_weights_swapped_for_validation_never_get_into_a_file(pkg, tmp_path, how
         )
         run.fit(pkg.Model(), loader(), loader())
     assert len(expected) == 24
-    assert max(deferred) > 4 * 300 * 300  # otherwise the test would prove nothing
+    assert max(deferred) > 4 * 300 * 300  # otherwise the test shows nothing
     for step, state in expected.items():
         assert_same(load(tmp_path / "c" / f"step={step}.ckpt")["state_dict"], state)
 

@@ -78,7 +78,7 @@ def test_every_checkpoint_is_the_state_at_its_call(pkg, tmp_path):
             pkg.Model(), loader()
         )
     assert sorted(expected) == list(range(1, 13))
-    assert max(deferred) > 4 * 300 * 300  # otherwise the test would prove nothing
+    assert max(deferred) > 4 * 300 * 300  # otherwise the test shows nothing
     for step, state in expected.items():
         saved = load(tmp_path / "c" / f"step={step}.ckpt")
         assert_same({key: saved[key] for key in state}, state)

@@ -14,7 +14,7 @@ from stillframe.testing import fault, slow
 
 
 def loggers_of(pkg):
-    """A logger class that notes each call, and whether the file was there."""
+    """Return a logger class that notes each call, and whether the file existed then."""
     import importlib
 
     base = importlib.import_module(

@@ -18,7 +18,12 @@ from stillframe._save.handle import SaveHandle
 
 
 class PublicationStub:
-    """A publication that waits for a save."""
+    """A fake call of loggers for the checkpoint `file`; it adds the file's name to `calls`.
+
+    Args:
+        due: The save has ended, so the loggers may be called.
+        error: What the call raises.
+    """
 
     def __init__(self, file, calls, due=True, error=None):
         self.target, self.calls, self.is_due, self.error = file, calls, due, error

@@ -7,13 +7,14 @@ a wrong lock. `mistakes/*.toml` hold them, by file of the tree:
 
     [["csrc/core/file/tmp.c"]]
     loses = "what a user loses"
-    old = "O_CREAT | O_EXCL"                  # stands exactly once in the file
+    old = "O_CREAT | O_EXCL"                  # occurs exactly once in the file
     new = "O_CREAT"
     tests = ["test_tmp", "asan/test_file"]    # C programs, with a variant or without, and pytest's
-    # ("still": no thread wakes up by itself, so a lost wake-up hangs)
+    # (in the variant "still" no wait ends by a time-out, so a lost wake-up hangs)
 
-A mistake is *killed* when one of its tests fails, and *lived* when all of them pass. One that no
-longer applies, since the code or its test has changed, is a warning. Exit status 1: one lived.
+A mistake is *killed* when one of its tests fails, and *lived* when all of them pass. A mistake that
+no longer applies, because the code or its test has changed, gives a warning. The exit status is 1
+if a mistake lived.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Mistake:
         """Return the file's text with the mistake in it.
 
         Raises:
-            GoneError: `old` does not stand exactly once in it.
+            GoneError: `old` does not occur exactly once in it.
         """
         if (times := text.count(self.old)) != 1:
             raise GoneError(f"its text stands {times} times in the file, not once")

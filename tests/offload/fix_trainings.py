@@ -69,8 +69,8 @@ class Conv(nn.Module):
         return x + self.conv(x[:, None]).sum(1)
 
 
-class Away(nn.Module):
-    """The plain run: nothing is offloaded."""
+class Resident(nn.Module):
+    """The first layer, which is never offloaded: the others' inputs have gradients then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,13 @@ KINDS = {
 
 @dataclass
 class Plan:
-    """The choices that a seed determines."""
+    """The choices that a seed determines: the model, what is offloaded, and what happens when.
+
+    keep: layers that stay on the device. layers, state: whether layers or the optimizer's state are
+    offloaded. parts: backwards before each step. evaluations: steps in which the model is evaluated
+    too. saves: (step, pass) of each save. delay_ns: how much later the fake driver completes
+    each operation.
+    """
 
     seed: int
     keep: int = 0
@@ -132,7 +138,7 @@ def plan(seed: int) -> Plan:
                 made.saves.add((step, when))
     made.slots = chance.randrange(1, 4)
     made.ahead = chance.choice([1, 2, 3, 8])
-    made.pool_blocks = chance.choice([16, 48, 160, 1000])  # at first
+    made.pool_blocks = chance.choice([16, 48, 160, 1000])  # `offloaded` tries more if it must
     made.block_bytes = chance.choice([4 * KIB, 16 * KIB, 64 * KIB])
     made.delay_ns = chance.choice([0, 0, 20_000, 300_000])
     return made
@@ -160,7 +166,7 @@ def model(seed: int) -> tuple[nn.Sequential, list[nn.Module]]:
             part.requires_grad_(False)
         parts.append(part)
     offloaded = list(parts)
-    first = Away()  # so that at least one layer is trained and inputs have gradients
+    first = Resident()  # so that at least one layer is trained and inputs have gradients
     return nn.Sequential(first, *parts), offloaded
 
 

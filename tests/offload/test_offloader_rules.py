@@ -243,8 +243,7 @@ def test_full_device_raises_and_nothing_is_lost(either, engine, monkeypatch):
         assert same(offloader.onload(ticket), group(1))
 
 
-# ---- random schedules
-# -----------------------------------------------------------------------------
+# ---- random schedules --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(6))

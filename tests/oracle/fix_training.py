@@ -23,6 +23,12 @@ TRAININGS: dict[str, Callable[[], Training]] = {}
 
 @dataclass
 class Training:
+    """A training in small.
+
+    advance: makes a step. state: returns the whole state. deferred: returns the tensors that a save
+    between two steps should defer.
+    """
+
     advance: Callable[[], object]
     state: Callable[[], dict[str, Any]]
     deferred: Callable[[], Iterable[Tensor]]

@@ -15,7 +15,9 @@ from stillframe._watch import gate
 from stillframe.offload import offload_layers, offload_optimizer_state
 from stillframe.testing import held
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch.compile's imports give it
 
 Optimizers = Callable[..., torch.optim.Optimizer]
 WHOLE = [torch.optim.Muon, torch.optim.Adafactor]  # optimizers of torch that compile to one graph

@@ -280,7 +280,7 @@ def test_writes_of_foreign_post_hooks_are_observed():
     assert deferred(p, q) == [False, True]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what torch.compile imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports give it
 def test_a_compiled_step_waits_every_time(order):
     gate.wait()
     order.clear()

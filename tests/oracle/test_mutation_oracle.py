@@ -26,7 +26,9 @@ from torch import Tensor
 
 ROUNDS = int(os.environ.get("STILLFRAME_ORACLE_ROUNDS", "3"))
 HELD_BACK_S = 0.1  # the delay of each copy
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch.compile's imports give it
 
 
 @pytest.fixture(autouse=True)

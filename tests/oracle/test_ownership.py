@@ -532,7 +532,7 @@ def test_class_that_skips_the_constructor_is_captured():
     assert deferred(p) == [False]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what torch.compile imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports give it
 def test_a_compiled_step_is_observed():
     p = param()
     opt = adamw(p)

@@ -21,7 +21,7 @@ import torch._dynamo  # an optimizer's first step would import it in each child
 
 PR_SET_CHILD_SUBREAPER = 36
 LIMIT_S = 60.0
-LANES = 3  # a scenario mostly waits
+AT_ONCE = 3  # scenarios that run at the same time; each mostly waits
 
 
 class Ended(NamedTuple):
@@ -30,7 +30,7 @@ class Ended(NamedTuple):
     Attributes:
         status: Its exit status; negative for the signal that killed it.
         seconds: From the first signal to its end.
-        left: Processes of its group that were there half a second later.
+        left: Processes of its group that still existed half a second later.
         output: What it printed.
     """
 
@@ -67,13 +67,13 @@ def run_all(run: Callable[[str], object], names: list[str]) -> None:
         RuntimeError: One of the processes failed; it has printed why.
     """
     pids = []
-    for lane in range(LANES):
+    for first in range(AT_ONCE):
         pid = os.fork()
         if pid == 0:
             adopt_orphans()
-            for name in names[lane::LANES]:
+            for name in names[first::AT_ONCE]:
                 run(name)
-            os._exit(0)  # an error, and the end of a scenario's process, take the ordinary way
+            os._exit(0)  # not reached after an error, whose traceback Python prints
         pids.append(pid)
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     if any(statuses):

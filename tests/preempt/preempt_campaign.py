@@ -47,7 +47,7 @@ WAIT_S, SLOW_S, SHORT_S = 0.01, 0.02, 0.2
 
 
 class Shared:
-    """The news of a training, in memory that it shares with this process."""
+    """Memory shared with a training, which writes there what it does and how many steps it made."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)

@@ -148,7 +148,7 @@ def test_signal_before_any_line_of_ours_saves_the_last_boundary(ended):
     end = ended("before_any_line")
     assert end.status == 0, end.output
     tried, outside = (int(word) for word in end.output.split()[1::2])
-    assert tried > 1000  # or the tracing saw nothing
+    assert tried > 1000  # otherwise the tracing saw nothing
     assert outside < tried / 10
 
 

@@ -111,8 +111,11 @@ class StubStore:
         return {name for name in found if not name.endswith(".stillframe-tmp")}
 
     def puts(self, what: str = "end") -> list[str]:
-        """Return the names of the uploads that have begun or ended, or of what was deleted; for
-        "content" the SHA-256 of each object."""
+        """Return the names of the uploads that have begun or ended, in order.
+
+        what: "begin" or "end"; "delete" for the names of deleted objects; "content" for the SHA-256
+        of each object.
+        """
         lines = [each.split(" ") for each in self.lines()]
         return [name for kind, name, _ in lines if kind == what]
 
@@ -129,7 +132,7 @@ class StubStore:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Stop uploads inside the block; they go on behind it."""
+        """Stop uploads inside the block; they go on after it."""
         with self._switched("held"):
             yield
 
@@ -166,13 +169,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubStore
     try:
         with contextlib.suppress(stillframe.StillframeError):
             uploaded()
-    finally:  # what a failed test leaves is none of the next one's
+    finally:  # the next test must not upload files that a failed test has left
         for directory in list(mirror.uploader._directories):
             shutil.rmtree(os.path.join(directory, journal.NAME), ignore_errors=True)
 
 
 def uploaded() -> None:
-    """Wait until nothing is to be uploaded; fail soon if a store takes something never."""
+    """Wait until every upload is made; fail after 30 s if a store does not take one."""
     stillframe.wait_all(timeout=30, mirrors=True)
 
 
@@ -203,23 +206,22 @@ def options_used(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def put(path: Path, url: str) -> None:
-    """Upload what others have written."""
+    """Have the mirror upload a file that other code has written."""
     entry = journal.Entry(str(path.parent), path.name, url, path.name)
     journal.add_due(entry, durable=True)
     mirror.uploader.look_at(entry.directory)
 
 
 def leave(directory: Path, url: str, name: str, content: bytes) -> None:
-    """Leave a file that is to be uploaded, as a process that has ended does."""
+    """Leave a file and its journal entry, as a process does that ends before the upload."""
     (directory / name).write_bytes(content)
     journal.add_due(journal.Entry(str(directory), name, url, name), durable=False)
 
 
 class Child:
-    """A process that runs a function and then what the exit of a process runs.
+    """A forked process that runs a function and then stillframe's part of the exit.
 
-    It is forked, so that it begins at once. The fixture `store` kills those that a failed test has
-    not waited for.
+    The fixture `store` kills children that a failed test has not waited for.
     """
 
     living: ClassVar[list[Child]] = []
@@ -240,8 +242,8 @@ class Child:
             os.dup2(log, 2)
             sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            torch.set_num_threads(1)  # the threads of OpenMP are the parent's
-            at_exit._QUIET_S = 60  # a slow machine says nothing of a wait that a test does not mean
+            torch.set_num_threads(1)  # OpenMP's threads exist only in the parent
+            at_exit._QUIET_S = 60  # on a slow machine the line about a wait must not appear
             logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
             work()
             at_exit._drain()
@@ -265,13 +267,13 @@ class Child:
         return self.status
 
     def printed(self) -> str:
-        """Wait for the end and return what was printed."""
+        """Wait for the end; return what the process printed. Fail unless its status is 0."""
         assert self.wait() == 0, self._printed.read_text()
         return self._printed.read_text()
 
 
 def when_said(words: str, function: Callable[[], object]) -> None:
-    """In a child: call `function` when the exit prints these words, without delay."""
+    """Make the exit of a child print its line at once, and call `function` if `words` are in it."""
 
     def saying(sentence: str, say: Callable[[str], None] = at_exit._print_line) -> None:
         say(sentence)

@@ -271,7 +271,7 @@ class _Proxy(http.server.ThreadingHTTPServer):
                 each.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that is cut off, or killed, is what tests are about."""
+        """Print no error, since tests cut connections and kill clients on purpose."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -289,7 +289,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._reset()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Print no line for each request."""
 
     def _answer(self) -> None:
         server = self.server.server

@@ -1,7 +1,7 @@
 """moto's S3 in a process of its own: `s3_server.py` prints its port, and ends with its input.
 
-It answers one request at a time: moto loses a part that two requests write at once. Paths below
-`/_control/` are for the tests.
+It answers one request at a time, because moto loses a part that two requests write at the same
+time. Paths below `/_control/` are for the tests.
 """
 
 from __future__ import annotations

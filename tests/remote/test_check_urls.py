@@ -79,7 +79,7 @@ def test_verify_reads_each_byte_once(memory, tmp_path, capsys, monkeypatch):
     assert run(capsys, "verify", url)[0] == 0
     chunks = -(-(tmp_path / "x.pt").stat().st_size // (64 << 10))
     assert len(starts) == chunks
-    # The piece with the pickle is read again, to see whether what it names is there.
+    # The chunk with the pickle is read again, to check that the records that it names are there.
     assert all(start < 1 << 20 for start, times in starts.items() if times > 1)
     assert max(starts.values()) <= 2
 

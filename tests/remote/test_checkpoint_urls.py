@@ -58,7 +58,7 @@ def test_new_checkpoint_replaces_the_old_one_only_when_all_of_it_is_sent(server)
     server.requests.clear()
     with server.held("DELETE|delete") as hold:
         handle = write(server.url("c"), 2, "model.pt")
-        hold.wait_for()  # the marker goes: all bytes of the new objects have been sent
+        hold.wait_for()  # the old marker is removed: all new bytes were sent
         assert loaded(server.objects()["c/model.pt"])["n"] == 1
         assert server.lines("partNumber=1&")
     handle.result(60)

@@ -122,7 +122,7 @@ def test_file_of_another_program_loads(bucket, tmp_path):
 def test_safetensors_file_loads(mmap, bucket, tmp_path):
     state = fix_flat.random_tensors(4)
     save_file(state, tmp_path / "model.safetensors")
-    url = bucket.upload(tmp_path / "model.safetensors", "model")  # its bytes tell
+    url = bucket.upload(tmp_path / "model.safetensors", "model")  # recognised by its bytes
     assert_alike(stillframe.load(url, mmap=mmap), state)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     stillframe.load(url, into=target)

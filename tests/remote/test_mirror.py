@@ -215,7 +215,9 @@ def test_store_that_is_down_gives_one_warning_and_its_uploads_wait(store, run, c
     assert backlog(str(run)) is None
     with store.down():
         stillframe.save(state(3), run / "3.pt", mirror=store.url)
-        assert eventually(lambda: len(warnings_in(caplog)) == 2)  # the next time that it is down
+        assert eventually(
+            lambda: len(warnings_in(caplog)) == 2
+        )  # it warns again when the store is down again
 
 
 def test_save_succeeds_although_its_mirror_cannot_be_opened(store, run, caplog, monkeypatch):
@@ -366,7 +368,7 @@ def test_remove_with_wait_for_mirror_false_does_not_wait(store, run, caplog):
         stillframe.wait_all()
         assert not (run / "a.pt").exists()
         (run / "a.pt").touch()
-        assert stillframe.exists(run / "a.pt")  # the remove that waited has become needless
+        assert stillframe.exists(run / "a.pt")  # the first remove no longer waits
         (run / "a.pt").unlink()
     uploaded()
     assert store.names() == {"first.pt"} and "a.pt is gone" in caplog.text

@@ -196,7 +196,7 @@ started.wait()
 
 # ---- credentials ----
 
-HERE = "BlobEndpoint=http://127.0.0.1:1/a;AccountName=a"  # nobody listens there
+HERE = "BlobEndpoint=http://127.0.0.1:1/a;AccountName=a"  # no server listens at this port
 SECRETS = ("sec/ret+Word", "tokenOfASession", KEY, SECRET)
 
 

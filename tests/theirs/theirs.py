@@ -38,9 +38,9 @@ def run(
         tests: Files and folders below `root`.
         root: The directory of the library's sources.
         cwd: Where the tests run, a temporary directory by default.
-        k: pytest's -k.
-        first: Come first on the path.
-        timeout_s: Of one test.
+        k: The argument of pytest's option -k.
+        first: Folders that come first on PYTHONPATH.
+        timeout_s: The longest that one test may take.
     """
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory) / "results.xml"

@@ -6,19 +6,19 @@ CHECKOUT is a directory with Lightning's sources, of the version that is install
 
     git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning CHECKOUT
 
-Runs the tests synchronously (as Lightning saves by itself), with Lightning's AsyncCheckpointIO and
-with ours, the latter two once for each delay: the seconds by which the disk is slower for each
-file. Prints the outcomes, and each test that passes synchronously and with ours does not. Exit
-status 1 if there is one, 2 for wrong usage.
+The tests run with Lightning's synchronous saving, with its AsyncCheckpointIO and with ours. The
+last two run once for each --delay, which makes the disk slower by so many seconds for each file.
+The script prints the outcomes, and each test that passes with synchronous saving and fails with
+ours. The exit status is 1 if there is such a test, and 2 for wrong usage.
 
-The tests want `jsonargparse[signatures]` and `tensorboard` for some of their own; what fails
-synchronously for want of a package is not counted against anybody.
+Some of the tests need `jsonargparse[signatures]` and `tensorboard`. A test that fails with
+synchronous saving, for example because a package is missing, is not counted.
 
-With Lightning 2.6.6 (sources of 2026-07-20; 373 tests, 24 skipped for want of GPUs and the like)
-339 pass synchronously and 10 want tensorboard; with ours and a flush slower by 0.3 s 337 pass.
-The two others: `test_none_monitor_not_alternating` lists the directory at the start of the next
-epoch and wants one file there, complete, which no save that lets training go on can give it;
-`test_trainer_save_checkpoint_storage_options` asserts that a mock over
+With Lightning 2.6.6 (sources of 2026-07-20) there are 373 tests, of which 24 are skipped, mostly
+for lack of a GPU. 339 pass with synchronous saving, and 10 need tensorboard. With ours and a flush
+slower by 0.3 s 337 pass. `test_none_monitor_not_alternating` fails because it lists the directory
+at the start of the next epoch and expects one complete file, which no asynchronous save can
+guarantee. `test_trainer_save_checkpoint_storage_options` fails because it asserts that a mock of
 `TorchCheckpointIO.save_checkpoint` was called.
 """
 

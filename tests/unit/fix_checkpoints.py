@@ -24,7 +24,7 @@ def small_state():
 
 
 def same(a, b):
-    """Tell whether two `small_state`s are equal, ties included."""
+    """Return whether two `small_state`s are equal, ties included."""
     return (
         a.keys() == b.keys()
         and all(torch.equal(a[k], b[k]) for k in a if k != "name")

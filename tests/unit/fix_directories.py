@@ -36,7 +36,11 @@ def write(path: Path, value: float, **options: Any) -> stillframe.SaveHandle:
 
 
 def value_of(path: Path) -> float | None:
-    """Return the value of a whole checkpoint; None if there is none. It must not be mixed."""
+    """Return the value of a checkpoint; None if there is none.
+
+    Raises:
+        AssertionError: It is not whole, or its files have several values.
+    """
     if not path.exists():
         return None
     names = sorted(

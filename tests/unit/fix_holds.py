@@ -1,7 +1,7 @@
-"""Stops a system call until the test waits for the operation that the call belongs to.
+"""Stops a system call of a save or snapshot until the test waits for that save or snapshot.
 
-A test can then check a state that ends with the call, and wait for the end afterwards, without
-guessing a time: the call continues when the test waits, and not before.
+So a test can check the state before the call without guessing a time: the call continues when the
+test begins to wait, and not before.
 """
 
 from __future__ import annotations

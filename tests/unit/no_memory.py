@@ -25,7 +25,8 @@ from stillframe._tree import flat, skeleton
 from stillframe._tree.skeleton import SOURCE
 from stillframe._watch.memory_owners import Marks
 
-# this try fails the allocations after the n-th up to the second number; (n, 0): all after the n-th
+# (first, last): in the present try, the allocations after number `first` up to number `last` fail.
+# With 0 as `last`, all after `first` fail.
 failing = (0, 0)
 MOST = 5000  # the most allocations of a call
 QUIET = 15  # after so many calls without a failure, a call makes no more allocations

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.serialization import config as serialization_config
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about its prototypes
 
 saved = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
 

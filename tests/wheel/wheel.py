@@ -28,7 +28,7 @@ INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def sections(binary: bytes) -> dict[str, bytes]:
-    """The sections of a 64-bit little-endian ELF file, by name."""
+    """Return the sections of a 64-bit little-endian ELF file, by name."""
     (offset,) = struct.unpack_from("<Q", binary, 0x28)
     size, number, names_at = struct.unpack_from("<HHH", binary, 0x3A)
     heads = [struct.unpack_from("<IIQQQQ", binary, offset + i * size) for i in range(number)]
@@ -58,7 +58,7 @@ def data_files() -> list[str]:
 
 
 def glibc_of(binary: bytes) -> tuple[int, int]:
-    """The newest glibc version of the wheel's symbols."""
+    """Return the newest version of glibc that a binary's symbols need."""
     versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", sections(binary)[".dynstr"])
     return max((int(major), int(minor)) for major, minor in versions)
 

@@ -120,7 +120,7 @@ def accelerate(path: Path, *, ranks: int = 1, models: int = 1, kind: str = "safe
 def sharded(path: Path) -> Path:
     """Write a checkpoint of torch.distributed.checkpoint."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is one process
+        warnings.simplefilter("ignore")  # DCP warns that there is only one process
         dcp.save(WEIGHTS, checkpoint_id=path, no_dist=True)
     return path
 
@@ -201,7 +201,7 @@ _LAST_OF_ROWS = {"model_2.safetensors", "random_states_2.pkl"}
 
 
 def may_lack(file: str) -> bool:
-    """Return whether a checkpoint is whole without this file, or there is no telling."""
+    """Return whether a checkpoint counts as whole without this file."""
     return file in OPTIONAL or file in _LAST_OF_ROWS
 
 

@@ -233,7 +233,7 @@ def test_failed_file_fails_the_checkpoint_and_is_named(tmp_path):
 
 def test_checkpoint_fails_if_a_file_of_other_code_cannot_be_synced(tmp_path):
     path = tmp_path / "c"
-    for nth in (2, 3):  # the directory's first save syncs a directory
+    for nth in (2, 3):  # the first fsync is the one of `files.save`
         with fault("fsync", nth=nth):
             with stillframe.checkpoint(path) as files:
                 files.save(1, "a.pt")

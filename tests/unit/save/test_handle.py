@@ -59,7 +59,7 @@ def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path):
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(handle, 0.05)
         assert not handle.done()
-        assert not handle._outcome._wakers  # not kept until the end of the save
+        assert not handle._outcome._wakers  # the cancelled waiter is gone at once
         return handle
 
     with held("fdatasync"):

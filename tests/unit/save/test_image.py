@@ -96,7 +96,7 @@ class Limits(ctypes.Structure):
 
 @pytest.fixture(autouse=True)
 def limits_of_library(library, limits):
-    """The library has its own copy of the limits."""
+    """Lower the limits of the compiled library too, which has a copy of its own."""
     there = Limits.in_dll(library, "sfr_limits")
     before = bytes(there)
     for name, value in limits.items():
@@ -344,7 +344,7 @@ def test_entries_past_4_gib_have_the_right_crc(large):
 
 @pytest.mark.parametrize("nbytes", [3, 5 << 20, (1 << 32) - 1, (4 << 30) + 77])
 def test_archive_of_a_tensor_of_any_size_is_read(library, tmp_path, nbytes):
-    """The archive is in a file after one byte; its zeros are holes."""
+    """The archive begins at byte 1 of a file, and the tensor's zeros are holes in the file."""
     function = library.drive_tensor
     function.restype = ctypes.c_int64
     function.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)

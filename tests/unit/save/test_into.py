@@ -198,7 +198,7 @@ CANNOT_BE_WRITTEN_TO = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about its prototypes
 @pytest.mark.parametrize("kind", sorted(CANNOT_BE_WRITTEN_TO))
 def test_unwritable_target_is_named_before_a_byte_is_written(kind, tmp_path):
     make, words = CANNOT_BE_WRITTEN_TO[kind]
@@ -235,7 +235,7 @@ def test_file_tensors_replace_targets_that_are_no_tensors(write, tmp_path):
     assert target["object"].inner[0].tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about its prototypes
 def test_wrapper_tensors_are_filled(tmp_path):
     """Such tensors have no record of their own."""
     pair = TwoTensor(torch.arange(4.0), torch.arange(4.0) + 1)

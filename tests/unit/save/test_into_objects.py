@@ -212,7 +212,7 @@ def test_users_object_gets_the_files_dictionary(write, tmp_path):
     assert nested["bias"].tolist() == [6.0] * 6 and history == [5.0]
     counter.weights[3] = 8  # views of one storage stay views of one storage
     assert counter.twice.tolist() == [5.0, 8.0]
-    counter.weights.untyped_storage().resize_(100)  # its memory belongs to it
+    counter.weights.untyped_storage().resize_(100)  # a tensor over its own memory can be resized
 
 
 def test_object_in_two_places_is_filled_once(tmp_path):

@@ -35,7 +35,7 @@ from hypothesis.stateful import (
 )
 from stillframe.testing import fault, slow
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about its prototypes
 
 CAMPAIGN_S = float(os.environ.get("STILLFRAME_CAMPAIGN_SECONDS", "0"))
 NAMES = st.sampled_from(["a.pt", "b.pt", "c.pt"])

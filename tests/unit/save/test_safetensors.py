@@ -389,5 +389,5 @@ def test_file_has_whole_extents_on_a_disk(disk_path: Path, engine):
     handle = stillframe.async_save(model.state_dict(), disk_path / "a.safetensors", engine=engine)
     step(model, optimizer)
     report = handle.result()
-    assert report is not None and report.nbytes % PAGE  # its last page is cut off
+    assert report is not None and report.nbytes % PAGE  # it ends within a page
     assert_holds(disk_path / "a.safetensors", wanted)

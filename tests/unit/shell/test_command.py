@@ -56,7 +56,7 @@ def test_verify_and_inspect_import_no_torch(arguments, tmp_path):
     stillframe.save(state, tmp_path / "x.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that there is only one process
+        warnings.simplefilter("ignore")  # DCP warns that there is only one process
         torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     code = f"""if True:
         import sys

@@ -509,7 +509,7 @@ def test_dropped_tree_keeps_no_wrapped_tensor(monkeypatch):
     assert [ref() for ref in refs] == [None, None]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about its prototypes
 def test_tensors_of_every_kind_are_counted_once():
     plain, marked = torch.ones(3), torch.ones(3).as_subclass(Marked)
     quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
@@ -520,7 +520,7 @@ def test_tensors_of_every_kind_are_counted_once():
     assert walk.Tree([torch.eye(3).to_sparse()]).num_tensors() == 3
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about its prototypes
 def test_copies_have_no_autograd_history(engine):
     marked = torch.ones(3).as_subclass(Marked).requires_grad_()
     rows = torch.eye(3).to_sparse_csr().requires_grad_()

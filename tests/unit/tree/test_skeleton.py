@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from stillframe._tree import skeleton
 from stillframe._tree.skeleton import build
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about its prototypes
 
 SOURCE = struct.Struct("=QQII")
 unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=150)

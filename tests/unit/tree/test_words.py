@@ -23,7 +23,7 @@ from test_skeleton import file_of, stock_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about its prototypes
 
 
 def collector(where: Callable[[torch.Tensor], int]) -> _core.Collector:
