@@ -162,7 +162,7 @@ def test_memory_owners_storages_are_marked_once_and_only_if_large():
     large, small = torch.zeros(KEPT // 4 + 1), torch.zeros(KEPT // 4)
     marks = marks_of(small, large)
     _core.Observer.defer_memory_owner([small, large, large], marks)
-    assert (marks.indices, marks.owners) == ([1], [1])
+    assert (marks.indices, marks.storage_numbers) == ([1], [1])
     assert [marks.is_deferred(number) for number in range(2)] == [False, True]
 
 
@@ -172,7 +172,7 @@ def test_memory_owners_inference_tensor_is_refused_and_leaves_no_marks():
     marks = marks_of(kept)
     with pytest.raises(RuntimeError, match="Inference tensors"):
         _core.Observer.defer_memory_owner([kept], marks)
-    assert (marks.indices, marks.owners, marks.tensors, marks.versions) == ([], [], [], [])
+    assert (marks.indices, marks.storage_numbers, marks.tensors, marks.versions) == ([], [], [], [])
     assert not marks.is_deferred(0)
 
 

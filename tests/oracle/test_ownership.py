@@ -936,9 +936,9 @@ def test_unknown_optimizers_are_not_searched_for_deferrable_storages():
     made = skeleton_of([p])
     marks = Marks(made.numbers, made.rows, Unsearchable(), [], [], [])
     assert owner is not None
-    assert "its step is not known" in str(owner.captured(marks))
+    assert "its step is not known" in str(owner.why_captured(marks))
     SOURCE.pack_into(made.rows, 0, 0, 0, 1, 0)
-    assert owner.captured(marks) is None
+    assert owner.why_captured(marks) is None
 
 
 def test_row_index_out_of_range_or_table_of_a_wrong_type_is_refused():

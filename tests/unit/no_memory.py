@@ -83,7 +83,7 @@ def known() -> tuple[_core.Observer, Marks]:
 
 def is_marked_wholly(marks: Marks) -> None:
     late = [number for number in range(len(marks.numbers)) if marks.is_deferred(number)]
-    assert sorted(marks.indices) == sorted(marks.owners) == late
+    assert sorted(marks.indices) == sorted(marks.storage_numbers) == late
     assert len(marks.tensors) == len(marks.versions) == len(late)
 
 

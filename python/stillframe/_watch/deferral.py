@@ -1,6 +1,7 @@
 """The storages of one save or snapshot that are copied after its call, and their state at the call.
 
-`gate.defer` makes a `Deferral` and asks for its storages; `gate` holds steps back for it.
+`gate.defer` makes a `Deferral`, which asks the owners of optimizers for the storages. `gate.py`
+holds steps back until they are copied.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Sources(Protocol):
     rows: bytearray
 
 
-# Deferrals whose save is not launched yet, and the thread of each, by the deferral's id.
+# The calls whose save is not launched yet: by the id of a deferral, its call's thread and itself.
 calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}
 
 
@@ -38,7 +39,7 @@ class Deferral:
 
     __slots__ = (
         "__weakref__",
-        "_late",
+        "_indices",
         "_numbers",
         "_parts",
         "_storages",
@@ -53,23 +54,25 @@ class Deferral:
         self.indices: list[int] = []
         self.fallbacks: list[str] = []
         self._storages: _core.Numbers | None = None  # the numbers of all storages of the save
-        self._late: set[int] | None = None  # `indices` as a set; made by the first `holds`
-        self._numbers: list[int] = []  # the storage's number of each of `_tensors`
+        self._indices: set[int] | None = None  # `indices` as a set; made by the first `holds`
+        self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
         self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._parts: list[tuple[int, Owner | MemoryOwner]] = []  # (end in `indices`, owner)
+        self._versions: list[int] = []  # for each of `_tensors`, its version counter at the call
+        # Each owner's storages are adjacent in `indices`: (the index after its last, the owner).
+        self._parts: list[tuple[int, Owner | MemoryOwner]] = []
         self.overtaken = False
 
     def torn(self) -> int:
-        """Return the number of a storage whose tensors counted a write since the call, or -1.
+        """Return the number of a storage whose tensors' version counters show a write since the
+        call, or -1.
 
-        One call reads all versions, so no other Python thread runs in between.
+        One call into the core reads all counters, so no other Python thread runs in between.
         """
         if self.overtaken and self.indices:
             return self.indices[0]
         tensors = self._tensors
         if not tensors:
-            return -1  # the verdict has been given
+            return -1  # `release` was called
         with torch._C.DisableTorchFunction():
             position = _core.Observer.changed(tensors, self._versions)
         return -1 if position < 0 else self._numbers[position]
@@ -83,24 +86,26 @@ class Deferral:
                 return
 
     def holds(self, identity: int) -> bool:
-        """Return whether the storage with this StorageImpl is copied after the call."""
-        if self._late is None:
-            self._late = set(self.indices)
-        return self._storages is not None and self._storages.get(identity) in self._late
+        """Return whether a storage is copied after the call; `identity` is the address of its
+        StorageImpl."""
+        if self._indices is None:
+            self._indices = set(self.indices)
+        return self._storages is not None and self._storages.get(identity) in self._indices
 
     def release(self) -> None:
-        """Drop the tensors once the verdict is given; `distrust` still works."""
+        """Drop the tensors, because the verdict is given. `distrust` may still be called."""
         self._tensors = []
 
     def close(self) -> None:
-        """End the call: its save is tracked, or there is none. May be called again."""
+        """End the call: its save is tracked, or no save will be. May be called again."""
         calls.pop(id(self), None)
 
     def ask(self, sources: Sources) -> None:
-        """Ask every owner which storages may be copied late, and why others may not."""
+        """Ask every owner which storages may be copied after the call, and why others may not."""
         lists = self.indices, self._numbers, self._tensors, self._versions
         marks = Marks(sources.numbers, sources.rows, *lists)
         owners = list(ownership.living())
+        # Steps of such an owner do not wait for copies, so no other owner may defer its storages.
         for unseen in (each for each in owners if each.unseen):
             unseen.capture_for_others()
         for owner in (*owners, *memory_owners.known):
@@ -109,6 +114,6 @@ class Deferral:
             if len(self.indices) > before:
                 self._parts.append((len(self.indices), owner))
         self._storages = sources.numbers
-        for sentence in (owner.captured(marks) for owner in owners):
+        for sentence in (owner.why_captured(marks) for owner in owners):
             if sentence is not None and sentence not in self.fallbacks:
                 self.fallbacks.append(sentence)

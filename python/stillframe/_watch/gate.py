@@ -47,8 +47,8 @@ class Pending(Protocol):
     def gate(self) -> bool:
         """Wait until a step may begin on the calling thread's current streams.
 
-        It returns False where a later step has to ask again, because its streams may differ. It
-        raises only what a signal handler raises.
+        Return False if a later step has to ask again, because its streams may differ. Raise only
+        what a signal handler raises.
         """
 
 
@@ -65,11 +65,11 @@ class Readers(Protocol):
         """Return whether a step of the optimizer may ever have to wait for them."""
 
 
-_pendings: dict[int, Pending] = {}  # by id
-_late: dict[int, Deferral] = {}  # the deferral of each, by the same id
+_pendings: dict[int, Pending] = {}  # the saves that steps wait for, by their ids
+_deferrals: dict[int, Deferral] = {}  # the deferral of each such save, by the save's id
 _readers: list[Readers] = []
-# The serials of optimizers whose compiled steps have no hooks, although `_readers` now concern
-# them. Such steps guard on this string, so a change of it has them compiled again.
+# The serials of optimizers whose compiled steps have no hooks, although they have to wait for
+# `_readers` now. Compiled steps guard on this string, so torch compiles them again when it changes.
 must_wait = ""
 
 
@@ -105,11 +105,11 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
 
 
 def track(pending: Pending, deferral: Deferral | None = None) -> None:
-    """Make every step wait for a launched save until its ``gate()`` has returned.
+    """Make every step wait for a launched save, until a call of its ``gate()`` has returned.
 
     Args:
         pending: The save.
-        deferral: Its deferral; by default the last one of this thread.
+        deferral: Its deferral; by default the last that this thread made.
     """
     _pendings[id(pending)] = pending
     if deferral is None:
@@ -119,14 +119,14 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
                 deferral = ref()
                 break
     if deferral is not None:
-        _late[id(pending)] = deferral
+        _deferrals[id(pending)] = deferral
         deferral.close()
 
 
 def untrack(pending: Pending) -> None:
     """Stop waiting for a save: it is staged or has ended. May be called again."""
     _pendings.pop(id(pending), None)
-    _late.pop(id(pending), None)
+    _deferrals.pop(id(pending), None)
 
 
 def wait() -> None:
@@ -148,24 +148,26 @@ def wait() -> None:
 
 def anything_copied() -> bool:
     """Return whether some storage is being copied after its call, or is about to be."""
-    return bool(_late or calls)
+    return bool(_deferrals or calls)
 
 
 def wait_for_storage(identity: int) -> None:
-    """Wait until no save reads the memory of the storage with this StorageImpl.
+    """Wait until no save reads the memory of a storage; `identity` is the address of its
+    StorageImpl.
 
-    On a device the calling thread's current stream waits instead. Errors are raised as by `wait`.
+    On a device the calling thread's current stream waits instead. Errors of saves are not raised.
     """
     for key, (thread, _) in calls.copy().items():
         _is_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
-    for key, deferral in _late.copy().items():
+    for key, deferral in _deferrals.copy().items():
         pending = _pendings.get(key)
         if pending is not None and deferral.holds(identity) and pending.gate() is not False:
             untrack(pending)
 
 
 def _is_over(key: int, thread: int, end: float) -> bool:
-    """Return whether a call is over; wait for it first unless it is this thread's own."""
+    """Return whether the call `key` of thread `thread` is over. Wait for that until `end`
+    (`time.monotonic`), except in the thread of the call itself."""
     mine = threading.get_ident()
     while thread != mine and key in calls and time.monotonic() < end:
         time.sleep(_CALL_POLL_S)
@@ -177,8 +179,8 @@ def _wait_for_calls() -> None:
     end = time.monotonic() + _CALL_TIMEOUT_S
     for key, (thread, ref) in calls.copy().items():
         if not _is_over(key, thread, end):
-            # The step runs inside this thread's own call, or the call never ended. The step goes
-            # on, so the save counts as torn.
+            # This step runs inside the call itself, or the call did not end in time. The step goes
+            # on and may write before the save has copied, so the save counts as torn.
             deferral = ref()
             if deferral is not None:
                 deferral.overtaken = True
@@ -188,8 +190,8 @@ def _wait_for_calls() -> None:
 def hold_back(optimizer: Optimizer) -> None:
     """Wait for saves, right before an optimizer's step writes.
 
-    It waits even where the bookkeeping has failed. It raises only what a signal handler or the
-    readers raise.
+    It waits even for an optimizer whose bookkeeping has failed. It raises only what a signal
+    handler or the readers raise.
     """
     if calls:
         _wait_for_calls()
@@ -208,8 +210,8 @@ def stepped(optimizer: Optimizer) -> None:
 def wait_for(readers: Readers) -> None:
     """Make every later step wait for these readers right before it writes.
 
-    A pre-hook of torch would not do: it runs before the closure. If it wrote, the gate would have
-    to be before the closure too.
+    The readers could not use a pre-hook of torch instead: it runs before the closure, and any other
+    pre-hook moves the gate before the closure too, because it may write.
     """
     _readers.append(readers)
 
@@ -220,7 +222,7 @@ def concerns(optimizer: Optimizer) -> bool:
 
 
 def readers_changed() -> None:
-    """Have compiled steps without hooks compiled again if readers concern them from now on."""
+    """Have torch compile those steps again that have no hooks and must now wait for readers."""
     global must_wait
     serials = [
         str(owner.serial)
@@ -233,7 +235,7 @@ def readers_changed() -> None:
 def forked() -> None:
     """Forget the parent's saves in a forked child, which does not wait for them."""
     _pendings.clear()
-    _late.clear()
+    _deferrals.clear()
     calls.clear()
 
 

@@ -22,15 +22,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_MAX_WRAPPERS = 16  # around one handler; more means a cycle
+_MAX_WRAPPERS = 16  # around one signal handler; more means a cycle
 
 
 def guarded(
     give_up: Callable[[Any, Exception], object],
 ) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R | None]]:
-    """Return a decorator that turns an exception into the result None.
+    """Return a decorator for functions whose exceptions must not propagate.
 
-    It calls `give_up(first argument, error)` when that happens.
+    After an exception the function returns None, and `give_up(first argument, error)` is called.
     """
 
     def guard(function: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R | None]:
@@ -43,7 +43,7 @@ def guarded(
                     raise
                 try:
                     give_up(subject, error)
-                except Exception as second:  # there may not be enough memory for that either
+                except Exception as second:  # there may not be enough memory for `give_up` either
                     if _is_of_a_handler(second):
                         raise
                 return None
@@ -54,9 +54,10 @@ def guarded(
 
 
 def _is_of_a_handler(error: BaseException) -> bool:
-    """Return whether a signal handler raised the error: its traceback has a frame of a handler.
+    """Return whether a signal handler raised the error.
 
-    Handlers run on the main thread only, between any two lines.
+    The traceback then has a frame of the handler. Handlers run on the main thread only, where they
+    may interrupt any line.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

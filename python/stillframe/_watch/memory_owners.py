@@ -1,7 +1,8 @@
 """Registered owners of memory that only an optimizer step replaces but no optimizer owns.
 
-Offloaded optimizer state is in new pool memory after every step. An observer would have to learn it
-again each time, so its owner itself says which storages a save may copy after its call.
+Offloaded optimizer state is in new pool memory after every step. An observer trusts a storage only
+after it has watched it for a step, so it would never trust this memory. Therefore the owner itself
+says which storages a save may copy after its call.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ class Marks(NamedTuple):
         numbers: Each storage's number in the save, by the address of its StorageImpl.
         rows: One `struct sfr_source` for each storage; marking a storage changes its lane.
         indices: The numbers of the marked storages.
-        owners: For each tensor over a marked storage, the storage's number.
-        tensors: These tensors.
-        versions: The version counter of each.
+        tensors: The tensors over marked storages.
+        storage_numbers: For each of `tensors`, the number of its storage.
+        versions: For each of `tensors`, its version counter.
     """
 
     numbers: _core.Numbers
     rows: bytearray
     indices: list[int]
-    owners: list[int]
+    storage_numbers: list[int]
     tensors: list[torch.Tensor]
     versions: list[int]
 
     def is_deferred(self, number: int) -> bool:
-        """Return whether the storage with this number may be copied late."""
+        """Return whether the storage with this number is marked."""
         _, _, lane, _ = SOURCE.unpack_from(self.rows, number * SOURCE.size)
         return bool(lane)
 
@@ -44,7 +45,8 @@ class MemoryOwner(Protocol):
     """An owner of memory that only an optimizer step replaces but no optimizer owns."""
 
     def defer(self, marks: Marks) -> None:
-        """Mark the storages of a save that may be copied late: `Observer.defer_memory_owner`."""
+        """Mark the storages of a save that may be copied after its call, with
+        `Observer.defer_memory_owner`."""
 
     def distrust(self, why: str) -> None:
         """Have everything captured from now on: it was written to while a save copied it."""

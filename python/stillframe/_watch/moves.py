@@ -1,17 +1,18 @@
 """Wrappers of the torch functions that free or move a storage's memory: they wait for its copies.
 
-A save holds each storage that is still to be copied, but the storage's memory can be replaced
+A save keeps each storage alive until it is copied, but torch can replace the storage's memory
 nevertheless. A storage moves to shared memory with `share_memory`, or when a tensor goes through a
 queue between processes. FSDP and offloading of activations resize storages to free memory. torch
 then frees the old memory at once, while a thread of ours may read it. All of this goes through
-three methods of `torch.UntypedStorage`, so these wait, for that storage only.
+three methods of `torch.UntypedStorage`. The wrappers of these wait for copies of that storage.
 
-Growth inside a torch operator (`Tensor.resize_`, an `out=` that is too small) uses none of them.
+Growth inside a torch operator (`Tensor.resize_`, an `out=` that is too small) calls none of the
+three, so it does not wait.
 
 `torch.utils.swap_tensors` exchanges the contents of two tensor objects; `module.to()` does so for
-DTensors and quantized parameters. It refuses tensors with weak references, so observers drop theirs
-first and observe the optimizer again. Verdicts compare the tensors' version counters, so all copies
-are waited for before that.
+DTensors and quantized parameters. It refuses tensors with weak references, so its wrapper has the
+observers drop theirs; they observe the optimizer again from its next step on. A swap also exchanges
+the version counters that verdicts compare, so the wrapper first waits for all copies.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOVERS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
 def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that moves a storage: it first waits for copies of that storage."""
+    """Wrap a method that moves a storage, so that it first waits for copies of that storage."""
 
     @functools.wraps(mover)
     def moves(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +42,7 @@ def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _release_references(swap: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `swap_tensors`: it first releases our references to the tensors."""
+    """Wrap `swap_tensors`, so that it first waits for copies and drops our weak references."""
 
     @functools.wraps(swap)
     def swap_tensors(*args: Any, **kwargs: Any) -> Any:

@@ -5,9 +5,9 @@ optimizer `qualifies` (its step is known, see `stillframe._watch.steps`) and whe
 running. Its ``Observer`` (C) knows which of its storages change in steps only. Nothing here keeps
 an optimizer or a tensor alive.
 
-Code that reads an optimizer is decorated with `bookkeeping`: it may fail, and everything of that
-optimizer is captured from then on. An optimizer for which no owner can be made is only marked as
-active while it steps.
+Code that reads an optimizer is decorated with `bookkeeping`: if it raises, every later save
+captures all storages of that optimizer. An optimizer for which no owner can be made is only marked
+as active while it steps.
 
 Several threads may step different optimizers, and a signal handler may interrupt anywhere. So there
 is no lock: shared state changes by single dict and set operations, which the interpreter lock makes
@@ -42,15 +42,14 @@ from stillframe._watch.memory_owners import Marks
 log = logging.getLogger("stillframe")
 
 _MIN_NBYTES = 4096  # smaller storages are always captured
-# how many parameters are examined to see whether a save has any of an optimizer
+# how many parameters of an optimizer are looked up to find one that is in a save
 _MOST_EXAMINED = 64
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
 # The thread of each running step, by id(optimizer). The entry of a step that raised stays.
 _active: dict[int, threading.Thread] = {}
-_first_owners: dict[
-    int, int
-] = {}  # storage -> serial of its first owner; the observers maintain it
+# By the address of a StorageImpl, the serial of its first owner. The observers maintain it.
+_first_owners: dict[int, int] = {}
 _serials = itertools.count(1)
 _logged: set[str] = set()  # sentences that were logged
 # A frame with one of these codes is a step: torch's wrapper that runs the hooks, or the one that
@@ -66,7 +65,7 @@ def log_once(sentence: str) -> None:
 
 
 def _give_up(subject: Any, error: Exception) -> None:
-    """Distrust an optimizer whose bookkeeping, or whose owner's, has failed."""
+    """Distrust an optimizer after an exception in `bookkeeping`; `subject` is it or its owner."""
     owner = subject if isinstance(subject, Owner) else _owners.get(id(subject))
     if owner is not None:
         owner.distrust(f"it cannot be watched ({type(error).__name__}: {error})")
@@ -90,6 +89,8 @@ class Owner:
             before the step, never after the closure.
         gated: In the present step, the closure with the gate in it has been called.
         kind: The optimizer's class.
+        observer: Knows which of the optimizer's storages change in steps only.
+        ref: A weak reference to the optimizer.
         serial: A number that no other owner has.
         unseen: Its steps may run without hooks and then wait for no copy, so nothing that they
             write is deferred.
@@ -116,11 +117,12 @@ class Owner:
     def __init__(self, optimizer: Optimizer) -> None:
         self.serial = next(_serials)
         self._steps_nested = 0  # steps that are running, one inside the other
-        self._known = False
+        self._known = False  # the last result of `qualifies`
         self._rests = False  # `Observer.rests` at the end of the last step
+        # The step function that `_known` is for, and how many classes were registered then.
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
-        self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()
-        self._why = ""
+        self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()  # owners of a storage it owns too
+        self._why = ""  # the reason of `distrust`
         self.closure_index: int | None = None
         self.ungated = False
         self.unseen = False
@@ -131,22 +133,22 @@ class Owner:
 
     @property
     def distrusted(self) -> bool:
-        """Return whether everything of it is captured, for as long as it lives."""
+        """Return whether saves capture all storages of the optimizer, for as long as it lives."""
         return bool(self._why)
 
     def distrust(self, why: str) -> None:
-        """Have everything captured from now on; the first reason stays."""
+        """Have saves capture all storages of the optimizer from now on; the first reason stays."""
         self._why = self._why or why
 
     def run_unseen(self, why: str) -> None:
-        """Record that its steps may run without hooks, and have all that they write captured."""
+        """Record that steps may run without hooks, and have saves capture what those write."""
         self.distrust(why)
         self.unseen = True
         self.capture_for_others()
 
     @bookkeeping
     def capture_for_others(self) -> None:
-        """Have its parameters captured in saves of other optimizers that own them too."""
+        """Have its parameters captured, even if other optimizers own them too."""
         optimizer = self.ref()
         rivals = [each for each in living() if each is not self]
         if optimizer is None or not rivals:
@@ -159,15 +161,16 @@ class Owner:
                     rival.observer.capture(storage)
 
     def qualifies(self, optimizer: Optimizer) -> bool:
-        """Return whether the step is torch's own, or that of a listed or registered class."""
-        own = optimizer.__dict__.get("step")  # LR schedulers put their wrapper here
+        """Return whether the step is torch's own, or that of a listed or registered class. Update
+        `closure_index`."""
+        own = optimizer.__dict__.get("step")  # LR schedulers put a wrapper of the step here
         step = type(optimizer).step if own is None else own
         seen, vouched = self._seen
         if seen is None or seen() is not step or vouched != len(steps.vouched):
             self._known = steps.is_known(type(optimizer), step)
             self.closure_index = steps.closure_index(step)
-            # Only a weak reference: a bound method would keep the optimizer alive. It dies at once,
-            # so it is examined each time.
+            # A weak reference, because a bound method would keep the optimizer alive. A weak
+            # reference to a bound method is dead at once, so such a step is examined each time.
             try:
                 self._seen = (weakref.ref(step), len(steps.vouched))
             except TypeError:
@@ -177,8 +180,8 @@ class Owner:
     def begin(self, optimizer: Optimizer) -> None:
         """Note that a step begins.
 
-        torch runs no post-hook after a step that raised, so its mark stays. A mark therefore counts
-        as an enclosing step only if that step is found on the stack.
+        torch runs no post-hook after a step that raised, so `_steps_nested` still counts that step.
+        An enclosing step therefore counts only if it is found on the stack.
         """
         nested = self._steps_nested > 0 and _steps_on_stack(optimizer) > 1
         self._steps_nested = self._steps_nested + 1 if nested else 1
@@ -186,9 +189,9 @@ class Owner:
             self.gated = True
 
     def end(self, optimizer: Optimizer) -> bool:
-        """Note that a step has ended, and record what only the next one should change.
+        """Note that a step has ended, and record samples of what only the next step should change.
 
-        Return False inside an enclosing step.
+        Return False if the step was inside another step of the same optimizer.
         """
         if self._steps_nested > 1:
             self._steps_nested -= 1
@@ -207,10 +210,10 @@ class Owner:
         return True
 
     def _record(self, groups: Any, state: Any) -> None:
-        """Record samples after a step, and resolve claims of several optimizers to a storage."""
+        """Record samples after a step, and capture storages that another optimizer owns too."""
         # A torch function mode, such as a default device, would run Python code at each read.
         with torch._C.DisableTorchFunction():
-            clashes: list[tuple[int, int]] = []
+            clashes: list[tuple[int, int]] = []  # (serial of the other owner, storage)
             if self.observer.stepped(groups, state):
                 kind = dtensor()
                 if kind is not None:
@@ -229,7 +232,8 @@ class Owner:
 
     @bookkeeping
     def compare(self) -> None:
-        """Compare the storages with what was recorded: the gate of the next step is reached."""
+        """Compare the storages with the samples after the last step: the next step's gate is
+        reached, so none of them should have changed."""
         if self._rests:
             return
         with torch._C.DisableTorchFunction():
@@ -244,7 +248,7 @@ class Owner:
 
     @bookkeeping
     def defer(self, marks: Marks) -> None:
-        """Mark the storages of a save that may be copied late; see ``Observer.defer``."""
+        """Mark the storages of a save that may be copied after its call; see ``Observer.defer``."""
         optimizer = self.ref()
         if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
             return
@@ -253,10 +257,10 @@ class Owner:
         self.observer.defer(optimizer.param_groups, optimizer.state, marks)
 
     @bookkeeping
-    def captured(self, marks: Marks) -> str | None:
-        """Return why nothing of the optimizer is copied late in a save.
+    def why_captured(self, marks: Marks) -> str | None:
+        """Return a sentence about why a save captures all storages of the optimizer.
 
-        Return None where something is, or where the save has nothing of the optimizer.
+        Return None if some are deferred, or if the save has no storage of the optimizer.
 
         Args:
             marks: The marks of all owners.
@@ -276,6 +280,7 @@ class Owner:
         )
 
     def _is_in(self, optimizer: Optimizer, marks: Marks) -> bool:
+        """Return whether the first parameter that is found in the save is captured there."""
         params = (p for group in optimizer.param_groups for p in group["params"])
         for p in map(memory_of, itertools.islice(params, _MOST_EXAMINED)):
             if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:
@@ -286,11 +291,8 @@ class Owner:
         return False
 
     def release_rivals(self) -> None:
-        """Forget the storages that it shared with other owners, because the optimizer no longer
-        exists.
-
-        Each of them may now belong to one optimizer alone.
-        """
+        """Have the observers of all rivals learn again, because the optimizer no longer exists:
+        the storages that they shared with it may now have one owner only."""
         for rival in tuple(self._rivals):
             rival.observer.forget()
 
@@ -312,6 +314,7 @@ class _OwnerRemoval:
 
 
 def _steps_on_stack(optimizer: Optimizer) -> int:
+    """Return how many steps of the optimizer this thread is in."""
     return sum(
         frame.f_code in step_codes and frame.f_locals.get("self") is optimizer
         for frame in stack(sys._getframe(1))
@@ -327,7 +330,7 @@ def _loaded(optimizer: Optimizer) -> None:
 
 
 def find(optimizer: Optimizer) -> Owner | None:
-    """Return the owner of an optimizer, or None if it has never stepped."""
+    """Return the owner of an optimizer, or None if the optimizer has never stepped."""
     owner = _owners.get(id(optimizer))
     return owner if owner is not None and owner.ref() is optimizer else None
 
@@ -359,15 +362,13 @@ def forget_all() -> None:
 
 
 def enter(optimizer: Any) -> None:
-    """Note that a step begins. Until it ends, every save captures everything.
-
-    This holds whatever else is known of the optimizer.
-    """
+    """Mark an optimizer as active: a step of it begins. Until it ends, every save captures
+    everything, whatever is known of the optimizer."""
     _active[id(optimizer)] = threading.current_thread()
 
 
 def leave(optimizer: Any) -> None:
-    """Note that a step, and every one around it, has ended."""
+    """Remove the mark of `enter`: the outermost step of the optimizer has ended."""
     _active.pop(id(optimizer), None)
 
 
@@ -381,10 +382,13 @@ def active() -> bool:
     # sys._current_frames may release the interpreter lock while it holds another lock, and two
     # callers then deadlock.
     own = threading.current_thread()
-    return any(
-        any(map(_may_step, stack(sys._getframe()))) if thread is own else thread.is_alive()
-        for thread in list(_active.values())
-    )
+    for thread in list(_active.values()):
+        if thread is not own:
+            if thread.is_alive():
+                return True
+        elif any(map(_may_step, stack(sys._getframe()))):
+            return True
+    return False
 
 
 def _may_step(frame: FrameType) -> bool:

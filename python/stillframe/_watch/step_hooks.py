@@ -1,20 +1,20 @@
 """The hooks around every optimizer's step, process-wide.
 
 They hold a step back until the saves in flight are staged (`gate.py`), observe what only steps
-change (`ownership.py`), and know whether a step is running.
+change (`ownership.py`), and record whether a step is running.
 
-If a step is given a closure, forward and backward run inside it, and storages are to be copied
-during that time. The steps of some optimizers are known to call the closure before they write. For
-these the gate is therefore after the closure:
+If a step is given a closure, forward and backward run inside the step, and storages should be
+copied during that time. If an optimizer's step is known to call the closure before it writes, the
+gate is therefore after the closure:
 
     step(closure) -> pre-hook -> closure: forward, backward -> GATE -> update -> post-hook
     step()        -> pre-hook: GATE --------------------------------> update -> post-hook
 
-A step that is compiled as one graph (fullgraph=True) has no point where Python could wait, so the
-hooks do nothing in it. They run once, while it is traced. From then on every save captures what
-that optimizer writes, even if others own it too. A step must wait for the copies of offloaded
-layers. So if the optimizer's weights belong to such layers, the step is not compiled: torch reports
-a graph break. Without fullgraph=True, the graph breaks at each hook.
+A step that is compiled as one graph (fullgraph=True) has no point where Python could wait. So the
+hooks run once, while it is traced, and not in the compiled step. From then on every save captures
+what that optimizer writes, even if others own it too. If the optimizer's weights belong to
+offloaded layers, its steps must wait for copies, so the step is not compiled as one graph: torch
+reports a graph break. Without fullgraph=True, the graph breaks at each hook.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @bookkeeping
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Begin a step. Return its arguments with a closure that gates at its end; None if the caller
-    has to gate now.
+    """Begin a step. Return its arguments, in which the closure is replaced by one with the gate at
+    its end. Return None if there is no such closure; then the caller has to wait at the gate now.
     """
     owner = ownership.find(optimizer)
     if owner is None:
@@ -90,19 +90,19 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         owner.run_unseen("its step was captured in a CUDA graph")
     known = owner.qualifies(optimizer) and not owner.ungated
     if known and (len(args) > 1 or kwargs):
-        passed_on = _passed_on(optimizer, owner, args, kwargs)
-        if passed_on is not None:
-            return passed_on
+        arguments = _with_gated_closure(optimizer, owner, args, kwargs)
+        if arguments is not None:
+            return arguments
     owner.compare()
     return None
 
 
-def _passed_on(
+def _with_gated_closure(
     optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return the arguments with a closure that gates at its end; None if the gate has to be
-    now."""
-    # Another pre-hook may write, and it runs before the closure.
+    """Return a step's arguments with the gate at the end of the closure, or None if the gate has to
+    be before the step."""
+    # Another pre-hook may write. It runs before the closure, so the gate must be there too.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
     closure, index = kwargs.get("closure"), owner.closure_index
@@ -126,13 +126,15 @@ def _end(optimizer: Optimizer) -> bool:
 
 @eager
 def _before_writing(optimizer: Optimizer) -> None:
+    """Begin a step in a method that is not `step`: it takes no closure, so the gate is now."""
     ownership.enter(optimizer)
     _begin(optimizer, (), {})
     gate.hold_back(optimizer)
 
 
 def _gate_writers(kind: type[Any]) -> None:
-    """Treat other methods than `step`, in which listed classes write, as steps."""
+    """Wrap the methods other than `step` in which a listed class writes, so that they count as
+    steps."""
     for each in kind.__mro__:
         for name in steps.writers(each):
             method = each.__dict__.get(name)
@@ -158,14 +160,14 @@ def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Gate at once, or pass on a closure that gates: the pre-hook."""
+    """Wait at the gate, or return arguments whose closure will: torch's pre-hook of every step."""
     if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
         return None
     return _step_begins(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the end of the step: the post-hook."""
+    """Note the end of the step: torch's post-hook of every step."""
     if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
         return
     _step_ends(optimizer)
@@ -177,10 +179,10 @@ def _step_begins(
 ) -> Arguments | None:
     _core.trace_step_begins(optimizer)
     ownership.enter(optimizer)
-    passed_on = _begin(optimizer, args, kwargs)
-    if passed_on is None:
+    arguments = _begin(optimizer, args, kwargs)
+    if arguments is None:
         gate.hold_back(optimizer)
-    return passed_on
+    return arguments
 
 
 @eager
@@ -195,8 +197,8 @@ def _is_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
     """Return whether a step that is being traced has to become one graph, without hooks.
 
     The compiler calls this function while it traces, treats the answer as a constant and guards on
-    the optimizer's identity and on `gate.must_wait`. So nothing that the optimizer writes is copied
-    after a call from now on, and no copy of it is running when the graph first runs.
+    the optimizer's identity and on `must_wait`, which is `gate.must_wait`. Before it returns True,
+    it has later saves capture what the optimizer writes, and waits for the copies in flight.
     """
     if not _has_to_be_whole() or gate.concerns(optimizer):
         return False
@@ -205,7 +207,7 @@ def _is_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
     return True
 
 
-# As torch.compiler.assume_constant_result does, which imports torch._dynamo (1.4 s).
+# torch.compiler.assume_constant_result sets this too, but it imports torch._dynamo (1.4 s).
 _is_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -229,7 +231,7 @@ def _capture_all_of(optimizer: Optimizer) -> None:
 def install() -> None:
     """Register the hooks; called once, when the package is imported."""
     handle = register_optimizer_step_pre_hook(_before_step)
-    # First among the pre-hooks, so that the others write after the gate.
+    # Ours becomes the first of the pre-hooks, so that what others write comes after the gate.
     hooks = handle.hooks_dict_ref()
     if isinstance(hooks, OrderedDict):
         hooks.move_to_end(handle.id, last=False)

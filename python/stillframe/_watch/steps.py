@@ -17,9 +17,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-# The code of the wrapper in which torch runs a step's hooks.
+# The code of torch's wrapper that runs a step's hooks and then the step.
 HOOKED = Optimizer.profile_hook_step(lambda *_: None).__code__
-_MAX_LAYERS = 32
+_MAX_LAYERS = 32  # of wrappers around a step; more means a cycle
 _VARARGS = 0x04  # inspect.CO_VARARGS
 
 vouched: set[Any] = set()  # the step functions of registered classes
@@ -27,13 +27,13 @@ vouched: set[Any] = set()  # the step functions of registered classes
 
 @dataclass(frozen=True, eq=False)
 class Package:
-    """One package whose optimizers are known.
+    """One package whose optimizers are listed.
 
     Attributes:
         distribution: Its name on PyPI.
         versions: The versions that were read and tried; "1.4" means every 1.4.x.
         classes: Names of the classes, by module.
-        writers: Other methods than `step` that write, where a class has them.
+        writers: Methods other than `step` in which its classes write. A class may lack them.
     """
 
     distribution: str
@@ -72,7 +72,7 @@ def register_optimizer(optimizer_class: type[Optimizer]) -> None:
         optimizer_class: A subclass of ``torch.optim.Optimizer``.
 
     Raises:
-        TypeError: It is not one.
+        TypeError: `optimizer_class` is anything else, for instance an optimizer.
     """
     given: object = optimizer_class
     if not (isinstance(given, type) and issubclass(given, Optimizer)):
@@ -92,10 +92,10 @@ def _name(instance: object) -> str:
 
 
 def _layers(step: Any) -> list[Any]:
-    """Return the functions between a step's hooks, outermost first.
+    """Return a step's function and the wrappers of it inside torch's hooks, outermost first.
 
-    Wrappers around the hooks (an LR scheduler, Lightning, a compiled step) run before or after the
-    step as far as the gate is concerned, and are left out.
+    Wrappers outside the hooks (of an LR scheduler, of Lightning, of a compiled step) run before the
+    pre-hook or after the post-hook, so what they do does not matter here. They are left out.
     """
     layers: list[Any] = []
     inside = False
@@ -114,27 +114,29 @@ def _layers(step: Any) -> list[Any]:
 
 
 def _module(function: Any) -> str:
-    # functools.wraps copies `__module__`, but the globals are the function's own.
+    # A wrapper's `__module__` is that of the wrapped function; its globals are those of its own.
     name = getattr(function, "__globals__", {}).get("__name__", "")
     return name if isinstance(name, str) else ""
 
 
 def is_known(kind: type[Any], step: Any) -> bool:
-    """Return whether a step, of a class or of one of its optimizers, can be relied on."""
+    """Return whether `step`, of a class or of one optimizer of it, is known to call the closure
+    first and to be the only code that writes."""
     layers = _layers(step)
     if not layers:
         return False
     if layers[0] in vouched:
         return True
-    inside = layers[:-1]
+    wrappers = layers[:-1]
     defined_in = _module(layers[-1])
-    if not all(_module(layer).startswith("torch.") for layer in inside):
+    if not all(_module(wrapper).startswith("torch.") for wrapper in wrappers):
         return False
     return defined_in.startswith("torch.optim.") or _is_listed(kind, defined_in, layers[0])
 
 
 def _is_listed(kind: type[Any], defined_in: str, outermost: Any) -> bool:
-    """Return whether `kind` is a listed class, or inherits all methods that write from one."""
+    """Return whether `kind` is a listed class, or inherits from one all methods that write. The
+    step, with its wrappers, is `outermost`; its function is of module `defined_in`."""
     for each in kind.__mro__:
         package = _package_of(each)
         if package is None or each.__qualname__ not in package.classes.get(each.__module__, ()):
@@ -173,7 +175,7 @@ def _is_tried(package: Package) -> bool:
 def closure_index(step: Any) -> int | None:
     """Return the index of the closure among a step's positional arguments; `self` has index 0.
 
-    Return None when the closure can only be a keyword.
+    Return None if the closure can only be passed by keyword.
     """
     layers = _layers(step)
     code = getattr(layers[-1], "__code__", None) if layers else None
