@@ -1,9 +1,10 @@
 """Tracks the copy of a snapshot: its sources, its end, and the verdict on torn sources.
 
-    started -> copying -> ended -> settled: the verdict of the two detectors, given once
+    started -> copying -> ended -> settled
 
-The first caller that needs the verdict gives it: an optimizer's step, `Snapshot.wait()`, the
-completion thread, a fork, or the end of the process.
+It is settled when the verdict is given, once, from the core's samples and torch's version counters
+(`_save/verdict.py`). The first caller that needs the verdict asks for it: an optimizer's step,
+`Snapshot.wait()`, the completion thread, a fork, or the end of the process.
 
 `ordinary_copy` makes a copy like `snapshot`'s in ordinary memory, for a full pool.
 """
@@ -38,16 +39,20 @@ T = TypeVar("T")
 _ALIGN = 64  # bytes; alignment of each storage, as in the pool
 
 
-class Owner(Protocol):
-    """The Snapshot of a copy."""
+class SnapshotLike(Protocol):
+    """The `Snapshot` of a copy, as far as this module needs it."""
 
     def _names(self, index: int) -> list[str]: ...
 
 
 class Copy:
-    """The copy of one snapshot, with its sources and detectors.
+    """The copy of one snapshot. It lives until the copy has ended, even if the Snapshot dies first.
 
-    Lives until the copy has ended, whatever becomes of the Snapshot.
+    Attributes:
+        shared: Forked children may read the memory.
+        seen: The error was raised to a caller.
+        gate_wait_s: How long optimizer steps have waited for the copy.
+        snapshot: A weak reference to the Snapshot; None before there is one.
     """
 
     def __init__(
@@ -58,15 +63,16 @@ class Copy:
         self.verdict = Verdict(deferral)
         self.devices = tree.devices
         self.shared = shared
-        self.seen = False  # whether the error was raised to a caller
+        self.seen = False
         self.gate_wait_s = 0.0
-        self.owner: Callable[[], Owner | None] | None = None
+        self.snapshot: Callable[[], SnapshotLike | None] | None = None
         self._when_settled: list[Callable[[], object]] = []  # functions to call once it is settled
-        self._ends: list[StillframeError | None] = []  # the first is the error, once it is settled
+        # Empty until the copy is settled; then the first element is its error, or None.
+        self._ends: list[StillframeError | None] = []
 
     def start(self) -> None:
-        """Copy the captured storages, and start the copies of the others by the lane and the
-        devices."""
+        """Copy the captured storages. The others are copied later, by the lane of host memory and
+        by the devices."""
         later = bool(self.verdict.is_needed or self.devices)
         if later:
             completion.completion.start()
@@ -74,19 +80,16 @@ class Copy:
         try:
             self.core.start(_device.streams(self.devices))
         finally:
-            # After a Ctrl-C too, the entry in `copying` keeps the sources until the copy has ended.
-            # A copy without bytes gets no notice of its end, so its entry is removed here.
+            # The entry in `copying` keeps the sources alive until the core's notice of the end,
+            # even if Ctrl-C ends this call. There is no notice if the copy has ended already.
             if later and self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.verdict.launched(self)
         self.settle()
 
     def gate(self) -> bool:
-        """Wait until no host memory of the tree is read, and make the current streams wait.
-
-        The calling thread's current streams then wait for the copies from devices. Returns False
-        if such copies still run.
-        """
+        """Wait until no host memory of the tree is read any more. Have the calling thread's current
+        streams wait for the copies from devices. Return False if such copies still run."""
         entered = time.perf_counter()
         with inside():
             if self.devices:
@@ -97,12 +100,14 @@ class Copy:
             self.gate_wait_s += time.perf_counter() - entered
             if copied:
                 self.settle()
-            else:  # judge now: the step that follows changes the versions before the copy has ended
+            else:
+                # The next step changes the version counters before the copy has ended, so they are
+                # compared now.
                 self.verdict.judge()
         return copied
 
     def finish(self) -> None:
-        """Wait for the end without the completion thread."""
+        """Wait until the copy has ended, and settle it on this thread."""
         with inside():
             self.core.wait(None)
             self.settle()
@@ -112,9 +117,10 @@ class Copy:
         self.settle()
 
     def settle(self) -> None:
-        """Give the verdict if the copy has ended and no other caller has given it.
+        """Settle the copy if it has ended and is not settled yet.
 
-        It has no lock: a signal handler may interrupt it, and wait for a thread that calls it.
+        This takes no lock. A signal handler may interrupt it and wait for another thread that calls
+        it too.
         """
         if self.is_settled():
             return
@@ -136,11 +142,11 @@ class Copy:
         self.verdict.release()
         self.sources = []
         while self._when_settled:
-            with contextlib.suppress(IndexError):  # another thread was faster
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
                 completion.callbacks.put(self._when_settled.pop(0))
 
     def call_when_settled(self, function: Callable[[], object]) -> None:
-        """Call `function` on the callbacks' thread once the verdict is known."""
+        """Call `function` on the callback thread once the copy is settled."""
         self._when_settled.append(function)
         if self.is_settled():
             with contextlib.suppress(ValueError):  # `settle` has taken it
@@ -157,8 +163,8 @@ class Copy:
 
     def _torn_error(self, index: int) -> TornSnapshotError:
         """Return the error of a snapshot whose source changed during the copy."""
-        owner = self.owner() if self.owner is not None else None
-        names = owner._names(index) if owner is not None else []
+        snapshot = self.snapshot() if self.snapshot is not None else None
+        names = snapshot._names(index) if snapshot is not None else []
         what = self.verdict.blame(index, names)
         error = TornSnapshotError(
             f"{what} changed outside the optimizer's step while a snapshot was still being copied."
@@ -166,7 +172,8 @@ class Copy:
             " optimizer's state is copied during the call from now on.",
             names,
         )
-        if owner is None and self.owner is not None:
+        if snapshot is None and self.snapshot is not None:
+            # Nobody can call wait() any more, but tensors of the tree may be in use.
             log.error("stillframe: a snapshot that is in use is damaged: %s", error)
         return error
 
@@ -186,7 +193,7 @@ def _before_fork() -> None:
 
 
 def _finish_at_exit() -> None:
-    """Finish running copies, because the interpreter is about to free their sources."""
+    """Wait for running copies, because the interpreter is about to free their sources."""
     for copy in _copies():
         copy.finish()
 
@@ -207,7 +214,7 @@ def ordinary_copy(tree: T) -> tuple[T, int, int]:
     for _, nbytes in source.sources():
         offsets.append(end)
         end += -(-nbytes // _ALIGN) * _ALIGN
-    # The memory lives as long as a tensor over it.
+    # The tensors over the memory keep it alive.
     memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):

@@ -18,8 +18,7 @@ log = logging.getLogger("stillframe")
 
 
 def call_at_end(of: Any, function: Callable[[], object]) -> None:
-    """Call `function()` once a process or future has ended, on any thread.
-
+    """Have `function()` called, on any thread, once a process or future has ended.
 
     Args:
         of: A started `multiprocessing.Process` of any start method, a `subprocess.Popen`, or
@@ -64,7 +63,8 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
 
 
 def has_memory_of_its_own(of: Any) -> bool:
-    """Return whether `of` is a process that was not forked, and so got copies at its start."""
+    """Return whether `of` is a process that was not forked, and so got copies of its arguments at
+    its start."""
     if not isinstance(of, BaseProcess):
         return False
     method = getattr(of, "_start_method", None) or multiprocessing.get_start_method()

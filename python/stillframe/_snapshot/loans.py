@@ -1,26 +1,28 @@
 """Lends a snapshot's memory to processes that were not forked: `snapshot(tree, shared="spawn")`.
 
-    multiprocessing pickles a tree    as offsets of its storages in the memory, and an offer
-    a process unpickles it            asks for the memory, gets the descriptor, maps it
-    its last tensor is gone, or the   the channel ends; the memory goes back to the pool
+    when multiprocessing pickles a tree      the pickle has the offsets of the storages in the
+                                             memory, and a channel: the offer
+    when a process (borrower) unpickles it   it asks for the memory over the channel, gets the file
+                                             descriptor, and maps it
+    when its last tensor is gone, or the     the channel ends, and the memory goes back to the pool
     process has ended in any way
 
     offered ──asked for──▶ lent ──the channel ends──▶ over
        └──────────withdrawn, recalled──────────────────▲
 
-The descriptor is sent only when the borrower asks for it. So one thread, the lender's,
-decides whether a borrower still gets the memory. A borrower that does not gets an error, and maps
-nothing. One offer, and so one descriptor, serves all storages of a pickle.
+The descriptor is sent only when the borrower asks for it. So one thread of the lending process
+decides whether a borrower still gets the memory. A borrower that comes too late gets an error, and
+maps nothing. One offer, and so one descriptor, serves all storages of a pickle.
 
 A borrower maps the memory privately: as in a forked child, its writes are seen neither by the
 snapshot nor by another process.
 
-Callers that need memory of the pool wait for memory on loan for two minutes. A loop that waits for
-its next item keeps the last one, and may never give it back. So after that time memory on loan
-counts as held by its user.
+Callers that need memory of the pool wait up to two minutes for memory on loan. They do not wait
+forever, because a loop in the borrower that waits for its next item keeps the last one. After that
+time memory on loan counts as held by its user.
 
-The reducers here handle storages on loan, which `torch.multiprocessing` would move to shared memory
-of its own, one by one. torch's reducer gets all others.
+The reducers here handle storages on loan. `torch.multiprocessing` would move each of these to
+shared memory of its own. torch's reducer gets all other storages.
 """
 
 from __future__ import annotations
@@ -45,13 +47,15 @@ from stillframe.errors import StillframeError
 
 PATIENCE_S = 120.0  # how long others wait for memory on loan, in seconds
 
-_loans: list[Loan] = []  # current loans; changed in single steps, by any thread
-_offering = threading.RLock()  # no fork while a channel is made: its end would leak
+_loans: list[Loan] = []  # that are offered or lent; any thread changes it, by atomic operations
+# Held while a channel is made, and by `os.fork`: a child must not get a channel not yet in
+# `_loans`.
+_offering = threading.RLock()
 _lenders: weakref.WeakKeyDictionary[_core.SnapshotMemory, Lender] = weakref.WeakKeyDictionary()
 
 
 class _Thread(threading.local):
-    keeps_bits = False
+    keeps_bits = False  # see `keep_bits`
 
 
 _thread = _Thread()
@@ -61,8 +65,10 @@ class Lender:
     """The lender of one snapshot's memory, kept as long as the memory has tensors here.
 
     Args:
-        location: The position of the memory, as `_core.Snapshot.file` returns it.
-        patience_s: How long others wait for memory on loan; None if it comes back for sure.
+        core: The core's snapshot.
+        location: The memory as `_core.Snapshot.file` returns it: file descriptor, offset in the
+            file, address, and bytes.
+        patience_s: How long others wait for memory on loan; None if it is sure to come back.
     """
 
     def __init__(
@@ -71,8 +77,9 @@ class Lender:
         self.core = core
         self.descriptor, self.offset, self.begin, self.nbytes = location
         self.patience_s = patience_s
-        self._offsets = set(core.offsets())  # other snapshots' memory may be between them
-        self._readers: list[object] = []
+        # Of the snapshot's storages; other snapshots' memory may be between them.
+        self._offsets = set(core.offsets())
+        self._readers: list[object] = []  # a mark for each process that `reader` has registered
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -81,10 +88,12 @@ class Lender:
         )
 
     def has(self, address: int) -> bool:
+        """Return whether a storage of the snapshot begins at this address."""
         return address - self.begin in self._offsets
 
     def offer(self) -> resource_sharer.DupFd:
-        """Make a channel through which one process can ask for the memory."""
+        """Return the end of a new channel through which one process can ask for the memory. Serve
+        the other end on a thread."""
         with _offering:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -95,9 +104,10 @@ class Lender:
         return channel
 
     def reader(self) -> Callable[[], None]:
-        """Register a process that will read memory on loan; return the function to call at its end.
+        """Register a process that will read memory on loan. Return a function that the caller has
+        to call when the process has ended.
 
-        When the last reader ends, offers that no process has taken are withdrawn.
+        When the last such process has ended, offers that no process has taken are withdrawn.
         """
         mark = object()
         self._readers.append(mark)
@@ -120,13 +130,14 @@ class Lender:
 
 
 class Loan:
-    """The loan to one process, with the channel to it."""
+    """The loan to one process, and our end of the channel to it."""
 
     def __init__(self, lender: Lender, channel: socket.socket) -> None:
         self.lender = lender
         self._channel = channel
-        self._lock = threading.RLock()  # decides between asked for and withdrawn
-        self._asked = self._over = False
+        self._lock = threading.RLock()  # protects the next two, of which at most one is set
+        self._asked = False  # the borrower gets the memory
+        self._over = False  # the loan was withdrawn or recalled
         channel.settimeout(lender.patience_s)
         if not lender.core.hold():
             channel.close()
@@ -134,7 +145,7 @@ class Loan:
         self._give_back = lender.core.unhold
 
     def serve(self) -> None:
-        """Serve the channel until the loan is over; called on a thread of its own."""
+        """Answer the borrower until the channel ends; called on a thread of its own."""
         while True:
             try:
                 message = self._channel.recv(1)
@@ -146,6 +157,7 @@ class Loan:
                 return
 
     def _lend(self) -> bool:
+        """Send the descriptor, unless the loan was withdrawn; return whether it was sent."""
         with self._lock:
             self._asked = not self._over
         if self._asked:
@@ -153,7 +165,8 @@ class Loan:
         return self._asked
 
     def _count_as_used(self) -> None:
-        """Let other threads no longer wait for this memory: it counts as held by its user."""
+        """Have callers that need memory no longer wait for this one: it counts as held by its user,
+        so they raise PoolExhaustedError."""
         core = self.lender.core
         core.view()
         core.will_return(False)
@@ -162,6 +175,7 @@ class Loan:
         self._channel.settimeout(None)
 
     def end(self) -> None:
+        """Give the memory back, because the channel has ended."""
         self._channel.close()
         _loans.remove(self)
         self._give_back()
@@ -174,10 +188,12 @@ class Loan:
             self.recall()
 
     def forget(self) -> None:
-        """Close a forked child's copy of the channel, which would hide the borrower's end."""
+        """Close a forked child's copy of our end. As long as it is open, the borrower does not see
+        that the parent has closed its end."""
         self._channel.close()
 
     def recall(self) -> None:
+        """End the loan, even if the borrower still has tensors."""
         with self._lock:
             self._over = True
         with contextlib.suppress(OSError):  # the channel has ended
@@ -187,9 +203,9 @@ class Loan:
 def lend(
     core: _core.Snapshot, memory: _core.SnapshotMemory, patience_s: float | None
 ) -> Lender | None:
-    """Make multiprocessing pickle the tensors over `memory` by their offsets in it.
+    """Have multiprocessing pickle the tensors over `memory` by their offsets in it.
 
-    Returns None if there is nothing to lend: the memory is private, or empty.
+    Return their lender, or None if there is nothing to lend because the memory is private or empty.
     """
     location = core.file()
     if location is None:
@@ -202,10 +218,8 @@ def lend(
 
 
 def keep_bits() -> None:
-    """Keep conjugate and negative bits of all tensors that multiprocessing pickles on this thread.
-
-    Without this, only tensors in memory on loan keep them.
-    """
+    """Have every tensor that multiprocessing pickles on this thread from now on keep its conjugate
+    and negative bits. Otherwise only tensors in memory on loan keep them."""
     _register_tensors()
     _thread.keeps_bits = True
 
@@ -216,7 +230,8 @@ def _register_tensors() -> None:
 
 
 def explanation() -> str:
-    """Return a sentence on memory on loan for the message about a full pool."""
+    """Return a sentence about memory on loan, for the message about a full pool; "" if there is
+    none."""
     if not _loans:
         return ""
     return (
@@ -227,10 +242,8 @@ def explanation() -> str:
 
 
 def _forked() -> None:
-    """Drop the parent's loans in a forked child, and multiprocessing's copies of their channels.
-
-    multiprocessing drops these copies in its own processes, but not after `os.fork`.
-    """
+    """Close the parent's channels in a forked child: our ends, and the borrowers' ends of which
+    multiprocessing keeps copies. It closes those in its own children, but not after `os.fork`."""
     _offering.release()
     if _loans:
         resource_sharer._resource_sharer._afterfork()  # type: ignore[attr-defined]
@@ -248,6 +261,7 @@ os.register_at_fork(
 
 
 def _lender_of(storage: torch.UntypedStorage) -> Lender | None:
+    """Return the lender of a storage's memory, or None if it is not a snapshot's."""
     if storage.device.type != "cpu" or storage.nbytes() == 0:
         return None
     address = storage.data_ptr()
@@ -279,6 +293,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
+    """Return a view of a tensor with these bits inverted."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor
 
@@ -287,9 +302,9 @@ def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
 
 
 class MemoryOnLoan(mmap.mmap):
-    """Memory on loan, kept as long as a tensor refers to it.
+    """The borrower's mapping of memory on loan, kept alive by the tensors over it.
 
-    When it is freed, it closes the channel, so the owner knows that the loan has ended.
+    When it is freed, it closes the channel. The lending process then knows that the loan has ended.
     """
 
     channel: socket.socket
@@ -299,7 +314,7 @@ class MemoryOnLoan(mmap.mmap):
 
 
 def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryOnLoan:
-    """Ask the owner for the memory and map it.
+    """Ask the lending process for the memory and map it: `nbytes` at `offset` of the file.
 
     Raises:
         StillframeError: The memory is not lent any more.
@@ -338,7 +353,7 @@ def _storage(memory: MemoryOnLoan, offset: int, nbytes: int) -> torch.UntypedSto
 def _with_bits(
     tensor: torch.Tensor, conj: bool, neg: bool, parameter: bool, requires_grad: bool
 ) -> torch.Tensor:
-    """Return the tensor, or a Parameter of it, with its conjugate and negative bits."""
+    """Return the tensor with these conjugate and negative bits, as a Parameter if `parameter`."""
     tensor = _toggled(tensor, conj, neg)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad)

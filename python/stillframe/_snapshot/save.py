@@ -1,7 +1,7 @@
-"""Implements `SnapshotSave`: a save that Python writes from a snapshot, or from the state itself.
+"""Implements `SnapshotSave`: a save that Python code writes, from a snapshot or the state itself.
 
-Another CheckpointIO writes such a save on the thread of the log (`_lightning/wrapped.py`), and all
-ranks together write one through torch.distributed.checkpoint (`_dcp/rounds.py`). Users get the same
+Either another CheckpointIO writes it as external work of the log (`_lightning/wrapped.py`), or all
+ranks together write it through torch.distributed.checkpoint (`_dcp/rounds.py`). Users get the same
 kind of handle for both.
 
     made ──begin──▶ under way ──copied──▶ staged ──end──▶ durable or failed
@@ -29,7 +29,7 @@ from stillframe.errors import StillframeError
 
 
 class SnapshotSave(ExternalSave):
-    """The handle of a save that Python writes; for its arguments see `ExternalSave`."""
+    """The handle of a save that Python code writes; for its arguments see `ExternalSave`."""
 
     def __init__(
         self,
@@ -44,12 +44,13 @@ class SnapshotSave(ExternalSave):
         super().__init__(path, given, on_durable, entered=entered, slot=slot, known_as=known_as)
         self._taken: Snapshot[Any] | None = None
         self._nbytes = self._deferred_nbytes = self._num_tensors = 0
-        self._copied_s: float | None = None
+        self._copied_s: float | None = None  # seconds from the call to the end of the copy
 
     # ---- for users ----
 
     def progress(self) -> tuple[int, int]:
-        """Return all or nothing, because bytes written by other code are not counted."""
+        """Return no bytes before the end and all of them after it, because bytes that other code
+        writes are not counted."""
         return (self._nbytes if self._outcome.settled else 0), self._nbytes
 
     def _is_staged(self) -> bool:
@@ -63,14 +64,14 @@ class SnapshotSave(ExternalSave):
                 taken.wait(deadline.left())
             except TimeoutError:
                 raise self._timeout_error(deadline, "staged") from None
-            except StillframeError:  # an error of the copy, with which the save fails soon
+            except StillframeError:  # the copy failed, so the save will fail too
                 return False
         return self._outcome.error is None
 
     # ---- for the code that makes the save ----
 
     def copies(self, taken: Snapshot[Any]) -> None:
-        """Set the snapshot to save; without one, the state itself is saved."""
+        """Set the snapshot that is written. Without a call of this, the state itself is written."""
         self._taken = taken
         self._nbytes, self._num_tensors = taken.nbytes, taken.num_tensors
         self._deferred_nbytes = taken.deferred_nbytes
@@ -79,7 +80,8 @@ class SnapshotSave(ExternalSave):
         return self._taken
 
     def launched(self) -> None:
-        """Record that the save ends by itself, and so its snapshot's memory comes back."""
+        """Record that the save now ends by itself, so that the snapshot's memory is sure to come
+        back."""
         taken = self._taken
         super().launched()
         if taken is not None:
@@ -89,7 +91,7 @@ class SnapshotSave(ExternalSave):
         self._taken = None
 
     def copied(self) -> None:
-        """Record the end of the copy, successful or not. May be called again."""
+        """Record that the copy has ended, successfully or not. May be called again."""
         if self._copied_s is None:
             self._copied_s = time.perf_counter() - self._entered
         taken = self._taken
@@ -104,11 +106,13 @@ class SnapshotSave(ExternalSave):
         fallbacks: Sequence[str] = (),
         more_pool_bytes: int = 0,
     ) -> SaveReport:
-        """Make the report of a successful save.
+        """Return the report of a successful save.
 
         Args:
             nbytes: Bytes that were written.
-            more_pool_bytes: Memory of the pool that writing has taken, besides the snapshot.
+            io_mode, fallbacks: See `SaveReport`.
+            more_pool_bytes: Memory of the pool that writing has taken, in addition to the
+                snapshot's.
         """
         self.copied()
         assert self._copied_s is not None

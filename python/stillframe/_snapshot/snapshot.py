@@ -1,15 +1,15 @@
 """Implements `snapshot`: copies a tree's tensors to the CPU, into memory of an engine's pool.
 
     snapshot(tree)
-      Tree        finds the storages under the tree
-      gate.defer  decides which of them may be copied later (with overlap=True)
-      core        leases memory of the pool and copies; storages on CUDA devices are copied on
-                  streams of their lanes, and only `wait()` and `tree` wait for that
-      Tree        builds the same tree over the copies
+      Tree            finds the storages under the tree
+      gate.defer      decides which of them may be copied later (with overlap=True)
+      _core.Snapshot  leases memory of the pool and copies; storages on CUDA devices are copied on
+                      streams of their lanes, and only `wait()` and `tree` wait for that
+      Tree            builds the same tree over the copies
 
 Each tensor of the new tree refers to an object of the core that gives the memory back when the last
-of them is gone. So the tree may be passed on and its `Snapshot` dropped, and nothing is overwritten
-while something can still read it.
+of these tensors is gone. So the tree may be passed on and its `Snapshot` dropped: no memory is used
+again while a tensor can still read it.
 
 `tree` waits for the copy, because the bytes of its tensors are undefined before. For trees with
 tensors that check their contents when they are made (sparse ones), the call waits.
@@ -46,7 +46,9 @@ log = logging.getLogger("stillframe")
 T = TypeVar("T")
 Shared = Literal[False, True, "spawn"]
 
-_INSIDE_S = 10.0  # limit of a wait inside external work of the log, which may hold the memory
+# The longest wait for memory inside external work of the log: the memory may be held by saves that
+# wait for that work.
+_INSIDE_S = 10.0
 
 
 class Snapshot(Generic[T]):
@@ -66,7 +68,7 @@ class Snapshot(Generic[T]):
     ) -> None:
         self._copy = copy
         self._tree: T | None = tree
-        self._begins = begins  # address of the copy of each storage
+        self._begins = begins  # by the storage's number, the address of its copy
         self._shared = shared
         self._lender = lender
         self._birth = Birth("this Snapshot")
@@ -139,14 +141,14 @@ class Snapshot(Generic[T]):
             self._copy.settle()
         if self._copy.error is not None:
             self._copy.seen = True
-            self._tree = None  # unusable; frees the memory, which the traceback would keep
+            self._tree = None  # its memory is freed now; the traceback would keep it
             raise self._copy.error
 
     def release(self) -> None:
         """Drop the tree.
 
-        The memory goes back to the pool at once, or when the last tensor of the tree is gone and
-        every process or future given to `hold_until` has ended. May be called again.
+        The memory goes back to the pool when the last tensor of the tree is gone, and every process
+        or future given to `hold_until` has ended. May be called again.
 
         Raises:
             ForkError: In a child of fork.
@@ -166,13 +168,13 @@ class Snapshot(Generic[T]):
 
         Raises:
             TypeError, ValueError: The argument is none of these, or has not been started.
-            StillframeError: The memory has gone back already.
+            StillframeError: The memory has gone back to the pool already.
             ForkError: In a child of fork.
         """
         self._birth.refuse_child()
         core = self._copy.core
         if not core.hold():
-            # Pickling for a spawned process has moved the tensors out of the pool.
+            # When torch pickled the tensors for a spawned process, it moved them out of the pool.
             if has_memory_of_its_own(process_or_future):
                 return
             raise StillframeError("the snapshot's memory has gone back to the pool already")
@@ -207,7 +209,7 @@ def is_copied(taken: Snapshot[Any]) -> bool:
 
 
 def _end_once(held: list[Callable[[], None]]) -> None:
-    """End a hold once, however often a future calls back."""
+    """Call the functions in `held`, each once, even if a future calls this several times."""
     while held:
         try:
             end = held.pop()
@@ -235,23 +237,25 @@ def snapshot(
             reading a tensor of the tree in a forked child crashes the child. "spawn" lets
             processes that are not forked map the memory: multiprocessing then pickles tensors of
             the tree (as arguments of a Process, through a Queue or a Pipe) without a copy. The
-            memory is kept until the tensors in the other process are gone, or that has ended. In
-            both cases only the writing process sees what it writes into the tensors. "spawn" needs
-            an `Engine(shared_memory=True)`, and True needs an engine without.
+            memory is kept until the tensors in the other process are gone, or the process has
+            ended. With True and with "spawn", only the process that writes into a tensor sees the
+            change. "spawn" needs an `Engine(shared_memory=True)`, and True needs an engine made
+            without it.
         engine: The engine whose pool is used, `default_engine()` by default.
 
     Returns:
         The snapshot. Shapes, strides, dtypes and storage offsets in its `.tree` are those of
         `tree`. It takes as many bytes of the pool as the storages under `tree` have, in whole
-        blocks, and keeps them until its tensors are gone and what was given to `.hold_until` has
-        ended.
+        blocks, and keeps them until its tensors are gone and every process or future given to
+        `.hold_until` has ended.
 
     Raises:
-        PoolExhaustedError: The tree does not fit with what other snapshots hold. The call waits
-            for saves; waiting for snapshots is up to the caller.
+        PoolExhaustedError: The tree does not fit into the pool besides the memory that other
+            snapshots hold. The call waits for memory of saves, but not of snapshots: only the
+            caller can release those.
         MemoryError: The system has no memory for the pool.
         ForkError: See `Engine`.
-        ValueError: `shared` is none of these, or does not fit the engine's memory.
+        ValueError: `shared` is not False, True or "spawn", or does not fit the engine's memory.
         StillframeError: The engine is closed; the tensors of a CUDA device cannot be copied (no
             usable driver, or the device has failed); a CUDA graph is being captured.
         Exception: An error of a tensor of an unusual kind when its parts are read, as in
@@ -269,10 +273,10 @@ def snapshot(
 
 
 def snapshot_at_once(tree: T) -> Snapshot[T]:
-    """Take a snapshot without waiting, for callers that can use other memory.
+    """Take a snapshot without waiting for memory, for callers that can use other memory instead.
 
     Raises:
-        PoolExhaustedError: The tree does not fit with what is in use at the moment.
+        PoolExhaustedError: The tree does not fit into the memory that is free at the moment.
     """
     with inside():
         return _take(tree, False, False, engine_or_default(None), wait=False)
@@ -285,14 +289,15 @@ def snapshot_to_write(
     engine: Engine | None,
     wait_for_room: Callable[[], bool] = lambda: False,
 ) -> Snapshot[T]:
-    """Take a snapshot for a writer that pickles the tree later: its other objects are copied too.
+    """Take a snapshot for code that pickles the tree later. Objects that are not containers or
+    tensors are therefore copied too.
 
-    The core waits for saves, and for memory that comes back without a call. If that is not enough,
-    this tries again for as long as the caller has something else to wait for.
+    The core waits for memory of saves, and of snapshots that come back by themselves. If the tree
+    still does not fit, this calls `wait_for_room` and tries again.
 
     Args:
-        wait_for_room: Waits for something that may give memory back, and returns False if there
-            is nothing left to wait for. It raises only exceptions of signal handlers.
+        wait_for_room: Waits for something that may give memory back, or returns False if there is
+            nothing left to wait for. It raises only exceptions of signal handlers.
 
     Raises:
         PoolExhaustedError: The tree does not fit, and `wait_for_room` has returned False.
@@ -310,13 +315,14 @@ def snapshot_to_write(
 
 
 def recall(taken: Snapshot[Any]) -> None:
-    """Take the memory back from other processes, even if they still have tensors over it."""
+    """End the loans of a snapshot's memory to other processes, even if they still have tensors over
+    it."""
     if taken._lender is not None:
         taken._lender.recall()
 
 
 def _check_shared(engine: Engine, shared: Shared) -> Engine:
-    """Refuse a kind of sharing that the engine's memory does not have."""
+    """Return the engine, or raise ValueError if its memory cannot be shared in this way."""
     if not (isinstance(shared, bool) or shared == "spawn"):
         raise ValueError(f"shared has to be False, True or 'spawn', not {shared!r}")
     if shared == "spawn" and not limits_of(engine).shared_memory:
@@ -335,27 +341,28 @@ def _check_shared(engine: Engine, shared: Shared) -> Engine:
 
 
 def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> None:
-    """Call `function` on the callbacks' thread once `taken.wait()` would not wait any more."""
+    """Call `function` on the callback thread once `taken.wait()` would not wait any more."""
     taken._copy.call_when_settled(function)
 
 
 def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
-    """Let other threads wait for this snapshot's memory, because it comes back by itself; False
-    undoes that."""
+    """Have other callers wait for this snapshot's memory, because it comes back by itself. With
+    `yes=False` they no longer do."""
     taken._copy.core.will_return(yes)
 
 
 def copy_error(taken: Snapshot[Any]) -> StillframeError | None:
-    """Return the error of its copy, if it is known."""
+    """Return the error of a snapshot's copy; None if there is none, or it is not known yet."""
     return taken._copy.error
 
 
 def gate_wait_s(taken: Snapshot[Any]) -> float:
-    """Return how long steps have waited for its copy so far, in seconds."""
+    """Return how long steps have waited for a snapshot's copy so far, in seconds."""
     return taken._copy.gate_wait_s
 
 
 def _most_s() -> float | None:
+    """Return how long a call may wait for memory; None for no limit."""
     return _INSIDE_S if ordered.is_inside() else None
 
 
@@ -368,7 +375,7 @@ def unfinished_tree(taken: Snapshot[T]) -> T | None:
 
 
 def is_leased(taken: Snapshot[Any]) -> bool:
-    """Return whether its memory has not gone back to the pool."""
+    """Return whether a snapshot's memory has not yet gone back to the pool."""
     return taken._copy.core.leased()
 
 
@@ -382,11 +389,19 @@ def _take(
     own_objects: bool = False,
     patience_s: float | None = loans.PATIENCE_S,
 ) -> Snapshot[T]:
+    """Take a snapshot.
+
+    Args:
+        tree, overlap, shared, engine: See `snapshot`.
+        wait: Wait for memory of the pool.
+        own_objects: Copy objects that are not containers or tensors too.
+        patience_s: See `loans.Lender`.
+    """
     engine_core = core_of(engine)
     source = Tree(tree)
     objects = source.own_objects() if own_objects else {}
     _warn_of_modules(source, objects)
-    # At exit the completion thread gives no verdict any more.
+    # While the interpreter exits, the completion thread no longer gives verdicts.
     deferral = gate.defer(source, overlap=overlap and not completion.completion.exiting)
     try:
         forks = shared is True
@@ -398,7 +413,8 @@ def _take(
     except BaseException:
         deferral.close()
         raise
-    # The call raises its own failures. Rebuilding some tensors reads their bytes.
+    # Wait now if the copy has failed already, so that this call raises the error, or if rebuilding
+    # the tree reads the copied bytes.
     if source.devices and (source.reads_bytes or core.error()):
         copy.finish()
         if copy.error is not None:
@@ -411,15 +427,16 @@ def _take(
     if deferral.indices:
         nbytes = [nbytes for _, nbytes in source.sources()]
         taken.deferred_nbytes = sum(nbytes[index] for index in deferral.indices)
-    copy.owner = weakref.ref(taken)
-    if copy.error is not None:  # found before the copy had an owner
+    copy.snapshot = weakref.ref(taken)
+    if copy.error is not None:  # the copy was settled before it knew its snapshot
         del memory, built
-        taken.wait()
+        taken.wait()  # raises the error
     source.forget()
     return taken
 
 
 def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
+    """Log a warning for each module that is left whole, except those copied into `objects`."""
     for node in source.left_whole:
         if id(node) not in objects and isinstance(node, torch.nn.Module):
             log.warning(
