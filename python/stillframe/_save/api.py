@@ -34,11 +34,13 @@ class _Default:
     """The default engine of one process.
 
     Attributes:
+        engine: The engine, made by the first `get`.
+        options: The arguments for a new engine, set by `configure`.
         given: `default_engine()` has returned it, so the caller may have used it in any way.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # a signal handler may save inside `get`
         self.engine: Engine | None = None
         self.options: EngineOptions = {}
         self.given = False
@@ -59,7 +61,7 @@ class _Default:
                     " first save, snapshot or default_engine(), or save with an Engine of your own."
                     f" In use is {engine!r}"
                 )
-            Engine(**options).close()  # refuses what an engine would refuse
+            Engine(**options).close()  # raises for options that an engine refuses
             self.options = options
             self.engine = None
             if engine is not None:
@@ -115,7 +117,7 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
 
 
 def close_default() -> None:
-    """Close the default engine, at the end of the process."""
+    """Close the default engine. Called at the end of the process."""
     _default.close()
 
 
@@ -241,15 +243,15 @@ def remove(
     became durable. Otherwise the name stays and a warning is logged. So removing an old checkpoint
     after saving a new one always leaves at least one. An error of the operating system is logged.
 
-    In a process that saves with a mirror, what still has to be uploaded is removed only after its
-    upload. Until then it counts as removed for `exists`. A later save of the path keeps it, and so
-    does the end of the process; a line says so.
+    In a process that saves with a mirror, a file that still has to be uploaded is removed only
+    after its upload. Until then it counts as removed for `exists`. It is not removed if a later
+    save replaces it, or if the process ends before the upload, which then prints a line.
 
     Args:
         path: A local path, or the URL of an object or of all objects below it. A missing path is
-            not an error. A link is removed itself, not its
-            target. A directory is removed with everything in it; if it is a checkpoint of
-            torch.distributed.checkpoint, its `.metadata` goes first.
+            not an error. For a symbolic link, the link is removed and not its target. A directory
+            is removed with everything in it; if it is a checkpoint of torch.distributed.checkpoint,
+            its `.metadata` is removed first.
         wait_for_mirror: False does not wait for the upload, which then does not take place.
         storage_options: See `async_save`.
 
@@ -273,6 +275,7 @@ def remove(
 
 
 def _remove_held(key: bytes) -> None:
+    """Submit a remove that has waited for an upload."""
     completion.completion.start(under_way=True)
     _core.log_remove(key)
 
@@ -284,7 +287,7 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     `.metadata`, which is written last and removed first.
 
     Args:
-        path: A local path or a URL. A link exists if its target does.
+        path: A local path or a URL. A symbolic link exists if its target does.
         storage_options: See `async_save`.
 
     Raises:
@@ -301,7 +304,7 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     if known < 0 and os.path.islink(path):
         known = _core.log_exists(paths.key(path, follow_link=True))
     _tell_of_home(path, known)
-    if known == 2:
+    if known == 2:  # the path is below a checkpoint of several files that is under way
         return directory.will_hold(key)
     if known < 0 and not os.path.lexists(path):
         paths.put_back(paths.as_text(path))
@@ -309,14 +312,16 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
 
 
 def _tell_of_home(path: Path, known: int) -> None:
-    """Log that "~" is not expanded, for calls that treat a path to nothing as no error."""
+    """Log that "~" is not expanded, if `path` begins with it and nothing is there. For calls to
+    which a missing path is no error; `known` is what `log_exists` returned for it."""
     text = paths.as_text(path)
     if known < 0 and paths.hint(text) and not os.path.lexists(text):
         _logger.warning("stillframe: nothing is at %s%s", text, paths.hint(text))
 
 
 def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
-    """Wait until every save and remove of the process has ended; raise the first uncollected error.
+    """Wait until every save and remove of the process has ended. Raise the first error of a save
+    that no handle has raised yet.
 
     Call it at the end of a training. Without it, saves still finish and errors are printed, but the
     process's exit status does not show them.
@@ -327,7 +332,7 @@ def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
             store cannot be reached, that may be forever.
 
     Raises:
-        StillframeError, Exception: What a save failed with.
+        StillframeError, Exception: The error of a save.
         TimeoutError: `timeout` seconds passed.
     """
     ordered.refuse_inside()
@@ -363,13 +368,14 @@ def under_way() -> str:
 
 
 def settle_all() -> None:
-    """Settle the handle of every save that has ended."""
+    """Have the handle of every save that has ended take its result."""
     for handle in list(completion.in_flight.values()):
         handle.done()
 
 
 def _forked() -> None:
-    """Replace the parent's default engine in a forked child: a new one gets the same options."""
+    """Forget the parent's default engine in a forked child, which makes its own with the same
+    options."""
     global _default
     options = _default.options
     _default = _Default()

@@ -1,12 +1,12 @@
 """`checkpoint`: several files that become visible as one directory.
 
-    with checkpoint(path) as files:     a slot of the engine, a temporary directory next to `path`
-        files.save(obj, name)           a save of its own, staged in the call
-        files.save_safetensors(...)     likewise; `shards.py` splits large ones
-        write(files.path)               whatever anyone writes there
-    files.handle                        one save in the log
+    with checkpoint(path) as files:     takes a slot, makes a temporary directory next to `path`
+        files.save(obj, name)           submits a save of its own, which shares the slot
+        files.save_safetensors(...)     the same for safetensors; `shards.py` splits large ones
+        write(files.path)               anyone may write other files there
+    files.handle                        the handle of the whole, which is one save in the log
 
-`directory.py` has the save. This module has the block and the names of the files.
+`directory.py` has the save of the whole. This module has the block and the names of the files.
 """
 
 from __future__ import annotations
@@ -64,31 +64,31 @@ def checkpoint(
     that holds anything else. On a file system that cannot exchange two directories (NFS), the path
     is missing for a moment; see docs/guarantees.md.
 
-    At a URL the files are objects below it. They are sent while the block goes on; what others
-    write into `files.path`, a local directory, is sent when it has ended. A small object,
-    `.stillframe.json`, is written last and makes them one checkpoint: `exists` and `latest` take
-    objects without it for none. To replace a checkpoint, its marker is removed first, once all
-    bytes of the new one are in the store.
+    At a URL the files become objects below it. They are sent while the block goes on; what others
+    write into `files.path`, a local directory, is sent when the block has ended. A small object,
+    `.stillframe.json`, is written last and marks them as one complete checkpoint: without this
+    marker `exists` and `latest` do not count them as one. To replace a checkpoint, its marker is
+    removed first, once all bytes of the new one are in the store.
 
     If the block raises, or any file fails, nothing of the checkpoint is left, and the old directory
-    stays. Files that `load`, `exists` and `remove` find below `path` are those at their place in
-    the order of submission.
+    stays. A `load`, `exists` or `remove` of a file below `path` takes its place in the order of
+    submission: after the end of the block it finds the files of the new directory.
 
     Args:
         path: The directory. Links are followed; its parent must exist. Or a URL.
         durable: Sync everything. False skips all syncs, also of files that others write.
-        overlap: False copies everything during the calls.
+        overlap: False copies everything during the calls of `files.save`.
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the directory
             is durable.
         mirror: For local paths: the URL of a directory in a store. When the checkpoint is durable,
             its files are uploaded to a directory of its name there, and after them the object
             `.stillframe.json`; see docs/remote.md.
         storage_options: See `async_save`.
-        engine: The engine to use, `default_engine()` by default. The whole takes one of its
-            `max_in_flight` slots, when the block begins.
+        engine: The engine to use, `default_engine()` by default. The whole checkpoint takes one of
+            its `max_in_flight` slots, when the block begins.
 
     Returns:
-        A context manager, which gives itself: `.path`, `.save`, `.handle`.
+        A context manager, which `as` names: it has `.path`, `.save`, `.handle`.
 
     Raises:
         TypeError, ValueError: Unusable arguments.
@@ -112,8 +112,8 @@ def checkpoint(
 class Checkpoint:
     """The files of one checkpoint, while its block runs. Made by `checkpoint`; used once."""
 
-    _save: DirectorySave | None = None
-    _skipped: SkippedSave | None = None
+    _save: DirectorySave | None = None  # since the block has begun
+    _skipped: SkippedSave | None = None  # the handle to return if the engine was busy
 
     def __init__(
         self,
@@ -225,7 +225,8 @@ class Checkpoint:
         self._leave("its block was never left")
 
     def _begin(self, entered: float, nested: bool) -> None:
-        ordered.refuse_inside()  # the call may wait for a slot
+        """Begin the block: take a slot (`engine.take_slot`) and make the temporary directory."""
+        ordered.refuse_inside()  # because the call may wait for a slot
         completion.completion.start()
         save: DirectorySave
         if urls.is_remote(self._given):
@@ -260,19 +261,20 @@ class Checkpoint:
         )
 
     def _leave(self, why: str) -> None:
-        """Give the save up if its block is still open, unless a forked child calls this."""
+        """Give the save up if it is still open, which it is not in a forked child."""
         save = self._save
         if save is not None and save.is_open():
             save.give_up(why)
             save.close()
 
     def _begun(self) -> DirectorySave:
+        """Return the save, or raise StillframeError if the block has not begun."""
         if self._save is None:
             raise StillframeError("use it as `with stillframe.checkpoint(path) as files:`")
         return self._save
 
     def _add_name(self, name: str) -> None:
-        """Record the name of a file, and make the directories above it."""
+        """Record the name of a new file, and make the directories above it."""
         save = self._begun()
         save.refuse_closed()
         if name in save.names:
@@ -308,7 +310,7 @@ class Checkpoint:
 
 
 def _relative(name: object) -> str:
-    """Return the name of a file in the checkpoint, without needless parts.
+    """Return the name of a file in the checkpoint, without empty components and ".".
 
     Raises:
         TypeError, ValueError: It is no relative path to a file below the checkpoint.

@@ -1,22 +1,24 @@
 """The two threads of the package that run Python: completion and callbacks.
 
-The core's lane, writers and log never call the interpreter. They post notices, which the completion
-thread takes: it gives the verdict on tensor versions once the last byte is copied, drops the
-sources, and settles the handle when a save has ended. Users' callbacks run on a second thread. A
-callback that saves, waits or hangs delays only other callbacks.
+The core's threads never call the interpreter. They post notices, which the completion thread takes.
+Once the last byte is copied, it gives the verdict on tensor versions and drops the sources. When a
+save has ended, it settles the handle, which means that the handle takes the save's result. Users'
+callbacks run on a second thread, so a callback that saves, waits or hangs delays only other
+callbacks.
 
 Both are daemon threads. They start with the first save of a process, and again in a forked child
 that saves. They end with the interpreter:
 
     running ──exit begins──▶ draining ──the threads have ended──▶ over
 
-During the drain, only the thread that runs the exit handlers and the callback thread may save.
-After it, exit handlers still may. No thread would settle such a save later, so the call waits for
-it and runs its callbacks itself. Under Python 3.12 and later no thread can start once exit handlers
-run. If one of them makes the first save of a process, the state is over from the start.
+During the drain, only the callback thread and the thread that runs the exit handlers may save.
+After it, exit handlers still may. No thread of ours is left to settle such a save, so the call
+waits for its end and runs its callbacks itself. Under Python 3.12 and later no thread can start
+once exit handlers run. If one of them makes the first save of a process, the state is "over" from
+the start.
 
-In a child of multiprocessing other threads of the program still run during the drain: Python joins
-them later. Their saves wait until the drain is over, and then run like those of exit handlers.
+In a child of multiprocessing, other threads of the program still run during the drain: Python joins
+them later. Their saves wait until the drain is over, and then run as those of exit handlers do.
 
 A save without deferred bytes needs no verdict from Python: it is staged when its call returns, and
 this thread is not woken for it.
@@ -40,7 +42,7 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-_MEMORY_S = 0.01  # pause before memory is asked for again
+_MEMORY_S = 0.01  # the pause after a MemoryError, before the next try
 _DRAIN_POLL_S = 0.01
 
 
@@ -56,13 +58,13 @@ class InFlight(Protocol):
     def progress(self) -> tuple[int, int]: ...
 
 
-# Saves that have not ended, by their ticket's number. The package keeps no other strong reference
-# to a handle.
+# Saves that have not ended, by the number of their ticket or one of `numbers`. The package keeps
+# no other strong reference to a handle.
 in_flight: dict[int, InFlight] = {}
 
 
 class Noticed(Protocol):
-    """A save that has a ticket."""
+    """A save that has a ticket, so that the core posts notices about it."""
 
     def after_copy(self) -> None: ...
 
@@ -75,7 +77,7 @@ class Copying(Protocol):
     def after_copy(self) -> None: ...
 
 
-# Numbers for saves without a ticket: negative, unlike every ticket's.
+# Numbers for saves without a ticket. They are negative, and those of tickets are not.
 numbers = itertools.count(-1, -1)
 
 # Snapshots that are still being copied, by their core snapshot's number.
@@ -83,9 +85,9 @@ copying: dict[int, Copying] = {}
 
 
 def start_once(thread: threading.Thread) -> bool:
-    """Start `thread` unless that was done.
+    """Start `thread` unless it was started before.
 
-    A signal handler that saves may need a thread that the interrupted call was about to start.
+    If a signal handler saves, it may start the thread that the interrupted call was about to start.
 
     Returns:
         False when the interpreter's exit has begun: Python 3.12 and later start no thread then.
@@ -102,9 +104,10 @@ def start_once(thread: threading.Thread) -> bool:
 
 
 class _Callbacks:
-    """The thread on which functions run one after the other.
+    """The thread on which callbacks run one after the other.
 
-    It has no lock: a signal handler may interrupt any call, and wait for a thread that puts.
+    `put` takes no lock. A signal handler might interrupt it and wait for another thread that is in
+    `put` too.
     """
 
     def __init__(self) -> None:
@@ -115,6 +118,7 @@ class _Callbacks:
         self._finished = False  # the thread has ended
 
     def put(self, function: Callable[[], object]) -> None:
+        """Have the thread call a function. Run it here if the thread has ended."""
         self._queue.put(function)
         if not self._finished:
             try:
@@ -137,10 +141,10 @@ class _Callbacks:
                     self._call(function, Exception)
 
     def _call(self, function: Callable[[], object], caught: type[BaseException]) -> None:
-        """Call a function; log the errors of type `caught`.
+        """Call a function, and log an error of type `caught`.
 
-        The thread catches everything: sys.exit() would silently end it, and all later callbacks
-        with it.
+        The thread catches BaseException, because sys.exit() in a callback would end the thread
+        silently, and later callbacks would never run.
         """
         try:
             function()
@@ -151,9 +155,10 @@ class _Callbacks:
         return self._thread is threading.current_thread()
 
     def finish(self) -> None:
-        """Run what is queued and end the thread; without a thread, run it here.
+        """Wait until all queued functions have run, and end the thread. If it never started, run
+        them here.
 
-        Later functions run in `put`. May be called again when it was interrupted.
+        Later functions run in `put`. May be called again after an interrupt.
         """
         if self._thread.ident is not None:
             self._queue.put(None)
@@ -163,20 +168,25 @@ class _Callbacks:
 
 
 class _Completion:
-    """The completion thread: it takes notices of the core and settles saves."""
+    """The completion thread: it takes notices of the core and settles saves.
+
+    Attributes:
+        over: The thread has ended, or could not start: calls wait for their saves themselves.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
-        self._exiting: threading.Thread | None = None
-        self._threads_go_on = False  # other threads may save after the drain
+        self._exiting: threading.Thread | None = None  # the thread that drains
+        self._threads_go_on = False  # see `begin_exit`
         self.over = False
 
     def start(self, *, under_way: bool = False) -> None:
-        """Start the thread, before every save and remove.
+        """Start the thread unless it runs. Every save and remove calls this first.
 
         Args:
-            under_way: The caller is part of a save that the exit waits for.
+            under_way: The caller is part of a save that had begun before the exit, which waits for
+                it.
 
         Raises:
             StillframeError: The interpreter is exiting, and this thread may not save any more.
@@ -240,6 +250,7 @@ def _take_notices() -> None:
 
 
 def _next_notice() -> tuple[int, int, str]:
+    """Wait for a notice. Return its kind, the number of its save or snapshot, and its text."""
     while True:
         try:
             return _core.notice_wait()
@@ -261,11 +272,11 @@ def _take_notice() -> bool:
     else:  # the other kinds come from tickets
         handle = cast(Noticed | None, in_flight.get(number))
         if handle is None:
-            pass  # no handle is left, because the call has given the save up
+            pass  # the call raised before the launch, and took the handle out
         elif what == _core.NOTICE_COPIED:
             handle.after_copy()
         else:
-            handle.settle()  # before it leaves in_flight, where wait_all looks for saves
+            handle.settle()  # it also leaves in_flight, but last: wait_all looks for saves there
     return True
 
 

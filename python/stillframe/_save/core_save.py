@@ -1,11 +1,12 @@
-"""The Python side of a save that the core makes: of its ticket.
+"""The handle of a save that the core makes, over the core's ticket.
 
 The ticket holds all changing state. This module adds the verdict on tensor versions (`verdict.py`)
 and the sentences of a report or an error.
 
-If Ctrl-C interrupts the call after the launch, the save goes on and its handle owns it. Before the
-launch, the save is abandoned at once, and not when the traceback is freed: the code that handles
-the interrupt may save, and its save would come after this one in the log.
+If Ctrl-C interrupts the call after the launch, the save goes on, and its handle still settles it.
+If it comes before the launch, the save is abandoned at once. It must not wait for the traceback,
+which refers to it, to be freed: the code that handles the interrupt may save, and its save would
+come after this one in the log.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ class CoreSave(SaveHandle):
 
     Args:
         ticket: The save's ticket, laid out and not yet submitted.
-        skeleton: The saved object. It is dropped at the end, its storages once they are copied.
-        deferral: Which of them are copied after the call.
+        skeleton: The saved object. The handle drops its storages once they are copied, and all of
+            it at the end.
+        deferral: Which of its storages are copied after the call.
         path: The path for messages and the report.
         given: The path for `on_durable`.
         entered: `time.perf_counter()` at the call's entry.
-        ordered: It has an entry in the log.
+        ordered: The save has an entry in the log.
 
     Attributes:
-        entered: See above.
+        entered: As given.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class CoreSave(SaveHandle):
         self._devices = skeleton.devices
         self._num_tensors = skeleton.num_tensors
         self._fallbacks = [*skeleton.fallbacks, *deferral.fallbacks]
-        self._confirmed = False
+        self._confirmed = False  # the core has the verdict
+        # The core's times count from the making of the ticket, and those of a report from the call.
         self._entered_to_ticket_s = time.perf_counter() - entered
         self._call = Interval(entered)
         self._gates: list[Interval] = []
@@ -78,7 +81,7 @@ class CoreSave(SaveHandle):
     # ---- the call ----
 
     def launch(self) -> None:
-        """Take a slot, capture, and hand the rest over to the core's threads.
+        """Take a slot, capture what is not deferred, and leave the rest to the core's threads.
 
         Raises:
             BusyError, PoolExhaustedError, StillframeError: The save is refused.
@@ -102,7 +105,8 @@ class CoreSave(SaveHandle):
         self._go_on()
 
     def _go_on(self) -> None:
-        """End the call: make steps wait for deferred sources, and drop the others."""
+        """End the call: make steps wait for deferred sources, or drop the sources if all are
+        captured."""
         self._verdict.launched(self)
         if not self._verdict.is_needed and not self._devices:  # copies from devices may still run
             self._release_sources()
@@ -111,7 +115,7 @@ class CoreSave(SaveHandle):
     # ---- what the completion thread and the gate call ----
 
     def after_copy(self) -> None:
-        """Give the verdict, and drop the sources, which nobody needs any more."""
+        """Give the verdict and drop the sources: the last byte is copied."""
         self._confirm()
         self._release_sources()
         if self._is_staged():
@@ -122,17 +126,15 @@ class CoreSave(SaveHandle):
         self._settle()
 
     def gate(self) -> bool:
-        """Wait until every byte of host memory is copied, or the save has ended.
+        """Wait until every byte in host memory is copied, or the save has ended. Have the calling
+        thread's current streams wait for the bytes in device memory.
 
-        The calling thread's current streams wait for the bytes of devices. See
-        `stillframe._watch.gate.Pending`.
+        Return as `stillframe._watch.gate.Pending.gate`.
         """
         if self._outcome.settled:
             return True
-        began, wait = (
-            _core.trace_begin(),
-            Interval(time.perf_counter()),
-        )  # the trace shows the whole wait
+        began = _core.trace_begin()
+        wait = Interval(time.perf_counter())
         self._gates.append(wait)
         try:
             with inside():
@@ -147,10 +149,10 @@ class CoreSave(SaveHandle):
         return copied
 
     def _confirm(self, copied: bool = True) -> None:
-        """Give the core the verdict.
+        """Give the core the verdict, unless it has it.
 
         Args:
-            copied: No step needs to wait for this save any more.
+            copied: All bytes are copied, so no step needs to wait for this save any more.
         """
         if self._verdict.is_needed and not self._confirmed:
             self._ticket.confirm(self._verdict.judge())
@@ -200,7 +202,9 @@ class CoreSave(SaveHandle):
             self._wait(_core.WAIT_COPIED, deadline, "durable")
             self._confirm()
             if self._ordered and not self._has_ended():
-                ordered.refuse_inside()  # the save comes after this thread's own work in the log
+                # This thread may be doing the external work of an entry that precedes the save in
+                # the log. Then the save could not end before the work does.
+                ordered.refuse_inside()
             self._wait(_core.WAIT_ENDED, deadline, "durable")
         self._settle()
 
@@ -275,11 +279,12 @@ class CoreSave(SaveHandle):
 
 
 def error_of_step(path: str, code: int, phase: str, note: str) -> StillframeError:
-    """Return the error of a save, one of whose steps the operating system or the core refused.
+    """Return the error of a save in which the operating system or the core refused a step.
 
     Args:
-        code: A negative code of the core.
-        note: One more fact, or "".
+        code: A negative errno, or one of the core's own codes, which are -1000 and below.
+        phase: See `SaveError`.
+        note: One more fact for the message, or "".
     """
     if code <= -1000:
         return StillframeError(f"the save of {path} failed: {note or code}")

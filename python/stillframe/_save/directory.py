@@ -1,15 +1,15 @@
 """Implements `DirectorySave`: the save of several files that become visible as one directory.
 
 Each file is a save without an entry in the log (`SaveOptions.ordered`), renamed within the
-temporary directory as soon as it is synced. The directory has the one entry. Once that is at the
-head of the log, the log's thread waits for the files and syncs what others wrote. Then it puts the
-directory in place and removes the old one (csrc/core/file/folder.c).
+temporary directory as soon as it is synced. The directory has one entry, as external work. When the
+entry is at the head of the log, the work waits for the files and syncs what others wrote. Then it
+puts the directory in place and removes the old one (csrc/core/file/folder.c).
 
     open ──the block ends──▶ in the log ──its head──▶ committing ──▶ durable, failed
       │                          ╲─ cancel ─▶ cancelled
       ╰── the block raises ──▶ cancelled
 
-`checkpoint.py` has the block.
+`checkpoint.py` has the `with` block that users write.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ T = TypeVar("T")
 
 
 class DirectorySave(ExternalSave):
-    """The handle of such a save; for the arguments not listed see `ExternalSave`.
+    """The handle of the save of a directory; for the arguments not listed see `ExternalSave`.
 
     Args:
-        folder: The temporary directory, not yet open; None where a subclass makes another.
+        folder: The temporary directory, not yet made; None if a subclass makes its own.
         key: The directory's name in the log.
 
     Attributes:
-        directory: The path of the temporary directory.
-        names: The files that its user has saved, relative to it.
+        directory: The path of the temporary directory; "" before `open`.
+        names: The files that the user has saved, relative to it.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class DirectorySave(ExternalSave):
         self._key = key
         self._files: list[CoreSave] = []
         self._copies: list[Future[None]] = []  # the staging future of each file
-        self._opened_by: int | None = threading.get_ident()
-        self._closed = Event()
-        self._closed_s = self._copied_s = 0.0
-        self._leaving: Interval | None = None
+        self._opened_by: int | None = threading.get_ident()  # the block's thread, until its end
+        self._closed = Event()  # the block has ended
+        self._closed_s = 0.0  # seconds from the block's entry to its end
+        self._leaving: Interval | None = None  # the time that the block's end takes
 
     # ---- for users ----
 
@@ -126,7 +126,7 @@ class DirectorySave(ExternalSave):
     # ---- for the block ----
 
     def take_slot(self, engine: Engine, *, nested: bool) -> None:
-        """Take a slot of the engine for the whole, see `engine.take_slot`."""
+        """Take a slot of the engine for the whole directory, see `engine.take_slot`."""
         self._slot = take_slot(engine, nested=nested)
         self.waited()
 
@@ -142,14 +142,16 @@ class DirectorySave(ExternalSave):
         self._call.end()
 
     def is_open(self) -> bool:
-        """Return whether this process runs the block. A forked child does not."""
+        """Return whether the block has not ended. A forked child gets False: the block is its
+        parent's."""
         return not self._closed.is_set() and not self._birth.foreign()
 
     def refuse_closed(self) -> None:
         """Refuse a file for a checkpoint whose block has ended.
 
         Raises:
-            ForkError, StillframeError: It belongs to the parent process, or has ended.
+            ForkError: The checkpoint belongs to the parent process.
+            StillframeError: Its block has ended.
         """
         self._birth.refuse_child()
         if self._closed.is_set():
@@ -182,11 +184,11 @@ class DirectorySave(ExternalSave):
         self._files.append(file)
 
     def launch(self) -> None:
-        """Put the save into the log: the block has ended.
+        """Put the save into the log, because the block has ended.
 
         Raises:
-            ForkError: It belongs to the parent process.
-            StillframeError: It was given up, because the interpreter is exiting.
+            ForkError: The save belongs to the parent process.
+            StillframeError: The save was given up, because the interpreter is exiting.
         """
         self._birth.refuse_child()
         if not self._not_started:
@@ -197,13 +199,14 @@ class DirectorySave(ExternalSave):
         self.submit(self._key, _core.WORK_DIRECTORY, self._work)
         self.close()
         for copy in self._copies:
-            # Here and not on the callback thread, which users' callbacks may delay.
+            # torch's and Python's futures call this on the thread that resolves them. A handle's
+            # add_done_callback would use the callback thread, which users' callbacks may delay.
             Future.add_done_callback(copy, self._tell_copied)
         self._tell_copied()
         self._leaving.end()
 
     def give_up(self, why: str) -> None:
-        """End the save, and leave nothing of it, unless it was launched or has ended."""
+        """Cancel the save and remove its files, unless it was launched or has ended."""
         if not self._birth.foreign() and self.may_start():
             self._give_up(why)
 
@@ -222,14 +225,14 @@ class DirectorySave(ExternalSave):
             self.end(None, CancelledError(f"{self._path} was not saved: {why}"))
 
     def drop(self, file: CoreSave) -> None:
-        """Remove the save of a file unless it was launched."""
+        """Forget the save of a file whose call raised, unless it was launched before that."""
         if not file.done() and file not in completion.in_flight.values():
             with contextlib.suppress(ValueError):  # it is not there if Ctrl-C came before `add`
                 self._files.remove(file)
 
     def close(self) -> None:
-        """Record that the block is over, so that others may wait for the save's end. Until then
-        such a wait is refused, because a signal handler inside the block would wait forever."""
+        """Record that the block is over, so that its thread may wait for the save's end. Before, it
+        may not: a signal handler that interrupts the block would wait forever."""
         _open_ones.discard(self)
         self._closed.set()
         self._opened_by = None
@@ -251,6 +254,7 @@ class DirectorySave(ExternalSave):
     # ---- at the head of the log ----
 
     def _work(self) -> bool:
+        """Do the save's external work; return whether it succeeded."""
         report: SaveReport | None = None
         failure: BaseException | None = None
         try:
@@ -311,6 +315,8 @@ class DirectorySave(ExternalSave):
         )
 
     def _will_hold(self, name: str) -> bool:
+        """Return whether the directory will have this file. The temporary directory has its files
+        until the commit."""
         above = os.fsdecode(self._key) if self._is_committing() else self.directory
         return name in self.names or os.path.lexists(os.path.join(above, name))
 
@@ -318,10 +324,11 @@ class DirectorySave(ExternalSave):
         self._files, self._copies = [], []
 
     def _do(self, answer: tuple[T, int, str, str]) -> T:
-        """Return the result of a step of the folder.
+        """Return the result of a step of the folder. `answer` is what a method of `_core.Folder`
+        returns: the result, a code (0 or negative), the phase and a note.
 
         Raises:
-            SaveError, StillframeError: It failed.
+            SaveError, StillframeError: The step failed.
         """
         result, code, phase, note = answer
         if code:
@@ -329,6 +336,7 @@ class DirectorySave(ExternalSave):
         return result
 
     def _clear(self) -> None:
+        """Remove the temporary directory, or after the commit the old one, which has its name."""
         assert self._folder is not None
         _, code, _, _ = self._folder.clear()
         if code:
@@ -347,7 +355,7 @@ def _error_of(file: CoreSave) -> BaseException | None:
     except CancelledError as cancelled:
         return cancelled
     if isinstance(error, SaveError) and error.phase == "sync directory":
-        # For the whole this phase means that the new directory is in place.
+        # In an error of the whole checkpoint, that phase means that the new directory is in place.
         return SaveError(error.errno or 0, error.strerror or "", error.filename, "sync")
     return error
 
@@ -357,12 +365,12 @@ _open_ones: weakref.WeakSet[DirectorySave] = weakref.WeakSet()
 
 
 def note_open(save: DirectorySave) -> None:
-    """Note that the block of a save has begun."""
+    """Record that the block of a save has begun, for `give_up_open_directories`."""
     _open_ones.add(save)
 
 
 def give_up_open_directories() -> None:
-    """Give up directories whose block has not ended: the interpreter is exiting."""
+    """Give up the saves of directories whose block has not ended, because the interpreter exits."""
     for save in list(_open_ones):
         save.give_up("the interpreter exited inside its block")
 
@@ -377,7 +385,7 @@ def will_hold(key: bytes) -> bool:
     for save in reversed(list(completion.in_flight.values())):
         if isinstance(save, DirectorySave) and key.startswith(save._key + b"/"):
             return save._will_hold(os.fsdecode(key[len(save._key) + 1 :]))
-    return os.path.lexists(key)  # it has just ended
+    return os.path.lexists(key)  # the save has just ended
 
 
 def _forked() -> None:

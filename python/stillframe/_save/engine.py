@@ -2,11 +2,12 @@
 
 `submit(engine, obj, path, options)` calls, in this order:
 
-    paths.target     where the file goes; refuses paths that cannot be saved to skeleton.build   the
-    pickle, and the storages it refers to; or flat.build for safetensors gate.defer       which of
-    them may be copied later lay_out          for safetensors: the header, which depends on that
-    core Ticket      slot, capture, launch gate.track       the next optimizer step waits for the
-    rest
+    paths.target     resolves the path, and refuses one that cannot be saved to
+    skeleton.build   makes the pickle and finds its storages; flat.build does it for safetensors
+    gate.defer       decides which storages are copied after the call
+    lay_out          makes the header of safetensors, which depends on that decision
+    _core.Ticket     takes a slot, captures, and launches the save
+    gate.track       makes the next optimizer step wait for the deferred bytes
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ log = logging.getLogger("stillframe")
 
 Path = str | os.PathLike[str]
 
-_WARM_UP_PIECE = 1 << 30
+_WARM_UP_STEP = 1 << 30  # bytes; between two steps signals are handled
 
 
 class Engine:
@@ -53,14 +54,14 @@ class Engine:
 
     Args:
         pool_bytes: Most memory the pool may take. By default `STILLFRAME_POOL_BYTES`, else half of
-            what the machine and the cgroup leave, divided by `LOCAL_WORLD_SIZE`. Memory is taken
-            when it is first needed and kept for the next save.
+            the memory that the machine and the cgroup have left, divided by `LOCAL_WORLD_SIZE`.
+            Memory is taken when it is first needed and kept for the next save.
         block_bytes: Size of the pool's blocks, a multiple of 4096.
         writer_threads: Threads that compute checksums and write; 2 by default.
         max_in_flight: Most saves that may be unfinished (not yet durable) at one time.
         when_busy: What `async_save` does when that many are: "wait", "skip" (the handle's state is
             "skipped"), or "raise" `BusyError`. `save` always waits.
-        shared_memory: Make the pool of memory that processes which are not forked can map, for
+        shared_memory: Make the pool of memory that other processes can map, even spawned ones, for
             `snapshot(tree, shared="spawn")`. Most systems give such memory small pages only.
 
     Raises:
@@ -134,7 +135,8 @@ class Engine:
         )
 
     def warm_up(self, nbytes: Size) -> None:
-        """Take memory for `nbytes` (at most the cap) now, so that the first save does not have to.
+        """Take `nbytes` of memory now (at most `pool_bytes`), so that the first save does not have
+        to.
 
         In a process that has used CUDA the memory is pinned too, and copy threads are started for
         the devices it has used. Memory that cannot be pinned is logged, and listed in the
@@ -153,10 +155,9 @@ class Engine:
         for number in device.in_use():
             if why := core.use_device(number):
                 log.warning("stillframe: %s", why)
-        # In steps of a GiB, so that signals are handled in between. Steps the pool has already
-        # reached cost nothing.
+        # A step that the pool has already reached costs nothing.
         start, held = time.monotonic(), core.stats()["committed_bytes"]
-        for upto in (*range(_WARM_UP_PIECE, wanted, _WARM_UP_PIECE), wanted):
+        for upto in (*range(_WARM_UP_STEP, wanted, _WARM_UP_STEP), wanted):
             if upto < wanted and core.stats()["pool_bytes"] < upto:
                 continue
             core.warm_up(upto)
@@ -187,9 +188,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the engine's current figures; memory is in bytes.
 
-        They are `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool holds),
-        `leased_bytes` (of it, in use), `retired_bytes` (never to be used again), `saves_in_flight`,
-        `saves_total`, and `driver`, a sentence.
+        They are `pool_bytes`, `block_bytes`, `committed_bytes` (memory that the pool holds),
+        `leased_bytes` (how much of it is in use) and `retired_bytes` (how much is never used
+        again). The others are `saves_in_flight`, `saves_total`, and `driver`, a sentence about the
+        CUDA driver.
         """
         self._birth.refuse_child()
         figures = {**self._core.stats(), "driver": self._core.driver()}
@@ -200,7 +202,7 @@ class Engine:
 
 
 def core_of(engine: Engine) -> _core.Engine:
-    """Return the core's engine; refuse one that is closed.
+    """Return the core's engine; raise if it is closed.
 
     Raises:
         ForkError: In a child of the process that made it.
@@ -224,7 +226,7 @@ def is_closed(engine: Engine) -> bool:
 
 
 def is_used(engine: Engine) -> bool:
-    """Return whether it has saved, taken a snapshot or been warmed up.
+    """Return whether the engine has saved, taken a snapshot or been warmed up.
 
     Calls that were refused do not count.
     """
@@ -260,7 +262,7 @@ def take_slot(engine: Engine, *, nested: bool, wait: bool = False) -> _core.Slot
     otherwise.
 
     Args:
-        nested: The thread is inside another of our calls, and so does not wait.
+        nested: The thread is inside another of our calls, so it must not wait for a slot.
         wait: Wait, whatever the engine's `when_busy` says.
 
     Raises:
@@ -334,9 +336,16 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             members = tree.lay_out(by_lane=options.stream)
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.completion.start()
-        place, shown = (target.directory, target.name), options.shown or target.shown
+        shown = options.shown or target.shown
         ticket = _core.Ticket(
-            core, *place, tree.data, tree.rows, flags, target.file_system, members
+            core,
+            target.directory,
+            target.name,
+            tree.data,
+            tree.rows,
+            flags,
+            target.file_system,
+            members,
         )
         save = CoreSave(
             ticket,
@@ -373,6 +382,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
 
 
 def _refuse_swapped(obj: object, path: object) -> None:
+    """Raise TypeError if the arguments look like `save(path, obj)`."""
     if isinstance(obj, (str, os.PathLike)) and not isinstance(path, (str, os.PathLike)):
         raise TypeError(
             f"a path has to be a str or os.PathLike, not {type(path).__name__}: the arguments seem"

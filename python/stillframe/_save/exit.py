@@ -4,9 +4,9 @@ The process's exit status is not changed, because Python lets no exit handler ch
 that ends with `stillframe.wait_all()` fails if a save failed.
 
 Children of multiprocessing (started by fork or forkserver) end by `os._exit` and run no exit
-handlers. But multiprocessing runs its own finalizers in every child, so the drain is one of them
-there. A spawned child runs both, and the second finds nothing to do. The main process has only the
-exit handler.
+handlers. But multiprocessing runs its own finalizers in every child, so the drain is registered as
+one of these too. A spawned child drains twice, and the second time finds nothing to do. The main
+process has only the exit handler.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from stillframe._save.outcome import take_failures
 
 log = logging.getLogger("stillframe")
 
-# Higher than multiprocessing's own queues (10) and pools (15), because callbacks of the last saves
-# may still use these.
+# The drain comes before the finalizers of multiprocessing's queues (10) and pools (15), because
+# callbacks of the last saves may still use these.
 _PRIORITY = 100
 _QUIET_S = 1.0  # a shorter wait is not announced
 _GIVEN_UP_S = 5.0  # enough for cancelled saves to end, if the file system answers
 
 
 def _announce_wait() -> None:
+    """Wait a second for the log; if that is not enough, print what is waited for."""
     if _core.log_drain(_QUIET_S):
         return
     handles = [handle for handle in list(completion.in_flight.values()) if not handle.done()]
@@ -46,6 +47,7 @@ def _announce_wait() -> None:
 
 
 def _wait_for_log() -> None:
+    """Wait until every entry of the log has ended; print a line if a file system hangs."""
     announced = False
     while not _core.log_drain(_QUIET_S):
         if not announced and (sentence := _core.log_unanswered()):
@@ -54,6 +56,7 @@ def _wait_for_log() -> None:
 
 
 def _warn_once() -> None:
+    """Print, after the first Ctrl-C, what a second one would do."""
     if _core.log_pending() or uploads.left() is None:
         _print_line("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
     else:
@@ -61,7 +64,7 @@ def _warn_once() -> None:
 
 
 def _give_up() -> bool:
-    """Cancel all saves; return False if something does not end nevertheless."""
+    """Cancel all saves and uploads. Return False if a save does not end even so."""
     for handle in list(completion.in_flight.values()):
         handle.cancel()
     uploads.give_up()
@@ -75,32 +78,36 @@ def _give_up() -> bool:
 def _drain(*, threads_go_on: bool = False) -> None:
     """Wait until saves in flight have finished, and print what is waited for.
 
-    A second Ctrl-C gives up the rest. Each later one leaves the step that it interrupts. A step
-    that raises is logged, and the next one runs.
+    A second Ctrl-C gives up the rest. Each later one skips the step that it interrupts. The error
+    of a step is logged, and the next step runs.
 
     Args:
         threads_go_on: The program's threads run on after the drain, and may save.
     """
     interrupts = 1 if _interrupted() else 0
+    # The trace ends first, so that it shows the saves.
+    last: list[Callable[[], object]] = [end_at_exit, settle_all, _say_what_failed]
     steps: list[Callable[[], object]] = [
         lambda: completion.completion.begin_exit(threads_go_on=threads_go_on),
         _announce_wait,
         _wait_for_log,
         settle_all,
         completion.callbacks.finish,
-        _wait_for_log,  # saves made by callbacks
+        _wait_for_log,  # for saves made by callbacks
         lambda: uploads.finish(_QUIET_S, _print_line),
-        _wait_for_log,  # removes that waited for uploads
+        _wait_for_log,  # for removes that waited for uploads
         *([] if threads_go_on else [give_up_open_directories, close_default]),
         _core.log_stop,
         completion.completion.stop,
-        _wait_for_log,  # saves a thread submitted just before; later ones wait in their call
-        *(last := [end_at_exit, settle_all, _say_what_failed]),  # the trace first: it shows saves
+        # For saves that a thread submitted just before that. Later ones wait in their own call.
+        _wait_for_log,
+        *last,
     ]
 
     def give_up() -> None:
         if not _give_up():
-            steps[1:] = last  # closing the engine or stopping a thread would wait for that save
+            # Skip the other steps: closing the engine or stopping a thread would wait for the save.
+            steps[1:] = last
 
     while steps:
         try:
@@ -129,12 +136,13 @@ def _drain_child() -> None:
 
 
 def _finish_child(_: object = None) -> None:
-    """Make this child of multiprocessing drain when its work has returned or raised."""
+    """Have this child of multiprocessing drain when its target has returned or raised."""
     util.Finalize(None, _drain_child, exitpriority=_PRIORITY)
 
 
 def _finish_inner_child() -> None:
-    """Do the same where a child of multiprocessing calls os.fork: it may end by `os._exit` too."""
+    """Have this process drain if it is a child of multiprocessing, or was forked with os.fork by
+    one: such a process may end by `os._exit` too."""
     if process.parent_process() is not None:
         _finish_child()
 
@@ -153,6 +161,6 @@ def _print_line(sentence: str) -> None:
 def install() -> None:
     """Register the drain; called once, when the package is imported."""
     atexit.register(_drain)
-    util.register_after_fork(_drain_child, _finish_child)  # by every start method, in each child
-    _finish_inner_child()  # imported by the work of a child
+    util.register_after_fork(_drain_child, _finish_child)  # runs in each child of multiprocessing
+    _finish_inner_child()  # for a package that is first imported in such a child
     os.register_at_fork(after_in_child=_finish_inner_child)

@@ -1,8 +1,8 @@
-"""Implements `ExternalSave`: a save whose bytes Python code writes, or other saves do.
+"""Implements `ExternalSave`: a save that the core does not write as one file.
 
-It ends as external work in the order of the log (`ordered.py`). Its subclasses know what is
-written: a snapshot, by another CheckpointIO or by all ranks (`_snapshot/save.py`), or the files of
-a directory, by saves of their own (`directory.py`).
+It ends as external work in the order of the log (`ordered.py`). Its subclasses know how the bytes
+are written. Another CheckpointIO, or all ranks together, write a snapshot (`_snapshot/save.py`);
+the files of a directory are written by saves of their own (`directory.py`).
 
     made ──begin──▶ under way ──end──▶ durable, failed or cancelled
 """
@@ -32,11 +32,12 @@ class ExternalSave(SaveHandle):
         path: The path to show.
         given: The path as given, for `on_durable`.
         entered: `time.perf_counter()` at the call's entry.
-        slot: The save's slot in the engine, which is given back at the end; None without one.
-        known_as: The name for the save in the log message about an error that was not collected.
+        slot: The save's slot in the engine, which is given back at the end; None if it takes none.
+        known_as: The name for the save in the log message about an error that nobody collected.
 
     Attributes:
-        error_is_known: The caller knows the save's error already, so it is not reported again.
+        error_is_known: Set if the caller learns of the error in another way, so that it is not
+            reported as uncollected.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class ExternalSave(SaveHandle):
         self._number = next(completion.numbers)
         self._slot = slot
         self._entered = entered
-        self._waited_s = 0.0
+        self._waited_s = 0.0  # how long the call waited for a slot
         self._call = Interval(entered)
         self._over = Event()
-        self._not_started = [True]
-        self._decisions: list[str] = []  # the first one counts
+        self._not_started = [True]  # `may_start` takes the element, in one atomic operation
+        self._decisions: list[str] = []  # _CANCELLED and _COMMITTED; the first one counts
 
     # ---- for users ----
 
@@ -73,7 +74,7 @@ class ExternalSave(SaveHandle):
         return "durable" if self._outcome.error is None else "failed"
 
     def _has_ended(self) -> bool:
-        # An ended save has no slot left. A save of a closed engine, which has no slots, has ended.
+        # A save has ended only when it has given its slot back, or the engine has been closed.
         return self._outcome.settled and (self._slot is None or self._slot.is_over())
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
@@ -99,15 +100,16 @@ class ExternalSave(SaveHandle):
         self._waited_s = time.perf_counter() - self._entered
 
     def submit(self, key: bytes, kind: int, work: Callable[[], bool]) -> None:
-        """Put the save into the log. At its head, `work()` runs, calls `end`, and returns whether
-        the save succeeded.
+        """Put the save into the log, with its external work.
 
-        If this raises, the save was not made and nobody calls `work`; or Ctrl-C came just after
-        the launch, and the save goes on.
+        If this raises, the save was not made and nobody calls `work`. The exception is Ctrl-C just
+        after the launch: then the save goes on.
 
         Args:
             key: The name in the log, see `paths.key`.
             kind: See `ordered.submit`.
+            work: Called when the save's entry is at the head of the log. It has to call `end`, and
+                to return whether the save succeeded.
         """
         try:
             self.begin()
@@ -119,15 +121,15 @@ class ExternalSave(SaveHandle):
             raise
 
     def may_start(self) -> bool:
-        """Return True to the first caller only, which then has to end the save. It is the thread
-        that works on the save, or the code that gives it up."""
+        """Return True to the first caller only. That caller then has to end the save: it is either
+        the thread that does the external work, or code that gives the save up before."""
         try:
             return self._not_started.pop()
         except IndexError:
             return False
 
     def begin(self) -> None:
-        """Keep the save alive from here on, until it ends."""
+        """Keep the save alive from now until its end, and tell its mirror."""
         if self._mirror is not None:
             self._mirror.begin()
         completion.in_flight[self._number] = self
@@ -168,7 +170,7 @@ class ExternalSave(SaveHandle):
             raise CancelledError(f"the save of {self._path} was cancelled")
 
     def call_is_over(self) -> None:
-        """Record that the call that asked for the save returns now."""
+        """Record that the call of the user that asked for the save returns now."""
         self._call.end()
 
     def end(
@@ -179,12 +181,13 @@ class ExternalSave(SaveHandle):
         value: object = None,
         entry: LogEntry | None = None,
     ) -> None:
-        """Settle the save.
+        """End the save: record its outcome, and wake everyone who waits for it.
 
         Args:
+            report, error: The outcome; one of them is None.
             value: The result of `upload_completion`, if that is not the report.
-            entry: The save's entry in the log. Later entries learn of the end before the save's
-                users do, but not before its error can be read.
+            entry: The save's entry in the log, to be ended too. It ends after the outcome is
+                recorded, so that later entries can read the error, and before waiting users wake.
         """
         self._end_mirror(error is None)
         self._outcome.settle(report, error, value=value, is_known=self.error_is_known)

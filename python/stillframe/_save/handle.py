@@ -1,9 +1,9 @@
 """`SaveHandle`, which `async_save` returns: the base class of all saves, and the skipped save.
 
-Two subclasses know what a save is doing. `CoreSave` asks its ticket in the core. `ExternalSave`
-(`external.py`) asks the code that the bytes come from: another CheckpointIO or the ranks of a
-distributed checkpoint, which write a snapshot, or the saves of a directory's files. All kinds
-share an `Outcome`, which records how the save ended and whether its error was reported.
+Two subclasses know what a save is doing. `CoreSave` (`core_save.py`) asks its ticket in the core.
+`ExternalSave` (`external.py`) is for bytes that other code writes: another CheckpointIO, the ranks
+of a distributed checkpoint, or the saves of a directory's files. Every handle has an `Outcome`,
+which records how the save ended and whether somebody has seen its error.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from stillframe._save.report import SaveReport
 log = logging.getLogger("stillframe")
 
 State = Literal["staging", "staged", "writing", "durable", "failed", "cancelled", "skipped"]
-# None is rare (`when_busy="skip"`), so a type checker lets the result be used as a report. typeshed
-# does the same for `re.Match.group`.
+# The type of a result that is None only with `when_busy="skip"`. Any lets users pass the result on
+# as a report without a check for None; typeshed does the same for `re.Match.group`.
 MaybeNone: TypeAlias = Any
 
 
@@ -129,9 +129,9 @@ class SaveHandle:
             return self._outcome.error
 
     def cancel(self) -> bool:
-        """Cancel the save; the old file stays.
+        """Cancel the save, so that the old file stays.
 
-        Return False if it is too late, or the save has already ended.
+        Return False if it is too late for that, or the save has already ended.
         """
         return False
 
@@ -188,7 +188,7 @@ class SaveHandle:
         self._outcome.notify()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
-        """Wait for the copy; return False when the save has failed, or is about to."""
+        """Wait until the save is staged. Return False if it has failed, or is about to fail."""
         return self._outcome.error is None
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
@@ -197,7 +197,7 @@ class SaveHandle:
     # ---- inside ----
 
     def _end_mirror(self, good: bool) -> None:
-        """Tell the mirror how the save ended, before anybody else learns of it."""
+        """Tell the mirror whether the save succeeded, before anybody else learns of its end."""
         if self._mirror is not None:
             self._mirror.end(good)
 
@@ -267,7 +267,7 @@ class SkippedSave(SaveHandle):
 
 
 def follow_with(handle: SaveHandle, mirror: MirrorUpload | None) -> None:
-    """Have an upload follow a save that has not begun."""
+    """Have an upload to a mirror follow a save that has not begun; None for none."""
     handle._mirror = mirror
 
 

@@ -1,14 +1,14 @@
 """Implements `ObjectsSave`: the save of several objects that are one checkpoint in a store.
 
-A store has no rename of a directory, so a marker object tells whether a checkpoint is whole. It is
-written when all objects are in the store, and removed before they change:
+A store cannot rename a directory, so a marker object tells whether a checkpoint is whole. It is
+written when all objects are in the store, and removed before any of them changes:
 
-    block      objects are sent as they are saved
-    its turn   files that others wrote are sent; the marker of an older checkpoint is removed; the
-               objects become visible; objects that only the older one had are removed; the marker
-               is written
+    in the block         objects are sent as they are saved
+    at the log's head    files that others wrote are sent; the marker of an older checkpoint is
+                         removed; the objects become visible; objects that only the older checkpoint
+                         had are removed; the marker is written
 
-Without an older checkpoint objects become visible as soon as they are sent.
+If there is no older checkpoint, each object becomes visible as soon as it is sent.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ from stillframe._save.remote import StorageOptions, Upload
 from stillframe._save.report import SaveReport
 from stillframe.errors import SaveError
 
-_READ = 16 << 20
+_READ = 16 << 20  # bytes of a local file that are read at a time
 
 
 class _Sending:
-    """An object that a thread sends.
+    """An object, and the thread that sends it by `upload.run(...)`, which calls `before_end`.
 
     Attributes:
-        upload: The object.
-        ready: All its bytes are sent and its save has succeeded so far, or it has failed.
-        over: The object is in the store, or it has failed.
-        error: Why it has failed.
+        ready: Set when all bytes are sent and the save of the bytes is good, or after a failure.
+        over: Set when the object is visible in the store, or after a failure.
+        error: The failure; None if there is none.
     """
 
     def __init__(self, upload: Upload, before_end: Callable[[], object]) -> None:
@@ -71,10 +70,11 @@ class _Sending:
 
 
 class ObjectsSave(DirectorySave):
-    """The handle of such a save; for the arguments not listed see `ExternalSave`.
+    """The handle of the save of a checkpoint at a URL; for the arguments not listed see
+    `ExternalSave`.
 
     Args:
-        store, prefix: Where the objects go.
+        prefix: What the names of the objects in the store begin with, up to a slash.
         key: The checkpoint's name in the log.
     """
 
@@ -93,9 +93,9 @@ class ObjectsSave(DirectorySave):
         self._store = store
         self._prefix = prefix.rstrip("/")
         self._sending: list[_Sending] = []
-        self._replaces = False
-        self._may_appear = Event()
-        self._is_whole = False
+        self._replaces = False  # a complete checkpoint is there already
+        self._may_appear = Event()  # the objects may become visible
+        self._is_whole = False  # the marker is written
 
     # ---- for the block ----
 
@@ -142,7 +142,7 @@ class ObjectsSave(DirectorySave):
             each.upload.give_up()
         self._may_appear.set()
 
-    # ---- at its turn in the log ----
+    # ---- at the head of the log ----
 
     def _commit(self) -> int:
         for each in self._sending:
@@ -157,7 +157,7 @@ class ObjectsSave(DirectorySave):
         except BaseException:
             self._cancel_files()
             for each in self._sending:
-                each.over.wait()  # so nothing of the checkpoint is sent after its end
+                each.over.wait()  # so that no object is sent after the save has ended
             raise
         self._may_appear.set()
         for each in self._sending:
@@ -189,11 +189,12 @@ class ObjectsSave(DirectorySave):
                 key = self._key_of(os.path.relpath(path, self.directory))
                 sizes[key] = os.stat(path).st_size
                 with open(path, "rb") as file:
-                    self._store.put(key, _pieces_of(file), sizes[key])
+                    self._store.put(key, _chunks_of(file), sizes[key])
         return sizes
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
+        """Turn an OSError of the store into a SaveError of phase "upload"."""
         try:
             yield
         except SaveError:
@@ -206,21 +207,22 @@ class ObjectsSave(DirectorySave):
         return dataclasses.replace(super()._report(nbytes), io_mode=self._store.client)
 
     def _clear(self) -> None:
-        """Remove the local directory and, if the save has failed, the objects that are there."""
+        """Remove the local directory. After a failure remove the objects in the store too, unless
+        they may have replaced those of an older checkpoint."""
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._is_whole or self._replaces:
             return
-        there = [each for each in self._sending if each.over.is_set() and each.error is None]
+        visible = [each for each in self._sending if each.over.is_set() and each.error is None]
         with contextlib.suppress(OSError):  # without a marker nobody takes them for a checkpoint
-            self._store.delete([each.upload.key for each in there])
+            self._store.delete([each.upload.key for each in visible])
 
     def _key_of(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
 
-def _pieces_of(file: Any) -> Iterator[bytes]:
-    while piece := file.read(_READ):
-        yield piece
+def _chunks_of(file: Any) -> Iterator[bytes]:
+    while chunk := file.read(_READ):
+        yield chunk
 
 
 def objects_save(

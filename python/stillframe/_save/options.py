@@ -1,4 +1,4 @@
-"""The options of engines and saves, and their types; each is checked once, here."""
+"""The options of engines and saves, with their types and checks."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class EngineOptions(TypedDict, total=False):
 
 
 class EngineStats(TypedDict):
-    """The figures that `Engine.stats` returns; bytes, but for the last three.
+    """The figures that `Engine.stats` returns. All but the last three are bytes.
 
-    `pool_bytes` is the cap, `committed_bytes` the memory the pool holds, `leased_bytes` the part of
-    it in use, `retired_bytes` the part that is never used again. `driver` is a sentence.
+    `pool_bytes` is the cap, `committed_bytes` the memory that the pool holds, `leased_bytes` how
+    much of that is in use, `retired_bytes` how much is never used again. `driver` is a sentence.
     """
 
     pool_bytes: int
@@ -66,7 +66,7 @@ class Limits:
     """An engine's options, checked.
 
     Attributes:
-        pool_bytes: 0 means what `_base/budget.py` finds.
+        pool_bytes: The cap; 0 means that `_base/budget.py` finds one.
     """
 
     pool_bytes: int
@@ -124,7 +124,7 @@ class Limits:
 
 
 def copiers() -> int:
-    """Return how many threads may help with a large copy: one for each other core.
+    """Return how many threads may help with a large copy: one for each core except the caller's.
 
     The ranks of a machine share its cores; torchrun sets their number in LOCAL_WORLD_SIZE.
     """
@@ -138,7 +138,8 @@ def _count(value: object, name: str, most: int) -> int:
 
 
 def _pool_bytes(given: Size | None) -> tuple[int, str]:
-    """Return (the cap, its name for messages); the cap is 0 where nobody gave one."""
+    """Return the cap, and the name of the argument or variable that gave it, for messages. The cap
+    is 0 if nobody gave one."""
     if given is not None:
         return sizes.parse(given, "pool_bytes"), "pool_bytes"
     text = os.environ.get(_POOL_VARIABLE, "").strip()
@@ -146,7 +147,7 @@ def _pool_bytes(given: Size | None) -> tuple[int, str]:
 
 
 def format_of(path: object) -> Format:
-    """Return the format that a file's name asks for by its ending."""
+    """Return the format that the ending of a file's name asks for."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     is_flat = isinstance(text, str) and text.endswith(safetensors.SUFFIX)
     return "safetensors" if is_flat else "torch"
@@ -160,13 +161,14 @@ class SaveOptions:
         overlap, durable, check_mutation, on_durable: See `async_save`.
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
-        ordered: It has an entry in the log. A save without one is renamed as soon as it is synced.
+        ordered: The save has an entry in the log and takes a slot. Without, it takes no slot, and
+            its file is renamed as soon as it is synced.
         format: The format of the file; `format_of` finds the one that its name asks for.
         metadata: For safetensors, the strings that the header holds besides the tensors.
         wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
-        stream: Its bytes are sent to a store (`remote.py`); there is no file.
+        stream: The bytes are sent to a store (`remote.py`); there is no file.
         shown: The path in messages and the report; None for the given one.
-        before_launch: Called with the handle before the save can begin.
+        before_launch: Called with the handle before the save is launched.
         mirror: The upload that follows the save.
     """
 
@@ -215,8 +217,8 @@ class SaveOptions:
         """Return the options of the save of an object's bytes, which has no entry in the log."""
         return replace(
             self,
-            # a stream needs deferred tensors to be adjacent, and the alignment of safetensors may
-            # forbid that
+            # In a stream the deferred tensors have to be adjacent. For safetensors the alignment of
+            # tensors may forbid that, so all of them are captured.
             overlap=self.overlap and self.format == "torch",
             on_durable=None,
             wait_for_slot=True,

@@ -1,12 +1,13 @@
 """External work: Python code that runs in the order of the log.
 
 It is used for links, wrapped CheckpointIOs, and saves of many ranks (`LogEntry`). Each has an
-entry among the saves and removes (csrc/core/commit/work.c). When its entry is at the head of
-the log, everything submitted before has ended. Nothing submitted after takes effect until the work
-has ended.
+entry among the saves and removes (csrc/core/commit/work.c). When that entry is at the head of the
+log, everything submitted before it has ended. Nothing submitted after it takes effect until the
+work has ended.
 
-One thread does all of it; it starts when the first work is submitted. The core decides which entry
-is next, so a signal handler may submit work in the middle of another submission.
+One thread does all external work of the process; it starts when the first is submitted. The core
+decides which entry is next, so a signal handler may submit work in the middle of another
+submission.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-# Takes whether the last save before it succeeded, and returns whether it succeeded itself.
+# A function that does external work. Its argument says whether the last save before it in the log
+# succeeded; its result says whether the work succeeded.
 Work = Callable[[bool], bool]
 
 
@@ -38,13 +40,14 @@ class _Worker:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._doing: int | None = None  # the thread that does the work at the head of the log
+        # Work that has not begun, by the number of its entry.
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
 
     def submit(self, key: bytes, kind: int, function: Work) -> _core.LogWork:
         completion.completion.start()
         entry = _core.LogWork(key, kind)
         try:
-            # Registered before the log can ask for it.
+            # Before the append, because the entry may be at the head at once.
             self._waiting[entry.number] = entry, function
             entry.append()
             if completion.completion.over or not self._start():
@@ -62,11 +65,12 @@ class _Worker:
         entry.end(good)
 
     def is_current(self) -> bool:
-        """Return whether this thread runs such work: the worker, or a submitter at exit."""
+        """Return whether this thread is doing external work: the thread of this object, or at exit
+        one that submitted work."""
         return threading.get_ident() == self._doing
 
     def _start(self) -> bool:
-        """Start the thread; return False when it is too late for one."""
+        """Start the thread; return False if the interpreter is exiting and starts no thread."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sf-ordered", daemon=True)
@@ -75,6 +79,7 @@ class _Worker:
     def _run(self) -> None:
         while self._do_next():
             pass
+        # The log is being stopped. Work that was submitted meanwhile needs another thread.
         with self._lock:
             self._thread = None
             again = bool(self._waiting)
@@ -82,7 +87,8 @@ class _Worker:
             self._start()
 
     def _do_next(self) -> bool:
-        """Do the work at the head of the log; return False when the log is being stopped."""
+        """Wait until external work is at the head of the log, and do it. Return False if the log is
+        being stopped."""
         found = _core.log_work_next()
         if found is None:
             return False
@@ -107,15 +113,15 @@ _worker = _Worker()
 
 
 def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
-    """Append an entry to the log; `function` runs on a thread of its own when its entry is at the
-    head of the log.
+    """Append external work to the log. `function` runs on the worker's thread when the entry is at
+    the head of the log.
 
     Args:
         key: The name in the log, see `paths.key`.
-        kind: What becomes of the name: `_core.WORK_SAVE`, `WORK_DIRECTORY` (a save that makes it
-            and everything below it), `WORK_REMOVE` or `WORK_LINK`.
-        function: The work. An exception of it is logged and counts as failure. If a signal handler
-            raises in this call, the function may run nevertheless.
+        kind: What the work does to the name: `_core.WORK_SAVE`, `WORK_DIRECTORY` (a save that makes
+            the name and everything below it), `WORK_REMOVE` or `WORK_LINK`.
+        function: The work. If it raises, this is logged and counts as a failure. If a signal
+            handler raises in this call, the function may run nevertheless.
 
     Returns:
         The entry, for `end`.
@@ -129,11 +135,12 @@ def end(entry: _core.LogWork, good: bool) -> None:
 
 
 class LogEntry:
-    """The log entry of a save that others write, while the saves and removes before it go on.
+    """The log entry of a save that other code writes before the entry is at the head of the log.
 
-    Writing waits for earlier removes and saves of the same name, because such a remove would delete
-    the new files. The commit waits for everything submitted before, so that saves appear in order.
-    Later entries wait for `end`, which must follow `submit` even if Ctrl-C interrupts that.
+    `wait_to_write` waits for earlier removes and saves of the same name, because such a remove
+    would delete the new files. `wait_to_commit` waits for everything submitted before, so that
+    saves appear in order. Later entries wait for `end`, which must be called after `submit` even if
+    Ctrl-C interrupted that.
 
     Args:
         key: The name in the log, see `paths.key`.
@@ -142,7 +149,7 @@ class LogEntry:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._at_head, self._over = Event(), Event()
-        self._before = _core.LogLoad(key)
+        self._before = _core.LogLoad(key)  # waits for the entries of the name that exist now
         self._entry: _core.LogWork | None = None
 
     def submit(self) -> None:
@@ -169,14 +176,14 @@ class LogEntry:
         """Wait until everything that was submitted before has ended."""
         self._at_head.wait()
 
-    def end(self, well: bool) -> None:
+    def end(self, good: bool) -> None:
         """End the save's entry, so that later ones go on.
 
         Args:
-            well: The save succeeded.
+            good: The save succeeded.
         """
         if self._entry is not None:
-            end(self._entry, well)
+            end(self._entry, good)
         self._at_head.set()
         self._over.set()
 
@@ -187,9 +194,13 @@ def submit_remove(
     remove: Callable[[str], object],
     needed: Callable[[], bool] | None = None,
 ) -> None:
-    """Append a remove: `remove(path)` runs if the last save before it succeeded.
+    """Append a remove to the log. At its head, `remove(path)` is called if the last save before it
+    succeeded and `needed()` is false. An exception of `remove` is logged.
 
-    It does not run if `needed()` is true at that moment. An exception of `remove` is logged.
+    Args:
+        path: For `remove` and messages.
+        key: Its name in the log, see `paths.key`.
+        needed: Returns whether a link still points to the path. None for never.
     """
 
     def work(after_good: bool) -> bool:
@@ -228,7 +239,8 @@ def refuse_inside() -> None:
 
 
 def wait_for_key(key: bytes) -> None:
-    """Wait until nothing of that name that was submitted before is pending."""
+    """Wait until every save and remove of this name that was submitted before has ended. A name
+    that ends in a slash stands for everything below it."""
     refuse_inside()
     with contextlib.suppress(OSError):  # the name need not exist, nor be local
         _core.LogLoad(key).open()
@@ -238,13 +250,13 @@ Path = str | os.PathLike[str]
 
 
 def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
-    """Wait until no save or remove of `path` that was submitted before is pending."""
+    """Wait until every save and remove of `path` that was submitted before has ended."""
     with contextlib.suppress(OSError):  # the next read reports the error
         open_in_order(path, follow_link=follow_link)
 
 
 def wait_for_directory(path: Path) -> None:
-    """Wait until no save or remove of `path`, or in it, that was submitted before is pending.
+    """Wait until every save and remove of `path`, or in it, that was submitted before has ended.
 
     Raises:
         OSError: There is no such directory at that point of the log.
@@ -255,15 +267,16 @@ def wait_for_directory(path: Path) -> None:
 
 
 def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
-    """Wait as `wait_for_path` does and open the path as it is at that point of the log.
+    """Wait as `wait_for_path` does, and open the path before any later save or remove of it begins.
 
-    The returned object owns the descriptor, so Ctrl-C at any moment leaks none.
+    The returned object owns the descriptor and closes it, so Ctrl-C at any moment leaks none.
 
     Raises:
         OSError: As `os.open`.
     """
     refuse_inside()
-    # A Ctrl-C at the end of inside() can keep this frame alive, so no local here holds the file.
+    # After a Ctrl-C at the end of inside(), the traceback keeps this frame and its locals alive, so
+    # none of them is the open file.
     with inside():
         return _opened(path, follow_link)
 

@@ -1,10 +1,12 @@
-"""How a save ended: its report or error, and the futures and callbacks that are called.
+"""How a save ended: its report or error, and the futures and callbacks to call then.
 
-Each handle has one. The first thread that sees the save's end settles it, and notifies the waiters
-afterwards. If Ctrl-C interrupts the notification, the next caller continues it.
+Each handle has an `Outcome`. The first thread that sees the save's end settles the outcome, which
+means that it records report or error, and then notifies everyone who waits. If Ctrl-C interrupts
+the notification, the next caller continues it.
 
-An error counts as seen when somebody got it from the handle, from a future's result, or from
-`wait_all`. An unseen error is logged when its handle dies, or printed when the process ends.
+An error is collected when somebody got it from the handle, from a future's result, or from
+`wait_all`. An error that nobody collected is logged when its handle dies, or printed when the
+process ends.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ T = TypeVar("T")
 
 
 class Failure:
-    """The error of a save, until somebody has seen it.
+    """The error of a save, and whether somebody has seen it.
 
     Attributes:
         collected: Somebody has seen it.
-        logged: It was logged, since nobody asked.
+        logged: It was logged, because nobody had asked for it when its handle died.
     """
 
     __slots__ = ("collected", "error", "logged")
@@ -50,7 +52,8 @@ class Failure:
         self.collected = True
 
     def dropped(self, what: str) -> None:
-        """Log an error that nobody will ask for, unless the exit is about to print it."""
+        """Log the error, because nobody can ask for it any more, unless the exit will print it.
+        `what` names the save."""
         if not (self.collected or self.logged or completion.completion.draining):
             self.logged = True
             log.error("stillframe: %s failed and nobody asked: %s", what, self.error)
@@ -73,7 +76,7 @@ def take_failures(*, first_only: bool) -> list[Failure]:
 class CallingLater(Future[Any]):
     """A future whose callbacks run on the callback thread, as a handle's do.
 
-    The thread that ends a save has other saves to end.
+    The thread that resolves the future must not be delayed, because it has other saves to end.
     """
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
@@ -84,9 +87,10 @@ class CallingLater(Future[Any]):
 
 
 class SaveFuture(CallingLater):
-    """A future whose result counts as having seen the save's error.
+    """A future of a handle. Asking for its result collects the save's error.
 
-    It refers to its handle, and the handle does not refer to it.
+    It keeps its handle alive. The handle has only a weak reference to it. With `upload` it is done
+    when the save is durable, otherwise when it is staged.
     """
 
     def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
@@ -96,7 +100,8 @@ class SaveFuture(CallingLater):
         self._upload = upload
 
     def _refuse_inside(self) -> None:
-        """Refuse to wait inside external work; staging may be waited for, since it needs no log."""
+        """Refuse to wait for the save's end inside external work. To wait for its staging is
+        allowed, because staging does not depend on the log."""
         if self._upload and not self.done():
             ordered.refuse_inside()
 
@@ -116,7 +121,7 @@ class SaveFuture(CallingLater):
 
 
 class _Futures:
-    """A handle's future of one kind. It lives as long as somebody holds it."""
+    """A handle's future of one kind, as weak references: it lives as long as somebody holds it."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[SaveFuture]] = []
@@ -128,7 +133,7 @@ class _Futures:
         return [future for future in futures if future is not None]
 
     def add(self, future: SaveFuture) -> SaveFuture:
-        """Add a future, and return the first that is alive, which is everybody's."""
+        """Add a future. Return the first that is alive, so that all threads get the same."""
         for reference in list(self._references):
             if reference() is None:
                 with contextlib.suppress(ValueError):  # another thread has removed it
@@ -138,6 +143,8 @@ class _Futures:
 
 
 class _End(NamedTuple):
+    """The end of a save. `value` is the result of the upload's future."""
+
     report: SaveReport | None
     error: BaseException | None
     value: object
@@ -150,15 +157,15 @@ class Outcome:
     """How one save ended, with the futures and callbacks to call then.
 
     It has no lock. A signal handler may use a handle in the middle of another use of it, and wait
-    for a thread that needs the same outcome. Lists decide instead: `append` and `pop` are atomic,
-    and the first element counts.
+    for a thread that needs the same outcome: with a lock this would never end. Instead, values that
+    are set once are lists whose first element counts, because `append` and `pop` are atomic.
 
     Args:
         given: The path as it was given, for `on_durable`.
         known_as: The save's name in the log, if it failed and no caller asked.
 
     Attributes:
-        cancellable: Users can cancel its futures; this does not cancel the save.
+        cancellable: Users can cancel the futures, which does not cancel the save.
     """
 
     cancellable = True
@@ -171,8 +178,8 @@ class Outcome:
         self._copies: list[BaseException | None] = []  # the error of the copy, once it has ended
         self._notified = False
         self._on_durable = [] if on_durable is None else [on_durable]
-        self._wakers: list[Callable[[], object]] = []
-        self._callbacks: list[Callable[[], object]] = []
+        self._wakers: list[Callable[[], object]] = []  # see `wake_at_end`
+        self._callbacks: list[Callable[[], object]] = []  # see `call_at_end`
         self._staging, self._upload = _Futures(), _Futures()
 
     def __del__(self) -> None:
@@ -213,15 +220,16 @@ class Outcome:
     ) -> None:
         """Record that the save has ended; the first call counts.
 
-        Report and error are None if it was skipped.
-
         Args:
+            report: None after an error, and for a skipped save.
+            error: None if the save did not fail.
             value: The result of the upload's future, by default the report.
-            is_known: The caller has the error already, so it is not reported again.
+            is_known: The caller has the error already, so it counts as collected.
         """
         if self.settled:
             return
-        is_known = is_known or isinstance(error, CancelledError)  # the code that cancelled it knows
+        # The code that cancelled a save knows of it.
+        is_known = is_known or isinstance(error, CancelledError)
         if error is not None and not is_known and not self._failures:
             self._failures.append(Failure(error))
             for other in self._failures[1:]:  # another thread has settled it before
@@ -272,7 +280,10 @@ class Outcome:
         return self._add(self._wakers, function)
 
     def _add(self, functions: list[Callable[[], object]], function: Callable[[], object]) -> bool:
+        """Add a function to be called at the end; return False if the end has come already."""
         functions.append(function)
+        # Only after the append: a thread that settles meanwhile either finds the function or has
+        # set `settled`.
         if not self.settled:
             return True
         try:
@@ -282,6 +293,7 @@ class Outcome:
         return False
 
     def stop_waking(self, function: Callable[[], object]) -> None:
+        """Withdraw a function that was given to `wake_at_end`."""
         with contextlib.suppress(ValueError):  # the callback was called already
             self._wakers.remove(function)
 
@@ -312,7 +324,7 @@ class Outcome:
         return future
 
     def take_unseen(self) -> BaseException | None:
-        """Return the error if nobody has seen it; it counts as seen from now on."""
+        """Return the error if nobody has collected it, and collect it."""
         failure = self._failure
         if failure is None or failure.collected:
             return None
@@ -320,7 +332,7 @@ class Outcome:
         return failure.error
 
     def collect(self) -> None:
-        """Mark the error, if there is one, as seen."""
+        """Mark the error, if there is one, as collected."""
         if self._failure is not None:
             self._failure.collect()
 
@@ -333,7 +345,8 @@ def _call_later(function: Callable[[Future[Any]], object], future: Future[Any]) 
 
 
 def _pop(functions: list[T]) -> T | None:
-    """Remove and return the first in one step, since two threads may notify at the same time."""
+    """Remove and return the first function, or return None. This is one atomic operation, because
+    two threads may notify at the same time."""
     try:
         return functions.pop(0)
     except IndexError:
@@ -341,7 +354,7 @@ def _pop(functions: list[T]) -> T | None:
 
 
 def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> None:
-    """Settle a future that may be settled already, or cancelled by its user."""
+    """Resolve a future, unless it is resolved already or its user has cancelled it."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(error, CancelledError):
             future.cancel()

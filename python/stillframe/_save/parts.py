@@ -1,12 +1,12 @@
 """Files made of parts, which the core's threads write from memory that must not change meanwhile.
 
     parts = Parts()
-    places = parts.append([row_of(tensor), b"bytes", ...])     an archive of torch.save, or bytes
-    handle = submit_parts(engine, parts, path, owners=[...])   a save without an entry in the log
+    offsets = parts.append([row_of(tensor), b"bytes", ...])    adds torch.save archives, or bytes
+    handle = submit_parts(engine, parts, path, owners=[...])   starts a save outside the log
 
-The call copies nothing. Long parts are written from where they are, and short ones go through a few
-buffers of the writers. So the sources, which `owners` keep alive, must not change before the handle
-is done. A snapshot's tensors do not change.
+The call copies nothing. Long parts are written from the memory where they are, and short ones go
+through a few buffers of the writers. So the sources, which `owners` keep alive, must not change
+before the handle is done. Callers therefore pass tensors of snapshots, which do not change.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from stillframe._tree.skeleton import Skeleton
 from stillframe._watch import gate
 
 Parts = _core.Parts
+# A storage class of torch, the number of elements, shape, strides, address and bytes of a tensor.
 Row = tuple[str, int, tuple[int, ...], tuple[int, ...], int, int]
 
+# The name of torch's storage class for each dtype that torch.save pickles in the plain way.
 _STORAGES: dict[torch.dtype, str] = {
     dtype: name
     for dtype, name in torch.storage._dtype_to_storage_type_map().items()
@@ -43,11 +45,12 @@ _metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
 def row_of(tensor: Tensor) -> Row | None:
-    """Return what `Parts.append` needs to write a tensor as torch.save writes it alone.
+    """Return what `Parts.append` needs to write a file of torch.save with this tensor alone.
 
     Returns:
-        None if torch.save itself has to write the tensor. Its bytes are not adjacent in host
-        memory, or it has more than bytes (quantized, sparse, conjugated, float8, a subclass).
+        None if torch.save itself has to write the file, because the tensor's bytes are not adjacent
+        in host memory, or it is more than bytes (quantized, sparse, conjugated, float8, a
+        subclass).
     """
     name = _STORAGES.get(tensor.dtype)
     if (
@@ -56,7 +59,7 @@ def row_of(tensor: Tensor) -> Row | None:
         or tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
         or not is_dense(tensor)
-        or _metadata(tensor)  # unlike is_conj and is_neg it keeps the interpreter lock
+        or _metadata(tensor)  # is_conj and is_neg would release the interpreter lock
     ):
         return None
     numel = tensor.numel()
@@ -66,7 +69,8 @@ def row_of(tensor: Tensor) -> Row | None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether its elements fill a range of memory, each once, in any order of dimensions."""
+    """Return whether the elements fill a range of memory without gaps or overlap, whatever the
+    order of the dimensions."""
     if tensor.is_contiguous():
         return True
     reach = 1
@@ -78,10 +82,10 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class PartsSave(CoreSave):
-    """A save whose sources are read until it has ended."""
+    """A save whose sources are read until it has ended, so only `_settle` drops them."""
 
     def _go_on(self) -> None:
-        self._verdict.launched(self)  # `_settle` drops the sources
+        self._verdict.launched(self)
 
     def after_copy(self) -> None:
         pass
@@ -98,21 +102,20 @@ def submit_parts(
 ) -> PartsSave:
     """Start the save of a file whose name nobody else writes, removes or reads.
 
-    It has no entry in the log: it waits neither for other saves' slots nor for their ends, and
-    later saves do not wait for it. As part of a save that is under way it may begin while the
-    process ends. It waits while 64 such saves are under way.
+    The save takes no slot and has no entry in the log, so it does not wait for other saves, nor
+    they for it. It waits only while 64 such saves are under way. It is part of a larger save, and
+    may begin while the process ends if that one had begun before.
 
     Args:
-        parts: What is in it; empty afterwards.
-        path: Where it goes, as for `async_save`; a link there is replaced.
+        parts: The contents of the file; empty afterwards.
+        path: The file, as for `async_save`; a link there is replaced.
         owners: Objects that keep the sources' memory alive; dropped when the save has ended.
         durable: As for `async_save`.
         upload: The upload that sends the file to a store; the caller then calls its `run`. `path`
             is only used in messages.
 
     Raises:
-        As `async_save`, but for errors about an object: something wrong with the parts is an
-        OSError or a MemoryError.
+        Exception: As `async_save`, but wrong parts raise OSError or MemoryError.
     """
     entered = time.perf_counter()
     options = SaveOptions(

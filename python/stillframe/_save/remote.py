@@ -1,14 +1,15 @@
 """Implements `RemoteSave`: a save whose file is an object in a store.
 
-The object is a save of the core without an entry in the log, and without a file: its blocks come
-out in the order of the file (csrc/core/save/stream.c). A thread hands them to the store's client,
-which sends several parts at a time and gives each block back when the store has acknowledged it.
-The object becomes visible when the client is told that it is complete, and that is the commit:
+The bytes come from a save of the core that has no entry in the log and no file: it hands out its
+blocks in the order of the file (csrc/core/save/stream.c). A thread passes them to the store's
+client, which sends several parts at a time and releases each block when the store has acknowledged
+it. The object becomes visible when the thread tells the client that it is complete. This is the
+commit:
 
-    thread   ──parts──▶ all bytes sent ──staged, verdict passed──▶ its entry is at the head of
-             the log ──▶ complete ──acknowledged──▶ durable
+    the thread sends ──▶ all bytes sent ──staged, not torn──▶ waits for its entry to be at the head
+    of the log ──▶ completes the upload ──acknowledged──▶ durable
 
-If anything fails before, the client aborts the upload and the old object stays.
+If anything fails before the commit, the client aborts the upload and the old object stays.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from stillframe.errors import BusyError, SaveError, StillframeError
 
 StorageOptions = Mapping[str, Any] | None
 
-_PAUSE_S = 0.02  # longest wait for a block while earlier ones are kept for a part
-_SLICE_S = 1.0
+_PAUSE_S = 0.02  # the longest wait for a block while earlier blocks of its part are kept
+_SLICE_S = 1.0  # the longest wait for a block otherwise, before `give_up` is noticed
 _POLL_S = 0.005
 
 
@@ -50,10 +51,10 @@ class Upload:
 
     Args:
         key: The object's name in the store.
-        shown: Its URL, for messages.
+        shown: The object's URL, for messages.
 
     Attributes:
-        file: The save that the bytes come from, once it is made.
+        file: The save that the bytes come from; None before it is made.
     """
 
     def __init__(self, store: Store, key: str, shown: str) -> None:
@@ -106,11 +107,12 @@ class Upload:
         return error
 
     def _pieces(self, part: int, before_end: Callable[[], object]) -> Iterator[Buffer]:
-        """Yield the bytes of the file in whole parts, except for the last one.
+        """Yield the bytes of the file. The last part begins only when the parts before it are full.
 
-        A client keeps a piece until the part that it belongs to is full. So blocks of a part that
-        is not full are kept here. If the next block is late, it may be waiting for their memory, so
-        they are copied and given back.
+        A client keeps the bytes that it gets until their part is full, and so the blocks that they
+        are in. Therefore the blocks of a part are kept here until it is full. If the next block is
+        late, the save may be waiting for memory, so the kept blocks are copied and released. `part`
+        is the length of a part.
         """
         kept: list[_Bytes] = []
         nbytes = 0
@@ -125,23 +127,24 @@ class Upload:
                 while nbytes >= part:
                     yield from _take(kept, part)
                     nbytes -= part
-            # The client sends the last part only when this generator ends, which may wait for saves
-            # that need the memory of these blocks. So they are copied.
+            # The client sends the last part only when this generator ends. Before that,
+            # `before_end` may wait for other saves, which may need the memory of these blocks. So
+            # they are copied.
             kept = [each.copied() for each in kept]
             yield from _take(kept, nbytes)
             self._wait_until_good()
             before_end()
         finally:
-            # An exception keeps this frame alive, and the save ends only when all blocks and the
-            # end are given back.
+            # The save ends only when all blocks are released. After an exception the traceback
+            # would keep them alive with this frame.
             kept.clear()
             piece = None
 
     def _wait_until_good(self) -> None:
         """Wait until the store has acknowledged all parts but the last one, and the save is staged.
-        Until then it can be cancelled, and may prove torn.
+        Until then the save can be cancelled or prove torn.
 
-        If a part fails, the client lets its bytes go as well.
+        The client releases the blocks of a part even if the part fails, so this wait ends.
 
         Raises:
             StillframeError: The save of the bytes failed.
@@ -155,6 +158,8 @@ class Upload:
             time.sleep(_POLL_S)
 
     def _next(self, timeout: float) -> _core.Piece | None:
+        """Return the next block of the save, an empty one after the last, or None after `timeout`
+        seconds. Raise CancelledError if `give_up` was called."""
         assert self.file is not None
         if self._given_up:
             raise CancelledError
@@ -162,20 +167,22 @@ class Upload:
 
 
 class _Bytes(NamedTuple):
-    """Bytes of a block of the save, or a copy of them."""
+    """Some bytes of a block of the save, or a copy of them: those from `start` to `end`."""
 
     owner: _core.Piece | bytes
     start: int
     end: int
 
     def copied(self) -> _Bytes:
+        """Return a copy of the bytes, which does not keep the block; self if it is one."""
         if isinstance(self.owner, bytes):
             return self
         return _Bytes(self.owner.copy(self.start, self.end), 0, self.end - self.start)
 
 
 def _take(kept: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
-    """Yield the first `nbytes` of `kept`, and remove them."""
+    """Yield the first `nbytes` bytes of `kept`, and remove them from it. No local variable keeps a
+    block while the caller has its bytes."""
     while nbytes:
         owner, start, end = kept.pop(0)
         until = min(end, start + nbytes)
@@ -192,8 +199,8 @@ class RemoteSave(ExternalSave):
     """The handle of a save to a store; for the arguments not listed see `ExternalSave`.
 
     Args:
-        store, object_key: Where it goes.
-        key: Its name in the log.
+        object_key: The object's name in the store.
+        key: The object's name in the log.
     """
 
     def __init__(
@@ -214,7 +221,7 @@ class RemoteSave(ExternalSave):
         self._key = key
         self._upload = Upload(store, object_key, url)
         self._entry: ordered.LogEntry | None = None
-        self._launched = Event()
+        self._launched = Event()  # the save has its entry in the log, or was given up
         self._thread: threading.Thread | None = None
 
     # ---- for users ----
@@ -252,8 +259,8 @@ class RemoteSave(ExternalSave):
     # ---- for `save_to_store` ----
 
     def start(self, file: CoreSave) -> None:
-        """Begin to send, before the save of the bytes is launched: its capture may wait for memory
-        that comes back only when bytes are sent."""
+        """Start the thread that sends, before the save of the bytes is launched: its capture may
+        wait for memory that is released only when bytes are sent."""
         self._upload.file = file
         thread = threading.Thread(target=self._run, name="sf-upload", daemon=True)
         self.begin()
@@ -274,11 +281,12 @@ class RemoteSave(ExternalSave):
         self._launched.set()
         file = self._upload.file
         assert file is not None
-        # Here and not on the callback thread, which users' callbacks may delay.
+        # Future's own method calls this on the thread that resolves the future, and not on the
+        # callback thread, which users' callbacks may delay.
         Future.add_done_callback(file.staging_completion, self._tell_copied)
 
     def give_up(self) -> None:
-        """End the save, whose call raises: the store keeps the old object."""
+        """End the save, because its call raises. The store keeps the old object."""
         self._decide_to_cancel()
         self._upload.give_up()
         self._launched.set()
@@ -301,7 +309,7 @@ class RemoteSave(ExternalSave):
         except BaseException as error:  # whatever it is, the save must end
             failure = self._failure(error.with_traceback(None))
         self._launched.wait()
-        self.error_is_known = self._entry is None  # the call has raised it
+        self.error_is_known = self._entry is None  # without an entry, the call itself has raised
         self.end(report, failure, entry=self._entry)
 
     def _wait_to_become_visible(self) -> None:
@@ -314,7 +322,7 @@ class RemoteSave(ExternalSave):
         if self._entry is None:
             raise CancelledError
         self._entry.wait_to_commit()
-        self._decide_to_commit()  # too late for `cancel` from here on
+        self._decide_to_commit()  # from here on it is too late for `cancel`
 
     def _report(self) -> SaveReport:
         file = self._upload.file
@@ -411,7 +419,8 @@ def start_save(
     return submit(engine, obj, path, options)
 
 
-# The objects that mark a checkpoint as complete: written last and removed first.
+# The objects that mark a checkpoint of several objects as complete. They are written last and
+# removed first.
 MARKERS = (file_kinds.MARKER, ".metadata")
 
 
@@ -430,7 +439,7 @@ def remove_object(url: Any, storage_options: StorageOptions) -> None:
 
 
 def will_be_there(url: Any, storage_options: StorageOptions) -> bool:
-    """Return whether an object, or a checkpoint of several, will exist: see `exists`."""
+    """Return whether an object, or a checkpoint of several objects, will exist: see `exists`."""
     store, object_key = open_store(url, storage_options)
     key = urls.key(url)
     known = _core.log_exists(key)

@@ -28,8 +28,8 @@ class SaveReport:
         deferred_nbytes: Bytes copied after the call, under forward and backward.
         blocked_s: How long the call took.
         gate_wait_s: How long `optimizer.step()` waited for the copies (the staging wait).
-        backpressure_s: The part of `blocked_s` spent waiting for a slot (`max_in_flight`) or for
-            blocks of the pool.
+        backpressure_s: How much of `blocked_s` was spent waiting for a slot (`max_in_flight`) or
+            for blocks of the pool.
         staged_after_s: When every byte was copied, and the copy found to be consistent.
         durable_after_s: When the file was durable (with `durable=False`: in place).
         peak_pool_bytes: Most pool memory the save held at one time.
@@ -67,10 +67,10 @@ class SaveReport:
 
 
 class Interval:
-    """A time during which others waited for a save.
+    """A time during which a caller or an optimizer step waited for a save.
 
-    It may still be running when the save has ended, because waiters return a little later. Its
-    length is then the time until now.
+    It may not have ended when the save has, because waiters return a little later. Its length is
+    then the time until now.
 
     Args:
         begun: `time.perf_counter()` at its beginning.

@@ -1,9 +1,9 @@
 """The split of a dict of tensors into several safetensors files, and the index that names them.
 
 The split is that of `huggingface_hub.split_torch_state_dict_into_shards`. Tensors in the dict's
-order fill a file up to the limit. A tensor beyond the limit has a file of its own. Tensors over one
-storage stay together, and the storage counts once and as a whole. Only the caller can make the
-files visible together, so this module only plans them.
+order fill a file up to the limit. A tensor larger than the limit has a file of its own. Tensors
+over one storage stay together, and the storage counts once and as a whole. This module writes
+nothing: only the caller can make the files visible together.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def split(tensors: object, name: str, max_shard_size: int | str | None) -> Shard
 
     Args:
         tensors: A dict that one safetensors file could hold.
-        name: The name of that file, such as "model.safetensors". Files of a split are called
-            "model-00001-of-00003.safetensors" and so on.
+        name: The name of the file, such as "model.safetensors". If there are several files, they
+            are called "model-00001-of-00003.safetensors" and so on.
         max_shard_size: Bytes, or a string such as "5GB" (of 1000); None makes one file.
 
     Raises:
         ValueError, TypeError: The name does not end in ".safetensors", or the size makes no sense.
-        Exception: As `stillframe.save` for a safetensors file, for what is no such dict.
+        Exception: As `stillframe.save` for a safetensors file, if it could not hold the dict.
     """
     if not name.endswith(SUFFIX):
         raise ValueError(f"the name of a safetensors file has to end in {SUFFIX}, not {name!r}")

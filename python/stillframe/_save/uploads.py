@@ -1,7 +1,7 @@
-"""The questions of saves, removes, waits and the exit to the mirror (`_remote/mirror.py`).
+"""Uploads to a mirror (`_remote/mirror.py`), as saves, removes, waits and the exit see them.
 
-This module also keeps the removes that wait for an upload. They are not in the log yet, because the
-saves after them must not wait.
+This module also holds the removes that wait for an upload. They are not in the log yet, because
+later saves would have to wait for them there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("stillframe")
 
 _URL = "'s3://bucket/run/'"
 
-# Removes that wait, by the name in the log: what submits each.
+# The removes that wait for an upload: by the name in the log, a function that submits the remove.
 _held: dict[bytes, Callable[[], object]] = {}
 
 
@@ -57,9 +57,9 @@ def upload_of(
 
 
 def hold(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> bool:
-    """Have `submit` called when nothing of a name is to be uploaded any more.
+    """Have `submit()` called when nothing of this name is left to be uploaded.
 
-    Return False, and do nothing, if there is nothing now or nobody wants to `wait`.
+    Return False, and do nothing, if nothing is left now or `wait` is False.
     """
     _held.pop(key, None)
     if not wait or not mirrors.uploader.is_used() or not mirrors.uploader.has(os.fsdecode(key)):
@@ -85,8 +85,8 @@ def is_held(key: bytes) -> bool:
 
 
 def drop_held(path: str) -> None:
-    """Drop the removes that are held of a path that is saved now, and of directories above it: they
-    must not remove the new file."""
+    """Drop the held removes of a path that is saved now, and of the directories above it, because
+    they would remove the new file."""
     if not _held:
         return
     parent, name = os.path.split(path)
@@ -100,12 +100,12 @@ def drop_held(path: str) -> None:
 
 
 def wait(timeout: float | None) -> Backlog | None:
-    """Wait until nothing is to be uploaded; return what is left after the timeout."""
+    """Wait until nothing is left to be uploaded. Return None, or after the timeout what is left."""
     return mirrors.uploader.wait(timeout)
 
 
 def left() -> Backlog | None:
-    """Return what is to be uploaded."""
+    """Return what is left to be uploaded; None for nothing."""
     return mirrors.uploader.left()
 
 
@@ -118,7 +118,7 @@ def finish(quiet_s: float, say: Callable[[str], object]) -> None:
 
 
 def finish_by(until: float) -> None:
-    """Have the exit wait for uploads until this moment only, by time.monotonic()."""
+    """Have the exit wait for uploads no longer than until `until`, a time.monotonic()."""
     mirrors.uploader.until = until
 
 

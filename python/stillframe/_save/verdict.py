@@ -3,9 +3,9 @@
     made ──launched──▶ steps wait for the copy ──over──▶ no step waits ──▶ ended
                           │ judge: compares versions, once
 
-The core compares samples of the copied bytes; this module compares torch's version counters. It is
-given for the first caller that needs it: an optimizer's step, a waiting caller, the completion
-thread, or a fork. Every later question gets the same answer, because a step may write in between.
+The core compares samples of the copied bytes; this module compares torch's version counters, once,
+when the first caller needs the verdict: an optimizer's step, a waiting caller, the completion
+thread, or a fork. Every later question gets the same answer, because a step may have written since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTHING = gate.Deferral()
 
 
 class Verdict:
-    """The version detector of one save or snapshot.
+    """The comparison of version counters for one save or snapshot.
 
     Any thread may use it, even a signal handler in the middle of another use. It does not keep the
     save or snapshot alive.
@@ -30,7 +30,7 @@ class Verdict:
     def __init__(self, deferral: gate.Deferral) -> None:
         self._deferral = deferral
         self._answers: list[int] = []  # the first one counts
-        self._over = False
+        self._over = False  # `over` was called
 
     @property
     def is_needed(self) -> bool:
@@ -47,9 +47,9 @@ class Verdict:
             gate.untrack(pending)
 
     def judge(self) -> int:
-        """Return the number of a storage that something wrote to since the call, or -1."""
+        """Return the number of a storage that was written to since the call, or -1."""
         if not self._answers:
-            self._answers.append(self._deferral.torn())  # atomic: two threads may judge
+            self._answers.append(self._deferral.torn())  # two threads may judge; the first counts
         return self._answers[0]
 
     def over(self, pending: gate.Pending) -> None:
@@ -58,7 +58,7 @@ class Verdict:
         gate.untrack(pending)
 
     def end(self, pending: gate.Pending) -> None:
-        """Drop everything: the save has ended, or there is none. May be called again."""
+        """Drop everything, because the save has ended or was not made. May be called again."""
         self.over(pending)
         self._deferral.close()
         self._deferral = _NOTHING
@@ -68,10 +68,10 @@ class Verdict:
         self._deferral.release()
 
     def blame(self, index: int, names: Sequence[str]) -> str:
-        """From now on, capture everything that belongs to the storage's owner.
+        """Have later saves capture everything that belongs to the storage's owner.
 
         Returns:
-            What an error calls the storage: the names of its tensors, or else its number.
+            The words for the storage in an error: the names of its tensors, or else its number.
         """
         self._deferral.distrust(index)
         return ", ".join(names) if names else f"storage {index}"

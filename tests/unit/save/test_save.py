@@ -523,7 +523,7 @@ def test_engine_stats_show_what_it_holds(tmp_path):
 
 
 def test_warm_up_logs_its_progress(caplog, monkeypatch):
-    monkeypatch.setattr("stillframe._save.engine._WARM_UP_PIECE", 8 << 20)
+    monkeypatch.setattr("stillframe._save.engine._WARM_UP_STEP", 8 << 20)
     with (
         stillframe.Engine(pool_bytes=20 << 20, block_bytes=1 << 20) as engine,
         caplog.at_level(logging.INFO, "stillframe"),
