@@ -1,8 +1,8 @@
 """The key path of an object that cannot be pickled, for a note on the pickler's error.
 
-The search runs only after an error, so it may cost as much as the pickling. It descends into the
-first part of each container that cannot be pickled alone. Tensors are skipped, because they are
-saved in another way.
+The search runs only after an error, so it may cost as much as the pickling. In each container it
+descends into the first part that cannot be pickled on its own. Tensors are skipped, because they
+are saved in another way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def note(error: BaseException, root: object) -> None:
     is the whole object."""
     try:
         path, node = _find(root)
-    except Exception:  # an object that fails in another way the second time
+    except Exception:  # the object fails in another way the second time
         return
     if path:
         error.add_note(f"stillframe: that is the {type(node).__name__} at {path!r} of the object")
@@ -44,7 +44,8 @@ def _find(root: object) -> tuple[str, object]:
 
 
 def _bad_parts(node: object, above: list[object]) -> Iterator[tuple[str, object]]:
-    """Yield the parts that cannot be pickled, except objects that contain this one (`above`)."""
+    """Yield the parts of `node` that cannot be pickled, except those in `above`: they contain
+    `node`, so the search has been there."""
     for suffix, part in _parts(node):
         if not (any(part is each for each in above) or _can_be_pickled(part)):
             yield suffix, part

@@ -1,14 +1,15 @@
 """The plan of a safetensors file: a flat dict of tensors.
 
-A file is a header of JSON, which names dtype, shape and offsets of each tensor, then the tensors'
-bytes without a gap (https://github.com/huggingface/safetensors#format). `build` checks the dict as
-`safetensors.torch.save_file` does, and finds the storages. When it is decided which of them are
-captured and which are deferred, `Flat.lay_out` orders the tensors and writes the header.
+A file is a header of JSON, which gives dtype, shape and offsets of each tensor, and after it the
+tensors' bytes without a gap (https://github.com/huggingface/safetensors#format). `build` checks the
+dict as `safetensors.torch.save_file` does, and finds the storages. Later, when it is known which of
+them are captured and which are deferred, `Flat.lay_out` orders the tensors and writes the header.
 
 Tensors with longer elements come first, so that each starts at a multiple of its element size.
-Among those of one size, tensors that are copied together are adjacent; then they follow the
-library's order, by dtype and name. Data begin at a multiple of 4096, for readers that map the file
-or read it with O_DIRECT; the format allows the spaces that this takes.
+Among those of one element size, tensors that are copied together are adjacent. The order is
+otherwise that of the safetensors library, by dtype and name. The data begin at a multiple of 4096,
+for readers that map the file or read it with O_DIRECT. The header is filled up with spaces, which
+the format allows.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ _ALIGN = 4096
 _METADATA = "__metadata__"
 _MEMBER = struct.Struct("=QQII")  # struct sfr_member: off, nbytes, source, reserved
 
-_PAIRS = "F4"  # torch counts bytes, and the format elements
+_PAIRS = "F4"  # two elements a byte: torch's shapes count bytes, and the format's count elements
+# By dtype: the format's name, the position in the library's order, and torch's bytes an element.
 _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
     getattr(torch, word): (name, rank, getattr(torch, word).itemsize)
     for rank, (name, (_, word)) in enumerate(safetensors.DTYPES.items())
-    if hasattr(torch, word or "-")
+    if hasattr(torch, word or "-")  # torch has no attribute of that name
 }
 
 _quoted: Callable[[str], str] = encode_basestring
-# Returns the conjugate and negative bits; unlike is_conj and is_neg it keeps the interpreter lock.
+# Returns the conjugate and negative bits. Unlike is_conj and is_neg, it does not release the
+# interpreter lock.
 _bits: Callable[[Tensor], dict[str, bool]] = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
@@ -68,7 +71,7 @@ class Flat(Skeleton):
 
     Attributes:
         members: The tensors.
-        metadata: What ``__metadata__`` of the header holds, if anything.
+        metadata: The strings of ``__metadata__`` in the header, if there are any.
     """
 
     members: list[Member] = field(default_factory=list)
@@ -79,10 +82,12 @@ class Flat(Skeleton):
         return [member.name for member in self.members if member.storage == index]
 
     def lay_out(self, *, by_lane: bool = False) -> bytes:
-        """Write the header into ``data``, for the lanes that ``rows`` has now.
+        """Write the header into ``data``. The order of the tensors follows the lanes in ``rows``,
+        which must be final.
 
         Args:
-            by_lane: Tensors that are copied together are adjacent, whatever their element sizes.
+            by_lane: Put tensors that are copied together next to each other, whatever their element
+                sizes.
 
         Returns:
             One ``struct sfr_member`` (24 bytes) for each tensor that has bytes, in their order in
@@ -144,10 +149,10 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
     ``fallbacks`` says so. It also makes copies of conjugated and negated tensors.
 
     Raises:
-        Exception: As `safetensors.torch.save_file`, and in substance its messages: ValueError for
-            what is no dict of tensors and for sparse or non-contiguous tensors, RuntimeError for
-            tensors that share memory, KeyError for a dtype that the format lacks, TypeError for
-            names that are not strings.
+        Exception: As `safetensors.torch.save_file`, with messages that say the same. ValueError if
+            it is no dict of tensors, or a tensor is sparse or not contiguous; RuntimeError if
+            tensors share memory; KeyError if the format lacks a dtype; TypeError if a name is not a
+            string.
     """
     with torch._C.DisableTorchFunction():
         tensors = checked(obj)
@@ -168,7 +173,8 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
 
 
 def checked(obj: object) -> dict[str, Tensor]:
-    """Return ``obj`` if it is a dict of dense tensors that share no memory."""
+    """Return ``obj`` if it is a dict of dense tensors that share no memory; otherwise raise as
+    `build`."""
     if not isinstance(obj, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(obj)}")
     sparse = []
@@ -223,7 +229,7 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def _area(tensor: Tensor) -> tuple[int, int]:
-    """Return where the bytes of a tensor with elements begin and end in its storage."""
+    """Return where the bytes of a tensor, which is not empty, begin and end in its storage."""
     first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = first + sum((size - 1) * stride for size, stride in steps)
@@ -231,7 +237,7 @@ def _area(tensor: Tensor) -> tuple[int, int]:
 
 
 def _in_elements(name: str, shape: list[int]) -> list[int]:
-    """Return the shape that the format gives a tensor of bytes with two elements each."""
+    """Return a shape that counts elements, for a tensor whose shape counts bytes of two."""
     if not shape:
         raise ValueError(f"`{name}` has elements of four bits and no dimension to count them in")
     return [*shape[:-1], 2 * shape[-1]]
@@ -249,7 +255,7 @@ class _Builder:
         self.members: list[Member] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Check one tensor and enter it, and its storage unless it has no bytes."""
+        """Check one tensor and add it to the members. Add its storage, unless it has no bytes."""
         if not tensor.is_contiguous():
             raise ValueError(
                 f"You are trying to save a non contiguous tensor: `{name}`, which is not allowed."

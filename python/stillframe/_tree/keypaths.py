@@ -1,8 +1,8 @@
 """Key paths of the tensors in a pickle that use a given storage.
 
 The pickle is read with an unpickler that imports nothing and calls none of the object's code: each
-class or function becomes a stub that keeps its arguments. So it is safe on any data, works without
-the classes, and costs no more than reading.
+class or function becomes a stub that keeps the arguments of its call. So this is safe on any data,
+works without the classes, and costs no more than unpickling.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import IO, Any
 
 
 class Storage:
-    """A storage: the record ``data/<key>``."""
+    """A storage as a pickle names it; its bytes are in the record ``data/<key>``."""
 
     __slots__ = ("key", "kind", "location", "numel")
 
     def __init__(self, kind: str, key: str, location: str, numel: int) -> None:
         self.kind = kind  # the name of the storage's class
         self.key = key
-        self.location = location
+        self.location = location  # torch's tag of the device, such as "cuda:0"
         self.numel = numel
 
 
 class Stub:
     """A stub for an instance of any class, or for the result of any function."""
 
-    _name = ""
+    _name = ""  # of the class or function; set in a subclass for each
 
     def __new__(cls, *args: Any, **_kwargs: Any) -> Stub:
         stub = object.__new__(cls)
@@ -38,7 +38,7 @@ class Stub:
 
     args: tuple[Any, ...]
     state: Any = None
-    # Shared defaults: most stay empty, and a checkpoint has two stubs for each tensor.
+    # Shared by all stubs, because most stay empty and a checkpoint has two stubs for each tensor.
     items: Mapping[Any, Any] = MappingProxyType({})
     elements: Sequence[Any] = ()
 
@@ -63,12 +63,12 @@ def _stub_class(name: str) -> type[Stub]:
 
 
 def _get_attribute(_owner: Any, name: Any) -> type[Stub]:
-    """Replace getattr, which protocol 2 uses for nested classes."""
+    """Return a stub for an attribute. Pickles of protocol 2 name nested classes through getattr."""
     return _stub_class(str(name))
 
 
 class Reader(pickle.Unpickler):
-    """Reads a pickle; `storages` are those that it has named, by key."""
+    """The unpickler that makes stubs; `storages` are those that the pickle has named, by key."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -91,7 +91,8 @@ class Reader(pickle.Unpickler):
 
 
 def children(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a node with their paths relative to it."""
+    """Yield the parts of a node, each with its path relative to the node: "" if it has none that
+    means something to users."""
     if isinstance(node, dict):
         yield from ((f".{_key(key)}", value) for key, value in node.items())
         yield from (("", key) for key in node)
@@ -108,8 +109,8 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _flat(arg: Any) -> Iterator[Any]:
-    """Yield the argument of a call. Of a tuple yield the items, because their indices would mean
-    nothing to users."""
+    """Yield the argument of a call. For a tuple yield its items instead, at any depth, because
+    their indices would mean nothing to users."""
     stack = [arg]
     while stack:
         part = stack.pop()

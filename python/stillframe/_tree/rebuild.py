@@ -1,7 +1,8 @@
-"""Rebuilds a tree over other storages; `walk.Tree` has found its contents.
+"""Rebuilds a tree over other storages, after `walk.Tree` has found its storages and tensors.
 
-`Builder.build` walks the tree as `Tree` did and makes each container and each tensor once. Most
-tensors of a checkpoint are plain: these exist already and are only inserted.
+`Builder.build` walks the tree as `Tree` did and makes each container and each tensor once. C code
+has already made the new plain tensors, which are most tensors of a checkpoint: they are only put
+into the new containers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from stillframe import _core
 
-# Immutable objects and other common ones; that they are left whole needs no log line.
+# Types whose objects the walk does not enter: the new tree has the same objects, and no log line
+# says so. Most are immutable.
 ATOMS: frozenset[type[Any]] = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...)),
@@ -63,12 +65,12 @@ def attributes_of(node: object) -> dict[str, Any]:
 
 
 def dict_of(state: Any) -> dict[str, Any]:
-    """Return the attributes that users have set on a plain tensor, from its state."""
+    """Return the attributes that users have set on a plain tensor; `state` is its `getstate`."""
     return state if isinstance(state, dict) else {}
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_WALKED = (Tensor, UntypedStorage, TypedStorage)
+_WITH_BYTES = (Tensor, UntypedStorage, TypedStorage)
 
 
 def _slots_of(node: object) -> list[Any]:
@@ -77,19 +79,21 @@ def _slots_of(node: object) -> list[Any]:
 
 
 def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
-    """Find an object with tensors in its attributes, at any depth, that the walk would leave whole.
-    Search `parts` and the containers in them; return None if there is none.
+    """Return an object with tensors inside that the walk would leave whole, or None.
+
+    The new tree would have this very object, and so the old tensors' memory. Containers and
+    attributes are searched at any depth.
 
     Args:
         parts: The parts of a tensor.
-        holder: Returned if there is any tensor; given when the walk enters none of the parts.
+        holder: Given if the walk enters none of the parts: returned if there is any tensor in them.
     """
-    # Each node with the object left whole that led to it.
+    # Nodes to search, each with the outermost object left whole that it is in.
     stack: list[tuple[Any, Any]] = [(part, holder) for part in parts]
     seen: set[int] = set()
     while stack:
         node, holder = stack.pop()
-        if isinstance(node, _WALKED):
+        if isinstance(node, _WITH_BYTES):
             if holder is not None:
                 return holder  # type: ignore[no-any-return]
             continue
@@ -116,7 +120,7 @@ def reach(tensor: Tensor) -> int:
 
 
 class Reduced:
-    """A tensor that is made by calling a function, as in a pickle."""
+    """The function, arguments and state from which a pickle would make a tensor."""
 
     __slots__ = ("args", "function", "state")
 
@@ -128,7 +132,8 @@ class Reduced:
 
 
 class Flattened:
-    """A wrapper subclass, as its inner tensors and the context to reassemble it."""
+    """A wrapper subclass of Tensor, taken apart: its inner tensors, and the context from which
+    `__tensor_unflatten__` puts it together."""
 
     __slots__ = ("context", "inner", "size", "stride", "tensor")
 
@@ -143,11 +148,13 @@ class Builder:
     """Rebuilds one tree.
 
     Args:
-        made: New tensors, by id of the old ones.
-        firsts: By number of the storage, a new tensor over the new storage, or None.
-        others: By id of every other tensor: the number of its storage, or what it is made from.
-        numbers: Numbers of the old storages.
-        memory, offsets, nbytes: The bytes of the new storages.
+        made: New objects that exist already, by the ids of the old ones. `build` adds to it.
+        firsts: By number of a storage, some new tensor over it, or None if none is made yet.
+        others: By id of each old tensor that is not in `made`: the number of its storage if it is a
+            view of one, otherwise a `Flattened`, a `Reduced`, or the tensor itself.
+        numbers: Numbers of the old storages, by the addresses of their StorageImpls.
+        memory: An object with the buffer protocol that holds the bytes of the new storages.
+        offsets, nbytes: Where each new storage is in `memory`, and its length.
     """
 
     def __init__(
@@ -171,6 +178,7 @@ class Builder:
     # ---- storages ----
 
     def storage(self, number: int) -> UntypedStorage:
+        """Return a new storage by its number, as part of `memory`."""
         first = self._firsts[number]
         if first is None:
             count, dtype = self._nbytes[number], torch.uint8
@@ -189,7 +197,7 @@ class Builder:
         return self.storage(number)
 
     def fetch(self, number: int, storage: UntypedStorage) -> None:
-        """Copy a storage of another device."""
+        """Copy the bytes of an old storage of another device into a new one."""
         source = torch.empty(0, dtype=torch.uint8, device=storage.device)
         source.set_(storage)
         target = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -197,7 +205,7 @@ class Builder:
         target.copy_(source)
 
     def address(self) -> int:
-        """Return the address of the memory; 0 if no tensor uses bytes of it."""
+        """Return the address of `memory`; 0 if no new tensor has bytes."""
         for first, offset, nbytes in zip(self._firsts, self._offsets, self._nbytes, strict=True):
             if first is not None and nbytes:
                 return first.untyped_storage().data_ptr() - offset
@@ -219,7 +227,8 @@ class Builder:
         new = torch.empty(0, dtype=tensor.dtype, device="cpu")
         new.set_(self.storage(found), tensor.storage_offset(), tensor.size(), tensor.stride())
         if not nbytes:
-            # Its memory was freed, as FSDP does with gathered parameters, but set_ has made some.
+            # The old memory was freed, as FSDP frees that of gathered parameters. set_ has grown
+            # the new storage to the tensor's size.
             new.untyped_storage().resize_(0)
         if tensor.dtype.is_complex and tensor.is_conj():
             torch._C._set_conj(new, True)
@@ -237,7 +246,8 @@ class Builder:
         return new
 
     def _rebuild_other(self, tensor: Tensor, found: Any) -> Tensor:
-        """Return the new tensor for one that is not simply a view of one storage."""
+        """Return the new tensor for an old one that is not simply a view of one storage; `found` is
+        its entry in `others`."""
         if found is None:
             raise RuntimeError("a tensor came into the tree while it was copied")
         if type(found) is Flattened:
@@ -267,10 +277,11 @@ class Builder:
         wrapped: dict[int, tuple[Any, Tensor]],
         with_attributes: list[tuple[Any, dict[str, Any]]],
     ) -> None:
-        """Make DTensors over the new local tensors. They share the old specification, which nobody
-        changes once a tensor has it."""
+        """Make DTensors over the new local tensors. They share the specifications of the old ones,
+        because nobody changes a DTensor's specification. The arguments are those that `Tree` found.
+        """
         memo = self._memo
-        # Skip __init__: it does nothing, in a wrapper that costs more than all the rest.
+        # Skip __init__: it does nothing, but its wrapper costs more than all the rest.
         make: Any = getattr(kind, "__new__", None)
         for key, (old, local) in wrapped.items():
             new_local = memo.get(id(local))
@@ -298,11 +309,13 @@ class Builder:
     # ---- the rest of the tree ----
 
     def build(self, node: Any) -> Any:
-        """Return the replacement of a node. C code makes plain dicts and lists."""
+        """Return the new object for an old one. C code makes plain dicts and lists, and calls
+        `_build_other` for everything else."""
         return _core.rebuilt(node, self._memo, self._build_other)
 
     def _build_other(self, node: Any) -> Any:
-        """Build what C code does not: tensors, tuples, subclasses and other objects."""
+        """Return the new object for a tensor, a tuple, an instance of a subclass, or anything else
+        that is no plain dict or list."""
         kind = type(node)
         if kind in ATOMS:
             return node
@@ -337,7 +350,7 @@ class Builder:
             return tuple(parts)
         try:
             new: Any = tuple.__new__(kind, parts)
-        except TypeError:  # a struct sequence of C
+        except TypeError:  # a struct sequence, such as time.struct_time
             new = kind(parts)
         if attributes:
             new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
@@ -361,7 +374,8 @@ class Builder:
         self._memo[id(node)] = new
         if isinstance(node, dict):
             for name, value in list(node.items()):
-                # OrderedDict keeps its order in its own __setitem__.
+                # Subclasses may override __setitem__, so dict's own is called. Only OrderedDict
+                # needs its own, which records the order.
                 if kind is OrderedDict:
                     new[name] = self.build(value)
                 else:

@@ -1,9 +1,9 @@
 """The skeleton of an object: its pickle, and the storages of its tensors.
 
 ``torch.save`` pickles an object with every storage replaced by an id, then writes the storages one
-by one. `build` does the first half and says where the bytes for the second half are. The result
-loads with ``torch.load`` to the same graph as a file of ``torch.save``: the C pickler does the work
-in both, and this module only answers for storages and plain tensors
+by one. `build` does the first half and says where the bytes for the second half are. From the
+result ``torch.load`` makes the same objects as from a file of ``torch.save``, because both use
+Python's C pickler. This module only tells the pickler what to write for storages and plain tensors
 (``csrc/python/skeleton/skeleton.c`` explains how plain tensors get into the pickle).
 """
 
@@ -34,8 +34,8 @@ _REAL, _COMPLEX = torch.float32, torch.complex64
 _MOST_ITEMSIZE = 16  # of a dtype
 SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
 
-# The pickle of a plain tensor is written without asking the tensor. That is correct as long as
-# these are torch's own functions.
+# (class, method, torch's own function). The pickle of a plain tensor is written without a call of
+# its methods, which is correct as long as nobody has replaced these.
 _REDUCERS = (
     (Tensor, "__reduce_ex__", Tensor.__reduce_ex__),
     (Tensor, "_reduce_ex_internal", Tensor._reduce_ex_internal),
@@ -46,25 +46,26 @@ _taggers = [tagger for _, tagger, _ in torch.serialization._package_registry]
 _cuda_tagger = [tagger for tagger in _taggers if getattr(tagger, "args", ()) == ("cuda",)]
 _TAGGERS = [torch.serialization._cpu_tag, *_cuda_tagger]
 
-# Convert tensors to handles of torch's C shim, in capsules, and back, which consumes the handles.
+# Convert tensors to handles of torch's C shim (in capsules), and handles back to tensors. The
+# second conversion releases the handles.
 _to_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
 _from_handles = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 
 
 @dataclass(slots=True)
 class Skeleton:
-    """The records of a save.
+    """The records of a save: the pickle, and the storages that it refers to.
 
     Attributes:
         data: The record ``data.pkl``, pickle protocol 2.
         storages: Storages in host memory or on CUDA devices; number ``i`` becomes the record
-            ``data/i``. Their bytes stay where ``rows`` says as long as this list lives and nobody
-            resizes them.
+            ``data/i``. Their bytes stay at the addresses in ``rows`` as long as this list lives and
+            nobody resizes them.
         numbers: The storages' numbers, by the addresses of the StorageImpls in the caller's tree.
             These differ from those of ``storages`` if a storage was copied to the host.
         rows: One ``struct sfr_source`` (24 bytes) for each storage, every lane 0.
-        num_tensors: Distinct tensor objects.
-        fallbacks: Sentences for the report.
+        num_tensors: How many distinct tensor objects there are.
+        fallbacks: Sentences for the report, about what made the save slower.
         devices: Numbers of the CUDA devices that have storages.
     """
 
@@ -88,10 +89,10 @@ class Skeleton:
     def lay_out(self, *, by_lane: bool = False) -> bytes | None:
         """Return the members of a flat file; None for torch's format, which the core lays out.
 
-        It is called once, when `rows` has the lanes.
+        Call it once, when the lanes in `rows` are final.
 
         Args:
-            by_lane: Tensors that are copied together must be adjacent.
+            by_lane: Put tensors that are copied together next to each other.
         """
         return None
 
@@ -99,9 +100,9 @@ class Skeleton:
 class _Pickler(_pickle.Pickler):
     """The C pickler with a ``__dict__``, so that persistent_id can be an attribute.
 
-    A method would be bound to the pickler, a cycle that keeps the whole graph until the next
-    garbage collection. The attribute is bound to the collector, which does not refer to the
-    pickler.
+    If persistent_id were a method, the pickler would hold a bound method that refers to the
+    pickler. This cycle would keep the whole object alive until the next garbage collection. The
+    attribute is bound to the collector instead, which does not refer to the pickler.
     """
 
 
@@ -150,7 +151,8 @@ def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
 
 
 def _learn_words() -> bool:
-    """Have the C code find where torch keeps the words that it reads from every tensor."""
+    """Have the C code find the offsets of the words that it reads from every TensorImpl. Return
+    False if this torch keeps them in another way."""
     samples = _samples()
     try:
         return _core.learn_words(samples)
@@ -171,9 +173,9 @@ _USUAL_KEYS = _keys(
 
 
 def _where(tensor: Tensor) -> int:
-    """Return where tensors with the dispatch keys of this one live: 0 for host memory, 1 for CUDA
-    devices. -1 for any other device, and for tensors that are more than bytes with a shape: sparse,
-    nested, quantized, conjugated, negated, named, wrapped or all zeros without memory."""
+    """Return where tensors with the dispatch keys of `tensor` live: 0 for host memory, 1 for CUDA
+    devices. Return -1 for any other device, and for tensors that are more than bytes with a shape:
+    sparse, nested, quantized, conjugated, negated, named, wrapped or all zeros without memory."""
     if torch._C._dispatch_keys(tensor).raw_repr() & ~_USUAL_KEYS:
         return -1
     if tensor.is_cpu:
@@ -182,7 +184,7 @@ def _where(tensor: Tensor) -> int:
 
 
 def _make_types(**other: Any) -> _core.TorchTypes:
-    """Collect the parts of torch that the C code needs; `other` replaces some of them."""
+    """Collect the classes and functions of torch that the C code needs; `other` replaces some."""
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
         (dtype, name)
@@ -225,9 +227,9 @@ def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
 
 
 make_tensors = True
-"""Whether the bridge makes the tensors of a snapshot, if torch has a function for it (2.11)."""
+"""Whether C code makes the tensors of a snapshot, if torch has a function for it (2.11)."""
 
-# The tensors here are plain, whatever modes are active at the first import.
+# Whatever modes are active when this module is imported, these samples must be plain tensors.
 with (
     torch._C.DisableTorchFunction(),
     torch._C._DisableTorchDispatch(),
@@ -235,7 +237,8 @@ with (
 ):
     _sees_words = _learn_words()
     _types = _make_types()
-    # Trees have their own prefetch order, and may have tensors of any dtype.
+    # The plain tensors of a `walk.Tree` may have any dtype of plain bytes, not only those that
+    # torch has a storage class for.
     _tree_types = _make_types(dtypes=_whole_dtypes())
 _UNSEEN = (
     "This torch keeps its tensors in a way that is not known here, so each was asked to describe"
@@ -252,9 +255,9 @@ def _transformed() -> bool:
 
 
 def _fast_path_is_allowed() -> bool:
-    """Return whether plain tensors may be written without asking them.
+    """Return whether the pickle of plain tensors may be written without a call of their methods.
 
-    They may not under torch's modes and function transforms, nor when other code has changed how
+    It may not under torch's modes and function transforms, nor if other code has changed how
     tensors are pickled.
     """
     if torch._C._len_torch_function_stack() or _transformed():
@@ -269,22 +272,24 @@ def _fast_path_is_allowed() -> bool:
 
 
 def _default_location_tags() -> tuple[bool, bool]:
-    """Return whether host storages and CUDA storages have torch's own location tags: "cpu", and one
-    for each device."""
+    """Return whether host storages, and whether CUDA storages, get torch's own location tags:
+    "cpu", and "cuda:0" and so on. They do not if other code has registered taggers before torch's.
+    """
     taggers = [tagger for _, tagger, _ in torch.serialization._package_registry[:2]]
     return taggers[:1] == _TAGGERS[:1], taggers == _TAGGERS
 
 
 def tree_collector() -> _core.Collector:
-    """Return a collector for `stillframe._tree.walk`, which walks itself, saves nothing, and
-    excludes function modes."""
+    """Return a collector for `stillframe._tree.walk`. That module disables function modes itself
+    and needs no location tags, so only dispatch modes and transforms switch off the fast path."""
     return _core.Collector(
         _tree_types, fast_path=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
     )
 
 
 def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
-    """Return the pickle of ``obj`` with a number for each plain tensor; frees the pickler."""
+    """Return the pickle of ``obj``, in which a number replaces each plain tensor. The pickler is
+    freed."""
     buffer = io.BytesIO()
     pickler = _Pickler.__new__(_Pickler)
     pickler.persistent_id = collector.persistent_id  # type: ignore[method-assign]
@@ -322,7 +327,8 @@ def build(obj: object) -> Skeleton:
 
 
 def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]) -> list[str]:
-    """Replace the storages numbered ``elsewhere`` by copies in host memory."""
+    """Replace the storages numbered ``elsewhere`` by copies in host memory. Return sentences about
+    them for the report."""
     counts: dict[str, int] = {}
     for index in elsewhere:
         device = str(storages[index].device)

@@ -1,25 +1,28 @@
-"""A tree of containers and tensors: finds its storages, and rebuilds it over other storages.
+"""A tree of containers and tensors: how its storages are found, and how it is rebuilt over others.
 
-`Tree(root)` walks the tree once and numbers its storages. Its caller copies their bytes, and then
+`Tree(root)` walks the tree once and numbers its storages. The caller copies their bytes. Then
 `rebuild` walks the tree again and puts tensors over the new storages into new containers. Sharing
 is kept: a storage is copied once, tensors over one storage share the new one, and a container or
 tensor that occurs twice is one object again.
 
 The walk enters dicts, lists, tuples and their subclasses (namedtuple, OrderedDict with its
-attributes, defaultdict), deques and sets; tensors of every kind, storages, and attributes of
-tensors. NumPy arrays are copied. Every other object is left whole: the new tree has the same one.
+attributes, defaultdict), deques and sets. It also enters tensors of every kind with their
+attributes, and storages. NumPy arrays are copied. Every other object is left whole, which means
+that the new tree has the very same object.
 
-C code finds and makes all plain tensors in one call (skeleton/copies.c), including the local
-tensors of DTensors, around which DTensors with the same specification are made. Other strided
-tensors are described by offset, size and stride. Wrapper subclasses that can be flattened are.
-The rest (sparse, quantized, nested, other subclasses) reduce themselves as for `torch.save`, and
-the storages in the result are replaced. A tensor that reduces to objects with tensors of their own
-(ShardedTensor does) is refused: such an object is left whole, so the new tensor would have the old
-memory.
+The new tensors are made in one of four ways:
+- C code finds and makes all plain tensors in one call (skeleton/copies.c). It makes the local
+  tensors of DTensors too; DTensors with the old specifications are put around them.
+- Other strided tensors are made from offset, size and stride.
+- Wrapper subclasses that have `__tensor_flatten__` are taken apart with it, and put together.
+- The rest (sparse, quantized, nested, other subclasses) reduce themselves as for `torch.save`, and
+  the storages in the result are replaced. The result may have an object with tensors inside that
+  the walk leaves whole, as for ShardedTensor. Such a tensor is refused, because the new one would
+  have the old memory.
 
 A tree is walked rather than pickled, so it may contain objects that cannot be pickled, such as the
-process groups in what DCP or a callback passes. Garbage collection is paused meanwhile: many
-thousand new objects made it scan the whole process repeatedly, which doubled the time.
+process groups in what DCP or a callback passes. Garbage collection is paused during both walks:
+many thousand new objects made it scan the whole process repeatedly, which doubled the time.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class Tree:
         numbers: Their numbers, by the addresses of their StorageImpls.
         rows: One ``struct sfr_source`` for each, every lane 0. The address is 0 if a storage is
             neither in host memory nor on a CUDA device.
-        elsewhere: Numbers of those storages.
+        elsewhere: Numbers of the storages whose address is 0.
         devices: Numbers of the CUDA devices that have storages.
         reads_bytes: Whether rebuilding reads the copied bytes, as tensors that reduce themselves
             may do.
@@ -76,19 +79,21 @@ class Tree:
     """
 
     def __init__(self, root: object, *, lanes: bool = True) -> None:
-        """If `lanes` is False, storages on CUDA devices count as elsewhere too."""
+        """Walk the tree under `root`. If `lanes` is False, the storages on CUDA devices are in
+        `elsewhere` too, so torch copies them."""
         self._root = root
         self._lanes = lanes
         self.reads_bytes = False
         self.left_whole: list[object] = []
         self._collector: _core.Collector | None = skeleton.tree_collector()
         # By id of each tensor that is not plain: the number of its storage, or what it is made
-        # from.
+        # from. See `others` of `Builder`.
         self._others: dict[int, Any] = {}
         self._held: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
         self._dtensor = dtensor()
-        # By id, DTensors with their local tensors, and attributes that users have set on them.
+        # By id, the DTensors with their local tensors.
         self._wrapped: dict[int, tuple[Any, Tensor]] = {}
+        # DTensors on which users have set attributes, with these attributes.
         self._with_attributes: list[tuple[Any, dict[str, Any]]] = []
         with torch._C.DisableTorchFunction(), no_collection():
             self._find(root, self._collector)
@@ -100,7 +105,8 @@ class Tree:
             self._forgo_lanes()
 
     def _find(self, root: object, collector: _core.Collector) -> None:
-        """Walk the tree; the collector walks plain containers and takes out plain tensors."""
+        """Walk the tree and find its tensors. The collector, which is C code, enters plain
+        containers and collects plain tensors; this method handles every other node."""
         seen: set[int] = set()
         stack = self._rest((root,), seen, collector)
         while stack:
@@ -114,8 +120,8 @@ class Tree:
     def _rest(
         self, nodes: list[Any] | tuple[Any, ...], seen: set[int], collector: _core.Collector
     ) -> list[Any]:
-        """Return the nodes that the collector leaves, last one first. The walk follows the tree's
-        order, in which the storages were probably allocated."""
+        """Return the nodes that the collector does not handle, last one first. Taken from the end,
+        they follow the tree's order, in which the storages were probably allocated."""
         rest = collector.walk(nodes, seen)
         if self._dtensor is not None and rest:
             rest = self._see_through(rest, collector)
@@ -123,8 +129,8 @@ class Tree:
         return rest
 
     def _see_through(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
-        """Enter the DTensors among the nodes. Return the other nodes, and the objects to which
-        DTensors refer, except plain local tensors."""
+        """Record the DTensors among the nodes. Return the other nodes and what is left to walk in
+        the DTensors: local tensors that are not plain, and attributes."""
         kind, known = self._dtensor, self._wrapped
         inner, locals_ = [], []
         for node in nodes:
@@ -142,8 +148,9 @@ class Tree:
     def _children(
         self, node: Any, kind: type[Any], collector: _core.Collector
     ) -> list[Any] | tuple[Any, ...]:
+        """Record a node that is not plain, and return the objects in it that are to be walked."""
         if isinstance(node, Tensor):
-            return self._meet_other(node, collector)
+            return self._add_tensor(node, collector)
         if isinstance(node, dict):
             return [*node.values(), *attributes_of(node).values()]
         if isinstance(node, (list, tuple)):
@@ -157,14 +164,14 @@ class Tree:
             self.left_whole.append(node)
         return []
 
-    def _meet_other(self, tensor: Tensor, collector: _core.Collector) -> list[Any]:
-        """Enter a tensor that is not plain, and return the objects to which it refers."""
+    def _add_tensor(self, tensor: Tensor, collector: _core.Collector) -> list[Any]:
+        """Record a tensor that is not plain, and return the objects in it that are to be walked."""
         key = id(tensor)
         if key in self._others:
             return []
         self._held.append(tensor)
         if type(tensor) in PLAIN and tensor.is_meta:
-            self._others[key] = tensor  # a tensor without bytes needs no source
+            self._others[key] = tensor  # it has no bytes, so the new tree has the same tensor
             return []
         if (
             type(tensor) in PLAIN
@@ -180,7 +187,8 @@ class Tree:
             if holder is not None:
                 raise TypeError(self._refusal(tensor, holder))
             self._others[key] = flattened
-            # DTensor's mesh is among them: it describes processes, and nobody changes it.
+            # Parts that are no tensors stay the old ones, such as the device mesh of a DTensor
+            # subclass: it describes processes, and nobody changes it.
             inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
             return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
@@ -207,7 +215,7 @@ class Tree:
         return collector.add_storage(storage, storage._cdata, device, 0, torch.uint8)
 
     def _forgo_lanes(self) -> None:
-        """Leave the storages on CUDA devices for torch to copy."""
+        """Add the storages on CUDA devices to `elsewhere`, so that torch copies them."""
         words = memoryview(self.rows).cast("Q")
         for number in range(len(self.storages)):
             if words[3 * number + 2]:  # the lane is 0, so this is the device
@@ -216,8 +224,9 @@ class Tree:
         self.devices = ()
 
     def own_objects(self) -> dict[int, Any]:
-        """Return deep copies of the objects left whole, by id, with sharing kept. One that cannot
-        be copied is skipped: it cannot be pickled either, and pickling reports that."""
+        """Return deep copies of the objects left whole, by the ids of the objects; sharing is kept.
+        An object that cannot be copied is skipped: it cannot be pickled either, and the pickling
+        reports that."""
         memo: dict[int, Any] = {}
         copies: dict[int, Any] = {}
         for node in self.left_whole:
@@ -230,7 +239,8 @@ class Tree:
         return sum(nbytes for _, nbytes in self.sources())
 
     def sources(self) -> Iterator[tuple[int, int]]:
-        """Yield the address (0 if it is not in host memory) and the bytes of each storage."""
+        """Yield the address and the length in bytes of each storage; the address is 0 for those in
+        `elsewhere`."""
         words = memoryview(self.rows).cast("Q")
         return zip(words[::3], words[1::3], strict=True)
 
@@ -241,15 +251,14 @@ class Tree:
         *,
         objects: dict[int, Any] | None = None,
     ) -> tuple[Any, int]:
-        """Return the tree over new host storages, and the address of the memory, 0 if there are no
-        bytes. Works once, because it consumes what is known about the old tensors.
+        """Return the tree over new host storages, and the address of `memory` (0 if there are no
+        bytes). Call it once: it consumes what is known about the old tensors.
 
         Args:
-            memory: An object with the buffer protocol that holds the storages' bytes.
+            memory: An object with the buffer protocol. It holds the bytes of all storages except
+                those in `elsewhere`, which torch copies into it now.
             offsets: The offset of each storage in it.
-            objects: Replacements of objects left whole, by id.
-
-        Storages elsewhere are copied here, by torch.
+            objects: Replacements of objects left whole, by the ids of the objects.
         """
         collector, self._collector = self._collector, None
         assert collector is not None
@@ -270,7 +279,8 @@ class Tree:
             builder.wrap(self._dtensor, self._wrapped, self._with_attributes)
             built = builder.build(self._root)
             if self.reads_bytes:
-                # torch keeps a list of rebuilt sparse tensors, which would keep the memory.
+                # torch keeps rebuilt sparse tensors in a list until this call, so their memory
+                # would stay alive.
                 torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
             return built, builder.address()
 
@@ -289,8 +299,9 @@ class Tree:
 
 
 def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the key paths (``optimizer_states.0.state``) of the objects in a tree that are
-    `wanted`, each where it is first met, with the object. Containers are walked as in `Tree`."""
+    """Yield the key path (``optimizer_states.0.state``) of each object in a tree for which `wanted`
+    returns True, and the object. An object that occurs twice has the first path. Containers are
+    entered as by `Tree`, but not attributes."""
     seen: set[int] = set()
     stack: list[tuple[str, Any]] = [("", root)]
     while stack:
