@@ -32,9 +32,9 @@ MapLocation: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The arguments of a load; as for `load`."""
+    """The arguments of a load. Those not explained here are as for `load`."""
 
-    path: str  # on the disk, and for messages
+    path: str  # the name for `disk`, and for messages
     disk: Disk
     map_location: MapLocation
     weights_only: bool | None
@@ -43,7 +43,8 @@ class How:
 
     @property
     def runs_code(self) -> bool:
-        """Whether code that the pickle names is run. None, torch.load's default, runs none."""
+        """Whether functions that the pickle names may be called. None, torch.load's default for
+        `weights_only`, calls only those that torch allows."""
         return self.weights_only is not None and not self.weights_only
 
     def open_file(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
@@ -60,7 +61,7 @@ class How:
         return self.disk.open(path, peek=peek)
 
     def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
-        """Call `_core.restore`; an OSError gets the file's name."""
+        """Call `_core.restore` for the open file, and add the file's name to an OSError."""
         with named(self.path):
             return _core.restore(fd, self.verify, self.shared)
 
@@ -75,7 +76,8 @@ class TorchMustReadError(Exception):
 
 @contextmanager
 def half_written() -> Iterator[None]:
-    """Add a note to any exception that is raised inside, unless it says the same."""
+    """Add to any exception raised inside a note that targets are half written, unless its message
+    says so already."""
     try:
         yield
     except BaseException as error:
@@ -86,10 +88,12 @@ def half_written() -> Iterator[None]:
 
 @contextmanager
 def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
-    """Turn what a restore raises inside into the error of the load.
+    """Turn the exception that a restore raises inside into an error for users.
 
     Args:
-        more: A clause with anything else the user has to know.
+        fd: The open file.
+        how: The arguments of the load.
+        more: A clause for the end of the message.
 
     Raises:
         TorchMustReadError: torch has to read the archive.
@@ -118,7 +122,8 @@ def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
     if failure.code == _core.ECORRUPT:
         more = f" (at byte {failure.offset}{_tensors_in(fd, how, failure.record)}){more}"
         try:
-            # The check covers the whole file and uses the words of `verify`.
+            # This reads the whole file again, and raises an error in the words of `stillframe
+            # verify` if it is damaged.
             check_fd(fd, how.path, verify=how.verify)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}{more}") from None
@@ -128,7 +133,7 @@ def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
             f" again, it is right: {medium} or the memory is not to be trusted"
         )
     if how.disk.is_remote:
-        more = ""  # another error replaces this one, and gets a note
+        more = ""  # `load` replaces this error by one of the store, with a note that says the same
     if failure.reason is not None:
         raise StillframeError(f"{how.path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"
@@ -136,7 +141,7 @@ def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
 
 
 def _tensors_in(fd: int, how: How, record: str) -> str:
-    """Return words that name the tensors in a record, or ""."""
+    """Return words for a message that name the tensors in a record, or "" if it has none."""
     folder, _, key = record.partition("/")
     if folder != "data":
         return ""
@@ -154,7 +159,7 @@ def _tensors_in(fd: int, how: How, record: str) -> str:
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Add the file's name to an OSError that is raised inside."""
+    """Replace an OSError raised inside by one that has the file's name."""
     try:
         yield
     except OSError as error:
@@ -166,6 +171,7 @@ def named(path: str) -> Iterator[None]:
 
 
 def refuse_damaged(found: dict[str, Any], path: str) -> None:
+    """Raise CorruptCheckpointError if `found`, the result of `_core.check`, is not ok."""
     if not found["ok"]:
         more = found["num_bad"] - 1
         rest = f" (and {more} more {'record' if more == 1 else 'records'})" if more > 0 else ""
@@ -176,7 +182,8 @@ def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[s
     """Check that the open file is a whole checkpoint; return what `_core.check` found.
 
     Args:
-        later: The check may skip the headers of long records, for the caller to check later.
+        later: Leave the headers of records unread if the records are long. The caller has to check
+            them later; `headers` in the result says whether they were read.
 
     Raises:
         CorruptCheckpointError: The file is damaged.

@@ -1,9 +1,10 @@
-"""Filling the targets of `load(into=)` straight from the file's records, without a second copy.
+"""Reads a file's records into the targets of `load(into=)`, without a second copy if possible.
 
-The records are read in the file's order. A record that is a tensor's whole memory goes straight
-there. Any other is read into temporary memory and copied from it (strided views, parts of a
-storage). Values, and objects that load their state themselves, need tensors of their own. These
-have no memory in the plan, so they get it here and stay the same objects.
+The records are read in the file's order. A record whose bytes are a target's whole memory is read
+straight into it. Any other is read into temporary memory and copied from there, as for strided
+views and parts of a storage. A tensor without a target (in a value of another kind, or for an
+object that loads its state itself) is new. In the plan it has no memory. It gets the memory that
+its record is read into, and stays the same object.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 class Fill:
     """A reader of a file's records into their targets.
 
+    A record has a number in its file. In the sets and dicts here it is the key, or the element.
+
     Args:
         core: A restore of the file that has not begun.
-        plan: What goes where; its tensors are those of `restore.Shapes`.
+        plan: Which tensor of the file goes to which target. The file's tensors have no memory; they
+            are those of `restore.Shapes` or `flat.Files.shapes`.
         new: The plan's `new_tensors`.
-        first: The plan's number of the file's first record, where the plan has several files.
+        first: The number of the file's first record in the plan, which counts the records of all
+            files.
     """
 
     def __init__(self, core: _core.Restore, plan: Plan, new: list[Tensor], first: int = 0) -> None:
         self._core = core
         self._plan = plan
         self._sizes = core.sizes(0, restore.EVERYTHING)
+        # For each record its targets, each with the tensor of the file that goes there.
         self._wanted: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for _, target, found in plan.tensors:
             index = self._number(found, first)
@@ -43,6 +49,7 @@ class Fill:
         numbers = [self._number(found, first) for found in new]
         self._new = [(i, found) for i, found in zip(numbers, new, strict=True) if i is not None]
         self._kept = {index for index, found in self._new if found.numel()}
+        # The records that are read straight into their first target, and that target.
         self._straight = {
             index: target
             for index, pairs in self._wanted.items()
@@ -52,8 +59,8 @@ class Fill:
         devices = {i: _device.number_of_tensor(target) for i, target in self._straight.items()}
         self._devices = {index: device for index, device in devices.items() if device > 0}
         self._temporary: dict[int, torch.UntypedStorage] = {}
-        self._made: dict[int, torch.UntypedStorage] = {}  # by record: memory of the new tensors
-        self._placed = 0
+        self._made: dict[int, torch.UntypedStorage] = {}  # the memory of the new tensors
+        self._placed = 0  # how many records have a destination
 
     def _number(self, found: Tensor, first: int) -> int | None:
         """Return the number of a tensor's record in this file, or None if it has none here."""
@@ -63,7 +70,7 @@ class Fill:
         return index - first
 
     def run(self) -> None:
-        """Read every record into its targets. The caller then finishes the plan.
+        """Read every record into its targets. The caller then calls the plan's `finish`.
 
         Raises:
             records.RestoreFailed: A record is damaged or could not be read. After this and every
@@ -83,13 +90,13 @@ class Fill:
         self._adopt_memory()
 
     def _assign_memory(self, least: int) -> None:
-        """Give records their memory: at least the first `least`, and those that may be read
-        ahead."""
+        """Give records their destinations: at least the first `least`, and then as many as may be
+        read ahead."""
         first, addresses = self._placed, []
         ahead = sum(storage.nbytes() for storage in self._temporary.values())
         while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD_BYTES):
             index = self._placed
-            address = 0  # 0: the record is not wanted, and only checked
+            address = 0  # 0: the record has no destination in host memory
             if index in self._straight and index not in self._devices:
                 address = self._straight[index].data_ptr()
             elif index in self._kept:
@@ -109,12 +116,11 @@ class Fill:
         self._core.go(self._placed)
 
     def _hand_over(self, index: int) -> None:
-        """Copy a record that has been read to its other targets, into which it was not read
-        directly."""
+        """Copy a record that has been read to those targets that it was not read straight into."""
         pairs = self._wanted[index]
         if index in self._straight:
             target = pairs[0][0]
-            torch.autograd.graph.increment_version(target)  # autograd cannot notice this write
+            torch.autograd.graph.increment_version(target)  # for autograd, as torch's writes do
             storage, start, pairs = target.untyped_storage(), _start(target), pairs[1:]
         elif index in self._made:
             storage, start = self._made[index], 0
@@ -124,8 +130,8 @@ class Fill:
             copy_tensor(target, _view_of(storage, start, found))
 
     def _adopt_memory(self) -> None:
-        """Give the new tensors the memory with the bytes that were read; they stay the same
-        objects."""
+        """Give the new tensors the memory that their records were read into. They stay the same
+        objects, because the plan's values refer to them."""
         none = restore.new_storage(0)
         for index, found in self._new:
             storage = self._made.get(index, none)
@@ -139,7 +145,8 @@ class Fill:
 
 
 def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
-    """Return whether the record's bytes are exactly the target's memory."""
+    """Return whether a record's bytes, which `found` describes, can be read straight into the
+    target: they are exactly its memory."""
     return (
         type(target) in _PLAIN
         and _device.number_of_tensor(target) >= 0
@@ -153,7 +160,7 @@ def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
 
 
 def _address(target: Tensor) -> int:
-    """Return the address of the target's first byte, as the driver knows it."""
+    """Return the address of the target's first byte, as given to the driver."""
     return _device.address_of(target.untyped_storage()) + _start(target)
 
 
@@ -163,9 +170,10 @@ def _start(target: Tensor) -> int:
 
 
 def _view_of(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
-    """Return the tensor as the file has it, over its record's bytes, which begin at `start`."""
+    """Return a tensor like `found` over its record's bytes, which begin at `start` in `storage`."""
     if start % found.element_size():
-        # The record's dtype has larger elements than the target's, and they are not aligned here.
+        # A tensor must begin at a multiple of its element size. The record is at an address that
+        # is right for a target with smaller elements only, so its bytes are copied.
         record = torch.empty(0, dtype=torch.uint8, device=storage.device)
         record.set_(storage, start, (storage.nbytes() - start,), (1,))
         storage, start = record.clone().untyped_storage(), 0

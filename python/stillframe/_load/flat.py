@@ -1,10 +1,10 @@
-"""Loading safetensors files: a flat dict of tensors, without a pickle.
+"""Loads safetensors files: a flat dict of tensors, without a pickle.
 
-The header says where each tensor's bytes are. So the core's threads read them by a list of
-stretches (`_core.restore_bare`), ahead of the code that takes them. An index names several such
-files, which are loaded one after the other.
+The header says where each tensor's bytes are. So the core's threads get a list of all stretches of
+bytes (`_core.restore_bare`), and read them ahead of the code that makes the tensors. An index names
+several such files, which are loaded one after the other.
 
-The format has no checksums: what is checked is the structure.
+The format has no checksums, so only the structure of a file is checked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stillframe.errors import CorruptCheckpointError, StillframeError
 
 
 def is_safetensors_or_index(fd: int, path: str) -> bool:
-    """Return whether an open file is a safetensors file, or an index of some.
+    """Return whether an open file is a safetensors file, or an index that names such files.
 
     Raises:
         OSError: It cannot be read.
@@ -45,21 +45,24 @@ def is_safetensors_or_index(fd: int, path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _File:
+    """One open safetensors file."""
+
     opened: Opened
     path: str
     header: Header
-    first: int  # number of its first tensor among those of all files
+    first: int  # the number of its first tensor among those of all files
 
 
 class Files:
     """A safetensors file, or all that an index names; a context manager.
 
     Args:
-        opened: The open file; it stays the caller's.
+        opened: The open file or index; the caller closes it.
+        how: The arguments of the load.
 
     Raises:
         CorruptCheckpointError: A file is damaged or missing.
-        OSError: One cannot be read.
+        OSError: A file cannot be read.
         StillframeError: This torch lacks a type that a file has.
     """
 
@@ -98,7 +101,7 @@ class Files:
     # ---- new tensors ----
 
     def load(self, map_location: MapLocation) -> dict[str, Tensor]:
-        """Return the tensors, in memory of their own."""
+        """Return new tensors with the files' bytes."""
         tensors: dict[str, Tensor] = {}
         for file in self._files:
             tensors.update(self._load(file, map_location))
@@ -135,14 +138,14 @@ class Files:
         self._how.disk.rest(file.opened)
 
     def mapped(self, map_location: MapLocation) -> dict[str, Tensor]:
-        """Return tensors that are the files' pages. Those that the file does not align are
-        copied."""
+        """Return tensors over the files' pages, mapped privately. A tensor whose bytes are not
+        aligned in its file is copied."""
         if restore.reads_no_bytes() or str(map_location) == "meta":
             return self.load(map_location)
         tensors: dict[str, Tensor] = {}
         restore_location = _location_rule(map_location)
         for file in self._files:
-            # This names the open file; the path may name another one by now.
+            # The path may name another file by now, but this name is that of the open file.
             fd, nbytes = file.opened.fileno(), file.header.nbytes
             _core.arrive(fd)
             name = f"/proc/self/fd/{fd}"
@@ -157,8 +160,8 @@ class Files:
     # ---- in place ----
 
     def shapes(self) -> tuple[dict[str, Tensor], list[int]]:
-        """Return tensors without memory that know their records, and the lengths of the records.
-        Like those of `restore.Shapes`, they are for `into.match` and `fill`."""
+        """Return tensors without memory that know the numbers of their records, and the lengths of
+        all records. Like those of `restore.Shapes`, they are for `into.match` and `fill`."""
         entries = [entry for file in self._files for entry in file.header.entries]
         sizes = [entry.end - entry.begin for entry in entries]
         tensors: dict[str, Tensor] = {}
@@ -169,7 +172,7 @@ class Files:
         return tensors, sizes
 
     def fill(self, plan: Plan, new: list[Tensor]) -> None:
-        """Read the bytes straight to the targets. The caller then finishes the plan."""
+        """Read the bytes into the targets; see `Fill`. Afterwards call the plan's `finish`."""
         for file in self._files:
             if file.header.entries:
                 core = self._restore(file)
@@ -191,22 +194,25 @@ class Files:
 
 
 def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
-    """Return the tensors with those names of a module added that are tied to one of them.
+    """Return a file's tensors, and add those names of a module that are tied to one of them.
 
-    safetensors files have each memory once, under one of its names.
+    Tied tensors share memory. A safetensors file has them once, under one of their names.
     """
     if not isinstance(into, torch.nn.Module):
         return tensors
     found = dict(tensors)
-    named: dict[tuple[Any, ...], str] = {}
-    live = [(k, v) for k, v in into.state_dict().items() if isinstance(v, Tensor) and v.numel()]
-    for there in (True, False):
-        for name, tensor in live:
-            memory = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-            if there and name in tensors:
-                named.setdefault(memory, name)
-            elif not there and name not in tensors and memory in named:
-                found[name] = tensors[named[memory]]
+    live = [
+        (name, (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+        for name, tensor in into.state_dict().items()
+        if isinstance(tensor, Tensor) and tensor.numel()
+    ]
+    named: dict[tuple[Any, ...], str] = {}  # by memory, the first name that the file has
+    for name, memory in live:
+        if name in tensors:
+            named.setdefault(memory, name)
+    for name, memory in live:
+        if name not in tensors and memory in named:
+            found[name] = tensors[named[memory]]
     return found
 
 
@@ -238,7 +244,7 @@ def _shape(entry: Entry) -> tuple[int, ...]:
 
 
 def _over(storage: torch.UntypedStorage, entry: Entry) -> Tensor:
-    """Return the tensor over the storage of its bytes."""
+    """Return an entry's tensor over `storage`, which has exactly its bytes."""
     shape = _shape(entry)
     strides = itertools.accumulate(
         (max(size, 1) for size in reversed(shape[1:])), lambda a, b: a * b, initial=1
@@ -248,19 +254,21 @@ def _over(storage: torch.UntypedStorage, entry: Entry) -> Tensor:
 
 
 def _without_bytes(entries: list[Entry], map_location: MapLocation) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors whose bytes are not read: on "meta", or under FakeTensorMode."""
     device = "meta" if str(map_location) == "meta" else "cpu"
     for entry in entries:
         yield entry.name, torch.empty(_shape(entry), dtype=_dtype(entry), device=device)
 
 
 def _location_rule(map_location: MapLocation) -> Any:
-    """Return the function that brings a storage to its device, as torch.load has it."""
+    """Return torch.load's function for `map_location`, which moves a storage to its device."""
     return serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def _explained(file: _File, more: str = "") -> Iterator[None]:
-    """Turn what a restore raises inside into the error of the load, with `more` at its end."""
+    """Turn the exception that a restore raises inside into an error for users, with `more` at the
+    end of the message."""
     try:
         yield
     except RestoreFailed as failed:

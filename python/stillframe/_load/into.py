@@ -1,8 +1,8 @@
 """The plan of `load(into=)`: which part of a file goes where in a tree of tensors and objects.
 
-`match` compares the tree with that of the file's pickle, so mismatches are reported before a byte
-is written. The plan can be carried out in two ways: straight from the file's records (fill.py), or
-from the tree that torch.load made (`copy`).
+`match` compares the user's tree with the file's, so that mismatches are reported before a byte is
+written. The plan can be carried out in two ways: straight from the file's records (fill.py), or by
+copying from a tree that was loaded into new memory (`copy`). Here "found" is what the file has.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Plan:
     """The tensors, values and calls that fill a tree.
 
     Attributes:
-        tensors: (path, target, the tensor as the file has it).
-        values: (container, key, value); set when all bytes are there.
-        calls: Made after that, in this order.
+        tensors: (path in the tree, target, the file's tensor) of each tensor to be written to.
+        values: (container, key, the file's value); set in the containers after all bytes are read.
+        calls: The calls to make after that, in this order.
         problems: Sentences about parts that do not fit.
     """
 
@@ -50,17 +50,17 @@ class Plan:
     problems: list[str] = field(default_factory=list)
 
     def refuse_problems(self) -> None:
-        """Raise ValueError when something does not fit."""
+        """Raise ValueError if something does not fit."""
         if self.problems:
             more = len(self.problems) - _MAX_SHOWN
             shown = [*self.problems[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
             raise ValueError("the file does not fit what into= names: " + "; ".join(shown))
 
     def refuse_short(self, sizes: list[int]) -> None:
-        """Raise ValueError when something does not fit, or a record is too short for its tensor.
+        """Raise ValueError if something does not fit, or a record is too short for its tensor.
 
         Args:
-            sizes: How long each record is.
+            sizes: The bytes of each record.
         """
         for path, _, found in self.tensors:
             index = restore.record_of(found)
@@ -69,14 +69,16 @@ class Plan:
         self.refuse_problems()
 
     def new_tensors(self, sizes: list[int]) -> list[Tensor] | None:
-        """Return the file's tensors that get memory of their own: those in values and arguments.
+        """Return the file's tensors that get new memory: those in `values` and in arguments of
+        `calls`.
 
-        Return None where the tensors of `restore.Shapes` do not tell which bytes are theirs: some
-        wrap others, hang on objects that are no containers, or are cut short. Return None too where
-        the order of the tree decides which bytes a target keeps.
+        Return None if the plan cannot be carried out from the records. Either some tensors of
+        `restore.Shapes` do not tell which bytes are theirs: they wrap others, are inside objects
+        that are no containers, or are cut short. Or the order of the tree decides which bytes a
+        target keeps.
 
         Args:
-            sizes: How long each record is.
+            sizes: The bytes of each record.
         """
         if any(restore.record_of(found) is None for *_, found in self.tensors):
             return None
@@ -97,7 +99,7 @@ class Plan:
         return found
 
     def finish(self) -> None:
-        """Set values, and hand state to the objects that take it, when all bytes are there."""
+        """Set the values and make the calls. Call this when all tensors are filled."""
         for container, key, value in self.values:
             container[key] = value
         for call in self.calls:
@@ -129,23 +131,25 @@ def _leaves(trees: list[Any]) -> Iterator[Any]:
 def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
     """Return whether targets share memory that different bytes of the file go to.
 
-    The last of them in the tree counts, but records are read in the file's order, and several at a
-    time. Targets that only interleave, as columns do, count as sharing.
+    Such memory should get the bytes of the last target in the tree. But records are read in the
+    file's order, and several at a time. Targets that only interleave, as columns do, count as
+    sharing.
     """
     spans: list[tuple[str, int, int, object]] = []
     for _, target, found in tensors:
         if type(target) in _PLAIN and target.numel():
             first = target.data_ptr()
             start = int(target.storage_offset()) * target.element_size()
-            # Equal for targets that agree in each byte that they share.
+            # `source` is equal for two targets that get the same bytes of the file wherever they
+            # share memory.
             shift = int(found.storage_offset()) * found.element_size() - first
             strides = target.stride(), found.stride()
-            turned = strides[0] != strides[1] and (*strides, target.shape)
+            permuted = strides[0] != strides[1] and (*strides, target.shape)
             sign = found.is_conj(), found.is_neg()
-            source: object = (restore.record_of(found), shift, turned, sign)
+            source: object = (restore.record_of(found), shift, permuted, sign)
             spans.append((str(target.device), first, first + reach(target) - start, source))
     spans.sort(key=lambda span: span[:3])
-    where, end = "", 0  # the device and the end of the spans before
+    where, end = "", 0  # the device of the last span, and the largest end of the spans there
     last: object = None
     for device, first, span_end, source in spans:
         if device == where and first < end and source != last:
@@ -156,6 +160,7 @@ def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
 
 
 def _is_over_its_record(found: Tensor, sizes: list[int]) -> bool:
+    """Return whether a tensor of the file is a plain view of the bytes of one record."""
     if type(found) not in _PLAIN or not _is_strided(found) or found.is_quantized:
         return False
     index = restore.record_of(found)
@@ -166,9 +171,9 @@ def match(target: Any, found: Any) -> Plan:
     """Find which part of a file goes to which part of `target`, by its path in the two trees.
 
     All parts of `target` must be in the file; the file may have more. In dictionaries and lists the
-    file's value replaces values that are not tensors, containers or objects with a state_dict. If
-    `target` holds a container or object in several places, even inside itself, it is filled once,
-    from the first path.
+    file's value replaces values that are not tensors, containers or objects with a state_dict. A
+    container or object that is in `target` several times, even inside itself, is filled once, from
+    its first path.
     """
     plan = Plan()
     stack: list[tuple[str, Any, Any]] = [("", target, found)]
@@ -204,7 +209,7 @@ def _item(found: Any, name: Any) -> Any:
     """Return an item of a container in the file.
 
     Raises:
-        KeyError, IndexError, TypeError: There is none, or `found` is no container.
+        KeyError, IndexError, TypeError: It has no such item, or `found` is no container.
     """
     if isinstance(found, (Tensor, str, bytes)) or is_array(found):
         raise TypeError
@@ -214,17 +219,15 @@ def _item(found: Any, name: Any) -> Any:
 
 
 def _is_walked(value: Any) -> bool:
-    """Return whether it contains something that is filled in place.
-
-    A tuple that contains only values is a value itself.
-    """
+    """Return whether a value is filled in place, or has parts that are. Any other value is replaced
+    by the file's, as is a tuple of such values."""
     if isinstance(value, tuple):
         return any(map(_is_walked, value))
     return isinstance(value, (dict, list, Tensor)) or stateful.is_stateful(value)
 
 
 def _why_not_replaced(value: Any, its: Any) -> str:
-    """Return why the file's value cannot replace the one in the tree, or "" if it can."""
+    """Return why the file's value `its` cannot replace `value` in the tree, or "" if it can."""
     if lacking := stateful.half_stateful(value):
         return f"is a {type(value).__name__}, which cannot be filled: it has no {lacking}"
     data = value is None or type(value) in ATOMS or is_atom(value) or is_array(value)
@@ -271,7 +274,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _why_not_written_to(target: Tensor) -> str:
-    """Return why nothing can be written to the target, or "" if it can."""
+    """Return why the target cannot be written to, or "" if it can."""
     if target.is_meta:
         return "has no memory"
     if type(target) not in _PLAIN:
@@ -288,7 +291,7 @@ def _words(tensor: Tensor) -> str:
 
 
 def copy(plan: Plan) -> None:
-    """Fill the targets from tensors that were loaded. The caller then finishes the plan."""
+    """Fill the targets by copying from tensors that were loaded. The caller then calls `finish`."""
     for _, target, found in plan.tensors:
         copy_tensor(target, found)
 
@@ -296,8 +299,8 @@ def copy(plan: Plan) -> None:
 def copy_tensor(target: Tensor, found: Tensor) -> None:
     """Copy without recording it in autograd's graph.
 
-    It does not use `torch.no_grad()`: a Ctrl-C as that ends would leave it on for good. Only a
-    target that requires grad is detached, since for some kinds of tensors detach() makes a copy, or
-    one with a scale of its own.
+    This does not use `torch.no_grad()`, because a Ctrl-C while that ends would leave gradients off
+    for good. Only a target that requires grad is detached: for some kinds of tensors detach()
+    returns a copy, or a tensor with a scale of its own.
     """
     (target.detach() if target.requires_grad else target).copy_(found.detach())

@@ -1,21 +1,22 @@
 """`load`: reading a checkpoint back, after a check that it is whole.
 
-The bytes go one of three ways:
+There are three ways to read a file:
 
-    new memory   restore.py   The usual one: torch unpickles, and threads read ahead of it.
-    in place     fill.py      With into=: the pickle is read first, with tensors that have no
-                              memory; then threads read the records into the targets.
-    torch.load   below        What these cannot read: torch's legacy format, TorchScript, archives
-                              that another program packed, mmap=True, a fake mode.
+    new memory   restore.py   The usual way: torch unpickles, and threads read ahead of it.
+    in place     fill.py      For into=: the pickle is read first, into tensors that have no memory;
+                              then threads read the records into the targets.
+    torch.load   below        For files that the other two cannot read: torch's legacy format,
+                              TorchScript, archives that another program packed; and for mmap=True
+                              and fake modes.
 
-A safetensors file has no pickle: flat.py takes its tensors to new memory or in place.
+A safetensors file has no pickle: flat.py reads its tensors into new memory or in place.
 
-Each way reads data.pkl once, with two exceptions. torch.load accepts no tree that other code has
-unpickled, so it reads the pickle of a file left to it again. And a load that leaves
-storages on the devices where they were saved first looks in the pickle for these (placement.py).
+Each way reads data.pkl once, with two exceptions. If a file is left to torch.load after other code
+has unpickled it, torch.load reads the pickle again. And if storages are to be loaded to the devices
+where they were saved, placement.py first reads the pickle to find these devices.
 
-Where the pickle does not tell which bytes go where, into= is filled by a copy of a tree that one of
-the other ways has loaded.
+If the pickle does not tell which bytes go where, one of the other ways loads the file into new
+memory, and into= is filled from there by a copy.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from stillframe._remote import disk as disks
 from stillframe._watch import gate
 from stillframe.errors import CorruptCheckpointError
 
+# The message of torch's reader about a record that the archive lacks.
 _LACKING = re.compile(r"failed locating file (\S+?)(?: in archive|: file not found)")
 _logger = logging.getLogger("stillframe")
 
@@ -75,39 +77,39 @@ def load(
     This waits for the saves and removes of the path or URL that were submitted before. The file's
     structure is always checked first, so a file that is truncated, or is not a checkpoint, is
     refused before anything in it is unpickled. Then threads read the records, in file order, and
-    compare their CRCs, while torch's own unpickler reads the pickle. It gets no bytes that were not
-    checked.
+    compare their CRCs, while torch's own unpickler reads the pickle. The unpickler gets only bytes
+    that were checked.
 
-    Files in torch.save's legacy format have no checksums and go straight to `torch.load`.
-    TorchScript files and archives packed by other programs are checked, and then go there too.
+    Files in torch.save's legacy format have no checksums and are passed to `torch.load`.
+    TorchScript files and archives packed by other programs are checked, and then passed to it too.
 
     A safetensors file, or an index of several (`model.safetensors.index.json`), gives a flat dict
-    of tensors. Its bytes tell the format, whatever its name is. The structure is checked as the
-    safetensors library does. The format has no checksums, so `verify` changes nothing, nor does
-    `weights_only`, since there is no code in it. The file may leave out names of tied weights of a
-    module given as `into`.
+    of tensors. The file's bytes tell the format, whatever its name is. The structure is checked as
+    the safetensors library does. The format has neither checksums nor code, so `verify` and
+    `weights_only` change nothing. If `into` is a module with tied weights, the file may have these
+    under only one of their names.
 
-    If a load ends with an error while it writes to `into`, the error's message or a note says that
-    `into` is partly written.
+    If a load ends with an error while it writes to `into`, the message or a note says that `into`
+    is partly written.
 
     Args:
-        path: A file of either format, or an index: a local path, where a symbolic link is followed,
-            or a URL (`s3://`, `gs://`, `az://`, or any scheme of fsspec). Several ranges of an
-            object are read at a time, and its bytes go straight to their tensors: apart from these
-            the load takes about 200 MB of memory, whatever the object's size.
+        path: A file of either format, or an index. It is a local path, where a symbolic link is
+            followed, or a URL (`s3://`, `gs://`, `az://`, or any scheme of fsspec). Several ranges
+            of an object are read at a time, and their bytes go straight to the tensors. In addition
+            to these, the load takes about 200 MB of memory, whatever the object's size.
         map_location: As for `torch.load`.
         weights_only: As for `torch.load`; `False` runs whatever code the file's pickle names.
         verify: Compare the CRC of every record. With False, damaged bytes are loaded as they are.
-        into: What to fill in place of returning a new object: a tensor, an object with `state_dict`
-            and `load_state_dict`, or dictionaries, lists and tuples of them at any depth. All of it
-            must be in the file; the rest of the file is ignored. Nothing is written until all of it
-            is known to fit. Saves under way copy what they need first.
+        into: The object to fill, instead of returning a new one: a tensor, an object with
+            `state_dict` and `load_state_dict`, or dictionaries, lists and tuples of them at any
+            depth. All parts of it must be in the file; other parts of the file are ignored. Nothing
+            is written until everything is known to fit. Saves under way copy their tensors first.
 
             - Tensors get the file's bytes straight into their memory, on any device and with any
               strides. Shapes and types must be the file's.
             - Modules get their parameters and buffers filled, without a second copy. Keys must
-              be the file's. Where `load_state_dict` would do more than copy (hooks, methods of
-              a subclass, other types), it is called with the loaded dictionary.
+              be the file's. If `load_state_dict` would do more than copy (hooks, methods of
+              a subclass, other types), it is called with the loaded dictionary instead.
             - Optimizers get the tensors of their state filled. An optimizer without state gets new
               memory for it. Its `load_state_dict` is called in both cases.
             - Other objects (schedulers, scalers, your own) have `load_state_dict` called with their
@@ -115,9 +117,9 @@ def load(
             - Other values in dictionaries and lists are replaced by the file's. Values in a tuple
               that also holds tensors stay.
 
-            Where the file has tensors that wrap others (quantized ones, DTensors), or targets share
-            memory that different bytes of it go to, all of it is loaded into memory first, and
-            copied in the order of `into`.
+            If the file has tensors that wrap others (quantized tensors, DTensors), or if targets
+            share memory and different bytes of the file go there, the whole file is loaded into new
+            memory first, and then copied in the order of `into`.
         mmap: As for `torch.load`: storages on the CPU are the file's pages, read when used and
             copied when written to. The file may be replaced or removed (as saves do), but must not
             be modified. With `verify`, every byte is read and checked first, which leaves the file
@@ -126,8 +128,8 @@ def load(
         shared: Other processes on this machine load the file at about the same time, as the ranks
             of a training do. It is read through the page cache, so the disk reads it only once.
             It changes nothing for a URL.
-        storage_options: Options of the store of a URL, such as credentials: fsspec's names, or
-            obstore's. What is missing comes from the environment.
+        storage_options: Options of the store of a URL, such as credentials, under fsspec's names or
+            obstore's. Options that are not given are taken from the environment.
 
     A load that takes more than a second shows a progress bar if stderr is a terminal.
 
@@ -136,12 +138,13 @@ def load(
 
     Raises:
         CorruptCheckpointError: The file is empty, truncated, damaged or not a checkpoint.
-        FileNotFoundError, IsADirectoryError, PermissionError, OSError: It cannot be read. For a URL
-            the error names the range and the cause; or the object was replaced while it was read.
+        FileNotFoundError, IsADirectoryError, PermissionError, OSError: The file cannot be read. For
+            a URL the error names the range and the cause, one of which is that the object was
+            replaced while it was read.
         TypeError, ValueError: `path` is not a path; `storage_options` are wrong, or given with a
-            local path; `into` does not fit or holds what cannot be filled (the error names the path
-            in the tree, and nothing has been written); `into` is given together with `map_location`
-            or `mmap`; `mmap` of a file that another program packed.
+            local path; `into` does not fit, or holds objects that cannot be filled (the error names
+            their paths in the tree, and nothing has been written); `into` is given together with
+            `map_location` or `mmap`; `mmap` is given for a file that another program packed.
         StillframeError: The bytes could not be copied to a device, or this torch lacks a type of
             a safetensors file.
         RuntimeError: A tensor's memory was freed or shrunk when it was saved.
@@ -173,13 +176,14 @@ def load(
 
 
 def _open_records(fd: int, how: How) -> tuple[int, _core.Restore | None, str]:
-    """Check an open file's directory.
+    """Check the directory of an open archive.
 
-    Checks and load use the same open file, so a save that replaces the path in between changes
-    nothing here.
+    The check and the load use the same open file, so a save that replaces the path in between does
+    no harm.
 
     Returns:
-        The file's length; its records, or None if torch.load has to read it; why that is so.
+        The file's length; a restore of its records, or None if torch.load has to read the file; and
+        the reason for that.
     """
     found, core = how.open(fd)
     if found["format"] == "foreign" and (words := file_kinds.guess(fd, how.path)) is not None:
@@ -193,7 +197,7 @@ def _open_records(fd: int, how: How) -> tuple[int, _core.Restore | None, str]:
 
 
 def _load_fd(fd: int, how: How) -> Any:
-    """Load an open file into new memory. The file stays the caller's."""
+    """Load an open file into new memory. The caller closes `fd`."""
     nbytes, core, why = _open_records(fd, how)
     if core is not None:
         devices: dict[int, torch.device] = {}
@@ -263,7 +267,7 @@ def _fill(plan: Plan, new: list[Tensor], fd: int, how: How, nbytes: int) -> Plan
 
     Args:
         new: The plan's `new_tensors`.
-        nbytes: The file's length.
+        nbytes: The file's length, for the progress bar.
     """
     core = how.open_again(fd)
     with bar.watched(core.done, how.path, nbytes), explained(fd, how, f"; {HALF_WRITTEN}"):
@@ -272,11 +276,12 @@ def _fill(plan: Plan, new: list[Tensor], fd: int, how: How, nbytes: int) -> Plan
 
 
 def _copy_into(fd: int, into: Any, how: How, why: str, other: Callable[[int, How], Any]) -> Plan:
-    """Load the file into memory on the CPU in another way, and copy it to the targets."""
+    """Load the file with `other` into new memory on the CPU, and copy from there to `into`. `why`
+    says, for the log, why this is necessary."""
     _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
     plan = match(into, other(fd, replace(how, map_location="cpu")))
     plan.refuse_problems()
-    gate.wait()  # as above
+    gate.wait()  # saves may still copy out of these tensors
     with half_written():
         copy(plan)
     return plan
@@ -287,8 +292,9 @@ def _plan_ahead(core: _core.Restore, into: Any, how: How) -> tuple[Plan, list[Te
     tensor's bytes.
 
     Returns:
-        The plan and its `new_tensors`. None where the pickle cannot be read ahead, or does not tell
-        where the bytes are. The general way reports what is wrong with such a pickle.
+        The plan and its `new_tensors`. None if the pickle cannot be read in this way, or does not
+        tell which bytes go where. The caller then loads the file in another way, which reports what
+        is wrong with the pickle, if anything is.
 
     Raises:
         ValueError: Something does not fit.
@@ -306,11 +312,12 @@ def _plan_ahead(core: _core.Restore, into: Any, how: How) -> tuple[Plan, list[Te
 
 
 def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
-    """Load with torch.load, after a check. If CRCs are compared, the check reads the whole file, so
-    it is read twice.
+    """Load with torch.load, after a check. If CRCs are compared, the check reads the whole file,
+    and torch.load reads it again.
 
-    Reading headers that are far apart would disable the readahead of a cold file. So a check
-    without CRCs reads the headers after the load.
+    If a file is not in the page cache, reading the headers of its records, which are far apart,
+    would disable the kernel's readahead for the load. So a check without CRCs reads them
+    afterwards.
 
     Args:
         mmap: The storages are pages of the file.
@@ -325,14 +332,14 @@ def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
             raise ValueError(f"{how.path} cannot be mapped: {PACKED}; load it without mmap=True")
     found = check_fd(fd, how.path, verify=how.verify, later=not (how.verify or mmap))
     if mmap:
-        # This names the open file; `path` may name another one by now.
+        # The path may name another file by now, but this name is that of the open file.
         return _torch_load(f"/proc/self/fd/{fd}", how, mmap=True)
     if found["format"] != "archive":
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
             return _torch_load(file, how)
     try:
-        # torch.load reads through a Python object in any case, even when it is given a path.
+        # No slower than a path, which torch.load would open as a Python object too.
         loaded = _torch_load(_core.File(fd, found["nbytes"]), how)
     except Exception as error:
         try:
@@ -346,8 +353,8 @@ def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
 
 
 def _torch_load(file: Any, how: How, *, mmap: bool = False) -> Any:
-    # torch's configuration may make mmap the default, but then the tensors would depend on the
-    # file.
+    # mmap is always given, because torch's configuration may make True its default, and then the
+    # tensors would depend on the file.
     try:
         return torch.load(file, how.map_location, weights_only=how.weights_only, mmap=mmap)
     except RuntimeError as error:

@@ -1,9 +1,9 @@
-"""The devices that a checkpoint's records go to, according to torch.load's map_location.
+"""Finds the devices that a checkpoint's records go to, according to torch.load's map_location.
 
-torch decides the location of each storage when it unpickles it, one by one. Records are read ahead
-of that, straight to their device. If map_location names one device, all go there. Otherwise it
-depends on where each storage was saved, which only the pickle says: it is looked up first, by a
-reader that imports and runs nothing.
+torch decides on the device of each storage when it unpickles the storage. But records are read
+ahead of that, straight to their devices, which have to be known then. If map_location names one
+device, all records go there. Otherwise the device depends on where each storage was saved, which
+only the pickle says. So the pickle is read first, by a reader that imports and runs nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _BYTEORDER = sys.byteorder.encode()
 
 
 def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
-    """Return the records that go to devices, by number; none if torch has to place any of them.
+    """Return, by number, the records that are to be read straight to a CUDA device. Return none if
+    torch has to decide for each storage itself.
 
     Args:
         peek: A restore of the file that has not begun; it is closed here.
@@ -36,7 +37,7 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
     try:
         devices = _devices(peek, map_location)
         numbers = {key: peek.find(f"data/{key}") for key in devices}
-    except Exception as error:  # whatever it is: the load itself reports a bad pickle
+    except Exception as error:  # of any kind: the load itself will report a bad pickle
         _logger.debug("by way of host memory: no devices were found ahead: %r", error)
         return {}
     finally:
@@ -49,9 +50,10 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
 
 
 def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device | None]:
-    """Return the device of each storage, by its key; none if its bytes have another order."""
+    """Return the CUDA device of each storage, or None, by the storage's key. Return no storages if
+    torch has to swap their bytes, because the file has another byte order."""
     if isinstance(map_location, (str, torch.device)):
-        # All go there, so the pickle need not be read. torch numbers storages from 0 on.
+        # All storages go there, so the pickle need not be read: torch numbers them from 0 on.
         (byteorder,) = records.read(peek, ("byteorder",))
         device = _device.of_location(str(map_location))
         keys = itertools.takewhile(
@@ -80,9 +82,9 @@ def may_find(map_location: Any) -> bool:
 
 @functools.cache
 def _is_torchs_rule_known() -> bool:
-    """Return whether this torch restores the location "cuda" as this module does.
+    """Return whether torch restores the location "cuda" by its own rule, which this module follows.
 
-    It does not if other code has registered a rule of its own before torch's.
+    It does not if other code has registered a rule before torch's.
     """
     registry = serialization._package_registry
     device_of = getattr(registry[1][2], "func", None) if len(registry) > 1 else None

@@ -1,17 +1,16 @@
-"""Reading an archive's storages on threads while torch's unpickler reads its pickle.
+"""Reads an archive's storages on threads while torch's unpickler reads its pickle.
 
-torch.load has two halves. `torch.load` itself opens the file. `_load` runs an unpickler and asks
-the archive for records by name; with `weights_only` torch's unpickler runs no code of the pickle.
-This module is that archive.
+torch.load has two halves. `torch.load` itself opens the file. `_load` runs an unpickler, and asks
+an object for the archive's records by name. `Archive` is such an object.
 
-Threads of the core read its records in the file's order, ahead of the unpickler, into memory that
-torch allocated. A request for a record waits for it. So nothing unpickled ever sees bytes whose CRC
-was not compared.
+Threads of the core read the records in the file's order, ahead of the unpickler, into memory that
+torch allocated. A request for a record waits until it is read and its CRC is compared. So no object
+is ever made from bytes that were not checked.
 
     the core's threads   record 0 | record 1 | record 2 | record 3 | ...
     the unpickler             asks for 0 ....... for 1 ... for 2 ...
 
-Anything that the two halves do beyond this is left to torch.load itself: see `why_not`.
+If a file needs anything else that torch.load does, it is left to torch.load: see `why_not`.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from stillframe.errors import StillframeError
 EVERYTHING = 1 << 62  # bytes
 _BATCH_BYTES = 64 << 20  # bytes of memory that are allocated at a time
 _AHEAD_BYTES = 1 << 30  # bytes of memory that are allocated ahead of the unpickler
-_Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
-# the limit of _AHEAD_BYTES if torch copies the storages to a device afterwards
+# The same if torch copies each storage from host memory to a device afterwards.
 _DEVICE_AHEAD_BYTES = 256 << 20
+_Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
 _BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
 
 
 class _Loaded:
-    """A storage, as torch's reader of archives returns it."""
+    """A storage in the form in which torch's reader of archives returns it to `_load`."""
 
     __slots__ = ("_untyped_storage",)
 
@@ -69,14 +68,16 @@ class Ahead:
     """Memory for the records of a file, which threads read ahead of the code that takes them.
 
     Args:
+        core: A restore of the file that has not begun.
         ahead: How many bytes may be read before they are asked for.
-        devices: The devices of records that do not stay in host memory.
+        devices: The devices of records that are not read into host memory.
     """
 
     def __init__(self, core: _core.Restore, ahead: int, devices: _Devices) -> None:
         self._core = core
         self._ahead = ahead
         self._devices = devices
+        # The memory of the first records, by number; None for those that were taken.
         self._storages: list[torch.UntypedStorage | None] = []
         self._waiting_nbytes = 0  # bytes of allocated memory that no caller has taken yet
 
@@ -88,8 +89,8 @@ class Ahead:
         self._find_memory(1)
 
     def take(self, index: int) -> torch.UntypedStorage | None:
-        """Return a record's bytes once they are checked; None at a second request. The caller owns
-        them from now on."""
+        """Wait until a record is read and checked, and return its bytes, which the caller then
+        owns. Return None at a second request."""
         reach = self._core.reach(index)  # neighbours in the same chunk of the file need memory too
         if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
             self._find_memory(reach)
@@ -109,27 +110,27 @@ class Ahead:
         self._storages.clear()
 
     def _find_memory(self, least: int) -> None:
-        """Allocate memory for records: at least the first `least`, and those that may be read
-        ahead."""
+        """Allocate memory for records: for the first `least` at least, and for as many as may be
+        read ahead."""
         first = found = len(self._storages)
         while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
             sizes = self._core.sizes(first, _BATCH_BYTES)
             self._storages += give_memory(self._core, first, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
             first += len(sizes)
-        # Not after each batch: readers that fill new memory hold the lock of this process's address
-        # space. Each further allocation would wait for them, and make other readers wait.
+        # The threads start after all batches, not after each. Threads that fill new memory hold the
+        # kernel's lock of the address space, and an allocation would wait for it.
         if first > found:
             self._core.go(first)
 
 
 class Archive:
-    """The records of an open file, as torch's `_load` asks for them.
+    """The records of an open file, in place of torch's reader: `_load` asks for them by name.
 
     Args:
-        fd: The open file; it stays the caller's.
-        nbytes: Its length.
-        ahead, devices: As for `Ahead`.
+        core, ahead, devices: As for `Ahead`.
+        fd: The open file; the caller closes it.
+        nbytes: The file's length.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Archive:
         self._fd = fd
         self._nbytes = nbytes
         self._records = Ahead(core, ahead, devices)
-        # (storage, its record, the record's length) of each storage that tensors were laid over.
+        # (storage, its record, the record's length) of each storage that was given to torch.
         self._given: list[tuple[weakref.ref[torch.UntypedStorage], str, int]] = []
 
     def load(self, map_location: Any, weights_only: bool) -> Any:
@@ -150,12 +151,13 @@ class Archive:
             records.RestoreFailed: A record is damaged or could not be read.
             CutShort: A record is shorter than a tensor in it.
             Missing: The file lacks a record.
-            Everything that torch.load raises after it has opened the file.
+            Exception: Everything that torch.load raises after it has opened the file.
         """
         unpickler: Any = _weights_only_unpickler if weights_only else pickle
-        quick = _cpu_storages_stay_as_they_are() and (map_location is None or _is_cpu(map_location))
-        is_ours = _is_ours(map_location is not None) if quick else None
-        unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, is_ours))
+        stays: Callable[[str], bool] | None = None
+        if _is_cpu_rule_torchs() and (map_location is None or _is_cpu(map_location)):
+            stays = _stays_on_cpu(map_location is not None)
+        unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, stays))
         try:
             self._records.begin()
             if self.get_record("version") not in _KNOWN_VERSIONS:
@@ -167,7 +169,8 @@ class Archive:
         return loaded
 
     def storage(self, kind: Any, key: str, numel: int) -> Any:
-        """Return a storage on the CPU as `_load` makes it, or None if torch has to make it."""
+        """Return a storage of class `kind` on the CPU as `_load` would, or None if torch has to
+        make it. The record data/<key> has `numel` elements, according to the pickle."""
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if not isinstance(key, str) or self._core.find(name := f"data/{key}") < 0:
             return None
@@ -190,7 +193,7 @@ class Archive:
 
     def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> Any:
         storage = self._take(name)
-        if storage.nbytes() != nbytes:  # leave it to torch how to treat this
+        if storage.nbytes() != nbytes:  # torch decides what to do about a record of another length
             return self._torch.get_storage_from_record(name, nbytes, kind)
         self._note_given(name, storage)
         return _Loaded(storage)
@@ -200,8 +203,8 @@ class Archive:
         return self.get_record(name).decode() if self.has_record(name) else ""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of torch's own reader, in case another version of torch asks for one
-        that is not here."""
+        """Return an attribute of torch's own reader, in case another version of torch asks for an
+        attribute that this class lacks."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._torch, name)
@@ -212,11 +215,8 @@ class Archive:
         self._given.append((weakref.ref(storage), name, storage.nbytes()))
 
     def refuse_short(self) -> None:
-        """Raise CutShort if a storage had to grow under a tensor, since its new bytes are
-        undefined.
-
-        torch.load's storages cannot grow.
-        """
+        """Raise CutShort if a tensor reached beyond its record. torch has then made the storage
+        grow, and the new bytes are undefined. (The storages of torch.load cannot grow.)"""
         for alive, name, nbytes in self._given:
             storage = alive()
             if storage is not None and storage.nbytes() != nbytes:
@@ -228,12 +228,13 @@ class Archive:
         return torch._C.PyTorchFileReader(cast("IO[bytes]", _core.File(self._fd, self._nbytes)))
 
     def _take(self, name: str) -> torch.UntypedStorage:
-        """Return the record's bytes once they are checked. The caller owns them from now on."""
+        """Wait until a record is read and checked, and return its bytes, which the caller then
+        owns."""
         index = self._core.find(name)
         if index < 0:
             raise Missing(name)
         storage = self._records.take(index)
-        if storage is None:  # a second request: torch caches all but empty ones
+        if storage is None:  # a second request, which torch makes for empty storages only
             return _storage_of(self._torch.get_record(name))
         return storage
 
@@ -256,19 +257,25 @@ def new_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.Untype
 def give_memory(
     core: _core.Restore, first: int, sizes: list[int], devices: _Devices
 ) -> list[torch.UntypedStorage]:
-    """Allocate memory of these sizes for the records from `first` on, each on its device.
+    """Allocate memory of these `sizes` for the records from `first` on, each on its device, and
+    make it their destination.
 
     Raises:
-        torch.OutOfMemoryError, RuntimeError: There is none.
+        torch.OutOfMemoryError, RuntimeError: There is not enough memory.
     """
-    there = range(first, first + len(sizes)) if devices else ()
+    numbers = range(first, first + len(sizes))
     storages = [
-        new_storage(size, devices.get(first + i, "cpu") if devices else "cpu")
-        for i, size in enumerate(sizes)
+        new_storage(size, devices.get(number, "cpu"))
+        for number, size in zip(numbers, sizes, strict=True)
     ]
-    core.into(first, [0 if first + i in devices else s.data_ptr() for i, s in enumerate(storages)])
-    on_devices = [(index, devices[index]) for index in there if index in devices]
-    # After the allocations: memory that torch returns may still be in use on its stream.
+    addresses = [
+        0 if number in devices else storage.data_ptr()
+        for number, storage in zip(numbers, storages, strict=True)
+    ]
+    core.into(first, addresses)
+    on_devices = [(number, devices[number]) for number in numbers if number in devices]
+    # After the allocations, because memory that torch returns may still be in use by earlier work
+    # on its stream.
     open_devices(core, numbers_of(device for _, device in on_devices))
     for index, device in on_devices:
         address = _device.address_of(storages[index - first])
@@ -277,11 +284,13 @@ def give_memory(
 
 
 def numbers_of(devices: Iterable[torch.device]) -> set[int]:
+    """Return the indices of CUDA devices."""
     return {_device.number_of(device) - 1 for device in devices}
 
 
 def open_devices(core: _core.Restore, numbers: set[int]) -> None:
-    """Make later copies come after the work on the current streams of these devices.
+    """Prepare copies to these devices: later copies come after the work that is on their current
+    streams now.
 
     Raises:
         StillframeError: A device cannot be used.
@@ -291,19 +300,25 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
             raise StillframeError(f"nothing can be loaded to a device: {why}")
 
 
-def _is_ours(everything: bool) -> Callable[[str], bool]:
-    """Return a test for locations on the CPU; with `everything`, all of them are."""
-    return (lambda _: True) if everything else "cpu".__eq__
+def _stays_on_cpu(all_do: bool) -> Callable[[str], bool]:
+    """Return a function that takes the location of a saved storage, and returns whether the storage
+    is loaded to the CPU. With `all_do` it always returns True."""
+    return (lambda _: True) if all_do else "cpu".__eq__
 
 
-def _unpickler(base: Any, archive: Archive, is_ours: Callable[[str], bool] | None) -> Any:
-    """Return torch's unpickler, with a short cut for storages on the CPU where it may be taken.
+def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None) -> Any:
+    """Return a subclass of torch's unpickler that makes storages on the CPU itself, which is
+    faster.
 
-    For every storage `_load` asks three times whether tensors are to be fake, and where it belongs.
-    With many small tensors that is a quarter of the whole load.
+    For every storage `_load` finds out three times whether tensors are to be fake, and to which
+    device it goes. With many small tensors that is a quarter of the whole load.
 
     A class is part of a reference cycle and lives until garbage is collected. So it has only a weak
-    reference to the archive, whose threads and memory a Ctrl-C may have left open.
+    reference to the archive: after a Ctrl-C it would keep the archive's threads and memory.
+
+    Args:
+        base: torch's unpickler, which reads the pickle.
+        stays: See `_stays_on_cpu`; None leaves all storages to torch.
     """
     alive = weakref.ref(archive)
 
@@ -311,9 +326,9 @@ def _unpickler(base: Any, archive: Archive, is_ours: Callable[[str], bool] | Non
         def load(self) -> Any:
             archive = alive()
             assert archive is not None
-            if is_ours is not None:
+            if stays is not None:
                 theirs: Callable[[Any], Any] = super().__getattribute__("persistent_load")
-                self.persistent_load = _short_cut(archive, is_ours, theirs)
+                self.persistent_load = _short_cut(archive, stays, theirs)
             loaded = super().load()
             archive.refuse_short()
             return loaded
@@ -322,9 +337,10 @@ def _unpickler(base: Any, archive: Archive, is_ours: Callable[[str], bool] | Non
 
 
 def _short_cut(
-    archive: Archive, is_ours: Callable[[str], bool], theirs: Callable[[Any], Any]
+    archive: Archive, stays: Callable[[str], bool], theirs: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a `persistent_load` that handles plain storages itself and others as torch does."""
+    """Return a `persistent_load` that makes storages on the CPU itself. For all others it calls
+    torch's (`theirs`)."""
     made: dict[str, Any] = {}
 
     def persistent_load(saved: Any) -> Any:
@@ -332,7 +348,7 @@ def _short_cut(
             _, kind, key, location, numel = saved
             if key in made:
                 return made[key]
-            if is_ours(location) and archive.is_native:
+            if stays(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
                     if storage._data_ptr():  # torch makes a new object for each empty storage
@@ -350,7 +366,7 @@ def _is_cpu(map_location: Any) -> bool:
     return isinstance(map_location, (str, torch.device)) and str(map_location) == "cpu"
 
 
-def _cpu_storages_stay_as_they_are() -> bool:
+def _is_cpu_rule_torchs() -> bool:
     """Return whether nobody has registered another rule for storages that were saved on the CPU."""
     return serialization._package_registry[0][2] is serialization._cpu_deserialize
 
@@ -358,10 +374,11 @@ def _cpu_storages_stay_as_they_are() -> bool:
 class Shapes:
     """An archive of which only the pickle is read: every tensor is on the meta device.
 
-    Its storages know their records by the offset that torch notes in them for such loads.
+    In such a load, torch asks for the offset of each record and keeps it in the storage. This class
+    answers with the record's number instead, so `record_of` can tell the record of a tensor.
 
     Attributes:
-        sizes: How long each record is.
+        sizes: The bytes of each record.
     """
 
     _NAMES = ("data.pkl", "byteorder")
@@ -384,7 +401,8 @@ class Shapes:
             self._core.close()
 
     def has_record(self, name: str) -> bool:
-        return name in self._records  # .format_version is left out, so torch asks for each offset
+        # False for .format_version: with that record torch would compute offsets, not ask for them.
+        return name in self._records
 
     def get_record(self, name: str) -> bytes:
         return self._records[name]
@@ -400,7 +418,7 @@ class Shapes:
 
 
 def record_of(tensor: torch.Tensor) -> int | None:
-    """Return the record of a tensor of `Shapes`, or None if the tensor wraps others."""
+    """Return the number of the record of a tensor of `Shapes`; None if the tensor wraps others."""
     return tensor.untyped_storage()._checkpoint_offset
 
 
@@ -432,6 +450,7 @@ def reads_no_bytes() -> bool:
 
 @functools.cache
 def _load_is_as_known() -> bool:
+    """Return whether this torch has the function `_load` in the form that is used here."""
     load = getattr(serialization, "_load", None)
     return load is not None and [*inspect.signature(load).parameters][:3] == [
         "zip_file",
@@ -449,5 +468,5 @@ def open_archive(
 
 def ahead_bytes(map_location: Any, devices: _Devices) -> int:
     """Return how many bytes a load to `map_location` may read ahead."""
-    final = map_location is None or _is_cpu(map_location) or bool(devices)
-    return _AHEAD_BYTES if final else _DEVICE_AHEAD_BYTES
+    is_final = map_location is None or _is_cpu(map_location) or bool(devices)
+    return _AHEAD_BYTES if is_final else _DEVICE_AHEAD_BYTES

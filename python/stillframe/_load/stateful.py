@@ -1,16 +1,16 @@
 """Objects with a state_dict in `load(into=)`: modules, optimizers, and users' own objects.
 
-An object whose `state_dict()` returns tensors that are its own memory is filled there, without a
-second copy of its state:
+If the tensors that `state_dict()` returns are the object's own memory, they are filled in place,
+without a second copy of the state:
 
-    plain module   tensors in place; extra state by `set_extra_state`
-    optimizer      tensors in place, then `load_state_dict` with these very tensors: it keeps them
-    anything else  its part of the file is loaded into new memory, then `load_state_dict`
+    plain module     tensors in place; extra state by `set_extra_state`
+    plain optimizer  tensors in place, then `load_state_dict` with these very tensors, which it
+    keeps anything else    its part of the file is loaded into new memory, then `load_state_dict`
 
 "Plain" means that torch's own `load_state_dict` would only copy tensors. The last row covers
-modules with hooks or methods of their own, and optimizers without state (a fresh process). It also
-covers schedulers, scalers, and users' objects. For these, as in torch.distributed.checkpoint and
-Fabric, the object gets the loaded dictionary.
+modules with hooks or methods of their own, and optimizers without state (in a new process). It also
+covers schedulers, scalers, and users' objects. As in torch.distributed.checkpoint and Fabric, such
+an object gets the loaded dictionary.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _OPTIMIZER_HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that is made when all bytes are there.
+    """A call to make when all tensors are filled.
 
     Attributes:
         path: The object's path in the tree.
         function: `load_state_dict`, or `set_extra_state`.
         argument: The function's argument.
-        trees: Those parts of the argument that come from the file.
+        trees: The parts of the argument that come from the file.
     """
 
     path: str
@@ -65,9 +65,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """How one object is filled. If there are problems, it cannot be."""
+    """How one object is filled, or the problems because of which it cannot be."""
 
-    pairs: tuple[tuple[str, Tensor, Tensor], ...] = ()  # path, target, the file's tensor
+    pairs: tuple[tuple[str, Tensor, Tensor], ...] = ()  # (path, target, the file's tensor)
     calls: tuple[Call, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -78,9 +78,11 @@ def is_stateful(node: object) -> bool:
 
 
 def half_stateful(node: object) -> str:
-    """Return the one of the two methods that the node lacks, or "" when it has both or none."""
-    has = {name: _has(node, name) for name in ("state_dict", "load_state_dict")}
-    return next(name for name in has if not has[name]) if sum(has.values()) == 1 else ""
+    """Return the name of the method that a node lacks, if it has only one of state_dict and
+    load_state_dict; otherwise ""."""
+    names = "state_dict", "load_state_dict"
+    lacking = [name for name in names if not _has(node, name)]
+    return lacking[0] if len(lacking) == 1 else ""
 
 
 def _has(node: object, name: str) -> bool:
@@ -147,7 +149,8 @@ def _set_extra_state(path: str, module: Module, name: str, value: Any) -> Call:
 
 
 def _is_plain(module: Module) -> bool:
-    """Return whether load_state_dict would only copy, judging by the classes of the modules."""
+    """Return whether load_state_dict would only copy, judging by the methods and hooks of the
+    module and its submodules."""
     return all(
         type(each).state_dict is Module.state_dict
         and type(each).load_state_dict is Module.load_state_dict
@@ -160,18 +163,23 @@ def _is_plain(module: Module) -> bool:
 
 
 def _takes_other_keys(module: Module) -> bool:
-    """Return whether some submodule accepts keys of other versions, as BatchNorm does."""
+    """Return whether some submodule accepts keys of older versions of itself, as BatchNorm does."""
     plain = Module._load_from_state_dict
     return any(type(each)._load_from_state_dict is not plain for each in module.modules())
 
 
 def _is_copied(target: Any, found: Any) -> bool:
-    """Return whether the bytes can be copied unchanged. A tensor of another shape counts too: it is
-    refused later."""
-    if not isinstance(target, Tensor) or not isinstance(found, Tensor):
-        return isinstance(target, Tensor)  # no tensor in the file: refused later
+    """Return whether a tensor may be filled in place: the file's bytes can be copied unchanged.
+
+    Return True as well if the file's value does not fit at all: `into.match` then reports that.
+    """
+    if not isinstance(target, Tensor):
+        return False
+    if not isinstance(found, Tensor):
+        return True
     if target.shape != found.shape:
-        return target.dim() > 0 or found.shape != (1,)  # torch accepts that, from old versions
+        # load_state_dict accepts a tensor of one element for a scalar, as old versions saved it.
+        return target.dim() > 0 or found.shape != (1,)
     strided_both = target.layout is found.layout is strided
     return type(target) in _PLAIN_TENSORS and strided_both and target.dtype == found.dtype
 
@@ -225,9 +233,9 @@ def _other_groups(optimizer: Optimizer, found: dict[str, Any]) -> str:
 
 
 def _filled_in_place(live: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any] | None:
-    """Return the file's state with the optimizer's own tensors in it.
+    """Return an optimizer's state from the file, but with the optimizer's own tensors in it.
 
-    Return None where the two differ in more than values, as for an optimizer without a step.
+    Return None if the two differ in more than values, as for an optimizer that has not stepped yet.
     """
     if not live or live.keys() != found.keys():
         return None
