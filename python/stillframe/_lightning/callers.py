@@ -3,20 +3,20 @@
 Lightning gives a CheckpointIO only the checkpoint and a path. Whether a save may return before it
 is durable depends on two facts, and only the call stack shows them:
 
-- *The Trainer.* The strategy that holds the plugin is the `self` of a frame named like the
-  plugin's method (`save_checkpoint`, `remove_checkpoint`, `teardown`), and its LightningModule
-  knows the Trainer. One plugin may serve several Trainers, and a Fabric besides.
-- *A signal handler.* A job that is told to end, for example by SLURM's requeue signal, saves inside
-  the handler and ends right after it. So such a save must be durable when it returns. A handler is
-  recognised by its code: this module remembers the code of every Python function that it has found
-  registered. It looks when a training starts, when an epoch starts, and at every save. It installs
-  and wraps no handler. Handlers that restore the default before they save are therefore known too.
+- *Which Trainer calls?* A frame of the strategy that holds the plugin has the name of the plugin's
+  method (`save_checkpoint`, `remove_checkpoint`, `teardown`). Its `self` is the strategy, whose
+  LightningModule knows the Trainer. One plugin may serve several Trainers, and a Fabric too.
+- *Does a signal handler run?* A job that is told to end, for example by SLURM's requeue signal,
+  saves inside the handler and ends right after it. So such a save must be durable when it returns.
+  A handler is recognised by its code: this module remembers the code of every Python function that
+  it has found registered. It looks when a training starts, when an epoch starts, and at every save.
+  So it also knows handlers that restore the default before they save. It installs and wraps none.
 
 `f_locals` is read only of the few frames whose name or code matches. On Python 3.11 and 3.12,
-reading it makes a copy, which keeps alive what the frame has dropped since.
+reading it makes a copy, which keeps objects alive that the frame drops later.
 
 Some strategies do not, or cannot, give their checkpoints to a CheckpointIO. Checkpoints of some of
-them are saved all the same, by all ranks (`sharded.py`). Strategies are recognised by the names of
+these are saved nevertheless, by all ranks (`sharded.py`). Strategies are recognised by the names of
 their classes, because their modules may not be installed.
 """
 
@@ -37,15 +37,15 @@ from stillframe._watch.guard import code_of
 _SIGNALS = tuple(sorted(signal.valid_signals()))
 _MAX_WRAPPERS = 16  # wrappers around one plugin; more mean a cycle
 
-_handler_codes: set[CodeType] = set()
+_handler_codes: set[CodeType] = set()  # of every signal handler that was seen
 
 _XLA = ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
 
-_warned: set[str] = set()
+_warned: set[str] = set()  # the reasons that were given in a warning
 
 
 class Fabric:
-    """Stands for a call by Fabric, which has no Trainer."""
+    """The result of `calling_trainer` for a call by Fabric, which has no Trainer."""
 
 
 def io_chain(holder: object) -> Iterator[Any]:
@@ -109,9 +109,9 @@ def inside_signal_handler() -> bool:
 def signal_handler_frame() -> FrameType | None:
     """Return the frame of the signal handler that this thread runs.
 
-    A registered function that is called by hand counts too, unless it takes `*args`. Such code may
-    belong to a decorator and be on any stack, so there the interrupted frame must be among the
-    arguments.
+    A registered function that the program calls itself counts too, unless it takes `*args`: that
+    code may be a decorator's, and so run for other functions too. It counts only if the interrupted
+    frame, which Python passes to a handler, is among its arguments.
     """
     if threading.current_thread() is not threading.main_thread():
         return None  # Python runs handlers in the main thread only.
@@ -161,9 +161,10 @@ def warn_if_bypassed(strategy: Any, plugin: str) -> None:
 
 
 def sharded_as(strategy: Any) -> str | None:
-    """Return the model's key in the checkpoints of `strategy` if each rank saves a part of them.
+    """Return the key of the model in checkpoints of `strategy`, if it saves sharded checkpoints, of
+    which each rank saves a part.
 
-    None if it saves in another way, or has a `save_checkpoint` that is not Lightning's.
+    Return None if it does not, or if its `save_checkpoint` is not Lightning's own.
     """
     kind = _sharded(strategy)
     if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):
@@ -172,6 +173,7 @@ def sharded_as(strategy: Any) -> str | None:
 
 
 def _bypassed(strategy: Any) -> str | None:
+    """Return why `strategy` writes its checkpoints without its CheckpointIO, or None."""
     if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
         return "DeepSpeedStrategy writes its own checkpoints"
     if _sharded(strategy) is not None and sharded_as(strategy) is None:
@@ -180,7 +182,8 @@ def _bypassed(strategy: Any) -> str | None:
 
 
 def _sharded(strategy: Any) -> str | None:
-    """Return the name of Lightning's class if `strategy` is set to save sharded checkpoints."""
+    """Return the name of Lightning's class that `strategy` is of, if it is set to save sharded
+    checkpoints; otherwise None."""
     for cls in type(strategy).__mro__:
         name = cls.__name__
         if name == "FSDPStrategy" and getattr(strategy, "_state_dict_type", None) == "sharded":

@@ -8,14 +8,14 @@ When a save returns:
     a signal handler                                 once it is durable
     a Trainer that saves a `hpc_ckpt_*` file         once it is durable
     Fabric                                           once the state is captured
-    your own code                                    as for the Trainers that use the plugin if
+    a user's own code                                as for the Trainers that use the plugin if
                                                      there are any, otherwise as for Fabric
 
 After a save outside training, something needs the file at once: the learning rate finder and the
 batch size scaler read it back, a spawned worker passes its name to the parent, a script uploads it,
 or a job is requeued. The companion callback tells the plugin when training starts and ends, and
-`Trainer.state` tells it when training was interrupted. A Trainer without the companion never saves
-asynchronously, because nothing would delay its hooks while the state is being copied.
+`Trainer.state` tells it when training was interrupted. In a Trainer without the companion every
+save is durable when it returns, because nothing would delay the hooks while the state is copied.
 
 An error is raised once, by the next save (which is still made) or by `teardown`, oldest first
 (`work.py`). A save that is durable on return raises its own error. While Lightning handles an
@@ -25,9 +25,9 @@ Trainer with several ranks, all of them raise, after the barrier of the save (`r
 A remove is delayed while a link points to the file (with `save_last="link"` a new link follows
 soon), and until loggers have been notified of the file (`rotation.py`).
 
-If a save is refused in its call and the plugin only warns, ModelCheckpoint does not know that and
-removes the previous file. So such a save gets a failed entry in the log, and the remove after it
-is dropped.
+If a save raises in its call and the plugin only warns, ModelCheckpoint does not know that and
+removes the previous file. So such a save gets a failed entry in the log, after which the log drops
+the remove.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from stillframe._watch import gate
 
 log = logging.getLogger("stillframe")
 
-# Starts a save of a target; the last argument says whether it may copy after the call.
+# Starts a save of a target; the last argument says whether bytes may be copied after the call.
 Submit = Callable[[Work, CheckpointPath, bool], SaveHandle]
 
 
@@ -68,8 +68,8 @@ class Checkpoints:
     """The checkpoints of one plugin.
 
     Args:
-        name: The plugin's class, as its user wrote it.
-        writers: Chooses who writes them, and has the options and the engine.
+        name: The name of the plugin's class, for messages.
+        writers: Chooses the code that writes them, and has the options and the engine.
 
     Attributes:
         writers: As given.
@@ -99,9 +99,12 @@ class Checkpoints:
         self.__dict__.update(state)
         self._begin()
 
-    # ---- for the plugin: the calls of Lightning, see there ----
+    # ---- for the plugin, whose methods Lightning calls ----
 
     def save(self, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None) -> None:
+        """Save a checkpoint for `trainer` (see `callers.calling_trainer`); otherwise as
+        `CheckpointPlugin.save_checkpoint`."""
+
         def submit(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
             is_ours = self.writers.inner is None
             if storage_options is not None and is_ours and not target.remote:
@@ -116,14 +119,18 @@ class Checkpoints:
 
     def save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
         """Make a save, and raise the oldest error that was not reported, unless `together` will
-        raise it."""
-        # Asked first, because a failure of ours below would also count as an exception that is
+        raise it.
+
+        Args:
+            submit: Starts the save.
+        """
+        # Before the save, because an error of the save would also count as an exception that is
         # being handled.
         quiet = self.trainers.failed(trainer)
         work = self._current_work()
         in_handler = inside_signal_handler()
         interrupted = work.newest, work.newest_returns_early
-        # replaced when the save is made
+        # `work.add` replaces these when the save is made.
         work.newest, work.newest_returns_early = Failed(repr(path)), False
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
@@ -141,7 +148,7 @@ class Checkpoints:
     def _save_and_report(
         self, work: Work, save: Callable[[], None], path: Any, quiet: bool
     ) -> None:
-        """Make a save; log or warn of errors that are not raised."""
+        """Make a save. Leave its error to `work`, or report it here if it must not be raised."""
         error: BaseException | None = None
         try:
             save()
@@ -161,6 +168,7 @@ class Checkpoints:
         if is_trainer(trainer):
             refuse_strategy(trainer.strategy)
         target = CheckpointPath.of(path)
+        # whether the save may return before it is durable
         early = not in_handler and self.trainers.may_save_early(trainer)
         early = early and not _for_requeue(target)
         work.rotation.make_room(target)
@@ -192,7 +200,7 @@ class Checkpoints:
 
     def tear_down(self, trainer: Any) -> None:
         quiet = self.trainers.failed(trainer) or (
-            # Called by hand in a `finally` or `except`, with no Trainer there to ask.
+            # A user's own call in a `finally` or `except`, with no Trainer to ask.
             not self.trainers.of_caller(trainer) and sys.exc_info()[0] is not None
         )
         try:
@@ -211,7 +219,7 @@ class Checkpoints:
         """Register a Trainer that was made with this plugin and has the companion."""
         self.trainers.add(trainer)
         if self._current_work().saves:
-            # It may look for the newest checkpoint in a directory before any hook of it runs.
+            # The Trainer may look for the newest checkpoint in a directory before its hooks run.
             _core.log_drain(None)
 
     def notify(self) -> None:
@@ -220,21 +228,21 @@ class Checkpoints:
         self._current_work().rotation.notify()
 
     def finish(self, trainer: Any) -> None:
-        """Do the same as `tear_down`, which some strategies never call."""
+        """Wait for saves, links and removes, and raise their errors as `tear_down` does, which some
+        strategies never call."""
         self._finish(trainer, self.trainers.failed(trainer))
 
     def settle(self) -> None:
-        """Wait for everything and call loggers; errors are left for the next save or the end."""
+        """Wait for saves, links and removes, and notify loggers. Errors are raised by the next save
+        or at the end."""
         work = self._current_work()
         if work.under_way():
             self._finish_in_time(work)
             work.drain(close=False)
 
     def publish(self, notify: Callable[[Any], object], checkpoint_callback: Any) -> None:
-        """Call `notify(checkpoint_callback)` once the last checkpoint is durable.
-
-        If stillframe has saved none, it is called at once.
-        """
+        """Call `notify(checkpoint_callback)` once the last checkpoint is durable, or now if
+        stillframe has saved none."""
         work = self._current_work()
         handle = work.newest
         if handle is None:
@@ -268,9 +276,9 @@ class Checkpoints:
 
     @contextmanager
     def together(self, strategy: Any) -> Iterator[None]:
-        """Make the save in the block on all ranks of `strategy`, which then raise together.
+        """Have all ranks of `strategy` raise the error of a save in the block on any rank.
 
-        The error stays with its save until all ranks have passed the barrier of the block.
+        The error is raised after the block, in which all ranks pass Lightning's barrier.
         """
         if self._together:
             yield
@@ -326,7 +334,8 @@ class Checkpoints:
             work.finish_in_time(ending, deadline_s)
 
     def _warns(self, work: Work, error: BaseException) -> bool:
-        """Return whether to warn of an error; never of a mistake in how a save was asked for."""
+        """Return whether to warn of an error rather than raise it. A mistake in the arguments of a
+        save is always raised."""
         return self.writers.options.on_error == "warn" and (
             work.is_newest_made() or is_failure(error)
         )
@@ -343,5 +352,5 @@ class Checkpoints:
 
 
 def _for_requeue(target: CheckpointPath) -> bool:
-    """Return whether SLURM's requeue comes right after this checkpoint."""
+    """Return whether the job is requeued by SLURM right after this checkpoint."""
     return os.path.basename(target.text).startswith("hpc_ckpt_")

@@ -1,21 +1,21 @@
 """Implements the companion callback for `lightning` and `pytorch_lightning`.
 
 A save copies most of the state under the next forward and backward, because only the optimizer's
-step changes it, and the step waits. Lightning lets other code write to the state between steps too:
-weight averaging swaps the weights for validation, a callback loads older ones. So at every hook
-where Lightning lets such code run, this callback waits until the saves in flight have copied their
-state. It is first in the Trainer's list then, and so runs before the code that writes.
+step changes that state, and the step waits. Lightning lets other code write to the state between
+steps too: weight averaging swaps the weights for validation, a callback loads older weights. So at
+every hook where Lightning lets such code run, this callback waits until the saves in flight have
+copied their state. It is first in the Trainer's list, and so runs before the code that writes.
 
 At `on_train_end` it waits until checkpoints are durable, links made and loggers notified, because
-the hooks after it read the best checkpoint.
+the later hooks of that event read the best checkpoint.
 
 It does not wait inside the step (`on_before_zero_grad`, `on_before_backward`,
 `on_after_backward`, `on_before_optimizer_step`), nor at `on_train_batch_start` and
-`on_train_batch_end`: the copy runs under the forward and backward between those. Storages that a
-callback regularly writes to there are detected and captured in the call. A callback that writes
-rarely causes a TornSnapshotError, never a wrong file. The hooks about state (`state_dict`,
-`on_save_checkpoint` and their counterparts) run inside a save or a load, and loading waits by
-itself.
+`on_train_batch_end`, because the copy runs under the forward and backward between those. If a
+callback regularly writes to a storage there, this is detected and saves capture that storage in the
+call. If it writes only rarely, the save fails with a TornSnapshotError and never makes a wrong
+file. The hooks about state (`state_dict`, `on_save_checkpoint` and their counterparts) run inside a
+save or a load, and loading waits by itself.
 
 Between `setup` and `teardown` (or the exception that ends the run) it is first in the list, and
 replaces methods of the Trainer's own objects that bypass a CheckpointIO:
@@ -23,12 +23,12 @@ replaces methods of the Trainer's own objects that bypass a CheckpointIO:
     ModelCheckpoint.file_exists       sees the saves and removes in flight
     ModelCheckpoint._link_checkpoint  links in the order of saves and removes
     Logger.after_save_checkpoint      is called once the checkpoint is durable
-    Logger.finalize                   comes after all of those
-    Trainer.save_checkpoint           of several ranks: all raise what any of them has to
-    resume_start                      of several ranks: all load after rank 0's saves
-    Strategy.save_checkpoint          and its like, where each rank saves its part: `sharded.py`
+    Logger.finalize                   is called after all of these calls
+    Trainer.save_checkpoint           with several ranks: an error of one rank is raised on all
+    resume_start                      with several ranks: all load after rank 0's saves
+    Strategy.save_checkpoint          and others, if each rank saves a part: see `sharded.py`
 
-It has no state, so it is not in checkpoints, and does nothing in a Trainer that saves with
+The callback has no state, so it is not in checkpoints. It does nothing in a Trainer that saves with
 another plugin.
 """
 
@@ -75,8 +75,8 @@ class CompanionHooks:
         gate.wait()
         wraps = checkpoints.trainers.set_up(trainer)
         if trainer.callbacks[0] is not self:
-            # A new list, because Lightning is iterating over the old one: to change that would
-            # skip a callback.
+            # A new list, because Lightning is iterating over the old one. A change of the old list
+            # would make it skip a callback.
             wraps.exchange(
                 trainer,
                 "callbacks",
@@ -102,13 +102,13 @@ class CompanionHooks:
         if checkpoints is not None:
             checkpoints.trainers.training_ends(trainer)
             gate.wait()
-            # The user's hooks run next, and read `best_model_path`.
+            # Hooks of users run next, and may read `best_model_path`.
             checkpoints.settle()
             if ranks.several(trainer):
                 trainer.strategy.barrier("stillframe: checkpoints are durable")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        # Callbacks are not torn down after an exception, and loggers are finalised next. Later
+        # Lightning calls no `teardown` after an exception, and finalises loggers next. From now on
         # saves are durable when they return.
         self._end(trainer)
 
@@ -140,7 +140,7 @@ class CompanionHooks:
 
 
 def _wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
-    """Wrap the methods of callbacks, loggers and the strategy that must follow the log."""
+    """Replace the methods that the head of this file lists."""
     for callback in trainer.callbacks:
         if hasattr(callback, "file_exists") and hasattr(callback, "_fs"):
             wraps.put(callback, "file_exists", partial(_file_exists, checkpoints, callback))
@@ -178,8 +178,8 @@ def _file_exists(
     checkpoints: Checkpoints, callback: Any, original: Method, *args: Any, **kwargs: Any
 ) -> Any:
     """Call ModelCheckpoint's `file_exists` with a file system that knows saves in flight."""
-    # Each version of Lightning has its own way to tell the other ranks, so its method is called,
-    # with another view of the file system.
+    # Lightning's versions differ in how rank 0 tells the others, so the original method is called,
+    # but with another view of the file system.
     file_system = callback._fs
     callback._fs = _LogView(checkpoints, file_system)
     try:
@@ -199,7 +199,7 @@ def _link(
     """Make ModelCheckpoint's link when the saves before it have ended."""
     method = getattr(type(callback), "_link_checkpoint", None)
     if not getattr(method, "__module__", "").endswith("callbacks.model_checkpoint"):
-        # An overridden method may need the file.
+        # A subclass has overridden the method, and may need the file.
         if trainer.is_global_zero:
             checkpoints.wait_for(CheckpointPath.of(filepath))
         original(trainer, filepath, linkpath)

@@ -6,11 +6,11 @@ keys together, so that tensors shared between them stay shared. It keeps no refe
 their memory goes back to the pool when the writer of the checkpoint has dropped them. The writer
 may be synchronous, Lightning's own `AsyncCheckpointIO`, or any thread that has the dictionary.
 
-The callback never waits for the pool, because a save may be slow, and a future given to
-`hold_until` may be one that only the training thread completes. Tensors that do not fit at once are
-copied to ordinary memory, and a line is logged. If stillframe's plugin wraps another CheckpointIO,
-the callback offloads too. The checkpoint is then copied twice, but the promises hold for any
-wrapped CheckpointIO.
+The callback never waits for memory of the pool. A save that holds memory may be slow, and a future
+given to `hold_until` may be one that only the training thread completes. If tensors do not fit at
+once, they are copied to ordinary memory, and a line is logged. If stillframe's plugin wraps another
+CheckpointIO, the callback offloads too. The checkpoint is then copied twice, but what the class
+promises holds for any wrapped CheckpointIO.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class OffloadHooks:
     pool of `stillframe.default_engine()`. The writer gets the state as it was at the save, however
     late it writes. Ties, views and container types are kept, and the module's own tensors are
     untouched. The memory goes back to the pool when the last of the checkpoint's tensors is gone.
-    The callback never waits: if the pool is too small or in use, it takes ordinary memory and logs
-    that. If your writer forks, the child must not read the tensors: use
-    `stillframe.snapshot(..., shared=True)` with `hold_until` there.
+    The callback never waits for memory: if the pool is too small or in use, it takes ordinary
+    memory and logs that. If your writer forks, the child must not read the tensors. Use
+    `stillframe.snapshot(..., shared=True)` with `hold_until` instead.
 
     With stillframe's own `AsyncCheckpointIO` the callback only counts saves, because that plugin
     copies tensors itself. (If the plugin wraps another CheckpointIO, the callback offloads.)
@@ -69,8 +69,8 @@ class OffloadHooks:
 
     Args:
         offload_keys: Keys of the checkpoint to offload; by default `state_dict`,
-            `optimizer_states` and `lr_schedulers`. A key that a checkpoint lacks is skipped, with
-            one warning if no earlier checkpoint had it.
+            `optimizer_states` and `lr_schedulers`. A key that a checkpoint lacks is skipped. If no
+            earlier checkpoint had it, one warning says so.
         log_skipped: Log every object that is left as it is, because it is neither a tensor, a
             container nor a plain value. By default the first and last 10, at level DEBUG.
 
@@ -294,7 +294,7 @@ class OffloadHooks:
         )
 
 
-# As in `plugin`: Python's own errors then name the class that users know.
+# Python's own errors about arguments then name the class that users know.
 OffloadHooks.__init__.__qualname__ = "CPUOffloadCallback.__init__"
 
 
@@ -318,8 +318,8 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
                 str(error),
             )
             return {}, 0, 0
-        # Only the text is logged: the frames of the error's traceback would keep the checkpoint
-        # for as long as a log record exists.
+        # Only the text is logged: the error's traceback would keep the checkpoint alive as long as
+        # the log record.
         log.debug("CPUOffloadCallback: the keys are tried one by one: %s", str(error))
     alone = [_offload({key: value}) for key, value in wanted.items()]
     good = {key: wanted[key] for moved, _, _ in alone for key in moved}
@@ -331,8 +331,9 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
 
 
 def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
+    """Copy values into the pool, or into ordinary memory if they do not fit now."""
     try:
-        taken = snapshot_at_once(wanted)  # never waits for memory in use
+        taken = snapshot_at_once(wanted)
         return taken.tree, taken.num_tensors, taken.nbytes
     except PoolExhaustedError as error:
         log.warning("CPUOffloadCallback: ordinary memory is used: %s", str(error))

@@ -18,7 +18,7 @@ from stillframe._lightning.writers import OnError, PluginOptions, Writers, refus
 from stillframe._save.engine import Engine
 from stillframe._save.options import DEFAULT_IN_FLIGHT, OnDurable, Size, WhenBusy
 
-# Plugins alive in this process. The entry point adds a companion only if there is one.
+# The plugins that exist in this process. The entry point adds a companion only if there are any.
 live: weakref.WeakSet[CheckpointPlugin] = weakref.WeakSet()
 
 
@@ -30,8 +30,8 @@ class CheckpointPlugin:
             its own, gets a snapshot in pool memory, and decides about files and durability; its
             `teardown` is called. By default stillframe writes the files itself.
         engine: The engine to save with, `stillframe.default_engine()` by default. The plugin does
-            not close it. A plugin with `engine=`
-            cannot be pickled, so it cannot be used with a spawning strategy.
+            not close it. A plugin with `engine=` cannot be pickled, so it cannot be used with a
+            strategy that spawns processes.
         pool_bytes: Most memory of the staging pool: bytes, or "4GiB". This and the next two options
             give the plugin an engine of its own, made at the first save and closed at teardown.
         max_in_flight: How many saves may be under way (not yet durable).
@@ -49,8 +49,9 @@ class CheckpointPlugin:
         on_error: "raise" an error of a save, at the next save or at the end, or "warn" and train
             on.
         deadline: Seconds that saves may still take after a signal that ends the training: SIGTERM,
-            counted from Lightning's `SIGTERMException`, and SLURM's requeue signal. What cannot be
-            durable by then is given up, and a line in the log says why. None waits.
+            counted from Lightning's `SIGTERMException`, and SLURM's requeue signal. A save that
+            cannot be durable by then is given up, and a line in the log says why. None waits for
+            all of them.
         mirror: The URL of a directory in a store, to which each checkpoint is uploaded in the
             background once it is durable; see docs/remote.md. Links are not uploaded. A checkpoint
             is removed when it has been uploaded.
@@ -107,6 +108,7 @@ class CheckpointPlugin:
         self._enlist()
 
     def _enlist(self) -> None:
+        """Make the plugin known to Lightning and to the entry point."""
         register_with_loaded_packages(type(self))
         live.add(self)
 
@@ -134,10 +136,10 @@ class CheckpointPlugin:
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load and check a checkpoint, once earlier saves of `path` have ended.
 
-        Loads as `stillframe.load` does, or with `checkpoint_io`. The ranks of a machine read the
+        Load as `stillframe.load` does, or with `checkpoint_io`. The ranks of a machine read the
         file from the disk once. `map_location` and `weights_only` and their defaults are those of
-        `TorchCheckpointIO.load_checkpoint` in the installed Lightning. That method itself reads
-        remote paths, and every path if `torch.load` was replaced.
+        `TorchCheckpointIO.load_checkpoint` in the installed Lightning. For remote paths, and for
+        every path if `torch.load` was replaced, that method itself is called.
 
         Raises:
             CorruptCheckpointError: The file is damaged.

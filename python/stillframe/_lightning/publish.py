@@ -2,9 +2,9 @@
 
 Lightning tells its loggers of a checkpoint when the save returns (`after_save_checkpoint`), and
 they upload the file then. This module keeps the call until the file is durable, and makes it on
-the main thread at the first hook after that. Meanwhile the callback has continued with later
-checkpoints. So its state of the save is restored for the call: `best_model_path` and similar
-attributes then name files that exist.
+the main thread at the first hook after that. By then ModelCheckpoint, which the loggers read, may
+have made later checkpoints. So it gets back, for the call, the state that it had at the save:
+`best_model_path` and similar attributes then name files that exist.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _STATE = (
 
 
 class Publication:
-    """A call that is made when a save is durable.
+    """A call to make when a save is durable.
 
     Attributes:
-        target: The checkpoint, which is not removed before the call; None if it may be removed.
+        handle: The save.
+        target: The checkpoint that must not be removed before the call; None if it may be.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class Publication:
         self._call: Callable[[SaveReport], object] | None = call
 
     def due(self) -> bool:
+        """Return whether the save has ended."""
         return self.handle.done()
 
     def deliver(self) -> None:
-        """Make the call once, unless the save failed."""
+        """Make the call, with the save's report, unless the save failed. A second call of this does
+        nothing."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -66,7 +69,7 @@ class Publication:
 
 
 def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:
-    """Return a call of `notify(callback)` that restores the callback's present state."""
+    """Return a function that calls `notify(callback)` while the callback has its present state."""
     state = {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in ((name, getattr(callback, name, None)) for name in _STATE)
@@ -106,7 +109,7 @@ def metrics_call(trainer: Any) -> Callable[[SaveReport], object]:
             "checkpoint/durable_s": report.durable_after_s,
             "checkpoint/bytes": float(report.nbytes),
         }
-        # Counted as Trainer.log does, because some loggers refuse a step below the last one.
+        # The step is that of Trainer.log, because some loggers refuse a step below the last one.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)

@@ -1,12 +1,12 @@
 """Makes all ranks of a Trainer raise the error of one rank together.
 
-In Lightning all ranks meet in a barrier after a save, which rank 0 makes alone or every rank makes
-a part of. An error raised before the barrier would leave the other ranks waiting in it. So the
-error is kept until all have passed the barrier. Then the ranks exchange one flag and, if it is set,
-the error.
+In Lightning all ranks meet in a barrier after a save, whether rank 0 alone or every rank writes. If
+a rank raised an error before the barrier, the other ranks would wait there forever. So the error is
+kept until all have passed the barrier. Then the ranks exchange one flag and, if it is set, the
+error.
 
-All ranks raise together between `setup` and `teardown`. After that rank 0 raises alone: nothing of
-ours may stay on a Trainer that was torn down. Before it raises, rank 0 enters the barrier of
+All ranks raise together between `setup` and `teardown`. At other times rank 0 raises alone, because
+nothing of ours stays on a Trainer that was torn down. Before it raises, it enters the barrier of
 `Trainer.save_checkpoint`, in which the other ranks wait.
 """
 
@@ -32,12 +32,12 @@ def agree(
     """Agree on the error that every rank raises. This is a collective: all ranks have to call it.
 
     Args:
-        error: This rank's error.
+        error: This rank's error; None if it has none.
         call_failed: This rank's call failed, so that no save was made.
 
     Returns:
-        This rank's own error, or that of the first rank that has one, or None; and whether
-        `call_failed` is true on any rank, if any rank has an error.
+        The error to raise: this rank's own, or that of the first rank that has one, or None. And
+        whether `call_failed` is true on any rank; False if no rank has an error.
     """
     if not strategy.reduce_boolean_decision(error is not None, all=False):
         return None, False
@@ -53,6 +53,7 @@ def agree(
 
 
 def _packed(error: BaseException | None) -> bytes | None:
+    """Return the pickle of an error, or of a StillframeError with its text if that fails."""
     if error is None:
         return None
     try:

@@ -1,18 +1,19 @@
 """Removes, links and announces files once saves have ended.
 
-    remove   removes a file after the saves submitted before it, in the log; delayed while a link
-             points to the file or loggers have not been notified of it
-    link     makes `last.ckpt` a symbolic link to a file when that is on the disk, in the log
-             (`ModelCheckpoint(save_last="link")`)
+    remove   removes a file in the order of the log; it is submitted only when no link points to
+             the file and loggers have been notified of it
+    link     makes `last.ckpt` a symbolic link to a file, in the order of the log, when the file is
+             on the disk (`ModelCheckpoint(save_last="link")`)
     notify   tells loggers of a checkpoint once it is durable, on the training thread
 
-A link replaces an older one with one rename. At no moment is the name missing, or names a file that
-does not exist. If Ctrl-C came before a link is made again, the link still names its old target. The
-remove of that file finds this when it is at the head of the log, and is dropped. (`save_last=True`
-writes a second file, because it contains its own `last_model_path` and so differs from the first.)
+A link replaces an older link with one rename, so its name always exists, and always names a file
+that exists. If Ctrl-C comes before a link is made again, the link still names its old target. The
+remove of that file finds this when it is at the head of the log, and is dropped. (With
+`save_last=True` the last checkpoint is a second file and no link: it contains its own
+`last_model_path`, and so differs from the first.)
 
 A signal handler may save, remove and notify in the middle of any method here. So every method takes
-an item from a collection in one step, and only the caller that got the item handles it.
+an item from a collection by one atomic operation, and only the caller that got the item handles it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stillframe")
 
-# The errors of file systems without symbolic links, and of systems where only some users may make
-# them.
+# The errors of `os.symlink` on file systems without symbolic links, or if this user may not make
+# any.
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -54,9 +55,9 @@ class Rotation:
         failed: See `Work.add_failed`; gets the errors of links and loggers.
 
     Attributes:
-        held: Removes that wait until nothing needs the file, in order.
-        links: The target of each link, once all entries of the log are done.
-        publications: Calls that wait for a save to be durable, in order.
+        held: The files whose remove waits until nothing needs them, in the order of the removes.
+        links: The target that each link will have when all entries of the log are done.
+        publications: Calls that wait for a save to be durable, in the order of the saves.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class Rotation:
         self.held: dict[CheckpointPath, None] = {}
         self.links: dict[CheckpointPath, CheckpointPath] = {}
         self.publications: deque[Publication] = deque()
-        # For files that no link needs any more: the link that pointed to them last.
+        # For a file that a link is no longer to point to, the link. Until the link is made again it
+        # still points to the file.
         self._linked_by: dict[CheckpointPath, CheckpointPath] = {}
-        # Name in the log of the newest link or remove; all earlier ones end before it.
+        # The name in the log of the newest link or remove. All earlier ones end before it.
         self._newest_key: bytes | None = None
 
     def under_way(self) -> bool:
+        """Return whether `finish` has anything to do or to wait for."""
         return bool(self.publications or self.held or self._newest_key)
 
     def make_room(self, file: CheckpointPath) -> None:
@@ -93,16 +96,17 @@ class Rotation:
         self.release()
 
     def release(self, *, all_of_them: bool = False) -> None:
-        """Submit the removes that nothing holds back any more."""
+        """Submit the held removes of files that nothing needs any more, or with `all_of_them` all
+        held removes."""
         for file in list(self.held):
             if all_of_them or not self._needed(file):
                 self._submit_remove(file)
 
     def _release_last(self) -> None:
-        """Submit the removes that are still held back when a run ends.
+        """Submit the removes that are still held when a run ends.
 
-        After Ctrl-C a link may not have been made again. So each remove keeps the file if a link
-        still names it when its entry is at the head of the log.
+        After Ctrl-C a link may not have been made again. So each of these removes keeps its file if
+        the link still names it when the remove is at the head of the log.
         """
         for link, target in list(self.links.items()):
             if target in self.held:
@@ -111,7 +115,7 @@ class Rotation:
 
     def link(self, target: CheckpointPath, link: CheckpointPath) -> None:
         """Make `link` a link to `target` when all saves submitted before have ended."""
-        # Ctrl-C may come before any line, so the former target is released last.
+        # Ctrl-C may come before any line. So the remove of the former target is released last.
         former = self.links.get(link)
         if former is not None:
             self._linked_by[former] = link
@@ -166,6 +170,7 @@ class Rotation:
                 self._newest_key = None
 
     def _make_link(self, target: CheckpointPath, link: CheckpointPath) -> bool:
+        """Do the external work of a link; return whether it was made."""
         try:
             return make_link(target.name, link.name, durable=self._durable)
         except Exception as error:  # raised later, on the training thread
@@ -179,7 +184,8 @@ class Rotation:
         )
 
     def _submit_remove(self, file: CheckpointPath) -> None:
-        if self.held.pop(file, False) is False:
+        """Submit the remove of a file if it is held."""
+        if self.held.pop(file, False) is False:  # the values are None
             return
         key = file.key()
         link = self._linked_by.pop(file, None)
@@ -196,7 +202,8 @@ class Rotation:
         self._newest_key = key
 
     def _deliver(self, publication: Publication) -> None:
-        # It stays in the list, which protects its file, until the call has returned.
+        # The publication stays in the list until the call has returned, so that its file is not
+        # removed.
         try:
             publication.deliver()
         finally:
@@ -205,10 +212,10 @@ class Rotation:
 
 
 def note_failed_call(path: Any) -> None:
-    """Add a failed save to the log, for a save that failed in its call and was only warned of.
+    """Add a failed save to the log, for a save that raised in its call and was only warned of.
 
-    The caller does not see the failure and removes older files next. After a failed save the log
-    drops removes until a save succeeds.
+    The caller does not see the failure and removes older files next. The log drops removes after a
+    failed save, until a save succeeds.
     """
     try:
         name = CheckpointPath.of(path).key()
@@ -221,7 +228,8 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
     """Make `path` a relative link to `target`.
 
     Args:
-        durable: Sync the directory of the link, and before that a copy made instead of a link.
+        durable: Sync the directory of the link. If a copy is made instead of a link, sync that
+            first.
 
     Returns:
         False, after a warning, if the target does not exist.
@@ -237,7 +245,7 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
         )
         return False
     directory, name = os.path.split(path)
-    # One name for each link, so that the next process reuses what a killed one left.
+    # The same name each time, so that a file left by a killed process is replaced.
     temporary = os.path.join(directory, f".{name}.stillframe-link")
     try:
         _remove(temporary)

@@ -5,15 +5,16 @@ Fabric. They call DCP themselves, synchronously and on the process group that th
 bypass the CheckpointIO. So this module replaces methods of the strategy object:
 
     save_checkpoint              all ranks save through stillframe's DCP writer, during training
-    load_checkpoint              waits for that, and refuses what is not complete
-    lightning_module_state_dict,
-    optimizer_state              leave tensors where they are: the save copies them
+    load_checkpoint              waits for such saves, and refuses incomplete checkpoints
+    lightning_module_state_dict  returns tensors where they are, because the save copies them
+    optimizer_state              likewise
 
-The checkpoints have the contents and names of Lightning's own, so each can load the other's.
+The checkpoints have the contents and names of Lightning's own, so Lightning can load ours and we
+can load Lightning's.
 
 On every rank a save has an entry in the process's log, as saves of files have. So removes submitted
-before it are done first, and removes and links submitted after it wait for its end, which is the
-same on all ranks. A file or link with the directory's name is removed first.
+before it are done first, and removes and links submitted after it wait for its end. The result is
+the same on all ranks. A file or link with the directory's name is removed first.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ META = "meta.pt"
 
 
 def wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
-    """Make `checkpoints` save the sharded checkpoints of `trainer`, until `wraps` is restored."""
+    """Have `checkpoints` save the sharded checkpoints of `trainer`, until `wraps` is restored."""
     strategy = trainer.strategy
     wraps.put(strategy, "save_checkpoint", functools.partial(_save, checkpoints, trainer))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
     if sharded_as(strategy) == "state_dict":
-        # Not with FSDP, whose own hooks copy the state to the host when Lightning asks for it.
+        # Not for FSDP, whose own hooks copy the state to the host when Lightning asks for it.
         for name, function in (
             ("lightning_module_state_dict", _model_state),
             ("optimizer_state", _optimizer_state),
@@ -107,14 +108,15 @@ def _load(
                 _make_ready(target.text)
         except (StillframeError, OSError) as caught:
             error = caught
-        error, _ = ranks.agree(strategy, error)  # afterwards the saves of all ranks have ended
+        # All ranks meet here, so their saves have ended.
+        error, _ = ranks.agree(strategy, error)
         if error is not None:
             raise error
     return original(*args, **kwargs)
 
 
 def _make_ready(path: str) -> None:
-    """Check that a checkpoint is complete, and replace `meta.pt` if it is of another save.
+    """Check that a checkpoint is complete. Replace `meta.pt` if it belongs to another save.
 
     Raises:
         CorruptCheckpointError: The checkpoint's save never ended.
@@ -168,6 +170,9 @@ class Parts:
 def _save_together(
     checkpoints: Checkpoints, strategy: Any, caller: Any, parts: Parts, target: CheckpointPath
 ) -> None:
+    """Save a checkpoint on all ranks, which raise each other's errors. `caller` is a Trainer or
+    `Fabric`."""
+
     def submit_parts(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
         writers = checkpoints.writers
         options = writers.options.save_options(target.name, overlap=overlap)
@@ -180,12 +185,13 @@ def _save_together(
 def submit(
     parts: Parts, target: CheckpointPath, options: SaveOptions, *, engine: Engine
 ) -> SaveHandle:
-    """Start the save. A collective: if one rank raises, the save fails on all of them.
+    """Start the save. This is a collective: if it raises on one rank, the save fails on all ranks.
 
     A state that does not fit into the pool is saved from its own memory, in the call.
 
     Raises:
-        BusyError: The engine of a rank is busy and raises this; all ranks raise it.
+        BusyError: The engine of some rank is busy and was made with when_busy="raise". All ranks
+            raise it.
         StillframeError, Exception: This rank could not copy its state.
     """
     from stillframe._dcp.api import saver_of_this_process
@@ -218,16 +224,18 @@ def submit(
 
 
 def _saved(saver: Any, state: dict[str, Any], target: CheckpointPath, request: Any) -> Any:
+    """Start a save through DCP and return its handle."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         return saver.save(state, target, request)
-    except CheckpointException as error:  # raised by the user's own DCP save
+    except CheckpointException as error:
         raise as_exception(error, target.text) from None
 
 
 def as_exception(error: BaseException, path: str) -> Exception:
-    """Convert an error to one that `except Exception` catches, which DCP's own is not."""
+    """Convert an error to an Exception. DCP's own, a CheckpointException with the failures of all
+    ranks, is a BaseException, which `except Exception` would miss."""
     failures: dict[int, Any] = getattr(error, "failures", {})
     if not failures:
         if isinstance(error, Exception):
@@ -256,8 +264,9 @@ def sharded(strategy: Any) -> Any:
         fabric = Fabric(strategy=sharded(ModelParallelStrategy(parallelize)))
 
     `fabric.save` returns once the state is captured, and `fabric.load` waits for saves of its path.
-    The next save raises the errors of earlier ones, on all ranks. Call `stillframe.wait_all()` at
-    the end, because Fabric has no hook there; it raises the rest. May be called again.
+    The next save raises the errors of earlier saves, on all ranks. Fabric has no hook at the end of
+    a training, so call `stillframe.wait_all()` there, which raises the other errors. This may be
+    called again for the same strategy.
 
     Args:
         strategy: `FSDPStrategy(state_dict_type="sharded")` or `ModelParallelStrategy`, of
@@ -317,7 +326,7 @@ def _save_fabric(
     model = _only_model(strategy, state)
     target = CheckpointPath.of(strategy.broadcast(path))
     if storage_options is not None or filter is not None or model is None or target.remote:
-        # The original raises the reason, or saves to the remote path.
+        # Fabric's own method raises for what it does not support, or saves to the remote path.
         original(path, state, storage_options=storage_options, filter=filter)
         return
     states, rest = _states(strategy, model, state)
@@ -347,7 +356,8 @@ def _only_model(strategy: Any, state: dict[str, Any]) -> Any:
 def _states(
     strategy: Any, model: Any, state: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split `state` into the states of models and optimizers, and everything else."""
+    """Split `state` into two dictionaries: the states of models and optimizers, and all other
+    values."""
     import torch
 
     of_model, of_optimizer = _getters(strategy, model)

@@ -31,7 +31,8 @@ _MISSING = object()
 class _Replacement:
     """A function that replaces a method.
 
-    Once it is removed it calls the original, because another replacement may still call it.
+    When it is no longer `active` it calls the original. Other code may have replaced the method
+    again since, and still call this.
     """
 
     def __init__(self, original: Method, function: Callable[..., Any]) -> None:
@@ -49,32 +50,33 @@ class Wraps:
     """The replaced attributes of one Trainer's objects."""
 
     def __init__(self) -> None:
+        # (owner, attribute, its value before, its value now), in the order of replacement.
         self._placed: list[tuple[Any, str, Any, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Make `owner.name(...)` call `function(original, ...)`; no effect if it does already."""
+        """Make `owner.name(...)` call `function(original, ...)`, unless it is replaced already."""
         attributes = vars(owner)
         before = attributes.get(name, _MISSING)
         if isinstance(before, _Replacement) and before.active:
             return
-        over = _Replacement(getattr(owner, name), function)
-        attributes[name] = over
-        self._placed.append((owner, name, before, over))
+        replacement = _Replacement(getattr(owner, name), function)
+        attributes[name] = replacement
+        self._placed.append((owner, name, before, replacement))
 
     def exchange(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name` to `value`, unless somebody assigns another value later."""
+        """Set `owner.name` to `value` until `restore`."""
         attributes = vars(owner)
         self._placed.append((owner, name, attributes[name], value))
         attributes[name] = value
 
     def restore(self) -> None:
-        """Restore everything. May be called again."""
+        """Restore every attribute that has not been changed since. May be called again."""
         while self._placed:
-            owner, name, before, over = self._placed.pop()
-            if isinstance(over, _Replacement):
-                over.active = False
+            owner, name, before, now = self._placed.pop()
+            if isinstance(now, _Replacement):
+                now.active = False
             attributes = vars(owner)
-            if attributes.get(name) is not over:
+            if attributes.get(name) is not now:
                 continue  # other code has replaced or deleted the attribute meanwhile
             if before is _MISSING:
                 del attributes[name]
@@ -90,17 +92,17 @@ class Trainers:
 
     def __init__(self) -> None:
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Between on_train_start and on_train_end.
+        # The Trainers between on_train_start and on_train_end.
         self._training: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Between setup and teardown.
+        # The Trainers between setup and teardown, with what was replaced in each.
         self._wraps: weakref.WeakKeyDictionary[Any, Wraps] = weakref.WeakKeyDictionary()
 
     def add(self, trainer: Any) -> None:
         self._known.add(trainer)
 
     def set_up(self, trainer: Any) -> Wraps:
-        """Register a Trainer at `setup`. It counts as not training, even if an earlier fit broke
-        off."""
+        """Register a Trainer at `setup`, and return the object for its replaced methods. It counts
+        as not training, even if an earlier fit ended by an exception."""
         self._known.add(trainer)
         self._training.discard(trainer)
         return self._wraps.setdefault(trainer, Wraps())
@@ -123,8 +125,8 @@ class Trainers:
     def of_caller(self, caller: Any) -> list[Any]:
         """Return the Trainers that a call may come from.
 
-        A call without a Trainer on the stack may still come from one that uses the plugin: a
-        launcher saves a spawned worker's result like that, after training.
+        A call without a Trainer on the stack may still come from a Trainer that uses the plugin:
+        its launcher saves a spawned worker's result in this way, after training.
         """
         if caller is Fabric:
             return []
@@ -145,8 +147,8 @@ class Trainers:
     def failed(self, caller: Any) -> bool:
         """Return whether Lightning is handling an exception of the training.
 
-        No error of ours may replace that exception. An exception being handled is not enough: a
-        healthy fit may have been started inside an `except` block.
+        No error of ours may replace that exception. It does not suffice that some exception is
+        being handled, because a fit may have been started inside an `except` block.
         """
         return sys.exc_info()[0] is not None and any(
             each.state.status == "interrupted" for each in self.of_caller(caller)
@@ -158,9 +160,9 @@ def is_trainer(caller: Any) -> bool:
 
 
 def swaps_weights(caller: Any) -> bool:
-    """Return whether ModelCheckpoint loads older weights for a save and restores the newer after.
+    """Return whether ModelCheckpoint loads older weights into the module for the time of a save.
 
-    It does so with manual optimization if the module keeps older weights.
+    It does so with manual optimization, if the module keeps older weights in `saved_models`.
     """
     module = caller.lightning_module if is_trainer(caller) else None
     return (

@@ -4,7 +4,7 @@
                                                      logged
 
 An error stays in the Outcome of its handle (`_save/outcome.py`) until it is reported: by the next
-save, at the end of the training, or by `stillframe.wait_all`. An error without a save has
+save, at the end of the training, or by `stillframe.wait_all`. An error that belongs to no save gets
 a handle of its own, `Failed`.
 """
 
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stillframe")
 
-DELAY_S = 1.0
+DELAY_S = 1.0  # a shorter wait shows no line
 _REDRAW_S = 0.1
 
 
 class Failed(SaveHandle):
-    """A failure without a save: of a call that made none, of a link, or of a logger."""
+    """A failure that belongs to no save: of a call that raised before it made one, of a link, or of
+    a logger."""
 
     def __init__(self, what: str, error: BaseException | None = None) -> None:
         super().__init__(what)
@@ -53,22 +54,22 @@ class Failed(SaveHandle):
 class Work:
     """The saves of one plugin, and its files. A forked child starts with nothing.
 
-    A signal handler may save at any moment, also in the middle of a method here. So each method
-    takes an item from a list in one step, and does not look at the list before that.
+    A signal handler may save at any moment, even in the middle of a method here. So each method
+    takes an item from a list by one atomic operation, and relies on no earlier look at the list.
 
     Args:
         remover_of, durable: See `Rotation`.
 
     Attributes:
-        rotation: What is to become of files once saves have ended.
+        rotation: The removes, links and notifications that follow the saves.
         pid: The process.
-        engine: The plugin's own engine.
+        engine: The plugin's own engine; None before the first save, and if it uses another one.
         saves: Saves whose errors were not reported yet, in the order in which to report them.
-        newest: The last save; None before the first, `Failed` if its call made none.
-        ending: What ends the training (an exception, a signal handler's frame, by id), and when its
-            saves have to be durable.
+        newest: The last save; None before the first, `Failed` if its call raised.
         newest_returns_early: The newest save's call returns before the save has ended, so a later
             call reports its error.
+        ending: The id of the object that stands for the end of the training (an exception, or the
+            frame of a signal handler), and the moment by which saves have to be durable then.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Work:
         return bool(self.saves or self.engine or self.rotation.under_way())
 
     def use(self, made: Engine) -> Engine:
-        """Return the engine: `made`, unless a signal handler saved while it was being made."""
+        """Make `made` the plugin's own engine and return it. If a signal handler that saved
+        meanwhile has made another, close `made` and return that one."""
         if self.engine is None:
             self.engine = made
         else:
@@ -100,11 +102,12 @@ class Work:
         self.newest, self.newest_returns_early = handle, early
 
     def add_failed(self, what: str, error: BaseException, *, first: bool = False) -> None:
-        """Add an error without a save, as the last one, or as the next one if `first`."""
+        """Add an error that belongs to no save. It is reported after all others, or if `first`,
+        before them. `what` names it."""
         self.saves.insert(0 if first else len(self.saves), Failed(what, error))
 
     def is_newest_made(self) -> bool:
-        """Return whether the newest save was made: its call did not fail."""
+        """Return whether the call of the newest save did not raise."""
         return not isinstance(self.newest, Failed)
 
     def forget_newest(self) -> None:
@@ -114,7 +117,8 @@ class Work:
             _error_of(handle)
 
     def next_error(self) -> BaseException | None:
-        """Return the error to raise or report next, once; None if no save that ended has one.
+        """Return the error to report next, and remove it. Return None if no save that has ended has
+        one.
 
         The error of the newest save is left for a later call if its own call did not wait for it,
         however fast the save failed.
@@ -129,7 +133,7 @@ class Work:
         return None
 
     def take_error(self) -> BaseException | None:
-        """Return the next error; its notes name the others, which are logged."""
+        """Return the next error and remove all. Its notes name the others, which are logged."""
         first = self.next_error()
         while first is not None and (error := self.next_error()) is not None:
             first.add_note(f"Another checkpoint failed as well: {error}")
@@ -137,11 +141,11 @@ class Work:
         return first
 
     def drain(self, *, close: bool) -> None:
-        """Wait for everything. Errors are kept, and if the wait is interrupted, the next call waits
-        for the rest.
+        """Wait for all saves, links and removes, and notify loggers. Errors are kept. If the wait
+        is interrupted, the next call waits for the rest.
 
         Args:
-            close: Close the plugin's own engine, too.
+            close: Close the plugin's own engine too.
         """
         with WaitingLine(self.saves):
             for handle in iter(self._first_under_way, None):
@@ -157,13 +161,14 @@ class Work:
                     engine.close()
 
     def finish_in_time(self, ending: object, deadline_s: float) -> None:
-        """Wait for the saves under way, and give up what is not durable by the deadline.
+        """Wait for the saves under way, and give up those that are not durable by the deadline.
 
         Args:
-            ending: See above; the deadline is that of the first call for it.
+            ending: An exception or frame, see the attribute `ending`.
+            deadline_s: Seconds from the first call for this `ending`.
         """
         now, (known, until) = time.monotonic(), self.ending
-        # an id may belong to another object by now
+        # Long after that deadline, the id probably belongs to another object.
         if known != id(ending) or now > until + deadline_s:
             until = now + deadline_s
             self.ending = id(ending), until
@@ -183,7 +188,8 @@ class Work:
 
 
 def _error_of(handle: SaveHandle) -> BaseException | None:
-    """Wait for a save and return its error; None also if it was reported already."""
+    """Wait for a save and return its error. Return None if there is none, or if it was reported
+    already."""
     if is_collected(handle):
         return None
     try:
@@ -210,11 +216,10 @@ def is_failure(error: BaseException) -> bool:
 
 
 class WaitingLine:
-    """Shows what a long wait for `handles`, links and removes is for: a context manager.
+    """A context manager that says, during a long wait, which saves and removes are waited for.
 
-    After a second of waiting, a progress bar appears on stderr if that is a terminal, else one
-    plain line. A thread of its own draws it, because the waiting thread is inside waits that answer
-    signals.
+    After a second, a progress bar appears on stderr if that is a terminal, otherwise one plain
+    line. A thread draws it, because the caller's thread is inside the waits.
     """
 
     def __init__(self, handles: Sequence[SaveHandle]) -> None:

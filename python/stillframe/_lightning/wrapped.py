@@ -1,13 +1,13 @@
 """Saves with another CheckpointIO: `AsyncCheckpointIO(checkpoint_io=other)`.
 
-    save    takes a snapshot in memory of the pool; `other` saves that on a thread of ours
-    remove  lets `other` remove, on the same thread
-    load    lets `other` load, once everything submitted before has ended
+    save    takes a snapshot in memory of the pool; `other` saves the snapshot on a thread of ours
+    remove  `other` removes, on the same thread
+    load    `other` loads, once everything submitted before has ended
 
-All of these have entries in the process's log (`_save/ordered.py`). So a remove runs after the
-saves before it, and only if the last of them succeeded, and `exists` takes what is in flight into
-account. The snapshot's memory goes back when `other` has returned. `other` decides how durable the
-result is.
+Saves and removes are external work of the process's log (`_save/ordered.py`). So a remove runs
+after the saves before it, and only if the last of them succeeded, and `exists` takes saves and
+removes in flight into account. The snapshot's memory goes back when `other` has returned. `other`
+decides how durable the result is.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Inner:
     """The CheckpointIO that a plugin wraps.
 
     Args:
-        io: A CheckpointIO. A wrapper of Lightning's that wraps nothing gets `reader()` to wrap.
+        io: A CheckpointIO. If it is one of Lightning's wrappers and wraps nothing yet, it gets
+            `reader()` to wrap, as Lightning does.
         reader: TorchCheckpointIO of the package.
-        sentence: Names the writer in each report.
+        sentence: Names the writer in each report; by default it has the class of `io`.
     """
 
     def __init__(self, io: Any, reader: type[Any], sentence: str | None = None) -> None:
@@ -57,7 +58,8 @@ class Inner:
         engine: Engine,
         pending: list[SaveHandle],
     ) -> SnapshotSave:
-        """Take the snapshot and return; wait while the engine has no free slot.
+        """Take a snapshot, put its save into the log, and return. Wait while the engine has no free
+        slot.
 
         A checkpoint that is too large for the pool is saved from its own memory, in the call.
 
@@ -79,7 +81,7 @@ class Inner:
                 save.waited()
                 taken = _take(checkpoint, options.overlap, engine, pending)
             except BaseException:
-                slot.give_back()  # now, not when the traceback is freed
+                slot.give_back()  # otherwise the traceback would keep it
                 raise
             fallbacks, live = [self.sentence], None
             if taken is None:
@@ -107,7 +109,8 @@ class Inner:
         storage_options: Any,
         fallbacks: list[str],
     ) -> bool:
-        """Save and report; called on the thread that works in the log's order."""
+        """Have `io` save, and end the save; called as external work. Return whether it succeeded.
+        `live` is the checkpoint itself if there is no snapshot."""
         taken = save.snapshot()
         nbytes = 0
         failed: BaseException | None = None
@@ -117,7 +120,7 @@ class Inner:
             self.io.save_checkpoint(tree, target.given, storage_options=storage_options)
             nbytes = _size(target.text, 0 if taken is None else taken.nbytes)
         except BaseException as error:  # any error of the other code is the save's
-            # The traceback's frames hold the tree.
+            # The frames of the traceback refer to the tree.
             failed = error.with_traceback(None)
         finally:
             tree = None
@@ -130,16 +133,15 @@ class Inner:
         return failed is None
 
     def remove(self, path: Any, key: bytes, needed: Callable[[], bool] | None) -> None:
+        """Append a remove by `io` to the log; arguments as for `ordered.submit_remove`."""
         _ordered.submit_remove(path, key, self.io.remove_checkpoint, needed)
 
 
 def _take(
     checkpoint: Any, overlap: bool, engine: Engine, pending: list[SaveHandle]
 ) -> Snapshot[Any] | None:
-    """Take a snapshot, waiting for memory that earlier ones give back.
-
-    Returns None if it is too large for the pool.
-    """
+    """Take a snapshot, and wait for memory that earlier saves give back. Return None if the
+    checkpoint is too large for the pool."""
 
     def wait_for_a_save() -> bool:
         """Wait for the oldest save, which may free memory; return whether there was one."""

@@ -1,14 +1,15 @@
-"""Chooses who writes, reads and removes a plugin's checkpoints, and its engine.
+"""Chooses the code that writes, reads and removes a plugin's checkpoints, and the engine.
 
-    checkpoint_io given          that one, from a snapshot (`wrapped.py`)
+    if                           checkpoints are written by
+    checkpoint_io is given       that CheckpointIO, from a snapshot (`wrapped.py`)
     torch.save was replaced      Lightning's TorchCheckpointIO, from a snapshot
-    any other                    stillframe itself
+    neither                      stillframe itself
 
-If `torch.save` was replaced by a function that is not stillframe's, that function is called,
-because its author expects it. It does not keep stillframe's promises, so this is logged once and
+If `torch.save` was replaced by a function that is not stillframe's, TorchCheckpointIO calls that
+function, as its author expects. It does not keep stillframe's promises, so this is logged once and
 named in the report of every such save.
 
-stillframe reads a checkpoint itself if that gives the result of Lightning's own reader.
+stillframe reads a checkpoint itself if the result is that of Lightning's own reader.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _FORCED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 @dataclass(frozen=True, slots=True)
 class PluginOptions:
-    """The options of `CheckpointPlugin`, except for the other CheckpointIO.
+    """The options of `CheckpointPlugin`, except for `checkpoint_io`.
 
     Raises:
         TypeError, ValueError: `Engine` refuses an option, the engine skips saves, or `engine` is
@@ -203,7 +204,8 @@ class Writers:
 
     def _writer_of(self, target: CheckpointPath) -> Inner | None:
         writer = self.remover_of(target)
-        # A layer that encrypts, or a test that counts, expects its own method to be called.
+        # torch.save may have been replaced by a layer that encrypts, or a test that counts. Either
+        # expects to be called.
         if writer is None and torch.save not in (torch.serialization.save, save, async_save):
             writer = Inner(self._reader(), self._reader, _REPLACED)
             if not self._has_warned:
@@ -212,6 +214,8 @@ class Writers:
         return writer
 
     def engine_of(self, work: Work) -> Engine:
+        """Return the engine to save with: the plugin's own, which is made if necessary, or that of
+        `engine=`, or the default engine."""
         options = self.options.engine_options()
         if options is None:
             engine = engine_or_default(self.options.engine)
@@ -239,7 +243,7 @@ def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
 
 
 def _refuse_no_io(checkpoint_io: Any) -> None:
-    """Refuse an object that is not a CheckpointIO now, not in the middle of a training."""
+    """Refuse an object that is not a CheckpointIO now, rather than in the middle of a training."""
     if isinstance(checkpoint_io, type) or not all(
         callable(getattr(checkpoint_io, f"{what}_checkpoint", None))
         for what in ("save", "load", "remove")
@@ -270,11 +274,13 @@ def read(reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: 
 def _arguments(
     reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: Any
 ) -> dict[str, Any] | None:
-    """Return the arguments for `load`; None if the reader must be called."""
+    """Return the arguments for `load` that mean the same as these for the reader; None if the
+    reader itself must be called."""
     path = target.given
     if not isinstance(path, (str, os.PathLike)) or str(path).startswith("~"):
         return None
-    # Code that has replaced torch.load, to decrypt or to count, expects that to be called.
+    # torch.load may have been replaced, to decrypt or to count. The new function expects to be
+    # called.
     if torch.load not in (torch.serialization.load, load):
         return None
     if any(name in os.environ for name in _FORCED):
@@ -283,13 +289,13 @@ def _arguments(
         given = inspect.signature(reader).bind(path, *args, **kwargs)
     except TypeError:
         return None  # the reader raises this itself
-    asked = dict(given.arguments)
+    # The reader loads every storage to the CPU by default.
+    map_location = given.arguments.get("map_location", "cpu")
     given.apply_defaults()
-    meant = dict(given.arguments)
-    del meant["path"]
-    # The reader's default leaves every storage on the CPU.
-    meant["map_location"] = asked.get("map_location", "cpu")
-    # None means torch.load's own default, True. Older versions of Lightning passed False.
-    weights_only = meant.get("weights_only", False)
-    meant["weights_only"] = True if weights_only is None else weights_only
-    return meant if meant.keys() == {"map_location", "weights_only"} else None
+    how = dict(given.arguments)
+    del how["path"]
+    how["map_location"] = map_location
+    # None means torch.load's own default, which is True. Older versions of Lightning pass False.
+    weights_only = how.get("weights_only", False)
+    how["weights_only"] = True if weights_only is None else weights_only
+    return how if how.keys() == {"map_location", "weights_only"} else None
