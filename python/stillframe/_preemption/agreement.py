@@ -1,19 +1,20 @@
-"""How many ranks agree on the boundary at which all of them stop, without a collective.
+"""Has all ranks stop at the same boundary of their training loops, without a collective.
 
-Each rank counts its boundaries. One thread per rank talks to the others through the store of the
-process group, so a step costs nothing:
+A *boundary* is a call of `should_stop` or `save`, or the end of an optimizer's step: a rank can
+stop there. Each rank counts its boundaries. One thread on each rank talks to the others through the
+store of the process group, so a training step costs nothing:
 
-    a rank is asked to stop ──▶ "asked"
-    every rank              ──▶ promises to wait at its next boundary, then posts its counts
-    rank 0                  ──▶ posts the first boundary that no rank has passed
-    every rank              ──▶ goes on to that boundary, and stops there
+    a rank that gets a signal  posts "asked"
+    every rank                 makes its loop wait at its next boundary, and posts its counts
+    rank 0                     posts the first boundary that no rank has passed
+    every rank                 lets its loop go on to that boundary, and stops there
 
-A rank's count is posted by its thread, not by its training loop. So a rank that waits at a boundary
-never waits for one that needs it in a collective.
+A rank's counts are posted by the thread, not by the training loop, which may be inside a collective
+with a rank that already waits at its boundary.
 
-The first answer in the store counts (`compare_set`), so no two ranks stop at different boundaries.
-A rank that does not answer in time is left out. If it has passed the boundary by then, it ends and
-saves nothing.
+The first decision in the store counts (`compare_set`), so no two ranks stop at different
+boundaries. A rank that does not answer in time is left out. If it has passed the decided boundary
+by then, it ends and saves nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 NEVER = 1 << 62  # a number that no count reaches
-_INTERVAL_S = 0.2  # between two queries at the store
-_MOST_QUERIES = 5000  # of all ranks, in a second
+_INTERVAL_S = 0.2  # between two queries to the store
+_MOST_QUERIES = 5000  # to the store, by all ranks in one second
 _MOST_WAIT_S = 5.0  # for the answers of all ranks
 
 
@@ -55,15 +56,18 @@ class Counts(NamedTuple):
     registered: int
 
     def reaches(self, limit: Counts) -> bool:
+        """Return whether a rank with these counts has reached `limit`, see `next_boundary`."""
         return self.stops >= limit.stops or self.steps >= limit.steps or self.saves >= limit.saves
 
 
 def next_boundary(counts: list[Counts]) -> Counts:
-    """Return the first boundary that no rank has passed: a rank stops when it reaches one of these.
+    """Return the first boundary that no rank has passed, from the counts of all ranks. A rank stops
+    when any of its counts reaches the one here.
 
-    The loop's own calls of `should_stop` count, if there were any, or else its calls of `save`, if
-    it makes more than one. A loop that has registered something and then calls neither stops at the
-    end of an optimizer's step: at the second one, because a call could still follow the first.
+    The boundaries are the loop's calls of `should_stop`, if there were any. Otherwise they are its
+    calls of `save`. If it has called `save` only once, to register what to save, the end of an
+    optimizer's step is a boundary too. Not the end of the first step after that call, because a
+    second call could follow it.
     """
     stops, steps, saves, registered = (max(each[at] for each in counts) for at in range(4))
     by_steps = stops == 0 and saves < 2 and registered >= 0
@@ -79,14 +83,16 @@ class Agreement:
     """The ranks of one `preemption` block.
 
     Args:
-        store: A store of all ranks.
+        store: The store of the process group.
+        rank, size: This rank, and how many there are.
         deadline_s: How long a preemption may take.
-        on_stop: Called as `on_stop(signum, moment)` on the thread, when this rank or another one is
-            asked to stop. From its return on, this rank waits at its next boundary.
+        on_stop: Called as `on_stop(signum, moment)` on the thread of this object, when this rank or
+            another is asked to stop. When it returns, the training loop must wait at its next
+            boundary.
         counts: Returns this rank's counts.
 
     Attributes:
-        limit: The boundary to stop at, once the ranks have agreed.
+        limit: The boundary to stop at; None until the ranks have agreed.
         failed: Why this rank has no part in the agreement; None if it has.
     """
 
@@ -100,17 +106,19 @@ class Agreement:
         on_stop: Callable[[int, float], object],
         counts: Callable[[], Counts],
     ) -> None:
-        # Each rank enters equally often, and a group that is made again may have the same store.
+        # The store may have keys of earlier blocks. Each rank enters equally many blocks, so the
+        # number of this block is the same on all ranks.
         number = store.add(f"stillframe/preemption/entered/{rank}", 1)
         self._prefix = f"stillframe/preemption/{number}"
-        # A connection of its own: the user's may be blocked in a call that waits.
+        # A connection of its own, because the process group's may be blocked by a call that waits.
         self._store = store.clone()
         self._rank, self._size = rank, size
         self._wait_s = min(_MOST_WAIT_S, deadline_s / 4)
         self._on_stop, self._counts = on_stop, counts
-        # A signal handler puts into it, so its lock has to be re-entrant.
+        # (signal, moment), or None to end the thread. A signal handler puts, so the queue must be
+        # one whose `put` is re-entrant.
         self._asked: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
-        self._silent: set[int] = set()
+        self._silent: set[int] = set()  # ranks that did not answer in time
         self.limit: Counts | None = None
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="sf-preempt-ranks", daemon=True)
@@ -119,13 +127,14 @@ class Agreement:
         threads.start(self._thread)
 
     def ask(self, signum: int, moment: float) -> None:
-        """Ask all ranks to stop."""
+        """Ask all ranks to stop. `moment` is when signal `signum` came, by `time.monotonic()`."""
         self._asked.put((signum, moment))
 
     def leave(self, until: float | None) -> None:
-        """Leave the block together with the other ranks, or at once if `until` is None.
+        """Wait for the other ranks until the moment `until`, or leave at once if it is None.
 
-        A rank's end may end all the others: torchrun sees to that, and the store lives in one.
+        The end of one rank may end the others, because torchrun ends them all, and because one of
+        the processes has the store.
         """
         self._asked.put(None)
         try:
@@ -156,6 +165,9 @@ class Agreement:
             self.failed = f"the store of the process group failed: {error}"
 
     def _wait_until_asked(self) -> tuple[int, float] | None:
+        """Wait until this or another rank is asked to stop. Return the signal and the moment, or
+        None if this rank leaves the block. Moments of another machine's clock cannot be compared,
+        so ranks post how long ago the signal came."""
         asked_key = f"{self._prefix}/asked"
         interval_s = max(_INTERVAL_S, self._size / _MOST_QUERIES)
         while True:
@@ -178,10 +190,11 @@ class Agreement:
         decide: Callable[[Mapping[int, str]], str],
         wait_s: float,
     ) -> str:
-        """Post a value, and return the decision that is made from the values of all ranks.
+        """Post this rank's value `mine`, and return the decision (called `name` in the store) that
+        `decide` makes from the values of all ranks.
 
-        Rank 0 decides, when all have answered or `wait_s` has passed. Another rank does so if rank
-        0 does not. A rank that has once failed to answer is not waited for again.
+        Rank 0 decides, when all ranks have answered or `wait_s` has passed. Another rank decides if
+        rank 0 does not. A rank that has failed to answer once is not waited for again.
         """
         name = f"{self._prefix}/{name}"
         self._store.set(f"{name}/{self._rank}", mine)
@@ -203,6 +216,7 @@ class Agreement:
         return str(self._store.compare_set(name, "", decide(answers)).decode())
 
     def _wait(self, keys: list[str], wait_s: float) -> bool:
+        """Wait until the store has all keys; return False after `wait_s`."""
         return distributed.poll(lambda: self._store.check(keys), wait_s)
 
 
@@ -213,7 +227,8 @@ def _decide(answers: Mapping[int, str]) -> str:
 def join(
     deadline_s: float, on_stop: Callable[[int, float], object], counts: Callable[[], Counts]
 ) -> Agreement | None:
-    """Return the agreement with the ranks of the default process group; None if there are none.
+    """Make an agreement with the other ranks of the default process group, and start its thread.
+    Return None if there are no other ranks.
 
     Raises:
         StillframeError: The group has no store.

@@ -1,11 +1,12 @@
 """Forked children of a process that handles a preemption.
 
-A child gets the handlers that were there before. It never runs those of its parent, whose state it
-has a copy of. While a process forks, the signals are blocked, so that no child receives one before.
+In a child the signal handlers from before the block are restored. It never runs the parent's
+handlers, which would act on a copy of the parent's state. The signals are blocked during the fork,
+so that a child receives none before that.
 
-A daemonic child of multiprocessing, such as a worker of a DataLoader, serves its parent: without it
-the parent reaches no further step boundary. It leaves the signals to the parent
-(csrc/core/base/signals.c), and ends with it.
+A daemonic child of multiprocessing, such as a worker of a DataLoader, must stay alive as long as
+its parent: without it the parent could not reach its next boundary. So it ignores these signals
+unless the parent itself sends them (csrc/core/base/signals.c), and ends with the parent.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ class Watched(Protocol):
 
 
 class _Masks(threading.local):
+    """The state of a fork, for the thread that forks."""
+
     def __init__(self) -> None:
-        self.before: list[set[int]] = []
-        self.is_main = False  # the thread that forks, in the parent
+        self.before: list[set[int]] = []  # the signals that were blocked before; a stack
+        self.is_main = False  # the main thread of the parent forks
 
 
 _masks = _Masks()
-_active: list[Watched] = []
-_installed = False
+_active: list[Watched] = []  # the blocks that are running
+_installed = False  # the hooks of os.fork are registered
 
 
 def watch(block: Watched) -> None:
@@ -57,6 +60,7 @@ def unwatch(block: Watched) -> None:
 
 
 def _numbers() -> set[int]:
+    """Return the signals of all blocks."""
     return {number for block in list(_active) for number in block.signals}
 
 
@@ -81,6 +85,7 @@ def _in_child() -> None:
 
 
 def _leave(numbers: Iterable[int]) -> None:
+    """Leave signals to the parent: ignore them unless the parent sends them."""
     for number in numbers:
         _core.leave_signal(number, _masks.is_main)
 
@@ -94,8 +99,8 @@ def _serves_its_parent() -> bool:
 
 
 def _leave_once_again(numbers: Iterable[int]) -> None:
-    """Do so after a worker of a DataLoader has installed torch's handler, which is then asked for
-    what the parent sends."""
+    """Have a worker of a DataLoader leave the signals again after it has installed torch's
+    handlers. Those are then called for signals that the parent sends."""
     handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if handling is None:
         return

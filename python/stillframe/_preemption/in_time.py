@@ -1,9 +1,9 @@
 """Saves that have to be durable by a given moment, because the process is killed soon after it.
 
 Which saves can be durable in time is estimated from the process's own last saves. If not all can,
-the newest comes first, because it holds the most training. Then come older ones, as long as the
-time suffices. The rest is given up: its old file stays, and a line in the log says what and why.
-Without a measured save of a similar size there is no estimate, and everything is tried.
+the newest save is chosen first, because it holds the most training. Then come older saves that
+still fit into the time. The others are given up: their old files stay, and a line in the log says
+why. If no save of a similar size was measured, there is no estimate, and all saves are tried.
 
 An integration calls `finish` where its framework ends after a signal. Moments are those of
 `time.monotonic()`.
@@ -33,13 +33,14 @@ from stillframe._tree import skeleton
 
 log = logging.getLogger("stillframe")
 
-# saves that were given up, and may take a while to end
+# Saves that were given up. They may take a while to end.
 _given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()
-_SIMILAR = 4  # a measured save says nothing about one that is so many times as large
+_SIMILAR = 4  # a measured save gives no estimate for a save more than so many times as large
 
 
 def save(make_state: Callable[[], object], path: Path, until: float) -> SaveReport | None:
-    """Save what `make_state` returns; an error is logged.
+    """Save the object that `make_state` returns, and wait for it until the moment `until`. An error
+    is logged.
 
     Returns:
         The save's report, or None if it was given up or failed. The old file is then untouched.
@@ -69,8 +70,8 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
 
 
 def finish(until: float) -> None:
-    """Wait for all saves and removes under way; at `until`, give up those that have not ended. The
-    exit of the process will wait for uploads until then only."""
+    """Wait for all saves and removes under way. At the moment `until`, give up the saves that have
+    not ended. The exit of the process will wait for uploads until that moment only."""
     uploads.finish_by(until)
     with inside():
         _choose(_under_way(), until)
@@ -80,7 +81,7 @@ def finish(until: float) -> None:
 
 
 def give_up() -> bool:
-    """Give up the saves under way, whose time is over. Return False if there are none."""
+    """Give up the saves under way, because their time is over. Return False if there are none."""
     under_way = _under_way()
     for handle in under_way:
         _give_up(handle, _too_late(handle))
@@ -88,7 +89,7 @@ def give_up() -> bool:
 
 
 def is_given_up(handle: object) -> bool:
-    """Return whether a save was given up, which was logged."""
+    """Return whether a save was given up, so that the log says so already."""
     return handle in _given_up
 
 
@@ -107,9 +108,13 @@ def refuse_deadline(deadline: object) -> float:
 
 
 def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
-    """Choose the saves to finish, given the seconds that each needs, the newest first.
+    """Choose the saves to finish; return a bool for each.
 
     If none fits into the time, the one that needs least is tried.
+
+    Args:
+        needs_s: The seconds that each save needs, the newest save first.
+        left_s: The seconds that are left for all of them.
     """
     kept, spent_s = [], 0.0
     for need_s in needs_s:
@@ -122,10 +127,8 @@ def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
 
 
 def estimate_s(nbytes: int) -> float | None:
-    """Return how long a save of so many bytes takes, judging by this process's last saves.
-
-    None if none of them was of a similar size.
-    """
+    """Return how many seconds a save of so many bytes takes, judging by this process's last saves.
+    Return None if none of them was of a similar size."""
     durations = [
         took_s * max(1.0, nbytes / size) for size, took_s in measured if size * _SIMILAR >= nbytes
     ]
@@ -141,16 +144,18 @@ def _under_way() -> list[InFlight]:
 
 
 def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None = None) -> bool:
-    """Give up saves that the time does not suffice for.
+    """Give up the saves for which there is not enough time.
 
     Args:
+        under_way: The saves under way, oldest first.
+        until: When they have to be durable.
         new: The path and the bytes of a save that is about to be made.
 
     Returns:
         Whether to make the new save.
     """
     left_s = until - time.monotonic()
-    # Each is (what gives it up, bytes to write), the newest first.
+    # (the save, or the path of the new one, and its bytes that are not written yet), newest first.
     all_of_them: list[tuple[InFlight | str, int]] = [new] if new is not None else []
     for handle in reversed(under_way):
         written, total = handle.progress()
@@ -173,6 +178,7 @@ def _too_late(handle: InFlight) -> str:
 
 
 def _give_up(save: InFlight | str, why: str) -> None:
+    """Cancel a save and log why; a string is the path of a save that is not made at all."""
     if not isinstance(save, str):
         _given_up.add(save)
     if isinstance(save, str) or save.cancel():

@@ -4,13 +4,16 @@
                             │                                  ▲
                             └── no boundary in time: given up ─┘
 
-Three threads take part. The handlers run on the main thread and only set flags, so they may
-interrupt any call of ours. The training loop reads the flags at its boundaries. A thread of the
-block (`_watch`) keeps the time: it learns of signals at once, through Python's wake-up descriptor,
+A *boundary* is a point at which training can stop: a call of `should_stop` or `save`, or the end of
+an optimizer's step.
+
+The signal handlers run on the main thread and only set flags, so they may interrupt any call of
+ours. The training loop, on the same thread, reads the flags at its boundaries. A thread of the
+block (`_watch`) keeps the time. It learns of signals at once, through Python's wake-up descriptor,
 even while the main thread computes in C. Shortly before the deadline it gives up, and at the
 deadline it ends a process that is still in the block.
 
-Ranks agree on the boundary (`agreement.py`), and leave the block together.
+Several ranks agree on one boundary (`agreement.py`), and leave the block together.
 """
 
 from __future__ import annotations
@@ -43,11 +46,12 @@ log = logging.getLogger("stillframe")
 MakeState = Callable[[], object]
 Event = Literal["stop", "step", "save"]
 
-# torchrun passes on the signal that it has received itself, which is no second one.
+# A signal that comes so soon after the first does not count as a second one. torchrun passes on the
+# signal that it received itself, which may come later.
 _REPEATED_S = 0.1
 _PASSED_ON_S = 2.0
 _POLL_S = 0.005
-_LOOK_S = 1.0
+_LOOK_S = 1.0  # between two looks at whether another rank was asked to stop
 _OVER = 0  # the byte that ends the watching thread: no signal has this number
 
 
@@ -79,8 +83,8 @@ def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.
 
     Args:
         signals: The signals that announce the end.
-        deadline: Seconds from the first signal to the end of the process. What cannot be durable by
-            then is given up: its old file stays, and a line in the log says why.
+        deadline: Seconds from the first signal to the end of the process. A save that cannot be
+            durable by then is given up: the old file stays, and a line in the log says why.
 
     Raises:
         TypeError, ValueError: A signal that cannot be handled, or an unusable deadline.
@@ -89,41 +93,42 @@ def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.
 
 
 class _End(SystemExit):
-    """The end of the process that a block asks for."""
+    """The exception with which a block ends the process, so that it is told apart from others."""
 
 
 class Preemption:
     """One block: see `preemption`.
 
     Attributes:
-        signals: Their numbers.
+        signals: The numbers of the signals that announce the end.
     """
 
     def __init__(self, signals: Iterable[int], deadline: float) -> None:
         self.signals = _numbers(signals)
         self._deadline_s = in_time.refuse_deadline(deadline)
-        # reserved for leaving the block before the deadline
+        # the last part of the deadline, for the end of the block after the saves
         self._reserve_s = min(1.0, self._deadline_s / 5)
         self._birth = Birth("this preemption")
         # one bound method, so that it can be compared with the installed handler
         self._handler = self._on_signal
-        self._previous: dict[int, Any] = {}
-        self._entered = self._inside = self._leaving = False
+        self._previous: dict[int, Any] = {}  # the handlers before the block, by signal
+        self._entered = self._inside = False
+        self._leaving = False  # the saves at the block's end were begun
         # Signals.
-        self._pipe = (-1, -1)
+        self._pipe = (-1, -1)  # ends to read and to write numbers of signals
         self._wakes = False  # Python writes each signal's number to the pipe
         self._received: int | None = None  # the signal that this process got itself
         self._asked: tuple[int, float] | None = None  # the signal of any rank, and when it came
         self._raise = False  # the next run of the handler raises SystemExit
         # Boundaries.
         self._must_check = True  # the next boundary must check whether to stop
-        self._joined = False
+        self._joined = False  # it is known whether there are other ranks
         self._ranks: agreement.Agreement | None = None
-        self._stops = self._steps = self._saves = 0
+        self._stops = self._steps = self._saves = 0  # see `agreement.Counts`
         self._saved_at = -1  # `_steps` at the last call of `save`
-        self._stopping = False
-        self._registered: dict[str, MakeState] = {}
-        # By name: the report, and `_stops` and `_steps` at that time.
+        self._stopping = False  # the boundary at which to stop was reached
+        self._registered: dict[str, MakeState] = {}  # by path
+        # By path: the report of its save, and `_stops` and `_steps` at that time.
         self._saved: dict[str, tuple[SaveReport | None, int, int]] = {}
 
     @property
@@ -141,12 +146,14 @@ class Preemption:
         return self._must_check and self._ends_at("stop")
 
     def save(self, make_state: MakeState, path: Path) -> SaveReport | None:
-        """Save what `make_state()` returns to `path`, at the step boundary where training stops.
+        """Save the object that `make_state()` returns to `path`, at the step boundary where
+        training stops.
 
-        Before a signal it registers that, once for all: the save is made by the call of
-        `should_stop` that returns True, or at the end of the block. In a loop that never calls
-        `should_stop`, the end of an optimizer's step is the boundary, and the process ends there.
-        After a signal it saves at once (with several ranks: at the boundary that all stop at).
+        Before a signal, a call registers this save, and one call suffices. The save is made by the
+        call of `should_stop` that returns True, or at the end of the block. In a loop that never
+        calls `should_stop`, the end of an optimizer's step is the boundary, and the process ends
+        there. After a signal, a call saves at once (with several ranks: at the boundary at which
+        all stop).
 
         Args:
             make_state: Called without arguments on the main thread.
@@ -168,7 +175,8 @@ class Preemption:
             self._registered[name] = make_state
             return None
         if name in self._saved and not self._stopping and self._stops == 0:
-            raise _End(self._status())  # such a loop saves again and again, and can end only here
+            # The loop calls `save` at each step and never `should_stop`, so it can end only here.
+            raise _End(self._status())
         self._registered[name] = make_state
         self._save_registered("save")
         return self._saved[name][0]
@@ -231,16 +239,16 @@ class Preemption:
     def _finish(self, error: BaseException | None) -> None:
         """Make the saves of the block's end, and wait for all saves."""
         if not isinstance(error, _End) and _is_plain_end(error):
-            self._save_registered(None)  # the loop has ended, which is a boundary
+            self._save_registered(None)  # the end of the loop is a boundary too
         self._leaving = True
         in_time.finish(self._until())
         if self._ranks is not None:
             self._ranks.leave(self._until() if _is_plain_end(error) else None)
 
     def _restore(self) -> None:
-        """Restore the handlers, and end the watch unless the process is about to end.
+        """Restore the handlers. End the watching thread, unless the process is about to end.
 
-        A signal in between reaches either this block or the previous handler, and never both.
+        A signal that comes meanwhile reaches either this block or the previous handler, never both.
         """
         children.unwatch(self)
         _blocks.pop(id(self), None)
@@ -272,8 +280,9 @@ class Preemption:
     # ---- signals ----
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal. Runs between any two lines of the main thread, so it only sets flags."""
-        if not self._inside:  # code that came later calls this handler, which it found here
+        """Note a signal. This may interrupt any line of the main thread, so it only sets flags."""
+        # After the block, a handler that was installed inside it may still call this one.
+        if not self._inside:
             previous = self._previous.get(number)
             if callable(previous):
                 previous(number, frame)
@@ -282,11 +291,12 @@ class Preemption:
             self._raise = False
             raise _End(self._status())
         if not self._wakes:
-            with contextlib.suppress(BlockingIOError):  # it is full of earlier ones
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier signals
                 os.write(self._pipe[1], bytes([number]))
         self._receive(number)
 
     def _receive(self, number: int) -> None:
+        """Record the first signal that this process gets, and pass it on to the other ranks."""
         if self._received is None:
             self._received = number
             now = time.monotonic()
@@ -295,11 +305,13 @@ class Preemption:
                 self._ranks.ask(number, now)
 
     def _ask(self, number: int, moment: float) -> None:
+        """Have the next boundary check whether to stop, because some rank got a signal."""
         self._asked = self._asked or (number, moment)
         self._must_check = True
 
     def _watch(self) -> None:
-        """Measure the time since the first signal. Runs in the block's own thread."""
+        """Give up shortly before the deadline, and end the process at the deadline or at a second
+        signal. Runs on the block's own thread."""
         repeated_s = _PASSED_ON_S if "TORCHELASTIC_RUN_ID" in os.environ else _REPEATED_S
         first: float | None = None
         given_up = False
@@ -326,7 +338,8 @@ class Preemption:
         os.close(self._pipe[1])
 
     def _next_signal(self, given_up: bool) -> int | None:
-        """Wait for a byte of the pipe: a signal of ours or `_OVER`. Return None when time is up."""
+        """Wait for a byte of the pipe, and return it: one of `signals`, or `_OVER`. Return None if
+        it is time to look at the clock, or at the other ranks, first."""
         poll = select.poll()  # select() refuses descriptors above 1023
         poll.register(self._pipe[0], select.POLLIN)
         while True:
@@ -343,7 +356,7 @@ class Preemption:
                 return int(number)
 
     def _give_up(self) -> None:
-        """Make the main thread leave the block, whose time is over."""
+        """Give up the saves under way, and have the main thread leave the block by `_End`."""
         if self._leaving or not self._inside:
             return
         if not in_time.give_up() and not self._stopping:
@@ -359,6 +372,7 @@ class Preemption:
             signal.pthread_kill(main, self.signals[0])
 
     def _end_now(self, why: str) -> None:
+        """End the process at once, with its daemonic children."""
         log.warning("stillframe: %s: the process ends, and saves under way are given up", why)
         for child in multiprocessing.active_children():
             if child.daemon:
@@ -371,7 +385,8 @@ class Preemption:
     # ---- boundaries ----
 
     def _ends_at(self, event: Event) -> bool:
-        """Return whether training stops at this boundary; save what is registered if it does."""
+        """Return whether training stops at this boundary. If it does, save what is registered,
+        except at a call of `save`, which does that itself."""
         if self._stopping:
             return True
         if not self._joined:
@@ -379,7 +394,7 @@ class Preemption:
         self._must_check = False
         if self._asked is None:
             return False
-        self._must_check = True  # after the flag was read: a signal in between sets it too
+        self._must_check = True  # a signal after the line above has set it too
         if not self._is_last(event):
             return False
         # A loop that has called `save` after the signal may still call `should_stop`.
@@ -389,6 +404,8 @@ class Preemption:
         return True
 
     def _is_last(self, event: Event) -> bool:
+        """Return whether training stops at this boundary, which comes after a signal. With several
+        ranks, wait first until they have agreed. Raise `_End` if this rank has no part in that."""
         if self._ranks is None:
             return event != "step" or self._counts().reaches(
                 agreement.next_boundary([self._counts()._replace(steps=self._steps - 1)])
@@ -417,17 +434,18 @@ class Preemption:
         """
         for name, make_state in list(self._registered.items()):
             _, stops, steps = self._saved.get(name, (None, -1, -1))
-            same = steps == self._steps and (
+            # A call of `should_stop` may follow a save at the end of the same step.
+            is_done = steps == self._steps and (
                 stops == self._stops or (steps > 0 and event == "stop")
             )
-            if not same:
+            if not is_done:
                 report = in_time.save(make_state, name, self._until())
                 self._saved[name] = report, self._stops, self._steps
 
     def _join(self) -> None:
-        """Join the other ranks, if there are any by now."""
+        """Join the other ranks, if there is a process group by now."""
         self._ranks = agreement.join(self._deadline_s, self._ask, self._counts)
-        # A group that is made in the block is found at the first boundary.
+        # A group that is made inside the block is found at the first boundary.
         self._joined = self._inside or self._ranks is not None
         if self._ranks is not None and self._asked is not None:
             self._ranks.ask(*self._asked)
@@ -441,6 +459,7 @@ class Preemption:
         return self.signals[0] if self._asked is None else self._asked[0]
 
     def _moment(self) -> float:
+        """Return when the first signal came, by `time.monotonic()`."""
         return time.monotonic() if self._asked is None else self._asked[1]
 
     def _until(self) -> float:
@@ -448,7 +467,8 @@ class Preemption:
         return self._moment() + self._deadline_s - self._reserve_s
 
     def _last_moment(self) -> float:
-        """Return when the main thread has to leave; what it waits for has ended by then."""
+        """Return the moment by which the main thread has to leave the block. Its waits for saves
+        end before that, at `_until()`."""
         return self._until() + self._reserve_s / 4
 
     def _status(self) -> int:
@@ -457,12 +477,12 @@ class Preemption:
 
 # ---- steps of optimizers ----
 
-_blocks: dict[int, Preemption] = {}
+_blocks: dict[int, Preemption] = {}  # the blocks that are running, by their ids
 
 
 class _Steps:
-    """Tells the blocks of each optimizer step, as one of the gate's readers, which waits for
-    nothing."""
+    """Tells the running blocks when an optimizer's step ends. It is one of the gate's readers, but
+    no step waits for it."""
 
     def wait(self, optimizer: Optimizer) -> None:
         pass
@@ -479,7 +499,7 @@ _reader: _Steps | None = None
 
 
 def _steps_of(block: Preemption) -> None:
-    """Have `block.stepped` called at the end of each step from now on."""
+    """Have `block.stepped` called at the end of each optimizer's step from now on."""
     global _reader
     if _reader is None:
         _reader = _Steps()
@@ -491,6 +511,7 @@ def _steps_of(block: Preemption) -> None:
 
 
 def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
+    """Return the signals' numbers, each once; raise TypeError or ValueError for wrong ones."""
     if isinstance(signals, (str, bytes)) or not isinstance(signals, Iterable):
         raise TypeError(f"signals has to be a tuple of signals, not {signals!r}")
     numbers = tuple(dict.fromkeys(signals))
@@ -512,7 +533,7 @@ def _name(number: int) -> str:
 
 
 def _is_plain_end(error: BaseException | None) -> bool:
-    """Return whether the block has ended without an error or a status of the program's own."""
+    """Return whether the block ended neither by an error nor by `sys.exit` with a status."""
     return (
         error is None
         or isinstance(error, _End)
