@@ -3,9 +3,9 @@
     forward    saved: a_1 is copied out   a_2 is copied out   ...   a_n stays (`keep_last`)
     backward   a_n is there, a_(n-1) is prefetched   then a_(n-2) is prefetched   ...
 
-A storage is copied once, however many views of it are saved, and parameters stay where they are.
-Small tensors, tensors of other devices and tensors that the caller excludes are passed to the
-saved-tensor hooks around.
+A storage is copied once, even if several views of it are saved, and parameters stay where they are.
+Small tensors, tensors of other devices and tensors that the caller excludes are passed on to the
+enclosing saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -29,30 +29,36 @@ from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 
-_AHEAD = 4  # groups that are prefetched ahead of backward
-_SLOTS = 2 * _AHEAD
+_AHEAD = 4  # saved tensors that are prefetched ahead of backward
+_SLOTS = 2 * _AHEAD  # of each Offloader
 
 
 class _Saved:
-    """The bytes of one storage, or of a small range of a large one.
+    """The bytes of one storage, or of a small range of a large storage. They are either
 
-    HERE   has `tensor`: on the device, as it was saved
-    AWAY   has `ticket`: in the pool
-    BACK   has both: on the device again, until every saved view has been asked for
+    - on the device, as they were saved: `tensor` is set,
+    - in the pool: `ticket` is set, or
+    - on the device again, until backward has asked for every saved view: both are set.
+
+    Args:
+        tensor: The tensor with these bytes.
+        number: The position in the order in which autograd saved them.
     """
 
     def __init__(self, tensor: Tensor, number: int) -> None:
         self.number = number
-        self.nr_views = 0
+        self.nr_views = 0  # how many saved tensors are views of these bytes
         self.ticket: Ticket | None = None
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
-        self._asked = 0
+        self._asked = 0  # how many of the views backward has asked for
 
     def changed(self) -> bool:
+        """Return whether the bytes were written to on the device since they were saved."""
         return self.tensor is not None and self.tensor._version != self._version
 
     def check(self) -> None:
+        """Raise autograd's error if they were."""
         if self.ticket is None and self.tensor is not None:
             what = "one of the variables needed for gradient computation"
             check_version(self.tensor, self._version, what)
@@ -65,7 +71,7 @@ class _Saved:
 
 
 class _SavedView(NamedTuple):
-    """The object that autograd keeps in place of a tensor."""
+    """The object that autograd keeps in place of a saved tensor."""
 
     owner: OffloadedActivations
     saved: _Saved
@@ -78,17 +84,17 @@ class _SavedView(NamedTuple):
 
 
 class _Traffic:
-    """The groups of one device, in the order in which autograd saved them."""
+    """The saved bytes of one device, in the order in which autograd saved them."""
 
     def __init__(self, offloader: Offloader, keep_last: int) -> None:
         self.offloader = offloader
         self._keep_last = keep_last
-        self._staying: deque[weakref.ref[_Saved]] = deque()
+        self._staying: deque[weakref.ref[_Saved]] = deque()  # not offloaded yet, oldest first
         self._all: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        # The key holds the storage's address, which is not given to another storage while the
-        # weak reference here exists.
+        # By a key that has the address of the StorageImpl: no other storage gets this address while
+        # the weak reference to the storage exists.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
-        self._next = 0
+        self._next = 0  # the number of the next `_Saved`
 
     def save(self, tensor: Tensor) -> tuple[_Saved, View]:
         """Register the bytes of a tensor, unless they are registered already; return their `_Saved`
@@ -110,14 +116,15 @@ class _Traffic:
         return saved, view
 
     def _send_early(self) -> None:
-        """Offload the oldest tensors beyond the `keep_last` newest ones."""
+        """Offload all but the `keep_last` newest tensors."""
         while len(self._staying) > self._keep_last:
             saved = self._staying.popleft()()
-            # A tensor that was written to since stays, so that backward reports the write.
+            # A tensor that was written to since then is not offloaded, so that backward reports the
+            # write.
             if saved is not None and saved.tensor is not None and not saved.changed():
                 saved.ticket = self.offloader.offload([saved.tensor])
                 saved.tensor = None
-        if len(self._known) > 2 * len(self._all) + 64:
+        if len(self._known) > 2 * len(self._all) + 64:  # drop entries whose bytes are gone
             alive = {key: each for key, each in self._known.items() if each[1]() is not None}
             self._known = alive
 
@@ -127,7 +134,7 @@ class _Traffic:
         if saved.tensor is None:
             assert saved.ticket is not None
             [saved.tensor] = self.offloader.onload(saved.ticket)
-            # This frees the slot now. Its memory stays for as long as tensors over it exist.
+            # The slot is free now. The memory stays as long as tensors over it exist.
             self.offloader.release([saved.tensor])
         sent = 0
         for number in range(saved.number - 1, max(saved.number - 4 * _AHEAD, -1), -1):
@@ -171,7 +178,7 @@ class OffloadedActivations:
         self._entered.pop().leave()
 
     def stats(self) -> dict[torch.device, OffloadStats]:
-        """Return what was copied in each direction so far, by device; see `Offloader.stats`."""
+        """Return, by device, counters of what was copied so far; see `Offloader.stats`."""
         return {device: each.offloader.stats() for device, each in self._traffic.items()}
 
     def _take(self, tensor: Tensor) -> Any:
@@ -179,7 +186,8 @@ class OffloadedActivations:
         if not self._is_wanted(tensor):
             return None
         if graph.task() != graph.NO_TASK:
-            # A checkpoint repeats this forward, and backward uses what it saves at once.
+            # Activation checkpointing repeats a forward inside backward, which uses the saved
+            # tensor soon.
             return Kept(tensor.detach(), tensor._version)
         traffic = self._traffic.get(tensor.device)
         if traffic is None:
@@ -189,7 +197,7 @@ class OffloadedActivations:
         return _SavedView(self, saved, view)
 
     def _is_wanted(self, tensor: Tensor) -> bool:
-        """Return whether a saved tensor is worth offloading and may be offloaded."""
+        """Return whether a tensor that autograd saves is to be offloaded."""
         if tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return False  # parameters and other subclasses are not offloaded
         if tensor.numel() * tensor.itemsize < max(self._min_bytes, 1):
@@ -204,6 +212,7 @@ class OffloadedActivations:
         return self._predicate is None or bool(self._predicate(tensor))
 
     def _bring(self, saved: _Saved) -> Tensor:
+        """Return the bytes on the device; copy them there first if they are in the pool."""
         tensor = saved.tensor
         if tensor is not None and saved.ticket is None:
             saved.check()
@@ -214,11 +223,11 @@ class OffloadedActivations:
 
 
 def _whole_storage(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the tensor to copy out for a saved tensor, and the offset of the saved one in it, in
-    bytes.
+    """Return the tensor to offload for a saved tensor, and the offset in bytes at which the saved
+    tensor begins in it.
 
-    That is the tensor's whole storage or, if the tensor spans less than half of it, the range
-    that it spans.
+    The tensor to offload has the whole storage. If the saved tensor spans less than half of the
+    storage, it has only that span.
     """
     tensor = tensor.detach()
     length, rest = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
@@ -237,7 +246,8 @@ def offload_activations(
     device: torch.device | str | None = None,
     engine: Engine | None = None,
 ) -> OffloadedActivations:
-    """Keep what autograd saves inside the `with` block in the pool until backward needs it.
+    """Keep tensors that autograd saves inside the `with` block in the pool until backward needs
+    them.
 
         with stillframe.offload.offload_activations():
             loss = model(batch)
@@ -245,7 +255,8 @@ def offload_activations(
 
     Args:
         min_bytes: Smaller tensors stay on the device.
-        keep_last: How many of the tensors saved last stay on the device: backward needs them first.
+        keep_last: How many of the tensors that were saved last stay on the device, because backward
+            needs them first.
         predicate: Called with every tensor that would be copied out; if it returns False, the
             tensor stays.
         device: Copy out only tensors on this device; by default, those on any CUDA device.

@@ -1,4 +1,4 @@
-"""Checks the arguments of `offload_layers` and finds what its layers share."""
+"""Checks the arguments of `offload_layers`, and finds the tensors and modules that layers share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 from stillframe._offload.layer import Layer
 from stillframe.errors import StillframeError
 
-offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of all offloaded layers
 
-# Each of these reduces gradients when autograd adds them on the device. Gradients of offloaded
+# Classes that reduce gradients when autograd adds them on the device. Gradients of offloaded
 # weights are added on the CPU, so the reduction would never run.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
@@ -75,6 +75,7 @@ def _check_each(unique: list[nn.Module]) -> None:
 
 
 def _refuse_wrapper(module: nn.Module) -> None:
+    """Raise TypeError if a module is of one of the `_WRAPPERS`."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
             raise TypeError(
@@ -102,17 +103,18 @@ def refuse_reduction(layer: Layer) -> None:
 
 
 def mark_shared(layers: list[Layer]) -> None:
-    """Find each layer's partners and relatives (see `Layer`).
+    """Set `partners` and `relatives` of each layer (see `Layer`).
 
-    Partners share a buffer or a module: while one of them computes, something of the other
-    changes or is on the device.
+    Partners share a buffer or a module: while one of them computes, a tensor of the other changes
+    or is on the device.
     """
     _mark(layers, _changing, "partners")
     _mark(layers, lambda layer: set(map(id, layer.tensors)), "relatives")
 
 
 def _mark(layers: list[Layer], parts: Callable[[Layer], set[int]], name: str) -> None:
-    """Set attribute `name` of each layer to the other layers that share one of its `parts`."""
+    """Set attribute `name` of each layer to the other layers that have one of its `parts`, which
+    are ids of objects."""
     users: dict[int, list[Layer]] = {}
     for layer in layers:
         for each in parts(layer):
@@ -123,6 +125,7 @@ def _mark(layers: list[Layer], parts: Callable[[Layer], set[int]], name: str) ->
 
 
 def _changing(layer: Layer) -> set[int]:
+    """Return the ids of a layer's buffers and modules, which a forward may change."""
     return {
         *map(id, layer.tensors[layer.nr_parameters :]),
         *(id(reference.module) for reference in layer.references),

@@ -1,4 +1,4 @@
-"""Joins a device, a pool and the statistics of the groups that move between them."""
+"""A device, the pool of host memory that its groups are offloaded to, and the counters of both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OffloadStats(TypedDict):
     groups_offloaded: int
     groups_onloaded: int
     groups_prefetched: int  # onloaded groups whose copy had started before the call
-    groups_stale: int  # prefetched groups written to before use, so that they were copied twice
+    groups_stale: int  # prefetched groups that were written to before use, and so copied twice
     bytes_offloaded: int
     bytes_onloaded: int
     bytes_staged: int  # onloaded bytes that the calling thread copied into the pool first
@@ -33,15 +33,15 @@ class OffloadStats(TypedDict):
     onload_copy_s: float  # time that the inward stream spent copying
     offload_gb_per_s: float
     onload_gb_per_s: float
-    stream_waited_s: float  # time that current streams waited for groups that they asked for
+    stream_waited_s: float  # time that current streams waited for onloaded groups
     share_hidden: float  # share of onload_copy_s that ran under other work of the device
-    # Waits of the host: for memory of the pool; at the end of a backward or a step, for copies to
-    # complete; and for copies that a stream cannot wait for by event.
+    # Waits of the calling thread: for memory of the pool; at the end of a backward or a step, for
+    # copies to complete; and for copies for which a stream cannot wait by an event.
     host_waits: int
     host_waited_s: float
     slots: int
     slots_in_use: int
-    bytes_lingering: int  # bytes of released groups that something still refers to
+    bytes_lingering: int  # bytes of released groups to which tensors still refer
 
 
 def new_stats(slots: int) -> OffloadStats:
@@ -68,7 +68,7 @@ def new_stats(slots: int) -> OffloadStats:
 
 
 def summed(counted: OffloadStats) -> OffloadStats:
-    """Return a copy with the rates and shares computed from the counters."""
+    """Return a copy of the counters, with the rates and the share computed from them."""
     stats = counted.copy()
     out_s, in_s = stats["offload_copy_s"], stats["onload_copy_s"]
     stats["offload_gb_per_s"] = stats["bytes_offloaded"] / out_s / 1e9 if out_s else 0.0
@@ -98,20 +98,21 @@ class DevicePool:
         if self.number and (why := self.core.use_device(self.number - 1)):
             raise StillframeError(f"nothing can be brought to {self.device}: {why}")
         self.stats = new_stats(slots)
-        self._waits = threading.local()  # .inside: the thread is in a wait already
-        self._counting = threading.Lock()
+        self._waits = threading.local()  # .inside: the thread is in a block of `waiting`
+        self._counting = threading.Lock()  # protects the two counters of waits
 
     def stream(self) -> tuple[int, int]:
-        """Return the driver's number of the device and the handle of its current stream."""
+        """Return the driver's number of the device (-1 for the host), and the handle of its current
+        stream (0 for the host)."""
         number = self.number - 1
         return number, _device.current_stream(number) if self.number else 0
 
     def lease(self, core: _core.Snapshot, nbytes: int) -> _core.SnapshotMemory:
-        """Take memory from the pool. Wait for memory that comes back by itself, such as that of
-        saves.
+        """Take `nbytes` of the pool for the core's group. Wait for memory that comes back by
+        itself, such as that of saves.
 
         Raises:
-            PoolExhaustedError: The rest of the pool is held by tickets and snapshots.
+            PoolExhaustedError: Tickets and snapshots hold too much of the pool.
         """
         note_use(self.engine)
         try:
@@ -145,7 +146,7 @@ class DevicePool:
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:
-    """Return the device with its index."""
+    """Return the device that an argument names, with its index."""
     wanted = torch.device(device)
     if wanted.type != "cuda":
         return wanted

@@ -1,13 +1,14 @@
 """Copies gradients of weights that live on the CPU from the device while backward continues.
 
 A layer's gradients are offloaded together, and a thread adds them to the parameters' `grad` when
-their copies have completed. If a parameter has no `grad` yet, the offloaded tensor becomes it
-without another copy. The additions are those of autograd, in its order: the gradients that one
-backward gives to a parameter used by several layers are summed first, and the sum is added to the
-existing `grad`.
+their copies have completed. If a parameter has no `grad` yet, the offloaded tensor becomes its
+`grad` without another copy. The additions have the order of autograd's: if several layers use a
+parameter, the gradients of one backward are summed first, and the sum is added to the existing
+`grad`.
 
-The end of a backward waits on the host for all of this, so every `grad` is then complete. The host
-must wait: code that reads a `grad` next, such as `clip_grad_norm_`, calls nothing here that could.
+The end of a backward waits on the host for all of this, so every `grad` is complete then. Nothing
+later could wait: the code that reads a `grad` next, such as `clip_grad_norm_`, calls no function of
+this module.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from stillframe._offload.ticket import Ticket
 
 
 class Gradient(NamedTuple):
+    """A gradient on the device."""
+
     parameter: Tensor
     value: Tensor
     last: bool  # this backward adds nothing more to the parameter's gradient
@@ -44,9 +47,10 @@ class Gradients:
         self._offloader = offloader
         self._most = most
         self._threads: ThreadPoolExecutor | None = None
-        self._under_way: deque[Future[None]] = deque()
-        self._ending: list[Future[None]] = []  # ends of backwards that ran inside another
-        self._sums: dict[int, dict[Tensor, Tensor]] = {}  # by backward: incomplete sums
+        self._under_way: deque[Future[None]] = deque()  # additions, one for each layer
+        self._ending: list[Future[None]] = []  # ends of backwards that ran inside another backward
+        # By backward: for each parameter that will get more gradients, their sum so far.
+        self._sums: dict[int, dict[Tensor, Tensor]] = {}
 
     def send(self, task: int, gradients: Sequence[Gradient]) -> None:
         """Start to copy a layer's gradients, after the work queued on the current stream.
@@ -74,7 +78,7 @@ class Gradients:
         first.result()
 
     def fetch(self, gradients: Sequence[Gradient]) -> list[Tensor]:
-        """Copy gradients to the CPU and wait for them."""
+        """Copy gradients to the CPU, wait for the copies and return them."""
         if not gradients:
             return []
         ticket = self._offloader.offload(
@@ -86,28 +90,30 @@ class Gradients:
         ]
 
     def join(self, task: int, succeeded: bool = True) -> None:
-        """Wait until all gradients of a backward have been added; raise the first error of that.
+        """Wait until all gradients of a backward have been added; raise the first error of the
+        additions.
 
-        The incomplete sums of a failed backward are dropped, as autograd drops them.
+        The sums of a failed backward are dropped, as autograd drops them.
         """
         ending = [*self._under_way, *self._ending]
         self._under_way, self._ending = deque(), []
-        whole = False
+        added = False
         try:
             run_all(each.result for each in ending)
-            whole = True
+            added = True
         finally:
-            self._end(task, succeeded and whole)
+            self._end(task, succeeded and added)
 
     def finish(self, task: int, succeeded: bool) -> None:
-        """End a backward that ran inside another one, once everything that it has sent is added.
+        """End a backward that ran inside another one, when all gradients that it sent are added.
 
-        Does not wait: `join` of the outer backward does.
+        This does not wait: `join` of the outer backward does.
         """
         if self._threads is not None:
             self._ending.append(self._threads.submit(self._end, task, succeeded))
 
     def _end(self, task: int, succeeded: bool) -> None:
+        """Add the remaining sums of a backward to the parameters' `grad`, or drop them."""
         sums = self._sums.pop(task, {})
         if succeeded:
             with torch.no_grad():
@@ -115,17 +121,22 @@ class Gradients:
                     _add(parameter, total)
 
     def join_all(self) -> None:
-        """Wait until everything that was sent has been added."""
+        """Wait until all gradients that were sent have been added."""
         run_all(functools.partial(self.join, task) for task in [graph.NO_TASK, *self._sums])
 
     def close(self) -> None:
-        """End the thread after the gradients that are in flight."""
+        """Wait until the gradients in flight are added, and end the thread."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
             self._threads = None
 
     def _add_up(self, task: int, ticket: Ticket, owners: list[tuple[Tensor, bool]]) -> None:
-        """Add gradients that are in the pool to the sums of their parameters."""
+        """Wait for the copies of a layer's gradients, and add them to the sums of their parameters.
+        Add a sum to `grad` if it is complete. Runs on the thread.
+
+        Args:
+            owners: Each gradient's parameter, and whether its sum is then complete.
+        """
         sums = self._sums.setdefault(task, {})
         with torch.no_grad():
             for (parameter, last), came in zip(owners, ticket.tensors(), strict=True):
@@ -140,7 +151,7 @@ class Gradients:
 
 
 def fitting(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return the gradient with its parameter's strides, as autograd keeps gradients."""
+    """Return a gradient with its parameter's strides, because autograd keeps gradients so."""
     if value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,20 +1,20 @@
 """Asks autograd's engine about a running backward, and calls listeners when a backward ends.
 
-A pass is one call of the engine, which numbers it and calls it a *task*. Layers join the pass that
-runs their nodes. They are called at its end, on the thread that made the call, before the caller
-goes on:
+A *pass* is one call of the engine, which gives it a number and calls it a *task*. Listeners, such
+as offloaded layers, join the pass that runs their nodes. They are called at its end, on the thread
+that made the call, before that thread goes on:
 
-    caller           backward() ................................ returns or raises │ ends │ goes on
-    device's thread      node, node, node fails │ drops the pass ──────▶ waited for
+    caller           backward() .............. returns or raises │ listeners are called │ goes on
+    device's thread      node, node, node fails │ drops the pass ──▶ the caller waits for this
 
-The engine calls its own callbacks only after a pass that succeeds, and drops those of a failed one.
-On a device it drops them on a thread of its own, when the caller may be in its next forward
-already. So `watch` replaces the engine object of `torch.autograd`, through which every call of
-Python's goes, for as long as layers are offloaded. A dropped callback then has one effect only: the
-caller learns that no thread runs a node of the pass any more.
+The engine has callbacks of its own for the end of a pass. But it calls them only after a success,
+and drops those of a failed pass. On a device it drops them on a thread of its own, when the caller
+may be in its next forward already. So while layers are offloaded, `watch` replaces the engine
+object of `torch.autograd`, through which every call from Python goes. The engine's callback has one
+purpose left: when a failed pass drops it, no thread runs a node of the pass any more.
 
-The pass is an object among torch's thread-local ones. The engine takes those of the caller to every
-thread that runs a node. So a node finds its own pass, whatever other passes run in other threads.
+The pass is one of torch's thread-local objects. The engine copies those of the caller to every
+thread that runs a node. So a node finds its own pass, even if other threads run other passes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 NO_TASK = -1
-_MOST_S = 60.0  # the wait for a failed pass, whose last node may take long
+_MOST_S = 60.0  # the longest wait for the last node of a failed pass
 _POLL_S = 0.0005
 _KEY = "stillframe.pass"  # the pass's key among the thread-local objects of torch
 
@@ -52,11 +52,11 @@ class Pass:
     """One call of the engine.
 
     Attributes:
-        around: The outer pass, if this one was called inside a node of another, as a reentrant
-            checkpoint does.
-        number: The engine's number of it, once a listener has joined.
-        listeners: The listeners that joined, which are called at its end; in the order of joining.
-        is_over: It has ended. Threads may still have it, with other thread-local objects.
+        around: The outer pass, if this one was called inside a node of another pass, as reentrant
+            activation checkpointing does; otherwise None.
+        number: The engine's number of the pass, once a listener has joined.
+        listeners: The listeners to call at the end, in the order of joining.
+        is_over: The pass has ended. Threads may still have it as their thread-local object.
     """
 
     def __init__(self, around: Pass | None) -> None:
@@ -64,16 +64,15 @@ class Pass:
         self.number = NO_TASK
         self.listeners: dict[EndListener, None] = {}  # a set in order
         self.is_over = False
-        self._engines_callback: weakref.ref[Any] | None = (
-            None  # dropped by the engine with the pass
-        )
+        # To a callback that the engine drops together with the pass.
+        self._engines_callback: weakref.ref[Any] | None = None
 
     def join(self, listener: EndListener) -> None:
-        """Call `listener` at the end. The calling thread runs a node of this pass."""
+        """Have `listener` called at the end. The calling thread must run a node of this pass."""
         self.number = task()
         self.listeners[listener] = None
         if self._engines_callback is None:
-            # It does nothing, and has no code that Ctrl-C could interrupt.
+            # A callback that does nothing, and has no Python code that Ctrl-C could interrupt.
             callback: Any = functools.partial(bool)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._engines_callback = weakref.ref(callback)
@@ -106,8 +105,8 @@ class Pass:
 
 
 def current() -> Pass | None:
-    """Return the pass that the calling thread runs a node of; None outside one, and where the call
-    was not seen."""
+    """Return the pass of which the calling thread runs a node. Return None outside a pass, and if
+    the pass was not called through `_Engine`."""
     if task() == NO_TASK or not torch._C._is_key_in_tls(_KEY):
         return None
     found: Pass | None = torch._C._get_obj_in_tls(_KEY)
@@ -115,6 +114,7 @@ def current() -> Pass | None:
 
 
 def _make_current(which: Pass | None) -> None:
+    """Set the thread-local object from which `current` finds the pass."""
     if which is not None:
         torch._C._stash_obj_in_tls(_KEY, which)
     elif hasattr(torch._C, "_remove_obj_from_tls"):
@@ -134,7 +134,8 @@ class _Engine(torch._C._ImperativeEngine):
         self.engine = engine
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if not _nr_watching:  # other code replaced the engine too, and has put this one back
+        # Other code that had replaced the engine may have put this object back after `_unwatch`.
+        if not _nr_watching:
             return self.engine.run_backward(*args, **kwargs)
         new = Pass(current())
         try:
@@ -164,8 +165,9 @@ def _end_failed(failed: Pass) -> None:
         log.error("stillframe: a backward has failed, and so has its end: %r", error)
 
 
-_lock = threading.RLock()  # a handle's end may come in a garbage collection
-_nr_watching = 0
+# Protects the next. Re-entrant, because a garbage collection inside it may call `_unwatch`.
+_lock = threading.RLock()
+_nr_watching = 0  # how many calls of `watch` are in effect
 
 
 def watch(listener: EndListener) -> Callable[[], object]:
@@ -211,7 +213,7 @@ class EndListener:
         self._joined: dict[int, Pass] = {}
 
     def is_inside(self, number: int) -> bool:
-        """Return whether a joined backward runs inside another joined one."""
+        """Return whether a backward that was joined runs inside another that was joined."""
         found = self._joined.get(number)
         around = None if found is None else found.around
         while around is not None and self not in around.listeners:
@@ -255,7 +257,7 @@ def runs_node(node: torch.autograd.graph.Node | None) -> bool:
 def accumulates(parameter: Tensor) -> bool | None:
     """Return whether the current backward adds to the `grad` of a parameter.
 
-    None means that the gradient has to be returned to autograd instead: for
+    Return None if the gradient has to be returned to autograd instead, because of
     `torch.autograd.grad`, or because the parameter has hooks.
     """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

@@ -1,8 +1,8 @@
-"""Manages one layer whose parameters and buffers live on the CPU and visit the device.
+"""Manages one layer whose parameters and buffers live on the CPU and are copied to the device.
 
 While a forward runs, the module's parameters are replaced by tensors on the device, which an
-autograd node (`Onload`) makes from the CPU's. The parameters themselves stay leaves on the CPU.
-Optimizers, hooks and saves find them there, even after an error.
+autograd node (`Onload`) makes from those on the CPU. The parameters themselves stay leaves on the
+CPU. Optimizers, hooks and saves find them there, even after an error.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class TensorRef(NamedTuple):
     number: int  # index of the tensor in Layer.tensors
 
 
-Former = list[tuple[TensorRef, Any]]
+Former = list[tuple[TensorRef, Any]]  # references, each with the tensor that it had before
 
-# For each tensor that forwards have written to on the device: the number of writes that are not yet
-# copied back.
+# For each tensor on the CPU whose copy on the device was written to by forwards: how many of the
+# writes are not copied back yet.
 _written: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
 
-# torch reports this if a layer is compiled with fullgraph=True.
+# torch's error has this text if a layer is compiled with fullgraph=True.
 _WHY = (
     "offloaded layers get their weights between compiled graphs: compile them before"
     " offload_layers, or without fullgraph=True"
@@ -48,9 +48,9 @@ _WHY = (
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the tensor's version as a training without offloading would count it.
+    """Return the version counter that a tensor would have without offloading.
 
-    A write by a forward on the device counts when that forward ends, not when it is copied back.
+    A write by a forward on the device counts from the end of that forward, not from the copy back.
     """
     return tensor._version + _written.get(tensor, 0)
 
@@ -60,9 +60,10 @@ class _Write(NamedTuple):
 
     ticket: Ticket
     targets: list[Tensor]
-    nr_counted: int  # the first so many targets count the write in their version
+    nr_counted: int  # for so many of the first targets, the write counts in the version counter
 
     def copy_back(self) -> None:
+        """Wait for the copies, and write them to the tensors on the CPU."""
         came = self.ticket.tensors()
         with torch.no_grad():
             for number, target in enumerate(self.targets):
@@ -71,14 +72,18 @@ class _Write(NamedTuple):
 
 
 class Layer:
-    """One of the modules given, with its tensors.
+    """One of the modules that are offloaded, with its tensors. On the device, parameters have type
+    `dtype`; None for their own.
 
     Attributes:
-        tensors: Its parameters, then its buffers, each once.
-        nr_parameters: How many of them are parameters.
-        partners: Layers that share buffers or modules with this one. Each of them changes what is
-            shared when it runs, so a layer with partners is neither prefetched nor kept.
+        tensors: The parameters, then the buffers, each once.
+        nr_parameters: How many of `tensors` are parameters.
+        references: Every reference of the layer's modules to one of `tensors`.
+        changing: Indices of tensors that training forwards change without a change of version.
+        partners: Layers that share buffers or modules with this one. Each of these layers changes
+            the shared object when it runs, so a layer with partners is neither prefetched nor kept.
         relatives: Layers that share any tensor with this one.
+        uses: The forwards whose backward may still run.
     """
 
     def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
@@ -89,18 +94,18 @@ class Layer:
         self._dtype = dtype
         self._sources: list[Tensor] | None = None
         self._writes: list[_Write] = []
-        self.uses: weakref.WeakSet[Any] = weakref.WeakSet()  # forwards whose backward may still run
+        self.uses: weakref.WeakSet[Any] = weakref.WeakSet()
         self.find_tensors()
 
     # ---- the layer's tensors ----
 
     def find_tensors(self) -> None:
-        """Find the tensors; called again after somebody has replaced one of them."""
+        """Find the module's tensors. Called again after other code has replaced one of them."""
         self._sources = None
         indices: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.references: list[TensorRef] = []
-        self.changing: set[int] = set()  # changed by training forwards, without a change of version
+        self.changing: set[int] = set()
         modules = list(self.module.modules())
         for module in modules:
             self._add_tensors_of(module, module._parameters, indices)
@@ -145,12 +150,14 @@ class Layer:
         return self.tensors[: self.nr_parameters]  # type: ignore[return-value]
 
     def name_of(self, index: int) -> str:
+        """Return the key path of a tensor, for messages."""
         reference = next(each for each in self.references if each.number == index)
         inner = next(name for name, each in self.module.named_modules() if each is reference.module)
         return ".".join(part for part in (self.name, inner, reference.name) if part)
 
     def sources(self, fresh: bool) -> Sequence[Tensor]:
-        """Return what is copied to the device: the tensors, or low-precision copies of them."""
+        """Return the tensors to copy to the device: `tensors`, or copies of them of type `dtype`.
+        With `fresh`, make such copies again."""
         self.settle()
         if any(
             reference.entries.get(reference.name) is not self.tensors[reference.number]
@@ -171,7 +178,7 @@ class Layer:
         return Fingerprint([reference.entries[reference.name] for reference in self.references])
 
     def lowered(self, index: int, tensor: Tensor) -> Tensor:
-        """Return what is copied to the device for a tensor."""
+        """Return a tensor in the form in which it is copied to the device."""
         if self._dtype is None or index >= self.nr_parameters or not tensor.is_floating_point():
             return tensor.detach()
         return tensor.detach().to(self._dtype)
@@ -188,7 +195,8 @@ class Layer:
         return former
 
     def swap_back(self, former: Former, values: Sequence[Tensor]) -> Former:
-        """Undo `swap`; return the references that no longer held the tensors put there."""
+        """Undo `swap`. Return the references that other code has changed meanwhile, with the
+        tensors that it has put there."""
         moved: Former = []
         for reference, tensor in former:
             found = reference.entries.get(reference.name)
@@ -210,10 +218,11 @@ class Layer:
     # ---- copying changes of a forward back ----
 
     def write_back(self, group: Group, offloader: Offloader, *, stays: bool) -> None:
-        """Start to copy back what a forward has changed on the device.
+        """Start to copy back the tensors that a forward has changed on the device.
 
         Args:
-            stays: The group may be written to again, by a checkpoint that repeats the forward.
+            group: The layer's tensors on the device.
+            stays: A repeated forward may write to the group again, so a copy of it is offloaded.
         """
         counted = [index for index in range(len(self.tensors)) if group.changed(index)]
         silent = [
@@ -240,12 +249,13 @@ class Layer:
         group.note_versions()
 
     def settle(self) -> None:
-        """Wait until the CPU's tensors hold everything that forwards have changed."""
+        """Wait until the tensors on the CPU have every change of a forward."""
         for layer in (self, *self.relatives):
             if layer is self or layer._writes_to(self.tensors):
                 layer._settle()
 
     def _writes_to(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a change that is not copied back yet concerns one of these tensors."""
         targets = {id(target) for write in self._writes for target in write.targets}
         return bool(targets) and not targets.isdisjoint(map(id, tensors))
 
@@ -262,7 +272,7 @@ class Layer:
     # ---- moving to the pool and back ----
 
     def to_pool(self, offloader: Offloader) -> None:
-        """Move the tensors into the pool, which copy engines can read directly."""
+        """Move the tensors into the pool, whose pinned memory the device can read directly."""
         own = [tensor for tensor in self.tensors if _has_memory_of_its_own(tensor)]
         for tensor, copy in zip(own, offloader.adopt(own).tensors(), strict=True):
             tensor.data = copy
@@ -276,7 +286,8 @@ class Layer:
 
 
 class Hook:
-    """A hook of a module; in a copy of the module it does nothing."""
+    """A hook of an offloaded module. In a copy of the module it is replaced by one that does
+    nothing."""
 
     def __init__(self, function: Any, layer: Layer) -> None:
         self._function = torch.compiler.disable(function, reason=_WHY)  # type: ignore[no-untyped-call]

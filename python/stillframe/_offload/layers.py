@@ -4,11 +4,12 @@
     backward   l arrives (prefetched)   l computes, l-1 is copied in,
                                         gradients of l+1 are copied out   l is released
 
-A layer's forward saves references to its weights instead of the weights (`saved`), so between
-forward and backward the device holds none. Backward reaches a layer when the node that made one of
-its outputs is about to run, or when something asks for one of its weights. Until it reaches another
-layer, the module keeps its weights on the device, because a checkpoint inside the layer may repeat
-parts of its forward.
+In a layer's forward autograd saves references to the weights instead of the weights (`saved.py`),
+so between forward and backward the device holds no weights. Backward reaches a layer when the node
+that made one of its outputs is about to run, or when a node asks for one of its weights. Until
+backward reaches another layer, the module keeps its weights on the device, because a checkpoint
+inside the layer may repeat parts of its forward. Here a *checkpoint* is torch's activation
+checkpointing, which repeats a forward inside backward.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from stillframe.errors import StillframeError
 
 
 class _Onload(torch.autograd.Function, Onloading):
-    """Maps parameters on the CPU to their copies on the device, and gradients back."""
+    """The autograd function from a layer's parameters on the CPU to their copies on the device. Its
+    backward sends the gradients to the CPU."""
 
     @staticmethod
     def forward(
@@ -68,11 +70,11 @@ class OffloadedLayers:
         self._residents = Residents(offloader, layers, slots)
         self._gradients = Gradients(offloader, slots)
         self._end_listener = graph.EndListener(self._backward_ended)
-        self._open: list[LayerUse] = []  # forwards that are running
+        self._open: list[LayerUse] = []  # forwards that are running, outermost first
         self._current: LayerUse | None = None  # the use that backward has reached
-        self._current_task = graph.NO_TASK  # the backward that has reached it
+        self._current_task = graph.NO_TASK  # the backward that has reached `_current`
         self._last: Layer | None = None  # the last layer used with gradients
-        self._users: dict[Tensor, list[Layer]] = {}
+        self._users: dict[Tensor, list[Layer]] = {}  # by parameter, the layers that have it
         self._handles: list[Any] = []
         self._removed = False
         for layer in layers:
@@ -89,10 +91,8 @@ class OffloadedLayers:
         self.remove()
 
     def remove(self) -> None:
-        """Restore the modules to ordinary ones on the CPU, with their trained values.
-
-        Gradients stay. May be called again.
-        """
+        """Make the modules ordinary modules on the CPU again, with their trained values and their
+        gradients. May be called again."""
         if self._removed:
             return
         self._removed = True
@@ -107,21 +107,22 @@ class OffloadedLayers:
         run_all(steps)
 
     def _let_go(self, layer: Layer) -> None:
+        """Make a layer's module an ordinary one again."""
         del layer.module._apply
         layer.to_ordinary()
         arguments.offloaded.difference_update(layer.module.modules())
 
     def wait(self) -> None:
-        """Wait until nothing reads the weights on the CPU any more.
+        """Wait until no copy reads the weights on the CPU any more.
 
-        A backward waits for that before it ends, and so does a whole forward without gradients; an
-        optimizer's step waits before it begins. Call this before you write to the weights by hand
-        after any other forward.
+        You need not call this after a backward or after a whole forward without gradients, which
+        wait before they end, nor before an optimizer's step, which waits before it begins. Call it
+        before you write to the weights yourself after any other forward.
         """
         self._offloader.wait_read()
 
     def stats(self) -> Any:
-        """Return what was copied in each direction so far; see `Offloader.stats`."""
+        """Return counters of what was copied so far; see `Offloader.stats`."""
         return self._offloader.stats()
 
     def resident(self) -> list[str]:
@@ -145,7 +146,7 @@ class OffloadedLayers:
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
         """Bring a layer to the device before its forward."""
         arguments.refuse_reduction(layer)
-        # the layer's module is called inside its own forward
+        # If the module is called inside its own forward, the two forwards have one use.
         if any(use.layer is layer for use in self._open):
             self._open.append(next(use for use in self._open if use.layer is layer))
             return
@@ -153,7 +154,7 @@ class OffloadedLayers:
         before = self._layer_order.preceder(layer) if is_repeated else self._last
         use = LayerUse(self._enter, layer, before)
         if is_repeated:
-            # joins the outer backward: the forward may call a backward of its own
+            # Now, in the outer backward, because the forward may call a backward of its own.
             self._end_listener.join()
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
@@ -194,7 +195,7 @@ class OffloadedLayers:
         return values
 
     def _after(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
-        """Put a layer's CPU tensors back after its forward."""
+        """Put a layer's CPU tensors back after its forward; `output` is None if that raised."""
         if not self._open or self._open[-1].layer is not layer:
             return  # the pre-hook failed before the forward
         use = self._open.pop()
@@ -206,7 +207,7 @@ class OffloadedLayers:
             self._end_use(use, output, stays)
         except BaseException as error:
             run_all(self._failing(layer), error)
-        # the forward failed; one that a checkpoint repeats may end early
+        # A forward that a checkpoint repeats may end early, by an exception, without a failure.
         if output is None and not is_repeated:
             run_all(self._failing(layer))
         elif not stays:
@@ -237,7 +238,7 @@ class OffloadedLayers:
         return [give_up, self._residents.end_pass, self.wait, *settle]
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
-        """Adopt buffers that a forward has replaced by other tensors; refuse replaced
+        """Keep the tensors by which a forward has replaced buffers (`moved`). Refuse replaced
         parameters."""
         for reference, found in moved:
             if reference.entries is reference.module._parameters or not isinstance(found, Tensor):
@@ -257,7 +258,8 @@ class OffloadedLayers:
     # ---- backward ----
 
     def _enter(self, use: LayerUse) -> Group:
-        """Bring a layer to the device: backward has reached it, or asks for one of its weights."""
+        """Bring a layer to the device and return its tensors there, because backward has reached it
+        or asks for one of its weights."""
         if self._removed:
             raise StillframeError(
                 f"the backward of {use.layer.name} comes after remove(): it needs its weights"
@@ -272,8 +274,8 @@ class OffloadedLayers:
         task = self._end_listener.join()
         following = self._go_back(use, leave=True)
         group = self._residents.bring(use.layer, fresh=False)
-        # A checkpoint inside the layer may repeat its part of forward, and a reentrant one
-        # computes gradients of that.
+        # A checkpoint inside the layer may repeat its part of the forward. A reentrant checkpoint
+        # runs a backward through that part, which needs a use of its own.
         inside = LayerUse(self._enter, use.layer, use.before)
         inside.left = group.now()
         with torch.enable_grad():
@@ -284,9 +286,11 @@ class OffloadedLayers:
         return group
 
     def _go_back(self, use: LayerUse, leave: bool) -> Layer | None:
-        """Record that backward reaches a layer, or that a checkpoint repeats its forward.
+        """Record that backward reaches a layer, or that a checkpoint repeats its forward. Return
+        the layer that is predicted to be next.
 
-        Returns the predicted next layer.
+        Args:
+            leave: End the use that backward had reached before.
         """
         following = self._layer_order.backward(use.layer, use.before)
         staying = {use.layer, following}
@@ -297,7 +301,8 @@ class OffloadedLayers:
         return following
 
     def _leave(self, staying: Container[Layer | None] = ()) -> None:
-        """End the use that backward has reached: write back its changes, release its slot."""
+        """End the use that backward has reached: write back the layer's changes and release its
+        slot, unless the layer is in `staying`."""
         use, self._current = self._current, None
         if use is None:
             return
@@ -314,9 +319,11 @@ class OffloadedLayers:
     def _gradients_out(
         self, use: LayerUse, indices: list[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Send a layer's gradients to the CPU; return those that autograd expects as results."""
+        """Send a layer's gradients to the CPU. Return the results of the autograd function: None
+        for each gradient that `Gradients` adds to a `grad`, and the gradient on the CPU otherwise.
+        """
         use.task = self._end_listener.join()
-        handed: list[Tensor | None] = [None] * len(grads)
+        results: list[Tensor | None] = [None] * len(grads)
         sent: list[Gradient] = []
         fetched: list[tuple[int, Gradient]] = []
         for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
@@ -325,7 +332,7 @@ class OffloadedLayers:
             if grad is None or adds is False:
                 continue
             if grad.layout is not torch.strided:
-                handed[position] = grad.to(device="cpu", dtype=parameter.dtype)
+                results[position] = grad.to(device="cpu", dtype=parameter.dtype)
             elif adds:
                 sent.append(Gradient(parameter, grad, self._is_last(use, parameter)))
             else:
@@ -333,10 +340,10 @@ class OffloadedLayers:
         self._gradients.send(use.task, sent)
         came = self._gradients.fetch([each for _, each in fetched])
         for (position, _), value in zip(fetched, came, strict=True):
-            handed[position] = value
+            results[position] = value
         if self._current is use:
             self._leave()
-        return handed
+        return results
 
     def _is_last(self, use: LayerUse, parameter: Tensor) -> bool:
         """Return whether no other use that this backward reaches adds to the parameter's
@@ -351,7 +358,8 @@ class OffloadedLayers:
         """End a backward: give up its prefetches and add up the gradients."""
         inside = self._end_listener.is_inside(task)
         steps: list[Callable[[], object]] = []
-        if self._current is None or self._current_task == task:  # else: a backward inside another
+        # Otherwise a backward inside another one ends, and the outer one has reached a layer.
+        if self._current is None or self._current_task == task:
             steps.append(self._leave)
             self._last = None
         if not inside:
@@ -361,7 +369,8 @@ class OffloadedLayers:
         run_all([*steps, functools.partial(end, task, succeeded)])
 
     def _wait_for_end(self, task: int, succeeded: bool) -> None:
-        """Wait for the gradients, the changed buffers and the copies that still read weights."""
+        """Wait until gradients are added, changed buffers are copied back, and no copy reads
+        weights any more."""
         join = functools.partial(self._gradients.join, task, succeeded)
         settle = [layer.settle for layer in self._layers]
         with self._offloader._waiting():

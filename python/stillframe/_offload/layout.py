@@ -1,9 +1,9 @@
 """Describes a group of tensors as ranges of memory, and the tensors as views of those ranges.
 
-A tensor is copied by the bytes it spans, not by its storage: one row of a large matrix does not
-copy the matrix. Tensors of a group that share bytes share them at the destination too, so views
-stay views and nothing is copied twice. A tensor whose strides leave gaps is made contiguous first.
-An expanded dimension is copied as its single row.
+Only the bytes that a tensor spans are copied, not its whole storage: for one row of a large matrix,
+only that row. Tensors of a group that share bytes share them at the destination too, so views stay
+views and no byte is copied twice. A tensor whose strides leave gaps is made contiguous first. Of an
+expanded dimension, in which all rows are the same memory, one row is copied.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ class Source(NamedTuple):
     nbytes: int
 
     def bytes(self) -> torch.Tensor:
+        """Return the bytes as a tensor of uint8 over the same memory."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return whole.set_(self.storage, self.offset, (self.nbytes,), (1,))
 
     def address(self) -> int:
-        """Return the address for the host."""
+        """Return the address of the first byte, as the host sees it."""
         return self.storage.data_ptr() + self.offset
 
     def device_address(self) -> int:
-        """Return the address for the driver of the storage's device."""
+        """Return the address of the first byte, as the device's driver sees it."""
         return _device.address_of(self.storage) + self.offset
 
 
 class View(NamedTuple):
     """A tensor of the group, as a view of one of its sources."""
 
-    source: int  # -1: the tensor has no bytes
-    offset: int  # in bytes
+    source: int  # the source's index; -1: the tensor has no bytes
+    offset: int  # in the source, in bytes
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -60,11 +61,12 @@ class Layout:
         tensors: Tensors that `check` has accepted.
 
     Attributes:
-        sources: Ranges of memory to copy; empty after `let_go`.
-        lengths: Lengths of the sources in bytes.
-        nbytes: Sum of the lengths.
-        room: Bytes that the sources take in one buffer, each rounded up to 512 bytes.
-        offsets: Offset of each source in that buffer.
+        sources: The ranges of memory to copy; empty after `let_go`.
+        views: The tensors, as views of the sources.
+        lengths: The length of each source in bytes.
+        nbytes: The sum of the lengths.
+        room: The bytes that the sources take in one buffer, if each is rounded up to 512 bytes.
+        offsets: The offset of each source in that buffer.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -80,7 +82,8 @@ class Layout:
             self.room += -(-nbytes // _core.APART) * _core.APART
 
     def rows(self, device: int) -> bytearray:
-        """Return the sources as rows for a `_core.Snapshot`, all of them to be captured."""
+        """Return the sources as rows (`struct sfr_source`) for a `_core.Snapshot`, all of them to
+        be captured. `device` is 0 for the host, n for CUDA device n - 1."""
         out = bytearray()
         for source in self.sources:
             address = source.device_address() if device else source.address()
@@ -88,6 +91,7 @@ class Layout:
         return out
 
     def let_go(self) -> None:
+        """Drop the tensors and their memory; the views stay."""
         self.sources = []
         self._tensors = []
 
@@ -96,7 +100,8 @@ class Layout:
         return [-1 if tensor.is_inference() else tensor._version for tensor in self._tensors]
 
     def changed(self, since: list[int]) -> list[int]:
-        """Return the indices of the tensors that were written to."""
+        """Return the indices of the tensors that were written to since `versions` returned
+        `since`."""
         return [i for i, now in enumerate(self.versions()) if now != since[i]]
 
     def over(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
@@ -125,7 +130,8 @@ class Layout:
 
 
 def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
-    """Return rows for a `_core.Onload`: copies from host addresses to the device's `base`."""
+    """Return rows for a `_core.Onload`: copies of the sources, which are at `addresses` in host
+    memory, to a buffer at `base` on the device."""
     out = bytearray()
     for address, offset, nbytes in zip(addresses, layout.offsets, layout.lengths, strict=True):
         out += _COPY.pack(address, base + offset, nbytes)
@@ -135,7 +141,8 @@ def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
 def sources_in(
     memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout
 ) -> list[Source]:
-    """Return the pool's copies of the sources, each as a storage of its own."""
+    """Return the copies of the sources that are in `memory` of the pool at `offsets`, each as a
+    storage of its own."""
     return [
         Source(
             torch.frombuffer(memory, dtype=torch.uint8, offset=at, count=nbytes).untyped_storage(),
@@ -181,7 +188,8 @@ def check(tensors: object, device: torch.device, what: str) -> list[torch.Tensor
 class _Span:
     """The range of bytes that a tensor spans.
 
-    The tensor is cloned if it would not fill the range.
+    A tensor whose elements do not fill that range is cloned. The shape and strides are those that a
+    copy of the tensor gets.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -206,14 +214,14 @@ class _Span:
         self.tensor = tensor
 
     def apart(self) -> None:
-        """Copy the tensor to memory of its own."""
+        """Replace the tensor by a copy with memory of its own."""
         self.tensor = self.tensor.clone(memory_format=torch.preserve_format)
         self.storage, self.begin = self.tensor.untyped_storage(), 0
         self.end = self.tensor.numel() * self.tensor.itemsize
 
 
 def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
-    """Merge spans that share bytes into one source each."""
+    """Return the sources and the view of each span. Spans that share bytes become one source."""
     views: list[View | None] = [None] * len(spans)
     sources: list[Source] = []
     order = sorted(range(len(spans)), key=lambda i: (spans[i].storage._cdata, spans[i].begin))
@@ -234,9 +242,10 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
 
 
 def _continues(span: _Span, last: Source) -> bool:
-    """Return whether a span begins inside the source before it.
+    """Return whether a span begins inside the source before it, so that the two are merged.
 
-    A span whose elements would not be aligned in that source is moved to memory of its own.
+    If the span's elements would not be aligned in the merged source, move the span to memory of its
+    own and return False.
     """
     if span.storage._cdata != last.storage._cdata or span.begin >= last.offset + last.nbytes:
         return False

@@ -5,15 +5,16 @@
     inward                                        waits E' | weights of l-1 are copied | D
 
 Each direction has a stream of its own, on which the core queues the copies (`snapshot/device.c`
-outward, `offload/onload.c` inward). Events order the copies against the stream that is current at
-the call: E before the sources are read, E' before the destination is written, D before it is used.
-The host waits for none of them.
+outward, `offload/onload.c` inward). Events order the copies and the stream that is current at the
+call. The outward stream waits for E before it reads the sources. The inward stream waits for E'
+before it writes to the destination. The current stream waits for D before it uses the group. The
+host does not wait.
 
-A group is copied into one allocation of torch's allocator, a slot. The slot is freed when the last
-tensor over it is freed, in the order of the stream it was made on. So no group is overwritten while
-something can still read it. A slot that is released early no longer counts, but its memory is freed
-only when nothing refers to it. At most `slots` groups are in use or on their way, and at most
-`slots` groups have sources that wait to be copied out.
+A group is copied into a *slot*, one allocation of torch's allocator. The slot is freed when the
+last tensor over it is freed, in the order of the stream on which it was made. So no group is
+overwritten while a tensor can still read it. A slot that is released early no longer counts, but
+its memory is freed only when no tensor refers to it. At most `slots` groups are in use or on their
+way in, and at most `slots` groups have sources that wait to be copied out.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class Offloader:
     Args:
         device: A CUDA device, or the CPU. On the CPU everything is copied by the calling thread,
             with the same results.
-        slots: How many groups may be on the device or on their way there at a time; and how many
+        slots: How many groups may be on the device or on their way there at a time. Also, how many
             may be on their way out before the current stream waits for the first of them. With two,
-            one group can be computed with while the next is copied.
+            the device can compute with one group while the next is copied.
         engine: The engine whose pool is used, `default_engine()` by default.
 
     As a context manager it closes itself on exit, but not the engine. Any thread may use it.
@@ -78,15 +79,15 @@ class Offloader:
         self._most = slots
         self._birth = Birth("this Offloader")
         self._closed = False
-        # Re-entrant: a signal handler may come in the middle of another call.
+        # Re-entrant, because a signal handler may interrupt a call and make another.
         self._lock = threading.RLock()
-        self._slots: list[Slot] = []
-        # slots that were released, until nothing refers to their memory
-        self._released: list[Slot] = []
+        self._slots: list[Slot] = []  # the slots that count: prefetched, or in use
+        self._released: list[Slot] = []  # released slots to whose memory tensors still refer
         self._coming: list[Slot] = []  # slots whose copies still run, even if they were released
+        # Groups on their way out whose sources are kept until they are copied, oldest first.
         self._leaving: deque[Leaving] = deque()
         self._sent: list[Leaving] = []  # copies out whose time is not in the statistics yet
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # the kinds of warnings that were logged
 
     def __enter__(self) -> Offloader:
         return self
@@ -117,7 +118,8 @@ class Offloader:
             The group's ticket. The host has waited only if the pool was full.
 
         Raises:
-            PoolExhaustedError: The group does not fit with what tickets and snapshots hold.
+            PoolExhaustedError: The group does not fit into the pool besides the memory that tickets
+                and snapshots hold.
             TypeError, ValueError: An element is not such a tensor.
             StillframeError: The offloader or its engine is closed; the device failed; a CUDA graph
                 is being captured.
@@ -140,10 +142,8 @@ class Offloader:
             return ticket
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> Ticket:
-        """Copy CPU tensors into the pool, from where the device can read them directly.
-
-        The copy is made in the call.
-
+        """Copy CPU tensors into the pool, from where the device can read them directly. The copy is
+        made in the call.
 
         Args:
             tensors: As for `offload`, but on the CPU.
@@ -156,7 +156,8 @@ class Offloader:
             return self._start_to_offload(Layout(_layout.check(tensors, HOST, "adopt")), 0)
 
     def _start_to_offload(self, layout: Layout, number: int) -> Ticket:
-        """Start to copy a group from the device into the pool."""
+        """Start to copy a group into the pool, from device `number` - 1 or, if `number` is 0, from
+        the host."""
         core = _core.Snapshot(self._pool.core, layout.rows(number), _core.SNAPSHOT_LEAVES)
         memory = self._pool.lease(core, layout.nbytes)
         leaving = Leaving(core, layout, self._pool.stream() if number else None)
@@ -167,15 +168,16 @@ class Offloader:
         return Ticket(layout, leaving, memory, self.device)
 
     def _release_oldest(self) -> None:
-        """Release the sources of the oldest groups, so that at most `slots` keep theirs."""
+        """Have the current stream wait for the copies of the oldest groups, so that their sources
+        are freed. Afterwards at most `slots` groups keep their sources."""
         while self._leaving and self._leaving[0].over:
             self._leaving.popleft()
         for leaving in [each for each in self._sent if each.over]:
             self._sent.remove(leaving)
             self._stats["offload_copy_s"] += leaving.copy_s
         while len(self._leaving) > self._most:
-            # The sources of another stream stay until they are copied: this stream's order does
-            # not cover them.
+            # Sources that belong to another stream are kept until they are copied, because memory
+            # that is freed there does not wait for the current stream.
             early = self._leaving.popleft()
             if early.stream == self._pool.stream():
                 early.order()
@@ -190,8 +192,8 @@ class Offloader:
         or given to `release`.
 
         Args:
-            what: A ticket, or CPU tensors, whose order is kept. Tensors in pinned memory or in the
-                pool are copied directly; if others are among them, the call copies the group into
+            what: A ticket, or CPU tensors, whose order is kept. If all of them are in pinned memory
+                or in the pool, they are copied directly. Otherwise the call copies the group into
                 the pool first.
 
         Raises:
@@ -212,7 +214,7 @@ class Offloader:
                 tensors = slot.take()
             except BaseException:
                 slot.given_up = True
-                self._slots.remove(slot)  # the slot's memory stays until its copies have completed
+                self._slots.remove(slot)  # `_coming` keeps its memory until its copies have ended
                 raise
             self._stats["groups_onloaded"] += 1
             self._stats["bytes_onloaded"] += slot.nbytes
@@ -244,10 +246,11 @@ class Offloader:
             return True
 
     def release(self, what: Ticket | Sequence[torch.Tensor]) -> None:
-        """Free the slot of a group: work queued on the current stream so far is the last to use it.
+        """Free the slot of a group. Work that is queued on the current stream so far may still use
+        the group.
 
         The device's memory is freed once nothing refers to the tensors, so drop them;
-        `stats()["bytes_lingering"]` shows what is still referred to. A group that was only
+        `stats()["bytes_lingering"]` shows how much is still referred to. A group that was only
         prefetched is given up.
 
         Args:
@@ -269,8 +272,7 @@ class Offloader:
                 self._give_up(slot)
 
     def _give_up_ahead(self, what: Ticket | Sequence[torch.Tensor]) -> None:
-        """Give up the prefetch of a group, if it is still there: another call may have taken its
-        slot."""
+        """Give up the prefetch of a group. Do nothing if another call has taken its slot since."""
         with inside(), self._lock:
             self._refuse()
             for slot in [slot for slot in self._slots if not slot.taken and slot.is_for(what)]:
@@ -282,7 +284,8 @@ class Offloader:
         self._released.append(slot)
 
     def _forget_finished(self) -> None:
-        """Forget groups whose tensors or tickets are gone, and groups whose sources are copied."""
+        """Forget slots whose tensors are gone, prefetches whose ticket is gone, and sources that
+        are copied."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
             self._give_up(slot)
         self._coming = [slot for slot in self._coming if not slot.is_copied()]
@@ -291,7 +294,8 @@ class Offloader:
         self._release_oldest()
 
     def _prefetched(self, what: Ticket | Sequence[torch.Tensor]) -> Slot | None:
-        """Return the slot that holds a prefetch of the group, if its sources have not changed."""
+        """Return the slot with a prefetch of the group. If its sources have changed since, give it
+        up and return None."""
         for slot in self._slots:
             if slot.taken or not slot.is_for(what):
                 continue
@@ -307,7 +311,8 @@ class Offloader:
         return None
 
     def _bring(self, what: Ticket | Sequence[torch.Tensor]) -> Slot:
-        """Start to copy a group into a slot."""
+        """Start to copy a group into a new slot. If the device has no memory, give up all
+        prefetches and try again."""
         self._make_room()
         try:
             slot = Slot(self._pool, what)
@@ -323,7 +328,11 @@ class Offloader:
         return slot
 
     def _make_room(self) -> None:
-        """Free a slot if all are taken: prefetched groups give way, the latest first."""
+        """Free a slot if all are taken, by giving up the latest prefetch.
+
+        Raises:
+            StillframeError: All slots have groups in use.
+        """
         self._forget_finished()
         if len(self._slots) >= self._most and all(slot.taken for slot in self._slots):
             gc.collect()  # tensors may be kept by reference cycles only
@@ -345,7 +354,7 @@ class Offloader:
 
     def _warn(self, text: str) -> None:
         """Log a warning, once of each kind."""
-        kind = text[-30:]
+        kind = text[-30:]  # the end of the text has no figures
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
@@ -376,7 +385,7 @@ class Offloader:
     # ---- the rest -----------------------------------------------------------------------
 
     def stats(self) -> OffloadStats:
-        """Return what the offloader has done so far."""
+        """Return counters of what the offloader has done so far."""
         with self._lock:
             self._birth.refuse_child()
             self._forget_finished()
@@ -389,7 +398,6 @@ class Offloader:
         """Wait for the copies that still run, and give up groups that were only prefetched.
 
         Tickets and tensors on the device stay valid. May be called again.
-
 
         Raises:
             ForkError: In a child of fork.
@@ -410,6 +418,7 @@ class Offloader:
                 leaving.settle()
 
     def _refuse(self) -> None:
+        """Raise if the offloader or its engine is closed, or belongs to a parent process."""
         self._birth.refuse_child()
         if self._closed:
             raise StillframeError("this Offloader was closed")

@@ -1,11 +1,11 @@
-"""Implements `offload_optimizer_state`: state lives in the pool and visits the device for a step.
+"""Implements `offload_optimizer_state`: state lives in the pool, and is on the device for a step.
 
-Steps of `torch.optim` handle one parameter group after the other, and look up the state of a
-group's parameters first. So the state is a dict that copies a group to the device when the first
-of its parameters is looked up. At that moment the group before it is copied out, and the group
-after it is prefetched. Outside a step everything is in the pool, where `state_dict()` and saves
-find it. State that comes back from a step gets new memory of the pool, so tensors that somebody
-took earlier are not overwritten.
+Steps of `torch.optim` handle one parameter group after the other, and begin a group with lookups of
+the state of its parameters. So the state becomes a dict that copies a group to the device when the
+first of the group's parameters is looked up. At that moment the group before it is copied out, and
+the group after it is prefetched. Outside a step the whole state is in the pool, where
+`state_dict()` and saves find it. State that comes back from a step gets new memory of the pool, so
+tensors that somebody took earlier are not overwritten.
 
     step    look up group 0   update 0   look up group 1       update 1   ...   end
     in      0, then 1 .....................    2 .................
@@ -59,17 +59,17 @@ class _State(defaultdict[Any, Any]):
 
 
 class _StateOwner:
-    """Lets saves defer the state in the pool if it changes only in steps; see `MemoryOwner`.
+    """The owner of the state's memory in the pool, for saves; see `MemoryOwner`.
 
-    Whether it does is learned by observation, as for state that is not offloaded
-    (`_watch/ownership.py`). No version may change in two intervals between steps. After one change
-    the state is never deferred again.
+    Saves may defer the state if only steps change it. That is learned by observation, as for state
+    that is not offloaded (`_watch/ownership.py`): in two intervals between steps, no version
+    counter may change. After a change outside a step the state is never deferred again.
     """
 
     def __init__(self) -> None:
-        self._intervals = 0
+        self._intervals = 0  # between steps, that were observed
         self._noted: list[tuple[Tensor, int]] = []  # tensors in the pool, with their versions
-        self._ended = False
+        self._ended = False  # the state is never deferred again
         memory_owners.register(self)
 
     def note(self, tensors_in_pool: list[Tensor]) -> None:
@@ -77,7 +77,7 @@ class _StateOwner:
         self._noted = [(pooled, pooled._version) for pooled in tensors_in_pool]
 
     def compare(self) -> None:
-        """Compare the versions, because a step begins or offloading ends."""
+        """Compare the versions with those of `note`, because a step begins or offloading ends."""
         noted, self._noted = self._noted, []
         self._ended = self._ended or any(pooled._version != version for pooled, version in noted)
         if noted:
@@ -100,12 +100,14 @@ class OffloadedOptimizerState:
     def __init__(self, optimizer: Optimizer, offloader: Offloader) -> None:
         self._optimizer = optimizer
         self._offloader = offloader
-        self._pooled: dict[int, list[tuple[_Item, Tensor]]] = {}  # tensors in the pool, by group
-        self._group_of: dict[Any, int] = {}
+        # By the number of a group, its tensors in the pool.
+        self._pooled: dict[int, list[tuple[_Item, Tensor]]] = {}
+        self._group_of: dict[Any, int] = {}  # by parameter, the number of its group
         self._on_device: int | None = None  # the group that is on the device
         self._onloaded: list[Tensor] = []  # tensors of that group on the device
-        self._ahead: list[Tensor] = []  # sources of the group that is prefetched
-        self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # by group
+        self._ahead: list[Tensor] = []  # tensors in the pool of the group that is prefetched
+        self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # groups on their way to the pool
+        # (parameter, key, value) of the large tensors that `_before_load` has set aside.
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
         self._stepping = False
         self._removed = False
@@ -137,14 +139,14 @@ class OffloadedOptimizerState:
         for number in list(self._pooled):
             onloaded = self._onload(number)
             for item, _ in self._pooled[number]:
-                # Each gets memory of its own, as if the optimizer had made it.
+                # Each tensor gets memory of its own, as if the optimizer had made it.
                 item.entries[item.key] = item.entries[item.key].clone()
             self._offloader.release(onloaded)
         self._optimizer.state = defaultdict(dict, self._optimizer.state)
         self._offloader.close()
 
     def stats(self) -> OffloadStats:
-        """Return what was copied in each direction so far; see `Offloader.stats`."""
+        """Return counters of what was copied so far; see `Offloader.stats`."""
         return self._offloader.stats()
 
     # ---- hooks of the optimizer ----
@@ -167,7 +169,8 @@ class OffloadedOptimizerState:
         self._return_to_pool()
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Set large tensors aside, so that torch does not load them all to the device."""
+        """Return a state_dict without the large tensors, so that torch does not load them to the
+        device. Set these aside for `_loaded`."""
         self._return_to_pool()
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -185,7 +188,7 @@ class OffloadedOptimizerState:
         return {**state_dict, "state": rest}
 
     def _loaded(self, optimizer: Optimizer) -> None:
-        """Move loaded state into the pool."""
+        """Move the loaded state, and the tensors that were set aside, into the pool."""
         loading, self._loading = self._loading, []
         self._state_owner = _StateOwner()
         self._take_over()
@@ -216,6 +219,7 @@ class OffloadedOptimizerState:
             self._wait_until_pooled(number)
 
     def _note_groups(self) -> None:
+        """Record the group of each parameter."""
         self._group_of = {
             parameter: number
             for number, group in enumerate(self._optimizer.param_groups)
@@ -223,7 +227,8 @@ class OffloadedOptimizerState:
         }
 
     def _looked_up(self, key: Any) -> None:
-        """Onload the group of a parameter whose state a step reads, and prefetch the next."""
+        """Copy the group of a parameter to the device if a step looks up its state, and prefetch
+        the next group. Outside a step, only wait until the group is in the pool."""
         number = self._group_of.get(key)
         if number is None or number == self._on_device:
             return
@@ -308,13 +313,14 @@ class OffloadedOptimizerState:
         self._stepping = False
         self._leave()
         self._give_up_ahead()  # a failed step may have left a prefetch
-        if self._leaving:  # code that reads the state next does not wait by itself
+        if self._leaving:  # wait here: code that reads the state next does not
             with self._offloader._waiting():
                 for number in list(self._leaving):
                     self._wait_until_pooled(number)
 
 
 def _is_big(value: Any) -> bool:
+    """Return whether a value of the state is a tensor that is offloaded."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
@@ -328,8 +334,8 @@ def offload_optimizer_state(
     """Keep an optimizer's state in the pool; a step copies one parameter group after the other to
     the device.
 
-    Give the optimizer several parameter groups, such as one for each layer: two of them are on the
-    device at a time. `state_dict()` and `load_state_dict()` work as usual, on the CPU.
+    Give the optimizer several parameter groups, such as one for each layer: the state of two groups
+    is on the device at a time. `state_dict()` and `load_state_dict()` work as usual, on the CPU.
 
     Args:
         optimizer: An optimizer of `torch.optim`, or of a class given to

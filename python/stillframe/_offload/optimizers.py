@@ -1,11 +1,12 @@
-"""Makes optimizer steps wait for copies that still read the weights they write.
+"""Makes an optimizer's step wait for copies that still read the weights that it writes.
 
-A step waits only for the layers that its own parameters belong to: other layers may take long, or
-belong to a device that has failed. A step that a CUDA graph captures therefore waits for nothing:
-it writes to device memory, where no weight of an offloaded layer is.
+A step waits only for layers that have its own parameters: copies of other layers may take long, or
+belong to a device that has failed. So a step that a CUDA graph captures does not wait: it writes to
+device memory, where no weight of an offloaded layer is.
 
-A step also ends the pass, because fused steps write without a change of version. A step inside a
-backward writes weights that the backward has finished with, so it does not wait.
+A step also has earlier prefetches discarded (`end_pass`), because fused steps write without a
+change of version counters. A step inside a backward writes weights that the backward does not need
+any more, so it does not wait.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from stillframe._watch import gate
 
 
 class Reader(Protocol):
-    """Something that reads weights on the CPU asynchronously."""
+    """An object that reads weights on the CPU asynchronously."""
 
     def all(self) -> Iterable[Tensor]:
         """Return the tensors that it may read at some time."""
@@ -44,7 +45,7 @@ _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
 def watch(reader: Reader) -> None:
-    """Make optimizers wait for the reader and end its pass, for as long as it lives."""
+    """Have steps of optimizers wait for the reader and end its pass, for as long as it lives."""
     _readers.add(reader)
     _install()
     gate.readers_changed()
@@ -57,6 +58,7 @@ def unwatch(reader: Reader) -> None:
 
 
 def _storages(tensors: Iterable[object]) -> set[int]:
+    """Return the addresses of the tensors' StorageImpls."""
     return {
         each.untyped_storage()._cdata
         for each in tensors
@@ -67,7 +69,7 @@ def _storages(tensors: Iterable[object]) -> set[int]:
 def _readers_of(
     optimizer: Optimizer, tensors: Callable[[Reader], Iterable[Tensor]]
 ) -> Iterator[Reader]:
-    """Yield the readers among whose tensors are some that the optimizer writes."""
+    """Yield each reader for which `tensors(reader)` has a tensor that the optimizer writes."""
     own: set[int] | None = None
     for reader in tuple(_readers):
         read = _storages(tensors(reader))
@@ -78,12 +80,10 @@ def _readers_of(
 
 
 def _reading(optimizer: Optimizer) -> Iterator[Reader]:
-    """Yield the readers that may be reading what the optimizer writes."""
-    return (
-        iter(())
-        if graph.task() != graph.NO_TASK
-        else _readers_of(optimizer, lambda reader: reader.reads())
-    )
+    """Return the readers that may be reading weights that the optimizer is about to write."""
+    if graph.task() != graph.NO_TASK:  # the step runs inside a backward
+        return iter(())
+    return _readers_of(optimizer, lambda reader: reader.reads())
 
 
 class _Readers:

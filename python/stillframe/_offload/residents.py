@@ -3,14 +3,15 @@
 There are few slots, and each holds one layer: while a layer computes, the next one is copied into
 another slot.
 
-A prefetch reads the weights before they are used. So it records the pass in which it was started
-and a fingerprint of the weights. If either has changed when the layer is used, the weights are
-copied again.
+A prefetch reads the weights before they are used, and they may change in between. So it records the
+*pass* in which it was started (`end_pass` begins another, for instance at an optimizer's step) and
+a fingerprint of the weights. If either has changed when the layer is used, the weights are copied
+again.
 
 The fingerprint detects most writes without reading every byte. Most writes change a tensor's
-version counter, and replacing its memory changes its address. Writes through `.data` change
-neither. Most of those change the whole tensor, so a few elements of each tensor, spread evenly, are
-kept and compared.
+version counter, and replacing a tensor's memory changes its address. Writes through `.data` change
+neither. But most of those change the whole tensor, so the fingerprint also has a few elements of
+each tensor, spread evenly.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils import dlpack
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.run_all import run_all
 
-_ELEMENTS = 16  # intervals between the elements that are kept of each tensor
+_ELEMENTS = 16  # about how many elements of each tensor a fingerprint has
 
 
 class Fingerprint:
@@ -76,27 +77,30 @@ class Source(Protocol):
     nr_parameters: int
 
     def sources(self, fresh: bool) -> Sequence[Tensor]:
-        """Return the CPU tensors to copy: as they are now with `fresh`, else those of the last
-        call."""
+        """Return the CPU tensors to copy. With `fresh` they have the present values; otherwise they
+        may be those that the last call returned."""
 
     def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of the tensors as they are now."""
 
 
-class _Coming(NamedTuple):
-    """A layer that is being prefetched."""
+class _Prefetch(NamedTuple):
+    """The prefetch of a layer."""
 
-    what: Sequence[Tensor]
+    what: Sequence[Tensor]  # the tensors on the CPU that are copied
     number: int  # the pass in which it was started
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint  # of the layer at that moment
 
 
 class Group:
     """One layer's tensors on the device.
 
     Args:
-        brought: The tensors as copied, over one storage.
+        brought: The copied tensors, over one storage.
         nr_parameters: How many of them are parameters; the others are buffers.
+
+    Attributes:
+        tensors: The same tensors, but each buffer is a storage of its own.
     """
 
     def __init__(self, brought: list[Tensor], nr_parameters: int) -> None:
@@ -105,24 +109,28 @@ class Group:
         self.note_versions()
 
     def changed(self, index: int) -> bool:
+        """Return whether a tensor was written to since the last call of `note_versions`."""
         return self.tensors[index]._version != self.versions[index]
 
     def now(self) -> list[int]:
+        """Return the present version counters of `tensors`."""
         return [tensor._version for tensor in self.tensors]
 
     def note_versions(self) -> None:
-        """Take the current versions as the ones that later changes are counted from."""
+        """Record the present version counters, with which `changed` compares."""
         self.versions = self.now()
 
 
 class Residents:
+    """The layers that are on the device or prefetched to it: at most `slots` at a time."""
+
     def __init__(self, offloader: Offloader, layers: Sequence[Source], slots: int) -> None:
         self._offloader = offloader
         self._layers = layers
         self._slots = slots
         self._groups: dict[Source, Group] = {}  # oldest first
-        self._coming: dict[Source, _Coming] = {}
-        self._pass = 0
+        self._coming: dict[Source, _Prefetch] = {}  # layers that are prefetched
+        self._pass = 0  # the number of the pass
 
     def end_pass(self) -> None:
         """Begin a new pass, in which no earlier prefetch is used. Any thread may call it."""
@@ -133,12 +141,12 @@ class Residents:
         return [tensor for layer in self._layers for tensor in layer.tensors]
 
     def reads(self) -> list[Tensor]:
-        """Return the tensors of all layers if any of them may be read or prefetched now, else
+        """Return the tensors of all layers if some may be read now or are prefetched, otherwise
         none."""
         return self.all() if self._coming or self._offloader._is_reading() else []
 
     def wait(self) -> None:
-        """Wait until nothing is read any more."""
+        """Wait until no copy reads the tensors any more."""
         self._offloader.wait_read()
 
     def get(self, layer: Source) -> Group | None:
@@ -149,10 +157,11 @@ class Residents:
         return layer in self._groups or layer in self._coming
 
     def bring(self, layer: Source, fresh: bool) -> Group:
-        """Return the layer on the device; the current stream waits for copies that still run.
+        """Return a layer's tensors on the device, and copy them there if they are not there or on
+        their way. The current stream waits for copies that still run.
 
         Args:
-            fresh: Copy the CPU's tensors as they are now, unless the layer is on its way already.
+            fresh: See `Source.sources`.
         """
         group = self._groups.get(layer)
         if group is None:
@@ -173,7 +182,8 @@ class Residents:
         return group
 
     def prefetch(self, layer: Source | None, fresh: bool) -> None:
-        """Start to copy the layer to the device, if there is a slot."""
+        """Start to copy a layer to the device, if a slot is free. Give up prefetches of earlier
+        passes."""
         self._give_up_earlier()
         if layer is None or self.has(layer):
             return
@@ -183,10 +193,10 @@ class Residents:
         with torch.inference_mode(False), torch.no_grad():
             fingerprint = layer.fingerprint()
             if _has_bytes(what) and self._offloader.prefetch(what):
-                self._coming[layer] = _Coming(what, self._pass, fingerprint)
+                self._coming[layer] = _Prefetch(what, self._pass, fingerprint)
 
     def give_up(self, layer: Source) -> None:
-        """Release the layer's slot after the work queued on the current stream so far."""
+        """Release a layer's slot, if it has one, after the work queued on the current stream."""
         coming = self._coming.pop(layer, None)
         if coming is not None:
             self._offloader._give_up_ahead(coming.what)
@@ -195,6 +205,7 @@ class Residents:
             self._offloader.release(group.brought)
 
     def give_up_others(self, keep: Iterable[Source | None]) -> None:
+        """Release the slots of all layers except these."""
         kept = set(keep)
         others = [layer for layer in (*self._coming, *self._groups) if layer not in kept]
         run_all(functools.partial(self.give_up, layer) for layer in others)
@@ -204,8 +215,8 @@ class Residents:
             return self._offloader.onload(what)
         return [tensor.to(self._offloader.device, copy=True) for tensor in what]
 
-    def _is_good(self, layer: Source, coming: _Coming) -> bool:
-        """Return whether a prefetch holds what a new one would copy now."""
+    def _is_good(self, layer: Source, coming: _Prefetch) -> bool:
+        """Return whether a prefetch has copied the values that the weights have now."""
         return coming.number == self._pass and coming.fingerprint == layer.fingerprint()
 
     def _give_up_earlier(self) -> None:
@@ -214,13 +225,15 @@ class Residents:
             self.give_up(layer)
 
     def _make_room(self, nr: int) -> None:
+        """Release slots until `nr` are free: first of prefetches, then of the oldest layers."""
         self._give_up_earlier()
         while len(self._groups) + len(self._coming) > self._slots - nr:
             self.give_up(next(iter(self._coming or self._groups)))
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """Return the same memory as a storage of its own, which keeps the original alive.
+    """Return a tensor over the same memory, but with another storage object, which keeps the
+    original alive.
 
     torch's compilers refuse a tensor that is written to and shares its storage with others.
     """
@@ -235,5 +248,5 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def _has_bytes(tensors: Sequence[Tensor]) -> bool:
-    """Return whether there is anything to copy: an activation layer has no tensors."""
+    """Return whether there are bytes to copy. Some layers, such as activations, have no tensors."""
     return any(tensor.numel() for tensor in tensors)

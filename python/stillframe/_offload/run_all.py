@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable
 
 
 def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
-    """Run each step, whatever the steps before it raised; then raise the first error.
-
-    The later errors are added to it as notes.
+    """Run each step, even if steps before it raised. Then raise the first error, to which the other
+    errors are added as notes.
 
     Args:
-        error: An error from before the first step; it counts as the first.
+        error: An error that was caught before; it counts as the first.
     """
     errors = [] if error is None else [error]
     for step in steps:

@@ -1,11 +1,11 @@
-"""Keeps autograd from saving weights that are on the device only while their layer runs.
+"""Saved-tensor hooks that save references to weights, so that autograd does not keep their memory.
 
-A node that needs a weight for its backward would keep the weight's memory on the device until then.
-So a reference is saved instead: which weight, and which view of it. Under autocast the node needs a
-cast of the weight; backward repeats the cast, which gives the same bytes.
+An autograd node that needs a weight for its backward would keep the weight's memory on the device
+until then. So a reference is saved instead: which weight, and which view of it. Under autocast the
+node needs a cast of the weight; backward repeats the cast, which gives the same bytes.
 
-torch calls only the innermost pair of saved-tensor hooks. Tensors that are not weights are passed
-to the pair around ours, so `torch.utils.checkpoint` and others work around an offloaded layer as
+torch calls only the innermost pair of saved-tensor hooks. Ours passes tensors that are not weights
+on to the enclosing pair, so `torch.utils.checkpoint` and others work around an offloaded layer as
 well as inside it.
 """
 
@@ -39,7 +39,7 @@ class WeightUse(Protocol):
         """Raise autograd's error if a weight was written to since it was saved."""
 
     def weight(self, number: int) -> Tensor:
-        """Return the CPU's value of a weight, on the device."""
+        """Return a weight on the device, with the value that it has on the CPU."""
 
 
 class View(NamedTuple):
@@ -47,10 +47,11 @@ class View(NamedTuple):
 
     size: torch.Size
     stride: tuple[int, ...]
-    begin: int  # in bytes, from the other tensor's first
+    begin: int  # bytes from the first byte of the other tensor
     dtype: torch.dtype
 
     def of(self, tensor: Tensor) -> Tensor:
+        """Return the view of `tensor`, which is the other tensor or a copy of it."""
         begin = tensor.storage_offset() * tensor.itemsize + self.begin
         made = torch.empty(0, dtype=self.dtype, device=tensor.device)
         return made.set_(
@@ -62,10 +63,10 @@ class _Weight(NamedTuple):
     """A reference to a view of a weight, or of a cast of a weight."""
 
     use: WeightUse
-    number: int  # index in its layer's tensors
-    version: int
+    number: int  # the weight's index in its layer's tensors
+    version: int  # of the weight on the device, when autograd saved the view
     view: View
-    cast: bool
+    cast: bool  # the view is of a cast to the view's dtype
 
     def unpack(self) -> Tensor:
         self.use.check(self.number, self.version)
@@ -74,10 +75,8 @@ class _Weight(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A tensor that is saved as it is, with its version.
-
-    torch checks versions only of tensors that no hook has packed.
-    """
+    """A tensor that is saved as it is, with its version. torch itself checks the versions only of
+    tensors that no hook has packed."""
 
     tensor: Tensor
     version: int
@@ -90,20 +89,22 @@ class Kept(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """The result of the saved-tensor hooks around ours."""
+    """An object that the enclosing saved-tensor hooks have packed."""
 
     packed: Any
-    back: Callable[[Any], Tensor]
+    back: Callable[[Any], Tensor]  # their unpack hook
 
     def unpack(self) -> Tensor:
         return self.back(self.packed)
 
 
 def check_version(tensor: Tensor, version: int, what: str, now: int | None = None) -> None:
-    """Raise autograd's error for a tensor that was changed before backward has used it.
+    """Raise autograd's error if a saved tensor was written to before backward has used it.
 
     Args:
-        now: The version to check, by default the tensor's own.
+        version: The version when the tensor was saved.
+        what: The tensor's name in the message.
+        now: The present version, by default the tensor's own.
     """
     now = tensor._version if now is None else now
     if now != version:
@@ -114,7 +115,7 @@ def check_version(tensor: Tensor, version: int, what: str, now: int | None = Non
 
 
 class _Held(NamedTuple):
-    """A weight on the device, as a range of bytes in its storage."""
+    """A weight on the device: its range of bytes in its storage, and its index in the layer."""
 
     begin: int
     end: int
@@ -128,7 +129,8 @@ class Weights:
         self._uses: dict[int, tuple[WeightUse, list[_Held]]] = {}
 
     def add(self, use: WeightUse, tensors: Sequence[Tensor]) -> None:
-        """Make views of the tensors be saved as references."""
+        """Have views of these tensors saved as references. They are the tensors of the use's layer
+        on the device."""
         for index, tensor in enumerate(tensors):
             begin = int(tensor.storage_offset()) * tensor.itemsize
             end = begin + tensor.numel() * tensor.itemsize
@@ -136,6 +138,7 @@ class Weights:
             held.append(_Held(begin, end, index))
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
+        """Undo `add`."""
         for tensor in tensors:
             self._uses.pop(tensor.untyped_storage()._cdata, None)
 
@@ -144,7 +147,7 @@ class Weights:
         if not self._uses or tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return None
         if tensor.is_conj() or tensor.is_neg():
-            return None  # the view differs in values, not only in position
+            return None  # its values differ from those of the weight's bytes
         begin = int(tensor.storage_offset()) * tensor.itemsize
         use, held = self._uses.get(tensor.untyped_storage()._cdata, (None, []))
         for each in held:
@@ -165,17 +168,18 @@ weights = Weights()
 
 
 class Onloading:
-    """Base class of the autograd function whose outputs are weights on the device (see `layers`).
+    """The base class of the autograd function whose outputs are weights on the device (see
+    `layers.py`). Each of its nodes has these attributes."""
 
-    Its nodes have these attributes.
-    """
+    # `use` is the forward that the weights are for. Output i is the weight number `indices[i]`.
 
     use: WeightUse
     indices: list[int]
 
 
 def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
-    """Return the use and index of the weight if a tensor is a view of autocast's cast of one."""
+    """Return the use and the index of a weight, if the tensor is autocast's cast of it, or a view
+    of the cast. Otherwise return None and 0."""
     node = tensor.grad_fn
     for _ in range(_MOST_VIEWS):
         if node is None or node.name() not in _VIEWS:
@@ -184,7 +188,7 @@ def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
     if node is None or node.name() != "ToCopyBackward0":
         return None, 0
     source, output = node.next_functions[0]
-    # The node of a Python function has a class of its own, which refers to the function's class.
+    # The node of a Python autograd function has a class of its own, which refers to the function.
     made: Any = source
     function = getattr(type(made), "_forward_cls", None)
     if function is None or not issubclass(function, Onloading):
@@ -193,15 +197,15 @@ def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
 
 
 def outer() -> Hooks | None:
-    """Return the saved-tensor hooks that are in force."""
+    """Return the innermost saved-tensor hooks that are in force, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 class SavedHooks:
     """A pair of saved-tensor hooks.
 
-    Weights are saved as references. Of other tensors, `take` may return what to save instead; if
-    it returns None, the tensor is passed to the hooks around these.
+    Weights are saved as references. Any other tensor is passed to `take`, which may return an
+    object to save instead. If it returns None, the tensor is passed on to the enclosing hooks.
     """
 
     def __init__(self, take: Callable[[Tensor], Any] = lambda tensor: None) -> None:

@@ -1,7 +1,7 @@
 """Holds a group that is on the device or on its way there.
 
-    COMING   the slot owns the group's device memory
-    TAKEN    the caller's tensors own it; the slot keeps a weak reference to the storage
+    COMING   the copies are queued; the slot owns the group's device memory
+    TAKEN    the caller's tensors own the memory; the slot has a weak reference to the storage
     GONE     the storage was freed
 
 The sources stay alive until the copies have completed: the core holds memory of the pool, and the
@@ -36,11 +36,11 @@ class Slot:
         what: A ticket, or CPU tensors.
 
     Raises:
-        torch.OutOfMemoryError: The device has no room.
+        torch.OutOfMemoryError: The device has no room for the group.
     """
 
     def __init__(self, pool: DevicePool, what: Ticket | Sequence[torch.Tensor]) -> None:
-        self.taken = self.given_up = False
+        self.taken = self.given_up = False  # by the methods `take` and `give_up`
         self._pool = pool
         self._core: _core.Onload | None = None
         self._ticket: weakref.ref[Ticket] | None = None
@@ -58,7 +58,7 @@ class Slot:
         self._stream = pool.stream()
         flat = _room(pool.device, self._layout.room)
         storage = flat.untyped_storage()
-        self.storage = storage._cdata
+        self.storage = storage._cdata  # the address of the StorageImpl
         self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._flat: torch.Tensor | None = flat
         if pool.number:
@@ -89,11 +89,12 @@ class Slot:
         )
 
     def _is_pageable(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in memory that the device cannot read directly."""
         return not (self._pool.core.has_pinned(tensor.data_ptr()) or tensor.is_pinned())
 
     def _stage(self) -> tuple[_core.Snapshot, list[Source]]:
-        """Copy the sources into the pool, where the core holds them until they are on the
-        device."""
+        """Copy the sources into the pool. The core keeps the copies until they are on the device.
+        Return the core's snapshot of them, and the copies."""
         core = _core.Snapshot(self._pool.core, self._layout.rows(0), _core.SNAPSHOT_LEAVES)
         memory = self._pool.lease(core, self.nbytes)
         core.start(())
@@ -112,8 +113,8 @@ class Slot:
         )
 
     def is_for_or_returned(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
-        """Return whether this slot was made from a ticket or tensors, or whether the tensors are
-        the ones it returned."""
+        """Return whether this slot was made from the given ticket or tensors, or whether `take` has
+        returned some of these tensors."""
         if isinstance(what, Ticket) or (not self.taken and self.is_for(what)):
             return self.is_for(what)
         return any(
@@ -127,14 +128,15 @@ class Slot:
         return what is not None and self._now(what) != self._versions
 
     def is_gone(self) -> bool:
+        """Return whether the group's device memory was freed."""
         return bool(self._weak.expired())  # type: ignore[no-untyped-call]
 
     def is_orphan(self) -> bool:
-        """Return whether it was prefetched from a ticket that no longer exists."""
+        """Return whether the group was prefetched from a ticket that no longer exists."""
         return not self.taken and self._ticket is not None and self._ticket() is None
 
     def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
-        """Return a value that changes whenever the sources are written to."""
+        """Return the state of the sources, which a write to them changes."""
         if isinstance(what, Ticket):
             return what._writes()
         return [
@@ -155,7 +157,8 @@ class Slot:
         return tensors
 
     def _order(self, stream: tuple[int, int]) -> None:
-        """Make the stream wait for the copies; if it cannot, the host waits."""
+        """Have a stream (device, handle) wait for the copies. If that is not possible, wait on the
+        host."""
         core = self._core
         if core is None or core.order(stream[1]):
             return
@@ -163,14 +166,16 @@ class Slot:
             core.wait(None)
 
     def _note_use(self, flat: torch.Tensor) -> None:
-        """Tell the allocator of a use on another stream than the one it was allocated on."""
+        """Tell torch's allocator if the current stream, which uses the memory, is not the one on
+        which the memory was allocated."""
         if flat.device.type == "cuda" and self._pool.stream() != self._stream:
             flat.record_stream(torch.cuda.current_stream(flat.device))
 
     def give_up(self) -> None:
-        """Declare that work queued on the current stream from now on does not use the group.
+        """Give up the group: work that is queued on the current stream from now on does not use it.
 
-        The device's memory is freed, in stream order, when the last tensor over it is freed.
+        The device's memory is freed when the last tensor over it is freed, after the work that is
+        on the stream now.
         """
         flat, self._flat = self._flat, None
         self.given_up = True
@@ -184,8 +189,8 @@ class Slot:
             self._note_use(flat)
 
     def is_copied(self) -> bool:
-        """Return whether the copies have completed and been timed; release the sources once no
-        copy runs."""
+        """Return whether the copies have completed and their time is in the statistics. If they
+        have completed, release the sources."""
         if self._core is not None and not self._core.wait(0.0):
             return False
         if self._ticket is None:
@@ -195,9 +200,8 @@ class Slot:
         return self._count()
 
     def _count(self) -> bool:
-        """Add the times to the statistics, once no stream will wait for the copies any more. Return
-        False if one still may.
-        """
+        """Add the times to the statistics and return True. Return False if a stream may still have
+        to wait for the copies, or the times are not known yet."""
         core = self._core
         if core is None:
             return True
@@ -210,13 +214,14 @@ class Slot:
         return True
 
     def finish(self) -> None:
-        """Wait for the copies."""
+        """Wait until the copies have completed, and release the sources."""
         if self._core is not None:
             self._core.wait(None)
         self.is_copied()
 
 
 def _room(device: torch.device, nbytes: int) -> torch.Tensor:
+    """Allocate bytes on the device; an error gets a note that says for what."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:

@@ -4,10 +4,10 @@
     HERE     every byte is in the pool
 
 The sources are released in one of two ways. The completion thread releases them when the copies
-have completed. Before that, an `Offloader` that offloads further groups may release them once the
-sources' stream waits for the copies: memory that the allocator hands out again on that stream is
-then written only after it was read. This bounds the memory of the sources, although the host runs
-far ahead of the device.
+have completed. An `Offloader` that offloads further groups may release them before: it has the
+sources' stream wait for the copies, so that memory which the allocator hands out again on that
+stream is written only after it was read. This bounds the memory of the sources, although the host
+runs far ahead of the device.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Leaving:
         core: The core's snapshot, not started yet.
         layout: The layout of the sources.
         stream: The sources' device and the handle of their stream; None on the host.
+
+    Attributes:
+        error: Why the copies are unusable; None if nothing is known against them.
+        over: The copies have ended, after `copy_s` seconds.
     """
 
     def __init__(
@@ -45,14 +49,14 @@ class Leaving:
         self.core, self.stream = core, stream
         self.error: StillframeError | None = None
         self.over = False
-        self.copy_s = 0.0  # set when it is over
-        self._layout: Layout | None = layout
+        self.copy_s = 0.0
+        self._layout: Layout | None = layout  # None once the sources are released
         self._versions = layout.versions()
-        # Re-entrant: a signal handler may wait in the middle of another wait.
+        # Re-entrant, because a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
 
     def storages(self) -> list[int]:
-        """Return torch's identifiers of the storages that are still read."""
+        """Return the addresses of the StorageImpls that may still be read."""
         layout = self._layout
         return [source.storage._cdata for source in layout.sources] if layout else []
 
@@ -69,8 +73,8 @@ class Leaving:
         try:
             self.core.start((self.stream,))
         finally:
-            # After a Ctrl-C too, the entry in `copying` keeps the sources until the copies have
-            # completed. A group without bytes gets no completion, so its entry is removed here.
+            # The entry in `copying` keeps the sources alive until the core's notice of the end,
+            # even if Ctrl-C ends this call. There is no notice if the copies have ended already.
             if self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.settle()
@@ -79,7 +83,7 @@ class Leaving:
             self.settle()
 
     def order(self) -> None:
-        """Make the sources' stream wait for the copies, and release the sources."""
+        """Have the sources' stream wait for the copies, and release the sources."""
         if self.stream is not None:
             self.core.gate((self.stream,))
         with self._lock:
@@ -104,18 +108,19 @@ class Leaving:
             self._let_go()
 
     def poll(self) -> None:
-        """Check for writes to the sources if they are still held."""
+        """Look for writes to the sources, unless these are released."""
         with self._lock:
             self._compare()
 
     def _let_go(self) -> None:
+        """Look for writes to the sources, and release them."""
         self._compare()
         layout, self._layout = self._layout, None
         if layout is not None:
             layout.let_go()
 
     def _compare(self) -> None:
-        """Report sources whose version has changed during the copy."""
+        """Set and log an error if the version of a source has changed since the start."""
         changed = self._layout.changed(self._versions) if self._layout is not None else []
         if changed and self.error is None:
             self.error = TornSnapshotError(
@@ -160,9 +165,9 @@ class Ticket:
     def tensors(self) -> list[torch.Tensor]:
         """Return the group as CPU tensors over the pool's memory, in the order given.
 
-        Waits until the copies have completed. Every call returns the same tensors. They keep the
-        memory, whatever becomes of the ticket. They may be written to: a later copy to the device
-        reads what they hold then.
+        Wait until the copies have completed. Every call returns the same tensors. They keep the
+        memory alive even without the ticket. They may be written to: a later copy to the device
+        reads the values that they have then.
 
         Raises:
             TornSnapshotError: A source was written to before it was copied.
@@ -183,7 +188,6 @@ class Ticket:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every byte is in the pool; the sources may be written to from then on.
 
-
         Raises:
             TimeoutError: `timeout` seconds passed.
             TornSnapshotError, StillframeError: As `tensors`.
@@ -198,9 +202,8 @@ class Ticket:
         """Give the memory back to the pool, once its tensors are gone and no copy to a device
         reads it.
 
-
         Raises:
-            StillframeError: It was released before.
+            StillframeError: The ticket was released before.
         """
         self._birth.refuse_child()
         self._refuse_released()
@@ -223,8 +226,8 @@ class Ticket:
             raise error
 
     def _sources(self) -> list[Source]:
-        """Return the addresses of the bytes in the pool, for a copy to a device. Some bytes may not
-        be there yet.
+        """Return the group's bytes in the pool, for a copy to a device. Some of them may still be
+        on their way from the device.
 
         Raises:
             StillframeError: The ticket was released, or its copies failed.
