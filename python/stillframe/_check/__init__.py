@@ -1,1 +1,1 @@
-"""Checkpoints on the disk: what they are, whether they are whole, which is the newest."""
+"""Checks of checkpoints: of which kind they are, whether they are whole, which is the newest."""

@@ -1,14 +1,15 @@
-"""Whether a file, or a directory of torch.distributed.checkpoint, is whole.
+"""Checks whether a file, or a directory of torch.distributed.checkpoint (DCP), is whole.
 
-The bytes of a file tell its kind, and its name decides only where they do not:
+The bytes of a file tell its kind; its name decides only if the bytes do not. The check covers:
 
     torch.save     its end record and directory; thorough: every CRC, every record its pickle names
-    torch's old    (the legacy format) the file's length, by the pickles at its beginning
+    legacy format  (of torch before 1.6) the file's length, from the pickles at its beginning
     safetensors    its header, and the file's length; the format has no checksums
     an index       every file that it names, with the tensors that it names
     DCP directory  every file that .metadata names, and its length; thorough: every CRC
 
-A check that is not thorough finds what was cut short or never written. It reads no tensor's bytes.
+A check that is not thorough finds files that are cut short or were never written. It reads no
+tensor's bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from stillframe._check.pickles import Bound, unbounded
 from stillframe._dcp import check as sharded
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
-GOOD, DAMAGED, UNUSABLE = 0, 1, 2
+GOOD, DAMAGED, UNUSABLE = 0, 1, 2  # UNUSABLE: not readable, or not a checkpoint at all
 _INDEX_SUFFIXES = (safetensors.INDEX_SUFFIX, ".bin.index.json")
 _NO_MEMORY = "not enough memory to check it"
 
@@ -39,7 +40,7 @@ class Finding:
     """The result of a check of one path."""
 
     path: str
-    status: int
+    status: int  # GOOD, DAMAGED or UNUSABLE
     error: str | None = None
     nbytes: int | None = None
     num_records: int = 0
@@ -82,11 +83,12 @@ def check(
     progress: Progress | None = None,
     bound: Bound = unbounded,
 ) -> Finding:
-    """Check one path. Of all exceptions only KeyboardInterrupt is raised.
+    """Check one path. An error becomes a finding, so only KeyboardInterrupt is raised.
 
     Args:
         thorough: Compare every CRC.
         progress: Called now and then with the bytes done and the file's length.
+        bound: Limits the memory for each pickle that is read; see `pickles.Bound`.
     """
     try:
         if disk.is_directory(path):
@@ -116,7 +118,7 @@ def _check_opened(
     except safetensors.Damaged as error:
         return Finding(path, DAMAGED, str(error), _size(fd))
     except OSError as error:
-        # The file exists and is readable, but its bytes are not: the disk has lost them.
+        # The file could be opened, but its bytes cannot be read: the disk has lost them.
         status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
         return Finding(path, status, reason_of(error), _size(fd))
     except MemoryError:
@@ -126,8 +128,8 @@ def _check_opened(
 def _check_file(
     fd: int, path: str, thorough: bool, progress: Progress | None, bound: Bound
 ) -> Finding:
-    # Thorough checks bypass the page cache.
-    found = _core.check(fd, thorough, progress, thorough, not thorough)
+    # A thorough check bypasses the page cache; any other reads the archive's directory only.
+    found = _core.check(fd, thorough, progress, direct=thorough, directory=not thorough)
     reason = None if found["ok"] else file_kinds.no_checkpoint(fd, path, found)
     lacking = pickles.lacking(fd, bound) if found["ok"] and thorough else []
     cut = pickles.truncated(fd, bound) if found["format"] == "legacy" else None
@@ -153,7 +155,8 @@ def _check_file(
 
 
 def _check_directory(path: str, disk: Disk, thorough: bool, bound: Bound) -> Finding:
-    """Check what concerns the directory as a whole; its files are checked separately."""
+    """Check what concerns the directory as a whole. For a directory of DCP this includes its files;
+    for any other the caller checks each file."""
     names = disk.names(path)
     if (wrong := kinds.incomplete(path, names, disk)) is not None:
         return Finding(path, DAMAGED, wrong)

@@ -12,8 +12,8 @@
                    optimizer.bin and no trainer's    up to the highest; no gap in numbered files
                    files, or the name checkpoint_N
 
-A directory of any kind, or of none, may have the marker of `stillframe.checkpoint(url)`: then it
-must have all files that the marker names, with their sizes.
+A directory of any kind, or of none, may have the marker that `stillframe.checkpoint(url)` writes
+last. Then it must have all files that the marker names, with their sizes.
 
 A model is safetensors or .bin files (with their index if they are several), an adapter with its
 adapter_config.json, or the directory of a sharded model. These rules come from the source of
@@ -43,14 +43,15 @@ from stillframe._base.disk import LOCAL, Disk
 from stillframe._base.file_kinds import MARKER
 from stillframe._check import pickles
 
-# The names of checkpoints. Other programs have .bin and .pkl files too: these are listed in full.
+# The names of checkpoints. Other programs write .bin and .pkl files too, so files with these
+# suffixes count only under a name of Hugging Face's.
 CHECKPOINT_NAME = re.compile(
     r".*\.(ckpt|pt|pth|safetensors|(safetensors|bin)\.index\.json)"
     r"|(.*pytorch_model.*|adapter_model|training_args|optimizer(_\d+)?|scheduler(_\d+)?"
     r"|sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin"
     r"|(random_states|custom_checkpoint)_\d+\.pkl"
 )
-# Files of a Hugging Face checkpoint, and shards of a file: no checkpoints by themselves.
+# Files of a Hugging Face checkpoint, and shards of a file. None is a checkpoint by itself.
 PART_NAME = re.compile(
     r"(model|adapter_model)(_\d+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
     r"|.*-\d+-of-\d+\.(safetensors|bin)|.*\.distcp"
@@ -109,8 +110,8 @@ def _is_part(name: str) -> bool:
 
 
 def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | None:
-    """Return which file a directory lacks, or None. Of the files that are there, only JSON files
-    are checked.
+    """Return a sentence about what a directory with these names lacks, or None. Of the files that
+    are there, only JSON files are checked.
 
     Raises:
         OSError: A file of it cannot be read.
@@ -191,17 +192,18 @@ def _of_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
     for match in filter(None, map(_NUMBERED.fullmatch, names)):
         found.setdefault((match[1], match[3]), set()).add(int(match[2] or 0))
     for (stem, suffix), numbers in found.items():
-        if gap := next(iter(sorted({*range(max(numbers))} - numbers)), None):
-            return f"it has no {stem}_{gap}.{suffix}"
-        if 0 not in numbers:
-            return f"it has no {stem}{'_0' if suffix == 'pkl' else ''}.{suffix}"
+        for number in range(max(numbers)):
+            if number not in numbers:
+                # The first file has no number, except those of custom objects.
+                tail = f"_{number}" if number or suffix == "pkl" else ""
+                return f"it has no {stem}{tail}.{suffix}"
     return _without_ranks(names, _RANDOM_STATES, 1) or _unreadable_json(path, names, disk)
 
 
 def _without_model(
     path: str, names: Sequence[str], disk: Disk, *, by_hooks: bool = False
 ) -> str | None:
-    """Return which file of a model is missing.
+    """Return a sentence about the file of a model that is missing, or None.
 
     Args:
         by_hooks: Hooks of the user may have written the weights, under any name, or in
@@ -210,9 +212,9 @@ def _without_model(
     if "adapter_model.safetensors" in names or "adapter_model.bin" in names:
         return None if "adapter_config.json" in names else "it has no adapter_config.json"
     models = [name for name in names if _MODEL.fullmatch(name)]
-    # transformers writes these for models of its own, which have a configuration.
-    of_theirs = "generation_config.json" in names or any(n.endswith(".json") for n in models)
-    if of_theirs and not by_hooks and "config.json" not in names:
+    # transformers writes these files for its own models, and a configuration with them.
+    has_config = "generation_config.json" in names or any(n.endswith(".json") for n in models)
+    if has_config and not by_hooks and "config.json" not in names:
         return "it has no config.json"
     if models:
         return None
@@ -228,7 +230,8 @@ def _without_model(
 
 
 def _deepspeed(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None, str | None]:
-    """Return the directory of DeepSpeed's state, and what is wrong with it."""
+    """Return the name of the directory with DeepSpeed's state, and a sentence about what is wrong
+    with it; None for either if there is none."""
     named = os.path.join(path, _DEEPSPEED)
     if _DEEPSPEED not in names or disk.is_directory(named):
         return None, None
@@ -238,11 +241,12 @@ def _deepspeed(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None,
 
 
 def _without_ranks(names: Sequence[str], of_rank: re.Pattern[str], least: int) -> str | None:
-    """Return which rank's file is missing.
+    """Return a sentence about the rank whose file is missing, or None.
 
     Args:
-        least: How many ranks saved at least; 0 if each node has a directory of its own, so nothing
-            is checked.
+        of_rank: Matches the name of a rank's file.
+        least: How many ranks saved at least. 0 means that each node has a directory of its own;
+            then nothing is checked.
     """
     if least == 0:
         return None
@@ -298,24 +302,24 @@ def _training_args(path: str, disk: Disk) -> dict[str, Any]:
 
 
 def checkpoints_in(
-    directory: str, failures: list[OSError], disk: Disk = LOCAL, *, looked_at: bool = False
+    directory: str, failures: list[OSError], disk: Disk = LOCAL, *, is_complete: bool = False
 ) -> Iterator[str]:
     """Iterate over the paths of checkpoints under a directory, sorted.
 
     A file counts if it has a checkpoint's suffix, begins like a checkpoint, or has the name of a
     Hugging Face checkpoint. A directory counts if torch.distributed.checkpoint has saved to it, or
-    if it lacks something. Hidden files are left out (temporaries of saves in flight are among
-    them), and so are the shards in such directories.
+    if it is a checkpoint that lacks a file. Hidden files are left out, because the temporaries of
+    saves in flight are hidden. Shards of torch.distributed.checkpoint are left out too.
 
     Args:
         failures: Gets an error for each directory that cannot be listed.
-        looked_at: The caller has already called `incomplete` for `directory` itself.
+        is_complete: The caller has already called `incomplete` for `directory` itself.
     """
     for root, directories, names in disk.walk(directory, failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
-        asked = looked_at and root == directory
+        known = is_complete and root == directory
         if file_kinds.is_sharded(names) or (
-            not asked and _lacks_something(root, [*names, *directories], failures, disk)
+            not known and _lacks_something(root, [*names, *directories], failures, disk)
         ):
             yield root
         for name in sorted(names):

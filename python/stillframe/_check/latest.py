@@ -55,11 +55,12 @@ def latest(
 
     Args:
         directory: A directory, or the URL of one (`s3://bucket/run`). If it is a checkpoint itself,
-            only that is looked at.
+            it is the only candidate.
         check: "files" opens the files of the newest candidates, and compares their lengths with
-            what they say themselves. All that a directory needs must be there, of one step
-            (`trainer_state.json` names it). "bytes" reads all of each candidate too, and compares
-            every CRC, as `stillframe verify` does. The safetensors format has no checksums.
+            those that their own headers and directories give. A directory must have all files of
+            its kind, all of one step (that of `trainer_state.json`). "bytes" also reads all of each
+            candidate and compares every CRC, as `stillframe verify` does. The safetensors format
+            has no checksums.
         storage_options: As for `load`.
 
     Returns:

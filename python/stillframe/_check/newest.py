@@ -1,7 +1,7 @@
 """The newest whole checkpoint in a directory.
 
-Candidates are looked at from the newest on, until one is whole, so usually only one is opened.
-"Newer" means, in this order:
+Candidates are checked from the newest on, until one is whole, so usually only one is opened.
+These rules give their order:
 
     1. Names that differ only in a step, an epoch or their one number are one series. In a series
        the highest number is the newest (the step before the epoch), whatever the times are.
@@ -15,8 +15,8 @@ A candidate is a file or directory directly in the directory:
                  store only the marker tells whether such a directory is whole
 
 Hidden names (temporaries are among them) and parts of Hugging Face checkpoints are no candidates.
-Links to a neighbour are none either, since that is one itself. A directory that is a checkpoint of
-some kind itself is the only candidate.
+Symbolic links to a name in the same directory are none either, since their target already is one.
+If the directory itself is a checkpoint of some kind, it is the only candidate.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def find(
         candidates = _newest_first(directory, disk)
     for path in candidates:
         try:
-            wrong = _wrong(path, thorough, bound, incomplete, disk)
+            wrong = _why_not_whole(path, thorough, bound, incomplete, disk)
         except _NoCheckpointError:
             continue
         if wrong is None:
@@ -101,18 +101,19 @@ def series_of(name: str) -> tuple[str, int]:
 
 
 def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
-    """Iterate over the paths of files and directories that may be checkpoints."""
+    """Iterate over the paths of files and directories that may be checkpoints, newest first."""
     by_series: dict[str, list[tuple[int, str]]] = {}
     for name in disk.names_without_links(directory):
         if name.startswith(".") or kinds.PART_NAME.fullmatch(name):
             continue
         series, number = series_of(name)
         by_series.setdefault(series, []).append((number, name))
+    # A heap of (minus the time of the series' newest, the newest's path, the series).
     waiting: list[tuple[float, str, list[tuple[int, str]]]] = []
 
     def enter(series: list[tuple[int, str]]) -> None:
-        """Enter a series with the time of its newest. If there is one series only, the time is not
-        needed and not looked up."""
+        """Push a series with the time of its newest, which is last in it. If there is only one
+        series, the time is not needed and not looked up."""
         path = os.path.join(directory, series[-1][1])
         time = disk.modified_s(path) if len(by_series) > 1 else 0.0
         heapq.heappush(waiting, (-time, path, series))
@@ -135,7 +136,7 @@ class _NoCheckpointError(Exception):
     """The error for a file or directory that was never meant to be a checkpoint."""
 
 
-def _wrong(
+def _why_not_whole(
     path: str,
     thorough: bool,
     bound: Bound,
@@ -146,7 +147,7 @@ def _wrong(
 
     Raises:
         _NoCheckpointError: It is no checkpoint, or it does not exist any more.
-        OSError: The store does not answer. An older checkpoint must not be taken for that.
+        OSError: The store does not answer. Then no older checkpoint may be returned instead.
     """
     failures: list[OSError] = []
     try:
@@ -160,7 +161,7 @@ def _wrong(
                 return f"it has no {MARKER}, which is written last"
         if (wrong := incomplete(path, names, disk)) is not None:
             return wrong
-        parts = list(kinds.checkpoints_in(path, failures, disk, looked_at=True))
+        parts = list(kinds.checkpoints_in(path, failures, disk, is_complete=True))
     except FileNotFoundError:
         raise _NoCheckpointError from None
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Pickles of checkpoints, read by stubs: nothing that they name is imported or called.
+"""Pickles of checkpoints, read into stubs: nothing that a pickle names is imported or called.
 
-So this is safe on any file and works without the classes. torch is not needed either, because the
-names of its types give their sizes.
+So this is safe on any file and works without the pickled classes. torch is not needed either,
+because the names of its types give the sizes of their elements.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from stillframe._base import records
 from stillframe._tree import keypaths
 from stillframe._tree.keypaths import Storage
 
-# A function that limits the process's new memory to what a pickle of so many bytes needs. A flipped
-# bit in an index of the unpickler's list of objects makes CPython fill a list of any length: 64 GB.
-# The limit is for the whole process, so only commands have one.
+# A function that limits the process's new memory to what a pickle of so many bytes needs. CPython's
+# unpickler has a table of objects that is as long as the largest index in the pickle: one flipped
+# bit there makes it allocate 64 GB. The limit is for the whole process, so only commands set one.
 Bound: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
 MOST_BYTES = 1 << 63
@@ -50,8 +50,8 @@ _STORAGES = {  # torch's storage classes, and the types of their elements
     "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": "uint8",
 }
-# Matches float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2. Types narrower than a byte are packed
-# into one or fill one.
+# Matches float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2. An element narrower than a byte counts
+# as one byte: several are packed into it, or it is padded.
 _DTYPE = re.compile(
     r"(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:_e\d+m\d+[a-z]*)?(?:_?x\d)?", re.ASCII
 )
@@ -62,7 +62,7 @@ def unbounded(_nbytes: int) -> AbstractContextManager[None]:
 
 
 class _Raw(io.RawIOBase):
-    """An open file for Python's buffered reader, which waits for bytes that are on their way."""
+    """An open file for Python's buffered reader. Reading an arriving file waits for its bytes."""
 
     def __init__(self, fd: int) -> None:
         self._file = _core.File(fd, os.fstat(fd).st_size)
@@ -84,23 +84,24 @@ class _Raw(io.RawIOBase):
 
 
 def reading(fd: int) -> IO[bytes]:
-    """Return an open file as a Python file, at its beginning. The descriptor stays its owner's."""
+    """Return an open file as a Python file, at its beginning. The caller still owns `fd`."""
     return io.BufferedReader(_Raw(fd))
 
 
 def read(file: IO[bytes], *, legacy: bool = False, bound: Bound = unbounded) -> Any:
-    """Return the object of a pickle, made of stubs.
+    """Return the object of the pickle at the file's position, made of stubs.
 
-    In the legacy format the object is in the fourth pickle.
+    In the legacy format three other pickles precede that of the object.
 
     Raises:
         pickle.UnpicklingError: It is no pickle, or it is cut short.
-        MemoryError: It needs more memory than a pickle of its length should.
+        MemoryError: It needs more memory than `bound` allows a pickle of its length.
     """
     return _read(file, legacy, bound)[0]
 
 
 def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, Storage]]:
+    """Return the object, and the storages that its pickle names, by key."""
     here, end = file.tell(), file.seek(0, os.SEEK_END)
     file.seek(here)
     try:
@@ -116,10 +117,8 @@ def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, S
 
 
 def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
-    """Return the records that an archive's pickle names and that are missing or too short.
-
-    Each comes with a description of what is wrong. If the pickle has other references than torch's,
-    nothing is returned.
+    """Return the records that an archive's pickle names and that are missing or too short, each
+    with what is wrong. Return none if the pickle refers to its storages in another way than torch.
 
     Raises:
         MemoryError: As `read`.
@@ -143,9 +142,10 @@ def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
 
 
 def truncated(fd: int, bound: Bound = unbounded) -> str | None:
-    """Return a sentence if a file of torch's legacy format is truncated.
+    """Return a sentence if a file of torch's legacy format is truncated, otherwise None.
 
-    Its last pickle lists the storages. Their bytes follow, each with its length (8 bytes).
+    The file's last pickle lists the storages. Each storage follows: its length (8 bytes), then its
+    bytes.
 
     Raises:
         MemoryError: As `read`.
@@ -184,6 +184,7 @@ def _nbytes_in(core: _core.Restore, name: str) -> int | None:
 
 
 def _storage_nbytes(storage: Storage) -> int:
+    """Return the bytes that a storage has according to its pickle."""
     try:
         return min(int(storage.numel) * dtype(storage.kind)[1], MOST_BYTES)
     except (TypeError, ValueError):

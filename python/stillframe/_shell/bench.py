@@ -1,8 +1,8 @@
 """`stillframe bench DIR`: the speed of memory and disk, and of saves and loads compared with them.
 
-A few rounds measure in turn a memcpy, a write of as many bytes with a sync, `async_save` of a model
-with AdamW, a read, and `load`. The shares compare medians of the same run. A first short write
-chooses the size, so the command takes half a minute on any disk.
+In each of a few rounds it measures a memcpy, a write of as many bytes with a sync, `async_save` of
+a model with AdamW, a read, and `load`. The shares compare medians of the same run. The size is
+chosen by a short write before, so that the command takes half a minute on any disk.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _PROBE_NBYTES = 32 << 20
 _LEAST_NBYTES = 32 << 20
 _MOST_NBYTES = 512 << 20
 _WRITE_S = 1.0  # what one raw write should take
-_BUDGET_S = 15.0  # no new round after that
+_BUDGET_S = 15.0  # after so long no new round begins
 _ROUNDS = 5
-_MEMORY_TIMES = 7  # two buffers, state, gradients, pool, what is loaded, and a margin
+# How many times the state's bytes are needed. In memory: two buffers, the state, its gradients, the
+# pool, the loaded state, and a margin.
+_MEMORY_TIMES = 7
 _DISK_TIMES = 3
 _TENSOR_NUMEL = 512 << 10
 
@@ -44,7 +46,8 @@ class BenchError(Exception):
 
 
 class _State:
-    """A model's weights and AdamW's moments, `nbytes` in all, after enough steps to be deferred."""
+    """A model's weights and AdamW's moments, `nbytes` in all, after so many steps that a save may
+    defer them."""
 
     def __init__(self, nbytes: int) -> None:
         import torch
@@ -63,6 +66,9 @@ class _State:
 
 
 class _Bench:
+    """The measurements of one run with a state of `nbytes`, in files in `directory`. `progress` is
+    called with the name of each measurement that begins."""
+
     def __init__(self, directory: Path, nbytes: int, progress: Callable[[str], None]) -> None:
         from stillframe._save.engine import Engine
 
@@ -75,8 +81,8 @@ class _Bench:
         self._nbytes = nbytes
         self._engine = Engine()
         self._handle: Any = None
-        self.direct = True
-        self.values: dict[str, list[float]] = {}
+        self.direct = True  # the raw writes bypass the page cache
+        self.values: dict[str, list[float]] = {}  # seconds of each round, by the measurement's name
         self.first_durable_s = 0.0
         self.report: Any = None
 
@@ -102,7 +108,8 @@ class _Bench:
         return statistics.median(self.values[name])
 
     def first_save(self) -> None:
-        """Make the first save, which is not among the medians: the pool gets its memory in it."""
+        """Make the first save. It does not count for the medians, because the pool takes its memory
+        during it."""
         self._progress("first save")
         self.first_durable_s = self._save().durable_after_s
 
@@ -149,10 +156,8 @@ class _Bench:
 
 
 def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], None]) -> int:
-    """Return the bytes of the state: as asked, or what the disk writes in a second.
-
-    Without a size it stays within memory and disk space.
-    """
+    """Return the bytes of the state: as many as asked for, or by default as many as the disk writes
+    in a second. Raise BenchError if there is too little memory or disk space."""
     progress("how fast is this disk?")
     memory = raw.free_memory() // _MEMORY_TIMES
     room = shutil.disk_usage(directory).free // _DISK_TIMES
@@ -218,7 +223,8 @@ def measure(directory: Path, asked: int | None, progress: Callable[[str], None])
 
 
 def _scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
-    """Make a directory of our own in `parent`, removed afterwards."""
+    """Make a directory in `parent`, or raise BenchError. Return a context manager that removes it
+    at its end."""
     if not parent.exists():
         raise BenchError(f"{parent}: there is no such directory")
     if not parent.is_dir():
@@ -234,7 +240,7 @@ def _scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return 0, or 2 if nothing can be measured. Ctrl-C passes on."""
+    """Run the command. Return 0, or 2 if nothing can be measured. KeyboardInterrupt propagates."""
     from stillframe.errors import StillframeError
 
     try:

@@ -1,8 +1,8 @@
 """Measurements without stillframe: what memory and a disk can do at best.
 
-It also has what every measurement needs: the load of other processes, a scratch directory, and a
-line that shows progress. The scripts in benchmarks/ use this module in processes without torch, so
-it imports nothing of the package.
+It also has helpers for every measurement: the load of other processes, the removal of a scratch
+directory, and a line that shows progress. The scripts in benchmarks/ use this module in processes
+without torch, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NETWORK = frozenset(
 
 
 def is_network(file_system: str) -> bool:
-    """Return whether files of this type are on another machine; FUSE may be anything, and
-    counts."""
+    """Return whether the files of a file system of this type are on another machine. Those of FUSE
+    may be, so FUSE counts too."""
     return file_system in NETWORK or file_system.split(".")[0] in ("fuse", "fuseblk")
 
 
@@ -47,7 +47,7 @@ def file_system_of(path: Path) -> str:
 def mount_of(path: Path) -> tuple[str, str, str]:
     """Return (type, source, options) of the mount that holds `path`.
 
-    The type is "unknown" where /proc does not say.
+    Type and source are "unknown" if /proc cannot be read.
     """
     found = ("unknown", "unknown", "")
     try:
@@ -63,6 +63,7 @@ def mount_of(path: Path) -> tuple[str, str, str]:
         point = fields[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
+        # The path's mount has its device. Of several, it is the one with the longest mount point.
         score = len(point) + (1 << 20 if same else 0)
         if inside and score >= best:  # a later mount hides an earlier one on the same point
             best, found = score, (fields_after[0], fields_after[1], fields[5])
@@ -70,7 +71,7 @@ def mount_of(path: Path) -> tuple[str, str, str]:
 
 
 def free_memory() -> int:
-    """Return the bytes that the system and our cgroup still allow to be taken."""
+    """Return how many bytes of memory the system and our cgroup still allow us to take."""
     left = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -89,8 +90,8 @@ def free_memory() -> int:
 class Others:
     """The share of the machine that other processes take, from the object's creation on.
 
-    It counts their user time and the time that the hypervisor gives to others. The kernel's own
-    threads work for any process that writes, so their time is not counted.
+    This counts the user time of other processes, and the time that the hypervisor gives to other
+    machines. Time in the kernel is not counted, because its threads may work for us.
     """
 
     def __init__(self) -> None:
@@ -109,20 +110,18 @@ class Others:
         return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
     def share(self) -> float:
-        """Return 0 for a quiet machine, and 1 if others keep every core busy.
-
-        It is also 0 where /proc does not say.
-        """
+        """Return 0 for a quiet machine (or if /proc cannot be read), and 1 if others keep every
+        core busy."""
         elapsed = (time.monotonic() - self._started) * (os.cpu_count() or 1)
         return min(max((self._seconds() - self._before) / max(elapsed, 1e-9), 0.0), 1.0)
 
 
 @contextlib.contextmanager
 def status_line(*, elsewhere: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show one line on stderr if that is a terminal, drawn only when its function is called.
+    """Yield a function that shows a text as the status line on stderr, if that is a terminal.
 
     Args:
-        elsewhere: If stderr is no terminal, print a line for each call.
+        elsewhere: If stderr is no terminal, print each text on a line of its own.
     """
     stream = sys.stderr
     terminal = stream is not None and stream.isatty()
@@ -150,28 +149,28 @@ def _interrupted(signum: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def gone_afterwards(directory: Path) -> Iterator[Path]:
-    """Remove the directory at the end, after Ctrl-C and SIGTERM too."""
+    """Remove the directory at the end of the block, even if Ctrl-C or SIGTERM ends it."""
     on_main = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGTERM, _interrupted) if on_main else None
     try:
         yield directory
     finally:
         # A second Ctrl-C must not leave gigabytes behind.
-        patient = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
         shutil.rmtree(directory, ignore_errors=True)
         if on_main:
-            signal.signal(signal.SIGINT, patient)
+            signal.signal(signal.SIGINT, handler)
             signal.signal(signal.SIGTERM, previous)
 
 
 def make_buffer(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory whose bytes do not compress; `nbytes` is a multiple of a page.
+    """Return page-aligned memory whose bytes do not compress; `nbytes` is a multiple of a page.
 
-    As long as what is written from it: a short buffer would come from the CPU's cache, as a
-    checkpoint never does.
+    Make it as long as the file that is written from it. A short buffer that is written again and
+    again would come from the CPU's cache, as a checkpoint never does.
     """
     buffer = mmap.mmap(-1, nbytes)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         buffer.madvise(mmap.MADV_HUGEPAGE)
     pattern = os.urandom(min(nbytes, 8 << 20))
     for off in range(0, nbytes, len(pattern)):
@@ -180,7 +179,7 @@ def make_buffer(nbytes: int) -> mmap.mmap:
 
 
 def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> float:
-    """Return the seconds of a memcpy of all of `source`, in `nr_threads` parts at once."""
+    """Return the seconds that a memcpy of `source` to `target` takes with `nr_threads` threads."""
     from_, to = (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in (source, target))
     part = -(-len(source) // nr_threads)
 
@@ -200,20 +199,20 @@ def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> f
 def write_seconds(
     path: Path, source: mmap.mmap, *, direct: bool | None = None, nbytes: int | None = None
 ) -> tuple[float, bool]:
-    """Write `source` to a new file and have it on the disk. The file stays.
+    """Write `source` to a new file and sync it. The file stays.
 
     The time includes writes and sync, and with O_DIRECT the reservation of disk space. It excludes
     open and close.
 
     Args:
-        direct: Bypass the page cache; by default where the file system can.
-        nbytes: Length of the file: a source that is shorter is repeated.
+        direct: Bypass the page cache; by default if the file system can.
+        nbytes: The length of the file, by default that of `source`. A shorter source is repeated.
 
     Returns:
         The seconds, and whether the page cache was bypassed.
 
     Raises:
-        OSError: (EINVAL, EOPNOTSUPP) `direct` is asked for, and the file system cannot.
+        OSError: (EINVAL, EOPNOTSUPP) `direct` is True, and the file system cannot.
     """
     length = len(source) if nbytes is None else nbytes
 
@@ -236,9 +235,10 @@ def write_seconds(
 
 
 def read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
-    """Read the file into `target`, which is as long.
+    """Read a file into `target`, which has the same length.
 
-    Without O_DIRECT the page cache is first asked to drop the file, which it may not do.
+    Without O_DIRECT the kernel is first asked to drop the file from the page cache, but it may keep
+    some.
 
     Returns:
         The seconds, and whether the page cache was bypassed.
@@ -270,7 +270,8 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _direct_if_possible(measure: Callable[[int], float]) -> tuple[float, bool]:
-    """Return what `measure` says of O_DIRECT, or of no flag if the file system has none."""
+    """Return `measure(O_DIRECT)` and True, or `measure(0)` and False if the file system has no
+    O_DIRECT."""
     try:
         return measure(os.O_DIRECT), True
     except OSError as error:
@@ -280,17 +281,17 @@ def _direct_if_possible(measure: Callable[[int], float]) -> tuple[float, bool]:
 
 
 def forget(path: Path) -> None:
-    """Ask the page cache to drop a file, so that reading it means the disk."""
+    """Ask the kernel to drop a file from the page cache, so that it is read from the disk."""
     with _opened(path, os.O_RDONLY) as fd:
-        os.fsync(fd)  # the cache keeps pages that are not on the disk
+        os.fsync(fd)  # pages that are not on the disk yet cannot be dropped
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Reserve disk space with fallocate(2), as a save does; errors do not matter here.
+    """Reserve disk space with fallocate(2), as a save does. Errors are ignored: if there is too
+    little space, the writes fail.
 
-    posix_fallocate would write where a file system has no fallocate. A lack of space shows up in
-    the writes.
+    posix_fallocate would not do, because it writes zeros if the file system has no fallocate.
     """
     libc = ctypes.CDLL(None)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -10,23 +10,24 @@ import rich.console
 from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
 
-_SLOW_SHARE = 0.6
-_BUSY_SHARE = 0.1
+_SLOW_SHARE = 0.6  # a save below this share of the raw write gets advice
+_BUSY_SHARE = 0.1  # a machine of which others take this share gets advice
 
 
 @dataclass
 class Result:
-    """The medians of one run. Times are in seconds, None where there is none; sizes in bytes.
+    """The medians of one run. Times are in seconds, sizes in bytes.
 
     Attributes:
-        memcpy_s, write_s, read_s: The raw limits; write and read are O_DIRECT where `raw_direct`.
-        call_s, staged_s, durable_s: From the call: when it returned, when every byte was copied,
-            when the file was durable.
-        first_durable_s: The same for the first save, in which the pool gets its memory.
+        raw_direct: The raw write and read bypassed the page cache.
+        memcpy_s, write_s, read_s: The raw limits.
+        call_s, staged_s, durable_s: Seconds from the call of `async_save` until it returned, until
+            every byte was copied, and until the file was durable.
+        first_durable_s: `durable_s` of the first save, during which the pool takes its memory.
         load_s: `stillframe.load` of a file that is not in the page cache.
         io_mode, fallbacks: From the last save's report.
         pool_bytes: The pool's cap in an engine with default options.
-        others: Share of the machine that other processes took meanwhile.
+        others: The share of the machine that other processes took during the run.
     """
 
     directory: str
@@ -48,7 +49,8 @@ class Result:
     fallbacks: list[str] = field(default_factory=list)
 
     def shares(self) -> dict[str, float]:
-        """Return how near we come to each raw limit: 1 is as fast, 0.5 takes twice as long."""
+        """Return the speed of stillframe as a share of each raw limit: 1 is as fast, 0.5 half as
+        fast."""
         return {
             "copy": self.memcpy_s / self.staged_s,
             "save": self.write_s / self.durable_s,
@@ -123,8 +125,8 @@ def _time(seconds: float) -> str:
 class Console(rich.console.Console):
     """A console that leaves the exit status to the program.
 
-    If its reader has gone (`| head`), rich's own ends the process with status 1, which means
-    "damaged" here.
+    If the reader of stdout has gone (`| head`), rich's console ends the process with status 1,
+    which would mean "damaged" here.
     """
 
     def on_broken_pipe(self) -> None:

@@ -16,7 +16,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command that was parsed; return the exit status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an ASCII terminal gets a ?, not a traceback
+            stream.reconfigure(errors="replace")  # an ASCII terminal shows "?" for other letters
     run_command = _command(options.command)
     if options.command not in _WITHOUT_ENGINE and (complaint := _complaint_of_environment()):
         print(f"stillframe {options.command}: {complaint}", file=sys.stderr)

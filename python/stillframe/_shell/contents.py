@@ -1,8 +1,8 @@
 """The contents of a checkpoint's pickle: its tensors and its other values, by key path.
 
-The pickle is read by `keypaths`' stubs: nothing that it names is imported or called. So this is
-safe on any file and works without the classes. torch is not needed either, because the names of its
-types give their sizes.
+The pickle is read into stubs (`_tree/keypaths.py`): nothing that it names is imported or called. So
+this is safe on any file and works without the pickled classes. torch is not needed either, because
+the names of its types give the sizes of their elements.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from stillframe._tree.keypaths import Storage, Stub
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-# Bytes of memory that any pickle may take, and that it may take for each of its bytes. Pickles of
-# tensors take a fifth of that.
+# The bytes of memory that any pickle may take, plus those that it may take for each of its own
+# bytes. Pickles of tensors take a fifth of that.
 _ALWAYS, _FOR_A_BYTE = 256 << 20, 64
 
 
 class Tensor(NamedTuple):
-    """A tensor as a pickle describes it; `nbytes` counts its elements, `storage` is a record's
-    key."""
+    """A tensor as a pickle describes it. `nbytes` are those of its elements. `storage` is the key
+    of the record with its storage, which has `storage_nbytes`."""
 
     path: str
     kind: str
@@ -50,13 +50,14 @@ _Path: TypeAlias = "tuple[_Path, str] | None"  # (the parent's path, the last pa
 
 
 def read(file: IO[bytes], *, legacy: bool = False) -> Any:
-    """Return the object of a pickle as `pickles.read` does, within bounds of memory."""
+    """Return the object of a pickle as `pickles.read` does, but with a limit on its memory."""
     return pickles.read(file, legacy=legacy, bound=bounded)
 
 
 @contextlib.contextmanager
 def bounded(nbytes: int) -> Iterator[None]:
-    """Limit the process's new memory to what a pickle of so many bytes needs: a `pickles.Bound`."""
+    """Limit, inside the block, the memory that the process may take in addition, to what a pickle
+    of so many bytes needs. This is a `pickles.Bound`."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     most = in_use + _ALWAYS + _FOR_A_BYTE * nbytes
@@ -69,7 +70,8 @@ def bounded(nbytes: int) -> Iterator[None]:
 
 
 def walk(root: Any) -> Iterator[Tensor | Value]:
-    """Iterate over every value in the tree once, in its order, without the containers."""
+    """Iterate over every tensor and value in a tree once, in the tree's order. Containers are
+    entered but not yielded."""
     seen: set[int] = set()
     stack: list[tuple[_Path, Any]] = [(None, root)]
     while stack:
@@ -100,8 +102,8 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
 
 
 def _joined(path: _Path) -> str:
-    """Join a path's parts. Only tensors' paths are joined: a tree may be as deep as its pickle is
-    long."""
+    """Return a path as text. This is done for tensors only, because a tree may be as deep as its
+    pickle is long, and joining every path would take too long."""
     parts: list[str] = []
     while path is not None:
         path, part = path
@@ -131,11 +133,13 @@ def _as_tensor(node: Any) -> Tensor | None:
             kind = "quantized" if function == "_rebuild_qtensor" else "tensor"
             return _tensor(kind, storage, size, dtype)
     except (AttributeError, IndexError, TypeError, ValueError):
-        pass  # not as torch writes it: it is shown as a call
+        pass  # torch does not write it so: it is shown as a value, not as a tensor
     return None
 
 
 def _tensor(kind: str, storage: Storage, size: Any, dtype: Any) -> Tensor:
+    """Return a tensor without a path. If `dtype` is None, the storage's class tells it. Raise an
+    error, such as ValueError, if the pickle describes no tensor of torch."""
     of_storage, storage_itemsize = pickles.dtype(storage.kind)
     name, itemsize = (of_storage, storage_itemsize) if dtype is None else pickles.dtype(dtype._name)
     shape = tuple(map(int, size.args[0] if isinstance(size, Stub) else size))

@@ -1,4 +1,4 @@
-"""`stillframe info [DIR]`: what a report of a problem needs, as lines to paste or as JSON."""
+"""`stillframe info [DIR]`: facts for a bug report, as lines to paste or as JSON."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _mirror(directory: str) -> dict[str, Any] | None:
     try:
         left = backlog(os.path.realpath(directory))
     except OSError:
-        return None  # the disk's error says it
+        return None  # `_disk` has reported the error
     if left is None:
         return None
     oldest = datetime.datetime.fromtimestamp(left.oldest_s).astimezone()
@@ -141,7 +141,7 @@ def _ranges(cpus: list[int]) -> str:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Return the same as lines to read."""
+    """Return the facts that `collect` found as lines to read."""
     machine, engine, disk = found["machine"], found["engine"], found["disk"]
     lines = [f"{name}: {version}" for name, version in found["versions"].items()]
     lines += [

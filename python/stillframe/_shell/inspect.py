@@ -34,8 +34,8 @@ from stillframe.errors import StillframeError
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 _LOCAL = 30  # bytes of a record's header before its name
 _INDENT = "  "
-_DEEPEST = 24  # levels of a tree; the names of deeper tensors hold the rest of the path
-_WIDEST = 200  # letters of a table's column; a few longer paths do not widen all lines
+_DEEPEST = 24  # levels of a tree; the rest of a deeper tensor's path is in its name
+_WIDEST = 200  # letters of a table's column, so that a few longer paths do not widen all lines
 _COLUMNS = ("tensor", "shape", "dtype", "device", "bytes", "kind")
 
 
@@ -53,9 +53,8 @@ class Found:
     metadata: dict[str, str] = field(default_factory=dict)  # of safetensors
 
     def totals(self, depth: int = 1) -> dict[str, int]:
-        """Return the bytes of the storages under each prefix of the tensors' paths.
-
-        ``""`` stands for all; each storage counts once under each prefix.
+        """Return the bytes of the storages under each prefix of the tensors' paths; the prefix ""
+        has all. A storage counts once under each prefix.
 
         Args:
             depth: The most parts of a prefix.
@@ -87,7 +86,7 @@ class Found:
 
 
 def examine(path: str) -> Found:
-    """Read one file, or the object of a URL. An error of the file is noted, not raised."""
+    """Read one file, or the object of a URL. An error of the file is in the result, not raised."""
     found = Found(path)
     try:
         disk, found.path = disks.of_path(path)
@@ -99,6 +98,7 @@ def examine(path: str) -> Found:
 
 
 def _examine(disk: Disk, found: Found) -> None:
+    """Fill `found` with the facts about its path."""
     path = found.path
     if disk.is_directory(path):
         found.status, found.error = UNUSABLE, f"it is {file_kinds.describe_directory(path, disk)}"
@@ -150,6 +150,7 @@ def _read_safetensors(fd: int, disk: Disk, found: Found) -> None:
 
 
 def _read(fd: int, file: IO[bytes], found: Found) -> None:
+    """Read the pickle of an archive or a legacy file, and count its tensors and values."""
     if found.format == "legacy":
         root = contents.read(file, legacy=True)
     else:
@@ -160,12 +161,13 @@ def _read(fd: int, file: IO[bytes], found: Found) -> None:
                 found.others[each.kind] += 1
             else:
                 found.tensors.append(each)
-    except (RecursionError, ValueError) as error:  # nested keys, numbers of many thousand digits
+    except (RecursionError, ValueError) as error:  # deeply nested keys, numbers of 5000 digits
         raise pickle.UnpicklingError(f"its pickle cannot be shown: {error}") from None
 
 
 def _pickle(fd: int, file: IO[bytes], found: Found) -> IO[bytes]:
-    """Return an archive's pickle as a file; note what is wrong with it."""
+    """Return an archive's pickle as a file; record in `found` what is wrong with it."""
+    # If its CRC is wrong, read it again without a check, to show as much as possible.
     for verify in (True, False):
         core = _core.restore(fd, verify)[1]
         if core is None:
@@ -185,15 +187,17 @@ def _pickle(fd: int, file: IO[bytes], found: Found) -> IO[bytes]:
 
 
 def _note(found: Found, failure: records.Failure) -> None:
-    """Note a failure of data.pkl; other records are left to `verify`."""
+    """Record a failure of data.pkl. Other records are checked by `stillframe verify`."""
     if failure.record == "data.pkl" and found.status == GOOD:
         found.status, found.error = DAMAGED, f"record data.pkl: {failure.reason}"
 
 
 def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
-    """Return the pickle of an archive that another program packed.
+    """Return the pickle of an archive that another program packed, or whose directory is lost. In
+    that case it must be the first record.
 
-    If the directory is lost, the first record is taken.
+    Raises:
+        pickle.UnpicklingError: There is none.
     """
     file.seek(0)
     try:
@@ -247,7 +251,8 @@ def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]
 
 
 def _folded(line: str, width: int) -> Iterator[str]:
-    """Break a line; further lines are indented, and a part wider than a line is cut."""
+    """Break a line. Further lines are indented, and a component that is wider than a line is
+    broken."""
     indent = len(line) - len(line.lstrip()) + 4
     for part in folded(line, width, " " * min(indent, width // 2), break_after=" /."):
         yield from (part[at : at + width] for at in range(0, len(part), width))
@@ -279,7 +284,8 @@ def _table(found: Found, width: int | None) -> Iterator[str]:
 def _tree(found: Found) -> Iterator[str]:
     """Iterate over lines: one for each prefix and each tensor, indented by its depth."""
     totals = found.totals(_DEEPEST)
-    # By prefix, the lines directly below it; a line for another prefix comes with that prefix.
+    # By prefix, the lines directly below it: (text, the prefix that the line is for, or None for a
+    # tensor).
     under: dict[str, list[tuple[str, str | None]]] = {"": []}
     for each in found.tensors:
         *above, last = each.path.split(".", _DEEPEST)
@@ -292,8 +298,8 @@ def _tree(found: Found) -> Iterator[str]:
             here = prefix
         under[here].append((f"{last}  {_shape(each.shape)} {each.dtype} {each.device}", None))
     yield printable(found.path)
-    # Lines still to show, the next one last, each with its depth. A path may be deeper than Python
-    # can recurse.
+    # A stack instead of recursion, because a path may be deeper than Python can recurse: the lines
+    # still to show, the next one last, each with its depth.
     left = [(1, line) for line in reversed(under[""])]
     while left:
         depth, (words, below) = left.pop()

@@ -1,7 +1,7 @@
 """`stillframe latest DIR`: print the path of the newest whole checkpoint.
 
-Exit status: 0 printed; 2 there is none, or no such directory. Checkpoints that are passed over are
-named on stderr.
+Exit status: 0 it is printed; 2 there is none, or DIR cannot be read. Newer checkpoints that are not
+whole are named on stderr.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The usage of the command `stillframe`: its commands, their options, and completion for shells.
 
-`_stillframe_command` imports it without the package's front: nothing here needs torch.
+`_stillframe_command` imports this module without `stillframe/__init__.py`, which needs torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"stillframe {support.VERSION}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (summary, description, epilog, arguments) in _COMMANDS.items():
-        one = commands.add_parser(name, help=summary, description=description, epilog=epilog)
-        arguments(one)
+        command = commands.add_parser(name, help=summary, description=description, epilog=epilog)
+        arguments(command)
     return top
 
 
@@ -72,7 +72,8 @@ def _completion(completion: argparse.ArgumentParser) -> None:
     completion.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 
 
-# For each command: its line in the list, a description, its exit status, its arguments.
+# For each command: its line in the list of commands, its description, the exit status, and the
+# function that adds its arguments.
 _COMMANDS = {
     "verify": (
         "check that checkpoints are whole",
@@ -133,7 +134,7 @@ def completion(top: argparse.ArgumentParser, shell: str) -> str:
 def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the words that may follow each command, and each command's help.
 
-    The key "" has the words where no command was typed yet.
+    Key "" has the words that are possible before a command is typed.
     """
     (commands,) = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
     words = {name: _options(each) for name, each in commands.choices.items()}

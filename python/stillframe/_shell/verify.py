@@ -1,9 +1,9 @@
-"""`stillframe verify PATH...`: whether checkpoints are whole.
+"""`stillframe verify PATH...`: check whether checkpoints are whole.
 
 A torch.save file is whole if its structure is, if every record matches its CRC, and if every record
-that its pickle names is there. The pickle is only read: nothing in it is imported or called. Of the
-safetensors format, which has no checksums, the structure is checked. `stillframe._check` has the
-checks; this module shows what they find.
+that its pickle names is there. The pickle is only read: nothing in it is imported or called. The
+safetensors format has no checksums, so only its structure is checked. `stillframe._check` has the
+checks; this module shows their results.
 
 Exit status; of several paths the largest counts:
 
@@ -38,12 +38,12 @@ _MAX_SHOWN = 8  # bad records of one file in the table; --json has all
 
 
 def verify_file(path: str, disk: Disk = LOCAL, progress: Progress | None = None) -> Finding:
-    """Check every byte of one path, within bounds of memory."""
+    """Check every byte of one path, with a limit on the memory that its pickle may take."""
     return files.check(path, disk, progress=progress, bound=contents.bounded)
 
 
 def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
-    """Check files, and the checkpoints in directories, in the order given."""
+    """Check files, and the checkpoints in directories, in the order given, and show each result."""
     findings: list[Finding] = []
     for argument in arguments:
         path = urls.shown(argument)
@@ -76,10 +76,8 @@ def _verify(argument: str, disk: Disk, show: _Display) -> Iterator[Finding]:
 
 
 class _Display:
-    """The output of verify: a result as each file is done, and the progress of a long one.
-
-    Progress is shown only where stderr is a terminal.
-    """
+    """The output of the command: the result of each file when it is checked (unless `quiet`), and a
+    progress bar for a long file if stderr is a terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -98,13 +96,14 @@ class _Display:
         return self.found(finding)
 
     def found(self, finding: Finding) -> Finding:
+        """Show a result, and return it."""
         if not self._quiet:
             _print(finding)
         return finding
 
 
 def _result(finding: Finding) -> str:
-    """Return the result: one line, and one more for each bad record."""
+    """Return the result in words: one line, and one more for each bad record."""
     if finding.ok:
         return "ok"
     if finding.status != DAMAGED or not finding.bad_records:
@@ -170,10 +169,9 @@ def _print(finding: Finding) -> None:
     for line in rest:
         lines += folded(f"    {line}", width, indent=" " * 8)
     colour = "32" if finding.ok else "31"
-    dressed = os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ
-    print(
-        "\n".join(f"\x1b[{colour}m{each}\x1b[m" if dressed else each for each in lines), flush=True
-    )
+    if os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ:
+        lines = [f"\x1b[{colour}m{line}\x1b[m" for line in lines]
+    print("\n".join(lines), flush=True)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -458,7 +458,7 @@ def test_progress_is_shown_only_on_a_terminal(tmp_path, capsys, monkeypatch):
 
 
 def test_ctrl_c_ends_verify_with_status_130_and_no_error_text(tmp_path, monkeypatch, capsys):
-    def interrupted(*_):
+    def interrupted(*_args, **_options):
         raise KeyboardInterrupt
 
     by_path(small_state(), tmp_path / "x.ckpt")
