@@ -1,4 +1,4 @@
-"""`python -m stillframe`: the command `stillframe`, by the Python that is to run it."""
+"""`python -m stillframe`: the command `stillframe`, run by this Python."""
 
 import sys
 

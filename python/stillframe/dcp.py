@@ -6,8 +6,8 @@
     ...                                           # keep training; the next step waits by itself
     response.upload_completion.result()
 
-Plans, resharding, collectives and metadata stay PyTorch's, and its `dcp.load` reads what is
-saved. `PinnedStager` and `FileSystemWriter` are the parts, for PyTorch's own `async_save`.
+Plans, resharding, collectives and metadata stay PyTorch's, and its `dcp.load` reads the checkpoint.
+`PinnedStager` and `FileSystemWriter` do the staging and the writing for PyTorch's own `async_save`.
 """
 
 from stillframe._dcp.api import SaveResponse, async_save, save

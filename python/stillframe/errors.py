@@ -33,8 +33,8 @@ class SaveError(StillframeError, OSError):
 
 class TornSnapshotError(StillframeError):
     """A tensor changed between the call and its copy, outside the optimizer's step. The copy would
-    be inconsistent (databases call it *torn*): part of it from before the change, part from after.
-    The old file is untouched.
+    be inconsistent (databases call this *torn*), with some bytes from before the change and some
+    from after it. The old file is untouched.
 
     Attributes:
         tensors: Names of the tensors that share the changed storage.
@@ -49,7 +49,8 @@ class TornSnapshotError(StillframeError):
 
 
 class PoolExhaustedError(StillframeError):
-    """Snapshots that the caller holds take up the pool, so only the caller could end the wait."""
+    """Snapshots that the caller holds fill the pool. The call did not wait for memory, because only
+    the caller could free any."""
 
 
 class BusyError(StillframeError):

@@ -1,12 +1,14 @@
 """Moves tensors between a device and CPU memory, both ways, while the device computes.
 
-from stillframe.offload import Offloader
+    from stillframe.offload import Offloader
 
-with Offloader("cuda") as offloader:
-    ticket = offloader.offload(tensors)      # leave for the pool; may be dropped at once
-    ...
-    offloader.prefetch(ticket)               # come back while something else is computed
-    tensors = offloader.onload(ticket)       # the current stream waits for them, the host does not
+    with Offloader("cuda") as offloader:
+        ticket = offloader.offload(tensors)    # copies them to the pool; they may be dropped now
+        ...
+        offloader.prefetch(ticket)             # copies them back while the device computes
+        tensors = offloader.onload(ticket)     # the current stream waits for them, not the host
+
+`offload_layers`, `offload_activations` and `offload_optimizer_state` do this for a model.
 """
 
 from stillframe._offload.activations import OffloadedActivations, offload_activations

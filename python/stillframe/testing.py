@@ -39,13 +39,13 @@ from stillframe._tree import skeleton
 __all__ = ["FakeDriver", "Injected", "fault", "held", "host_as_device", "slow"]
 
 _FOREVER_NS = (1 << 64) - 1  # SFR_FOREVER
-_LIMITS = {"half": -2, "all but one": -3}
-_lock = threading.Lock()
-_depth = 0
+_LIMITS = {"half": -2, "all but one": -3}  # the core's codes for these limits
+_lock = threading.Lock()  # protects the two depths, and the core's list of faults
+_depth = 0  # how many blocks of `fault`, `slow` and `held` are entered
 
 
 class Injected:
-    """Counts since the outermost block was entered."""
+    """The counts of calls and faults since the outermost block was entered."""
 
     @property
     def hits(self) -> int:
@@ -94,7 +94,8 @@ def fault(
         call: The name of the call; the module lists them.
         nth: Which of its calls, from now on.
         sticky: Make every later call fail too.
-        err: The errno of the failure. A failed call has done nothing, except "close".
+        err: The errno of the failure. A failed call has done nothing, except "close", which has
+            closed the file.
         limit: Instead of failing, "pread" and "pwrite" transfer at most that many bytes, or "half",
             or "all but one" of those requested; `err` is then not used. 0 transfers none and
             reports no error.
@@ -149,8 +150,8 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
 def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
     """Hold the `nth` call and (with `sticky`) every later one until the block is left.
 
-    So a test can look at a save in the middle without a race. A block that waits for the save
-    itself never ends.
+    A test can then examine an unfinished save without a race. A block that waits for the end of
+    that save never ends itself.
 
     Args:
         call: The name of the call; the module lists them, and any of them can be held.
@@ -171,8 +172,8 @@ def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
 
 _VARIABLE = "STILLFRAME_LIBCUDA"
 _REAL_NUMBER_OF = _device.number_of
-_shown_depth = 0
-_capturing = False
+_shown_depth = 0  # how many blocks of `host_as_device` are entered
+_capturing = False  # the last argument of `FakeDriver.capture`
 
 
 class FakeDriver:
@@ -220,11 +221,11 @@ class FakeDriver:
         self._library.fake_cuda_segments(ctypes.c_uint64(nbytes))
 
     def hold(self, yes: bool) -> None:
-        """Stop the streams, or let them run."""
+        """Stop all streams if `yes`; otherwise let them run."""
         self._library.fake_cuda_hold(int(yes))
 
     def capture(self, yes: bool) -> None:
-        """Say whether the current stream is capturing a graph."""
+        """Have the driver and torch say from now on whether the current stream captures a graph."""
         global _capturing
         _capturing = yes
         self._library.fake_cuda_capture(None, int(yes))
@@ -242,7 +243,7 @@ class FakeDriver:
         self._library.fake_cuda_allow_pageable(int(yes))
 
     def calls(self, name: str = "*") -> int:
-        """Return how often a call was made; "sync" counts those that wait for the device."""
+        """Return how often a call was made; "sync" counts all calls that wait for the device."""
         return int(self._library.fake_cuda_calls(name.encode()))
 
     def calls_here(self, name: str = "*") -> int:
@@ -279,7 +280,7 @@ def _number_on_device(device: torch.device) -> int:
 
 
 def _device_address(storage: torch.UntypedStorage) -> int:
-    """Return an address at which the driver finds the storage and the host has no memory."""
+    """Return an address at which the fake driver finds the storage and the host has no memory."""
     address = _real_address_of(storage)
     return address and address | _DEVICE
 
@@ -319,8 +320,8 @@ def host_as_device() -> Iterator[FakeDriver]:
 
 
 def _answers() -> dict[str, Any]:
-    """Return functions that replace those of torch which a skeleton calls, and that answer for a
-    device."""
+    """Return replacements, by name in `TorchTypes`, of functions that the C code asks about a
+    tensor: they answer as if a host tensor were on device 0."""
     return {
         "where": lambda tensor: 1 if skeleton._where(tensor) == 0 else -1,
         "device_index": lambda tensor: 0,
@@ -329,6 +330,7 @@ def _answers() -> dict[str, Any]:
 
 
 def _show_on_device() -> None:
+    """Replace every function that tells where a tensor lives; `_hidden` keeps the originals."""
     answers = _answers()
     shown: list[tuple[Any, str, Any]] = [
         (skeleton, "_types", skeleton._make_types(**answers)),
@@ -357,4 +359,4 @@ _SEEN: dict[str, Callable[[Any], Any]] = {
     "is_shared": lambda storage: True,
     "data_ptr": _device_address,
 }
-_hidden: list[tuple[Any, str, Any]] = []
+_hidden: list[tuple[Any, str, Any]] = []  # (module, name, original) of each replaced function

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Update = Callable[[int, int], object]  # bytes done, and of how many
+Update = Callable[[int, int], object]  # called with the bytes done and the bytes in all
 
 _QUIET_S = 1.0  # shorter work shows no bar
 _EVERY_S = 0.1
@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def bar(path: str, nbytes: int) -> Iterator[Update]:
-    """Show a bar for `nbytes` bytes of a file."""
+    """Show a bar for `nbytes` bytes of a file; yield the function that moves it."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -51,7 +51,7 @@ def bar(path: str, nbytes: int) -> Iterator[Update]:
 def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
     """Show a bar of the progress that `done()` returns, once the block has lasted a second.
 
-    Another thread calls `done`, which ends the bar by raising ValueError.
+    Another thread calls `done`. The bar ends with the block, or when `done` raises ValueError.
     """
     if not on_terminal():
         yield

@@ -1,4 +1,4 @@
-"""The process that an object belongs to: the one that made it, and no forked child."""
+"""The process that an object belongs to: the one that made it, never a forked child of that one."""
 
 from __future__ import annotations
 

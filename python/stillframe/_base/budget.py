@@ -4,12 +4,13 @@
 
 "What the system leaves" is the least of MemAvailable and, for the process's memory cgroup and each
 of its parents (v1 and v2), limit - usage + inactive file pages. The kernel reclaims those pages
-before memory runs short, and a machine that writes checkpoints has many. The memory of our own
-pools is added, or a second engine would subtract it twice: as used, and as a cap already taken.
+before memory runs short, and a machine that writes checkpoints has many. The memory that our own
+pools hold is added back, because the system counts it as used. Otherwise the pool of a second
+engine would lose it twice: here, and when the core subtracts what other pools have.
 
-A limit of address space (`ulimit -v`, which batch systems set) works differently: a reservation
-counts against it without using memory, and it applies to this process alone. One pool gets at most
-half of what it leaves.
+A limit of address space (`ulimit -v`, which batch systems set) works differently. Reserved
+addresses count against it even if no memory is used, and it applies to this process alone. One pool
+gets at most half of the address space that is left.
 
 The core gives each pool what the others have left of the budget (`csrc/core/memory/budget.c`). A
 missing or unexpected file under /proc or /sys counts as no limit.
@@ -34,8 +35,8 @@ class Budget(NamedTuple):
     """The memory that default pools may take.
 
     Attributes:
-        shared: Bytes of all of them in this process together.
-        most: Bytes of one.
+        shared: The most bytes of all such pools in this process together.
+        most: The most bytes of one pool.
     """
 
     shared: int
@@ -55,7 +56,7 @@ _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def measure(held: int, root: Path = Path("/")) -> Budget:
-    """Return how much memory the system leaves now.
+    """Return the budget, from what the system leaves now.
 
     Args:
         held: Bytes that the pools of this process hold.
@@ -73,10 +74,10 @@ def _available(root: Path) -> int:
 
 
 def _groups(root: Path) -> int:
-    """Return the least that a memory cgroup of the process leaves.
+    """Return the least number of bytes that a memory cgroup of the process leaves.
 
-    Lines of /proc/self/cgroup are `number:controllers:/group`. v2's has number 0 and no
-    controllers.
+    A line of /proc/self/cgroup is `number:controllers:/group`. The line of cgroup v2 has number 0
+    and no controllers.
     """
     mount, least = root / "sys/fs/cgroup", _NO_LIMIT
     for line in _text(root / "proc/self/cgroup").split("\n"):
@@ -92,29 +93,32 @@ def _groups(root: Path) -> int:
 
 
 def _chain(mount: Path, group: str, files: _Files) -> int:
-    """Return the least that a group or one of its parents leaves.
+    """Return the least number of bytes that a group or one of its parents leaves.
 
-    Inside a container the group may be the host's name for it, which does not exist below the
-    container's mount. Then one of the parents, in the end the mount itself, is the container's.
+    Inside a container, /proc may give the group's path on the host. That path does not exist below
+    the container's mount, and missing files count as no limit. One of its parents, at the latest
+    the mount itself, is then the container's own group.
     """
     folder = mount / group.strip("/")
-    return min(_leaves(each, files) for each in _up_to(folder, mount))
+    return min(_left_by(each, files) for each in _up_to(folder, mount))
 
 
 def _up_to(folder: Path, mount: Path) -> Iterator[Path]:
+    """Yield `folder` and each of its parents, up to `mount`."""
     while folder != mount:
         yield folder
         folder = folder.parent
     yield mount
 
 
-def _leaves(folder: Path, files: _Files) -> int:
+def _left_by(folder: Path, files: _Files) -> int:
+    """Return how many bytes the limit of one group leaves, `_NO_LIMIT` if it has none."""
     limit = _number(folder / files.limit)  # v2 says "max" for none, v1 a huge number
     usage = _number(folder / files.usage)
     if limit is None or limit == _NO_LIMIT or usage is None:
         return _NO_LIMIT
     inactive = _number(folder / "memory.stat", files.inactive + " ") or 0
-    # The two files are not read at the same moment, so more may be inactive than used.
+    # The files are not read at the same moment, so `inactive` may be larger than `usage`.
     return max(0, limit - max(0, usage - inactive))
 
 
@@ -125,7 +129,7 @@ def _local_ranks() -> int:
 
 
 def _address_space(root: Path) -> int:
-    """Return what RLIMIT_AS leaves. The first number of statm is the pages in use."""
+    """Return the bytes that RLIMIT_AS leaves. The first number of statm is the pages in use."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return _NO_LIMIT
@@ -133,7 +137,8 @@ def _address_space(root: Path) -> int:
 
 
 def _number(file: Path, key: str = "") -> int | None:
-    """Return the number that follows `key` at the start of a line; without a key, of the file."""
+    """Return the number that follows `key` at the start of a line, or without a key the number with
+    which the file begins; None if there is none."""
     start = rf"(?m)^{re.escape(key)}" if key else r"\A"
     found = re.search(rf"{start}[ \t]*(\d+)", _text(file))
     return min(int(found[1]), _NO_LIMIT) if found else None

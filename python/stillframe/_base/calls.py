@@ -3,9 +3,9 @@
 A signal handler may save in the middle of another of our calls on its thread. Such a save must not
 wait for anything that only the interrupted call could release, so it is told that it is nested.
 
-Ctrl-C may come before any line, even between a context manager's work and its block. So each entry
-is the frame that made it, and an entry no longer counts when its frame has left the stack. (Until
-then that frame's variables stay alive.)
+Ctrl-C may come before any line, even after a context manager has been entered and before its block
+begins, so that `__exit__` never runs. So each entry is the frame that made it, and an entry no
+longer counts when its frame has left the stack. (Until then that frame's variables stay alive.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from types import FrameType
 
 
 class _Frames(threading.local):
+    """The entries of one thread: the frames that are inside a call, or have switched off garbage
+    collection."""
+
     def __init__(self) -> None:
         self.calls: list[FrameType] = []
         self.no_collection: list[FrameType] = []
@@ -47,7 +50,7 @@ def _leave(frames: list[FrameType], frame: FrameType) -> None:
         frames.remove(frame)
 
 
-class inside:  # lower case, because it is used as a verb: `with inside():`
+class inside:  # lower case, because it is used like a function: `with inside():`
     """Mark the thread as inside a call: `with inside() as nested:`, where `nested` is True if it
     already was."""
 
@@ -65,7 +68,7 @@ class inside:  # lower case, because it is used as a verb: `with inside():`
         _leave(_frames.calls, sys._getframe(1))
 
 
-class no_collection:  # likewise
+class no_collection:  # lower case for the same reason
     """Turn garbage collection off inside the block.
 
     Planning a save, loading and rebuilding a tree make many thousand objects that all stay alive.
@@ -76,6 +79,7 @@ class no_collection:  # likewise
 
     def __enter__(self) -> None:
         frames = _frames.no_collection
+        # An interrupted block has left collection off, and nobody else will turn it on.
         interrupted = bool(frames) and _drop_ended(frames)
         self._enabled = gc.isenabled() or interrupted
         if self._enabled:

@@ -1,16 +1,16 @@
 """The CPUs of the process, which an OpenMP runtime may have taken from its main thread.
 
-With OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY the runtime binds the main thread to one place,
-often a single core: libgomp does so while torch is imported, others at the first parallel region.
-Each thread started later inherits that place. Threads of ours would then share one core with the
-training. So they get what the process had before:
+With OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY the runtime binds the main thread to one
+*place*, OpenMP's word for a set of CPUs. Often it is a single core. libgomp does so while torch is
+imported, others at the first parallel region. Each thread started later inherits that place, so
+our threads would share one core with the training. They get the CPUs that the process had before:
 
-- A mask that is wider when this module is imported than the place is that mask.
-- Otherwise the runtime knows how many CPUs the process had. They are those of all its places, or
-  all that the system grants, if the number fits.
+- If the main thread had more CPUs when this module was imported, those are the ones.
+- Otherwise the runtime knows how many CPUs the process had. They are the CPUs of all its places, or
+  all that the system grants, whichever are as many.
 
-A mask that the program sets itself afterwards (`os.sched_setaffinity`, `taskset -p`) differs from
-the place. Then threads inherit, as they do without a runtime.
+If the main thread's CPUs are not a place, the program has set them itself (`os.sched_setaffinity`,
+`taskset -p`). Our threads then inherit them, as they do without a runtime.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def before_binding(
         return None
     if main != first:
         return first if main < first else None  # the program set another mask
-    # A runtime that was loaded later has counted only the place that an earlier one had bound us
-    # to.
+    # If an earlier runtime had already bound the main thread, a later one has counted only the CPUs
+    # of that place. So the largest number is right.
     runtime = max(binding, key=lambda each: each.number)
     listed = set().union(*runtime.places)
     if runtime.number <= len(main):
@@ -100,7 +100,8 @@ def inspect() -> Cpus:
 
 
 def spread() -> None:
-    """Have threads that the core and `spread_thread` start run on all CPUs of the process."""
+    """Have threads that the core starts, or that `spread_thread` moves, run on all CPUs of the
+    process."""
     global _known
     with contextlib.suppress(OSError):  # a sandbox: threads inherit
         if _known is None or _known.main != _of_main_thread():
@@ -142,6 +143,7 @@ def _runtimes() -> list[Runtime]:
 
 
 def _ask(library: ctypes.CDLL) -> Runtime:
+    """Return the answers of a runtime's library; AttributeError if it lacks a function."""
     places = []
     for number in range(library.omp_get_num_places()):
         ids = (ctypes.c_int * library.omp_get_place_num_procs(number))()
@@ -151,7 +153,8 @@ def _ask(library: ctypes.CDLL) -> Runtime:
 
 
 def _granted() -> set[int]:
-    """The CPUs of a thread that asks for all: the system leaves out those of other containers."""
+    """Return the CPUs that a thread gets if it asks for all. The system leaves out those that this
+    container may not use."""
     found: set[int] = set()
 
     def ask() -> None:
@@ -168,5 +171,5 @@ def _granted() -> set[int]:
     return found
 
 
-_first: set[int] = _of_main_thread()
+_first: set[int] = _of_main_thread()  # at the import of this module
 _known: Cpus | None = None  # the last result of inspect()

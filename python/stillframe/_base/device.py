@@ -1,10 +1,11 @@
 """Questions to torch about CUDA: where a tensor lives, and the current stream.
 
-Only `begin` initialises CUDA in a process that has not used it. The forked children of such a
-process could never use CUDA.
+No function except `begin` initialises CUDA in a process that has not used it, because the forked
+children of a process that has initialised CUDA cannot use it.
 
-The stream comes from Python, where the handle of `torch.cuda.current_stream` costs 0.2 us; the
-function in torch's ABI is missing from CPU builds.
+Python passes the current stream to the core, which could not ask for it itself: the function in
+torch's ABI is missing from CPU builds. In Python the handle of `torch.cuda.current_stream` costs
+0.2 us.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def may_be_loaded_to() -> bool:
 
 
 def of_location(location: str) -> torch.device | None:
-    """Return the CUDA device for a location tag of torch, or None."""
+    """Return the CUDA device that a location tag of torch ("cuda:0") names, or None if it names no
+    CUDA device of this machine."""
     kind, _, number = location.partition(":")
     if kind != "cuda" or not may_be_loaded_to() or not (number.isdecimal() or location == kind):
         return None
@@ -90,9 +92,9 @@ def in_use() -> list[int]:
 
 
 def begin(number: int) -> None:
-    """Make torch's context on a device, if this process has not used the device yet.
+    """Have torch make its context on a device, if this process has not used the device yet.
 
-    The driver's calls of the core find a context there, and make none.
+    The core uses the context that exists on a device, and never makes one.
 
     Raises:
         RuntimeError: torch cannot use the device.

@@ -24,8 +24,8 @@ class Disk:
     """The local file system. Its methods raise OSError.
 
     Attributes:
-        is_remote: Whether it is a store. An error of a store does not mean that a checkpoint is
-            damaged.
+        is_remote: Whether the files are in a store. An OSError of a store means that it does not
+            answer, not that a checkpoint is damaged.
     """
 
     is_remote = False
@@ -47,7 +47,7 @@ class Disk:
         return os.listdir(path)
 
     def names_without_links(self, path: str) -> Iterator[str]:
-        """Iterate over the names in a directory, except links to others of them."""
+        """Iterate over the names in a directory, except symbolic links to another name in it."""
         with os.scandir(path) as entries:
             for each in entries:
                 if not (each.is_symlink() and os.path.dirname(os.readlink(each.path)) in ("", ".")):
@@ -77,7 +77,7 @@ class Disk:
                 return reader.read(nbytes)
 
     def open(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
-        """Open a file to read. A pipe without a writer keeps nobody waiting.
+        """Open a file for reading. Opening a pipe that has no writer does not wait for one.
 
         Args:
             peek: Only a small part of the file will be read for now.
@@ -85,7 +85,8 @@ class Disk:
         return open(path, "rb", buffering=0, opener=_open_at_once)
 
     def forget(self, path: str) -> None:
-        """Forget what is known of a file, so that the next `open` looks it up again."""
+        """Forget what is known of a file (a store's size and version of it), so that the next
+        `open` asks again."""
 
     def rest(self, file: Opened) -> None:
         """Give back the memory of a file that stays open and is not read for a while."""

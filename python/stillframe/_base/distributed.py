@@ -1,5 +1,5 @@
-"""Questions to torch.distributed: whether there are other processes, how to wait for their store,
-and DTensor's class.
+"""Questions to torch.distributed: whether there are other ranks, how to wait for what they write
+to the process group's store, and DTensor's class.
 
 DTensor's class is found without importing it: code that has a DTensor has imported it.
 """
@@ -48,7 +48,7 @@ def poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
 
 
 def dtensor() -> type[Any] | None:
-    """Return the class, or None if nobody has imported it."""
+    """Return the class DTensor, or None if nobody has imported it."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind if isinstance(kind, type) else None
 

@@ -22,7 +22,7 @@ class Event:
 
     def set(self) -> None:
         self._is_set = True
-        # another thread that sets it may have taken the last one
+        # Another thread may be in `set` too, and may pop the last lock first.
         with contextlib.suppress(IndexError):
             while True:
                 self._waiting.pop().release()

@@ -1,6 +1,6 @@
-"""Guesses what a file is that is not a checkpoint, in words that complete "it looks like".
+"""Guesses at what a file is if it is no checkpoint, as words that complete "it looks like ...".
 
-It uses only the file's first bytes, type and name.
+They use only the file's first bytes, type and name.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from stillframe import _core
 from stillframe._base import safetensors
 from stillframe._base.disk import LOCAL, Disk
 
-# The object that makes several one checkpoint: JSON with their names and sizes, written last.
+# The file that makes several files one checkpoint: JSON with their names and sizes, written last.
 MARKER = ".stillframe.json"
 
-# The metadata of all ranks together, or of a rank that saved alone.
+# The metadata file of torch.distributed.checkpoint: of all ranks, or of a rank that saved alone.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
-_HEAD = 4096  # bytes that are read
+_HEAD = 4096  # how many bytes of a file are read
 _FIRST_NAME = 512  # the first name is within these bytes: torch names its directory like the file
 LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # torch's magic number, pickled
 
@@ -116,9 +116,10 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     if it is a damaged one."""
     if (words := guess(fd, path)) is not None:
         return f"it is not a PyTorch checkpoint; it looks like {words}"
-    no_checkpoint = found["num_bad"] == 0 and "no record" in found["error"]
-    elsewhere = found["num_bad"] > 0 and is_another_zip(fd)  # its directory could be read
-    if found["format"] == "archive" and (no_checkpoint or elsewhere):
+    # Its directory could be read in both cases.
+    lacks_pickle = found["num_bad"] == 0 and "no record" in found["error"]
+    is_another = found["num_bad"] > 0 and is_another_zip(fd)
+    if found["format"] == "archive" and (lacks_pickle or is_another):
         return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
     # Unknown, and neither empty nor zeros: bytes that no checkpoint begins with.
     if found["format"] == "foreign" and _core.read_at(fd, _HEAD, 0).strip(b"\0"):
@@ -127,9 +128,9 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
 
 
 def is_safetensors(fd: int, path: str) -> bool:
-    """Return whether an open file is in the safetensors format.
+    """Return whether an open file is, or was meant to be, in the safetensors format.
 
-    Its bytes decide. Where they fit no format, as in an empty file, its name decides.
+    Its first bytes decide. If they fit no format, as in an empty file, its name decides.
 
     Raises:
         OSError: It cannot be read.
@@ -144,9 +145,11 @@ def is_safetensors(fd: int, path: str) -> bool:
 
 
 def is_another_zip(fd: int) -> bool:
-    """Return whether the name of an archive's first record has no directory, as in an .npz and most
-    zips, but in no file of torch. A file of torch whose first name was damaged still contains
-    ``data.pkl`` there."""
+    """Return whether a zip archive was not written by torch.
+
+    The name of its first record then has no directory, as in an .npz and most zips. A file of torch
+    whose first name was damaged still contains ``data.pkl`` near its beginning.
+    """
     head = _core.read_at(fd, _HEAD, 0)
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     return b"/" not in name and b"data.pkl" not in head[:_FIRST_NAME]

@@ -20,6 +20,7 @@ class Target:
     Attributes:
         shown: The path as the user gave it.
         directory: The real path of its directory.
+        name: The file's name in that directory.
         file_system: `st_dev` of that directory.
     """
 
@@ -31,14 +32,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """The path of a checkpoint that others write or name as well, for instance Lightning.
+    """The path of a checkpoint that other code writes or names as well, for instance Lightning.
 
     A public call makes one with `CheckpointPath.of` and passes it on, so that only one call checks
     whether the path is remote. Two of these paths are equal if their names are.
 
     Attributes:
         given: The path as it was given.
-        name: The one name of the file: absolute where it is local.
+        name: A local path made absolute, or the URL.
         remote: Whether it is a `scheme://` path.
     """
 
@@ -48,7 +49,8 @@ class CheckpointPath:
 
     @classmethod
     def of(cls, path: Any) -> CheckpointPath:
-        """
+        """Return the path that a user gave as one of these.
+
         Raises:
             TypeError: It is not a path.
             ValueError: It is a `file://` URL of another host.
@@ -74,7 +76,7 @@ class CheckpointPath:
         return urls.shown(self.text)
 
     def key(self, *, follow_link: bool = False) -> bytes:
-        """Return its name in the log. By default a link is a name of its own.
+        """Return its name in the log. By default a link's own name, not its target's.
 
         Raises:
             TypeError, ValueError: See `as_text`.
@@ -164,7 +166,8 @@ def target(
         raise SaveError(errno.EINVAL, "give the directory's own name", text, "open")
     if last in ("", ".", "..") and not create_parents:  # the path names no file
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
-    # One call for everything, with one release of the interpreter lock; it is usually enough.
+    # The core looks everything up in one call, with one release of the interpreter lock. Only if
+    # that fails does Python do it again, to make directories or to find the right error.
     resolved = _core.resolve(os.fsencode(text), follow_link)
     if resolved is not None:
         _, real_name, mode, is_readable, file_system = resolved
@@ -193,14 +196,15 @@ def target(
 
 
 def object_target(url: object) -> Target:
-    """Return the target of an object in a store: its URL, for messages and timelines."""
+    """Return the target of an object in a store. It holds the URL for messages and timelines only:
+    nothing is written to its `directory`."""
     shown = urls.shown(url)
     parent, _, name = shown.rpartition("/")
     return Target(shown, os.fsencode(parent), os.fsencode(name), 0)
 
 
 def hint(text: str) -> str:
-    """Return a hint for a missing path that was written for a shell."""
+    """Return a hint to add to a message about a missing path that begins with "~", or ""."""
     return " ('~' is not expanded: give os.path.expanduser(path))" if text.startswith("~") else ""
 
 
@@ -255,10 +259,13 @@ def make_directories(directory: str, durable: bool) -> None:
 
 
 def put_back(text: str) -> bool:
-    """Put back a directory on the way to a missing path that a dead writer had moved aside.
+    """Put back a directory that a writer had moved aside, to replace it, before it died.
+
+    Args:
+        text: A missing path, at or below that directory.
 
     Returns:
-        Whether it may exist now.
+        Whether the path may exist now.
     """
     above = os.path.abspath(text)
     while not os.path.isdir(parent := os.path.dirname(above)):

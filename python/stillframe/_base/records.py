@@ -10,12 +10,12 @@ from stillframe import _core
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first failure of a restore: `code` is ECORRUPT, with a reason, or -errno."""
+    """The first failure of a restore."""
 
-    code: int
-    record: str
-    offset: int
-    reason: str | None
+    code: int  # the core's ECORRUPT, or a negative errno
+    record: str  # the name of the record
+    offset: int  # in the file
+    reason: str | None  # what is wrong; None for an errno
 
 
 class RestoreFailed(Exception):
@@ -27,7 +27,7 @@ class RestoreFailed(Exception):
 
 
 def wait(core: _core.Restore, index: int) -> None:
-    """Wait until a record is there and good; for `core.nr`, all of them.
+    """Wait until a record is read and its CRC is right. Index `core.nr` waits for all records.
 
     Raises:
         RestoreFailed: A record is damaged or could not be read.
@@ -39,7 +39,7 @@ def wait(core: _core.Restore, index: int) -> None:
 def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
     """Read single records with a restore that has not started; a missing record gives b"".
 
-    An exception closes the restore.
+    After an exception the restore is closed.
 
     Raises:
         RestoreFailed: A record is damaged or could not be read.
@@ -49,6 +49,7 @@ def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
     try:
         for number, data in wanted.items():
             core.into(number, [_address_of(data)])
+        # In the file's order: let the threads read as far as the record, then wait for it.
         for number in sorted(wanted):
             core.until(number)
             core.go(core.reach(number))

@@ -1,11 +1,11 @@
 """The safetensors format: the header of a file, and the index that names several files.
 
 A file begins with the length of its header (8 bytes, little endian). The header is JSON. It gives
-the type and shape of each tensor, and where its bytes are after the header. These follow each other
-without a gap and end with the file (https://github.com/huggingface/safetensors#format). There are
-no checksums, so a file of the right length may still have wrong bytes.
+the type, the shape and the offsets of each tensor. The tensors' bytes follow the header without a
+gap, up to the end of the file (https://github.com/huggingface/safetensors#format). There are no
+checksums, so a file of the right length may still have wrong bytes.
 
-The rules are those of the library, version 0.8. Nothing here needs torch.
+The rules are those of the safetensors library, version 0.8. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAX_HEADER = 100_000_000  # bytes; the library's limit
 _MAX_BYTES = 1 << 63
 _ERRORS = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
 
-# The bits of an element, and the name of its type in torch ("": torch has none). The order is the
-# library's, which saves tensors of the last types first.
+# By the format's name of a type: the bits of an element, and torch's name of the type ("": torch
+# has none). The order is the library's, which writes tensors of the last types first.
 DTYPES = {
     "BOOL": (8, "bool"),
     "F4": (4, "float4_e2m1fn_x2"),
@@ -53,7 +53,7 @@ DTYPES = {
 
 
 class Damaged(Exception):
-    """The error of a file that is not what its header or its index says."""
+    """The error for a file whose bytes do not fit its header or its index."""
 
 
 class Entry(NamedTuple):
@@ -75,8 +75,8 @@ class Header(NamedTuple):
 
 
 def begins_like_one(head: bytes) -> bool:
-    """Return whether a file's first nine bytes are a safetensors file's. No pickle or zip file
-    begins so: they would be headers of more bytes than the format allows."""
+    """Return whether a file's first nine bytes are those of a safetensors file. No pickle or zip
+    file passes: its first eight bytes, taken as a header's length, exceed the format's limit."""
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
 
 
@@ -141,9 +141,12 @@ def _entry(name: str, tensor: Any, begin: int) -> Entry:
 
 
 def _numel(shape: list[int]) -> int:
-    """Return the product of a shape. It stops early, so a hostile shape cannot make it slow."""
-    numel = 0 if 0 in shape else 1
-    for size in shape if numel else []:
+    """Return the product of a shape's sizes. The loop ends at the limit, so that a hostile shape
+    cannot make it slow."""
+    if 0 in shape:
+        return 0
+    numel = 1
+    for size in shape:
         numel *= size
         if numel > _MAX_BYTES:
             raise ValueError("no memory is that large")
@@ -158,7 +161,7 @@ def read_index(disk: Disk, path: str) -> dict[str, list[str]]:
     """Return the files that an index names, with the names of the tensors in each.
 
     Raises:
-        Damaged: It makes no sense, or names a file that is not next to it.
+        Damaged: The index makes no sense, or a file that it names is not next to it.
         OSError: It cannot be read.
     """
     text = disk.read(path)

@@ -23,8 +23,8 @@ def parse(value: object, name: str, *, least: int = 1) -> int:
         least: The smallest valid number of bytes.
 
     Raises:
-        TypeError: It is neither an int nor a string.
-        ValueError: It is not a size, or out of bounds.
+        TypeError: `value` is neither an int nor a string.
+        ValueError: `value` is not a size, or out of bounds.
     """
     nbytes = _from_text(value, name) if isinstance(value, str) else whole_number(value, name)
     return bounded(nbytes, name, least, MOST_BYTES, shown=value)
@@ -65,6 +65,7 @@ def whole_number(value: object, name: str) -> int:
 
 
 def bounded(number: int, name: str, least: int, most: int, *, shown: object = None) -> int:
+    """Return `number`, or raise ValueError if it is out of bounds; the message shows `shown`."""
     shown = number if shown is None else shown
     if number < least:
         raise ValueError(f"{name} has to be at least {least}, not {shown}")

@@ -1,5 +1,8 @@
-"""Directory changes as lists of steps. The core takes a list with one release of the interpreter
-lock: while another thread computes, each system call made from Python costs 5 ms."""
+"""Directory changes as lists of steps, which the core carries out.
+
+It does so with one release of the interpreter lock. Each system call made from Python releases it
+too, and waits up to 5 ms to get it back while another thread computes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Sequence
 
 from stillframe import _core
 
-Step = tuple[int, bytes, bytes]
+Step = tuple[int, bytes, bytes]  # a code of the core, and its two arguments
 
 
 def write(path: str, content: bytes, *, durable: bool) -> Step:
@@ -31,10 +34,10 @@ def unlink(path: str) -> Step:
 
 
 def take(steps: Sequence[Step]) -> None:
-    """Take the steps in order.
+    """Carry out the steps in order.
 
     Raises:
-        OSError: A step failed; later ones were not taken.
+        OSError: A step failed; the later ones were not carried out.
     """
     done, code = _core.take_steps(steps)
     if code:
@@ -42,7 +45,7 @@ def take(steps: Sequence[Step]) -> None:
 
 
 def take_each(steps: Sequence[Step]) -> list[OSError]:
-    """Take all steps, even after one that fails. Return the errors."""
+    """Carry out all steps, even after one that fails. Return the errors."""
     errors = []
     while steps:
         done, code = _core.take_steps(steps)

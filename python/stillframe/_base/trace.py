@@ -71,7 +71,7 @@ class trace:  # a context manager that reads as a verb
         self.events = 0
         self.dropped = 0
         self.error: OSError | None = None
-        self._generation = -1
+        self._generation = -1  # of the process that writes it; -1 while nothing is written
 
     def __enter__(self) -> trace:
         global _current
@@ -97,7 +97,7 @@ class trace:  # a context manager that reads as a verb
         self._end()
 
     def _end(self) -> None:
-        """End the trace, once. In a forked child, only the parent ends it."""
+        """End the trace, once. A forked child does nothing, because the trace is its parent's."""
         global _current
         generation, self._generation = self._generation, -1
         if generation != _core.fork_generation():
@@ -123,7 +123,7 @@ _current: trace | None = None
 
 
 def end_at_exit() -> None:
-    """Ends the trace of a block that is still running at exit, for instance in a daemon thread."""
+    """End the trace of a block that is still running at exit, for instance in a daemon thread."""
     if _current is not None:
         _current._end()
 

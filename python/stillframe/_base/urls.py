@@ -1,7 +1,7 @@
 """URLs of objects in stores: which paths are remote, how they are shown, their names in the log.
 
-Nothing here imports a client. A URL may hold a password or a signature, so messages, logs and
-reports get `shown` of it.
+Nothing here imports a client of a store. A URL may hold a password or a signature, so messages,
+logs and reports get what `shown` returns for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-# Other names of a scheme.
+# Other names of a scheme, each with the name that is used here.
 _ALIASES = {
     "s3a": "s3",
     "gcs": "gs",
@@ -29,7 +29,8 @@ class Url:
 
     Attributes:
         scheme: In lower case, and without aliases: "s3", "gs" and "az" for those stores.
-        bucket: The bucket, container or host (with its port), without user info.
+        bucket: The bucket, container or host (with its port), without user info
+            (`user:password@`).
         account: Azure's storage account, where the URL names it; otherwise "".
         path: Everything after the slash that follows the bucket, as it was given. Nothing is
             decoded, as in fsspec.
@@ -46,7 +47,8 @@ class Url:
 
     @classmethod
     def parse(cls, url: Any) -> Url:
-        """
+        """Return the components of a URL.
+
         Raises:
             ValueError: It is not a URL.
         """
@@ -57,7 +59,8 @@ class Url:
         host, _, path = text[match.end() :].partition("/")
         user, at, host = host.rpartition("@")
         if not at and "@" in path and ":" in _PORT.sub("", host):
-            # A password with a slash.
+            # A password with a slash: the host begins after the @, and what precedes it is user
+            # info.
             more, _, rest = path.partition("@")
             user = f"{host}/{more}"
             host, _, path = rest.partition("/")
@@ -102,8 +105,8 @@ def shown(path: Any) -> str:
 
 
 def key(url: Any) -> bytes:
-    """Return the URL's name in the log, in which two spellings of one object are the same, and two
-    of a checkpoint of several objects.
+    """Return the URL's name in the log. All spellings of one object's URL have the same name. So
+    have the URLs of a checkpoint of several objects with and without a slash at the end.
 
     Raises:
         ValueError: It is not a URL.
@@ -113,9 +116,10 @@ def key(url: Any) -> bytes:
 
 
 def refuse_options(path: Any, storage_options: Any) -> None:
-    """
+    """Refuse options of a store for a path that the caller knows to be local.
+
     Raises:
-        ValueError: There are options of a store for a local path.
+        ValueError: `storage_options` are given.
     """
     if storage_options:
         raise ValueError(
