@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import threading
+from collections.abc import Callable
 
 from stillframe._base.cpus import spread_thread
 from stillframe.errors import StillframeError
@@ -58,3 +59,59 @@ def start(thread: threading.Thread) -> None:
         if thread.ident is None and threading.main_thread().is_alive():
             raise refused() from None
         raise
+
+
+class SingleThread:
+    """A daemon thread that runs a function once, however many callers start it at the same time.
+
+    `Thread.start` does not allow that: two callers can both start one object. A lock around it is
+    no help, because a signal handler may interrupt the thread that holds the lock, and wait for
+    another that wants it. So every caller that finds no owner starts a thread. The first of these
+    becomes the owner, and the others end at once.
+
+    Args:
+        target: The function.
+        name: The name of the thread.
+    """
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        self._target = target
+        self._name = name
+        # Holds the thread that runs `target`, or None if none ever will: `dict.setdefault` is
+        # atomic.
+        self._owner: dict[str, threading.Thread | None] = {}
+
+    def start(self) -> bool:
+        """Start the thread, unless it was started or prevented.
+
+        Returns:
+            False when the interpreter's exit has begun: Python 3.12 and later start no thread then.
+
+        Raises:
+            OSError, StillframeError: As the function `start`.
+        """
+        if not self._owner:
+            try:
+                start(threading.Thread(target=self._run, name=self._name, daemon=True))
+            except RuntimeError:
+                return bool(self._owner)
+        return True
+
+    def _run(self) -> None:
+        thread = threading.current_thread()
+        if self._owner.setdefault("owner", thread) is thread:
+            self._target()
+
+    def is_current(self) -> bool:
+        """Return whether the caller runs on this thread."""
+        return self._owner.get("owner") is threading.current_thread()
+
+    def prevent(self) -> bool:
+        """Return True if the function has not begun to run. It never will then."""
+        return self._owner.setdefault("owner", None) is None
+
+    def join(self) -> None:
+        """Wait until the thread has ended. Only after `prevent` has returned False."""
+        thread = self._owner["owner"]
+        assert thread is not None
+        thread.join()

@@ -21,7 +21,6 @@ import hashlib
 import logging
 import os
 import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from stillframe._base import urls
 from stillframe._base.paths import CheckpointPath
+from stillframe._base.threads import SingleThread
 from stillframe._dcp.joint import JointSave, Plans
 from stillframe._dcp.ranks import Ranks, group_exists
 from stillframe._dcp.shards import put_together
@@ -180,13 +180,11 @@ class Worker:
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = SingleThread(self._loop, "sf-dcp")
 
     def put(self, function: Callable[[], object]) -> None:
         """Run the function on the thread, or here if no thread can be started at exit."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="sf-dcp", daemon=True)
-        if completion.completion.over or not completion.start_once(self._thread):
+        if completion.completion.over or not self._thread.start():
             function()
         else:
             self._waiting.put(function)

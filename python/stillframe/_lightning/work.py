@@ -22,9 +22,9 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, TextIO
 
 from stillframe._base.paths import CheckpointPath
+from stillframe._base.threads import SingleThread
 from stillframe._lightning.rotation import Rotation
 from stillframe._preemption import in_time
-from stillframe._save.completion import start_once
 from stillframe._save.handle import SaveHandle, State, is_collected, report_of, wait_for_end
 from stillframe.errors import StillframeError
 
@@ -225,18 +225,17 @@ class WaitingLine:
     def __init__(self, handles: Sequence[SaveHandle]) -> None:
         self._handles = [handle for handle in handles if not handle.done()]
         self._over = threading.Event()
-        self._runs = False
-        self._thread = threading.Thread(target=self._run, name="sf-waiting", daemon=True)
+        self._thread = SingleThread(self._run, "sf-waiting")
 
     def __enter__(self) -> WaitingLine:
         # if no thread can be started, or at exit, no line is shown
         with contextlib.suppress(OSError):
-            self._runs = start_once(self._thread)
+            self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        if self._runs:
+        if not self._thread.prevent():
             self._thread.join()
 
     def _run(self) -> None:

@@ -84,25 +84,6 @@ numbers = itertools.count(-1, -1)
 copying: dict[int, Copying] = {}
 
 
-def start_once(thread: threading.Thread) -> bool:
-    """Start `thread` unless it was started before.
-
-    If a signal handler saves, it may start the thread that the interrupted call was about to start.
-
-    Returns:
-        False when the interpreter's exit has begun: Python 3.12 and later start no thread then.
-
-    Raises:
-        OSError: The system refused to start another thread.
-    """
-    if thread.ident is None:
-        try:
-            threads.start(thread)
-        except RuntimeError:
-            return thread.ident is not None  # True if a signal handler started it
-    return True
-
-
 class _Callbacks:
     """The thread on which callbacks run one after the other.
 
@@ -112,9 +93,7 @@ class _Callbacks:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, args=(BaseException,), name="sf-callbacks", daemon=True
-        )
+        self._thread = threads.SingleThread(self._run, "sf-callbacks")
         self._finished = False  # the thread has ended
 
     def put(self, function: Callable[[], object]) -> None:
@@ -122,15 +101,15 @@ class _Callbacks:
         self._queue.put(function)
         if not self._finished:
             try:
-                start_once(self._thread)  # if it is too late, finish() runs the queue
+                self._thread.start()  # if it is too late, finish() runs the queue
             except OSError as error:
                 log.warning("stillframe: callbacks wait for a thread: %s", error)
         if self._finished:
             self._run_rest()
 
-    def _run(self, caught: type[BaseException]) -> None:
+    def _run(self) -> None:
         while (function := self._queue.get()) is not None:
-            self._call(function, caught)
+            self._call(function, BaseException)
 
     def _run_rest(self) -> None:
         """Run, on this thread, functions that were put after the thread had ended."""
@@ -152,7 +131,7 @@ class _Callbacks:
             log.exception("stillframe: a callback failed")
 
     def is_current(self) -> bool:
-        return self._thread is threading.current_thread()
+        return self._thread.is_current()
 
     def finish(self) -> None:
         """Wait until all queued functions have run, and end the thread. If it never started, run
@@ -160,7 +139,7 @@ class _Callbacks:
 
         Later functions run in `put`. May be called again after an interrupt.
         """
-        if self._thread.ident is not None:
+        if not self._thread.prevent():
             self._queue.put(None)
             self._thread.join()
         self._finished = True
@@ -175,8 +154,7 @@ class _Completion:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()
+        self._thread = threads.SingleThread(_take_notices, "sf-completion")
         self._exiting: threading.Thread | None = None  # the thread that drains
         self._threads_go_on = False  # see `begin_exit`
         self.over = False
@@ -200,16 +178,8 @@ class _Completion:
                 time.sleep(_DRAIN_POLL_S)
         if self.over:
             return
-        if self._thread is not None and self._thread.ident is not None:
-            return
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_take_notices, name="sf-completion", daemon=True
-                )
-            if not start_once(self._thread):
-                self._thread = None
-                self.over = True
+        if not self._thread.start():
+            self.over = True
 
     @property
     def exiting(self) -> bool:
@@ -232,8 +202,10 @@ class _Completion:
     def stop(self) -> None:
         """Settle the saves that have ended, and end the thread for good."""
         self.over = True
-        if self._thread is not None and self._thread.ident is not None:
-            _core.notice_stop()
+        _core.notice_stop()
+        if self._thread.prevent():
+            _take_notices()
+        else:
             self._thread.join()
 
 

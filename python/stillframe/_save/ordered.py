@@ -23,6 +23,7 @@ from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import inside
 from stillframe._base.event import Event
+from stillframe._base.threads import SingleThread
 from stillframe._save import completion
 from stillframe.errors import StillframeError
 
@@ -38,7 +39,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
+        self._thread: SingleThread | None = None
         self._doing: int | None = None  # the thread that does the work at the head of the log
         # Work that has not begun, by the number of its entry.
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
@@ -73,8 +74,8 @@ class _Worker:
         """Start the thread; return False if the interpreter is exiting and starts no thread."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="sf-ordered", daemon=True)
-            return completion.start_once(self._thread)
+                self._thread = SingleThread(self._run, "sf-ordered")
+            return self._thread.start()
 
     def _run(self) -> None:
         while self._do_next():

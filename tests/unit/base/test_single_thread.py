@@ -1,0 +1,112 @@
+"""`SingleThread`: one thread runs the function, whoever starts it and whenever."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from fix_waits import eventually
+from stillframe._base import threads
+
+LONG_S = 60
+
+
+@pytest.fixture
+def counted():
+    """A thread whose function notes which thread ran it and waits for the end of the test."""
+    runs: list[threading.Thread] = []
+    over = threading.Event()
+
+    def run():
+        runs.append(threading.current_thread())
+        over.wait(LONG_S)
+
+    single = threads.SingleThread(run, "sf-test")
+    single.runs, single.over = runs, over
+    yield single
+    over.set()
+
+
+def end(single):
+    """Let the function return and wait for its thread."""
+    single.over.set()
+    eventually(lambda: single.runs)
+    assert not single.prevent()
+    single.join()
+
+
+def test_two_callers_at_the_same_time_run_the_function_once(counted, monkeypatch):
+    both = threading.Barrier(2)
+    started: list[threading.Thread] = []
+    start = threads.start
+
+    def start_when_both_are_here(thread):
+        both.wait(LONG_S)
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threads, "start", start_when_both_are_here)
+    callers = [threading.Thread(target=counted.start) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(LONG_S)
+    counted.over.set()
+    for thread in started:
+        thread.join(LONG_S)
+    assert len(started) == 2 and len(counted.runs) == 1
+
+
+def test_a_signal_handler_may_start_it_in_the_middle_of_a_start(counted, monkeypatch):
+    start = threads.start
+    started: list[threading.Thread] = []
+
+    def start_within_a_start(thread):
+        started.append(thread)
+        if len(started) == 1:
+            assert counted.start()
+        start(thread)
+
+    monkeypatch.setattr(threads, "start", start_within_a_start)
+    assert counted.start()
+    end(counted)
+    for thread in started:
+        thread.join(LONG_S)
+    assert len(started) == 2 and len(counted.runs) == 1
+
+
+def test_prevented_function_never_runs(counted):
+    assert counted.prevent() and counted.prevent()
+    assert counted.start()
+    assert counted.runs == []
+    assert not any(thread.name == "sf-test" for thread in threading.enumerate())
+
+
+def test_running_function_cannot_be_prevented_and_knows_its_thread(counted):
+    assert not counted.is_current()
+    assert counted.start() and counted.start()
+    end(counted)
+    assert [thread.name for thread in counted.runs] == ["sf-test"]
+    assert not counted.is_current() and not counted.runs[0].is_alive()
+
+
+def test_refused_thread_raises_and_may_be_started_later(counted, monkeypatch):
+    def refuse(thread):
+        raise threads.refused()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "start", refuse)
+        with pytest.raises(OSError, match="refused to start another thread"):
+            counted.start()
+    assert counted.start()
+    end(counted)
+    assert len(counted.runs) == 1
+
+
+def test_start_returns_false_when_the_interpreter_starts_no_thread_any_more(counted, monkeypatch):
+    def too_late(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threads, "start", too_late)
+    assert not counted.start()
+    assert counted.prevent()
