@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,23 @@ def test_rotation_leaves_the_checkpoints_of_another_output_directory():
     made.args.output_dir = "two"
     made.train()
     assert checkpoints("one") == checkpoints("two") == ["checkpoint-6"]
+
+
+def test_checkpoint_that_disappears_during_rotation_is_ignored(monkeypatch):
+    older = [Path(f"out/checkpoint-{step}") for step in (100, 101)]
+    for path in older:
+        path.mkdir(parents=True)
+        (path / "trainer_state.json").write_text("{}")
+    getmtime = os.path.getmtime
+
+    def too_late(path):
+        if Path(path) == older[0] and older[0].exists():
+            shutil.rmtree(path)
+        return getmtime(path)
+
+    monkeypatch.setattr(os.path, "getmtime", too_late)
+    trainer(save_steps=1, max_steps=3, save_total_limit=2).train()
+    assert checkpoints() == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_workers_of_the_data_loader_fork_while_checkpoints_are_written():

@@ -235,6 +235,7 @@ def two_of_several(bucket):
             files.save({"a": torch.ones(3)}, "model.pt")
             files.save({"a": torch.ones(3)}, "sub/optimizer.pt")
         files.handle.result(60)
+    stillframe.wait_all(60)  # so that `exists` asks the store
     return bucket
 
 

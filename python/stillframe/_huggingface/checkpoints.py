@@ -375,8 +375,7 @@ def _rotate(
     if limit is None or limit <= 0:
         return
     ours[:] = [path for path in ours if path in unreported or api.exists(path)]
-    older = (path for path in sort_checkpoints(run_dir, use_mtime=True) if path not in ours)
-    left = [path for path in older if api.exists(path)] + ours
+    left = _older(run_dir, ours) + ours
     protected = {*left[-1:], *([_normal(best)] if best else [])}
     for path in list(left):
         if len(left) <= max(limit, len(protected)):
@@ -384,6 +383,19 @@ def _rotate(
         if path not in protected and path not in unreported:
             api.remove(path)
             left.remove(path)
+
+
+def _older(run_dir: str, ours: list[str]) -> list[str]:
+    """Return the checkpoints in `run_dir` that are not among `ours`, the oldest first.
+
+    A checkpoint may disappear at any time, because removes end in the background.
+    """
+    times = {}
+    for path in sort_checkpoints(run_dir):
+        if path not in ours and api.exists(path):
+            with contextlib.suppress(FileNotFoundError):
+                times[path] = os.path.getmtime(path)
+    return sorted(times, key=times.__getitem__)
 
 
 def _normal(path: str) -> str:
