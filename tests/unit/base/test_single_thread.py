@@ -1,4 +1,4 @@
-"""`SingleThread`: one thread runs the function, whoever starts it and whenever."""
+"""`SingleThread`: one thread runs the function, however many callers start it."""
 
 from __future__ import annotations
 
