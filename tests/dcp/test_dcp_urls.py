@@ -8,7 +8,7 @@ import pickle
 import re
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import stillframe
 import torch
 import torch.distributed.checkpoint as stock
+from fix_buckets import fetchers
 from fix_dcp import Trained, copied, equal, loaded
 from fix_processes import run_program, run_python
 from fix_ranks import notes_of
@@ -27,6 +28,8 @@ from stillframe._base.budget import Budget
 from stillframe._dcp import checkpoint, fetch, sending
 from stillframe._dcp.location import Prefix
 from stillframe._remote import stores
+from stillframe._remote.file import Fetcher
+from stillframe._remote.store import Store
 from stillframe.dcp import FileSystemWriter, Reader
 from stillframe.testing import fault
 from test_writer import kinds
@@ -222,8 +225,9 @@ def test_files_are_sent_without_threads_of_their_own(memory, monkeypatch):
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(sending.threads, "start", refused)
-    write(state(1, 10), single_file_per_rank=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sending.threads, "start", refused)
+        write(state(1, 10), single_file_per_rank=False)
     assert equal(found(state(0, 10)), state(1, 10))
 
 
@@ -406,8 +410,8 @@ def test_save_under_way_at_exit_is_finished(server):
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("writer", ["ours", "one item a file", "pytorchs"])
 def test_reader_loads_what_any_writer_has_saved(memory, writer, verify, monkeypatch):
-    monkeypatch.setattr(fetch, "_RANGE_BYTES", 1000)
-    monkeypatch.setattr(fetch, "_STRETCH_BYTES", 3000)
+    monkeypatch.setattr(fetch, "_RANGE_BYTES", 4096)
+    monkeypatch.setattr(fetch, "_STRETCH_BYTES", 12_000)
     wanted = {**kinds(), **state(1, 20)}
     if writer == "pytorchs":
         stock.save(wanted, storage_writer=FsspecWriter(URL), no_dist=True)
@@ -448,18 +452,17 @@ def test_items_that_do_not_fit_into_memory_are_fetched_again(server, monkeypatch
 
 def test_no_more_is_fetched_ahead_than_is_allowed(memory, monkeypatch):
     asked, asked_at_checks = [], []
-    submit, check = fetch.ThreadPoolExecutor.submit, fetch.damage_of_item
+    opened, check = Fetcher.open, fetch.damage_of_item
 
-    def noted(pool: Any, function: Any, *given: Any) -> Any:
-        if function is fetch._copy:
-            asked.append(given)
-        return submit(pool, function, *given)
+    def noted(fetcher: Fetcher, wanted: Any) -> Any:
+        asked.append(wanted)
+        return opened(fetcher, wanted)
 
     def checked(*given: Any) -> Any:
         asked_at_checks.append(len(asked))
         return check(*given)
 
-    monkeypatch.setattr(fetch.ThreadPoolExecutor, "submit", noted)
+    monkeypatch.setattr(Fetcher, "open", noted)
     monkeypatch.setattr(fetch, "damage_of_item", checked)
     monkeypatch.setattr(fetch, "_STRETCH_BYTES", 1)
     monkeypatch.setattr(fetch, "_AHEAD_BYTES", 10_000)  # more than two items
@@ -468,17 +471,58 @@ def test_no_more_is_fetched_ahead_than_is_allowed(memory, monkeypatch):
     assert asked_at_checks == [3, 4, 5, 6, 6, 6]
 
 
+def test_ranges_of_a_large_item_and_of_several_are_fetched_at_the_same_time(memory, monkeypatch):
+    monkeypatch.setattr(fetch, "_RANGE_BYTES", 4096)
+    wanted = {"large": torch.arange(30_000), **state(1, 3)}
+    write(wanted, single_file_per_rank=False)
+    started, go, get = [], threading.Event(), Store.get
+
+    def held(store: Store, key: str, start: int, *rest: Any) -> Any:
+        started.append((key, start))
+        if key.endswith(".distcp"):
+            assert go.wait(60)
+        return get(store, key, start, *rest)
+
+    monkeypatch.setattr(Store, "get", held)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(found, wanted)
+        assert eventually(lambda: len([key for key, _ in started if "distcp" in key]) == 8)
+        go.set()
+        assert equal(load.result(), wanted)
+    assert len({*started}) == len(started)
+
+
+@pytest.mark.parametrize("room", [1 << 30, 0])
+def test_load_of_many_files_needs_few_descriptors(memory, monkeypatch, room):
+    monkeypatch.setattr(fetch.budget, "measure", lambda held: Budget(room, room))
+    wanted = state(1, 200)
+    write(wanted, single_file_per_rank=False)
+    most, check = [], fetch.damage_of_item
+
+    def checked(*given: Any) -> Any:
+        most.append(len(os.listdir("/proc/self/fd")))
+        return check(*given)
+
+    monkeypatch.setattr(fetch, "damage_of_item", checked)
+    before = len(os.listdir("/proc/self/fd"))
+    assert equal(found(state(0, 200)), wanted)
+    assert max(most) - before < 80
+    assert eventually(lambda: not fetchers())
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_file_that_is_replaced_during_the_load_is_an_error(memory, monkeypatch, verify):
     """PyTorch's writer uses the same names again; fsspec's store in memory knows no versions."""
     stock.save(state(1), storage_writer=FsspecWriter(URL), no_dist=True)
-    copy = fetch._copy
+    get = Store.get
 
-    def replaced(*given: Any) -> None:
-        copy(*given)
-        memory.pipe("/bkt/c/__0_0.distcp", b"of another save")
+    def replaced(store: Store, key: str, *rest: Any) -> Any:
+        data = get(store, key, *rest)
+        if key.endswith(".distcp"):
+            memory.pipe("/bkt/c/__0_0.distcp", b"of another save")
+        return data
 
-    monkeypatch.setattr(fetch, "_copy", replaced)
+    monkeypatch.setattr(Store, "get", replaced)
     new = state(0)
     with pytest.raises(CheckpointException, match=r"replaced while it was read.*__0_0\.distcp"):
         stock.load(new, storage_reader=Reader(URL, verify=verify), no_dist=True)

@@ -140,23 +140,28 @@ static PyType_Slot slots[] = {
 
 SFR_PY_TYPE(spec, "Arrivals", struct sfr_py_arrivals, 0, slots);
 
-static PyObject *arrive(PyObject *module, PyObject *number)
+static PyObject *arrive(PyObject *module, PyObject *args)
 {
-	struct sfr_py_wait w = sfr_py_wait(NULL);
-	int fd = (int)PyLong_AsLong(number);
+	PyObject *timeout = NULL;
+	struct sfr_py_wait w;
+	int fd;
 
-	if (PyErr_Occurred())
+	if (!PyArg_ParseTuple(args, "i|O:arrive", &fd, &timeout))
 		return NULL;
+	w = sfr_py_wait(timeout);
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(sfr_arrivals_fill(fd, w.slice_ns));
 	if (w.rc == SFR_PY_RAISED)
 		return NULL;
-	return w.rc < 0 ? sfr_py_raise_os(sfr_py_state(module), w.rc) : Py_NewRef(Py_None);
+	if (w.rc < 0 && w.rc != SFR_EAGAIN)
+		return sfr_py_raise_os(sfr_py_state(module), w.rc);
+	return PyBool_FromLong(w.rc == 0);
 }
 
 static PyMethodDef functions[] = {
-	{ "arrive", arrive, METH_O,
-	  "arrive(fd): waits until all bytes of a file are there, and keeps them." },
+	{ "arrive", arrive, METH_VARARGS,
+	  "arrive(fd, timeout=None) -> whether all bytes of a file are there. Waits for them, and keeps "
+	  "them; with 0 it only asks for the first ones." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,8 +1,7 @@
 """Items of a checkpoint in a store, fetched before they are needed.
 
-Items that are close to each other in one object are fetched together, as a *stretch* of it. Several
-threads fetch, and share long stretches. They write the bytes to a file in memory, which the check
-of CRCs and torch.load read like any other file.
+Items that are close to each other in one object are fetched together, as a *stretch* of it, into a
+file in memory (`_remote/file.py`). The check of CRCs and torch.load read it like any other file.
 
     fetched ──checked──▶ kept ──read──▶ freed          while there is memory for all items
                └──▶ freed ··· fetched again ──checked, read──▶ freed
@@ -17,19 +16,22 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+from stillframe import _core
 from stillframe._base import budget
 from stillframe._dcp.check import damage_of_item
 from stillframe._dcp.location import Prefix
-from stillframe._remote.file import Object
+from stillframe._remote.file import THREADS, Fetcher, Object, Range
 from stillframe.errors import CorruptCheckpointError
 
-_THREADS = 8
+_File: TypeAlias = io.FileIO | io.BytesIO
+
 _RANGE_BYTES = 16 << 20
 _STRETCH_BYTES = 16 << 20  # of several items
 _GAP_BYTES = 64 << 10  # fetched although nobody needs them: it is faster than another request
 _AHEAD_BYTES = 256 << 20
+_AHEAD_FILES = 64  # each has a descriptor
 
 
 @dataclass(frozen=True, order=True)
@@ -101,16 +103,18 @@ class Fetched:
         self._location = location
         self._stretches = stretches_of(items)
         self._verify = verify
-        self._kept: dict[int, int] = {}  # descriptors, by the number of the stretch
+        self._kept: dict[int, io.BytesIO] = {}  # by the number of the stretch
+        self._fetcher = Fetcher()
+        self._looking_up = ThreadPoolExecutor(THREADS, thread_name_prefix="sf-look-up")
         self._objects: dict[str, Future[Object]] = {}  # by file
 
     def __enter__(self) -> Fetched:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for fd in self._kept.values():
-            os.close(fd)
         self._kept.clear()
+        self._fetcher.end()
+        self._looking_up.shutdown(wait=False, cancel_futures=True)
         if kind is None:
             self._refuse_changed()
 
@@ -122,10 +126,10 @@ class Fetched:
             OSError: The store does not answer.
         """
         room = budget.measure(0).shared // 2
-        for number, fd in self._fetch([*range(len(self._stretches))]):
+        for number, file in self._fetch([*range(len(self._stretches))]):
             room -= self._stretches[number].nbytes
             if room >= 0:
-                self._kept[number] = os.dup(fd)
+                self._kept[number] = io.BytesIO(file.readall())  # needs no descriptor
         self._refuse_changed()
 
     def open(self, file: str) -> io.RawIOBase:
@@ -133,84 +137,83 @@ class Fetched:
         numbers = [n for n, stretch in enumerate(self._stretches) if stretch.file == file]
         return _Stream(self._read(numbers))
 
-    def _read(self, numbers: list[int]) -> Iterator[tuple[Stretch, int]]:
-        """Yield stretches with a descriptor of each, which is valid until the next one."""
+    def _read(self, numbers: list[int]) -> Iterator[tuple[Stretch, _File]]:
+        """Yield stretches with a file of each, which is valid until the next one."""
         missing = [number for number in numbers if number not in self._kept]
         with contextlib.closing(self._fetch(missing)) as fetching:
             for number in numbers:
-                if number in self._kept:
-                    fd = self._kept.pop(number)
-                    try:
-                        yield self._stretches[number], fd
-                    finally:
-                        os.close(fd)
-                else:
-                    yield self._stretches[number], next(fetching)[1]
+                file = self._kept.pop(number, None) or next(fetching)[1]
+                yield self._stretches[number], file
 
-    def _fetch(self, numbers: list[int]) -> Generator[tuple[int, int]]:
-        """Fetch stretches ahead, and yield the number of each with a descriptor, which is valid
-        until the next one."""
+    def _fetch(self, numbers: list[int]) -> Generator[tuple[int, io.FileIO]]:
+        """Fetch stretches ahead, and yield the number of each with its file, which is valid until
+        the next one."""
         waiting = deque(numbers)
-        ahead: deque[tuple[int, int, list[Future[None]]]] = deque()
+        ahead: deque[tuple[Stretch, int, int]] = deque()  # with the number and fd of `Fetcher.open`
         nbytes = 0
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sf-fetch")
+        for file in {self._stretches[number].file for number in numbers}:
+            if file not in self._objects:
+                self._objects[file] = self._looking_up.submit(self._location.object, file)
         try:
-            for file in {self._stretches[number].file for number in numbers}:
-                if file not in self._objects:
-                    self._objects[file] = pool.submit(self._location.object, file)
-            while waiting or ahead:
-                while waiting and (not ahead or nbytes < _AHEAD_BYTES):
-                    number = waiting.popleft()
-                    stretch = self._stretches[number]
-                    _refuse_short(self._location, stretch, self._objects[stretch.file])
-                    fd = os.memfd_create("stillframe", os.MFD_CLOEXEC)
-                    ahead.append((number, fd, []))
-                    for at in range(stretch.start, stretch.end, _RANGE_BYTES):
-                        end = min(at + _RANGE_BYTES, stretch.end)
-                        data = self._objects[stretch.file].result()
-                        each = pool.submit(_copy, data, at, end, fd, at - stretch.start)
-                        ahead[-1][2].append(each)
+            for number in numbers:
+                while waiting and (
+                    not ahead or (nbytes < _AHEAD_BYTES and len(ahead) < _AHEAD_FILES)
+                ):
+                    stretch = self._stretches[waiting.popleft()]
+                    ahead.append((stretch, *self._ask(stretch)))
                     nbytes += stretch.nbytes
-                number, fd, copies = ahead[0]
-                for each in copies:
-                    each.result()
-                if self._verify:
-                    _refuse_damaged(self._location, self._stretches[number], fd)
-                yield number, fd
+                stretch, opened, fd = ahead[0]
+                self._wait(stretch, fd)
+                with io.FileIO(fd, closefd=False) as memory:
+                    yield number, memory
+                self._fetcher.close(opened)
                 ahead.popleft()
-                os.close(fd)
-                nbytes -= self._stretches[number].nbytes
+                nbytes -= stretch.nbytes
         finally:
-            pool.shutdown(cancel_futures=True)  # nothing writes to the memory any more
-            for _, fd, _ in ahead:
-                os.close(fd)
+            for _, opened, _ in ahead:
+                self._fetcher.close(opened)
+
+    def _ask(self, stretch: Stretch) -> tuple[int, int]:
+        """Have a stretch fetched; return the number and the descriptor of its file."""
+        data = _refuse_short(self._location, stretch, self._objects[stretch.file])
+        wanted = Range(data, stretch.start, stretch.end, _RANGE_BYTES)
+        number, fd = self._fetcher.open(wanted)
+        _core.arrive(fd, 0)
+        return number, fd
+
+    def _wait(self, stretch: Stretch, fd: int) -> None:
+        """Wait until a stretch is there, and check it."""
+        try:
+            _core.arrive(fd)
+        except OSError as error:
+            raise self._objects[stretch.file].result().failure or error from None
+        if self._verify:
+            _refuse_damaged(self._location, stretch, fd)
 
     def _refuse_changed(self) -> None:
         for data in self._objects.values():
             data.result().refuse_changed()
 
 
-def _copy(data: Object, start: int, end: int, fd: int, offset: int) -> None:
-    """Fetch bytes of an object, and write them to memory at `offset`."""
-    view = memoryview(data.get(start, end)).cast("B")
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
+def _refuse_short(location: Prefix, stretch: Stretch, found: Future[Object]) -> Object:
+    """Return the object of a stretch.
 
-
-def _refuse_short(location: Prefix, stretch: Stretch, data: Future[Object]) -> None:
+    Raises:
+        CorruptCheckpointError: It is missing, or ends before the stretch does.
+    """
     path, first = location.shown_of(stretch.file), stretch.items[0].name
     try:
-        nbytes = data.result().found.nbytes
+        data = found.result()
     except FileNotFoundError:
         others = len(stretch.items) - 1
         raise CorruptCheckpointError(
             f"{path} is missing: it holds {first}, and {others} more"
         ) from None
     for item in stretch.items:
-        if item.offset < 0 or item.length < 0 or item.end > nbytes:
-            wrong = f"it should reach to byte {item.end}, and the file ends at {nbytes}"
+        if item.offset < 0 or item.length < 0 or item.end > data.found.nbytes:
+            wrong = f"it should reach to byte {item.end}, and the file ends at {data.found.nbytes}"
             raise CorruptCheckpointError(f"{path}: {item.name} is damaged: {wrong}")
+    return data
 
 
 def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
@@ -225,10 +228,10 @@ def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
 class _Stream(io.RawIOBase):
     """A data file of which only the stretches can be read, in their order."""
 
-    def __init__(self, stretches: Iterator[tuple[Stretch, int]]) -> None:
+    def __init__(self, stretches: Iterator[tuple[Stretch, _File]]) -> None:
         super().__init__()
         self._stretches = stretches
-        self._now: tuple[Stretch, int] | None = None
+        self._now: tuple[Stretch, _File] | None = None
         self._at = 0
 
     def readable(self) -> bool:
@@ -249,14 +252,14 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view, done = memoryview(buffer).cast("B"), 0
         while done < len(view):
-            stretch, fd = self._stretch()
-            some = view[done : done + stretch.end - self._at]
-            got = os.preadv(fd, [some], self._at - stretch.start)
+            stretch, file = self._stretch()
+            file.seek(self._at - stretch.start)
+            got = file.readinto(view[done : done + stretch.end - self._at])
             self._at += got
             done += got
         return done
 
-    def _stretch(self) -> tuple[Stretch, int]:
+    def _stretch(self) -> tuple[Stretch, _File]:
         while self._now is None or not self._now[0].start <= self._at < self._now[0].end:
             self._now = next(self._stretches)
         return self._now

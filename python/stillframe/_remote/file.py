@@ -1,6 +1,6 @@
-"""A remote object as an open file for the code that reads checkpoints.
+"""A remote object, or a range of one, as an open file for the code that reads checkpoints.
 
-The core makes a file in memory, of the object's length and without its bytes (`_core.Arrivals`). A
+The core makes a file in memory, of the right length and without its bytes (`_core.Arrivals`). A
 reader waits for the bytes that it needs. Threads of this module ask which bytes a reader waits for
 or will need soon, and fetch them.
 
@@ -17,7 +17,7 @@ import errno
 import logging
 import threading
 import time
-from typing import Self
+from typing import NamedTuple, Self
 
 from stillframe import _core
 from stillframe._base import threads
@@ -67,31 +67,52 @@ class Object:
             raise OSError(errno.ESTALE, words, self._store.shown(self.found.key))
 
 
+class Range(NamedTuple):
+    """The bytes of an object that a file in memory is to hold.
+
+    Attributes:
+        chunk_bytes: The bytes of a request, a multiple of a page.
+    """
+
+    item: Object
+    start: int
+    end: int
+    chunk_bytes: int
+
+    @property
+    def nr_requests(self) -> int:
+        return -(-(self.end - self.start) // self.chunk_bytes)
+
+
 class Fetcher:
     """The threads that fetch the bytes of some objects; they start when they are needed."""
 
     def __init__(self) -> None:
         self._arrivals = _core.Arrivals()
-        self._objects: dict[int, Object] = {}
+        self._ranges: dict[int, Range] = {}
         self._threads: list[threading.Thread] = []
 
     def __del__(self) -> None:
         self._arrivals.end()
 
-    def open(self, item: Object, chunk_bytes: int) -> tuple[int, int]:
-        """Open a file of an object; return its number, for `close`, and the descriptor.
+    def open(self, wanted: Range) -> tuple[int, int]:
+        """Open a file of some bytes; return its number, for `close`, and the descriptor.
+
+        Bytes are fetched when the core wants them. To read the descriptor in another way, call
+        `_core.arrive` before.
 
         Raises:
             OSError: The system refuses a file in memory, or a thread.
         """
-        number, fd = self._arrivals.open(item.found.nbytes, chunk_bytes)
-        self._objects[number] = item
-        self._start(min(THREADS, -(-item.found.nbytes // chunk_bytes)))
+        number, fd = self._arrivals.open(wanted.end - wanted.start, wanted.chunk_bytes)
+        self._ranges[number] = wanted
+        if len(self._threads) < THREADS:
+            self._start(min(THREADS, sum(each.nr_requests for each in self._ranges.values())))
         return number, fd
 
     def close(self, number: int) -> None:
         self._arrivals.close(number)
-        self._objects.pop(number, None)
+        self._ranges.pop(number, None)
 
     def end(self) -> None:
         """Close all files and end the threads.
@@ -106,7 +127,7 @@ class Fetcher:
     def _start(self, number: int) -> None:
         while len(self._threads) < number:
             # The thread must not keep this object alive, because the object's end is its own end.
-            arguments = self._arrivals, self._objects
+            arguments = self._arrivals, self._ranges
             thread = threading.Thread(target=_fetch, args=arguments, name="sf-fetch", daemon=True)
             try:
                 threads.start(thread)
@@ -117,18 +138,18 @@ class Fetcher:
             self._threads.append(thread)
 
 
-def _fetch(arrivals: _core.Arrivals, objects: dict[int, Object]) -> None:
+def _fetch(arrivals: _core.Arrivals, ranges: dict[int, Range]) -> None:
     """Fetch what is waited for, until the files are closed."""
     while (wanted := arrivals.next()) is not None:
         number, start, end = wanted
-        item = objects.get(number)
-        if item is None:
+        found = ranges.get(number)
+        if found is None:
             continue
         try:
-            arrivals.put(number, start, item.get(start, end))
+            arrivals.put(number, start, found.item.get(found.start + start, found.start + end))
         except Exception as error:
-            if item.failure is None:
-                item.failure = error
+            if found.item.failure is None:
+                found.item.failure = error
             arrivals.fail(number)
 
 
@@ -136,18 +157,23 @@ class RemoteFile:
     """A remote object that is open to read; a context manager.
 
     Its end raises the error of a failed request instead of the errors that follow from it.
+
+    Args:
+        peek: Little is read for now, until `rest`.
     """
 
-    def __init__(self, fetcher: Fetcher, item: Object, *, peek: bool) -> None:
+    def __init__(self, fetcher: Fetcher, item: Object, *, peek: bool = False) -> None:
+        nbytes = item.found.nbytes
         self._fetcher = fetcher
         self._object = item
-        chunk_bytes = PEEK_BYTES if peek else CHUNK_BYTES
-        self._opened: tuple[int, int] | None = fetcher.open(item, chunk_bytes)
+        self._range = Range(item, 0, nbytes, CHUNK_BYTES)
+        first = Range(item, 0, nbytes, PEEK_BYTES) if peek else self._range
+        self._opened: tuple[int, int] | None = fetcher.open(first)
 
     def fileno(self) -> int:
         """Return the descriptor; it is another one after `rest`."""
         if self._opened is None:
-            self._opened = self._fetcher.open(self._object, CHUNK_BYTES)
+            self._opened = self._fetcher.open(self._range)
         return self._opened[1]
 
     def rest(self) -> None:
