@@ -218,6 +218,12 @@ def leave(directory: Path, url: str, name: str, content: bytes) -> None:
     journal.add_due(journal.Entry(str(directory), name, url, name), durable=False)
 
 
+def drop(directory: Path) -> None:
+    """Drop what waits. The mirror's thread may be using the journal, so its directory stays."""
+    for entry in journal.entries(str(directory)):
+        entry.remove()
+
+
 class Child:
     """A forked process that runs a function and then stillframe's part of the exit.
 

@@ -7,6 +7,7 @@ import os
 import pytest
 import stillframe
 import torch
+from stillframe._remote import sending
 from stillframe.testing import held
 
 BIG = {"a": torch.arange(6_000_000.0)}  # more than one part
@@ -131,3 +132,48 @@ def test_cancelled_checkpoint_leaves_no_marker(server, tmp_path):
     stillframe.wait_all()
     assert handle.state == "cancelled"
     assert "c/.stillframe.json" not in server.objects()
+
+
+def test_cancel_ends_the_upload_of_a_file_that_others_wrote(server, small_parts):
+    with server.held("partNumber=1&") as hold:
+        with stillframe.checkpoint(server.url("c")) as files:
+            files.save({}, "a.pt")
+            with open(os.path.join(files.path, "x.bin"), "wb") as file:
+                file.truncate(20 * sending._PIECE)  # in 80 parts
+        hold.wait_for()
+        assert files.handle.cancel()
+    stillframe.wait_all()
+    assert files.handle.state == "cancelled"
+    assert len(server.lines("partNumber")) < 40
+    assert server.objects() == {} and not server.unfinished_uploads()
+
+
+def test_files_that_others_wrote_change_only_without_a_marker(server):
+    write(server.url("c"), 1, "model.pt").result(60)
+    server.fail(403, times=1, match="PUT .*config.json")
+    with pytest.raises(stillframe.SaveError, match="403"):
+        write(server.url("c"), 2, "model.pt").result(60)
+    assert sorted(server.objects()) == ["c/config.json", "c/model.pt"]
+    with server.held("PUT .*config.json") as hold:
+        handle = write(server.url("c"), 3, "model.pt")
+        hold.wait_for()
+        assert "c/.stillframe.json" not in server.objects()
+    handle.result(60)
+    assert json.loads(server.objects()["c/config.json"]) == {"n": 3}
+
+
+def test_link_is_sent_as_the_file_that_it_names(memory_files, tmp_path):
+    (tmp_path / "x").write_bytes(b"content")
+    with stillframe.checkpoint("memory://run/c") as files:
+        os.symlink(tmp_path / "x", os.path.join(files.path, "link"))
+    files.handle.result(60)
+    assert memory_files.cat("run/c/link") == b"content"
+
+
+def test_local_file_that_cannot_be_read_fails_the_save(memory_files):
+    with stillframe.checkpoint("memory://run/c") as files:
+        os.symlink("nowhere", os.path.join(files.path, "link"))
+    with pytest.raises(stillframe.SaveError, match=r"\[Errno 2\].*memory://run/c") as raised:
+        files.handle.result(60)
+    assert raised.value.phase == "upload"
+    assert memory_files.find("run") == []

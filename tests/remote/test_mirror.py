@@ -8,13 +8,12 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import threading
 from pathlib import Path
 
 import pytest
 import stillframe
-from fix_mirror import StubFileSystem, entries, has_entries, leave, put, state, uploaded
+from fix_mirror import StubFileSystem, drop, entries, has_entries, leave, put, state, uploaded
 from fix_waits import eventually
 from stillframe._base import paths
 from stillframe._base.file_kinds import MARKER
@@ -293,7 +292,7 @@ def test_file_that_becomes_shorter_is_not_uploaded(store, run, caplog):
     uploaded()
     assert store.names() == set()
     assert "it became shorter while it was read" in caplog.text
-    shutil.rmtree(run)
+    drop(run)
 
 
 def test_link_in_the_place_of_a_file_is_not_followed(store, run, caplog):
@@ -302,7 +301,7 @@ def test_link_in_the_place_of_a_file_is_not_followed(store, run, caplog):
     put(run / "a.pt", store.url)
     uploaded()
     assert store.names() == set() and "a.pt cannot be read to upload it" in caplog.text
-    shutil.rmtree(run)
+    drop(run)
 
 
 def test_prefix_that_has_failed_is_not_tried_again_at_exit(store, run):
@@ -322,8 +321,8 @@ def test_file_that_cannot_be_read_delays_no_other(store, run, caplog, monkeypatc
             raise sending.LocalError from OSError(errno.EIO, os.strerror(errno.EIO))
         return send(store, key, path, check)
 
-    send = sending._send_file
-    monkeypatch.setattr(sending, "_send_file", refuse)
+    send = sending.send_file
+    monkeypatch.setattr(sending, "send_file", refuse)
     stillframe.save(state(1), run / "a.pt", mirror=store.url)
     stillframe.save(state(1), run / "b.pt", mirror=store.url)
     uploaded()
@@ -331,7 +330,7 @@ def test_file_that_cannot_be_read_delays_no_other(store, run, caplog, monkeypatc
     assert warnings_in(caplog) == [
         f"stillframe: {run}/a.pt cannot be read to upload it: [Errno 5] Input/output error"
     ]
-    shutil.rmtree(run)
+    drop(run)
 
 
 # ---- removes ----

@@ -38,10 +38,11 @@ def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
     """
     with _reading():
         is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
-    return (_send_directory if is_directory else _send_file)(store, key, path, check)
+    return (_send_directory if is_directory else send_file)(store, key, path, check)
 
 
-def _send_file(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
+def send_file(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
+    """Upload one file; for the rest see `send`."""
     with _reading():
         file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
     with file:
@@ -73,7 +74,7 @@ def _send_directory(store: Store, key: str, path: str, check: Callable[[], objec
         where = f"{key}/{name}"
         if where in last:
             _refuse_changed(path, files)
-        _send_file(store, where, os.path.join(path, name), check)
+        send_file(store, where, os.path.join(path, name), check)
     _refuse_changed(path, files)
     sizes = {name: info.st_size for name, info in files.items()}
     there = [each.key for each in store.list(key)]

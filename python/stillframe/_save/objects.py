@@ -4,8 +4,8 @@ A store cannot rename a directory, so a marker object tells whether a checkpoint
 written when all objects are in the store, and removed before any of them changes:
 
     in the block         objects are sent as they are saved
-    at the log's head    files that others wrote are sent; the marker of an older checkpoint is
-                         removed; the objects become visible; objects that only the older checkpoint
+    at the log's head    the marker of an older checkpoint is removed; the objects become visible;
+                         files that others wrote are sent; objects that only the older checkpoint
                          had are removed; the marker is written
 
 If there is no older checkpoint, each object becomes visible as soon as it is sent.
@@ -26,7 +26,7 @@ from typing import Any
 from stillframe._base import threads, urls
 from stillframe._base.event import Event
 from stillframe._base.file_kinds import MARKER
-from stillframe._remote.sending import put_marker
+from stillframe._remote.sending import LocalError, put_marker, send_file
 from stillframe._remote.store import Store
 from stillframe._remote.stores import open_store
 from stillframe._save.core_save import CoreSave
@@ -36,8 +36,6 @@ from stillframe._save.options import OnDurable, SaveOptions
 from stillframe._save.remote import StorageOptions, Upload
 from stillframe._save.report import SaveReport
 from stillframe.errors import SaveError
-
-_READ = 16 << 20  # bytes of a local file that are read at a time
 
 
 class _Sending:
@@ -93,6 +91,7 @@ class ObjectsSave(DirectorySave):
         self._store = store
         self._prefix = prefix.rstrip("/")
         self._sending: list[_Sending] = []
+        self._sizes: dict[str, int] = {}  # of objects in the store, by key
         self._replaces = False  # a complete checkpoint is there already
         self._may_appear = Event()  # the objects may become visible
         self._is_whole = False  # the marker is written
@@ -150,7 +149,8 @@ class ObjectsSave(DirectorySave):
         try:
             self._raise_failure()
             with self._explained():
-                sizes = self._send_files()
+                if not self._replaces:  # while the save can be cancelled
+                    self._send_files()
                 self._decide_to_commit()
                 if self._replaces:
                     self._store.delete([self._key_of(MARKER)])
@@ -162,16 +162,18 @@ class ObjectsSave(DirectorySave):
         self._may_appear.set()
         for each in self._sending:
             each.over.wait()
-            sizes[each.upload.key] = each.upload.nbytes
         self._raise_failure()
+        self._sizes |= {each.upload.key: each.upload.nbytes for each in self._sending}
         with self._explained():
-            old = [each.key for each in self._store.list(self._prefix) if each.key not in sizes]
-            self._store.delete(old)
+            if self._replaces:
+                self._send_files()
+            listed = [each.key for each in self._store.list(self._prefix)]
+            self._store.delete(key for key in listed if key not in self._sizes)
             start = len(self._key_of(""))
-            files = {key[start:]: nbytes for key, nbytes in sorted(sizes.items())}
+            files = {key[start:]: nbytes for key, nbytes in sorted(self._sizes.items())}
             put_marker(self._store, self._key_of(MARKER), files)
         self._is_whole = True
-        return sum(sizes.values())
+        return sum(self._sizes.values())
 
     def _raise_failure(self) -> None:
         """Raise the error of the first object that has failed."""
@@ -180,17 +182,15 @@ class ObjectsSave(DirectorySave):
             if each.error is not None:
                 raise each.error
 
-    def _send_files(self) -> dict[str, int]:
-        """Send what others have written into the directory; return the objects' sizes."""
-        sizes: dict[str, int] = {}
+    def _send_files(self) -> None:
+        """Send what others have written into the directory."""
         for directory, _, names in os.walk(self.directory):
             for name in names:
+                # A symbolic link is sent as the file that it names.
                 path = os.path.join(directory, name)
                 key = self._key_of(os.path.relpath(path, self.directory))
-                sizes[key] = os.stat(path).st_size
-                with open(path, "rb") as file:
-                    self._store.put(key, _chunks_of(file), sizes[key])
-        return sizes
+                check = self._refuse_cancelled
+                self._sizes[key] = send_file(self._store, key, os.path.realpath(path), check)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -199,9 +199,10 @@ class ObjectsSave(DirectorySave):
             yield
         except SaveError:
             raise
-        except OSError as error:
-            code = error.errno or errno.EIO
-            raise SaveError(code, error.strerror or str(error), self._path, "upload") from None
+        except (OSError, LocalError) as error:
+            cause = error.__cause__ if isinstance(error, LocalError) else error
+            code, reason = (cause.errno, cause.strerror) if isinstance(cause, OSError) else (0, "")
+            raise SaveError(code or errno.EIO, reason or str(cause), self._path, "upload") from None
 
     def _report(self, nbytes: int) -> SaveReport:
         return dataclasses.replace(super()._report(nbytes), io_mode=self._store.client)
@@ -212,17 +213,14 @@ class ObjectsSave(DirectorySave):
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._is_whole or self._replaces:
             return
-        visible = [each for each in self._sending if each.over.is_set() and each.error is None]
+        for each in self._sending:
+            if each.over.is_set() and each.error is None:
+                self._sizes[each.upload.key] = each.upload.nbytes
         with contextlib.suppress(OSError):  # without a marker nobody takes them for a checkpoint
-            self._store.delete([each.upload.key for each in visible])
+            self._store.delete(self._sizes)
 
     def _key_of(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
-
-
-def _chunks_of(file: Any) -> Iterator[bytes]:
-    while chunk := file.read(_READ):
-        yield chunk
 
 
 def objects_save(
