@@ -384,6 +384,31 @@ def test_remove_of_a_directory_waits_for_uploads_from_it(store, run):
     assert os.listdir(run) == [] and store.names() == {"a.pt"}
 
 
+def test_remove_reads_no_entry_again(store, run, monkeypatch):
+    """Else its call takes long while hundreds of uploads wait."""
+    read, inner = [], journal._read
+
+    def noted(directory, file):
+        read.append(file)
+        return inner(directory, file)
+
+    with store.held():
+        for n in range(20):
+            stillframe.save(state(n), run / f"{n}.pt", mirror=store.url)
+        store.wait_for("begin", "0.pt")
+        stillframe.remove(run / "nothing")
+        monkeypatch.setattr(journal, "_read", noted)
+        for n in range(10):
+            stillframe.remove(run / f"{n}.pt")
+        leave(run, store.url, "other.pt", b"of another process")
+        stillframe.remove(run / "other.pt")
+        assert len(read) == 1
+        stillframe.wait_all()
+        assert {f"{n}.pt" for n in range(10)} | {"other.pt"} <= {*os.listdir(run)}
+    uploaded()
+    assert sorted(os.listdir(run)) == sorted(f"{n}.pt" for n in range(10, 20))
+
+
 @pytest.mark.parametrize("removed", ["dir/a.pt", "dir"])
 def test_remove_that_waits_leaves_a_later_save_to_its_path(store, run, removed):
     (run / "dir").mkdir()

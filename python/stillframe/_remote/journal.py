@@ -42,6 +42,8 @@ _LARGEST = 1 << 16
 # The paths of the files that this process has locked, by descriptor. A forked child closes them.
 _locked: dict[int, str] = {}
 _last_ns = 0
+# The entries of each directory by name, as they were read last: they do not change.
+_known: dict[str, dict[str, Entry]] = {}
 
 
 class Lock:
@@ -250,30 +252,37 @@ def add_due(entry: Entry, *, durable: bool) -> None:
 def entries(directory: str) -> list[Entry]:
     """Return the entries of a directory's journal, the oldest first.
 
-    A list that is made during a rename may have neither of the two names, so it counts only if the
+    Each is read once: a call of `remove` may ask while hundreds wait. A list that is made during a rename may have neither of the two names, so it counts only if the
     next one is the same.
 
     Raises:
         OSError: The journal cannot be listed.
     """
+    known = _known.get(directory, {})
     names = _names(directory)
     for _ in range(_TRIES):
-        found: list[Entry | None] = []
-        for file in names:
+        found = {file: known[file] for file in names if file in known}
+        for file in [each for each in names if each not in known]:
             with contextlib.suppress(OSError):  # it is gone, or another user's
-                found.append(_read(directory, file))
+                entry = _read(directory, file)
+                if entry is not None:
+                    found[file] = entry
         before, names = names, _names(directory)
         if names == before:
             break
-    return [each for each in found if each is not None]
+    _known[directory] = found
+    if not found:
+        _known.pop(directory, None)
+    return [found[file] for file in sorted(found)]
 
 
 def _names(directory: str) -> list[str]:
+    known = _known.get(directory, {})
     try:
         names = os.listdir(os.path.join(directory, NAME))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(name for name in names if _ENTRY.fullmatch(name))
+    return sorted(name for name in names if name in known or _ENTRY.fullmatch(name))
 
 
 def _read(directory: str, file: str) -> Entry | None:
@@ -302,7 +311,8 @@ def lock(directory: str) -> Lock | None:
 def unlock(directory: str, right: Lock) -> None:
     """Give the right back; before, remove entries that are not whole, and the journal if it is
     empty. A process that has opened the lock meanwhile finds that its name is gone."""
-    for file in _names(directory):
+    known = _known.get(directory, {})
+    for file in [each for each in _names(directory) if each not in known]:
         entry = Entry(directory, "", "", "", file)
         with contextlib.suppress(OSError):
             if _read(directory, file) is None and entry.is_due():

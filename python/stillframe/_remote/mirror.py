@@ -155,9 +155,11 @@ class _Uploader:
 
     def has(self, path: str) -> bool:
         """Return whether `path`, or anything below it, is still to be uploaded."""
+        parent, name = os.path.split(path)
         below = [each for each in list(self._directories) if each.startswith(f"{path}/")]
-        found = _entries_of([os.path.dirname(path), path, *below])
-        return any(_is_at(each, path) for each in found)
+        return any(each.path == name for each in _entries_of([parent])) or bool(
+            _entries_of([path, *below])
+        )
 
     def follow(self, path: str, function: Callable[[], object]) -> None:
         """Call `function` on the thread when nothing of `path` is to be uploaded any more."""
