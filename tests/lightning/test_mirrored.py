@@ -9,12 +9,14 @@ import stillframe
 import torch
 import torch.distributed as dist
 from fix_lightning import loader, trainer
-from fix_mirror import options_used
+from fix_mirror import Child, options_used, store
 from stillframe._base.file_kinds import MARKER
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning.sharded import Parts, submit
 from stillframe._lightning.writers import PluginOptions
 from stillframe._remote import sending
+
+mirror_store = store
 
 
 def objects(tmp_path):
@@ -89,6 +91,45 @@ def test_sharded_checkpoint_is_uploaded_with_its_metadata_and_marker_last(tmp_pa
     assert {each.name for each in there.iterdir()} == files | {MARKER}
     written = sorted(there.iterdir(), key=lambda each: each.stat().st_mtime_ns)
     assert [each.name for each in written[-2:]] == [".metadata", MARKER]
+
+
+@pytest.mark.parametrize("known", ["in the callback", "when the fit starts", "as it is resumed"])
+def test_uploads_of_a_killed_process_go_on_before_the_first_save(
+    pkg, mirror_store, tmp_path, known
+):
+    ckpt = tmp_path / "ckpt"
+
+    def work():
+        plugin = pkg.AsyncCheckpointIO(mirror=mirror_store.url)
+        plugin.save_checkpoint({"n": 1}, ckpt / "a.ckpt")
+        plugin.teardown()
+        threading.Event().wait()
+
+    if known == "as it is resumed":
+        first = pkg.ModelCheckpoint(dirpath=tmp_path / "other", save_last=True)
+        run = trainer(pkg, tmp_path, callbacks=[first], max_steps=1)
+        run.fit(pkg.Model(), loader())
+        ckpt.mkdir()
+        os.rename(tmp_path / "other/last.ckpt", ckpt / "last.ckpt")
+    with mirror_store.held():
+        child = Child(work, tmp_path / "printed")
+        mirror_store.wait_for("begin", "a.ckpt")
+        child.kill()
+        assert mirror_store.names() == set()
+    plugin = pkg.AsyncCheckpointIO(mirror=mirror_store.url)
+    options = {"plugin": plugin, "max_steps": 2}
+    if known == "in the callback":
+        trainer(pkg, tmp_path, callbacks=[pkg.ModelCheckpoint(dirpath=ckpt)], **options)
+    elif known == "when the fit starts":
+        os.rename(ckpt, tmp_path / "checkpoints")  # the directory without a logger
+        never = pkg.ModelCheckpoint(every_n_train_steps=100)
+        run = trainer(pkg, tmp_path, callbacks=[never], **options)
+        run.fit(pkg.Model(), loader())
+    else:
+        run = trainer(pkg, tmp_path, **options)
+        run.fit(pkg.Model(), loader(), ckpt_path=ckpt / "last.ckpt")
+    stillframe.wait_all(timeout=60, mirrors=True)
+    assert mirror_store.names() == {"a.ckpt"}
 
 
 def test_mirror_that_is_no_url_is_refused_by_the_plugin(lit, tmp_path):

@@ -31,7 +31,7 @@ from stillframe._base.calls import inside
 from stillframe._check.latest import latest
 from stillframe._huggingface.ranks import LeaderDirectory, Ranks, lead, ranks_of
 from stillframe._huggingface.redirect import redirected
-from stillframe._save import api
+from stillframe._save import api, uploads
 from stillframe._save.checkpoint import checkpoint
 from stillframe._save.handle import SaveHandle, report_of, take_unseen_error, wait_for_end
 from stillframe.errors import StillframeError
@@ -87,6 +87,14 @@ class Checkpoints:
         self._submitted: Checkpoint | None = None
         self.staging: str | None = None
         self.wants_push = False
+        self._resume_uploads()
+
+    def _resume_uploads(self) -> None:
+        """Upload what earlier processes have left in the output directory."""
+        trainer = self._trainer
+        if trainer.args.should_save:
+            path = os.path.join(trainer.args.output_dir, "checkpoint")
+            uploads.resume(trainer.mirror, trainer.storage_options, path)
 
     # ---- saving ----
 
@@ -299,7 +307,9 @@ class Checkpoints:
             trainer.state = live
 
     def attach(self) -> None:
-        """Replace `callback_handler.on_save`, which the Trainer calls after each save."""
+        """Prepare for a training: replace `callback_handler.on_save`, which the Trainer calls after
+        each save."""
+        self._resume_uploads()  # `mirror` may have been set on the Trainer
         handler = self._trainer.callback_handler
         if "on_save" not in vars(handler):
             handler.on_save = functools.partial(self._on_save, handler.on_save)

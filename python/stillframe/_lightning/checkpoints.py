@@ -54,7 +54,7 @@ from stillframe._lightning.publish import Publication, logger_call, metrics_call
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
 from stillframe._lightning.work import Failed, Work, is_failure, log_error, warn
 from stillframe._lightning.writers import Writers
-from stillframe._save import ordered
+from stillframe._save import ordered, uploads
 from stillframe._save.handle import SaveHandle, wait_for_end
 from stillframe._watch import gate
 
@@ -221,6 +221,15 @@ class Checkpoints:
         if self._current_work().saves:
             # The Trainer may look for the newest checkpoint in a directory before its hooks run.
             _core.log_drain(None)
+
+    def resume_uploads(self, trainer: Any) -> None:
+        """Upload what earlier processes have left in the directories of the Trainer."""
+        options = self.writers.options
+        if options.mirror is not None and trainer.is_global_zero:
+            directories = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
+            paths = [os.path.join(each, "checkpoint") for each in directories if each]
+            resumed = [trainer.ckpt_path] if trainer.ckpt_path else []
+            uploads.resume(options.mirror, options.storage_options, *paths, *resumed)
 
     def notify(self) -> None:
         """Notify loggers of the checkpoints that are durable by now, and submit the removes that

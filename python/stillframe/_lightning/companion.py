@@ -86,6 +86,12 @@ class CompanionHooks:
             warn_if_bypassed(trainer.strategy, checkpoints.name)
         _wrap_methods(wraps, checkpoints, trainer)
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._wait(trainer, pl_module)
+        checkpoints = checkpoints_of(trainer)
+        if checkpoints is not None:
+            checkpoints.resume_uploads(trainer)  # every ModelCheckpoint knows its directory now
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.on_train_epoch_start(trainer, pl_module)
         checkpoints = checkpoints_of(trainer)
@@ -125,7 +131,7 @@ class CompanionHooks:
                 checkpoints.trainers.tear_down(trainer)
 
     on_train_batch_start = on_train_batch_end = _notify
-    on_fit_start = on_fit_end = _wait
+    on_fit_end = _wait
     on_sanity_check_start = on_sanity_check_end = _wait
     on_train_epoch_end = _wait
     on_validation_start = on_validation_end = _wait

@@ -194,6 +194,10 @@ def register(trainer: Any) -> bool:
     checkpoints = checkpoints_of(trainer)
     if checkpoints is not None:
         checkpoints.register(trainer)
+        if not hasattr(getattr(trainer.strategy, "launcher", None), "_start_method"):
+            # Otherwise the training runs in another process, which a client of this one would
+            # disturb if it is forked.
+            checkpoints.resume_uploads(trainer)
     return checkpoints is not None
 
 

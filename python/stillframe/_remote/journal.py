@@ -252,8 +252,8 @@ def add_due(entry: Entry, *, durable: bool) -> None:
 def entries(directory: str) -> list[Entry]:
     """Return the entries of a directory's journal, the oldest first.
 
-    Each is read once: a call of `remove` may ask while hundreds wait. A list that is made during a rename may have neither of the two names, so it counts only if the
-    next one is the same.
+    Each is read once: a call of `remove` may ask while hundreds wait. A list that is made during a
+    rename may have neither of the two names, so it counts only if the next one is the same.
 
     Raises:
         OSError: The journal cannot be listed.

@@ -7,7 +7,7 @@
 The oldest entry goes first. If an upload fails, the later ones of its prefix wait, and other
 prefixes go on. The upload is tried again after a pause, as long as the process lives. While another
 process uploads from a directory, all entries there wait. Entries that other processes have left are
-uploaded as well.
+uploaded as well, from the first save on, or from `MirrorUpload.resume`.
 
 An entry is dropped when a later one of the same file is due. An upload reads an open descriptor, so
 a save that replaces the file meanwhile does not disturb it, and has an entry of its own.
@@ -79,6 +79,11 @@ class MirrorUpload:
         except OSError as error:
             self._log(error)
         uploader.look_at(self.entry.directory)
+
+    def resume(self) -> None:
+        """Upload what is due in the directory, without a save."""
+        if os.path.isdir(os.path.join(self.entry.directory, journal.NAME)):
+            uploader.look_at(self.entry.directory)
 
     def end(self, good: bool) -> None:
         """Make the entry due; remove it if the save is not `good`. May be called again."""

@@ -53,6 +53,19 @@ def upload_of(
     return MirrorUpload(local, mirror, storage_options, durable=durable)
 
 
+def resume(mirror: object, storage_options: Mapping[str, Any] | None, *paths: object) -> None:
+    """Upload what earlier processes have left in the directories of these checkpoints.
+
+    Args:
+        mirror: As for `upload_of`; without one nothing is done.
+    """
+    for path in paths:
+        if not urls.is_remote(path):
+            upload = upload_of(path, mirror, storage_options)
+            if upload is not None:
+                upload.resume()
+
+
 # ---- removes ----
 
 
