@@ -612,7 +612,7 @@ def test_save_with_durable_false_syncs_no_journal_entry(store, run, monkeypatch)
     assert store.names() == {"a.pt"}
 
 
-def test_credentials_are_not_in_the_journal(store, run, caplog):
+def test_credentials_are_neither_in_the_journal_nor_in_the_log_of_tries(store, run, caplog):
     caplog.set_level(logging.DEBUG, logger="stillframe")
     with store.down():
         stillframe.save(
@@ -629,6 +629,9 @@ def test_credentials_are_not_in_the_journal(store, run, caplog):
             "name": "a.pt",
         }
         assert "hunter2" not in caplog.text
+    words = f"try 2 to upload {run}/a.pt to {store.url}a.pt failed; the next follows in "
+    (line,) = [each for each in caplog.messages if words in each]
+    assert "the store is down" in line
 
 
 def test_uploads_left_by_another_process_use_this_ones_storage_options(store, run, monkeypatch):

@@ -359,10 +359,13 @@ class _Uploader:
     def _failed(self, entry: Entry, error: BaseException) -> None:
         before = self._failures.get(entry.prefix, (0, 0.0))[0]
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(before, 16))
-        again_s = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
-        self._failures[entry.prefix] = before + 1, again_s
+        pause_s *= random.uniform(0.5, 1.0)
+        self._failures[entry.prefix] = before + 1, time.monotonic() + pause_s
         if before:
-            log.info("stillframe: try %d to upload %s: %s", before + 1, entry.local, error)
+            log.info(
+                "stillframe: try %d to upload %s to %s failed; the next follows in %.1f s: %s",
+                *(before + 1, entry.local, entry.url, pause_s, error),
+            )
             return
         log.warning(
             "stillframe: %s waits to be uploaded: %s. It is tried again until it succeeds;"
