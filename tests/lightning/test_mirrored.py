@@ -60,6 +60,15 @@ def test_checkpoint_of_another_writer_is_removed_only_after_its_upload(lit, tmp_
     assert objects(tmp_path) == ["a.ckpt"] and not (tmp_path / "a.ckpt").exists()
 
 
+def test_first_checkpoint_of_another_writer_in_a_new_directory_is_uploaded(lit, tmp_path):
+    """The writer makes the directory after the call, and the journal is in it."""
+    plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO(), mirror=f"file://{tmp_path}/store/run/")
+    plugin.save_checkpoint({"n": 1}, tmp_path / "new/er/a.ckpt")
+    plugin.teardown()
+    stillframe.wait_all(timeout=60, mirrors=True)
+    assert objects(tmp_path) == ["a.ckpt"]
+
+
 def test_checkpoint_that_another_writer_fails_to_write_is_not_uploaded(lit, tmp_path):
     class Failing(lit.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):

@@ -113,7 +113,12 @@ class PluginOptions:
 
     def save_options(self, path: str = "checkpoint", *, overlap: bool) -> SaveOptions:
         mirror = uploads.upload_of(
-            path, self.mirror, self.storage_options, durable=self.durable, follow_link=False
+            path,
+            self.mirror,
+            self.storage_options,
+            durable=self.durable,
+            follow_link=False,
+            create_parents=True,
         )
         return SaveOptions(
             overlap=overlap,

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stillframe._base import threads, urls
+from stillframe._base import paths, threads, urls
 from stillframe._base.event import Event
 from stillframe._base.sizes import decimal
 from stillframe._remote import journal, sending
@@ -53,6 +53,7 @@ class MirrorUpload:
         mirror: The URL of a directory in a store.
         storage_options: See `open_store`.
         durable: The entry is on the disk when `end` returns.
+        create_parents: The save makes missing directories, so `begin` makes them for the journal.
 
     Raises:
         ValueError: The URL or an option makes no sense, or the file's name is not UTF-8.
@@ -60,7 +61,13 @@ class MirrorUpload:
     """
 
     def __init__(
-        self, local: str, mirror: str, storage_options: Options | None, *, durable: bool
+        self,
+        local: str,
+        mirror: str,
+        storage_options: Options | None,
+        *,
+        durable: bool,
+        create_parents: bool = False,
     ) -> None:
         path, mark, query = mirror.partition("?")
         url = f"{path if path.endswith('/') else f'{path}/'}{mark}{query}"
@@ -69,12 +76,15 @@ class MirrorUpload:
         name.encode()
         self.entry = Entry(directory, name, urls.shown(url), name)
         self._durable = durable
+        self._create_parents = create_parents
         self._pending: list[journal.Pending] = []
         uploader.learn(url, dict(storage_options or {}))
 
     def begin(self) -> None:
         """Write the entry, without a sync. The save begins after this call."""
         try:
+            if self._create_parents:
+                paths.make_directories(self.entry.directory, self._durable)
             journal.add(self.entry, self._pending)
         except OSError as error:
             self._log(error)

@@ -32,8 +32,13 @@ def upload_of(
     *,
     durable: bool = True,
     follow_link: bool = True,
+    create_parents: bool = False,
 ) -> MirrorUpload | None:
     """Return the upload that is to follow a save; None without a mirror.
+
+    Args:
+        durable, create_parents: See `MirrorUpload`.
+        follow_link: The save goes to the file that a link at the path names.
 
     Raises:
         TypeError, ValueError: An argument makes no sense.
@@ -50,7 +55,9 @@ def upload_of(
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise TypeError(f"storage_options has to be a dict, not {type(storage_options).__name__}")
     local = os.fsdecode(paths.key(path, follow_link=follow_link))
-    return MirrorUpload(local, mirror, storage_options, durable=durable)
+    return MirrorUpload(
+        local, mirror, storage_options, durable=durable, create_parents=create_parents
+    )
 
 
 def resume(mirror: object, storage_options: Mapping[str, Any] | None, *paths: object) -> None:
