@@ -498,10 +498,32 @@ def killed(path, rank, pkg):
     }
 
 
+def at_urls(path, rank, pkg):
+    """Give URLs to ModelCheckpoint, to a save and to a load; then use a mirror."""
+    os.chdir(path)
+    refused = [run(pkg, path, [pkg.ModelCheckpoint("memory://bucket/run")]).raised]
+    actions = {1: lambda trainer: trainer.save_checkpoint("memory://bucket/run/a.ckpt")}
+    refused += [
+        run(pkg, path, [at_step(pkg, actions)]).raised,
+        run(pkg, path, ckpt_path="memory://bucket/run/a.ckpt").raised,
+    ]
+    plugin = pkg.AsyncCheckpointIO(mirror=f"file://{path}/store/run/")
+    fitted = run(pkg, path, [saving(pkg, path)], plugin=plugin)
+    stillframe.wait_all(timeout=60, mirrors=True)
+    dist.barrier()
+    return {
+        **note_of(fitted.raised),
+        "refused": [[type(each).__name__, str(each)] for each in refused],
+        "local": sorted(each for each in os.listdir(path) if "rank" not in each),
+        "store": names(path / "store/run"),
+        "files": names(path / "c"),
+    }
+
+
 BOTH = (trains, fabric)
 ONCE = (
     *(lightnings_own, overwrites, in_flight, full_disk, full_disk_at_the_end, warns, call_fails),
-    *(small_pool, interrupted, incomplete, killed),
+    *(small_pool, interrupted, incomplete, at_urls, killed),
 )
 
 

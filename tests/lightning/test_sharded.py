@@ -115,6 +115,17 @@ def test_with_on_error_warn_training_goes_on_and_the_old_checkpoint_stays(notes)
         assert note["files"] == {"step=2.ckpt": WHOLE}
 
 
+def test_urls_are_refused_and_a_mirror_takes_every_checkpoint(notes):
+    for note in notes("at_urls"):
+        assert [kind for kind, _ in note["refused"]] == ["ValueError"] * 3
+        assert all("ModelParallelStrategy takes no URLs" in words for _, words in note["refused"])
+        assert note["local"] == ["c", "store"]  # none is named after the scheme
+        assert note["raised"] == "NoneType", note["text"]
+        assert note["files"] == {"step=6.ckpt": WHOLE}
+        marked = sorted([*WHOLE, ".stillframe.json"])
+        assert note["store"] == {f"step={step}.ckpt": marked for step in (2, 4, 6)}
+
+
 def test_copy_error_of_one_rank_is_raised_once_by_all(notes):
     for note in notes("call_fails"):
         assert note["messages"] == ["not to be copied"]

@@ -90,7 +90,7 @@ def test_all_ranks_save_to_rank_0s_path(save, original, calls):
 @pytest.mark.parametrize("save", [of_trainer, of_fabric])
 @pytest.mark.parametrize(
     ("path", "options"),
-    [("memory://there/c", {}), ("/c", {"storage_options": {"a": 1}}), ("/c", {"filter": {}})],
+    [("/c", {"storage_options": {"a": 1}}), ("/c", {"filter": {}})],
 )
 def test_unsupported_sharded_saves_are_left_to_lightning(save, path, options, original, calls):
     if save is of_trainer and "filter" in options:
@@ -100,6 +100,15 @@ def test_unsupported_sharded_saves_are_left_to_lightning(save, path, options, or
     assert path in args
     for each in options.values():
         assert each in args or each in kwargs.values()
+
+
+@pytest.mark.parametrize("save", [of_trainer, of_fabric])
+def test_url_is_refused_on_every_rank(save, original, calls):
+    with pytest.raises(ValueError, match=r"s3://bucket/c: .* takes no URLs.* mirror="):
+        save(original, "s3://name:secret@bucket/c")
+    with pytest.raises(ValueError, match="takes no URLs"):
+        sharded._load(Checkpoints(), ModelParallelStrategy(), original, "s3://bucket/c")
+    assert not calls
 
 
 def test_object_with_a_state_dict_is_saved_by_its_state_dict(original):

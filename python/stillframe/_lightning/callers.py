@@ -172,6 +172,11 @@ def sharded_as(strategy: Any) -> str | None:
     return "model" if kind == "FSDPStrategy" else "state_dict"
 
 
+def takes_no_urls(strategy: Any) -> bool:
+    """Return whether the strategy turns every path of a checkpoint into a local one."""
+    return _is_lightnings(getattr(type(strategy), "save_checkpoint", None))
+
+
 def _bypassed(strategy: Any) -> str | None:
     """Return why `strategy` writes its checkpoints without its CheckpointIO, or None."""
     if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):

@@ -89,8 +89,9 @@ class CompanionHooks:
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._wait(trainer, pl_module)
         checkpoints = checkpoints_of(trainer)
-        if checkpoints is not None:
-            checkpoints.resume_uploads(trainer)  # every ModelCheckpoint knows its directory now
+        if checkpoints is not None:  # every ModelCheckpoint knows its directory now
+            sharded.refuse_urls(trainer)
+            checkpoints.resume_uploads(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.on_train_epoch_start(trainer, pl_module)

@@ -20,16 +20,16 @@ the same on all ranks. A file or link with the directory's name is removed first
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stillframe._base import urls
 from stillframe._base.calls import inside
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks
-from stillframe._lightning.callers import Fabric, sharded_as
+from stillframe._lightning.callers import Fabric, sharded_as, takes_no_urls
 from stillframe._lightning.checkpoints import Checkpoints
 from stillframe._lightning.trainers import Wraps
 from stillframe._lightning.work import Work
@@ -41,8 +41,6 @@ from stillframe._save.options import SaveOptions
 from stillframe._snapshot.save import SnapshotSave
 from stillframe._watch import gate
 from stillframe.errors import CorruptCheckpointError, SaveError, StillframeError
-
-log = logging.getLogger("stillframe")
 
 Original = Callable[..., Any]
 
@@ -80,12 +78,7 @@ def _save(
         original(checkpoint, filepath, storage_options)  # raises that they are not supported
         return
     target = CheckpointPath.of(strategy.broadcast(filepath))
-    if target.remote:
-        log.warning(
-            "stillframe: %s is saved by Lightning itself, as its path is remote", target.text
-        )
-        original(checkpoint, filepath)
-        return
+    refuse_url(strategy, target)
     rest = dict(checkpoint)
     state = {sharded_as(strategy) or "state_dict": rest.pop("state_dict")}
     for number, each in enumerate(rest.pop("optimizer_states", ())):
@@ -99,20 +92,46 @@ def _load(
     """Load with the strategy's own method, once the saves of all ranks to that path have ended."""
     given = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
     target = CheckpointPath.of(strategy.broadcast(given))
-    if not target.remote:
-        error: BaseException | None = None
-        try:
-            checkpoints.wait_for(target)
-            gate.wait()  # the load overwrites what saves in flight may still copy
-            if strategy.global_rank == 0:
-                _make_ready(target.text)
-        except (StillframeError, OSError) as caught:
-            error = caught
-        # All ranks meet here, so their saves have ended.
-        error, _ = ranks.agree(strategy, error)
-        if error is not None:
-            raise error
+    refuse_url(strategy, target)
+    error: BaseException | None = None
+    try:
+        checkpoints.wait_for(target)
+        gate.wait()  # the load overwrites what saves in flight may still copy
+        if strategy.global_rank == 0:
+            _make_ready(target.text)
+    except (StillframeError, OSError) as caught:
+        error = caught
+    # All ranks meet here, so their saves have ended.
+    error, _ = ranks.agree(strategy, error)
+    if error is not None:
+        raise error
     return original(*args, **kwargs)
+
+
+def refuse_url(strategy: Any, target: CheckpointPath) -> None:
+    """Refuse a URL, of which Lightning would make the name of a local directory.
+
+    Raises:
+        ValueError: The target is a URL.
+    """
+    if target.remote:
+        raise ValueError(
+            f"{urls.shown(target.text)}: Lightning's {type(strategy).__name__} takes no URLs, and"
+            " would use a local directory of this name. Save to a local directory, and give the"
+            " plugin mirror=, which uploads it"
+        )
+
+
+def refuse_urls(trainer: Any) -> None:
+    """Refuse a `ModelCheckpoint` that saves to a URL under such a strategy.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if takes_no_urls(trainer.strategy):
+        for each in trainer.checkpoint_callbacks:
+            if directory := getattr(each, "dirpath", None):
+                refuse_url(trainer.strategy, CheckpointPath.of(directory))
 
 
 def _make_ready(path: str) -> None:
@@ -325,8 +344,9 @@ def _save_fabric(
 ) -> None:
     model = _only_model(strategy, state)
     target = CheckpointPath.of(strategy.broadcast(path))
-    if storage_options is not None or filter is not None or model is None or target.remote:
-        # Fabric's own method raises for what it does not support, or saves to the remote path.
+    refuse_url(strategy, target)
+    if storage_options is not None or filter is not None or model is None:
+        # The method of Fabric raises for what it does not support.
         original(path, state, storage_options=storage_options, filter=filter)
         return
     states, rest = _states(strategy, model, state)
