@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from stillframe._base.cpus import spread_thread
+from stillframe._base.event import Event
 from stillframe.errors import StillframeError
 
 
@@ -72,6 +74,9 @@ class SingleThread:
     Args:
         target: The function.
         name: The name of the thread.
+
+    Attributes:
+        is_started: The system has started a thread, whether or not it has run the function yet.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -80,6 +85,8 @@ class SingleThread:
         # Holds the thread that runs `target`, or None if none ever will: `dict.setdefault` is
         # atomic.
         self._owner: dict[str, threading.Thread | None] = {}
+        self._has_owner = Event()
+        self.is_started = False
 
     def start(self) -> bool:
         """Start the thread, unless it was started or prevented.
@@ -95,11 +102,13 @@ class SingleThread:
                 start(threading.Thread(target=self._run, name=self._name, daemon=True))
             except RuntimeError:
                 return bool(self._owner)
+            self.is_started = True
         return True
 
     def _run(self) -> None:
         thread = threading.current_thread()
         if self._owner.setdefault("owner", thread) is thread:
+            self._has_owner.set()
             self._target()
 
     def is_current(self) -> bool:
@@ -110,8 +119,15 @@ class SingleThread:
         """Return True if the function has not begun to run. It never will then."""
         return self._owner.setdefault("owner", None) is None
 
-    def join(self) -> None:
-        """Wait until the thread has ended. Only after `prevent` has returned False."""
-        thread = self._owner["owner"]
-        assert thread is not None
-        thread.join()
+    def is_alive(self) -> bool:
+        """Return whether the thread was started, and has not ended."""
+        thread = self._owner.get("owner")
+        return self.is_started and not self._owner if thread is None else thread.is_alive()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended, at most `timeout` seconds. The caller knows that it was
+        started and is not prevented."""
+        begin_s = time.monotonic()
+        if self._has_owner.wait(timeout) and (thread := self._owner["owner"]) is not None:
+            spent_s = time.monotonic() - begin_s
+            thread.join(None if timeout is None else max(0.0, timeout - spent_s))

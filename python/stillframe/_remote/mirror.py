@@ -23,7 +23,6 @@ import logging
 import os
 import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -138,7 +137,7 @@ class _Uploader:
         self._followers: list[tuple[str, Callable[[], object]]] = []
         self._ending = self._given_up = self._told = False
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="sf-mirror", daemon=True)
+        self._thread = threads.SingleThread(self._run, "sf-mirror")
 
     def is_used(self) -> bool:
         """Return whether this process has saved with a mirror."""
@@ -158,13 +157,10 @@ class _Uploader:
     def _tell(self) -> None:
         """Wake the thread up, or start it."""
         self._news.put(None)
-        if self._thread.ident is None:
-            try:
-                threads.start(self._thread)
-            except RuntimeError:
-                pass  # a signal handler has started it, or the interpreter is exiting
-            except OSError as error:
-                log.warning("stillframe: uploads wait for a thread: %s", error)
+        try:
+            self._thread.start()
+        except OSError as error:
+            log.warning("stillframe: uploads wait for a thread: %s", error)
 
     # ---- for removes, waits and the exit ----
 
@@ -208,7 +204,7 @@ class _Uploader:
         Args:
             quiet_s: A shorter wait is not announced.
         """
-        if self._thread.ident is None:
+        if not self._thread.is_started:
             return
         self._ending = True
         self._news.put(None)
@@ -235,7 +231,7 @@ class _Uploader:
         """Break off the upload under way; its entry stays."""
         self._given_up = True
         self._news.put(None)
-        if self._thread.ident is not None:
+        if self._thread.is_started:
             self._thread.join(_GIVEN_UP_S)
 
     # ---- on the thread ----

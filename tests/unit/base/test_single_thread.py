@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import pytest
-from fix_waits import eventually
 from stillframe._base import threads
 
 LONG_S = 60
@@ -29,10 +28,10 @@ def counted():
 
 def end(single):
     """Let the function return and wait for its thread."""
+    assert single.is_started and single.is_alive()
     single.over.set()
-    eventually(lambda: single.runs)
-    assert not single.prevent()
     single.join()
+    assert not single.prevent() and not single.is_alive()
 
 
 def test_two_callers_at_the_same_time_run_the_function_once(counted, monkeypatch):
@@ -76,6 +75,7 @@ def test_a_signal_handler_may_start_it_in_the_middle_of_a_start(counted, monkeyp
 
 
 def test_prevented_function_never_runs(counted):
+    assert not counted.is_started and not counted.is_alive()
     assert counted.prevent() and counted.prevent()
     assert counted.start()
     assert counted.runs == []
@@ -88,6 +88,24 @@ def test_running_function_cannot_be_prevented_and_knows_its_thread(counted):
     end(counted)
     assert [thread.name for thread in counted.runs] == ["sf-test"]
     assert not counted.is_current() and not counted.runs[0].is_alive()
+
+
+def test_join_returns_after_its_timeout_while_the_function_runs(counted):
+    counted.start()
+    counted.join(0.01)
+    assert counted.is_alive()
+    end(counted)
+
+
+def test_thread_is_alive_before_it_runs_the_function_and_join_waits_for_it(counted, monkeypatch):
+    held = []
+    start = threads.start
+    monkeypatch.setattr(threads, "start", held.append)
+    counted.start()
+    counted.join(0.01)
+    assert counted.is_alive() and counted.runs == []
+    start(held[0])
+    end(counted)
 
 
 def test_refused_thread_raises_and_may_be_started_later(counted, monkeypatch):
