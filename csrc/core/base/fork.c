@@ -89,7 +89,8 @@ static void wait_for_zero_locked(const unsigned *nr, const struct timespec *unti
 		;
 }
 
-/* Returns the end of a wait that begins now: of a fork for opens, or of an open for forks. */
+/* Returns the time at which a fork that waits for opens, or an open that waits for forks, gives up
+ * if it begins to wait now. */
 static struct timespec wait_end(void)
 {
 	struct timespec until = { 0, 0 };
@@ -99,6 +100,9 @@ static struct timespec wait_end(void)
 	return until;
 }
 
+/* Runs before a fork and returns with fork_mu held: after_in_parent unlocks it, and after_in_child
+ * initialises it again. Waits first until no descriptor is being opened; new opens wait while
+ * nr_forking is not 0. */
 static void before_fork(void)
 {
 	struct timespec until = wait_end();

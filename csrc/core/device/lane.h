@@ -90,8 +90,9 @@ struct sfr__cuda_lane {
 	CUevent events[SFR__CUDA_EVENTS_KEPT];
 	uint32_t nr_events;
 	struct sfr__cuda_store stores[SFR__CUDA_STORES_KEPT]; /* unused ones */
-	bool no_batches, no_row_batches;                      /* the driver has no such batches */
-	uint32_t nr_refused;                                  /* batches that the driver refused */
+	bool no_batches;     /* the driver does not support cuMemcpyBatchAsync */
+	bool no_row_batches; /* the same for cuMemcpy3DBatchAsync */
+	uint32_t nr_refused; /* batches that the driver refused */
 	bool stopping, dead;
 	char why[160]; /* the error because of which the device is dead; constant afterwards */
 };
@@ -105,14 +106,14 @@ struct sfr__cuda_lanes {
 
 /* ---- lanes.c ---- */
 void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes);
-/* Sets *out to the lane of a device, which is made at first use. Returns 0; SFR_ECLOSED after
- * lanes_stop; or -errno with the reason in `why`. */
+/* Sets *out to the device's lane for the direction `way`, and makes this lane at its first use.
+ * Returns 0; SFR_ECLOSED after sfr__cuda_lanes_stop; or -errno with the reason in `why`. */
 int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
 		       struct sfr__cuda_lane **out, char *why, size_t why_len);
 /* Ends the lanes' threads and frees their device resources. */
 void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes);
 void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
-/* Appends a sentence for each dead device. */
+/* Appends to `text` a sentence for each dead device. */
 void sfr__cuda_lanes_report_dead(struct sfr__cuda_lanes *lanes, char *text, size_t len);
 
 /* ---- events.c ---- */

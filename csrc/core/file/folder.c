@@ -287,7 +287,8 @@ int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
 	free_nodes(w.todo);
 	free_nodes(w.seen);
 	if (rc < 0)
-		/* err keeps an error that is in it already; only -ENOMEM is not. */
+		/* fail() does not replace an error that fail_walk has put into *err. Only the
+		 * -ENOMEM of the first push_directory is not there yet. */
 		return fail(f, err, rc, SFR_PHASE_SYNC, NULL);
 	*nbytes = w.nbytes;
 	f->state = SYNCED;
@@ -302,8 +303,8 @@ static bool means_no_exchange(int code)
 	return code == -EINVAL || code == -ENOSYS || code == -ENOTSUP;
 }
 
-/* Replaces the old directory by two renames, steps 4a and 4b above. Returns 0, or -errno with a
- * sentence in *note. */
+/* Replaces the old directory by two renames, steps 4a and 4b above. Returns 0, or -errno, possibly
+ * with a sentence in *note, which is constant. */
 static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 {
 	size_t len = strlen(f->tmp.name) + sizeof(".old-") + strlen(f->name);
@@ -327,7 +328,8 @@ static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 	return rc;
 }
 
-/* Puts the new directory in place: step 4 above. Returns 0, or -errno, possibly with *note. */
+/* Puts the new directory in place: step 4 above. Returns 0, or -errno, possibly with a sentence in
+ * *note, as above. */
 static int exchange_or_rename(struct sfr_folder *f, const char **note)
 {
 	struct stat st;

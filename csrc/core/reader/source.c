@@ -43,8 +43,9 @@ static int open_direct(int fd)
 	return sfr__fd_open(path, O_RDONLY | O_NONBLOCK | O_DIRECT, 0);
 }
 
-/* Maps the whole file, for mincore; nothing is read through the mapping. To map a part at a time
- * would lock the process's address space often, and wait for every reader that fills new memory. */
+/* Maps the whole file, for mincore; nothing is read through the mapping. Mapping one part after
+ * another would lock the process's address space (mmap_lock) each time, and wait there for every
+ * reader whose page faults hold that lock. */
 static void map_file(struct sfr__source *s)
 {
 	struct stat st;

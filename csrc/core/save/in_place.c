@@ -33,8 +33,8 @@ uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
 	return engine->opts.block_bytes < MOST_BYTES ? engine->opts.block_bytes : MOST_BYTES;
 }
 
-/* Queues the next block. False if there is none. */
-static bool push_next_locked(struct sfr_ticket *t)
+/* Queues the next block. Returns false if there is none, or if the save is failing. */
+static bool push_next_block_locked(struct sfr_ticket *t)
 {
 	const struct sfr__extent *extent;
 	struct sfr__job *job;
@@ -66,9 +66,9 @@ static bool has_queued_enough_locked(const struct sfr_ticket *t)
 void sfr__in_place_next_locked(struct sfr_ticket *t)
 {
 	if ((t->flags & SFR_SAVE_STREAM) == 0)
-		(void)push_next_locked(t); /* there may be none */
+		(void)push_next_block_locked(t); /* there may be none */
 	else
-		while (!has_queued_enough_locked(t) && push_next_locked(t))
+		while (!has_queued_enough_locked(t) && push_next_block_locked(t))
 			;
 }
 

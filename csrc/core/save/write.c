@@ -225,7 +225,8 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 	return 0;
 }
 
-/* Writes the block. False if it is parked, or in the stream. */
+/* Writes the block and gives it back. If writing fails, gives it back too, with the reason in *err.
+ * Returns false if the block has another owner instead: it is parked, or in the save's stream. */
 static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;

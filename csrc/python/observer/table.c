@@ -24,8 +24,8 @@ static int table_init(struct sfr_py_table *t, size_t nr)
 }
 
 /* Stops watching a storage: drops torch's weak reference to it and, unless the current table still
- * watches the storage, this observer's entry for it in `owned`. Does nothing for a watch that has
- * moved to another table, which has no ident. */
+ * watches the storage, this observer's entry for it in `owned`. A watch without an ident was moved
+ * to another table, so there is nothing to do for it. */
 static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 {
 	PyObject *holder, *answer;

@@ -208,7 +208,8 @@ static int add_row(struct job *job, uint32_t index)
 	return 1;
 }
 
-/* Appends (tensor, number of its storage) to the list of tensors left to Python. 0 or -1. */
+/* Appends (tensor, number of its storage) to the list of tensors left to Python. Returns 0, or -1
+ * with an exception set. */
 static int leave_to_python(PyObject *left, const struct sfr_py_found *found)
 {
 	PyObject *pair = Py_BuildValue("(OI)", found->object, (unsigned int)found->storage);
@@ -218,10 +219,12 @@ static int leave_to_python(PyObject *left, const struct sfr_py_found *found)
 	return rc;
 }
 
-/* Gives the new tensor the type and requires_grad of the old one. 0 or -1.
+/* Makes the new tensor a Parameter if the old one is, and copies requires_grad. Returns 0, or -1
+ * with an exception set.
  *
- * Its class is assigned, as torch does with lazy parameters. Parameter(tensor) would make a second
- * tensor and free the first, and torch releases the interpreter lock there. */
+ * Assigns __class__, as torch does with lazy parameters. Parameter(tensor) would make a second
+ * tensor and free the first. torch releases the interpreter lock when it frees a tensor, and each
+ * release may cost a switch interval. */
 static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found,
 		     PyObject *tensor)
 {
@@ -231,7 +234,8 @@ static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py
 	return found->requires_grad ? PyObject_SetAttrString(tensor, "requires_grad", Py_True) : 0;
 }
 
-/* Adds the new tensors to the dict `news`, by the ids of the old ones. 0 or -1. */
+/* Adds the new tensors to the dict `news`, by the ids of the old ones. Returns 0, or -1 with an
+ * exception set. */
 static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 {
 	size_t i;
