@@ -49,7 +49,7 @@ class CheckpointPath:
 
     @classmethod
     def of(cls, path: Any) -> CheckpointPath:
-        """Return the path that a user gave as one of these.
+        """Return the `CheckpointPath` for a path that a user gave.
 
         Raises:
             TypeError: It is not a path.

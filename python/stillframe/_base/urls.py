@@ -105,11 +105,13 @@ def shown(path: Any) -> str:
 
 
 def key(url: Any) -> bytes:
-    """Return the URL's name in the log. All spellings of one object's URL have the same name. So
-    have the URLs of a checkpoint of several objects with and without a slash at the end.
+    """Return the URL's name in the log.
+
+    All spellings of one object's URL have the same name. A slash at the end of the URL, as of a
+    directory of objects, makes no difference.
 
     Raises:
-        ValueError: It is not a URL.
+        ValueError: `url` is not a URL.
     """
     parsed = Url.parse(os.fsdecode(url))
     return os.fsencode(f"{parsed.root}/{parsed.path.rstrip('/')}")

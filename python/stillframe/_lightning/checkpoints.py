@@ -60,7 +60,7 @@ from stillframe._watch import gate
 
 log = logging.getLogger("stillframe")
 
-# Starts a save of a target; the last argument says whether bytes may be copied after the call.
+# Starts a save to a target; the last argument says whether bytes may be copied after the call.
 Submit = Callable[[Work, CheckpointPath, bool], SaveHandle]
 
 
@@ -102,8 +102,11 @@ class Checkpoints:
     # ---- for the plugin, whose methods Lightning calls ----
 
     def save(self, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None) -> None:
-        """Save a checkpoint for `trainer` (see `callers.calling_trainer`); otherwise as
-        `CheckpointPlugin.save_checkpoint`."""
+        """Save a checkpoint, with the arguments and errors of `CheckpointPlugin.save_checkpoint`.
+
+        Args:
+            trainer: Who asks for the save: a result of `callers.calling_trainer`.
+        """
 
         def submit(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
             is_ours = self.writers.inner is None

@@ -4,8 +4,8 @@ If the tensors that `state_dict()` returns are the object's own memory, they are
 without a second copy of the state:
 
     plain module     tensors in place; extra state by `set_extra_state`
-    plain optimizer  tensors in place, then `load_state_dict` with these very tensors, which it
-    keeps anything else    its part of the file is loaded into new memory, then `load_state_dict`
+    plain optimizer  tensors in place; then `load_state_dict` gets these tensors and keeps them
+    anything else    its part of the file is loaded into new memory, then `load_state_dict`
 
 "Plain" means that torch's own `load_state_dict` would only copy tensors. The last row covers
 modules with hooks or methods of their own, and optimizers without state (in a new process). It also
@@ -209,7 +209,8 @@ def _of_optimizer(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Fil
         if isinstance(value, Tensor)
     )
     rest = {name: value for name, value in found.items() if name != "state"}
-    call = Call(path, optimizer.load_state_dict, {**rest, "state": state}, (rest,))
+    argument = {**rest, "state": state}
+    call = Call(path, optimizer.load_state_dict, argument, trees=(rest,))
     return Filling(pairs, (call,))
 
 

@@ -196,7 +196,7 @@ class Ticket:
         if not self._leaving.core.wait(seconds(timeout))[0]:
             raise TimeoutError(f"the group after {timeout:g} s: not in the pool yet")
         self._leaving.settle()
-        self._raise_error()
+        self._raise_if_failed()
 
     def release(self) -> None:
         """Give the memory back to the pool, once its tensors are gone and no copy to a device
@@ -220,7 +220,7 @@ class Ticket:
         if self._released:
             raise StillframeError("this Ticket was released: its memory may be others' already")
 
-    def _raise_error(self) -> None:
+    def _raise_if_failed(self) -> None:
         error = self._leaving.error
         if error is not None:
             raise error
@@ -236,7 +236,7 @@ class Ticket:
         self._birth.refuse_child()
         self._refuse_released()
         self._leaving.poll()
-        self._raise_error()
+        self._raise_if_failed()
         if self._memory is None:
             raise StillframeError("this Ticket was released: its memory may be others' already")
         return sources_in(self._memory, self._leaving.core.offsets(), self._layout)

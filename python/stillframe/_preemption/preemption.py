@@ -445,7 +445,8 @@ class Preemption:
     def _join(self) -> None:
         """Join the other ranks, if there is a process group by now."""
         self._ranks = agreement.join(self._deadline_s, self._ask, self._counts)
-        # A group that is made inside the block is found at the first boundary.
+        # A group may be made inside the block. So if there is none at its entry, the first boundary
+        # tries once more, and what it finds is final.
         self._joined = self._inside or self._ranks is not None
         if self._ranks is not None and self._asked is not None:
             self._ranks.ask(*self._asked)
@@ -453,7 +454,7 @@ class Preemption:
     def _counts(self) -> agreement.Counts:
         return agreement.Counts(self._stops, self._steps, self._saves, self._saved_at)
 
-    # ---- figures ----
+    # ---- the signal and its deadlines ----
 
     def _signal(self) -> int:
         return self.signals[0] if self._asked is None else self._asked[0]

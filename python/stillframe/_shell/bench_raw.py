@@ -24,6 +24,7 @@ from pathlib import Path
 CALL_BYTES = 4 << 20  # bytes of one write or read; larger ones gain nothing
 PAGE_BYTES = mmap.PAGESIZE
 
+# Types of file systems whose files are in memory, and of those whose files are on other machines.
 MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 NETWORK = frozenset(
     (

@@ -34,7 +34,7 @@ def _find(root: object) -> tuple[str, object]:
     path, node = "", root
     above = [root]
     while len(above) < _MOST_DEPTH:
-        bad = next(_bad_parts(node, above), None)
+        bad = next(_unpicklable_parts(node, above), None)
         if bad is None:
             break
         suffix, node = bad
@@ -43,7 +43,7 @@ def _find(root: object) -> tuple[str, object]:
     return path.removeprefix("."), node
 
 
-def _bad_parts(node: object, above: list[object]) -> Iterator[tuple[str, object]]:
+def _unpicklable_parts(node: object, above: list[object]) -> Iterator[tuple[str, object]]:
     """Yield the parts of `node` that cannot be pickled, except those in `above`: they contain
     `node`, so the search has been there."""
     for suffix, part in _parts(node):
