@@ -49,7 +49,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
 
 
 class Times(Callback):
-    """The times at which each step began, and at which the last one had ended."""
+    """The time at which each step began, and then the time at which the last one ended."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -62,7 +62,10 @@ class Times(Callback):
 
 
 class Training:
-    """Fits of one way; the model and its optimizer's state take `nbytes`."""
+    """Fits a model whose checkpoints are saved in one way: "stillframe", "lightning" and so on.
+
+    The model and its optimizer's state take about `nbytes`.
+    """
 
     def __init__(self, way: str, nbytes: int, directory: Path) -> None:
         self.way = way

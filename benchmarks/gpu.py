@@ -48,7 +48,7 @@ def in_process(part: str, limit_s: float, *arguments: Any) -> Any:
     """
     limit_s = min(limit_s, WAY_TIMEOUT_S)
     if limit_s < 1:
-        return "not begun: the time was over"
+        return "not started: no time was left"
     try:
         with Worker(part, import_module, "gpu_measures", limit_s=limit_s) as worker:
             return worker.ready().call("measure", part, *arguments)

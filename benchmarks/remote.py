@@ -40,8 +40,8 @@ from remote_process import BUCKET, WAYS, Saves
 from s3_server import Server
 
 LATENCIES_S = (0.0, 0.02)
-STEPS = 8  # plain steps that are measured around each save
-STEP_S = 0.1  # a step takes about so long
+STEPS = 8  # steps without a save that are measured around each save
+STEP_S = 0.1  # the intended duration of a step; see find_batch
 PACKAGES = ("obstore", "s3fs", "aiobotocore", "botocore")
 
 

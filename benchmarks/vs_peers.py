@@ -151,6 +151,10 @@ class Run:
                 self.figures.add(name if number else scenario.cold, worker.name, answer)
 
     def _gate(self, fleet: list[Worker], scenario: Scenario) -> None:
+        """Run the rounds of a scenario of kind "gate", after plain copies of as many bytes.
+
+        The first round warms up and is kept under another name.
+        """
         s = self.settings
         nbytes = -(-spec_of(scenario.state, s).nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
         self._progress(f"{scenario.name}: raw memcpy")
