@@ -44,34 +44,35 @@ def latest(
     Hugging Face Trainer (`checkpoint-500`) and Accelerate. A directory of other files, such as
     `step-500`, counts if it has a number in its name; in a store it must also have the marker that
     `checkpoint` writes last. A checkpoint that is truncated, unfinished or
-    damaged is passed over, and logged as a warning with the reason.
+    damaged is passed over, and a warning with the reason is logged.
 
     This waits for the saves and removes in the directory that were submitted before, as `load` does
     for its path. Subdirectories that are no checkpoints are not searched.
 
-    Names that differ only in a step, an epoch or their one number are a series. In a series the
-    highest number is the newest. Between series, such as `last.ckpt` and `epoch=1-step=200.ckpt`,
-    the modification time of the newest of each decides.
+    Names that differ only in a step, in an epoch, or in the only number that they contain are a
+    series. In a series the highest number is the newest. Between series, such as `last.ckpt` and
+    `epoch=1-step=200.ckpt`, the modification time of the newest of each decides.
 
     Args:
         directory: A directory, or the URL of one (`s3://bucket/run`). If it is a checkpoint itself,
             it is the only candidate.
         check: "files" opens the files of the newest candidates, and compares their lengths with
             those that their own headers and directories give. A directory must have all files of
-            its kind, all of one step (that of `trainer_state.json`). "bytes" also reads all of each
-            candidate and compares every CRC, as `stillframe verify` does. The safetensors format
-            has no checksums.
+            its kind, and they must be of the same step (that of `trainer_state.json`). "bytes" also
+            reads each candidate to its end and compares every CRC, as `stillframe verify` does. The
+            safetensors format has no checksums.
         storage_options: As for `load`.
 
     Returns:
-        Its path: a string for a URL. None for a URL under which there is nothing.
+        The checkpoint's path, as a string if `directory` is a URL. A URL under which there is
+        nothing is no error: the result is None.
 
     Raises:
-        FileNotFoundError, NotADirectoryError, PermissionError, OSError: It cannot be listed, or a
-            store does not answer.
-        TypeError, ValueError: `directory` is not a path; `check` is something else;
+        FileNotFoundError, NotADirectoryError, PermissionError, OSError: The directory cannot be
+            listed, or a store does not answer.
+        TypeError, ValueError: `directory` is not a path; `check` is neither "files" nor "bytes";
             `storage_options` are wrong, or given with a local path.
-        StillframeError: It was called inside a CheckpointIO that stillframe wraps.
+        StillframeError: This was called inside a CheckpointIO that stillframe wraps.
     """
     if check not in ("files", "bytes"):
         raise ValueError(f"check has to be 'files' or 'bytes', not {check!r}")

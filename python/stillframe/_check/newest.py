@@ -3,8 +3,9 @@
 Candidates are checked from the newest on, until one is whole, so usually only one is opened.
 These rules give their order:
 
-    1. Names that differ only in a step, an epoch or their one number are one series. In a series
-       the highest number is the newest (the step before the epoch), whatever the times are.
+    1. Names that differ only in a step, in an epoch, or in the only number that they contain are
+       one series. In a series the highest number is the newest (the step before the epoch),
+       whatever the times are.
     2. Between series, such as last.ckpt and epoch=1-step=200.ckpt, the modification time
        of the newest of each decides.
 
