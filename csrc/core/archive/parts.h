@@ -11,9 +11,9 @@
 int sfr__parts_fail(struct sfr_parts *parts, int rc);
 /* Returns the number of sources so far, which is the next one's number. */
 uint32_t sfr__parts_nr_sources(const struct sfr_parts *parts);
-/* Declares the SFR__FIELD_LEN bytes of glue at offset `off` of the file to be a field, into which
- * the CRC of source number `source` is written. Offsets ascend. Returns 0, or the parts' first
- * error. */
+/* Declares that the SFR__FIELD_LEN bytes of glue at offset `off` of the file are a field, where the
+ * CRC of source number `source` is written (parts.c explains glue). Offsets ascend from call to
+ * call. Returns 0, or the parts' first error. */
 int sfr__parts_field(struct sfr_parts *parts, uint64_t off, uint32_t source);
 
 #endif

@@ -126,7 +126,8 @@ bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
 	return true;
 }
 
-/* Sets the kind by `rest`, which follows the lock's name. Returns false if `rest` is not valid. */
+/* Sets the kind and the target from `rest`, what follows ".tmp" in the name. Returns false if no
+ * temporary's name ends like this. */
 static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 {
 	if (strncmp(rest, OLD, sizeof(OLD) - 1) == 0) {
@@ -139,7 +140,8 @@ static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 	return *rest == '\0' || strcmp(rest, NEW) == 0;
 }
 
-/* sscanf accepts too much, so the name is made again from the fields, and compared. */
+/* sscanf accepts more than these names, such as signs and leading zeros. So the name is made again
+ * from the fields, and compared. */
 bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out)
 {
 	char again[SFR__TMP_NAME_LEN];

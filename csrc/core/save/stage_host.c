@@ -233,8 +233,8 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 			       job->summed);
 }
 
-/* Called when the deferred copy is over: no thread of the host reads its sources any more. */
-static void copy_over(struct sfr__host_copy *copy)
+/* Called when the deferred copy has ended: no thread of the host reads its sources any more. */
+static void copy_has_ended(struct sfr__host_copy *copy)
 {
 	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
 	struct sfr_engine *engine = t->engine;
@@ -255,7 +255,7 @@ static const struct sfr__host_ops ops = {
 	.is_failing_locked = is_failing_locked,
 	.fail_locked = fail_locked,
 	.filled_locked = filled_locked,
-	.over = copy_over,
+	.over = copy_has_ended,
 };
 
 /* Sets up the copy of an extent's blocks, or of no blocks if the extent is NULL. */

@@ -90,7 +90,7 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 	(void)blk;
 }
 
-static void copy_over(struct sfr__host_copy *copy)
+static void copy_has_ended(struct sfr__host_copy *copy)
 {
 	sfr__snapshot_copy_ended(host_set_of(copy)->snapshot, -1, NULL);
 }
@@ -102,7 +102,7 @@ static const struct sfr__host_ops ops = {
 	.is_failing_locked = is_failing_locked,
 	.fail_locked = fail_locked,
 	.filled_locked = filled_locked,
-	.over = copy_over,
+	.over = copy_has_ended,
 };
 
 /* Makes the set of the captured sources, or of the deferred ones. 0 or -ENOMEM. */

@@ -23,8 +23,8 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 	struct sfr__lot *lot = NULL;
 	bool goes = false;
 
-	/* Without a view the memory is no longer held, even while a copy still runs: a thread that
-	 * waits for memory must see that this will come back. */
+	/* The memory counts as held only while there is a view: copies and holds end by themselves.
+	 * So once the last view is gone, a thread that needs memory may wait for it. */
 	if (s->nr_views == 0 && s->lot)
 		sfr__lot_hold_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {

@@ -23,7 +23,7 @@
 enum {
 	TEXT_BYTES = 256 << 10, /* of the text buffer */
 	LINE_BYTES = 768,       /* the most that one call of sfr__document_add adds */
-	EVENT_LINES = 16,       /* no event needs more, including the names of its row */
+	EVENT_LINES = 16,       /* the most for one event, with those that name its row */
 	END_BYTES = 256,        /* room for the document's end */
 };
 

@@ -237,12 +237,13 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	index = sfr_py_map_find(&t->by_storage, cdata);
 	if (index) {
 		watch = (uint32_t)*index;
-		/* The storage was observed without this tensor: it is observed again. */
+		/* It was observed without this tensor, so its observation starts again. */
 		if (!known && t->watches[watch].verdict == SFR_PY_DEFERRABLE)
 			t->watches[watch].verdict = SFR_PY_UNDECIDED;
 		if (!known)
 			t->watches[watch].nr_cycles = 0;
 	} else {
+		/* watch_move clears the ident of the old watch, so none is moved twice. */
 		if (old && old->ident && has_same_memory(old, storage))
 			ret = watch_move(t, old);
 		else

@@ -17,27 +17,27 @@ struct sfr_py_numbers *sfr_py_numbers_from(PyObject *object)
 {
 	if (Py_TYPE(object) == numbers_type)
 		return (struct sfr_py_numbers *)object;
-	PyErr_SetString(PyExc_TypeError, "Numbers are wanted");
+	PyErr_SetString(PyExc_TypeError, "a Numbers object is needed");
 	return NULL;
 }
 
-/* Numbers(identities): numbers storages in the order of the list, from 0 on. */
+/* Numbers(addresses): numbers storages in the order of the list, from 0 on. */
 static PyObject *numbers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	struct sfr_py_numbers *self = NULL;
-	PyObject *identities;
+	PyObject *addresses;
 
 	(void)type;
-	if (kwargs != NULL || !PyArg_ParseTuple(args, "O!:Numbers", &PyList_Type, &identities)) {
+	if (kwargs != NULL || !PyArg_ParseTuple(args, "O!:Numbers", &PyList_Type, &addresses)) {
 		if (!PyErr_Occurred())
 			PyErr_SetString(PyExc_TypeError, "Numbers() takes a list");
 		return NULL;
 	}
 	self = sfr_py_numbers_make();
-	for (Py_ssize_t i = 0; self != NULL && i < PyList_Size(identities); i++) {
-		uint64_t identity = PyLong_AsUnsignedLongLong(PyList_GetItem(identities, i));
+	for (Py_ssize_t i = 0; self != NULL && i < PyList_Size(addresses); i++) {
+		uint64_t address = PyLong_AsUnsignedLongLong(PyList_GetItem(addresses, i));
 
-		if (PyErr_Occurred() || sfr_py_map_add(&self->map, identity, (uint64_t)i) != 0)
+		if (PyErr_Occurred() || sfr_py_map_add(&self->map, address, (uint64_t)i) != 0)
 			Py_CLEAR(self);
 	}
 	return (PyObject *)self;
@@ -49,9 +49,9 @@ static void numbers_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-static PyObject *numbers_get(PyObject *self, PyObject *identity)
+static PyObject *numbers_get(PyObject *self, PyObject *address)
 {
-	uint64_t key = PyLong_AsUnsignedLongLong(identity);
+	uint64_t key = PyLong_AsUnsignedLongLong(address);
 	const uint64_t *number;
 
 	if (PyErr_Occurred())
@@ -69,13 +69,13 @@ static Py_ssize_t numbers_len(PyObject *self)
 
 static PyMethodDef numbers_methods[] = {
 	{ "get", numbers_get, METH_O,
-	  "get(identity) -> the storage's number, or None if it has none." },
+	  "get(address) -> the number of the storage at this address, or None if it has none." },
 	{ NULL, NULL, 0, NULL },
 };
 
 static PyType_Slot numbers_slots[] = {
 	{ Py_tp_doc,
-	  (void *)"Numbers(identities): the numbers of storages, by the address of their StorageImpl" },
+	  (void *)"Numbers(addresses): the numbers of storages, by the addresses of their StorageImpls" },
 	{ Py_tp_new, (void *)numbers_new },
 	{ Py_tp_dealloc, (void *)numbers_dealloc },
 	{ Py_tp_methods, numbers_methods },
