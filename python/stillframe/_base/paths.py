@@ -151,12 +151,12 @@ def target(
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
         durable: The file's directory will be synced, and so will the parent of each new directory.
-        directory: It is to be a directory instead of a regular file.
+        directory: The target is to be a directory instead of a regular file.
 
     Raises:
         TypeError, ValueError: See `as_text`.
-        SaveError: (phase "open") The parent is missing, something else than a regular file (or
-            directory) has the name, or the parent cannot be synced.
+        SaveError: (phase "open") The parent is missing or cannot be synced, or the name is that of
+            something other than a regular file (or directory).
     """
     text = as_text(path)
     if directory:

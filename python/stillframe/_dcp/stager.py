@@ -40,25 +40,27 @@ class _Staging(Future[StateDict]):
     def __init__(self, staged: Staged) -> None:
         super().__init__()
         self._staged = staged
-        self._asked = False
+        self._has_callback = False
 
     def result(self, timeout: float | None = None) -> StateDict:
+        """Return the staged state dict. If DCP's executor asks for it, watch the upload."""
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith("torch.distributed.checkpoint.") and caller.endswith("_executor"):
             if caller.endswith("_process_executor"):
                 keep_bits()
             self._staged.upload_begins()
             _thread.end = end = _End()
+            # not at the interpreter's exit: only the exit of this thread ends the upload
             weakref.finalize(end, self._staged.upload_ended).atexit = False
             self._staged.uploads(super().result(timeout))
         return super().result(timeout)
 
     def add_done_callback(self, fn: Any) -> None:
-        self._asked = True
+        self._has_callback = True
         super().add_done_callback(fn)
 
     def done(self) -> bool:
-        return super().done() and (self._asked or self.exception() is None)
+        return super().done() and (self._has_callback or self.exception() is None)
 
 
 class PinnedStager(AsyncStager):

@@ -245,7 +245,7 @@ class OffloadHooks:
         if any(base.__name__ in _COMPATIBLE_BY_NAME for base in type(strategy).__mro__):
             return True, ""
         return False, (
-            "the strategy is unknown, and may save something else than rank 0's whole state"
+            "the strategy is unknown, and may save something other than rank 0's whole state"
             f" (known are those of {self._strategies.__name__})"
         )
 

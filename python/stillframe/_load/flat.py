@@ -160,14 +160,14 @@ class Files:
     # ---- in place ----
 
     def shapes(self) -> tuple[dict[str, Tensor], list[int]]:
-        """Return tensors without memory that know the numbers of their records, and the lengths of
-        all records. Like those of `restore.Shapes`, they are for `into.match` and `fill`."""
+        """Return meta tensors by name, and the length of each record in bytes. The storage of a
+        tensor has the number of its record, as in `restore.Shapes`, for `into.match` and `fill`."""
         entries = [entry for file in self._files for entry in file.header.entries]
         sizes = [entry.end - entry.begin for entry in entries]
         tensors: dict[str, Tensor] = {}
         for number, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
             storage = restore.new_storage(size, "meta")
-            storage._checkpoint_offset = number
+            storage._checkpoint_offset = number  # the record's, where torch keeps an offset
             tensors[entry.name] = _over(storage, entry)
         return tensors, sizes
 
@@ -223,7 +223,8 @@ def _header(fd: int, path: str) -> Header:
     except safetensors.Damaged as error:
         raise CorruptCheckpointError(f"{path} cannot be loaded: {error}") from None
     for entry in header.entries:
-        if not hasattr(torch, safetensors.DTYPES[entry.dtype][1] or "-"):
+        _, name_in_torch = safetensors.DTYPES[entry.dtype]
+        if not name_in_torch or not hasattr(torch, name_in_torch):
             raise StillframeError(
                 f"{path} cannot be loaded: tensor {entry.name} is of type {entry.dtype}, which this"
                 " torch does not have"

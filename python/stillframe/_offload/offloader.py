@@ -250,11 +250,12 @@ class Offloader:
         the group.
 
         The device's memory is freed once nothing refers to the tensors, so drop them;
-        `stats()["bytes_lingering"]` shows how much is still referred to. A group that was only
-        prefetched is given up.
+        `stats()["bytes_lingering"]` shows how many bytes are still referred to. If the group was
+        only prefetched, the prefetch is given up.
 
         Args:
-            what: The ticket that was copied (for all of its groups), or tensors from `onload`.
+            what: A ticket, to free the slots of all groups that were copied from it, or tensors
+                that `onload` returned.
 
         Raises:
             StillframeError: The group has no slot: it was released before, or never onloaded.

@@ -182,6 +182,8 @@ class Slot:
         if flat is not None:
             self._order(self._pool.stream())
         elif self._pool.stream() != self._stream and not self.is_gone():
+            # The caller's tensors own the memory. A new tensor over it is enough to note the use.
+            # There is no storage if they are freed at this moment.
             storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
             if storage is not None:
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -75,12 +75,13 @@ def _unblock() -> None:
 
 
 def _in_child() -> None:
+    """Restore the handlers, or leave the signals to the parent; then unblock the signals."""
     numbers = _numbers()
     while _active:
         _active.pop().forget()
     if numbers and _serves_its_parent():
         _leave(numbers)
-        _leave_once_again(numbers)
+        _leave_again_in_workers(numbers)
     _unblock()
 
 
@@ -98,7 +99,7 @@ def _serves_its_parent() -> bool:
     return False
 
 
-def _leave_once_again(numbers: Iterable[int]) -> None:
+def _leave_again_in_workers(numbers: Iterable[int]) -> None:
     """Have a worker of a DataLoader leave the signals again after it has installed torch's
     handlers. Those are then called for signals that the parent sends."""
     handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")

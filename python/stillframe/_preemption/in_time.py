@@ -35,7 +35,8 @@ log = logging.getLogger("stillframe")
 
 # Saves that were given up. They may take a while to end.
 _given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()
-_SIMILAR = 4  # a measured save gives no estimate for a save more than so many times as large
+# A measured save gives an estimate only for saves that are at most this many times as large.
+_SIMILAR = 4
 
 
 def save(make_state: Callable[[], object], path: Path, until: float) -> SaveReport | None:

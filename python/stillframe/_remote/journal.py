@@ -146,8 +146,9 @@ class Entry(NamedTuple):
             lock.release()
         return lock is not None
 
-    def is_left(self) -> bool:
-        """Return whether the process was killed, if the entry is due: there may be no file."""
+    def is_of_killed_save(self) -> bool:
+        """Return whether a due entry is due because its process was killed. Then the local file may
+        not exist."""
         return self.file.endswith(".save")
 
     def remove(self) -> None:

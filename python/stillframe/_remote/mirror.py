@@ -353,7 +353,7 @@ class _Uploader:
             log.error("stillframe: %s cannot be read to upload it: %s", entry.local, cause)
         elif not os.path.lexists(entry.local):
             entry.remove()
-            if not entry.is_left():
+            if not entry.is_of_killed_save():
                 log.warning("stillframe: %s is gone, and was not uploaded", entry.local)
         elif not any(
             each.local == entry.local and each.file > entry.file

@@ -44,7 +44,7 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
         except ValueError as error:
             raise ValueError(f"{of!r} has to be started before something is held for it") from error
         try:
-            in_thread(lambda: _wait_readable(end), function)
+            call_after(lambda: _wait_readable(end), function)
         except BaseException:
             os.close(end)
             raise
@@ -54,7 +54,7 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
         if process.poll() is not None:
             function()
             return
-        in_thread(lambda: _wait_child(process), function)
+        call_after(lambda: _wait_child(process), function)
         return
     raise TypeError(
         "expected a multiprocessing.Process, a subprocess.Popen or a future (with"
@@ -85,8 +85,8 @@ def _wait_child(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def in_thread(wait: Callable[[], None], function: Callable[[], object]) -> None:
-    """Call `wait()` and then, even after an error, `function()`, on a new thread."""
+def call_after(wait: Callable[[], None], function: Callable[[], object]) -> None:
+    """Start a thread that calls `wait()` and then `function()`, even if `wait()` raises."""
 
     def run() -> None:
         try:

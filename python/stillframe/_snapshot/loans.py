@@ -42,7 +42,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from stillframe import _core
-from stillframe._snapshot.holds import in_thread
+from stillframe._snapshot.holds import call_after
 from stillframe.errors import StillframeError
 
 PATIENCE_S = 120.0  # how long others wait for memory on loan, in seconds
@@ -100,7 +100,7 @@ class Lender:
                 channel = resource_sharer.DupFd(theirs.fileno())
             loan = Loan(self, ours)
             _loans.append(loan)
-        in_thread(loan.serve, loan.end)
+        call_after(loan.serve, loan.end)
         return channel
 
     def reader(self) -> Callable[[], None]:

@@ -394,7 +394,7 @@ def _take(
     Args:
         tree, overlap, shared, engine: See `snapshot`.
         wait: Wait for memory of the pool.
-        own_objects: Copy objects that are not containers or tensors too.
+        own_objects: Also copy objects that are neither containers nor tensors.
         patience_s: See `loans.Lender`.
     """
     engine_core = core_of(engine)

@@ -58,7 +58,7 @@ def test_memory_returns_even_if_the_wait_for_its_holder_fails(caplog):
         raise OSError("no such process")
 
     given_back = threading.Event()
-    holds.in_thread(fails, given_back.set)
+    holds.call_after(fails, given_back.set)
     assert given_back.wait(60)
     assert "no such process" in caplog.text
 
