@@ -41,6 +41,7 @@ class Fits:
         keep_memory()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
+        """Train, with a checkpoint after each `every` steps (0: none). Return the measurements."""
         os.sync()  # so that earlier writes of other ways do not slow this training
         return self._fit(batch, steps, every)
 
@@ -49,13 +50,14 @@ def find_batch(worker: Worker) -> int:
     """Return how many rows a batch needs for a step to take STEP_S."""
     batch = 4
     while True:
-        step = worker.call("fit", batch, SKIPPED + 4, 0)["step_s"]
+        step = worker.call("fit", batch, steps=SKIPPED + 4, every=0)["step_s"]
         if step >= STEP_S * 0.9:
             return batch
         batch = max(batch + 2, int(batch * min(4.0, STEP_S / step)))
 
 
 def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Return the batch, the share of other processes, and the measurements of each way."""
     with contextlib.ExitStack() as stack:
         workers = [
             stack.enter_context(Worker(way, Fits, way, options.state, directory)).ready()
@@ -63,14 +65,14 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         ]
         batch = find_batch(workers[0])
         for worker in workers:  # pool and allocator are warm from here on
-            worker.call("fit", batch, 2 * SKIPPED + 4, SKIPPED)
+            worker.call("fit", batch, steps=2 * SKIPPED + 4, every=SKIPPED)
         others = Others()
         steps = SKIPPED + options.every * options.saves
         found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for number in range(options.rounds):
             for worker in rotated(workers, number):
-                plain = worker.call("fit", batch, steps, 0)
-                fit = worker.call("fit", batch, steps, options.every)
+                plain = worker.call("fit", batch, steps, every=0)
+                fit = worker.call("fit", batch, steps, every=options.every)
                 fit["lost_s"] = (fit["counted_s"] - plain["counted_s"]) / fit["saves"]
                 fit["extra_rss"] = max(0.0, fit["peak_rss"] - plain["peak_rss"])
                 found[worker.name].append(fit)
