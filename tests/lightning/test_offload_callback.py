@@ -158,7 +158,7 @@ def test_an_unknown_strategy_disables_the_callback(offload, caplog):
     assert callback.state_dict()["checkpoint_count"] == 0
 
 
-def test_callback_does_nothing_on_other_ranks(offload):
+def test_callback_copies_nothing_on_ranks_other_than_zero(offload):
     callback, tensor = offload(), torch.ones(3)
     assert save(callback, {"state_dict": {"x": tensor}}, rank=1)["state_dict"]["x"] is tensor
     assert callback.state_dict()["checkpoint_count"] == 0

@@ -51,7 +51,7 @@ def write_later(kept):
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "ours", "later"])
-def test_the_file_holds_the_state_of_the_save(pkg, offload, tmp_path, kind):
+def test_file_holds_the_state_at_the_call_of_the_save(pkg, offload, tmp_path, kind):
     seen, kept = [], []
     callback = offload()
     run = trainer(

@@ -266,7 +266,7 @@ TEST(saves_overtake_a_hanging_remove)
 	CHECK_EQ(saving_content(dir_path(dir, "nfs"), "hung"), -1);
 }
 
-TEST(two_file_systems_may_hang_at_a_time)
+TEST(saves_overtake_two_file_systems_that_hang)
 {
 	struct sfr_ticket *hung, *sync;
 

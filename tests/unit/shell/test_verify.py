@@ -80,7 +80,7 @@ def test_checkpoint_of_any_writer_is_good(write, tmp_path, capsys):
     assert output.err == ""
 
 
-def test_a_legacy_file_is_said_to_have_no_checksums(tmp_path, capsys):
+def test_legacy_file_is_reported_to_have_no_checksums(tmp_path, capsys):
     legacy(small_state(), tmp_path / "x.ckpt")
     assert verify(tmp_path / "x.ckpt") == 0
     assert "torch's legacy format, which has no checksums" in capsys.readouterr().out
@@ -396,7 +396,7 @@ def test_every_bad_record_is_named_in_json_and_the_first_ones_in_the_table(tmp_p
     assert "x/data/19" not in output
 
 
-def test_records_without_a_checksum_are_said_to_be_unchecked(tmp_path, capsys):
+def test_records_without_a_checksum_are_reported_as_such(tmp_path, capsys):
     without_crc(small_state(), tmp_path / "x.ckpt")
     assert verify(tmp_path / "x.ckpt") == 0
     assert "records without a checksum" in capsys.readouterr().out

@@ -99,7 +99,7 @@ def test_bin_file_of_another_program_is_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "step5.bin"])
-def test_single_safetensors_file_is_checked_and_its_bytes_are_said_to_be_unchecked(
+def test_single_safetensors_file_is_checked_and_its_bytes_are_reported_unchecked(
     name, tmp_path, capsys
 ):
     path = safetensors(tmp_path / name)
