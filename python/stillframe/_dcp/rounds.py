@@ -21,6 +21,7 @@ import hashlib
 import logging
 import os
 import queue
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -238,7 +239,9 @@ class Rounds:
             metadata = self._save(work)
             report = work.report()
         except BaseException as error:
-            # CheckpointException is no Exception. The traceback's frames reference the tree.
+            # CheckpointException is no Exception. The frames of the tracebacks reference the tree
+            # and the group.
+            _clear_frames(error)
             failure = self._try_clean_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
@@ -321,6 +324,21 @@ class Rounds:
             is_same=is_planned and all(each.is_same for each in all_ranks),
             files_ids=[each.files_id for each in all_ranks],
         )
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables of the frames in which an error and its causes were raised."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        waiting += [each.__cause__, each.__context__]
+        if isinstance(each, CheckpointException):
+            waiting += [failure for failure, _ in each.failures.values()]
 
 
 def _copy_of(work: Round) -> StateDict:
