@@ -8,7 +8,15 @@ from fix_processes import run_program
 from fix_trainer import differences, files_of
 
 HERE = Path(__file__).parent
-SCENARIOS = ("trains", "trains_theirs", "hears_late", "resumes", "other_rank_fails", "full_disk")
+SCENARIOS = (
+    "trains",
+    "trains_theirs",
+    "hears_late",
+    "resumes",
+    "other_rank_fails",
+    "leader_fails_before_the_other_writes",
+    "full_disk",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +58,12 @@ def test_failed_save_raises_on_every_rank(ran):
     assert "No space left" in first
     assert "rank 0" in second
     assert notes(ran, "full_disk")[0]["left"] == ["checkpoint-2"]
+
+
+def test_directory_that_a_late_rank_makes_again_is_removed(ran):
+    first, second = notes(ran, "leader_fails_before_the_other_writes")
+    assert first["error"].startswith("OSError") and "rank 0" in second["error"]
+    assert first["left"] == second["left"] == ["checkpoint-2"]
 
 
 def test_rank_that_cannot_write_its_files_fails_the_checkpoint(ran):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from fix_trainer import OurTrainer, checkpoints, is_whole, trainer, transformers
+from stillframe._base.distributed import poll
 from stillframe._huggingface.ranks import Ranks
 from stillframe.testing import fault
 
@@ -91,6 +92,26 @@ def other_rank_fails():
 
     try:
         trainer(Broken).train()
+    except Exception as error:
+        NOTES["error"] = f"{type(error).__name__}: {error}"
+
+
+def leader_fails_before_the_other_writes():
+    """The leader removes the directory, and rank 1, which comes late, makes it again."""
+
+    class Late(OurTrainer):
+        def _save_rng_state(self, output_dir):
+            if self.state.global_step == 4 and dist.get_rank() == 0:
+                assert poll(Path("entered").exists, 60)
+                raise OSError(errno.EIO, "broken")
+            if self.state.global_step == 4:
+                Path("entered").touch()
+                assert poll(lambda: not os.path.exists(output_dir), 60)
+                os.makedirs(output_dir)
+            super()._save_rng_state(output_dir)
+
+    try:
+        trainer(Late).train()
     except Exception as error:
         NOTES["error"] = f"{type(error).__name__}: {error}"
 

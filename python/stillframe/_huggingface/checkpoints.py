@@ -146,12 +146,14 @@ class Checkpoints:
                 files = stack.enter_context(
                     checkpoint(made.path, mirror=self._trainer.mirror, storage_options=options)
                 )
-                return self._make_run(files.path, made)
+                self._make_run(files.path, made)
+                directory: str = files.path
+                return directory
 
             led = lead(self._ranks, made.number, open_it)
-            with led as staging, self._staged(staging), redirected(files):
+            with led as directory, self._staged(directory), redirected(files):
                 yield
-            shutil.rmtree(staging)
+            shutil.rmtree(os.path.join(directory, _RUN))
         made.handle = files.handle
 
     @contextlib.contextmanager
@@ -161,20 +163,20 @@ class Checkpoints:
         assert ranks is not None
         self._raise_failed()
         is_elsewhere = args.process_index != args.local_process_index
-        with ranks.follow(made.number, made.path) as staging:
-            files = LeaderDirectory(os.path.dirname(staging), durable=is_elsewhere)
-            with self._staged(staging), redirected(files):
+        with ranks.follow(made.number, made.path) as directory:
+            files = LeaderDirectory(directory, durable=is_elsewhere)
+            with self._staged(directory), redirected(files):
                 yield
 
     @contextlib.contextmanager
-    def _staged(self, staging: str) -> Iterator[None]:
-        self.staging = staging
+    def _staged(self, directory: str) -> Iterator[None]:
+        self.staging = os.path.join(directory, _RUN)
         try:
             yield
         finally:
             self.staging = None
 
-    def _make_run(self, directory: str | os.PathLike[str], made: Checkpoint) -> str:
+    def _make_run(self, directory: str | os.PathLike[str], made: Checkpoint) -> None:
         """Make the directory with two links: one to the temporary directory, and one to the best
         checkpoint, which the Trainer looks up there."""
         run = os.path.join(directory, _RUN)
@@ -184,7 +186,6 @@ class Checkpoints:
         best = f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.best_global_step}"
         if best != name and api.exists(os.path.join(made.run_dir, best)):
             os.symlink(os.path.abspath(os.path.join(made.run_dir, best)), os.path.join(run, best))
-        return run
 
     def _name_best(self, run_dir: str) -> None:
         """Set the best checkpoint's path to its final one, in memory and in the trainer's state

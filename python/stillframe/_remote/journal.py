@@ -271,8 +271,9 @@ def entries(directory: str) -> list[Entry]:
         before, names = names, _names(directory)
         if names == before:
             break
-    _known[directory] = found
-    if not found:
+    if found:
+        _known[directory] = found
+    else:
         _known.pop(directory, None)
     return [found[file] for file in sorted(found)]
 
