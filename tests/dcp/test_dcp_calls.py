@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,16 @@ def test_report_has_sizes_and_times_of_a_save(tmp_path):
         assert report.peak_pool_bytes > report.captured_nbytes + report.deferred_nbytes
         assert 0 < report.backpressure_s < report.blocked_s
         assert report.blocked_s < report.staged_after_s < report.durable_after_s
+
+
+def test_error_of_a_call_gets_no_frames_of_another_thread(tmp_path):
+    with stillframe.Engine(pool_bytes=4096, block_bytes=4096) as engine:
+        with pytest.raises(stillframe.StillframeError) as caught:
+            dcp.async_save({"a": torch.zeros(9999)}, tmp_path / "c", no_dist=True, engine=engine)
+        stillframe.wait_all(60)  # the thread that was to write the checkpoint has the error too
+    frames = traceback.walk_tb(caught.value.__traceback__)
+    modules = {frame.f_globals["__name__"] for frame, _ in frames}
+    assert "stillframe._dcp.api" in modules and "stillframe._dcp.rounds" not in modules
 
 
 def test_empty_state_is_saved(tmp_path):

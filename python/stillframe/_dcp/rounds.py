@@ -21,7 +21,6 @@ import hashlib
 import logging
 import os
 import queue
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -239,9 +238,7 @@ class Rounds:
             metadata = self._save(work)
             report = work.report()
         except BaseException as error:
-            # CheckpointException is no Exception. The frames of the tracebacks reference the tree
-            # and the group.
-            _clear_frames(error)
+            # CheckpointException is no Exception. The traceback's frames reference the tree.
             failure = self._try_clean_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
@@ -300,12 +297,15 @@ class Rounds:
         ranks.use_group(work.group)
         planner = work.request.planner
         joint = JointSave(ranks, self._plans, work.number, writer, planner, work.wait)
-        failure: BaseException | None = None
+        # Not raised here: the call raises the same object, and its traceback would get the frames
+        # of both threads.
+        failure = work.tree if isinstance(work.tree, BaseException) else None
         kept, is_same = 0, False
-        try:
-            kept, is_same = joint.prepare(_copy_of(work))
-        except BaseException as error:
-            failure = error
+        if failure is None:
+            try:
+                kept, is_same = joint.prepare(_copy_of(work))
+            except BaseException as error:
+                failure = error
         try:
             work.wait_to_write()  # before the ranks agree, so that all of them have waited
         except BaseException as error:
@@ -326,26 +326,9 @@ class Rounds:
         )
 
 
-def _clear_frames(error: BaseException) -> None:
-    """Drop the local variables of the frames in which an error and its causes were raised."""
-    waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while waiting:
-        each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        traceback.clear_frames(each.__traceback__)
-        waiting += [each.__cause__, each.__context__]
-        if isinstance(each, CheckpointException):
-            waiting += [failure for failure, _ in each.failures.values()]
-
-
 def _copy_of(work: Round) -> StateDict:
     """Return the state dict's copy, which may not be complete yet."""
-    assert work.tree is not None
-    if isinstance(work.tree, BaseException):
-        raise work.tree
+    assert isinstance(work.tree, tuple)
     tree, content = work.tree
     if work.request.side_file is not None:
         work.request.side_file.content = content

@@ -110,6 +110,7 @@ class _Callbacks:
     def _run(self) -> None:
         while (function := self._queue.get()) is not None:
             self._call(function, BaseException)
+            del function  # it would keep its save, and what that refers to, until the next one
 
     def _run_rest(self) -> None:
         """Run, on this thread, functions that were put after the thread had ended."""

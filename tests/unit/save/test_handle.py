@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import logging
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import stillframe
 import torch
+from fix_waits import eventually
 from stillframe import _core
 from stillframe._save import completion
 from stillframe._save.handle import Deadline, wait_for_end
@@ -264,3 +267,21 @@ def test_notice_without_memory_does_not_stop_later_ones(monkeypatch):
     monkeypatch.setattr(completion.log, "exception", refuse)
     completion._take_notices()
     assert (len(waited), len(logged)) == (5, 4)
+
+
+def test_callback_that_has_run_is_not_kept_until_the_next_one(tmp_path):
+    class Kept:
+        def durable(self, path, report):
+            seen.append(path)
+
+    seen, kept = [], Kept()
+    alive = weakref.ref(kept)
+    stillframe.async_save(STATE, tmp_path / "c.pt", on_durable=kept.durable).result(60)
+    assert eventually(lambda: seen)
+    del kept
+
+    def is_freed():
+        gc.collect()
+        return alive() is None
+
+    assert eventually(is_freed, 10)
