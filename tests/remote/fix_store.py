@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 from fix_waits import eventually
 from stillframe._remote import obstore_client, store, stores
+from stillframe._save.core_save import CoreSave
 
 KEY, SECRET = "AKIATESTKEYOFTESTS", "secret/OfTheTests+Only123"
 READ = 64 << 10  # bytes of a body that the proxy reads at once
@@ -405,3 +406,22 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(store, "PART_BYTES", 64 << 10)
     monkeypatch.setattr(obstore_client, "ONE_REQUEST_BYTES", 1 << 10)
     return store.PART_BYTES
+
+
+def submit_after_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each call submit its save only after another thread has cancelled the save."""
+    cancelled = threading.Event()
+    cancel, launch = CoreSave.cancel, CoreSave.launch
+
+    def cancelling(save: CoreSave) -> bool:
+        try:
+            return cancel(save)
+        finally:
+            cancelled.set()
+
+    def launching(save: CoreSave) -> None:
+        assert cancelled.wait(60)
+        launch(save)
+
+    monkeypatch.setattr(CoreSave, "cancel", cancelling)
+    monkeypatch.setattr(CoreSave, "launch", launching)

@@ -3,11 +3,15 @@
 import io
 import json
 import os
+import threading
 
 import pytest
 import stillframe
 import torch
+from fix_store import submit_after_cancel
+from fix_waits import eventually
 from stillframe._remote import sending
+from stillframe._save.core_save import CoreSave
 from stillframe.testing import held
 
 BIG = {"a": torch.arange(6_000_000.0)}  # more than one part
@@ -85,6 +89,26 @@ def test_failed_replacement_leaves_the_old_checkpoint(server):
         write(server.url("c"), 2, "a.pt").result(60)
     assert loaded(server.objects()["c/a.pt"])["n"] == 1
     assert "c/.stillframe.json" in server.objects()
+
+
+def test_object_that_fails_before_its_save_is_submitted_fails_the_checkpoint(server, monkeypatch):
+    """The thread that sends an object runs before the save of its bytes has a slot."""
+    submit_after_cancel(monkeypatch)
+    server.fail(403, match="b.pt")
+    handle = write(server.url("c"), 1, "b.pt")
+    with pytest.raises(stillframe.SaveError, match=r"c/b\.pt"):
+        handle.result(60)
+
+
+def test_save_interrupted_before_its_submission_ends_its_upload(server, monkeypatch):
+    def interrupted(save):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CoreSave, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt), stillframe.checkpoint(server.url("c")) as files:
+        files.save(BIG, "a.pt")
+    assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "sf-upload"])
+    assert server.objects() == {} and not server.unfinished_uploads()
 
 
 def test_checkpoint_block_that_raises_leaves_no_object(server):

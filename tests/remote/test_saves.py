@@ -17,8 +17,11 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
+from fix_store import submit_after_cancel
 from fix_waits import eventually, leased
 from stillframe._remote import obstore_client, store
+from stillframe._save.core_save import CoreSave
+from stillframe._save.engine import core_of
 from stillframe.testing import held
 
 HERE = Path(__file__).parent
@@ -267,6 +270,32 @@ def test_call_that_raises_leaves_no_object_and_no_upload(server):
     stillframe.wait_all()
     assert server.objects() == {} and not server.unfinished_uploads()
     assert stillframe.default_engine().stats()["saves_in_flight"] == 0
+
+
+def test_upload_that_fails_before_the_save_is_submitted_fails_the_save(server, monkeypatch):
+    """The thread that sends the bytes runs before their save has a slot."""
+    submit_after_cancel(monkeypatch)
+    server.fail(403, match="a.pt")
+    with pytest.raises(stillframe.SaveError, match=r"a\.pt"):
+        stillframe.async_save(STATE, server.url("a.pt")).result(60)
+
+
+@pytest.mark.parametrize("before_submit", [True, False])
+def test_interrupted_call_ends_its_upload(server, monkeypatch, before_submit):
+    def interrupted(save):
+        if not before_submit:  # as Ctrl-C while the call waits for a slot
+            core_of(engine).close(0)
+            save._ticket.submit()
+        raise KeyboardInterrupt
+
+    with stillframe.Engine(pool_bytes="64MiB") as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(CoreSave, "launch", interrupted)
+            with pytest.raises((KeyboardInterrupt, stillframe.StillframeError)):
+                stillframe.async_save(STATE, server.url("a.pt"), engine=engine)
+        assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "sf-upload"])
+        assert engine.stats()["saves_in_flight"] == 0
+    assert server.objects() == {} and not server.unfinished_uploads()
 
 
 def test_save_to_a_url_counts_as_one_save_in_stats(server):

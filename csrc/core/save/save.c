@@ -206,6 +206,9 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		sfr_ticket_get(t);
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
+		/* sfr_save_begin left an error, or the save is cancelled already */
+		if (sfr__ticket_failing_locked(t))
+			sfr__ticket_fail_locked(t, &t->err);
 	}
 	t->report.slot_wait_ns += sfr__now_ns() - start;
 	sfr__unlock(&engine->mu);
@@ -293,23 +296,27 @@ int sfr_save_launch(struct sfr_ticket *t)
 void sfr_save_abandon(struct sfr_ticket *t)
 {
 	struct sfr_err err = { .index = -1 };
-	bool may_abandon;
+	bool was_admitted;
 
 	if (sfr__ticket_foreign(t))
 		return;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
 	sfr__lock(&t->engine->mu);
-	may_abandon = !t->facts.launched && !t->facts.abandoned &&
-		      (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
-	if (may_abandon) {
+	was_admitted = !t->facts.launched && !t->facts.abandoned &&
+		       (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
+	if (was_admitted) {
 		t->facts.abandoned = true;
 		t->flight.in_call = false;
 		if (sfr__ticket_is_ordered(t))
 			sfr__log_unreserve();
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
+	} else if (t->state == SFR_NEW) { /* nothing works on it */
+		t->err = err;
+		t->report.ended_ns = sfr__now_ns();
+		sfr__ticket_set_state_locked(t, SFR_CANCELLED);
 	}
 	sfr__unlock(&t->engine->mu);
-	if (may_abandon)
+	if (was_admitted)
 		sfr__device_states_launch(t);
 }

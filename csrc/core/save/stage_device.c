@@ -329,7 +329,7 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 	sfr__lock(&t->engine->mu);
 	t->sharing.cuda_out = t->sharing.cuda_unsubmitted = nr;
 	if (err.code)
-		t->err = err; /* takes effect when the NEW save is admitted */
+		sfr__ticket_fail_locked(t, &err); /* takes effect when the save is admitted */
 	sfr__unlock(&t->engine->mu);
 	return 0;
 }
@@ -369,13 +369,6 @@ int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 
-	if (t->staging.nr_devices && sfr__ticket_failing(t)) {
-		/* sfr_save_begin has left an error. Only now has the save a state in which it can
-		 * fail. */
-		sfr__lock(&t->engine->mu);
-		sfr__ticket_fail_locked(t, &t->err);
-		sfr__unlock(&t->engine->mu);
-	}
 	for (uint32_t i = 0; i < t->staging.nr_devices && !sfr__ticket_failing(t); i++) {
 		struct sfr__device_state *dev = &t->staging.devices[i];
 		int rc = 0;

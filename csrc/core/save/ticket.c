@@ -11,6 +11,7 @@
  *
  *   arrow                    taken by                      when
  *   NEW -> CAPTURING         sfr_save_admit                it has a slot
+ *   NEW -> CANCELLED         sfr_save_abandon              its call raises before that
  *   CAPTURING -> STAGING     sfr_save_launch               captured, in the log
  *   CAPTURING.. -> ENDING    sfr__ticket_step_locked       there is an error (a cancel is one)
  *   STAGING -> STAGED        sfr__ticket_step_locked       copied and confirmed
@@ -23,7 +24,8 @@
  *   ENDING -> CANCELLED      sfr__ticket_finish            by the CLEAN job, cancelled or abandoned
  *
  * Invariants
- *   1. The first error is kept; err.code != 0 means that the state goes to ENDING.
+ *   1. The first error is kept; err.code != 0 means that the state goes to ENDING. A NEW save that
+ *      has an error (it was cancelled, say) goes there when it is admitted.
  *   2. Only the thread that has a block gives it back, after its copy and its write. So a failed
  *      save gives memory back only after a running copy into it has ended.
  *   3. Tail and sync do not wait for the detectors; the rename does (READY comes after STAGED).
@@ -296,7 +298,7 @@ int sfr_save_cancel(struct sfr_ticket *t)
 		return SFR_EFORK;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, NULL);
 	sfr__lock(&t->engine->mu);
-	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING) {
+	if (t->state < SFR_COMMITTING) {
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
 	}

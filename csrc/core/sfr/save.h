@@ -45,13 +45,13 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 
 /* Marks the state to be saved: records an event on the caller's stream of each device, and nothing
  * of the save is copied before that event. Called before sfr_save_admit; does nothing without
- * sources on devices. SFR_ECAPTURING (a stream is capturing a graph) and SFR_ECLOSED end the
- * ticket. Any other failure (no driver, a dead device) is kept by the ticket: the call returns 0
- * and the save fails as soon as it is admitted. */
+ * sources on devices. SFR_ECAPTURING (a stream is capturing a graph), SFR_ECLOSED, SFR_ESTATE:
+ * abandon the save. Any other failure (no driver, a dead device) is kept by the ticket: the call
+ * returns 0 and the save fails as soon as it is admitted. */
 int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams);
 /* Takes one of the engine's max_in_flight slots and has a writer open the file. SFR_EAGAIN,
- * SFR_EBUSY (with SFR_SAVE_NO_WAIT), SFR_ECLOSED. A failure ends the ticket: only sfr_ticket_put
- * may follow. */
+ * SFR_EBUSY (with SFR_SAVE_NO_WAIT), SFR_ECLOSED. After a failure abandon the save, if another
+ * thread may wait for it. */
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
 /* Copies the captured sources and takes samples of the deferred ones. SFR_EAGAIN while it waits for
  * blocks. SFR_EEXHAUSTED when snapshots hold all blocks: then abandon the save. The ticket keeps
@@ -60,7 +60,8 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* Appends the save to the process's log, unless it is unordered, and hands it to its lanes. This is
  * the moment of submission. Never waits; fails only with SFR_ESTATE. */
 int sfr_save_launch(struct sfr_ticket *t);
-/* Gives up a save that was admitted but not launched, because its caller raised an exception. */
+/* Gives up a save that was not launched, because its caller raises an exception. It ends as
+ * cancelled. */
 void sfr_save_abandon(struct sfr_ticket *t);
 
 enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
@@ -83,7 +84,8 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
  * SFR_WAIT_COPIED or sfr_save_gate. torn_index < 0 passes; any other fails the save with SFR_ETORN.
  * Only the first verdict counts; a later one returns SFR_ESTATE. */
 int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index);
-/* Returns 1 if the save will end as cancelled (or has), 0 if it is too late; SFR_EFORK. */
+/* Returns 1 if the save will end as cancelled (or has), 0 if it is too late; SFR_EFORK. A save
+ * may be cancelled before it is admitted. */
 int sfr_save_cancel(struct sfr_ticket *t);
 
 /* Fallbacks that a report explains with a sentence each. */

@@ -158,7 +158,7 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 		return NULL;
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(submit_on(&s, w.slice_ns));
-	if (s.stage == CAPTURE && (w.rc == SFR_EEXHAUSTED || w.rc == SFR_PY_RAISED)) {
+	if (s.stage != LAUNCH && w.rc != SFR_ESTATE) {
 		sfr_py_unlocked_void(sfr_save_abandon(s.ticket));
 	}
 	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_none_or_raise(object, w.rc);
@@ -225,6 +225,12 @@ static PyObject *ticket_cancel(PyObject *object, PyObject *unused)
 	int rc = sfr_py_unlocked(sfr_save_cancel(ticket_of(object)));
 
 	return rc < 0 ? sfr_py_none_or_raise(object, rc) : PyBool_FromLong(rc);
+}
+
+static PyObject *ticket_abandon(PyObject *object, PyObject *unused)
+{
+	sfr_py_unlocked_void(sfr_save_abandon(ticket_of(object)));
+	Py_RETURN_NONE;
 }
 
 static PyObject *ticket_state(PyObject *object, PyObject *unused)
@@ -297,6 +303,8 @@ static PyMethodDef methods[] = {
 	  " if the save takes none now." },
 	{ "cancel", ticket_cancel, METH_NOARGS,
 	  "cancel() -> bool: whether the save ends as cancelled." },
+	{ "abandon", ticket_abandon, METH_NOARGS,
+	  "abandon(): ends a save that was not launched and never will be, as cancelled." },
 	{ "state", ticket_state, METH_NOARGS, "state() -> str." },
 	{ "is_staged", ticket_is_staged, METH_NOARGS,
 	  "is_staged() -> bool: whether it is staged and has not failed since." },

@@ -104,6 +104,10 @@ class CoreSave(SaveHandle):
             raise
         self._go_on()
 
+    def abandon(self) -> None:
+        """End a save whose call raises before it is launched, so that nobody waits for it."""
+        self._ticket.abandon()
+
     def _go_on(self) -> None:
         """End the call: make steps wait for deferred sources, or drop the sources if all are
         captured."""

@@ -125,7 +125,7 @@ class ObjectsSave(DirectorySave):
         try:
             submit(engine, obj, shown, options.for_stream(shown, before_launch))
         except BaseException:
-            upload.give_up()
+            upload.abandon()
             self._sending = [each for each in self._sending if each.upload is not upload]
             raise
 

@@ -76,6 +76,12 @@ class Upload:
         if self.file is not None:
             self.file.cancel()
 
+    def abandon(self) -> None:
+        """Give up, because the call raises that makes the save of the bytes."""
+        self.give_up()
+        if self.file is not None:
+            self.file.abandon()
+
     def run(self, before_end: Callable[[], object]) -> None:
         """Send the object.
 
@@ -288,7 +294,7 @@ class RemoteSave(ExternalSave):
     def give_up(self) -> None:
         """End the save, because its call raises. The store keeps the old object."""
         self._decide_to_cancel()
-        self._upload.give_up()
+        self._upload.abandon()
         self._launched.set()
         if self._thread is None or self._thread.ident is None:  # it was not started
             self.was_not_launched()

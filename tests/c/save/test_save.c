@@ -215,7 +215,6 @@ TEST(a_save_can_be_cancelled_until_the_rename)
 	for (int at = 0; at < 4; at++) {
 		saving_slow(slow_calls[at], 20 * 1000 * 1000);
 		CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
-		CHECK_EQ(sfr_save_cancel(t), 0); /* there is nothing to cancel yet */
 		CHECK_EQ(saving_submit(t), 0);
 		if (at == 3) {
 			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
@@ -252,6 +251,45 @@ TEST(a_save_may_be_abandoned_in_the_call)
 	CHECK_EQ(saving_content(dir, "gone"), -1);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0); /* its slot is free again */
+	saving_end(engine);
+}
+
+/* Another thread may wait for a save from before it is submitted, as the one that sends it does. */
+TEST(save_without_a_slot_ends_when_it_is_abandoned)
+{
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
+	struct sfr_ticket *a, *t;
+
+	a = saving_started(engine, dir, "a", &one, 0);
+	CHECK_EQ(saving_new(engine, dir, "gone", &two, SFR_SAVE_NO_WAIT, &t), 0);
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), SFR_EBUSY);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 1000 * 1000), SFR_EAGAIN);
+	sfr_save_abandon(t);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	CHECK_EQ(saving_state_of(t), SFR_CANCELLED);
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), SFR_ESTATE);
+	sfr_ticket_put(t);
+	saving_done(a);
+	saving_end(engine);
+}
+
+/* A thread that sends the bytes can fail before the call has got to the admission. */
+TEST(save_may_be_cancelled_before_it_is_admitted)
+{
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(sfr_save_cancel(t), 1);
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_launch(t), 0);
+	saving_finish(t);
+	CHECK_EQ(saving_state_of(t), SFR_CANCELLED);
+	CHECK_EQ(saving_content(dir, "a"), 1);
+	sfr_ticket_put(t);
 	saving_end(engine);
 }
 
@@ -613,13 +651,14 @@ TEST(a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes)
 TEST(every_arrow_of_the_diagram_was_taken)
 {
 	static const enum sfr_state arrows[][2] = {
-		{ SFR_NEW, SFR_CAPTURING },      { SFR_CAPTURING, SFR_STAGING },
-		{ SFR_CAPTURING, SFR_ENDING },   { SFR_STAGING, SFR_STAGED },
-		{ SFR_STAGING, SFR_ENDING },     { SFR_STAGED, SFR_WRITING },
-		{ SFR_STAGED, SFR_ENDING },      { SFR_WRITING, SFR_READY },
-		{ SFR_WRITING, SFR_ENDING },     { SFR_READY, SFR_COMMITTING },
-		{ SFR_COMMITTING, SFR_DURABLE }, { SFR_COMMITTING, SFR_FAILED },
-		{ SFR_ENDING, SFR_FAILED },      { SFR_ENDING, SFR_CANCELLED },
+		{ SFR_NEW, SFR_CAPTURING },     { SFR_NEW, SFR_CANCELLED },
+		{ SFR_CAPTURING, SFR_STAGING }, { SFR_CAPTURING, SFR_ENDING },
+		{ SFR_STAGING, SFR_STAGED },    { SFR_STAGING, SFR_ENDING },
+		{ SFR_STAGED, SFR_WRITING },    { SFR_STAGED, SFR_ENDING },
+		{ SFR_WRITING, SFR_READY },     { SFR_WRITING, SFR_ENDING },
+		{ SFR_READY, SFR_COMMITTING },  { SFR_COMMITTING, SFR_DURABLE },
+		{ SFR_COMMITTING, SFR_FAILED }, { SFR_ENDING, SFR_FAILED },
+		{ SFR_ENDING, SFR_CANCELLED },
 	};
 
 	for (size_t i = 0; i < sizeof(arrows) / sizeof(arrows[0]); i++)

@@ -640,6 +640,20 @@ TEST(save_that_fails_at_any_piece_gets_everything_back)
 		}
 }
 
+/* A store can refuse an object before the call has got to the admission. */
+TEST(stream_that_was_cancelled_before_its_admission_ends)
+{
+	struct sfr_engine *engine = saving_engine(30, 2, 2);
+
+	for (unsigned format = 0; format < 3; format++) {
+		struct sfr_ticket *t = failing_save(engine, format);
+
+		CHECK_EQ(sfr_save_cancel(t), 1);
+		check_failed(launched(t), NULL, 0, SFR_ECANCELLED);
+	}
+	saving_end(engine);
+}
+
 /* Everything is in the stream, the tail too, and the caller has taken nothing. */
 TEST(whole_stream_that_nobody_has_taken_is_given_back)
 {
