@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import stillframe
 import torch
 from fix_trainer import (
     OurTrainer,
@@ -20,6 +21,7 @@ from fix_trainer import (
     trainer,
     transformers,
 )
+from stillframe._save import api
 from stillframe.transformers import AsyncCheckpointMixin
 from torch import nn
 
@@ -187,6 +189,30 @@ def test_rotation_leaves_the_checkpoints_of_another_output_directory():
     made.args.output_dir = "two"
     made.train()
     assert checkpoints("one") == checkpoints("two") == ["checkpoint-6"]
+
+
+def older_checkpoint(step, written):
+    path = Path(f"out/checkpoint-{step}")
+    path.mkdir(parents=True)
+    (path / "trainer_state.json").write_text("{}")
+    os.utime(path, (written, written))
+    return path
+
+
+def test_rotation_removes_the_checkpoint_that_was_written_first():
+    older_checkpoint(100, written=2000)
+    older_checkpoint(101, written=1000)
+    trainer(save_steps=2, max_steps=2, save_total_limit=2).train()
+    assert checkpoints() == ["checkpoint-100", "checkpoint-2"]
+
+
+def test_rotation_does_not_count_a_checkpoint_whose_remove_is_pending(monkeypatch):
+    older_checkpoint(100, written=1000)
+    removed = older_checkpoint(101, written=2000)
+    exists = stillframe.exists
+    monkeypatch.setattr(api, "exists", lambda path: Path(path) != removed and exists(path))
+    trainer(save_steps=2, max_steps=2, save_total_limit=2).train()
+    assert checkpoints() == ["checkpoint-100", "checkpoint-101", "checkpoint-2"]
 
 
 def test_checkpoint_that_disappears_during_rotation_is_ignored(monkeypatch):

@@ -93,6 +93,16 @@ def test_callbacks_that_never_get_a_thread_are_called_at_the_end():
     assert called == [1]
 
 
+def test_exit_takes_the_notices_that_no_thread_has_taken(monkeypatch):
+    takers = []
+    monkeypatch.setattr(completion._core, "notice_stop", lambda: None)
+    monkeypatch.setattr(
+        completion, "_take_notices", lambda: takers.append(threading.current_thread())
+    )
+    completion._Completion().stop()
+    assert takers == [threading.current_thread()]
+
+
 def test_wait_works_without_a_thread_for_its_line(tmp_path):
     handle = stillframe.async_save({"n": 1}, tmp_path / "last.pt")
     with no_thread_of_python(), WaitingLine([handle]):
