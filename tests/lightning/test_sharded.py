@@ -207,7 +207,14 @@ def own_save(self):
         ),
         ("fsdp", TypeError, "a strategy of Fabric"),
     ],
-    ids=str,
+    ids=[
+        "full state dict",
+        "not distributed",
+        "ddp",
+        "no module",
+        "own save",
+        "name of a Fabric strategy",
+    ],
 )
 def test_sharded_refuses_unsupported_strategies_with_the_reason(strategy, kind, reason):
     with pytest.raises(kind, match=reason):
