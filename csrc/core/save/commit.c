@@ -1,8 +1,9 @@
 /* The commit of a save: its entry in the log, which renames the file when it is at the head of the
  * log (commit/log.c). A save without order has no entry; a writer renames its file.
  *
- * The commit checks its destination first. A directory gives EISDIR and a special file EINVAL here,
- * not only in the call, because a remove that was in the log at the call may have made room. */
+ * The commit checks its destination first: a directory gives EISDIR, and a special file EINVAL. The
+ * call checks this too. But a remove in the log may delete what the call finds, so only the commit
+ * can decide. */
 #include "save/write.h"
 #include "trace/trace.h"
 
@@ -34,7 +35,7 @@ bool sfr__save_commit(struct sfr_ticket *t)
 
 static void run_commit(struct sfr__log_entry *entry, bool after_good)
 {
-	(void)after_good;                         /* a save removes nothing */
+	(void)after_good;                         /* matters only to removes */
 	(void)sfr__save_commit(ticket_of(entry)); /* a failed commit has ended the save already */
 }
 
@@ -43,7 +44,8 @@ static void entry_left(struct sfr__log_entry *entry)
 	sfr_ticket_put(ticket_of(entry));
 }
 
-/* While the file is opened and written, its file system may stop answering. */
+/* Returns since when a writer has been waiting for the file system to answer a call about the
+ * save's file, or 0. */
 static uint64_t asked_since(const struct sfr__log_entry *entry)
 {
 	return sfr__file_asked_since(&sfr__container(entry, const struct sfr_ticket, log)->file);

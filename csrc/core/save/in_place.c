@@ -10,9 +10,9 @@
  * itself. A stream has as many blocks in use as a client sends at a time, because the client keeps
  * each until the store has acknowledged it.
  *
- * As in any save, a block with the CRC of a source is parked until the source's other blocks are
- * summed. Those are queued before it, so at least one block that the writers have can always
- * proceed. */
+ * As in any save, a block that contains the CRC of a source is parked until that CRC is known. The
+ * blocks with the source's bytes are queued before it. So of the blocks that the writers have, at
+ * least one can always proceed. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -101,7 +101,8 @@ static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 	return 0;
 }
 
-/* Copies a block's sources, headers and padding to its memory, and sums up the sources' CRCs. */
+/* Copies a block's sources, headers and padding to the job's memory, and adds the CRCs of the
+ * copied bytes to those of their entries. */
 static void fill_buffer(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;
@@ -131,10 +132,10 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	int rc;
 
 	if (job->extent->direct != NULL) {
-		/* The source is only read: CRC fields are never inside a source. */
+		/* The cast drops `const`, but the source is only read: it contains no CRC field. */
 		job->mem =
 			(char *)(uintptr_t)job->extent->direct + job->blk * t->plan.img.block_bytes;
-		return 0; /* the CRC is computed as for any block */
+		return 0; /* job->summed is false, so the caller computes the CRC */
 	}
 	rc = get_buffer(t, job, len);
 	if (rc < 0) {

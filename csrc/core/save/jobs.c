@@ -77,6 +77,7 @@ void sfr__requeue_held_locked(struct sfr_ticket *t)
 
 	if ((t->flags & SFR_SAVE_STREAM) == 0)
 		return;
+	/* Only blocks and the tail are put into a stream; `held` of other jobs is false. */
 	for (struct sfr__job *job = t->plan.jobs; job <= tail; job++) {
 		if (!job->held)
 			continue;

@@ -17,35 +17,37 @@ struct sfr__job {
 	struct sfr__task task;
 	struct sfr_ticket *ticket;
 	enum sfr__job_kind kind;
-	/* only for SFR__JOB_BLOCK */
-	char *mem;                /* the bytes to write */
-	struct sfr__block *block; /* the pool's block that contains them, */
-	/* or the length of the job's own memory; with neither, mem is inside a source */
-	size_t own_len;
+	/* The bytes to write, for BLOCK and TAIL. They are in a block of the pool (`block`), in
+	 * memory of the job's own (own_len bytes) or, with neither, inside a source. */
+	char *mem;
+	struct sfr__block *block; /* NULL: none */
+	size_t own_len;           /* 0: none */
+	/* only for BLOCK, apart from `put` and `held` */
 	const struct sfr__extent *extent;
-	uint32_t blk;
-	bool summed;                   /* the entries' CRCs include, or will include, its bytes */
+	uint32_t blk;                  /* index of the block in its extent */
+	bool summed;                   /* the entries' CRCs include its bytes already */
 	bool put;                      /* the writer has put its bytes into the stream */
 	bool held;                     /* they are there, and the caller has not taken them */
 	struct sfr__job *parked;       /* the next job on the ticket's list of parked jobs */
 	struct sfr__host_block staged; /* while the block is filled from host memory */
 };
 
-/* Makes the jobs of a ticket whose blocks are counted. 0 or -ENOMEM. */
+/* Makes the jobs of a ticket whose plan.nr_blocks is set. 0 or -ENOMEM. */
 int sfr__jobs_new(struct sfr_ticket *t);
+/* Queues a job for the writers, and counts it in the ticket's jobs_out. */
 void sfr__job_push_locked(struct sfr__job *job);
 /* Returns one of the ticket's jobs that are not for a block. */
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind);
 /* Returns the job of one block of an extent. */
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *extent,
 				uint32_t blk);
-/* Queues a staged block for the writers. summed: its bytes are in the CRCs already. */
+/* Queues a staged block for the writers. `summed`: the entries' CRCs include its bytes already. */
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
 			    struct sfr__block *block, bool summed);
 /* Adds the CRC of a segment's data to that of its entry; segments come in any order. Returns
  * whether the entry's CRC is complete. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);
-/* Queues again the jobs of blocks that were parked until a CRC is known. */
+/* Queues all parked blocks again, because one more CRC is known or the save is failing. */
 void sfr__unpark_locked(struct sfr_ticket *t);
 /* For a stream that fails: queues again the jobs whose bytes the caller has not taken, so that
  * writers release their memory. */

@@ -14,7 +14,8 @@
  * A save enters the log at launch, not when it begins. So a save by a signal handler in the middle
  * of another call can be waited for there, because the interrupted save is not before it in the
  * log. The handler's save gets blocks of the pool like any other, because an interrupted call holds
- * none while it waits. It may take a slot beyond max_in_flight, which its report says. */
+ * none while it waits. If no slot is free, the handler's save takes one beyond max_in_flight, and
+ * its report says so. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -25,7 +26,7 @@
 #include "save/write.h"
 #include "trace/trace.h"
 
-/* Makes a ticket without an image. -ENOMEM or SFR_EFORK. */
+/* Makes a ticket without an image. 0, -ENOMEM or SFR_EFORK. */
 static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		      struct sfr_ticket **out)
 {
@@ -40,7 +41,8 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	atomic_init(&t->refs, 1);
 	t->fork_generation = engine->fork_generation;
 	t->engine = engine;
-	/* Set here, because another thread may wait for the deferred copy before it begins. */
+	/* The rest of the copy is set at admission. But another thread may wait for the copy before
+	 * that, and such a wait uses the engine. */
 	t->staging.deferred.copy.engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
@@ -62,7 +64,8 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	return 0;
 }
 
-/* Allocates what writing the image to its target needs: jobs, the log's key, the file. */
+/* Allocates what writing the image to its target needs: jobs, the log's key, the file. 0 or
+ * -errno. */
 static int ticket_set_target(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 {
 	const char *dir = desc->dir, *name = desc->name;
@@ -84,7 +87,7 @@ static int ticket_set_target(struct sfr_ticket *t, const struct sfr_save_desc *d
 			      (t->flags & SFR_SAVE_DURABLE) != 0);
 }
 
-/* Gets memory for edge pages, which O_DIRECT wants aligned. -ENOMEM. */
+/* Gets memory for the edge pages by mmap, because O_DIRECT needs it aligned. 0 or -ENOMEM. */
 static int edges_new(struct sfr_ticket *t)
 {
 	size_t len = (size_t)t->plan.img.nr_edges * SFR_PAGE;
@@ -99,8 +102,8 @@ static int edges_new(struct sfr_ticket *t)
 	return 0;
 }
 
-/* Lays out the image of a description or, if parts is not NULL, of parts. Allocates what belongs to
- * it. */
+/* Lays out the image: that of `parts` or, if this is NULL, that of the description. Allocates what
+ * belongs to the image. 0 or -errno. */
 static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc,
 			  struct sfr_parts *parts)
 {
@@ -108,6 +111,7 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 
 	t->plan.in_place = parts != NULL;
 	t->flight.in_pool = parts == NULL;
+	/* Statistics count a larger save once, by its file of parts if it has one (slots.c). */
 	t->flight.within = t->flight.apart && parts == NULL;
 	if (parts != NULL)
 		return sfr__image_init_parts(&t->plan.img, parts,
@@ -191,7 +195,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0 && sfr__ticket_is_ordered(t))
-		/* the launch uses the reservation, or an abandon returns it */
+		/* sfr_save_launch uses the reservation up, or sfr_save_abandon returns it */
 		rc = sfr__log_reserve();
 	if (rc == 0) {
 		if (!t->plan.in_place) {
@@ -206,7 +210,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		sfr_ticket_get(t);
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
-		/* sfr_save_begin left an error, or the save is cancelled already */
+		/* If sfr_save_begin failed or the save was cancelled, there is an error already.
+		 * Only now can the state change to ENDING. */
 		if (sfr__ticket_failing_locked(t))
 			sfr__ticket_fail_locked(t, &t->err);
 	}
@@ -279,7 +284,8 @@ int sfr_save_launch(struct sfr_ticket *t)
 			sfr__host_begin_locked(&t->staging.deferred.copy, false);
 		}
 		if (t->plan.img.extents[t->plan.img.nr_extents - 1].lane == SFR_CAPTURED) {
-			/* Nothing is deferred, so there is no verdict to wait for. */
+			/* Deferred extents would come last. So nothing is deferred, and there is no
+			 * verdict to wait for. */
 			t->facts.confirmed = true;
 			t->facts.copied = t->staging.nr_devices == 0 && !t->plan.in_place;
 		}
@@ -311,12 +317,12 @@ void sfr_save_abandon(struct sfr_ticket *t)
 			sfr__log_unreserve();
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
-	} else if (t->state == SFR_NEW) { /* nothing works on it */
+	} else if (t->state == SFR_NEW) { /* no thread works on the save, so it ends at once */
 		t->err = err;
 		t->report.ended_ns = sfr__now_ns();
 		sfr__ticket_set_state_locked(t, SFR_CANCELLED);
 	}
 	sfr__unlock(&t->engine->mu);
 	if (was_admitted)
-		sfr__device_states_launch(t);
+		sfr__device_states_launch(t); /* releases them, because the save is failing */
 }

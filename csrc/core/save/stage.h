@@ -6,15 +6,16 @@
 #include "save/ticket.h"
 
 /* ---- stage_host.c ---- */
-/* Sets up the copies of host memory, at admission. */
+/* Sets up the copies of host memory, staging.captured and staging.deferred, at admission. */
 void sfr__host_copies_init(struct sfr_ticket *t);
 /* Writes a segment that is not data to `dst`: bytes of a header, or zeros for padding and
  * descriptors. */
 void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst);
-/* Prefetches the first bytes of an entry that is copied soon. Does nothing if there is no such
- * entry. */
+/* Prefetches the first bytes of an entry that is copied soon. `entry` may be beyond the last one:
+ * then this does nothing. */
 void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
-/* Takes samples of every deferred source in host memory. -ENOMEM. */
+/* Takes samples of every deferred source in host memory, and with SFR_SAVE_CHECK_BYTES also their
+ * checksums. 0 or -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
 /* Returns an array of all sources of an extent, for sampling. The caller frees it; NULL: no
  * memory. */
@@ -24,16 +25,17 @@ struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
  * torn source, or -1. */
 int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples *samples,
 			  uint32_t entry, uint64_t off, const char *staged, size_t len);
-/* The same with checksums (SFR_SAVE_CHECK_BYTES); an entry's bytes must come in ascending order. */
+/* Does the same with checksums (SFR_SAVE_CHECK_BYTES), once an entry's last bytes are given. An
+ * entry's bytes must be given in ascending order. */
 int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
 		       size_t len);
 
 /* ---- stage_device.c ---- */
-/* Makes the device states of a new ticket from its image. -ENOMEM. */
+/* Makes the device states of a new ticket from its image. 0 or -ENOMEM. */
 int sfr__device_states_new(struct sfr_ticket *t);
 /* Queues the copies of captured sources on devices, takes samples there, and makes the caller's
- * streams wait for both. SFR_EAGAIN and SFR_EEXHAUSTED as sfr_save_capture; other failures become
- * the ticket's. */
+ * streams wait for both. Returns SFR_EAGAIN or SFR_EEXHAUSTED, as sfr_save_capture, else 0: the
+ * ticket keeps any other failure. */
 int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* Hands the device states to their lanes, or releases them if the save was abandoned or is
  * failing. */

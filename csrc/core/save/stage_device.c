@@ -41,8 +41,8 @@ static void report_error(struct sfr__device_state *dev)
 
 /* ---- copies that have completed ------------------------------------------------------ */
 
-/* Compares one block with the samples, and with the checksums if there are any. Returns the index
- * of a torn source, or -1. */
+/* Compares one copied block with the samples of its sources, and with their checksums if there are
+ * any. Returns the index of a torn source, or -1. */
 static int64_t check_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 			   uint32_t blk, const struct sfr__block *block)
 {
@@ -65,7 +65,8 @@ static int64_t check_block(struct sfr__device_state *dev, const struct sfr__exte
 	return torn;
 }
 
-/* Checks a copied block and hands it to the writers. On a dead device, retires it. */
+/* Checks a copied block and hands it to the writers. If !ok, the device has died, and the block is
+ * retired. */
 static void end_block(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
 		      struct sfr__block *block, bool ok)
 {
@@ -85,12 +86,14 @@ static void end_block(struct sfr__device_state *dev, const struct sfr__extent *e
 	else
 		t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
-	/* Last, because a waiter for blocks that finds none left looks for the error. */
+	/* Retired last: a thread that waits for blocks and finds that none is left then looks for
+	 * the save's error, which must be there. */
 	if (!ok)
 		sfr__pool_retire(t->engine->pool, block);
 }
 
-/* The copies of a portion have completed or, if !ok, the device has died under them. */
+/* Called when the copies of a portion have completed or, if !ok, when the device has died under
+ * them. The portion's memory is a list of blocks. */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__device_state *dev = state_of(tr);
@@ -120,7 +123,7 @@ static void put_unused(struct sfr__transfer *tr, struct sfr__cuda_portion *porti
 	}
 }
 
-/* Nothing of the save is queued or running on the device any more. */
+/* Called when nothing of the save is queued or running on the device any more. */
 static void transfer_over(struct sfr__transfer *tr)
 {
 	struct sfr_ticket *t = state_of(tr)->ticket;
@@ -181,7 +184,7 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 	struct sfr__seg seg;
 	unsigned nr = 1;
 
-	if (!sfr__transfer_portion(tr)) {
+	if (!sfr__transfer_portion(tr)) { /* no memory; the transfer keeps the error */
 		sfr__ticket_put_block(t, block);
 		return;
 	}
@@ -198,6 +201,7 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 		tr->portion->extent = extent;
 		tr->portion->first_blk = blk;
 	}
+	/* Append the block to the portion's list. */
 	for (end = (struct sfr__block **)&tr->portion->memory; *end; end = &(*end)->next)
 		nr++;
 	*end = block;
@@ -222,7 +226,7 @@ static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *ex
 		start = sfr__now_ns();
 		rc = lease_block(dev, extent, *blk, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
-		if (extent == dev->captured) /* a lane's wait is part of the gate's */
+		if (extent == dev->captured) /* the report has only waits in the call */
 			t->report.block_wait_ns += sfr__now_ns() - start;
 		sfr__unlock(&t->engine->mu);
 	}
@@ -291,8 +295,8 @@ int sfr__device_states_new(struct sfr_ticket *t)
 		dev->staging.run = stage_deferred;
 		dev->ticket = t;
 		dev->device = extent->device - 1;
-		/* later extents of the same kind follow this one in the image, and are counted in
-		 * it */
+		/* The first extent of each kind stands for all: its all_blocks counts the blocks of
+		 * later ones too. */
 		if (extent->lane == SFR_CAPTURED && !dev->captured)
 			dev->captured = extent;
 		if (extent->lane != SFR_CAPTURED && !dev->deferred)
@@ -334,9 +338,9 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 	return 0;
 }
 
-/* Queues the copies of captured sources on one device, then of the samples, then C. SFR_EAGAIN and
- * SFR_EEXHAUSTED: call again, and it resumes. Any other failure becomes the ticket's, and 0 is
- * returned. */
+/* Queues the copies of one device's captured sources, then of its samples, and then records C.
+ * After SFR_EAGAIN or SFR_EEXHAUSTED a further call resumes. Otherwise returns 0: the ticket keeps
+ * any other failure. */
 static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 {
 	struct sfr__transfer *tr = &dev->transfer;
@@ -432,12 +436,12 @@ static void stage_deferred(struct sfr__task *task)
 			sfr__cuda_throttle(lane, t->seq);
 		else
 			sfr__cuda_poll(lane);
-		/* The block that this waits for may be in flight, and only this thread sees that
-		 * its copies have completed. So the wait is short, and the loop polls. */
+		/* This may wait for a block that is in flight, and only this thread can see that
+		 * its copies have completed. So it waits at most 100 us, and then polls again. */
 		if (!sfr__transfer_died(tr))
 			rc = fill_next(dev, dev->deferred, &blk, 100 * 1000);
 	}
-	if (rc == SFR_EEXHAUSTED)
+	if (rc == SFR_EEXHAUSTED) /* after the call nobody can try again, so the save fails */
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
 	sfr__transfer_staged(tr); /* records S, before the gate may use it */
 	report_error(dev);

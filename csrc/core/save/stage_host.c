@@ -103,14 +103,15 @@ static bool contains_entry(const struct sfr__entry *entry, uint64_t from, uint64
 	return entry->data_off >= from && entry->data_off + entry->nbytes + entry->desc_len <= to;
 }
 
-/* Copies a segment's bytes of one storage. `own`: no other thread uses the entry. `summed`: this
- * computes the CRC; otherwise a writer does. Returns the torn source, or -1. */
+/* Copies a segment's bytes of one storage. `own`: no other thread uses the entry, so no lock is
+ * needed. `summed`: the CRC is computed in the same pass; otherwise a writer computes it. Returns
+ * the index of the source if it was torn, else -1. */
 static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst, bool own,
 			 bool summed)
 {
 	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];
 	const char *src = entry->src + seg->off;
-	bool whole = own;
+	bool whole = own; /* the CRC of all of the entry's bytes is known */
 	uint32_t crc;
 
 	SFR__TRACE(SFR_TRACE_STORAGE, 0, seg->len);
@@ -171,7 +172,8 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 
 	sfr__ticket_count_block_locked(t);
 	job->block = leased;
-	/* deferred bytes for which no thread waits; with `sums`, all deferred bytes */
+	/* The CRC is computed in the copy only for deferred bytes that no thread waits for or, with
+	 * SFR_SAVE_CHECK_BYTES, for all deferred bytes: copy_data compares it with `sums`. */
 	job->summed = copy->open && (t->engine->nr_awaiting == 0 || t->staging.sums);
 }
 
@@ -188,8 +190,9 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	int64_t torn = -1, found;
 	uint64_t from;
 
-	(void)hurried; /* whether the CRC is computed here is decided for a whole block */
+	(void)hurried; /* leased_locked has decided for the whole block whether to compute CRCs */
 	sfr__seg_iter_init(&it, &t->plan.img, extent_copy->extent, blk);
+	/* Narrow the walk from the block to the chunk. */
 	it.off += off;
 	from = it.off;
 	it.end = from + len;

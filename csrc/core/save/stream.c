@@ -45,7 +45,7 @@ static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	t->sharing.jobs_out++;
 }
 
-/* Takes the end: nothing more comes, and the save may end when the caller has given it back. */
+/* Takes the end, an empty piece. The save may end when the caller has given it back. */
 static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	*piece = (struct sfr_piece){ .off = t->plan.img.len, .owner = t };
@@ -54,6 +54,7 @@ static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	t->sharing.jobs_out++;
 }
 
+/* Takes the bytes of a job: `len` bytes at `mem`, which are at `off` in the file. */
 static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem, size_t len,
 			    struct sfr_piece *piece)
 {
@@ -61,14 +62,15 @@ static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem,
 	job->held = false;
 }
 
-/* Takes the piece at `sent`, if its bytes are final. */
+/* Takes the piece at `sent`, the offset that the stream has reached. Returns false if its bytes are
+ * not final yet. */
 static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
 	struct sfr__job *job;
 	uint64_t from, to;
 
-	if (t->stream.ended) { /* the jobs may be gone */
+	if (t->stream.ended) { /* the save may have ended, which frees the jobs */
 		*piece = (struct sfr_piece){ .off = img->len };
 		return true;
 	}
@@ -78,8 +80,8 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 			return false;
 		sfr__stream_own_bytes(t, job, &from, &to);
 		if (from >= to)
-			continue; /* all of it is in edge pages */
-		if (t->stream.sent < from) {
+			continue;            /* all of it is in edge pages */
+		if (t->stream.sent < from) { /* an edge page comes before the block's own bytes */
 			take_edge_locked(t, piece);
 			return true;
 		}
@@ -90,6 +92,7 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 				(size_t)(to - from), piece);
 		return true;
 	}
+	/* The last page of a flat file, which has no tail, may be an edge page. */
 	if (t->stream.sent < img->len && img->tail_len == 0) {
 		take_edge_locked(t, piece);
 		return true;

@@ -30,6 +30,7 @@ int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *exte
 	if (!is_stream(t))
 		return 0;
 	sfr__lock(&t->engine->mu);
+	/* After SFR_EAGAIN the caller sees for itself that the save is failing. */
 	while (!sfr__stream_may_lease_locked(t, extent, blk) && rc == 0)
 		rc = sfr__ticket_failing_locked(t) ?
 			     SFR_EAGAIN :
@@ -66,5 +67,5 @@ bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
 		sfr__ticket_step_locked(t);
 	}
 	sfr__unlock(&t->engine->mu);
-	return kept && from < to; /* the job may be freed */
+	return kept && from < to; /* of locals: the job may be taken and freed by now */
 }

@@ -1,13 +1,13 @@
 /* The ticket: the state of one save.
  *
- *   NEW ──admit──▶ CAPTURING ──launch──▶ STAGING ──▶ STAGED ──▶ WRITING ──▶ READY ──▶ COMMITTING ──▶ DURABLE
- *                      │                    │           │          │          │            │
- *                      │ abandon, error     └───────────┴── error, cancel ────┘            │ error
- *                      ▼                                ▼                                  ▼
- *                   ENDING ◀────────────────────────────┘                               FAILED
- *                      │ nothing of it is queued, copied or written any more
- *                      ├──▶ FAILED
- *                      └──▶ CANCELLED
+ *   NEW ─admit▶ CAPTURING ─launch▶ STAGING ─▶ STAGED ─▶ WRITING ─▶ READY ─▶ COMMITTING ─▶ DURABLE
+ *                   │                 │          │         │         │          │
+ *                   │ abandon, error  └──────────┴─ error, cancel ───┘          │ error
+ *                   ▼                            │                              ▼
+ *                ENDING ◀────────────────────────┘                           FAILED
+ *                   │ nothing of the save is queued, copied or written any more
+ *                   ├──▶ FAILED
+ *                   └──▶ CANCELLED
  *
  *   arrow                    taken by                      when
  *   NEW -> CAPTURING         sfr_save_admit                it has a slot
@@ -28,11 +28,12 @@
  *      has an error (it was cancelled, say) goes there when it is admitted.
  *   2. Only the thread that has a block gives it back, after its copy and its write. So a failed
  *      save gives memory back only after a running copy into it has ended.
- *   3. Tail and sync do not wait for the detectors; the rename does (READY comes after STAGED).
+ *   3. Tail and sync do not wait for the detectors of torn copies. The rename does: READY comes
+ *      after STAGED, which needs the verdict.
  *   4. From CAPTURING to the end the engine counts the ticket and holds a reference, which
  *      passes to the notice of its end.
- *   5. A save ends, either way, when no job of it is queued or running. Jobs hold no reference: a
- *      writer that has reported its work and still needs the lock is counted as a running job.
+ *   5. A save succeeds or fails only when no job of it is queued or running. So jobs need no
+ *      reference: a job counts as running until its writer has used the ticket for the last time.
  *   6. Memory that only the work needs (image, jobs, samples) is freed at the end, so a handle that
  *      is kept for its report costs little. */
 #include <string.h>
@@ -40,7 +41,7 @@
 #include "save/jobs.h"
 #include "trace/trace.h"
 
-/* How often saves went from one state to another. A test checks that every arrow above occurs. */
+/* How often saves took each arrow of the diagram. A test checks that each occurs. */
 static atomic_uint arrows[SFR_NR_STATES][SFR_NR_STATES];
 
 unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to)
@@ -115,7 +116,7 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 {
 	if (t->err.code == 0) {
 		t->err = *err;
-		/* happens once, because a failing save puts nothing into its stream any more */
+		/* Once is enough: a failing save puts nothing more into its stream. */
 		sfr__requeue_held_locked(t);
 	}
 	sfr__unpark_locked(t);
@@ -144,8 +145,8 @@ void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block)
 	sfr__pool_put(t->engine->pool, block);
 }
 
-/* Tells the pool that the save needs no more blocks. It says so before it waits in the log, where
- * an entry before it may be waiting for memory that the pool keeps for saves. */
+/* Tells the pool that the save needs no more blocks, so that the pool keeps none for it. This must
+ * happen before the save waits in the log: an earlier entry there may wait for that block. */
 static void leave_pool_locked(struct sfr_ticket *t)
 {
 	if (t->sharing.needs_blocks)
@@ -167,7 +168,7 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	if (t->facts.launched && t->facts.blocks_written == t->plan.nr_blocks &&
 	    !t->facts.tail_queued) {
 		t->facts.tail_queued = true;
-		if (t->plan.in_place)
+		if (t->plan.in_place) /* its writers have read all sources */
 			t->facts.copied = true;
 		leave_pool_locked(t);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_TAIL));
@@ -193,9 +194,9 @@ void sfr__ticket_released_locked(struct sfr_ticket *t)
 		return;
 	if (!sfr__ticket_failing_locked(t))
 		t->facts.copied = true;
-	/* Waiters for "copied" wait for failed saves too: their sources are free now. */
+	/* Also for a failed save: a thread that waits for "copied" may use the sources again. */
 	pthread_cond_broadcast(&t->engine->cv_state);
-	sfr_ticket_get(t);
+	sfr_ticket_get(t); /* the notice's reference */
 	sfr__notice_post(&t->notice_copied);
 }
 
@@ -237,7 +238,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__trace_save(t->number, t->report.created_ns, t->report.ended_ns, t->plan.img.len,
 			t->state, strrchr(t->log.key, '/') + 1);
 	sfr__unlock(&engine->mu);
-	sfr__notice_post(&t->notice_ended); /* which gets the engine's reference */
+	sfr__notice_post(&t->notice_ended); /* takes over the engine's reference to the ticket */
 }
 
 /* ---- waiting, verdict, cancel, report ---- */
@@ -248,7 +249,8 @@ bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for wh
 		return true;
 	switch (what) {
 	case SFR_WAIT_COPIED:
-		/* A failed save's sources are free once the lane has released them. */
+		/* The sources of a failed save are free once no lane copies them. A save of parts
+		 * has no lane: its sources are free when it ends. */
 		return t->facts.copied ||
 		       (t->state == SFR_ENDING && t->facts.launched && !t->sharing.lane_owns &&
 			t->sharing.cuda_out == 0 && !t->plan.in_place);
@@ -332,12 +334,14 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	memset(out, 0, sizeof(*out));
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
+	/* Once the state is final, nothing changes, and no lock is needed. */
 	locked = !atomic_load_explicit(&t->over, memory_order_acquire);
 	if (locked)
 		sfr__lock(&t->engine->mu);
 	*out = t->report;
 	out->state = t->state;
 	out->err = t->err;
+	/* t->report has only the time that copies from devices waited for blocks */
 	out->block_wait_ns += t->staging.captured.copy.wait_ns;
 	if (locked)
 		sfr__unlock(&t->engine->mu);

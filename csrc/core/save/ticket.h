@@ -17,58 +17,65 @@ struct sfr__job;
 
 /* The plan: the bytes to be written. Constant once the save is admitted. */
 struct sfr__save_plan {
-	/* only crc and crc_len of an entry change: the thread that copies all its bytes owns them;
-	 * if several do, the engine's mutex guards them */
+	/* Only crc and crc_len of its entries change. If one thread copies all bytes of an entry,
+	 * only this thread uses them; if several do, the engine's mutex guards them. */
 	struct sfr__image img;
 	bool in_place; /* a file of parts: nothing is staged, writers read the sources */
-	/* the image's edge pages, which several blocks share: writers fill them in, and the tail
-	 * job writes them */
+	/* Memory for the image's edge pages, in ascending order; NULL: none. Writers copy each
+	 * block's share of these pages to it, and the TAIL job writes it. */
 	char *edges;
-	uint32_t nr_blocks;
-	uint32_t nr_whole;                       /* blocks that need a whole block of memory */
-	struct sfr__job *jobs;                   /* nr_blocks, then OPEN, TAIL, PLACE, CLEAN */
-	void (*run_job)(struct sfr__task *task); /* runs one of the jobs, on a writer */
+	uint32_t nr_blocks;    /* of the image */
+	uint32_t nr_whole;     /* blocks for which the pool must give a block all its memory */
+	struct sfr__job *jobs; /* one for each block, then OPEN, TAIL, PLACE, CLEAN */
+	/* Runs one of the jobs, on a writer. It is always sfr__job_run (write.c), which jobs.c may
+	 * not name, because write.c includes jobs.h. */
+	void (*run_job)(struct sfr__task *task);
 };
 
-/* The events so far, in any order. sfr__ticket_step_locked derives the state from it. */
+/* What has happened to the save so far. These events come in any order, and
+ * sfr__ticket_step_locked derives the state from them. */
 struct sfr__save_facts {
-	bool opened, launched, abandoned, tail_queued, synced;
-	bool confirmed;     /* the caller has given its verdict (sfr_save_confirm), or need not */
-	atomic_bool copied; /* also read without the lock */
-	uint32_t blocks_written;
-	_Atomic uint64_t written_nbytes; /* also read without the lock */
+	bool opened;                     /* the temporary is open; a stream: its OPEN job has run */
+	bool launched, abandoned;        /* the caller has called sfr_save_launch, _abandon */
+	bool tail_queued;                /* the TAIL job was queued */
+	bool synced;                     /* the file is synced; a stream: its end was taken */
+	bool confirmed;                  /* the caller has given its verdict, or need not */
+	atomic_bool copied;              /* every source is copied; also read without the lock */
+	uint32_t blocks_written;         /* or put into the stream */
+	_Atomic uint64_t written_nbytes; /* of the file; also read without the lock */
 };
 
-/* An extent of the image that is filled from host memory; extent is NULL if there is none. */
+/* The copy that fills one extent of the image from host memory; extent is NULL if there is none. */
 struct sfr__extent_copy {
 	struct sfr__host_copy copy;
 	struct sfr_ticket *ticket;
 	const struct sfr__extent *extent;
 };
 
-/* How the sources get into blocks, and what shows that nobody wrote to them meanwhile. The capture
- * sets it up, then lanes use it. */
+/* How the sources get into blocks, and what shows whether they changed between the call and their
+ * copy. The capture sets it up, then lanes use it. */
 struct sfr__save_staging {
 	struct sfr__extent_copy captured, deferred; /* host memory */
-	struct sfr__device_state *devices;          /* one for each device */
+	struct sfr__device_state *devices;          /* one for each device that has sources */
 	uint32_t nr_devices;
 	bool capture_done;           /* used only by the capturing thread */
 	struct sfr__samples samples; /* of host memory */
-	/* SFR_SAVE_CHECK_BYTES: sums[i] is the CRC of deferred entry i at the call, and
-	 * sums[nr_entries + i] that of its copy */
+	/* With SFR_SAVE_CHECK_BYTES, else NULL: sums[i] is the CRC of deferred entry i at the call,
+	 * and sums[nr_entries + i] that of its copy. */
 	uint32_t *sums;
 };
 
 /* The work that other threads do for the save. None of it is left when the save ends. */
 struct sfr__save_sharing {
 	bool lane_owns;            /* deferred bytes of the host are being handed out or copied */
-	uint32_t cuda_out;         /* device states that are not over */
-	uint32_t cuda_unsubmitted; /* device states that still have copies to queue */
-	uint32_t jobs_out;         /* jobs that are queued or running */
-	struct sfr__job *parked;   /* blocks that wait for the CRC of an entry's earlier bytes */
-	bool needs_blocks;         /* the pool counts this save among those that need blocks */
+	uint32_t cuda_out;         /* devices whose transfer has begun and is not over */
+	uint32_t cuda_unsubmitted; /* devices to which copies may still be queued */
+	uint32_t jobs_out;         /* jobs that are queued, running, parked or in the stream */
+	struct sfr__job *parked;   /* a list of the blocks that wait for the CRC of an entry */
+	bool needs_blocks;         /* sfr__pool_join was called, and sfr__pool_leave was not */
 	uint32_t blocks_back;      /* blocks given back to the pool, written or not */
-	/* a save of parts: the next block to queue, and the sum of the lengths of those queued */
+	/* for a save of parts: the next block to queue is block next_blk of extent next_extent, and
+	 * the blocks queued so far have pushed_nbytes */
 	uint32_t next_extent, next_blk;
 	uint64_t pushed_nbytes;
 	uint32_t blocks_leased; /* from the pool, so far */
@@ -77,7 +84,7 @@ struct sfr__save_sharing {
 /* A save with SFR_SAVE_STREAM, see stream.c. */
 struct sfr__save_stream {
 	uint64_t sent;     /* bytes of the file that the caller has taken */
-	uint32_t next_blk; /* the next block to take */
+	uint32_t next_blk; /* index in plan.jobs of the next block to take */
 	bool ended;        /* the caller has taken the end */
 };
 
@@ -99,7 +106,7 @@ struct sfr_ticket {
 	struct sfr__save_staging staging;
 	struct sfr__save_sharing sharing;
 	struct sfr__save_stream stream;
-	struct sfr_report report; /* state and err are those above */
+	struct sfr_report report; /* without state and err, which sfr_save_report adds */
 
 	struct sfr__file file; /* writers use it until READY, then the committing thread */
 	struct sfr__flight flight;
@@ -114,14 +121,16 @@ void sfr__ticket_free(struct sfr_ticket *t);
 unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to);
 /* Sets the state; every change of state goes through here. */
 void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state);
-/* Whether a save has reached a point, or has ended. */
+/* Returns whether a wait for `what` is over: the save has reached that point, or has ended. */
 bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for what);
-/* Records an error (the first is kept) and lets the save end. */
+/* Records an error (the first is kept) and changes the state to ENDING, if the save was admitted
+ * and is not being renamed yet. */
 void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err);
 void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err);
-/* takes the lock; else as sfr__ticket_failing_locked */
+/* Takes the lock and calls sfr__ticket_failing_locked. */
 bool sfr__ticket_failing(struct sfr_ticket *t);
-/* Derives the state from the facts, and starts what follows from it. */
+/* Derives the state from the facts, and starts what follows from it. Called after every change of a
+ * fact, or of the work that is left (struct sfr__save_sharing). */
 void sfr__ticket_step_locked(struct sfr_ticket *t);
 /* Changes the state from READY to COMMITTING. False if the save was cancelled before. */
 bool sfr__ticket_begin_commit(struct sfr_ticket *t);
@@ -137,11 +146,13 @@ bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t);
 /* Gives back a leased block that is not used. */
 void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block);
 
+/* Returns whether the save has an error, so that its file will not be renamed. */
 static inline bool sfr__ticket_failing_locked(const struct sfr_ticket *t)
 {
 	return t->err.code != 0;
 }
 
+/* Returns whether the save is renamed by its entry in the log, and not by a writer. */
 static inline bool sfr__ticket_is_ordered(const struct sfr_ticket *t)
 {
 	return (t->flags & SFR_SAVE_UNORDERED) == 0;
@@ -154,13 +165,14 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
 	return t->fork_generation != sfr_fork_generation();
 }
 
-/* Counts a block that was just leased for the save. */
+/* Counts a block that was just leased for the save, and wakes lanes that wait for their turn to
+ * lease one (a stream leases its blocks in the order of the file). */
 static inline void sfr__ticket_count_block_locked(struct sfr_ticket *t)
 {
 	uint64_t bytes = ++t->flight.blocks_held * t->plan.img.block_bytes;
 
 	t->sharing.blocks_leased++;
-	if ((t->flags & SFR_SAVE_STREAM) != 0) { /* another lane may lease the next one */
+	if ((t->flags & SFR_SAVE_STREAM) != 0) {
 		sfr__shared_wake_locked(t->engine);
 		pthread_cond_broadcast(&t->engine->cv_state);
 	}
@@ -169,8 +181,8 @@ static inline void sfr__ticket_count_block_locked(struct sfr_ticket *t)
 }
 
 /* ---- wait.c ---- */
-/* Waits until a point is reached; helps to copy if that point is SFR_WAIT_COPIED. With deadline 0
- * it does not wait. 0 or SFR_EAGAIN. */
+/* Waits until the save has reached the point `what`, and helps to copy if that is SFR_WAIT_COPIED.
+ * With a deadline of 0 it does not wait. Returns 0 or SFR_EAGAIN. */
 int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t deadline_ns);
 
 #endif

@@ -1,7 +1,7 @@
 /* Writer threads take jobs from the engine's queue in the order of arrival.
  *
- *   OPEN    make the temporary file, try O_DIRECT, preallocate     (once a save, first)
- *   BLOCK   CRC of its bytes if the lane has not made them,
+ *   OPEN    make the temporary file, try O_DIRECT, preallocate     (once for each save, first)
+ *   BLOCK   CRC of its bytes unless the copy has computed it,
  *           descriptors, one aligned pwrite                        (any order of completion)
  *   TAIL    central directory or edge pages, fdatasync             (when every block is written)
  *   PLACE   rename, sync the directory                         (a save without an entry in the log)
@@ -13,8 +13,9 @@
  *
  * A save with SFR_SAVE_STREAM has no file: blocks and tail go into its stream (stream.c).
  *
- * The temporary file is opened here and not in the call, because that and preallocating do I/O.
- * The call checks only what it can without writing (parent, directory, special file). */
+ * The temporary file is opened here and not in the call, because opening and preallocating do I/O.
+ * The call checks only what it can check without writing: whether the directory exists, and whether
+ * the name belongs to a directory or a special file. */
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -43,6 +44,7 @@ static bool wait_opened(struct sfr_ticket *t)
 	return ok;
 }
 
+/* Opens the temporary, and wakes writers that wait for it. A failure is in *err. */
 static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 {
 	if (sfr__ticket_failing(t))
@@ -77,8 +79,8 @@ static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
 		crc = sfr_crc32(0, job->mem + seg.pos, seg.len);
-		/* In a file of parts the CRC of a source may be in any later block. That block may
-		 * be parked, and sfr__add_crc resumes it. */
+		/* In a file of parts the field for an entry's CRC may be in any later block. That
+		 * block may be parked, and only sfr__add_crc queues it again. */
 		if (t->plan.in_place || entry->data_off < from ||
 		    entry->data_off + entry->nbytes + entry->desc_len > to) {
 			(void)sfr__add_crc(t, &seg, crc);
@@ -146,8 +148,9 @@ static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
 					    job->mem + seg.pos);
 }
 
-/* Computes the CRCs of the block and, for a file of parts, prepares the memory to write. False if
- * the block is parked; another thread may have it then. */
+/* Computes the CRCs of the block and, for a file of parts, prepares the memory to write. Returns
+ * false if the block is parked: then another thread may have it already. Otherwise returns true,
+ * also after a failure, which is in *err. */
 static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	if (!t->plan.img.has_crcs || sfr__ticket_failing(t))
@@ -209,8 +212,8 @@ static void put_edges(struct sfr_ticket *t, const struct sfr__job *job)
 			put_edge(t, job, img->edges[i], t->plan.edges + (size_t)i * SFR_PAGE);
 }
 
-/* Writes the block without its edge pages. Adds what is written to *nbytes. 0, or -1 with the
- * reason in err. */
+/* Writes the block without its edge pages. Adds the number of bytes of the file that are written to
+ * *nbytes. 0, or -1 with the reason in err. */
 static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_t *nbytes,
 		       struct sfr_err *err)
 {
@@ -240,7 +243,7 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 		span.number = 0; /* records no span: the block gets one when it is resumed */
 		return false;
 	}
-	/* true also means that the save is not failing */
+	/* wait_opened also returns false if the save is failing */
 	written = err->code == 0 && wait_opened(t);
 	if (written) {
 		describe_block(t, job);
@@ -249,7 +252,7 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	if (written && is_stream(t)) {
 		if (sfr__stream_put(t, job))
 			return false;
-		written = false; /* the stream has counted it */
+		written = false; /* sfr__stream_put has counted it, or the save is failing */
 	} else if (written) {
 		written = write_block(t, job, &nbytes, err) == 0;
 	}
@@ -280,8 +283,8 @@ static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *e
 	return 0;
 }
 
-/* Makes the archive's directory, in memory that the job owns; a file without one has no tail. 0, or
- * -1 with the reason in err. */
+/* Makes the tail of an archive, in memory that the job owns. Files of other formats have none, and
+ * get no memory. 0, or -1 with the reason in err. */
 static int make_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	size_t len = t->plan.img.tail_len;
@@ -300,7 +303,7 @@ static int make_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	return 0;
 }
 
-/* Writes the directory, or the edge pages of a flat file, and syncs. */
+/* Writes the archive's tail, or the edge pages of a flat file, and syncs. */
 static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct sfr_err *err)
 {
 	uint64_t nbytes = t->plan.img.tail_len;
@@ -320,7 +323,7 @@ static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct 
 	}
 }
 
-/* Writes the tail. False if it is in the stream. */
+/* Writes the tail and frees its memory. Returns false if the save's stream owns the tail now. */
 static bool do_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	/* Blocks wait until the file is open, but a save may have none. */
@@ -350,11 +353,11 @@ void sfr__job_run(struct sfr__task *task)
 		break;
 	case SFR__JOB_BLOCK:
 		if (!do_block(t, job, &err))
-			return;
+			return; /* parked or in the stream, and so still counted in jobs_out */
 		break;
 	case SFR__JOB_TAIL:
 		if (!do_tail(t, job, &err))
-			return;
+			return; /* in the stream */
 		break;
 	case SFR__JOB_PLACE:
 		if (sfr__save_commit(t))

@@ -13,9 +13,10 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job);
 /* ---- in_place.c ---- */
 /* Returns the block size of a save of parts: never more than the pool's. */
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine);
-/* begin queues the first blocks of a save of parts; next, when one is written, queues the next. A
- * stream gets as many as its client sends at a time. */
+/* Queues the first blocks of a save of parts, at launch. */
 void sfr__in_place_begin_locked(struct sfr_ticket *t);
+/* Called when a block of such a save is written: queues the next one, if there is one. For a stream
+ * it queues blocks until as many bytes are queued as the client sends at a time. */
 void sfr__in_place_next_locked(struct sfr_ticket *t);
 /* Prepares a block of such a save, on a writer: sets the memory to write and, if the bytes had to
  * be copied, adds their CRCs. 0, or -1 with the reason in err. */
@@ -25,7 +26,8 @@ void sfr__in_place_release(struct sfr__job *job);
 
 /* ---- commit.c ---- */
 extern const struct sfr__log_ops sfr__save_log_ops;
-/* Renames the file and ends the ticket. False: the save was cancelled before. */
+/* Renames the file and ends the ticket, which may be freed. Returns false if the save was cancelled
+ * before, and then does nothing. */
 bool sfr__save_commit(struct sfr_ticket *t);
 
 #endif
