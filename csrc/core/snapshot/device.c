@@ -3,7 +3,7 @@
  *
  * A save's deferred bytes are queued in small portions, but a snapshot's are not: all of its memory
  * is leased already, and its caller mostly waits for it at once. So the captured sources are one
- * batch, and the deferred ones another, each given to the driver in one call. The price is that
+ * batch, and the deferred ones another, and the driver gets each in one call. The price is that
  * copies of other streams wait for the whole batch.
  *
  * For tensors of an Offloader (SFR_SNAPSHOT_LEAVES) everything is captured, but the caller's stream
@@ -22,7 +22,7 @@ struct sfr__snapshot_device {
 	struct sfr_snapshot *snapshot; /* constant, like the next */
 	uint32_t device;
 	CUstream stream; /* the caller's current stream */
-	int64_t torn;    /* the lane's until the transfer is over */
+	int64_t torn;    /* index of a torn source, or -1; only the lane uses it */
 };
 
 static struct sfr__snapshot_device *device_of(struct sfr__transfer *tr)
@@ -99,6 +99,7 @@ int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err)
 
 /* ---- after the call -------------------------------------------------------------------- */
 
+/* Called when the copies have completed or, if !ok, when the device has died under them. */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__snapshot_device *dev = device_of(tr);
@@ -163,7 +164,7 @@ int sfr__snapshot_devices_new(struct sfr_snapshot *s)
 			k++;
 		if (k < nr)
 			continue;
-		/* There are few devices, mostly one. */
+		/* There are few devices, mostly one, so the array grows by one at a time. */
 		struct sfr__snapshot_device *more =
 			sfr_sys.realloc(s->devices, (nr + 1) * sizeof(*more));
 		if (!more)

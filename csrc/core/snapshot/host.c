@@ -79,14 +79,14 @@ static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 {
 	struct sfr_snapshot *s = host_set_of(copy)->snapshot;
 
-	(void)code; /* always SFR_ETORN: no memory is leased */
+	(void)code; /* always SFR_ETORN: this copy leases no memory, so there is no other failure */
 	if (s->torn < 0 || source < s->torn)
 		s->torn = source;
 }
 
 static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 {
-	(void)copy; /* nobody waits for a block, only for the whole copy */
+	(void)copy; /* nothing follows from one block: only the end of the whole copy matters */
 	(void)blk;
 }
 
@@ -153,11 +153,12 @@ static void set_destination(struct sfr__host_set *set)
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all)
 {
 	set_destination(&s->captured);
-	(void)sfr__host_copy_now(&s->captured.copy, SFR_FOREVER); /* waits for nothing */
+	/* Neither call can wait or return an error: all memory is leased. */
+	(void)sfr__host_copy_now(&s->captured.copy, SFR_FOREVER);
 	if (!all)
 		return;
 	set_destination(&s->deferred);
-	(void)sfr__host_copy_now(&s->deferred.copy, SFR_FOREVER); /* waits for nothing */
+	(void)sfr__host_copy_now(&s->deferred.copy, SFR_FOREVER);
 }
 
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s)

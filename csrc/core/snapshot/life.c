@@ -2,6 +2,7 @@
  * the return of its memory. snapshot.c has the states. */
 #include "snapshot/snapshot.h"
 
+/* How often snapshots took each arrow of the diagram in snapshot.c; for tests. */
 static atomic_uint arrows[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES];
 
 unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to)
@@ -16,7 +17,7 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 	pthread_cond_broadcast(&s->engine->cv_state);
 }
 
-/* Returns the memory if it has no users and no copy into it is running. Called with the engine's
+/* Gives the memory back if it has no users and no copy into it is running. Called with the engine's
  * lock, which it releases. */
 static void settle_and_unlock(struct sfr_snapshot *s)
 {
@@ -28,7 +29,7 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 	if (s->nr_views == 0 && s->lot)
 		sfr__lot_hold_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
-		s->abandoned = true;
+		s->abandoned = true; /* threads copy no more of it */
 		goes = s->state != SFR__SNAPSHOT_COPYING && s->lot;
 		if (goes)
 			lot = sfr__lot_drop_locked(s);

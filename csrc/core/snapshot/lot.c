@@ -6,14 +6,14 @@
  * next does not fit.
  *
  *     lot    | one   | two       | three |  room         |      one block, pinned once
- *     users    gone    a snapshot  gone                         goes back with the last of them
+ *     users    gone    a snapshot  gone                         given back after the last user
  *
  * A range is not used again before the whole block is free, so one count of users is enough, and
  * nothing is moved or searched. At worst one small snapshot keeps a lot alive, which is the block
  * that it would have had to itself.
  *
- * The pool counts a lot as held (only a caller can free it) while that is so for any of its users.
- * A lot is retired if a copy for any of them may never end; then it gets no more users. */
+ * The pool counts a lot as held, so that only a caller can make it free, while any of its users
+ * holds it. A lot is retired if a copy for any user may never end; then it gets no more users. */
 #include <errno.h>
 
 #include "snapshot/snapshot.h"
@@ -27,9 +27,9 @@ struct sfr__lot {
 	atomic_bool pinning;     /* a thread is pinning it or has pinned it */
 
 	/* guarded by engine->mu */
-	uint64_t used;
-	uint32_t nr_users;
-	uint32_t nr_held; /* users whose use only their callers can end */
+	uint64_t used;     /* bytes of a common lot that were given to snapshots */
+	uint32_t nr_users; /* snapshots */
+	uint32_t nr_held;  /* users that hold it, see sfr__lot_hold_locked */
 };
 
 /* Returns the sum of the lengths, or UINT64_MAX if it would overflow. */
@@ -135,7 +135,7 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, 
 	sfr__lock(&engine->mu);
 	if (small) {
 		(void)take_range_locked(s, lens, total, lot); /* always has room */
-		engine->common_lot = lot;
+		engine->common_lot = lot; /* the one before keeps its users, and gets no more */
 	} else {
 		add_user_locked(s, lot);
 	}
@@ -167,8 +167,8 @@ void sfr__lot_pin(const struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = s->lot;
 
-	/* A second caller does not wait for the first: it copies even if the memory is not pinned
-	 * yet. */
+	/* A second caller does not wait for the first: its copies work without pinned memory too,
+	 * only more slowly. */
 	if (atomic_exchange_explicit(&lot->pinning, true, memory_order_acq_rel))
 		return;
 	if (!sfr__pool_pin_lease(s->engine->pool, &lot->lease))

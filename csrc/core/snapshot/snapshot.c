@@ -6,7 +6,7 @@
  *
  *     from     to       by
  *     NEW      LEASED   sfr_snapshot_lease
- *     LEASED   COPIED   sfr_snapshot_start, if everything was captured from the host, or it failed
+ *     LEASED   COPIED   sfr_snapshot_start, if it fails, or if all sources are captured host memory
  *     LEASED   COPYING  sfr_snapshot_start
  *     COPYING  COPIED   sfr__snapshot_copy_ended, by the last thread or device that copies
  *
@@ -71,6 +71,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 		goto fail;
 	if (nr_sources)
 		memcpy(s->sources, sources, nr_sources * sizeof(*sources));
+	/* Only a captured source in host memory may lack an address: the caller fills its copy. */
 	rc = -EINVAL;
 	for (uint32_t i = 0; i < nr_sources; i++)
 		if (sources[i].addr == 0 && sources[i].nbytes != 0 &&
@@ -139,10 +140,10 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	}
 	set_range(s);
 	sfr__lock(&engine->mu);
-	s->nr_views = 1;
+	s->nr_views = 1; /* the caller's */
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_LEASED);
 	sfr__unlock(&engine->mu);
-	if (s->leaves)
+	if (s->leaves) /* already here, so that sfr_snapshot_start takes less time */
 		sfr__snapshot_pin(s);
 out:
 	sfr_sys.free(lens);
@@ -162,7 +163,7 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
 
 /* ---- copying ---- */
 
-/* Takes samples of the deferred sources in host memory. -ENOMEM. */
+/* Takes samples of the deferred sources in host memory. 0 or -ENOMEM. */
 static int take_samples(struct sfr_snapshot *s)
 {
 	uint32_t nr;
@@ -174,7 +175,8 @@ static int take_samples(struct sfr_snapshot *s)
 }
 
 /* Copies all sources in host memory on the caller's thread, unless rc is an error, and sets the
- * state to COPIED. For when the engine is closing, or nothing is deferred. Returns rc. */
+ * state to COPIED. Used when nothing is deferred, and when the engine is closing and may have no
+ * threads. Returns rc. */
 static int copy_here(struct sfr_snapshot *s, int rc)
 {
 	if (rc == 0)
@@ -224,7 +226,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPYING);
 	}
 	sfr__unlock(&engine->mu);
-	if (!queued) /* nothing to defer, or the engine was closed meanwhile and has no threads */
+	if (!queued) /* an error, nothing to defer, or an engine that closes and has no threads */
 		return copy_here(s, rc == 0 && s->nr_devices ? SFR_ECLOSED : rc);
 	/* Devices first: they copy while the host copies. */
 	rc = sfr__snapshot_devices_start(s, &err);
@@ -244,7 +246,7 @@ static bool is_copied(const void *snapshot)
 	return ((const struct sfr_snapshot *)snapshot)->state != SFR__SNAPSHOT_COPYING;
 }
 
-/* Waits until the snapshot is copied, and helps to copy; a slice of 0 does not wait. 0 or
+/* Waits until the snapshot is copied, and helps to copy. With a slice of 0 it does not wait. 0 or
  * SFR_EAGAIN. */
 static int wait_locked(struct sfr_snapshot *s, uint64_t slice_ns, uint64_t deadline_ns)
 {

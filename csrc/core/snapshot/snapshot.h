@@ -30,31 +30,32 @@ struct sfr__host_set {
 };
 
 struct sfr_snapshot {
-	struct sfr_engine *engine; /* holds a reference; constant, like the next five */
-	atomic_uint refs;          /* atomic */
+	struct sfr_engine
+		*engine; /* holds a reference; constant, like all up to `leaves` but refs */
+	atomic_uint refs;
 	uint64_t fork_generation;
 	struct sfr_source *sources;
 	uint32_t nr_sources;
-	bool shared; /* SFR_SNAPSHOT_SHARED: children forked later can read the memory */
-	bool leaves; /* SFR_SNAPSHOT_LEAVES: the tensors leave a device */
-	/* the destination of each source; constant from LEASED on, like the next two */
-	char **copies;
-	char *base;
+	bool shared;   /* SFR_SNAPSHOT_SHARED: children forked later can read the memory */
+	bool leaves;   /* SFR_SNAPSHOT_LEAVES: the tensors leave a device */
+	char **copies; /* the address of each copy; constant from LEASED on, like the next two */
+	char *base;    /* [base, base + len) is the range that contains all copies */
 	uint64_t len;
 
 	/* the rest is guarded by engine->mu */
 	_Atomic enum sfr__snapshot_state state; /* also read without the lock */
-	struct sfr__lot *lot;                   /* its memory; NULL if not leased, or gone back */
-	bool held;      /* counted in the lot's nr_held: only a caller can end this use of it */
-	bool abandoned; /* no reader is left, so the rest is not copied */
-	uint32_t nr_views, nr_holds;
-	uint32_t nr_copying;         /* users that still copy: the call, host threads, devices */
-	int64_t torn;                /* final once the state is COPIED */
-	struct sfr_err err;          /* first error of a device; final like torn */
-	_Atomic uint64_t copying_ns; /* time of devices for SFR_SNAPSHOT_LEAVES; atomic */
+	struct sfr__lot *lot;        /* its memory; NULL if not leased yet, or given back */
+	bool held;                   /* see sfr__lot_hold_locked */
+	bool abandoned;              /* nobody can read the copy, so the rest is not copied */
+	uint32_t nr_views, nr_holds; /* users of the memory, see snapshot.c */
+	uint32_t nr_copying;         /* those that still copy: the call, host threads, devices */
+	int64_t torn;                /* index of a torn source, or -1; final once COPIED */
+	struct sfr_err err;          /* the first error of a device; final like torn */
+	_Atomic uint64_t copying_ns; /* device time of the copies, for SFR_SNAPSHOT_LEAVES */
 
-	struct sfr__samples
-		samples; /* of host memory; an entry is a source; taken by start, then the lane's */
+	/* Samples of deferred sources in host memory; their `entry` is the index of a source.
+	 * sfr_snapshot_start takes them, and threads that copy only read them. */
+	struct sfr__samples samples;
 	struct sfr__snapshot_device *devices; /* one for each device; the array is constant */
 	uint32_t nr_devices;
 
@@ -73,13 +74,13 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
  * fills s->copies. The memory is held from then on. Waits and fails as sfr__pool_lease, which
  * explains nr_own. */
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
-/* Sets whether the memory is held: it becomes free only if a user releases the snapshot, not when
- * some copy or process ends. Idempotent. */
+/* Sets whether the snapshot holds its memory. Held memory becomes free only when a user releases
+ * the snapshot; other memory becomes free by itself, when a copy or a process ends. Idempotent. */
 void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held);
 /* Retires the memory: it is not used again. */
 void sfr__lot_retire_locked(struct sfr_snapshot *s);
-/* Pins the memory as far as possible. Needs a context. The snapshot must keep its memory
- * meanwhile. */
+/* Pins the memory as far as possible. A context of the driver must be current, and the snapshot
+ * must keep its memory meanwhile. */
 void sfr__lot_pin(const struct sfr_snapshot *s);
 /* Ends the snapshot's use of its lot. Returns the lot if that was the last use, for sfr__lot_free
  * without the lock; else NULL. */
@@ -88,20 +89,22 @@ void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is all
 
 /* ---- life.c ---- */
 void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
-/* begins counts a thread or device that copies; ended records its result: a torn source or -1, and
- * an error or NULL. The last one to end sets the state to COPIED. */
+/* Counts one more thread or device that copies. */
 void sfr__snapshot_copy_begins(struct sfr_snapshot *s);
+/* Counts one less, and records its result: the index of a torn source or -1, and an error or NULL.
+ * After the last one the state is COPIED, and the snapshot may be freed. */
 void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
-/* A copy into the memory may never end: retires the memory. */
+/* Retires the memory, because a device died and its copies into the memory may never end. */
 void sfr__snapshot_lost(struct sfr_snapshot *s);
 
 /* ---- snapshot/host.c ---- */
 /* Makes the sets of sources in host memory: copied in the call, and copied later. -ENOMEM. */
 int sfr__host_sets_new(struct sfr_snapshot *s);
 void sfr__host_sets_free(struct sfr_snapshot *s);
-/* Copies the captured sources; `all`: the deferred ones too. */
+/* Copies the captured sources in host memory and, with `all`, the deferred ones too. */
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all);
-/* Lets threads copy the deferred sources. Their copy must be counted in nr_copying before. */
+/* Lets threads copy the deferred sources in host memory. The caller has counted this copy in
+ * nr_copying. */
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 
 /* ---- snapshot/samples.c ---- */

@@ -6,8 +6,8 @@
 #include "stage/host.h"
 #include "trace/trace.h"
 
-#define FETCH_SLICE_NS                                                                             \
-	(UINT64_C(50) * 1000 * 1000) /* of a wait for a block, until a cancel is seen */
+/* The longest wait for a block before a thread checks again whether the copy was given up. */
+#define FETCH_SLICE_NS (UINT64_C(50) * 1000 * 1000)
 
 /* Constant except in tests. */
 static struct {
@@ -47,8 +47,8 @@ static struct sfr__host_block *next_block(struct sfr__host_copy *copy)
 	return copy->ops->block(copy, copy->blk);
 }
 
-/* Leases memory for the next block. SFR_EAGAIN if there was none within the slice. *waited gets the
- * time spent waiting, in ns. */
+/* Leases a block with `need` bytes of memory. *waited gets the time spent waiting, in ns. Returns 0
+ * or an error of sfr__pool_get: SFR_EAGAIN if there was no block within the slice. */
 static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
 		 struct sfr__block **block, uint64_t *waited)
 {
@@ -66,7 +66,7 @@ static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
 	return rc;
 }
 
-/* Gets memory for the next block. Releases the mutex meanwhile. SFR_EAGAIN or -errno. */
+/* Gets memory for the next block. Releases the mutex meanwhile. Returns as `lease`. */
 static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 {
 	const uint32_t blk = copy->blk;
@@ -86,7 +86,7 @@ static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 		copy->ops->leased_locked(copy, blk, block);
 		*next = (struct sfr__host_block){ .mem = block->mem, .left = need };
 	}
-	/* Threads can copy to the memory now or, if there is none, try to get it themselves. */
+	/* Other threads can copy to the memory now or, if there is none, try to get it. */
 	sfr__shared_wake_locked(copy->engine);
 	return rc;
 }
@@ -142,9 +142,9 @@ static bool end_if_over_locked(struct sfr__host_copy *copy)
 	return true;
 }
 
-/* Makes memory for a later block, while another thread gets the next block's: in a new pool that
- * takes longer than the copying. Releases the mutex meanwhile, so the copy may be over
- * afterwards. */
+/* Makes memory for a later block. Copiers do this while another thread gets memory for the next
+ * block: in a new pool, making memory takes longer than copying. Releases the mutex meanwhile, so
+ * the copy may be over afterwards. Returns whether memory was made. */
 static bool make_memory_locked(struct sfr_engine *engine)
 {
 	bool made;
@@ -157,8 +157,8 @@ static bool make_memory_locked(struct sfr_engine *engine)
 
 /* ---- deferred ---------------------------------------------------------------------------- */
 
-/* Does one step of a copy: copies a chunk, gets memory for a block (which may wait only with
- * `may_wait`), or ends the copy. False if there is nothing to do. */
+/* Does one step of a copy: copies a chunk, gets memory for a block (which may wait, and so is done
+ * only with `may_wait`), or ends the copy. Returns false if this thread can do nothing now. */
 static bool step_locked(struct sfr__shared *work, bool may_wait)
 {
 	struct sfr__host_copy *copy = sfr__container(work, struct sfr__host_copy, shared);
@@ -188,12 +188,12 @@ static bool step_locked(struct sfr__shared *work, bool may_wait)
 	return did;
 }
 
-/* Starts the copiers if so much is left to copy that waking them pays. Returns whether it does. */
+/* Starts the copiers if enough is left to copy that waking them pays. Returns whether it does. */
 static bool start_copiers_locked(struct sfr__host_copy *copy)
 {
 	uint64_t left = copy->blk < copy->nr_blocks ? copy->ops->block_len(copy, copy->blk) : 0;
 
-	left *= copy->nr_blocks - copy->blk; /* all but the last have this length */
+	left *= copy->nr_blocks - copy->blk; /* all blocks but the last have this length */
 	if (left >= tuned.help_from)
 		sfr__copiers_start_locked(copy->engine);
 	return left >= tuned.help_from;
@@ -204,7 +204,7 @@ void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
 	copy->open = true;
 	copy->shared.step_locked = step_locked;
 	copy->shared.rank = has_memory ? SFR__AT_ONCE : SFR__IN_TURN;
-	(void)start_copiers_locked(copy); /* they help threads that wait later */
+	(void)start_copiers_locked(copy); /* they help if a thread waits for the copy later */
 	sfr__shared_push_locked(copy->engine, &copy->shared);
 }
 
@@ -230,7 +230,7 @@ int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 	struct sfr_engine *engine = copy->engine;
 	int rc = 0;
 
-	engine->nr_awaiting++;
+	engine->nr_awaiting++; /* copiers help while this is not 0 */
 	sfr__shared_wake_locked(engine);
 	while (!is_over(arg) && rc == 0)
 		if (help_locked(copy))

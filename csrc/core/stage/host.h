@@ -42,7 +42,8 @@ struct sfr__host_block {
 
 struct sfr__host_copy;
 
-/* Functions of the owner of a copy. Those named _locked are called with engine->mu. */
+/* Functions that the owner of a copy provides: a save or a snapshot. Those named _locked are called
+ * with engine->mu held, the others without it. */
 struct sfr__host_ops {
 	/* Returns the state of a block, which the owner of the copy stores. */
 	struct sfr__host_block *(*block)(struct sfr__host_copy *copy, uint32_t blk);
@@ -50,24 +51,27 @@ struct sfr__host_ops {
 	size_t (*block_len)(struct sfr__host_copy *copy, uint32_t blk);
 	/* Whether memory may be leased for a block now. NULL: always. */
 	bool (*may_lease_locked)(struct sfr__host_copy *copy, uint32_t blk);
-	/* A block of the pool was leased for a block of the copy. NULL if all memory is leased
-	 * before. */
+	/* Called when a block of the pool was leased for a block of the copy. NULL for a copy whose
+	 * memory is all leased before it begins. */
 	void (*leased_locked)(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *block);
 	/* Copies the bytes [off, off + len) of a block. `hurried`: a thread waits, or this is in
-	 * the call. Returns the index of a torn source, or -1. Called without the mutex. */
+	 * the call. Returns the index of a torn source, or -1. */
 	int64_t (*copy)(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			bool hurried);
-	/* Whether the rest is not needed. */
+	/* Whether the rest of the copy is not needed, because the copy has failed or was given
+	 * up. */
 	bool (*is_failing_locked)(struct sfr__host_copy *copy);
-	/* A source was torn (SFR_ETORN), or there is no memory (source is -1). */
+	/* Records a failure. SFR_ETORN: the source with this index was torn. Any other code: there
+	 * is no memory for a block, and `source` is -1. */
 	void (*fail_locked)(struct sfr__host_copy *copy, int code, int64_t source);
-	/* A block is copied completely or, if the copy has failed, as far as it ever will be: the
-	 * owner passes its memory on. */
+	/* Called when a block is copied completely or, if the copy has failed, as far as it ever
+	 * will be. The owner then passes the block's memory on. */
 	void (*filled_locked)(struct sfr__host_copy *copy, uint32_t blk);
-	/* A deferred copy is over. The owner may be freed when this returns. */
+	/* Called when a deferred copy is over. The owner may be freed when this returns. */
 	void (*over)(struct sfr__host_copy *copy);
 };
 
+/* One copy of host memory, embedded in its owner's state. */
 struct sfr__host_copy {
 	struct sfr__shared shared; /* on the engine's list while there are chunks to hand out */
 	struct sfr_engine *engine; /* constant, like the next four */
@@ -77,12 +81,12 @@ struct sfr__host_copy {
 	uint64_t number; /* the save's number, for a timeline */
 
 	/* guarded by engine->mu */
-	uint32_t blk;        /* the block whose chunks are handed out */
+	uint32_t blk;        /* the block whose chunks are handed out; nr_blocks: none is left */
 	uint32_t nr_copying; /* chunks that threads are copying */
-	bool fetching;       /* a thread gets memory for the block */
-	bool open;           /* deferred, begun, and not over */
+	bool fetching;       /* a thread is getting memory for block `blk` */
+	bool open;           /* the copy is deferred, has begun, and is not over */
 	bool draining;       /* a call waits until no thread copies a chunk */
-	uint64_t wait_ns;    /* time that a call has waited for blocks */
+	uint64_t wait_ns;    /* time that threads have waited for blocks */
 };
 
 /* Begins to hand out a deferred copy. `has_memory`: no block of it needs to be leased. */
@@ -91,7 +95,8 @@ void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory);
  * deadline, SFR_EEXHAUSTED if snapshots hold all blocks: the caller may call again, or give the
  * copy up. No thread reads the sources when this has returned. */
 int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns);
-/* Waits until is_over(arg), and meanwhile copies what `copy` depends on. 0 or SFR_EAGAIN. */
+/* Waits until is_over(arg) returns true. Meanwhile helps with the deferred copy or, while it has no
+ * memory, with older copies that have the blocks. 0 or SFR_EAGAIN. */
 int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 			  bool (*is_over)(const void *arg), const void *arg);
 /* For tests, while nothing is copied: sets the length of a chunk, and from how many bytes on

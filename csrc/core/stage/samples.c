@@ -9,9 +9,9 @@ enum { PREFETCH_AHEAD = 64 };
 
 /* ---- in host memory ---- */
 
-/* Returns the number of the i-th of n sampled lines, in a source of nr_lines lines. Sampled are the
- * first, the last and, if n is odd, the middle one. The others are random, one in each n-th of the
- * source, so that no stride of writes is missed every time. */
+/* Returns the index of the i-th of n sampled lines, in a source of nr_lines lines. The first and
+ * the last line are sampled and, if n is odd, the middle one. The others are random, one in each
+ * n-th of the source, so that no stride of writes is missed every time. */
 static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
 {
 	uint64_t from, to;
@@ -52,7 +52,7 @@ static uint64_t bytes_of(const struct sfr__sampled *sources, uint32_t nr)
 	return total;
 }
 
-/* Returns the most samples that all sources together can have. */
+/* Returns the most samples that all sources, with `total` bytes, can have together. */
 static uint64_t most_samples_of(const struct sfr__sampled *sources, uint32_t nr, uint64_t total)
 {
 	uint64_t all = 0;
@@ -73,7 +73,7 @@ uint32_t sfr__samples_choose(struct sfr__sample *items, const struct sfr__sample
 		uint64_t line = line_of(j, n, nr_lines, random), off, left;
 
 		if (j > 0 && line <= last)
-			line = last + 1; /* strictly ascending */
+			line = last + 1; /* no line is sampled twice */
 		if (line >= nr_lines)
 			break;
 		last = line;
@@ -87,8 +87,8 @@ uint32_t sfr__samples_choose(struct sfr__sample *items, const struct sfr__sample
 	return nr;
 }
 
-/* Returns the address of a sample's line. Samples are looked up in ascending order: *source is
- * where the search in the list of sources begins, and is set to the sample's source. */
+/* Returns the address of a sample's line. Callers pass samples in ascending order, so the search
+ * for the sample's source begins at *source, and sets *source to it. */
 static const char *line_address(const struct sfr__sample *sample,
 				const struct sfr__sampled **source)
 {
@@ -162,9 +162,10 @@ uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each)
 	return each > least ? each : least;
 }
 
-/* Returns the number of rows of a source whose share is `each`. It is odd, so that one row is in
- * the middle, and reduced at random, so that the rows' distance changes and no stride of writes is
- * missed every time. A source above MOST_PITCH gets as many as that distance needs. */
+/* Returns the number of rows of a source of nbytes, at most its share `each`. The number is reduced
+ * at random, so that the rows' distance changes and no stride of writes is missed every time. It is
+ * made odd, so that one row is in the middle. But a source longer than MOST_PITCH gets at least as
+ * many rows as that distance needs. */
 static uint64_t rows_of(uint64_t nbytes, uint64_t each, uint64_t *random)
 {
 	uint64_t most = nbytes / SFR__SAMPLE_LEN, n = each < most ? each : most;
@@ -184,7 +185,7 @@ uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled 
 {
 	const uint64_t nbytes = source->nbytes;
 	uint64_t len = nbytes < SFR__SAMPLE_LEN ? nbytes : SFR__SAMPLE_LEN;
-	uint64_t n = rows_of(nbytes, each, random), off = 0;
+	uint64_t n = rows_of(nbytes, each, random), off = 0; /* of the first row */
 
 	*pitch = 0;
 	if (nbytes == 0)

@@ -8,10 +8,11 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-/* The most samples of one list of sources. Taking that many in host memory lasts 0.20 ms with huge
- * pages and 0.35 ms with small ones; 4,096 last 0.12 and 0.20 ms (AMD EPYC, 1 GB, each sample a
- * cache miss). On a device each sample takes up to 2 us of the copy engine. benchmarks/odds.py
- * shows which writes they detect. */
+/* About the most samples of one list of sources, in host memory (SAMPLES) and on a device (ROWS);
+ * each source gets at least one. Taking 8,192 in host memory lasts 0.20 ms with huge pages and 0.35
+ * ms with small ones; 4,096 last 0.12 and 0.20 ms (AMD EPYC, 1 GB, each sample a cache miss). On a
+ * device each sample takes up to 2 us of the copy engine. benchmarks/odds.py shows which writes
+ * they detect. */
 #define SFR__MAX_SAMPLES 8192
 #define SFR__MAX_ROWS 4096
 #define SFR__SAMPLE_LEN 64 /* bytes of a sample: a cache line */
@@ -19,8 +20,8 @@
 /* One cache line as it was at the call. Its bytes are in the struct, where a device writes them. */
 struct sfr__sample {
 	uint32_t entry; /* the index of the source */
-	uint32_t len;
-	uint64_t off;
+	uint32_t len;   /* bytes in use; fewer than a line at the end of a source */
+	uint64_t off;   /* offset in the source */
 	unsigned char bytes[SFR__SAMPLE_LEN];
 };
 
@@ -36,35 +37,36 @@ struct sfr__sampled {
 	uint64_t addr, nbytes;
 };
 
-/* Takes samples of sources in host memory; free them with sfr__samples_free. The seed chooses the
- * lines. -ENOMEM. */
+/* Takes samples of sources in host memory; the caller frees them with sfr__samples_free. The seed
+ * decides which lines are chosen. 0 or -ENOMEM. */
 int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *sources, uint32_t nr,
 		      uint64_t seed);
 void sfr__samples_free(struct sfr__samples *samples);
 
 /* On a device, the samples of a source are rows at equal distances, which one copy can gather.
- * Returns the most samples that there can be. */
+ * Returns the most samples that these sources can have together. */
 size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr);
-/* Fills in samples->items, except for the bytes, and the copies that gather these: at most `nr`
- * rows. Returns their number. */
+/* Chooses the samples of sources on a device. Fills in samples->items, which has room for
+ * sfr__samples_most_rows, except for their bytes. Fills in `rows`, at most one copy for each
+ * source, which will fetch the bytes. Returns the number of copies. */
 size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
 				uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows);
 
-/* Whether the staged bytes [off, off + len) of a source agree with its samples. */
+/* Returns whether the staged bytes [off, off + len) of a source agree with its samples. */
 bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint64_t off,
 			const char *staged, size_t len);
 
 /* ---- for tests ---- */
 
-/* The most samples of a source, among nr_sources with `total` bytes together: a share of `most`,
- * but at least one. */
+/* Returns the most samples of a source of nbytes, which is one of nr_sources with `total` bytes
+ * together: its share of `most`, but at least one. */
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most);
-/* Fills in all but the bytes of at most `most` items of one source. *random advances. Returns the
- * number of items. */
+/* Chooses at most `most` samples of one source in host memory. Fills in `items`, except for their
+ * bytes, and advances the random number *random. Returns the number of items. */
 uint32_t sfr__samples_choose(struct sfr__sample *items, const struct sfr__sampled *source,
 			     uint64_t most, uint64_t *random);
-/* The same for rows; *pitch gets the distance between rows, in bytes. There are at most as many as
- * sfr__samples_rows_most returns; `each` is the source's share of all rows. */
+/* Does the same for one source on a device, whose share of all rows is `each`. *pitch gets the
+ * distance between rows, in bytes. There are at most as many rows as the function below returns. */
 uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled *source,
 			   uint64_t each, uint64_t *random, uint64_t *pitch);
 uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each);

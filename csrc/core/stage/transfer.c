@@ -99,8 +99,9 @@ void sfr__transfer_leave(struct sfr__transfer *tr)
 	sfr__cuda_leave(&tr->scope);
 }
 
-/* Makes `stream` wait for the event `after`, and gives the event back. It can be reused at once,
- * because the wait is for the work that was recorded last. NULL: it could not be recorded. */
+/* Makes `stream` wait for the event `after`, and gives the event back. The event can be reused at
+ * once, because the wait is for what it was recorded after before this call. If `after` is NULL,
+ * because it could not be recorded, nothing happens. */
 static void make_stream_wait(struct sfr__transfer *tr, CUstream stream, CUevent after)
 {
 	CUresult rc;
@@ -184,7 +185,8 @@ static void queue_added(struct sfr__transfer *tr)
 	tr->pinned.nr = tr->others.nr = 0;
 }
 
-/* Puts the portion in flight, after what is queued. Called within a turn of the lane. */
+/* Puts the portion in flight: its event follows all copies that are queued so far. Called within a
+ * turn of the lane. */
 static void launch_portion(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
@@ -209,6 +211,8 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 		return;
 	sfr__cuda_turn_begin(tr->lane);
 	queue_added(tr);
+	/* A portion with memory is sent even if nothing was queued (its blocks contain no tensor
+	 * bytes, or there was an error): the client then passes the memory on. */
 	unused = !tr->touched && (!portion->memory || sfr__transfer_died(tr));
 	if (!unused)
 		launch_portion(tr);
@@ -242,6 +246,7 @@ static void send_some(struct sfr__transfer *tr)
 void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
 		       bool pinned)
 {
+	/* While `slowly` is set, the copy is divided so that no portion is too large. */
 	for (uint64_t done = 0, now; done < len && !tr->err.code; done += now) {
 		const uint64_t most = sfr__cuda_portion_bytes;
 		const uint64_t room = most > tr->bytes ? most - tr->bytes : most;
@@ -305,6 +310,7 @@ bool sfr__transfer_store(struct sfr__transfer *tr, const struct sfr__sampled *so
 void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
 			  uint64_t seed)
 {
+	/* One more than needed, because an allocation of no bytes may return NULL. */
 	struct sfr__cuda_rows *rows = sources ? sfr_sys.malloc((nr + 1) * sizeof(*rows)) : NULL;
 	size_t nr_rows;
 
@@ -331,6 +337,7 @@ bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len)
 	sfr__transfer_add(tr, (uint64_t)(uintptr_t)tr->store.mem, src, len, tr->store.pinned);
 	sfr__transfer_send(tr);
 	sfr__lock(&lane->mu);
+	/* One user is this thread, the others are portions in flight. */
 	while (tr->nr_users > 1)
 		(void)sfr__cond_wait(&lane->cv_wait, &lane->mu, SFR_FOREVER);
 	sfr__unlock(&lane->mu);

@@ -1,7 +1,7 @@
 /* Transfers: the copies of one client between one device and host memory, in transfer.c.
  *
- * A client is a save, a snapshot, an onload or a load. It says which bytes go where, and is
- * called when they have completed. Everything between is done here:
+ * A client is a save, a snapshot, an onload (offload/onload.c) or a load. It says which bytes go
+ * where, and is called when their copies have completed. Everything between is done here:
  *
  *   caller's stream   ... work  E │                  waits C │ forward, backward  waits S │ step
  *   lane's stream               waits E │ captured, samples, C │ the rest            S │
@@ -34,9 +34,9 @@
  *
  * One thread at a time queues. A save queues its captured bytes on the caller's thread, and the
  * rest on the lane's, in small portions (`slowly`) until a gate waits for them. Small portions cost
- * it little, because it waits for blocks anyway, and they let copies of other streams run between
- * them. A snapshot or an onload has all of its memory, and its caller mostly waits for it, so it is
- * sent as one portion. */
+ * a save little, because it waits for blocks anyway, and they let copies of other streams run
+ * between them. A snapshot or an onload has all of its memory, and its caller mostly waits for it,
+ * so all its copies are sent as one portion. */
 #ifndef SFR_STAGE_TRANSFER_H
 #define SFR_STAGE_TRANSFER_H
 
@@ -44,15 +44,18 @@
 #include "memory/pool.h"
 #include "stage/samples.h"
 
+/* Functions that a client provides. */
 struct sfr__transfer_ops {
-	/* The copies of a portion have completed; on the lane's thread. May be NULL. */
+	/* Called on the lane's thread when the copies of a portion have completed, or with !ok when
+	 * the device has died under them. May be NULL. */
 	void (*portion_done)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok);
-	/* Nothing was queued to the portion's memory, because the device was dead. NULL for a
-	 * client whose portions have no memory. On the thread that queues. */
+	/* Called on the thread that queues, when a portion is given up because the device is dead
+	 * and nothing was queued to the portion's memory. NULL for a client whose portions have no
+	 * memory. */
 	void (*unused)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion);
-	/* Nothing is queued or in flight any more; the client may free the transfer. On the lane's
-	 * thread, or in sfr__transfer_end. NULL for a client that calls sfr__transfer_wait
-	 * before it frees the transfer. */
+	/* Called on the lane's thread, or in sfr__transfer_end, when nothing is queued or in flight
+	 * any more; the client may free the transfer. NULL for a client that calls
+	 * sfr__transfer_wait before it frees the transfer. */
 	void (*over)(struct sfr__transfer *tr);
 };
 
@@ -65,14 +68,14 @@ struct sfr__transfer {
 	CUstream stream; /* the caller's */
 	struct sfr__cuda_scope scope;
 	struct sfr_err err;                    /* the first error */
-	struct sfr__cuda_batch pinned, others; /* added and not queued */
-	struct sfr__cuda_portion *portion;     /* the next one; NULL: nothing is added */
-	uint64_t bytes;                        /* in the next portion */
+	struct sfr__cuda_batch pinned, others; /* copies that were added and are not queued yet */
+	struct sfr__cuda_portion *portion;     /* the next to send; NULL: nothing was added */
+	uint64_t bytes;                        /* added to that portion so far */
 	bool launched;                         /* a portion was sent */
-	bool touched;                          /* copies were queued since the client's last send */
+	bool touched; /* copies may have been queued since sfr__transfer_send was called last */
 	bool slowly;  /* small portions, and few in flight; only on the lane's thread */
 	bool timed;   /* the copies that are queued next are measured */
-	uint64_t seq; /* the save's number: `slowly` ends when a gate waits for it */
+	uint64_t seq; /* sfr_ticket.seq: `slowly` ends when a gate waits for this save */
 
 	/* used by the thread that queues, then in `portion_done` and by the last user */
 	struct sfr__samples samples; /* its items are in the store's memory */
@@ -87,12 +90,13 @@ struct sfr__transfer {
 	CUevent staged;            /* S; NULL: could not be recorded, or is not needed any more */
 };
 
-/* Gets the device's lane, for a transfer without E. 0: if tr->lane is set, sfr__transfer_end must
- * follow; tr->err says what failed. SFR_ECLOSED. */
+/* Gets the device's lane, for a transfer that waits for no stream of the caller (without E).
+ * Returns SFR_ECLOSED, or 0: then sfr__transfer_end must follow if tr->lane is set, and otherwise
+ * tr->err says what failed. */
 int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
 		       enum sfr__cuda_way way);
-/* Does the same, enters the context on this thread, and makes the lane wait for the caller's stream
- * (E). SFR_ECAPTURING: refused, and there is no lane. */
+/* Does the same, enters the context on this thread, and makes the lane's stream wait for the
+ * caller's (E). Also returns SFR_ECAPTURING: then there is no lane. */
 int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
 			enum sfr__cuda_way way, CUstream stream);
 /* Whether all copies have ended, or none was begun. Takes no lock. */
@@ -107,11 +111,12 @@ int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns);
 bool sfr__transfer_enter(struct sfr__transfer *tr);
 void sfr__transfer_leave(struct sfr__transfer *tr);
 
-/* Prepares the pool for pinning with this device's driver. False if that is impossible; the pool
- * has noted why. */
+/* Prepares the pool for pinning with this device's driver. Returns false if that is impossible: the
+ * pool keeps the reason. */
 bool sfr__transfer_pin(const struct sfr__transfer *tr, struct sfr__pool *pool);
-/* Returns the portion to which the next copies are added. The client may set its fields until it is
- * sent, which adding copies does while `slowly` is set. NULL, with the error in err: no memory. */
+/* Returns the portion to which the next copies are added, or NULL with the error in err: no memory.
+ * The client may set its fields until the portion is sent. While `slowly` is set, adding copies
+ * sends portions too. */
 struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr);
 /* Adds a copy of `len` bytes between addresses on the device and in host memory. `pinned`: the host
  * memory is registered with the driver. */
@@ -121,28 +126,32 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
  * of the pool meet, because a driver refuses a copy across two registrations. */
 void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
 			      uint64_t src, uint64_t len);
-/* Gets memory for samples of the sources, the store, unless there is one. False, with the error in
- * err: no memory. */
+/* Gets the store, memory for samples of the sources, unless the transfer has it. `sources` may be
+ * NULL: the caller had no memory for the array. Returns false, with the error in err, if there is
+ * no memory. */
 bool sfr__transfer_store(struct sfr__transfer *tr, const struct sfr__sampled *sources, uint32_t nr);
-/* Queues copies that gather samples of the sources, which it frees; NULL: there was no memory. */
+/* Queues copies that gather samples of the sources. Frees the array `sources`, which may be NULL as
+ * above. Any error is in err. */
 void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
 			  uint64_t seed);
 /* Returns whether the device has died; then err says why. */
 bool sfr__transfer_died(struct sfr__transfer *tr);
 /* Sends the portion, if there is one. */
 void sfr__transfer_send(struct sfr__transfer *tr);
-/* Queues the copies, and makes the caller's stream wait for them (C). */
+/* Queues the copies that were added, and makes the caller's stream wait for them (C). */
 void sfr__transfer_captured(struct sfr__transfer *tr);
 /* Copies `len` bytes at `src` on the device to the store, and waits for them, but not inside the
- * driver. False if that failed. */
+ * driver. Returns false, with the error in err, if that failed. */
 bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len);
-/* Sends the rest, and records S. */
+/* Sends what was added and not sent, and records S. */
 void sfr__transfer_staged(struct sfr__transfer *tr);
-/* Sends the rest and leaves the context: this thread does not use the transfer any more. */
+/* Sends what was added and not sent, and leaves the context: this thread does not use the transfer
+ * any more. */
 void sfr__transfer_end(struct sfr__transfer *tr);
 
-/* Makes a stream wait for S, unless all copies have completed. False: the host must wait itself,
- * because there is no stream or no event, or the stream captures a graph. On any thread. */
+/* Makes a stream wait for S, unless all copies have completed. Returns false if the host must wait
+ * itself, because there is no stream or no event, or because the stream captures a graph. Any
+ * thread may call it. */
 bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *stream);
 /* Returns the caller's stream of a device, or NULL. */
 const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
