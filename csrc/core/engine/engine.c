@@ -14,8 +14,8 @@
 #include "engine/engine.h"
 #include "memory/pin.h"
 
-/* Frees the pool, unless a snapshot still uses it, and gives the bytes of a default cap back to the
- * budget. Further calls do nothing. */
+/* Frees the pool, unless a snapshot or an onload still uses it, and gives the bytes of a default
+ * cap back to the budget. Further calls do nothing. */
 static void free_pool(struct sfr_engine *engine)
 {
 	struct sfr__pool *pool = NULL;
@@ -111,6 +111,7 @@ fail:
 	return rc;
 }
 
+/* Ends all threads of the engine and of its lanes. Further calls do nothing. */
 static void stop_threads(struct sfr_engine *engine)
 {
 	sfr__workers_stop(engine);
@@ -174,6 +175,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 			return rc;
 	}
 	sfr__lock(&engine->mu);
+	/* Saves that the calling thread has not launched still need threads and pool. */
 	stop = engine->nr_in_flight == 0 && !engine->closed;
 	if (stop)
 		engine->closed = true;
@@ -212,8 +214,8 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	return 0;
 }
 
-/* Makes a close wait, and so keeps the pool, until end_pool_use. Returns 0, SFR_EFORK or
- * SFR_ECLOSED. */
+/* Makes sfr_engine_close wait until end_pool_use is called, so that the pool stays. Returns 0,
+ * SFR_EFORK or SFR_ECLOSED. */
 static int begin_pool_use(struct sfr_engine *engine)
 {
 	int rc;

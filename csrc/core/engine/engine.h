@@ -12,8 +12,8 @@
 /* The order in which shared work is served: lower values first. */
 enum sfr__shared_rank {
 	SFR__IN_CALL, /* a call waits for it, so the lane, whose priority is low, takes no part */
-	SFR__AT_ONCE, /* it never waits for blocks */
-	SFR__IN_TURN, /* it may wait for blocks, which work before it on the list may have */
+	SFR__AT_ONCE, /* it has all its memory, so it never waits for blocks */
+	SFR__IN_TURN, /* it may wait for blocks that work before it on the list has */
 };
 
 /* Work that several threads share, step by step: the lane, the threads that wait for the work, and
@@ -30,28 +30,29 @@ struct sfr__shared {
 /* A save in flight, as the engine sees it; embedded in its ticket. */
 struct sfr__flight {
 	struct sfr__flight *next, *prev;
-	pthread_t caller;
-	bool in_call; /* the caller has not launched or abandoned it yet */
+	pthread_t caller; /* the thread that took the slot */
+	bool in_call;     /* the caller has not launched or abandoned it yet */
 	/* an unordered save, which takes none of the max_in_flight slots (slots.c); constant, like
 	 * the next two */
 	bool apart;
-	bool within;  /* a file of a larger save, which statistics count instead of its files */
-	bool in_pool; /* the pool counts it among the saves that need blocks */
-	uint32_t blocks_held; /* of the pool */
+	bool within;          /* a file of a larger save: statistics count only the larger save */
+	bool in_pool;         /* the pool counts it among the saves that need blocks */
+	uint32_t blocks_held; /* blocks of the pool that the save has now */
 };
 
 enum {
 	SFR__MOST_COPIERS = 15,
-	SFR__MOST_APART = 64, /* unordered saves in flight; each has two descriptors */
+	SFR__MOST_APART = 64, /* unordered saves in flight; each has two file descriptors */
 };
 
 /* The engine. `mu` guards all fields unless a comment says otherwise. */
 struct sfr_engine {
 	struct sfr__mutex mu;
-	pthread_cond_t cv_lane;   /* signals shared work, or stopping */
-	pthread_cond_t cv_writer; /* signals tasks for the writers, or stopping */
-	pthread_cond_t cv_copier; /* signals shared work that a thread waits for, or stopping */
-	pthread_cond_t cv_state;  /* signals a change of any ticket's facts, or a free slot */
+	/* Each wakes threads when there may be work for them, or when they must stop. */
+	pthread_cond_t cv_lane, cv_writer, cv_copier;
+	/* Wakes threads that wait for a change of any save or snapshot, for a free slot, or for the
+	 * end of the pool's use. */
+	pthread_cond_t cv_state;
 	atomic_uint refs;
 	uint64_t fork_generation;
 	struct sfr_engine_opts opts;
@@ -59,26 +60,32 @@ struct sfr_engine {
 	bool default_cap;       /* pool_bytes was not given by the user */
 	struct sfr__pool *pool; /* NULL once closed */
 
-	bool closing, closed, started, stopping;
+	bool closing;  /* sfr_engine_close was called: nothing new begins */
+	bool closed;   /* every save has ended, and the threads end */
+	bool started;  /* the lane and all writers run */
+	bool stopping; /* the threads must end */
 	pthread_t lane;
 	pthread_t *writers;
 	uint32_t nr_writers; /* running */
 	pthread_t copiers[SFR__MOST_COPIERS];
 	uint32_t nr_copiers; /* running */
-	uint64_t close_seq;  /* sequence number in the log that close waits for; 0: not looked up */
+	/* the sequence number of the last entry of the log that close waits for; 0: not looked up,
+	 * or there is none */
+	uint64_t close_seq;
 
 	struct sfr__cuda_lanes cuda_lanes;  /* has a lock of its own */
 	SFR__QUEUE(struct sfr__task) tasks; /* the writers' */
-	struct sfr__shared *shared;         /* by rank */
+	struct sfr__shared *shared;         /* a list, in the order of ranks */
 	uint32_t nr_awaiting;               /* threads that wait for shared work */
-	struct sfr__flight *flights;
-	/* snapshots that have pool memory or wait for it; the pool is kept while there are any */
+	struct sfr__flight *flights;        /* a list of the saves in flight */
+	/* snapshots that have pool memory or wait for it, and onloads; the pool is kept while there
+	 * are any */
 	uint32_t nr_snapshots;
-	uint32_t nr_copying;             /* snapshots that the lane is copying */
+	uint32_t nr_copying;             /* snapshots in the state COPYING */
 	struct sfr__lot *common_lot;     /* the lot that small snapshots share; NULL: none in use */
 	uint32_t nr_in_flight, nr_apart; /* nr_apart is part of nr_in_flight */
 	uint32_t nr_pool_users;          /* threads in warm_up or trim */
-	uint64_t next_seq;               /* the number of the next save */
+	uint64_t next_seq;               /* sfr_ticket.seq of the save that was admitted last */
 	uint64_t nr_saves;               /* saves so far, for statistics */
 };
 
@@ -86,8 +93,8 @@ struct sfr_engine {
 /* Starts the engine's threads unless they run. Returns 0, -ENOMEM or the error of starting a
  * thread. */
 int sfr__engine_start_locked(struct sfr_engine *engine);
-/* Starts the copiers. If the system refuses a thread, the engine works with fewer: nothing depends
- * on a copier. */
+/* Starts the copiers that do not run yet. If the system refuses a thread, the engine works with
+ * fewer: nothing depends on a copier. */
 void sfr__copiers_start_locked(struct sfr_engine *engine);
 /* Ends and joins all threads. The caller guarantees that nothing is queued any more. */
 void sfr__workers_stop(struct sfr_engine *engine);
@@ -101,22 +108,23 @@ void sfr__shared_wake_locked(struct sfr_engine *engine);
 
 /* ---- engine.c ---- */
 void sfr__engine_get(struct sfr_engine *engine); /* adds a reference; sfr_engine_put drops it */
-/* Records that a snapshot has returned its memory, or got none. The last one of a closed engine
- * frees the pool. */
+/* Counts one less in nr_snapshots: a snapshot has returned its memory or got none, or an onload is
+ * freed. The last one of a closed engine frees the pool. */
 void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 /* ---- slots.c ---- */
 /* Waits until a save may take a slot; unordered (`apart`) saves have slots of their own. `flags`
  * are those of the save. There is no wait with SFR_SAVE_NESTED, and none if the calling thread
- * already has a slot; *beyond says that the save then exceeds max_in_flight. Returns 0; SFR_EAGAIN
- * after the deadline; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
+ * already has a slot: if none is free, *beyond is set, and the save exceeds max_in_flight. Returns
+ * 0; SFR_EAGAIN after the deadline; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
 int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
 			     uint64_t deadline_ns, bool *beyond);
 /* Give a save of the calling thread a slot, and take the slot back when the save has ended. */
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
-/* Returns the number of saves in flight that the calling thread has not launched yet. It cannot
- * wait for them to end. `in_pool`: only those that the pool counts among its users. */
+/* Returns the number of saves in flight that the calling thread has not launched yet. The thread
+ * must not wait for these to end, because it would wait for itself. `in_pool`: counts only saves
+ * that the pool counts among those that need blocks. */
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool);
 
 #endif

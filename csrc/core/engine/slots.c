@@ -7,11 +7,11 @@
  * close waits for both.
  *
  * Unordered saves (`apart`) are the files of a larger save, such as a directory. The larger save
- * has an ordinary slot or is bounded by its maker, so max_in_flight does not count its files. They
- * have slots of their own, SFR__MOST_APART, which bound their descriptors. So they never wait for
- * saves in the log, which may be waiting for them. Statistics count the larger save once: by its
- * slot, or by its file of parts. An unordered save ends without further calls of its caller, so the
- * caller may always wait for one to end.
+ * has an ordinary slot or is bounded by its maker, so max_in_flight does not count its files. The
+ * files have slots of their own, SFR__MOST_APART, which bound their file descriptors. So they never
+ * wait for saves in the log, which may be waiting for them. Statistics count the larger save once:
+ * by its slot, or by its file of parts. An unordered save ends without further calls of its caller,
+ * so a thread may always wait for one of its own to end.
  *
  * A thread may have a slot for longer than one call: while it fills a directory. Another save of
  * that thread would wait forever for this slot. So it exceeds max_in_flight instead, as a nested

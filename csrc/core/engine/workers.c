@@ -25,7 +25,8 @@ static struct sfr__shared *lanes_work_locked(const struct sfr_engine *engine)
 	return work;
 }
 
-/* Returns the first work if a thread waits for shared work, else NULL. */
+/* Returns the first work if a thread waits for shared work: in a call (SFR__IN_CALL), or counted in
+ * nr_awaiting. Otherwise returns NULL. */
 static struct sfr__shared *copiers_work_locked(const struct sfr_engine *engine)
 {
 	struct sfr__shared *first = engine->shared;
@@ -118,11 +119,11 @@ static void serve(struct worker *worker)
 		} else if (work && work->step_locked(work, worker->kind == LANE)) {
 			continue;
 		} else if (engine->stopping && (!work || worker->kind == COPIER)) {
-			/* A call may still be copying for a snapshot, but it needs no copier. */
+			/* A call may still be copying for a snapshot, but it can do so alone. */
 			break;
 		} else if (is_idle_locked(worker) && work_locked(worker) == work) {
-			/* There is no work, or its step had nothing for this thread. But the step
-			 * may have released the mutex: if other work is first now, look again. */
+			/* There is no work, or its step could do nothing. But the step may have
+			 * released the mutex: if other work is first now, try that and do not wait. */
 			(void)sfr__cond_wait(worker->cv, &engine->mu, SFR_FOREVER);
 		}
 	}
@@ -209,7 +210,7 @@ void sfr__workers_stop(struct sfr_engine *engine)
 	pthread_cond_broadcast(&engine->cv_writer);
 	pthread_cond_broadcast(&engine->cv_copier);
 	sfr__unlock(&engine->mu);
-	/* Joining cannot fail: the threads are ours and joinable. */
+	/* Joining cannot fail: each thread was started here and is joined once. */
 	if (lane)
 		(void)sfr_sys.thread_join(engine->lane, NULL);
 	for (uint32_t i = 0; i < engine->nr_writers; i++)

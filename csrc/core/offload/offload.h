@@ -3,7 +3,7 @@
  *     sfr_onload_start(engine, device, stream, copies, nr, from, &onload)
  *     ...
  *     rc = sfr_onload_order(onload, stream);           the stream waits for the copies
- *     while (rc == SFR_EAGAIN)                         (or the caller does, where it cannot)
+ *     while (rc == SFR_EAGAIN)                         (if the stream cannot, the caller waits)
  *             rc = sfr_onload_wait(onload, slice_ns);
  *     sfr_onload_put(onload); */
 #ifndef SFR_OFFLOAD_H
@@ -32,17 +32,18 @@ struct sfr_onload_copy {
 int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream,
 		     const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_snapshot *from,
 		     struct sfr_onload **out);
-/* Makes a stream of the onload's device wait for the copies. 0; SFR_EAGAIN: the stream cannot wait,
- * because it captures a graph or there is no event, so the caller must use sfr_onload_wait. */
+/* Makes a stream of the onload's device wait for the copies. 0, SFR_EFORK. SFR_EAGAIN: the stream
+ * cannot wait, because it captures a graph or there is no event, so the caller must use
+ * sfr_onload_wait. */
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream);
 /* Waits until no copy is running. 0, SFR_EAGAIN, SFR_EFORK. A slice of zero takes no lock. */
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns);
-/* Gives the device time of the copies, and how long the first stream that waited for them was idle;
- * 0 if not measured. SFR_EAGAIN: not known yet. */
+/* Gives the device time of the copies, and how long the first stream that waited for them was idle.
+ * A time that was not measured is 0. Returns 0; SFR_EAGAIN: not known yet; SFR_EFORK. */
 int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *waited_ns);
 /* Gives the error of the device; code 0: none. Final once the wait is over. Takes no lock. */
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out);
-/* Drops the one reference, waiting for copies that still run. Accepts NULL. */
+/* Waits for copies that still run, and frees the onload. Accepts NULL. */
 void sfr_onload_put(struct sfr_onload *onload);
 /* Returns 1 if the host memory at `addr` is in a pinned region of the engine's pool, so that copies
  * from it avoid the driver's staging buffer; else 0. */

@@ -1,4 +1,4 @@
-/* Copies from host memory to a device while the device computes.
+/* Onloads: copies from host memory to a device while the device computes.
  *
  *     caller's stream   memory is free E │  layer l          waits D │ layer l-1
  *     lane inward                waits E │  copies of layer l-1    D │
@@ -28,7 +28,7 @@ struct sfr_onload {
 	/* a reference, and a hold until the copies have completed; NULL: none */
 	struct sfr_snapshot *from;
 
-	bool ordered;                   /* some stream waits; used by callers only, like the next */
+	bool ordered;                   /* a stream was made to wait; only callers use this and: */
 	struct sfr__cuda_timer waiting; /* of the first stream that waits */
 };
 
@@ -69,7 +69,8 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done };
 
-/* Makes the lane's stream wait for the copies into the sources that still run. False: it cannot. */
+/* Makes the lane's stream wait for the copies that still run into the sources. Returns false if the
+ * stream cannot wait for them. */
 static bool wait_for_sources(struct sfr_onload *onload)
 {
 	const struct sfr__cuda_lane *lane = onload->transfer.lane;
@@ -126,6 +127,7 @@ static void free_onload(struct sfr_onload *onload)
 	struct sfr_engine *engine = onload->engine;
 	struct sfr__cuda_scope scope;
 
+	/* A closed engine has released the device's context, so the events cannot be freed. */
 	if (onload->waiting.begin && !engine->closed) {
 		(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
 		/* on failure only the timer is lost */
@@ -139,7 +141,8 @@ static void free_onload(struct sfr_onload *onload)
 	sfr_engine_put(engine);
 }
 
-/* Makes an onload, which keeps the pool and holds the snapshot's memory. */
+/* Makes an onload, which keeps the pool and holds the snapshot's memory. 0, SFR_ECLOSED, -ENOMEM,
+ * or an error of sfr_snapshot_hold. */
 static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *from,
 		       struct sfr_onload **out)
 {
@@ -196,8 +199,8 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 
 /* ---- waiting --------------------------------------------------------------------------- */
 
-/* Makes a stream wait for the copies. False: it cannot. The first time, also measures the wait with
- * events before and after it; nothing else runs on the stream meanwhile. */
+/* Makes a stream wait for the copies. Returns false if the stream cannot wait. The first time, also
+ * measures the wait with events before and after it; nothing else runs on the stream meanwhile. */
 static bool order_stream(struct sfr_onload *onload, const struct sfr_stream *stream)
 {
 	struct sfr__cuda_lane *lane = onload->transfer.lane;
@@ -273,7 +276,7 @@ void sfr_onload_put(struct sfr_onload *onload)
 {
 	if (!onload || foreign(onload))
 		return;
-	(void)sfr_onload_wait(onload, SFR_FOREVER); /* cannot return anything but 0 */
+	(void)sfr_onload_wait(onload, SFR_FOREVER); /* always 0 */
 	free_onload(onload);
 }
 

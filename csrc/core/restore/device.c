@@ -6,8 +6,8 @@
  *
  * A chunk is read into memory that the driver has pinned, its CRCs are computed there, and its data
  * are sent from there to their destinations. The processor copies nothing. The only host memory
- * needed is the readers' buffers (two of a MiB for each thread), however large the model is. A
- * reader continues with its other buffer meanwhile.
+ * needed is the readers' buffers (two of a MiB for each thread), however large the model is. While
+ * one buffer is being sent, its reader reads into the other.
  *
  * Each buffer has a transfer (stage/transfer.h) to each device, for one chunk at a time. The lanes
  * are the restore's own, so it needs no engine and waits for no save. They wait for the caller's
@@ -15,8 +15,8 @@
  * in the other direction: bytes of a record count only when their copies have completed, so a
  * caller that has waited for the record may use it on any stream.
  *
- * After a device has died, nobody knows whether its copies still run, so the buffers that they read
- * are retired. */
+ * After a device has died, nobody knows whether its copies still run. So the buffers that these
+ * copies read are never used or freed. */
 #include <errno.h>
 #include <stdio.h>
 
@@ -29,7 +29,7 @@ static const struct sfr__transfer_ops ops = { .portion_done = NULL };
 static void device_failed(struct sfr_restore *r, const char *why, uint64_t index)
 {
 	if (atomic_exchange(&r->has_why, true))
-		return; /* another thread reports a failure */
+		return; /* a failure was reported already */
 	(void)snprintf(r->why, sizeof(r->why), "%s", why);
 	sfr__reader_fail(r->reader, -EIO, index, sfr__reader_data_off(r->reader, index), r->why);
 }
@@ -40,11 +40,12 @@ static void device_failed(struct sfr_restore *r, const char *why, uint64_t index
 static void enter_first_context(struct sfr_restore *r, struct sfr__cuda_scope *scope)
 {
 	*scope = (struct sfr__cuda_scope){ 0 };
-	/* the next call shows an error */
+	/* if this fails, so does the next call of the driver, whose result is used */
 	(void)sfr__cuda_enter(scope, r->lane->cu, r->lane->context);
 }
 
-/* Lends memory that the drivers of all devices know. */
+/* Lends memory that is pinned for all devices. The reader calls this, take_back, sent and finish:
+ * see struct sfr__reader_client. */
 static char *lend(void *self, size_t len)
 {
 	struct sfr_restore *r = self;
@@ -89,7 +90,7 @@ bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64
 	return false;
 }
 
-/* Sends the copies that were collected from a chunk, to each device. */
+/* Sends to each device the copies that sfr__restore_send has added from this chunk. */
 static int sent(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;

@@ -3,7 +3,7 @@
  *
  *     bytes of a record --put--> host memory: copied there, which also computes their CRC
  *                         |
- *                         +----> a device's memory: sent (device.c); they count when they are there
+ *                         +----> a device's memory: sent (device.c), and counted when they arrive
  *                         |
  *                         +----> nowhere: only their CRC is computed
  *
@@ -17,7 +17,8 @@
 #include "restore/restore_int.h"
 #include "base/base.h"
 
-#define WORTH_POPULATING (256u << 10) /* bytes; smaller memory is mostly not new */
+/* From this many bytes on, memory is mostly new, and sfr__populate saves its page faults. */
+#define WORTH_POPULATING (256u << 10)
 
 /* Brings bytes of a record to its destination. For the reader: see struct sfr__reader_client. */
 static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
@@ -55,7 +56,8 @@ static struct sfr_restore *new_restore(void)
 	return r;
 }
 
-/* Makes the reader, and a target without memory for each record. */
+/* Makes the reader, and a target without memory for each record. `end` is the offset where the
+ * records end. 0, or an error of sfr__reader_new. */
 static int make_reader(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
 {
 	struct sfr__reader_spec spec = {

@@ -37,26 +37,27 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 struct sfr_stretch {
 	uint64_t off, len;
 };
-/* Makes a restore of a file of another format, whose records are these stretches, up to offset
- * `end`. They are in the order of the file, and have no names and no CRCs. -EINVAL: they overlap,
- * or there is none; else as above. `v` stays the caller's. */
+/* Makes a restore of a file of another format, whose records are the `nr` stretches in `v`. These
+ * are in the order of the file, end before offset `end`, and have no names and no CRCs. -EINVAL:
+ * they overlap, or there is none; other errors as above. `v` stays the caller's. */
 int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end, int fd,
 			 unsigned flags, struct sfr_restore **out);
-/* Records are numbered in the order of the file. */
+/* Return the number of records, and the length of one. Their indices are in the order of the
+ * file. */
 uint64_t sfr_restore_nr(const struct sfr_restore *r);
 uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index);
-/* Returns the name without the archive's own directory, not ended by a zero byte. A bare record has
- * an empty one. */
+/* Returns a record's name without the archive's own directory, not ended by a zero byte; *len gets
+ * its length. The name of a bare record is empty. */
 const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len);
-/* Returns the record of that name, or sfr_restore_nr. */
+/* Returns the index of the record of that name, or sfr_restore_nr if there is none. */
 uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len);
 /* Sets the destination of a record's bytes; without one they are only checked. The memory stays the
  * caller's, and is written to until the record was waited for or the restore is freed. */
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
 /* Prepares a device as a destination; `stream` is the caller's current stream on it. Work that is
  * on the stream now is done before any write to memory that is given after this call. The first
- * call for a device comes before the first sfr_reader_allow. -EOPNOTSUPP: too many devices, or too
- * late; -ENODEV or -EIO, with a sentence in `why`. */
+ * call for a device comes before the first sfr_reader_allow. Returns 0; -EOPNOTSUPP: too many
+ * devices, or too late; SFR_EFORK, SFR_ECAPTURING; -ENODEV or -EIO, with a sentence in `why`. */
 int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
 		       size_t why_len);
 /* Does the same as sfr_restore_into with memory of that device, after sfr_restore_device. */

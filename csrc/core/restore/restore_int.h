@@ -12,11 +12,11 @@
 
 /* Where a record's bytes go; constant once the record may be read. */
 struct sfr__target {
-	char *mem;       /* or NULL */
-	unsigned device; /* the device of `mem`: its index plus one; 0: host memory */
+	char *mem;       /* NULL: the bytes are only checked */
+	unsigned device; /* 0: host memory; n: the device devices[n - 1] of the restore */
 };
 
-/* The copies from one buffer of the reader: a transfer to each device, by index in `devices`. */
+/* The copies from one buffer of the reader: to[k] is the transfer to the restore's device k. */
 struct sfr__restore_flight {
 	struct sfr__transfer to[SFR__RESTORE_DEVICES];
 };
@@ -32,9 +32,9 @@ struct sfr_restore {
 	/* constant once the reader runs */
 	uint32_t devices[SFR__RESTORE_DEVICES]; /* the driver's numbers */
 	unsigned nr_devices;
-	struct sfr__cuda_lane *lane; /* the first device's */
-	struct sfr__cuda_lanes lanes;
-	/* each used by the thread that owns the buffer of the same number */
+	struct sfr__cuda_lane *lane;  /* the first device's */
+	struct sfr__cuda_lanes lanes; /* has a lock of its own */
+	/* each is used by the reader's thread that has the buffer of the same number */
 	struct sfr__restore_flight flights[SFR__READER_THREADS * SFR__READER_BUFFERS];
 	/* the error of a device, written by the first that has one */
 	atomic_bool has_why;
@@ -43,7 +43,8 @@ struct sfr_restore {
 
 /* ---- device.c ---- */
 
-/* Sends bytes in the buffer to `to` in record `index`. False: a failure was recorded. */
+/* Adds a copy of `len` bytes at `from`, in the buffer, to `to`, in the device memory of record
+ * `index`. Returns false after a failure, which sfr__reader_fail has recorded. */
 bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index, char *to,
 		       const char *from, size_t len);
 
