@@ -7,6 +7,14 @@
 /* Each line is a cache miss. Prefetching this many lines ahead makes the misses overlap. */
 enum { PREFETCH_AHEAD = 64 };
 
+/* Advances a linear congruential generator, and returns its upper bits, which are random enough to
+ * vary which lines are sampled. */
+static uint64_t next_random(uint64_t *random)
+{
+	*random = *random * 6364136223846793005u + 1442695040888963407u;
+	return *random >> 33;
+}
+
 /* ---- in host memory ---- */
 
 /* Returns the index of the i-th of n sampled lines, in a source of nr_lines lines. The first and
@@ -28,8 +36,7 @@ static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *ran
 		return nr_lines / 2;
 	from = nr_lines * i / n;
 	to = nr_lines * (i + 1) / n;
-	*random = *random * 6364136223846793005u + 1442695040888963407u;
-	return from + (*random >> 33) % (to > from ? to - from : 1);
+	return from + next_random(random) % (to > from ? to - from : 1);
 }
 
 /* Half of the samples are divided equally among the sources, so that small ones get some too. The
@@ -62,8 +69,8 @@ static uint64_t most_samples_of(const struct sfr__sampled *sources, uint32_t nr,
 	return all;
 }
 
-uint32_t sfr__samples_choose(struct sfr__sample *items, const struct sfr__sampled *source,
-			     uint64_t most, uint64_t *random)
+uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__sampled *source,
+				   uint64_t most, uint64_t *random)
 {
 	uint64_t nr_lines = (source->nbytes + SFR__SAMPLE_LEN - 1) / SFR__SAMPLE_LEN;
 	uint64_t n = nr_lines < most ? nr_lines : most, last = 0;
@@ -112,8 +119,8 @@ int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *s
 	for (uint32_t i = 0; i < nr; i++) {
 		uint64_t most = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_SAMPLES);
 
-		samples->nr +=
-			sfr__samples_choose(samples->items + samples->nr, &sources[i], most, &seed);
+		samples->nr += sfr__samples_choose_lines(samples->items + samples->nr, &sources[i],
+							 most, &seed);
 	}
 	for (uint32_t k = 0; k < samples->nr; k++) {
 		struct sfr__sample *item = &samples->items[k];
@@ -155,7 +162,7 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 /* the largest distance between two rows, in bytes; devices allow twice as much */
 #define MOST_PITCH ((uint64_t)1 << 30)
 
-uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each)
+uint64_t sfr__samples_most_rows_of(uint64_t nbytes, uint64_t each)
 {
 	uint64_t least = nbytes / MOST_PITCH + 2;
 
@@ -169,10 +176,10 @@ uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each)
 static uint64_t rows_of(uint64_t nbytes, uint64_t each, uint64_t *random)
 {
 	uint64_t most = nbytes / SFR__SAMPLE_LEN, n = each < most ? each : most;
+	const uint64_t any = next_random(random);
 
-	*random = *random * 6364136223846793005u + 1442695040888963407u;
 	if (n > 8)
-		n -= (*random >> 33) % (n / 4);
+		n -= any % (n / 4);
 	if (nbytes > MOST_PITCH)
 		n = n > nbytes / MOST_PITCH + 2 ? n : nbytes / MOST_PITCH + 2;
 	else if (n > 2 && n % 2 == 0)
@@ -180,12 +187,13 @@ static uint64_t rows_of(uint64_t nbytes, uint64_t each, uint64_t *random)
 	return n > 1 ? n : 1;
 }
 
-uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled *source,
-			   uint64_t each, uint64_t *random, uint64_t *pitch)
+uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr__sampled *source,
+				     uint64_t each, uint64_t *random, uint64_t *pitch)
 {
 	const uint64_t nbytes = source->nbytes;
 	uint64_t len = nbytes < SFR__SAMPLE_LEN ? nbytes : SFR__SAMPLE_LEN;
-	uint64_t n = rows_of(nbytes, each, random), off = 0; /* of the first row */
+	uint64_t n = rows_of(nbytes, each, random);
+	uint64_t off = 0; /* offset of the first row */
 
 	*pitch = 0;
 	if (nbytes == 0)
@@ -207,9 +215,9 @@ size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr)
 	uint64_t most = 0;
 
 	for (uint32_t i = 0; i < nr; i++)
-		most += sfr__samples_rows_most(sources[i].nbytes,
-					       sfr__samples_share(sources[i].nbytes, nr, total,
-								  SFR__MAX_ROWS));
+		most += sfr__samples_most_rows_of(sources[i].nbytes,
+						  sfr__samples_share(sources[i].nbytes, nr, total,
+								     SFR__MAX_ROWS));
 	return (size_t)most;
 }
 
@@ -224,7 +232,7 @@ size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__
 		struct sfr__sample *first = samples->items + samples->nr;
 		uint64_t pitch,
 			each = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_ROWS);
-		uint32_t n = sfr__samples_rows(first, &sources[i], each, &seed, &pitch);
+		uint32_t n = sfr__samples_choose_rows_of(first, &sources[i], each, &seed, &pitch);
 
 		if (n == 0)
 			continue;

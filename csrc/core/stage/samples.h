@@ -63,12 +63,12 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most);
 /* Chooses at most `most` samples of one source in host memory. Fills in `items`, except for their
  * bytes, and advances the random number *random. Returns the number of items. */
-uint32_t sfr__samples_choose(struct sfr__sample *items, const struct sfr__sampled *source,
-			     uint64_t most, uint64_t *random);
+uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__sampled *source,
+				   uint64_t most, uint64_t *random);
 /* Does the same for one source on a device, whose share of all rows is `each`. *pitch gets the
  * distance between rows, in bytes. There are at most as many rows as the function below returns. */
-uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled *source,
-			   uint64_t each, uint64_t *random, uint64_t *pitch);
-uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each);
+uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr__sampled *source,
+				     uint64_t each, uint64_t *random, uint64_t *pitch);
+uint64_t sfr__samples_most_rows_of(uint64_t nbytes, uint64_t each);
 
 #endif

@@ -65,7 +65,8 @@ TEST(sampled_lines_ascend_and_are_within_their_source)
 	for (unsigned s = 0; s < NR_SIZES; s++)
 		for (uint64_t each = 1; each <= SFR__MAX_SAMPLES; each = each * 3 / 2 + 1) {
 			uint64_t nr_lines = (sizes[s] + LINE - 1) / LINE, end = 0;
-			uint32_t nr = sfr__samples_choose(items, of(7, sizes[s]), each, &random);
+			uint32_t nr =
+				sfr__samples_choose_lines(items, of(7, sizes[s]), each, &random);
 
 			CHECK_EQ(nr, each < nr_lines ? each : nr_lines);
 			for (uint32_t i = 0; i < nr; i++) {
@@ -77,14 +78,14 @@ TEST(sampled_lines_ascend_and_are_within_their_source)
 				CHECK(items[i].len == LINE || end == sizes[s]);
 			}
 		}
-	CHECK_EQ(sfr__samples_choose(items, of(0, 0), 9, &random), 0);
+	CHECK_EQ(sfr__samples_choose_lines(items, of(0, 0), 9, &random), 0);
 }
 
 TEST(single_sample_is_the_middle_line)
 {
 	uint64_t random = 1;
 
-	CHECK_EQ(sfr__samples_choose(items, of(0, 1000 * LINE), 1, &random), 1);
+	CHECK_EQ(sfr__samples_choose_lines(items, of(0, 1000 * LINE), 1, &random), 1);
 	CHECK_EQ(items[0].off / LINE, 500);
 }
 
@@ -93,7 +94,8 @@ TEST(the_first_and_the_last_line_are_among_two_or_more)
 	uint64_t random = 1;
 
 	for (uint64_t each = 2; each < 100; each++) {
-		uint32_t nr = sfr__samples_choose(items, of(0, 1000 * LINE + 8), each, &random);
+		uint32_t nr =
+			sfr__samples_choose_lines(items, of(0, 1000 * LINE + 8), each, &random);
 
 		CHECK(holds(nr, 0));
 		CHECK(holds(nr, 1000));
@@ -111,7 +113,8 @@ TEST(sampled_lines_vary_between_saves)
 	int nr_seen = 0;
 
 	for (int run = 0; run < RUNS; run++) {
-		uint32_t nr = sfr__samples_choose(items, of(0, sizeof(seen) * LINE), 11, &random);
+		uint32_t nr =
+			sfr__samples_choose_lines(items, of(0, sizeof(seen) * LINE), 11, &random);
 
 		for (uint32_t i = 0; i < nr; i++)
 			seen[items[i].off / LINE] = true;
@@ -126,7 +129,7 @@ TEST(each_random_line_is_in_its_own_stratum)
 	uint64_t random = 3;
 
 	for (int run = 0; run < RUNS; run++) {
-		CHECK_EQ(sfr__samples_choose(items, of(0, 1000 * LINE), 10, &random), 10);
+		CHECK_EQ(sfr__samples_choose_lines(items, of(0, 1000 * LINE), 10, &random), 10);
 		for (uint32_t i = 1; i < 9; i++)
 			CHECK_EQ(items[i].off / LINE / 100, i);
 	}
@@ -150,7 +153,8 @@ TEST(a_write_is_noticed_as_often_as_documented)
 		double found, expected;
 
 		for (int trial = 0; trial < TRIALS; trial++) {
-			uint32_t nr = sfr__samples_choose(items, of(0, (uint64_t)LINES * LINE),
+			uint32_t nr =
+				sfr__samples_choose_lines(items, of(0, (uint64_t)LINES * LINE),
 							  EACH, &random);
 			uint64_t from;
 			bool seen = false;
@@ -181,10 +185,10 @@ TEST(rows_cover_the_first_and_the_last_byte)
 	for (unsigned s = 0; s < NR_SIZES; s++)
 		for (uint64_t each = 1; each <= 600; each = each * 2 + 1) {
 			uint64_t len = sizes[s] < LINE ? sizes[s] : LINE;
-			uint32_t nr =
-				sfr__samples_rows(items, of(3, sizes[s]), each, &random, &pitch);
+			uint32_t nr = sfr__samples_choose_rows_of(items, of(3, sizes[s]), each,
+								  &random, &pitch);
 
-			CHECK(nr >= 1 && nr <= sfr__samples_rows_most(sizes[s], each));
+			CHECK(nr >= 1 && nr <= sfr__samples_most_rows_of(sizes[s], each));
 			for (uint32_t i = 0; i < nr; i++) {
 				CHECK_EQ(items[i].entry, 3);
 				CHECK_EQ(items[i].len, len);
@@ -198,7 +202,7 @@ TEST(rows_cover_the_first_and_the_last_byte)
 			CHECK(items[nr - 1].off + len + nr >
 			      sizes[s]); /* except for the rounding of the pitch */
 		}
-	CHECK_EQ(sfr__samples_rows(items, of(0, 0), 9, &random, &pitch), 0);
+	CHECK_EQ(sfr__samples_choose_rows_of(items, of(0, 0), 9, &random, &pitch), 0);
 	CHECK_EQ(pitch, 0);
 }
 
@@ -208,7 +212,8 @@ TEST(there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle)
 	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
 
 	for (int run = 0; run < RUNS; run++) {
-		uint32_t nr = sfr__samples_rows(items, of(0, nbytes), 100, &random, &pitch);
+		uint32_t nr =
+			sfr__samples_choose_rows_of(items, of(0, nbytes), 100, &random, &pitch);
 
 		CHECK_EQ(nr % 2, 1);
 		CHECK(items[nr / 2].off <= nbytes / 2 &&
@@ -219,9 +224,9 @@ TEST(there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle)
 	CHECK(least >= 75 && most <= 100);
 	CHECK(most - least >= 10); /* so that their distance changes */
 	for (uint64_t each = 3; each < 8; each++)
-		CHECK_EQ(sfr__samples_rows(items, of(0, nbytes), each, &random, &pitch),
+		CHECK_EQ(sfr__samples_choose_rows_of(items, of(0, nbytes), each, &random, &pitch),
 			 each - (each % 2 == 0));
-	CHECK_EQ(sfr__samples_rows(items, of(0, nbytes), 2, &random, &pitch), 2);
+	CHECK_EQ(sfr__samples_choose_rows_of(items, of(0, nbytes), 2, &random, &pitch), 2);
 }
 
 TEST(single_sampled_row_may_be_anywhere)
@@ -229,7 +234,7 @@ TEST(single_sampled_row_may_be_anywhere)
 	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
 
 	for (int run = 0; run < RUNS; run++) {
-		CHECK_EQ(sfr__samples_rows(items, of(0, 1000), 1, &random, &pitch), 1);
+		CHECK_EQ(sfr__samples_choose_rows_of(items, of(0, 1000), 1, &random, &pitch), 1);
 		CHECK_EQ(pitch, 0);
 		least = items[0].off < least ? items[0].off : least;
 		most = items[0].off > most ? items[0].off : most;
