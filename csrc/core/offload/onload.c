@@ -32,29 +32,33 @@ struct sfr_onload {
 	struct sfr__cuda_timer waiting; /* of the first stream that waits */
 };
 
-static bool foreign(const struct sfr_onload *onload)
+static bool is_foreign(const struct sfr_onload *onload)
 {
 	return onload->fork_generation != sfr_fork_generation();
 }
 
-/* Returns the copy at index *i, merged with those after it that are adjacent on both sides, if all
- * are in one lease. Sets *i to the next copy. The padding between merged copies is copied along: on
- * both sides it belongs to the same group of tensors. */
+/* Returns the copy at index *i and sets *i to the next copy. If all sources are in one lease
+ * (`leased`), merges the copy with those after it that are adjacent on both sides. The padding
+ * between them is copied along: on both sides it belongs to the same group of tensors. */
 static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32_t nr, bool leased,
 				    uint32_t *i)
 {
-	struct sfr_onload_copy one = copies[(*i)++];
+	struct sfr_onload_copy merged = copies[*i];
 
-	while (leased && *i < nr && copies[*i].src - one.src == copies[*i].dst - one.dst &&
-	       copies[*i].src - one.src == sfr__round_up(one.nbytes, SFR_APART)) {
-		one.nbytes = copies[*i].src - one.src + copies[*i].nbytes;
-		++*i;
+	for (++*i; leased && *i < nr; ++*i) {
+		const uint64_t distance = copies[*i].src - merged.src;
+
+		if (copies[*i].dst - merged.dst != distance ||
+		    distance != sfr__round_up(merged.nbytes, SFR_APART))
+			break;
+		merged.nbytes = distance + copies[*i].nbytes;
 	}
-	return one;
+	return merged;
 }
 
 /* ---- start ------------------------------------------------------------------------- */
 
+/* Called when all copies have completed or, if !ok, when the device has died under them. */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr_onload *onload = sfr__container(tr, struct sfr_onload, transfer);
@@ -96,9 +100,9 @@ static int queue_copies(struct sfr_onload *onload, const struct sfr_onload_copy 
 		sfr__lot_pin(onload->from); /* the hold keeps the memory in place */
 	tr->timed = true;
 	for (uint32_t i = 0; i < nr;) {
-		struct sfr_onload_copy one = merge(copies, nr, onload->from, &i);
+		struct sfr_onload_copy merged = merge(copies, nr, onload->from != NULL, &i);
 
-		sfr__transfer_add_pooled(tr, pool, one.dst, one.src, one.nbytes);
+		sfr__transfer_add_pooled(tr, pool, merged.dst, merged.src, merged.nbytes);
 	}
 	return tr->err.code; /* -ENOMEM or 0 */
 }
@@ -204,19 +208,19 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 static bool order_stream(struct sfr_onload *onload, const struct sfr_stream *stream)
 {
 	struct sfr__cuda_lane *lane = onload->transfer.lane;
-	CUstream of = (CUstream)(uintptr_t)stream->handle;
+	CUstream cu_stream = (CUstream)(uintptr_t)stream->handle;
 	struct sfr__cuda_scope scope;
-	bool timed, done;
+	bool entered, timed, done;
 
 	if (sfr__transfer_is_over(&onload->transfer)) /* also without a lane */
 		return true;
-	timed = sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS &&
-		!onload->ordered && !sfr__cuda_is_capturing(lane->cu, of);
+	entered = sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS;
+	timed = entered && !onload->ordered && !sfr__cuda_is_capturing(lane->cu, cu_stream);
 	if (timed)
-		sfr__cuda_timer_begin(lane, &onload->waiting, of);
+		sfr__cuda_timer_begin(lane, &onload->waiting, cu_stream);
 	done = sfr__transfer_gate(&onload->transfer, stream);
 	if (timed)
-		sfr__cuda_timer_end(lane, &onload->waiting, of);
+		sfr__cuda_timer_end(lane, &onload->waiting, cu_stream);
 	onload->ordered = true;
 	sfr__cuda_leave(&scope);
 	return done;
@@ -224,11 +228,11 @@ static bool order_stream(struct sfr_onload *onload, const struct sfr_stream *str
 
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream)
 {
-	const struct sfr_stream of = { .handle = stream };
+	const struct sfr_stream waiting = { .handle = stream };
 
-	if (foreign(onload))
+	if (is_foreign(onload))
 		return SFR_EFORK;
-	return order_stream(onload, &of) ? 0 : SFR_EAGAIN;
+	return order_stream(onload, &waiting) ? 0 : SFR_EAGAIN;
 }
 
 int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *waited_ns)
@@ -238,7 +242,7 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 	bool known = true;
 
 	*copying_ns = *waited_ns = 0;
-	if (foreign(onload))
+	if (is_foreign(onload))
 		return SFR_EFORK;
 	if (!sfr__transfer_is_over(&onload->transfer))
 		return SFR_EAGAIN;
@@ -254,7 +258,7 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)
 {
-	if (foreign(onload))
+	if (is_foreign(onload))
 		return SFR_EFORK;
 	if (slice_ns == 0)
 		return sfr__transfer_is_over(&onload->transfer) ? 0 : SFR_EAGAIN;
@@ -264,7 +268,7 @@ int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 {
 	*out = (struct sfr_err){ .index = -1 };
-	if (foreign(onload))
+	if (is_foreign(onload))
 		return;
 	*out = onload->transfer.err;
 	if (sfr__transfer_is_over(&onload->transfer) && onload->transfer.lost)
@@ -274,7 +278,7 @@ void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 
 void sfr_onload_put(struct sfr_onload *onload)
 {
-	if (!onload || foreign(onload))
+	if (!onload || is_foreign(onload))
 		return;
 	(void)sfr_onload_wait(onload, SFR_FOREVER); /* always 0 */
 	free_onload(onload);

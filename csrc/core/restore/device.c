@@ -25,13 +25,14 @@
 
 static const struct sfr__transfer_ops ops = { .portion_done = NULL };
 
-/* Ends the reading with an error of a device; `why` is copied. `index` is the record to report. */
-static void device_failed(struct sfr_restore *r, const char *why, uint64_t index)
+/* Ends the reading with an error of a device; `why` is copied. The error belongs to no record, so
+ * the first record is named. */
+static void device_failed(struct sfr_restore *r, const char *why)
 {
 	if (atomic_exchange(&r->has_why, true))
 		return; /* a failure was reported already */
 	(void)snprintf(r->why, sizeof(r->why), "%s", why);
-	sfr__reader_fail(r->reader, -EIO, index, sfr__reader_data_off(r->reader, index), r->why);
+	sfr__reader_fail(r->reader, -EIO, 0, sfr__reader_data_off(r->reader, 0), r->why);
 }
 
 /* ---- for the reader ----------------------------------------------------------- */
@@ -74,13 +75,14 @@ static void take_back(void *self, struct sfr__buffer *buffer)
 bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index, char *to,
 		       const char *from, size_t len)
 {
-	const unsigned k = r->targets[index].device - 1;
-	struct sfr__transfer *tr = &r->flights[buffer->number].to[k];
+	const unsigned k = r->destinations[index].device - 1;
+	struct sfr__transfer *tr = &r->transfers[buffer->number].to[k];
 
-	if (sfr__transfer_is_over(tr)) { /* the transfer of the chunk before */
+	/* The first bytes of a chunk begin a new transfer; that of the chunk before is over. This
+	 * cannot fail, because the lane exists. */
+	if (sfr__transfer_is_over(tr)) {
 		*tr = (struct sfr__transfer){ .ops = &ops };
-		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k],
-					 SFR__CUDA_IN); /* the lane exists, so this cannot fail */
+		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k], SFR__CUDA_IN);
 	}
 	sfr__transfer_add(tr, (uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, len, true);
 	if (tr->err.code == 0)
@@ -97,14 +99,14 @@ static int sent(void *self, struct sfr__buffer *buffer)
 	int rc = 0;
 
 	for (unsigned k = 0; k < r->nr_devices; k++) {
-		struct sfr__transfer *tr = &r->flights[buffer->number].to[k];
+		struct sfr__transfer *tr = &r->transfers[buffer->number].to[k];
 
 		if (sfr__transfer_is_over(tr))
 			continue;
 		if (sfr__transfer_enter(tr))
 			sfr__transfer_send(tr);
 		if (tr->err.code != 0) {
-			device_failed(r, tr->err.note, 0);
+			device_failed(r, tr->err.note);
 			rc = -1;
 		}
 		sfr__transfer_end(tr);
@@ -113,20 +115,21 @@ static int sent(void *self, struct sfr__buffer *buffer)
 }
 
 /* Waits until the copies from a buffer have completed. If a device died under them, it may still
- * read the buffer, whose memory is never used again. */
+ * read the buffer. Then the buffer's memory is given up, and never used again. */
 static int finish(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
 	bool lost = false;
 
 	for (unsigned k = 0; k < r->nr_devices; k++) {
-		struct sfr__transfer *tr = &r->flights[buffer->number].to[k];
+		struct sfr__transfer *tr = &r->transfers[buffer->number].to[k];
 
 		if (!tr->lane)
 			continue;
 		(void)sfr__transfer_wait(tr, SFR_FOREVER); /* always 0 */
 		if (tr->lost)
-			device_failed(r, tr->lane->why, 0); /* constant once the lane is dead */
+			device_failed(r,
+				      tr->lane->why); /* which is constant once the lane is dead */
 		lost = lost || tr->lost;
 	}
 	if (lost)
@@ -155,16 +158,17 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 
 	if (r->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
+	/* One device too many, or a new one after the reader has got its buffers. */
 	if (k == SFR__RESTORE_DEVICES || (k == r->nr_devices && sfr__reader_runs(r->reader)))
 		return -EOPNOTSUPP;
-	/* This transfer copies nothing: it only orders the streams (E). */
+	/* This transfer copies nothing: it only orders the streams (E), and is over at its end. */
 	rc = sfr__transfer_begin(&tr, &r->lanes, number, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
 	if (tr.lane)
 		sfr__transfer_end(&tr);
 	(void)snprintf(why, why_len, "%s", tr.err.note);
 	if (rc == 0)
 		rc = tr.err.code;
-	if (rc < 0 || k < r->nr_devices)
+	if (rc < 0 || k < r->nr_devices) /* an error, or a device that was prepared before */
 		return rc;
 	if (k == 0)
 		r->lane = tr.lane;
@@ -178,6 +182,6 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem)
 {
-	r->targets[index].mem = (char *)(uintptr_t)mem;
-	r->targets[index].device = find_device(r, device) + 1;
+	r->destinations[index].mem = (char *)(uintptr_t)mem;
+	r->destinations[index].device = find_device(r, device) + 1;
 }

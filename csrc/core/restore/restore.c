@@ -20,15 +20,16 @@
 /* From this many bytes on, memory is mostly new, and sfr__populate saves its page faults. */
 #define WORTH_POPULATING (256u << 10)
 
-/* Brings bytes of a record to its destination. For the reader: see struct sfr__reader_client. */
+/* Brings bytes of a record to its destination. The reader calls this: struct sfr__reader_client has
+ * the contract. */
 static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
 	       const char *bytes, size_t len, uint32_t *crc)
 {
 	struct sfr_restore *r = self;
-	const struct sfr__target *target = &r->targets[index];
-	char *to = target->mem == NULL ? NULL : target->mem + at;
+	const struct sfr__destination *dest = &r->destinations[index];
+	char *to = dest->mem == NULL ? NULL : dest->mem + at;
 
-	if (to == NULL || target->device != 0) {
+	if (to == NULL || dest->device != 0) {
 		if (crc != NULL)
 			*crc = sfr_crc32(0, bytes, len);
 		if (to == NULL)
@@ -56,7 +57,7 @@ static struct sfr_restore *new_restore(void)
 	return r;
 }
 
-/* Makes the reader, and a target without memory for each record. `end` is the offset where the
+/* Makes the reader, and a destination without memory for each record. `end` is the offset where the
  * records end. 0, or an error of sfr__reader_new. */
 static int make_reader(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
 {
@@ -78,8 +79,8 @@ static int make_reader(struct sfr_restore *r, int fd, uint64_t end, unsigned fla
 
 	if (rc < 0)
 		return rc;
-	r->targets = sfr_sys.calloc(r->listing->nr, sizeof(*r->targets));
-	return r->targets == NULL ? -ENOMEM : 0;
+	r->destinations = sfr_sys.calloc(r->listing->nr, sizeof(*r->destinations));
+	return r->destinations == NULL ? -ENOMEM : 0;
 }
 
 int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_restore **out)
@@ -147,7 +148,7 @@ uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index)
 const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len)
 {
 	*len = r->listing->v[index].name_len - r->listing->prefix_len;
-	if (r->check == NULL)
+	if (r->check == NULL) /* a bare record has no name, and *len is 0 */
 		return "";
 	return r->listing->names + r->listing->v[index].name_at + r->listing->prefix_len;
 }
@@ -159,7 +160,7 @@ uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t 
 
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem)
 {
-	r->targets[index].mem = mem;
+	r->destinations[index].mem = mem;
 }
 
 struct sfr_reader *sfr_restore_reader(struct sfr_restore *r)
@@ -177,7 +178,7 @@ void sfr_restore_free(struct sfr_restore *r)
 		sfr__cuda_lanes_stop(&r->lanes);
 		sfr__cuda_lanes_free(&r->lanes);
 	}
-	sfr_sys.free(r->targets);
+	sfr_sys.free(r->destinations);
 	sfr__listing_fini(&r->bare);
 	sfr_check_free(r->check);
 	sfr_sys.free(r);

@@ -11,23 +11,23 @@
 #define SFR__RESTORE_DEVICES 16u
 
 /* Where a record's bytes go; constant once the record may be read. */
-struct sfr__target {
+struct sfr__destination {
 	char *mem;       /* NULL: the bytes are only checked */
 	unsigned device; /* 0: host memory; n: the device devices[n - 1] of the restore */
 };
 
 /* The copies from one buffer of the reader: to[k] is the transfer to the restore's device k. */
-struct sfr__restore_flight {
+struct sfr__buffer_transfers {
 	struct sfr__transfer to[SFR__RESTORE_DEVICES];
 };
 
 struct sfr_restore {
 	struct sfr_check *check;            /* NULL for bare records */
 	const struct sfr__listing *listing; /* the check's, or `bare` */
-	struct sfr__listing bare;
+	struct sfr__listing bare;           /* made of the stretches, see sfr_restore_new_bare */
 	struct sfr_reader *reader;
-	struct sfr__reader_client client;
-	struct sfr__target *targets;
+	struct sfr__reader_client client;      /* the functions that the reader calls */
+	struct sfr__destination *destinations; /* one for each record */
 	uint64_t fork_generation;
 	/* constant once the reader runs */
 	uint32_t devices[SFR__RESTORE_DEVICES]; /* the driver's numbers */
@@ -35,7 +35,7 @@ struct sfr_restore {
 	struct sfr__cuda_lane *lane;  /* the first device's */
 	struct sfr__cuda_lanes lanes; /* has a lock of its own */
 	/* each is used by the reader's thread that has the buffer of the same number */
-	struct sfr__restore_flight flights[SFR__READER_THREADS * SFR__READER_BUFFERS];
+	struct sfr__buffer_transfers transfers[SFR__READER_THREADS * SFR__READER_BUFFERS];
 	/* the error of a device, written by the first that has one */
 	atomic_bool has_why;
 	char why[160];
