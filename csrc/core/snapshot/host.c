@@ -12,6 +12,8 @@ static struct sfr__host_set *host_set_of(struct sfr__host_copy *copy)
 	return sfr__container(copy, struct sfr__host_set, copy);
 }
 
+/* ---- for stage/host.c: struct sfr__host_ops has the contracts ---- */
+
 static struct sfr__host_block *block_state(struct sfr__host_copy *copy, uint32_t blk)
 {
 	(void)blk; /* there is only one */
@@ -26,7 +28,7 @@ static size_t block_len(struct sfr__host_copy *copy, uint32_t blk)
 	return (size_t)set->starts[set->snapshot->nr_sources];
 }
 
-/* Copies bytes of one source. Returns its index if it was torn, else -1. */
+/* Copies the bytes [off, off + len) of source i. Returns i if the source was torn, else -1. */
 static int64_t copy_range(struct sfr_snapshot *s, uint32_t i, uint64_t off, size_t len,
 			  bool hurried)
 {
@@ -53,12 +55,14 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	uint32_t i = (uint32_t)sfr__lower_bound(k, 0, s->nr_sources, set->starts[k + 1] <= at);
 
 	(void)blk;
+	/* Each round copies the bytes [at, end) of the block, which are in source i. */
 	for (; at < off + len; i++) {
 		uint64_t end = set->starts[i + 1] < off + len ? set->starts[i + 1] : off + len;
 		int64_t found;
 
 		if (end == at)
-			continue; /* not in this set */
+			continue; /* the source is not in this set, or is empty */
+		/* Prefetch the next source, if it is in this set. */
 		if (i + 1 < s->nr_sources && set->starts[i + 2] > set->starts[i + 1])
 			sfr__host_prefetch(sfr__bytes_of(&s->sources[i + 1]),
 					   s->sources[i + 1].nbytes);
@@ -105,6 +109,8 @@ static const struct sfr__host_ops ops = {
 	.over = copy_has_ended,
 };
 
+/* ---- for the snapshot ---- */
+
 /* Makes the set of the captured sources, or of the deferred ones. 0 or -ENOMEM. */
 static int host_set_new(struct sfr_snapshot *s, struct sfr__host_set *set, bool captured)
 {
@@ -125,7 +131,10 @@ static int host_set_new(struct sfr_snapshot *s, struct sfr__host_set *set, bool 
 	set->starts[s->nr_sources] = all;
 	set->snapshot = s;
 	set->copy = (struct sfr__host_copy){
-		.engine = s->engine, .ops = &ops, .nr_blocks = all != 0, .number = s->notice.number
+		.engine = s->engine,
+		.ops = &ops,
+		.nr_blocks = all != 0 ? 1 : 0,
+		.number = s->notice.number,
 	};
 	return 0;
 }

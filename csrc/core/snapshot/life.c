@@ -22,7 +22,7 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 static void settle_and_unlock(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = NULL;
-	bool goes = false;
+	bool is_free = false;
 
 	/* The memory counts as held only while there is a view: copies and holds end by themselves.
 	 * So once the last view is gone, a thread that needs memory may wait for it. */
@@ -30,13 +30,13 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 		sfr__lot_hold_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
 		s->abandoned = true; /* threads copy no more of it */
-		goes = s->state != SFR__SNAPSHOT_COPYING && s->lot;
-		if (goes)
+		is_free = s->state != SFR__SNAPSHOT_COPYING && s->lot;
+		if (is_free)
 			lot = sfr__lot_drop_locked(s);
 	}
 	sfr__unlock(&s->engine->mu);
 	sfr__lot_free(s, lot);
-	if (goes)
+	if (is_free)
 		sfr__engine_snapshot_gone(s->engine);
 }
 
@@ -63,14 +63,15 @@ void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct
 		s->torn = torn;
 	if (err && err->code && !s->err.code)
 		s->err = *err;
-	if (--s->nr_copying > 0) {
+	s->nr_copying--;
+	if (s->nr_copying > 0) {
 		sfr__unlock(&engine->mu);
 		return;
 	}
 	engine->nr_copying--;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
 	settle_and_unlock(s);
-	sfr__notice_post(&s->notice); /* which gets the reference of the copying threads */
+	sfr__notice_post(&s->notice); /* takes over the reference of the copying threads */
 }
 
 /* ---- users of the memory ---- */

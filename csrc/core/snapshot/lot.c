@@ -18,7 +18,7 @@
 
 #include "snapshot/snapshot.h"
 
-enum { SMALL_SHARES = 4 /* a small snapshot needs at most this fraction of a block: 1/4 */ };
+enum { SMALL_PER_BLOCK = 4 /* a small snapshot needs at most a quarter of a block */ };
 
 struct sfr__lot {
 	struct sfr__lease lease; /* constant, except for `retired` */
@@ -45,11 +45,11 @@ static uint64_t sum_of(const uint64_t *lens, uint32_t nr)
 	return total;
 }
 
-/* Whether a snapshot of `total` bytes shares a block with others. Only tensors that leave a device
- * (SFR_SNAPSHOT_LEAVES) do. */
+/* Returns whether a snapshot of `total` bytes shares a block with others. Only small ones with
+ * SFR_SNAPSHOT_LEAVES do. */
 static bool is_small(const struct sfr_snapshot *s, uint64_t total)
 {
-	return s->leaves && total > 0 && total <= s->engine->opts.block_bytes / SMALL_SHARES;
+	return s->leaves && total > 0 && total <= s->engine->opts.block_bytes / SMALL_PER_BLOCK;
 }
 
 /* ---- getting a lot ---- */
@@ -62,8 +62,8 @@ static void add_user_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 	sfr__lot_hold_locked(s, true);
 }
 
-/* Gives the snapshot the next `total` bytes of a common lot. False if there is no lot, or no
- * room. */
+/* Gives the snapshot the next `total` bytes of a common lot. Returns false if `lot` is NULL, or if
+ * it has no room. */
 static bool take_range_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t total,
 			      struct sfr__lot *lot)
 {
@@ -152,10 +152,15 @@ void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held)
 	if (s->held == held)
 		return;
 	s->held = held;
-	if (held && lot->nr_held++ == 0) /* the first held user */
-		sfr__pool_hold(s->engine->pool, &lot->lease, true);
-	if (!held && --lot->nr_held == 0) /* none is left */
-		sfr__pool_hold(s->engine->pool, &lot->lease, false);
+	if (held) {
+		lot->nr_held++;
+		if (lot->nr_held == 1)
+			sfr__pool_hold(s->engine->pool, &lot->lease, true);
+	} else {
+		lot->nr_held--;
+		if (lot->nr_held == 0)
+			sfr__pool_hold(s->engine->pool, &lot->lease, false);
+	}
 }
 
 void sfr__lot_retire_locked(struct sfr_snapshot *s)
@@ -181,7 +186,8 @@ struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s)
 
 	sfr__lot_hold_locked(s, false);
 	s->lot = NULL;
-	if (--lot->nr_users > 0)
+	lot->nr_users--;
+	if (lot->nr_users > 0)
 		return NULL;
 	if (s->engine->common_lot == lot)
 		s->engine->common_lot = NULL;

@@ -26,9 +26,9 @@
  * COPIED. All of them share one reference to the snapshot. It passes to the notice of the end, so a
  * thread of the engine never drops the last reference.
  *
- * Shared memory is the same memory with MADV_DOFORK while its lease lasts. A child has a
- * copy-on-write view of it, which later writes of the parent cannot reach. A fork waits until a
- * shared snapshot has been copied. */
+ * Children inherit no memory of the pool, except that of snapshots with SFR_SNAPSHOT_SHARED, which
+ * has MADV_DOFORK while it is leased. A child sees this memory as it was at the fork, and a fork
+ * waits until a shared snapshot has been copied. */
 #include <errno.h>
 #include <string.h>
 
@@ -97,7 +97,7 @@ static void set_range(struct sfr_snapshot *s)
 	for (uint32_t i = 0; i < s->nr_sources; i++) {
 		char *copy = s->copies[i];
 
-		if (!copy)
+		if (!copy) /* a source without bytes */
 			continue;
 		if (!s->base || copy < s->base)
 			s->base = copy;
@@ -197,7 +197,7 @@ int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *stream
 int sfr_snapshot_start(struct sfr_snapshot *s)
 {
 	struct sfr_engine *engine = s->engine;
-	uint32_t nr = sfr__snapshot_nr_deferred(s, 0);
+	uint32_t nr_deferred = sfr__snapshot_nr_deferred(s, 0); /* in host memory */
 	struct sfr_err err = { .index = -1 };
 	bool queued = false;
 	int rc = 0;
@@ -212,10 +212,10 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	sfr__unlock(&engine->mu);
 	if (rc == SFR_ESTATE)
 		return rc;
-	if (rc == 0 && nr)
+	if (rc == 0 && nr_deferred)
 		rc = take_samples(s);
 	sfr__lock(&engine->mu);
-	if (rc == 0 && (nr || s->nr_devices) && !engine->closing) {
+	if (rc == 0 && (nr_deferred || s->nr_devices) && !engine->closing) {
 		rc = sfr__engine_start_locked(engine);
 		queued = rc == 0;
 	}
@@ -231,7 +231,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	/* Devices first: they copy while the host copies. */
 	rc = sfr__snapshot_devices_start(s, &err);
 	sfr__snapshot_copy_now(s, false);
-	if (nr) {
+	if (nr_deferred) {
 		sfr__lock(&engine->mu);
 		s->nr_copying++;
 		sfr__snapshot_defer_locked(s);
@@ -277,7 +277,7 @@ void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
 	*out = (struct sfr_err){ .index = -1 };
 	if (sfr__snapshot_is_foreign(s))
 		return;
-	if (s->state != SFR__SNAPSHOT_COPYING) { /* without the lock, as in sfr_snapshot_wait */
+	if (s->state != SFR__SNAPSHOT_COPYING) { /* the error is final, and needs no lock */
 		*out = s->err;
 		return;
 	}
@@ -294,7 +294,7 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	*torn = -1;
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
-	if (slice_ns == 0) { /* called with the interpreter lock held, as sfr_save_reached */
+	if (slice_ns == 0) { /* Python holds the interpreter lock now, so take no lock */
 		if (s->state == SFR__SNAPSHOT_COPYING)
 			return SFR_EAGAIN;
 		*torn = s->torn;

@@ -30,9 +30,8 @@ struct sfr__host_set {
 };
 
 struct sfr_snapshot {
-	struct sfr_engine
-		*engine; /* holds a reference; constant, like all up to `leaves` but refs */
 	atomic_uint refs;
+	struct sfr_engine *engine; /* holds a reference; constant, like the next five */
 	uint64_t fork_generation;
 	struct sfr_source *sources;
 	uint32_t nr_sources;
@@ -45,7 +44,7 @@ struct sfr_snapshot {
 	/* the rest is guarded by engine->mu */
 	_Atomic enum sfr__snapshot_state state; /* also read without the lock */
 	struct sfr__lot *lot;        /* its memory; NULL if not leased yet, or given back */
-	bool held;                   /* see sfr__lot_hold_locked */
+	bool held;                   /* the snapshot holds its memory (sfr__lot_hold_locked) */
 	bool abandoned;              /* nobody can read the copy, so the rest is not copied */
 	uint32_t nr_views, nr_holds; /* users of the memory, see snapshot.c */
 	uint32_t nr_copying;         /* those that still copy: the call, host threads, devices */
@@ -61,7 +60,7 @@ struct sfr_snapshot {
 
 	struct sfr__host_set captured, deferred; /* sources in host memory */
 
-	struct sfr__notice notice;
+	struct sfr__notice notice; /* posted when the copy has ended */
 };
 
 static inline const char *sfr__bytes_of(const struct sfr_source *source)
@@ -70,9 +69,9 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 }
 
 /* ---- lot.c ---- */
-/* Gets memory for copies of lens[i] bytes each, multiples of SFR_APART with SFR_SNAPSHOT_LEAVES;
- * fills s->copies. The memory is held from then on. Waits and fails as sfr__pool_lease, which
- * explains nr_own. */
+/* Gets memory for the copy of each source i, lens[i] bytes (with SFR_SNAPSHOT_LEAVES a multiple of
+ * SFR_APART), and sets s->copies to the addresses. The memory is held from then on. Waits and fails
+ * as sfr__pool_lease, which explains nr_own. */
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
 /* Sets whether the snapshot holds its memory. Held memory becomes free only when a user releases
  * the snapshot; other memory becomes free by itself, when a copy or a process ends. Idempotent. */
@@ -88,7 +87,10 @@ struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s);
 void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is allowed */
 
 /* ---- life.c ---- */
+/* Sets the state; every change of state goes through here. */
 void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
+/* Returns how often snapshots of this process went from one state to the other; for tests. */
+unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
 /* Counts one more thread or device that copies. */
 void sfr__snapshot_copy_begins(struct sfr_snapshot *s);
 /* Counts one less, and records its result: the index of a torn source or -1, and an error or NULL.
@@ -98,7 +100,7 @@ void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct
 void sfr__snapshot_lost(struct sfr_snapshot *s);
 
 /* ---- snapshot/host.c ---- */
-/* Makes the sets of sources in host memory: copied in the call, and copied later. -ENOMEM. */
+/* Makes both sets of sources in host memory, `captured` and `deferred`. 0 or -ENOMEM. */
 int sfr__host_sets_new(struct sfr_snapshot *s);
 void sfr__host_sets_free(struct sfr_snapshot *s);
 /* Copies the captured sources in host memory and, with `all`, the deferred ones too. */
@@ -110,8 +112,8 @@ void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 /* ---- snapshot/samples.c ---- */
 /* Counts the sources that are copied after the call, in one kind of memory (sfr_source.device). */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
-/* Returns an array of these sources, for sampling; *nr gets its length. The caller frees it; NULL:
- * no memory. */
+/* Returns an array of these sources, for sampling, which the caller frees; *nr gets its length.
+ * NULL: no memory. */
 struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
 					   uint32_t *nr);
 /* Returns the index of the first of these sources whose copy differs from its samples, or -1. */
@@ -121,22 +123,21 @@ int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, uint32_t device,
 /* ---- snapshot/device.c ---- */
 /* Pins the leased memory as far as possible, if a device is in use. */
 void sfr__snapshot_pin(struct sfr_snapshot *s);
-/* Makes the state for each device that has sources. -ENOMEM. */
+/* Makes the state for each device that has sources. 0 or -ENOMEM. */
 int sfr__snapshot_devices_new(struct sfr_snapshot *s);
 /* Sets the caller's current streams. SFR_ESTATE if a device has none. */
 int sfr__snapshot_devices_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 				  uint32_t nr);
-/* Queues all copies, and makes the caller's streams wait for the captured ones. SFR_ECAPTURING or
- * SFR_ECLOSED if refused; other errors are in *err. */
+/* Queues all copies, and makes the caller's streams wait for the captured ones. Returns
+ * SFR_ECAPTURING or SFR_ECLOSED if the call is refused, else 0: any other error is in *err. */
 int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err);
-/* Makes these streams wait for all copies of their devices. False if the host has to wait. */
+/* Makes these streams wait for all copies of their devices. Returns false if a stream cannot wait,
+ * so that the host has to. */
 bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
 				uint32_t nr);
-/* Returns how often snapshots of this process went from one state to the other; for tests. */
-unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
 
-/* Whether the snapshot was made before a fork that created this process; then nothing may touch
- * it. */
+/* Returns whether the snapshot was made before a fork that created this process: then nothing may
+ * touch it. */
 static inline bool sfr__snapshot_is_foreign(const struct sfr_snapshot *s)
 {
 	return s->fork_generation != sfr_fork_generation();
